@@ -1,0 +1,75 @@
+# Everything is installed into .venv on first use; nothing outside this folder is changed.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made from. Given to a target of the second group, that
+#                       interpreter runs it as it is: no .venv, nothing installed.
+#   OPS="moe_gate ..."  limits the second group to these stems
+#   ARGS="..."          more arguments for the demo or for pytest
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --constraint constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# CuPy has one package per CUDA major version. Without a driver either compiles, so the newer one is taken.
+CUDA_EXTRA ?= $(shell nvidia-smi 2>/dev/null | grep -Eq 'CUDA[A-Za-z ]* Version: *12\.' && echo cuda12 || echo cuda13)
+
+ifeq ($(origin PYTHON),command line)
+PY := $(PYTHON)
+READY :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(BIN)/python
+READY := .venv/dev.stamp
+endif
+
+.PHONY: help demo test lint gpu sanitize bench check notebooks
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       install, then route a batch of tokens through the gate'
+	@echo 'make test       install, then run the tests that need no GPU'
+	@echo 'make lint       ruff and mypy'
+	@echo
+	@echo 'With a GPU (OPS="moe_gate ..." limits them; PYTHON=python3 uses that interpreter and installs nothing):'
+	@echo 'make gpu        GPU tests, sanitizer and benchmarks; writes the GPU record and the results'
+	@echo 'make sanitize   the GPU tests under compute-sanitizer'
+	@echo 'make bench      the benchmarks; writes benchmarks/results and benchmarks/RESULTS.md'
+	@echo 'make check      say whether the GPU record is older than the sources'
+	@echo 'make notebooks  run the notebooks and keep their outputs'
+
+demo: .venv/demo.stamp
+	$(BIN)/python -m cukern demo $(ARGS)
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu: $(READY)
+	$(PY) -m tests.gpu_record run --ops "$(OPS)"
+
+sanitize: $(READY)
+	$(PY) -m tests.gpu_record sanitize --ops "$(OPS)"
+
+check: $(READY)
+	$(PY) -m tests.gpu_record check
+
+bench: $(READY)
+	$(PY) -m cukern bench $(OPS) --results
+
+notebooks: $(READY)
+	$(PY) -c 'from nbclient.cli import main; main()' --inplace $(or $(OPS:%=notebooks/%.ipynb),notebooks/*.ipynb)
+
+.venv/demo.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable '.[$(CUDA_EXTRA),demo]'
+	@touch $@
+
+# PyTorch goes first and by its pin, so that no range decides which of its builds is installed.
+.venv/dev.stamp: .venv/demo.stamp
+	$(PIP) '$(TORCH)'
+	$(PIP) --editable '.[$(CUDA_EXTRA),dev]'
+	@touch $@

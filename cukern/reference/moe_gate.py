@@ -1,0 +1,263 @@
+"""The MoE gates in NumPy, step by step as the papers define them.
+
+The arguments are those of `cukern.ops.moe_gate`, already checked there; `variant` names a kernel and means
+nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
+    """Float32 logits to scores; NaN and -inf score 0."""
+    regular = logits > -np.inf
+    limit = np.finfo(np.float32).max
+    x = np.clip(np.where(regular, logits, -limit), -limit, limit).astype(np.float64)
+    if softcap:
+        x = softcap * np.tanh(x / softcap)
+    with np.errstate(over="ignore", under="ignore"):
+        if scoring_func == "sigmoid":
+            scores = 1 / (1 + np.exp(-x))
+        elif scoring_func == "softmax":
+            scores = np.exp(x - x.max(axis=-1, keepdims=True)) * regular
+            total = scores.sum(axis=-1, keepdims=True)
+            scores = np.divide(scores, total, out=np.zeros_like(scores), where=total > 0)
+        else:
+            scores = np.sqrt(np.logaddexp(0, x))
+    return np.where(regular, scores, 0).astype(np.float32)
+
+
+def _best_first(keys: Array) -> Array:
+    """Indices along the last axis, the largest key first, ties to the lower index."""
+    return np.argsort(-keys, axis=-1, kind="stable")
+
+
+def gate(
+    logits: Array,
+    bias: Array | None,
+    groups: int,
+    topk_group: int,
+    topk: int,
+    shared: int,
+    routed_scaling_factor: float,
+    scale_output: bool,
+    renormalize: bool,
+    scoring_func: str,
+    group_by_two: bool,
+    num_token_non_padded: Any,
+    out: tuple[Array, Array] | None,
+    softcap: float = 0.0,
+) -> tuple[Array, Array]:
+    """All five gates."""
+    tokens, experts = logits.shape
+    x = logits.astype(np.float32)
+    scores = _scores(x, scoring_func, softcap)
+    choice = x if bias is None else scores + bias.astype(np.float32)
+    choice = np.where((x > -np.inf) & ~np.isnan(choice), choice, np.float32(-np.inf))
+
+    by_group = choice.reshape(tokens, groups, experts // groups)
+    in_order = -np.sort(-by_group, axis=-1)
+    group_score = in_order[..., 0]
+    if group_by_two and experts > groups:
+        with np.errstate(invalid="ignore"):
+            group_score = in_order[..., 0] + in_order[..., 1]
+        group_score = np.where(np.isnan(group_score), np.float32(-np.inf), group_score)
+    kept = np.zeros((tokens, groups), bool)
+    np.put_along_axis(kept, _best_first(group_score)[:, :topk_group], True, axis=-1)
+
+    # Experts of the other groups sort behind all others, also behind those at -inf.
+    outside = np.repeat(~kept, experts // groups, axis=-1)
+    routed = topk - shared
+    ids = np.lexsort((np.broadcast_to(np.arange(experts), choice.shape), -choice, outside), axis=-1)[:, :routed]
+    weights = np.take_along_axis(scores, ids, axis=-1)
+    weights = np.where(np.take_along_axis(choice, ids, axis=-1) > -np.inf, weights, np.float32(0))
+
+    total = weights.sum(axis=-1, keepdims=True, dtype=np.float32)
+    shared_weights = np.broadcast_to(total / np.float32(routed_scaling_factor), (tokens, shared))
+    shared_ids = np.broadcast_to(experts + np.arange(shared), (tokens, shared))
+    weights = np.concatenate([weights, shared_weights], axis=-1)
+    ids = np.concatenate([ids, shared_ids], axis=-1).astype(np.int32)
+    if renormalize:
+        weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    if scale_output:
+        weights = weights * np.float32(routed_scaling_factor)
+    if num_token_non_padded is not None:
+        padding = np.arange(tokens) >= int(np.asarray(num_token_non_padded).reshape(()))
+        weights[padding] = 0
+        ids[padding] = -1
+    if out is None:
+        return weights.astype(np.float32), ids
+    out[0][...] = weights
+    out[1][...] = ids
+    return out
+
+
+def moe_fused_gate(
+    input: Array,
+    bias: Array,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = False,
+    *,
+    renormalize: bool = True,
+    scoring_func: str = "sigmoid",
+    num_token_non_padded: Any = None,
+    out: tuple[Array, Array] | None = None,
+    variant: str = "auto",
+) -> tuple[Array, Array]:
+    """See `cukern.moe_fused_gate`."""
+    return gate(
+        input,
+        bias,
+        num_expert_group,
+        topk_group,
+        topk,
+        num_fused_shared_experts,
+        routed_scaling_factor,
+        apply_routed_scaling_factor_on_output,
+        renormalize,
+        scoring_func,
+        True,
+        num_token_non_padded,
+        out,
+    )
+
+
+def biased_grouped_topk(
+    hidden_states: Any,
+    gating_output: Array,
+    correction_bias: Array,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool = False,
+    *,
+    scoring_func: str = "sigmoid",
+    num_token_non_padded: Any = None,
+    out: tuple[Array, Array] | None = None,
+    variant: str = "auto",
+) -> tuple[Array, Array]:
+    """See `cukern.biased_grouped_topk`."""
+    return gate(
+        gating_output,
+        correction_bias,
+        num_expert_group or 1,
+        topk_group or 1,
+        topk,
+        num_fused_shared_experts,
+        1.0 if routed_scaling_factor is None else routed_scaling_factor,
+        apply_routed_scaling_factor_on_output,
+        renormalize,
+        scoring_func,
+        True,
+        num_token_non_padded,
+        out,
+    )
+
+
+def grouped_topk(
+    hidden_states: Any,
+    gating_output: Array,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool = False,
+    *,
+    scoring_func: str = "softmax",
+    num_token_non_padded: Any = None,
+    out: tuple[Array, Array] | None = None,
+    variant: str = "auto",
+) -> tuple[Array, Array]:
+    """See `cukern.grouped_topk`."""
+    return gate(
+        gating_output,
+        None,
+        num_expert_group or 1,
+        topk_group or 1,
+        topk,
+        num_fused_shared_experts,
+        1.0 if routed_scaling_factor is None else routed_scaling_factor,
+        apply_routed_scaling_factor_on_output,
+        renormalize,
+        scoring_func,
+        False,
+        num_token_non_padded,
+        out,
+    )
+
+
+def topk_softmax(
+    topk_weights: Array,
+    topk_ids: Array,
+    gating_output: Array,
+    renormalize: bool = False,
+    moe_softcapping: float = 0.0,
+    correction_bias: Array | None = None,
+    *,
+    num_token_non_padded: Any = None,
+    variant: str = "auto",
+) -> tuple[Array, Array]:
+    """See `cukern.topk_softmax`."""
+    topk = topk_ids.shape[1]
+    out = (topk_weights, topk_ids)
+    return gate(
+        gating_output,
+        correction_bias,
+        1,
+        1,
+        topk,
+        0,
+        1.0,
+        False,
+        renormalize,
+        "softmax",
+        False,
+        num_token_non_padded,
+        out,
+        moe_softcapping,
+    )
+
+
+def topk_sigmoid(
+    topk_weights: Array,
+    topk_ids: Array,
+    gating_output: Array,
+    renormalize: bool = False,
+    correction_bias: Array | None = None,
+    *,
+    num_token_non_padded: Any = None,
+    variant: str = "auto",
+) -> tuple[Array, Array]:
+    """See `cukern.topk_sigmoid`."""
+    topk = topk_ids.shape[1]
+    out = (topk_weights, topk_ids)
+    return gate(
+        gating_output,
+        correction_bias,
+        1,
+        1,
+        topk,
+        0,
+        1.0,
+        False,
+        renormalize,
+        "sigmoid",
+        False,
+        num_token_non_padded,
+        out,
+    )

@@ -1,0 +1,1 @@
+"""What every op stands on: arrays, validation, compilation and launch."""

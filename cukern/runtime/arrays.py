@@ -1,0 +1,263 @@
+"""What array is this, where does it live, and how is one like it made.
+
+Each library the caller may use is a `Library`: the same few questions, answered with that library's own
+attributes, so that a call costs no conversion. `library_of` finds it from the array's type. An array of
+any other library enters through DLPack and leaves through it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cukern.runtime import check
+
+try:
+    import cupy
+except ImportError:
+    cupy = None
+
+#: Names of the dtypes that have no native NumPy type.
+_EXTENDED = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+
+ITEM_SIZE = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "bool": 1,
+}
+
+#: The C++ type of a dtype in the templates.
+CUDA_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a name such as "bfloat16"."""
+    return _EXTENDED.get(name) or np.dtype(name)
+
+
+class Library:
+    """An array library. `device` is the index of a CUDA device, or None for host memory."""
+
+    name: str
+
+    def dtype(self, array: Any) -> str:
+        return array.dtype.name
+
+    def device(self, array: Any) -> int | None:
+        raise NotImplementedError
+
+    def address(self, array: Any) -> int:
+        raise NotImplementedError
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        """Strides in elements."""
+        raise NotImplementedError
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        """An uninitialized array on the device of `like`, from the library's own allocator."""
+        raise NotImplementedError
+
+    def stream(self, device: int) -> int:
+        """The handle of the caller's current stream on a device."""
+        raise NotImplementedError
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        raise NotImplementedError
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
+        raise NotImplementedError
+
+
+class _NumPy(Library):
+    name = "NumPy"
+
+    def device(self, array: Any) -> None:
+        return None
+
+    def address(self, array: Any) -> int:
+        return array.ctypes.data
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(s // array.itemsize for s in array.strides)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        return np.empty(shape, numpy_dtype(dtype))
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(array)
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
+        return array
+
+
+class _CuPy(Library):
+    name = "CuPy"
+
+    def device(self, array: Any) -> int:
+        return array.data.device_id
+
+    def address(self, array: Any) -> int:
+        return array.data.ptr
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(s // array.itemsize for s in array.strides)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        device = like.data.device_id
+        if device == cupy.cuda.runtime.getDevice():
+            return cupy.empty(shape, numpy_dtype(dtype))
+        with cupy.cuda.Device(device):
+            return cupy.empty(shape, numpy_dtype(dtype))
+
+    def stream(self, device: int) -> int:
+        return cupy.cuda.get_current_stream(device).ptr
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        return cupy.asnumpy(array)
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
+        with cupy.cuda.Device(like.data.device_id):
+            return cupy.asarray(array)
+
+
+class _Torch(Library):
+    name = "torch"
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self._empty = torch.empty
+        self._names = {
+            dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+        }
+        self._dtypes = {name: dtype for dtype, name in self._names.items()}
+        # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
+        self._stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+    def dtype(self, array: Any) -> str:
+        return self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")
+
+    def device(self, array: Any) -> int | None:
+        if array.is_cuda:
+            return array.get_device()
+        if array.device.type != "cpu":
+            check.fail("a tensor", "on a CUDA device or the CPU", f"one on {array.device}")
+        return None
+
+    def address(self, array: Any) -> int:
+        return array.data_ptr()
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return array.stride()
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        return self._empty(shape, dtype=self._dtypes[dtype], device=like.device)
+
+    def stream(self, device: int) -> int:
+        assert self._stream is not None
+        return self._stream(device)
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        array = array.detach().cpu()
+        name = self.dtype(array)
+        if name in _EXTENDED:
+            # NumPy knows these only through ml_dtypes, so the bits travel as integers.
+            carrier = {1: self._torch.uint8, 2: self._torch.int16}[ITEM_SIZE[name]]
+            return array.contiguous().view(carrier).numpy().view(_EXTENDED[name])
+        return array.numpy()
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
+        array = np.ascontiguousarray(array)
+        name = array.dtype.name
+        if name in _EXTENDED:
+            carrier = {1: np.uint8, 2: np.int16}[array.itemsize]
+            tensor = self._torch.from_numpy(array.view(carrier)).view(self._dtypes[name])
+        else:
+            tensor = self._torch.from_numpy(array)
+        return tensor.to(like.device)
+
+
+NUMPY = _NumPy()
+CUPY = _CuPy()
+_libraries: dict[type, Library | None] = {np.ndarray: NUMPY}
+
+
+def _find(kind: type) -> Library | None:
+    """The library of an array type seen for the first time; None when only DLPack can tell."""
+    if issubclass(kind, np.ndarray):
+        return NUMPY
+    if cupy is not None and issubclass(kind, cupy.ndarray):
+        return CUPY
+    # An array can only be a tensor when its library is loaded: importing torch here would cost seconds.
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return next((x for x in _libraries.values() if isinstance(x, _Torch)), None) or _Torch()
+    return None
+
+
+def library_of(array: Any) -> Library | None:
+    """The library of an array, or None for an object that must enter through DLPack."""
+    kind = type(array)
+    try:
+        return _libraries[kind]
+    except KeyError:
+        library = _libraries[kind] = _find(kind)
+        return library
+
+
+_DLPACK_CPU, _DLPACK_CUDA = 1, (2, 13)  # kDLCPU; kDLCUDA and kDLCUDAManaged
+
+
+def enter(name: str, array: Any) -> Any:
+    """An array of a library known here, sharing the memory of `array`.
+
+    Raises TypeError for what is no array, ValueError for one on another kind of device.
+    """
+    if library_of(array) is not None:
+        return array
+    if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
+        wanted = "an array (NumPy, CuPy, torch, or any with __dlpack__)"
+        check.fail(name, wanted, type(array).__name__, TypeError)
+    kind, _ = array.__dlpack_device__()
+    if kind == _DLPACK_CPU:
+        return np.from_dlpack(array)
+    if int(kind) in _DLPACK_CUDA and cupy is not None:
+        return cupy.from_dlpack(array)
+    check.fail(name, "on a CUDA device or in host memory", f"DLPack device type {int(kind)}")
+
+
+def leave(array: Any, like: Any) -> Any:
+    """`array` in the library of the foreign array `like`, if that can take it by DLPack."""
+    namespace = getattr(like, "__array_namespace__", None)
+    take = getattr(namespace(), "from_dlpack", None) if namespace else None
+    return take(array) if take else array
+
+
+def same_place(name: str, array: Any, other: str, library: Library, device: int | None) -> None:
+    """`array` is of the same library and on the same device as the argument `other`.
+
+    Raises TypeError for another library, ValueError for another device.
+    """
+    found = library_of(array)
+    if found is not library:
+        wanted = f"a {library.name} array like {other}"
+        check.fail(name, wanted, type(array).__module__ + "." + type(array).__name__, TypeError)
+    place = library.device(array)
+    if place != device:
+        check.fail(name, f"on {_place(device)} like {other}", f"one on {_place(place)}")
+
+
+def _place(device: int | None) -> str:
+    return "the CPU" if device is None else f"CUDA device {device}"

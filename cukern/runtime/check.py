@@ -1,0 +1,62 @@
+"""Validation: each failure names the argument, what was wanted and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+
+def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise `error` in the words every message of the library uses."""
+    raise error(f"{name} must be {wanted}, got {got}")
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
+    """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not."""
+    wanted = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+    if why:
+        wanted += f" ({why})"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        fail(name, wanted, f"{value!r} ({type(value).__name__})", TypeError)
+    number = value.__index__()
+    if number < low or (high is not None and number > high):
+        fail(name, wanted, number)
+    return number
+
+
+def number(name: str, value: Any) -> float:
+    """`value` as a finite float."""
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        fail(name, "a number", f"{value!r} ({type(value).__name__})", TypeError)
+    if result != result or result in (float("inf"), float("-inf")):
+        fail(name, "a finite number", result)
+    return result
+
+
+def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
+    """`value`, which is among `allowed`."""
+    options = tuple(allowed)
+    if value not in options:
+        fail(name, "one of " + ", ".join(map(repr, options)), repr(value))
+    return value
+
+
+def dtype(name: str, got: str, allowed: Iterable[str]) -> None:
+    """The dtype name `got` is among `allowed`."""
+    options = tuple(allowed)
+    if got not in options:
+        fail(name, " or ".join(options), got, TypeError)
+
+
+def shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...], symbols: str) -> None:
+    """The shape `got` is `wanted`, which the message also gives in `symbols`."""
+    if tuple(got) != wanted:
+        fail(name, f"of shape {symbols} = {list(wanted)}", list(got))
+
+
+def dimensions(name: str, got: tuple[int, ...], symbols: tuple[str, ...]) -> None:
+    """An array has the dimensions `symbols`, of any size."""
+    if len(got) != len(symbols):
+        fail(name, f"of shape [{', '.join(symbols)}]", list(got))

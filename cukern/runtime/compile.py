@@ -1,0 +1,350 @@
+"""From a template in `cuda_src` to a cubin in the cache.
+
+A cubin is named by the digest of all that determines it: the template's text, the shared headers, the
+template arguments, the options, NVRTC's version and the architecture. So a cached file never goes stale,
+and no two machines or checkouts can mix theirs up. Nothing here touches a CUDA context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import queue
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cukern.runtime import nvrtc
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In a wheel the sources lie inside the package, in a checkout beside it.
+CUDA_SRC = _PACKAGE / "cuda_src" if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent / "cuda_src"
+
+# Kernels that need Hopper's (or a later chip's) own instructions are refused by the plain target.
+_ARCH_SPECIFIC_FROM = 90
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a template; the message is its log, which cites the file and line in `cuda_src`."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One template with its arguments: `Instance("moe_gate", "moe_gate", ("float", 256))`."""
+
+    stem: str
+    function: str
+    arguments: tuple[str | int, ...]
+
+    @property
+    def expression(self) -> str:
+        return f"{self.function}<{', '.join(map(str, self.arguments))}>"
+
+    def __str__(self) -> str:
+        return self.expression
+
+
+def arch_of(compute_capability: tuple[int, int]) -> str:
+    """The target for a GPU: `(8, 0)` gives "80", `(9, 0)` gives "90a"."""
+    number = compute_capability[0] * 10 + compute_capability[1]
+    return f"{number}a" if number >= _ARCH_SPECIFIC_FROM else str(number)
+
+
+@functools.cache
+def available() -> str | None:
+    """None when NVRTC can be used here, otherwise the reason why not."""
+    try:
+        _nvrtc_version()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@functools.cache
+def _nvrtc_version() -> str:
+    from cupy_backends.cuda.libs import nvrtc as binding
+
+    major, minor = binding.getVersion()
+    return f"{major}.{minor}"
+
+
+@functools.cache
+def cuda_include_directory() -> str:
+    """The folder of `cuda_fp16.h`, from the pip wheels or a toolkit.
+
+    Raises RuntimeError when there is none.
+    """
+    candidates = []
+    with contextlib.suppress(Exception):
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        candidates.append(find_nvidia_header_directory("cudart"))
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        if os.environ.get(variable):
+            candidates.append(os.path.join(os.environ[variable], "include"))
+    with contextlib.suppress(Exception):
+        import cupy
+
+        candidates.append(os.path.join(cupy.cuda.get_cuda_path() or "", "include"))
+    candidates.append("/usr/local/cuda/include")
+    for folder in candidates:
+        if folder and os.path.isfile(os.path.join(folder, "cuda_fp16.h")):
+            return folder
+    raise RuntimeError(
+        "no folder with cuda_fp16.h was found: install the CUDA headers with "
+        '`pip install "cupy-cuda13x[ctk]"` (or cuda12x), or set CUDA_PATH to a toolkit'
+    )
+
+
+@functools.cache
+def source(stem: str) -> str:
+    """The text handed to NVRTC for a stem."""
+    file = CUDA_SRC / f"{stem}.cu"
+    # NVRTC's messages then cite the file a reader can open.
+    return f'#line 1 "{stem}.cu"\n{file.read_text()}'
+
+
+@functools.cache
+def _source_digest(stem: str) -> str:
+    digest = hashlib.sha256(source(stem).encode())
+    for header in sorted((CUDA_SRC / "common").glob("*.cuh")):
+        digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    return digest.hexdigest()
+
+
+def _options(arch: str) -> list[str]:
+    return [f"-arch=sm_{arch}", "-std=c++17", "-Xptxas=-v"]
+
+
+def cached_path(instance: Instance, arch: str) -> Path:
+    """Where the cubin of an instance lies, or would lie."""
+    parts = (_source_digest(instance.stem), instance.expression, *_options(arch), _nvrtc_version())
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    readable = re.sub(r"[^A-Za-z0-9]+", "_", instance.expression).strip("_")
+    return cache_directory() / f"{readable}-sm_{arch}-{digest}.cubin"
+
+
+# --- the cache folder ---------------------------------------------------------------------------------
+
+
+def _default_cache_directory() -> Path:
+    configured = os.environ.get("CUKERN_CACHE_DIR")
+    if configured:
+        return Path(configured)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "cukern"
+
+
+def _problem_with(folder: Path) -> str | None:
+    """Make `folder` a private folder of this user; the reason when it cannot be."""
+    if not folder.is_absolute():
+        return "it is not an absolute path (is HOME set?)"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if hasattr(os, "getuid") and status.st_uid != os.getuid():
+            return f"it belongs to user {status.st_uid}"
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+@functools.cache
+def _cache(wanted: Path) -> tuple[Path, str | None, tempfile.TemporaryDirectory[str] | None]:
+    problem = _problem_with(wanted)
+    if problem is None:
+        return wanted, None, None
+    warnings.warn(
+        f"the cache folder {wanted} cannot be used: {problem}. Kernels compiled now last for this process "
+        "only; set CUKERN_CACHE_DIR to a folder of yours.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    private = tempfile.TemporaryDirectory(prefix="cukern-", ignore_cleanup_errors=True)
+    return Path(private.name), problem, private
+
+
+def cache_directory() -> Path:
+    """The folder of the compiled kernels; a temporary one when the user's cannot be used."""
+    return _cache(_default_cache_directory())[0]
+
+
+def cache_problem() -> str | None:
+    """Why the user's cache folder cannot be used; None when it can."""
+    return _cache(_default_cache_directory())[1]
+
+
+def _owned_by_user(path: Path) -> bool:
+    return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
+
+
+def read_note(path: Path) -> dict[str, Any] | None:
+    """The note beside a cubin, or None when there is none to trust."""
+    note = path.with_name(path.name + ".json")
+    try:
+        if not (_owned_by_user(path) and _owned_by_user(note)):
+            return None
+        content = json.loads(note.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and {"name", "sha256", "log"} <= content.keys() else None
+
+
+def _is_intact(path: Path) -> bool:
+    note = read_note(path)
+    try:
+        return note is not None and hashlib.sha256(path.read_bytes()).hexdigest() == note["sha256"]
+    except OSError:
+        return False
+
+
+# --- compiling ----------------------------------------------------------------------------------------
+
+
+def _job(instance: Instance, arch: str) -> dict[str, Any]:
+    include = [f"-I{CUDA_SRC}", f"-I{cuda_include_directory()}"]
+    return {
+        "source": source(instance.stem),
+        "filename": f"{instance.stem}.cu",
+        "expression": instance.expression,
+        "options": _options(arch) + include,
+        "arch": arch,
+        "nvrtc": _nvrtc_version(),
+        "path": str(cached_path(instance, arch)),
+    }
+
+
+def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
+    """The path of an intact cubin and the kernel's name in it, compiled now if need be.
+
+    Raises CompileError when NVRTC refuses the template.
+    """
+    path = cached_path(instance, arch)
+    if not _is_intact(path):
+        try:
+            nvrtc.compile_to_cache(_job(instance, arch))
+        except RuntimeError as error:
+            raise CompileError(str(error)) from None
+    note = read_note(path)
+    assert note is not None
+    return path, note["name"]
+
+
+def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
+    """The instances whose cubin is not in the cache.
+
+    Looks at names only, so that a warm import stays fast; `cubin` checks the content before it is loaded.
+    """
+    try:
+        present = set(os.listdir(cache_directory()))
+    except OSError:
+        present = set()
+    return [i for i in instances if cached_path(i, arch).name + ".json" not in present]
+
+
+def _worker_count(jobs: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A worker pays for starting Python and CuPy, about as much as a few small kernels.
+    return max(1, min(cores, jobs // 2, 16))
+
+
+def _start_worker() -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.Popen(
+        [sys.executable, nvrtc.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+
+
+def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
+    """Have a worker do a job; the error's text when it failed."""
+    assert worker.stdin is not None and worker.stdout is not None
+    try:
+        worker.stdin.write(json.dumps(job) + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+    except OSError:
+        answer = ""
+    if not answer:
+        raise ChildProcessError("the worker ended")
+    return json.loads(answer).get("error")
+
+
+def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None = None) -> None:
+    """Compile (instance, arch) pairs into the cache, on worker processes where there are cores.
+
+    `progress` is called after each, from whichever thread drove it.
+    Raises CompileError with the first failure after all have been tried.
+    """
+    pending: queue.SimpleQueue[tuple[Instance, str]] = queue.SimpleQueue()
+    for item in work:
+        pending.put(item)
+    errors: list[str] = []
+
+    def here(instance: Instance, arch: str) -> str | None:
+        try:
+            nvrtc.compile_to_cache(_job(instance, arch))
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def drain(worker: subprocess.Popen[str] | None) -> None:
+        while True:
+            try:
+                instance, arch = pending.get_nowait()
+            except queue.Empty:
+                return
+            if worker is None:
+                error = here(instance, arch)
+            else:
+                try:
+                    error = _ask(worker, _job(instance, arch))
+                except ChildProcessError:
+                    # No worker can run here (an embedded Python, a process limit): do its share ourselves.
+                    worker = None
+                    error = here(instance, arch)
+            if error:
+                errors.append(error)
+            if progress:
+                progress(instance, arch)
+
+    count = _worker_count(len(work))
+    if count == 1 or not sys.executable:
+        drain(None)
+    else:
+        with contextlib.ExitStack() as stack:
+            threads = []
+            for _ in range(count):
+                try:
+                    worker = stack.enter_context(_start_worker())
+                    stack.callback(worker.kill)
+                except OSError:
+                    break
+                threads.append(threading.Thread(target=drain, args=(worker,)))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if not threads:
+                drain(None)
+    if errors:
+        raise CompileError("\n".join(errors))

@@ -1,0 +1,215 @@
+"""From a template instance to a launch.
+
+A `Kernel` is one `__global__` template of `cuda_src` with the layout of its `Params` struct. It hands out
+`Variant`s, one per set of template arguments, which load themselves on each device at their first launch
+there. A launch packs the struct and makes one driver call; everything it writes belongs to its thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cukern.runtime import compile
+from cukern.runtime.compile import Instance
+
+try:
+    import cupy
+    from cupy_backends.cuda.api import driver, runtime
+except ImportError:
+    cupy = None
+
+#: Every kernel of the library, by stem; filled as the op modules are imported.
+KERNELS: dict[str, list[Kernel]] = {}
+
+_load_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # A thread that never made a runtime call has no context, and a driver launch would fail.
+        self.ready: set[int] = set()
+
+
+_thread = _Thread()
+
+
+class Variant:
+    """A template instance that can be launched on any device it was, or can be, compiled for."""
+
+    __slots__ = ("_functions", "_local", "_modules", "_struct", "instance", "max_shared_bytes")
+
+    def __init__(self, instance: Instance, params: struct.Struct, max_shared_bytes: int) -> None:
+        self.instance = instance
+        self.max_shared_bytes = max_shared_bytes
+        self._struct = params
+        self._functions: dict[int, int] = {}
+        self._modules: dict[int, Any] = {}
+        self._local = threading.local()
+
+    def __repr__(self) -> str:
+        return f"Variant({self.instance})"
+
+    def load(self, device: int) -> int:
+        """The driver's handle of the kernel on the current device, which is `device`."""
+        with _load_lock:
+            if device not in self._functions:
+                path, name = compile.cubin(self.instance, arch_of_device(device))
+                module = cupy.RawModule(path=str(path))
+                kernel = module.get_function(name)
+                if self.max_shared_bytes:
+                    kernel.max_dynamic_shared_size_bytes = self.max_shared_bytes
+                self._modules[device] = module
+                self._functions[device] = kernel.kernel.ptr
+        return self._functions[device]
+
+    def launch(
+        self,
+        device: int,
+        stream: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        *params: Any,
+    ) -> None:
+        """Launch on `device` and its stream handle `stream`, with the fields of `Params` in order."""
+        previous = runtime.getDevice()
+        if previous != device or device not in _thread.ready:
+            runtime.setDevice(device)
+            _thread.ready.add(device)
+        try:
+            function = self._functions.get(device) or self.load(device)
+            local = self._local
+            try:
+                buffer, pointers, address = local.packed
+            except AttributeError:
+                buffer = ctypes.create_string_buffer(self._struct.size)
+                pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+                address = ctypes.addressof(pointers)
+                local.packed = buffer, pointers, address
+            self._struct.pack_into(buffer, 0, *params)
+            driver.launchKernel(function, *grid, *block, shared_bytes, stream, address, 0)
+        finally:
+            if previous != device:
+                runtime.setDevice(previous)
+
+
+class Kernel:
+    """A `__global__` template `function` of `cuda_src/<stem>.cu`.
+
+    `params` is the `Params` struct as a format of the module `struct`, in native alignment: P pointer,
+    q int64, i int32, f float.
+    """
+
+    def __init__(self, stem: str, function: str, params: str) -> None:
+        self.stem = stem
+        self.function = function
+        # "0P" pads the end, as C does for a struct that holds pointers.
+        self._struct = struct.Struct(f"@{params}0P")
+        self._variants: dict[tuple[str | int, ...], Variant] = {}
+        #: Compiled when cukern is imported on a machine with a GPU.
+        self.at_import: list[Instance] = []
+        #: Instances whose registers must not spill; the tests hold them to it.
+        self.specialized: list[Instance] = []
+        KERNELS.setdefault(stem, []).append(self)
+
+    def variant(self, *arguments: str | int, max_shared_bytes: int = 0) -> Variant:
+        """The variant with these template arguments, the same object at every call.
+
+        A kernel that takes more than 48 KiB of dynamic shared memory must say how much at most.
+        """
+        variant = self._variants.get(arguments)
+        if variant is None:
+            made = Variant(Instance(self.stem, self.function, arguments), self._struct, max_shared_bytes)
+            # Two threads may both get here: the first to store wins.
+            variant = self._variants.setdefault(arguments, made)
+        return variant
+
+
+def specialize(op: str | Callable[..., Any], **sizes: Any) -> None:
+    """Compile a variant for these sizes and use it in this process.
+
+    `op` is a public function or its name; `sizes` are those of the `specialize` function of its module, such as
+    `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. Compiles at once for every GPU of the machine.
+
+    Raises ValueError for sizes the specialized kernel cannot take, TypeError for an op that has none.
+    """
+    function = getattr(sys.modules["cukern"], op, None) if isinstance(op, str) else op
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    register = getattr(module, "specialize", None)
+    if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
+        raise TypeError(f"op must be a function of cukern with specialized variants, or its name, got {op!r}")
+    made = register(**sizes)
+    archs = sorted({arch_of_device(d) for d in range(device_count())})
+    compile.compile_all([(i, arch) for arch in archs for i in compile.missing(made, arch)])
+
+
+def device_count() -> int:
+    """How many CUDA devices this process sees; 0 without CuPy or a driver. Makes no context."""
+    if cupy is None:
+        return 0
+    try:
+        return runtime.getDeviceCount()
+    except runtime.CUDARuntimeError:
+        return 0
+
+
+def arch_of_device(device: int) -> str:
+    """The compile target of a device, such as "90a". Makes no context."""
+    major, minor = (runtime.deviceGetAttribute(attribute, device) for attribute in (75, 76))
+    return compile.arch_of((major, minor))
+
+
+def instances(stem: str | None = None) -> Iterator[Instance]:
+    """The instances compiled at import, of one stem or of all."""
+    for kernels in [KERNELS[stem]] if stem else list(KERNELS.values()):
+        for kernel in kernels:
+            yield from kernel.at_import
+
+
+def compile_at_import() -> None:
+    """Make sure that every instance is in the cache for every GPU of this machine.
+
+    `CUKERN_COMPILE=lazy` leaves each to its first launch. A failure is a warning here: the op that needs
+    the kernel reports it again, as an error.
+    """
+    mode = os.environ.get("CUKERN_COMPILE", "import")
+    if mode not in ("import", "lazy"):
+        raise ValueError(f"CUKERN_COMPILE must be 'import' or 'lazy', got {mode!r}")
+    devices = device_count()
+    if mode == "lazy" or not devices:
+        return
+    try:
+        # In a folder that dies with the process, compiling ahead would be paid at every start.
+        if compile.cache_problem():
+            return
+        archs = sorted({arch_of_device(d) for d in range(devices)})
+        work = [(i, arch) for arch in archs for i in compile.missing(instances(), arch)]
+        if work:
+            compile_with_progress(work)
+    except Exception as error:
+        warnings.warn(
+            f"compiling cukern's kernels failed: {error}\nRun `python -m cukern doctor`.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def compile_with_progress(work: list[tuple[Instance, str]]) -> None:
+    """`compile.compile_all` with a progress bar where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        compile.compile_all(work)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("cukern: compiling kernels", total=len(work))
+        compile.compile_all(work, lambda instance, arch: bar.advance(task))

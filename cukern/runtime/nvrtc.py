@@ -1,0 +1,84 @@
+"""One NVRTC compilation, in this process or as a worker process.
+
+NVRTC serializes inside a process, so `cukern.runtime.compile` runs this file as a script in several
+processes. For that it imports nothing of cukern: a worker that imported the package would compile at
+import again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+
+def compile_cubin(source: str, filename: str, expression: str, options: list[str]) -> tuple[bytes, str, str]:
+    """Compile one template instance.
+
+    Returns the cubin, the mangled name of the kernel in it and the compiler's log.
+    Raises RuntimeError with the log when the source does not compile.
+    """
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(source, filename, (), ())
+    try:
+        nvrtc.addNameExpression(program, expression)
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program).rstrip("\x00\n ")
+            raise RuntimeError(f"{expression}: {error}\n{log}") from None
+        name = nvrtc.getLoweredName(program, expression)
+        log = nvrtc.getProgramLog(program).rstrip("\x00\n ")
+        return nvrtc.getCUBIN(program), name, log
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def write_atomically(path: str, data: bytes) -> None:
+    """Readers see the old file, no file or the whole new one, whoever else writes at the same time."""
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".writing-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def compile_to_cache(job: dict[str, Any]) -> None:
+    """Compile `job` and store the cubin, then the note that vouches for it."""
+    cubin, name, log = compile_cubin(job["source"], job["filename"], job["expression"], job["options"])
+    write_atomically(job["path"], cubin)
+    note = {
+        "expression": job["expression"],
+        "arch": job["arch"],
+        "nvrtc": job["nvrtc"],
+        "name": name,
+        "sha256": hashlib.sha256(cubin).hexdigest(),
+        "log": log,
+    }
+    write_atomically(job["path"] + ".json", json.dumps(note, indent=1).encode())
+
+
+def main() -> None:
+    """Compile the jobs that arrive on stdin, one JSON object a line; answer each with a line."""
+    # The answers keep the real stdout; whatever a library prints goes to stderr.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            compile_to_cache(json.loads(line))
+            answers.write("{}\n")
+        except Exception as error:
+            answers.write(json.dumps({"error": str(error) or repr(error)}) + "\n")
+
+
+if __name__ == "__main__":
+    # The script's own folder would make cukern's modules importable under the wrong names.
+    sys.path.pop(0)
+    main()

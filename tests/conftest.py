@@ -1,0 +1,59 @@
+"""What every test relies on: a kernel cache, a GPU where it asks for one, and repeatable randomness."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+# Hypothesis times the first example too, which may compile a kernel.
+settings.register_profile("cukern", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("cukern")
+
+_cache = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+@functools.cache
+def _why_no_gpu() -> str | None:
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if count else "the driver reports no device"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Set before any test module imports cukern, and inherited by pytest-xdist's processes, which so share it.
+    if not os.environ.get("CUKERN_CACHE_DIR"):
+        config.stash[_cache] = folder = tempfile.TemporaryDirectory(
+            prefix="cukern-tests-", ignore_cleanup_errors=True
+        )
+        os.environ["CUKERN_CACHE_DIR"] = folder.name
+    if _why_no_gpu():
+        os.environ.setdefault("CUKERN_COMPILE", "lazy")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _cache in config.stash:
+        config.stash[_cache].cleanup()
+        del os.environ["CUKERN_CACHE_DIR"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # A GPU test that is skipped looks like one that passed.
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.fail(f"this test needs an NVIDIA GPU, and none can be used here ({reason})", pytrace=False)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that differ between tests and are the same in every run of one."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

@@ -1,0 +1,101 @@
+"""The wheel as a user gets it: built, installed into a clean environment, compiling outside the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    ours = ("PYTHON", "CUKERN_", "VIRTUAL_ENV")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    done = subprocess.run(command, cwd=cwd, env=inherited | environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    (path,) = distributions.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a new environment with the wheel in it.
+
+    Its dependencies are links to the ones installed here, since a test may not download: links rather than a
+    path file, because the CUDA packages are looked for in site-packages itself.
+    """
+    environment = tmp_path_factory.mktemp("clean") / "venv"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(_run(python, "-c", ask, cwd=environment).strip())
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(folder).iterdir():
+            # This checkout's own installation, and path files that could lead back to it, stay out.
+            if "cukern" not in entry.name and entry.suffix != ".pth" and not (site / entry.name).exists():
+                (site / entry.name).symlink_to(entry)
+    _run(python, "-m", "pip", "install", "--no-index", wheel, cwd=environment)
+    return python
+
+
+def _sources(folder: str) -> set[str]:
+    files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
+def test_the_wheel_holds_the_package_and_the_templates_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {"cukern/cuda_src/moe_gate.cu", "cukern/py.typed"} <= names
+    assert any(name.startswith("cukern/cuda_src/common/") for name in names)
+    assert names == _sources("cukern") | {f"cukern/{name}" for name in _sources("cuda_src")}
+
+
+def test_the_wheel_asks_for_little(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = archive.read(metadata).decode().splitlines()
+    hard = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert sorted(line.split(":")[1].strip().split(">")[0] for line in hard) == ["ml-dtypes", "numpy", "rich"]
+    extras = {line.split(":")[1].strip() for line in lines if line.startswith("Provides-Extra:")}
+    assert {"cuda12", "cuda13", "torch", "notebooks", "dev"} <= extras
+
+
+def test_the_source_distribution_holds_the_tests(distributions: Path) -> None:
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "Makefile", "cuda_src/moe_gate.cu", "tests/test_packaging.py"} <= names
+
+
+def test_the_wheel_compiles_kernels_outside_the_checkout(clean_python: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    settings = {"CUKERN_CACHE_DIR": str(cache), "CUKERN_COMPILE": "lazy"}
+    where = _run(clean_python, "-c", "import cukern; print(cukern.__file__)", cwd=tmp_path, **settings)
+    assert Path(where.strip()).is_relative_to(clean_python.parents[1])
+
+    arguments = ("compile", "--arch", "80", "--op", "moe_gate")
+    _run(clean_python, "-m", "cukern", *arguments, cwd=tmp_path, **settings)
+    cubins = list(cache.rglob("*.cubin"))
+    assert cubins
+    assert all(path.read_bytes().startswith(b"\x7fELF") for path in cubins)

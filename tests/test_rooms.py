@@ -1,0 +1,123 @@
+"""The rule of the rooms: an op has one file in each room, under one stem."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import cukern
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 2**20
+
+ROOMS = {
+    "cuda_src": "cuda_src/{}.cu",
+    "ops": "cukern/ops/{}.py",
+    "reference": "cukern/reference/{}.py",
+    "notebooks": "notebooks/{}.ipynb",
+    "benchmarks": "benchmarks/bench_{}.py",
+    "tests": "tests/test_{}.py",
+}
+# What only the launch needs and the definition of correct does not.
+LAUNCH_ONLY = {"out", "variant"}
+
+
+def _stems_in(pattern: str) -> set[str]:
+    prefix, suffix = pattern.rsplit("/", 1)[1].split("{}")
+    paths = ROOT.glob(pattern.format("*"))
+    stems = {path.name.removeprefix(prefix).removesuffix(suffix) for path in paths}
+    return {stem for stem in stems if not stem.startswith("_")}
+
+
+# tests/ also holds tests of other things than ops, so it names no stem.
+STEMS = sorted(set().union(*(_stems_in(pattern) for room, pattern in ROOMS.items() if room != "tests")))
+
+
+def _module(room: str, stem: str) -> ModuleType:
+    return importlib.import_module(f"cukern.{room}.{stem}")
+
+
+def _public_functions() -> Iterator[tuple[str, str]]:
+    for stem in sorted(_stems_in(ROOMS["ops"])):
+        module = _module("ops", stem)
+        for name in module.__all__:
+            if inspect.isfunction(getattr(module, name)):
+                yield stem, name
+
+
+FUNCTIONS = list(_public_functions())
+
+
+def _split(function: Callable[..., object]) -> tuple[list[tuple[str, object]], set[str]]:
+    """The positional parameters with their defaults, and the names of the keyword-only ones."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [(p.name, p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    return positional, {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def test_there_are_ops() -> None:
+    # Every test below runs over these lists: an empty one would pass them all.
+    assert STEMS
+    assert FUNCTIONS
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("stem", STEMS)
+def test_each_room_has_each_stem(stem: str, room: str) -> None:
+    path = ROOMS[room].format(stem)
+    assert (ROOT / path).is_file(), f"{path} is missing, and another room has {stem}"
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_package_imports_each_op(stem: str) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / "cukern/__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = (node.module or "").removeprefix("cukern.")
+            imported.add(module)
+            imported.update(f"{module}.{alias.name}" for alias in node.names)
+    assert f"ops.{stem}" in imported, f"cukern/__init__.py does not import cukern.ops.{stem}"
+
+
+@pytest.mark.parametrize(("stem", "name"), FUNCTIONS)
+def test_each_function_is_in_the_package(stem: str, name: str) -> None:
+    assert getattr(cukern, name) is getattr(_module("ops", stem), name)
+
+
+@pytest.mark.parametrize(("stem", "name"), FUNCTIONS)
+def test_each_function_has_a_twin_with_its_arguments(stem: str, name: str) -> None:
+    positional, keywords = _split(getattr(_module("ops", stem), name))
+    twin_positional, twin_keywords = _split(getattr(_module("reference", stem), name))
+    assert twin_positional == positional
+    assert twin_keywords - LAUNCH_ONLY == keywords - LAUNCH_ONLY
+
+
+@pytest.mark.parametrize(("stem", "name"), FUNCTIONS)
+def test_each_function_has_a_row_in_the_readme(stem: str, name: str) -> None:
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+    found = [row for row in rows if re.search(rf"`(cukern\.)?{name}\b", row.split("|")[1])]
+    assert found, f"no table of README.md has a row that starts with `{name}`"
+
+
+def test_notebooks_are_small() -> None:
+    large = {path.name: path.stat().st_size for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert not {name: size for name, size in large.items() if size > 2 * MIB}
+
+
+def test_the_checkout_is_small() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so nothing says which files are the project's")
+    listing = subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    files = [ROOT / name for name in listing.stdout.split("\0") if name]
+    assert sum(path.lstat().st_size for path in files if path.exists()) <= 64 * MIB
