@@ -24,8 +24,47 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
     return y;
 }
 
+__device__ __forceinline__ float fast_log2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// log(1 + exp(x)). Where 1 + exp(-|x|) would round away what matters, a series takes over.
+__device__ __forceinline__ float softplus(float x) {
+    constexpr float LN_2 = 0.693147180559945309f;
+    const float e = fast_exp2(__fmul_rn(fabsf(x), -LOG2_E));
+    const float series = e * (1.f - e * (0.5f - e * (1.f / 3 - e * 0.25f)));
+    return __fadd_rn(fmaxf(x, 0.f), e < 0.03f ? series : __fmul_rn(fast_log2(__fadd_rn(1.f, e)), LN_2));
+}
+
 // An unsigned integer that orders as the float does (no NaN; -0 sorts below +0).
 __device__ __forceinline__ unsigned sortable(float x) {
     const unsigned bits = __float_as_uint(x);
     return bits ^ (unsigned(int(bits) >> 31) | 0x80000000u);
+}
+
+// The float of a `sortable` integer. What is below them all (0) gives -inf.
+__device__ __forceinline__ float from_sortable(unsigned key) {
+    if (key == 0) return -CUDART_INF_F;
+    return __uint_as_float(key ^ (unsigned(int(~key) >> 31) | 0x80000000u));
+}
+
+// count - (other > mine), from the borrow of a subtraction: no predicate has to become a number.
+__device__ __forceinline__ int minus_if_greater(int count, unsigned other, unsigned mine) {
+    asm("{ .reg .u32 difference;\n"
+        "  sub.cc.u32 difference, %1, %2;\n"
+        "  subc.u32 %0, %0, 0; }"
+        : "+r"(count) : "r"(mine), "r"(other));
+    return count;
+}
+
+__device__ __forceinline__ int minus_if_greater(int count, unsigned long long other, unsigned long long mine) {
+    asm("{ .reg .u32 difference;\n"
+        "  sub.cc.u32 difference, %1, %3;\n"
+        "  subc.cc.u32 difference, %2, %4;\n"
+        "  subc.u32 %0, %0, 0; }"
+        : "+r"(count)
+        : "r"(unsigned(mine)), "r"(unsigned(mine >> 32)), "r"(unsigned(other)), "r"(unsigned(other >> 32)));
+    return count;
 }

@@ -17,22 +17,27 @@ SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
 VARIANTS = ("auto", "specialized", "dynamic")
 #: A lane keeps one bit for each of its experts in a 32-bit word.
 MAX_EXPERTS = 1024
-_WARPS = 4  # WARPS, CAPACITY and the enum Scoring of the template
-_CAPACITY = 64
+MAX_TOPK = 512
+MAX_TOKENS = 2**30
+_WARPS = 2  # WARPS, CAPACITY and the enum Scoring of the template
+_CAPACITY = 28
+_STAGED_LANES = 16
 _SCORING_CODE = {"any": 0, "sigmoid": 1, "softmax": 2, "sqrtsoftplus": 3}
 # What every GPU from sm_80 on grants a block; the largest sizes the dynamic variant takes need nearly all.
 _MAX_SHARED_BYTES = 99 * 1024
-_DYNAMIC_LANES = 32
+#: Up to so many tokens, so many lanes per token are faster than fewer (measured on an H200; the bits are the same).
+_UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS}
+#: Lanes per token and experts per lane of the dynamic variants; the first that holds a call is taken.
+_DYNAMIC = ((16, 16), (16, 32), (32, 32))
 
 
 class Config(NamedTuple):
-    """Sizes worth a variant of their own. With a bias the scoring decides the order, so it is fixed too."""
+    """Sizes worth variants of their own. With a bias the scoring decides the order, so it is fixed too."""
 
     experts: int
     groups: int
     scoring: str  # "any" where there is no bias: the logits order the experts
     biased: bool
-    lanes: int = 16
 
 
 SPECIALIZED = [
@@ -48,74 +53,111 @@ SPECIALIZED = [
     Config(256, 1, "any", biased=False),
     Config(128, 1, "any", biased=False),  # Qwen3-30B-A3B, Qwen3-235B-A22B, Llama-4-Maverick
     Config(64, 1, "any", biased=False),  # OLMoE
-    Config(8, 1, "any", biased=False, lanes=8),  # Mixtral
+    Config(8, 1, "any", biased=False),  # Mixtral
 ]
 
-_kernel = Kernel("moe_gate", "moe_gate", "5P3q12i3f")
+_kernel = Kernel("moe_gate", "moe_gate", "5Pq15iI3f")
 
 
-def _variant(dtype: str, config: Config) -> Variant:
-    return _kernel.variant(
-        arrays.CUDA_TYPE[dtype],
-        config.experts,
-        config.groups,
-        config.scoring.upper(),
-        config.lanes,
-        "true" if config.biased else "false",
-    )
+def _fits(config: Config, lanes: int) -> bool:
+    """Whether `lanes` lanes per token can hold the experts in whole groups."""
+    return config.experts % lanes == 0 and lanes % config.groups == 0 and config.experts // lanes <= 32
 
 
-def _dynamic(dtype: str) -> Variant:
-    arguments = (arrays.CUDA_TYPE[dtype], 0, 0, "ANY", _DYNAMIC_LANES, "false")
+def _lanes(config: Config) -> tuple[int, ...]:
+    """Lanes per token, from few tokens to many; none where nothing fits.
+
+    A whole warp per token has the shortest way through the kernel. Several tokens per warp share the instructions of
+    all but the pass over the experts. Without groups the threshold comes from the lanes, so that fewer than 16 would
+    let too many candidates through, and more than 16 experts per lane take too many registers.
+    """
+    fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
+    fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
+    return tuple(n for n in fitting if n >= fewest and config.experts // n <= most_experts) or tuple(fitting[:1])
+
+
+def _variant(dtype: str, config: Config, lanes: int) -> Variant:
+    experts, groups, scoring, biased = config
+    flag = "true" if biased else "false"
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, experts // lanes, flag)
+
+
+def _variants(config: Config) -> list[Instance]:
+    return [_variant(dtype, config, lanes).instance for dtype in DTYPES for lanes in _lanes(config)]
+
+
+def _dynamic(dtype: str, lanes: int, values: int) -> Variant:
+    arguments = (arrays.CUDA_TYPE[dtype], 0, 0, "ANY", lanes, values, "false")
     return _kernel.variant(*arguments, max_shared_bytes=_MAX_SHARED_BYTES)
 
 
-_kernel.specialized = [_variant(dtype, config).instance for config in SPECIALIZED for dtype in DTYPES]
-_kernel.at_import = [_dynamic(dtype).instance for dtype in DTYPES] + _kernel.specialized
+_kernel.specialized = [instance for config in SPECIALIZED for instance in _variants(config)]
+_kernel.at_import = [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC] + _kernel.specialized
 
-_registered = {config[:4]: config for config in SPECIALIZED}
+_registered = set(SPECIALIZED)
 
 
 def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", biased: bool = True) -> list[Instance]:
-    """Give these sizes a variant of their own in this process and say which; see `cukern.specialize`.
+    """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
 
-    Raises ValueError where the specialized kernel cannot lay the experts out: groups must be a power of two up to
-    32, and experts a multiple of it and at most 32 per lane.
+    Raises ValueError where the specialized kernel cannot lay the experts out: for some power of two up to 32, a
+    multiple of groups, experts must be a multiple of it and at most 32 times it.
     """
     check.integer("experts", experts, 1, MAX_EXPERTS)
     check.integer("groups", groups, 1, experts)
     check.one_of("scoring_func", scoring_func, SCORING)
-    for lanes in (16, 32, 8, 4, 2, 1):
-        if experts % lanes == 0 and lanes % groups == 0 and experts // lanes <= 32:
-            config = Config(experts, groups, scoring_func if biased else "any", biased, lanes)
-            break
-    else:
+    config = Config(experts, groups, scoring_func if biased else "any", bool(biased))
+    if not _lanes(config):
         check.fail(
             "experts and groups",
             "sizes where a group is whole lanes of at most 32 experts (the dynamic variant takes all others)",
             f"{experts} experts in {groups} groups",
         )
-    config = _registered.setdefault(config[:4], config)
+    _registered.add(config)
     _plan.cache_clear()
-    return [_variant(dtype, config).instance for dtype in DTYPES]
+    return _variants(config)
+
+
+class _Choice(NamedTuple):
+    """A variant with what its launch depends on."""
+
+    variant: Variant
+    lanes: int
+    shared_bytes: int
 
 
 class _Plan(NamedTuple):
     """What the scalar arguments decide, worked out once for each set of them."""
 
     routed: int
-    dynamic: Variant
-    dynamic_shared_bytes: int
+    dynamic: _Choice
+    specialized: list[_Choice]  # from few tokens to many
     capacity: int
-    lanes_per_group: int
-    specialized: Variant | None
-    specialized_lanes: int
-    specialized_shared_bytes: int
+    group_size: int
+    log2_lanes_per_group: int
+    group_magic: int
 
 
-def _shared_bytes(lanes: int, capacity: int, topk: int, choices: int = 0) -> int:
-    words = capacity + (topk + 1) // 2 + (choices + 1) // 2
-    return words * 8 * _WARPS * (32 // lanes)
+def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
+    """Bytes of shared memory of a block, as the template lays them out in units of 16."""
+    list_units = capacity + capacity // 4 + 2
+    return (block_units + (list_units + row_units) * _WARPS * (32 // lanes)) * 16
+
+
+def _staged_units(values: int, lanes: int, item_size: int) -> int:
+    """Units that the values of `lanes` lanes take (`Staging` of the template)."""
+    chunks = values * item_size // 16
+    return lanes * (chunks if chunks % 2 else chunks + 1)
+
+
+def _specialized(dtype: str, config: Config, lanes: int) -> _Choice:
+    values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
+    variant = _variant(dtype, config, lanes)
+    if lanes > _STAGED_LANES or values == 1 or values * item_size % 16:
+        return _Choice(variant, lanes, _shared_bytes(lanes, _CAPACITY, 0))
+    bias = _staged_units(values, lanes, 4) if config.biased else 0
+    shared_bytes = _shared_bytes(lanes, _CAPACITY, _staged_units(values, lanes, item_size), bias)
+    return _Choice(variant, lanes, shared_bytes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,29 +182,37 @@ def _plan(
     check.integer("topk_group", topk_group, 1, groups, "num_expert_group")
     check.integer("num_fused_shared_experts", shared, 0)
     group_size = experts // groups
-    reachable = topk_group * group_size
-    check.integer("topk", topk, 1 + shared, reachable + shared, "the experts of the kept groups, plus shared ones")
+    reachable = min(topk_group * group_size, MAX_TOPK)
+    why = f"the experts of the kept groups, at most {MAX_TOPK}, plus shared ones"
+    check.integer("topk", topk, 1 + shared, reachable + shared, why)
 
     routed = topk - shared
-    capacity = max(_CAPACITY, routed)
-    lanes_per_group = 1
-    while group_size % (2 * lanes_per_group) == 0 and 2 * lanes_per_group * groups <= _DYNAMIC_LANES:
-        lanes_per_group *= 2
-    choices = -(-experts // _DYNAMIC_LANES) * _DYNAMIC_LANES + 2 * groups
-    config = _registered.get((experts, groups, scoring if biased else "any", biased))
-    if config is None or softcap or routed > _CAPACITY:
-        specialized, lanes = None, 1
-    else:
-        specialized, lanes = _variant(dtype, config), config.lanes
+    capacity = max(64, -(-routed // 4) * 4)
+    # Without as many lanes as there are ranks, no threshold spares the lanes the slow way.
+    lanes, values = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
+    log2_lanes_per_group = 0
+    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
+        log2_lanes_per_group += 1
+    magic = -(-(1 << 20) // group_size)
+    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
+    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
+    dynamic_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
+    if dynamic_bytes > _MAX_SHARED_BYTES:
+        check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
+    dynamic = _Choice(_dynamic(dtype, lanes, values), lanes, dynamic_bytes)
+    config = Config(experts, groups, scoring if biased else "any", biased)
+    specialized = []
+    if config in _registered and not softcap:
+        # The order of the weights' sum is that of the other layouts for up to two ranks per lane.
+        specialized = [_specialized(dtype, config, n) for n in _lanes(config) if routed <= min(_CAPACITY, 2 * n)]
     return _Plan(
         routed,
-        _dynamic(dtype),
-        _shared_bytes(_DYNAMIC_LANES, capacity, routed, choices),
-        capacity,
-        lanes_per_group,
+        dynamic,
         specialized,
-        lanes,
-        _shared_bytes(lanes, _CAPACITY, routed),
+        capacity,
+        group_size,
+        log2_lanes_per_group,
+        magic,
     )
 
 
@@ -218,6 +268,8 @@ def _gate(
     if len(logits.shape) != 2:
         check.dimensions(name, tuple(logits.shape), ("tokens", "experts"))
     tokens, experts = logits.shape
+    if tokens > MAX_TOKENS:
+        check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
     row_stride, stride = library.strides(logits)
     if stride != 1 and experts > 1:
         check.fail(name, "contiguous along its last dimension", f"strides {row_stride, stride} (in elements)")
@@ -289,12 +341,14 @@ def _gate(
 
     address = library.address(logits)
     bias_address = library.address(bias) if bias is not None else 0
-    chosen = plan.specialized
-    if chosen is not None and (
-        (address | bias_address) % 16 or (tokens > 1 and row_stride * arrays.ITEM_SIZE[dtype] % 16)
-    ):
-        # Wide loads need aligned rows.
-        chosen = None
+    chosen = None
+    # Wide loads need aligned rows.
+    aligned = not ((address | bias_address) % 16 or (tokens > 1 and row_stride * arrays.ITEM_SIZE[dtype] % 16))
+    if plan.specialized and aligned:
+        chosen = plan.specialized[0]
+        for fewer_lanes in plan.specialized[1:]:
+            if tokens > _UP_TO_TOKENS[chosen.lanes]:
+                chosen = fewer_lanes
     if variant != "auto":
         if variant == "dynamic":
             chosen = None
@@ -312,16 +366,14 @@ def _gate(
     if tokens == 0:
         return weights, ids
     if chosen is None:
-        chosen, lanes, shared_bytes = plan.dynamic, _DYNAMIC_LANES, plan.dynamic_shared_bytes
-    else:
-        lanes, shared_bytes = plan.specialized_lanes, plan.specialized_shared_bytes
-    tokens_per_block = _WARPS * 32 // lanes
-    chosen.launch(
+        chosen = plan.dynamic
+    blocks = -(-tokens // (_WARPS * 32 // chosen.lanes))
+    chosen.variant.launch(
         device,
         library.stream(device),
-        (-(-tokens // tokens_per_block), 1, 1),
+        (blocks, 1, 1),
         (_WARPS * 32, 1, 1),
-        shared_bytes,
+        chosen.shared_bytes,
         address,
         bias_address,
         library.address(weights),
@@ -341,7 +393,9 @@ def _gate(
         bias_is_float,
         valid_is_int64,
         plan.capacity,
-        plan.lanes_per_group,
+        plan.group_size,
+        plan.log2_lanes_per_group,
+        plan.group_magic,
         1 / scaling if shared else 0.0,
         scaling if scale_output else 1.0,
         softcap,
@@ -619,3 +673,38 @@ def topk_sigmoid(
         (topk_weights, topk_ids),
         variant,
     )
+
+
+def _results(gating_output: Any, topk: int) -> tuple[tuple[Any, tuple[int, int], str], ...]:
+    shape = (gating_output.shape[0], topk)
+    return (gating_output, shape, "float32"), (gating_output, shape, "int32")
+
+
+#: For `cukern.torch_ops`: the schema of each operator, and of what shape and dtype its results are.
+TORCH_OPS: dict[str, Any] = {
+    "moe_fused_gate(Tensor input, Tensor bias, int num_expert_group, int topk_group, int topk, "
+    "int num_fused_shared_experts=0, float routed_scaling_factor=1.0, "
+    "bool apply_routed_scaling_factor_on_output=False, *, bool renormalize=True, str scoring_func='sigmoid', "
+    "Tensor? num_token_non_padded=None, str variant='auto') -> (Tensor weights, Tensor ids)": (
+        lambda input, bias, num_expert_group, topk_group, topk, *_, **__: _results(input, topk)
+    ),
+    "biased_grouped_topk(Tensor? hidden_states, Tensor gating_output, Tensor correction_bias, int topk, "
+    "bool renormalize, int? num_expert_group=None, int? topk_group=None, int num_fused_shared_experts=0, "
+    "float? routed_scaling_factor=None, bool apply_routed_scaling_factor_on_output=False, *, "
+    "str scoring_func='sigmoid', Tensor? num_token_non_padded=None, str variant='auto') "
+    "-> (Tensor weights, Tensor ids)": (
+        lambda hidden_states, gating_output, correction_bias, topk, *_, **__: _results(gating_output, topk)
+    ),
+    "grouped_topk(Tensor? hidden_states, Tensor gating_output, int topk, bool renormalize, "
+    "int? num_expert_group=None, int? topk_group=None, int num_fused_shared_experts=0, "
+    "float? routed_scaling_factor=None, bool apply_routed_scaling_factor_on_output=False, *, "
+    "str scoring_func='softmax', Tensor? num_token_non_padded=None, str variant='auto') "
+    "-> (Tensor weights, Tensor ids)": (
+        lambda hidden_states, gating_output, topk, *_, **__: _results(gating_output, topk)
+    ),
+    "topk_softmax(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
+    "float moe_softcapping=0.0, Tensor? correction_bias=None, *, Tensor? num_token_non_padded=None, "
+    "str variant='auto') -> ()": None,
+    "topk_sigmoid(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
+    "Tensor? correction_bias=None, *, Tensor? num_token_non_padded=None, str variant='auto') -> ()": None,
+}

@@ -15,11 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from cukern.runtime import check
-
-try:
-    import cupy
-except ImportError:
-    cupy = None
+from cukern.runtime.cuda import cupy
 
 #: Names of the dtypes that have no native NumPy type.
 _EXTENDED = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
@@ -145,6 +141,10 @@ class _Torch(Library):
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
         # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
         self._stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        # What torch.compile's own code allocates with, in two thirds of the time of torch.empty.
+        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
+        self._current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 
     def dtype(self, array: Any) -> str:
         return self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")
@@ -163,6 +163,11 @@ class _Torch(Library):
         return array.stride()
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        if self._empty_cuda and like.is_cuda and self._current_device and like.get_device() == self._current_device():
+            strides = [1] * len(shape)
+            for i in range(len(shape) - 1, 0, -1):
+                strides[i - 1] = strides[i] * max(shape[i], 1)
+            return self._empty_cuda(shape, tuple(strides), self._dtypes[dtype])
         return self._empty(shape, dtype=self._dtypes[dtype], device=like.device)
 
     def stream(self, device: int) -> int:

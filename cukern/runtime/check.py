@@ -26,6 +26,8 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
 
 def number(name: str, value: Any) -> float:
     """`value` as a finite float."""
+    if type(value) is float and value - value == 0.0:
+        return value
     try:
         result = float(value)
     except (TypeError, ValueError):

@@ -124,7 +124,8 @@ def _source_digest(stem: str) -> str:
 
 
 def _options(arch: str) -> list[str]:
-    return [f"-arch=sm_{arch}", "-std=c++17", "-Xptxas=-v"]
+    # Without -default-device NVRTC takes a generic lambda for a host function.
+    return [f"-arch=sm_{arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
 
 
 def cached_path(instance: Instance, arch: str) -> Path:

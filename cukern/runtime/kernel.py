@@ -18,26 +18,12 @@ from typing import Any
 
 from cukern.runtime import compile
 from cukern.runtime.compile import Instance
-
-try:
-    import cupy
-    from cupy_backends.cuda.api import driver, runtime
-except ImportError:
-    cupy = None
+from cukern.runtime.cuda import cupy, driver, runtime
 
 #: Every kernel of the library, by stem; filled as the op modules are imported.
 KERNELS: dict[str, list[Kernel]] = {}
 
 _load_lock = threading.Lock()
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        # A thread that never made a runtime call has no context, and a driver launch would fail.
-        self.ready: set[int] = set()
-
-
-_thread = _Thread()
 
 
 class Variant:
@@ -79,25 +65,34 @@ class Variant:
         *params: Any,
     ) -> None:
         """Launch on `device` and its stream handle `stream`, with the fields of `Params` in order."""
-        previous = runtime.getDevice()
-        if previous != device or device not in _thread.ready:
-            runtime.setDevice(device)
-            _thread.ready.add(device)
         try:
-            function = self._functions.get(device) or self.load(device)
-            local = self._local
-            try:
-                buffer, pointers, address = local.packed
-            except AttributeError:
-                buffer = ctypes.create_string_buffer(self._struct.size)
-                pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-                address = ctypes.addressof(pointers)
-                local.packed = buffer, pointers, address
+            buffer, address, functions = self._local.state
+        except AttributeError:
+            buffer, address, functions = self._local.state = self._new_state()
+        previous = runtime.getDevice()
+        if previous == device and device in functions:
             self._struct.pack_into(buffer, 0, *params)
-            driver.launchKernel(function, *grid, *block, shared_bytes, stream, address, 0)
+            x, y, z = grid
+            i, j, k = block
+            driver.launchKernel(functions[device], x, y, z, i, j, k, shared_bytes, stream, address, 0)
+            return
+        # A thread that never set a device has no context, and a driver launch there would fail.
+        runtime.setDevice(device)
+        try:
+            functions[device] = self.load(device)
+            self._struct.pack_into(buffer, 0, *params)
+            driver.launchKernel(functions[device], *grid, *block, shared_bytes, stream, address, 0)
         finally:
             if previous != device:
+                del functions[device]
                 runtime.setDevice(previous)
+
+    def _new_state(self) -> tuple[Any, int, dict[int, int]]:
+        """What the launches of one thread write: the packed struct, and the functions it has a context for."""
+        buffer = ctypes.create_string_buffer(self._struct.size)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self._local.keep = pointers
+        return buffer, ctypes.addressof(pointers), {}
 
 
 class Kernel:

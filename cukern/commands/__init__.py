@@ -1,0 +1,64 @@
+"""The commands of `python -m cukern`, one module each, and what they share."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import cukern.runtime.compile as compiler
+from cukern.runtime import nvrtc
+
+#: Brings CuPy and NVRTC to a machine that has neither.
+INSTALL = 'pip install "cukern[cuda13]"'
+
+
+class UserError(Exception):
+    """Input that cannot be used; the message fits on one line."""
+
+
+class Resources(NamedTuple):
+    """What a compiled kernel takes of a GPU, per thread."""
+
+    registers: int
+    spill_bytes: int
+
+
+def resources(note: dict[str, Any]) -> Resources:
+    """Read from the log of ptxas in a cache note."""
+    registers = max((int(n) for n in re.findall(r"Used (\d+) registers", note["log"])), default=0)
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", note["log"]))
+    return Resources(registers, spilled)
+
+
+def refusal(arch: str) -> str | None:
+    """Why NVRTC cannot compile for `arch`, or None when it can."""
+    try:
+        nvrtc.compile_cubin("template <int N> __global__ void probe() {}", "probe.cu", "probe<0>", [f"-arch=sm_{arch}"])
+    except RuntimeError as error:
+        return str(error).splitlines()[-1]
+    return None
+
+
+def require_nvrtc() -> None:
+    """Raises UserError where nothing can be compiled."""
+    if reason := compiler.available():
+        raise UserError(f"NVRTC cannot be used ({reason.splitlines()[0]}): {INSTALL}")
+    try:
+        compiler.cuda_include_directory()
+    except RuntimeError as error:
+        raise UserError(str(error)) from None
+
+
+def nvrtc_version() -> str:
+    """NVRTC's version, such as "13.0"; only where `cukern.runtime.compile.available()` is None."""
+    from cupy_backends.cuda.libs import nvrtc as binding
+
+    return ".".join(map(str, binding.getVersion()))
+
+
+def cache_problem() -> str | None:
+    """Why the cache folder cannot be used, without the warning: a command says it in its own place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return compiler.cache_problem()

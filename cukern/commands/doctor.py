@@ -1,0 +1,292 @@
+"""`python -m cukern doctor`: what works here, what does not, and what to do about it. Makes no CUDA context."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import importlib.util
+import re
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cukern.commands import INSTALL, cache_problem, nvrtc_version, refusal
+from cukern.runtime import compile, kernel
+
+_OLDEST = (8, 0)
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+_PACKAGE_OF_CUDA = {12: "cukern[cuda12]", 13: "cukern[cuda13]"}
+
+
+class Finding(NamedTuple):
+    """One line of the report. `fix` is a command or an advice; a problem needs it, a note may do without."""
+
+    subject: str
+    state: str
+    kind: str = "ok"  # "ok", "note" or "problem"
+    fix: str = ""
+
+
+class Gpu(NamedTuple):
+    name: str
+    compute_capability: tuple[int, int]
+    memory_bytes: int
+
+    @property
+    def arch(self) -> str:
+        return compile.arch_of(self.compute_capability)
+
+
+class Driver(NamedTuple):
+    """The NVIDIA driver as it presents itself: `error` says why it cannot be used."""
+
+    cuda: tuple[int, int] | None
+    gpus: list[Gpu]
+    error: str | None = None
+
+
+def driver() -> Driver:
+    """Ask the driver itself, which needs no CuPy and makes no context."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Driver(None, [])
+    number = ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(number))
+    version = number.value // 1000, number.value % 1000 // 10
+    status = cuda.cuInit(0)
+    if status == _NO_DEVICE:
+        return Driver(version, [])
+    if status:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(status, ctypes.byref(text))
+        return Driver(version, [], f"{(text.value or b'unknown error').decode()} (CUDA error {status})")
+    cuda.cuDeviceGetCount(ctypes.byref(number))
+    gpus = []
+    for index in range(number.value):
+        device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
+        capability = ctypes.c_int(), ctypes.c_int()
+        cuda.cuDeviceGet(ctypes.byref(device), index)
+        cuda.cuDeviceGetName(name, len(name), device)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+        for attribute, part in zip((75, 76), capability, strict=True):
+            cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, device)
+        gpus.append(Gpu(name.value.decode(), (capability[0].value, capability[1].value), memory.value))
+    return Driver(version, gpus)
+
+
+def _driver_release() -> str:
+    try:
+        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return ""
+    return f" {found[1]}" if found else ""
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _extra_for(found: Driver) -> str:
+    """The extra whose CuPy the driver can run."""
+    major = 13 if found.cuda is None or found.cuda[0] >= 13 else 12
+    return f'pip install "{_PACKAGE_OF_CUDA[major]}"'
+
+
+def look_at_driver(found: Driver) -> list[Finding]:
+    if found.cuda is None:
+        return [
+            Finding("driver", "no NVIDIA driver: only arrays in host memory, by the NumPy twins", "note"),
+            Finding("GPU", "none", "note"),
+        ]
+    words = f"NVIDIA{_driver_release()}, CUDA {_text(found.cuda)}"
+    if found.error:
+        fix = "restart the machine after a driver update, or start the container with --gpus all; then nvidia-smi"
+        return [Finding("driver", f"{words}: {found.error}", "problem", fix)]
+    findings = [Finding("driver", words)]
+    if not found.gpus:
+        findings.append(Finding("GPU", "none visible", "note", "CUDA_VISIBLE_DEVICES may hide it: echo it"))
+    for index, gpu in enumerate(found.gpus):
+        state = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, sm_{gpu.arch}"
+        if gpu.compute_capability < _OLDEST:
+            hide = ",".join(str(i) for i, g in enumerate(found.gpus) if g.compute_capability >= _OLDEST)
+            fix = f"use a GPU of compute capability 8.0 or later: export CUDA_VISIBLE_DEVICES={hide}"
+            findings.append(Finding(f"GPU {index}", f"{state}: older than sm_80", "problem", fix))
+        else:
+            findings.append(Finding(f"GPU {index}", state))
+    return findings
+
+
+def cupy_packages() -> list[tuple[str, str]]:
+    """Name and version of each installed distribution that brings CuPy."""
+    found = set()
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower()
+        if name == "cupy" or name.startswith("cupy-cuda"):
+            found.add((name, distribution.version))
+    return sorted(found)
+
+
+def look_at_cupy(found: Driver, packages: list[tuple[str, str]], failure: Exception | None) -> list[Finding]:
+    """`failure` is why CuPy cannot be imported, None when it can."""
+    words = ", ".join(f"{name} {version}" for name, version in packages)
+    if not packages and failure:
+        kind = "problem" if found.gpus else "note"
+        return [Finding("CuPy", "not installed: kernels can neither compile nor run", kind, _extra_for(found))]
+    if failure:
+        # CuPy makes its own cache folder when it is imported.
+        fix = "export CUPY_CACHE_DIR=/a/folder/of/yours" if isinstance(failure, OSError) else _extra_for(found)
+        reason = " ".join(str(failure).split()) or repr(failure)
+        return [Finding("CuPy", f"{words} does not import: {reason}", "problem", fix)]
+    if len(packages) > 1:
+        names = " ".join(name for name, _ in packages)
+        fix = f"pip uninstall -y {names} && {_extra_for(found)}"
+        return [Finding("CuPy", f"{words}: they overwrite each other", "problem", fix)]
+    match = re.search(r"cuda(\d+)x", packages[0][0]) if packages else None
+    if match and found.cuda and found.gpus and int(match[1]) > found.cuda[0]:
+        fix = f"pip uninstall -y {packages[0][0]} && {_extra_for(found)}   (or install a newer driver)"
+        state = f"{words} needs CUDA {match[1]}, and the driver has {_text(found.cuda)}"
+        return [Finding("CuPy", state, "problem", fix)]
+    return [Finding("CuPy", words or "built from source")]
+
+
+def look_at_nvrtc(found: Driver) -> list[Finding]:
+    if reason := compile.available():
+        return [Finding("NVRTC", f"cannot be loaded: {reason.splitlines()[0]}", "problem", _extra_for(found))]
+    findings = [Finding("NVRTC", nvrtc_version())]
+    for arch in sorted({gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST}):
+        if why := refusal(arch):
+            fix = f"install a newer CUDA: {INSTALL}"
+            findings.append(Finding("NVRTC", f"cannot compile for sm_{arch}: {why}", "problem", fix))
+    try:
+        findings.append(Finding("CUDA headers", compile.cuda_include_directory()))
+    except RuntimeError:
+        findings.append(Finding("CUDA headers", "no folder with cuda_fp16.h", "problem", _extra_for(found)))
+    return findings
+
+
+def torch_build() -> tuple[str, str | None] | None:
+    """The installed torch's version and the CUDA it was built for, read without importing it."""
+    try:
+        version = importlib.metadata.version("torch")
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None and spec.origin is not None
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except (importlib.metadata.PackageNotFoundError, AssertionError, OSError):
+        return None
+    cuda = re.search(r"^cuda\b.*= *'([\d.]+)'", text, re.MULTILINE)
+    return version, cuda[1] if cuda else None
+
+
+def look_at_torch(found: Driver, build: tuple[str, str | None] | None) -> list[Finding]:
+    if build is None:
+        return [Finding("torch", "not installed (only needed for tensors)", "note")]
+    version, cuda = build
+    if not found.gpus or found.cuda is None:
+        return [Finding("torch", f"{version}, {f'CUDA {cuda}' if cuda else 'CPU only'}")]
+    advice = f"choose the build for CUDA {found.cuda[0]} on https://pytorch.org/get-started"
+    if cuda is None:
+        return [Finding("torch", f"{version}, CPU only: its tensors cannot be on the GPU", "note", advice)]
+    if int(cuda.split(".")[0]) > found.cuda[0]:
+        state = f"{version} is built for CUDA {cuda}, and the driver has {_text(found.cuda)}"
+        return [Finding("torch", state, "problem", advice)]
+    return [Finding("torch", f"{version}, CUDA {cuda}")]
+
+
+def look_at_cache() -> list[Finding]:
+    wanted = compile._default_cache_directory()
+    if problem := cache_problem():
+        fix = f"export CUKERN_CACHE_DIR=/a/folder/of/yours   (or: chown -R $USER {wanted} && chmod -R u+rwX {wanted})"
+        return [Finding("cache", f"{wanted} cannot be used: {problem}", "problem", fix)]
+    folder = compile.cache_directory()
+    cubins = list(folder.glob("*.cubin"))
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    rights = stat.filemode(folder.stat().st_mode)
+    return [Finding("cache", f"{folder}, {rights}, {len(cubins)} kernels, {size / 2**20:.1f} MiB")]
+
+
+def _cached() -> Counter[tuple[str, str]]:
+    """How many cubins of each (stem, arch) are in the cache, of whatever version."""
+    stem_of = {k.function: stem for stem, kernels in kernel.KERNELS.items() for k in kernels}
+    counts: Counter[tuple[str, str]] = Counter()
+    for path in compile.cache_directory().glob("*.cubin"):
+        note: dict[str, Any] = compile.read_note(path) or {}
+        stem = stem_of.get(str(note.get("expression", "")).split("<")[0])
+        if stem and "arch" in note:
+            counts[stem, str(note["arch"])] += 1
+    return counts
+
+
+def look_at_kernels(found: Driver) -> tuple[list[tuple[str, str, int, int, int]], list[Finding]]:
+    """Rows (op, arch, current kernels in the cache, of how many, others in the cache), and what is missing here."""
+    counts = _cached()
+    here = {gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST}
+    rows, findings = [], []
+    for stem in kernel.KERNELS:
+        instances = list(kernel.instances(stem))
+        for arch in sorted(here | {a for s, a in counts if s == stem}, key=lambda a: (len(a.rstrip("a")), a)):
+            present = len(instances) - len(compile.missing(instances, arch))
+            rows.append((stem, arch, present, len(instances), counts[stem, arch] - present))
+            if arch in here and present < len(instances):
+                state = f"{len(instances) - present} of {len(instances)} not compiled for sm_{arch}: done at first use"
+                fix = f"python -m cukern compile --op {stem} --arch {arch}"
+                findings.append(Finding(stem, state, "note", fix))
+    return rows, findings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit status: 0 when cukern can be used here, if only without a GPU; 1 when something is broken."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look at everything, print it, and say whether it will do."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    found = driver()
+    packages = cupy_packages()
+    failure: Exception | None = None
+    try:
+        import cupy  # noqa: F401
+    except Exception as error:
+        failure = error
+    findings = [*look_at_driver(found), *look_at_cupy(found, packages, failure)]
+    if not failure:
+        findings += look_at_nvrtc(found)
+    findings += [*look_at_torch(found, torch_build()), *look_at_cache()]
+
+    rows: list[tuple[str, str, int, int, int]] = []
+    if not compile.available():
+        rows, missing = look_at_kernels(found)
+        findings += missing
+
+    console = Console(highlight=False)
+    marks = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("PROBLEM", "bold red")}
+    report = Table.grid(padding=(0, 2))
+    for finding in findings:
+        word, style = marks[finding.kind]
+        report.add_row(Text(word, style), finding.subject, Text(finding.state, overflow="fold"))
+        if finding.fix:
+            report.add_row("", "", Text(f"-> {finding.fix}", "bold", overflow="fold"))
+    console.print(report)
+
+    if rows:
+        table = Table(
+            box=box.SIMPLE_HEAD, title="compiled kernels", title_justify="left", title_style="bold", pad_edge=False
+        )
+        table.add_column("op")
+        table.add_column("arch")
+        table.add_column("of this version", justify="right")
+        table.add_column("of others", justify="right")
+        for stem, arch, present, total, others in rows:
+            table.add_row(stem, f"sm_{arch}", f"{present} of {total}", str(others))
+        console.print()
+        console.print(table)
+    problems = sum(finding.kind == "problem" for finding in findings)
+    if problems:
+        console.print(f"\n{problems} problem{'s' if problems > 1 else ''}: the commands above (->) fix them.")
+    return 1 if problems else 0
