@@ -1,0 +1,1 @@
+"""How fast the ops are, against the hardware's limits and against what a user would call instead."""

@@ -1,0 +1,270 @@
+"""Time an op on the GPU: what every `bench_<stem>.py` is measured with.
+
+A bench file has a function `cases()` that returns a list of `Case`s; `python -m cukern bench` measures them.
+
+- The GPU time of a call is that of a CUDA graph of many calls, divided by their number: the median of several
+  replays. Each call has inputs and results of its own, and before a replay the L2 cache is filled with other
+  data, so that a call finds in L2 only what all calls share.
+- The floor of a case is what the hardware allows: the time of an empty kernel, or of moving the case's bytes at the
+  bandwidth of a copy, or of computing its flops at the rate of a large product, whichever is longest. All three
+  are measured in the same run.
+- The host time is that of an eager call whose result nobody waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cupy
+import torch
+
+#: Calls with inputs of their own in one graph, where the inputs are so small that filling L2 would take more.
+MAX_SETS = 256
+MIN_REPLAY_US = 300.0
+_L2_TIMES = 3
+_COPY_BYTES = 2**30
+_MATRIX = 8192
+_HOST_BATCH = 50
+_HOST_BATCHES = 21
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a user would call instead of the op.
+
+    `load` imports or compiles it and returns a function of the case's inputs. Raising ImportError says that it is not
+    installed. `slow` marks one that takes seconds to get ready.
+    """
+
+    load: Callable[[], Callable[..., Any]]
+    slow: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the results.
+
+    Args:
+        op: the name of the public function.
+        case: named sizes, in the vocabulary of the templates, and the dtype.
+        variant: the kernel that is measured.
+        inputs: makes the arguments of `call`, random, on the device of the generator it is given. Whatever a call
+            reads or writes in bulk belongs here, since the arguments are what rotates.
+        call: runs the op on them.
+        bytes: the least the op must read and write.
+        flops: the floating-point operations it cannot avoid, if they are a matrix product's; 0 leaves them out.
+        baselines: by name.
+        agree: whether a baseline's result says the same as the op's; a baseline that disagrees is not timed.
+        host: measure the host time too.
+    """
+
+    op: str
+    case: Mapping[str, int | str]
+    variant: str
+    inputs: Callable[[torch.Generator], tuple[Any, ...]]
+    call: Callable[..., Any]
+    bytes: int
+    flops: int = 0
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)
+    agree: Callable[[Any, Any], bool] | None = None
+    host: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op} {' '.join(f'{name}={value}' for name, value in self.case.items())} {self.variant}"
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the GPU reached in this run."""
+
+    kernel_us: float
+    copy_tb_s: float
+    matmul_tflop_s: float | None
+
+    def floor_us(self, case: Case) -> float:
+        compute = case.flops / self.matmul_tflop_s / 1e6 if self.matmul_tflop_s else 0.0
+        return max(self.kernel_us, case.bytes / self.copy_tb_s / 1e6, compute)
+
+
+def nbytes(values: Any) -> int:
+    """The bytes of the arrays in `values`, a nest of tuples and lists."""
+    if isinstance(values, (tuple, list)):
+        return sum(map(nbytes, values))
+    return getattr(values, "nbytes", 0)
+
+
+def inputs(case: Case, seed: int, device: str) -> tuple[Any, ...]:
+    """The arguments of a case's `call`, the same for the same seed."""
+    return case.inputs(torch.Generator(device).manual_seed(seed))
+
+
+def input_sets(case: Case, l2_bytes: int, device: str) -> list[tuple[Any, ...]]:
+    """Different inputs for as many calls as it takes to exceed L2: at least 2, at most `MAX_SETS`."""
+    sets = [inputs(case, 0, device)]
+    count = math.ceil(_L2_TIMES * l2_bytes / max(1, nbytes(sets[0])))
+    return sets + [inputs(case, seed, device) for seed in range(1, min(max(count, 2), MAX_SETS))]
+
+
+class _Stream:
+    """A torch stream in the protocol by which CuPy takes it; torch itself speaks it only from 2.9 on."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream.cuda_stream
+
+
+@contextlib.contextmanager
+def _current(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Make `stream` the current one of torch and of CuPy."""
+    with torch.cuda.stream(stream), cupy.cuda.Stream.from_external(_Stream(stream)):
+        yield
+
+
+class Timer:
+    """The clock, on the current CUDA device. `replays` of a graph give one median."""
+
+    device = "cuda"
+
+    def __init__(self, replays: int) -> None:
+        self.replays = replays
+        self.l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._stream = torch.cuda.Stream()
+        self._filler = torch.zeros(_L2_TIMES * self.l2_bytes // 4, device="cuda")
+        self._sum = torch.zeros((), device="cuda")
+
+    def gpu_us(self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> float:
+        """The GPU time of `call`, in microseconds per call."""
+        # The inputs were made on another stream.
+        torch.cuda.synchronize()
+        with _current(self._stream):
+            # Kernels are compiled and loaded here, and tuned: none of that may happen during a capture.
+            for arguments in sets[:3]:
+                call(*arguments)
+        torch.cuda.synchronize()
+        us = self._replay(call, sets, 1)
+        # A second pass finds its inputs in L2, unless the other inputs have displaced them.
+        if us < MIN_REPLAY_US and nbytes(list(sets)) > _L2_TIMES / 2 * self.l2_bytes:
+            passes = math.ceil(MIN_REPLAY_US / us)
+            us = self._replay(call, sets, passes) / passes
+        torch.cuda.empty_cache()
+        return us / len(sets)
+
+    def _replay(self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], passes: int) -> float:
+        """The median time of a graph of `passes` over all inputs, in microseconds."""
+        graph = torch.cuda.CUDAGraph()
+        # Results are kept, or each call would get the memory of the one before, which is in L2.
+        results: list[Any] = [None] * len(sets)
+        with _current(self._stream):
+            # Relaxed, because CuPy may have to grow its pool for the results.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="relaxed"):
+                for _ in range(passes):
+                    for i, arguments in enumerate(sets):
+                        results[i] = call(*arguments)
+            # The first replay uploads the graph. It also keeps the GPU busy while the others are queued, so that
+            # none of them waits for the host.
+            graph.replay()
+            spans = []
+            for _ in range(self.replays):
+                # Reading leaves no dirty lines behind, which the calls would then have to write back.
+                torch.sum(self._filler, dim=0, out=self._sum)
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                spans.append((start, end))
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in spans) * 1e3
+
+    def host_us(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+        """The time that an eager call keeps the host, in microseconds."""
+        batches = []
+        for _ in range(1 + _HOST_BATCHES):
+            # The GPU catches up between batches: a full launch queue would make the host wait.
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(_HOST_BATCH):
+                call(*arguments)
+            batches.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        return statistics.median(batches[1:]) / _HOST_BATCH * 1e6
+
+    def ceilings(self, matrix: bool) -> Ceilings:
+        """Measure what floors are made of; the matrix rate only if `matrix`."""
+        empty = cupy.RawKernel('extern "C" __global__ void empty() {}', "empty")
+        kernel_us = self.gpu_us(lambda: empty((1,), (32,), ()), [()] * MAX_SETS)
+
+        there, back = (torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device="cuda") for _ in range(2))
+        copy_us = self.gpu_us(lambda to, source: to.copy_(source), [(there, back), (back, there)])
+        del there, back
+
+        tflop_s = None
+        if matrix:
+            # On zeros the power, and so the clock, would flatter.
+            sets = [
+                tuple(torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+                for _ in range(2)
+            ]
+            tflop_s = 2 * _MATRIX**3 / self.gpu_us(torch.matmul, sets) / 1e6
+        return Ceilings(kernel_us, 2 * _COPY_BYTES / copy_us / 1e6, tflop_s)
+
+
+@dataclass
+class Measurement:
+    """The row of a case for the results, and a line for each baseline that could not be timed."""
+
+    row: dict[str, Any]
+    problems: list[str]
+
+
+def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True, slow: bool = True) -> Measurement:
+    """Time a case and those of its baselines that are installed, if `baselines`; the slow ones only if `slow`.
+
+    A baseline's failure is a problem in the measurement; the op's own is raised.
+    """
+    sets = input_sets(case, timer.l2_bytes, timer.device)
+    problems = []
+    row: dict[str, Any] = {
+        "op": case.op,
+        "case": dict(case.case),
+        "variant": case.variant,
+        "us": round(timer.gpu_us(case.call, sets), 3),
+        "floor_us": round(ceilings.floor_us(case), 3),
+        "baselines": {},
+        "host_us": round(timer.host_us(case.call, sets[0]), 3) if case.host else None,
+    }
+    for name, baseline in _wanted(case.baselines, baselines, slow):
+        try:
+            function = baseline.load()
+        except ImportError:
+            continue
+        except Exception as error:
+            problems.append(_problem(case, name, error))
+            continue
+        try:
+            if case.agree is not None:
+                # Two sets of the same inputs: a result written in place must not be compared with itself.
+                ours, theirs = (inputs(case, 0, timer.device) for _ in range(2))
+                if not case.agree(case.call(*ours), function(*theirs)):
+                    problems.append(f"{case}: {name} disagrees with the op, so it was not timed")
+                    continue
+            row["baselines"][name] = round(timer.gpu_us(function, sets), 3)
+        except Exception as error:
+            problems.append(_problem(case, name, error))
+    return Measurement(row, problems)
+
+
+def _wanted(baselines: Mapping[str, Baseline], any_at_all: bool, slow: bool) -> Iterable[tuple[str, Baseline]]:
+    return [(name, b) for name, b in baselines.items() if any_at_all and (slow or not b.slow)]
+
+
+def _problem(case: Case, name: str, error: Exception) -> str:
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    return f"{case}: {name} failed: {type(error).__name__}: {reason}"

@@ -1,0 +1,343 @@
+"""The results: what is kept of a measurement, where, and how it is shown.
+
+A results file is one GPU's. At its top level it describes the latest run; `ops` says the same of the run in which each
+op was measured, which may be an older one; `rows` holds the figures:
+
+    {"gpu", "driver", "cuda", "versions", "digest", "date", "ceilings",
+     "ops": {op: {"driver", "cuda", "versions", "digest", "date", "ceilings"}},
+     "rows": [{"op", "case", "variant", "us", "floor_us", "baselines": {name: us}, "host_us"}]}
+
+`op` is the public function, `case` an object of named sizes, `host_us` null where it was not measured. Ceilings are
+`kernel_us` (an empty kernel), `copy_tb_s` and `matmul_tflop_s` (null where no op asked for it).
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+_SOURCE_SUFFIXES = {".py", ".cu", ".cuh"}
+_ROW = ("op", "case", "variant", "us", "floor_us", "baselines", "host_us")
+_RUN = ("driver", "cuda", "versions", "digest", "date", "ceilings")
+_LIBRARIES = {
+    "torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python", "sgl_kernel": "sgl-kernel", "vllm": "vllm"
+}  # fmt: skip
+
+Document = dict[str, Any]
+Row = dict[str, Any]
+
+
+def digest(*paths: Path, root: Path = ROOT) -> str:
+    """A digest of source files and of all those in folders, by name and content; what is not there adds nothing."""
+    files: set[Path] = set()
+    for path in paths:
+        found = path.rglob("*") if path.is_dir() else [path]
+        files.update(file for file in found if file.suffix in _SOURCE_SUFFIXES and file.is_file())
+    result = hashlib.sha256()
+    for file in sorted(files):
+        content = file.read_bytes()
+        result.update(f"{file.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
+    return result.hexdigest()[:16]
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def machine() -> dict[str, Any]:
+    """The GPU and the software: `gpu`, `driver`, `cuda` and `versions`."""
+    import cupy
+    from cupy_backends.cuda.libs import nvrtc
+
+    import cukern
+
+    driver = None
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True)
+        driver = answer.stdout.split("\n")[0].strip() if answer.returncode == 0 else None
+    versions = {"cukern": cukern.__version__, "python": platform.python_version(), "cupy": cupy.__version__}
+    for name, distribution in _LIBRARIES.items():
+        try:
+            versions[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
+        "driver": driver,
+        "cuda": "{}.{}".format(*nvrtc.getVersion()),
+        "versions": versions,
+    }
+
+
+def document(machine: dict[str, Any], ceilings: dict[str, float | None], rows: Sequence[Row]) -> Document:
+    """The results of one run."""
+    top = {
+        **machine,
+        "digest": digest(ROOT / "cuda_src", ROOT / "cukern"),
+        "date": now(),
+        "ceilings": {name: None if value is None else round(value, 4) for name, value in ceilings.items()},
+    }
+    run = {name: top[name] for name in _RUN}
+    return {**top, "ops": {row["op"]: run for row in rows}, "rows": list(rows)}
+
+
+def merge(old: Document, new: Document) -> Document:
+    """`new`, and what `old` has on the ops that are not in it."""
+    kept = {op: run for op, run in old["ops"].items() if op not in new["ops"]}
+    rows = [row for row in old["rows"] if row["op"] in kept]
+    return {**new, "ops": {**kept, **new["ops"]}, "rows": rows + new["rows"]}
+
+
+def file_name(gpu: str) -> str:
+    """The results file of a GPU: "NVIDIA H200" gives "h200.json"."""
+    words = [word for word in gpu.lower().split() if word not in ("nvidia", "geforce", "tesla", "quadro")]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(words)).strip("-") + ".json"
+
+
+def load(path: Path) -> Document:
+    """A results file.
+
+    Raises ValueError for one that is not in the format.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not {"gpu", *_RUN, "ops", "rows"} <= content.keys():
+        raise ValueError(f"{path} has not the fields of a results file")
+    for row in content["rows"]:
+        if set(row) != set(_ROW) or row["op"] not in content["ops"]:
+            raise ValueError(f"{path} has a row that is not in the format: {row}")
+    return content
+
+
+def save(content: Document, path: Path) -> None:
+    """Write a document with one line per row, so that a difference between two can be read."""
+    rows = ",\n  ".join(json.dumps(row) for row in content["rows"])
+    rest = json.dumps({name: value for name, value in content.items() if name != "rows"}, indent=1)
+    path.write_text(f'{rest[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
+
+
+def look_up(content: Document, op: str, variant: str | None = None, **sizes: int | str) -> Row:
+    """The one row of `op` with these sizes, and this variant if one is named.
+
+    Raises LookupError where there is none, or several.
+    """
+    found = [
+        row
+        for row in content["rows"]
+        if row["op"] == op
+        and variant in (None, row["variant"])
+        and all(row["case"].get(name) == value for name, value in sizes.items())
+    ]
+    if len(found) != 1:
+        wanted = ", ".join([op, *([variant] if variant else []), *(f"{n}={v}" for n, v in sizes.items())])
+        raise LookupError(f"{len(found)} rows of the results are of {wanted}, wanted one")
+    return found[0]
+
+
+# --- tables ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """The rows of an op that differ in one size, `axis`, and in the variant."""
+
+    op: str
+    axis: str
+    fixed: dict[str, int | str]
+    rows: list[Row]
+
+    @property
+    def title(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.fixed.items())
+
+    @property
+    def baselines(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row["baselines"]))
+
+    @property
+    def host(self) -> bool:
+        return any(row["host_us"] is not None for row in self.rows)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and cells; an empty cell is a figure that was not measured."""
+        headings = [self.axis, "variant", "µs", "floor", "of floor", *self.baselines]
+        headings += ["host µs"] if self.host else []
+        lines = []
+        for row in self.rows:
+            line = [f"{row['case'].get(self.axis, '')}", row["variant"], figure(row["us"]), figure(row["floor_us"])]
+            line.append(f"{row['floor_us'] / row['us']:.0%}")
+            for name in self.baselines:
+                us = row["baselines"].get(name)
+                line.append("" if us is None else f"{figure(us)} ({us / row['us']:.1f}×)")
+            if self.host:
+                line.append("" if row["host_us"] is None else figure(row["host_us"]))
+            lines.append(line)
+        return headings, lines
+
+
+def figure(us: float) -> str:
+    """Three digits of a time."""
+    return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 99.95 else f"{us:,.0f}"
+
+
+def sections(rows: Iterable[Row]) -> list[Section]:
+    """Rows in the order they came in, put together where only one size differs: the one with the most values."""
+    by_op: dict[str, list[Row]] = {}
+    for row in rows:
+        by_op.setdefault(row["op"], []).append(row)
+    result: list[Section] = []
+    for op, members in by_op.items():
+        values: dict[str, set[int]] = {}
+        for row in members:
+            for name, value in row["case"].items():
+                if isinstance(value, int):
+                    values.setdefault(name, set()).add(value)
+        axis = max(values, key=lambda name: len(values[name]), default="")
+        groups: dict[str, Section] = {}
+        for row in members:
+            fixed = {name: value for name, value in row["case"].items() if name != axis}
+            groups.setdefault(json.dumps(fixed), Section(op, axis, fixed, [])).rows.append(row)
+        result += groups.values()
+    return result
+
+
+def _limits(ceilings: dict[str, float | None]) -> str:
+    limits = [f"empty kernel {ceilings['kernel_us']:.2f} µs", f"copy {ceilings['copy_tb_s']:.2f} TB/s"]
+    if ceilings["matmul_tflop_s"]:
+        limits.append(f"product {ceilings['matmul_tflop_s']:.0f} TFLOP/s")
+    return ", ".join(limits)
+
+
+def print_tables(console: Console, content: Document) -> None:
+    """The results on a terminal: a table per section, with how long each baseline takes and how many times as long."""
+    console.print(f"{content['gpu']}: {_limits(content['ceilings'])}", highlight=False)
+    for section in sections(content["rows"]):
+        headings, lines = section.table()
+        # A table's own title would fold at the table's width.
+        console.print(f"\n[bold]{section.op}[/]: {section.title}", highlight=False)
+        table = Table()
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading == "variant" else "right")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+
+
+# --- RESULTS.md -----------------------------------------------------------------------------------------
+
+_INTRODUCTION = """\
+# Results
+
+Written by `python -m cukern bench --results` from `results/*.json`.
+
+A time is the GPU's, in microseconds per call: the median of replays of a CUDA graph of many calls, with inputs that
+the L2 cache does not hold. The floor is what the hardware allows: the time of an empty kernel, or of the op's bytes at
+the bandwidth of a copy, or of its flops at the rate of a large product, whichever is longest, all measured in the same
+run. In parentheses is how many times as long a baseline takes as the op. Host time is that of an eager call.
+"""
+
+
+def write(content: Document, folder: Path | None = None) -> list[Path]:
+    """Merge a run into the file of its GPU and write `RESULTS.md` and the plots anew; the files written."""
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / file_name(content["gpu"])
+    save(merge(load(path), content) if path.exists() else content, path)
+    return [path, *render(folder)]
+
+
+def render(folder: Path) -> list[Path]:
+    """Write `RESULTS.md` beside `folder`, and the plots into it, from the results files there."""
+    written = []
+    text = [_INTRODUCTION]
+    for path in sorted(folder.glob("*.json")):
+        content = load(path)
+        text.append(f"## {content['gpu']}\n")
+        for op in dict.fromkeys(row["op"] for row in content["rows"]):
+            text.append(f"### {op}\n\n{_provenance(content['ops'][op])}\n")
+            of_op = sections(row for row in content["rows"] if row["op"] == op)
+            plot = folder / f"{path.stem}-{op}.png"
+            if _plot(of_op, plot):
+                written.append(plot)
+                text.append(f"![{op}: time against {of_op[0].axis}]({folder.name}/{plot.name})\n")
+            for section in of_op:
+                text.append(f"{section.title}\n\n{_markdown(*section.table())}\n")
+    results = folder.parent / "RESULTS.md"
+    results.write_text("\n".join(text))
+    return [results, *written]
+
+
+def _provenance(run: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    driver = f"driver {run['driver']}, " if run["driver"] else ""
+    return (
+        f"Measured {run['date'][:10]} on the sources with the digest `{run['digest']}`: {driver}CUDA {run['cuda']}, "
+        f"{versions}; {_limits(run['ceilings'])}."
+    )
+
+
+def _markdown(headings: list[str], lines: list[list[str]]) -> str:
+    rule = ["---" if heading == "variant" else "---:" for heading in headings]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, rule, *lines))
+
+
+def _plot(of_op: Sequence[Section], path: Path) -> bool:
+    """Draw time against the size on the axis, a panel per section; False where no section has two sizes."""
+    from matplotlib.figure import Figure
+
+    drawn = [section for section in of_op if len({row["case"].get(section.axis) for row in section.rows}) > 1]
+    if not drawn:
+        return False
+    columns = min(3, len(drawn))
+    lines = -(-len(drawn) // columns)
+    canvas = Figure(figsize=(4.6 * columns, 3.4 * lines), layout="constrained")
+    panels = canvas.subplots(lines, columns, squeeze=False).ravel()
+    for panel in panels:
+        panel.set_visible(False)
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(n for s in drawn for n in _names(s)))}
+    for panel, section in zip(panels, drawn, strict=False):
+        panel.set_visible(True)
+        for name in _names(section):
+            points = sorted(
+                (row["case"][section.axis], us) for row in section.rows if (us := _time(row, name)) is not None
+            )
+            ours = name in {row["variant"] for row in section.rows}
+            style = {"marker": "o", "linewidth": 2} if ours else {"marker": ".", "linestyle": "--", "linewidth": 1}
+            panel.plot(*zip(*points, strict=True), color=colors[name], label=name, **style)
+        floor = sorted({(row["case"][section.axis], row["floor_us"]) for row in section.rows})
+        panel.plot(*zip(*floor, strict=True), color="black", linestyle=":", label="floor")
+        panel.set(xscale="log", yscale="log", xlabel=section.axis, ylabel="µs per call")
+        panel.set_title(section.title, fontsize=8)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=7)
+    canvas.suptitle(drawn[0].op)
+    # Without the version of matplotlib in it, the file changes only with the figures.
+    canvas.savefig(path, dpi=80, metadata={"Software": None})
+    return True
+
+
+def _names(section: Section) -> list[str]:
+    return [*dict.fromkeys(row["variant"] for row in section.rows), *section.baselines]
+
+
+def _time(row: Row, name: str) -> float | None:
+    return row["us"] if row["variant"] == name else row["baselines"].get(name)

@@ -1,0 +1,672 @@
+"""`python -m cukern`: what each command prints, and how it says no."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cukern
+import cukern.commands
+import cukern.runtime.compile as compiler
+from cukern.__main__ import COMMANDS, main
+from cukern.commands import demo, doctor
+from cukern.runtime import arrays, kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+HOPPER = doctor.Gpu("H200", (9, 0), 141 << 30)
+
+
+def _run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user types it, on a machine that shows no GPU unless `environment` says so."""
+    settings = {"CUDA_VISIBLE_DEVICES": "", "CUKERN_COMPILE": "lazy", "PYTHONIOENCODING": "utf-8", "COLUMNS": "100"}
+    return subprocess.run(
+        [sys.executable, "-m", "cukern", *map(str, arguments)],
+        cwd=ROOT, env=os.environ | settings | environment, capture_output=True, text=True, encoding="utf-8",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "device_count", lambda: 0)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The one line by which a command refuses its input."""
+    assert main([str(a) for a in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith("\n") and said.err.count("\n") == 1, said.err
+    return said.err.strip()
+
+
+def _rows(output: str) -> dict[str, str]:
+    """The rest of each line, by its first word."""
+    lines = (line.strip().partition(" ") for line in output.splitlines())
+    return {first: rest.strip() for first, _, rest in lines}
+
+
+# --- the parser ---------------------------------------------------------------------------------------
+
+
+def test_version_and_help() -> None:
+    assert _run("--version").stdout == f"cukern {cukern.__version__}\n"
+    output = _run("--help").stdout
+    assert all(f" {name} " in output for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert COMMANDS[command][1][1:] in output
+    assert "--" in output.split("options:")[1] or command == "doctor"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "cukern: the following arguments are required: COMMAND"),
+        (["route"], "cukern: argument COMMAND: invalid choice: 'route'"),
+        (["demo", "--model", "gpt-2"], "cukern demo: argument --model: invalid choice: 'gpt-2'"),
+        (["demo", "--tokens", "many"], "cukern demo: argument --tokens: invalid int value: 'many'"),
+        (["demo", "--tokens", "0"], "cukern demo: --tokens must be at least 1, got 0"),
+        (["demo", "--seed", "-1"], "cukern demo: --seed must be at least 0, got -1"),
+        (["compile", "--arch"], "cukern compile: argument --arch: expected one argument"),
+        (["doctor", "--now"], "cukern: unrecognized arguments: --now"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # The parser that meets an unknown option is the outer one, but the command is known.
+    expected = message.replace("cukern: unrec", "cukern doctor: unrec")
+    assert _refused(capsys, *arguments).startswith(expected)
+
+
+def test_a_refusal_as_a_user_sees_it() -> None:
+    done = _run("demo", "--logits", "missing.npy")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "cukern demo: missing.npy: No such file or directory\n"
+
+
+def test_importing_the_command_line_is_quick() -> None:
+    heavy = ["rich", "torch", "safetensors", "cukern.commands.demo", "cukern.commands.doctor", "cukern.bench"]
+    code = f"import sys, cukern.__main__; print([m for m in {heavy} if m in sys.modules])"
+    settings = os.environ | {"CUKERN_COMPILE": "lazy"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# --- demo ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", demo.MODELS)
+def test_demo_routes_each_model(name: str, no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    model = demo.MODELS[name]
+    assert main(["demo", "--model", name, "--tokens", "48"]) == 0
+    output = capsys.readouterr().out
+    rows = _rows(output.split("tokens per expert")[0])
+    assert f"{model.name}: {model}" in output
+    assert "48 made-up tokens" in output
+
+    slots = [rows[str(rank)] for rank in range(1, model.topk + 1)]
+    assert all(len(slot.split()) == 2 * 5 for slot in slots)
+    for token in range(5):
+        ids = [int(slot.split()[2 * token]) for slot in slots]
+        weights = [float(slot.split()[2 * token + 1]) for slot in slots]
+        assert len(set(ids)) == model.topk and max(ids) < model.experts
+        assert sum(weights) == pytest.approx(1, abs=1e-3)
+
+    mean = 48 * model.topk / model.experts
+    assert f"mean {mean:.0f} tokens" in output
+    assert ("with the bias" in output) == model.biased
+    assert "No GPU can be used here, so the NumPy twin routed the tokens" in output
+    built = re.search(r"The kernel for sm_90a, .*: (moe_gate<.*>), (\d+) registers, no spills\.", output)
+    assert built and f", {model.experts}, {model.groups}," in built[1] and 16 <= int(built[2]) <= 255
+
+
+def test_demo_takes_the_kernel_from_the_cache(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert main(["demo", "--model", "mixtral", "--tokens", "1"]) == 0
+    assert "The kernel for sm_90a, from the cache: moe_gate<float, 8, 1," in capsys.readouterr().out
+
+
+def test_demo_is_repeatable(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for seed in "0", "0", "1":
+        assert main(["demo", "--model", "mixtral", "--tokens", "9", "--seed", seed]) == 0
+        outputs.append(capsys.readouterr().out.split("No GPU")[0])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_demo_without_utf8() -> None:
+    done = _run("demo", "--model", "qwen3-moe", "--tokens", "8", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and "# is the mean" not in done.stdout and "= is the mean" in done.stdout
+
+
+def test_demo_charts_the_load(no_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Each token's two largest logits are known, so the load is.
+    logits = np.zeros((10, 8), np.float32)
+    logits[:, 3] = 2
+    logits[:7, 5] = 1
+    logits[7:, 0] = 1
+    np.save(tmp_path / "logits.npy", logits)
+    assert main(["demo", "--logits", str(tmp_path / "logits.npy")]) == 0
+    rows = _rows(capsys.readouterr().out.split("tokens per expert")[1])
+    counts = [int(rows[str(expert)].split()[-1]) for expert in range(8)]
+    assert counts == [3, 0, 0, 10, 0, 7, 0, 0]
+    assert len(rows["3"].split()[0]) == 30 and len(rows["5"].split()[0]) == 21
+    assert rows["busiest"] == "4.00 x the mean"
+    assert rows["idle"] == "5 of 8"
+
+
+def test_the_bias_evens_out_the_load(no_gpu: None) -> None:
+    model = demo.MODELS["deepseek-v3"]
+    make = demo._made_up(model, np.random.default_rng(0))
+    sample, others = make(1024), make(1024)
+    bias = demo.balancing_bias(model, sample)
+
+    def busiest(by: Any) -> float:
+        load = np.bincount(demo._route_on_host(model, others, by)[1].ravel(), minlength=256)
+        return load.max() / load.mean()
+
+    assert busiest(bias) < 0.5 * busiest(np.zeros_like(bias))
+
+
+def test_the_agreement_is_told_as_it_is(rng: np.random.Generator) -> None:
+    model = demo.MODELS["deepseek-v3"]
+    logits, bias = rng.standard_normal((40, 256), np.float32), rng.standard_normal(256, np.float32) / 10
+    twin = demo._route_on_host(model, logits, bias)
+    weights, ids = twin[0].copy(), twin[1].copy()
+    weights[3, 2] += np.float32(0.25)
+    words = demo.agreement(model, logits, bias, weights, ids, twin)
+    assert words == "ids equal in 40 of 40 tokens, weights there within 2.5e-01"
+
+    ids[3, [0, 1]] = ids[3, [1, 0]]
+    choice = 1 / (1 + np.exp(-logits[3].astype(np.float64))) + bias
+    gap = abs(choice[ids[3, 0]] - choice[ids[3, 1]])
+    words = demo.agreement(model, logits, bias, weights, ids, twin)
+    assert words.startswith("ids equal in 39 of 40 tokens, weights there within 0.0e+00; ")
+    assert words.endswith(f"; where ids differ, the choices are within {gap:.1e}")
+
+
+# --- demo: a user's file ------------------------------------------------------------------------------
+
+
+def _save(path: Path, **tensors: Any) -> Path:
+    if path.suffix == ".npy":
+        np.save(path, tensors["logits"])
+    elif path.suffix == ".npz":
+        np.savez(path, **tensors)
+    else:
+        from safetensors.numpy import save_file
+
+        save_file(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
+def test_demo_routes_a_file(
+    suffix: str,
+    dtype: str,
+    no_gpu: None,
+    tmp_path: Path,
+    rng: np.random.Generator,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logits = rng.standard_normal((20, 256)).astype(arrays.numpy_dtype(dtype))
+    bias = None if suffix == ".npy" else (rng.standard_normal(256) / 10).astype(np.float32)
+    tensors = {"logits": logits} | ({} if bias is None else {"bias": bias})
+    path = _save(tmp_path / f"router{suffix}", **tensors)
+    assert main(["demo", "--logits", str(path), "--tokens", "12"]) == 0
+    output = capsys.readouterr().out
+    routed = "float32" if dtype == "float64" else dtype
+    assert f"12 of 20 tokens of router{suffix}, {routed}, {'no' if bias is None else 'with a'} bias" in output
+    assert ("logits converted from float64 to float32" in output) == (dtype == "float64")
+
+    used = logits[:12].astype(routed) if dtype == "float64" else logits[:12]
+    zero = np.zeros(256, np.float32)
+    weights, ids = cukern.moe_fused_gate(used, zero if bias is None else bias, 8, 4, 8)
+    rows = _rows(output)
+    for rank in range(8):
+        expected = [part for t in range(5) for part in (str(ids[t, rank]), f"{weights[t, rank]:.4f}")]
+        assert rows[str(rank + 1)].split() == expected
+
+
+def test_demo_takes_other_layouts(no_gpu: None, tmp_path: Path, rng: np.random.Generator) -> None:
+    logits = rng.standard_normal((6, 12)).astype(np.float32)
+    expected, *_ = demo._load_file(_save(tmp_path / "plain.npy", logits=logits), None)
+    for name, same in {"fortran": np.asfortranarray(logits), "big_endian": logits.astype(">f4")}.items():
+        loaded, bias, _ = demo._load_file(_save(tmp_path / f"{name}.npy", logits=same), None)
+        assert bias is None and loaded.flags.c_contiguous and loaded.dtype == np.float32
+        np.testing.assert_array_equal(loaded, expected)
+
+
+def test_the_sizes_decide_the_model() -> None:
+    assert {m.experts: demo._model_for(m.experts, m.biased) for m in demo.MODELS.values()} == {
+        m.experts: m for m in demo.MODELS.values()
+    }
+    # A router that takes a bias also goes without; one that takes none is not the one of a file with a bias.
+    assert demo._model_for(256, False) is demo.MODELS["deepseek-v3"]
+    assert demo._model_for(128, True)[1:] == (128, 1, 1, 8, "sigmoid", True)
+    assert demo._model_for(96, False)[1:] == (96, 1, 1, 8, "softmax", False)
+    assert demo._model_for(5, True)[1:] == (5, 1, 1, 5, "sigmoid", True)
+
+
+def test_demo_takes_any_number_of_experts(
+    no_gpu: None, tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _save(tmp_path / "odd.npy", logits=rng.standard_normal((4, 77)).astype(np.float16))
+    assert main(["demo", "--logits", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "77 experts, top 8, softmax" in output and " 64-76 " in output
+    assert re.search(r"The kernel for sm_90a, .*: moe_gate<__half, 0, 0,", output)
+
+
+def test_demo_routes_nan(no_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _save(tmp_path / "nan.npy", logits=np.full((3, 8), np.nan, np.float32))
+    assert main(["demo", "--logits", str(path), "--model", "mixtral"]) == 0
+    rows = _rows(capsys.readouterr().out.split("tokens per expert")[0])
+    assert rows["1"].split() == ["0", "0.0000"] * 3
+    assert rows["2"].split() == ["1", "0.0000"] * 3
+
+
+LOGITS = np.zeros((4, 8), np.float32)
+# What is in the file, and what is said of it.
+BAD_FILES: dict[str, tuple[dict[str, Any] | bytes, str]] = {
+    "dimensions.npy": ({"logits": LOGITS[0]}, "logits must be of shape [tokens, experts], got [8]"),
+    "scalar.npy": ({"logits": np.float32(1)}, "logits must be of shape [tokens, experts], got []"),
+    "empty.npy": ({"logits": LOGITS[:0]}, "logits must be of shape [tokens, experts], got [0, 8]"),
+    "integers.npy": ({"logits": LOGITS.astype(np.int64)}, "logits must be float32, float16, bfloat16 or float64"),
+    "fp8.safetensors": ({"logits": LOGITS.astype(ml_dtypes.float8_e5m2)}, "logits must be float32, float16, bfloat16"),
+    "objects.npy": ({"logits": np.array([[{}]], object)}, "Python objects"),
+    "nothing.npy": (b"", "No data left in file"),
+    "text.npy": (b"logits: 1, 2, 3\n", ""),
+    "text.npz": (b"logits: 1, 2, 3\n", ""),
+    "text.safetensors": (b"logits: 1, 2, 3\n", "not a safetensors file"),
+    "cut.npz": (b"PK\x03\x04", "File is not a zip file"),
+    "names.npz": ({"scores": LOGITS}, "holds no array named 'logits' (it holds scores)"),
+    "names.safetensors": ({"scores": LOGITS}, "holds no array named 'logits' (it holds scores)"),
+    "bias.npz": ({"logits": LOGITS, "bias": LOGITS[0, :7]}, "bias must be of shape [experts] = [8], got [7]"),
+    "bias.safetensors": ({"logits": LOGITS, "bias": LOGITS}, "bias must be of shape [experts] = [8], got [4, 8]"),
+    "wide.npy": ({"logits": np.zeros((1, 1025), np.float32)}, "at most 1024 experts, got 1025"),
+    "logits.txt": (b"1 2 3\n", "must end in .npy, .npz or .safetensors"),
+}
+
+
+# NumPy leaves the file open when it is no archive.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_demo_refuses_a_bad_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, message = BAD_FILES[name]
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif name == "objects.npy":
+        np.save(path, content["logits"], allow_pickle=True)
+    else:
+        _save(path, **content)
+    said = _refused(capsys, "demo", "--logits", path)
+    assert said.startswith(f"cukern demo: {path}: ") and message in said
+
+
+def test_demo_refuses_a_cut_array(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _save(tmp_path / "cut.npy", logits=np.zeros((64, 256), np.float32))
+    path.write_bytes(path.read_bytes()[:1000])
+    assert str(path) in _refused(capsys, "demo", "--logits", path)
+
+
+def test_demo_refuses_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder.npy"
+    folder.mkdir()
+    assert _refused(capsys, "demo", "--logits", folder) == f"cukern demo: {folder}: Is a directory"
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "message"),
+    [
+        ("deepseek-v3", {"logits": LOGITS}, "DeepSeek-V3 has 256 experts, got 8"),
+        ("mixtral", {"logits": LOGITS, "bias": LOGITS[0]}, "Mixtral takes no bias"),
+    ],
+)
+def test_demo_refuses_a_file_of_another_model(
+    model: str, tensors: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _save(tmp_path / "router.npz", **tensors)
+    assert _refused(capsys, "demo", "--model", model, "--logits", path) == f"cukern demo: {path}: {message}"
+
+
+def test_demo_names_the_package_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _save(tmp_path / "router.safetensors", logits=LOGITS)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert _refused(capsys, "demo", "--logits", path).endswith("pip install safetensors")
+
+
+def test_demo_without_nvrtc(no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(compiler, "available", lambda: "ModuleNotFoundError: No module named 'cupy_backends'")
+    assert main(["demo", "--model", "mixtral", "--tokens", "3"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Nor can a kernel be compiled here (ModuleNotFoundError" in output
+    assert cukern.commands.INSTALL in output
+
+
+# --- compile ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A cache that one command filled for sm_80, and what the command said."""
+    cache = tmp_path_factory.mktemp("compiled") / "cache"
+    done = _run("compile", "--arch", "sm_80", "--op", "moe_gate", CUKERN_CACHE_DIR=str(cache))
+    assert done.returncode == 0, done.stderr
+    return cache, done.stdout
+
+
+def _table_row(output: str, stem: str = "moe_gate") -> list[str]:
+    return next(line.split() for line in output.splitlines() if line.split()[:1] == [stem])
+
+
+def test_compile_fills_the_cache(filled_cache: tuple[Path, str]) -> None:
+    cache, output = filled_cache
+    count = len(list(kernel.instances("moe_gate")))
+    _, arch, kernels, compiled, cached, seconds, registers, spills = _table_row(output)
+    assert (arch, kernels, compiled, cached, spills) == ("sm_80", str(count), str(count), "0", "none")
+    assert float(seconds) > 0
+    fewest, most = map(int, registers.split("-"))
+    assert 16 <= fewest <= most <= 255
+    assert len(list(cache.glob("*-sm_80-*.cubin"))) == count
+    assert str(cache) in output
+
+
+def test_compile_takes_what_is_in_the_cache(filled_cache: tuple[Path, str]) -> None:
+    cache, _ = filled_cache
+    count = len(list(kernel.instances("moe_gate")))
+    # A function stands for its family, and a target named twice is one.
+    arguments = ("--arch", "80", "--arch", "80,sm_80", "--op", "topk_softmax", "--op", "moe_gate")
+    done = _run("compile", *arguments, CUKERN_CACHE_DIR=str(cache))
+    assert _table_row(done.stdout)[2:5] == [str(count), "0", str(count)], done.stderr
+    assert done.stdout.count("moe_gate") == 1
+
+
+def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path: Path) -> None:
+    cache, _ = filled_cache
+    count = len(list(kernel.instances("moe_gate")))
+    done = _run("doctor", CUKERN_CACHE_DIR=str(cache))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"moe_gate +sm_80 +{count} of {count} +0\b", done.stdout)
+    assert f"{cache}, drwx------, {count} kernels" in " ".join(done.stdout.split())
+
+    # Under another name a cubin is what another version of the sources left behind.
+    old = tmp_path / "old"
+    old.mkdir(mode=0o700)
+    for path in sorted(cache.iterdir())[:2]:
+        (old / path.name.replace("-sm_80-", "-sm_80-0")).write_bytes(path.read_bytes())
+    done = _run("doctor", CUKERN_CACHE_DIR=str(old))
+    assert re.search(rf"moe_gate +sm_80 +0 of {count} +1\b", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--arch", "hopper"), "--arch must be like 80, 90a or sm_100a, got 'hopper'"),
+        (("--arch", "80,"), "--arch must be like 80, 90a or sm_100a, got ''"),
+        (("--arch", "75"), "--arch must be 80 or later, got '75'"),
+        (("--arch", "80,998"), "cannot compile for sm_998a (nvrtc: error: invalid value for --gpu-architecture"),
+        (("--arch", "80a"), "cannot compile for sm_80a"),
+        (("--arch", "80", "--op", "softmax"), "or a function of cukern, got 'softmax'"),
+        (("--arch", "80", "--op", "CompileError"), "or a function of cukern, got 'CompileError'"),
+        ((), "there is no GPU here to compile for: name one with --arch"),
+    ],
+)
+def test_compile_refuses(
+    arguments: tuple[str, ...], message: str, no_gpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in _refused(capsys, "compile", *arguments)
+
+
+def test_hopper_is_compiled_with_its_own_instructions() -> None:
+    from cukern.commands.compile import _archs
+
+    assert _archs(["80,86,90,sm_90a", "100,120a"]) == ["80", "86", "90a", "100a", "120a"]
+
+
+def test_compile_refuses_a_cache_it_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = _run("compile", "--arch", "80", CUKERN_CACHE_DIR=str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("cukern compile: the cache folder cannot be used: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_compile_refuses_without_nvrtc(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(compiler, "available", lambda: "ImportError: libnvrtc.so.13\nand more")
+    said = _refused(capsys, "compile", "--arch", "80")
+    assert said == f"cukern compile: NVRTC cannot be used (ImportError: libnvrtc.so.13): {cukern.commands.INSTALL}"
+
+
+def test_a_kernel_that_does_not_compile_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise cukern.CompileError("moe_gate.cu(28): error: expected a ;")
+
+    monkeypatch.setattr(compiler, "missing", lambda instances, arch: list(instances))
+    monkeypatch.setattr(kernel, "compile_with_progress", fail)
+    assert main(["compile", "--arch", "80"]) == 1
+    assert "a kernel did not compile\nmoe_gate.cu(28): error: expected a ;" in capsys.readouterr().err
+
+
+def test_resources_are_read_from_the_log() -> None:
+    log = (
+        "ptxas info    : Function properties for f\n"
+        "    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 40 registers, used 1 barriers, 420 bytes cmem[0]"
+    )
+    assert cukern.commands.resources({"log": log}) == (40, 20)
+
+
+# --- doctor -------------------------------------------------------------------------------------------
+
+
+def test_doctor_reports_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    done = _run("doctor", CUKERN_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = done.stdout.split()
+    for subject in ("driver", "GPU", "CuPy", "NVRTC", "headers", "torch", "cache"):
+        assert subject in words
+    assert "PROBLEM" not in done.stdout and done.stderr == ""
+
+
+def test_doctor_fails_on_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = _run("doctor", CUKERN_CACHE_DIR=str(tmp_path / "file"))
+    assert done.returncode == 1
+    assert "PROBLEM  cache" in done.stdout and "-> export CUKERN_CACHE_DIR=" in done.stdout
+    assert "1 problem:" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_doctor_does_not_import_torch() -> None:
+    pytest.importorskip("torch")
+    code = "import sys; from cukern.__main__ import main; main(['doctor']); print('torch' in sys.modules)"
+    settings = os.environ | {"CUKERN_COMPILE": "lazy"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def _problem(findings: list[doctor.Finding]) -> doctor.Finding:
+    (problem,) = (finding for finding in findings if finding.kind == "problem")
+    return problem
+
+
+def _fine(findings: list[doctor.Finding]) -> bool:
+    return all(finding.kind == "ok" for finding in findings)
+
+
+CUDA_12 = doctor.Driver((12, 8), [HOPPER])
+CUDA_13 = doctor.Driver((13, 0), [HOPPER])
+NOTHING = doctor.Driver(None, [])
+
+
+def test_doctor_on_the_driver() -> None:
+    assert _fine(doctor.look_at_driver(CUDA_13))
+    assert "H200, 141 GiB, sm_90a" in doctor.look_at_driver(CUDA_13)[1].state
+    assert not any(f.kind == "problem" for f in doctor.look_at_driver(NOTHING))
+    assert not any(f.kind == "problem" for f in doctor.look_at_driver(doctor.Driver((13, 0), [])))
+
+    broken = _problem(doctor.look_at_driver(doctor.Driver((13, 0), [], "system not yet initialized (CUDA error 802)")))
+    assert "802" in broken.state and "nvidia-smi" in broken.fix
+
+    turing = doctor.Gpu("T4", (7, 5), 15 << 30)
+    old = _problem(doctor.look_at_driver(doctor.Driver((13, 0), [turing, HOPPER])))
+    assert old.subject == "GPU 0" and old.fix.endswith("CUDA_VISIBLE_DEVICES=1")
+
+
+def test_doctor_on_cupy() -> None:
+    newest, older = ("cupy-cuda13x", "14.2.0"), ("cupy-cuda12x", "14.2.0")
+    assert _fine(doctor.look_at_cupy(CUDA_13, [newest], None))
+    assert _fine(doctor.look_at_cupy(CUDA_12, [older], None))
+    # A driver runs what was made for an older CUDA.
+    assert _fine(doctor.look_at_cupy(CUDA_13, [older], None))
+
+    missing = ImportError("No module named 'cupy'")
+    assert _problem(doctor.look_at_cupy(CUDA_12, [], missing)).fix == 'pip install "cukern[cuda12]"'
+    assert _problem(doctor.look_at_cupy(CUDA_13, [], missing)).fix == 'pip install "cukern[cuda13]"'
+    assert [f.kind for f in doctor.look_at_cupy(NOTHING, [], missing)] == ["note"]
+
+    ahead = _problem(doctor.look_at_cupy(CUDA_12, [newest], None))
+    assert ahead.fix.startswith('pip uninstall -y cupy-cuda13x && pip install "cukern[cuda12]"')
+    both = _problem(doctor.look_at_cupy(CUDA_13, [older, newest], None))
+    assert both.fix == 'pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install "cukern[cuda13]"'
+    unloadable = _problem(doctor.look_at_cupy(CUDA_13, [newest], ImportError("libcudart.so.13: no such\nfile")))
+    assert "libcudart.so.13: no such file" in unloadable.state
+    no_home = _problem(doctor.look_at_cupy(CUDA_13, [newest], PermissionError("/home/x")))
+    assert no_home.fix.startswith("export CUPY_CACHE_DIR=")
+
+
+def test_doctor_on_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _fine(doctor.look_at_nvrtc(CUDA_13))
+    future = doctor.Driver((13, 0), [doctor.Gpu("Future", (99, 8), 1 << 30)])
+    assert "cannot compile for sm_998a" in _problem(doctor.look_at_nvrtc(future)).state
+
+    def no_headers() -> str:
+        raise RuntimeError("no folder")
+
+    monkeypatch.setattr(compiler, "cuda_include_directory", no_headers)
+    assert _problem(doctor.look_at_nvrtc(CUDA_12)).fix == 'pip install "cukern[cuda12]"'
+    monkeypatch.setattr(compiler, "available", lambda: "ImportError: libnvrtc.so.13")
+    assert "libnvrtc.so.13" in _problem(doctor.look_at_nvrtc(CUDA_13)).state
+
+
+def test_doctor_on_torch() -> None:
+    assert _fine(doctor.look_at_torch(CUDA_13, ("2.11.0+cu130", "13.0")))
+    assert _fine(doctor.look_at_torch(CUDA_13, ("2.11.0+cu128", "12.8")))
+    assert _fine(doctor.look_at_torch(NOTHING, ("2.11.0+cpu", None)))
+    assert [f.kind for f in doctor.look_at_torch(CUDA_13, None)] == ["note"]
+    assert [f.kind for f in doctor.look_at_torch(CUDA_13, ("2.11.0+cpu", None))] == ["note"]
+    assert "CUDA 12" in _problem(doctor.look_at_torch(CUDA_12, ("2.11.0+cu130", "13.0"))).fix
+
+
+def test_doctor_reads_the_build_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    assert doctor.torch_build() == (torch.__version__, torch.version.cuda)
+
+
+def test_doctor_on_kernels_that_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
+    count = len(list(kernel.instances("moe_gate")))
+    rows, findings = doctor.look_at_kernels(CUDA_13)
+    assert ("moe_gate", "90a", 0, count, 0) in rows
+    assert "python -m cukern compile --op moe_gate --arch 90a" in [finding.fix for finding in findings]
+
+
+# --- the README ---------------------------------------------------------------------------------------
+
+
+def _readme_blocks() -> list[str]:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    return blocks
+
+
+def test_the_readme_runs() -> None:
+    pytest.importorskip("torch")
+    for block in _readme_blocks():
+        # Without a GPU, what can run is the lines that need none.
+        lines = [line for line in block.splitlines() if not re.search(r"\bcp\b|\.cuda\(\)", line)]
+        assert len(lines) >= 6
+        exec(compile("\n".join(lines), "README.md", "exec"), {})
+
+
+# --- with a GPU ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", demo.MODELS)
+def test_demo_measures_each_model(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["demo", "--model", name, "--tokens", "300"]) == 0
+    output = capsys.readouterr().out
+    rows = _rows(output)
+    us, floor = float(rows["time"].split()[0]), float(rows["floor"].split()[0])
+    assert 0 < floor < us < 1000
+    assert int(rows["share"].split("%")[0]) == pytest.approx(100 * floor / us, abs=1.5)
+    equal = re.search(r"ids equal in (\d+) of 300 tokens, weights there within ([\d.e+-]+)", output)
+    assert equal and int(equal[1]) >= 297 and float(equal[2]) < 1e-5
+    assert "No GPU" not in output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_demo_measures_a_file(
+    dtype: str,
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    logits = rng.standard_normal((50, 77)).astype(arrays.numpy_dtype(dtype))
+    assert main(["demo", "--logits", str(_save(tmp_path / "router.npz", logits=logits))]) == 0
+    output = capsys.readouterr().out
+    assert f"50 tokens of router.npz, {dtype}, no bias" in output
+    assert "ids equal in 50 of 50 tokens" in output
+
+
+@pytest.mark.gpu
+def test_doctor_sees_the_gpu_and_makes_no_context() -> None:
+    code = """
+import ctypes
+from cukern.__main__ import main
+status = main(["doctor"])
+cuda, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int(-1)
+assert cuda.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+print(status, active.value)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 0", done.stdout + done.stderr
+    assert re.search(r"^ok +GPU 0 +\S+.* GiB, sm_\d+", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.gpu
+def test_the_readme_runs_on_the_gpu() -> None:
+    pytest.importorskip("torch")
+    for block in _readme_blocks():
+        names: dict[str, Any] = {}
+        exec(compile(block, "README.md", "exec"), names)
+        if "cp" in names:
+            assert isinstance(names["ids"], names["cp"].ndarray) and names["ids"].shape == (1024, 8)
