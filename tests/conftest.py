@@ -32,9 +32,7 @@ def _why_no_gpu() -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     # Set before any test module imports cukern, and inherited by pytest-xdist's processes, which so share it.
     if not os.environ.get("CUKERN_CACHE_DIR"):
-        config.stash[_cache] = folder = tempfile.TemporaryDirectory(
-            prefix="cukern-tests-", ignore_cleanup_errors=True
-        )
+        config.stash[_cache] = folder = tempfile.TemporaryDirectory(prefix="cukern-tests-", ignore_cleanup_errors=True)
         os.environ["CUKERN_CACHE_DIR"] = folder.name
     if _why_no_gpu():
         os.environ.setdefault("CUKERN_COMPILE", "lazy")

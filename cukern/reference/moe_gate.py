@@ -30,7 +30,8 @@ def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
             scores = np.divide(scores, total, out=np.zeros_like(scores), where=total > 0)
         else:
             scores = np.sqrt(np.logaddexp(0, x))
-    return np.where(regular, scores, 0).astype(np.float32)
+    # Below the normal float32 numbers a score is 0, as the hardware's exp and reciprocal have it.
+    return np.where(regular & (scores >= np.finfo(np.float32).tiny), scores, 0).astype(np.float32)
 
 
 def _best_first(keys: Array) -> Array:
