@@ -281,7 +281,7 @@ moe_gate(const __grid_constant__ Params p) {
     const auto softmax = [&](float x) {
         return __fmul_rn(fast_exp2(__fmul_rn(__fsub_rn(softmax_argument(x), largest), LOG2_E)), inverse_sum);
     };
-    const auto sqrtsoftplus = [](float x) { return sqrtf(softplus(x)); };
+    const auto sqrtsoftplus = [](float x) { return sqrtf(softplus(fminf(x, LARGEST_FLOAT))); };
 
     // x * 0 is NaN for a NaN or an infinity: one multiply-add per value finds the rows with one. The bias has no NaN.
     float irregular = 0.f;

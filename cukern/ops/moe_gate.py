@@ -234,6 +234,7 @@ def _gate(
     out: tuple[Any, Any] | None,
     variant: str,
     softcap: float = 0.0,
+    out_names: tuple[str, str] = ("out[0]", "out[1]"),
 ) -> tuple[Any, Any]:
     """All five gates: check, choose a variant, launch."""
     library = arrays.library_of(logits)
@@ -271,7 +272,7 @@ def _gate(
     if tokens > MAX_TOKENS:
         check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
     row_stride, stride = library.strides(logits)
-    if stride != 1 and experts > 1:
+    if stride != 1 and experts > 1 and tokens:
         check.fail(name, "contiguous along its last dimension", f"strides {row_stride, stride} (in elements)")
     if not (type(groups) is type(topk_group) is type(topk) is type(shared) is int):
         groups = check.integer("num_expert_group", groups, 1)
@@ -300,11 +301,11 @@ def _gate(
     if out is None:
         weights = ids = None
     else:
-        weights, ids = _check_out(out, (tokens, topk), name, library, device)
+        weights, ids = _check_out(out, out_names, (tokens, topk), name, library, device)
 
     valid, valid_address, valid_is_int64 = tokens, 0, False
     if num_token_non_padded is not None:
-        if hasattr(num_token_non_padded, "shape"):
+        if arrays.is_array(num_token_non_padded):
             arrays.same_place("num_token_non_padded", num_token_non_padded, name, library, device)
             valid_dtype = library.dtype(num_token_non_padded)
             check.dtype("num_token_non_padded", valid_dtype, ("int32", "int64"))
@@ -331,7 +332,7 @@ def _gate(
             renormalize,
             scoring,
             group_by_two,
-            library.to_numpy(num_token_non_padded) if hasattr(num_token_non_padded, "shape") else num_token_non_padded,
+            library.to_numpy(num_token_non_padded) if arrays.is_array(num_token_non_padded) else num_token_non_padded,
             None if out is None else (library.to_numpy(weights), library.to_numpy(ids)),
             softcap,
         )
@@ -404,11 +405,16 @@ def _gate(
 
 
 def _check_out(
-    out: tuple[Any, Any], shape: tuple[int, int], name: str, library: arrays.Library, device: int | None
+    out: tuple[Any, Any],
+    names: tuple[str, str],
+    shape: tuple[int, int],
+    name: str,
+    library: arrays.Library,
+    device: int | None,
 ) -> tuple[Any, Any]:
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         check.fail("out", "a pair (weights, ids)", type(out).__name__, TypeError)
-    for part, array, dtype in (("out[0]", out[0], "float32"), ("out[1]", out[1], "int32")):
+    for part, array, dtype in zip(names, out, ("float32", "int32"), strict=True):
         arrays.same_place(part, array, name, library, device)
         check.dtype(part, library.dtype(array), (dtype,))
         check.shape(part, tuple(array.shape), shape, "[tokens, topk]")
@@ -638,6 +644,7 @@ def topk_softmax(
         (topk_weights, topk_ids),
         variant,
         check.number("moe_softcapping", moe_softcapping),
+        ("topk_weights", "topk_ids"),
     )
 
 
@@ -672,6 +679,7 @@ def topk_sigmoid(
         num_token_non_padded,
         (topk_weights, topk_ids),
         variant,
+        out_names=("topk_weights", "topk_ids"),
     )
 
 

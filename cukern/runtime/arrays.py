@@ -222,6 +222,11 @@ def library_of(array: Any) -> Library | None:
         return library
 
 
+def is_array(value: Any) -> bool:
+    """Whether a value that may be a number is an array; NumPy's scalars are numbers."""
+    return hasattr(value, "shape") and not isinstance(value, np.generic)
+
+
 _DLPACK_CPU, _DLPACK_CUDA = 1, (2, 13)  # kDLCPU; kDLCUDA and kDLCUDAManaged
 
 
