@@ -269,16 +269,16 @@ UP, MIDDLE, DOWN = log(3), 0.0, -log(3)
 @pytest.mark.parametrize(
     ("bias", "ids", "weights"),
     [
-        # Group scores 3/4 + 1/4 and 1/2 + 1/2 tie: the lower group.
+        # Both groups score 3/4 + 1/4: the lower one.
         ([0, 0, 0, 0], [0, 1], [3 / 4, 1 / 4]),
-        # 1 against 1.1: the other group, ordered by 0.6 > 0.5, weighed by 1/2 and 1/2.
-        ([0, 0, 0.1, 0], [2, 3], [1 / 2, 1 / 2]),
+        # 1 against 1.1: the other group, ordered by 0.75 > 0.35.
+        ([0, 0, 0.1, 0], [3, 2], [3 / 4, 1 / 4]),
         # 1.6 against 1: expert 1, at 0.85, now comes first but keeps its weight.
         ([0, 0.6, 0, 0], [1, 0], [1 / 4, 3 / 4]),
     ],
 )
 def test_sigmoid_by_hand(route: Place, bias: list[float], ids: list[int], weights: list[float]) -> None:
-    logits = np.array([[UP, DOWN, MIDDLE, MIDDLE]], np.float32)
+    logits = np.array([[UP, DOWN, DOWN, UP]], np.float32)
     got = route("moe_fused_gate", logits, np.array(bias, np.float32), 2, 1, 2)
     assert_routing(got, (np.array([weights], np.float32), np.array([ids], np.int32)))
 
@@ -297,6 +297,18 @@ def test_sqrtsoftplus_by_hand(route: Place) -> None:
         "moe_fused_gate", logits, np.zeros(3, np.float32), 1, 1, 2, renormalize=False, scoring_func="sqrtsoftplus"
     )
     assert_routing(got, (np.array([[3, 2]], np.float32), np.array([[2, 0]], np.int32)))
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
+def test_small_scores_keep_their_digits(route: Place, scoring: str) -> None:
+    # Far below 1, 1 + exp(x) has lost what exp(x) says.
+    logits = np.array([[-2, -3, -4, -6, -8, -9, -10, -12]], np.float32)
+    weights, ids = route("grouped_topk", None, logits, 8, False, scoring_func=scoring)
+    assert ids.tolist() == [list(range(8))]
+    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    if scoring == "sqrtsoftplus":
+        scores = np.sqrt(np.log1p(np.exp(logits.astype(np.float64))))
+    assert_matches("moe_gate.weights", weights, scores.astype(np.float32))
 
 
 def test_softcapping_by_hand(route: Place) -> None:
@@ -339,6 +351,11 @@ def test_ties_go_to_the_lower_expert_and_the_lower_group(route_model: Place) -> 
     assert ids.tolist() == [[40, 200, 0, 1, 2, 3, 4, 5]]
     _, ids = deepseek(route_model, row(256, {200: 1, 40: 1, 0: -1, 33: 1, 70: 0.5, 255: 0.5}))
     assert ids.tolist() == [[33, 40, 200, 70, 255, 32, 34, 35]]
+    # All groups are as good, so the lower half is kept, though the upper half has more to offer.
+    leads = [32 * group + 7 * lead for group in range(8) for lead in range(2)]
+    logits = row(256, dict.fromkeys(leads, 1.0) | {32 * group + 3: 1.0 for group in range(4, 8)})
+    _, ids = route_model("moe_fused_gate", logits[None], np.zeros(256, np.float32), 8, 4, 12)
+    assert ids.tolist() == [[0, 7, 32, 39, 64, 71, 96, 103, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("first", [0.0, -0.0])
