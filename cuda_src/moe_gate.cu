@@ -199,6 +199,16 @@ moe_gate(const __grid_constant__ Params p) {
     const auto expert_of = [&](int i) { return DYNAMIC ? i * LANES + lane : lane * VALUES + i; };
     // Past the last expert a lane repeats it, and its bit in `alive` is 0.
     const auto load_expert_of = [&](int i) { return DYNAMIC ? min(expert_of(i), experts - 1) : expert_of(i); };
+    // Without that, the addresses of a lane's loads differ by constants, which makes them one instruction each.
+    const auto load_column = [&](auto load, float (&to)[VALUES]) {
+        if (experts == LANES * VALUES) {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) to[i] = load(expert_of(i));
+        } else {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) to[i] = load(load_expert_of(i));
+        }
+    };
     unsigned existing = VALUES < 32 ? (1u << (VALUES % 32)) - 1 : ~0u;
     if constexpr (DYNAMIC) {
         const int own = (experts - lane + LANES - 1) / LANES;
@@ -227,11 +237,13 @@ moe_gate(const __grid_constant__ Params p) {
             BiasStage::part(shared, e / VALUES)[e % VALUES] = bias_in_memory(e);
         __syncthreads();
     } else if (DYNAMIC && biased) {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) bias[i] = bias_in_memory(load_expert_of(i));
+        if (p.bias_is_float) load_column([&](int e) { return static_cast<const float*>(p.bias)[e]; }, bias);
+        else load_column([&](int e) { return to_float(static_cast<const T*>(p.bias)[e]); }, bias);
     } else if (biased) {
         if (p.bias_is_float) load_floats(static_cast<const float*>(p.bias) + lane * VALUES, bias);
         else load_floats(static_cast<const T*>(p.bias) + lane * VALUES, bias);
+    }
+    if (BIAS_UNITS == 0 && biased) {
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) bias[i] = fmaxf(bias[i], -CUDART_INF_F);
     }
@@ -246,8 +258,7 @@ moe_gate(const __grid_constant__ Params p) {
         Stage::wait();
         load_floats<T, VALUES>(Stage::part(staged, lane), choice);
     } else if constexpr (DYNAMIC) {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) choice[i] = to_float(logits[load_expert_of(i)]);
+        load_column([&](int e) { return to_float(logits[e]); }, choice);
     } else {
         load_floats(logits + lane * VALUES, choice);
     }

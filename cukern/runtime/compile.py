@@ -165,6 +165,9 @@ def _problem_with(folder: Path) -> str | None:
     return None
 
 
+_cache_lock = threading.Lock()
+
+
 @functools.cache
 def _cache(wanted: Path) -> tuple[Path, str | None, tempfile.TemporaryDirectory[str] | None]:
     problem = _problem_with(wanted)
@@ -182,12 +185,15 @@ def _cache(wanted: Path) -> tuple[Path, str | None, tempfile.TemporaryDirectory[
 
 def cache_directory() -> Path:
     """The folder of the compiled kernels; a temporary one when the user's cannot be used."""
-    return _cache(_default_cache_directory())[0]
+    # Two threads that came first would each make a temporary folder, and one would vanish under its user.
+    with _cache_lock:
+        return _cache(_default_cache_directory())[0]
 
 
 def cache_problem() -> str | None:
     """Why the user's cache folder cannot be used; None when it can."""
-    return _cache(_default_cache_directory())[1]
+    with _cache_lock:
+        return _cache(_default_cache_directory())[1]
 
 
 def _owned_by_user(path: Path) -> bool:
