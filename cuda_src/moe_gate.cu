@@ -243,10 +243,6 @@ moe_gate(const __grid_constant__ Params p) {
         if (p.bias_is_float) load_floats(static_cast<const float*>(p.bias) + lane * VALUES, bias);
         else load_floats(static_cast<const T*>(p.bias) + lane * VALUES, bias);
     }
-    if (BIAS_UNITS == 0 && biased) {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) bias[i] = fmaxf(bias[i], -CUDART_INF_F);
-    }
     int valid = p.valid;
     if (p.valid_on_device)
         valid = p.valid_is_int64 ? int(min(*static_cast<const long long*>(p.valid_on_device), (long long)p.tokens))
@@ -301,7 +297,11 @@ moe_gate(const __grid_constant__ Params p) {
     // No choice is -0, which the sign of a difference would tell from the +0 it is equal to.
     const auto choose = [&](auto score_of) {
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) choice[i] = __fadd_rn(score_of(choice[i]), bias[i]);
+        for (int i = 0; i < VALUES; ++i) {
+            // Not before, so that the loads of the bias and of the logits are on their way together.
+            const float regular_bias = BIAS_UNITS > 0 ? bias[i] : fmaxf(bias[i], -CUDART_INF_F);
+            choice[i] = __fadd_rn(score_of(choice[i]), regular_bias);
+        }
     };
     if (biased) {
         if (scoring == SIGMOID) choose(sigmoid);

@@ -1219,7 +1219,8 @@ def model_cases(config: op.Config) -> Iterator[Case]:
     ways = {
         (topk_group, topk): "as the model does",
         (1, 1): "the least",
-        (groups, min(experts, 32)): "the longest list",
+        (topk_group, op._CAPACITY): "the longest list",
+        (groups, op._CAPACITY + 1): "too long a list, so dynamic",
         (topk_group, 2 * topk_group + 1): "more than the kept groups' second best vouch for",
         (topk_group, 8): "a choice of every lane, if there are 8",
         (topk_group, 9): "more than there are lanes then",
@@ -1526,8 +1527,11 @@ def test_specialize_serves_the_next_call(own_configurations: None, rng: np.rando
 def test_softcapping(dtype: str, rng: np.random.Generator) -> None:
     logits = rng.normal(0, 10, (60, 128)).astype(arrays.numpy_dtype(dtype))
     for cap, renormalize in itertools.product((5.0, 30.0), (True, False)):
-        got, want = (Place(variant)("topk_softmax", logits, renormalize, cap, topk=8) for variant in ("dynamic", None))
-        assert_routing(got, want)
+        want = Place(None)("topk_softmax", logits, renormalize, cap, topk=8)
+        for variant in ("auto", "dynamic"):
+            assert_routing(Place(variant)("topk_softmax", logits, renormalize, cap, topk=8), want)
+        with pytest.raises(ValueError, match="variant must be 'auto' or 'dynamic' here"):
+            Place("specialized")("topk_softmax", logits, renormalize, cap, topk=8)
 
 
 @pytest.mark.gpu
