@@ -738,6 +738,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     monkeypatch.setattr(kernel, "runtime", fake)
     monkeypatch.setattr(kernel, "driver", fake)
     monkeypatch.setattr(kernel.Variant, "load", lambda self, device: 100 + device)
+    monkeypatch.setattr(kernel, "_archs_from_nvml", lambda: None)
     return fake
 
 
@@ -814,6 +815,16 @@ def test_the_devices_and_their_targets(gpus: FakeGPUs, monkeypatch: pytest.Monke
     monkeypatch.setattr(kernel, "cupy", None)
     monkeypatch.setattr(gpus, "getDeviceCount", lambda: 2)
     assert kernel.device_count() == 0
+
+
+def test_the_archs_come_from_nvml_or_else_from_cuda(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert kernel.present_archs() == ["86", "90a"]
+    monkeypatch.setattr(kernel, "_archs_from_nvml", lambda: ["80"])
+    assert kernel.present_archs() == ["80"]
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert kernel.present_archs() == []
 
 
 @pytest.mark.parametrize(
@@ -1070,6 +1081,11 @@ after_call = contexts()
 import json
 print(json.dumps([took, after_import, after_call]))
 """
+
+
+@pytest.mark.gpu
+def test_nvml_and_cuda_know_the_same_gpus() -> None:
+    assert kernel._archs_from_nvml() == sorted({kernel.arch_of_device(d) for d in range(kernel.device_count())})
 
 
 @pytest.mark.gpu

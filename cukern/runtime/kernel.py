@@ -161,6 +161,39 @@ def arch_of_device(device: int) -> str:
     return compile.arch_of((major, minor))
 
 
+def _archs_from_nvml() -> list[str] | None:
+    """The compile targets of all GPUs of the machine; None where NVML cannot tell."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        count, major, minor = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int()
+        archs, handle = set(), ctypes.c_void_p()
+        failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for i in range(0 if failed else count.value):
+            failed = failed or nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(handle))
+            failed = failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+            archs.add(compile.arch_of((major.value, minor.value)))
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return None if failed else sorted(archs)
+
+
+def present_archs() -> list[str]:
+    """The compile targets of the GPUs that are here.
+
+    Starting CUDA to find out costs a fifth of a second and some memory of each GPU, so NVML is asked first. It knows
+    nothing of CUDA_VISIBLE_DEVICES, whose only use here is to hide all GPUs.
+    """
+    if cupy is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    archs = _archs_from_nvml()
+    if archs is None:
+        archs = sorted({arch_of_device(d) for d in range(device_count())})
+    return archs
+
+
 def instances(stem: str | None = None) -> Iterator[Instance]:
     """The instances compiled at import, of one stem or of all."""
     for kernels in [KERNELS[stem]] if stem else list(KERNELS.values()):
@@ -177,14 +210,13 @@ def compile_at_import() -> None:
     mode = os.environ.get("CUKERN_COMPILE", "import")
     if mode not in ("import", "lazy"):
         raise ValueError(f"CUKERN_COMPILE must be 'import' or 'lazy', got {mode!r}")
-    devices = device_count()
-    if mode == "lazy" or not devices:
+    if mode == "lazy":
         return
     try:
+        archs = present_archs()
         # In a folder that dies with the process, compiling ahead would be paid at every start.
-        if compile.cache_problem():
+        if not archs or compile.cache_problem():
             return
-        archs = sorted({arch_of_device(d) for d in range(devices)})
         work = [(i, arch) for arch in archs for i in compile.missing(instances(), arch)]
         if work:
             compile_with_progress(work)
