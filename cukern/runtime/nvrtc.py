@@ -33,7 +33,8 @@ def compile_cubin(source: str, filename: str, expression: str, options: list[str
             raise RuntimeError(f"{expression}: {error}\n{log}") from None
         name = nvrtc.getLoweredName(program, expression)
         log = nvrtc.getProgramLog(program).rstrip("\x00\n ")
-        return nvrtc.getCUBIN(program), name, log
+        # CuPy takes the last byte for the end of a string and drops it. It is the high byte of a number, always 0.
+        return nvrtc.getCUBIN(program) + b"\0", name, log
     finally:
         nvrtc.destroyProgram(program)
 
