@@ -58,8 +58,7 @@ def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, 
                 chosen.setdefault(stem, []).extend(functions if name == stem else [name])
                 break
         else:
-            valid = ", ".join(f"{stem} ({', '.join(functions)})" for stem, functions in families.items())
-            raise UserError(f"no op is called {name!r}; there are {valid}")
+            raise UserError(f"OP must be one of {', '.join(families)} or a function of cukern, got {name!r}")
     return chosen
 
 

@@ -6,8 +6,10 @@ twin, on CPU tensors. What differs:
 
 - An argument that is an array must be a tensor, also where the function takes a number as well.
 - A function with `out=` has a second overload instead, which takes its results one by one and returns nothing:
-  `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. A function that writes into its arguments
-  returns nothing either.
+  `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. A function that returns only arguments it
+  writes into returns nothing either.
+- A function that writes into optional arguments alone, as `sample` does, has an overload without them too,
+  `torch.ops.cukern.sample.functional`: where none is given, inductor can compile only that.
 - There is no backward. A tensor that requires grad raises RuntimeError where grad mode is on, at the call or as it is
   traced, since without its gradient a model would train wrongly; `torch.no_grad()` or `.detach()` says that none
   is wanted. To forward-mode differentiation and the transforms of `torch.func` the results are constants.
@@ -16,14 +18,16 @@ The functions take tensors without this module, but only with it does `torch.com
 `cukern.moe_fused_gate(...)`, in the graph: as its operator.
 
 A module of `cukern.ops` declares its operators in `TORCH_OPS`: for each schema a function of the same arguments that
-gives `(like, shape, dtype)` for each result, with `like` a tensor on its device; None where nothing is returned.
+gives `(like, shape, dtype)` for each result, with `like` a tensor on its device, or a number that is a result itself;
+None where nothing is returned.
 The results have names in the schema, which `.out` takes over.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from string import ascii_lowercase
 from typing import Any
 
@@ -46,13 +50,26 @@ def _check_gradients(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             check.fail(name, wanted, "one that does", RuntimeError)
 
 
+def _result_names(schema: str) -> list[str]:
+    """The names of the results of `schema`, as its overload `.out` takes them."""
+    return [result.split()[1] for result in schema.rsplit(") -> ", 1)[1].strip("()").split(",")]
+
+
 def _out_schema(schema: str) -> str:
     """The schema of the overload that takes the results of `schema` as its last arguments."""
     name, rest = schema.split("(", 1)
-    arguments, results = rest.rsplit(") -> ", 1)
-    names = [result.split()[1] for result in results.strip("()").split(",")]
-    written = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip(ascii_lowercase, names, strict=False))
+    arguments, _ = rest.rsplit(") -> ", 1)
+    names = _result_names(schema)
+    letters = [letter for letter in ascii_lowercase if f"({letter}!)" not in arguments]
+    written = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip(letters, names, strict=False))
     return f"{name}.out({arguments}, {'' if '*' in arguments else '*, '}{written}) -> ()"
+
+
+def _functional_schema(schema: str) -> str | None:
+    """The schema of the overload without the arguments that may be written; None where some must be, or none can."""
+    name, rest = schema.split("(", 1)
+    rest, count = re.subn(r"Tensor\([a-z]!\)\? \w+=None, ", "", rest)
+    return f"{name}.functional({rest}" if count and "!" not in rest else None
 
 
 def _written(operator: Any) -> list[tuple[int, str]]:
@@ -65,8 +82,10 @@ def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _register(function: Callable[..., Any], schema: str, results: Callable[..., Any] | None) -> None:
-    """Make `schema` an operator that calls `function`."""
+def _register(
+    function: Callable[..., Any], schema: str, results: Callable[..., Any] | None, out_names: Sequence[str] = ()
+) -> None:
+    """Make `schema` an operator that calls `function`, with the arguments `out_names` as its `out`."""
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     packet, _, overload = name.partition(".")
@@ -78,25 +97,28 @@ def _register(function: Callable[..., Any], schema: str, results: Callable[..., 
             _check_gradients(operator, args, kwargs)
         return function(*args, **kwargs)
 
-    def write(*args: Any, **kwargs: Any) -> None:
+    def write(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             _check_gradients(operator, args, kwargs)
-        if overload == "out":
-            tensors = [kwargs.pop(name) for _, name in written]
-            function(*args, **kwargs, out=_one_or_all(tensors))
-        else:
-            tensors = [args[i] for i, _ in written]
-            function(*args, **kwargs)
+        tensors = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
+        if out_names:
+            kwargs["out"] = _one_or_all([kwargs.pop(name) for name in out_names])
+        returned = function(*args, **kwargs)
         # Autograd may have saved what was in them.
         for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
+            if tensor is not None:
+                torch.autograd.graph.increment_version(tensor)
+        return None if results is None else returned
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             _check_gradients(operator, args, kwargs)
         if results is None:
             return None
-        made = [like.new_empty(shape, dtype=getattr(torch, dtype)) for like, shape, dtype in results(*args, **kwargs)]
+        made = [
+            result[0].new_empty(result[1], dtype=getattr(torch, result[2])) if isinstance(result, tuple) else result
+            for result in results(*args, **kwargs)
+        ]
         return _one_or_all(made)
 
     for device in ("CPU", "CUDA"):
@@ -106,10 +128,11 @@ def _register(function: Callable[..., Any], schema: str, results: Callable[..., 
     torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
 
 
-def _keep_in_graph(function: Callable[..., Any], packet: Any) -> None:
+def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: list[str]) -> None:
     """Let torch.compile take a call of `function` as one of its operator."""
     written = _written(packet.default)
-    out_names = [name for _, name in _written(packet.out)] if "out" in packet.overloads() else []
+    returns = bool(packet.default._schema.returns)
+    functional = getattr(packet, "functional", None)
 
     def traceable(*args: Any, **kwargs: Any) -> Any:
         out = kwargs.pop("out", None)
@@ -117,8 +140,12 @@ def _keep_in_graph(function: Callable[..., Any], packet: Any) -> None:
             tensors = out if isinstance(out, (tuple, list)) else (out,)
             packet.out(*args, **kwargs, **dict(zip(out_names, tensors, strict=True)))
             return out
+        if functional is not None and all(kwargs.get(name) is None for _, name in written):
+            for _, name in written:
+                kwargs.pop(name, None)
+            return functional(*args, **kwargs)
         returned = packet.default(*args, **kwargs)
-        if written:
+        if written and not returns:
             return _one_or_all([args[i] if i < len(args) else kwargs[name] for i, name in written])
         return returned
 
@@ -133,9 +160,12 @@ def _register_all() -> None:
                 continue  # this module was imported before
             function = getattr(module, name)
             _register(function, schema, results)
-            if "out" in inspect.signature(function).parameters:
-                _register(function, _out_schema(schema), None)
-            _keep_in_graph(function, getattr(torch.ops.cukern, name))
+            out_names = _result_names(schema) if "out" in inspect.signature(function).parameters else []
+            if out_names:
+                _register(function, _out_schema(schema), None, out_names)
+            if functional := _functional_schema(schema):
+                _register(function, functional, results)
+            _keep_in_graph(function, getattr(torch.ops.cukern, name), out_names)
 
 
 _register_all()

@@ -365,23 +365,25 @@ def test_demo_without_nvrtc(no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsy
 
 # --- compile ------------------------------------------------------------------------------------------
 
+STEM = "embedding"  # few kernels, quick to compile
+
 
 @pytest.fixture(scope="module")
 def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A cache that one command filled for sm_80, and what the command said."""
     cache = tmp_path_factory.mktemp("compiled") / "cache"
-    done = _run("compile", "--arch", "sm_80", "--op", "moe_gate", CUKERN_CACHE_DIR=str(cache))
+    done = _run("compile", "--arch", "sm_80", "--op", STEM, CUKERN_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stderr
     return cache, done.stdout
 
 
-def _table_row(output: str, stem: str = "moe_gate") -> list[str]:
-    return next(line.split() for line in output.splitlines() if line.split()[:1] == [stem])
+def _table_row(output: str) -> list[str]:
+    return next(line.split() for line in output.splitlines() if line.split()[:1] == [STEM])
 
 
 def test_compile_fills_the_cache(filled_cache: tuple[Path, str]) -> None:
     cache, output = filled_cache
-    count = len(list(kernel.instances("moe_gate")))
+    count = len(list(kernel.instances(STEM)))
     _, arch, kernels, compiled, cached, seconds, registers, spills = _table_row(output)
     assert (arch, kernels, compiled, cached, spills) == ("sm_80", str(count), str(count), "0", "none")
     assert float(seconds) > 0
@@ -393,20 +395,20 @@ def test_compile_fills_the_cache(filled_cache: tuple[Path, str]) -> None:
 
 def test_compile_takes_what_is_in_the_cache(filled_cache: tuple[Path, str]) -> None:
     cache, _ = filled_cache
-    count = len(list(kernel.instances("moe_gate")))
+    count = len(list(kernel.instances(STEM)))
     # A function stands for its family, and a target named twice is one.
-    arguments = ("--arch", "80", "--arch", "80,sm_80", "--op", "topk_softmax", "--op", "moe_gate")
+    arguments = ("--arch", "80", "--arch", "80,sm_80", "--op", "embedding_lookup", "--op", STEM)
     done = _run("compile", *arguments, CUKERN_CACHE_DIR=str(cache))
     assert _table_row(done.stdout)[2:5] == [str(count), "0", str(count)], done.stderr
-    assert done.stdout.count("moe_gate") == 1
+    assert done.stdout.count(STEM) == 1
 
 
 def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path: Path) -> None:
     cache, _ = filled_cache
-    count = len(list(kernel.instances("moe_gate")))
+    count = len(list(kernel.instances(STEM)))
     done = _run("doctor", CUKERN_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"moe_gate +sm_80 +{count} of {count} +0\b", done.stdout)
+    assert re.search(rf"{STEM} +sm_80 +{count} of {count} +0\b", done.stdout)
     assert f"{cache}, drwx------, {count} kernels" in " ".join(done.stdout.split())
 
     # Under another name a cubin is what another version of the sources left behind.
@@ -415,7 +417,7 @@ def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path
     for path in sorted(cache.iterdir())[:2]:
         (old / path.name.replace("-sm_80-", "-sm_80-0")).write_bytes(path.read_bytes())
     done = _run("doctor", CUKERN_CACHE_DIR=str(old))
-    assert re.search(rf"moe_gate +sm_80 +0 of {count} +1\b", done.stdout)
+    assert re.search(rf"{STEM} +sm_80 +0 of {count} +1\b", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +428,7 @@ def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path
         (("--arch", "75"), "--arch must be 80 or later, got '75'"),
         (("--arch", "80,998"), "cannot compile for sm_998a (nvrtc: error: invalid value for --gpu-architecture"),
         (("--arch", "80a"), "cannot compile for sm_80a"),
-        (("--arch", "80", "--op", "softmax"), "or a function of cukern, got 'softmax'"),
+        (("--arch", "80", "--op", "matmul"), "or a function of cukern, got 'matmul'"),
         (("--arch", "80", "--op", "CompileError"), "or a function of cukern, got 'CompileError'"),
         ((), "there is no GPU here to compile for: name one with --arch"),
     ],
@@ -589,7 +591,23 @@ def test_doctor_on_kernels_that_are_not_compiled(tmp_path: Path, monkeypatch: py
     count = len(list(kernel.instances("moe_gate")))
     rows, findings = doctor.look_at_kernels(CUDA_13)
     assert ("moe_gate", "90a", 0, count, 0) in rows
-    assert "python -m cukern compile --op moe_gate --arch 90a" in [finding.fix for finding in findings]
+    total = sum(len(list(kernel.instances(stem))) for stem in kernel.KERNELS)
+    advice = "python -m cukern compile --arch 90a"
+    assert findings == [
+        doctor.Finding("kernels", f"{total} of {total} not compiled for sm_90a: done at first use", "note", advice)
+    ]
+
+
+def test_doctor_names_the_families_that_are_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled_cache: tuple[Path, str]
+) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(filled_cache[0]))
+    monkeypatch.setattr(kernel, "KERNELS", {stem: kernel.KERNELS[stem] for stem in (STEM, "moe_gate", "padding")})
+    ampere = doctor.Driver((13, 0), [doctor.Gpu("A100", (8, 0), 80 << 30)])
+    _, findings = doctor.look_at_kernels(ampere)
+    assert [f.fix for f in findings] == ["python -m cukern compile --op moe_gate --op padding --arch 80"]
+    monkeypatch.setattr(kernel, "KERNELS", {STEM: kernel.KERNELS[STEM]})
+    assert doctor.look_at_kernels(ampere)[1] == []
 
 
 # --- the README ---------------------------------------------------------------------------------------

@@ -158,6 +158,236 @@ def test_arrays_must_be_in_one_place() -> None:
         arrays.same_place("b", np.zeros(1), "a", arrays.NUMPY, 3)
 
 
+# --- what the host code of an op asks of its arrays ---------------------------------------------------------
+
+FLOATS = ("float32", "float16")
+
+
+def test_the_place_of_an_array() -> None:
+    assert arrays.place("x", np.zeros(2)) == (arrays.NUMPY, None)
+    assert arrays.place("x", torch.zeros(0)) == (arrays.library_of(torch.zeros(1)), None)
+    for value, kind in (([1.0], "list"), (None, "NoneType"), (1.5, "float"), (np.float32(1), "float32")):
+        message = f"x must be an array (NumPy, CuPy, torch, or any with __dlpack__), got {kind}"
+        with pytest.raises(TypeError, match=re.escape(message)):
+            arrays.place("x", value)
+    with pytest.raises(ValueError, match="a tensor must be on a CUDA device or the CPU, got one on meta"):
+        arrays.place("x", torch.zeros(1, device="meta"))
+
+
+def _host_arrays(*shape: int, dtype: str = "float32") -> list[Any]:
+    return [np.zeros(shape, dtype), torch.zeros(shape, dtype=getattr(torch, dtype))]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0), (), (1, 1), (2, 1, 3)], ids=str)
+def test_an_expected_array_passes(shape: tuple[int, ...]) -> None:
+    for array in _host_arrays(*shape, dtype="float16"):
+        arrays.expect("x", array, "a", *arrays.place("a", array), FLOATS, shape, "[m, n]")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x: x.tolist(), TypeError, "x must be a {library} array like a, got builtins.list"),
+        (lambda x: None, TypeError, "x must be a {library} array like a, got builtins.NoneType"),
+        (lambda x: x > 0, TypeError, "x must be float32 or float16, got bool"),
+        (lambda x: x[:1], ValueError, "x must be of shape [m, n] = [2, 3], got [1, 3]"),
+        (lambda x: x[0], ValueError, "x must be of shape [m, n] = [2, 3], got [3]"),
+        (lambda x: x.reshape(3, 2).T, ValueError, "x must be contiguous, got strides (1, 2) (in elements)"),
+    ],
+    ids=["a list", "None", "dtype", "a shorter one", "dimensions", "strides"],
+)  # fmt: skip
+def test_an_unexpected_array_is_refused(change: Callable[[Any], Any], error: type[Exception], message: str) -> None:
+    for array in _host_arrays(2, 3):
+        library, device = arrays.place("a", array)
+        with pytest.raises(error, match=f"^{re.escape(message.format(library=library.name))}$"):
+            arrays.expect("x", change(array), "a", library, device, FLOATS, (2, 3), "[m, n]")
+        with pytest.raises(ValueError, match="x must be on CUDA device 1 like a, got one on the CPU"):
+            arrays.expect("x", array, "a", library, 1, FLOATS, (2, 3), "[m, n]")
+
+
+def test_what_is_contiguous() -> None:
+    fine: list[Callable[[Any], Any]] = [
+        lambda x: x,
+        lambda x: x[:2],
+        lambda x: x[:0, ::2],
+        lambda x: x[:, :0, ::2],
+        lambda x: x[:1, :1, :1],
+        lambda x: x[0, 0, 0],
+    ]
+    refused: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda x: x[:, :, :2], "(20, 5, 1)"),
+        (lambda x: x[:, ::2], "(20, 10, 1)"),
+        (lambda x: x[::2], "(40, 5, 1)"),
+        (lambda x: x.swapaxes(0, 1), "(5, 20, 1)"),
+        (lambda x: x[0, :, 0], "(5,)"),
+    ]
+    for array in _host_arrays(3, 4, 5, dtype="int32"):
+        library, _ = arrays.place("x", array)
+        for view in fine:
+            arrays.contiguous("x", view(array), library)
+        for view, strides in refused:
+            with pytest.raises(
+                ValueError, match=re.escape(f"x must be contiguous, got strides {strides} (in elements)")
+            ):
+                arrays.contiguous("x", view(array), library)
+    with pytest.raises(ValueError, match=r"strides \(-1,\)"):
+        arrays.contiguous("x", np.zeros(3)[::-1], arrays.NUMPY)
+    with pytest.raises(ValueError, match=r"strides \(0,\)"):
+        arrays.contiguous("x", torch.zeros(1).expand(3), arrays.place("x", torch.zeros(1))[0])
+    arrays.contiguous("x", torch.zeros(1).expand(1, 1), arrays.place("x", torch.zeros(1))[0])
+
+
+def test_host_arrays_run_the_twin() -> None:
+    seen: list[Any] = []
+
+    def twin(x: Any, count: int, scale: Any = None, *, written: Any = None) -> Any:
+        seen.append((x, count, scale, written))
+        if written is not None:
+            written += 1
+        return x * 2, count, np.arange(3, dtype=np.int32)
+
+    for array in _host_arrays(2, 3):
+        array += 1
+        like = type(array)
+        doubled, count, numbers = arrays.on_host(twin, array, array, 7)
+        assert isinstance(doubled, like) and isinstance(numbers, like)
+        assert type(count) is int and count == 7
+        assert doubled.tolist() == [[2] * 3] * 2 and numbers.tolist() == [0, 1, 2]
+        assert seen[-1][1:] == (7, None, None) and isinstance(seen[-1][0], np.ndarray)
+        # What the twin writes reaches the caller: it is the caller's memory.
+        arrays.on_host(twin, array, array, 7, written=array)
+        assert array.tolist() == [[2] * 3] * 2 and isinstance(seen[-1][3], np.ndarray)
+
+        out = (np.zeros((2, 3), np.float32), np.zeros((), np.int64), np.zeros(3, np.int32))
+        given = out if like is np.ndarray else tuple(map(torch.from_numpy, out))
+        assert arrays.on_host(twin, array, array, 5, out=given) is given
+        assert [x.tolist() for x in given] == [[[4] * 3] * 2, 5, [0, 1, 2]]
+
+
+def test_a_twin_with_one_result() -> None:
+    for array in _host_arrays(0, 3) + _host_arrays(2, 3, dtype="float16"):
+        got = arrays.on_host(np.negative, array, array)
+        assert type(got) is type(array) and (got.shape, got.dtype) == (array.shape, array.dtype)
+        out = array[:, :]
+        assert arrays.on_host(np.cos, array, array, out=out) is out
+        assert (array == 1).all()  # for `out` was a view of it
+        assert arrays.on_host(np.cos, array, array, out=[out])[0] is out
+
+
+def test_bfloat16_tensors_reach_the_twin_with_their_memory() -> None:
+    x = torch.ones(4, dtype=torch.bfloat16)
+
+    def twin(x: Any) -> Any:
+        assert x.dtype == ml_dtypes.bfloat16
+        x[1] = 3
+        return x + x
+
+    got = arrays.on_host(twin, x, x)
+    assert got.dtype == torch.bfloat16 and got.tolist() == [2, 6, 2, 2]
+    assert x.tolist() == [1, 3, 1, 1]
+    assert arrays.on_host(twin, x, x, out=x) is x
+    assert x.tolist() == [2, 6, 2, 2]
+
+
+class Theirs:
+    """An array of a library that cukern does not know, which knows how to take one."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __array_namespace__(self) -> Any:
+        return SimpleNamespace(from_dlpack=lambda array: Theirs(np.from_dlpack(array)))
+
+
+@arrays.takes_dlpack
+def _shifted(x: Any, others: Any = (), *, by: Any = 1, out: Any = None, count: bool = False) -> Any:
+    """What the ops do with their arrays: check, run the twin."""
+    library, device = arrays.place("x", x)
+    for other in (*others, *([] if out is None else [out]), *([by] if arrays.is_array(by) else [])):
+        arrays.expect("other", other, "x", library, device, ("float32",), tuple(x.shape), "[n]")
+    result = arrays.on_host(lambda x, by: x + by + sum(len(o) for o in others), x, x, by, out=out)
+    return (result, len(x)) if count else result
+
+
+def test_foreign_arrays_pass_through_a_function() -> None:
+    x = np.arange(3, dtype=np.float32)
+    got = _shifted(Theirs(x))
+    assert isinstance(got, Theirs) and got.array.tolist() == [1, 2, 3]
+    # By keyword, in tuples and lists, with numbers and None; a number among the results is a number.
+    got, count = _shifted(x=Theirs(x), others=(Theirs(x), x), by=Theirs(x), out=None, count=True)
+    assert isinstance(got, Theirs) and got.array.tolist() == [6, 8, 10] and count == 3
+    assert _shifted(Theirs(x), [Theirs(x)], by=2).array.tolist() == [5, 6, 7]
+    empty = _shifted(Theirs(x[:0]))
+    assert isinstance(empty, Theirs) and empty.array.shape == (0,)
+    # A library without a namespace gets NumPy's array.
+    assert type(_shifted(Foreign((1, 0), x))) is np.ndarray
+
+
+def test_results_are_written_into_foreign_arrays() -> None:
+    x, out = np.arange(3, dtype=np.float32), np.zeros(3, np.float32)
+    theirs = Theirs(out)
+    assert _shifted(Theirs(x), out=theirs) is theirs
+    assert out.tolist() == [1, 2, 3]
+    same = Theirs(x)
+    assert _shifted(same, out=same) is same
+    assert x.tolist() == [1, 2, 3]
+
+
+def test_known_arrays_pass_as_they_are() -> None:
+    x = torch.zeros(2)
+    out = torch.ones(2)
+    assert _shifted(x, out=out) is out
+    assert isinstance(_shifted(x), torch.Tensor)
+    assert _shifted.__name__ == "_shifted" and "the ops do" in str(_shifted.__doc__)
+    # The first array decides: another's library is refused, also where it is a foreign one.
+    with pytest.raises(TypeError, match=r"other must be a torch array like x, got .*Theirs"):
+        _shifted(x, [Theirs(np.zeros(2, np.float32))])
+    with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy, torch, or any with __dlpack__\), got list"):
+        _shifted([1.0, 2.0])
+    with pytest.raises(ValueError, match="x must be on a CUDA device or in host memory, got DLPack device type 4"):
+        _shifted(x=Foreign((4, 0)))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        _shifted()
+
+
+@pytest.mark.gpu
+def test_foreign_arrays_on_a_gpu_pass_through_an_op() -> None:
+    logits = cupy.asarray(np.eye(4, 16, dtype=np.float32))
+    wanted = cupy.asnumpy(cukern.softmax(logits))
+
+    class OnGPU(Theirs):
+        def __array_namespace__(self) -> Any:
+            return SimpleNamespace(from_dlpack=lambda array: OnGPU(cupy.from_dlpack(array)))
+
+    got = cukern.softmax(OnGPU(logits))
+    assert isinstance(got, OnGPU)
+    np.testing.assert_array_equal(cupy.asnumpy(got.array), wanted)
+    out = OnGPU(cupy.full_like(logits, np.nan))
+    assert cukern.softmax(OnGPU(logits), out=out) is out
+    np.testing.assert_array_equal(cupy.asnumpy(out.array), wanted)
+
+
+@pytest.mark.gpu
+def test_expected_arrays_on_a_gpu() -> None:
+    for array in (cupy.zeros((2, 3), np.float32), torch.zeros(2, 3, device="cuda")):
+        library, device = arrays.place("a", array)
+        assert device == 0
+        arrays.expect("x", array, "a", library, device, FLOATS, (2, 3), "[m, n]")
+        arrays.contiguous("x", array[:0, ::2], library)
+        with pytest.raises(ValueError, match=r"x must be contiguous, got strides \(3, 2\)"):
+            arrays.contiguous("x", array[:, ::2], library)
+    with pytest.raises(ValueError, match="x must be on the CPU like a, got one on CUDA device 0"):
+        arrays.expect(
+            "x", torch.zeros(1, device="cuda"), "a", arrays.place("a", torch.zeros(1))[0], None, FLOATS, (1,), ""
+        )
+
+
 # --- checks ---------------------------------------------------------------------------------------------
 
 
@@ -329,13 +559,21 @@ def test_a_cubin_has_a_name_one_can_read(templates: Path) -> None:
     assert str(ONE) == "tiny<float, 1>"
 
 
+def test_kernels_have_names_of_their_own() -> None:
+    # By which the doctor tells what is in the cache.
+    functions = [own.function for kernels in kernel.KERNELS.values() for own in kernels]
+    assert functions and len(set(functions)) == len(functions)
+
+
 @pytest.mark.parametrize("stem", sorted(path.stem for path in compiler.CUDA_SRC.glob("*.cu")))
 def test_the_launch_packs_the_struct_of_the_template(stem: str) -> None:
+    source = compiler.source(stem) + "\ntemplate <int N> __global__ void probe() {}\n"
+    options = [*compiler._options("80"), f"-I{compiler.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
     for own in kernel.KERNELS[stem]:
+        taken = re.search(rf"\b{own.function}\(const __grid_constant__ (\w+) ", source)
+        assert taken, f"{own.function} does not take one struct as a __grid_constant__"
         for size, fits in ((own._struct.size, True), (own._struct.size + 8, False)):
-            text = compiler.source(stem) + f"\nstatic_assert(sizeof(Params) == {size});"
-            include = [f"-I{compiler.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
-            arguments = (text, f"{stem}.cu", own.at_import[0].expression, compiler._options("80") + include)
+            arguments = (f"{source}static_assert(sizeof({taken[1]}) == {size});", f"{stem}.cu", "probe<0>", options)
             if fits:
                 nvrtc.compile_cubin(*arguments)
             else:

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             seconds = time.perf_counter() - start
             notes = [compile.read_note(compile.cached_path(instance, arch)) for instance in instances]
             used = [resources(note) for note in notes if note]
-            registers = [r.registers for r in used]
+            registers = sorted({r.registers for r in used})
             spilled = [r.spill_bytes for r in used if r.spill_bytes]
             table.add_row(
                 stem,
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
                 str(len(absent)),
                 str(len(instances) - len(absent)),
                 f"{seconds:.1f}",
-                f"{min(registers)}-{max(registers)}",
+                "-".join(map(str, dict.fromkeys((registers[0], registers[-1])))),
                 f"{len(spilled)} (<= {max(spilled)} B)" if spilled else "none",
             )
     console = Console()

@@ -223,16 +223,20 @@ def look_at_kernels(found: Driver) -> tuple[list[tuple[str, str, int, int, int]]
     """Rows (op, arch, current kernels in the cache, of how many, others in the cache), and what is missing here."""
     counts = _cached()
     here = {gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST}
-    rows, findings = [], []
+    rows: list[tuple[str, str, int, int, int]] = []
+    findings = []
     for stem in kernel.KERNELS:
         instances = list(kernel.instances(stem))
         for arch in sorted(here | {a for s, a in counts if s == stem}, key=lambda a: (len(a.rstrip("a")), a)):
             present = len(instances) - len(compile.missing(instances, arch))
             rows.append((stem, arch, present, len(instances), counts[stem, arch] - present))
-            if arch in here and present < len(instances):
-                state = f"{len(instances) - present} of {len(instances)} not compiled for sm_{arch}: done at first use"
-                fix = f"python -m cukern compile --op {stem} --arch {arch}"
-                findings.append(Finding(stem, state, "note", fix))
+    for arch in sorted(here):
+        absent = {stem: total - present for stem, at, present, total, _ in rows if at == arch and present < total}
+        if absent:
+            total = sum(row[3] for row in rows if row[1] == arch)
+            state = f"{sum(absent.values())} of {total} not compiled for sm_{arch}: done at first use"
+            ops = [] if len(absent) == len(kernel.KERNELS) else [f" --op {stem}" for stem in absent]
+            findings.append(Finding("kernels", state, "note", f"python -m cukern compile{''.join(ops)} --arch {arch}"))
     return rows, findings
 
 

@@ -7,15 +7,19 @@ any other library enters through DLPack and leaves through it.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from cukern.runtime import check
 from cukern.runtime.cuda import cupy
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Names of the dtypes that have no native NumPy type.
 _EXTENDED = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
@@ -271,3 +275,99 @@ def same_place(name: str, array: Any, other: str, library: Library, device: int 
 
 def _place(device: int | None) -> str:
     return "the CPU" if device is None else f"CUDA device {device}"
+
+
+def takes_dlpack(function: _F) -> _F:
+    """Let a function of arrays also take those that are known only through DLPack.
+
+    When its first argument is one, all of them enter by it, and the results leave in the first one's library.
+    """
+    first = next(iter(inspect.signature(function).parameters))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leader = args[0] if args else kwargs.get(first)
+        if library_of(leader) is not None or not hasattr(leader, "__dlpack__"):
+            return function(*args, **kwargs)
+        entered = {key: _enter_all(key, value) for key, value in kwargs.items()}
+        results = function(*(_enter_all(f"argument {i}", value) for i, value in enumerate(args)), **entered)
+        if kwargs.get("out") is not None:
+            return kwargs["out"]
+        if isinstance(results, tuple):
+            return tuple(leave(x, leader) if is_array(x) else x for x in results)
+        return leave(results, leader)
+
+    return call  # type: ignore[return-value]
+
+
+def _enter_all(name: str, value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_enter_all(name, x) for x in value)
+    return enter(name, value) if hasattr(value, "__dlpack__") else value
+
+
+def place(name: str, array: Any) -> tuple[Library, int | None]:
+    """The library and the device of the argument that decides where a call runs.
+
+    Raises TypeError for what is no array.
+    """
+    library = library_of(array)
+    if library is None:
+        wanted = "an array (NumPy, CuPy, torch, or any with __dlpack__)"
+        check.fail(name, wanted, type(array).__name__, TypeError)
+    return library, library.device(array)
+
+
+def expect(
+    name: str,
+    array: Any,
+    like: str,
+    library: Library,
+    device: int | None,
+    dtypes: Iterable[str],
+    shape: tuple[int, ...],
+    symbols: str,
+) -> None:
+    """`array` is a contiguous one of `library` on `device`, as the argument `like` is, of this shape and dtype.
+
+    Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
+    """
+    same_place(name, array, like, library, device)
+    found = library.dtype(array)
+    if found not in dtypes:
+        check.dtype(name, found, dtypes)
+    if tuple(array.shape) != shape:
+        check.shape(name, tuple(array.shape), shape, symbols)
+    contiguous(name, array, library)
+
+
+def contiguous(name: str, array: Any, library: Library) -> None:
+    """Raises ValueError unless the elements of `array` lie in C order without gaps."""
+    if 0 in tuple(array.shape):
+        return  # whatever the strides are
+    strides, wanted = library.strides(array), 1
+    for size, stride in zip(reversed(tuple(array.shape)), reversed(strides), strict=True):
+        if size > 1 and stride != wanted:
+            check.fail(name, "contiguous", f"strides {tuple(strides)} (in elements)")
+        wanted *= size
+
+
+def on_host(twin: Callable[..., Any], like: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    """What the NumPy twin makes of arrays in host memory, in the library of `like`, or in `out`.
+
+    The arrays reach the twin with their own memory, so that what it writes into them arrives.
+    """
+    library = library_of(like)
+    assert library is not None
+
+    def to_numpy(value: Any) -> Any:
+        return library.to_numpy(value) if is_array(value) else value
+
+    results = twin(*map(to_numpy, args), **{key: to_numpy(value) for key, value in kwargs.items()})
+    if out is None:
+        if isinstance(results, tuple):
+            return tuple(library.from_numpy(x, like) if isinstance(x, np.ndarray) else x for x in results)
+        return library.from_numpy(results, like)
+    for array, result in zip(*((x if isinstance(x, (tuple, list)) else (x,)) for x in (out, results)), strict=True):
+        to_numpy(array)[...] = result
+    return out
