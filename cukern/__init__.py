@@ -2,7 +2,40 @@
 
 from __future__ import annotations
 
+from cukern.ops.beam_search import beam_search_step, beam_topk, gather_tree, update_kv_cache
+from cukern.ops.decoder_attention import cross_attention, masked_attention
+from cukern.ops.decoding import (
+    apply_penalties,
+    decoding_init,
+    stop_words_criterion,
+    topp_init,
+    update_finished,
+    update_logits,
+)
+from cukern.ops.embedding import embedding_lookup, embedding_lookup_sine_position_encoding
 from cukern.ops.moe_gate import biased_grouped_topk, grouped_topk, moe_fused_gate, topk_sigmoid, topk_softmax
+from cukern.ops.padding import (
+    add_qkv_bias_rebuild_padding,
+    build_sequence_length_padding_offset,
+    rebuild_sequence_length_padding,
+    remove_sequence_length_padding,
+    transpose_remove_padding,
+)
+from cukern.ops.sampling import (
+    chain_speculative_sampling,
+    min_p_sampling_from_probs,
+    sample,
+    sampling_from_logits,
+    sampling_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_probs,
+    top_k_sampling_from_probs,
+    top_k_top_p_sampling_from_logits,
+    top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
+    top_p_sampling_from_probs,
+)
 from cukern.runtime import kernel as _kernel
 from cukern.runtime.compile import CompileError
 from cukern.runtime.kernel import specialize
@@ -11,12 +44,44 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompileError",
+    "add_qkv_bias_rebuild_padding",
+    "apply_penalties",
+    "beam_search_step",
+    "beam_topk",
     "biased_grouped_topk",
+    "build_sequence_length_padding_offset",
+    "chain_speculative_sampling",
+    "cross_attention",
+    "decoding_init",
+    "embedding_lookup",
+    "embedding_lookup_sine_position_encoding",
+    "gather_tree",
     "grouped_topk",
+    "masked_attention",
+    "min_p_sampling_from_probs",
     "moe_fused_gate",
+    "rebuild_sequence_length_padding",
+    "remove_sequence_length_padding",
+    "sample",
+    "sampling_from_logits",
+    "sampling_from_probs",
+    "softmax",
     "specialize",
+    "stop_words_criterion",
+    "top_k_mask_logits",
+    "top_k_renorm_probs",
+    "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
     "topk_sigmoid",
     "topk_softmax",
+    "topp_init",
+    "transpose_remove_padding",
+    "update_finished",
+    "update_kv_cache",
+    "update_logits",
 ]
 
 _kernel.compile_at_import()

@@ -64,14 +64,39 @@ class Call(NamedTuple):
         return getattr(getattr(torch.ops.cukern, self.name), overload)
 
     @property
-    def writes(self) -> bool:
-        """Whether it writes its results into its first two arguments."""
-        return self.name.startswith("topk_")
+    def results(self) -> list[str]:
+        """The names of what the operator returns: none if that is only what it writes."""
+        return [result.name for result in self.operator()._schema.returns]
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the function gives, in tensors of its own."""
-        args = (*_outputs(*self.args[0].shape, str(self.args[0].device)), *self.args[2:]) if self.writes else self.args
-        return getattr(cukern, self.name)(*args, **self.options)
+    def outcome(self, function: Callable[..., Any]) -> list[Any]:
+        """What a call of `function` returns, then what it writes, in tensors of its own."""
+        arguments = self.operator()._schema.arguments
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        names = [a.name for a in arguments]
+        args = [x.clone() if name in written else x for name, x in zip(names, self.args, strict=False)]
+        options = {name: x.clone() if name in written and x is not None else x for name, x in self.options.items()}
+        returned = function(*args, **options)
+        given = dict(zip(names, args, strict=False)) | options
+        writes = [given[name] for name in written if given.get(name) is not None]
+        return (_all(returned) if self.results else []) + writes
+
+    def expected(self) -> list[Any]:
+        """The outcome of the function."""
+        return self.outcome(getattr(cukern, self.name))
+
+    def poisoned_results(self) -> dict[str, torch.Tensor]:
+        """For the overload that writes its results."""
+        return {name: _poisoned(x) for name, x in zip(self.results, self.expected(), strict=False)}
+
+
+def _all(returned: Any) -> list[Any]:
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+
+
+def _poisoned(wanted: torch.Tensor) -> torch.Tensor:
+    if wanted.dtype == torch.bool:
+        return ~wanted
+    return torch.full_like(wanted, torch.nan if wanted.is_floating_point() else -7)
 
 
 def _gate(device: str, tokens: int = 5, dtype: torch.dtype = torch.float32) -> Call:
@@ -117,7 +142,7 @@ def _topk_sigmoid(device: str) -> Call:
     return Call("topk_sigmoid", (*_outputs(5, 8, device), logits, True, bias))
 
 
-CALLS = {
+GATE_CALLS = {
     "moe_fused_gate": _gate,
     "moe_fused_gate bfloat16": lambda device: _gate(device, dtype=torch.bfloat16),
     "moe_fused_gate no tokens": lambda device: _gate(device, tokens=0),
@@ -129,7 +154,114 @@ CALLS = {
     "topk_softmax all options": _topk_softmax_with_all_options,
     "topk_sigmoid": _topk_sigmoid,
 }
-WITH_OUT = [name for name in CALLS if not name.startswith("topk_")]
+
+
+def _calls(device: str) -> dict[str, Call]:
+    """Small calls of all other operators, those that draw with seeds; several where optional arguments are written."""
+
+    def floats(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return _random(*shape, device=device, seed=seed, dtype=dtype)
+
+    def integers(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    def flags(*values: bool) -> torch.Tensor:
+        return torch.tensor(values, device=device)
+
+    bf16 = torch.bfloat16
+    logits, probs = floats(3, 50, dtype=bf16), torch.softmax(floats(3, 50, seed=1), dim=1)
+    lengths, offsets = integers(2, 0, 3), integers(0, 0, 6, 6, 6)  # words of sequences of at most 4
+    random = {"seed": integers(5, 6, 7, dtype=torch.int64), "offset": integers(1, 2, 3)}
+    top_k, share = integers(5, 1, 50), torch.tensor(0.7, device=device)
+    table, ids, positions = floats(20, 16, dtype=bf16), integers([3, 19], [0, 7]), floats(9, 16, seed=1, dtype=bf16)
+    rows = [floats(2, 64, seed=seed) for seed in range(3)]
+    bias = floats(64, seed=3)
+    caches = [floats(5, 2, 2, 32, seed=seed) for seed in range(2)]
+    memories = [floats(2, 7, 2, 32, seed=seed) for seed in range(2)]
+    log_probs = torch.log_softmax(floats(2, 3, 20), dim=2)
+    finished = floats(2, 3, seed=5), integers([4, 4, 0], [4, 0, 0]), integers([1, 2, 0], [3, 0, 0])
+    tree = integers([[1, 2], [3, 4]], [[5, 6], [7, 8]]), integers([[0, 1], [1, 0]], [[1, 0], [0, 0]])
+    output_ids = integers([4, 5, 4, 0], [1, 2, 3, 0], [6, 6, 6, 6])
+    sequence_length = integers(3, 3, 4)
+    words = integers([5, 4, 6, 0], [2, 3, -1, -1])  # "5 4" and "6"
+    calls = [
+        Call("build_sequence_length_padding_offset", (lengths, 4)),
+        Call("build_sequence_length_padding_offset", (lengths, 4), {"valid_word_num": 5}),
+        Call("remove_sequence_length_padding", (floats(3, 4, 6), offsets)),
+        Call("transpose_remove_padding", (floats(3, 2, 4, 3, dtype=bf16), offsets)),
+        Call("rebuild_sequence_length_padding", (floats(5, 6), offsets, 3, 4), {"fill": 1.5}),
+        Call(
+            "add_qkv_bias_rebuild_padding",
+            (*(floats(5, 6, seed=i) for i in range(3)), *(floats(6, seed=i) for i in range(3)), offsets, 3, 4, 2),
+        ),
+        Call("embedding_lookup", (table, ids)),
+        Call("embedding_lookup", (table, ids, positions, 2), {"position_ids": integers(3)}),
+        Call("embedding_lookup_sine_position_encoding", (table, positions, ids[0], 4)),
+        Call("masked_attention", (*rows, bias, None, bias, *caches, 3), {"scale": 0.25}),
+        Call("cross_attention", (rows[0], bias, *memories, integers(7, 2))),
+        Call("beam_topk", (floats(2, 3, 200), 4), {"diversity_rate": -0.5}),
+        Call(
+            "beam_search_step",
+            (log_probs, floats(2, 3), *finished, integers([0, 0, 0], [0, 0, 0]), flags(False, False), 3, 9, [2]),
+        ),
+        Call("gather_tree", (*tree, integers(2, 1), 0)),
+        Call("update_kv_cache", (floats(4, 6, 2, 8), floats(4, 6, 2, 8, seed=1), integers([2, 0, 0], [0, 1, 1]), 4)),
+        Call("sampling_from_logits", (logits,), {**random, "indices": integers(2, 2, 0)}),
+        Call("sampling_from_probs", (probs,), random),
+        Call("top_k_sampling_from_probs", (probs, top_k), random),
+        Call("top_p_sampling_from_probs", (probs, share), random),
+        Call("min_p_sampling_from_probs", (probs, share), random),
+        Call("top_k_top_p_sampling_from_logits", (logits, top_k, share), {"filter_apply_order": "joint", **random}),
+        Call("top_k_top_p_sampling_from_probs", (probs, top_k, share), random),
+        Call("sample", (logits,), random),
+        Call("sample", (logits,), {**random, "finished": flags(False, True, False), "end_id": 4}),
+        Call("sample", (logits,), {**random, "sequence_length": integers(4, 5, 6)}),
+        Call(
+            "sample",
+            (logits,),
+            {
+                "temperature": share, "top_k": top_k, "top_p": share, "min_p": share / 10, **random,
+                "bias": floats(50, seed=2, dtype=bf16), "finished": flags(False, True, False), "end_id": 4,
+                "sequence_length": integers(4, 5, 6),
+            },
+        ),
+        Call("softmax", (logits, share)),
+        Call("top_k_renorm_probs", (probs, top_k)),
+        Call("top_p_renorm_probs", (probs, share)),
+        Call("top_k_mask_logits", (logits, top_k)),
+        Call(
+            "chain_speculative_sampling",
+            (torch.softmax(floats(3, 2, 50), 2), integers([3, 4], [0, 9], [7, 7]), torch.softmax(floats(3, 3, 50), 2)),
+            random,
+        ),
+        Call("decoding_init", (integers(3, 1, 2),)),
+        Call("topp_init", (integers(3, 1, 2), 5)),
+        Call("update_logits", (logits, floats(50, dtype=bf16), flags(False, True, False), 4)),
+        Call(
+            "apply_penalties",
+            (logits,),
+            {
+                "temperature": share, "repetition_penalty": share + 1, "presence_penalty": share,
+                "frequency_penalty": share, "output_ids": output_ids, "sequence_length": sequence_length,
+                "min_length": integers(4, 0, 0), "end_id": 4, "bad_words": words,
+            },
+        ),
+        Call("stop_words_criterion", (output_ids, sequence_length, words, flags(False, False, False))),
+        Call("update_finished", (integers(4, 4, 1), flags(False, True, False), integers(1, 2, 3), 4)),
+    ]  # fmt: skip
+    return {" ".join((call.name, *call.options)): call for call in calls}
+
+
+CALLS: dict[str, Callable[[str], Call]] = GATE_CALLS | {
+    key: lambda device, key=key: _calls(device)[key]  # type: ignore[misc]
+    for key in _calls("cpu")
+}
+WITH_OUT = [key for key, make in CALLS.items() if "out" in getattr(torch.ops.cukern, make("cpu").name).overloads()]
+#: What each backend of torch.compile is tried on: operators that write, return, do both, or return a number.
+THOROUGH = [
+    *GATE_CALLS,
+    *(key for key in CALLS if key.split()[0] in ("build_sequence_length_padding_offset", "masked_attention", "sample")),
+]
 
 
 @pytest.fixture(params=CALLS)
@@ -142,12 +274,21 @@ def call_with_out(request: pytest.FixtureRequest, device: str) -> Call:
     return CALLS[request.param](device)
 
 
+@pytest.fixture(params=THOROUGH)
+def thorough_call(request: pytest.FixtureRequest, device: str) -> Call:
+    return CALLS[request.param](device)
+
+
 def _assert_same(got: Any, wanted: Any) -> None:
-    """The same bits, in tensors of the same kind."""
-    assert len(got) == len(wanted) == 2
+    """The same bits, in tensors of the same kind, and the same numbers."""
+    assert len(got) == len(wanted) > 0
     for one, other in zip(got, wanted, strict=True):
-        assert (one.dtype, one.device) == (other.dtype, other.device)
-        assert torch.equal(one, other)
+        if isinstance(other, torch.Tensor):
+            assert (one.dtype, one.device) == (other.dtype, other.device)
+            assert torch.equal(one, other)
+        else:
+            assert type(one) is type(other) is int
+            assert one == other
 
 
 # --- what is registered -------------------------------------------------------------------------------
@@ -163,18 +304,36 @@ def test_the_schema_has_the_arguments_of_the_function(name: str) -> None:
     parameters = dict(inspect.signature(getattr(cukern, name)).parameters)
     has_out = parameters.pop("out", None) is not None
     packet = getattr(torch.ops.cukern, name)
-    assert packet.overloads() == (["default", "out"] if has_out else ["default"])
+    written = [a for a in packet.default._schema.arguments if a.alias_info is not None]
+    functional = bool(written) and all(isinstance(a.type, torch.OptionalType) for a in written)
+    assert packet.overloads() == ["default", *["out"] * has_out, *["functional"] * functional]
+    results = [result.name for result in packet.default._schema.returns]
     for overload in packet.overloads():
         arguments = getattr(packet, overload)._schema.arguments
-        taken = arguments[: len(parameters)]
-        assert [a.name for a in taken] == list(parameters)
-        for argument, parameter in zip(taken, parameters.values(), strict=True):
+        added = results if overload == "out" else []
+        assert [a.name for a in arguments[len(arguments) - len(added) :]] == added
+        taken = {a.name: a for a in arguments[: len(arguments) - len(added)]}
+        # An operator may leave out what changes how many results there are.
+        left_out = [p for p in parameters if p not in taken]
+        without = [a.name for a in written] if overload == "functional" else []
+        assert all(p in without or (p.startswith("return_") and parameters[p].default is False) for p in left_out)
+        assert list(taken) == [p for p in parameters if p not in left_out]
+        for argument in taken.values():
+            parameter = parameters[argument.name]
             assert argument.kwarg_only == (parameter.kind is parameter.KEYWORD_ONLY)
             assert argument.has_default_value() == (parameter.default is not parameter.empty)
-            if argument.has_default_value():
+            if argument.has_default_value() and not _stands_for_a_number(argument, parameter):
                 # The dispatcher leaves out an argument that has its default.
                 assert argument.default_value == parameter.default
-        assert [a.name for a in arguments[len(parameters) :]] == (["weights", "ids"] if overload == "out" else [])
+        # What is written may not be taken for the same memory.
+        aliases = [set(a.alias_info.before_set) for a in arguments if a.alias_info is not None]
+        assert len(set().union(*aliases)) == len(aliases) >= len(added)
+
+
+def _stands_for_a_number(argument: Any, parameter: inspect.Parameter) -> bool:
+    """Whether an optional tensor has None for the default of a function that also takes a number."""
+    optional = isinstance(argument.type, torch.OptionalType) and argument.default_value is None
+    return optional and isinstance(parameter.default, (int, float))
 
 
 def test_importing_the_module_again_leaves_the_operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +376,45 @@ def test_a_new_ops_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(out, 5 * x)
 
 
+def test_operators_that_write_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_add(input: Any, total: Any, count: Any = None, *, out: Any = None) -> Any:
+        total += input
+        if count is not None:
+            count += 1
+        return torch.mul(input, 2, out=out)
+
+    schema = "test_only_add(Tensor input, Tensor(a!) total, Tensor(c!)? count=None) -> Tensor doubled"
+    results = {schema: lambda input, *_: [(input, input.shape, "float32")]}
+    module = SimpleNamespace(test_only_add=test_only_add, TORCH_OPS=results)
+    monkeypatch.setattr(ops, "test_only_add", module, raising=False)
+    cukern.torch_ops._register_all()
+    packet = torch.ops.cukern.test_only_add
+    assert packet.overloads() == ["default", "out"]  # one argument is always written
+
+    def run(x: Any, total: Any, count: Any, out: Any) -> Any:
+        doubled = test_only_add(x, total, count) + total
+        assert test_only_add(x, total, count=count, out=out) is out
+        return doubled, out + total
+
+    for count in (None, 0):
+        for backend in ("none", "aot_eager", "inductor"):
+            counts = () if count is None else (torch.zeros(1),)
+            x, total, out = torch.ones(3), torch.full((3,), 5.0), torch.zeros(3)
+            compiled = _compiled(run, backend) if backend != "none" else run
+            first, second = compiled(x, total, *(counts or (None,)), out)
+            assert first.tolist() == [8] * 3 and second.tolist() == [9] * 3 and total.tolist() == [7] * 3
+            assert all(c == 2 for c in counts)
+        torch.library.opcheck(packet.default, (x, total, *counts))
+        torch.library.opcheck(packet.out, (x, total, *counts), {"doubled": out})
+
+
+def test_the_results_of_out_have_letters_of_their_own() -> None:
+    schema = "f(Tensor x, Tensor(a!) y, Tensor(c!)? z=None, *, int n=1) -> (Tensor p, Tensor q)"
+    wanted = "f.out(Tensor x, Tensor(a!) y, Tensor(c!)? z=None, *, int n=1, Tensor(b!) p, Tensor(d!) q) -> ()"
+    assert cukern.torch_ops._out_schema(schema) == wanted
+    assert cukern.torch_ops._out_schema("f(Tensor x) -> Tensor y") == "f.out(Tensor x, *, Tensor(a!) y) -> ()"
+
+
 def test_the_package_does_not_import_torch() -> None:
     code = "import sys, cukern; assert 'torch' not in sys.modules and 'cukern.torch_ops' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -225,12 +423,10 @@ def test_the_package_does_not_import_torch() -> None:
 # --- eager --------------------------------------------------------------------------------------------
 
 
-def test_an_operator_returns_what_its_function_returns(call: Call) -> None:
-    returned = call.operator()(*call.args, **call.options)
-    if call.writes:
-        assert returned is None
-        returned = call.args[:2]
-    _assert_same(returned, call.expected())
+def test_an_operator_returns_and_writes_what_its_function_does(call: Call) -> None:
+    _assert_same(call.outcome(call.operator()), call.expected())
+    if not call.results:
+        assert call.operator()(*call.args, **call.options) is None
 
 
 def test_an_operator_takes_keywords(device: str) -> None:
@@ -244,21 +440,23 @@ def test_an_operator_takes_keywords(device: str) -> None:
 
 
 def test_the_out_overload_writes_what_the_operator_returns(call_with_out: Call) -> None:
-    call = call_with_out
-    expected = call.expected()
-    weights, ids = _outputs(*expected[0].shape, str(expected[0].device))
-    assert call.operator("out")(*call.args, **call.options, weights=weights, ids=ids) is None
-    _assert_same((weights, ids), expected)
+    results = call_with_out.poisoned_results()
+
+    def into_results(*args: Any, **options: Any) -> list[torch.Tensor]:
+        assert call_with_out.operator("out")(*args, **options, **results) is None
+        return list(results.values())
+
+    _assert_same(call_with_out.outcome(into_results), call_with_out.expected())
 
 
 def test_opcheck(call: Call) -> None:
     torch.library.opcheck(call.operator(), call.args, call.options)
 
 
-def test_opcheck_of_the_out_overload(call_with_out: Call) -> None:
-    call = call_with_out
-    weights, ids = _outputs(*call.expected()[0].shape, str(call.args[1].device))
-    torch.library.opcheck(call.operator("out"), call.args, {**call.options, "weights": weights, "ids": ids})
+@pytest.mark.parametrize("key", [*(key for key in GATE_CALLS if key in WITH_OUT), "masked_attention scale"])
+def test_opcheck_of_the_out_overload(key: str, device: str) -> None:
+    call = CALLS[key](device)
+    torch.library.opcheck(call.operator("out"), call.args, {**call.options, **call.poisoned_results()})
 
 
 def test_meta_tensors_give_shapes() -> None:
@@ -337,7 +535,7 @@ def test_a_gradient_that_would_be_lost_is_refused(case: str, position: int, name
     with torch.no_grad():
         returned = call.operator()(*call.args, **call.options) or call.args[:2]
         _assert_same(returned, call.expected())
-    assert call.writes or not any(result.requires_grad for result in returned)
+    assert not call.results or not any(result.requires_grad for result in returned)
 
 
 def test_the_out_overload_refuses_gradients(device: str) -> None:
@@ -359,8 +557,7 @@ def test_a_gradient_is_refused_when_it_is_traced(device: str) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_operators_run_in_every_inference_mode(mode: Callable[[], Any], call: Call) -> None:
     with mode():
-        returned = call.operator()(*call.args, **call.options) or call.args[:2]
-        _assert_same(returned, call.expected())
+        _assert_same(call.outcome(call.operator()), call.expected())
 
 
 def test_autograd_notices_that_a_saved_tensor_was_written(device: str) -> None:
@@ -377,43 +574,79 @@ def test_autograd_notices_that_a_saved_tensor_was_written(device: str) -> None:
         product.sum().backward()
 
 
+@pytest.mark.parametrize("key", ["masked_attention scale", "sample seed offset finished end_id", "update_finished"])
+def test_a_write_counts_as_a_new_version(key: str, device: str) -> None:
+    call = CALLS[key](device)
+    versions: list[tuple[torch.Tensor, int]] = []
+
+    def observe(*args: Any, **options: Any) -> Any:
+        versions.extend((x, x._version) for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
+        return call.operator()(*args, **options)
+
+    call.outcome(observe)
+    arguments = call.operator()._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None]
+    names = [a.name for a in arguments][: len(call.args)] + list(call.options)
+    tensors = [name for name, x in zip(names, (*call.args, *call.options.values()), strict=True)
+               if isinstance(x, torch.Tensor)]  # fmt: skip
+    grown = [name for name, (x, before) in zip(tensors, versions, strict=True) if x._version > before]
+    assert grown == [name for name in tensors if name in written] != []
+
+
 # --- torch.compile ------------------------------------------------------------------------------------
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_operators_return_the_same(backend: str, call: Call) -> None:
-    operator = call.operator()
+def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    # A function of its own: dynamo would look at the one that the operator stands for.
+    return torch.compile(lambda *args, **options: function(*args, **options), fullgraph=True, backend=backend)
 
-    def route(*args: Any) -> Any:
-        return operator(*args, **call.options) or args[:2]
 
-    _assert_same(torch.compile(route, fullgraph=True, backend=backend)(*call.args), call.expected())
-    if call.writes:
-        _assert_same(call.args[:2], call.expected())
+def _writes_nothing_though_it_could(call: Call) -> bool:
+    operator = getattr(torch.ops.cukern, call.name)
+    return "functional" in operator.overloads() and len(call.expected()) == len(call.results)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_functions_are_their_operators(backend: str, call: Call) -> None:
-    function = getattr(cukern, call.name)
-    compiled = torch.compile(lambda *args: function(*args, **call.options), fullgraph=True, backend=backend)
-    _assert_same(compiled(*call.args), call.expected())
+def test_compiled_operators_return_the_same(backend: str, thorough_call: Call) -> None:
+    call = thorough_call
+    operator = call.operator("functional" if _writes_nothing_though_it_could(call) else "default")
+    _assert_same(call.outcome(_compiled(operator, backend)), call.expected())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_functions_are_their_operators(backend: str, thorough_call: Call) -> None:
+    call = thorough_call
+    _assert_same(call.outcome(_compiled(getattr(cukern, call.name), backend)), call.expected())
+
+
+def test_each_function_can_be_compiled(call: Call) -> None:
+    found: list[str] = []
+    backend = _backend_that_lists_operators(found, aot_eager=True)
+    _assert_same(call.outcome(_compiled(getattr(cukern, call.name), backend)), call.expected())
+    overload = "functional" if _writes_nothing_though_it_could(call) else "default"
+    assert found == [f"cukern.{call.name}.{overload}"]
 
 
 def _targets(graph: torch.fx.Graph) -> list[Any]:
     return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
-def _operators_in_graph_of(function: Callable[..., Any], *args: Any) -> list[str]:
-    found = []
+def _backend_that_lists_operators(found: list[str], aot_eager: bool = False) -> Any:
+    """A backend of torch.compile that adds the operators of cukern in its graph to `found`."""
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.extend(str(target) for target in _targets(module.graph))
-        return module.forward
+        found.extend(name for name in map(str, _targets(module.graph)) if name.startswith("cukern."))
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs) if aot_eager else module.forward
 
-    torch.compile(function, fullgraph=True, backend=backend)(*args)
-    return [name for name in found if name.startswith("cukern.")]
+    return backend
+
+
+def _operators_in_graph_of(function: Callable[..., Any], *args: Any) -> list[str]:
+    found: list[str] = []
+    torch.compile(function, fullgraph=True, backend=_backend_that_lists_operators(found))(*args)
+    return found
 
 
 def test_a_function_stays_in_the_graph_as_its_operator() -> None:
@@ -443,6 +676,60 @@ def test_what_is_written_in_a_graph_is_read_in_order(backend: str, device: str) 
     wanted = route(logits, *wanted_kept)
     _assert_same(torch.compile(route, fullgraph=True, backend=backend)(logits, *kept), wanted)
     _assert_same(kept, wanted_kept)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decoding_step_is_one_graph(backend: str, device: str) -> None:
+    # What a step writes, the next one reads: the caches, the ends and the lengths.
+    def step(q: Any, caches: Any, step: int, weight: Any, seed: Any, finished: Any, sequence_length: Any) -> Any:
+        attended = cukern.masked_attention(q, q + 1, q * 2, None, None, None, *caches, step)
+        entered = caches[0][step - 1].clone()
+        ids = cukern.sample(attended @ weight, seed=seed, finished=finished, end_id=3, sequence_length=sequence_length)
+        return attended, entered, ids, finished | (ids == 0), sequence_length + 1
+
+    def run(function: Callable[..., Any]) -> list[Any]:
+        caches = tuple(torch.zeros(4, 5, 2, 16, device=device) for _ in range(2))
+        finished = torch.tensor([False, True, False, False, False], device=device)
+        sequence_length = torch.full((5,), 7, dtype=torch.int32, device=device)
+        weight = _random(32, 6, device=device, seed=1)
+        returned = []
+        for i in (1, 2):
+            q = _random(5, 32, device=device, seed=i)
+            returned += function(q, caches, i, weight, torch.tensor(i, device=device), finished, sequence_length)
+        return [*returned, *caches, finished, sequence_length]
+
+    _assert_same(run(_compiled(step, backend)), run(step))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_serves_any_number_of_words(backend: str, device: str) -> None:
+    # How many words there are is only known when the graph runs.
+    def through(padded: torch.Tensor, lengths: torch.Tensor) -> Any:
+        offsets, cu_seqlens, words = cukern.build_sequence_length_padding_offset(lengths, padded.shape[1])
+        packed = cukern.remove_sequence_length_padding(padded, offsets) * 2
+        rebuilt = cukern.rebuild_sequence_length_padding(packed, offsets, *padded.shape[:2])
+        return rebuilt, cu_seqlens, words, words + 1
+
+    torch._dynamo.mark_dynamic(padded := _random(3, 4, 6, device=device), 0)
+    compiled = torch.compile(through, fullgraph=True, backend=backend)
+    for lengths in ([4, 2, 1], [1, 1, 4], [0, 0, 0]):
+        given = torch.tensor(lengths, dtype=torch.int32, device=device)
+        got = compiled(padded, given)
+        _assert_same(got, through(padded, given))
+        assert got[2:] == (sum(lengths), sum(lengths) + 1)
+
+
+def test_out_in_a_graph_of_an_operator_that_also_writes(device: str) -> None:
+    call = CALLS["masked_attention scale"](device)
+    out = torch.full_like(call.args[0], torch.nan)
+
+    def attend(*args: Any) -> Any:
+        assert cukern.masked_attention(*args, scale=0.25, out=out) is out
+        return out * 2
+
+    doubled, *written = call.outcome(lambda *args, **_: torch.compile(attend, fullgraph=True)(*args))
+    attended, *wanted = call.expected()
+    _assert_same([out, doubled, *written], [attended, attended * 2, *wanted])
 
 
 def test_one_graph_serves_any_number_of_tokens(device: str) -> None:
@@ -524,7 +811,7 @@ def test_an_export_refuses_a_gradient() -> None:
 
 def _operator_into(call: Call, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Run the overload that writes."""
-    if call.writes:
+    if not call.results:
         call.operator()(*outputs, *call.args[2:], **call.options)
     else:
         call.operator("out")(*call.args, **call.options, weights=outputs[0], ids=outputs[1])
@@ -539,7 +826,7 @@ def test_operators_replay_in_a_cuda_graph(case: str) -> None:
     written = _outputs(*shape, "cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        returned = None if call.writes else call.operator()(*call.args, **call.options)
+        returned = call.operator()(*call.args, **call.options) if call.results else None
         _operator_into(call, written)
     for seed in (5, 6):
         logits.copy_(_random(*logits.shape, device="cuda", seed=seed))

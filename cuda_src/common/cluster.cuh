@@ -1,0 +1,85 @@
+// What the blocks of a cluster share: CLUSTER blocks, which read and write each other's shared memory. CLUSTER == 1
+// is a plain block, on any GPU; more need sm_90.
+#pragma once
+
+#if __CUDA_ARCH__ >= 900
+constexpr bool HAS_CLUSTERS = true;
+#define CLUSTER_OF(blocks) __cluster_dims__(blocks, 1, 1)
+#else
+constexpr bool HAS_CLUSTERS = false;
+#define CLUSTER_OF(blocks)
+#endif
+
+template <int CLUSTER> __device__ __forceinline__ int cluster_rank() {
+    if constexpr (CLUSTER == 1) return 0;
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The two halves of a barrier: what was written before `arrive`, also to other blocks, is seen after `wait`.
+template <int CLUSTER> __device__ __forceinline__ void cluster_arrive() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+template <int CLUSTER> __device__ __forceinline__ void cluster_wait() {
+    if constexpr (CLUSTER > 1)
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else
+        __syncthreads();
+}
+
+template <int CLUSTER> __device__ __forceinline__ void cluster_barrier() {
+    cluster_arrive<CLUSTER>();
+    cluster_wait<CLUSTER>();
+}
+
+// The address of `here`, in shared memory, in the block `rank` of the cluster.
+__device__ __forceinline__ unsigned address_in(const void* here, int rank) {
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(unsigned(__cvta_generic_to_shared(here))), "r"(rank));
+    return there;
+}
+
+// *here = value in the block `rank`.
+template <int CLUSTER> __device__ __forceinline__ void store_in(int rank, float* here, float value) {
+    if constexpr (CLUSTER == 1)
+        *here = value;
+    else
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(here, rank)), "f"(value) : "memory");
+}
+
+template <int CLUSTER> __device__ __forceinline__ void store_in(int rank, int* here, int value) {
+    if constexpr (CLUSTER == 1)
+        *here = value;
+    else
+        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in(here, rank)), "r"(value) : "memory");
+}
+
+template <int CLUSTER>
+__device__ __forceinline__ void store_in(int rank, unsigned long long* here, unsigned long long value) {
+    if constexpr (CLUSTER == 1)
+        *here = value;
+    else
+        asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address_in(here, rank)), "l"(value) : "memory");
+}
+
+template <int CLUSTER> __device__ __forceinline__ void store_in(int rank, uint4* here, uint4 value) {
+    if constexpr (CLUSTER == 1)
+        *here = value;
+    else
+        asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(here, rank)), "r"(value.x),
+                     "r"(value.y), "r"(value.z), "r"(value.w)
+                     : "memory");
+}
+
+// atomicAdd(here, value) in the block `rank`.
+template <int CLUSTER> __device__ __forceinline__ int add_in(int rank, int* here, int value) {
+    if constexpr (CLUSTER == 1) return atomicAdd(here, value);
+    int before;
+    asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(address_in(here, rank)), "r"(value)
+                 : "memory");
+    return before;
+}

@@ -1,0 +1,78 @@
+"""The decoder's attention of one new token in NumPy, as the formulas define it.
+
+The arguments are those of `cukern.ops.decoder_attention`, already checked there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def _biased(rows: Array, bias: Array | None) -> Array:
+    """The rows in float32, with their bias."""
+    x = rows.astype(np.float32)
+    return x if bias is None else x + bias.astype(np.float32)
+
+
+def _attend(query: Array, key: Array, value: Array, scale: float | None) -> Array:
+    """softmax(scale * key @ query) @ value of one head: query [dim], key and value [entries, dim], float32.
+
+    Without entries, or where every score is -inf, the result is zeros.
+    """
+    if scale is None:
+        scale = query.shape[0] ** -0.5
+    with np.errstate(invalid="ignore", over="ignore"):
+        scores = key.astype(np.float64) @ query.astype(np.float64) * scale
+        largest = scores.max(initial=-np.inf)
+        weights = np.exp(scores - (0 if largest == -np.inf else largest))
+        total = weights.sum()
+        return weights @ value.astype(np.float64) / (1 if total == 0 else total)
+
+
+def masked_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias_q: Array | None,
+    bias_k: Array | None,
+    bias_v: Array | None,
+    key_cache: Array,
+    value_cache: Array,
+    step: int,
+    *,
+    scale: float | None = None,
+) -> Array:
+    """Append the new token to the caches, and attend over all `step` entries."""
+    _, batch, heads, dim = key_cache.shape
+    key_cache[step - 1] = _biased(k, bias_k).reshape(batch, heads, dim).astype(key_cache.dtype)
+    value_cache[step - 1] = _biased(v, bias_v).reshape(batch, heads, dim).astype(value_cache.dtype)
+    query = _biased(q, bias_q).reshape(batch, heads, dim)
+    out = np.zeros((batch, heads, dim), q.dtype)
+    for b in range(batch):
+        for h in range(heads):
+            out[b, h] = _attend(query[b, h], key_cache[:step, b, h], value_cache[:step, b, h], scale)
+    return out.reshape(q.shape)
+
+
+def cross_attention(
+    q: Array,
+    bias_q: Array | None,
+    key_memory: Array,
+    value_memory: Array,
+    memory_lengths: Array,
+    *,
+    scale: float | None = None,
+) -> Array:
+    """Attend over the first `memory_lengths[b]` entries of the memory."""
+    batch, _, heads, dim = key_memory.shape
+    query = _biased(q, bias_q).reshape(batch, heads, dim)
+    out = np.zeros((batch, heads, dim), q.dtype)
+    for b, length in enumerate(memory_lengths.tolist()):
+        for h in range(heads):
+            out[b, h] = _attend(query[b, h], key_memory[b, :length, h], value_memory[b, :length, h], scale)
+    return out.reshape(q.shape)

@@ -1,0 +1,68 @@
+"""Embedding lookups in NumPy.
+
+The arguments are those of `cukern.ops.embedding`, already checked there. An id or a position out of range gives a row
+of zeros, as in the kernel: arrays in host memory are refused before they come here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def _positions(word_ids: Array, step: int, position_ids: Array | None) -> Array:
+    """The position of each word, in the shape of the ids."""
+    if position_ids is not None:
+        return np.broadcast_to(step + position_ids.astype(np.int64), word_ids.shape)
+    along = np.arange(word_ids.shape[-1]) if word_ids.ndim > 1 else np.zeros(1, np.int64)
+    return np.broadcast_to(step + along, word_ids.shape)
+
+
+def _rows(table: Array, ids: Array) -> tuple[Array, Array]:
+    """The rows of a table, whatever they are where an id is out of range; and which ids are in range."""
+    valid = (ids >= 0) & (ids < len(table))
+    if not valid.any():
+        return np.zeros((*ids.shape, table.shape[1]), table.dtype), valid
+    return table[np.where(valid, ids, ids[valid][0])], valid
+
+
+def embedding_lookup(
+    embedding_table: Array,
+    word_ids: Array,
+    position_table: Array | None = None,
+    step: int = 0,
+    *,
+    position_ids: Array | None = None,
+) -> Array:
+    """embedding_table[word_ids], plus position_table[positions] if there is one."""
+    rows, valid = _rows(embedding_table, word_ids)
+    if position_table is not None:
+        rows, valid = _add_positions(rows, valid, 1.0, position_table, _positions(word_ids, step, position_ids))
+    return np.where(valid[..., None], rows, np.zeros((), rows.dtype))
+
+
+def embedding_lookup_sine_position_encoding(
+    embedding_table: Array,
+    position_encoding: Array,
+    word_ids: Array,
+    step: int,
+    *,
+    position_ids: Array | None = None,
+) -> Array:
+    """embedding_table[word_ids] * sqrt(hidden) + position_encoding[positions]."""
+    rows, valid = _rows(embedding_table, word_ids)
+    scale = embedding_table.shape[1] ** 0.5
+    rows, valid = _add_positions(rows, valid, scale, position_encoding, _positions(word_ids, step, position_ids))
+    return np.where(valid[..., None], rows, np.zeros((), rows.dtype))
+
+
+def _add_positions(rows: Array, valid: Array, scale: float, table: Array, positions: Array) -> tuple[Array, Array]:
+    """rows * scale + table[positions] in float32, rounded once; and which rows are still valid."""
+    added, valid_too = _rows(table, positions)
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = rows.astype(np.float32) * np.float32(scale) + added.astype(np.float32)
+        return result.astype(rows.dtype), valid & valid_too

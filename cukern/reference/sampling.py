@@ -1,0 +1,468 @@
+"""NumPy twins of the sampling functions: the definition of correct for `cuda_src/sampling.cu`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+#: The groups that race: GROUP ids of a tile each, {TILE t + 128 j + 4 lane + c : j < 8, c < 4} for lane < 32.
+TILE = 1024
+GROUP = 32
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def philox(counter: Array, key: int) -> Array:
+    """Philox4x32-10 of counters uint32 [..., 4] with a 64-bit key (Salmon et al., 2011)."""
+    x, y, z, w = (np.asarray(counter[..., i], np.uint64) for i in range(4))
+    mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for round in range(10):
+        key_x = np.uint64(((key & 0xFFFFFFFF) + round * 0x9E3779B9) & 0xFFFFFFFF)
+        key_y = np.uint64(((key >> 32) + round * 0xBB67AE85) & 0xFFFFFFFF)
+        product_x, product_z = np.uint64(0xD2511F53) * x, np.uint64(0xCD9E8D57) * z
+        x, y, z, w = (
+            (product_z >> shift) ^ y ^ key_x,
+            product_z & mask,
+            (product_x >> shift) ^ w ^ key_y,
+            product_x & mask,
+        )
+    return np.stack([x, y, z, w], axis=-1).astype(np.uint32)
+
+
+def random_bits(places: Array, round: int, seed: int, offset: int) -> Array:
+    """Four 32-bit random numbers [n, 4] for each of `places` [n]."""
+    seed, offset = seed & (2**64 - 1), offset & (2**64 - 1)
+    counter = np.empty((len(places), 4), np.uint32)
+    counter[:] = [0, round, offset & 0xFFFFFFFF, offset >> 32]
+    counter[:, 0] = places
+    return philox(counter, seed)
+
+
+def uniform(bits: Array) -> Array:
+    """Floats in [0, 1)."""
+    return (bits >> np.uint32(8)) * 2.0**-24
+
+
+class Drawn(NamedTuple):
+    """One row's result."""
+
+    id: int
+    valid: bool
+    logprob: float
+
+
+def order(x: Array) -> Array:
+    """The ids by value, largest first, ties by the lower id."""
+    return np.lexsort((np.arange(len(x)), -x))
+
+
+def race(weights: Array, round: int, seed: int, offset: int) -> int:
+    """An id drawn with probability weights[id] / sum(weights): its group wins a race, in which it wins its share."""
+    tiles = -(-len(weights) // TILE)
+    padded = np.zeros(tiles * TILE)
+    padded[: len(weights)] = weights
+    groups = padded.reshape(tiles, 8, 32, 4).transpose(0, 2, 1, 3).reshape(tiles * 32, GROUP)
+    bits = random_bits(np.arange(len(groups)), round, seed, offset)
+    time = -np.log1p(-(bits[:, 0] + 0.5) * 2.0**-32)
+    with np.errstate(divide="ignore"):
+        winner = int(np.argmax(np.log(groups.sum(axis=1)) - np.log(time)))
+    shares = groups[winner]
+    up_to = shares.cumsum()
+    place = int(np.flatnonzero((up_to > uniform(bits[winner, 1]) * up_to[-1]) & (shares > 0))[0])
+    return winner // 32 * TILE + place // 4 * 128 + winner % 32 * 4 + place % 4
+
+
+def draw(
+    x: Array,
+    temperature: float | None,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    offset: int,
+    joint: bool,
+) -> Drawn:
+    """A token of one row: of logits, or of probabilities where `temperature` is None."""
+    probs = temperature is None
+    x = np.maximum(x, 0) if probs else np.minimum(x, LARGEST)
+    top = float(x.max())
+    if np.isnan(top) or not (0 < top <= LARGEST if probs else top >= -LARGEST):
+        return Drawn(0, False, -np.inf)
+    # Above 1e30 the kernel's exponents overflow: next to no temperature is none.
+    scale = 0.0 if probs else np.log2(np.e) / temperature if temperature else np.inf
+    greedy = top_k == 1 or (not probs and not 0 < scale < 1e30)
+    ids = order(x)
+    weights = x.astype(np.float64) if probs else np.exp2((x.astype(np.float64) - top) * min(scale, 1e30))
+    kept = np.zeros(len(x), bool)
+    kept[ids[:top_k] if 1 <= top_k < len(x) else ids] = True
+    total = weights.sum() if joint else weights[kept].sum()
+    if min_p > 0:
+        kept &= x >= (top * min(min_p, 1) if probs else top + np.log2(min(min_p, 1)) / scale)
+    id = int(ids[0])
+    rank = np.empty(len(x), np.int64)
+    rank[ids] = np.arange(len(x))
+    round = 0
+    # Where the best token is enough, nothing is drawn.
+    while not greedy and not (top_p < 1 and top_p * total <= weights[ids[0]]):
+        id = race(np.where(kept, weights, 0), round, seed, offset)
+        better = rank < rank[id]
+        # What weighs more must not reach p yet.
+        if not top_p < 1 or weights[better].sum() < top_p * total:
+            break
+        kept &= better
+        round += 1
+    return Drawn(id, True, float(np.log(weights[id] / weights.sum())))
+
+
+def step(
+    values: Array,
+    probs: bool,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    joint: bool = False,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    bias: Array | None = None,
+    finished: Array | None = None,
+    end_id: int | None = None,
+    sequence_length: Array | None = None,
+) -> Any:
+    """A token of each row [rows, vocab] of logits, or of probabilities if `probs`: what all the functions do."""
+    places = np.arange(len(values)) if indices is None else np.clip(indices, 0, len(values) - 1)
+    batch, vocab = len(places), values.shape[1]
+    ids, valid, logprobs = np.zeros(batch, np.int32), np.ones(batch, bool), np.zeros(batch, np.float32)
+    parameters = (
+        1.0 if temperature is None else temperature,
+        vocab if top_k is None else top_k,
+        1.0 if top_p is None else top_p,
+        0.0 if min_p is None else min_p,
+        np.random.default_rng().integers(2**63) if seed is None else seed,
+        np.arange(batch) if offset is None else offset,
+    )
+    own = [np.broadcast_to(np.asarray(p, object), batch) for p in parameters]
+    for i in range(batch):
+        if finished is not None and finished[i]:
+            ids[i] = -1 if end_id is None else end_id
+            continue
+        x = values[places[i]].astype(np.float32)
+        if bias is not None:
+            x = x + bias.astype(np.float32)
+        heat, k, p, least, row_seed, row_offset = (parameter[i] for parameter in own)
+        ids[i], valid[i], logprobs[i] = draw(
+            x, None if probs else heat, int(k), float(p), float(least), int(row_seed), int(row_offset), joint
+        )
+        if sequence_length is not None:
+            sequence_length[i] += 1
+        if finished is not None:
+            finished[i] = ids[i] == end_id
+    wanted = (ids, *([valid] if return_valid else []), *([logprobs] if return_logprobs else []))
+    return wanted if len(wanted) > 1 else ids
+
+
+def sampling_from_logits(
+    logits: Array,
+    *,
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    out: Any = None,
+    variant: str = "auto",
+) -> Any:
+    """See `cukern.sampling_from_logits`."""
+    return step(
+        logits,
+        False,
+        seed=seed,
+        offset=offset,
+        indices=indices,
+        return_valid=return_valid,
+        return_logprobs=return_logprobs,
+    )
+
+
+def sampling_from_probs(
+    probs: Array,
+    *,
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    out: Any = None,
+    variant: str = "auto",
+) -> Any:
+    """See `cukern.sampling_from_probs`."""
+    return step(
+        probs,
+        True,
+        seed=seed,
+        offset=offset,
+        indices=indices,
+        return_valid=return_valid,
+        return_logprobs=return_logprobs,
+    )
+
+
+def top_k_sampling_from_probs(
+    probs: Array,
+    top_k: Any,
+    *,
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    out: Any = None,
+    variant: str = "auto",
+) -> Any:
+    """See `cukern.top_k_sampling_from_probs`."""
+    return step(
+        probs,
+        True,
+        top_k=top_k,
+        seed=seed,
+        offset=offset,
+        indices=indices,
+        return_valid=return_valid,
+        return_logprobs=return_logprobs,
+    )
+
+
+def top_p_sampling_from_probs(
+    probs: Array,
+    top_p: Any,
+    *,
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    out: Any = None,
+    variant: str = "auto",
+) -> Any:
+    """See `cukern.top_p_sampling_from_probs`."""
+    return step(
+        probs,
+        True,
+        top_p=top_p,
+        seed=seed,
+        offset=offset,
+        indices=indices,
+        return_valid=return_valid,
+        return_logprobs=return_logprobs,
+    )
+
+
+def min_p_sampling_from_probs(
+    probs: Array,
+    min_p: Any,
+    *,
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    out: Any = None,
+    variant: str = "auto",
+) -> Any:
+    """See `cukern.min_p_sampling_from_probs`."""
+    return step(
+        probs,
+        True,
+        min_p=min_p,
+        seed=seed,
+        offset=offset,
+        indices=indices,
+        return_valid=return_valid,
+        return_logprobs=return_logprobs,
+    )
+
+
+def top_k_top_p_sampling_from_logits(
+    logits: Array,
+    top_k: Any,
+    top_p: Any,
+    *,
+    filter_apply_order: str = "top_k_first",
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    out: Any = None,
+    variant: str = "auto",
+) -> Any:
+    """See `cukern.top_k_top_p_sampling_from_logits`."""
+    return step(
+        logits,
+        False,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        offset=offset,
+        indices=indices,
+        joint=filter_apply_order == "joint",
+        return_valid=return_valid,
+        return_logprobs=return_logprobs,
+    )
+
+
+def top_k_top_p_sampling_from_probs(
+    probs: Array,
+    top_k: Any,
+    top_p: Any,
+    *,
+    filter_apply_order: str = "top_k_first",
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    out: Any = None,
+    variant: str = "auto",
+) -> Any:
+    """See `cukern.top_k_top_p_sampling_from_probs`."""
+    return step(
+        probs,
+        True,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        offset=offset,
+        indices=indices,
+        joint=filter_apply_order == "joint",
+        return_valid=return_valid,
+        return_logprobs=return_logprobs,
+    )
+
+
+def sample(
+    logits: Array,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    filter_apply_order: str = "top_k_first",
+    seed: Any = None,
+    offset: Any = None,
+    indices: Array | None = None,
+    bias: Array | None = None,
+    finished: Array | None = None,
+    end_id: int | None = None,
+    sequence_length: Array | None = None,
+    return_valid: bool = False,
+    return_logprobs: bool = False,
+    out: Any = None,
+    variant: str = "auto",
+) -> Any:
+    """See `cukern.sample`."""
+    joint = filter_apply_order == "joint"
+    return step(
+        logits, False, temperature, top_k, top_p, min_p, seed, offset, indices, joint, return_valid, return_logprobs,
+        bias, finished, end_id, sequence_length,
+    )  # fmt: skip
+
+
+def softmax(logits: Array, temperature: Any = None, *, out: Any = None, variant: str = "auto") -> Array:
+    """See `cukern.softmax`."""
+    result = np.empty(logits.shape, np.float32)
+    heats = np.broadcast_to(1.0 if temperature is None else temperature, len(logits))
+    for i, heat in enumerate(heats):
+        target = result[i]
+        x = np.minimum(logits[i].astype(np.float32), LARGEST).astype(np.float64)
+        top = x.max()
+        scale = np.log2(np.e) / heat if heat else np.inf
+        if np.isnan(top) or top < -LARGEST:
+            target[:] = top if np.isnan(top) else 0
+        elif not 0 < scale < 1e30:
+            target[:] = np.arange(len(x)) == order(x)[0]
+        else:
+            weights = np.exp2((x - top) * scale)
+            target[:] = weights / weights.sum()
+    return result
+
+
+def _renormalized(probs: Array, count: Any) -> Array:
+    """Rows of which the first `count(sorted probabilities)` are kept."""
+    result = np.empty(probs.shape, probs.dtype)
+    for i, row in enumerate(probs):
+        x = np.maximum(row.astype(np.float64), 0)
+        total = x.sum()
+        if np.isfinite(total) and total > 0:
+            ids = order(x)
+            x[ids[count(i, x[ids]) :]] = 0
+            result[i] = x / x.sum()
+        else:
+            result[i] = np.nan if np.isnan(total) else 0
+    return result
+
+
+def top_k_renorm_probs(probs: Array, top_k: Any, *, out: Any = None, variant: str = "auto") -> Array:
+    """See `cukern.top_k_renorm_probs`."""
+    counts = np.broadcast_to(probs.shape[1] if top_k is None else top_k, len(probs))
+    return _renormalized(probs, lambda i, x: counts[i] if counts[i] >= 1 else len(x))
+
+
+def top_p_renorm_probs(probs: Array, top_p: Any, *, out: Any = None, variant: str = "auto") -> Array:
+    """See `cukern.top_p_renorm_probs`."""
+    shares = np.broadcast_to(1.0 if top_p is None else top_p, len(probs))
+
+    def count(i: int, x: Array) -> int:
+        # What is before a token must not reach p yet.
+        return max(1, int(np.sum(x.cumsum() - x < shares[i] * x.sum()))) if shares[i] < 1 else len(x)
+
+    return _renormalized(probs, count)
+
+
+def top_k_mask_logits(logits: Array, top_k: Any, *, out: Any = None, variant: str = "auto") -> Array:
+    """See `cukern.top_k_mask_logits`."""
+    result = logits.copy()
+    for row, k in zip(result, np.broadcast_to(logits.shape[1] if top_k is None else top_k, len(logits)), strict=True):
+        if k >= 1 and not np.isnan(row.astype(np.float32)).any():
+            row[order(row.astype(np.float32))[k:]] = -np.inf
+    return result
+
+
+def chain_speculative_sampling(
+    draft_probs: Array,
+    draft_token_ids: Array,
+    target_probs: Array,
+    *,
+    seed: Any = None,
+    offset: Any = None,
+    out: Any = None,
+    variant: str = "auto",
+) -> tuple[Array, Array, Array]:
+    """See `cukern.chain_speculative_sampling`."""
+    batch, drafts, vocab = draft_probs.shape
+    ids = np.full((batch, drafts + 1), -1, np.int32)
+    accepted, emitted = np.empty(batch, np.int32), np.empty(batch, np.int32)
+    seeds = np.broadcast_to(np.random.default_rng().integers(2**63) if seed is None else seed, batch)
+    offsets = np.arange(batch) if offset is None else np.broadcast_to(offset, batch)
+    for i in range(batch):
+        draft, target = draft_probs[i].astype(np.float32), target_probs[i].astype(np.float32)
+        bits = random_bits(np.arange(drafts), 0xFFFFFFFF, int(seeds[i]), int(offsets[i]))
+        accept = np.zeros(drafts, bool)
+        for n, id in enumerate(draft_token_ids[i]):
+            # A draft is taken with probability target / draft.
+            accept[n] = 0 <= id < vocab and uniform(bits[n, 2]) * draft[n, id] < target[n, id]
+        accepted[i] = accept.sum()
+        emitted[i] = n = drafts if accept.all() else int(np.argmin(accept))
+        ids[i, :n] = draft_token_ids[i, :n]
+        # The last token makes up for what the drafts took too often.
+        rest = np.maximum(target[n] - draft[n], 0) if n < drafts else target[n]
+        drawn = draw(rest, None, vocab, 1.0, 0.0, int(seeds[i]), int(offsets[i]), False)
+        if not drawn.valid and n < drafts:
+            drawn = draw(target[n], None, vocab, 1.0, 0.0, int(seeds[i]), int(offsets[i]), False)
+        ids[i, n] = drawn.id
+    return ids, accepted, emitted

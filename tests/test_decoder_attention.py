@@ -1,0 +1,840 @@
+"""The decoder's attention: the twin against torch and worked examples, the kernels against the twin."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from math import log
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import cukern
+import cukern.runtime.compile as compiler
+from cukern.commands import resources
+from cukern.ops import decoder_attention as op
+from cukern.reference import decoder_attention as twin
+from cukern.runtime import arrays
+from cukern.runtime.cuda import cupy
+from cukern.testing import assert_matches
+
+Array = NDArray[Any]
+NAN, INF = np.nan, np.inf
+OUT = "decoder_attention.out"
+
+
+class Masked(NamedTuple):
+    """The arguments of `masked_attention`, in order."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias_q: Any
+    bias_k: Any
+    bias_v: Any
+    key_cache: Any
+    value_cache: Any
+    step: int
+
+
+class Cross(NamedTuple):
+    """The arguments of `cross_attention`, in order."""
+
+    q: Any
+    bias_q: Any
+    key_memory: Any
+    value_memory: Any
+    memory_lengths: Any
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    return rng.standard_normal(shape, np.float32).astype(arrays.numpy_dtype(dtype))
+
+
+def masked(
+    rng: np.random.Generator,
+    batch: int,
+    heads: int,
+    dim: int,
+    step: int,
+    dtype: str = "float32",
+    max_steps: int | None = None,
+    bias: str | None = "float32",
+) -> Masked:
+    """Random arguments; entries that must not be read are NaN."""
+    shape = (step + 2 if max_steps is None else max_steps, batch, heads, dim)
+    caches = [normal(rng, shape, dtype) for _ in range(2)]
+    for cache in caches:
+        cache[step - 1 :] = NAN
+    biases = [None if bias is None else normal(rng, (heads * dim,), bias) for _ in range(3)]
+    return Masked(*(normal(rng, (batch, heads * dim), dtype) for _ in range(3)), *biases, *caches, step)
+
+
+def cross(
+    rng: np.random.Generator,
+    lengths: list[int],
+    memory_len: int,
+    heads: int,
+    dim: int,
+    dtype: str = "float32",
+    bias: str | None = "float32",
+) -> Cross:
+    """Random arguments; entries that must not be read are NaN."""
+    batch = len(lengths)
+    memories = [normal(rng, (batch, memory_len, heads, dim), dtype) for _ in range(2)]
+    for memory in memories:
+        for b, length in enumerate(lengths):
+            memory[b, max(length, 0) :] = NAN
+    bias_q = None if bias is None else normal(rng, (heads * dim,), bias)
+    return Cross(normal(rng, (batch, heads * dim), dtype), bias_q, *memories, np.array(lengths, np.int32))
+
+
+def copies(arguments: Any) -> Any:
+    return type(arguments)(*(np.array(x) if arrays.is_array(x) else x for x in arguments))
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    """A tensor of the same dtype, in memory of its own."""
+    library = arrays.library_of(torch.empty(0))
+    assert library is not None
+    return library.from_numpy(array.copy(), torch.empty(0))
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+# --- the twin -------------------------------------------------------------------------------------------
+
+
+def torch_attention(query: Array, key: Array, value: Array, scale: float | None) -> Array:
+    """Torch's attention: query [batch, heads, dim], key and value [batch, heads, entries, dim], in float64."""
+    q, k, v = (torch.from_numpy(x.astype(np.float64)) for x in (query[:, :, None], key, value))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)[:, :, 0].numpy()
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("bias", [None, "float32", "own"])
+@pytest.mark.parametrize("dtype", op.DTYPES)
+def test_the_twin_is_torchs_attention(dtype: str, bias: str | None, scale: float | None, rng: Any) -> None:
+    bias = dtype if bias == "own" else bias
+    x = masked(rng, 3, 2, 20, 17, dtype, bias=bias)
+    before = copies(x)
+    got = cukern.masked_attention(*x, scale=scale)
+    query, key, value = (
+        (row.astype(np.float32) + (0 if b is None else b.astype(np.float32))).reshape(3, 2, 20)
+        for row, b in zip(x[:3], x[3:6], strict=True)
+    )
+    own = arrays.numpy_dtype(dtype)
+    for cache, new, old in (x.key_cache, key, before.key_cache), (x.value_cache, value, before.value_cache):
+        assert_same_bits(cache[16], new.astype(own))
+        assert_same_bits(np.delete(cache, 16, 0), np.delete(old, 16, 0))
+    entries = (np.moveaxis(cache[:17], 0, 2) for cache in (x.key_cache, x.value_cache))
+    want = torch_attention(query, *entries, scale).reshape(3, 40).astype(own)
+    assert_matches(OUT, got, want)
+
+    y = cross(rng, [9, 1, 12], 12, 2, 20, dtype, bias)
+    got = cukern.cross_attention(*y, scale=scale)
+    query = y.q.astype(np.float32) + (0 if bias is None else y.bias_q.astype(np.float32))
+    for b, length in enumerate(y.memory_lengths):
+        entries = (np.moveaxis(memory[b : b + 1, :length], 1, 2) for memory in y[2:4])
+        want = torch_attention(query[b].reshape(1, 2, 20), *entries, scale)
+        assert_matches(OUT, got[b], want.reshape(40).astype(own))
+
+
+def test_a_sequence_step_by_step_is_causal_attention(rng: np.random.Generator) -> None:
+    steps, batch, heads, dim = 9, 2, 3, 8
+    q, k, v = (normal(rng, (steps, batch, heads * dim), "float32") for _ in range(3))
+    caches = [np.full((steps, batch, heads, dim), NAN, np.float32) for _ in range(2)]
+    got = [cukern.masked_attention(q[s], k[s], v[s], None, None, None, *caches, s + 1) for s in range(steps)]
+    by_head = (torch.from_numpy(x).view(steps, batch, heads, dim).permute(1, 2, 0, 3) for x in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True)
+    assert_matches(OUT, np.stack(got), want.permute(2, 0, 1, 3).reshape(steps, batch, heads * dim).numpy())
+
+
+class Place(NamedTuple):
+    """Calls a function with NumPy arrays, there or on the GPU; the result is in NumPy, and what was written too."""
+
+    variant: str | None
+
+    def __call__(self, name: str, arguments: Any, **options: Any) -> Array:
+        function = getattr(cukern, name)
+        if self.variant is None:
+            return function(*arguments, **options)
+        device = [cupy.asarray(x) if arrays.is_array(x) else x for x in arguments]
+        result = cupy.asnumpy(function(*device, variant=self.variant, **options))
+        for host, there in zip(arguments, device, strict=True):
+            if arrays.is_array(host):
+                host[...] = cupy.asnumpy(there)
+        return result
+
+
+@pytest.fixture(
+    params=[None, *(pytest.param(v, marks=pytest.mark.gpu) for v in ("specialized", "dynamic"))],
+    ids=["numpy", "specialized", "dynamic"],
+)
+def attend(request: pytest.FixtureRequest) -> Place:
+    return Place(request.param)
+
+
+def by_hand(weights: list[float], dim: int = 64) -> Masked:
+    """One head, whose softmax gives these weights to the entries, the last one new; entry s holds the value s + 1."""
+    steps = len(weights)
+    keys, values = (np.full((steps + 1, 1, 1, dim), NAN, np.float32) for _ in range(2))
+    for s, weight in enumerate(weights):
+        keys[s], values[s] = 0, s + 1
+        keys[s, ..., 1] = log(weight) if weight else -INF
+    q = np.zeros((1, dim), np.float32)
+    q[0, 1] = 2  # with the scale of 1/2 the score is the key's second element
+    k, v = keys[steps - 1].reshape(1, dim).copy(), values[steps - 1].reshape(1, dim).copy()
+    keys[steps - 1], values[steps - 1] = NAN, NAN
+    return Masked(q, k, v, None, None, None, keys, values, steps)
+
+
+@pytest.mark.parametrize(
+    ("weights", "want"),
+    [
+        ([1], 1),  # its own value
+        ([1, 3], 7 / 4),
+        ([1, 0, 1], 2),  # a score of -inf weighs nothing
+        ([0, 0], 0),  # and so do all of them
+        ([1] * 100, 101 / 2),
+        ([1e-30, 1, 1e30, 2e30], 11 / 3),
+    ],
+)
+def test_weights_by_hand(attend: Place, weights: list[float], want: float) -> None:
+    x = by_hand(weights)
+    got = attend("masked_attention", x, scale=0.5)
+    assert_matches(OUT, got, np.full((1, 64), want, np.float32))
+    assert_same_bits(x.key_cache[x.step - 1].reshape(1, 64), x.k)
+    assert_same_bits(x.value_cache[x.step - 1].reshape(1, 64), x.v)
+    assert np.isnan(x.key_cache[x.step :]).all() and np.isnan(x.value_cache[x.step :]).all()
+
+
+def test_the_new_entry_counts_as_it_was_written(attend: Place) -> None:
+    one = np.ones(64, np.float32)
+    bfloat16 = arrays.numpy_dtype("bfloat16")
+    rows = [np.ones((1, 64), bfloat16) for _ in range(3)]
+    caches = [np.full((2, 1, 1, 64), NAN, bfloat16) for _ in range(2)]
+    # 1 + 2^-9 is 1 in bfloat16.
+    x = Masked(*rows, None, one * 2**-9, one * 2**-9, *caches, 1)
+    assert (attend("masked_attention", x) == 1).all()
+    assert (x.key_cache[0] == 1).all() and (x.value_cache[0] == 1).all() and np.isnan(x.key_cache[1]).all()
+
+
+def test_lengths_of_zero_and_of_all(attend: Place, rng: np.random.Generator) -> None:
+    x = cross(rng, [0, 7, 1, 0], 7, 3, 64)
+    got = attend("cross_attention", x)
+    assert not got[[0, 3]].any()
+    assert_matches(OUT, got, twin.cross_attention(*x))
+    assert_matches(OUT, got[2], x.value_memory[2, 0].reshape(-1))
+
+
+@pytest.mark.parametrize("place", ["cached", "new", "query", "value"])
+def test_nan_stays_in_its_head(attend: Place, place: str, rng: np.random.Generator) -> None:
+    x = masked(rng, 2, 4, 64, 30)
+    want = twin.masked_attention(*copies(x))
+    if place == "cached":
+        x.key_cache[11, 1, 2, 5] = NAN
+    elif place == "value":
+        x.value_cache[11, 1, 2, 5] = NAN
+    else:
+        (x.k if place == "new" else x.q)[1, 2 * 64 + 5] = NAN
+    got = attend("masked_attention", x).reshape(2, 4, 64)
+    touched = np.zeros((2, 4, 64), bool)
+    touched[1, 2, 5 if place == "value" else slice(None)] = True
+    assert (np.isnan(got) == touched).all()
+    assert_matches(OUT, got[~touched], want.reshape(2, 4, 64)[~touched])
+
+
+def test_an_empty_batch_and_an_empty_memory(attend: Place, rng: np.random.Generator) -> None:
+    assert attend("masked_attention", masked(rng, 0, 2, 64, 3)).shape == (0, 128)
+    assert attend("cross_attention", cross(rng, [], 5, 2, 64)).shape == (0, 128)
+    assert attend("cross_attention", cross(rng, [0, 0], 0, 2, 64)).tolist() == [[0] * 128] * 2
+
+
+# --- arrays in host memory ------------------------------------------------------------------------------
+
+
+class OnlyDLPack:
+    """An array of a library that cukern does not know."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("dtype", op.DTYPES)
+def test_cpu_tensors_go_through_the_twin(dtype: str, rng: np.random.Generator) -> None:
+    x = masked(rng, 2, 2, 8, 5, dtype)
+    tensors = Masked(*(as_torch(a) if arrays.is_array(a) else a for a in x))
+    want = twin.masked_attention(*x)
+    got = cukern.masked_attention(*tensors)
+    assert type(got) is torch.Tensor
+    assert_matches(OUT, got, want)
+    library = arrays.library_of(got)
+    assert library is not None
+    for written, cache in zip(tensors[6:8], x[6:8], strict=True):
+        assert_same_bits(library.to_numpy(written), cache)
+    out = torch.full_like(tensors.q, NAN)
+    assert cukern.masked_attention(*tensors, out=out) is out
+    assert torch.equal(out, got)
+
+
+def test_rows_of_a_fused_projection(rng: np.random.Generator) -> None:
+    x = masked(rng, 3, 2, 8, 5)
+    want = twin.masked_attention(*copies(x))
+    fused = np.concatenate(x[:3], axis=1)
+    q, k, v = fused[:, :16], fused[:, 16:32], fused[:, 32:]
+    assert_same_bits(cukern.masked_attention(q, k, v, *copies(x)[3:]), want)
+    tensors = [as_torch(a) if arrays.is_array(a) else a for a in x]
+    views = torch.from_numpy(fused).split(16, dim=1)
+    assert_same_bits(cukern.masked_attention(*views, *tensors[3:]).numpy(), want)
+
+
+def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
+    x = cross(rng, [3, 5], 5, 2, 8)
+    got = cukern.cross_attention(*(OnlyDLPack(a) for a in x))
+    assert_same_bits(np.asarray(got), twin.cross_attention(*x))
+
+
+# --- bad arguments --------------------------------------------------------------------------------------
+
+
+def _zeros(*shape: int, dtype: Any = np.float32) -> Array:
+    return np.zeros(shape, dtype)
+
+
+GOOD = {
+    "masked_attention": lambda: dict(  # noqa: C408
+        q=_zeros(2, 24), k=_zeros(2, 24), v=_zeros(2, 24), bias_q=_zeros(24), bias_k=_zeros(24), bias_v=_zeros(24),
+        key_cache=np.full((4, 2, 3, 8), 7, np.float32), value_cache=np.full((4, 2, 3, 8), 7, np.float32), step=3,
+        out=np.full((2, 24), NAN, np.float32),
+    ),
+    "cross_attention": lambda: dict(  # noqa: C408
+        q=_zeros(2, 24), bias_q=_zeros(24), key_memory=_zeros(2, 4, 3, 8), value_memory=_zeros(2, 4, 3, 8),
+        memory_lengths=np.array([4, 0], np.int32), out=np.full((2, 24), NAN, np.float32),
+    ),
+}  # fmt: skip
+
+
+def _bad_calls() -> Iterator[Any]:
+    dtypes = "float32 or float16 or bfloat16"
+    for name in op.__all__:
+        cache = "key_cache" if name == "masked_attention" else "key_memory"
+        values = cache.replace("key", "value")
+        layout = "max_steps, batch" if name == "masked_attention" else "batch, memory_len"
+        shape = (4, 2) if name == "masked_attention" else (2, 4)
+        for changes, error, message in (
+            ({"q": [1.0]}, TypeError, "q must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"),
+            ({"q": _zeros(2, 24, dtype=np.float64)}, TypeError, f"q must be {dtypes}, got float64"),
+            ({"q": _zeros(48)}, ValueError, "q must be of shape [batch, heads * dim], got [48]"),
+            ({"q": _zeros(2, 23)}, ValueError, f"those of {cache}) = [2, 24], got [2, 23]"),
+            ({"q": _zeros(24, 2).T}, ValueError, "q must be contiguous along its last dimension, got strides (1, 2)"),
+            ({"bias_q": _zeros(23)}, ValueError, "bias_q must be of shape [heads * dim] = [24], got [23]"),
+            ({"bias_q": _zeros(24, dtype=np.float16)}, TypeError, "bias_q must be float32, got float16"),
+            ({"bias_q": _zeros(48)[::2]}, ValueError, "bias_q must be contiguous, got strides (2,)"),
+            ({"bias_q": torch.zeros(24)}, TypeError, "bias_q must be a NumPy array like q, got torch.Tensor"),
+            ({cache: 3}, TypeError, f"{cache} must be an array [{layout}, heads, dim], got int"),
+            ({cache: _zeros(2, 24)}, ValueError, f"{cache} must be of shape [{layout}, heads, dim], got [2, 24]"),
+            ({cache: _zeros(*shape, 1, 257)}, ValueError, f"{cache} must be of at least one head, of a dim in"),
+            ({cache: _zeros(*shape, 3, 8, dtype=np.float16)}, TypeError, f"{cache} must be float32, got float16"),
+            ({values: _zeros(*shape, 3, 9)}, ValueError, f"{values} must be of shape [{layout}, heads, dim] = "),
+            ({values: _zeros(*shape, 3, 16)[..., ::2]}, ValueError, f"{values} must be contiguous, got strides"),
+            ({"scale": NAN}, ValueError, "scale must be a finite number, got nan"),
+            ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'specialized', 'dynamic', got 'fast'"),
+            ({"variant": "dynamic"}, ValueError, "variant must be 'auto' for arrays in host memory"),
+            ({"out": _zeros(2, 23)}, ValueError, "out must be of shape [batch, heads * dim] = [2, 24], got [2, 23]"),
+            ({"out": _zeros(2, 24, dtype=np.float16)}, TypeError, "out must be float32, got float16"),
+        ):  # fmt: skip
+            yield pytest.param(name, changes, error, message, id=f"{name} {message[:40]}")
+    for changes, error, message in (
+        ({"k": _zeros(3, 24)}, ValueError, "k must be of shape [batch, heads * dim] = [2, 24], got [3, 24]"),
+        ({"v": _zeros(2, 24, dtype=np.float16)}, TypeError, "v must be float32, got float16"),
+        ({"v": None}, TypeError, "v must be a NumPy array like q, got builtins.NoneType"),
+        ({"step": 0}, ValueError, "step must be an integer in [1, 4] (max_steps), got 0"),
+        ({"step": 5}, ValueError, "step must be an integer in [1, 4] (max_steps), got 5"),
+        ({"step": 2.0}, TypeError, "step must be an integer in [1, 4] (max_steps), got 2.0 (float)"),
+    ):
+        yield pytest.param("masked_attention", changes, error, message, id=message[:40])
+    for lengths, error, message in (
+        ([5, 0], ValueError, "memory_lengths must be in [0, 4] (memory_len), got [5, 0]"),
+        ([1, -1], ValueError, "memory_lengths must be in [0, 4] (memory_len), got [1, -1]"),
+        ([1], ValueError, "memory_lengths must be of shape [batch] = [2], got [1]"),
+    ):
+        changes = {"memory_lengths": np.array(lengths, np.int32)}
+        yield pytest.param("cross_attention", changes, error, message, id=message)
+    message = "memory_lengths must be int32, got int64"
+    yield pytest.param("cross_attention", {"memory_lengths": np.array([1, 2])}, TypeError, message, id=message)
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = GOOD[name]()
+    with pytest.raises(error, match=re.escape(message)):
+        getattr(cukern, name)(**arguments | changes)
+    # Nothing is written before all has been checked.
+    assert np.isnan(arguments["out"]).all()
+    assert (arguments.get("key_cache", 7) == np.float32(7)).all()
+
+
+@pytest.mark.parametrize("name", op.__all__)
+def test_good_arguments_are_taken(name: str) -> None:
+    arguments = GOOD[name]()
+    assert getattr(cukern, name)(**arguments) is arguments["out"]
+    assert not np.isnan(arguments["out"]).any()
+
+
+def test_biases_of_two_dtypes_are_refused() -> None:
+    x = {key: a.astype(np.float16) if arrays.is_array(a) else a for key, a in GOOD["masked_attention"]().items()}
+    with pytest.raises(TypeError, match="bias_v must be float16 like bias_q, got float32"):
+        cukern.masked_attention(**x | {"bias_k": None, "bias_v": _zeros(24)})
+
+
+# --- the choice of a variant, and its compilation -------------------------------------------------------
+
+ARCHS = ("80", "90a", "100a", "120a")
+
+
+def every_variant(dtype: str) -> set[compiler.Instance]:
+    chosen = [op._choose(dtype, dim, wide, "dynamic") for dim in range(1, op.MAX_DIM + 1) for wide in (False, True)]
+    chosen += [op._choose(dtype, dim, True, "specialized") for dim in op.SPECIALIZED]
+    return {v.instance for choice in chosen for v in (choice.variant, choice.combiner)}
+
+
+@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_compiles_without_spills(arch: str, dtype: str) -> None:
+    instances = every_variant(dtype)
+    assert instances >= {i for i in op._kernel.specialized if i.arguments[0] == arrays.CUDA_TYPE[dtype]}
+    compiler.compile_all([(i, arch) for i in compiler.missing(instances, arch)])
+    for instance in instances:
+        note = compiler.read_note(compiler.cached_path(instance, arch))
+        assert note is not None and note["arch"] == arch
+        taken = resources(note)
+        assert taken.registers > 0
+        assert taken.spill_bytes == 0, f"{instance} spills {taken.spill_bytes} bytes on sm_{arch}"
+
+
+def test_what_is_compiled_at_import_is_what_is_called() -> None:
+    wanted = {op._choose(dtype, dim, True, "auto") for dtype in ("float16", "bfloat16") for dim in (64, 128)}
+    assert set(op._kernel.at_import) == {choice.variant.instance for choice in wanted}
+    assert set(op._combine.at_import) == {choice.combiner.instance for choice in wanted}
+
+
+@pytest.mark.parametrize("dtype", op.DTYPES)
+def test_a_form_holds_its_dim(dtype: str) -> None:
+    item_size = arrays.ITEM_SIZE[dtype]
+    for dim, aligned in itertools.product(range(1, op.MAX_DIM + 1), (False, True)):
+        vector, lanes, chunks, steps = form = op._choose(dtype, dim, aligned, "auto").form
+        assert dim % vector == 0 and dim <= vector * lanes * chunks
+        assert vector * item_size == (16 if aligned and dim * item_size % 16 == 0 else item_size)
+        assert steps * chunks in (8, 16) and form == op._choose(dtype, dim, aligned, "dynamic").form
+
+
+@given(
+    rows=st.integers(1, 5000),
+    entries=st.integers(0, 200_000),
+    lanes=st.sampled_from([8, 16, 32]),
+    steps=st.sampled_from([2, 4, 8]),
+    multiprocessors=st.integers(1, 200),
+)
+def test_the_grid_covers_all_entries(rows: int, entries: int, lanes: int, steps: int, multiprocessors: int) -> None:
+    columns, warps, splits, split_steps = op._grid(rows, entries, lanes, steps, multiprocessors)
+    assert columns * (32 // lanes) >= rows > (columns - 1) * (32 // lanes)
+    assert warps in (1, 2, 4, 8) and split_steps % steps == 0 and split_steps > 0
+    assert splits * split_steps >= entries and 1 <= splits <= op._MAX_SPLITS
+    if splits > 1:
+        assert (splits - 1) * split_steps < entries
+        assert split_steps >= 2 * warps * steps and columns * splits * warps <= op._RESIDENT_WARPS * multiprocessors
+
+
+def test_the_grid_at_known_sizes() -> None:
+    # 64 x 16 heads of 64 in bfloat16 fill 132 multiprocessors with 8 warps per column, in one wave.
+    assert op._grid(64 * 16, 1023, 8, 8, 132) == (256, 8, 1, 1024)
+    # A few more rows would not fit with 8, but do with 4.
+    assert op._grid(300 * 4, 1023, 8, 8, 132) == (300, 4, 1, 1024)
+    # One sequence does not: its 16 columns are split.
+    assert op._grid(32, 4095, 16, 8, 132) == (16, 8, 16, 256)
+    # The first token of all has nothing to read.
+    assert op._grid(1, 0, 8, 8, 132) == (1, 1, 1, 8)
+    assert op._grid(100_000, 1000, 8, 8, 132) == (25_000, 4, 1, 1000)
+
+
+def test_specialize_adds_a_dim() -> None:
+    with patch.object(op, "_registered", set(op.SPECIALIZED)):
+        made = op.specialize(dim=96)
+        assert [i.arguments[1] for i in made] == [96] * 3
+        assert op._choose("float16", 96, True, "auto").variant.instance in made
+        for dim, error, message in (
+            (20, ValueError, "dim must be a multiple of 8"),
+            (264, ValueError, "dim must be an integer in [8, 256], got 264"),
+            (8.0, TypeError, "dim must be an integer in [8, 256]"),
+        ):
+            with pytest.raises(error, match=re.escape(message)):
+                op.specialize(dim=dim)  # type: ignore[arg-type]
+    op._choose.cache_clear()
+
+
+def test_a_variant_that_is_not_there_is_refused() -> None:
+    for dtype, dim, aligned, message in (
+        ("float16", 96, True, "there is none for heads of 96 in float16"),
+        ("float16", 64, False, "the arrays are not 16-byte aligned"),
+    ):
+        with pytest.raises(ValueError, match=f"variant must be 'auto' or 'dynamic' here, got 'specialized': {message}"):
+            op._choose(dtype, dim, aligned, "specialized")
+
+
+# --- the kernels against the twin -----------------------------------------------------------------------
+
+GUARD = 64
+
+
+def on_gpu(array: Any, skip: int = 0) -> Any:
+    """On the GPU, `skip` elements behind an address that is a multiple of 16 bytes."""
+    if not arrays.is_array(array):
+        return array
+    buffer = np.concatenate([np.zeros(skip, array.dtype), array.ravel()])
+    return cupy.asarray(buffer)[skip:].reshape(array.shape)
+
+
+def launch(name: str, arguments: Any, skip: int = 0, **options: Any) -> Array:
+    """Run on the GPU; the result lies between words that must stay, and what else is written goes back."""
+    device = [on_gpu(x, skip if getattr(x, "ndim", 0) == 4 else 0) for x in arguments]
+    q = arguments.q
+    buffer = cupy.asarray(np.full(q.size + 2 * GUARD, NAN, q.dtype))
+    out = buffer[GUARD : GUARD + q.size].reshape(q.shape)
+    assert getattr(cukern, name)(*device, out=out, **options) is out
+    words = cupy.asnumpy(buffer)
+    assert np.isnan(np.delete(words, slice(GUARD, GUARD + q.size))).all(), "written outside of the result"
+    for host, there in zip(arguments, device, strict=True):
+        if arrays.is_array(host):
+            host[...] = cupy.asnumpy(there)
+    return words[GUARD : GUARD + q.size].reshape(q.shape)
+
+
+def variants_of(dtype: str, dim: int) -> list[str]:
+    wide = dim * arrays.ITEM_SIZE[dtype] % 16 == 0
+    return ["auto", "dynamic"] + (["specialized"] if wide and dim in op.SPECIALIZED else [])
+
+
+def compare(arguments: Any, **options: Any) -> None:
+    """Every variant gives what the twin gives, split or not, and writes what it writes and nothing else."""
+    name = "masked_attention" if isinstance(arguments, Masked) else "cross_attention"
+    expected = copies(arguments)
+    lengths = {}
+    if isinstance(arguments, Cross):
+        clamped = np.clip(arguments.memory_lengths, 0, arguments.key_memory.shape[1])
+        expected, lengths = expected._replace(memory_lengths=clamped), {4: arguments.memory_lengths}
+    want = getattr(twin, name)(*expected, **options)
+    dtype, dim = arguments.q.dtype.name, arguments[-3].shape[3]
+    ways = [(variant, skip, multiprocessors) for variant in variants_of(dtype, dim) for skip in (0,)
+            for multiprocessors in (1, 132)]  # fmt: skip
+    ways.append(("auto", 1, 132))
+    for variant, skip, multiprocessors in ways:
+        given = copies(arguments)
+        with patch.object(op, "_multiprocessors", lambda device, count=multiprocessors: count):
+            got = launch(name, given, skip, variant=variant, **options)
+        assert_matches(OUT, got, want)
+        for i, (ours, theirs) in enumerate(zip(given, expected, strict=True)):
+            if arrays.is_array(ours):
+                assert_same_bits(ours, lengths.get(i, theirs))
+
+
+#: batch, heads, dim, step; and why.
+MASKED = {
+    "the common head": (3, 8, 64, 77),
+    "a head of 128": (2, 4, 128, 65),
+    "a head of 256": (2, 3, 256, 40),
+    "the first token of all": (2, 2, 64, 1),
+    "the second": (2, 2, 64, 2),
+    "one step beyond a round": (1, 4, 64, 66),
+    "rows that do not fill a warp": (1, 1, 64, 30),
+    "a last column in part": (3, 3, 64, 30),
+    "many splits, joined 32 at a time": (1, 1, 128, 5000),
+    "splits of several rows": (2, 2, 64, 2000),
+    "idle lanes": (2, 3, 80, 50),
+    "idle lanes, wide": (2, 2, 136, 50),
+    "a tiny head": (5, 7, 8, 20),
+    "one element": (2, 3, 1, 20),
+    "odd": (2, 3, 33, 50),
+    "odd, two lengths of a warp": (2, 2, 127, 30),
+    "the largest odd": (1, 3, 255, 600),
+    "16 bytes in float32 only": (2, 2, 100, 50),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("sizes", MASKED.values(), ids=MASKED)
+def test_masked(sizes: tuple[int, int, int, int], dtype: str, rng: np.random.Generator) -> None:
+    compare(masked(rng, *sizes, dtype, bias="float32" if sizes[2] % 2 else dtype))
+
+
+#: lengths, memory_len, heads, dim
+CROSS = {
+    "ragged": ([50, 0, 17, 1], 50, 4, 64),
+    "several sequences in a warp": ([50, 3, 0, 17, 31], 50, 1, 64),
+    "three heads": ([9, 64, 33], 64, 3, 64),
+    "out of range, so clamped": ([-5, 99, 2**31 - 1, -(2**31)], 40, 2, 128),
+    "splits that begin beyond the end": ([1500, 3, 0, 700], 1500, 1, 128),
+    "wide": ([20, 45], 45, 2, 256),
+    "odd": ([20, 45], 45, 3, 37),
+    "idle lanes": ([20, 45, 0], 45, 5, 72),
+    "an empty memory": ([0, 3], 0, 2, 64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("sizes", CROSS.values(), ids=CROSS)
+def test_cross(sizes: tuple[list[int], int, int, int], dtype: str, rng: np.random.Generator) -> None:
+    compare(cross(rng, *sizes, dtype, bias=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dim", [64, 72, 33])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_path_stays_inside_its_arrays(dtype: str, dim: int, rng: np.random.Generator) -> None:
+    # Exactly as large as they must be, so that a read beyond the last entry leaves the array.
+    for steps, multiprocessors in ((19, 132), (150, 132)):
+        x = masked(rng, 1, 3, dim, steps, dtype, max_steps=steps)
+        want = twin.masked_attention(*copies(x))
+        with patch.object(op, "_multiprocessors", lambda device, count=multiprocessors: count):
+            assert_matches(OUT, launch("masked_attention", x), want)
+    y = cross(rng, [19, 7], 19, 3, dim, dtype)
+    assert_matches(OUT, launch("cross_attention", y), twin.cross_attention(*y))
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(st.data())
+def test_random_sizes(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(op.DTYPES))
+    heads, dim = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 256))
+    batch, entries = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 300))
+    bias = data.draw(st.sampled_from([None, "float32", dtype]))
+    scale = data.draw(st.sampled_from([None, 0.0, 0.05]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    compare(masked(rng, batch, heads, dim, entries, dtype, bias=bias), scale=scale)
+    lengths = data.draw(st.lists(st.integers(-2, entries + 2), min_size=batch, max_size=batch))
+    compare(cross(rng, lengths, entries, heads, dim, dtype, bias), scale=scale)
+
+
+@pytest.mark.gpu
+def test_large_scores(rng: np.random.Generator) -> None:
+    # exp of such scores overflows unless the largest is taken off first.
+    x = masked(rng, 2, 4, 64, 200)
+    x.key_cache[:199] *= 30
+    want = twin.masked_attention(*copies(x), scale=1.0)
+    got = launch("masked_attention", x, scale=1.0)
+    assert np.abs(got - want).max() < 2e-3
+
+
+@pytest.mark.gpu
+def test_strided_rows(rng: np.random.Generator) -> None:
+    for dtype in op.DTYPES:
+        x = masked(rng, 3, 2, 64, 40, dtype)
+        want = twin.masked_attention(*copies(x))
+        # 3 elements of something else before each row: no row is aligned for wide loads.
+        fused = cupy.asarray(np.concatenate([x.q[:, :3], *x[:3]], axis=1))
+        parts = [fused[:, 3 + 128 * i : 131 + 128 * i] for i in range(3)]
+        got = cukern.masked_attention(*parts, *(on_gpu(a) for a in x[3:]))
+        assert_matches(OUT, got, want)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
+    for x in (masked(rng, 4, 8, 128, 3000, "bfloat16"), masked(rng, 1, 2, 64, 3000, "bfloat16")):
+        first = launch("masked_attention", copies(x))
+        for _ in range(5):
+            assert_same_bits(launch("masked_attention", copies(x)), first)
+
+
+def tensors(arguments: Any) -> Any:
+    return type(arguments)(*(as_torch(x).cuda() if arrays.is_array(x) else x for x in arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", op.DTYPES)
+def test_tensors(dtype: str, rng: np.random.Generator) -> None:
+    # Split and not.
+    for sizes in ((3, 4, 64, 20), (1, 1, 64, 3000)):
+        x = masked(rng, *sizes, dtype)
+        t = tensors(x)
+        want = twin.masked_attention(*x)
+        got = cukern.masked_attention(*t)
+        assert type(got) is torch.Tensor and got.is_cuda
+        assert_matches(OUT, got.cpu(), want)
+        assert torch.equal(t.key_cache[x.step - 1].cpu(), as_torch(x.key_cache[x.step - 1]))
+    y = cross(rng, [3, 0, 40], 40, 2, 64, dtype)
+    assert_matches(OUT, cukern.cross_attention(*tensors(y)).cpu(), twin.cross_attention(*y))
+
+
+@pytest.mark.gpu
+def test_foreign_arrays_on_the_gpu(rng: np.random.Generator) -> None:
+    x = cross(rng, [3, 0, 40], 40, 2, 64)
+    got = cukern.cross_attention(*(OnlyDLPack(cupy.asarray(a)) for a in x))
+    assert type(got) is cupy.ndarray
+    assert_matches(OUT, got, twin.cross_attention(*x))
+
+
+@pytest.mark.gpu
+def test_arrays_of_two_places_are_refused(rng: np.random.Generator) -> None:
+    x = tensors(masked(rng, 2, 2, 64, 5))
+    for changes, error, message in (
+        ({"k": x.k.cpu()}, ValueError, "k must be on CUDA device 0 like q, got one on the CPU"),
+        ({"bias_v": x.bias_v.cpu()}, ValueError, "bias_v must be on CUDA device 0 like q, got one on the CPU"),
+        ({"value_cache": x.value_cache.cpu()}, ValueError, "value_cache must be on CUDA device 0 like q"),
+        ({"key_cache": cupy.asarray(x.key_cache)}, TypeError, "key_cache must be a torch array like q, got cupy"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            cukern.masked_attention(*x._replace(**changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(3, 4, 64, 20), (1, 1, 64, 3000)], ids=["whole", "split"])
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_the_callers_stream(library: str, sizes: tuple[int, int, int, int], rng: np.random.Generator) -> None:
+    x = masked(rng, *sizes)
+    t = tensors(x)
+    want = twin.masked_attention(*x)
+    real, late = t.q.clone(), t._replace(q=torch.full_like(t.q, NAN))
+    cukern.masked_attention(*tensors(x))  # loads the kernels
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # The query arrives late, and only on this stream.
+        torch.cuda._sleep(100_000_000)
+        late.q.copy_(real)
+        if library == "torch":
+            got = cukern.masked_attention(*late)
+        else:
+            with cupy.cuda.ExternalStream(stream.cuda_stream):
+                views = [cupy.from_dlpack(a) if arrays.is_array(a) else a for a in late]
+                got = cukern.masked_attention(*views)
+    stream.synchronize()
+    assert_matches(OUT, got.cpu() if library == "torch" else got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(3, 4, 64, 20), (1, 1, 64, 3000)], ids=["whole", "split"])
+def test_a_cuda_graph_follows_its_inputs(sizes: tuple[int, int, int, int], rng: np.random.Generator) -> None:
+    x = masked(rng, *sizes)
+    t = tensors(x)
+    out = torch.empty_like(t.q)
+    cukern.masked_attention(*t)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cukern.masked_attention(*t, out=out)
+        made = cukern.masked_attention(*t)
+    for _ in range(2):
+        new = masked(rng, *sizes)
+        for ours, theirs in zip(t, tensors(new), strict=True):
+            if isinstance(ours, torch.Tensor):
+                ours.copy_(theirs)
+        out.fill_(NAN)
+        made.fill_(NAN)
+        graph.replay()
+        torch.cuda.synchronize()
+        want = twin.masked_attention(*new)
+        assert_matches(OUT, out.cpu(), want)
+        assert_matches(OUT, made.cpu(), want)
+        assert torch.equal(t.value_cache[x.step - 1].cpu(), torch.from_numpy(new.value_cache[x.step - 1]))
+
+
+@pytest.mark.gpu
+def test_the_device_of_the_query(rng: np.random.Generator) -> None:
+    if torch.cuda.device_count() < 2:
+        return  # one GPU has no other
+    x = masked(rng, 1, 1, 64, 3000)
+    there = Masked(*(a.to("cuda:1") if isinstance(a, torch.Tensor) else a for a in tensors(x)))
+    got = cukern.masked_attention(*there)
+    assert got.device.index == 1
+    assert_matches(OUT, got.cpu(), twin.masked_attention(*x))
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    # Not for the sanitizer, which would take minutes.
+    steps, batch, heads, dim = 8400, 256, 16, 64
+    torch.manual_seed(0)
+    caches = [torch.empty(steps, batch, heads, dim, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)]
+    assert caches[0].numel() > 2**31
+    rows = [torch.randn(batch, heads * dim, device="cuda").bfloat16() for _ in range(3)]
+    got = cukern.masked_attention(*rows, None, None, None, *caches, steps)
+    library = arrays.library_of(got)
+    assert library is not None
+    for b in (0, batch - 1):
+        one = [library.to_numpy(row[b : b + 1]) for row in rows]
+        own = [library.to_numpy(cache[:, b : b + 1].contiguous()) for cache in caches]
+        assert_same_bits(own[0][-1].reshape(1, -1), one[1])
+        assert_matches(OUT, got[b : b + 1].cpu(), twin.masked_attention(*one, None, None, None, *own, steps))
+    del rows, own
+    # The same memory as that of an encoder.
+    memories = [cache.view(batch, steps, heads, dim) for cache in caches]
+    lengths = torch.full((batch,), steps, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, heads * dim, device="cuda").bfloat16()
+    got = cukern.cross_attention(q, None, *memories, lengths)
+    last = [library.to_numpy(x[-1:]) for x in (q, *memories)]
+    want = twin.cross_attention(last[0], None, last[1], last[2], np.array([steps]))
+    assert_matches(OUT, got[-1:].cpu(), want)
+
+
+# --- torch.ops ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_operators(device: str, rng: np.random.Generator) -> None:
+    import cukern.torch_ops
+
+    def on_device(arguments: Any) -> list[Any]:
+        return [as_torch(a).to(device) if arrays.is_array(a) else a for a in arguments]
+
+    for name, x in (
+        ("masked_attention", masked(rng, 2, 2, 64, 9, "bfloat16", max_steps=9)._replace(bias_k=None)),
+        ("cross_attention", cross(rng, [5, 5], 5, 2, 64, "float16")),
+    ):
+        operator = getattr(torch.ops.cukern, name)
+        given, wanted = on_device(x), on_device(x)
+        want = getattr(cukern, name)(*wanted)
+        assert torch.equal(operator(*given), want)
+        for ours, theirs in zip(given, wanted, strict=True):
+            assert ours is theirs is None or not isinstance(ours, torch.Tensor) or torch.equal(ours, theirs)
+        out = torch.empty_like(want)
+        assert operator.out(*on_device(x), attended=out) is None
+        assert torch.equal(out, want)
+        torch.library.opcheck(operator.default, tuple(given))
+        torch.library.opcheck(operator.out, tuple(given), {"attended": out})
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_compiled_step_keeps_the_written_caches(device: str, rng: np.random.Generator) -> None:
+    import cukern.torch_ops
+
+    x = masked(rng, 2, 2, 64, 9)
+
+    def step(q: Any, *rest: Any) -> Any:
+        attended = cukern.masked_attention(q * 2, *rest)
+        return attended + rest[5][8].flatten(1)  # the entry that has just been written
+
+    given, wanted = ([as_torch(a).to(device) if arrays.is_array(a) else a for a in x] for _ in range(2))
+    want = step(*wanted)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(*given)
+    assert torch.equal(got, want)
+    assert torch.equal(given[6][:9], wanted[6][:9]) and torch.equal(given[7][:9], wanted[7][:9])
+    torch.compiler.reset()
