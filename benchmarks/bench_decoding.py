@@ -18,7 +18,7 @@ def eager_update(logits: torch.Tensor, bias: torch.Tensor, finished: torch.Tenso
     """The bias, then the rows of finished sequences."""
     largest = torch.finfo(logits.dtype).max
     row = torch.full_like(bias, -largest)
-    row[_END] = largest
+    row[_END : _END + 1].fill_(largest)
     return torch.where(finished[:, None], row, logits + bias)
 
 

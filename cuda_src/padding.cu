@@ -277,11 +277,11 @@ __global__ void __launch_bounds__(THREADS) rebuild_padding(const __grid_constant
     for (int i = 0; i < ITEMS; ++i) {
         const int word = tile.locate(i, row, column) ? word_of[row] : -1;
         unit[i] = fill;
-        if (word >= 0) unit[i] = __ldg(src + word * p.row_stride + column);
+        if (word >= 0) unit[i] = __ldcs(src + word * p.row_stride + column);
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
-        // More is written than read; let the writes make way in the cache.
+        // More is written than read, and none of it again: all of it may leave the cache first.
         if (tile.locate(i, row, column)) __stcs(out + tile.offset(row, column), unit[i]);
 }
 
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(THREADS) add_bias_rebuild_padding(const __grid
         const int word = tile.locate(i, row, column) ? word_of[row] : -1;
         unit[i] = addend[i] = Unit{};
         if (word >= 0) {
-            unit[i] = __ldg(src + word * row_stride + column);
+            unit[i] = __ldcs(src + word * row_stride + column);
             addend[i] = __ldg(bias + column);
         }
     }
