@@ -660,7 +660,8 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
                     if (other < i) before += its;
                     if (other < kept && listed.group[other] == group) group_sum += its;
                 }
-                listed.before[i] = before;
+                // The same in each round; a slow thread may still be reading it.
+                if (round == 0) listed.before[i] = before;
                 if (i < kept && group_sum > 0) key = sortable(log2_of(group_sum) + earliness(bits.x));
             }
             if (i < MAX_LISTED) {
