@@ -18,7 +18,7 @@
 // Grid: CLUSTER blocks per row. A warp takes tiles of 1024 ids; lane l holds in tile t the group
 // {1024 t + 128 j + 4 l + c : j < 8, c < 4}, which it alone reads, once from global memory and then from shared
 // memory, as far as that holds the row. What a pass over the row finds, a warp leaves in a slot per tile, in every
-// block of the cluster; each warp then adds the slots up by itself, always in the same order.
+// block of the cluster; whoever needs the sum then adds up its block's own slots, always in the same order.
 #include "common/cluster.cuh"
 #include "common/philox.cuh"
 #include "common/warp.cuh"
@@ -178,8 +178,8 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 
     __device__ Row(const T* values, const T* second, int vocab, Layout layout, float scale, float4* shared,
                    int* list_size)
-        : values(values), second(second), vocab(vocab), layout(layout), scale(scale), lane(threadIdx.x % 32), warp(threadIdx.x / 32),
-          warps(blockDim.x / 32), turn(0), cache(shared), list_size(list_size) {
+        : values(values), second(second), vocab(vocab), layout(layout), scale(scale), lane(threadIdx.x % 32),
+          warp(threadIdx.x / 32), warps(blockDim.x / 32), turn(0), cache(shared), list_size(list_size) {
         first_tile = cluster_rank<CLUSTER>() * layout.tiles_per_block;
         local_tiles = max(0, min(layout.tiles_per_block, layout.tiles - first_tile));
         slots = reinterpret_cast<uint4*>(cache + layout.cached_tiles * (TILE / 4));
@@ -199,7 +199,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
     }
 
-    // A difference of infinite logits would be NaN.
+    // A difference of infinite logits would be NaN. Less than nothing weighs nothing.
     __device__ __forceinline__ float limit(float x) const {
         return PROBS ? max_or_nan(x, 0.f) : min_or_nan(x, LARGEST_FLOAT);
     }
@@ -212,9 +212,10 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     }
 
+    // One value, as it lies in global memory.
     __device__ __forceinline__ float at_memory(int id) const { return to_float(values[id]); }
 
-    // One value, from global memory.
+    // The same as the passes see it.
     __device__ __forceinline__ float at(int id) const {
         const float x = at_memory(id);
         return limit(second ? combine<PROBS>(x, to_float(second[id])) : x);
@@ -686,7 +687,9 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
                     for (int other = 0; other < kept; ++other)
                         if (listed.group[other] == group && bound_at(other).id <= mine.id) up_to += listed.weight[other];
                 }
-                if (up_to > uniform(bits.y) * group_sum && listed.weight[i] > 0) found = mine.id * 128 + i;
+                // Where the sum is no normal number its share may round to all of it, which nothing passes.
+                const bool passed = up_to > uniform(bits.y) * group_sum || up_to == group_sum;
+                if (passed && listed.weight[i] > 0) found = mine.id * 128 + i;
             }
             if (i < MAX_LISTED) {
                 found = __reduce_min_sync(FULL_WARP, unsigned(found));
@@ -705,7 +708,6 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         value = its.value;
         return its.id;
     }
-
 };
 
 // --- the passes as functions ------------------------------------------------------------------------------
@@ -841,7 +843,6 @@ template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_s
     }
     return {x.bound_at(size - 1), passes};
 }
-
 
 template <typename Row> __device__ __forceinline__ Search top_k_bound(int passes, int k) {
     if (stored<Row>().lists(k)) {

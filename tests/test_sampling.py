@@ -587,6 +587,22 @@ def test_probabilities_of_the_smallest_numbers(run: Place) -> None:
         assert got[1].all()
 
 
+def test_sums_that_are_no_normal_numbers_still_draw(run: Place) -> None:
+    # A share of the smallest number rounds to all of it, and the sum of the largest is infinite.
+    for weight in (1e-45, 3e38):
+        x = np.zeros((1, 3000), np.float32)
+        x[0, [4, 5, 6]] = weight  # one group
+        options = {"indices": np.zeros(200, np.int32), "seed": 2}
+        for name, params in (
+            ("top_k_sampling_from_probs", {"top_k": 2}),
+            ("top_k_top_p_sampling_from_probs", {"top_k": 2, "top_p": 0.9}),
+            ("sampling_from_probs", {}),
+            ("top_p_sampling_from_probs", {"top_p": 0.9}),
+        ):
+            kept = {4, 5} if "top_k" in name else {4, 5, 6}
+            assert set(run(name, x, **params, **options).tolist()) <= kept
+
+
 def test_renormalizing_the_smallest_numbers(run: Place) -> None:
     # The reciprocal of their sum is no float32.
     weights = np.array([[3, 1, 2, 6, 4]], np.float32)
