@@ -1,4 +1,4 @@
-"""Sampling: a token from each row of logits or probabilities, and the pieces of a decoding step."""
+"""Sampling: a token from each row of logits or probabilities."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _plan(vocab: int, batch: int, device: int, variant: str, cache: bool) -> _Pl
     if variant == "cluster" and not clusters:
         check.fail("variant", "'auto' or 'block' on a GPU without clusters (before sm_90)", "'cluster'")
     tiles = -(-vocab // _TILE)
-    # A block of two warps' worth of work is not worth sharing.
+    # One block has a warp for each of so few tiles.
     cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= _MAX_WARPS) else CLUSTER
     tiles_per_block = -(-tiles // cluster)
     blocks, multiprocessors = batch * cluster, _multiprocessors(device)
@@ -266,11 +266,11 @@ def _draw(
             arrays.expect(label, made[i], name, library, device, (kind,), (batch,), "[batch]")
     if device is None:
         _host_only(variant)
-        for label, value in (("top_k", top_k), ("indices", indices)):
-            _check_host_range(label, value, library, *((1, vocab) if label == "top_k" else (0, rows - 1)))
-        for label, value in (("top_p", top_p), ("min_p", min_p)):
-            _check_host_range(label, value, library, 0, 1)
         _check_host_range("temperature", temperature, library, 0, float("inf"))
+        _check_host_range("top_k", top_k, library, 1, vocab)
+        _check_host_range("top_p", top_p, library, 0, 1)
+        _check_host_range("min_p", min_p, library, 0, 1)
+        _check_host_range("indices", indices, library, 0, rows - 1)
         return arrays.on_host(
             twin.step,
             values,
@@ -293,10 +293,10 @@ def _draw(
             out=out,
         )
 
-    # What the candidates of a small k leave to read again is little.
-    again = p.address or p.number < 1 or least.address or least.number > 0 or k.address or _LISTED < k.number < vocab
-    again = again and not (k.number <= _LISTED and not k.address)
-    plan = _plan(vocab, batch, device, variant, bool(again))
+    filters = bool(k.address or p.address or least.address) or k.number < vocab or p.number < 1 or least.number > 0
+    # A small k leaves little to read again.
+    again = filters and (k.address != 0 or k.number > _LISTED)
+    plan = _plan(vocab, batch, device, variant, again)
     if batch:
         named = {label: library.address(array) for (label, _), array in zip(results, made, strict=True)}
         _sampler(dtype, probs, plan.cluster).launch(
@@ -708,19 +708,19 @@ def _whole_rows(
     heat = k = p = _Parameter(0, False, False, 0)
     if parameter == "temperature":
         heat = _parameter(parameter, value, name, library, device, batch, ("float32",), _temperature)
-        _check = (0.0, float("inf"))
+        host_range = (0.0, float("inf"))
     elif parameter == "top_k":
         k = _parameter(parameter, value, name, library, device, batch, INTEGERS, _count(vocab))
-        _check = (1, vocab)
+        host_range = (1, vocab)
     else:
         p = _parameter(parameter, value, name, library, device, batch, ("float32",), _top_p)
-        _check = (0, 1)
+        host_range = (0, 1)
     kind = "float32" if mode == "SOFTMAX" else dtype
     if out is not None:
         arrays.expect("out", out, name, library, device, (kind,), (batch, vocab), "[batch, vocab]")
     if device is None:
         _host_only(variant)
-        _check_host_range(parameter, value, library, *_check)
+        _check_host_range(parameter, value, library, *host_range)
         return arrays.on_host(run_twin, values, values, value, out=out)
     plan = _plan(vocab, batch, device, variant, True)
     result = library.empty((batch, vocab), kind, values) if out is None else out
