@@ -97,16 +97,6 @@ template <typename T> struct OutOf<T, SOFTMAX> { using type = float; };
 template <typename T> struct VectorOf { using type = uint2; };
 template <> struct VectorOf<float> { using type = uint4; };
 
-// The sum of `value` over this lane and those before it.
-__device__ __forceinline__ float lanes_running_sum(float value) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const float before = __shfl_up_sync(FULL_WARP, value, step);
-        if (threadIdx.x % 32 >= step) value += before;
-    }
-    return value;
-}
-
 // The random numbers of a row.
 struct Stream {
     unsigned long long seed, offset;
@@ -459,7 +449,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
             x = at(id);
             if (keeps(bound, x, id)) share = weight(x);
         }
-        const float up_to = lanes_running_sum(share);
+        const float up_to = lanes_inclusive_sum<32>(share);
         const float target = uniform(stream.at(group, round).y) * __shfl_sync(FULL_WARP, up_to, 31);
         // A sum in another order can be smaller than that before it: the share decides too.
         const unsigned reached = __ballot_sync(FULL_WARP, up_to > target && share > 0);
@@ -836,7 +826,7 @@ template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_s
     float before = high_sum;
     for (int base = 0; base < size; base += 32) {
         const int i = base + x.lane;
-        const float up_to = lanes_running_sum(i < size ? x.weight(x.bound_at(min(i, size - 1)).value) : 0.f);
+        const float up_to = lanes_inclusive_sum<32>(i < size ? x.weight(x.bound_at(min(i, size - 1)).value) : 0.f);
         const unsigned reached = __ballot_sync(FULL_WARP, i < size && before + up_to >= target);
         if (reached) return {x.bound_at(base + __ffs(reached) - 1), passes};
         before += __shfl_sync(FULL_WARP, up_to, 31);

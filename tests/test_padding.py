@@ -22,13 +22,12 @@ from cukern.ops import padding as op
 from cukern.reference import padding as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
+from tests.buffers import Buffer, place
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
 ARCHS = ("80", "90a", "100a", "120a")
 DTYPES = ("float32", "float16", "bfloat16")
-#: Bytes before and after each array that a kernel writes; each is of this value, before and after.
-GUARD, POISON = 512, 0xA5
 
 
 # --- inputs -------------------------------------------------------------------------------------------
@@ -632,32 +631,6 @@ def test_the_baselines_compute_the_same() -> None:
 
 
 # --- the kernels against the twin --------------------------------------------------------------------------
-
-
-class Buffer:
-    """A poisoned array on the GPU between guards; `skip` elements past a 256-byte boundary."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str, skip: int = 0) -> None:
-        kind = arrays.numpy_dtype(dtype)
-        self._from = GUARD + skip * kind.itemsize
-        self._to = self._from + int(np.prod(shape)) * kind.itemsize
-        self._bytes = cupy.full(self._to + GUARD, POISON, cupy.uint8)
-        inside = self._bytes[self._from : self._to]
-        self.array = inside.view(kind).reshape(shape) if inside.size else cupy.empty(shape, kind)
-
-    def numpy(self) -> Array:
-        around = cupy.concatenate([self._bytes[: self._from], self._bytes[self._to :]])
-        assert (around == POISON).all(), "written outside of the results"
-        return cupy.asnumpy(self.array)
-
-
-def place(values: Array, skip: int = 0, apart: int = 0) -> Any:
-    """`values` on the GPU, off alignment, their rows apart; between and around them NaN."""
-    wide = np.full((*values.shape[:-1], values.shape[-1] + apart), NAN, values.dtype)
-    wide[..., : values.shape[-1]] = values
-    buffer = Buffer(wide.shape, values.dtype.name, skip)
-    buffer.array[...] = cupy.asarray(wide)
-    return buffer.array[..., : values.shape[-1]]
 
 
 def compare(case: Case, dtype: str, rng: np.random.Generator, variant: str = "auto") -> None:

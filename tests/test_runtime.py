@@ -205,6 +205,42 @@ def test_an_unexpected_array_is_refused(change: Callable[[Any], Any], error: typ
             arrays.expect("x", array, "a", library, 1, FLOATS, (2, 3), "[m, n]")
 
 
+def test_a_view_that_is_contiguous_is_expected() -> None:
+    views: list[tuple[Callable[[Any], Any], tuple[int, ...]]] = [
+        (lambda x: x[:2], (2, 4)),
+        (lambda x: x[:1, :2], (1, 2)),
+        (lambda x: x[::3, 1:2][:1], (1, 1)),
+        (lambda x: x.T[:, :0], (4, 0)),
+        (lambda x: x.T[:1, :1], (1, 1)),
+    ]
+    for array in _host_arrays(3, 4):
+        for view, shape in views:
+            arrays.expect("x", view(array), "a", *arrays.place("a", array), FLOATS, shape, "[m, n]")
+
+
+def test_the_argument_that_leads_a_call() -> None:
+    for array in _host_arrays(2, 3):
+        library = arrays.library_of(array)
+        assert arrays.leader("x", array, FLOATS, ("m", "n")) == (library, None, "float32")
+        with pytest.raises(TypeError, match=r"^x must be float16 or int8, got float32$"):
+            arrays.leader("x", array, ("float16", "int8"), ("m", "n"))
+        with pytest.raises(ValueError, match=re.escape("x must be of shape [n], got [2, 3]")):
+            arrays.leader("x", array, FLOATS, ("n",))
+    with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy, torch, or any with __dlpack__\), got list"):
+        arrays.leader("x", [1.0], FLOATS, ("n",))
+
+
+def test_the_distance_between_rows() -> None:
+    for array in _host_arrays(4, 6):
+        library, _ = arrays.place("x", array)
+        for view, wanted in ((array, 6), (array[:, 1:3], 6), (array[::2], 12), (array[:1, ::6], 6), (array[:0].T, 1)):
+            assert arrays.row_stride("x", view, library) == wanted
+        for view, strides in ((array[:, ::2], "(6, 2)"), (array.T, "(1, 6)")):
+            message = f"x must be contiguous along its last dimension, got strides {strides} (in elements)"
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                arrays.row_stride("x", view, library)
+
+
 def test_what_is_contiguous() -> None:
     fine: list[Callable[[Any], Any]] = [
         lambda x: x,
@@ -406,7 +442,11 @@ def test_expected_arrays_on_a_gpu() -> None:
         (lambda: check.number("f", float("-inf")), ValueError, "f must be a finite number, got -inf"),
         (lambda: check.number("f", np.float32("inf")), ValueError, "f must be a finite number, got inf"),
         (lambda: check.one_of("s", "c", ("a", "b")), ValueError, "s must be one of 'a', 'b', got 'c'"),
+        (lambda: check.host_variant("c", ("auto", "b")), ValueError, "variant must be one of 'auto', 'b', got 'c'"),
+        (lambda: check.host_variant("b", ("auto", "b")), ValueError,
+         "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'b'"),
         (lambda: check.dtype("x", "int8", ("a", "b")), TypeError, "x must be a or b, got int8"),
+        (lambda: check.dtype("x", "int8", ("a", "b", "a")), TypeError, "x must be a or b, got int8"),
         (lambda: check.shape("x", (1, 2), (2, 2), "[m, n]"), ValueError,
          "x must be of shape [m, n] = [2, 2], got [1, 2]"),
         (lambda: check.dimensions("x", (1,), ("m", "n")), ValueError, "x must be of shape [m, n], got [1]"),
@@ -427,6 +467,7 @@ def test_checks_give_plain_values() -> None:
         assert check.number("f", number) == 2.5
     assert check.number("f", 2) == 2.0
     assert check.one_of("s", "a", ("a", "b")) == "a"
+    check.host_variant("auto", ("auto", "b"))
 
 
 # --- comparing results ----------------------------------------------------------------------------------
@@ -950,7 +991,7 @@ class FakeGPUs:
         return 2
 
     def deviceGetAttribute(self, attribute: int, device: int) -> int:
-        return {75: (8, 9), 76: (6, 0)}[attribute][device]
+        return {75: (8, 9), 76: (6, 0), 16: (84, 132)}[attribute][device]
 
     def launchKernel(self, function: int, *sizes: int) -> None:
         *geometry, shared_bytes, stream, address, extra = sizes
@@ -1046,6 +1087,8 @@ def test_a_variant_is_one_object() -> None:
 def test_the_devices_and_their_targets(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.device_count() == 2
     assert [kernel.arch_of_device(device) for device in range(2)] == ["86", "90a"]
+    # Past the cache, which outlives these devices.
+    assert [kernel.multiprocessors.__wrapped__(device) for device in range(2)] == [84, 132]
 
     def fail() -> int:
         raise RuntimeError("no driver")

@@ -25,6 +25,7 @@ from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import TOLERANCES, assert_matches
+from tests.buffers import Buffer, place
 
 Array = NDArray[Any]
 Options = dict[str, Any]
@@ -1138,7 +1139,7 @@ def machine() -> Iterator[Callable[[str], None]]:
     op._plan.cache_clear()
     with (
         patch.object(op, "arch_of_device", lambda device: arch[0]),
-        patch.object(op, "_multiprocessors", lambda device: 132),
+        patch.object(op, "multiprocessors", lambda device: 132),
     ):
 
         def choose(name: str) -> None:
@@ -1338,35 +1339,6 @@ def test_a_compiled_step(device: str) -> None:
 
 
 # --- the kernels against the twin -----------------------------------------------------------------------------------
-
-#: Bytes before and after each array that a kernel writes; each is of this value, before and after.
-GUARD, POISON = 512, 0xA5
-
-
-class Buffer:
-    """A poisoned array on the GPU between guards; `skip` elements past a 256-byte boundary."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str, skip: int = 0) -> None:
-        kind = arrays.numpy_dtype(dtype)
-        self._from = GUARD + skip * kind.itemsize
-        self._to = self._from + int(np.prod(shape)) * kind.itemsize
-        self._bytes = cupy.full(self._to + GUARD, POISON, cupy.uint8)
-        inside = self._bytes[self._from : self._to]
-        self.array = inside.view(kind).reshape(shape) if inside.size else cupy.empty(shape, kind)
-
-    def numpy(self) -> Array:
-        around = cupy.concatenate([self._bytes[: self._from], self._bytes[self._to :]])
-        assert (around == POISON).all(), "written outside of the results"
-        return cupy.asnumpy(self.array)
-
-
-def place(values: Array, skip: int = 0, apart: int = 0) -> Any:
-    """`values` on the GPU, off alignment, their rows apart; between and behind them NaN."""
-    wide = np.full((*values.shape[:-1], values.shape[-1] + apart), NAN, values.dtype)
-    wide[..., : values.shape[-1]] = values
-    buffer = Buffer(wide.shape, values.dtype.name, skip)
-    buffer.array[...] = cupy.asarray(wide)
-    return buffer.array[..., : values.shape[-1]]
 
 
 class Tally:

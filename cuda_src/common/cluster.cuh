@@ -49,13 +49,6 @@ template <int CLUSTER> __device__ __forceinline__ void store_in(int rank, float*
         asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(here, rank)), "f"(value) : "memory");
 }
 
-template <int CLUSTER> __device__ __forceinline__ void store_in(int rank, int* here, int value) {
-    if constexpr (CLUSTER == 1)
-        *here = value;
-    else
-        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in(here, rank)), "r"(value) : "memory");
-}
-
 template <int CLUSTER>
 __device__ __forceinline__ void store_in(int rank, unsigned long long* here, unsigned long long value) {
     if constexpr (CLUSTER == 1)

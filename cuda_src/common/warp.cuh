@@ -41,6 +41,15 @@ template <int LANES> __device__ __forceinline__ int lanes_inclusive_sum(int valu
     return value;
 }
 
+template <int LANES> __device__ __forceinline__ float lanes_inclusive_sum(float value) {
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+        const float before = __shfl_up_sync(FULL_WARP, value, step, LANES);
+        if (threadIdx.x % LANES >= step) value += before;
+    }
+    return value;
+}
+
 // The rank-th largest of the lanes' keys (1: the largest), or a smaller one where keys are equal.
 template <int LANES> __device__ __forceinline__ unsigned lanes_rank_th_largest(unsigned key, int rank) {
     if constexpr (LANES == 32) {

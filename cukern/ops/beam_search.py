@@ -107,12 +107,7 @@ def _plan(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: str) 
 
 
 def _check_log_probs(log_probs: Any) -> tuple[arrays.Library, int | None, str]:
-    library, device = arrays.place("log_probs", log_probs)
-    dtype = library.dtype(log_probs)
-    if dtype not in DTYPES:
-        check.dtype("log_probs", dtype, DTYPES)
-    if len(log_probs.shape) != 3:
-        check.dimensions("log_probs", tuple(log_probs.shape), ("batch", "beams", "vocab"))
+    library, device, dtype = arrays.leader("log_probs", log_probs, DTYPES, ("batch", "beams", "vocab"))
     arrays.contiguous("log_probs", log_probs, library)
     return library, device, dtype
 
@@ -122,12 +117,6 @@ def _rate(diversity_rate: Any) -> float:
     if abs(rate) > _LARGEST_RATE:
         check.fail("diversity_rate", f"in [{-_LARGEST_RATE}, {_LARGEST_RATE}]", rate)
     return rate
-
-
-def _check_host_variant(variant: str, allowed: Sequence[str]) -> None:
-    check.one_of("variant", variant, allowed)
-    if variant != "auto":
-        check.fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
 
 
 def _check_outs(out: Any, names: str, count: int) -> Any:
@@ -215,7 +204,7 @@ def beam_topk(
         for name, array, kind in (("out[0]", values, "float32"), ("out[1]", ids, "int32")):
             arrays.expect(name, array, "log_probs", library, device, (kind,), (batch, k), "[batch, k]")
     if device is None:
-        _check_host_variant(variant, TOPK_VARIANTS)
+        check.host_variant(variant, TOPK_VARIANTS)
         return arrays.on_host(twin.beam_topk, log_probs, log_probs, k, diversity_rate=rate, out=out)
     if out is None:
         values = library.empty((batch, k), "float32", log_probs)
@@ -365,7 +354,7 @@ def beam_search_step(
             expected = ((batch,), "[batch]") if kind == "bool" else (shape, symbols)
             arrays.expect(f"out[{i}]", array, "log_probs", library, device, (kind,), *expected)
     if device is None:
-        _check_host_variant(variant, TOPK_VARIANTS)
+        check.host_variant(variant, TOPK_VARIANTS)
         sizes = (step, max_steps, ends)
         options = {"length_penalty": length_penalty, "early_stopping": early_stopping, "diversity_rate": rate}
         return arrays.on_host(twin.beam_search_step, log_probs, log_probs, *state, done, *sizes, out=out, **options)
@@ -552,7 +541,7 @@ def update_kv_cache(
         if not in_place and any(_overlap(address, a, size) for a in (*addresses, *new[:i])):
             check.fail(f"out[{i}]", "the cache itself or clear of both caches and of the other result", "an overlap")
     if device is None:
-        _check_host_variant(variant, CACHE_VARIANTS)
+        check.host_variant(variant, CACHE_VARIANTS)
         halves = None if out is None else (out[0][:step], out[1][:step])
         results = arrays.on_host(twin.update_kv_cache, key_cache, key_cache, value_cache, parents, step, out=halves)
         return results if out is None else out

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from cukern.reference import decoder_attention as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.compile import Instance
-from cukern.runtime.cuda import runtime
 from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import multiprocessors as _multiprocessors
 
 __all__ = ["cross_attention", "masked_attention"]
 
@@ -24,7 +24,6 @@ _MAX_WARPS = 8  # MAX_WARPS of the template
 _MAX_SPLITS = 256
 #: Warps that a multiprocessor holds, at the 128 registers per thread of the template's launch bounds.
 _RESIDENT_WARPS = 16
-_MULTIPROCESSOR_COUNT = 16  # the driver's attribute
 _LOG2_E = 1.4426950408889634
 
 #: Dimensions of a head that have variants of their own.
@@ -139,11 +138,6 @@ def _grid(rows: int, entries: int, lanes: int, steps: int, multiprocessors: int)
     return _Grid(columns, warps, splits, split_rounds * steps)
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return runtime.deviceGetAttribute(_MULTIPROCESSOR_COUNT, device)
-
-
 def _sizes(name: str, array: Any, symbols: tuple[str, ...], q: Any) -> tuple[int, ...]:
     """The shape of a cache or memory, which says how many heads there are, after checking it against `q`."""
     shape = tuple(getattr(array, "shape", ()))
@@ -173,41 +167,7 @@ def _rows(
         check.dtype(name, library.dtype(array), (dtype,))
     if array.shape != shape:
         check.shape(name, tuple(array.shape), shape, "[batch, heads * dim]")
-    strides = library.strides(array)
-    if strides[1] != 1 and shape[1] > 1 and shape[0]:
-        check.fail(name, "contiguous along its last dimension", f"strides {tuple(strides)} (in elements)")
-    return strides[0]
-
-
-def _whole(
-    name: str,
-    array: Any,
-    library: arrays.Library,
-    device: int | None,
-    dtype: str,
-    shape: tuple[int, ...],
-    symbols: str,
-) -> None:
-    """`arrays.expect`, quick where all is well."""
-    if (
-        arrays.library_of(array) is not library
-        or library.dtype(array) != dtype
-        or library.device(array) != device
-        or array.shape != shape
-        # An array without elements is contiguous whatever its strides are.
-        or (library.strides(array) != _strides(shape) and 0 not in shape)
-    ):
-        arrays.expect(name, array, "q", library, device, (dtype,), shape, symbols)
-
-
-@functools.lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous array, in elements."""
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))
+    return arrays.row_stride(name, array, library)
 
 
 def _biases(
@@ -218,25 +178,16 @@ def _biases(
     for name, bias in biases:
         if bias is None:
             continue
-        arrays.same_place(name, bias, "q", library, device)
+        arrays.expect(name, bias, "q", library, device, ("float32", dtype), (width,), "[heads * dim]")
         found = library.dtype(bias)
-        if found != dtype and found != "float32":
-            check.dtype(name, found, dict.fromkeys(("float32", dtype)))
         if first is not None and found != first[1]:
             check.fail(name, f"{first[1]} like {first[0]}", found, TypeError)
         first = first or (name, found)
-        _whole(name, bias, library, device, found, (width,), "[heads * dim]")
     return first is not None and first[1] == "float32"
 
 
 def _scale(scale: Any, dim: int) -> float:
     return dim**-0.5 if scale is None else check.number("scale", scale)
-
-
-def _check_host_variant(variant: str) -> None:
-    check.one_of("variant", variant, VARIANTS)
-    if variant != "auto":
-        check.fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
 
 
 def _launch(
@@ -380,14 +331,14 @@ def masked_attention(
     named = ("bias_q", bias_q), ("bias_k", bias_k), ("bias_v", bias_v)
     bias_is_float = _biases(named, library, device, dtype, heads * dim)
     symbols = "[max_steps, batch, heads, dim]"
-    _whole("key_cache", key_cache, library, device, dtype, shape, symbols)
-    _whole("value_cache", value_cache, library, device, dtype, shape, symbols)
+    arrays.expect("key_cache", key_cache, "q", library, device, (dtype,), shape, symbols)
+    arrays.expect("value_cache", value_cache, "q", library, device, (dtype,), shape, symbols)
     step = check.integer("step", step, 1, min(max_steps, MAX_ENTRIES), "max_steps")
     scale = _scale(scale, dim)
     if out is not None:
-        _whole("out", out, library, device, dtype, new_shape, "[batch, heads * dim]")
+        arrays.expect("out", out, "q", library, device, (dtype,), new_shape, "[batch, heads * dim]")
     if device is None:
-        _check_host_variant(variant)
+        check.host_variant(variant, VARIANTS)
         inputs = q, k, v, bias_q, bias_k, bias_v, key_cache, value_cache, step
         return arrays.on_host(twin.masked_attention, q, *inputs, scale=scale, out=out)
     return _launch(
@@ -454,16 +405,16 @@ def cross_attention(
     q_stride = _rows("q", q, library, device, dtype, new_shape)
     bias_is_float = _biases((("bias_q", bias_q),), library, device, dtype, heads * dim)
     symbols = "[batch, memory_len, heads, dim]"
-    _whole("key_memory", key_memory, library, device, dtype, shape, symbols)
-    _whole("value_memory", value_memory, library, device, dtype, shape, symbols)
-    _whole("memory_lengths", memory_lengths, library, device, "int32", (batch,), "[batch]")
+    arrays.expect("key_memory", key_memory, "q", library, device, (dtype,), shape, symbols)
+    arrays.expect("value_memory", value_memory, "q", library, device, (dtype,), shape, symbols)
+    arrays.expect("memory_lengths", memory_lengths, "q", library, device, ("int32",), (batch,), "[batch]")
     if memory_len > MAX_ENTRIES:
         check.fail("key_memory", f"of at most {MAX_ENTRIES} entries", memory_len)
     scale = _scale(scale, dim)
     if out is not None:
-        _whole("out", out, library, device, dtype, new_shape, "[batch, heads * dim]")
+        arrays.expect("out", out, "q", library, device, (dtype,), new_shape, "[batch, heads * dim]")
     if device is None:
-        _check_host_variant(variant)
+        check.host_variant(variant, VARIANTS)
         lengths = library.to_numpy(memory_lengths)
         if batch and (lengths.min() < 0 or lengths.max() > memory_len):
             check.fail("memory_lengths", f"in [0, {memory_len}] (memory_len)", lengths.tolist())

@@ -83,26 +83,13 @@ class _Rows(NamedTuple):
     row_stride: int
 
 
-def _row_stride(name: str, array: Any, library: arrays.Library) -> int:
-    """The distance between the rows of a matrix whose rows are contiguous."""
-    row_stride, stride = library.strides(array)
-    if stride != 1 and array.shape[1] > 1 and array.shape[0]:
-        check.fail(name, "contiguous along its last dimension", f"strides {row_stride, stride} (in elements)")
-    return row_stride
-
-
 def _check_logits(logits: Any) -> _Rows:
-    library, device = arrays.place("logits", logits)
-    dtype = library.dtype(logits)
-    if dtype not in DTYPES:
-        check.dtype("logits", dtype, DTYPES)
-    if len(logits.shape) != 2:
-        check.dimensions("logits", tuple(logits.shape), ("batch", "vocab"))
+    library, device, dtype = arrays.leader("logits", logits, DTYPES, ("batch", "vocab"))
     batch, vocab = logits.shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail("the vocabulary of logits", f"in [1, {MAX_VOCAB}]", vocab)
     _check_batch("logits", batch)
-    return _Rows(library, device, dtype, batch, vocab, _row_stride("logits", logits, library))
+    return _Rows(library, device, dtype, batch, vocab, arrays.row_stride("logits", logits, library))
 
 
 def _check_out(out: Any, rows: _Rows) -> int:
@@ -113,31 +100,10 @@ def _check_out(out: Any, rows: _Rows) -> int:
         check.dtype("out", dtype, (rows.dtype,))
     if tuple(out.shape) != (rows.batch, rows.vocab):
         check.shape("out", tuple(out.shape), (rows.batch, rows.vocab), "[batch, vocab]")
-    row_stride = _row_stride("out", out, rows.library)
+    row_stride = arrays.row_stride("out", out, rows.library)
     if rows.batch > 1 and abs(row_stride) < rows.vocab:
         check.fail("out", "of rows that do not overlap", f"strides {row_stride, 1} (in elements)")
     return row_stride
-
-
-def _expect_vector(
-    name: str,
-    array: Any,
-    like: str,
-    library: arrays.Library,
-    device: int | None,
-    dtype: str,
-    shape: tuple[int, ...],
-    symbols: str = "[batch]",
-) -> None:
-    """`arrays.expect` for an array of at most one dimension, quick where there is nothing to say."""
-    if not (
-        arrays.library_of(array) is library
-        and library.device(array) == device
-        and library.dtype(array) == dtype
-        and array.shape == shape
-        and (not shape or shape[0] < 2 or library.strides(array)[0] == 1)
-    ):
-        arrays.expect(name, array, like, library, device, (dtype,), shape, symbols)
 
 
 def _width(variant: str, rows: _Rows, out_row_stride: int, addresses: int) -> int:
@@ -155,18 +121,15 @@ def _width(variant: str, rows: _Rows, out_row_stride: int, addresses: int) -> in
 
 
 def _check_variant(variant: str, device: int | None) -> None:
-    if variant not in VARIANTS:
+    if device is None:
+        check.host_variant(variant, VARIANTS)
+    elif variant not in VARIANTS:
         check.one_of("variant", variant, VARIANTS)
-    if device is None and variant != "auto":
-        check.fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
 
 
 def _check_ids(name: str, ids: Any) -> tuple[arrays.Library, int | None, int]:
     """Library, device and batch of an array [batch] of int32 that leads a call."""
-    library, device = arrays.place(name, ids)
-    check.dtype(name, library.dtype(ids), ("int32",))
-    if len(ids.shape) != 1:
-        check.dimensions(name, tuple(ids.shape), ("batch",))
+    library, device, _ = arrays.leader(name, ids, ("int32",), ("batch",))
     arrays.contiguous(name, ids, library)
     return library, device, _check_batch(name, ids.shape[0])
 
@@ -314,9 +277,9 @@ def update_logits(
     library, device, dtype, batch, vocab, row_stride = rows
     _check_variant(variant, device)
     if bias is not None:
-        _expect_vector("bias", bias, "logits", library, device, dtype, (vocab,), "[vocab]")
+        arrays.expect("bias", bias, "logits", library, device, (dtype,), (vocab,), "[vocab]")
     if finished is not None:
-        _expect_vector("finished", finished, "logits", library, device, "bool", (batch,))
+        arrays.expect("finished", finished, "logits", library, device, ("bool",), (batch,), "[batch]")
         if end_id is None:
             check.fail("end_id", "an integer where finished is given", "None", TypeError)
     if end_id is not None:
@@ -362,7 +325,7 @@ def _per_row(
         return 0, off, 0
     if arrays.is_array(value):
         shape = (rows.batch,) if len(value.shape) else ()
-        _expect_vector(name, value, "logits", rows.library, rows.device, dtype, shape)
+        arrays.expect(name, value, "logits", rows.library, rows.device, (dtype,), shape, "[batch]")
         return rows.library.address(value), off, len(shape)
     if dtype == "int32":
         return 0, check.integer(name, value, int(low), 2**31 - 1), 0
@@ -396,7 +359,7 @@ def _check_output_ids(
         check.fail("output_ids", f"of shape [batch, max_length] with batch = {batch}", list(shape))
     if shape[1] > MAX_LENGTH:
         check.fail("max_length of output_ids", f"at most {MAX_LENGTH}", shape[1])
-    return shape[1], _row_stride("output_ids", output_ids, library)
+    return shape[1], arrays.row_stride("output_ids", output_ids, library)
 
 
 @arrays.takes_dlpack
@@ -480,7 +443,7 @@ def apply_penalties(
         )
     for name, lengths in (("sequence_length", sequence_length), ("prompt_length", prompt_length)):
         if lengths is not None:
-            _expect_vector(name, lengths, "logits", library, device, "int32", (batch,))
+            arrays.expect(name, lengths, "logits", library, device, ("int32",), (batch,), "[batch]")
     if sequence_length is None and not (output_ids is None and min_length is None and prompt_length is None):
         check.fail("sequence_length", "given with output_ids, min_length or prompt_length", "None", TypeError)
     if end_id is not None:
@@ -577,9 +540,9 @@ def stop_words_criterion(output_ids: Any, sequence_length: Any, stop_words: Any,
         check.dimensions("output_ids", tuple(output_ids.shape), ("batch", "max_length"))
     batch = _check_batch("output_ids", output_ids.shape[0])
     max_length, row_stride = _check_output_ids(output_ids, "output_ids", library, device, batch)
-    _expect_vector("sequence_length", sequence_length, "output_ids", library, device, "int32", (batch,))
+    arrays.expect("sequence_length", sequence_length, "output_ids", library, device, ("int32",), (batch,), "[batch]")
     words_stride = _check_words("stop_words", stop_words, "output_ids", library, device, batch)
-    _expect_vector("finished", finished, "output_ids", library, device, "bool", (batch,))
+    arrays.expect("finished", finished, "output_ids", library, device, ("bool",), (batch,), "[batch]")
     if device is None:
         arrays.on_host(twin.stop_words_criterion, finished, output_ids, sequence_length, stop_words, finished)
         return finished
@@ -627,8 +590,8 @@ def update_finished(word_ids: Any, finished: Any, sequence_length: Any, end_id: 
     token than `end_id`; here it stays finished.
     """
     library, device, batch = _check_ids("word_ids", word_ids)
-    _expect_vector("finished", finished, "word_ids", library, device, "bool", (batch,))
-    _expect_vector("sequence_length", sequence_length, "word_ids", library, device, "int32", (batch,))
+    arrays.expect("finished", finished, "word_ids", library, device, ("bool",), (batch,), "[batch]")
+    arrays.expect("sequence_length", sequence_length, "word_ids", library, device, ("int32",), (batch,), "[batch]")
     end_id = check.integer("end_id", end_id, -1, 2**31 - 1)
     if device is None:
         arrays.on_host(twin.update_finished, word_ids, word_ids, finished, sequence_length, end_id)

@@ -103,12 +103,7 @@ def _lookup(
     out: Any,
     variant: str,
 ) -> Any:
-    library, device = arrays.place("embedding_table", embedding_table)
-    dtype = library.dtype(embedding_table)
-    if dtype not in DTYPES:
-        check.dtype("embedding_table", dtype, DTYPES)
-    if len(embedding_table.shape) != 2:
-        check.dimensions("embedding_table", tuple(embedding_table.shape), ("vocab", "hidden"))
+    library, device, dtype = arrays.leader("embedding_table", embedding_table, DTYPES, ("vocab", "hidden"))
     vocab, hidden = embedding_table.shape
     if hidden > MAX_HIDDEN:
         check.fail("embedding_table", f"of a hidden size of at most {MAX_HIDDEN}", hidden)
@@ -157,9 +152,7 @@ def _lookup(
         arrays.expect("out", out, "embedding_table", library, device, (dtype,), result_shape, symbols)
 
     if device is None:
-        check.one_of("variant", variant, VARIANTS)
-        if variant != "auto":
-            check.fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
+        check.host_variant(variant, VARIANTS)
         _check_range("word_ids", word_ids, library, 0, vocab, "vocab")
         if position_ids is not None:
             _check_range("position_ids", position_ids, library, step, positions, "positions")

@@ -271,9 +271,7 @@ def _gate(
     tokens, experts = logits.shape
     if tokens > MAX_TOKENS:
         check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
-    row_stride, stride = library.strides(logits)
-    if stride != 1 and experts > 1 and tokens:
-        check.fail(name, "contiguous along its last dimension", f"strides {row_stride, stride} (in elements)")
+    row_stride = arrays.row_stride(name, logits, library)
     if not (type(groups) is type(topk_group) is type(topk) is type(shared) is int):
         groups = check.integer("num_expert_group", groups, 1)
         topk_group = check.integer("topk_group", topk_group, 1)
@@ -289,15 +287,8 @@ def _gate(
     device = library.device(logits)
     bias_is_float = False
     if bias is not None:
-        arrays.same_place(bias_name, bias, name, library, device)
-        bias_dtype = library.dtype(bias)
-        if bias_dtype != "float32" and bias_dtype != dtype:
-            check.dtype(bias_name, bias_dtype, dict.fromkeys(("float32", dtype)))
-        if tuple(bias.shape) != (experts,):
-            check.shape(bias_name, bias.shape, (experts,), "[experts]")
-        if library.strides(bias) != (1,) and experts > 1:
-            check.fail(bias_name, "contiguous", f"strides {library.strides(bias)} (in elements)")
-        bias_is_float = bias_dtype == "float32"
+        arrays.expect(bias_name, bias, name, library, device, ("float32", dtype), (experts,), "[experts]")
+        bias_is_float = library.dtype(bias) == "float32"
     if out is None:
         weights = ids = None
     else:
@@ -318,8 +309,7 @@ def _gate(
             valid = check.integer("num_token_non_padded", num_token_non_padded, 0, tokens, "tokens")
 
     if device is None:
-        if variant != "auto":
-            check.fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
+        check.host_variant(variant, VARIANTS)
         results = twin.gate(
             library.to_numpy(logits),
             None if bias is None else library.to_numpy(bias),
@@ -415,11 +405,7 @@ def _check_out(
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         check.fail("out", "a pair (weights, ids)", type(out).__name__, TypeError)
     for part, array, dtype in zip(names, out, ("float32", "int32"), strict=True):
-        arrays.same_place(part, array, name, library, device)
-        check.dtype(part, library.dtype(array), (dtype,))
-        check.shape(part, tuple(array.shape), shape, "[tokens, topk]")
-        if 0 not in shape and library.strides(array) != (shape[1], 1) and shape != (1, 1):
-            check.fail(part, "contiguous", f"strides {library.strides(array)} (in elements)")
+        arrays.expect(part, array, name, library, device, (dtype,), shape, "[tokens, topk]")
     return out[0], out[1]
 
 

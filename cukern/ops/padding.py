@@ -193,15 +193,6 @@ def _fill_bits(fill: float, dtype: str) -> int:
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def _dtype(name: str, array: Any, library: arrays.Library, dimensions: tuple[str, ...]) -> str:
-    dtype = library.dtype(array)
-    if dtype not in DTYPES:
-        check.dtype(name, dtype, DTYPES)
-    if len(array.shape) != len(dimensions):
-        check.dimensions(name, tuple(array.shape), dimensions)
-    return dtype
-
-
 def _row_stride(name: str, array: Any, library: arrays.Library) -> int:
     """The distance of the rows of [..., hidden], in elements.
 
@@ -257,12 +248,6 @@ def _words(padding_offset: Any, like: str, library: arrays.Library, device: int 
 def _hidden(name: str, hidden: int) -> None:
     if hidden > MAX_HIDDEN:
         check.fail(name, f"of a hidden size up to {MAX_HIDDEN}", hidden)
-
-
-def _on_host(variant: str) -> None:
-    if variant != "auto":
-        check.one_of("variant", variant, VARIANTS)
-        check.fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
 
 
 # --- the functions ------------------------------------------------------------------------------------
@@ -378,8 +363,7 @@ def remove_sequence_length_padding(src: Any, padding_offset: Any, *, out: Any = 
 
     The function is FasterTransformer's `remove_sequence_length_padding`.
     """
-    library, device = arrays.place("src", src)
-    dtype = _dtype("src", src, library, ("batch", "seq", "hidden"))
+    library, device, dtype = arrays.leader("src", src, DTYPES, ("batch", "seq", "hidden"))
     batch, seq, hidden = src.shape
     _hidden("src", hidden)
     row_stride = _row_stride("src", src, library)
@@ -389,7 +373,7 @@ def remove_sequence_length_padding(src: Any, padding_offset: Any, *, out: Any = 
     if out is not None:
         arrays.expect("out", out, "src", library, device, (dtype,), shape, "[words, hidden]")
     if device is None:
-        _on_host(variant)
+        check.host_variant(variant, VARIANTS)
         return arrays.on_host(twin.remove_sequence_length_padding, src, src, padding_offset, out=out)
     if out is None:
         out = library.empty(shape, dtype, src)
@@ -433,8 +417,7 @@ def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, 
 
     The function is what FasterTransformer calls `transpose_rebuild_padding`, although it removes.
     """
-    library, device = arrays.place("src", src)
-    dtype = _dtype("src", src, library, ("batch", "heads", "seq", "dim"))
+    library, device, dtype = arrays.leader("src", src, DTYPES, ("batch", "heads", "seq", "dim"))
     batch, heads, seq, dim = src.shape
     hidden = heads * dim
     _hidden("src", hidden)
@@ -446,7 +429,7 @@ def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, 
     if out is not None:
         arrays.expect("out", out, "src", library, device, (dtype,), shape, "[words, heads * dim]")
     if device is None:
-        _on_host(variant)
+        check.host_variant(variant, VARIANTS)
         return arrays.on_host(twin.transpose_remove_padding, src, src, padding_offset, out=out)
     if out is None:
         out = library.empty(shape, dtype, src)
@@ -506,8 +489,7 @@ def rebuild_sequence_length_padding(
 
     The function is FasterTransformer's `rebuild_sequence_length_padding`, which leaves the padding as it was.
     """
-    library, device = arrays.place("src", src)
-    dtype = _dtype("src", src, library, ("words", "hidden"))
+    library, device, dtype = arrays.leader("src", src, DTYPES, ("words", "hidden"))
     hidden = src.shape[1]
     _hidden("src", hidden)
     row_stride = _row_stride("src", src, library)
@@ -526,7 +508,7 @@ def rebuild_sequence_length_padding(
     if out is not None:
         arrays.expect("out", out, "src", library, device, (dtype,), shape, "[batch, max_seq_len, hidden]")
     if device is None:
-        _on_host(variant)
+        check.host_variant(variant, VARIANTS)
         return arrays.on_host(
             twin.rebuild_sequence_length_padding, src, src, padding_offset, *shape[:2], fill=fill, out=out
         )
@@ -592,8 +574,7 @@ def add_qkv_bias_rebuild_padding(
 
     The function is FasterTransformer's `add_QKV_bias_rebuild_padding`.
     """
-    library, device = arrays.place("q", q)
-    dtype = _dtype("q", q, library, ("words", "hidden"))
+    library, device, dtype = arrays.leader("q", q, DTYPES, ("words", "hidden"))
     hidden = q.shape[1]
     _hidden("q", hidden)
     rows = _padded_rows(batch, max_seq_len)
@@ -623,7 +604,7 @@ def add_qkv_bias_rebuild_padding(
             symbols = "[batch, heads, max_seq_len, dim]"
             arrays.expect(f"out[{i}]", array, "q", library, device, (dtype,), shape, symbols)
     if device is None:
-        _on_host(variant)
+        check.host_variant(variant, VARIANTS)
         given = (q, k, v, bias_q, bias_k, bias_v, padding_offset)
         return arrays.on_host(
             twin.add_qkv_bias_rebuild_padding, q, *given, int(batch), int(max_seq_len), heads, out=out

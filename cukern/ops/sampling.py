@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from cukern.reference import sampling as twin
 from cukern.runtime import arrays, check
-from cukern.runtime.cuda import runtime
-from cukern.runtime.kernel import Kernel, Variant, arch_of_device
+from cukern.runtime.kernel import Kernel, Variant, arch_of_device, multiprocessors
 
 __all__ = [
     "chain_speculative_sampling",
@@ -80,11 +79,6 @@ class _Plan(NamedTuple):
     topped_tiles: int
 
 
-@functools.lru_cache
-def _multiprocessors(device: int) -> int:
-    return runtime.deviceGetAttribute(16, device)
-
-
 @functools.lru_cache(maxsize=1024)
 def _plan(vocab: int, batch: int, device: int, variant: str, cache: bool) -> _Plan:
     check.one_of("variant", variant, VARIANTS)
@@ -95,10 +89,10 @@ def _plan(vocab: int, batch: int, device: int, variant: str, cache: bool) -> _Pl
     # One block has a warp for each of so few tiles.
     cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= _MAX_WARPS) else CLUSTER
     tiles_per_block = -(-tiles // cluster)
-    blocks, multiprocessors = batch * cluster, _multiprocessors(device)
+    blocks = batch * cluster / multiprocessors(device)  # per multiprocessor
     # Nearly a warp per tile, while there is room for all blocks at once.
-    few = blocks <= 2 * multiprocessors
-    warps = _MAX_WARPS if few else _MIN_WARPS if blocks <= 5 * multiprocessors or not cache else 8
+    few = blocks <= 2
+    warps = _MAX_WARPS if few else _MIN_WARPS if blocks <= 5 or not cache else 8
     warps = min(warps, max(tiles_per_block, _MIN_WARPS))
     tops_per_tile = 32
     while tops_per_tile > 1 and tiles * tops_per_tile > _MAX_TOPS:
@@ -176,27 +170,13 @@ def _word(name: str, value: Any) -> int:
 
 def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[arrays.Library, int | None, str, int, int, int]:
     """Library, device, dtype, rows, vocabulary and row stride of a matrix [rows, vocab]."""
-    library, device = arrays.place(name, values)
-    dtype = library.dtype(values)
-    if dtype not in DTYPES:
-        check.dtype(name, dtype, DTYPES)
-    if len(values.shape) != 2:
-        check.dimensions(name, tuple(values.shape), (symbol, "vocab"))
+    library, device, dtype = arrays.leader(name, values, DTYPES, (symbol, "vocab"))
     rows, vocab = values.shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail(name, f"of a vocabulary in [1, {MAX_VOCAB}]", vocab)
     if rows > MAX_BATCH:
         check.fail(name, f"of at most {MAX_BATCH} rows", rows)
-    stride, step = library.strides(values)
-    if step != 1 and vocab > 1 and rows:
-        check.fail(name, "contiguous along its last dimension", f"strides {stride, step} (in elements)")
-    return library, device, dtype, rows, vocab, stride
-
-
-def _host_only(variant: str) -> None:
-    if variant != "auto":
-        check.one_of("variant", variant, VARIANTS)
-        check.fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
+    return library, device, dtype, rows, vocab, arrays.row_stride(name, values, library)
 
 
 def _draw(
@@ -265,7 +245,7 @@ def _draw(
             label = "out" if len(results) == 1 else f"out[{i}]"
             arrays.expect(label, made[i], name, library, device, (kind,), (batch,), "[batch]")
     if device is None:
-        _host_only(variant)
+        check.host_variant(variant, VARIANTS)
         _check_host_range("temperature", temperature, library, 0, float("inf"))
         _check_host_range("top_k", top_k, library, 1, vocab)
         _check_host_range("top_p", top_p, library, 0, 1)
@@ -719,7 +699,7 @@ def _whole_rows(
     if out is not None:
         arrays.expect("out", out, name, library, device, (kind,), (batch, vocab), "[batch, vocab]")
     if device is None:
-        _host_only(variant)
+        check.host_variant(variant, VARIANTS)
         _check_host_range(parameter, value, library, *host_range)
         return arrays.on_host(run_twin, values, values, value, out=out)
     plan = _plan(vocab, batch, device, variant, True)
@@ -835,11 +815,7 @@ def chain_speculative_sampling(
     Raises TypeError and ValueError as `sampling_from_logits` does. The function is FlashInfer's; the method is that of
     "Accelerating large language model decoding with speculative sampling" (arXiv:2302.01318).
     """
-    library, device = arrays.place("draft_probs", draft_probs)
-    dtype = library.dtype(draft_probs)
-    check.dtype("draft_probs", dtype, DTYPES)
-    if len(draft_probs.shape) != 3:
-        check.dimensions("draft_probs", tuple(draft_probs.shape), ("batch", "drafts", "vocab"))
+    library, device, dtype = arrays.leader("draft_probs", draft_probs, DTYPES, ("batch", "drafts", "vocab"))
     batch, drafts, vocab = draft_probs.shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail("draft_probs", f"of a vocabulary in [1, {MAX_VOCAB}]", vocab)
@@ -863,7 +839,7 @@ def chain_speculative_sampling(
         for i, wanted in enumerate(shapes):
             arrays.expect(f"out[{i}]", out[i], like, library, device, ("int32",), wanted, "[batch, ...]")
     if device is None:
-        _host_only(variant)
+        check.host_variant(variant, VARIANTS)
         return arrays.on_host(
             twin.chain_speculative_sampling,
             draft_probs,

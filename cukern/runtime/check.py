@@ -45,9 +45,16 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     return value
 
 
+def host_variant(variant: str, variants: Iterable[str]) -> None:
+    """The variant asked for arrays in host memory is "auto": there the NumPy twin runs, which has no others."""
+    if variant != "auto":
+        one_of("variant", variant, variants)
+        fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
+
+
 def dtype(name: str, got: str, allowed: Iterable[str]) -> None:
     """The dtype name `got` is among `allowed`."""
-    options = tuple(allowed)
+    options = dict.fromkeys(allowed)
     if got not in options:
         fail(name, " or ".join(options), got, TypeError)
 

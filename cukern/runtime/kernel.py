@@ -8,6 +8,7 @@ there. A launch packs the struct and makes one driver call; everything it writes
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import struct
 import sys
@@ -159,6 +160,12 @@ def arch_of_device(device: int) -> str:
     """The compile target of a device, such as "90a". Makes no context."""
     major, minor = (runtime.deviceGetAttribute(attribute, device) for attribute in (75, 76))
     return compile.arch_of((major, minor))
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many multiprocessors a device has. Makes no context."""
+    return runtime.deviceGetAttribute(16, device)
 
 
 def _archs_from_nvml() -> list[str] | None:
