@@ -18,22 +18,8 @@
 //
 // COLUMNS (units in a row) == 0 and HEAD_COLUMNS (units in a head's part of it) == 0 take these from the arguments.
 #include "common/numeric.cuh"
+#include "common/units.cuh"
 #include "common/warp.cuh"
-
-template <int BYTES> struct UnitOf;
-template <> struct UnitOf<16> { using Type = uint4; };
-template <> struct UnitOf<8> { using Type = uint2; };
-template <> struct UnitOf<4> { using Type = unsigned; };
-template <> struct UnitOf<2> { using Type = unsigned short; };
-
-// A number below 2^31 divided by a constant of the launch: n * multiplier >> shift.
-struct Divisor {
-    unsigned multiplier;
-    int shift;
-    __device__ __forceinline__ unsigned quotient(unsigned n) const {
-        return unsigned((unsigned long long)n * multiplier >> shift);
-    }
-};
 
 struct Geometry {
     int rows;         // of the array that is written

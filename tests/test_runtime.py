@@ -22,11 +22,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cukern
 import cukern.runtime.compile as compiler
 from cukern import testing
-from cukern.runtime import arrays, check, kernel, nvrtc
+from cukern.runtime import arrays, check, kernel, nvrtc, units
 from cukern.runtime.compile import CompileError, Instance
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
@@ -365,6 +367,21 @@ def test_foreign_arrays_pass_through_a_function() -> None:
     assert type(_shifted(Foreign((1, 0), x))) is np.ndarray
 
 
+@arrays.takes_dlpack
+def _shift_in_place(x: Any) -> None:
+    """An op that writes into its argument."""
+    library, _ = arrays.place("x", x)
+    library.to_numpy(x)[...] += 1
+
+
+def test_nothing_leaves_where_nothing_is_returned() -> None:
+    x = np.arange(3, dtype=np.float32)
+    for array in (Theirs(x), Foreign((1, 0), x), x):
+        assert _shift_in_place(array) is None
+    assert _shift_in_place(x=Theirs(x)) is None
+    assert x.tolist() == [4, 5, 6]
+
+
 def test_results_are_written_into_foreign_arrays() -> None:
     x, out = np.arange(3, dtype=np.float32), np.zeros(3, np.float32)
     theirs = Theirs(out)
@@ -468,6 +485,18 @@ def test_checks_give_plain_values() -> None:
     assert check.number("f", 2) == 2.0
     assert check.one_of("s", "a", ("a", "b")) == "a"
     check.host_variant("auto", ("auto", "b"))
+
+
+# --- what the sizes decide ------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_the_multiplication_divides(divisor: int, number: int) -> None:
+    multiplier, shift = units.divisor(divisor)
+    assert 0 < multiplier < 2**32
+    for n in (number, number // divisor * divisor, number // divisor * divisor - 1, 2**31 - 1):
+        if n >= 0:
+            assert n * multiplier >> shift == n // divisor
 
 
 # --- comparing results ----------------------------------------------------------------------------------
@@ -1024,7 +1053,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
 
 
 def make_variant() -> kernel.Variant:
-    return kernel.Variant(ONE, struct.Struct("@Pqifi0P"), 0)
+    return kernel.Variant(ONE, struct.Struct("@Pqifi0P"), 0, False)
 
 
 def test_a_launch_packs_its_arguments(gpus: FakeGPUs) -> None:

@@ -11,6 +11,7 @@ from cukern.reference import padding as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.units import divisor as _divisor
 
 __all__ = [
     "add_qkv_bias_rebuild_padding",
@@ -125,13 +126,6 @@ def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> li
 
 
 # --- what the sizes decide ----------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1024)
-def _divisor(number: int) -> tuple[int, int]:
-    """`n * multiplier >> shift` is n // number for n below 2**31 (Granlund and Montgomery, 1994)."""
-    shift = 31 + (number - 1).bit_length()
-    return -(-(1 << shift) // number), shift
 
 
 class _Plan(NamedTuple):

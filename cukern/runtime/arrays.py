@@ -303,7 +303,7 @@ def takes_dlpack(function: _F) -> _F:
             return kwargs["out"]
         if isinstance(results, tuple):
             return tuple(leave(x, leader) if is_array(x) else x for x in results)
-        return leave(results, leader)
+        return None if results is None else leave(results, leader)
 
     return call  # type: ignore[return-value]
 

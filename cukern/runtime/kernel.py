@@ -25,16 +25,18 @@ from cukern.runtime.cuda import cupy, driver, runtime
 KERNELS: dict[str, list[Kernel]] = {}
 
 _load_lock = threading.Lock()
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # the driver's attribute of a function
 
 
 class Variant:
     """A template instance that can be launched on any device it was, or can be, compiled for."""
 
-    __slots__ = ("_functions", "_local", "_modules", "_struct", "instance", "max_shared_bytes")
+    __slots__ = ("_functions", "_local", "_modules", "_struct", "instance", "large_clusters", "max_shared_bytes")
 
-    def __init__(self, instance: Instance, params: struct.Struct, max_shared_bytes: int) -> None:
+    def __init__(self, instance: Instance, params: struct.Struct, max_shared_bytes: int, large_clusters: bool) -> None:
         self.instance = instance
         self.max_shared_bytes = max_shared_bytes
+        self.large_clusters = large_clusters
         self._struct = params
         self._functions: dict[int, int] = {}
         self._modules: dict[int, Any] = {}
@@ -52,6 +54,8 @@ class Variant:
                 kernel = module.get_function(name)
                 if self.max_shared_bytes:
                     kernel.max_dynamic_shared_size_bytes = self.max_shared_bytes
+                if self.large_clusters:
+                    driver.funcSetAttribute(kernel.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
                 self._modules[device] = module
                 self._functions[device] = kernel.kernel.ptr
         return self._functions[device]
@@ -85,7 +89,7 @@ class Variant:
             driver.launchKernel(functions[device], *grid, *block, shared_bytes, stream, address, 0)
         finally:
             if previous != device:
-                del functions[device]
+                functions.pop(device, None)
                 runtime.setDevice(previous)
 
     def _new_state(self) -> tuple[Any, int, dict[int, int]]:
@@ -94,6 +98,19 @@ class Variant:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         self._local.keep = pointers
         return buffer, ctypes.addressof(pointers), {}
+
+
+def clear(device: int, stream: int, address: int, size: int) -> None:
+    """Set `size` bytes on `device` to 0, in the order of `stream`."""
+    previous = runtime.getDevice()
+    if previous == device:
+        runtime.memsetAsync(address, 0, size, stream)
+        return
+    runtime.setDevice(device)
+    try:
+        runtime.memsetAsync(address, 0, size, stream)
+    finally:
+        runtime.setDevice(previous)
 
 
 class Kernel:
@@ -115,14 +132,17 @@ class Kernel:
         self.specialized: list[Instance] = []
         KERNELS.setdefault(stem, []).append(self)
 
-    def variant(self, *arguments: str | int, max_shared_bytes: int = 0) -> Variant:
+    def variant(self, *arguments: str | int, max_shared_bytes: int = 0, large_clusters: bool = False) -> Variant:
         """The variant with these template arguments, the same object at every call.
 
-        A kernel that takes more than 48 KiB of dynamic shared memory must say how much at most.
+        A kernel that takes more than 48 KiB of dynamic shared memory must say how much at most, and one of clusters of
+        more than 8 blocks that it is.
         """
         variant = self._variants.get(arguments)
         if variant is None:
-            made = Variant(Instance(self.stem, self.function, arguments), self._struct, max_shared_bytes)
+            made = Variant(
+                Instance(self.stem, self.function, arguments), self._struct, max_shared_bytes, large_clusters
+            )
             # Two threads may both get here: the first to store wins.
             variant = self._variants.setdefault(arguments, made)
         return variant

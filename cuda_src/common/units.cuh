@@ -1,0 +1,18 @@
+// Units of so many bytes, in which rows of any type are moved, and the division that tells which row a unit is of.
+#pragma once
+
+template <int BYTES> struct UnitOf;
+template <> struct UnitOf<16> { using Type = uint4; };
+template <> struct UnitOf<8> { using Type = uint2; };
+template <> struct UnitOf<4> { using Type = unsigned; };
+template <> struct UnitOf<2> { using Type = unsigned short; };
+template <> struct UnitOf<1> { using Type = unsigned char; };
+
+// A number below 2^31 divided by a constant of the launch: n * multiplier >> shift.
+struct Divisor {
+    unsigned multiplier;
+    int shift;
+    __device__ __forceinline__ unsigned quotient(unsigned n) const {
+        return unsigned((unsigned long long)n * multiplier >> shift);
+    }
+};
