@@ -10,6 +10,8 @@ twin, on CPU tensors. What differs:
   writes into returns nothing either.
 - A function that writes into optional arguments alone, as `sample` does, has an overload without them too,
   `torch.ops.cukern.sample.functional`: where none is given, inductor can compile only that.
+- A function with a flag such as `return_lse` has the result that it adds in an overload instead,
+  `torch.ops.cukern.paged_attention.lse` (with `out=`: `.lse_out`).
 - There is no backward. A tensor that requires grad raises RuntimeError where grad mode is on, at the call or as it is
   traced, since without its gradient a model would train wrongly; `torch.no_grad()` or `.detach()` says that none
   is wanted. To forward-mode differentiation and the transforms of `torch.func` the results are constants.
@@ -25,6 +27,7 @@ The results have names in the schema, which `.out` takes over.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -58,11 +61,12 @@ def _result_names(schema: str) -> list[str]:
 def _out_schema(schema: str) -> str:
     """The schema of the overload that takes the results of `schema` as its last arguments."""
     name, rest = schema.split("(", 1)
+    name = f"{name}_out" if "." in name else f"{name}.out"
     arguments, _ = rest.rsplit(") -> ", 1)
     names = _result_names(schema)
     letters = [letter for letter in ascii_lowercase if f"({letter}!)" not in arguments]
     written = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip(letters, names, strict=False))
-    return f"{name}.out({arguments}, {'' if '*' in arguments else '*, '}{written}) -> ()"
+    return f"{name}({arguments}, {'' if '*' in arguments else '*, '}{written}) -> ()"
 
 
 def _functional_schema(schema: str) -> str | None:
@@ -128,24 +132,32 @@ def _register(
     torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
 
 
-def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: list[str]) -> None:
-    """Let torch.compile take a call of `function` as one of its operator."""
+def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: dict[str, list[str]]) -> None:
+    """Let torch.compile take a call of `function` as one of its operator.
+
+    `out_names` are the results that `out` stands for, by overload ("" is the default one).
+    """
     written = _written(packet.default)
     returns = bool(packet.default._schema.returns)
+    returns_nothing = function.__annotations__.get("return") == "None"
     functional = getattr(packet, "functional", None)
 
     def traceable(*args: Any, **kwargs: Any) -> Any:
-        out = kwargs.pop("out", None)
+        flag = next((name for name in out_names if name and kwargs.pop(f"return_{name}", False)), "")
+        out = kwargs.pop("out", None) if out_names else None
         if out is not None:
             tensors = out if isinstance(out, (tuple, list)) else (out,)
-            packet.out(*args, **kwargs, **dict(zip(out_names, tensors, strict=True)))
+            overload = getattr(packet, f"{flag}_out" if flag else "out")
+            overload(*args, **kwargs, **dict(zip(out_names[flag], tensors, strict=True)))
             return out
+        if flag:
+            return getattr(packet, flag)(*args, **kwargs)
         if functional is not None and all(kwargs.get(name) is None for _, name in written):
             for _, name in written:
                 kwargs.pop(name, None)
             return functional(*args, **kwargs)
         returned = packet.default(*args, **kwargs)
-        if written and not returns:
+        if written and not returns and not returns_nothing:
             return _one_or_all([args[i] if i < len(args) else kwargs[name] for i, name in written])
         return returned
 
@@ -154,17 +166,23 @@ def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: list[st
 
 def _register_all() -> None:
     for module in list(vars(ops).values()):
-        for schema, results in getattr(module, "TORCH_OPS", {}).items():
-            name = schema.split("(", 1)[0]
-            if hasattr(torch.ops.cukern, name):
-                continue  # this module was imported before
+        schemas = getattr(module, "TORCH_OPS", {})
+        # Those that are there are from an earlier import of this module.
+        names = [name for schema in schemas if not hasattr(torch.ops.cukern, name := re.split(r"[.(]", schema)[0])]
+        for name in dict.fromkeys(names):
             function = getattr(module, name)
-            _register(function, schema, results)
-            out_names = _result_names(schema) if "out" in inspect.signature(function).parameters else []
-            if out_names:
-                _register(function, _out_schema(schema), None, out_names)
-            if functional := _functional_schema(schema):
-                _register(function, functional, results)
+            out_names = {}
+            for schema, results in schemas.items():
+                found, _, flag = schema.split("(", 1)[0].partition(".")
+                if found != name:
+                    continue
+                call = functools.partial(function, **{f"return_{flag}": True}) if flag else function
+                _register(call, schema, results)
+                if results is not None and "out" in inspect.signature(function).parameters:
+                    out_names[flag] = _result_names(schema)
+                    _register(call, _out_schema(schema), None, out_names[flag])
+                if functional := _functional_schema(schema):
+                    _register(call, functional, results)
             _keep_in_graph(function, getattr(torch.ops.cukern, name), out_names)
 
 
