@@ -176,12 +176,12 @@ def errors_in(output: str) -> int | None:
     return sum(int(hazards or errors) for hazards, errors in found) if found else None
 
 
-def _kernels(stem: str) -> str:
-    """A regular expression for the names of a stem's kernels."""
+def _kernels(stem: str) -> list[str]:
+    """The names of a stem's kernels."""
     import cukern  # noqa: F401  (its import declares the kernels)
     from cukern.runtime.kernel import KERNELS
 
-    return "|".join(kernel.function for kernel in KERNELS[stem])
+    return [kernel.function for kernel in KERNELS[stem]]
 
 
 def _run_tool(stem: str, tool: str) -> int | None:
@@ -191,7 +191,8 @@ def _run_tool(stem: str, tool: str) -> int | None:
     ]  # fmt: skip
     if tool != "initcheck":
         # Other libraries' kernels make the inputs; only initcheck has to watch what they write.
-        command += ["--kernel-regex", f"kns={_kernels(stem)}"]
+        for name in _kernels(stem):
+            command += ["--kernel-name", f"kns={name}"]
     command += [sys.executable, "-m", "pytest", "-p", "tests.gpu_record", "-m", "gpu and sanitize", "-q"]
     command += test_files(stem)
     # torch's pool, like CuPy's, would hide the bounds of an array.
