@@ -1,0 +1,266 @@
+"""The paged KV cache against PyTorch's indexing, with all indices computed beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+import cukern
+from benchmarks.harness import Baseline, Case
+from cukern.runtime.arrays import ITEM_SIZE
+
+BLOCK_SIZE = 16
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+class Sizes(NamedTuple):
+    tokens: int
+    kv_heads: int = 8
+    head_dim: int = 128
+    cache: str = "auto"  # kv_cache_dtype
+    slots: str = "prefill"
+    dtype: str = "bfloat16"
+
+    @property
+    def blocks(self) -> int:
+        """Twice as many as it takes; each token of a decoding step lies in a block of its own."""
+        return 2 * (self.tokens if self.slots == "decode" else -(-self.tokens // BLOCK_SIZE))
+
+    @property
+    def kind(self) -> torch.dtype:
+        return FP8[self.cache] if self.cache != "auto" else getattr(torch, self.dtype)
+
+    @property
+    def moved(self) -> int:
+        """Bytes of an element that are read and written."""
+        return ITEM_SIZE[self.dtype] + (1 if self.cache != "auto" else ITEM_SIZE[self.dtype])
+
+
+PREFILL, DECODE = Sizes(8192), Sizes(64, slots="decode")
+
+
+def slot_mapping(sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
+    """Blocks in any order. Of a prefill each is full, and one of "ragged" begins at any token of the batch."""
+    device = generator.device
+    blocks = torch.randperm(sizes.blocks, generator=generator, device=device)
+    if sizes.slots == "decode":
+        places = torch.randint(0, BLOCK_SIZE, (sizes.tokens,), generator=generator, device=device)
+        return blocks[: sizes.tokens] * BLOCK_SIZE + places
+    tokens = torch.arange(sizes.tokens, device=device)
+    if sizes.slots == "ragged":
+        # Sequences of 1003 tokens, the last block of each of which is not full.
+        within = tokens % 1003
+        return blocks[tokens // 1003 * 63 + within // BLOCK_SIZE] * BLOCK_SIZE + within % BLOCK_SIZE
+    return blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
+
+
+def _random(generator: torch.Generator, sizes: Sizes, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device).to(getattr(torch, sizes.dtype))
+
+
+def _stored(x: torch.Tensor, kind: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
+    if x.dtype == kind:
+        return x
+    largest = torch.finfo(kind).max
+    return (x.float() / scale).clamp(-largest, largest).to(kind)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    # Indexing does not know FP8.
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def agree(ours: Any, theirs: Any) -> bool:
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(ours, theirs, strict=True))
+
+
+def _baseline(function: Callable[..., Any]) -> Baseline:
+    return Baseline(lambda: function)
+
+
+def _compiled(function: Callable[..., Any]) -> Baseline:
+    def load() -> Callable[..., Any]:
+        torch.compiler.reset()
+        return torch.compile(function, dynamic=False)
+
+    return Baseline(load, slow=True)
+
+
+def _case(
+    op: str,
+    sizes: Sizes,
+    inputs: Callable[[torch.Generator], tuple[Any, ...]],
+    call: Callable[..., Any],
+    size: int,
+    baselines: Mapping[str, Baseline],
+    host: bool = False,
+    **named: int | str,
+) -> Case:
+    case: dict[str, int | str] = {"tokens": sizes.tokens, **named, "block_size": BLOCK_SIZE, "cache": sizes.cache}
+    case |= {"slots": sizes.slots, "dtype": sizes.dtype}
+    return Case(op, case, "dynamic", inputs, call, size, baselines=baselines, agree=agree, host=host)
+
+
+# --- one function after the other ---------------------------------------------------------------------
+
+
+def _scales(generator: torch.Generator) -> list[torch.Tensor]:
+    return [torch.full((1,), x, device=generator.device) for x in (0.03, 0.05)]
+
+
+def _reshape(sizes: Sizes, flash: bool, compared: bool = False) -> Case:
+    tokens, heads, dim, blocks = sizes.tokens, sizes.kv_heads, sizes.head_dim, sizes.blocks
+    x = 16 // sizes.kind.itemsize
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        key, value = (_random(generator, sizes, tokens, heads, dim) for _ in range(2))
+        shapes = [(blocks, BLOCK_SIZE, heads, dim)] * 2
+        if not flash:
+            shapes = [(blocks, heads, dim // x, BLOCK_SIZE, x), (blocks, heads, dim, BLOCK_SIZE)]
+        caches = [torch.zeros(shape, dtype=sizes.kind, device=generator.device) for shape in shapes]
+        slots = slot_mapping(sizes, generator)
+        places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        return key, value, *caches, slots, *places, *_scales(generator)
+
+    function = cukern.reshape_and_cache_flash if flash else cukern.reshape_and_cache
+
+    def call(key: Any, value: Any, keys: Any, values: Any, slots: Any, block: Any, place: Any, *scales: Any) -> Any:
+        function(key, value, keys, values, slots, sizes.cache, *scales)
+        return keys, values
+
+    def put(key: Any, value: Any, keys: Any, values: Any, slots: Any, block: Any, place: Any, *scales: Any) -> Any:
+        k, v = (_bits(_stored(new, sizes.kind, scale)) for new, scale in zip((key, value), scales, strict=True))
+        if flash:
+            _bits(keys)[block, place] = k
+            _bits(values)[block, place] = v
+        else:
+            _bits(keys)[block, :, :, place] = k.view(tokens, heads, dim // x, x)
+            _bits(values)[block, :, :, place] = v
+        return keys, values
+
+    def copy(key: Any, value: Any, keys: Any, values: Any, slots: Any, block: Any, place: Any, *scales: Any) -> Any:
+        for cache, new in ((keys, key), (values, value)):
+            cache.view(-1, heads, dim).index_copy_(0, slots, new)
+        return keys, values
+
+    baselines = {"torch": _baseline(put)}
+    if flash and sizes.cache == "auto":
+        baselines["torch index_copy_"] = _baseline(copy)
+    if compared:
+        baselines["torch.compile"] = _compiled(put)
+    size = 2 * tokens * heads * dim * sizes.moved + 8 * tokens
+    host = sizes in (PREFILL, DECODE)
+    return _case(function.__name__, sizes, inputs, call, size, baselines, host, kv_heads=heads, head_dim=dim)
+
+
+def _mla(sizes: Sizes) -> Case:
+    rank, rope_dim = 512, 64
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        kv_c, k_pe = (_random(generator, sizes, sizes.tokens, n) for n in (rank, rope_dim))
+        shape = (sizes.blocks, BLOCK_SIZE, rank + rope_dim)
+        cache = torch.zeros(shape, dtype=sizes.kind, device=generator.device)
+        return kv_c, k_pe, cache, slot_mapping(sizes, generator), _scales(generator)[0]
+
+    def call(kv_c: Any, k_pe: Any, cache: Any, slots: Any, scale: Any) -> Any:
+        cukern.concat_and_cache_mla(kv_c, k_pe, cache, slots, sizes.cache, scale)
+        return (cache,)
+
+    def put(kv_c: Any, k_pe: Any, cache: Any, slots: Any, scale: Any) -> Any:
+        row = _bits(_stored(torch.cat([kv_c, k_pe], dim=1), sizes.kind, scale))
+        _bits(cache).view(-1, rank + rope_dim)[slots] = row
+        return (cache,)
+
+    size = sizes.tokens * (rank + rope_dim) * sizes.moved + 8 * sizes.tokens
+    baselines = {"torch": _baseline(put)}
+    host = sizes == PREFILL
+    return _case(
+        "concat_and_cache_mla", sizes, inputs, call, size, baselines, host, kv_lora_rank=rank, rope_dim=rope_dim
+    )
+
+
+def _copy(pairs: int, layers: int, blocks: int) -> Case:
+    shape, dtype = (blocks, 8, 128, BLOCK_SIZE), "bfloat16"
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        device = generator.device
+        keys, values = (
+            [torch.randn(shape, generator=generator, device=device).bfloat16() for _ in range(layers)] for _ in range(2)
+        )
+        order = torch.randperm(blocks, generator=generator, device=device)
+        return keys, values, order[: 2 * pairs].view(2, pairs).t().contiguous()
+
+    def call(keys: Any, values: Any, mapping: Any) -> Any:
+        cukern.copy_blocks(keys, values, mapping)
+        return *keys, *values
+
+    def put(keys: Any, values: Any, mapping: Any) -> Any:
+        source, target = mapping.t()
+        for cache in (*keys, *values):
+            cache[target] = cache[source]
+        return *keys, *values
+
+    case: dict[str, int | str] = {"pairs": pairs, "layers": layers, "kv_heads": 8, "head_dim": 128}
+    case |= {"block_size": BLOCK_SIZE, "dtype": dtype}
+    size = 2 * pairs * 2 * layers * 8 * 128 * BLOCK_SIZE * ITEM_SIZE[dtype] + 16 * pairs
+    baselines = {"torch": _baseline(put)}
+    return Case("copy_blocks", case, "dynamic", inputs, call, size, baselines=baselines, agree=agree, host=True)
+
+
+def _gather(batch: int, length: int, cache: str = "auto") -> Case:
+    sizes = Sizes(batch * length, cache=cache)
+    entry, columns = 576, -(-length // BLOCK_SIZE)
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        device = generator.device
+        src = _random(generator, sizes, batch * columns, BLOCK_SIZE, entry).to(sizes.kind)
+        table = torch.randperm(batch * columns, generator=generator, device=device).view(batch, columns).int()
+        lengths = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        dst = _random(generator, sizes, sizes.tokens, entry)
+        token = torch.arange(length, device=device)
+        slots = table[:, token // BLOCK_SIZE].long() * BLOCK_SIZE + token % BLOCK_SIZE
+        return src, dst, table, lengths, slots.flatten(), _scales(generator)[0]
+
+    def call(src: Any, dst: Any, table: Any, lengths: Any, slots: Any, scale: Any) -> Any:
+        cukern.gather_cache(src, dst, table, lengths, batch, scale=scale)
+        return (dst,)
+
+    def select(src: Any, dst: Any, table: Any, lengths: Any, slots: Any, scale: Any) -> Any:
+        rows = _bits(src).view(-1, entry)
+        if cache == "auto":
+            return (torch.index_select(rows, 0, slots, out=dst),)
+        return (dst.copy_(rows[slots].view(sizes.kind).float() * scale),)
+
+    case: dict[str, int | str] = {"batch": batch, "length": length, "entry": entry, "block_size": BLOCK_SIZE}
+    case |= {"cache": cache, "dtype": sizes.dtype}
+    size = sizes.tokens * entry * sizes.moved + 4 * batch * (columns + 1)
+    baselines = {"torch": _baseline(select)}
+    host = cache == "auto"
+    return Case("gather_cache", case, "dynamic", inputs, call, size, baselines=baselines, agree=agree, host=host)
+
+
+def cases(small: bool = False) -> list[Case]:
+    """A prefill of 8192 tokens of Llama-3-8B's 8 key-value heads of 128, a decoding step of 64; DeepSeek's MLA cache.
+
+    `small`: the same cases with few tokens, which the tests run in host memory.
+    """
+    prefill = Sizes(70, 2, 16) if small else PREFILL
+    decode = Sizes(5, 2, 16, slots="decode") if small else DECODE
+
+    def all_cases() -> Iterator[Case]:
+        for flash in (False, True):
+            yield _reshape(prefill, flash, compared=True)
+            yield _reshape(prefill._replace(slots="ragged"), flash)
+            for cache in FP8:
+                yield _reshape(prefill._replace(cache=cache), flash)
+            yield _reshape(decode, flash)
+        yield _mla(prefill)
+        yield _mla(prefill._replace(cache="fp8_e4m3"))
+        if small:
+            yield from (_copy(2, 2, 6), _gather(3, 20), _gather(3, 20, "fp8_e4m3"))
+        else:
+            yield from (_copy(64, 32, 256), _gather(8, 4096), _gather(8, 4096, "fp8_e4m3"))
+
+    return list(all_cases())

@@ -1,0 +1,134 @@
+"""Storing keys and values in a paged cache, copying its blocks and gathering it, in NumPy.
+
+The arguments are those of `cukern.ops.kv_cache`, already checked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_FP8 = {
+    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+
+
+def _dtype(cache: Array, kv_cache_dtype: str) -> np.dtype[Any]:
+    """What the bytes of a cache mean."""
+    return _FP8[kv_cache_dtype] if kv_cache_dtype != "auto" and cache.dtype.itemsize == 1 else cache.dtype
+
+
+def _factor(scale: Any) -> np.float32:
+    return np.float32(1.0 if scale is None else np.asarray(scale).reshape(()))
+
+
+def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
+    """`x` as the cache holds it: itself, or x / scale in float32, saturated and rounded once."""
+    dtype = _dtype(cache, kv_cache_dtype)
+    if dtype == x.dtype:
+        return x
+    largest = float(ml_dtypes.finfo(dtype).max)
+    with np.errstate(all="ignore"):
+        quotient = x.astype(np.float32) / _factor(scale)
+        return np.clip(quotient, -largest, largest).astype(dtype).view(cache.dtype)
+
+
+def _places(slot_mapping: Array, blocks: int, block_size: int) -> Iterator[tuple[int, int, int]]:
+    """Token, block and place in the block of each token that has a slot in the cache."""
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if 0 <= slot < blocks * block_size:
+            yield token, *divmod(slot, block_size)
+
+
+def reshape_and_cache(
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slot_mapping: Array,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+) -> None:
+    """See `cukern.reshape_and_cache`."""
+    blocks, heads, chunks, block_size, x = key_cache.shape
+    keys = _stored(key, key_cache, kv_cache_dtype, k_scale)
+    values = _stored(value, value_cache, kv_cache_dtype, v_scale)
+    for token, block, place in _places(slot_mapping, blocks, block_size):
+        key_cache[block, :, :, place, :] = keys[token].reshape(heads, chunks, x)
+        value_cache[block, :, :, place] = values[token]
+
+
+def reshape_and_cache_flash(
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slot_mapping: Array,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+) -> None:
+    """See `cukern.reshape_and_cache_flash`."""
+    keys = _stored(key, key_cache, kv_cache_dtype, k_scale)
+    values = _stored(value, value_cache, kv_cache_dtype, v_scale)
+    for token, block, place in _places(slot_mapping, *key_cache.shape[:2]):
+        key_cache[block, place] = keys[token]
+        value_cache[block, place] = values[token]
+
+
+def concat_and_cache_mla(
+    kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping: Array, kv_cache_dtype: str, scale: Any
+) -> None:
+    """See `cukern.concat_and_cache_mla`."""
+    tokens = len(slot_mapping)
+    row = _stored(np.concatenate([kv_c[:tokens], k_pe[:tokens]], axis=1), kv_cache, kv_cache_dtype, scale)
+    for token, block, place in _places(slot_mapping, *kv_cache.shape[:2]):
+        kv_cache[block, place] = row[token]
+
+
+def copy_blocks(key_caches: Sequence[Array], value_caches: Sequence[Array], block_mapping: Array) -> None:
+    """See `cukern.copy_blocks`."""
+    for cache in (*key_caches, *value_caches):
+        inside = ((block_mapping >= 0) & (block_mapping < len(cache))).all(axis=1)
+        source, target = block_mapping[inside].T
+        cache[target] = cache[source]
+
+
+def gather_cache(
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    cu_seq_lens: Array,
+    batch_size: int,
+    seq_starts: Array | None = None,
+    *,
+    kv_cache_dtype: str = "auto",
+    scale: Any = None,
+) -> None:
+    """See `cukern.gather_cache`."""
+    blocks, block_size = src_cache.shape[:2]
+    dtype = _dtype(src_cache, kv_cache_dtype)
+    for sequence in range(batch_size):
+        begin, end = cu_seq_lens[sequence : sequence + 2].tolist()
+        first = 0 if seq_starts is None else int(seq_starts[sequence]) // block_size
+        for token in range(max(begin, 0), min(end, len(dst))):
+            entry, place = divmod(token - begin, block_size)
+            entry += first
+            if not 0 <= entry < block_table.shape[1]:
+                continue
+            block = int(block_table[sequence, entry])
+            if 0 <= block < blocks:
+                row = src_cache[block, place]
+                if src_cache.dtype != dst.dtype:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        row = (row.view(dtype).astype(np.float32) * _factor(scale)).astype(dst.dtype)
+                dst[token] = row

@@ -1,0 +1,999 @@
+"""The paged KV cache: the twin against torch's indexing, the kernels against the twin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import cukern
+import cukern.runtime.compile as compiler
+from benchmarks import bench_kv_cache, harness
+from cukern.commands import resources
+from cukern.ops import kv_cache as op
+from cukern.reference import kv_cache as twin
+from cukern.runtime import arrays
+from cukern.runtime.cuda import cupy
+from cukern.testing import assert_matches
+
+Array = NDArray[Any]
+ARCHS = ("80", "90a", "100a", "120a")
+DTYPES = ("float32", "float16", "bfloat16")
+FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+#: Bytes before and after each array that a kernel writes; each is of this value, and so is the cache before a call.
+GUARD, POISON = 512, 0xA5
+BLOCKS, FLASH, MLA, COPY, GATHER = (
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "concat_and_cache_mla",
+    "copy_blocks",
+    "gather_cache",
+)
+
+
+# --- inputs -------------------------------------------------------------------------------------------
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    return (30 * rng.standard_normal(shape)).astype(arrays.numpy_dtype(dtype))
+
+
+def packed(rng: np.random.Generator, tokens: int, blocks: int, block_size: int) -> Array:
+    """Slots of ragged sequences, one after the other, some of which begin in the middle of a block."""
+    free = iter(rng.permutation(blocks).tolist())
+    slots: list[int] = []
+    while len(slots) < tokens:
+        place = int(rng.integers(block_size)) if rng.random() < 0.3 else 0
+        for _ in range(int(rng.integers(1, 4))):
+            block = next(free, None)
+            if block is None:
+                return np.array((slots + [-1] * tokens)[:tokens], np.int64)
+            slots += range(block * block_size + place, (block + 1) * block_size)
+            place = 0
+        slots = slots[: len(slots) - int(rng.integers(block_size))]
+    return np.array(slots[:tokens], np.int64)
+
+
+def slots_of(kind: str, rng: np.random.Generator, tokens: int, blocks: int, block_size: int) -> Array:
+    slots = blocks * block_size
+    if kind == "packed":
+        return packed(rng, tokens, blocks, block_size)
+    if kind == "one per block":
+        return rng.permutation(blocks)[:tokens] * block_size + rng.integers(0, block_size, min(tokens, blocks))
+    if kind == "any order":
+        return rng.permutation(slots)[:tokens]
+    in_order = np.arange(tokens) + {"in order": 0, "shifted": 5, "holes": 3}[kind]
+    if kind == "holes":
+        for share, what in ((0.1, -1), (0.05, -(2**63)), (0.05, slots), (0.05, 2**40)):
+            in_order[rng.random(tokens) < share] = what
+    return in_order
+
+
+KINDS = ("in order", "shifted", "packed", "one per block", "any order", "holes")
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    heads: int
+    head_dim: int
+    block_size: int
+    kind: str
+    extra: int = 0  # rows of the keys past the tokens
+    skip: int = 0  # elements between a 256-byte boundary and each array
+    gap: int = 0  # heads of the caches that are not ours
+
+    @property
+    def blocks(self) -> int:
+        return self.tokens + 3 if self.kind == "one per block" else -(-self.tokens // self.block_size) + 5
+
+
+def same_bits(got: Any, want: Array) -> None:
+    got = arrays.library_of(got).to_numpy(got)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    got, want = (np.ascontiguousarray(x).view(f"u{want.itemsize}") for x in (got, want))
+    np.testing.assert_array_equal(got, want)
+
+
+def on_gpu(array: Any) -> Any:
+    return cupy.asarray(array) if isinstance(array, np.ndarray) else array
+
+
+@pytest.fixture(params=[np.asarray, pytest.param(on_gpu, marks=pytest.mark.gpu)], ids=["numpy", "gpu"])
+def put(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Puts an array where the function shall run."""
+    return request.param
+
+
+# --- worked examples ----------------------------------------------------------------------------------
+
+
+def test_the_layouts_by_hand(put: Callable[[Any], Any]) -> None:
+    # Two tokens of one head of 8 elements; blocks of 4 places. Slot 6 is place 2 of block 1; -1 is left out.
+    key = put(np.arange(24, dtype=np.float32).reshape(3, 1, 8))
+    value = put(100 + np.arange(24, dtype=np.float32).reshape(3, 1, 8))
+    slots = put(np.array([6, -1, 1], np.int64))
+    key_cache, value_cache = put(np.zeros((2, 1, 2, 4, 4), np.float32)), put(np.zeros((2, 1, 8, 4), np.float32))
+    assert cukern.reshape_and_cache(key, value, key_cache, value_cache, slots, "auto", None, None) is None
+    want_keys, want_values = np.zeros((2, 1, 2, 4, 4), np.float32), np.zeros((2, 1, 8, 4), np.float32)
+    want_keys[1, 0, 0, 2], want_keys[1, 0, 1, 2] = [0, 1, 2, 3], [4, 5, 6, 7]
+    want_keys[0, 0, 0, 1], want_keys[0, 0, 1, 1] = [16, 17, 18, 19], [20, 21, 22, 23]
+    want_values[1, 0, :, 2], want_values[0, 0, :, 1] = range(100, 108), range(116, 124)
+    same_bits(key_cache, want_keys)
+    same_bits(value_cache, want_values)
+
+    caches = [put(np.zeros((2, 4, 1, 8), np.float32)) for _ in range(2)]
+    assert cukern.reshape_and_cache_flash(key, value, *caches, slots, "auto", 1.0, 1.0) is None
+    for cache, first in zip(caches, (0, 100), strict=True):
+        want = np.zeros((2, 4, 1, 8), np.float32)
+        want[1, 2, 0], want[0, 1, 0] = first + np.arange(8), first + np.arange(16, 24)
+        same_bits(cache, want)
+
+
+def test_an_mla_cache_and_its_gathering_by_hand(put: Callable[[Any], Any]) -> None:
+    kv_c, k_pe = np.arange(12, dtype=np.float16).reshape(3, 4), 50 + np.arange(6, dtype=np.float16).reshape(3, 1, 2)
+    cache = put(np.zeros((3, 2, 6), np.float16))
+    slots = put(np.array([5, 2, 3], np.int64))
+    assert cukern.concat_and_cache_mla(put(kv_c), put(k_pe), cache, slots, "auto", None) is None
+    want = np.zeros((3, 2, 6), np.float16)
+    want[2, 1], want[1, 0], want[1, 1] = [0, 1, 2, 3, 50, 51], [4, 5, 6, 7, 52, 53], [8, 9, 10, 11, 54, 55]
+    same_bits(cache, want)
+
+    # Sequences of 3, 0 and 1 tokens; the last one starts past its first block.
+    table, lengths = np.array([[1, 2, 9], [9, 9, 9], [9, 2, 9]], np.int32), np.array([0, 3, 3, 4], np.int32)
+    dst = put(np.full((5, 6), 7, np.float16))
+    starts = put(np.array([1, 0, 3], np.int32))
+    assert cukern.gather_cache(cache, dst, put(table), put(lengths), 3, starts) is None
+    same_bits(dst, np.stack([want[1, 0], want[1, 1], want[2, 0], want[2, 0], np.full(6, 7, np.float16)]))
+
+
+def test_fp8_by_hand(put: Callable[[Any], Any]) -> None:
+    # Ties to even, saturation, the smallest numbers; 0x08 * 2 = 16 is 1.0 * 2**4 after the scale of 0.5.
+    numbers = [8, 17, 19, 1e6, -1e6, 2**-10, 3 * 2**-10, np.inf]
+    key = put(np.array(numbers, np.float32).reshape(1, 1, 8))
+    for name, want in {
+        "fp8": [16, 32, 40, 448, -448, 2**-9, 3 * 2**-9, 448],
+        "fp8_e5m2": [16, 32, 40, 57344, -57344, 2**-9, 3 * 2**-9, 57344],
+    }.items():
+        caches = [put(np.zeros((1, 2, 1, 8), np.uint8)) for _ in range(2)]
+        scale = put(np.array([0.5], np.float32))
+        cukern.reshape_and_cache_flash(key, key, *caches, put(np.array([1], np.int64)), name, scale, 0.5)
+        for cache in caches:
+            stored = arrays.library_of(cache).to_numpy(cache)[0, 1, 0].view(FP8.get(name, ml_dtypes.float8_e4m3fn))
+            assert stored.astype(np.float64).tolist() == want
+
+
+def test_empty_calls(put: Callable[[Any], Any]) -> None:
+    for tokens, heads, dim, blocks in ((0, 2, 8, 3), (3, 0, 8, 3), (3, 2, 0, 3), (3, 2, 8, 0)):
+        key, slots = put(np.ones((tokens, heads, dim), np.float32)), put(np.zeros(tokens, np.int64))
+        keys, values = (
+            put(np.zeros((blocks, heads, dim // 4, 8, 4), np.float32)),
+            put(np.zeros((blocks, heads, dim, 8), np.float32)),
+        )
+        cukern.reshape_and_cache(key, key, keys, values, slots, "auto", None, None)
+        flash = [put(np.zeros((blocks, 8, heads, dim), np.float32)) for _ in range(2)]
+        cukern.reshape_and_cache_flash(key, key, *flash, slots, "auto", None, None)
+        cache, rows = put(np.zeros((blocks, 8, heads + dim), np.float32)), put(np.ones((tokens, heads), np.float32))
+        cukern.concat_and_cache_mla(rows, put(np.ones((tokens, dim), np.float32)), cache, slots, "auto", None)
+        pairs = put(np.zeros((0, 2), np.int64))
+        cukern.copy_blocks([keys], [keys.copy()], pairs)
+        table, lengths = put(np.zeros((1, 2), np.int32)), put(np.array([0, tokens], np.int32))
+        cukern.gather_cache(flash[0], key.copy(), table, lengths, 0 if blocks else 1)
+    cukern.copy_blocks([], [], put(np.zeros((0, 2), np.int64)))
+
+
+# --- the twin against torch's indexing ------------------------------------------------------------------
+
+
+def stored(x: torch.Tensor, name: str, scale: float) -> torch.Tensor:
+    """Another way to FP8: torch's rounding."""
+    if name == "auto":
+        return x
+    kind = torch.float8_e5m2 if name.endswith("e5m2") else torch.float8_e4m3fn
+    largest = torch.finfo(kind).max
+    return (x.float() / scale).clamp(-largest, largest).to(kind).view(torch.uint8)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_the_twin_against_indexing(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    tokens, heads, dim = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)), 16 * data.draw(st.integers(1, 3))
+    block_size, name = data.draw(st.sampled_from([1, 8, 16])), data.draw(st.sampled_from(["auto", *FP8]))
+    dtype = getattr(torch, data.draw(st.sampled_from(DTYPES)))
+    blocks = -(-tokens // block_size) + 2
+    slots = torch.from_numpy(rng.permutation(blocks * block_size)[:tokens])
+    slots[torch.from_numpy(rng.random(tokens) < 0.2)] = -1
+    key, value = (torch.from_numpy(draw(rng, (tokens, heads, dim), "float32")).to(dtype) for _ in range(2))
+    kind = dtype if name == "auto" else torch.uint8
+    x = 16 // kind.itemsize
+    scales = torch.tensor(0.3), torch.tensor([1.7])
+    keys, values = (
+        torch.zeros(blocks, heads, dim // x, block_size, x, dtype=kind),
+        torch.zeros(blocks, heads, dim, block_size, dtype=kind),
+    )
+    cukern.reshape_and_cache(key, value, keys, values, slots, name, *scales)
+    flash = [torch.zeros(blocks, block_size, heads, dim, dtype=kind) for _ in range(2)]
+    cukern.reshape_and_cache_flash(key, value, *flash, slots, name, *scales)
+    flat = keys.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim), values.permute(0, 3, 1, 2).reshape(-1, heads, dim)
+    inside = slots >= 0
+    for cache, other, new, scale in zip(flat, flash, (key, value), scales, strict=True):
+        want = torch.zeros_like(cache)
+        want[slots[inside]] = stored(new, name, scale.item())[inside]
+        assert torch.equal(cache, want)
+        assert torch.equal(other.flatten(0, 1), want)
+    latent = torch.zeros(blocks, block_size, heads * dim + dim, dtype=kind)
+    cukern.concat_and_cache_mla(key.flatten(1), value[:, 0], latent, slots, name, scales[0])
+    want = torch.zeros_like(latent).flatten(0, 1)
+    want[slots[inside]] = stored(torch.cat([key.flatten(1), value[:, 0]], 1), name, 0.3 if name != "auto" else 1)[
+        inside
+    ]
+    assert torch.equal(latent.flatten(0, 1), want)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 2**31))
+def test_gathering_undoes_storing(lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table = torch.from_numpy(rng.permutation(len(lengths) * 5).reshape(-1, 5).astype(np.int32))
+    starts = torch.from_numpy(rng.integers(0, 5, len(lengths)).astype(np.int32))
+    rows = torch.from_numpy(draw(rng, (sum(lengths), 6), "float16"))
+    slots = [
+        int(table[b, (int(starts[b]) // 4) + t // 4]) * 4 + t % 4
+        for b, length in enumerate(lengths)
+        for t in range(length)
+    ]
+    cache = torch.zeros(len(lengths) * 5, 4, 6, dtype=torch.float16)
+    cukern.concat_and_cache_mla(rows[:, :4], rows[:, 4:], cache, torch.tensor(slots, dtype=torch.int64), "auto", None)
+    cu_seq_lens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    dst = torch.zeros_like(rows)
+    cukern.gather_cache(cache, dst, table, cu_seq_lens, len(lengths), starts)
+    assert torch.equal(dst, rows)
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathering_converts_as_torch_does(name: str, dtype: str) -> None:
+    kind = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+    cache = torch.arange(256, dtype=torch.uint8).reshape(1, 4, 64)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32)
+    want = (cache.view(kind).float() * torch.tensor(1.3)).to(getattr(torch, dtype))[0]
+    for src, how in ((cache, name), (cache.view(kind), "auto")):
+        dst = torch.zeros(4, 64, dtype=getattr(torch, dtype))
+        cukern.gather_cache(src, dst, table, lengths, 1, kv_cache_dtype=how, scale=torch.tensor(1.3))
+        assert torch.equal(dst.isnan(), want.isnan()) and torch.equal(dst.nan_to_num(), want.nan_to_num())
+    same = torch.zeros(4, 64, dtype=torch.uint8)
+    cukern.gather_cache(cache, same, table, lengths, 1)
+    assert torch.equal(same, cache[0])
+
+
+def test_copy_blocks_copies_in_every_layer(put: Callable[[Any], Any], rng: np.random.Generator) -> None:
+    # 70 caches take two launches; the layouts of keys and values differ.
+    keys, values = ([draw(rng, shape, "float16") for _ in range(35)] for shape in ((9, 2, 4, 8), (9, 8, 8)))
+    pairs = np.array([[0, 3], [1, 4], [1, 5], [2, 99], [-1, 6], [2, 7]], np.int64)
+    got = [put(x.copy()) for x in keys], [put(x.copy()) for x in values]
+    assert cukern.copy_blocks(*got, put(pairs)) is None
+    for old, new in zip((*keys, *values), (*got[0], *got[1]), strict=True):
+        want = old.copy()
+        want[3], want[4], want[5], want[7] = old[0], old[1], old[1], old[2]
+        same_bits(new, want)
+
+
+# --- arrays of every library, in host memory --------------------------------------------------------------
+
+
+def test_strided_caches_in_host_memory(rng: np.random.Generator) -> None:
+    new = torch.from_numpy(draw(rng, (5, 3, 16), "float32")).bfloat16()
+    slots = torch.tensor([0, 9, -1, 31, 40])
+    for kind, name in ((torch.bfloat16, "auto"), (torch.float8_e4m3fn, "auto"), (torch.uint8, "fp8")):
+        both = torch.zeros(4, 2, 8, 3, 16).to(kind)
+        cukern.reshape_and_cache_flash(new, new, both[:, 0], both[:, 1], slots, name, None, None)
+        want = torch.zeros(32, 3, 16).to(kind)
+        how = "auto" if kind == torch.bfloat16 else "fp8"
+        want.view(torch.uint8 if how == "fp8" else kind)[[0, 9, 31]] = stored(new, how, 1)[[0, 1, 3]]
+        for i in range(2):
+            assert torch.equal(both[:, i].flatten(0, 1).view(torch.uint8), want.view(torch.uint8))
+
+
+class OnlyDLPack:
+    """An array of a library that is not known here."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def test_foreign_arrays_enter_by_dlpack() -> None:
+    cache = np.zeros((2, 4, 6), np.float32)
+    given = [OnlyDLPack(x) for x in (np.ones((1, 4), np.float32), np.ones((1, 2), np.float32), cache, np.array([5]))]
+    assert cukern.concat_and_cache_mla(*given, "auto", None) is None
+    assert cache[1, 1].tolist() == [1] * 6 and cache.sum() == 6
+
+
+# --- bad arguments --------------------------------------------------------------------------------------
+
+
+def good_arguments(name: str) -> dict[str, Any]:
+    f32 = np.float32
+    new = {"key": np.zeros((3, 2, 8), f32), "value": np.zeros((3, 2, 8), f32)}
+    how = {"slot_mapping": np.zeros(3, np.int64), "kv_cache_dtype": "auto"}
+    scales = {"k_scale": np.ones(1, f32), "v_scale": 1.0}
+    return {
+        BLOCKS: {
+            **new, "key_cache": np.zeros((4, 2, 2, 8, 4), f32), "value_cache": np.zeros((4, 2, 8, 8), f32), **how,
+            **scales,
+        },
+        FLASH: {
+            **new, "key_cache": np.zeros((4, 8, 2, 8), f32), "value_cache": np.zeros((4, 8, 2, 8), f32), **how, **scales
+        },
+        MLA: {
+            "kv_c": np.zeros((3, 8), f32), "k_pe": np.zeros((3, 4), f32), "kv_cache": np.zeros((4, 8, 12), f32), **how,
+            "scale": None,
+        },
+        COPY: {
+            "key_caches": [np.zeros((4, 6), f32)] * 2, "value_caches": [np.zeros((4, 6), f32)] * 2,
+            "block_mapping": np.zeros((1, 2), np.int64),
+        },
+        GATHER: {
+            "src_cache": np.zeros((4, 8, 6), f32), "dst": np.zeros((5, 6), f32),
+            "block_table": np.zeros((2, 3), np.int32),
+            "cu_seq_lens": np.array([0, 2, 5], np.int32), "batch_size": 2, "seq_starts": np.zeros(2, np.int32),
+        },
+    }[name]  # fmt: skip
+
+
+def _bad_calls() -> Iterator[Any]:
+    """(function, changed arguments, error, message)."""
+    anything = "must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
+    f32, f16 = np.float32, np.float16
+    for name in (BLOCKS, FLASH):
+        good = good_arguments(name)
+        key_cache, value_cache = good["key_cache"], good["value_cache"]
+        yield name, {"key": [1.0]}, TypeError, f"key {anything}"
+        yield name, {"key": np.zeros((3, 2, 8))}, TypeError, "key must be float32 or float16 or bfloat16, got float64"
+        yield (
+            name,
+            {"key": np.zeros((3, 16), f32)},
+            ValueError,
+            "key must be of shape [tokens, kv_heads, head_dim], got",
+        )
+        yield (
+            name,
+            {"key": np.zeros((3, 8, 2), f32).swapaxes(1, 2)},
+            ValueError,
+            "key must be contiguous within each row",
+        )
+        yield name, {"value": np.zeros((3, 2, 8), f16)}, TypeError, "value must be float32, got float16"
+        yield (
+            name,
+            {"value": np.zeros((3, 2, 4), f32)},
+            ValueError,
+            "value must be of shape [tokens, kv_heads, head_dim]",
+        )
+        yield name, {"value": torch.zeros(3, 2, 8)}, TypeError, "value must be a NumPy array like key, got torch.Tensor"
+        wanted = "key_cache must be float32 or float8_e4m3fn or float8_e5m2, got"
+        yield name, {"key_cache": key_cache.astype(f16)}, TypeError, f"{wanted} float16"
+        yield name, {"key_cache": key_cache.astype(np.uint8)}, TypeError, f"{wanted} uint8"
+        yield name, {"kv_cache_dtype": "fp8"}, TypeError, "key_cache must be uint8 or float8_e4m3fn, got float32"
+        yield name, {"kv_cache_dtype": "fp8_e5m2"}, TypeError, "key_cache must be uint8 or float8_e5m2, got float32"
+        many = "kv_cache_dtype must be one of 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', got"
+        yield name, {"kv_cache_dtype": "int8"}, ValueError, f"{many} 'int8'"
+        yield name, {"kv_cache_dtype": ["fp8"]}, ValueError, f"{many} ['fp8']"
+        yield name, {"key_cache": key_cache[0]}, ValueError, "key_cache must be of shape [blocks, "
+        yield name, {"key_cache": key_cache[:, :, :1]}, ValueError, "key_cache must be of shape [blocks, "
+        yield name, {"value_cache": value_cache[:3]}, ValueError, "value_cache must be of shape [blocks, "
+        yield name, {"value_cache": value_cache.astype(f16)}, TypeError, "value_cache must be float32, got float16"
+        yield name, {"key_cache": np.repeat(key_cache, 2, -1)[..., ::2]}, ValueError, "key_cache must be contiguous but"
+        repeated = np.broadcast_to(value_cache[:1], value_cache.shape)
+        wanted = (
+            "value_cache must be an array with memory of its own for each element, got one that repeats its elements"
+        )
+        yield name, {"value_cache": repeated}, ValueError, wanted
+        yield name, {"k_scale": "1"[:0]}, TypeError, "k_scale must be a number, got '' (str)"
+        yield name, {"v_scale": np.ones(2, f32)}, ValueError, "v_scale must be one number, got an array of shape [2]"
+        yield name, {"v_scale": np.ones(1)}, TypeError, "v_scale must be float32, got float64"
+        yield name, {"k_scale": torch.ones(1)}, TypeError, "k_scale must be a NumPy array like key, got torch.Tensor"
+        yield name, {"v_scale": np.nan}, ValueError, "v_scale must be a finite number, got nan"
+    yield BLOCKS, {"key_cache": np.zeros((4, 2, 1, 8, 8), f32)}, ValueError, "[4, 2, 2, 8, 4], got [4, 2, 1, 8, 8]"
+    odd = {"key": np.zeros((3, 2, 6), f32), "value": np.zeros((3, 2, 6), f32)}
+    wanted = "key must be of a head_dim that is a multiple of the 4 elements in 16 bytes of key_cache, got 6"
+    yield BLOCKS, odd, ValueError, wanted
+
+    for name, like, rows in ((BLOCKS, "key", 3), (FLASH, "key", 3), (MLA, "kv_c", 3)):
+        yield name, {"slot_mapping": np.zeros(3, np.int32)}, TypeError, "slot_mapping must be int64, got int32"
+        yield name, {"slot_mapping": np.zeros((3, 1), np.int64)}, ValueError, "slot_mapping must be of shape [tokens]"
+        yield name, {"slot_mapping": np.zeros(6, np.int64)[::2]}, ValueError, "slot_mapping must be contiguous, got"
+        wanted = f"slot_mapping must be of at most the {rows} tokens of {like}, got 4"
+        yield name, {"slot_mapping": np.zeros(4, np.int64)}, ValueError, wanted
+        yield name, {"slot_mapping": [0, 1, 2]}, TypeError, f"slot_mapping must be a NumPy array like {like}"
+
+    yield MLA, {"kv_c": np.zeros((3, 8))}, TypeError, "kv_c must be float32 or float16 or bfloat16, got float64"
+    yield MLA, {"k_pe": np.zeros((3, 4), f16)}, TypeError, "k_pe must be float32, got float16"
+    yield (
+        MLA,
+        {"k_pe": np.zeros((2, 4), f32)},
+        ValueError,
+        "k_pe must be of shape [tokens, rope_dim] = [3, 4], got [2, 4]",
+    )
+    yield MLA, {"k_pe": np.zeros((3, 2, 4), f32)}, ValueError, "k_pe must be of shape [tokens, rope_dim], got [3, 2, 4]"
+    yield (
+        MLA,
+        {"k_pe": np.zeros((4, 3), f32).T},
+        ValueError,
+        "k_pe must be contiguous within each row, got strides (1, 3)",
+    )
+    wanted = "kv_cache must be of shape [blocks, block_size, kv_lora_rank + rope_dim] = [4, 8, 12], got [4, 8, 13]"
+    yield MLA, {"kv_cache": np.zeros((4, 8, 13), f32)}, ValueError, wanted
+    yield (
+        MLA,
+        {"kv_cache": np.zeros((32, 12), f32)},
+        ValueError,
+        "kv_cache must be of shape [blocks, block_size, kv_lora",
+    )
+    yield MLA, {"scale": np.ones(3, f32)}, ValueError, "scale must be one number, got an array of shape [3]"
+
+    caches = good_arguments(COPY)["key_caches"]
+    yield COPY, {"key_caches": caches[0]}, TypeError, "key_caches must be a list of arrays, one per layer, got ndarray"
+    yield COPY, {"value_caches": caches[:1]}, ValueError, "value_caches must be of the 2 layers of key_caches, got 1"
+    yield COPY, {"key_caches": [[1], [2]]}, TypeError, f"key_caches[0] {anything}"
+    yield (
+        COPY,
+        {"key_caches": [caches[0], caches[0].astype(f16)]},
+        TypeError,
+        "key_caches[1] must be float32, got float16",
+    )
+    wanted = "key_caches[0] must be float32 or float16 or bfloat16 or uint8 or float8_e4m3fn or float8_e5m2, got int64"
+    yield COPY, {"key_caches": [caches[0].astype(np.int64)] * 2}, TypeError, wanted
+    wanted = "value_caches[1] must be of 4 blocks of 6 elements like key_caches[0], got shape [4, 7]"
+    yield COPY, {"value_caches": [caches[0], np.zeros((4, 7), f32)]}, ValueError, wanted
+    wanted = "value_caches[0] must be with its blocks at the distance of those of key_caches[0], got strides (12, 1)"
+    yield COPY, {"value_caches": [np.zeros((4, 12), f32)[:, :6], caches[0]]}, ValueError, wanted
+    yield (
+        COPY,
+        {"key_caches": [np.zeros((6, 4), f32).T] * 2},
+        ValueError,
+        "key_caches[0] must be contiguous within each",
+    )
+    yield COPY, {"block_mapping": np.zeros((1, 2), np.int32)}, TypeError, "block_mapping must be int64, got int32"
+    yield COPY, {"block_mapping": np.zeros((1, 3), np.int64)}, ValueError, "block_mapping must be of shape [pairs, 2]"
+    yield (
+        COPY,
+        {"block_mapping": np.zeros(2, np.int64)},
+        ValueError,
+        "block_mapping must be of shape [pairs, 2], got [2]",
+    )
+
+    yield (
+        GATHER,
+        {"src_cache": np.zeros((4, 8, 6))},
+        TypeError,
+        "src_cache must be float32 or float16 or bfloat16 or uint8",
+    )
+    yield GATHER, {"src_cache": np.zeros(4, f32)}, ValueError, "src_cache must be of shape [blocks, block_size, ...]"
+    yield (
+        GATHER,
+        {"dst": np.zeros((5, 7), f32)},
+        ValueError,
+        "dst must be of shape [tokens, ...] = ['tokens', 6] like src",
+    )
+    yield GATHER, {"dst": np.zeros((5, 6), f16)}, TypeError, "dst must be float32, got float16"
+    yield GATHER, {"dst": np.zeros((6, 5), f32).T}, ValueError, "dst must be contiguous within each row"
+    wanted = "src_cache must be float16 or float8_e4m3fn or float8_e5m2, got uint8"
+    yield GATHER, {"src_cache": np.zeros((4, 8, 6), np.uint8), "dst": np.zeros((5, 6), f16)}, TypeError, wanted
+    yield (
+        GATHER,
+        {"kv_cache_dtype": "int8"},
+        ValueError,
+        "kv_cache_dtype must be one of 'auto', 'fp8', 'fp8_e4m3', 'fp8_e",
+    )
+    yield GATHER, {"block_table": np.zeros((2, 3), np.int64)}, TypeError, "block_table must be int32, got int64"
+    yield GATHER, {"block_table": np.zeros(3, np.int32)}, ValueError, "block_table must be of shape [batch, max_blocks]"
+    wanted = "batch_size must be an integer in [0, 2] (the rows of block_table), got"
+    yield GATHER, {"batch_size": 3}, ValueError, f"{wanted} 3"
+    yield GATHER, {"batch_size": 2.0}, TypeError, f"{wanted} 2.0 (float)"
+    yield (
+        GATHER,
+        {"cu_seq_lens": np.zeros(2, np.int32)},
+        ValueError,
+        "cu_seq_lens must be of at least 3 elements for batch",
+    )
+    yield GATHER, {"cu_seq_lens": np.zeros(3, np.int64)}, TypeError, "cu_seq_lens must be int32, got int64"
+    yield (
+        GATHER,
+        {"seq_starts": np.zeros(1, np.int32)},
+        ValueError,
+        "seq_starts must be of at least 2 elements for batch",
+    )
+    yield GATHER, {"scale": np.ones(2, f32)}, ValueError, "scale must be one number, got an array of shape [2]"
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = good_arguments(name)
+    getattr(cukern, name)(**arguments)
+    with pytest.raises(error, match=re.escape(message)):
+        getattr(cukern, name)(**arguments | changes)
+
+
+# --- the choice of a variant, and its compilation ---------------------------------------------------------
+
+
+def all_instances() -> list[Any]:
+    """Every kernel that a call can come to; of E5M2, which only has other conversions than E4M3, one of each path."""
+    found = representative_instances()
+    for dtype in DTYPES:
+        for cache_format in ("SAME", "E4M3"):
+            for aligned, parts in ((True, 1), (True, op._PARTS), (False, 1), (False, op._PARTS)):
+                found.append(op._blocks_variant(dtype, cache_format, aligned, parts).instance)
+            for width in op.WIDTHS:
+                if width >= arrays.ITEM_SIZE[dtype] or cache_format == "SAME":
+                    found += [op._rows_variant(dtype, cache_format, width, concat).instance for concat in (False, True)]
+                    found.append(op._gather_variant(dtype, cache_format, width).instance)
+    found += [op._copy_blocks.variant(width, *op._THREADS_ITEMS["copy_blocks"]).instance for width in op.WIDTHS]
+    return list(dict.fromkeys(found))
+
+
+def representative_instances() -> list[Any]:
+    """One of each path through the templates."""
+    found = [
+        i for kernel in (op._store_rows, op._store_blocks, op._copy_blocks, op._gather_rows) for i in kernel.at_import
+    ]
+    found += [op._blocks_variant(*x).instance for x in (("float32", "SAME", True, 1), ("float16", "SAME", False, 8))]
+    found += [
+        op._blocks_variant("bfloat16", "E4M3", True, 1).instance,
+        op._rows_variant("float16", "E5M2", 2, False).instance,
+    ]
+    found += [
+        op._blocks_variant("float32", "E5M2", True, 8).instance,
+        op._gather_variant("float32", "E5M2", 4).instance,
+    ]
+    found += [
+        op._gather_variant("bfloat16", "E4M3", 16).instance,
+        op._rows_variant("bfloat16", "E4M3", 16, True).instance,
+    ]
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_variants_compile_without_spills(arch: str) -> None:
+    # All of them for one architecture, one of each path for the others.
+    instances = all_instances() if arch == "90a" else representative_instances()
+    compiler.compile_all([(i, arch) for i in compiler.missing(instances, arch)])
+    for instance in instances:
+        note = compiler.read_note(compiler.cached_path(instance, arch))
+        assert note is not None
+        taken = resources(note)
+        assert taken.registers > 0
+        assert taken.spill_bytes == 0, f"{instance} spills {taken.spill_bytes} bytes on sm_{arch}"
+
+
+@given(st.sampled_from(["store_rows", "gather_rows"]), st.integers(1, 2**24))
+def test_a_tile_covers_a_row(kernel: str, columns: int) -> None:
+    tile = op._tile(kernel, columns)
+    _, tile_rows, tile_columns, *_ = tile.geometry
+    assert tile.chunks * tile_columns >= columns > (tile.chunks - 1) * tile_columns
+    threads, items = op._THREADS_ITEMS[kernel]
+    assert tile_rows >= 1 and tile_rows * tile_columns <= threads * items
+    assert tile.chunks < 2**16
+
+
+# --- the operators of torch -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_operators(device: str) -> None:
+    import cukern.torch_ops
+
+    def calls() -> dict[str, tuple[Any, ...]]:
+        generator = torch.Generator().manual_seed(0)
+        key, value = (torch.randn(3, 2, 16, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+        slots, scale = torch.tensor([9, -1, 4], device=device), torch.tensor([0.5], device=device)
+        byte, kind = {"dtype": torch.uint8, "device": device}, {"dtype": torch.bfloat16, "device": device}
+        caches = torch.zeros(2, 2, 1, 8, 16, **byte), torch.zeros(2, 2, 16, 8, **byte)
+        flash = [torch.zeros(2, 8, 2, 16, **kind) for _ in range(2)]
+        layers = [[torch.rand(4, 5, generator=generator).to(device) for _ in range(2)] for _ in range(2)]
+        lengths = torch.tensor([0, 5], dtype=torch.int32, device=device)
+        table = torch.tensor([[1]], dtype=torch.int32, device=device)
+        return {
+            BLOCKS: (key, value, *caches, slots, "fp8", scale, scale),
+            FLASH: (key, value, *flash, slots, "auto", scale, scale),
+            MLA: (key[:, 0], value[:, 0], torch.zeros(2, 8, 32, **kind), slots, "auto", scale),
+            COPY: (*layers, torch.tensor([[0, 2]], device=device)),
+            GATHER: (caches[0][:, 0].flatten(0, 1), torch.zeros(5, 16, **byte), table, lengths, 1),
+        }
+
+    def flat(values: Any) -> list[torch.Tensor]:
+        lists = (x if isinstance(x, list) else [x] for x in values)
+        return [x for some in lists for x in some if isinstance(x, torch.Tensor)]
+
+    for name in calls():
+        want, by_operator, compiled = (calls()[name] for _ in range(3))
+        function, packet = getattr(cukern, name), getattr(torch.ops.cukern, name)
+        assert function(*want) is None
+        torch.library.opcheck(packet.default, calls()[name])
+        assert packet(*by_operator) is None
+        torch.compile(lambda *args, f=packet: f(*args), fullgraph=True, backend="aot_eager")(*compiled)
+        for got in (by_operator, compiled):
+            for one, other in zip(flat(got), flat(want), strict=True):
+                assert torch.equal(one, other)
+
+
+# --- the benchmarks -----------------------------------------------------------------------------------
+
+
+def test_the_baselines_compute_the_same() -> None:
+    cases = bench_kv_cache.cases()
+    assert {case.op for case in cases} == set(op.__all__)
+    rows = [(case.op, str(case.case), case.variant) for case in cases]
+    assert len(set(rows)) == len(rows)
+    assert len([b for case in cases for b in case.baselines.values() if b.slow]) <= 2
+    for case in bench_kv_cache.cases(small=True):
+        ours = case.call(*harness.inputs(case, 0, "cpu"))
+        # A slow one is torch.compile of another; the C++ compiler behind it takes seconds.
+        baselines = [b for b in case.baselines.values() if not b.slow]
+        assert baselines
+        for baseline in baselines:
+            assert case.agree is not None and case.agree(ours, baseline.load()(*harness.inputs(case, 0, "cpu")))
+
+
+# --- the kernels against the twin --------------------------------------------------------------------------
+
+
+class Buffer:
+    """An array on the GPU and its like in host memory, both poisoned; `skip` elements past a 256-byte boundary."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, skip: int = 0) -> None:
+        kind = arrays.numpy_dtype(dtype)
+        first = GUARD + skip * kind.itemsize
+        size = int(np.prod(shape)) * kind.itemsize
+        self._host = np.full(first + size + GUARD, POISON, np.uint8)
+        self._device = cupy.full(first + size + GUARD, POISON, cupy.uint8)
+        self.host = self._host[first : first + size].view(kind).reshape(shape)
+        self.device = self._device[first : first + size].view(kind).reshape(shape)
+
+    def check(self) -> None:
+        """The same bits on both sides, also around the array."""
+        np.testing.assert_array_equal(cupy.asnumpy(self._device), self._host)
+
+
+def place(values: Array, skip: int = 0) -> Any:
+    """`values` on the GPU, off alignment."""
+    buffer = Buffer(values.shape, values.dtype.name, skip)
+    buffer.device[...] = cupy.asarray(values)
+    return buffer.device
+
+
+def compare(case: Case, dtype: str, how: str, rng: np.random.Generator) -> None:
+    """Both layouts get the twin's bits, and nothing else changes."""
+    tokens, heads, dim, size = case.tokens, case.heads, case.head_dim, case.block_size
+    kind = dtype if how == "auto" else "uint8"
+    x = 16 // arrays.ITEM_SIZE[kind]
+    fused = draw(rng, (tokens + case.extra, 2 * heads * dim), dtype)
+    on_device = place(fused, case.skip)
+    new, moved = (
+        [y[:, i * heads * dim : (i + 1) * heads * dim].reshape(-1, heads, dim) for i in range(2)]
+        if isinstance(y, np.ndarray)
+        else [y[:, i * heads * dim :][:, : heads * dim].reshape(-1, heads, dim) for i in range(2)]
+        for y in (fused, on_device)
+    )
+    slots = slots_of(case.kind, rng, tokens, case.blocks, size).astype(np.int64)
+    scales = np.array([0.37], np.float32), 1.7
+    options = (cupy.asarray(slots), how, cupy.asarray(scales[0]), scales[1])
+    all_heads = heads + case.gap
+
+    keys = Buffer((case.blocks, all_heads, dim // x, size, x), kind, case.skip)
+    values = Buffer((case.blocks, all_heads, dim, size), kind, case.skip)
+    assert cukern.reshape_and_cache(*moved, keys.device[:, :heads], values.device[:, :heads], *options) is None
+    twin.reshape_and_cache(*new, keys.host[:, :heads], values.host[:, :heads], slots, how, *scales)
+    keys.check()
+    values.check()
+
+    both = Buffer((case.blocks, 2, size, all_heads, dim), kind, case.skip)
+    ours, theirs = ([y[:, i, :, :heads] for i in range(2)] for y in (both.device, both.host))
+    cukern.reshape_and_cache_flash(*moved, *ours, *options)
+    twin.reshape_and_cache_flash(*new, *theirs, slots, how, *scales)
+    both.check()
+
+    latent = Buffer((case.blocks, size, (heads + 1) * dim), kind, case.skip)
+    rows, parts = ([y[0].reshape(-1, heads * dim), y[1][:, :1]] for y in (new, moved))
+    cukern.concat_and_cache_mla(*parts, latent.device, *options[:2], options[2])
+    twin.concat_and_cache_mla(rows[0], rows[1][:, 0], latent.host, slots, how, scales[0])
+    latent.check()
+
+
+CASES = {
+    "one token": Case(1, 1, 16, 16, "in order"),
+    "one block": Case(16, 1, 16, 16, "in order"),
+    "less than a run": Case(7, 2, 32, 16, "in order"),
+    "blocks of 8": Case(100, 2, 64, 8, "packed"),
+    "blocks of 24": Case(100, 2, 64, 24, "packed"),
+    "blocks of 64": Case(200, 2, 128, 64, "packed"),
+    "blocks of 5, no runs": Case(60, 2, 32, 5, "in order"),
+    "blocks of 1": Case(40, 2, 32, 1, "any order"),
+    "more columns than a block of threads takes": Case(70, 5, 176, 16, "packed"),
+    "more tokens than a small batch": Case(1100, 1, 32, 16, "packed"),
+    "rows past the tokens": Case(50, 2, 32, 16, "shifted", extra=9),
+    "heads that are not ours": Case(50, 2, 32, 16, "packed", gap=3),
+    "off alignment": Case(50, 2, 32, 16, "packed", skip=1),
+    "off alignment, more tokens": Case(600, 1, 32, 16, "shifted", skip=2),
+}
+FORMATS = [(dtype, "auto") for dtype in DTYPES] + [
+    ("bfloat16", "fp8"),
+    ("float16", "fp8_e5m2"),
+    ("float32", "fp8_e4m3"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "how"), FORMATS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_any_sizes(case: Case, dtype: str, how: str, rng: np.random.Generator) -> None:
+    compare(case, dtype, how, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "how"), FORMATS)
+@pytest.mark.parametrize("tokens", [77, 700])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_slots(kind: str, tokens: int, dtype: str, how: str, rng: np.random.Generator) -> None:
+    compare(Case(tokens, 2, 64, 16, kind), dtype, how, rng)
+
+
+SANITIZED = {
+    "runs": (Case(70, 1, 64, 16, "packed"), "bfloat16", "auto"),
+    "holes": (Case(530, 1, 16, 8, "holes"), "float32", "auto"),
+    "fp8": (Case(70, 2, 32, 16, "packed", extra=3), "float16", "fp8"),
+    "off alignment": (Case(40, 2, 16, 16, "shifted", skip=1), "bfloat16", "auto"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("case", "dtype", "how"), SANITIZED.values(), ids=SANITIZED)
+def test_each_path_stays_inside_its_arrays(case: Case, dtype: str, how: str, rng: np.random.Generator) -> None:
+    compare(case, dtype, how, rng)
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(st.data())
+def test_random_sizes(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    case = Case(
+        data.draw(st.integers(1, 700)), data.draw(st.integers(1, 5)), 16 * data.draw(st.integers(1, 12)),
+        data.draw(st.sampled_from([1, 7, 8, 16, 32, 40])), data.draw(st.sampled_from(KINDS)),
+        data.draw(st.integers(0, 3)), data.draw(st.sampled_from([0, 0, 1, 4])), data.draw(st.integers(0, 2)),
+    )  # fmt: skip
+    compare(case, *data.draw(st.sampled_from(FORMATS)), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [1, 3, 20, 100])
+@pytest.mark.parametrize(("dtype", "how"), FORMATS)
+def test_rows_of_any_head_dim(dim: int, dtype: str, how: str, rng: np.random.Generator) -> None:
+    new = [draw(rng, (50, 3, dim), dtype) for _ in range(2)]
+    kind = dtype if how == "auto" else "uint8"
+    caches = [Buffer((6, 16, 3, dim), kind) for _ in range(2)]
+    slots = slots_of("any order", rng, 50, 6, 16).astype(np.int64)
+    cukern.reshape_and_cache_flash(*map(place, new), *(c.device for c in caches), cupy.asarray(slots), how, 0.3, None)
+    twin.reshape_and_cache_flash(*new, *(c.host for c in caches), slots, how, 0.3, None)
+    for cache in caches:
+        cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", FP8)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_number_is_rounded_as_the_twin_rounds(dtype: str, how: str) -> None:
+    numbers = np.arange(65536, dtype=np.uint16).view(arrays.numpy_dtype(dtype)).reshape(64, 8, 128)
+    slots = np.arange(64)
+    for scale in (1.0, 0.5, 0.3, 0.0123, 7.7, 448 / 6.1, 0.0, 1e30):
+        got = [cupy.zeros(shape, cupy.uint8) for shape in ((4, 8, 8, 16, 16), (4, 8, 128, 16))]
+        want = [np.zeros(x.shape, np.uint8) for x in got]
+        device_scale = cupy.full(1, scale, cupy.float32)
+        new = cupy.asarray(numbers)
+        cukern.reshape_and_cache(new, new, *got, cupy.asarray(slots), how, device_scale, scale)
+        twin.reshape_and_cache(numbers, numbers, *want, slots, how, scale, scale)
+        for one, other in zip(got, want, strict=True):
+            assert_matches("kv_cache.cache", cupy.asnumpy(one).view(FP8[how]), other.view(FP8[how]))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+def test_a_slot_named_twice_holds_one_of_its_tokens(rng: np.random.Generator) -> None:
+    tokens = 96
+    new = np.broadcast_to(np.arange(tokens, dtype=np.float32)[:, None, None], (tokens, 2, 32)).copy()
+    slots = rng.integers(0, 32, tokens)
+    slots[:32], slots[40:72] = np.arange(32), np.arange(32)
+    keys, values = Buffer((3, 2, 8, 16, 4), "float32"), Buffer((3, 2, 32, 16), "float32")
+    moved = cupy.asarray(new)
+    cukern.reshape_and_cache(moved, moved, keys.device, values.device, cupy.asarray(slots), "auto", None, None)
+    by_slot = (
+        cupy.asnumpy(keys.device).transpose(0, 3, 1, 2, 4).reshape(48, -1),
+        cupy.asnumpy(values.device).transpose(0, 3, 1, 2).reshape(48, -1),
+    )
+    for cache in by_slot:
+        for slot in range(32):
+            assert set(cache[slot]) <= set(np.flatnonzero(slots == slot))
+        assert (cache[32:].view(np.uint8) == POISON).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "kind", "how"), [
+    ("float16", "float16", "auto"), ("uint8", "uint8", "auto"), ("float32", "float32", "fp8"),
+    ("bfloat16", "uint8", "fp8"), ("float32", "uint8", "fp8_e5m2"), ("float16", "uint8", "fp8_e4m3"),
+])  # fmt: skip
+@pytest.mark.parametrize(("batch", "entry", "block_size"), [
+    (1, (576,), 16), (5, (2, 64), 16), (40, (3,), 5), (3000, (8,), 8), (3, (1100,), 16), (33, (4, 128), 64),
+])  # fmt: skip
+def test_gathering(
+    batch: int, entry: tuple[int, ...], block_size: int, dtype: str, kind: str, how: str, rng: np.random.Generator
+) -> None:
+    lengths = rng.integers(0, 100 if batch < 100 else 3, batch) * (rng.random(batch) < 0.7)
+    cu_seq_lens = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+    src = rng.integers(0, 120, (60, block_size, *entry[:-1], entry[-1] * arrays.ITEM_SIZE[kind]), np.uint8)
+    src = src.view(arrays.numpy_dtype(kind))
+    starts = rng.integers(0, 40, batch).astype(np.int32) if batch != 5 else None
+    table = rng.integers(0, 60, (batch, 140 // block_size + 2)).astype(np.int32)
+    # Entries that no token needs, and one in ten that some do.
+    table[rng.random(table.shape) < 0.1] = 2147480000
+    dst = Buffer((int(cu_seq_lens[-1]) + 5, *entry), dtype)
+    wide = cupy.full((batch, table.shape[1] + 3), -1, cupy.int32)
+    wide[:, : table.shape[1]] = cupy.asarray(table)
+    options = {"kv_cache_dtype": how, "scale": np.float32(0.37)}
+    given = [cupy.asarray(x) if x is not None else None for x in (cu_seq_lens, starts)]
+    moved = wide[:, : table.shape[1]], given[0], batch, given[1]
+    assert cukern.gather_cache(place(src), dst.device, *moved, **options) is None
+    twin.gather_cache(src, dst.host, table, cu_seq_lens, batch, starts, **options)
+    dst.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+def test_gathering_and_copying_with_bad_indices(rng: np.random.Generator) -> None:
+    src, table = draw(rng, (6, 8, 24), "float16"), rng.integers(-(2**31), 2**31, (3, 4)).astype(np.int32)
+    table[:, ::2] %= 6
+    dst = Buffer((40, 24), "float16")
+    lengths, starts = np.array([0, 20, 21, 200], np.int32), np.array([0, 2**31 - 1, 9], np.int32)
+    moved = [cupy.asarray(x) for x in (table, lengths)]
+    cukern.gather_cache(place(src), dst.device, *moved, 3, cupy.asarray(starts))
+    twin.gather_cache(src, dst.host, table, lengths, 3, starts)
+    dst.check()
+    cache = Buffer((6, 50), "uint8", 1)
+    pairs = np.array([[0, 5], [2**40, 1], [1, -(2**63)], [6, 2], [2, 6], [1, 4]], np.int64)
+    cache.host[:3] = cache.host[:3] + np.arange(3, dtype=np.uint8)[:, None]
+    cache.device[...] = cupy.asarray(cache.host)
+    cukern.copy_blocks([cache.device], [cupy.zeros((6, 50), cupy.uint8)], cupy.asarray(pairs))
+    twin.copy_blocks([cache.host], [np.zeros((6, 50), np.uint8)], pairs)
+    cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", [1, 32, 40])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((9, 3, 5), "float16"), ((9, 4, 16, 40), "float32"), ((9, 4099), "uint8")]
+)
+def test_copying_in_all_layers(layers: int, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> None:
+    keys, values = ([rng.integers(0, 99, shape).astype(dtype) for _ in range(layers)] for _ in range(2))
+    ours = [place(x) for x in keys], [place(x) for x in values]
+    pairs = np.array([[0, 3], [1, 4], [1, 5], [8, 7]], np.int64)
+    cukern.copy_blocks(*ours, cupy.asarray(pairs))
+    twin.copy_blocks(keys, values, pairs)
+    for got, want in zip((*ours[0], *ours[1]), (*keys, *values), strict=True):
+        same_bits(got, want)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_follows_its_inputs(rng: np.random.Generator) -> None:
+    key, value = (torch.zeros(100, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    slots, scale = torch.full((100,), -1, device="cuda"), torch.ones(1, device="cuda")
+    byte = {"dtype": torch.uint8, "device": "cuda"}
+    keys, values = torch.zeros(10, 2, 4, 16, 16, **byte), torch.zeros(10, 2, 64, 16, **byte)
+    flash = [torch.zeros(10, 16, 2, 64, dtype=torch.float8_e5m2, device="cuda") for _ in range(2)]
+
+    def run() -> None:
+        cukern.reshape_and_cache(key, value, keys, values, slots, "fp8", scale, scale)
+        cukern.reshape_and_cache_flash(key, value, *flash, slots, "auto", scale, scale)
+        cukern.copy_blocks([keys], [values], pairs)
+
+    pairs = torch.tensor([[-1, -1]], device="cuda")
+    run()  # loads the kernels, as a capture cannot
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for number in (0.5, 3.0):
+        key.normal_()
+        value.normal_()
+        scale.fill_(number)
+        slots.copy_(torch.from_numpy(rng.permutation(144)[:100]))
+        pairs.copy_(torch.tensor([[1, 9]]))
+        for cache in (keys, values, *flash):
+            cache.view(torch.uint8).zero_()
+        graph.replay()
+        want = [np.zeros(x.shape, np.uint8) for x in (keys, values, *flash)]
+        new = [arrays._Torch().to_numpy(x) for x in (key, value)]
+        host = slots.cpu().numpy()
+        twin.reshape_and_cache(*new, *want[:2], host, "fp8", number, number)
+        twin.reshape_and_cache_flash(*new, *want[2:], host, "fp8_e5m2", number, number)
+        twin.copy_blocks(want[:1], want[1:2], np.array([[1, 9]]))
+        for got, expected in zip((keys, values, *flash), want, strict=True):
+            same_bits(got.view(torch.uint8), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "cupy", "foreign"])
+def test_the_callers_stream(library: str, rng: np.random.Generator) -> None:
+    rows = draw(rng, (64, 24), "float32")
+    real, late = torch.from_numpy(rows).cuda(), torch.zeros(64, 24, device="cuda")
+    cache, slots = torch.zeros(8, 8, 24, device="cuda"), torch.arange(64, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
+        # What the kernel reads arrives late, and only on this stream.
+        torch.cuda._sleep(100_000_000)
+        late.copy_(real)
+        given = late[:, :16], late[:, 16:], cache, slots
+        if library != "torch":
+            given = tuple(cupy.from_dlpack(x) if library == "cupy" else OnlyDLPack(x) for x in given)
+        cukern.concat_and_cache_mla(*given, "auto", None)
+    stream.synchronize()
+    same_bits(cache.view(64, 24), rows)
+
+
+@pytest.mark.gpu
+def test_arrays_of_two_places_are_refused() -> None:
+    good = {
+        k: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x for k, x in good_arguments(BLOCKS).items()
+    }
+    cukern.reshape_and_cache(**good)
+    for name in ("value", "key_cache", "value_cache", "slot_mapping", "k_scale"):
+        with pytest.raises(ValueError, match=f"{name} must be on CUDA device 0 like key, got one on the CPU"):
+            cukern.reshape_and_cache(**good | {name: good[name].cpu()})
+
+
+@pytest.mark.gpu
+def test_the_device_of_the_input(rng: np.random.Generator) -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("this machine has one GPU")
+    rows, cache = torch.rand(64, 24, device="cuda:1"), torch.zeros(8, 8, 24, device="cuda:1")
+    cukern.concat_and_cache_mla(rows[:, :16], rows[:, 16:], cache, torch.arange(64, device="cuda:1"), "auto", None)
+    assert torch.equal(cache.view(64, 24), rows)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    # Not for the sanitizer, which would take minutes. 16384 elements in a block, so that the last ones lie far out.
+    blocks = 2**17 + 100
+    key, value = (torch.randn(40, 8, 128, device="cuda").half() for _ in range(2))
+    slots = torch.arange(blocks * 16 - 40, blocks * 16, device="cuda")
+    keys, values = (torch.empty(blocks, 16, 8, 128, dtype=torch.float16, device="cuda") for _ in range(2))
+    cukern.reshape_and_cache_flash(key, value, keys, values, slots, "auto", None, None)
+    assert torch.equal(keys.view(-1, 8, 128)[-40:], key) and torch.equal(values.view(-1, 8, 128)[-40:], value)
+    dst = torch.empty_like(key)
+    table = torch.arange(blocks - 3, blocks, dtype=torch.int32, device="cuda")[None]
+    lengths = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
+    cukern.gather_cache(keys, dst, table, lengths, 1)
+    assert torch.equal(dst, keys[-3:].flatten(0, 1)[:40])
+    pair = torch.tensor([[blocks - 1, blocks - 90]], device="cuda")
+    cukern.copy_blocks([keys], [values], pair)
+    assert torch.equal(keys[-90], keys[-1]) and torch.equal(values[-90], values[-1])
+    by_head = keys.view(blocks, 8, 16, 16, 8), values.view(blocks, 8, 128, 16)
+    for batch in (slots, slots.flip(0)):
+        cukern.reshape_and_cache(key, value, *by_head, batch, "auto", None, None)
+        order = slice(None) if batch is slots else torch.arange(39, -1, -1, device="cuda")
+        last = by_head[0][-3:].permute(0, 3, 1, 2, 4).reshape(48, 8, 128), by_head[1][-3:].permute(0, 3, 1, 2)
+        assert torch.equal(last[0][-40:], key[order])
+        assert torch.equal(last[1].reshape(48, 8, 128)[-40:], value[order])
