@@ -13,6 +13,13 @@ from cukern.ops.decoding import (
     update_logits,
 )
 from cukern.ops.embedding import embedding_lookup, embedding_lookup_sine_position_encoding
+from cukern.ops.kv_cache import (
+    concat_and_cache_mla,
+    copy_blocks,
+    gather_cache,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+)
 from cukern.ops.moe_gate import biased_grouped_topk, grouped_topk, moe_fused_gate, topk_sigmoid, topk_softmax
 from cukern.ops.padding import (
     add_qkv_bias_rebuild_padding,
@@ -20,6 +27,12 @@ from cukern.ops.padding import (
     rebuild_sequence_length_padding,
     remove_sequence_length_padding,
     transpose_remove_padding,
+)
+from cukern.ops.paged_attention import (
+    merge_attention_states,
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
 )
 from cukern.ops.sampling import (
     chain_speculative_sampling,
@@ -51,17 +64,26 @@ __all__ = [
     "biased_grouped_topk",
     "build_sequence_length_padding_offset",
     "chain_speculative_sampling",
+    "concat_and_cache_mla",
+    "copy_blocks",
     "cross_attention",
     "decoding_init",
     "embedding_lookup",
     "embedding_lookup_sine_position_encoding",
+    "gather_cache",
     "gather_tree",
     "grouped_topk",
     "masked_attention",
+    "merge_attention_states",
     "min_p_sampling_from_probs",
     "moe_fused_gate",
+    "paged_attention",
+    "paged_attention_v1",
+    "paged_attention_v2",
     "rebuild_sequence_length_padding",
     "remove_sequence_length_padding",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
     "sample",
     "sampling_from_logits",
     "sampling_from_probs",

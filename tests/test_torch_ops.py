@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import cukern.torch_ops
 from cukern import ops
 
 DECLARED = {
-    schema.split("(", 1)[0]: module
+    re.split(r"[.(]", schema)[0]: module
     for module in vars(ops).values()
     if isinstance(module, ModuleType)
     for schema in getattr(module, "TORCH_OPS", {})
@@ -73,11 +74,11 @@ class Call(NamedTuple):
         arguments = self.operator()._schema.arguments
         written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         names = [a.name for a in arguments]
-        args = [x.clone() if name in written else x for name, x in zip(names, self.args, strict=False)]
+        args = [_clone(x) if name in written else x for name, x in zip(names, self.args, strict=False)]
         options = {name: x.clone() if name in written and x is not None else x for name, x in self.options.items()}
         returned = function(*args, **options)
         given = dict(zip(names, args, strict=False)) | options
-        writes = [given[name] for name in written if given.get(name) is not None]
+        writes = [x for name in written if given.get(name) is not None for x in _all(given[name])]
         return (_all(returned) if self.results else []) + writes
 
     def expected(self) -> list[Any]:
@@ -87,6 +88,10 @@ class Call(NamedTuple):
     def poisoned_results(self) -> dict[str, torch.Tensor]:
         """For the overload that writes its results."""
         return {name: _poisoned(x) for name, x in zip(self.results, self.expected(), strict=False)}
+
+
+def _clone(value: Any) -> Any:
+    return [x.clone() for x in value] if isinstance(value, list) else value.clone()
 
 
 def _all(returned: Any) -> list[Any]:
@@ -184,6 +189,16 @@ def _calls(device: str) -> dict[str, Call]:
     output_ids = integers([4, 5, 4, 0], [1, 2, 3, 0], [6, 6, 6, 6])
     sequence_length = integers(3, 3, 4)
     words = integers([5, 4, 6, 0], [2, 3, -1, -1])  # "5 4" and "6"
+    new_tokens = [floats(3, 2, 16, seed=seed) for seed in range(2)]
+    slots = integers(9, -1, 4, dtype=torch.int64)
+    block_caches = [torch.zeros(3, 2, *shape, dtype=torch.uint8, device=device) for shape in ((1, 4, 16), (16, 4))]
+    flash_caches = [floats(3, 4, 2, 16, seed=seed) for seed in range(2)]
+    paged = [
+        floats(3, 4, 16), floats(3, 2, 4, 8, 4, seed=1), floats(3, 2, 16, 8, seed=2),
+        integers([2, 0], [1, 1], [0, 0]), integers(9, 3, 0),
+    ]  # fmt: skip
+    vllm = [*paged[:3], 2, 0.25, *paged[3:], 8, 512, floats(4, seed=3), "auto", share, None, 0, 1, 2, 8, 1]
+    workspaces = [torch.zeros(3, 4, 1, *rest, device=device) for rest in ((), (), (16,))]
     calls = [
         Call("build_sequence_length_padding_offset", (lengths, 4)),
         Call("build_sequence_length_padding_offset", (lengths, 4), {"valid_word_num": 5}),
@@ -206,6 +221,19 @@ def _calls(device: str) -> dict[str, Call]:
         ),
         Call("gather_tree", (*tree, integers(2, 1), 0)),
         Call("update_kv_cache", (floats(4, 6, 2, 8), floats(4, 6, 2, 8, seed=1), integers([2, 0, 0], [0, 1, 1]), 4)),
+        Call("paged_attention", (*paged,), {"window": 5, "sinks": floats(4, seed=5), "k_scale": share}),
+        Call("paged_attention_v1", (torch.zeros_like(paged[0]), *vllm)),
+        Call("paged_attention_v2", (torch.zeros_like(paged[0]), *workspaces, *vllm)),
+        Call("merge_attention_states", (paged[0], floats(3, 4, seed=1), floats(3, 4, 16, seed=2), floats(3, 4))),
+        Call("reshape_and_cache", (*new_tokens, *block_caches, slots, "fp8", share, share)),
+        Call("reshape_and_cache_flash", (*new_tokens, *flash_caches, slots, "auto", share, share)),
+        Call("concat_and_cache_mla", (*(x[:, 0] for x in new_tokens), floats(3, 4, 32), slots, "auto", share)),
+        Call("copy_blocks", (flash_caches, flash_caches[::-1], integers([0, 2], dtype=torch.int64))),
+        Call(
+            "gather_cache",
+            (flash_caches[0], floats(6, 2, 16), integers([2, 0], [1, 1]), integers(0, 2, 5), 2),
+            {"seq_starts": integers(0, 4), "scale": share},
+        ),
         Call("sampling_from_logits", (logits,), {**random, "indices": integers(2, 2, 0)}),
         Call("sampling_from_probs", (probs,), random),
         Call("top_k_sampling_from_probs", (probs, top_k), random),
@@ -302,15 +330,20 @@ def test_each_function_has_an_operator_and_a_case_here() -> None:
 @pytest.mark.parametrize("name", DECLARED)
 def test_the_schema_has_the_arguments_of_the_function(name: str) -> None:
     parameters = dict(inspect.signature(getattr(cukern, name)).parameters)
-    has_out = parameters.pop("out", None) is not None
+    # Where vLLM's functions have `out`, it is an argument like the others.
+    has_out = "out" in parameters and parameters["out"].kind is inspect.Parameter.KEYWORD_ONLY
+    if has_out:
+        del parameters["out"]
+    flags = re.findall(rf"(?:^|\n){name}\.(\w+)", "\n".join(DECLARED[name].TORCH_OPS))
     packet = getattr(torch.ops.cukern, name)
     written = [a for a in packet.default._schema.arguments if a.alias_info is not None]
     functional = bool(written) and all(isinstance(a.type, torch.OptionalType) for a in written)
-    assert packet.overloads() == ["default", *["out"] * has_out, *["functional"] * functional]
-    results = [result.name for result in packet.default._schema.returns]
+    of_flags = [overload for flag in flags for overload in (flag, *[f"{flag}_out"] * has_out)]
+    assert packet.overloads() == ["default", *["out"] * has_out, *["functional"] * functional, *of_flags]
     for overload in packet.overloads():
         arguments = getattr(packet, overload)._schema.arguments
-        added = results if overload == "out" else []
+        returning = getattr(packet, "default" if overload == "out" else overload.removesuffix("_out"))
+        added = [result.name for result in returning._schema.returns] if overload.endswith("out") else []
         assert [a.name for a in arguments[len(arguments) - len(added) :]] == added
         taken = {a.name: a for a in arguments[: len(arguments) - len(added)]}
         # An operator may leave out what changes how many results there are.
@@ -326,7 +359,8 @@ def test_the_schema_has_the_arguments_of_the_function(name: str) -> None:
                 # The dispatcher leaves out an argument that has its default.
                 assert argument.default_value == parameter.default
         # What is written may not be taken for the same memory.
-        aliases = [set(a.alias_info.before_set) for a in arguments if a.alias_info is not None]
+        # A list keeps its letter elsewhere.
+        aliases = [set(a.alias_info.before_set) or {a.name} for a in arguments if a.alias_info is not None]
         assert len(set().union(*aliases)) == len(aliases) >= len(added)
 
 

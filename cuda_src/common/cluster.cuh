@@ -76,3 +76,24 @@ template <int CLUSTER> __device__ __forceinline__ int add_in(int rank, int* here
                  : "memory");
     return before;
 }
+
+// here[0 ... 3] in the block `rank`.
+template <int CLUSTER> __device__ __forceinline__ float4 load_from(int rank, const float4* here) {
+    if constexpr (CLUSTER == 1) return *here;
+    float4 value;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(address_in(here, rank))
+                 : "memory");
+    return value;
+}
+
+template <int CLUSTER> __device__ __forceinline__ float2 load_from(int rank, const float2* here) {
+    if constexpr (CLUSTER == 1) return *here;
+    float2 value;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(value.x), "=f"(value.y)
+                 : "r"(address_in(here, rank))
+                 : "memory");
+    return value;
+}

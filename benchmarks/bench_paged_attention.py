@@ -1,0 +1,390 @@
+"""Attention over a paged cache, against PyTorch on a cache without pages and the kernels of FlashInfer and vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import cukern
+from benchmarks.harness import Baseline, Case
+from cukern.runtime.arrays import ITEM_SIZE
+
+_PARTITION = 512
+_WORKSPACE_BYTES = 256 * 2**20
+# Outputs are means of many values, so that their size says what a difference is worth.
+_TOLERANCE = 0.03
+_NO_ALIBI = None
+
+
+class Sizes(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    length: int  # the mean, where lengths differ
+    query_tokens: int = 1
+    block_size: int = 16
+    layout: str = "vllm"
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    ragged: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the sequences: all equal, or spread evenly from 1/32 of the mean on, in no order."""
+        if not self.ragged:
+            return [self.length] * self.batch
+        order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
+        first = self.length // 32
+        step = 2 * (self.length - first) / max(self.batch - 1, 1)
+        return [first + round(i * step) for i in order]
+
+    @property
+    def bytes(self) -> int:
+        """The cache of all tokens once, the query and the result."""
+        cached = 2 * sum(self.lengths) * self.kv_heads * self.head_dim * ITEM_SIZE[self.cache_dtype]
+        return cached + 2 * self.batch * self.query_tokens * self.heads * self.head_dim * ITEM_SIZE[self.dtype]
+
+    @property
+    def case(self) -> dict[str, int | str]:
+        return {**self._asdict(), "ragged": str(self.ragged).lower()}
+
+
+SIZES = (
+    Sizes(1, 32, 8, 128, 4096),
+    Sizes(1, 32, 8, 128, 32768),
+    Sizes(64, 32, 8, 128, 1024),
+    Sizes(64, 32, 8, 128, 4096),
+    Sizes(128, 64, 8, 128, 2048),
+    Sizes(64, 32, 32, 128, 2048),
+)
+ONE, MANY = SIZES[0], SIZES[2]
+
+
+@dataclass
+class Elsewhere:
+    """The same cache as the baselines take it. No tuple, so that it does not count among what rotates."""
+
+    flash: tuple[torch.Tensor, torch.Tensor]  # [blocks, block_size, kv_heads, head_dim]
+    dense: tuple[torch.Tensor, torch.Tensor] | None  # [batch, kv_heads, length, head_dim]
+
+
+Inputs = Callable[[torch.Generator], tuple[Any, ...]]
+
+
+# --- inputs -------------------------------------------------------------------------------------------
+
+
+def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
+    if dtype.startswith("float8"):
+        return _normal(generator, "bfloat16", *shape).to(getattr(torch, dtype))
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=generator.device).normal_(generator=generator)
+
+
+def tables(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block tables and lengths. The blocks of a sequence lie anywhere, but in the same places for every generator:
+    who plans ahead from them does so once."""
+    counts = [-(-length // sizes.block_size) for length in sizes.lengths]
+    blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).int().split(counts)
+    block_tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
+    return block_tables.to(device), torch.tensor(sizes.lengths, dtype=torch.int32, device=device)
+
+
+def to_vllm(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Caches of the layout "flash" in the layout "vllm"."""
+    blocks, block_size, kv_heads, head_dim = keys.shape
+    dtype, x = keys.dtype, 16 // keys.itemsize
+    if keys.itemsize == 1:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    chunks = keys.view(blocks, block_size, kv_heads, head_dim // x, x)
+    return chunks.permute(0, 2, 3, 1, 4).contiguous().view(dtype), values.permute(0, 2, 3, 1).contiguous().view(dtype)
+
+
+def inputs_of(sizes: Sizes, compared: bool) -> Inputs:
+    """Query, caches, block tables, lengths and, if `compared`, the cache for the baselines, else None."""
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        block_tables, seq_lens = tables(sizes, generator.device)
+        tokens = (sizes.query_tokens,) if sizes.query_tokens > 1 else ()
+        query = _normal(generator, sizes.dtype, sizes.batch, *tokens, sizes.heads, sizes.head_dim)
+        blocks = sum(-(-length // sizes.block_size) for length in sizes.lengths)
+        shape = blocks, sizes.block_size, sizes.kv_heads, sizes.head_dim
+        flash = _normal(generator, sizes.cache_dtype, *shape), _normal(generator, sizes.cache_dtype, *shape)
+        caches = to_vllm(*flash) if sizes.layout == "vllm" else flash
+        elsewhere = None
+        if compared:
+            dense = None
+            if not sizes.ragged and sizes.cache_dtype == sizes.dtype:
+                at = block_tables.long()
+                by_token = (cache[at].flatten(1, 2)[:, : sizes.length] for cache in flash)
+                dense = tuple(cache.transpose(1, 2).contiguous() for cache in by_token)
+            elsewhere = Elsewhere(flash, dense)  # type: ignore[arg-type]
+        return query, *caches, block_tables, seq_lens, elsewhere
+
+    return inputs
+
+
+def _on(query: torch.Tensor, variant: str) -> str:
+    """The variant to ask for: on the CPU, where the tests run this, there are none."""
+    return variant if query.is_cuda else "auto"
+
+
+# --- baselines ----------------------------------------------------------------------------------------
+
+
+def gathered(query: Any, key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, _: Any) -> torch.Tensor:
+    """Gather the blocks of the layout "vllm", then attend. All lengths are equal and fill their blocks."""
+    batch = len(query)
+    keys, values = key_cache[block_tables], value_cache[block_tables]
+    head_dim, kv_heads = query.shape[-1], values.shape[2]
+    keys = keys.permute(0, 2, 1, 4, 3, 5).reshape(batch, kv_heads, -1, head_dim)
+    values = values.permute(0, 2, 1, 4, 3).reshape(batch, kv_heads, -1, head_dim)
+    return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
+
+
+def dense(query: Any, _k: Any, _v: Any, _tables: Any, _lens: Any, elsewhere: Elsewhere) -> torch.Tensor:
+    """PyTorch with a cache that has no pages at all."""
+    assert elsewhere.dense is not None
+    return scaled_dot_product_attention(query[:, :, None], *elsewhere.dense, enable_gqa=True)[:, :, 0]
+
+
+def _flashinfer(sizes: Sizes) -> Callable[[], Callable[..., torch.Tensor]]:
+    """Its decode wrapper on tensor cores; with several query tokens its prefill wrapper. Planned at the first call."""
+
+    def load() -> Callable[..., torch.Tensor]:
+        import flashinfer
+
+        planned: list[Any] = []
+
+        def plan(query: torch.Tensor, flash: tuple[torch.Tensor, torch.Tensor], block_tables: torch.Tensor) -> Any:
+            counts = [-(-length // sizes.block_size) for length in sizes.lengths]
+            make = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=query.device)  # noqa: E731
+            indptr = make([0, *counts]).cumsum(0, dtype=torch.int32)
+            indices = torch.cat([row[:count] for row, count in zip(block_tables, counts, strict=True)])
+            last = make([(length - 1) % sizes.block_size + 1 for length in sizes.lengths])
+            widths = sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.block_size
+            dtypes = {"q_data_type": query.dtype, "kv_data_type": flash[0].dtype}
+            workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+            if sizes.query_tokens == 1:
+                wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+                wrapper.plan(indptr, indices, last, *widths, **dtypes)
+            else:
+                wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+                starts = torch.arange(sizes.batch + 1, dtype=torch.int32, device=query.device) * sizes.query_tokens
+                wrapper.plan(starts, indptr, indices, last, *widths, causal=True, **dtypes)
+            return wrapper
+
+        def attend(query: Any, _k: Any, _v: Any, block_tables: Any, _lens: Any, elsewhere: Elsewhere) -> torch.Tensor:
+            if not planned:
+                planned.append(plan(query, elsewhere.flash, block_tables))
+            rows = query.view(-1, sizes.heads, sizes.head_dim)
+            return planned[0].run(rows, elsewhere.flash).view(query.shape)
+
+        return attend
+
+    return load
+
+
+def partition_results(query: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for exp_sums, max_logits and tmp_out of `paged_attention_v2`."""
+    seqs, heads, head_dim = query.shape
+    partitions = -(-length // _PARTITION)
+    sums, largest = (query.new_empty(seqs, heads, partitions, dtype=torch.float32) for _ in range(2))
+    return sums, largest, query.new_empty(seqs, heads, partitions, head_dim)
+
+
+def _like_vllm(function: Callable[..., Any], version: int, sizes: Sizes) -> Callable[..., torch.Tensor]:
+    """A `paged_attention_v1` or `_v2`, vLLM's or ours, on the inputs of a case."""
+    kv_cache_dtype = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}.get(sizes.cache_dtype, "auto")
+    longest = max(sizes.lengths)
+    scales: dict[torch.device, torch.Tensor] = {}
+
+    def attend(query: Any, keys: Any, values: Any, block_tables: Any, seq_lens: Any, _: Any = None) -> torch.Tensor:
+        if query.device not in scales:  # at a call before the capture
+            scales[query.device] = torch.ones((), device=query.device)
+        one = scales[query.device]
+        if kv_cache_dtype != "auto":
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+        out = torch.empty_like(query)
+        partial = partition_results(query, longest) if version == 2 else ()
+        scale = sizes.head_dim**-0.5
+        lengths = seq_lens, sizes.block_size, longest
+        cached = query, keys, values, sizes.kv_heads, scale, block_tables
+        function(out, *partial, *cached, *lengths, _NO_ALIBI, kv_cache_dtype, one, one)
+        return out
+
+    return attend
+
+
+def _vllm(version: int, sizes: Sizes) -> Baseline:
+    def load() -> Callable[..., torch.Tensor]:
+        if version == 1:
+            from vllm._custom_ops import paged_attention_v1 as function
+        else:
+            from vllm._custom_ops import paged_attention_v2 as function
+        return _like_vllm(function, version, sizes)
+
+    return Baseline(load)
+
+
+def _baselines(sizes: Sizes, gather: bool) -> dict[str, Baseline]:
+    baselines = {}
+    if gather:
+        baselines["torch"] = Baseline(lambda: gathered)
+    if sizes.query_tokens == 1 and not sizes.ragged and sizes.cache_dtype == sizes.dtype:
+        baselines["torch dense"] = Baseline(lambda: dense)
+    # It compiles its kernel.
+    baselines["FlashInfer"] = Baseline(_flashinfer(sizes), slow=True)
+    if sizes.query_tokens == 1 and sizes.layout == "vllm":
+        baselines |= {"vLLM v1": _vllm(1, sizes), "vLLM v2": _vllm(2, sizes)}
+    return baselines
+
+
+def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """But for rounding in between, which some do of the weights and some of the scores."""
+    ours, theirs = ours.float(), theirs.float()
+    return bool((ours - theirs).abs().max() <= _TOLERANCE * theirs.abs().max())
+
+
+# --- cases --------------------------------------------------------------------------------------------
+
+
+def attention(
+    sizes: Sizes,
+    variant: str = "specialized",
+    compared: bool = False,
+    gather: bool = False,
+    host: bool = False,
+    split: int | None = None,
+) -> Case:
+    """A case of `paged_attention`; with its baselines if `compared`, the gathering one only if `gather`."""
+
+    def call(query: Any, keys: Any, values: Any, block_tables: Any, seq_lens: Any, _: Any) -> torch.Tensor:
+        inputs = query, keys, values, block_tables, seq_lens
+        return cukern.paged_attention(*inputs, layout=sizes.layout, split=split, variant=_on(query, variant))
+
+    return Case(
+        "paged_attention",
+        sizes.case | ({} if split is None else {"split": split}),
+        variant,
+        inputs_of(sizes, compared),
+        call,
+        sizes.bytes,
+        baselines=_baselines(sizes, gather) if compared else {},
+        agree=agree,
+        host=host,
+    )
+
+
+def _operator(sizes: Sizes) -> Case:
+    """The operator, for its time on the host."""
+    import cukern.torch_ops  # noqa: F401
+
+    operator = torch.ops.cukern.paged_attention
+    call = lambda *inputs: operator(*inputs[:5], layout=sizes.layout)  # noqa: E731
+    case = sizes.case | {"call": "torch.ops"}
+    return Case("paged_attention", case, "auto", inputs_of(sizes, False), call, sizes.bytes, host=True)
+
+
+def _version(version: int, sizes: Sizes) -> Case:
+    name = f"paged_attention_v{version}"
+    call = _like_vllm(getattr(cukern, name), version, sizes)
+    baselines = {"vLLM": _vllm(version, sizes)}
+    inputs = inputs_of(sizes, False)
+    host = sizes == ONE
+    return Case(name, sizes.case, "auto", inputs, call, sizes.bytes, baselines=baselines, agree=agree, host=host)
+
+
+def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_attention_states` in torch, where no lse is infinite."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    shares = ((x - lse).exp()[..., None] * out.float() for out, x in ((out_a, lse_a), (out_b, lse_b)))
+    return sum(shares).to(out_a.dtype), lse  # type: ignore[union-attr, return-value]
+
+
+@dataclass
+class States:
+    """The log-sum-exps as others take them."""
+
+    base_two: tuple[torch.Tensor, torch.Tensor]  # [tokens, heads]
+    by_head: tuple[torch.Tensor, torch.Tensor]  # [heads, tokens]
+
+
+def _merge(tokens: int, heads: int, head_dim: int, dtype: str) -> Case:
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        outs = [_normal(generator, dtype, tokens, heads, head_dim) for _ in range(2)]
+        lses = [_normal(generator, "float32", tokens, heads) for _ in range(2)]
+        others = States(
+            (lses[0] / math.log(2), lses[1] / math.log(2)),
+            (lses[0].t().contiguous(), lses[1].t().contiguous()),
+        )
+        return outs[0], lses[0], outs[1], lses[1], others
+
+    def compiled() -> Callable[..., Any]:
+        torch.compiler.reset()
+        function = torch.compile(merged, dynamic=False)
+        return lambda *inputs: function(*inputs[:4])
+
+    def flashinfer() -> Callable[..., Any]:
+        from flashinfer import merge_state
+
+        def merge(out_a: Any, _a: Any, out_b: Any, _b: Any, others: States) -> Any:
+            return merge_state(out_a, others.base_two[0], out_b, others.base_two[1])
+
+        return merge
+
+    def vllm() -> Callable[..., Any]:
+        from vllm._custom_ops import merge_attn_states
+
+        def merge(out_a: Any, _a: Any, out_b: Any, _b: Any, others: States) -> Any:
+            out, lse = torch.empty_like(out_a), torch.empty_like(others.by_head[0])
+            merge_attn_states(out, out_a, others.by_head[0], out_b, others.by_head[1], lse)
+            return out, lse
+
+        return merge
+
+    def agree_on_outputs(ours: Any, theirs: Any) -> bool:
+        return agree(ours[0], theirs[0])  # the log-sum-exps are of another base, or another layout
+
+    return Case(
+        "merge_attention_states",
+        {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype},
+        "auto",
+        inputs,
+        lambda *inputs: cukern.merge_attention_states(*inputs[:4]),
+        3 * tokens * heads * (head_dim * ITEM_SIZE[dtype] + 4),
+        baselines={
+            "torch": Baseline(lambda: lambda *inputs: merged(*inputs[:4])),
+            "torch.compile": Baseline(compiled, slow=True),
+            "FlashInfer": Baseline(flashinfer, slow=True),
+            "vLLM": Baseline(vllm),
+        },
+        agree=agree_on_outputs,
+    )
+
+
+def _all_cases() -> Iterator[Case]:
+    for sizes in SIZES:
+        yield attention(sizes, compared=True, gather=sizes in (ONE, MANY), host=sizes == ONE)
+        yield attention(sizes, "dynamic")
+        yield attention(sizes._replace(cache_dtype="float8_e4m3fn"), compared=True)
+    yield _operator(ONE)
+    for sizes in (ONE, SIZES[3]):
+        yield attention(sizes._replace(layout="flash"), compared=True)
+    yield attention(SIZES[3]._replace(ragged=True), compared=True)
+    yield attention(SIZES[3]._replace(query_tokens=4), compared=True)
+    yield attention(SIZES[3], split=1024)
+    for version in (1, 2):
+        for sizes in (ONE, MANY):
+            yield _version(version, sizes)
+    yield _merge(8192, 32, 128, "bfloat16")
+
+
+def cases() -> list[Case]:
+    """One sequence and many, grouped heads and not: in bfloat16, with every way to store the cache and to ask."""
+    return list(_all_cases())

@@ -1,0 +1,270 @@
+"""Attention over a paged KV cache in NumPy, as the formulas define it.
+
+The arguments are those of `cukern.ops.paged_attention`, already checked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+#: Tokens of a partition of `paged_attention_v2`.
+PARTITION = 512
+
+
+class _Row(NamedTuple):
+    """What one head of one query token sees, in float64."""
+
+    at: tuple[int, int, int]  # sequence, query token, head
+    tokens: Array  # [seen], their positions
+    scores: Array  # [seen]
+    values: Array  # [seen, head_dim]
+
+
+def _number(scale: Any) -> float:
+    """A scale that may be absent, a number, or an array of one element."""
+    return 1.0 if scale is None else float(np.asarray(scale).reshape(()))
+
+
+def _tokens(cache: Array, ids: Array, layout: str, kv_cache_dtype: str) -> Array:
+    """The slots of some blocks in order, [kv_heads, slots, head_dim], in float64."""
+    if cache.dtype == np.uint8:
+        cache = cache.view(ml_dtypes.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else ml_dtypes.float8_e4m3fn)
+    blocks = cache[ids].astype(np.float64)
+    if layout == "flash":
+        blocks = blocks.transpose(2, 0, 1, 3)
+    elif blocks.ndim == 5:
+        blocks = blocks.transpose(1, 0, 3, 2, 4)
+    else:
+        blocks = blocks.transpose(1, 0, 3, 2)
+    kv_heads, count, block_size = blocks.shape[:3]
+    return blocks.reshape(kv_heads, count * block_size, -1)
+
+
+def _rows(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    layout: str,
+    scale: float,
+    alibi_slopes: Array | None,
+    window: int | None,
+    softcap: float | None,
+    kv_cache_dtype: str,
+    is_seen: Callable[[int, int, Array], Array] | None = None,
+) -> Iterator[_Row | int]:
+    """Each row of the query [seqs, query_tokens, heads, head_dim] that sees a token, or may.
+
+    A sequence with a block that is not in the cache, or with more tokens than its table has room for, comes as its
+    index alone. `is_seen(length, head, tokens)` says which of the tokens a head sees.
+    """
+    _, query_tokens, heads, _ = query.shape
+    blocks, block_size = len(key_cache), key_cache.shape[3 if layout == "vllm" else 1]
+    kv_heads = key_cache.shape[1 if layout == "vllm" else 2]
+    for s, length in enumerate(seq_lens.tolist()):
+        if length <= 0:
+            continue
+        positions = range(length - query_tokens, length)
+        first = 0 if window is None else max(0, max(0, positions[0]) - window + 1)
+        ids = block_tables[s, first // block_size : -(-length // block_size)]
+        if length > block_tables.shape[1] * block_size or ((ids < 0) | (ids >= blocks)).any():
+            yield s
+            continue
+        keys = _tokens(key_cache, ids, layout, kv_cache_dtype)[:, first % block_size :]
+        values = _tokens(value_cache, ids, layout, kv_cache_dtype)[:, first % block_size :]
+        for i, position in enumerate(positions):
+            low = first if window is None else max(first, position - window + 1)
+            for h in range(heads):
+                tokens = np.arange(low, position + 1)
+                if is_seen is not None:
+                    tokens = tokens[is_seen(length, h, tokens)]
+                kv_head = h // (heads // kv_heads)
+                # Rows at a negative position have no tokens.
+                whole = slice(low - first, low - first + len(tokens))
+                seen = whole if is_seen is None else tokens - first
+                scores = scale * (keys[kv_head, seen] @ query[s, i, h].astype(np.float64))
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    scores = scores + float(alibi_slopes[h]) * (tokens - position)
+                yield _Row((s, i, h), tokens, scores, values[kv_head, seen])
+
+
+def _softmax(scores: Array, values: Array) -> tuple[Array, float, float]:
+    """The values by their weights, the largest score, and the sum of exp(score - largest).
+
+    Without scores, or where all are -inf: zeros, -inf and 0.
+    """
+    largest = scores.max(initial=-np.inf)
+    weights = np.exp(scores - (0 if largest == -np.inf else largest))
+    total = weights.sum()
+    return weights @ values / (1 if total == 0 else total), largest, total
+
+
+def paged_attention(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    layout: str = "vllm",
+    scale: float | None = None,
+    alibi_slopes: Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_cache_dtype: str = "auto",
+    return_lse: bool = False,
+    split: int | None = None,
+) -> Any:
+    """Attend from the last tokens of each sequence; `split` changes nothing but the order of a kernel's sums."""
+    rows = query[:, None] if query.ndim == 3 else query
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    out = np.zeros(rows.shape, query.dtype)
+    lse = np.full(rows.shape[:3], -np.inf, np.float32)
+    if sinks is not None:
+        lse[...] = sinks
+    options = layout, scale * _number(k_scale), alibi_slopes, window, softcap, kv_cache_dtype
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row in _rows(rows, key_cache, value_cache, block_tables, seq_lens, *options):
+            if isinstance(row, int):
+                out[row], lse[row] = np.nan, np.nan
+                continue
+            attended, largest, total = _softmax(row.scores, row.values)
+            if total == 0:
+                continue
+            of_row = largest + np.log(total)
+            if sinks is not None:
+                joint = np.logaddexp(of_row, float(sinks[row.at[2]]))
+                attended, of_row = attended * np.exp(of_row - joint), joint
+            out[row.at], lse[row.at] = _number(v_scale) * attended, of_row
+    out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
+    return (out, lse) if return_lse else out
+
+
+def _block_sparse(
+    heads: int,
+    kv_heads: int,
+    tp_rank: int,
+    local_blocks: int,
+    vert_stride: int,
+    block_size: int,
+    head_sliding_step: int,
+) -> Callable[[int, int, Array], Array] | None:
+    """vLLM's rule for which tokens a head sees; None where it sees all."""
+    if vert_stride <= 1:
+        return None
+
+    def is_seen(length: int, head: int, tokens: Array) -> Array:
+        if head_sliding_step >= 0:
+            offset = (tp_rank * heads + head) * head_sliding_step + 1
+        else:
+            offset = (tp_rank * kv_heads + head // (heads // kv_heads)) * -head_sliding_step + 1
+        block = tokens // block_size
+        return ((block + offset) % vert_stride == 0) | (block > (length - 1) // block_size - local_blocks)
+
+    return is_seen
+
+
+def paged_attention_v1(
+    out: Array,
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Array,
+    seq_lens: Array,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Array | None,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """Attend from the last token of each sequence, with vLLM's arguments, into `out`."""
+    sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
+    is_seen = _block_sparse(query.shape[1], num_kv_heads, tp_rank, *sparse)
+    options = "vllm", scale * _number(k_scale), alibi_slopes, None, None, kv_cache_dtype, is_seen
+    out[...] = 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row in _rows(query[:, None], key_cache, value_cache, block_tables, seq_lens, *options):
+            if isinstance(row, int):
+                out[row] = np.nan
+                continue
+            s, _, h = row.at
+            out[s, h] = _number(v_scale) * _softmax(row.scores, row.values)[0]
+
+
+def paged_attention_v2(
+    out: Array,
+    exp_sums: Array,
+    max_logits: Array,
+    tmp_out: Array,
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Array,
+    seq_lens: Array,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Array | None,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """`paged_attention_v1`, with what each partition of 512 tokens amounts to, but for sequences that are NaN."""
+    sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
+    shared = query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len
+    paged_attention_v1(out, *shared, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank, *sparse)
+    is_seen = _block_sparse(query.shape[1], num_kv_heads, tp_rank, *sparse)
+    options = "vllm", scale * _number(k_scale), alibi_slopes, None, None, kv_cache_dtype, is_seen
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row in _rows(query[:, None], key_cache, value_cache, block_tables, seq_lens, *options):
+            if isinstance(row, int):
+                continue
+            s, _, h = row.at
+            for j in range(-(-int(seq_lens[s]) // PARTITION)):
+                part = row.tokens // PARTITION == j
+                attended, max_logits[s, h, j], exp_sums[s, h, j] = _softmax(row.scores[part], row.values[part])
+                tmp_out[s, h, j] = _number(v_scale) * attended
+
+
+def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Attention over two sets of keys from the attention over each."""
+    a, b = lse_a.astype(np.float64), lse_b.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        largest = np.maximum(a, b)
+        weight_a = np.where(a == -np.inf, 0, np.exp(a - largest))
+        weight_b = np.where(b == -np.inf, 0, np.exp(b - largest))
+        total = weight_a + weight_b
+        lse = np.where(total == 0, -np.inf, largest + np.log(total)).astype(np.float32)
+        # Attention over no keys counts for nothing, even if it is NaN.
+        sum_a = np.where(a[..., None] == -np.inf, 0, weight_a[..., None] * out_a.astype(np.float64))
+        sum_b = np.where(b[..., None] == -np.inf, 0, weight_b[..., None] * out_b.astype(np.float64))
+        merged = ((sum_a + sum_b) / np.where(total == 0, 1, total)[..., None]).astype(out_a.dtype)
+    return merged, lse
