@@ -642,7 +642,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
     // A block asks for its next piece a few tiles before it is done with one, and starts it before the results of that
     // one are merged. Whether a piece was the last of its item it learns when the next one is done: under load every
     // answer from global memory takes microseconds.
-    __shared__ volatile int next; // -1: not known yet
+    __shared__ int next; // -1: not known yet
     __shared__ bool last;
     __shared__ Segment previous;
     int place = -1;
@@ -923,10 +923,10 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
         Work following;
         more = false;
         if constexpr (CLUSTER == 1) {
-            if (threadIdx.x == 0) next = gridDim.x + taken;
+            if (threadIdx.x == 0) atomicExch(&next, gridDim.x + taken);
             int index;
             do
-                index = next;
+                index = __shfl_sync(FULL_WARP, lane == 0 ? atomicAdd(&next, 0) : 0, 0);
             while (index < 0);
             more = pieces.find(index, following.segment);
             if (more) {

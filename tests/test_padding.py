@@ -518,7 +518,7 @@ def test_the_models_sizes_are_specialized() -> None:
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_the_multiplication_divides(divisor: int, number: int) -> None:
-    multiplier, shift = op._divisor(divisor)
+    multiplier, shift = op.divisor(divisor)
     assert 0 < multiplier < 2**32
     for n in (number, number // divisor * divisor, number // divisor * divisor - 1, 2**31 - 1):
         if n >= 0:

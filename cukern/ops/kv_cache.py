@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.units import divisor
+from cukern.runtime.units import divisor, unit_width
 
 __all__ = [
     "concat_and_cache_mla",
@@ -43,11 +43,11 @@ _store_blocks = Kernel("kv_cache", "store_blocks", "3Pf3q" * 2 + "P4iIiiIi")
 _copy_blocks = Kernel("kv_cache", "copy_blocks", "64PPq3i")
 _gather_rows = Kernel("kv_cache", "gather_rows", "6Pf4q5iIi3iIi")
 
-_THREADS_ITEMS = {"store_rows": (256, 2), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
+_THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
 _WINDOW, _LINE, _CACHES = 32, 8, 64  # as in the template
 _NO_SCALE = 0, 1.0
 _NO_HEADS, _NO_CACHE = (0,) * 3, (0,) * 7  # the fields of Rows after columns, and after src_stride
-_WARPS = 4
+_WARPS = 2
 #: Up to so many tokens a window is shared among 8 blocks: each is then in a run of its own, or alone.
 _FEW_TOKENS, _PARTS = 512, 8
 
@@ -105,16 +105,6 @@ def _tile(kernel: str, columns: int) -> _Tile:
     tile_columns = -(-columns // chunks)
     rows = threads * items // tile_columns
     return _Tile(threads, rows, chunks, (columns, rows, tile_columns, *divisor(tile_columns)))
-
-
-def _width(name: str, mask: int, item_size: int) -> int:
-    """The widest unit that divides all of the addresses and distances that make up `mask`."""
-    if mask % 16 == 0:
-        return 16
-    width = mask & -mask
-    if width < item_size:
-        check.fail(name, "aligned to its elements", f"an address that is a multiple of {width} bytes")
-    return width
 
 
 @functools.lru_cache(maxsize=1024)
@@ -433,7 +423,7 @@ def reshape_and_cache_flash(
     mask |= (caches[0] | caches[1]) * ratio
     for stride in (*strides[0], *strides[1]):
         mask |= stride * ratio
-    width = _width("key", mask, item_size)
+    width = unit_width("key", mask, item_size)
     columns, head_columns = heads * head_dim * item_size // width, head_dim * item_size // width
     tile = _tile("store_rows", columns)
     by_head = (columns, head_columns, *divisor(head_columns))
@@ -524,7 +514,7 @@ def concat_and_cache_mla(
     cache = address(kv_cache)
     mask = sources[0] | sources[1] | kv_c_stride | k_pe_stride | rank * item_size | rope_dim * item_size
     mask |= (cache | strides[0] | strides[1]) * ratio
-    width = _width("kv_c", mask, item_size)
+    width = unit_width("kv_c", mask, item_size)
     columns = rank * item_size // width, rope_dim * item_size // width
     tile = _tile("store_rows", sum(columns))
     _rows_variant(dtype, cache_format, width, True).launch(
@@ -627,7 +617,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     mask = block_stride | block_bytes
     for address in addresses:
         mask |= address
-    width = _width(like, mask, item_size)
+    width = unit_width(like, mask, item_size)
     threads, items = _THREADS_ITEMS["copy_blocks"]
     columns = block_bytes // width
     parts = -(-columns // (threads * items))
@@ -741,7 +731,7 @@ def gather_cache(
     address = library.address
     src_address, dst_address = address(src_cache), address(dst)
     mask = (src_address | block_stride | token_stride) * ratio | dst_address | dst_stride | elements * item_size
-    width = _width("src_cache", mask, item_size)
+    width = unit_width("src_cache", mask, item_size)
     tile = _tile("gather_rows", elements * item_size // width)
     _gather_variant(dtype, cache_format, width).launch(
         device,

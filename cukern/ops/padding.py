@@ -11,7 +11,7 @@ from cukern.reference import padding as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.units import divisor as _divisor
+from cukern.runtime.units import divisor, unit_width
 
 __all__ = [
     "add_qkv_bias_rebuild_padding",
@@ -161,19 +161,9 @@ def _plan(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, varia
     chunks = -(-columns // (threads * items))
     tile_columns = -(-columns // chunks)
     tile_rows = threads * items // tile_columns
-    geometry = (columns, tile_rows, tile_columns, *_divisor(tile_columns))
-    by_head_columns = _divisor(max(head_columns, 1))
+    geometry = (columns, tile_rows, tile_columns, *divisor(tile_columns))
+    by_head_columns = divisor(max(head_columns, 1))
     return _Plan(chosen, threads, columns, tile_rows, chunks, geometry, head_columns, by_head_columns)
-
-
-def _width(name: str, mask: int, item_size: int) -> int:
-    """The widest unit that divides all of the addresses and distances that make up `mask`."""
-    if mask % 16 == 0:
-        return 16
-    width = mask & -mask
-    if width < item_size:
-        check.fail(name, "aligned to its elements", f"an address that is a multiple of {width} bytes")
-    return width
 
 
 @functools.lru_cache(maxsize=256)
@@ -376,7 +366,7 @@ def remove_sequence_length_padding(src: Any, padding_offset: Any, *, out: Any = 
         return out
     item_size = arrays.ITEM_SIZE[dtype]
     addresses = library.address(src), library.address(out)
-    width = _width("src", addresses[0] | addresses[1] | hidden * item_size | row_stride * item_size, item_size)
+    width = unit_width("src", addresses[0] | addresses[1] | hidden * item_size | row_stride * item_size, item_size)
     plan = _plan("remove", dtype, hidden, 0, width, variant)
     plan.variant.launch(
         device,
@@ -432,7 +422,7 @@ def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, 
         return out
     item_size = arrays.ITEM_SIZE[dtype]
     addresses = library.address(src), library.address(out)
-    width = _width("src", addresses[0] | addresses[1] | dim * item_size, item_size)
+    width = unit_width("src", addresses[0] | addresses[1] | dim * item_size, item_size)
     plan = _plan("transpose_remove", dtype, hidden, dim, width, variant)
     plan.variant.launch(
         device,
@@ -450,7 +440,7 @@ def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, 
         heads,
         seq,
         plan.head_columns,
-        *_divisor(seq),
+        *divisor(seq),
         *plan.by_head_columns,
     )
     return out
@@ -513,7 +503,7 @@ def rebuild_sequence_length_padding(
         return out
     item_size = arrays.ITEM_SIZE[dtype]
     addresses = library.address(src) if words else 0, library.address(out)
-    width = _width("src", addresses[0] | addresses[1] | hidden * item_size | row_stride * item_size, item_size)
+    width = unit_width("src", addresses[0] | addresses[1] | hidden * item_size | row_stride * item_size, item_size)
     plan = _plan("rebuild", dtype, hidden, 0, width, variant)
     plan.variant.launch(
         device,
@@ -615,7 +605,7 @@ def add_qkv_bias_rebuild_padding(
     mask = dim * item_size | row_strides[0] | row_strides[1] | row_strides[2]
     for pointer in pointers:
         mask |= pointer
-    width = _width("q", mask, item_size)
+    width = unit_width("q", mask, item_size)
     plan = _plan("add_bias", dtype, hidden, dim, width, variant)
     plan.variant.launch(
         device,
@@ -634,7 +624,7 @@ def add_qkv_bias_rebuild_padding(
         heads,
         shape[2],
         plan.head_columns,
-        *_divisor(shape[2]),
+        *divisor(shape[2]),
         *plan.by_head_columns,
     )
     return out

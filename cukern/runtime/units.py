@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from cukern.runtime import check
+
 
 @functools.lru_cache(maxsize=1024)
 def divisor(number: int) -> tuple[int, int]:
@@ -13,3 +15,13 @@ def divisor(number: int) -> tuple[int, int]:
     """
     shift = 31 + (number - 1).bit_length()
     return -(-(1 << shift) // number), shift
+
+
+def unit_width(name: str, mask: int, item_size: int) -> int:
+    """The widest unit, of at most 16 bytes, that divides all of the addresses and distances that make up `mask`."""
+    if mask % 16 == 0:
+        return 16
+    widest = mask & -mask
+    if widest < item_size:
+        check.fail(name, "aligned to its elements", f"an address that is a multiple of {widest} bytes")
+    return widest
