@@ -267,7 +267,9 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     template <bool RACE> __device__ __forceinline__ void load(Stream stream) {
         clear_list();
         cluster_arrive<CLUSTER>();
-        bool started = false;
+        // One block waits for nobody else, and its barrier must be where its warps are together.
+        if (CLUSTER == 1) __syncthreads();
+        bool started = CLUSTER == 1;
         for (int local = warp; local < local_tiles; local += warps) {
             const int tile = first_tile + local;
             float4* to = cache + local * (TILE / 4) + lane;
