@@ -19,9 +19,6 @@ _WORKSPACE_BYTES = 256 * 2**20
 # Outputs are means of many values, so that their size says what a difference is worth.
 _TOLERANCE = 0.03
 _NO_ALIBI = None
-# A cache has some to spare. Without them the values would lie a power of two behind the keys, which no cache that
-# fills the memory does.
-_SPARE_BLOCKS = 37
 
 
 class Sizes(NamedTuple):
@@ -115,7 +112,7 @@ def inputs_of(sizes: Sizes, compared: bool) -> Inputs:
         block_tables, seq_lens = tables(sizes, generator.device)
         tokens = (sizes.query_tokens,) if sizes.query_tokens > 1 else ()
         query = _normal(generator, sizes.dtype, sizes.batch, *tokens, sizes.heads, sizes.head_dim)
-        blocks = sum(-(-length // sizes.block_size) for length in sizes.lengths) + _SPARE_BLOCKS
+        blocks = sum(-(-length // sizes.block_size) for length in sizes.lengths)
         shape = blocks, sizes.block_size, sizes.kv_heads, sizes.head_dim
         flash = _normal(generator, sizes.cache_dtype, *shape), _normal(generator, sizes.cache_dtype, *shape)
         caches = to_vllm(*flash) if sizes.layout == "vllm" else flash
