@@ -50,8 +50,8 @@ struct Params {
     void* partial; // [slots, head_dim]: outputs of a part of the tokens, float32, or T if `narrow`
     float* maxima; // [slots], in powers of 2, or natural if `narrow`
     float* sums; // [slots]: sum of exp(score - maximum)
-    int* taken; // [1]: pieces taken beyond the first of each block; 0 at the start, as is
-    int* arrived; // [items]: pieces done
+    int* taken; // [1]: pieces taken beyond the first of each block; 0 at the start
+    int* arrived; // [items]: pieces done; 0 at the start
     long long query_seq, query_token, query_head; // strides in elements
     long long key_block, key_token, key_head; // strides in bytes; VLLM has none between tokens
     long long value_block, value_token, value_head;
@@ -119,13 +119,13 @@ struct Row {
         return ((long long)segment.seq * p.query_tokens + token) * p.heads + head;
     }
 
-    // What it sees of the cache: tokens (after, position].
+    // The last token of the cache that it sees.
     __device__ int position(const Params& p, const Segment& segment) const {
         return valid ? segment.length - p.query_tokens + token : -1;
     }
 };
 
-// The result of a row from its maximum and sum (in powers of 2), without and with its sink.
+// Let a row's sink join its maximum and sum (in powers of 2); `weight` is what its values then count.
 __device__ __forceinline__ void add_sink(const Params& p, int head, float& maximum, float& sum, float& weight) {
     weight = 1.f;
     if (!p.sinks) return;
@@ -292,7 +292,7 @@ __device__ __forceinline__ int arrive(const Params& p, const Segment& segment) {
     return atomicAdd(&p.arrived[(segment.seq * p.kv_heads + segment.kv_head) * p.row_blocks + segment.row_block], 1);
 }
 
-// The same of a segment whose tokens a cluster has shared, by way of `merged` [ROWS, stride] and `statistics` [ROWS] in
+// `store_segment` for an item whose tokens a cluster has shared, by way of `merged` [ROWS, stride] and `statistics` [ROWS] in
 // the shared memory of each of its blocks.
 template <int CLUSTER, int TEAMS, int ROWS, typename T>
 __device__ void store_shared_segment(const Params& p, const Segment& segment, const float* maxima, const float* sums,

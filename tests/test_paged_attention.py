@@ -585,6 +585,17 @@ def test_a_bad_block_id_makes_its_sequence_nan(
     assert np.isnan(attend(x, split=split)[0].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_without_blocks_has_no_token(attend: Place, layout: str, rng: np.random.Generator) -> None:
+    # Few sequences and many: by clusters, and not.
+    for repeats in (1, 40):
+        x = paged(rng, [100, 0] * repeats, **TAKEN_BY_ALL, layout=layout)
+        x = x._replace(key_cache=x.key_cache[:0], value_cache=x.value_cache[:0])
+        out, lse = attend(x)
+        assert np.isnan(out[::2].astype(np.float32)).all() and np.isnan(lse[::2]).all()
+        assert not out[1::2].any() and (lse[1::2] == -INF).all()
+
+
 def test_a_bad_block_id_in_vllms_functions(rng: np.random.Generator) -> None:
     x = paged(rng, [100, 600, 0], **TAKEN_BY_ALL)
     x.block_tables[1, 33] = -1

@@ -605,7 +605,8 @@ def _launch(
         plan.row_blocks,
         sizes.blocks,
         sizes.block_size,
-        sizes.max_blocks,
+        # A cache without blocks has room for no token: not even for what the kernel reads in place of a bad block.
+        sizes.max_blocks if sizes.blocks else 0,
         window,
         split,
         _LEAST_UNITS,
