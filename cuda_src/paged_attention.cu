@@ -841,13 +841,11 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
             // Shares are relative to `bases`, which follow the maxima only when these have left them far behind:
             // nothing overflows before, and the accumulators need not be rescaled for every small step.
             constexpr float FAR = 8.f;
-            float largest[2];
             bool behind = false;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                float& most = largest[j];
-                most =
-                    fmaxf(fmaxf(scores[0][2 * j], scores[0][2 * j + 1]), fmaxf(scores[1][2 * j], scores[1][2 * j + 1]));
+                const float first = fmaxf(scores[0][2 * j], scores[0][2 * j + 1]);
+                float most = fmaxf(first, fmaxf(scores[1][2 * j], scores[1][2 * j + 1]));
                 most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
                 maximum[j] = fmaxf(maximum[j], most);
