@@ -9,9 +9,11 @@ import torch
 
 import cukern
 from benchmarks.harness import Baseline, Case
+from cukern.reference.kv_cache import ENTRY, GROUP, LATENTS, ROTARY, ROTARY_AT, SCALES_AT
 from cukern.runtime.arrays import ITEM_SIZE
 
 BLOCK_SIZE = 16
+DS_MLA = "fp8_ds_mla"
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -181,6 +183,32 @@ def _mla(sizes: Sizes) -> Case:
     )
 
 
+def _mla_with_scales(of: Sizes) -> Case:
+    sizes = of._replace(cache=DS_MLA)
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        kv_c, k_pe = (_random(generator, sizes, sizes.tokens, n) for n in (LATENTS, ROTARY))
+        cache = torch.zeros(sizes.blocks, BLOCK_SIZE, ENTRY, dtype=torch.uint8, device=generator.device)
+        # Divided by a number, torch multiplies by its reciprocal.
+        return kv_c, k_pe, cache, slot_mapping(sizes, generator), torch.full((1,), 448.0, device=generator.device)
+
+    def call(kv_c: Any, k_pe: Any, cache: Any, slots: Any, largest: Any) -> Any:
+        cukern.concat_and_cache_mla(kv_c, k_pe, cache, slots, DS_MLA, None)
+        return (cache,)
+
+    def put(kv_c: Any, k_pe: Any, cache: Any, slots: Any, largest: Any) -> Any:
+        groups = kv_c.float().view(-1, LATENTS // GROUP, GROUP)
+        scales = (groups.abs().amax(-1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+        latents = _stored(groups, torch.float8_e4m3fn, scales).view(-1, LATENTS)
+        parts = latents, scales.view(-1, LATENTS // GROUP), k_pe.bfloat16()
+        cache.view(-1, ENTRY)[slots] = torch.cat([x.view(torch.uint8) for x in parts], dim=1)
+        return (cache,)
+
+    size = sizes.tokens * ((LATENTS + ROTARY) * ITEM_SIZE[sizes.dtype] + ENTRY + 8)
+    named = {"kv_lora_rank": LATENTS, "rope_dim": ROTARY}
+    return _case("concat_and_cache_mla", sizes, inputs, call, size, {"torch": _baseline(put)}, True, **named)
+
+
 def _copy(pairs: int, layers: int, blocks: int) -> Case:
     shape, dtype = (blocks, 8, 128, BLOCK_SIZE), "bfloat16"
 
@@ -241,6 +269,43 @@ def _gather(batch: int, length: int, cache: str = "auto") -> Case:
     return Case("gather_cache", case, "dynamic", inputs, call, size, baselines=baselines, agree=agree, host=host)
 
 
+def _gather_with_scales(batch: int, length: int) -> Case:
+    tokens, columns = batch * length, -(-length // BLOCK_SIZE)
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        device = generator.device
+        sizes = Sizes(tokens)
+        of_all = batch * columns * BLOCK_SIZE
+        latents, rotary = (_random(generator, sizes, of_all, n) for n in (LATENTS, ROTARY))
+        scales = torch.rand(of_all, LATENTS // GROUP, generator=generator, device=device)
+        parts = [x.view(torch.uint8) for x in (latents.to(torch.float8_e4m3fn), scales, rotary)]
+        src = torch.cat(parts, dim=1).view(-1, BLOCK_SIZE, ENTRY)
+        table = torch.randperm(batch * columns, generator=generator, device=device).view(batch, columns).int()
+        lengths = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        dst = _random(generator, sizes, tokens, LATENTS + ROTARY)
+        token = torch.arange(length, device=device)
+        slots = table[:, token // BLOCK_SIZE].long() * BLOCK_SIZE + token % BLOCK_SIZE
+        return src, dst, table, lengths, slots.flatten()
+
+    def call(src: Any, dst: Any, table: Any, lengths: Any, slots: Any) -> Any:
+        cukern.gather_cache(src, dst, table, lengths, batch, kv_cache_dtype=DS_MLA)
+        return (dst,)
+
+    def select(src: Any, dst: Any, table: Any, lengths: Any, slots: Any) -> Any:
+        rows = src.view(-1, ENTRY)[slots]
+        latents = rows[:, :SCALES_AT].view(torch.float8_e4m3fn).float().view(-1, LATENTS // GROUP, GROUP)
+        scales = rows[:, SCALES_AT:ROTARY_AT].contiguous().view(torch.float32)
+        dst[:, :LATENTS] = (latents * scales[..., None]).view(-1, LATENTS)
+        dst[:, LATENTS:] = rows[:, ROTARY_AT:].view(torch.bfloat16)
+        return (dst,)
+
+    case: dict[str, int | str] = {"batch": batch, "length": length, "entry": LATENTS + ROTARY}
+    case |= {"block_size": BLOCK_SIZE, "cache": DS_MLA, "dtype": "bfloat16"}
+    size = tokens * (ENTRY + (LATENTS + ROTARY) * 2) + 4 * batch * (columns + 1)
+    baselines = {"torch": _baseline(select)}
+    return Case("gather_cache", case, "dynamic", inputs, call, size, baselines=baselines, agree=agree)
+
+
 def cases(small: bool = False) -> list[Case]:
     """A prefill of 8192 tokens of Llama-3-8B's 8 key-value heads of 128, a decoding step of 64; DeepSeek's MLA cache.
 
@@ -258,9 +323,12 @@ def cases(small: bool = False) -> list[Case]:
             yield _reshape(decode, flash)
         yield _mla(prefill)
         yield _mla(prefill._replace(cache="fp8_e4m3"))
-        if small:
-            yield from (_copy(2, 2, 6), _gather(3, 20), _gather(3, 20, "fp8_e4m3"))
-        else:
-            yield from (_copy(64, 32, 256), _gather(8, 4096), _gather(8, 4096, "fp8_e4m3"))
+        yield _mla_with_scales(prefill)
+        yield _mla_with_scales(decode)
+        pairs, batch, length = ((2, 2, 6), 3, 20) if small else ((64, 32, 256), 8, 4096)
+        yield _copy(*pairs)
+        yield _gather(batch, length)
+        yield _gather(batch, length, "fp8_e4m3")
+        yield _gather_with_scales(batch, length)
 
     return list(all_cases())

@@ -12,6 +12,9 @@
 // stored() and read() are the identity, or for an FP8 cache value / scale, rounded to the nearest and saturated, and
 // its inverse. Whatever slots, tables and mappings hold, nothing is read or written outside of the arrays.
 //
+//   store_latents, gather_latents   store_rows of two sources and gather_rows, with a scale for each 128 numbers of the
+//                                   first source, and the second one in bfloat16
+//
 // T: the elements that are converted; where nothing is, any type of their size.
 // BYTES: a unit of T, the width of a load. Strides are in bytes.
 #include <cuda_fp8.h>
@@ -162,6 +165,110 @@ __global__ void __launch_bounds__(THREADS) store_rows(const __grid_constant__ St
             *reinterpret_cast<Unit<Stored::OUT_BYTES>*>(to) = Stored::convert(unit[i], quotient);
         }
     }
+}
+
+// --- latents into rows with scales ---------------------------------------------------------------------
+
+// A token of FlashMLA's FP8 cache: E4M3 [512], float [4], one for each GROUP of those, __nv_bfloat16 [64].
+constexpr int LATENTS = 512, GROUP = 128;
+constexpr int SCALES_AT = LATENTS, ROTARY_AT = SCALES_AT + LATENTS / GROUP * 4;  // bytes
+constexpr float LARGEST_E4M3 = 448.f, SMALLEST_SCALE = 0x1p-126f;
+
+struct StoreLatentsParams {
+    const char* latents;            // T [tokens, LATENTS]
+    const char* rotary;             // T [tokens, 64]
+    char* cache;                    // [blocks, block_size, 656]
+    const long long* slot_mapping;  // [tokens]
+    long long latents_stride;       // between tokens
+    long long rotary_stride;
+    long long block_stride;
+    long long token_stride;
+    int tokens;
+    int slots;                      // of the cache
+    int block_size;
+    Divisor by_block_size;
+};
+
+// At once or, if it is not ALIGNED, byte by byte.
+template <typename U, bool ALIGNED> __device__ __forceinline__ U load_unit(const char* from) {
+    if constexpr (ALIGNED) {
+        return __ldg(reinterpret_cast<const U*>(from));
+    } else {
+        U unit;
+#pragma unroll
+        for (int i = 0; i < int(sizeof(U)); ++i)
+            reinterpret_cast<char*>(&unit)[i] = __ldg(from + i);
+        return unit;
+    }
+}
+
+template <bool ALIGNED, typename U> __device__ __forceinline__ void store_unit(char* to, const U& unit) {
+    if constexpr (ALIGNED) {
+        *reinterpret_cast<U*>(to) = unit;
+    } else {
+#pragma unroll
+        for (int i = 0; i < int(sizeof(U)); ++i)
+            to[i] = reinterpret_cast<const char*>(&unit)[i];
+    }
+}
+
+// Between T and the format of the rotary numbers, which keeps its bits, also those of a NaN.
+template <typename T> __device__ __forceinline__ __nv_bfloat16 to_bfloat16(T x) {
+    return from_float<__nv_bfloat16>(to_float(x));
+}
+template <> __device__ __forceinline__ __nv_bfloat16 to_bfloat16<__nv_bfloat16>(__nv_bfloat16 x) { return x; }
+
+template <typename T> __device__ __forceinline__ T from_bfloat16(__nv_bfloat16 x) { return from_float<T>(to_float(x)); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_bfloat16<__nv_bfloat16>(__nv_bfloat16 x) { return x; }
+
+//   scale  = max(max(|latent|) / 448, 2^-126) over the GROUP, NaN left out
+//   stored = E4M3(latent / scale), the nearest, ties to even, the largest at most
+//
+// Grid: a warp takes a token. Lane l takes latents 16 l to 16 l + 15, so that 8 lanes have a group, and rotary numbers
+// 2 l and 2 l + 1.
+template <typename T, bool ALIGNED, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32) store_latents(const __grid_constant__ StoreLatentsParams p) {
+    constexpr int EACH = LATENTS / 32, LOADS = EACH * int(sizeof(T)) / 16;
+    using Pair = Unit<2 * sizeof(T)>;
+    const int lane = threadIdx.x % 32, token = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (token >= p.tokens) return;
+    const long long slot = __ldg(p.slot_mapping + token);
+    const char* latents = p.latents + token * p.latents_stride + lane * (EACH * int(sizeof(T)));
+    const char* rotary = p.rotary + token * p.rotary_stride + lane * int(sizeof(Pair));
+    uint4 vector[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+        vector[i] = load_unit<uint4, ALIGNED>(latents + i * 16);
+    const Pair pair = load_unit<Pair, ALIGNED>(rotary);
+
+    float latent[EACH], largest = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        latent[i] = to_float(reinterpret_cast<const T*>(vector)[i]);
+        largest = fmaxf(largest, fabsf(latent[i]));  // the number, where one of them is NaN
+    }
+    const float scale = fmaxf(__fdiv_rn(lanes_max<GROUP / EACH>(largest), LARGEST_E4M3), SMALLEST_SCALE);
+    if ((unsigned long long)slot >= (unsigned long long)p.slots) return;
+
+    // Where the scale is tiny, a quotient's remainder is too small to be exact: there both are raised by a power of two.
+    const float raise = scale < 0x1p-64f ? 0x1p64f : 1.f;
+    const Quotient quotient(__fmul_rn(scale, raise));
+    uint4 stored;
+#pragma unroll
+    for (int i = 0; i < EACH; i += 2) {
+        const float2 two = make_float2(__fmul_rn(latent[i], raise), __fmul_rn(latent[i + 1], raise));
+        reinterpret_cast<unsigned short*>(&stored)[i / 2] = to_fp8<E4M3>(make_float2(quotient(two.x), quotient(two.y)));
+    }
+    unsigned rounded;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        reinterpret_cast<__nv_bfloat16*>(&rounded)[i] = to_bfloat16(reinterpret_cast<const T*>(&pair)[i]);
+
+    const unsigned block = p.by_block_size.quotient(unsigned(slot)), place = unsigned(slot) - block * p.block_size;
+    char* to = p.cache + block * p.block_stride + place * p.token_stride;
+    store_unit<ALIGNED>(to + lane * EACH, stored);
+    if (lane % (GROUP / EACH) == 0) store_unit<ALIGNED>(to + SCALES_AT + lane / (GROUP / EACH) * 4, scale);
+    store_unit<ALIGNED>(to + ROTARY_AT + lane * 4, rounded);
 }
 
 // --- rows into blocks ----------------------------------------------------------------------------------
@@ -499,16 +606,12 @@ template <typename T, int FORMAT, int BYTES> struct Read {
     }
 };
 
-// Grid: x: tiles of tokens of dst; y: parts of a row. Two warps find the sequences of the tile's first and last token,
-// with which each of its tokens finds its own among few; then the threads move units as in store_rows.
-template <typename T, int FORMAT, int BYTES, int THREADS, int ITEMS>
-__global__ void __launch_bounds__(THREADS) gather_rows(const __grid_constant__ GatherRowsParams p) {
-    using Values = Read<T, FORMAT, BYTES>;
-    __shared__ long long from[THREADS * ITEMS];  // the row in src, or -1
+// Where in src the rows of a tile lie: from[r], or -1. Two warps find the sequences of the tile's first and last token,
+// with which each of its tokens finds its own among few.
+template <int THREADS>
+__device__ __forceinline__ void find_rows(const GatherRowsParams& p, long long first, int rows, long long* from) {
     __shared__ int ends[2];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const long long first = (long long)blockIdx.x * p.tile_rows;
-    const int rows = int(min((long long)p.tile_rows, p.tokens - first));
     if (warp < 2) {
         const int found = count_up_to(p.cu_seq_lens, p.batch + 1, warp == 0 ? first : first + rows - 1, lane);
         if (lane == 0) ends[warp] = found;
@@ -539,6 +642,17 @@ __global__ void __launch_bounds__(THREADS) gather_rows(const __grid_constant__ G
         from[r] = row;
     }
     __syncthreads();
+}
+
+// Grid: x: tiles of tokens of dst; y: parts of a row. Once it is known where the rows are, the threads move units as in
+// store_rows.
+template <typename T, int FORMAT, int BYTES, int THREADS, int ITEMS>
+__global__ void __launch_bounds__(THREADS) gather_rows(const __grid_constant__ GatherRowsParams p) {
+    using Values = Read<T, FORMAT, BYTES>;
+    __shared__ long long from[THREADS * ITEMS];
+    const long long first = (long long)blockIdx.x * p.tile_rows;
+    const int rows = int(min((long long)p.tile_rows, p.tokens - first));
+    find_rows<THREADS>(p, first, rows, from);
 
     Unit<Values::IN_BYTES> unit[ITEMS];
     const float scale = FORMAT == SAME ? 1.f : p.scale.load();
@@ -560,5 +674,51 @@ __global__ void __launch_bounds__(THREADS) gather_rows(const __grid_constant__ G
         if (locate(i, row, column)) {
             char* at = p.dst + (first + row) * p.dst_stride + (long long)column * BYTES;
             *reinterpret_cast<Unit<BYTES>*>(at) = Values::convert(unit[i], scale);
+        }
+}
+
+// Grid and roles as in gather_rows. A unit is of NUMBERS latents, or of as many rotary numbers.
+template <typename T, bool ALIGNED, int THREADS, int ITEMS>
+__global__ void __launch_bounds__(THREADS) gather_latents(const __grid_constant__ GatherRowsParams p) {
+    constexpr int NUMBERS = ALIGNED ? 16 / sizeof(T) : 1, BYTES = NUMBERS * sizeof(T);
+    __shared__ long long from[THREADS * ITEMS];
+    const long long first = (long long)blockIdx.x * p.tile_rows;
+    const int rows = int(min((long long)p.tile_rows, p.tokens - first));
+    find_rows<THREADS>(p, first, rows, from);
+
+    Unit<2 * NUMBERS> unit[ITEMS];
+    float scale[ITEMS];
+    auto locate = [&](int i, int& row, int& number) {
+        const int local = threadIdx.x + i * THREADS;
+        row = p.by_tile_columns.quotient(local);
+        const int column = blockIdx.y * p.tile_columns + local - row * p.tile_columns;
+        number = column * NUMBERS;
+        return row < rows && column < p.columns && from[row] >= 0;
+    };
+    int row, number;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        if (locate(i, row, number)) {
+            const char* at = p.src + from[row];
+            if (number < LATENTS) {
+                reinterpret_cast<Unit<NUMBERS>&>(unit[i]) = load_unit<Unit<NUMBERS>, ALIGNED>(at + number);
+                scale[i] = load_unit<float, ALIGNED>(at + SCALES_AT + number / GROUP * 4);
+            } else {
+                unit[i] = load_unit<Unit<2 * NUMBERS>, ALIGNED>(at + ROTARY_AT + (number - LATENTS) * 2);
+            }
+        }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        if (locate(i, row, number)) {
+            Unit<BYTES> out;
+            if (number < LATENTS) {
+                out = Read<T, E4M3, BYTES>::convert(reinterpret_cast<const Unit<NUMBERS>&>(unit[i]), scale[i]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < NUMBERS; ++j)
+                    reinterpret_cast<T*>(&out)[j] =
+                        from_bfloat16<T>(reinterpret_cast<const __nv_bfloat16*>(&unit[i])[j]);
+            }
+            *reinterpret_cast<Unit<BYTES>*>(p.dst + (first + row) * p.dst_stride + number * (long long)sizeof(T)) = out;
         }
 }

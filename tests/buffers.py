@@ -1,4 +1,4 @@
-"""Arrays on the GPU that show what a kernel wrote where it should not, and what it read where it must not."""
+"""Arrays for the tests: guarded against writes, poisoned against reads, moved to the GPU, or of an unknown library."""
 
 from __future__ import annotations
 
@@ -39,3 +39,39 @@ def place(values: Array, skip: int = 0, apart: int = 0) -> Any:
     buffer = Buffer(wide.shape, values.dtype.name, skip)
     buffer.array[...] = cupy.asarray(wide)
     return buffer.array[..., : values.shape[-1]]
+
+
+def on_gpu(array: Any, skip: int = 0) -> Any:
+    """`array` on the GPU, `skip` elements past an address that is a multiple of 16 bytes; what is no array as it is."""
+    if not isinstance(array, np.ndarray):
+        return array
+    if not skip:
+        return cupy.asarray(array)
+    return cupy.asarray(np.concatenate([np.zeros(skip, array.dtype), array.ravel()]))[skip:].reshape(array.shape)
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> Array:
+    return np.zeros(shape, dtype)
+
+
+def same_bits(got: Any, want: Array) -> None:
+    """Of one dtype and shape, and the same bits, NaN included."""
+    library = arrays.library_of(got)
+    assert library is not None
+    got = library.to_numpy(got)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    got, want = (np.ascontiguousarray(x).view(f"u{want.itemsize}") for x in (got, want))
+    np.testing.assert_array_equal(got, want)
+
+
+class OnlyDLPack:
+    """An array of a library that cukern does not know."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()

@@ -6,6 +6,8 @@ import functools
 import os
 import tempfile
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,3 +57,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that differ between tests and are the same in every run of one."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(params=["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
+def put(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Puts an array where the function shall run."""
+    # Importing cukern looks for its kernel cache.
+    from tests.buffers import on_gpu
+
+    return on_gpu if request.param == "gpu" else np.asarray

@@ -22,6 +22,7 @@ from cukern.reference import beam_search as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
+from tests.buffers import OnlyDLPack
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -468,19 +469,6 @@ def test_only_the_steps_so_far_are_written(run: Callable[..., Any], rng: np.rand
 
 
 # --- arrays of every library in host memory -------------------------------------------------------------
-
-
-class OnlyDLPack:
-    """An array of a library that cukern does not know."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
 
 
 def good_arguments(name: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from cukern.reference import decoder_attention as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
+from tests.buffers import OnlyDLPack, on_gpu, zeros
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -264,19 +265,6 @@ def test_an_empty_batch_and_an_empty_memory(attend: Place, rng: np.random.Genera
 # --- arrays in host memory ------------------------------------------------------------------------------
 
 
-class OnlyDLPack:
-    """An array of a library that cukern does not know."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-
 @pytest.mark.parametrize("dtype", op.DTYPES)
 def test_cpu_tensors_go_through_the_twin(dtype: str, rng: np.random.Generator) -> None:
     x = masked(rng, 2, 2, 8, 5, dtype)
@@ -314,18 +302,14 @@ def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
 # --- bad arguments --------------------------------------------------------------------------------------
 
 
-def _zeros(*shape: int, dtype: Any = np.float32) -> Array:
-    return np.zeros(shape, dtype)
-
-
 GOOD = {
     "masked_attention": lambda: dict(  # noqa: C408
-        q=_zeros(2, 24), k=_zeros(2, 24), v=_zeros(2, 24), bias_q=_zeros(24), bias_k=_zeros(24), bias_v=_zeros(24),
+        q=zeros(2, 24), k=zeros(2, 24), v=zeros(2, 24), bias_q=zeros(24), bias_k=zeros(24), bias_v=zeros(24),
         key_cache=np.full((4, 2, 3, 8), 7, np.float32), value_cache=np.full((4, 2, 3, 8), 7, np.float32), step=3,
         out=np.full((2, 24), NAN, np.float32),
     ),
     "cross_attention": lambda: dict(  # noqa: C408
-        q=_zeros(2, 24), bias_q=_zeros(24), key_memory=_zeros(2, 4, 3, 8), value_memory=_zeros(2, 4, 3, 8),
+        q=zeros(2, 24), bias_q=zeros(24), key_memory=zeros(2, 4, 3, 8), value_memory=zeros(2, 4, 3, 8),
         memory_lengths=np.array([4, 0], np.int32), out=np.full((2, 24), NAN, np.float32),
     ),
 }  # fmt: skip
@@ -340,30 +324,30 @@ def _bad_calls() -> Iterator[Any]:
         shape = (4, 2) if name == "masked_attention" else (2, 4)
         for changes, error, message in (
             ({"q": [1.0]}, TypeError, "q must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"),
-            ({"q": _zeros(2, 24, dtype=np.float64)}, TypeError, f"q must be {dtypes}, got float64"),
-            ({"q": _zeros(48)}, ValueError, "q must be of shape [batch, heads * dim], got [48]"),
-            ({"q": _zeros(2, 23)}, ValueError, f"those of {cache}) = [2, 24], got [2, 23]"),
-            ({"q": _zeros(24, 2).T}, ValueError, "q must be contiguous along its last dimension, got strides (1, 2)"),
-            ({"bias_q": _zeros(23)}, ValueError, "bias_q must be of shape [heads * dim] = [24], got [23]"),
-            ({"bias_q": _zeros(24, dtype=np.float16)}, TypeError, "bias_q must be float32, got float16"),
-            ({"bias_q": _zeros(48)[::2]}, ValueError, "bias_q must be contiguous, got strides (2,)"),
+            ({"q": zeros(2, 24, dtype=np.float64)}, TypeError, f"q must be {dtypes}, got float64"),
+            ({"q": zeros(48)}, ValueError, "q must be of shape [batch, heads * dim], got [48]"),
+            ({"q": zeros(2, 23)}, ValueError, f"those of {cache}) = [2, 24], got [2, 23]"),
+            ({"q": zeros(24, 2).T}, ValueError, "q must be contiguous along its last dimension, got strides (1, 2)"),
+            ({"bias_q": zeros(23)}, ValueError, "bias_q must be of shape [heads * dim] = [24], got [23]"),
+            ({"bias_q": zeros(24, dtype=np.float16)}, TypeError, "bias_q must be float32, got float16"),
+            ({"bias_q": zeros(48)[::2]}, ValueError, "bias_q must be contiguous, got strides (2,)"),
             ({"bias_q": torch.zeros(24)}, TypeError, "bias_q must be a NumPy array like q, got torch.Tensor"),
             ({cache: 3}, TypeError, f"{cache} must be an array [{layout}, heads, dim], got int"),
-            ({cache: _zeros(2, 24)}, ValueError, f"{cache} must be of shape [{layout}, heads, dim], got [2, 24]"),
-            ({cache: _zeros(*shape, 1, 257)}, ValueError, f"{cache} must be of at least one head, of a dim in"),
-            ({cache: _zeros(*shape, 3, 8, dtype=np.float16)}, TypeError, f"{cache} must be float32, got float16"),
-            ({values: _zeros(*shape, 3, 9)}, ValueError, f"{values} must be of shape [{layout}, heads, dim] = "),
-            ({values: _zeros(*shape, 3, 16)[..., ::2]}, ValueError, f"{values} must be contiguous, got strides"),
+            ({cache: zeros(2, 24)}, ValueError, f"{cache} must be of shape [{layout}, heads, dim], got [2, 24]"),
+            ({cache: zeros(*shape, 1, 257)}, ValueError, f"{cache} must be of at least one head, of a dim in"),
+            ({cache: zeros(*shape, 3, 8, dtype=np.float16)}, TypeError, f"{cache} must be float32, got float16"),
+            ({values: zeros(*shape, 3, 9)}, ValueError, f"{values} must be of shape [{layout}, heads, dim] = "),
+            ({values: zeros(*shape, 3, 16)[..., ::2]}, ValueError, f"{values} must be contiguous, got strides"),
             ({"scale": NAN}, ValueError, "scale must be a finite number, got nan"),
             ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'specialized', 'dynamic', got 'fast'"),
             ({"variant": "dynamic"}, ValueError, "variant must be 'auto' for arrays in host memory"),
-            ({"out": _zeros(2, 23)}, ValueError, "out must be of shape [batch, heads * dim] = [2, 24], got [2, 23]"),
-            ({"out": _zeros(2, 24, dtype=np.float16)}, TypeError, "out must be float32, got float16"),
+            ({"out": zeros(2, 23)}, ValueError, "out must be of shape [batch, heads * dim] = [2, 24], got [2, 23]"),
+            ({"out": zeros(2, 24, dtype=np.float16)}, TypeError, "out must be float32, got float16"),
         ):  # fmt: skip
             yield pytest.param(name, changes, error, message, id=f"{name} {message[:40]}")
     for changes, error, message in (
-        ({"k": _zeros(3, 24)}, ValueError, "k must be of shape [batch, heads * dim] = [2, 24], got [3, 24]"),
-        ({"v": _zeros(2, 24, dtype=np.float16)}, TypeError, "v must be float32, got float16"),
+        ({"k": zeros(3, 24)}, ValueError, "k must be of shape [batch, heads * dim] = [2, 24], got [3, 24]"),
+        ({"v": zeros(2, 24, dtype=np.float16)}, TypeError, "v must be float32, got float16"),
         ({"v": None}, TypeError, "v must be a NumPy array like q, got builtins.NoneType"),
         ({"step": 0}, ValueError, "step must be an integer in [1, 4] (max_steps), got 0"),
         ({"step": 5}, ValueError, "step must be an integer in [1, 4] (max_steps), got 5"),
@@ -401,7 +385,7 @@ def test_good_arguments_are_taken(name: str) -> None:
 def test_biases_of_two_dtypes_are_refused() -> None:
     x = {key: a.astype(np.float16) if arrays.is_array(a) else a for key, a in GOOD["masked_attention"]().items()}
     with pytest.raises(TypeError, match="bias_v must be float16 like bias_q, got float32"):
-        cukern.masked_attention(**x | {"bias_k": None, "bias_v": _zeros(24)})
+        cukern.masked_attention(**x | {"bias_k": None, "bias_v": zeros(24)})
 
 
 # --- the choice of a variant, and its compilation -------------------------------------------------------
@@ -501,14 +485,6 @@ def test_a_variant_that_is_not_there_is_refused() -> None:
 # --- the kernels against the twin -----------------------------------------------------------------------
 
 GUARD = 64
-
-
-def on_gpu(array: Any, skip: int = 0) -> Any:
-    """On the GPU, `skip` elements behind an address that is a multiple of 16 bytes."""
-    if not arrays.is_array(array):
-        return array
-    buffer = np.concatenate([np.zeros(skip, array.dtype), array.ravel()])
-    return cupy.asarray(buffer)[skip:].reshape(array.shape)
 
 
 def launch(name: str, arguments: Any, skip: int = 0, **options: Any) -> Array:

@@ -23,14 +23,11 @@ from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import KERNELS
 from cukern.testing import assert_matches
+from tests.buffers import on_gpu
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
 DTYPES = op.DTYPES
-
-
-def on_gpu(array: Any) -> Any:
-    return cupy.asarray(array) if isinstance(array, np.ndarray) else array
 
 
 def from_gpu(array: Any) -> Any:

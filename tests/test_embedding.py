@@ -21,6 +21,7 @@ from cukern.reference import embedding as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
+from tests.buffers import OnlyDLPack, on_gpu, zeros
 
 Array = NDArray[Any]
 NAN = np.nan
@@ -110,19 +111,6 @@ def test_cpu_tensors_go_through_the_twin(dtype: str, rng: np.random.Generator) -
     assert torch.equal(out, got)
 
 
-class OnlyDLPack:
-    """An array of a library that cukern does not know."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-
 def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
     table, ids = normal(rng, (9, 6), "float32"), np.array([3, 1])
     np.testing.assert_array_equal(cukern.embedding_lookup(OnlyDLPack(table), OnlyDLPack(ids)), table[ids])
@@ -135,42 +123,38 @@ def test_nothing_to_look_up() -> None:
     assert cukern.embedding_lookup(np.zeros((5, 0), np.float32), np.zeros(2, np.int32)).shape == (2, 0)
 
 
-def _zeros(*shape: int, dtype: Any = np.float32) -> Array:
-    return np.zeros(shape, dtype)
-
-
 def _bad_calls() -> Iterator[Any]:
-    ids = _zeros(2, 3, dtype=np.int32)
+    ids = zeros(2, 3, dtype=np.int32)
     for name in op.__all__:
         positions = "position_encoding" if name == SINE else "position_table"
         for changes, error, message in (
             ({"embedding_table": [1]}, TypeError, "embedding_table must be an array (NumPy, CuPy, torch, or any with"),
-            ({"embedding_table": _zeros(5, 4, dtype=int)}, TypeError, "embedding_table must be float32 or float16 or"),
-            ({"embedding_table": _zeros(4)}, ValueError, "embedding_table must be of shape [vocab, hidden], got [4]"),
-            ({"embedding_table": _zeros(4, 5).T}, ValueError, "embedding_table must be contiguous, got strides (1, 5)"),
+            ({"embedding_table": zeros(5, 4, dtype=int)}, TypeError, "embedding_table must be float32 or float16 or"),
+            ({"embedding_table": zeros(4)}, ValueError, "embedding_table must be of shape [vocab, hidden], got [4]"),
+            ({"embedding_table": zeros(4, 5).T}, ValueError, "embedding_table must be contiguous, got strides (1, 5)"),
             ({"word_ids": 3}, TypeError, "word_ids must be an array [batch] or [batch, ...], got int"),
             ({"word_ids": np.array(3)}, TypeError, "word_ids must be an array [batch] or [batch, ...], got []"),
-            ({"word_ids": _zeros(2, 3)}, TypeError, "word_ids must be int32 or int64, got float32"),
+            ({"word_ids": zeros(2, 3)}, TypeError, "word_ids must be int32 or int64, got float32"),
             ({"word_ids": ids[:, ::2]}, ValueError, "word_ids must be contiguous, got strides (3, 2)"),
             ({"word_ids": torch.zeros(3).int()}, TypeError, "word_ids must be a NumPy array like embedding_table"),
             ({"word_ids": ids + 5}, ValueError, "word_ids must be in [0, 5) (vocab), got 5 to 5"),
             ({"word_ids": ids - 1}, ValueError, "word_ids must be in [0, 5) (vocab), got -1 to -1"),
-            ({positions: _zeros(9)}, ValueError, f"{positions} must be of shape [positions, hidden], got [9]"),
-            ({positions: _zeros(9, 3)}, ValueError, f"{positions} must be of shape [positions, hidden] = [9, 4], got"),
-            ({positions: _zeros(9, 4, dtype=np.float16)}, TypeError, f"{positions} must be float32, got float16"),
-            ({positions: _zeros(2, 4)}, ValueError, f"{positions} must be of at least 3 positions, got 2"),
+            ({positions: zeros(9)}, ValueError, f"{positions} must be of shape [positions, hidden], got [9]"),
+            ({positions: zeros(9, 3)}, ValueError, f"{positions} must be of shape [positions, hidden] = [9, 4], got"),
+            ({positions: zeros(9, 4, dtype=np.float16)}, TypeError, f"{positions} must be float32, got float16"),
+            ({positions: zeros(2, 4)}, ValueError, f"{positions} must be of at least 3 positions, got 2"),
             ({"step": 7}, ValueError, "step must be an integer in [0, 6] (positions, less those of a sequence), got 7"),
             ({"step": -1}, ValueError, "step must be an integer in [0, 6]"),
             ({"step": 1.0}, TypeError, "step must be an integer in [0, 6]"),
             ({"position_ids": ids[:1]}, ValueError, "position_ids must be of shape that of word_ids, or [1] = [2, 3]"),
-            ({"position_ids": _zeros(2, 3)}, TypeError, "position_ids must be int32 or int64, got float32"),
+            ({"position_ids": zeros(2, 3)}, TypeError, "position_ids must be int32 or int64, got float32"),
             ({"position_ids": ids + 9}, ValueError, "position_ids must be in [0, 9) (positions), got 9 to 9"),
             (
                 {"position_ids": ids + 5, "step": 4},
                 ValueError,
                 "position_ids must be in [0, 9) (positions) after adding step = 4, got 5 to 5",
             ),
-            ({"out": _zeros(2, 4)}, ValueError, "out must be of shape [*word_ids.shape, hidden] = [2, 3, 4], got"),
+            ({"out": zeros(2, 4)}, ValueError, "out must be of shape [*word_ids.shape, hidden] = [2, 3, 4], got"),
             ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wide', 'narrow', got 'fast'"),
             ({"variant": "wide"}, ValueError, "variant must be 'auto' for arrays in host memory"),
         ):
@@ -187,7 +171,7 @@ def _bad_calls() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     positions = "position_encoding" if name == SINE else "position_table"
-    good = {"embedding_table": _zeros(5, 4), positions: _zeros(9, 4), "word_ids": _zeros(2, 3, dtype=np.int32)}
+    good = {"embedding_table": zeros(5, 4), positions: zeros(9, 4), "word_ids": zeros(2, 3, dtype=np.int32)}
     good |= {"step": 0, "out": np.full((2, 3, 4), NAN, np.float32)}
     with pytest.raises(error, match=re.escape(message)):
         getattr(cukern, name)(**good | changes)
@@ -256,14 +240,6 @@ def test_the_width_of_a_load() -> None:
 # --- the kernels against the twin -----------------------------------------------------------------------
 
 GUARD = 64
-
-
-def on_gpu(array: Any, skip: int = 0) -> Any:
-    """On the GPU, `skip` elements behind an address that is a multiple of 16 bytes."""
-    if not arrays.is_array(array):
-        return array
-    buffer = np.concatenate([np.zeros(skip, array.dtype), array.ravel()])
-    return cupy.asarray(buffer)[skip:].reshape(array.shape)
 
 
 def launch(name: str, *arguments: Any, skip: int = 0, **options: Any) -> Array:

@@ -24,13 +24,13 @@ from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
+from tests.buffers import GUARD, POISON, OnlyDLPack, same_bits
 
 Array = NDArray[Any]
 ARCHS = ("80", "90a", "100a", "120a")
 DTYPES = ("float32", "float16", "bfloat16")
 FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
-#: Bytes before and after each array that a kernel writes; each is of this value, and so is the cache before a call.
-GUARD, POISON = 512, 0xA5
+SCALED = "fp8_ds_mla"
 BLOCKS, FLASH, MLA, COPY, GATHER = (
     "reshape_and_cache",
     "reshape_and_cache_flash",
@@ -97,23 +97,6 @@ class Case:
         return self.tokens + 3 if self.kind == "one per block" else -(-self.tokens // self.block_size) + 5
 
 
-def same_bits(got: Any, want: Array) -> None:
-    got = arrays.library_of(got).to_numpy(got)
-    assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    got, want = (np.ascontiguousarray(x).view(f"u{want.itemsize}") for x in (got, want))
-    np.testing.assert_array_equal(got, want)
-
-
-def on_gpu(array: Any) -> Any:
-    return cupy.asarray(array) if isinstance(array, np.ndarray) else array
-
-
-@pytest.fixture(params=[np.asarray, pytest.param(on_gpu, marks=pytest.mark.gpu)], ids=["numpy", "gpu"])
-def put(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """Puts an array where the function shall run."""
-    return request.param
-
-
 # --- worked examples ----------------------------------------------------------------------------------
 
 
@@ -172,6 +155,71 @@ def test_fp8_by_hand(put: Callable[[Any], Any]) -> None:
             assert stored.astype(np.float64).tolist() == want
 
 
+def parts_of(cache: Any) -> tuple[Array, Array, Array]:
+    """Latents, scales and rotary numbers of tokens of 656 bytes, [tokens, 512], [tokens, 4] and [tokens, 64]."""
+    rows = np.ascontiguousarray(arrays.library_of(cache).to_numpy(cache)).view(np.uint8).reshape(-1, 656)
+    latents, scales, rotary = (np.ascontiguousarray(x) for x in (rows[:, :512], rows[:, 512:528], rows[:, 528:]))
+    return latents.view(ml_dtypes.float8_e4m3fn), scales.view(np.float32), rotary.view(ml_dtypes.bfloat16)
+
+
+def test_latents_with_scales_by_hand(put: Callable[[Any], Any]) -> None:
+    kv_c, k_pe = np.zeros((2, 512), np.float16), np.zeros((2, 64), np.float16)
+    kv_c[0, :6] = [448, 17, -19, -0.0, 2**-10, 3 * 2**-10]  # of scale 1: ties to even
+    kv_c[0, 255] = -224  # the second group, of scale 1 / 2
+    kv_c[0, 384:387] = [7, 1, 0.3]  # the last one, of 1 / 64; the third has zeros alone
+    k_pe[0, :3] = [1 + 2**-8, 1 + 3 * 2**-8, -5]  # ties to even
+    kv_c[1], k_pe[1] = 1, 2
+    cache = put(np.zeros((2, 3, 656), np.uint8))
+    slots = put(np.array([4, -1], np.int64))
+    assert cukern.concat_and_cache_mla(put(kv_c), put(k_pe), cache, slots, SCALED, None) is None
+    latents, scales, rotary = parts_of(cache)
+    stored = latents[4].astype(np.float64)
+    assert stored[:6].tolist() == [448, 16, -20, 0, 0, 2**-8] and np.signbit(stored[3])
+    assert stored[255] == -448 and stored[384:387].tolist() == [448, 64, 20]
+    assert np.count_nonzero(stored) == 8
+    assert scales[4].tolist() == [1, 0.5, 2.0**-126, 2.0**-6]
+    assert rotary[4, :3].tolist() == [1, 1 + 2**-6, -5] and not rotary[4, 3:].any()
+    assert not any(x.view(np.uint8)[[0, 1, 2, 3, 5]].any() for x in (latents, scales, rotary))
+
+    dst = put(np.full((2, 576), 7, np.float32))
+    table, lengths = put(np.array([[1]], np.int32)), put(np.array([0, 2], np.int32))
+    assert cukern.gather_cache(cache, dst, table, lengths, 1, kv_cache_dtype=SCALED) is None
+    got = arrays.library_of(dst).to_numpy(dst)
+    assert not got[0].any()
+    assert got[1, :6].tolist() == [448, 16, -20, 0, 0, 2**-8] and got[1, 384:387].tolist() == [7, 1, 20 / 64]
+    assert got[1, 255] == -224 and got[1, 512:515].tolist() == [1, 1 + 2**-6, -5]
+    bits = put(np.zeros((2, 656), np.uint8))
+    cukern.gather_cache(cache, bits, table, lengths, 1, kv_cache_dtype=SCALED)
+    same_bits(bits, arrays.library_of(cache).to_numpy(cache)[1, :2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_in_a_group(put: Callable[[Any], Any], dtype: str) -> None:
+    kv_c = np.full((1, 512), 2, arrays.numpy_dtype(dtype))
+    kv_c[0, [3, 9]] = -np.nan, 448  # NaN does not count for the scale,
+    kv_c[0, 128:256] = np.nan  # also where there is nothing else;
+    kv_c[0, [300, 301]] = -np.inf, np.nan  # an infinity is it
+    k_pe = np.full((1, 64), 3, kv_c.dtype)
+    k_pe[0, :2] = np.nan, -np.inf
+    cache = put(np.zeros((1, 1, 656), np.uint8))
+    cukern.concat_and_cache_mla(put(kv_c), put(k_pe), cache, put(np.array([0], np.int64)), SCALED, None)
+    latents, scales, rotary = (x[0].astype(np.float32) for x in parts_of(cache))
+    want = np.full(512, 2, np.float32)
+    want[[3, 9]] = np.nan, 448
+    want[128:256], want[256:384] = np.nan, 0
+    want[[300, 301]] = np.nan
+    want[384:] = 448
+    np.testing.assert_array_equal(latents, want)
+    assert scales.tolist() == [1, 2.0**-126, np.inf, np.float32(2) / np.float32(448)]
+    np.testing.assert_array_equal(rotary, [np.nan, -np.inf, *[3] * 62])
+    dst = put(np.zeros((1, 576), kv_c.dtype))
+    table, lengths = put(np.array([[0]], np.int32)), put(np.array([0, 1], np.int32))
+    cukern.gather_cache(cache, dst, table, lengths, 1, kv_cache_dtype=SCALED)
+    got = arrays.library_of(dst).to_numpy(dst)[0].astype(np.float32)
+    assert np.isnan(got[256:384]).all() and np.isnan(got[[3, 128, 255, 512]]).all() and got[513] == -np.inf
+    assert got[9] == 448 and set(got[384:512]) == {2}
+
+
 def test_empty_calls(put: Callable[[Any], Any]) -> None:
     for tokens, heads, dim, blocks in ((0, 2, 8, 3), (3, 0, 8, 3), (3, 2, 0, 3), (3, 2, 8, 0)):
         key, slots = put(np.ones((tokens, heads, dim), np.float32)), put(np.zeros(tokens, np.int64))
@@ -184,10 +232,13 @@ def test_empty_calls(put: Callable[[Any], Any]) -> None:
         cukern.reshape_and_cache_flash(key, key, *flash, slots, "auto", None, None)
         cache, rows = put(np.zeros((blocks, 8, heads + dim), np.float32)), put(np.ones((tokens, heads), np.float32))
         cukern.concat_and_cache_mla(rows, put(np.ones((tokens, dim), np.float32)), cache, slots, "auto", None)
+        scaled, new = put(np.zeros((blocks, 8, 656), np.uint8)), put(np.ones((tokens, 576), np.float32))
+        cukern.concat_and_cache_mla(new[:, :512], new[:, 512:], scaled, slots, SCALED, None)
         pairs = put(np.zeros((0, 2), np.int64))
         cukern.copy_blocks([keys], [keys.copy()], pairs)
         table, lengths = put(np.zeros((1, 2), np.int32)), put(np.array([0, tokens], np.int32))
         cukern.gather_cache(flash[0], key.copy(), table, lengths, 0 if blocks else 1)
+        cukern.gather_cache(scaled, new, table, lengths, 0 if blocks else 1, kv_cache_dtype=SCALED)
     cukern.copy_blocks([], [], put(np.zeros((0, 2), np.int64)))
 
 
@@ -238,6 +289,51 @@ def test_the_twin_against_indexing(data: st.DataObject) -> None:
         inside
     ]
     assert torch.equal(latent.flatten(0, 1), want)
+
+
+def draw_latents(rng: np.random.Generator, tokens: int, dtype: str) -> tuple[Array, Array]:
+    """Groups of every magnitude that the dtype has, with ratios that lie in the middle of two numbers of E4M3."""
+    low, high = (-24, 15) if dtype == "float16" else (-148, 120)
+    shape = (tokens, 4, 128)
+    largest = rng.integers(1, 256, (tokens, 4, 1)) * np.exp2(rng.integers(low, high - 7, (tokens, 4, 1)))
+    middles = rng.integers(16, 33, shape) / 32 * np.exp2(-rng.integers(0, 20, shape)) / 0.875
+    random = np.exp2(-12 * rng.random(shape))
+    ratios = np.where(rng.random(shape) < 0.5, np.minimum(middles, 1), random) * rng.choice([-1, 1], shape)
+    ratios[rng.random(shape) < 0.05] = -0.0
+    kind = arrays.numpy_dtype(dtype)
+    kv_c = (largest * ratios).reshape(tokens, 512).astype(np.float32).astype(kind)
+    rotary = np.exp2(rng.uniform(low, high, (tokens, 64))) * rng.choice([-1, 1], (tokens, 64))
+    return kv_c, rotary.astype(np.float32).astype(kind)
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    return arrays._Torch().from_numpy(array, torch.empty(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_with_scales_against_torch(dtype: str, rng: np.random.Generator) -> None:
+    kv_c, k_pe = map(as_torch, draw_latents(rng, 500, dtype))
+    groups = kv_c.float().view(-1, 4, 128)
+    scales = (groups.abs().amax(-1) / torch.full((1,), 448.0)).clamp_min(2.0**-126)
+    latents = (groups / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(-1, 512)
+    rows = torch.cat([x.view(torch.uint8) for x in (latents, scales, k_pe.bfloat16())], dim=1)
+    slots = torch.from_numpy(rng.permutation(64 * 9)[:500])
+    for kind in (torch.uint8, torch.float8_e4m3fn):
+        both = torch.zeros(9, 2, 64, 656, dtype=torch.uint8).view(kind)
+        # Blocks that are not side by side, a row of k_pe more dimensions than it needs, and a scale that is not used.
+        scale = torch.full((1,), 3.0)
+        cukern.concat_and_cache_mla(kv_c, k_pe[:, None], both[:, 1], slots, SCALED, scale)
+        want = torch.zeros(64 * 9, 656, dtype=torch.uint8)
+        want[slots] = rows
+        assert torch.equal(both[:, 1].view(torch.uint8).flatten(0, 1), want) and not both[:, 0].view(torch.uint8).any()
+        for back in DTYPES:
+            dst = torch.zeros(64 * 9, 576, dtype=getattr(torch, back))
+            table = torch.arange(9, dtype=torch.int32)[None]
+            lengths = torch.tensor([0, 64 * 9], dtype=torch.int32)
+            cukern.gather_cache(both[:, 1], dst, table, lengths, 1, kv_cache_dtype=SCALED)
+            numbers = (latents.float().view(-1, 4, 128) * scales[..., None]).view(-1, 512)
+            assert torch.equal(dst[slots, :512], numbers.to(dst.dtype))
+            assert torch.equal(dst[slots, 512:], k_pe.bfloat16().to(dst.dtype))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 2**31))
@@ -301,19 +397,6 @@ def test_strided_caches_in_host_memory(rng: np.random.Generator) -> None:
         want.view(torch.uint8 if how == "fp8" else kind)[[0, 9, 31]] = stored(new, how, 1)[[0, 1, 3]]
         for i in range(2):
             assert torch.equal(both[:, i].flatten(0, 1).view(torch.uint8), want.view(torch.uint8))
-
-
-class OnlyDLPack:
-    """An array of a library that is not known here."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.array.__dlpack_device__()
 
 
 def test_foreign_arrays_enter_by_dlpack() -> None:
@@ -403,7 +486,12 @@ def _bad_calls() -> Iterator[Any]:
         )
         yield name, {"value_cache": repeated}, ValueError, wanted
         yield name, {"k_scale": "1"[:0]}, TypeError, "k_scale must be a number, got '' (str)"
-        yield name, {"v_scale": np.ones(2, f32)}, ValueError, "v_scale must be one number, got an array of shape [2]"
+        yield (
+            name,
+            {"v_scale": np.ones(2, f32)},
+            ValueError,
+            "v_scale must be a number or an array of one element, got an array of shape [2]",
+        )
         yield name, {"v_scale": np.ones(1)}, TypeError, "v_scale must be float32, got float64"
         yield name, {"k_scale": torch.ones(1)}, TypeError, "k_scale must be a NumPy array like key, got torch.Tensor"
         yield name, {"v_scale": np.nan}, ValueError, "v_scale must be a finite number, got nan"
@@ -443,7 +531,36 @@ def _bad_calls() -> Iterator[Any]:
         ValueError,
         "kv_cache must be of shape [blocks, block_size, kv_lora",
     )
-    yield MLA, {"scale": np.ones(3, f32)}, ValueError, "scale must be one number, got an array of shape [3]"
+    yield (
+        MLA,
+        {"scale": np.ones(3, f32)},
+        ValueError,
+        "scale must be a number or an array of one element, got an array of shape [3]",
+    )
+
+    scaled = {"kv_c": np.zeros((3, 512), f16), "k_pe": np.zeros((3, 64), f16), "kv_cache_dtype": SCALED}
+    scaled["kv_cache"] = np.zeros((4, 8, 656), np.uint8)
+    many = "kv_cache_dtype must be one of 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', 'fp8_ds_mla', got 'fp8_mla'"
+    for changes, error, message in (
+        ({"kv_c": np.zeros((3, 256), f16)}, ValueError, "kv_c must be of a kv_lora_rank of 512 for 'fp8_ds_mla', got"),
+        ({"k_pe": np.zeros((3, 32), f16)}, ValueError, "k_pe must be of a rope_dim of 64 for 'fp8_ds_mla', got 32"),
+        ({"kv_cache": np.zeros((4, 8, 656), f16)}, TypeError, "kv_cache must be uint8 or float8_e4m3fn, got float16"),
+        ({"kv_cache": np.zeros((4, 8, 576), np.uint8)}, ValueError, "[blocks, block_size, 656] = [4, 8, 656], got [4"),
+        ({"kv_cache": np.zeros((4, 8, 1, 656), np.uint8)}, ValueError, "of shape [blocks, block_size, 656], got [4, 8"),
+        ({"kv_cache": np.zeros((4, 8, 1312), np.uint8)[..., ::2]}, ValueError, "kv_cache must be contiguous but for"),
+        ({"kv_cache_dtype": "fp8_mla"}, ValueError, many),
+        ({"scale": "one"}, TypeError, "scale must be a number, got 'one' (str)"),
+    ):  # fmt: skip
+        yield MLA, scaled | changes, error, message
+    scaled = {"src_cache": np.zeros((4, 8, 656), np.uint8), "dst": np.zeros((5, 576), f16), "kv_cache_dtype": SCALED}
+    for changes, error, message in (
+        ({"src_cache": np.zeros((4, 8, 640), np.uint8)}, ValueError, "[4, 8, 656], got [4, 8, 640]"),
+        ({"src_cache": np.zeros((4, 8, 656), FP8["fp8_e5m2"])}, TypeError, "src_cache must be uint8 or float8_e4m3fn"),
+        ({"dst": np.zeros((5, 656), f16)}, ValueError, "dst must be of shape [tokens, 576] = [5, 576], got [5, 656]"),
+        ({"dst": np.zeros((5, 576), np.uint8)}, ValueError, "dst must be of shape [tokens, ...] = ['tokens', 656]"),
+        ({"dst": np.zeros((5, 576))}, TypeError, "dst must be uint8 or float32 or float16 or bfloat16, got float64"),
+    ):  # fmt: skip
+        yield GATHER, scaled | changes, error, message
 
     caches = good_arguments(COPY)["key_caches"]
     yield COPY, {"key_caches": caches[0]}, TypeError, "key_caches must be a list of arrays, one per layer, got ndarray"
@@ -517,7 +634,12 @@ def _bad_calls() -> Iterator[Any]:
         ValueError,
         "seq_starts must be of at least 2 elements for batch",
     )
-    yield GATHER, {"scale": np.ones(2, f32)}, ValueError, "scale must be one number, got an array of shape [2]"
+    yield (
+        GATHER,
+        {"scale": np.ones(2, f32)},
+        ValueError,
+        "scale must be a number or an array of one element, got an array of shape [2]",
+    )
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
@@ -542,6 +664,9 @@ def all_instances() -> list[Any]:
                 if width >= arrays.ITEM_SIZE[dtype] or cache_format == "SAME":
                     found += [op._rows_variant(dtype, cache_format, width, concat).instance for concat in (False, True)]
                     found.append(op._gather_variant(dtype, cache_format, width).instance)
+        for aligned in (True, False):
+            for variant in (op._store_latents_variant, op._gather_latents_variant):
+                found.append(variant(dtype, aligned).instance)
     found += [op._copy_blocks.variant(width, *op._THREADS_ITEMS["copy_blocks"]).instance for width in op.WIDTHS]
     return list(dict.fromkeys(found))
 
@@ -564,6 +689,8 @@ def representative_instances() -> list[Any]:
         op._gather_variant("bfloat16", "E4M3", 16).instance,
         op._rows_variant("bfloat16", "E4M3", 16, True).instance,
     ]
+    for variant in (op._store_latents_variant, op._gather_latents_variant):
+        found += [variant(*x).instance for x in (("bfloat16", True), ("float16", True), ("float32", False))]
     return found
 
 
@@ -605,12 +732,14 @@ def test_operators(device: str) -> None:
         caches = torch.zeros(2, 2, 1, 8, 16, **byte), torch.zeros(2, 2, 16, 8, **byte)
         flash = [torch.zeros(2, 8, 2, 16, **kind) for _ in range(2)]
         layers = [[torch.rand(4, 5, generator=generator).to(device) for _ in range(2)] for _ in range(2)]
+        latents = torch.randn(3, 576, generator=generator).to(device, torch.bfloat16).split([512, 64], dim=1)
         lengths = torch.tensor([0, 5], dtype=torch.int32, device=device)
         table = torch.tensor([[1]], dtype=torch.int32, device=device)
         return {
             BLOCKS: (key, value, *caches, slots, "fp8", scale, scale),
             FLASH: (key, value, *flash, slots, "auto", scale, scale),
             MLA: (key[:, 0], value[:, 0], torch.zeros(2, 8, 32, **kind), slots, "auto", scale),
+            f"{MLA} {SCALED}": (*latents, torch.zeros(2, 8, 656, **byte), slots, SCALED, None),
             COPY: (*layers, torch.tensor([[0, 2]], device=device)),
             GATHER: (caches[0][:, 0].flatten(0, 1), torch.zeros(5, 16, **byte), table, lengths, 1),
         }
@@ -619,11 +748,12 @@ def test_operators(device: str) -> None:
         lists = (x if isinstance(x, list) else [x] for x in values)
         return [x for some in lists for x in some if isinstance(x, torch.Tensor)]
 
-    for name in calls():
-        want, by_operator, compiled = (calls()[name] for _ in range(3))
+    for call in calls():
+        name = call.split()[0]
+        want, by_operator, compiled = (calls()[call] for _ in range(3))
         function, packet = getattr(cukern, name), getattr(torch.ops.cukern, name)
         assert function(*want) is None
-        torch.library.opcheck(packet.default, calls()[name])
+        torch.library.opcheck(packet.default, calls()[call])
         assert packet(*by_operator) is None
         torch.compile(lambda *args, f=packet: f(*args), fullgraph=True, backend="aot_eager")(*compiled)
         for got in (by_operator, compiled):
@@ -811,6 +941,75 @@ def test_every_number_is_rounded_as_the_twin_rounds(dtype: str, how: str) -> Non
             assert_matches("kv_cache.cache", cupy.asnumpy(one).view(FP8[how]), other.view(FP8[how]))
 
 
+def compare_latents(
+    tokens: int, block_size: int, kind: str, dtype: str, rng: np.random.Generator, skip: int = 0, extra: int = 0
+) -> None:
+    """The twin's bytes, and from them the twin's numbers, each `skip` elements past a 256-byte boundary."""
+    blocks = tokens + 3 if kind == "one per block" else -(-tokens // block_size) + 5
+    kv_c, k_pe = draw_latents(rng, tokens + extra, dtype)
+    fused = place(np.concatenate([k_pe, kv_c], axis=1), skip)
+    slots = slots_of(kind, rng, tokens, blocks, block_size).astype(np.int64)
+    both = Buffer((blocks, 2, block_size, 656), "uint8", skip)
+    moved = fused[:, 64:], fused[:, None, :64], both.device[:, 1], cupy.asarray(slots)
+    assert cukern.concat_and_cache_mla(*moved, SCALED, None) is None
+    twin.concat_and_cache_mla(kv_c, k_pe, both.host[:, 1], slots, SCALED, None)
+    both.check()
+
+    both.host[:, 1], both.device[:, 1] = 0, 0  # what is stored below is all that is there
+    every = np.arange(min(tokens, blocks * block_size))
+    cukern.concat_and_cache_mla(*moved[:3], cupy.asarray(every), SCALED, None)
+    twin.concat_and_cache_mla(kv_c, k_pe, both.host[:, 1], every, SCALED, None)
+    table = rng.permutation(blocks).astype(np.int32)[None]
+    lengths = np.array([0, blocks * block_size - 1], np.int32)
+    for back in DTYPES:
+        dst = Buffer((blocks * block_size, 576), back, skip)
+        given = cupy.asarray(table), cupy.asarray(lengths), 1
+        assert cukern.gather_cache(both.device[:, 1], dst.device, *given, kv_cache_dtype=SCALED) is None
+        twin.gather_cache(both.host[:, 1], dst.host, table, lengths, 1, kv_cache_dtype=SCALED)
+        dst.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_with_scales(kind: str, dtype: str, rng: np.random.Generator) -> None:
+    compare_latents(300, 16, kind, dtype, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("tokens", "block_size", "skip", "extra", "dtype"), [
+    (1, 64, 0, 0, "bfloat16"), (3, 64, 1, 0, "float16"), (5, 1, 0, 2, "float32"), (9, 7, 1, 0, "float32"),
+    (70, 64, 0, 3, "float16"), (37, 16, 2, 0, "bfloat16"), (33, 5, 8, 0, "float16"),
+])  # fmt: skip
+def test_latents_with_scales_of_any_sizes(
+    tokens: int, block_size: int, skip: int, extra: int, dtype: str, rng: np.random.Generator
+) -> None:
+    compare_latents(tokens, block_size, "holes", dtype, rng, skip, extra)
+
+
+@pytest.mark.gpu
+@settings(max_examples=20)
+@given(st.data())
+def test_latents_with_scales_of_random_sizes(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    tokens, block_size = data.draw(st.integers(1, 200)), data.draw(st.sampled_from([1, 7, 16, 64, 80]))
+    kind, dtype = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(DTYPES))
+    skip, extra = data.draw(st.sampled_from([0, 0, 1, 4, 16])), data.draw(st.integers(0, 3))
+    compare_latents(tokens, block_size, kind, dtype, rng, skip, extra)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_quotients_are_rounded_as_the_twin_rounds(dtype: str, rng: np.random.Generator) -> None:
+    kv_c, k_pe = draw_latents(rng, 4000, dtype)
+    got, slots = cupy.zeros((125, 32, 656), cupy.uint8), np.arange(4000)
+    cukern.concat_and_cache_mla(cupy.asarray(kv_c), cupy.asarray(k_pe), got, cupy.asarray(slots), SCALED, None)
+    want = np.zeros(got.shape, np.uint8)
+    twin.concat_and_cache_mla(kv_c, k_pe, want, slots, SCALED, None)
+    same_bits(got, want)
+
+
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_a_slot_named_twice_holds_one_of_its_tokens(rng: np.random.Generator) -> None:
@@ -903,11 +1102,13 @@ def test_a_cuda_graph_follows_its_inputs(rng: np.random.Generator) -> None:
     byte = {"dtype": torch.uint8, "device": "cuda"}
     keys, values = torch.zeros(10, 2, 4, 16, 16, **byte), torch.zeros(10, 2, 64, 16, **byte)
     flash = [torch.zeros(10, 16, 2, 64, dtype=torch.float8_e5m2, device="cuda") for _ in range(2)]
+    latents, scaled = torch.zeros(100, 576, dtype=torch.bfloat16, device="cuda"), torch.zeros(10, 16, 656, **byte)
 
     def run() -> None:
         cukern.reshape_and_cache(key, value, keys, values, slots, "fp8", scale, scale)
         cukern.reshape_and_cache_flash(key, value, *flash, slots, "auto", scale, scale)
         cukern.copy_blocks([keys], [values], pairs)
+        cukern.concat_and_cache_mla(latents[:, :512], latents[:, 512:], scaled, slots, SCALED, None)
 
     pairs = torch.tensor([[-1, -1]], device="cuda")
     run()  # loads the kernels, as a capture cannot
@@ -915,21 +1116,22 @@ def test_a_cuda_graph_follows_its_inputs(rng: np.random.Generator) -> None:
     with torch.cuda.graph(graph):
         run()
     for number in (0.5, 3.0):
-        key.normal_()
-        value.normal_()
+        for x in (key, value, latents):
+            x.normal_()
         scale.fill_(number)
         slots.copy_(torch.from_numpy(rng.permutation(144)[:100]))
         pairs.copy_(torch.tensor([[1, 9]]))
-        for cache in (keys, values, *flash):
+        for cache in (keys, values, *flash, scaled):
             cache.view(torch.uint8).zero_()
         graph.replay()
-        want = [np.zeros(x.shape, np.uint8) for x in (keys, values, *flash)]
-        new = [arrays._Torch().to_numpy(x) for x in (key, value)]
+        want = [np.zeros(x.shape, np.uint8) for x in (keys, values, *flash, scaled)]
+        *new, rows = [arrays._Torch().to_numpy(x) for x in (key, value, latents)]
         host = slots.cpu().numpy()
         twin.reshape_and_cache(*new, *want[:2], host, "fp8", number, number)
-        twin.reshape_and_cache_flash(*new, *want[2:], host, "fp8_e5m2", number, number)
+        twin.reshape_and_cache_flash(*new, *want[2:4], host, "fp8_e5m2", number, number)
+        twin.concat_and_cache_mla(rows[:, :512], rows[:, 512:], want[4], host, SCALED, None)
         twin.copy_blocks(want[:1], want[1:2], np.array([[1, 9]]))
-        for got, expected in zip((keys, values, *flash), want, strict=True):
+        for got, expected in zip((keys, values, *flash, scaled), want, strict=True):
             same_bits(got.view(torch.uint8), expected)
 
 
@@ -997,3 +1199,18 @@ def test_more_than_2_31_elements() -> None:
         last = by_head[0][-3:].permute(0, 3, 1, 2, 4).reshape(48, 8, 128), by_head[1][-3:].permute(0, 3, 1, 2)
         assert torch.equal(last[0][-40:], key[order])
         assert torch.equal(last[1].reshape(48, 8, 128)[-40:], value[order])
+    del keys, values, by_head, last
+    blocks = 2**31 // (64 * 656) + 100
+    scaled, rows = torch.empty(blocks, 64, 656, dtype=torch.uint8, device="cuda"), torch.randn(40, 576, device="cuda")
+    slots = torch.arange(blocks * 64 - 40, blocks * 64, device="cuda")
+    cukern.concat_and_cache_mla(rows[:, :512], rows[:, 512:], scaled, slots, SCALED, None)
+    near = torch.empty(1, 64, 656, dtype=torch.uint8, device="cuda")
+    cukern.concat_and_cache_mla(rows[:, :512], rows[:, 512:], near, slots - (blocks - 1) * 64, SCALED, None)
+    stored = near[0, -40:].clone()
+    assert torch.equal(scaled[-1, -40:], stored)
+    dst = torch.empty(2, 40, 576, device="cuda")
+    for i, (cache, block) in enumerate(((scaled, blocks - 1), (near, 0))):
+        table = torch.tensor([[block]], dtype=torch.int32, device="cuda")
+        cache[block, :40] = stored
+        cukern.gather_cache(cache, dst[i], table, lengths, 1, kv_cache_dtype=SCALED)
+    assert torch.equal(dst[0], dst[1])

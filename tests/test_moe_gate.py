@@ -28,6 +28,7 @@ from cukern.reference import moe_gate as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
+from tests.buffers import OnlyDLPack, on_gpu, zeros
 
 Array = NDArray[Any]
 Routing = tuple[Array, Array]
@@ -186,10 +187,6 @@ def test_a_row_that_rounding_decides_is_not_certain() -> None:
 
 
 # --- where the tests of the semantics run ---------------------------------------------------------------
-
-
-def on_gpu(array: Any) -> Any:
-    return cupy.asarray(array) if isinstance(array, np.ndarray) else array
 
 
 @contextlib.contextmanager
@@ -685,19 +682,6 @@ def test_topk_softmax_is_torchs_softmax_and_topk(rng: np.random.Generator) -> No
 # --- arrays of every library, in host memory ------------------------------------------------------------
 
 
-class OnlyDLPack:
-    """An array of a library that cukern does not know."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-
 class WithNamespace(OnlyDLPack):
     """As the array API has it: results can be handed back to the library."""
 
@@ -792,10 +776,6 @@ def good_arguments(name: str) -> dict[str, Any]:
     return arguments
 
 
-def _zeros(*shape: int, dtype: Any = np.float32) -> Array:
-    return np.zeros(shape, dtype)
-
-
 def _bad_calls() -> Iterator[Any]:
     """(function, changed arguments, error, message)."""
 
@@ -811,13 +791,13 @@ def _bad_calls() -> Iterator[Any]:
 
     anything = "an array (NumPy, CuPy, torch, or any with __dlpack__)"
     dtypes = "float32 or float16 or bfloat16"
-    yield from logits(_zeros(5, 256, dtype=np.float64), TypeError, f"{dtypes}, got float64", "logits float64")
-    yield from logits(_zeros(5, 256, dtype=np.int32), TypeError, f"{dtypes}, got int32", "logits int32")
-    yield from logits(_zeros(256), ValueError, "of shape [tokens, experts], got [256]", "logits of one dimension")
-    yield from logits(_zeros(1, 5, 256), ValueError, "of shape [tokens, experts], got [1, 5, 256]", "logits of three")
+    yield from logits(zeros(5, 256, dtype=np.float64), TypeError, f"{dtypes}, got float64", "logits float64")
+    yield from logits(zeros(5, 256, dtype=np.int32), TypeError, f"{dtypes}, got int32", "logits int32")
+    yield from logits(zeros(256), ValueError, "of shape [tokens, experts], got [256]", "logits of one dimension")
+    yield from logits(zeros(1, 5, 256), ValueError, "of shape [tokens, experts], got [1, 5, 256]", "logits of three")
     contiguous = "contiguous along its last dimension, got strides"
-    yield from logits(_zeros(256, 5).T, ValueError, f"{contiguous} (1, 5) (in elements)", "logits transposed")
-    yield from logits(_zeros(5, 512)[:, ::2], ValueError, f"{contiguous} (512, 2) (in elements)", "every second logit")
+    yield from logits(zeros(256, 5).T, ValueError, f"{contiguous} (1, 5) (in elements)", "logits transposed")
+    yield from logits(zeros(5, 512)[:, ::2], ValueError, f"{contiguous} (512, 2) (in elements)", "every second logit")
     for nothing in ([[1.0, 2.0]], 3, "logits"):
         yield from bad(
             GROUPED,
@@ -828,9 +808,9 @@ def _bad_calls() -> Iterator[Any]:
         )
     for experts in (0, 1025):
         message = f"the number of experts must be in [1, 1024], got {experts}"
-        changes = {"LOGITS": _zeros(5, experts), "BIAS": _zeros(experts)}
+        changes = {"LOGITS": zeros(5, experts), "BIAS": zeros(experts)}
         yield from bad([n for n in FUNCTIONS if n in BIAS], changes, ValueError, message, f"{experts} experts")
-        yield from bad("grouped_topk", {"LOGITS": _zeros(5, experts)}, ValueError, message, f"{experts} experts")
+        yield from bad("grouped_topk", {"LOGITS": zeros(5, experts)}, ValueError, message, f"{experts} experts")
 
     # Integers.
     for name, low in (("num_expert_group", 1), ("topk_group", 1), ("topk", 1), ("num_fused_shared_experts", 0)):
@@ -861,7 +841,7 @@ def _bad_calls() -> Iterator[Any]:
     ):
         message = f"topk must be an integer in {span} {why}, got {value}"
         yield from bad(GROUPED, changes, ValueError, message, f"topk {changes}")
-    changes = {"LOGITS": _zeros(5, 1024), "BIAS": _zeros(1024), "topk": 513, "topk_group": 8}
+    changes = {"LOGITS": zeros(5, 1024), "BIAS": zeros(1024), "topk": 513, "topk_group": 8}
     message = f"topk must be an integer in [1, 512] {why}, got 513"
     yield from bad(("moe_fused_gate", "biased_grouped_topk"), changes, ValueError, message, "topk 513")
     message = "num_fused_shared_experts must be an integer of at least 0, got -1"
@@ -896,16 +876,16 @@ def _bad_calls() -> Iterator[Any]:
     # The bias.
     biased = [name for name in FUNCTIONS if name in BIAS]
     for value, error, message, what in (
-        (_zeros(256, dtype=np.float64), TypeError, "float32, got float64", "float64"),
-        (_zeros(256, dtype=np.float16), TypeError, "float32, got float16", "half for float32 logits"),
-        (_zeros(255), ValueError, "of shape [experts] = [256], got [255]", "too short"),
-        (_zeros(1, 256), ValueError, "of shape [experts] = [256], got [1, 256]", "of two dimensions"),
-        (_zeros(512)[::2], ValueError, "contiguous, got strides (2,) (in elements)", "strided"),
+        (zeros(256, dtype=np.float64), TypeError, "float32, got float64", "float64"),
+        (zeros(256, dtype=np.float16), TypeError, "float32, got float16", "half for float32 logits"),
+        (zeros(255), ValueError, "of shape [experts] = [256], got [255]", "too short"),
+        (zeros(1, 256), ValueError, "of shape [experts] = [256], got [1, 256]", "of two dimensions"),
+        (zeros(512)[::2], ValueError, "contiguous, got strides (2,) (in elements)", "strided"),
         (torch.zeros(256), TypeError, "a NumPy array like LOGITS, got torch.Tensor", "of another library"),
         ([0.0] * 256, TypeError, "a NumPy array like LOGITS, got builtins.list", "a list"),
     ):
         yield from bad(biased, {"BIAS": value}, error, f"BIAS must be {message}", f"bias {what}")
-    half = {"LOGITS": _zeros(5, 256, dtype=np.float16), "BIAS": _zeros(256, dtype=arrays.numpy_dtype("bfloat16"))}
+    half = {"LOGITS": zeros(5, 256, dtype=np.float16), "BIAS": zeros(256, dtype=arrays.numpy_dtype("bfloat16"))}
     message = "BIAS must be float32 or float16, got bfloat16"
     yield from bad(biased, half, TypeError, message, "bias bfloat16 for float16 logits")
     for name in ("moe_fused_gate", "biased_grouped_topk"):
@@ -928,15 +908,15 @@ def _bad_calls() -> Iterator[Any]:
     # Where the results go.
     results = {
         "weights": [
-            (_zeros(5, 8, dtype=np.float64), TypeError, "float32, got float64", "float64"),
-            (_zeros(4, 8), ValueError, "of shape [tokens, topk] = [5, 8], got [4, 8]", "too short"),
-            (_zeros(8, 5).T, ValueError, "contiguous, got strides (1, 5) (in elements)", "transposed"),
+            (zeros(5, 8, dtype=np.float64), TypeError, "float32, got float64", "float64"),
+            (zeros(4, 8), ValueError, "of shape [tokens, topk] = [5, 8], got [4, 8]", "too short"),
+            (zeros(8, 5).T, ValueError, "contiguous, got strides (1, 5) (in elements)", "transposed"),
             (torch.zeros(5, 8), TypeError, "a NumPy array like LOGITS, got torch.Tensor", "of another library"),
         ],
         "ids": [
-            (_zeros(5, 8, dtype=np.int64), TypeError, "int32, got int64", "int64"),
-            (_zeros(4, 8, dtype=np.int32), ValueError, "of shape [tokens, topk] = [5, 8], got [4, 8]", "too short"),
-            (_zeros(8, 5, dtype=np.int32).T, ValueError, "contiguous, got strides (1, 5) (in elements)", "transposed"),
+            (zeros(5, 8, dtype=np.int64), TypeError, "int32, got int64", "int64"),
+            (zeros(4, 8, dtype=np.int32), ValueError, "of shape [tokens, topk] = [5, 8], got [4, 8]", "too short"),
+            (zeros(8, 5, dtype=np.int32).T, ValueError, "contiguous, got strides (1, 5) (in elements)", "transposed"),
         ],
     }
     out = good_arguments("moe_fused_gate")["out"]
@@ -951,17 +931,17 @@ def _bad_calls() -> Iterator[Any]:
     for value in (out[0], (out[0],), 3):
         message = f"out must be a pair (weights, ids), got {type(value).__name__}"
         yield from bad(GROUPED, {"out": value}, TypeError, message, f"out a {type(value).__name__}")
-    for value in (None, _zeros(8, dtype=np.int32)):
+    for value in (None, zeros(8, dtype=np.int32)):
         message = "topk_ids must be an int32 array [tokens, topk], got"
         functions = [n for n in FUNCTIONS if n.startswith("topk_")]
         yield from bad(functions, {"topk_ids": value}, TypeError, message, f"topk_ids {type(value).__name__}")
-    foreign = {"LOGITS": OnlyDLPack(_zeros(5, 256))}
+    foreign = {"LOGITS": OnlyDLPack(zeros(5, 256))}
     message = "out must be None where LOGITS enters through DLPack, got a pair"
     yield from bad(GROUPED, foreign, ValueError, message, "out of a foreign array")
 
     # The hidden states, of which only the number counts.
     message = "hidden_states must be of 5 tokens like gating_output, got 4"
-    changes = {"hidden_states": _zeros(4, 7)}
+    changes = {"hidden_states": zeros(4, 7)}
     yield from bad(("biased_grouped_topk", "grouped_topk"), changes, ValueError, message, "hidden states of 4 tokens")
 
 

@@ -22,7 +22,7 @@ from cukern.ops import padding as op
 from cukern.reference import padding as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
-from tests.buffers import Buffer, place
+from tests.buffers import Buffer, OnlyDLPack, on_gpu, place, same_bits
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -70,15 +70,6 @@ def offsets(case: Case) -> Array:
     return twin.build_sequence_length_padding_offset(np.array(case.lengths, np.int32), case.seq)[0]
 
 
-def same_bits(got: Any, want: Array) -> None:
-    """Of one dtype and shape, and the same bits, NaN included."""
-    got = arrays.library_of(got).to_numpy(got)
-    assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    size = want.itemsize
-    got, want = (np.ascontiguousarray(x).view(f"u{size}") for x in (got, want))
-    np.testing.assert_array_equal(got, want)
-
-
 def same_values(got: Any, want: Array) -> None:
     """As `same_bits`, but a NaN is a NaN: which one a sum gives is not defined."""
     got = arrays.library_of(got).to_numpy(got)
@@ -92,16 +83,6 @@ def same_values(got: Any, want: Array) -> None:
 # Three sequences of 2, 0 and 3 words in rows of 4: words 0 and 1 stay, the others move 6 rows down.
 EXAMPLE = Case((2, 0, 3), 4, 2)
 OFFSETS = [0, 0, 6, 6, 6]
-
-
-def on_gpu(array: Any) -> Any:
-    return cupy.asarray(array) if isinstance(array, np.ndarray) else array
-
-
-@pytest.fixture(params=[np.asarray, pytest.param(on_gpu, marks=pytest.mark.gpu)], ids=["numpy", "gpu"])
-def put(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """Puts an array where the function shall run."""
-    return request.param
 
 
 def test_offsets_by_hand(put: Callable[[Any], Any]) -> None:
@@ -293,19 +274,6 @@ def test_results_go_into_out(rng: np.random.Generator) -> None:
     assert got is three
     for one in three:
         same_bits(one, padded[:, None])
-
-
-class OnlyDLPack:
-    """An array of a library that is not known here."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.array.__dlpack_device__()
 
 
 def test_foreign_arrays_enter_by_dlpack() -> None:

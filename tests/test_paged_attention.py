@@ -25,7 +25,7 @@ from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device, instances
 from cukern.testing import assert_matches
-from tests.buffers import POISON, Buffer
+from tests.buffers import POISON, Buffer, OnlyDLPack, zeros
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -743,19 +743,6 @@ def test_nothing_to_do(attend: Place, query_tokens: int | None, rng: np.random.G
 # --- arrays in host memory ------------------------------------------------------------------------------
 
 
-class OnlyDLPack:
-    """An array of a library that cukern does not know."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-
 @pytest.mark.parametrize("cache", [None, *FP8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cpu_tensors_go_through_the_twin(dtype: str, cache: str | None, rng: np.random.Generator) -> None:
@@ -789,15 +776,11 @@ def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
 # --- bad arguments --------------------------------------------------------------------------------------
 
 
-def _zeros(*shape: int, dtype: Any = np.float32) -> Array:
-    return np.zeros(shape, dtype)
-
-
 def _good_paged() -> dict[str, Any]:
     return dict(  # noqa: C408
-        query=_zeros(2, 4, 16), key_cache=_zeros(3, 2, 4, 8, 4), value_cache=_zeros(3, 2, 16, 8),
-        block_tables=_zeros(2, 3, dtype=np.int32), seq_lens=_zeros(2, dtype=np.int32), alibi_slopes=_zeros(4),
-        sinks=_zeros(4), k_scale=_zeros(1), v_scale=_zeros(1), out=np.full((2, 4, 16), NAN, np.float32),
+        query=zeros(2, 4, 16), key_cache=zeros(3, 2, 4, 8, 4), value_cache=zeros(3, 2, 16, 8),
+        block_tables=zeros(2, 3, dtype=np.int32), seq_lens=zeros(2, dtype=np.int32), alibi_slopes=zeros(4),
+        sinks=zeros(4), k_scale=zeros(1), v_scale=zeros(1), out=np.full((2, 4, 16), NAN, np.float32),
     )  # fmt: skip
 
 
@@ -820,7 +803,7 @@ def _good_v2() -> dict[str, Any]:
 
 def _good_merge() -> dict[str, Any]:
     return dict(  # noqa: C408
-        out_a=_zeros(2, 4, 16), lse_a=_zeros(2, 4), out_b=_zeros(2, 4, 16), lse_b=_zeros(2, 4),
+        out_a=zeros(2, 4, 16), lse_a=zeros(2, 4), out_b=zeros(2, 4, 16), lse_b=zeros(2, 4),
         out=(np.full((2, 4, 16), NAN, np.float32), np.full((2, 4), NAN, np.float32)),
     )  # fmt: skip
 
@@ -839,83 +822,83 @@ def _bad_calls() -> Iterator[Any]:
     own, vllm, v2 = all3[:1], all3[1:], all3[2:]
     half = np.float16
     key = "[blocks, kv_heads, head_dim / x, block_size, x]"
-    flash = {"key_cache": _zeros(3, 8, 2, 16), "value_cache": _zeros(3, 8, 2, 16), "layout": "flash"}
-    short = _zeros(2, 4, 2)
+    flash = {"key_cache": zeros(3, 8, 2, 16), "value_cache": zeros(3, 8, 2, 16), "layout": "flash"}
+    short = zeros(2, 4, 2)
     for names, changes, error, message in (
         (all3, {"query": [1.0]}, TypeError, "query must be an array (NumPy, CuPy, torch, or any with"),
-        (all3, {"query": _zeros(2, 4, 16, dtype=float)}, TypeError,
+        (all3, {"query": zeros(2, 4, 16, dtype=float)}, TypeError,
          "query must be float32 or float16 or bfloat16, got float64"),
-        (vllm, {"query": _zeros(2, 64)}, ValueError, "query must be of shape [seqs, heads, head_dim], got [2, 64]"),
-        (vllm, {"query": _zeros(2, 1, 4, 16)}, ValueError, "query must be of shape [seqs, heads, head_dim], got"),
-        (own, {"query": _zeros(2, 64)}, ValueError,
+        (vllm, {"query": zeros(2, 64)}, ValueError, "query must be of shape [seqs, heads, head_dim], got [2, 64]"),
+        (vllm, {"query": zeros(2, 1, 4, 16)}, ValueError, "query must be of shape [seqs, heads, head_dim], got"),
+        (own, {"query": zeros(2, 64)}, ValueError,
          "query must be of shape [seqs, heads, head_dim] or [seqs, query_tokens, heads, head_dim], got [2, 64]"),
-        (all3, {"query": _zeros(2, 4, 12)}, ValueError,
+        (all3, {"query": zeros(2, 4, 12)}, ValueError,
          "query must be of a head_dim that is a multiple of 8 in [8, 256], got 12"),
-        (all3, {"query": _zeros(2, 4, 264)}, ValueError, "multiple of 8 in [8, 256], got 264"),
-        (all3, {"query": _zeros(2, 4, 0)}, ValueError, "multiple of 8 in [8, 256], got 0"),
-        (all3, {"query": _zeros(2, 4, 32)[..., ::2]}, ValueError,
+        (all3, {"query": zeros(2, 4, 264)}, ValueError, "multiple of 8 in [8, 256], got 264"),
+        (all3, {"query": zeros(2, 4, 0)}, ValueError, "multiple of 8 in [8, 256], got 0"),
+        (all3, {"query": zeros(2, 4, 32)[..., ::2]}, ValueError,
          "query must be contiguous along its last dimension, got strides (128, 32, 2)"),
-        (all3, {"query": _zeros(2, 3, 16)}, ValueError,
+        (all3, {"query": zeros(2, 3, 16)}, ValueError,
          "query must be of a multiple of 2 heads (kv_heads of key_cache), got 3"),
         (all3, {"key_cache": None}, TypeError, "key_cache must be a NumPy array like query, got builtins"),
         (all3, {"value_cache": torch.zeros(3, 2, 16, 8)}, TypeError,
          "value_cache must be a NumPy array like query, got torch.Tensor"),
-        (all3, {"key_cache": _zeros(3, 2, 4, 8, 4, dtype=half)}, TypeError,
+        (all3, {"key_cache": zeros(3, 2, 4, 8, 4, dtype=half)}, TypeError,
          "key_cache must be float32 or float8_e4m3fn or float8_e5m2, got float16"),
-        (all3, {"value_cache": _zeros(3, 2, 16, 8, dtype=half)}, TypeError,
+        (all3, {"value_cache": zeros(3, 2, 16, 8, dtype=half)}, TypeError,
          "value_cache must be float32, got float16"),
-        (all3, {"key_cache": _zeros(3, 2, 1, 8, 16, dtype=np.uint8)}, ValueError,
+        (all3, {"key_cache": zeros(3, 2, 1, 8, 16, dtype=np.uint8)}, ValueError,
          "kv_cache_dtype must be 'fp8_e4m3' or 'fp8_e5m2' for a cache of bytes, got 'auto'"),
         (all3, {"kv_cache_dtype": "fp8"}, TypeError, "key_cache must be uint8 or float8_e4m3fn, got float32"),
-        (all3, {"kv_cache_dtype": "fp8_e5m2", "key_cache": _zeros(3, 2, 1, 8, 16, dtype=E4M3)}, TypeError,
+        (all3, {"kv_cache_dtype": "fp8_e5m2", "key_cache": zeros(3, 2, 1, 8, 16, dtype=E4M3)}, TypeError,
          "key_cache must be uint8 or float8_e5m2, got float8_e4m3fn"),
         (all3, {"kv_cache_dtype": "int8"}, ValueError,
          "kv_cache_dtype must be one of 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', got 'int8'"),
-        (all3, {"key_cache": _zeros(3, 8, 2, 16)}, ValueError, f"key_cache must be of shape {key}, got [3, 8, 2, 16]"),
-        (all3, {"key_cache": _zeros(3, 2, 2, 8, 8)}, ValueError,
+        (all3, {"key_cache": zeros(3, 8, 2, 16)}, ValueError, f"key_cache must be of shape {key}, got [3, 8, 2, 16]"),
+        (all3, {"key_cache": zeros(3, 2, 2, 8, 8)}, ValueError,
          f"key_cache must be of shape {key} = [3, 2, 4, 8, 4], got [3, 2, 2, 8, 8]"),
-        (all3, {"key_cache": _zeros(3, 2, 3, 8, 4)}, ValueError, f"{key} = [3, 2, 4, 8, 4], got [3, 2, 3, 8, 4]"),
-        (all3, {"value_cache": _zeros(4, 2, 16, 8)}, ValueError,
+        (all3, {"key_cache": zeros(3, 2, 3, 8, 4)}, ValueError, f"{key} = [3, 2, 4, 8, 4], got [3, 2, 3, 8, 4]"),
+        (all3, {"value_cache": zeros(4, 2, 16, 8)}, ValueError,
          "value_cache must be of shape [blocks, kv_heads, head_dim, block_size] = [3, 2, 16, 8], got [4, 2, 16, 8]"),
-        (all3, {"value_cache": _zeros(3, 2, 16, 16)}, ValueError, "= [3, 2, 16, 8], got [3, 2, 16, 16]"),
-        (all3, {"key_cache": _zeros(3, 0, 4, 8, 4), "value_cache": _zeros(3, 0, 16, 8)}, ValueError,
+        (all3, {"value_cache": zeros(3, 2, 16, 16)}, ValueError, "= [3, 2, 16, 8], got [3, 2, 16, 16]"),
+        (all3, {"key_cache": zeros(3, 0, 4, 8, 4), "value_cache": zeros(3, 0, 16, 8)}, ValueError,
          "key_cache must be of at least one kv head, got shape [3, 0, 4, 8, 4]"),
-        (all3, {"key_cache": _zeros(3, 2, 4, 12, 4), "value_cache": _zeros(3, 2, 16, 12)}, ValueError,
+        (all3, {"key_cache": zeros(3, 2, 4, 12, 4), "value_cache": zeros(3, 2, 16, 12)}, ValueError,
          "key_cache must be of blocks of a multiple of 8 tokens, at most 65536, got 12"),
-        (all3, {"key_cache": _zeros(3, 2, 4, 16, 4)[:, :, :, ::2]}, ValueError,
+        (all3, {"key_cache": zeros(3, 2, 4, 16, 4)[:, :, :, ::2]}, ValueError,
          "key_cache must be contiguous along its last three dimensions, got strides (64, 8, 1) (in elements) there"),
-        (all3, {"value_cache": _zeros(3, 2, 16, 16)[..., ::2]}, ValueError,
+        (all3, {"value_cache": zeros(3, 2, 16, 16)[..., ::2]}, ValueError,
          "value_cache must be contiguous along its last two dimensions, got strides (16, 2) (in elements) there"),
-        (all3, {"query": _zeros(2, 4, 24), "key_cache": _zeros(3, 2, 1, 8, 16, dtype=E4M3),
-                     "value_cache": _zeros(3, 2, 24, 8, dtype=E4M3)}, ValueError,
+        (all3, {"query": zeros(2, 4, 24), "key_cache": zeros(3, 2, 1, 8, 16, dtype=E4M3),
+                     "value_cache": zeros(3, 2, 24, 8, dtype=E4M3)}, ValueError,
          "query must be of a head_dim that is a multiple of 16 for a cache of float8_e4m3fn in this layout, got 24"),
-        (all3, {"block_tables": _zeros(2, 3, dtype=np.int64)}, TypeError, "block_tables must be int32, got int64"),
-        (all3, {"block_tables": _zeros(6, dtype=np.int32)}, ValueError,
+        (all3, {"block_tables": zeros(2, 3, dtype=np.int64)}, TypeError, "block_tables must be int32, got int64"),
+        (all3, {"block_tables": zeros(6, dtype=np.int32)}, ValueError,
          "block_tables must be of shape [seqs, max_blocks], got [6]"),
-        (all3, {"block_tables": _zeros(3, 3, dtype=np.int32)}, ValueError,
+        (all3, {"block_tables": zeros(3, 3, dtype=np.int32)}, ValueError,
          "block_tables must be of shape [seqs, max_blocks] = [2, 3], got [3, 3]"),
-        (all3, {"block_tables": _zeros(2, 6, dtype=np.int32)[:, ::2]}, ValueError,
+        (all3, {"block_tables": zeros(2, 6, dtype=np.int32)[:, ::2]}, ValueError,
          "block_tables must be contiguous along its last dimension, "),
-        (all3, {"seq_lens": _zeros(2, dtype=np.int64)}, TypeError, "seq_lens must be int32, got int64"),
-        (all3, {"seq_lens": _zeros(3, dtype=np.int32)}, ValueError, "seq_lens must be of shape [seqs] = [2], got [3]"),
+        (all3, {"seq_lens": zeros(2, dtype=np.int64)}, TypeError, "seq_lens must be int32, got int64"),
+        (all3, {"seq_lens": zeros(3, dtype=np.int32)}, ValueError, "seq_lens must be of shape [seqs] = [2], got [3]"),
         (all3, {"seq_lens": [1, 2]}, TypeError, "seq_lens must be a NumPy array like query, got builtins.list"),
         (all3, {"scale": INF}, ValueError, "scale must be a finite number, got inf"),
-        (all3, {"alibi_slopes": _zeros(2)}, ValueError, "alibi_slopes must be of shape [heads] = [4], got [2]"),
-        (all3, {"alibi_slopes": _zeros(4, dtype=half)}, TypeError, "alibi_slopes must be float32, got float16"),
-        (all3, {"k_scale": _zeros(2)}, ValueError, "k_scale must be a number or an array of one element, got"),
-        (all3, {"v_scale": _zeros(1, dtype=half)}, TypeError, "v_scale must be float32, got float16"),
+        (all3, {"alibi_slopes": zeros(2)}, ValueError, "alibi_slopes must be of shape [heads] = [4], got [2]"),
+        (all3, {"alibi_slopes": zeros(4, dtype=half)}, TypeError, "alibi_slopes must be float32, got float16"),
+        (all3, {"k_scale": zeros(2)}, ValueError, "k_scale must be a number or an array of one element, got"),
+        (all3, {"v_scale": zeros(1, dtype=half)}, TypeError, "v_scale must be float32, got float16"),
         (all3, {"v_scale": "one"}, TypeError, "v_scale must be a number, got 'one' (str)"),
         (all3, {"k_scale": NAN}, ValueError, "k_scale must be a finite number, got nan"),
         (all3, {"out": short}, ValueError, "out must be of shape query's = [2, 4, 16], got [2, 4, 2]"),
-        (all3, {"out": _zeros(2, 4, 16, dtype=half)}, TypeError, "out must be float32, got float16"),
-        (all3, {"out": _zeros(2, 4, 32)[..., ::2]}, ValueError, "out must be contiguous, got strides (128, 32, 2)"),
+        (all3, {"out": zeros(2, 4, 16, dtype=half)}, TypeError, "out must be float32, got float16"),
+        (all3, {"out": zeros(2, 4, 32)[..., ::2]}, ValueError, "out must be contiguous, got strides (128, 32, 2)"),
         (own, {"layout": "hnd"}, ValueError, "layout must be one of 'vllm', 'flash', got 'hnd'"),
-        (own, {**flash, "key_cache": _zeros(3, 2, 4, 8, 4)}, ValueError,
+        (own, {**flash, "key_cache": zeros(3, 2, 4, 8, 4)}, ValueError,
          "key_cache must be of shape [blocks, block_size, kv_heads, head_dim], got [3, 2, 4, 8, 4]"),
-        (own, {**flash, "key_cache": _zeros(3, 8, 2, 8)}, ValueError, "= [3, 8, 2, 16], got [3, 8, 2, 8]"),
-        (own, {**flash, "key_cache": _zeros(3, 8, 2, 32)[..., ::2]}, ValueError,
+        (own, {**flash, "key_cache": zeros(3, 8, 2, 8)}, ValueError, "= [3, 8, 2, 16], got [3, 8, 2, 8]"),
+        (own, {**flash, "key_cache": zeros(3, 8, 2, 32)[..., ::2]}, ValueError,
          "key_cache must be contiguous along its last dimension, got strides (2,) (in elements) there"),
-        (own, {"sinks": _zeros(2)}, ValueError, "sinks must be of shape [heads] = [4], got [2]"),
+        (own, {"sinks": zeros(2)}, ValueError, "sinks must be of shape [heads] = [4], got [2]"),
         (own, {"sinks": 1.0}, TypeError, "sinks must be a NumPy array like query, got builtins.float"),
         (own, {"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
         (own, {"window": 2.0}, TypeError, "window must be an integer of at least 1, got 2.0 (float)"),
@@ -924,9 +907,9 @@ def _bad_calls() -> Iterator[Any]:
         (own, {"split": 32}, ValueError, "split must be an integer in [64, 1073741824], got 32"),
         (own, {"split": 100}, ValueError, "split must be a multiple of 64, got 100"),
         (own, {"return_lse": True}, TypeError, "out must be a pair (out, lse) with return_lse, got ndarray"),
-        (own, {"return_lse": True, "out": (_zeros(2, 4, 16), _zeros(2, 3))}, ValueError,
+        (own, {"return_lse": True, "out": (zeros(2, 4, 16), zeros(2, 3))}, ValueError,
          "out[1] must be of shape query's without head_dim = [2, 4], got [2, 3]"),
-        (own, {"return_lse": True, "out": (short, _zeros(2, 4))}, ValueError,
+        (own, {"return_lse": True, "out": (short, zeros(2, 4))}, ValueError,
          "out[0] must be of shape query's = [2, 4, 16], got [2, 4, 2]"),
         (own, {"variant": "fast"}, ValueError,
          "variant must be one of 'auto', 'specialized', 'dynamic', 'scalar', got 'fast'"),
@@ -945,29 +928,29 @@ def _bad_calls() -> Iterator[Any]:
         (v2, {"max_seq_len": 1025}, ValueError,
          "exp_sums must be of at least 3 partitions (of 512 of max_seq_len), got 2"),
         (v2, {"exp_sums": None}, TypeError, "exp_sums must be a NumPy array like query, got"),
-        (v2, {"exp_sums": _zeros(2, 4)}, ValueError, "exp_sums must be of shape [seqs, heads, max_partitions"),
-        (v2, {"exp_sums": _zeros(2, 4, 2, dtype=half)}, TypeError, "exp_sums must be float32, got float16"),
-        (v2, {"max_logits": _zeros(2, 4, 3)}, ValueError,
+        (v2, {"exp_sums": zeros(2, 4)}, ValueError, "exp_sums must be of shape [seqs, heads, max_partitions"),
+        (v2, {"exp_sums": zeros(2, 4, 2, dtype=half)}, TypeError, "exp_sums must be float32, got float16"),
+        (v2, {"max_logits": zeros(2, 4, 3)}, ValueError,
          "max_logits must be of shape [seqs, heads, max_partitions] = [2, 4, 2], got [2, 4, 3]"),
-        (v2, {"tmp_out": _zeros(2, 4, 2, 8)}, ValueError,
+        (v2, {"tmp_out": zeros(2, 4, 2, 8)}, ValueError,
          "tmp_out must be of shape [seqs, heads, max_partitions, head_dim] = [2, 4, 2, 16], got [2, 4, 2, 8]"),
-        (v2, {"tmp_out": _zeros(2, 4, 2, 16, dtype=half)}, TypeError, "tmp_out must be float32, got float16"),
+        (v2, {"tmp_out": zeros(2, 4, 2, 16, dtype=half)}, TypeError, "tmp_out must be float32, got float16"),
     ):  # fmt: skip
         for name in names:
             yield pytest.param(name, changes, error, message, id=f"{name} {message[:60]}")
     for changes, error, message in (
         ({"out_a": [1.0]}, TypeError, "out_a must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"),
-        ({"out_a": _zeros(2, 4, 16, dtype=int)}, TypeError, "out_a must be float32 or float16 or bfloat16, got int64"),
-        ({"out_a": _zeros(16)}, ValueError, "out_a must be of shape [..., heads, head_dim], got [16]"),
-        ({"out_a": _zeros(2, 4, 32)[..., ::2]}, ValueError, "out_a must be contiguous, got strides (128, 32, 2)"),
-        ({"out_b": _zeros(2, 4, 8)}, ValueError, "out_b must be of shape out_a's = [2, 4, 16], got [2, 4, 8]"),
-        ({"out_b": _zeros(2, 4, 16, dtype=half)}, TypeError, "out_b must be float32, got float16"),
-        ({"lse_a": _zeros(2)}, ValueError, "lse_a must be of shape out_a's without head_dim = [2, 4], got [2]"),
-        ({"lse_b": _zeros(2, 4, dtype=np.float64)}, TypeError, "lse_b must be float32, got float64"),
+        ({"out_a": zeros(2, 4, 16, dtype=int)}, TypeError, "out_a must be float32 or float16 or bfloat16, got int64"),
+        ({"out_a": zeros(16)}, ValueError, "out_a must be of shape [..., heads, head_dim], got [16]"),
+        ({"out_a": zeros(2, 4, 32)[..., ::2]}, ValueError, "out_a must be contiguous, got strides (128, 32, 2)"),
+        ({"out_b": zeros(2, 4, 8)}, ValueError, "out_b must be of shape out_a's = [2, 4, 16], got [2, 4, 8]"),
+        ({"out_b": zeros(2, 4, 16, dtype=half)}, TypeError, "out_b must be float32, got float16"),
+        ({"lse_a": zeros(2)}, ValueError, "lse_a must be of shape out_a's without head_dim = [2, 4], got [2]"),
+        ({"lse_b": zeros(2, 4, dtype=np.float64)}, TypeError, "lse_b must be float32, got float64"),
         ({"lse_b": None}, TypeError, "lse_b must be a NumPy array like out_a, got builtins.NoneType"),
-        ({"out": _zeros(2, 4, 16)}, TypeError, "out must be a pair (out, lse), got ndarray"),
-        ({"out": (_zeros(2, 4, 8), _zeros(2, 4))}, ValueError, "out[0] must be of shape out_a's = [2, 4, 16], got"),
-        ({"out": (_zeros(2, 4, 16), _zeros(2, 3))}, ValueError, "out[1] must be of shape out_a's without head_dim = "),
+        ({"out": zeros(2, 4, 16)}, TypeError, "out must be a pair (out, lse), got ndarray"),
+        ({"out": (zeros(2, 4, 8), zeros(2, 4))}, ValueError, "out[0] must be of shape out_a's = [2, 4, 16], got"),
+        ({"out": (zeros(2, 4, 16), zeros(2, 3))}, ValueError, "out[1] must be of shape out_a's without head_dim = "),
         ({"variant": "scalar"}, ValueError, "variant must be one of 'auto', got 'scalar'"),
     ):  # fmt: skip
         yield pytest.param("merge_attention_states", changes, error, message, id=message[:60])

@@ -25,7 +25,7 @@ from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import TOLERANCES, assert_matches
-from tests.buffers import Buffer, place
+from tests.buffers import Buffer, OnlyDLPack, on_gpu, place
 
 Array = NDArray[Any]
 Options = dict[str, Any]
@@ -66,10 +66,6 @@ def test_each_function_is_tested_here() -> None:
 
 
 # --- where the tests of the semantics run ---------------------------------------------------------------
-
-
-def on_gpu(array: Any) -> Any:
-    return cupy.asarray(array) if isinstance(array, np.ndarray) else array
 
 
 def host(array: Any) -> Array:
@@ -865,19 +861,6 @@ def test_tensors_on_the_cpu(dtype: str, rng: np.random.Generator) -> None:
     finished, length = torch.zeros(6, dtype=torch.bool), torch.zeros(6, dtype=torch.int32)
     ids = cukern.sample(tensor, seed=1, finished=finished, end_id=5, sequence_length=length)
     assert length.tolist() == [1] * 6 and finished.tolist() == (ids == 5).tolist()
-
-
-class OnlyDLPack:
-    """An array of a library that is not known here."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.array.__dlpack_device__()
 
 
 def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cukern.reference import kv_cache as twin
-from cukern.runtime import arrays, check
+from cukern.runtime import arrays, check, fp8
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.units import divisor, unit_width
 
@@ -20,17 +20,14 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: The dtypes of a cache whose bytes `kv_cache_dtype` names; "auto" leaves it to the dtype.
-FP8_DTYPES = {
-    "fp8": ("uint8", "float8_e4m3fn"),
-    "fp8_e4m3": ("uint8", "float8_e4m3fn"),
-    "fp8_e5m2": ("uint8", "float8_e5m2"),
-}
-KV_CACHE_DTYPES = ("auto", *FP8_DTYPES)
-CACHE_DTYPES = (*DTYPES, "uint8", "float8_e4m3fn", "float8_e5m2")
+CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)
 #: FORMAT of the templates.
 SAME = "SAME"
-_FORMAT = {"fp8": "E4M3", "fp8_e4m3": "E4M3", "fp8_e5m2": "E5M2", "float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
+#: The `kv_cache_dtype` of FlashMLA's FP8 cache, for which there are templates apart.
+DS_MLA = "fp8_ds_mla"
+MLA_CACHE_DTYPES = (*fp8.KV_CACHE_DTYPES, DS_MLA)
+_FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
+_DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
 #: T of the templates where nothing is converted, by size.
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
 
@@ -42,12 +39,15 @@ _store_rows = Kernel("kv_cache", "store_rows", "3Pf4q2iIi" * 2 + "P3iIi3iIi")
 _store_blocks = Kernel("kv_cache", "store_blocks", "3Pf3q" * 2 + "P4iIiiIi")
 _copy_blocks = Kernel("kv_cache", "copy_blocks", "64PPq3i")
 _gather_rows = Kernel("kv_cache", "gather_rows", "6Pf4q5iIi3iIi")
+_store_latents = Kernel("kv_cache", "store_latents", "4P4q3iIi")
+_gather_latents = Kernel("kv_cache", "gather_latents", "6Pf4q5iIi3iIi")
 
 _THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
 _WINDOW, _LINE, _CACHES = 32, 8, 64  # as in the template
 _NO_SCALE = 0, 1.0
 _NO_HEADS, _NO_CACHE = (0,) * 3, (0,) * 7  # the fields of Rows after columns, and after src_stride
 _WARPS = 2
+_LATENTS_WARPS = 4
 #: Up to so many tokens a window is shared among 8 blocks: each is then in a run of its own, or alone.
 _FEW_TOKENS, _PARTS = 512, 8
 
@@ -66,6 +66,14 @@ def _blocks_variant(dtype: str, cache_format: str, aligned: bool, parts: int) ->
 def _gather_variant(dtype: str, cache_format: str, width: int) -> Variant:
     element = _BITS[1] if cache_format == SAME else arrays.CUDA_TYPE[dtype]
     return _gather_rows.variant(element, cache_format, width, *_THREADS_ITEMS["gather_rows"])
+
+
+def _store_latents_variant(dtype: str, aligned: bool) -> Variant:
+    return _store_latents.variant(arrays.CUDA_TYPE[dtype], str(aligned).lower(), _LATENTS_WARPS)
+
+
+def _gather_latents_variant(dtype: str, aligned: bool) -> Variant:
+    return _gather_latents.variant(arrays.CUDA_TYPE[dtype], str(aligned).lower(), *_THREADS_ITEMS["gather_rows"])
 
 
 def _list_instances() -> None:
@@ -111,10 +119,10 @@ def _tile(kernel: str, columns: int) -> _Tile:
 def _format(dtype: str, name: str, cache_dtype: str, kv_cache_dtype: str) -> str:
     """FORMAT for elements of `dtype` and a cache of `cache_dtype`, the argument `name`."""
     if kv_cache_dtype == "auto":
-        check.dtype(name, cache_dtype, (dtype, "float8_e4m3fn", "float8_e5m2"))
+        check.dtype(name, cache_dtype, (dtype, *fp8.DTYPES))
         return SAME if cache_dtype == dtype else _FORMAT[cache_dtype]
-    check.dtype(name, cache_dtype, FP8_DTYPES[kv_cache_dtype])
-    return _FORMAT[kv_cache_dtype]
+    check.dtype(name, cache_dtype, ("uint8", fp8.FORMATS[kv_cache_dtype]))
+    return _FORMAT[fp8.FORMATS[kv_cache_dtype]]
 
 
 # --- checks -------------------------------------------------------------------------------------------
@@ -160,22 +168,6 @@ def _outer_strides(name: str, array: Any, library: arrays.Library, dtype: str, o
 def _cache_strides(name: str, array: Any, library: arrays.Library, dtype: str, outer: int) -> tuple[int, ...]:
     """`_steps` of an array that is written."""
     return _steps(name, tuple(array.shape), tuple(library.strides(array)), arrays.ITEM_SIZE[dtype], outer, True)
-
-
-def _scale(name: str, scale: Any, like: str, library: arrays.Library, device: int | None) -> tuple[int, float]:
-    """A scale as the kernels take it: the address of one float, or 0 and the number."""
-    if scale is None:
-        return _NO_SCALE
-    if not arrays.is_array(scale):
-        return 0, check.number(name, scale)
-    arrays.same_place(name, scale, like, library, device)
-    dtype = library.dtype(scale)
-    if dtype != "float32":
-        check.dtype(name, dtype, ("float32",))
-    for size in scale.shape:
-        if size != 1:
-            check.fail(name, "one number", f"an array of shape {list(scale.shape)}")
-    return library.address(scale), 1.0
 
 
 def _tokens(slot_mapping: Any, like: str, library: arrays.Library, device: int | None, most: int) -> int:
@@ -291,8 +283,8 @@ def reshape_and_cache(
     new = _keys_and_values(key, value)
     library, device, heads, head_dim = new.library, new.device, new.heads, new.head_dim
     arrays.same_place("key_cache", key_cache, "key", library, device)
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        check.one_of("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    if kv_cache_dtype not in fp8.KV_CACHE_DTYPES:
+        check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)
     cache_dtype = library.dtype(key_cache)
     cache_format = _format(new.dtype, "key_cache", cache_dtype, kv_cache_dtype)
     if len(key_cache.shape) != 5:
@@ -314,8 +306,8 @@ def reshape_and_cache(
     value_strides = _cache_strides("value_cache", value_cache, library, cache_dtype, 2)
     slots = _slots("key_cache", blocks, block_size)
     tokens = _tokens(slot_mapping, "key", library, device, new.rows)
-    k_address, k_number = _scale("k_scale", k_scale, "key", library, device)
-    v_address, v_number = _scale("v_scale", v_scale, "key", library, device)
+    k_address, k_number = fp8.scale("k_scale", k_scale, "key", library, device)
+    v_address, v_number = fp8.scale("v_scale", v_scale, "key", library, device)
     if device is None:
         args = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
         return _in_host_memory(twin.reshape_and_cache, library, (key_cache, value_cache), *args)
@@ -390,8 +382,8 @@ def reshape_and_cache_flash(
     new = _keys_and_values(key, value)
     library, device, heads, head_dim = new.library, new.device, new.heads, new.head_dim
     arrays.same_place("key_cache", key_cache, "key", library, device)
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        check.one_of("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    if kv_cache_dtype not in fp8.KV_CACHE_DTYPES:
+        check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)
     cache_dtype = library.dtype(key_cache)
     cache_format = _format(new.dtype, "key_cache", cache_dtype, kv_cache_dtype)
     if len(key_cache.shape) != 4:
@@ -408,8 +400,8 @@ def reshape_and_cache_flash(
     blocks, block_size = shape[:2]
     slots = _slots("key_cache", blocks, block_size)
     tokens = _tokens(slot_mapping, "key", library, device, new.rows)
-    k_scale_fields = _scale("k_scale", k_scale, "key", library, device)
-    v_scale_fields = _scale("v_scale", v_scale, "key", library, device)
+    k_scale_fields = fp8.scale("k_scale", k_scale, "key", library, device)
+    v_scale_fields = fp8.scale("v_scale", v_scale, "key", library, device)
     if device is None:
         args = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
         return _in_host_memory(twin.reshape_and_cache_flash, library, (key_cache, value_cache), *args)
@@ -468,8 +460,16 @@ def concat_and_cache_mla(
         kv_c: [tokens, kv_lora_rank], float32, float16 or bfloat16; tokens may be strided.
         k_pe: [tokens, rope_dim] or [tokens, 1, rope_dim], of the same dtype; tokens may be strided.
         kv_cache: [blocks, block_size, kv_lora_rank + rope_dim], of a dtype as in `reshape_and_cache`; blocks and tokens
-            may be strided.
-        slot_mapping, kv_cache_dtype, scale: as in `reshape_and_cache`, and so are the errors.
+            may be strided. For "fp8_ds_mla" it is [blocks, block_size, 656] of bytes, uint8 or float8_e4m3fn.
+        slot_mapping, scale: as in `reshape_and_cache`, and so are the errors.
+        kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla", FlashMLA's FP8 cache, which takes a kv_lora_rank of
+            512 and a rope_dim of 64 and has its own scales: `scale` is not used there.
+
+    A token in FlashMLA's FP8 cache, which `flash_mla_with_kvcache` reads with is_fp8_kvcache, takes 656 bytes: 512 of
+    float8_e4m3fn, 4 float32 scales, one for each 128 of those, and 64 bfloat16. For each 128 of kv_c, in float32,
+    scale = max(max(abs(x)) / 448, 2**-126) and stored = x / scale, each operation and the conversion rounded to the
+    nearest (ties to even); k_pe is rounded to bfloat16. So zeros stay zeros. NaN is left out of the maximum and stored
+    as NaN; an infinity makes the scale infinite, and all its 128 numbers are read as NaN.
 
     The function is vLLM's `concat_and_cache_mla`.
     """
@@ -483,16 +483,24 @@ def concat_and_cache_mla(
     if k_pe.shape[0] != rows:
         check.shape("k_pe", tuple(k_pe.shape), (rows, rope_dim), "[tokens, rope_dim]")
     arrays.same_place("kv_cache", kv_cache, "kv_c", library, device)
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        check.one_of("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    if kv_cache_dtype not in MLA_CACHE_DTYPES:
+        check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
     cache_dtype = library.dtype(kv_cache)
-    cache_format = _format(dtype, "kv_cache", cache_dtype, kv_cache_dtype)
+    scaled = kv_cache_dtype == DS_MLA
+    if scaled:
+        check.dtype("kv_cache", cache_dtype, _DS_MLA_DTYPES)
+        if rank != twin.LATENTS:
+            check.fail("kv_c", f"of a kv_lora_rank of {twin.LATENTS} for {DS_MLA!r}", rank)
+        if rope_dim != twin.ROTARY:
+            check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} for {DS_MLA!r}", rope_dim)
+    cache_format = SAME if scaled else _format(dtype, "kv_cache", cache_dtype, kv_cache_dtype)
+    last, wanted_entry = (str(twin.ENTRY), twin.ENTRY) if scaled else ("kv_lora_rank + rope_dim", rank + rope_dim)
     if len(kv_cache.shape) != 3:
-        check.dimensions("kv_cache", tuple(kv_cache.shape), ("blocks", "block_size", "kv_lora_rank + rope_dim"))
+        check.dimensions("kv_cache", tuple(kv_cache.shape), ("blocks", "block_size", last))
     blocks, block_size, entry = kv_cache.shape
-    if entry != rank + rope_dim:
-        symbols = "[blocks, block_size, kv_lora_rank + rope_dim]"
-        check.shape("kv_cache", tuple(kv_cache.shape), (blocks, block_size, rank + rope_dim), symbols)
+    if entry != wanted_entry:
+        wanted = blocks, block_size, wanted_entry
+        check.shape("kv_cache", tuple(kv_cache.shape), wanted, f"[blocks, block_size, {last}]")
     if entry > MAX_COUNT:
         check.fail("kv_c", f"of at most {MAX_COUNT} elements per token", entry)
     strides = _cache_strides("kv_cache", kv_cache, library, cache_dtype, 2)
@@ -500,7 +508,7 @@ def concat_and_cache_mla(
     (k_pe_stride,) = _outer_strides("k_pe", k_pe, library, dtype, 1)
     slots = _slots("kv_cache", blocks, block_size)
     tokens = _tokens(slot_mapping, "kv_c", library, device, rows)
-    scale_fields = _scale("scale", scale, "kv_c", library, device)
+    scale_fields = fp8.scale("scale", scale, "kv_c", library, device)
     if device is None:
         args = (kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
         return _in_host_memory(twin.concat_and_cache_mla, library, (kv_cache,), *args)
@@ -512,8 +520,28 @@ def concat_and_cache_mla(
     # An array without elements may have no address.
     sources = address(kv_c) if rank else 0, address(k_pe) if rope_dim else 0
     cache = address(kv_cache)
-    mask = sources[0] | sources[1] | kv_c_stride | k_pe_stride | rank * item_size | rope_dim * item_size
-    mask |= (cache | strides[0] | strides[1]) * ratio
+    mask = sources[0] | sources[1] | kv_c_stride | k_pe_stride
+    if scaled:
+        aligned = (mask | cache | strides[0] | strides[1]) % 16 == 0
+        _store_latents_variant(dtype, aligned).launch(
+            device,
+            library.stream(device),
+            (-(-tokens // _LATENTS_WARPS), 1, 1),
+            (_LATENTS_WARPS * 32, 1, 1),
+            0,
+            *sources,
+            cache,
+            address(slot_mapping),
+            kv_c_stride,
+            k_pe_stride,
+            *strides,
+            tokens,
+            slots,
+            block_size,
+            *divisor(block_size),
+        )
+        return None
+    mask |= rank * item_size | rope_dim * item_size | (cache | strides[0] | strides[1]) * ratio
     width = unit_width("kv_c", mask, item_size)
     columns = rank * item_size // width, rope_dim * item_size // width
     tile = _tile("store_rows", sum(columns))
@@ -656,13 +684,14 @@ def gather_cache(
         src_cache: [blocks, block_size, ...], of any dtype that a cache may have; blocks and tokens may be strided.
         dst: [tokens, ...], with the last dimensions of src_cache; tokens may be strided. Of the same dtype, or float32,
             float16 or bfloat16 for an FP8 cache: then it gets scale * stored, computed in float32 and rounded once.
+            From FlashMLA's FP8 cache these are rows of 576 numbers, the last 64 of them rounded from bfloat16.
         block_table: int32 [batch, max_blocks], with at least batch_size rows; rows may be strided.
         cu_seq_lens: int32 [batch + 1], the tokens before each sequence, and of all. They must not fall.
         batch_size: how many sequences to gather.
         seq_starts: int32 [batch], how many tokens of each sequence come before those to gather; only whole blocks of
             them are left out. Not negative.
-        kv_cache_dtype: as in `reshape_and_cache`; it matters only where an FP8 cache is converted.
-        scale: as in `reshape_and_cache`; not used where bits are copied.
+        kv_cache_dtype: as in `concat_and_cache_mla`; it matters only where an FP8 cache is converted.
+        scale: as in `reshape_and_cache`; not used where bits are copied, nor for FlashMLA's FP8 cache.
 
     Rows of dst that belong to no sequence, or to an entry outside of the block table or a block outside of the cache,
     are left as they are. Arrays in host memory go through the NumPy twin.
@@ -671,7 +700,8 @@ def gather_cache(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `gather_cache`, with the conversion of `gather_and_maybe_dequant_cache`.
+    The function is vLLM's `gather_cache`, with the conversions of `gather_and_maybe_dequant_cache` and
+    `cp_gather_and_upconvert_fp8_kv_cache`.
     """
     library, device = arrays.place("src_cache", src_cache)
     cache_dtype = library.dtype(src_cache)
@@ -682,18 +712,31 @@ def gather_cache(
     blocks, block_size = src_cache.shape[:2]
     entry = tuple(src_cache.shape)[2:]
     arrays.same_place("dst", dst, "src_cache", library, device)
-    check.one_of("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
     dtype = library.dtype(dst)
+    scaled = kv_cache_dtype == DS_MLA and dtype != cache_dtype
     if dtype == cache_dtype:
         cache_format = SAME
     elif arrays.ITEM_SIZE[cache_dtype] > 1 or dtype not in DTYPES:
         convertible = () if arrays.ITEM_SIZE[cache_dtype] > 1 else DTYPES
         check.dtype("dst", dtype, (cache_dtype, *convertible))
+    elif scaled:
+        check.dtype("src_cache", cache_dtype, _DS_MLA_DTYPES)
+        if entry != (twin.ENTRY,):
+            wanted = blocks, block_size, twin.ENTRY
+            check.shape("src_cache", tuple(src_cache.shape), wanted, f"[blocks, block_size, {twin.ENTRY}]")
+        cache_format = _FORMAT["float8_e4m3fn"]
     else:
         cache_format = _format(dtype, "src_cache", cache_dtype, kv_cache_dtype)
     tokens = dst.shape[0] if len(dst.shape) else 0
-    if tuple(dst.shape) != (tokens, *entry):
-        check.fail("dst", f"of shape [tokens, ...] = {['tokens', *entry]} like src_cache", list(dst.shape))
+    if scaled:
+        row: tuple[int, ...] = (twin.LATENTS + twin.ROTARY,)
+        if tuple(dst.shape) != (tokens, *row):
+            check.shape("dst", tuple(dst.shape), (tokens, *row), f"[tokens, {row[0]}]")
+    else:
+        row = entry
+        if tuple(dst.shape) != (tokens, *row):
+            check.fail("dst", f"of shape [tokens, ...] = {['tokens', *row]} like src_cache", list(dst.shape))
     block_stride, token_stride = _outer_strides("src_cache", src_cache, library, cache_dtype, 2)
     (dst_stride,) = _cache_strides("dst", dst, library, dtype, 1)
     arrays.same_place("block_table", block_table, "src_cache", library, device)
@@ -710,8 +753,8 @@ def gather_cache(
         if vector.shape[0] < least:
             check.fail(name, f"of at least {least} elements for batch_size {batch}", vector.shape[0])
         arrays.contiguous(name, vector, library)
-    scale_fields = _scale("scale", scale, "src_cache", library, device)
-    elements = functools.reduce(int.__mul__, map(int, entry), 1)
+    scale_fields = fp8.scale("scale", scale, "src_cache", library, device)
+    elements = functools.reduce(int.__mul__, map(int, row), 1)
     for name, count in (
         ("src_cache", blocks),
         ("src_cache", elements),
@@ -730,10 +773,16 @@ def gather_cache(
     ratio = 1 if cache_format == SAME else item_size
     address = library.address
     src_address, dst_address = address(src_cache), address(dst)
-    mask = (src_address | block_stride | token_stride) * ratio | dst_address | dst_stride | elements * item_size
-    width = unit_width("src_cache", mask, item_size)
+    if scaled:
+        unit_width("dst", dst_address | dst_stride, item_size)
+        aligned = (src_address | block_stride | token_stride | dst_address | dst_stride) % 16 == 0
+        variant, width = _gather_latents_variant(dtype, aligned), 16 if aligned else item_size
+    else:
+        mask = (src_address | block_stride | token_stride) * ratio | dst_address | dst_stride | elements * item_size
+        width = unit_width("src_cache", mask, item_size)
+        variant = _gather_variant(dtype, cache_format, width)
     tile = _tile("gather_rows", elements * item_size // width)
-    _gather_variant(dtype, cache_format, width).launch(
+    variant.launch(
         device,
         library.stream(device),
         (-(-tokens // tile.rows), tile.chunks, 1),
@@ -767,7 +816,7 @@ TORCH_OPS: dict[str, Any] = {
     "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()": None,
     "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
-    "Tensor scale) -> ()": None,
+    "Tensor? scale) -> ()": None,
     "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()": None,
     "gather_cache(Tensor src_cache, Tensor(a!) dst, Tensor block_table, Tensor cu_seq_lens, SymInt batch_size, "
     "Tensor? seq_starts=None, *, str kv_cache_dtype='auto', Tensor? scale=None) -> ()": None,

@@ -6,7 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 from cukern.reference import paged_attention as twin
-from cukern.runtime import arrays, check
+from cukern.runtime import arrays, check, fp8
 from cukern.runtime.compile import Instance
 from cukern.runtime.cuda import runtime
 from cukern.runtime.kernel import Kernel, Variant, arch_of_device, clear, multiprocessors
@@ -14,7 +14,6 @@ from cukern.runtime.kernel import Kernel, Variant, arch_of_device, clear, multip
 __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "paged_attention_v2"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 LAYOUTS = ("vllm", "flash")
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 MAX_DIM = 256
@@ -322,13 +321,13 @@ def _check_caches(
     found = library.dtype(key_cache)
     if kv_cache_dtype == "auto":
         cache = found
-        if cache != query_dtype and cache not in FP8_DTYPES.values():
+        if cache != query_dtype and cache not in fp8.DTYPES:
             if cache == "uint8":
                 check.fail("kv_cache_dtype", "'fp8_e4m3' or 'fp8_e5m2' for a cache of bytes", "'auto'")
-            check.dtype("key_cache", cache, (query_dtype, *dict.fromkeys(FP8_DTYPES.values())))
+            check.dtype("key_cache", cache, (query_dtype, *fp8.DTYPES))
     else:
-        check.one_of("kv_cache_dtype", kv_cache_dtype, ("auto", *FP8_DTYPES))
-        cache = FP8_DTYPES[kv_cache_dtype]
+        check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)
+        cache = fp8.FORMATS[kv_cache_dtype]
         if found not in ("uint8", cache):
             check.dtype("key_cache", found, ("uint8", cache))
     if library.dtype(value_cache) != found:
@@ -391,19 +390,6 @@ def _check_caches(
         for i in picks
     )
     return _Cache(cache, blocks, kv_heads, block_size, tuple(distances))
-
-
-def _check_scale_array(name: str, value: Any, library: arrays.Library, device: int | None) -> tuple[float, int]:
-    """A scale as a number and the address of one to multiply it with, or 0."""
-    if value is None:
-        return 1.0, 0
-    if not arrays.is_array(value):
-        return check.number(name, value), 0
-    arrays.same_place(name, value, "query", library, device)
-    check.dtype(name, library.dtype(value), ("float32",))
-    if tuple(value.shape) not in ((), (1,)):
-        check.fail(name, "a number or an array of one element", f"shape {list(value.shape)}")
-    return 1.0, library.address(value)
 
 
 def _check_tables(
@@ -483,8 +469,8 @@ def _check_call(
         check.fail("query", f"of a multiple of {cache.kv_heads} heads (kv_heads of key_cache)", heads)
     max_blocks, table_row = _check_tables(block_tables, seq_lens, seqs, library, device)
     scale = head_dim**-0.5 if scale is None else check.number("scale", scale)
-    key_scale, key_scale_address = _check_scale_array("k_scale", k_scale, library, device)
-    value_scale, value_scale_address = _check_scale_array("v_scale", v_scale, library, device)
+    key_scale_address, key_scale = fp8.scale("k_scale", k_scale, "query", library, device)
+    value_scale_address, value_scale = fp8.scale("v_scale", v_scale, "query", library, device)
     if not abs(scale * key_scale) <= _LARGEST_SCALE:
         check.fail("scale", f"of at most {_LARGEST_SCALE:g}, with k_scale", scale * key_scale)
     sizes = _Sizes(seqs, query_tokens, heads, cache.kv_heads, head_dim, cache.blocks, cache.block_size, max_blocks)

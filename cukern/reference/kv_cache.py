@@ -14,6 +14,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+#: FlashMLA's FP8 cache: a token has LATENTS numbers of float8_e4m3fn, a float32 scale for each GROUP of them, and
+#: ROTARY numbers of bfloat16, ENTRY bytes in all.
+LATENTS, GROUP, ROTARY = 512, 128, 64
+SCALES_AT = LATENTS
+ROTARY_AT = SCALES_AT + LATENTS // GROUP * 4
+ENTRY = ROTARY_AT + ROTARY * 2
+
 _FP8 = {
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -39,6 +46,28 @@ def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
     with np.errstate(all="ignore"):
         quotient = x.astype(np.float32) / _factor(scale)
         return np.clip(quotient, -largest, largest).astype(dtype).view(cache.dtype)
+
+
+def _scaled(latents: Array, rotary: Array) -> Array:
+    """The bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]."""
+    groups = latents.astype(np.float32).reshape(-1, LATENTS // GROUP, GROUP)
+    with np.errstate(all="ignore"):
+        # fmax takes the number where the other one is NaN.
+        largest = np.fmax.reduce(np.abs(groups), axis=2, initial=0)
+        scales = np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny)
+        quotients = np.clip(groups / scales[..., None], -448, 448)
+        quotients[np.isnan(quotients)] = np.nan  # without a sign
+        stored = quotients.astype(ml_dtypes.float8_e4m3fn).reshape(-1, LATENTS)
+        parts = stored, scales, rotary.astype(ml_dtypes.bfloat16)
+    return np.concatenate([x.view(np.uint8) for x in parts], axis=1)
+
+
+def _unscaled(row: Array, dtype: np.dtype[Any]) -> Array:
+    """A token of FlashMLA's FP8 cache, [ENTRY] bytes, as [LATENTS + ROTARY] numbers."""
+    row = np.ascontiguousarray(row).view(np.uint8)
+    stored, rotary = row[:SCALES_AT].view(ml_dtypes.float8_e4m3fn), row[ROTARY_AT:].view(ml_dtypes.bfloat16)
+    scales = row[SCALES_AT:ROTARY_AT].view(np.float32).repeat(GROUP)
+    return np.concatenate([(stored.astype(np.float32) * scales).astype(dtype), rotary.astype(dtype)])
 
 
 def _places(slot_mapping: Array, blocks: int, block_size: int) -> Iterator[tuple[int, int, int]]:
@@ -89,8 +118,11 @@ def concat_and_cache_mla(
     kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping: Array, kv_cache_dtype: str, scale: Any
 ) -> None:
     """See `cukern.concat_and_cache_mla`."""
-    tokens = len(slot_mapping)
-    row = _stored(np.concatenate([kv_c[:tokens], k_pe[:tokens]], axis=1), kv_cache, kv_cache_dtype, scale)
+    latents, rotary = kv_c[: len(slot_mapping)], k_pe[: len(slot_mapping)]
+    if kv_cache_dtype == "fp8_ds_mla":
+        row = _scaled(latents, rotary).view(kv_cache.dtype)
+    else:
+        row = _stored(np.concatenate([latents, rotary], axis=1), kv_cache, kv_cache_dtype, scale)
     for token, block, place in _places(slot_mapping, *kv_cache.shape[:2]):
         kv_cache[block, place] = row[token]
 
@@ -116,7 +148,6 @@ def gather_cache(
 ) -> None:
     """See `cukern.gather_cache`."""
     blocks, block_size = src_cache.shape[:2]
-    dtype = _dtype(src_cache, kv_cache_dtype)
     for sequence in range(batch_size):
         begin, end = cu_seq_lens[sequence : sequence + 2].tolist()
         first = 0 if seq_starts is None else int(seq_starts[sequence]) // block_size
@@ -128,7 +159,12 @@ def gather_cache(
             block = int(block_table[sequence, entry])
             if 0 <= block < blocks:
                 row = src_cache[block, place]
-                if src_cache.dtype != dst.dtype:
-                    with np.errstate(over="ignore", invalid="ignore"):
-                        row = (row.view(dtype).astype(np.float32) * _factor(scale)).astype(dst.dtype)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    if src_cache.dtype == dst.dtype:
+                        pass
+                    elif kv_cache_dtype == "fp8_ds_mla":
+                        row = _unscaled(row, dst.dtype)
+                    else:
+                        stored = row.view(_dtype(src_cache, kv_cache_dtype)).astype(np.float32)
+                        row = (stored * _factor(scale)).astype(dst.dtype)
                 dst[token] = row

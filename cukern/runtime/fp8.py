@@ -1,0 +1,32 @@
+"""The FP8 formats of a cache, and the scales of what it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukern.runtime import arrays, check
+
+#: The dtype that the bytes of a cache have by its `kv_cache_dtype`; "auto" leaves it to the array.
+FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+DTYPES = tuple(dict.fromkeys(FORMATS.values()))
+KV_CACHE_DTYPES = ("auto", *FORMATS)
+
+
+def scale(name: str, value: Any, like: str, library: arrays.Library, device: int | None) -> tuple[int, float]:
+    """A scale as the kernels take it: the address of one float32, or 0; and the number that counts without it.
+
+    None is 1. Raises TypeError and ValueError for what is neither a finite number nor a float32 array of one element,
+    of `library` and on `device` as the argument `like` is.
+    """
+    if value is None:
+        return 0, 1.0
+    if not arrays.is_array(value):
+        return 0, check.number(name, value)
+    arrays.same_place(name, value, like, library, device)
+    dtype = library.dtype(value)
+    if dtype != "float32":
+        check.dtype(name, dtype, ("float32",))
+    for size in value.shape:
+        if size != 1:
+            check.fail(name, "a number or an array of one element", f"an array of shape {list(value.shape)}")
+    return library.address(value), 1.0
