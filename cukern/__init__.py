@@ -20,6 +20,7 @@ from cukern.ops.kv_cache import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
+from cukern.ops.mla_decode import flash_mla_with_kvcache, get_mla_metadata
 from cukern.ops.moe_gate import biased_grouped_topk, grouped_topk, moe_fused_gate, topk_sigmoid, topk_softmax
 from cukern.ops.padding import (
     add_qkv_bias_rebuild_padding,
@@ -70,8 +71,10 @@ __all__ = [
     "decoding_init",
     "embedding_lookup",
     "embedding_lookup_sine_position_encoding",
+    "flash_mla_with_kvcache",
     "gather_cache",
     "gather_tree",
+    "get_mla_metadata",
     "grouped_topk",
     "masked_attention",
     "merge_attention_states",

@@ -199,6 +199,8 @@ def _calls(device: str) -> dict[str, Call]:
     ]  # fmt: skip
     vllm = [*paged[:3], 2, 0.25, *paged[3:], 8, 512, floats(4, seed=3), "auto", share, None, 0, 1, 2, 8, 1]
     workspaces = [torch.zeros(3, 4, 1, *rest, device=device) for rest in ((), (), (16,))]
+    latents = [floats(3, 2, 4, 48, dtype=bf16), floats(3, 16, 2, 48, seed=1, dtype=bf16)]
+    mla_options = {"attn_sink": floats(4, seed=2), "indices": integers(*[[[40, -1, 2], [5, 6, 7]]] * 3)}
     calls = [
         Call("build_sequence_length_padding_offset", (lengths, 4)),
         Call("build_sequence_length_padding_offset", (lengths, 4), {"valid_word_num": 5}),
@@ -225,9 +227,17 @@ def _calls(device: str) -> dict[str, Call]:
         Call("paged_attention_v1", (torch.zeros_like(paged[0]), *vllm)),
         Call("paged_attention_v2", (torch.zeros_like(paged[0]), *workspaces, *vllm)),
         Call("merge_attention_states", (paged[0], floats(3, 4, seed=1), floats(3, 4, 16, seed=2), floats(3, 4))),
+        Call("get_mla_metadata", (integers(300, 0, 5), 8, 2)),
+        Call("get_mla_metadata", (integers(300, 0, 5), 8, 2), {"num_heads_q": 4, "topk": 100}),
+        Call("flash_mla_with_kvcache", (*latents, *paged[3:], 32, None, None, 0.2, True)),
+        Call("flash_mla_with_kvcache", (*latents, None, None, 32, None, None), mla_options),
         Call("reshape_and_cache", (*new_tokens, *block_caches, slots, "fp8", share, share)),
         Call("reshape_and_cache_flash", (*new_tokens, *flash_caches, slots, "auto", share, share)),
         Call("concat_and_cache_mla", (*(x[:, 0] for x in new_tokens), floats(3, 4, 32), slots, "auto", share)),
+        Call(
+            "concat_and_cache_mla",
+            (floats(3, 512), floats(3, 64), floats(3, 4, 164).view(torch.uint8), slots, "fp8_ds_mla", None),
+        ),
         Call("copy_blocks", (flash_caches, flash_caches[::-1], integers([0, 2], dtype=torch.int64))),
         Call(
             "gather_cache",

@@ -7,6 +7,9 @@
 constexpr float LARGEST_FLOAT = 3.402823466e+38f;
 constexpr float LOG2_E = 1.44269504088896341f;
 
+template <typename T> constexpr bool IS_BFLOAT16 = false;
+template <> constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

@@ -1,0 +1,482 @@
+"""MLA decode attention, against the kernels of FlashMLA and FlashInfer and against PyTorch's products."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import cukern
+from benchmarks.harness import Baseline, Case
+from cukern.runtime.arrays import ITEM_SIZE
+from cukern.runtime.kernel import Variant, arch_of_device, device_count
+
+HEAD_DIM, HEAD_DIM_V = 576, 512
+FP8_BYTES = 656
+FP8 = "fp8"
+_FP8_GROUP = 128
+_WORKSPACE_BYTES = 256 * 2**20
+# Outputs are means of many values, so that their size says what a difference is worth.
+_TOLERANCE = 0.03
+
+
+class Sizes(NamedTuple):
+    """One kv head. Several query tokens attend causally."""
+
+    batch: int
+    query_tokens: int
+    heads: int
+    length: int  # the mean, where lengths differ; with `topk` the tokens of the cache, in all
+    page_size: int = 64
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    ragged: bool = False
+    topk: int = 0
+
+    @property
+    def fp8(self) -> bool:
+        return self.cache_dtype == FP8
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the sequences: all equal, or spread evenly from 1/8 of the mean to 15/8, in no order."""
+        if not self.ragged:
+            return [self.length] * self.batch
+        order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
+        first = self.length // 8
+        step = 2 * (self.length - first) / max(self.batch - 1, 1)
+        return [first + round(i * step) for i in order]
+
+    @property
+    def pages(self) -> list[int]:
+        """Of the sequences."""
+        return [-(-length // self.page_size) for length in self.lengths]
+
+    @property
+    def bytes(self) -> int:
+        """Each token of the cache that is attended to once, the queries and the results."""
+        tokens = sum(self.lengths)
+        if self.topk:
+            missed = (1 - self.topk / self.length) ** (self.batch * self.query_tokens)
+            tokens = round(self.length * (1 - missed))
+        cached = tokens * (FP8_BYTES if self.fp8 else HEAD_DIM * ITEM_SIZE[self.dtype])
+        rows = self.batch * self.query_tokens * self.heads
+        return cached + rows * ((HEAD_DIM + HEAD_DIM_V) * ITEM_SIZE[self.dtype] + 4)
+
+    @property
+    def flops(self) -> int:
+        """Of both products, over the tokens that a query sees."""
+        if self.topk:
+            seen = self.batch * self.query_tokens * self.topk
+        else:
+            seen = sum(length - i for length in self.lengths for i in range(self.query_tokens))
+        return 2 * (HEAD_DIM + HEAD_DIM_V) * self.heads * seen
+
+    @property
+    def case(self) -> dict[str, int | str]:
+        flags = {"ragged": self.ragged, "causal": self.query_tokens > 1}
+        return {**self._asdict(), **{name: str(flag).lower() for name, flag in flags.items()}}
+
+    @property
+    def small(self) -> Sizes:
+        """As many as the NumPy twin can do."""
+        few = {"batch": min(self.batch, 3), "heads": min(self.heads, 4)}
+        return self._replace(**few, length=max(self.length // 32, 128), topk=min(self.topk, 24))
+
+
+SIZES = (
+    Sizes(128, 1, 128, 4096),
+    Sizes(128, 2, 128, 4096),
+    Sizes(64, 1, 128, 8192),
+    Sizes(32, 1, 128, 4096),
+    Sizes(1, 1, 128, 8192),
+    Sizes(128, 1, 64, 4096),
+    Sizes(128, 1, 16, 4096),
+    Sizes(1, 1, 16, 16384),
+)
+MANY_HEADS, ONE, FEW_HEADS = SIZES[0], SIZES[4], SIZES[6]
+SPARSE = Sizes(64, 1, 128, 65536, topk=2048)
+
+
+@dataclass
+class Elsewhere:
+    """What the baselines take instead. No tuple, so that it does not count among what rotates."""
+
+    dense: torch.Tensor | None  # [batch, length, 576]: the cache without pages
+    hidden: torch.Tensor | None  # bool [batch, query_tokens, 1, length]: what a query must not see
+
+
+class Inputs(NamedTuple):
+    """Of a call, or of a baseline."""
+
+    query: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor | None  # none where tokens are chosen
+    lengths: torch.Tensor
+    plan: tuple[torch.Tensor, torch.Tensor]
+    indices: torch.Tensor | None
+    elsewhere: Elsewhere | None  # if there is something to compare with
+
+
+# --- inputs -------------------------------------------------------------------------------------------
+
+
+def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=generator.device).normal_(generator=generator)
+
+
+def to_fp8(cache: torch.Tensor) -> torch.Tensor:
+    """A cache [pages, page_size, 1, 576] as bytes [pages, page_size, 1, 656]: 512 numbers of e4m3, their four scales in
+    float32, 64 numbers in bfloat16."""
+    stored = torch.zeros(*cache.shape[:2], FP8_BYTES, dtype=torch.uint8, device=cache.device)
+    tokens = cache.view(-1, HEAD_DIM)
+    slots = torch.arange(len(tokens), device=cache.device)
+    cukern.concat_and_cache_mla(tokens[:, :HEAD_DIM_V], tokens[:, HEAD_DIM_V:], stored, slots, "fp8_ds_mla", None)
+    return stored[:, :, None]
+
+
+def from_fp8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes [..., 656] as numbers [..., 576]."""
+    numbers, scales, rotary = stored.split([HEAD_DIM_V, 16, 128], dim=-1)
+    groups = numbers.contiguous().view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, _FP8_GROUP))
+    latent = (groups * scales.contiguous().view(torch.float32)[..., None]).to(dtype).flatten(-2)
+    return torch.cat([latent, rotary.contiguous().view(torch.bfloat16).to(dtype)], dim=-1)
+
+
+def tables(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block table and the lengths. The pages of a sequence lie anywhere, but in the same places for every
+    generator: who plans ahead from them does so once."""
+    pages = torch.randperm(sum(sizes.pages), generator=torch.Generator().manual_seed(1)).int().split(sizes.pages)
+    table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
+    return table.to(device), torch.tensor(sizes.lengths, dtype=torch.int32, device=device)
+
+
+def chosen_tokens(sizes: Sizes, device: torch.device) -> torch.Tensor:
+    """Of each query, the slots of `topk` different tokens of the cache; the same for every generator, too."""
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randperm(sizes.length, generator=generator) for _ in range(sizes.batch * sizes.query_tokens)]
+    chosen = torch.stack([row[: sizes.topk] for row in rows]).int()
+    return chosen.view(sizes.batch, sizes.query_tokens, sizes.topk).to(device)
+
+
+def planned(sizes: Sizes, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sparse = {"num_heads_q": sizes.heads, "topk": sizes.topk} if sizes.topk else {}
+    return cukern.get_mla_metadata(lengths, sizes.query_tokens * sizes.heads, 1, **sparse)
+
+
+def inputs_of(sizes: Sizes, compared: bool) -> Callable[[torch.Generator], tuple[Inputs]]:
+    def inputs(generator: torch.Generator) -> tuple[Inputs]:
+        device = generator.device
+        if sizes.topk:
+            table, lengths = None, torch.full((sizes.batch,), sizes.length, dtype=torch.int32, device=device)
+            indices, pages = chosen_tokens(sizes, device), sizes.length // sizes.page_size
+        else:
+            table, lengths = tables(sizes, device)
+            indices, pages = None, sum(sizes.pages)
+        query = _normal(generator, sizes.dtype, sizes.batch, sizes.query_tokens, sizes.heads, HEAD_DIM)
+        cache = _normal(generator, sizes.dtype, pages, sizes.page_size, 1, HEAD_DIM)
+        if sizes.fp8:
+            cache = to_fp8(cache)
+        elsewhere = _elsewhere(sizes, cache, table, lengths) if compared else None
+        return (Inputs(query, cache, table, lengths, planned(sizes, lengths), indices, elsewhere),)
+
+    return inputs
+
+
+def _elsewhere(sizes: Sizes, cache: torch.Tensor, table: torch.Tensor | None, lengths: torch.Tensor) -> Elsewhere:
+    if table is None:
+        return Elsewhere(None, None)
+    if sizes.query_tokens == 1 and not sizes.ragged:
+        return Elsewhere(None if sizes.fp8 else gathered(cache, table, sizes.length), None)
+    tokens = torch.arange(max(sizes.lengths), device=lengths.device)
+    last = lengths[:, None] + torch.arange(1 - sizes.query_tokens, 1, device=lengths.device)
+    return Elsewhere(None, (tokens >= last[:, :, None])[:, :, None])
+
+
+def _on(query: torch.Tensor, variant: str) -> str:
+    """The variant to ask for: on the CPU, where the tests run this, there are none."""
+    return variant if query.is_cuda else "auto"
+
+
+# --- baselines ----------------------------------------------------------------------------------------
+
+
+def gathered(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """The pages of each sequence, in order: [batch, length, 576]."""
+    return cache[table].flatten(1, 2)[:, :length, 0]
+
+
+def absorbed(query: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Two products and a softmax, over tokens [batch, length, 576]."""
+    rows = (query * HEAD_DIM**-0.5).flatten(1, 2)
+    scores = torch.bmm(rows, tokens.transpose(1, 2))
+    if hidden is not None:
+        scores.view(*query.shape[:3], -1).masked_fill_(hidden, -torch.inf)
+    return torch.bmm(scores.softmax(dim=-1), tokens[..., :HEAD_DIM_V]).view(*query.shape[:3], HEAD_DIM_V)
+
+
+def _paged(sizes: Sizes) -> Callable[[Inputs], torch.Tensor]:
+    """PyTorch, which must gather the pages, or the chosen tokens, before it can multiply."""
+
+    def attend(given: Inputs) -> torch.Tensor:
+        query, hidden = given.query, None
+        if given.indices is not None:
+            tokens = given.cache.flatten(0, 2)[given.indices.flatten(0, 1)]
+            # Each query has tokens of its own, as if it were a sequence.
+            query = query.flatten(0, 1)[:, None]
+        else:
+            assert given.table is not None and given.elsewhere is not None
+            tokens, hidden = gathered(given.cache, given.table, max(sizes.lengths)), given.elsewhere.hidden
+        if sizes.fp8:
+            tokens = from_fp8(tokens, query.dtype)
+        return absorbed(query, tokens, hidden).view(*given.query.shape[:3], HEAD_DIM_V)
+
+    return attend
+
+
+def _dense(given: Inputs) -> torch.Tensor:
+    assert given.elsewhere is not None and given.elsewhere.dense is not None
+    return given.elsewhere.dense
+
+
+def dense(given: Inputs) -> torch.Tensor:
+    """PyTorch with a cache that has no pages at all."""
+    return absorbed(given.query, _dense(given), None)
+
+
+def dense_sdpa(given: Inputs) -> torch.Tensor:
+    """The same in one call: all heads as the rows of one."""
+    keys = _dense(given)[:, None]
+    out = scaled_dot_product_attention(given.query.flatten(1, 2)[:, None], keys, keys[..., :HEAD_DIM_V])
+    return out.reshape(*given.query.shape[:3], HEAD_DIM_V)
+
+
+def _flash_mla_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """FlashMLA's `get_mla_metadata` and `flash_mla_with_kvcache`, as itself or as others carry it."""
+    try:
+        from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    except ImportError:
+        try:
+            from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+        except ImportError:
+            from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
+    return get_mla_metadata, flash_mla_with_kvcache
+
+
+def _flash_mla(sizes: Sizes) -> Callable[[], Callable[[Inputs], torch.Tensor]]:
+    """Planned at the first call."""
+
+    def load() -> Callable[[Inputs], torch.Tensor]:
+        get_metadata, function = _flash_mla_functions()
+        plans: list[Any] = []
+        # With chosen tokens it is not used, but asked for by some versions.
+        no_table: list[torch.Tensor] = []
+        quantized = {"is_fp8_kvcache": True} if sizes.fp8 else {}
+
+        def attend(given: Inputs) -> torch.Tensor:
+            if not plans:
+                sparse = {"num_heads_q": sizes.heads, "topk": sizes.topk} if sizes.topk else {}
+                plans.append(get_metadata(given.lengths, sizes.query_tokens * sizes.heads, 1, **sparse, **quantized))
+                no_table.append(given.lengths.new_zeros(sizes.batch, 1))
+            cache = given.cache.view(torch.float8_e4m3fn) if sizes.fp8 else given.cache
+            chosen = {} if given.indices is None else {"indices": given.indices}
+            table = no_table[0] if given.table is None else given.table
+            places = given.query, cache, table, given.lengths, HEAD_DIM_V
+            return function(*places, *plans[0], causal=sizes.query_tokens > 1, **quantized, **chosen)[0]
+
+        return attend
+
+    return load
+
+
+def _flashinfer(sizes: Sizes, backend: str) -> Callable[[], Callable[[Inputs], torch.Tensor]]:
+    """Its wrapper for MLA, which takes parts of the cache as two caches. Chosen tokens are pages of one token to it.
+    Planned at the first call."""
+
+    def load() -> Callable[[Inputs], torch.Tensor]:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        wrappers: list[Any] = []
+
+        def plan(given: Inputs) -> Any:
+            device, dtype = given.query.device, given.query.dtype
+            make = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=device)  # noqa: E731
+            if given.table is not None:
+                queries, counts, lengths, page_size = sizes.query_tokens, sizes.pages, sizes.lengths, sizes.page_size
+                ids = torch.cat([row[:count] for row, count in zip(given.table, counts, strict=True)])
+            else:
+                assert given.indices is not None
+                queries, page_size = 1, 1
+                counts = lengths = [sizes.topk] * (sizes.batch * sizes.query_tokens)
+                ids = given.indices.flatten()
+            starts = make(range(len(lengths) + 1)) * queries
+            first_pages = make([0, *counts]).cumsum(0, dtype=torch.int32)
+            workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=backend)
+            widths = sizes.heads, HEAD_DIM_V, HEAD_DIM - HEAD_DIM_V, page_size
+            form = queries > 1, HEAD_DIM**-0.5, dtype, dtype
+            wrapper.plan(starts, first_pages, ids, make(lengths), *widths, *form)
+            return wrapper
+
+        def attend(given: Inputs) -> torch.Tensor:
+            if not wrappers:
+                wrappers.append(plan(given))
+            pages = given.cache[:, :, 0] if given.indices is None else given.cache.flatten(0, 1)
+            split = [HEAD_DIM_V, HEAD_DIM - HEAD_DIM_V]
+            rows = given.query.flatten(0, 1)
+            out = wrappers[0].run(*rows.split(split, dim=-1), *pages.split(split, dim=-1))
+            return out.view(*given.query.shape[:3], HEAD_DIM_V)
+
+        return attend
+
+    return load
+
+
+def _baselines(sizes: Sizes) -> dict[str, Baseline]:
+    baselines = {"torch": Baseline(lambda: _paged(sizes))}
+    if not (sizes.topk or sizes.fp8 or sizes.ragged or sizes.query_tokens > 1):
+        baselines |= {"torch dense": Baseline(lambda: dense), "torch SDPA": Baseline(lambda: dense_sdpa)}
+    # It has no cache of 8 bits but for chosen tokens, and no chosen tokens but of 8 bits.
+    if sizes.fp8 == bool(sizes.topk) and sizes.page_size == 64:
+        baselines["FlashMLA"] = Baseline(_flash_mla(sizes))
+    if not sizes.fp8:
+        # It compiles its kernels.
+        baselines["FlashInfer"] = Baseline(_flashinfer(sizes, "auto"), slow=True)
+    return baselines
+
+
+def _portable_baselines(sizes: Sizes) -> dict[str, Baseline]:
+    return {"FlashInfer fa2": Baseline(_flashinfer(sizes, "fa2"), slow=True)}
+
+
+def agree(ours: tuple[torch.Tensor, torch.Tensor], theirs: torch.Tensor) -> bool:
+    """But for rounding in between, which some do of the weights and some of the scores."""
+    out, theirs = ours[0].float(), theirs.float()
+    return bool((out - theirs).abs().max() <= _TOLERANCE * theirs.abs().max())
+
+
+# --- cases --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def launched_twice(function: str) -> Iterator[None]:
+    """Launch the kernel of this name twice wherever it is launched, one after the other."""
+    launch = Variant.launch
+
+    def launch_again(self: Variant, *args: Any) -> None:
+        for _ in range(1 + (self.instance.function == function)):
+            launch(self, *args)
+
+    Variant.launch = launch_again
+    try:
+        yield
+    finally:
+        Variant.launch = launch
+
+
+PLANNING, OPERATOR, TWICE = "plan inside", "torch.ops", "combine twice"
+
+
+def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host: bool = False, how: str = "") -> Case:
+    """A case of `flash_mla_with_kvcache`, with its baselines if `compared`.
+
+    Args:
+        how: PLANNING leaves the plan to the call, OPERATOR calls the operator. TWICE launches the kernel `combine`
+            twice, which finds the same again: by as much as that takes longer, so long does the kernel take.
+    """
+    function = cukern.flash_mla_with_kvcache
+    if how == OPERATOR:
+        importlib.import_module("cukern.torch_ops")
+        function = torch.ops.cukern.flash_mla_with_kvcache
+
+    def call(given: Inputs) -> Any:
+        plan = (None, None) if how == PLANNING else given.plan
+        options = {"causal": sizes.query_tokens > 1, "is_fp8_kvcache": sizes.fp8, "indices": given.indices}
+        places = given.query, given.cache, given.table, given.lengths, HEAD_DIM_V
+        with launched_twice("combine") if how == TWICE else contextlib.nullcontext():
+            return function(*places, *plan, **options, variant=_on(given.query, variant))
+
+    baselines = {}
+    if compared:
+        baselines = _portable_baselines(sizes) if variant == "mma" else _baselines(sizes)
+    return Case(
+        "flash_mla_with_kvcache",
+        sizes.case,
+        f"{variant}, {how}" if how else variant,
+        inputs_of(sizes, compared),
+        call,
+        sizes.bytes,
+        sizes.flops,
+        baselines=baselines,
+        agree=agree,
+        host=host,
+    )
+
+
+def metadata(batch: int, heads: int = 128, length: int = 4096, host: bool = False) -> Case:
+    """A case of `get_mla_metadata`."""
+
+    def inputs(generator: torch.Generator) -> tuple[torch.Tensor]:
+        shape = {"size": (batch,), "generator": generator, "device": generator.device}
+        return (torch.randint(length // 8, length * 15 // 8, **shape, dtype=torch.int32),)
+
+    def flash_mla() -> Callable[..., Any]:
+        function, _ = _flash_mla_functions()
+        if "cache_seqlens" not in inspect.signature(function).parameters:
+            raise ImportError("this version of FlashMLA plans in its first call")
+        return lambda lengths: function(lengths, heads, 1)
+
+    def same_shape(ours: Any, theirs: Any) -> bool:
+        # Its plan is another, for as many sequences.
+        return ours[1].shape == theirs[1].shape
+
+    return Case(
+        "get_mla_metadata",
+        {"batch": batch, "heads": heads, "length": length, "ragged": "true"},
+        "auto",
+        inputs,
+        lambda lengths: cukern.get_mla_metadata(lengths, heads, 1),
+        4 * (2 * batch + 1),
+        baselines={"FlashMLA": Baseline(flash_mla)},
+        agree=same_shape,
+        host=host,
+    )
+
+
+def has_wgmma() -> bool:
+    """Where there is no GPU at all, its cases are listed."""
+    return not device_count() or arch_of_device(0) == "90a"
+
+
+def _all_cases(size: Callable[[Sizes], Sizes]) -> Iterator[Case]:
+    for sizes in SIZES:
+        yield attention(size(sizes), compared=True, host=sizes == ONE)
+        if has_wgmma():
+            yield attention(size(sizes), "wgmma")
+    for sizes in (MANY_HEADS, FEW_HEADS):
+        yield attention(size(sizes), "mma", compared=True)
+        yield attention(size(sizes), "dynamic")
+        yield attention(size(sizes._replace(cache_dtype=FP8)), compared=True)
+    yield attention(size(FEW_HEADS._replace(page_size=16)), compared=True)
+    yield attention(size(MANY_HEADS._replace(dtype="float16", cache_dtype="float16")), compared=True)
+    yield attention(size(MANY_HEADS._replace(ragged=True)), compared=True)
+    yield attention(size(SPARSE), compared=True)
+    yield attention(size(SPARSE._replace(cache_dtype=FP8)), compared=True)
+    yield attention(size(MANY_HEADS), how=PLANNING)
+    yield attention(size(ONE), host=True, how=PLANNING)
+    yield attention(size(ONE), host=True, how=OPERATOR)
+    for sizes in (MANY_HEADS._replace(ragged=True), ONE, SIZES[-1]):
+        yield attention(size(sizes), how=TWICE)
+    for batch in (1, 128, 1024):
+        yield metadata(batch, host=batch == 128)
+
+
+def cases(small: bool = False) -> list[Case]:
+    """Many heads and few, one sequence and many, equal and not, in 16 bits and 8; of sizes for the twin if `small`."""
+    return list(_all_cases(lambda sizes: sizes.small if small else sizes))

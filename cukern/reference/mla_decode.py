@@ -1,0 +1,166 @@
+"""Attention over a paged cache of latents in NumPy, as the formulas define it, and how its work is cut into parts.
+
+The arguments are those of `cukern.ops.mla_decode`, already checked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+#: Where there is no GPU, the work is dealt out as for an H200.
+MULTIPROCESSORS = 132
+BLOCK_TOKENS = 64
+#: Query rows that a block of threads has at most.
+ROWS = 64
+#: What a visit of a sequence costs beside its blocks, in blocks.
+FIXED = 5
+
+#: A slot of an 8-bit cache: numbers, the scale of each TILE of them, rotary numbers in bfloat16.
+LATENT, TILE, ROTARY = 512, 128, 64
+SLOT_BYTES = LATENT + LATENT // TILE * 4 + ROTARY * 2
+
+
+def parts_of(rows: int, num_heads_k: int, multiprocessors: int) -> int:
+    """How many parts keep a GPU busy that has a block of threads for each, for each kv head and each ROWS rows."""
+    return max(1, multiprocessors // (num_heads_k * max(1, -(-rows // ROWS))))
+
+
+def deal(blocks: list[int], load: int) -> list[tuple[int, int, int, int]]:
+    """Fill parts up to `load` with sequences of so many blocks; (part, sequence, first block, end) of each visit."""
+    visits: list[tuple[int, int, int, int]] = []
+    part, room = 0, load
+    for sequence, count in enumerate(blocks):
+        done = 0
+        while True:
+            if room < FIXED or (room == FIXED and count > 0):
+                part, room = part + 1, load
+            taken = min(count - done, room - FIXED)
+            visits.append((part, sequence, done, done + taken))
+            done, room = done + taken, room - FIXED - taken
+            if done == count:
+                break
+    return visits
+
+
+def plan(blocks: list[int], parts: int) -> tuple[Array, Array]:
+    """The metadata and the splits for sequences of so many blocks."""
+    total = sum(blocks) + FIXED * len(blocks)
+    load = max(FIXED + 1, -(-total // parts))
+    visits = deal(blocks, load)
+    while visits and visits[-1][0] >= parts:
+        load += 1
+        visits = deal(blocks, load)
+    metadata = np.zeros((parts, 8), np.int32)
+    metadata[:, 0] = len(blocks)
+    counts = np.zeros(len(blocks) + 1, np.int32)
+    for part, sequence, first, end in visits:
+        if metadata[part, 0] == len(blocks):
+            metadata[part, :2], metadata[part, 4] = (sequence, first), counts[sequence + 1]
+        metadata[part, 2:4] = sequence, end
+        counts[sequence + 1] += 1
+    return metadata, np.cumsum(counts, dtype=np.int32)
+
+
+def get_mla_metadata(
+    cache_seqlens: Array,
+    num_heads_per_head_k: int,
+    num_heads_k: int,
+    *,
+    num_heads_q: int | None = None,
+    topk: int | None = None,
+) -> tuple[Array, Array]:
+    """Deal the blocks of all sequences out to parts of nearly the same load."""
+    lengths, rows = cache_seqlens.tolist(), num_heads_per_head_k
+    if topk is not None:
+        assert num_heads_q is not None
+        query_tokens = num_heads_per_head_k * num_heads_k // num_heads_q
+        lengths, rows = [topk] * (len(lengths) * query_tokens), num_heads_q // num_heads_k
+    blocks = [-(-max(length, 0) // BLOCK_TOKENS) for length in lengths]
+    return plan(blocks, parts_of(rows, num_heads_k, MULTIPROCESSORS))
+
+
+def dequantize(slots: Array, dtype: Any) -> Array:
+    """The numbers [..., 576] of slots [..., 656] of an 8-bit cache in float64: exact, the rotary ones in `dtype`."""
+    slots = np.ascontiguousarray(slots).view(np.uint8)
+    scales_end = SLOT_BYTES - ROTARY * 2
+    latent = slots[..., :LATENT].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    scales = np.ascontiguousarray(slots[..., LATENT:scales_end]).view(np.float32).astype(np.float64)
+    rotary = np.ascontiguousarray(slots[..., scales_end:]).view(ml_dtypes.bfloat16).astype(np.float32).astype(dtype)
+    return np.concatenate([latent * np.repeat(scales, TILE, -1), rotary.astype(np.float64)], -1)
+
+
+def _slots(
+    query_tokens: int,
+    pages: int,
+    page_size: int,
+    block_table: Array | None,
+    cache_seqlens: Array | None,
+    causal: bool,
+    indices: Array | None,
+) -> Iterator[tuple[tuple[int, int], Array | None]]:
+    """The slots that each query token attends to; None where one of its own, or of its sequence's, is not there."""
+    if indices is not None:
+        for at in np.ndindex(indices.shape[:2]):
+            named = indices[at][indices[at] >= 0].astype(np.int64)
+            yield at, None if (named >= pages * page_size).any() else named
+        return
+    assert block_table is not None and cache_seqlens is not None
+    for s, length in enumerate(cache_seqlens.tolist()):
+        length = max(length, 0)
+        ids = block_table[s, : -(-length // page_size)].astype(np.int64)
+        is_whole = length <= block_table.shape[1] * page_size and ((ids >= 0) & (ids < pages)).all()
+        slots = (ids[:, None] * page_size + np.arange(page_size)).ravel() if is_whole else None
+        for i in range(query_tokens):
+            seen = max(length - query_tokens + 1 + i, 0) if causal else length
+            yield (s, i), None if slots is None else slots[:seen]
+
+
+def flash_mla_with_kvcache(
+    q: Array,
+    k_cache: Array,
+    block_table: Array | None,
+    cache_seqlens: Array | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Array | None,
+    num_splits: Array | None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    is_fp8_kvcache: bool = False,
+    indices: Array | None = None,
+    attn_sink: Array | None = None,
+) -> tuple[Array, Array]:
+    """Attend over latents; how the work is cut changes nothing."""
+    batch, query_tokens, heads, head_dim = q.shape
+    pages, page_size, kv_heads, _ = k_cache.shape
+    group = heads // kv_heads
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    out = np.zeros((batch, query_tokens, heads, head_dim_v), q.dtype)
+    lse = np.full((batch, heads, query_tokens), np.inf, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for (s, i), slots in _slots(query_tokens, pages, page_size, block_table, cache_seqlens, causal, indices):
+            if slots is None:
+                out[s, i], lse[s, :, i] = np.nan, np.nan
+                continue
+            latents = k_cache[slots // page_size, slots % page_size]
+            latents = dequantize(latents, q.dtype) if is_fp8_kvcache else latents.astype(np.float64)
+            for k in range(kv_heads):
+                own, its = latents[:, k], np.arange(k * group, (k + 1) * group)
+                scores = scale * (q[s, i, its].astype(np.float64) @ own.T)
+                largest = scores.max(1, initial=-np.inf)
+                some = largest != -np.inf  # heads with something to attend to
+                weights = np.exp(scores[some] - largest[some, None])
+                totals = weights.sum(1)
+                attended, of_rows = weights @ own[:, :head_dim_v] / totals[:, None], largest[some] + np.log(totals)
+                if attn_sink is not None:
+                    sinks = attn_sink[its[some]].astype(np.float64)
+                    attended = attended / (1 + np.exp(sinks - of_rows))[:, None]
+                out[s, i, its[some]], lse[s, its[some], i] = attended, of_rows
+    return out, lse
