@@ -1244,6 +1244,7 @@ struct WgmmaShared {
     unsigned long long full[2][TILES]; // a tile of a buffer is here; or, not by TMA, half 0 or 1 is
     unsigned long long empty[2][2]; // a half of a buffer is free
     unsigned long long queries_full, queries_empty;
+    unsigned long long summed; // both warpgroups have their sums of a visit here
     float base[2][WGMMA_ROWS]; // after the latest tile of a warpgroup
     float sums[2][2][WGMMA_ROWS]; // [parity of the visit][warpgroup]
     int bad[VISITS]; // the latest visit that found a bad page or slot
@@ -1261,7 +1262,7 @@ struct alignas(64) WgmmaParams {
 };
 
 // The numbered barriers.
-enum { SHARED_0 = 1, SHARED_1, WARPGROUP_0, WARPGROUP_1, BOTH };
+enum { SHARED_0 = 1, SHARED_1, WARPGROUP_0, WARPGROUP_1 };
 
 __device__ __forceinline__ unsigned key_tile(unsigned queries, int buffer, int tile) {
     return queries + ((buffer + 1) * TILES + tile) * TILE_BYTES;
@@ -1815,6 +1816,10 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
     Seesaw<T, SIDE, BY_TILE> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
     const Part part(p, blockIdx.z);
+    // If causal: what the first row of the block, and this lane's, do not see of a sequence any more, from its end. Found
+    // once, as it takes divisions.
+    const int first_end = causal_end(p, 0, first_row);
+    const int ends[2] = {causal_end(p, 0, first_row + w.row(0)), causal_end(p, 0, first_row + w.row(1))};
     int used = 0, visited = 0; // buffers and visits before
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
@@ -1843,10 +1848,10 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
             bool all = GATHER || present >= BLOCK_TOKENS;
             if constexpr (GATHER) w.skip(scores);
             if (!GATHER && p.causal) {
-                all = all && causal_end(p, visit.length, first_row) >= start + BLOCK_TOKENS;
+                all = all && visit.length + first_end >= start + BLOCK_TOKENS;
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    limits[i] = min(present, causal_end(p, visit.length, first_row + w.row(i)) - start);
+                    limits[i] = min(present, visit.length + ends[i] - start);
             }
             float higher[2] = {w.base[0], w.base[1]};
             unsigned weights[4][4];
@@ -1888,7 +1893,8 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
             w.sum[i] = lanes_sum<4>(w.sum[i]);
             if (lane % 4 == 0) sums[SIDE][w.row(i)] = w.sum[i];
         }
-        named_sync<BOTH, 2 * WARPGROUP>();
+        barrier_arrive(shared_address(&shared.summed));
+        barrier_wait(shared_address(&shared.summed), sequence - part.first);
         const bool bad = !visit.whole || (tiles && shared.bad[visited % VISITS] == visited);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -1920,6 +1926,7 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
         }
         barrier_init(shared_address(&shared.queries_full), TMA ? WARPGROUP - 32 : WARPGROUP);
         barrier_init(shared_address(&shared.queries_empty), 2 * WARPGROUP / 32);
+        barrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
         for (int i = 0; i < VISITS; ++i)
             shared.bad[i] = 0;
         barriers_ready();
