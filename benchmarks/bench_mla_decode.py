@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cukern
 from benchmarks.harness import Baseline, Case
+from cukern.ops import mla_decode
 from cukern.runtime.arrays import ITEM_SIZE
-from cukern.runtime.kernel import Variant, arch_of_device, device_count
+from cukern.runtime.kernel import Kernel, Variant, arch_of_device, device_count
 
 HEAD_DIM, HEAD_DIM_V = 576, 512
 FP8_BYTES = 656
@@ -365,12 +366,12 @@ def agree(ours: tuple[torch.Tensor, torch.Tensor], theirs: torch.Tensor) -> bool
 
 
 @contextlib.contextmanager
-def launched_twice(function: str) -> Iterator[None]:
-    """Launch the kernel of this name twice wherever it is launched, one after the other."""
+def launched_twice(kernel: Kernel) -> Iterator[None]:
+    """Launch this kernel twice wherever it is launched, one after the other."""
     launch = Variant.launch
 
     def launch_again(self: Variant, *args: Any) -> None:
-        for _ in range(1 + (self.instance.function == function)):
+        for _ in range(1 + (self.instance.function == kernel.function)):
             launch(self, *args)
 
     Variant.launch = launch_again
@@ -387,8 +388,8 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
     """A case of `flash_mla_with_kvcache`, with its baselines if `compared`.
 
     Args:
-        how: PLANNING leaves the plan to the call, OPERATOR calls the operator. TWICE launches the kernel `combine`
-            twice, which finds the same again: by as much as that takes longer, so long does the kernel take.
+        how: PLANNING leaves the plan to the call, OPERATOR calls the operator. TWICE launches `combine_parts` twice,
+            which finds the same again: by as much as that takes longer, so long does the kernel take.
     """
     function = cukern.flash_mla_with_kvcache
     if how == OPERATOR:
@@ -399,7 +400,7 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
         plan = (None, None) if how == PLANNING else given.plan
         options = {"causal": sizes.query_tokens > 1, "is_fp8_kvcache": sizes.fp8, "indices": given.indices}
         places = given.query, given.cache, given.table, given.lengths, HEAD_DIM_V
-        with launched_twice("combine") if how == TWICE else contextlib.nullcontext():
+        with launched_twice(mla_decode._combine) if how == TWICE else contextlib.nullcontext():
             return function(*places, *plan, **options, variant=_on(given.query, variant))
 
     baselines = {}
