@@ -14,7 +14,7 @@
 // of them. Sequences are cut into blocks of 64 tokens, which `plan_parts` deals out to `parts`, one per multiprocessor. A
 // part visits one sequence after the other; what several parts found of a sequence is put together by `combine_parts`.
 //
-//   plan<>                  1 block of 256 threads
+//   plan_parts<>            1 block of 256 threads
 //   attend_mma<...>         (ceil(rows / ROWS), kv_heads, parts) blocks of 256 threads, Form<...>::BYTES of dynamic
 //                           shared memory
 //   attend_wgmma<...>       (ceil(rows / 64), kv_heads, parts) blocks of 384 threads, all the shared memory

@@ -671,6 +671,7 @@ class Sizes(NamedTuple):
     page_size: int = 64
     cache_strides: tuple[int, int, int] = (64 * 576, 576, 0)
     has_plan: bool = True
+    is_steep: bool = True  # softmax_scale is well above 0
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
@@ -694,7 +695,7 @@ def launches_of(x: Sizes) -> Any:
     cache = x.pages, x.page_size, x.kv_heads, q_strides, x.cache_strides, x.is_fp8
     sizes = op._Sizes(x.batch, x.query_tokens, x.heads, *x.dims, *cache, 0, 0)
     schedule = op._schedule(x.batch, x.query_tokens, x.heads, x.kv_heads, x.topk, 0)
-    return op._launches(x.dtype, sizes, schedule, x.has_plan, False, x.variant, 0)
+    return op._launches(x.dtype, sizes, schedule, x.has_plan, x.is_steep, x.variant, 0)
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
@@ -770,6 +771,7 @@ BF16 = "__nv_bfloat16"
         # Without a tensor map strides and pages may be any.
         (Sizes(is_fp8=True, pages=0), "attend_wgmma", (BF16, "true", "false"), (2, 1, 66)),
         (Sizes(topk=2048, cache_strides=(0, 576, 0)), "attend_wgmma", (BF16, "false", "true"), (2, 1, 66)),
+        (Sizes(is_steep=False), "attend_mma", (BF16, "false", 64), (2, 1, 66)),
         (Sizes(variant="mma"), "attend_mma", (BF16, "false", 64), (2, 1, 66)),
         (Sizes(is_fp8=True, variant="mma"), "attend_mma", (BF16, "true", 64), (2, 1, 66)),
         (Sizes(heads=16, is_fp8=True), "attend_mma", (BF16, "true", 16), (1, 1, 132)),
@@ -846,6 +848,7 @@ def test_a_variant_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     for x, wanted, reason in (
         (Sizes(dims=(64, 64)), "'auto', 'mma' or 'dynamic' here", "heads are of 64 and 64, not 576 and 512"),
         (Sizes(pages=0), "'auto', 'mma' or 'dynamic' here", "the cache has no pages"),
+        (Sizes(is_steep=False), "'auto', 'mma' or 'dynamic' here", "softmax_scale is below 1e-30"),
         (
             Sizes(cache_strides=(64 * 576, 0, 0)),
             "'auto', 'mma' or 'dynamic' here",
@@ -1191,6 +1194,9 @@ CASES: dict[str, tuple[list[int], int, dict[str, Any]]] = {
     "sharp": ([700, 100], 16, {"sharpness": 100.0}),
     "scale": ([700, 100], 16, {"softmax_scale": 0.1}),
     "negative scale": ([700, 100], 16, {"softmax_scale": -0.05}),
+    "negative scale, 128 heads": ([700, 100], 128, {"softmax_scale": -0.05}),
+    "negative scale, fp8": ([700, 100], 16, {"softmax_scale": -0.05, "fp8": True}),
+    "no scale": (EDGES, 64, {"softmax_scale": 0.0}),
     "sinks": ([700, 100, 0, 3000], 16, {"attn_sink": np.linspace(-2, 9, 16, dtype=np.float32)}),
     "extreme sinks": ([700, 5000], 4, {"attn_sink": np.array([INF, -INF, 100, -100], np.float32)}),
     "head_dim 64, all of it value": (EDGES, 16, {"head_dim": 64, "head_dim_v": 64}),
@@ -1334,6 +1340,10 @@ def test_what_is_off_alignment_is_refused(rng: np.random.Generator) -> None:
     out = cupy.zeros(x.q.size + 8, x.q.dtype)[4 : 2 * 4 * 512 + 4].reshape(2, 1, 4, 512)
     with pytest.raises(ValueError, match="out must be at a multiple of 16 bytes, got address"):
         x.run(out=out)
+    metadata, splits = plan_there(x)
+    moved = cupy.zeros(metadata.size + 4, np.int32)[1 : metadata.size + 1].reshape(metadata.shape)
+    with pytest.raises(ValueError, match="tile_scheduler_metadata must be at a multiple of 16 bytes, got address"):
+        x.run(moved, splits)
 
 
 @pytest.mark.gpu

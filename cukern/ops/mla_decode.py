@@ -27,6 +27,8 @@ BLOCK_TOKENS = twin.BLOCK_TOKENS
 MAX_COUNT = 2**31 - 2**12
 MAX_GRID = 2**16 - 1  # along y and z
 _LARGEST_SCALE = 1e30
+#: Of variant "wgmma", which takes the largest product for the largest score, and multiplies what it left out by it.
+_SMALLEST_SCALE = 1e-30
 _LOG2_E = math.log2(math.e)
 _THREADS = 256  # of plan, attend_mma and combine
 _SHARED_PER_BLOCK = 97  # the driver's attribute
@@ -355,7 +357,7 @@ def _launches(
     sizes: _Sizes,
     schedule: _Schedule,
     has_plan: bool,
-    is_negative: bool,
+    is_steep: bool,
     variant: str,
     device: int,
 ) -> _Launches:
@@ -364,7 +366,9 @@ def _launches(
     is_sparse = schedule.topk >= 0
     group_rows = sizes.group * (1 if is_sparse else sizes.query_tokens)
     dims = sizes.head_dim, sizes.head_dim_v
-    reason = _no_wgmma(sizes, is_sparse, device) or ("softmax_scale is negative" if is_negative else "")
+    reason = _no_wgmma(sizes, is_sparse, device)
+    if not reason and not is_steep:
+        reason = f"softmax_scale is below {_SMALLEST_SCALE:g}"
     # Few rows leave most of a product of 64 unused, and memory is what takes the time.
     is_wgmma = variant == "wgmma" or (
         variant == "auto" and not reason and group_rows > (_FEW_ROWS_FP8 if sizes.is_fp8 else _FEW_ROWS)
@@ -612,7 +616,7 @@ def flash_mla_with_kvcache(
         head_dim_v: a multiple of 16, at most head_dim.
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` gave for these lengths, or None both: then the call
             plans by itself.
-        softmax_scale: head_dim ** -0.5 by default.
+        softmax_scale: head_dim ** -0.5 by default; variant "wgmma" takes it from 1e-30 on.
         causal: not with `indices`.
         indices: int32 [batch, query_tokens, topk]: the slots (page * page_size + place in the page) that a query token
             attends to, and no others; less than 0: none. block_table and cache_seqlens are then not used.
@@ -678,7 +682,7 @@ def flash_mla_with_kvcache(
                 library.to_numpy(array)[...] = library.to_numpy(result)
         return results[0] if attended is None else attended, results[1] if lse is None else lse
 
-    launches = _launches(dtype, sizes, schedule, num_splits is not None, scale < 0, variant, device)
+    launches = _launches(dtype, sizes, schedule, num_splits is not None, scale >= _SMALLEST_SCALE, variant, device)
     address = library.address
     addresses = address(q), address(k_cache)
     _check_alignment(sizes, *addresses)
