@@ -61,6 +61,14 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Arrive at the barrier that lies at the same place in block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned rank) {
+    asm volatile("{ .reg .b32 there;\n"
+                 "  mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "  mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(rank)
+                 : "memory");
+}
+
 // The 16 numbered barriers of a block: `sync` waits until `THREADS` threads came, by `sync` or by `arrive`.
 template <int ID, int THREADS> __device__ __forceinline__ void named_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
@@ -92,13 +100,37 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copy the box at (x, y, z, w) of the mapped tensor; `barrier` counts its bytes. It is the first to leave L2.
+// What L2 does with a tile when it lacks room.
+constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000, EVICT_LAST = 0x14f0000000000000;
+
+// Copy the box at (x, y, z, w) of the mapped tensor; `barrier` counts its bytes.
+template <unsigned long long POLICY = EVICT_FIRST>
 __device__ __forceinline__ void
 copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w, unsigned barrier) {
-    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
                  "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(EVICT_FIRST)
+                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(POLICY)
+                 : "memory");
+}
+
+// The same for a tensor of five dimensions.
+template <unsigned long long POLICY = EVICT_FIRST>
+__device__ __forceinline__ void
+copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+                 "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
+                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(barrier), "l"(POLICY)
+                 : "memory");
+}
+
+// Copy a box to the same place in every block of the cluster whose bit is set in `blocks`; the barrier at the same place in
+// each counts its bytes.
+template <unsigned long long POLICY = EVICT_NORMAL>
+__device__ __forceinline__ void
+copy_tile_to(unsigned short blocks, unsigned to, const TensorMap& map, int x, int y, int z, int w, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(to),
+                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(blocks), "l"(POLICY)
                  : "memory");
 }
 
@@ -130,85 +162,96 @@ template <int N> __device__ __forceinline__ void pin(float (&c)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// c = a b, or c += a b with `add`: 64 rows, 16 along the sum, 64 or 256 columns, by a warpgroup. Warp w of it has rows
-// 16 w ... 16 w + 15 of c, and a lane, of row lane / 4, columns 8 j + 2 (lane % 4) and the next in c[4 j], c[4 j + 1], and of
-// row lane / 4 + 8 the same in c[4 j + 2], c[4 j + 3].
+// c = a b, or c += a b with `add`, by a warpgroup: 64 rows; 32 bytes along the sum (16 numbers of 16 bits, 32 of 8); 8, 16,
+// 32, 64, 128 or 256 columns, twice as many as c has places. Warp w of it has rows 16 w ... 16 w + 15 of c, and a lane, of row
+// lane / 4, columns 8 j + 2 (lane % 4) and the next in c[4 j], c[4 j + 1], and of row lane / 4 + 8 the same in c[4 j + 2],
+// c[4 j + 3].
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define PRODUCT_64_SHARED(type) \
+#define PLACES_4 FOUR(0)
+#define PLACES_8 PLACES_4, FOUR(4)
+#define PLACES_16 PLACES_8, FOUR(8), FOUR(12)
+#define PLACES_32 PLACES_16, FOUR(16), FOUR(20), FOUR(24), FOUR(28)
+#define PLACES_64 PLACES_32, FOUR(32), FOUR(36), FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60)
+#define PLACES_128 \
+    PLACES_64, FOUR(64), FOUR(68), FOUR(72), FOUR(76), FOUR(80), FOUR(84), FOUR(88), FOUR(92), FOUR(96), FOUR(100), FOUR(104), \
+        FOUR(108), FOUR(112), FOUR(116), FOUR(120), FOUR(124)
+#define NAMES_4 "%0, %1, %2, %3"
+#define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 NAMES_32 ", " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_128 NAMES_64 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PRODUCT(columns, places, k, types, a_at, b_at, add_at, how, ...) \
     asm volatile("{ .reg .pred add;\n" \
-                 "  setp.ne.b32 add, %34, 0;\n" \
-                 "  wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
-                 "%32, %33, add, 1, 1, 0, 0; }" \
-                 : FOUR(0), FOUR(4), FOUR(8), FOUR(12), FOUR(16), FOUR(20), FOUR(24), FOUR(28) \
-                 : "l"(a), "l"(b), "r"(int(add)))
-
-#define PRODUCT_256_SHARED(type) \
-    asm volatile("{ .reg .pred add;\n" \
-                 "  setp.ne.b32 add, %130, 0;\n" \
-                 "  wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, " \
-                 "%128, %129, add, 1, 1, 0, 1; }" \
-                 : FOUR(0), FOUR(4), FOUR(8), FOUR(12), FOUR(16), FOUR(20), FOUR(24), FOUR(28), FOUR(32), FOUR(36), \
-                   FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60), FOUR(64), FOUR(68), FOUR(72), FOUR(76), \
-                   FOUR(80), FOUR(84), FOUR(88), FOUR(92), FOUR(96), FOUR(100), FOUR(104), FOUR(108), FOUR(112), FOUR(116), \
-                   FOUR(120), FOUR(124) \
-                 : "l"(a), "l"(b), "r"(int(add)))
-
-#define PRODUCT_256_REGISTERS(type) \
-    asm volatile("{ .reg .pred add;\n" \
-                 "  setp.ne.b32 add, %133, 0;\n" \
-                 "  wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, " \
-                 "{%128, %129, %130, %131}, %132, add, 1, 1, 1; }" \
-                 : FOUR(0), FOUR(4), FOUR(8), FOUR(12), FOUR(16), FOUR(20), FOUR(24), FOUR(28), FOUR(32), FOUR(36), \
-                   FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60), FOUR(64), FOUR(68), FOUR(72), FOUR(76), \
-                   FOUR(80), FOUR(84), FOUR(88), FOUR(92), FOUR(96), FOUR(100), FOUR(104), FOUR(108), FOUR(112), FOUR(116), \
-                   FOUR(120), FOUR(124) \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)))
+                 "  setp.ne.b32 add, " add_at ", 0;\n" \
+                 "  wgmma.mma_async.sync.aligned.m64n" columns k ".f32." types " {" NAMES_##places "}, " a_at ", " b_at \
+                 ", add, 1, 1" how "; }" \
+                 : PLACES_##places \
+                 : __VA_ARGS__, "r"(int(add)))
+#define PRODUCT_SHARED(columns, places, k, types, a_at, b_at, add_at, how) \
+    PRODUCT(columns, places, k, types, a_at, b_at, add_at, how, "l"(a), "l"(b))
+#define PRODUCT_REGISTERS(types) \
+    PRODUCT("256", 128, "k16", types, "{%128, %129, %130, %131}", "%132", "%133", ", 1", "r"(a[0]), "r"(a[1]), "r"(a[2]), \
+            "r"(a[3]), "l"(b))
+#define PRODUCT_ALONG(k, types, how) \
+    if constexpr (N == 4) PRODUCT_SHARED("8", 4, k, types, "%4", "%5", "%6", how); \
+    else if constexpr (N == 8) PRODUCT_SHARED("16", 8, k, types, "%8", "%9", "%10", how); \
+    else if constexpr (N == 16) PRODUCT_SHARED("32", 16, k, types, "%16", "%17", "%18", how); \
+    else if constexpr (N == 32) PRODUCT_SHARED("64", 32, k, types, "%32", "%33", "%34", how); \
+    else if constexpr (N == 64) PRODUCT_SHARED("128", 64, k, types, "%64", "%65", "%66", how); \
+    else if constexpr (N == 128) PRODUCT_SHARED("256", 128, k, types, "%128", "%129", "%130", how); \
+    else static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
 // a, b: along the sum.
-template <typename T>
-__device__ __forceinline__ void multiply_tiles(float (&c)[32], unsigned long long a, unsigned long long b, bool add) {
-    if constexpr (IS_BFLOAT16<T>)
-        PRODUCT_64_SHARED("bf16");
-    else
-        PRODUCT_64_SHARED("f16");
+template <typename T, int N>
+__device__ __forceinline__ void multiply_tiles(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
+    if constexpr (IS_BFLOAT16<T>) {
+        PRODUCT_ALONG("k16", "bf16.bf16", ", 0, 0");
+    } else if constexpr (sizeof(T) == 2) {
+        PRODUCT_ALONG("k16", "f16.f16", ", 0, 0");
+    } else {
+        PRODUCT_ALONG("k32", "e4m3.e4m3", "");
+    }
 }
 
 // a: along the sum, from shared memory or from registers (fragments as in mma.cuh); b: across it.
 template <typename T>
 __device__ __forceinline__ void multiply_across(float (&c)[128], unsigned long long a, unsigned long long b, bool add) {
     if constexpr (IS_BFLOAT16<T>)
-        PRODUCT_256_SHARED("bf16");
+        PRODUCT_SHARED("256", 128, "k16", "bf16.bf16", "%128", "%129", "%130", ", 0, 1");
     else
-        PRODUCT_256_SHARED("f16");
+        PRODUCT_SHARED("256", 128, "k16", "f16.f16", "%128", "%129", "%130", ", 0, 1");
 }
 
 template <typename T>
 __device__ __forceinline__ void multiply_across(float (&c)[128], const unsigned (&a)[4], unsigned long long b, bool add) {
     if constexpr (IS_BFLOAT16<T>)
-        PRODUCT_256_REGISTERS("bf16");
+        PRODUCT_REGISTERS("bf16.bf16");
     else
-        PRODUCT_256_REGISTERS("f16");
+        PRODUCT_REGISTERS("f16.f16");
 }
 
 #undef FOUR
-#undef PRODUCT_64_SHARED
-#undef PRODUCT_256_SHARED
-#undef PRODUCT_256_REGISTERS
+#undef PLACES_4
+#undef PLACES_8
+#undef PLACES_16
+#undef PLACES_32
+#undef PLACES_64
+#undef PLACES_128
+#undef NAMES_4
+#undef NAMES_8
+#undef NAMES_16
+#undef NAMES_32
+#undef NAMES_64
+#undef NAMES_128
+#undef PRODUCT
+#undef PRODUCT_SHARED
+#undef PRODUCT_REGISTERS
+#undef PRODUCT_ALONG

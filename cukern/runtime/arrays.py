@@ -22,7 +22,9 @@ from cukern.runtime.cuda import cupy
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Names of the dtypes that have no native NumPy type.
-_EXTENDED = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+_EXTENDED = {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+}
 
 ITEM_SIZE = {
     "float32": 4,
@@ -30,10 +32,12 @@ ITEM_SIZE = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
     "float64": 8,
     "int32": 4,
     "int64": 8,
     "uint8": 1,
+    "int8": 1,
     "bool": 1,
 }
 
