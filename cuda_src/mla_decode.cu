@@ -531,6 +531,13 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
     if (part.first > part.last) return;
 
     auto group_barrier = [&] { named_barrier(1 + group, F::MEMBERS * 32); };
+    // Where all threads meet. A barrier in shared memory: the sanitizer loses track of numbered ones of so many kinds.
+    __shared__ unsigned long long meeting;
+    int met = 0;
+    auto both_groups = [&] {
+        barrier_arrive(shared_address(&meeting));
+        barrier_wait(shared_address(&meeting), met++);
+    };
     const int ring = F::RINGS == 2 ? group * STAGES : 0; // the first of the group's stages
     auto full = [&](int stage) { return shared_at + F::BARRIERS + (ring + stage) * 16; };
     auto empty = [&](int stage) { return full(stage) + 8; };
@@ -541,6 +548,9 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                 barrier_init(at, F::ARRIVING);
                 barrier_init(at + 8, F::WARPS / F::RINGS);
             }
+        if constexpr (F::RINGS == 2) {
+            if (threadIdx.x == 0) barrier_init(shared_address(&meeting), F::WARPS * 32);
+        }
         if constexpr (F::ROW_COPIES) {
             if (threadIdx.x == 0) barriers_ready();
         }
@@ -1140,7 +1150,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                 }
             }
         if constexpr (F::RINGS == 2) {
-            __syncthreads();
+            both_groups();
             float total[2], fades[2][2]; // of the groups
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
@@ -1167,7 +1177,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                     if (group == 1)
                         given[(n - start) * F::MEMBERS * 32] =
                             make_float4(out[0][n][0], out[0][n][1], out[0][n][2], out[0][n][3]);
-                __syncthreads();
+                both_groups();
 #pragma unroll
                 for (int n = start; n < start + F::GIVEN; ++n)
                     if (group == 0) {
@@ -1177,7 +1187,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                         for (int i = 0; i < 4; ++i)
                             out[0][n][i] = out[0][n][i] * fades[0][i / 2] + others[i] * fades[1][i / 2];
                     }
-                __syncthreads();
+                both_groups();
             }
             if (group == 0) {
                 const Part again(p, blockIdx.z);
