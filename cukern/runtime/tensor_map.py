@@ -13,7 +13,7 @@ _ALIGNMENT = 64
 _TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _INTERLEAVE_NONE = 0
 _SWIZZLE_128 = 3
-_PROMOTE_TO_256 = 3
+_PROMOTIONS = {128: 2, 256: 3}
 _FILL_ZERO = 0
 
 
@@ -23,7 +23,14 @@ def _driver() -> ctypes.CDLL:
 
 
 @functools.lru_cache(maxsize=256)
-def encode(address: int, dtype: str, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+def encode(
+    address: int,
+    dtype: str,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    promotion: int = 256,
+) -> bytes:
     """A tensor map (`CUtensorMap`) of an array in global memory, for tiles with 128-byte swizzle.
 
     Args:
@@ -31,6 +38,7 @@ def encode(address: int, dtype: str, dims: tuple[int, ...], strides: tuple[int, 
         dims: elements along each dimension, the innermost first.
         strides: bytes between neighbours along the second dimension and on, multiples of 16.
         box: elements of a tile along each dimension; 128 bytes along the innermost.
+        promotion: bytes that L2 fetches at least, 128 or 256.
 
     What a tile has outside the array is 0. Raises RuntimeError where the driver refuses the sizes.
     """
@@ -49,7 +57,7 @@ def encode(address: int, dtype: str, dims: tuple[int, ...], strides: tuple[int, 
         (ctypes.c_uint32 * rank)(*[1] * rank),
         ctypes.c_int(_INTERLEAVE_NONE),
         ctypes.c_int(_SWIZZLE_128),
-        ctypes.c_int(_PROMOTE_TO_256),
+        ctypes.c_int(_PROMOTIONS[promotion]),
         ctypes.c_int(_FILL_ZERO),
     )
     if status:
