@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cukern.fused_moe import fused_experts
 from cukern.ops.beam_search import beam_search_step, beam_topk, gather_tree, update_kv_cache
 from cukern.ops.decoder_attention import cross_attention, masked_attention
 from cukern.ops.decoding import (
@@ -21,7 +22,25 @@ from cukern.ops.kv_cache import (
     reshape_and_cache_flash,
 )
 from cukern.ops.mla_decode import flash_mla_with_kvcache, get_mla_metadata
+from cukern.ops.moe_activation import (
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    moe_activation,
+    relu2_and_mul,
+    silu_and_mul,
+    swigluoai_and_mul,
+)
 from cukern.ops.moe_gate import biased_grouped_topk, grouped_topk, moe_fused_gate, topk_sigmoid, topk_softmax
+from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched
+from cukern.ops.moe_permute import (
+    moe_align_block_size,
+    moe_permute,
+    moe_sort,
+    moe_sort_batched,
+    moe_sum,
+    moe_unpermute,
+    permute_rows,
+)
 from cukern.ops.padding import (
     add_qkv_bias_rebuild_padding,
     build_sequence_length_padding_offset,
@@ -34,6 +53,17 @@ from cukern.ops.paged_attention import (
     paged_attention,
     paged_attention_v1,
     paged_attention_v2,
+)
+from cukern.ops.quantization import (
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    per_token_group_quant_fp8,
+    per_token_group_quant_int8,
+    quantize_mxfp4,
+    scaled_fp4_quant,
+    scaled_fp8_quant,
+    scaled_int8_quant,
+    silu_and_mul_quant,
 )
 from cukern.ops.sampling import (
     chain_speculative_sampling,
@@ -69,30 +99,55 @@ __all__ = [
     "copy_blocks",
     "cross_attention",
     "decoding_init",
+    "dequantize_mxfp4",
+    "dequantize_nvfp4",
     "embedding_lookup",
     "embedding_lookup_sine_position_encoding",
     "flash_mla_with_kvcache",
+    "fused_experts",
     "gather_cache",
     "gather_tree",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
     "get_mla_metadata",
     "grouped_topk",
     "masked_attention",
     "merge_attention_states",
     "min_p_sampling_from_probs",
+    "moe_activation",
+    "moe_align_block_size",
     "moe_fused_gate",
+    "moe_gemm",
+    "moe_gemm_batched",
+    "moe_permute",
+    "moe_sort",
+    "moe_sort_batched",
+    "moe_sum",
+    "moe_unpermute",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
+    "per_token_group_quant_fp8",
+    "per_token_group_quant_int8",
+    "permute_rows",
+    "quantize_mxfp4",
     "rebuild_sequence_length_padding",
+    "relu2_and_mul",
     "remove_sequence_length_padding",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "sample",
     "sampling_from_logits",
     "sampling_from_probs",
+    "scaled_fp4_quant",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
+    "silu_and_mul",
+    "silu_and_mul_quant",
     "softmax",
     "specialize",
     "stop_words_criterion",
+    "swigluoai_and_mul",
     "top_k_mask_logits",
     "top_k_renorm_probs",
     "top_k_sampling_from_probs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -43,8 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _functions_by_stem() -> dict[str, list[str]]:
     """The public functions of each family that has a bench file."""
-    stems = sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py"))
-    return {stem: importlib.import_module(f"cukern.ops.{stem}").__all__ for stem in stems}
+    functions = {}
+    for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
+        # A composition of ops is a package of its own.
+        is_op = importlib.util.find_spec(f"cukern.ops.{stem}") is not None
+        module = importlib.import_module(f"cukern.ops.{stem}" if is_op else f"cukern.{stem}")
+        functions[stem] = [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
+    return functions
 
 
 def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, list[str]]:

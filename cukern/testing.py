@@ -52,6 +52,48 @@ TOLERANCES = {
     "mla_decode.out": dict.fromkeys(("float16", "bfloat16"), Tolerance(relative=2.01 / 128, absolute=8e-4)),
     # The logarithm of a sum of weights that are not rounded; of an lse near 0 an error of its largest score remains.
     "mla_decode.lse": {"float32": Tolerance(relative=1e-5, absolute=1e-5)},
+    # Sums of float32 products in another order, of terms whose sum is of magnitude 1; or sums that are exact, and an
+    # activation by the hardware's exp2 and reciprocal. A value near a rounding boundary may fall on the other side.
+    "moe_gemm.out": {
+        "float16": Tolerance(relative=2**-10, absolute=1e-4),
+        "bfloat16": Tolerance(relative=2**-7, absolute=1e-4),
+    },
+    # The same of FP8: Hopper adds up 128 products with 14 bits, of terms whose sum is of magnitude 1 (on an H200, off
+    # by up to 0.005 in some hundred thousand).
+    "moe_gemm.fp8_out": {
+        "float16": Tolerance(relative=2**-10, absolute=2**-7),
+        "bfloat16": Tolerance(relative=2**-7, absolute=2**-7),
+    },
+    # The activations and each expert's output are rounded on the way; one of these near a rounding boundary may fall on
+    # the other side of it, by a unit in its last place. Outputs of an expert are of magnitude 1, of relu2 up to 16.
+    "fused_moe.out": {
+        "float16": Tolerance(relative=2**-10, absolute=2**-7),
+        "bfloat16": Tolerance(relative=2**-7, absolute=2**-4),
+    },
+    # A rounding to FP8 that falls on the other side changes one of the terms of a sum by up to an eighth of it. Terms
+    # are of magnitude 2 / sqrt(inter), 0.2 in the tests, some of a million are five times as large, and several may
+    # fall so (on an H200, 0.19 was the most). The tests also bound the norm of all differences.
+    "fused_moe.fp8_out": {
+        "float16": Tolerance(relative=2**-7, absolute=2**-2),
+        "bfloat16": Tolerance(relative=2**-7, absolute=2**-2),
+    },
+    # exp2, the reciprocal and the polynomial of gelu are approximations, good to about 2**-21 together; the argument of
+    # exp2 is rounded, which counts as often as it is large. Of the twin's 1 + erf near -1 little remains, and its error
+    # is 2**-26 of gate * up, at most 60 there in the tests; the kernel's polynomial is off by at most 2**-24 of up. A
+    # value near a rounding boundary of float16 or bfloat16 may fall on its other side.
+    "moe_activation.out": {
+        "float32": Tolerance(relative=2e-5, absolute=5e-6),
+        "float16": Tolerance(relative=2**-10, absolute=5e-6),
+        "bfloat16": Tolerance(relative=2**-7, absolute=5e-6),
+    },
+    # IEEE arithmetic in the same order on both sides; which NaN it is does not count.
+    "quantization.quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
+    "quantization.scales": {"float32": Tolerance(relative=0, absolute=0)},
+    "quantization.numbers": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
+    # An activation's error moves the largest of a group, and may move a quotient to the other side of a rounding
+    # boundary, which is one unit of three bits away, or the smallest number of FP8.
+    "quantization.activated": {"float8_e4m3fn": Tolerance(relative=2**-3, absolute=2**-9)},
+    "quantization.activated_scales": {"float32": Tolerance(relative=2e-5, absolute=0)},
     # One addition and one division, in IEEE arithmetic on either side: less than a unit in the last place, so exact.
     "beam_search.values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
     "beam_search.keys": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),

@@ -19,9 +19,9 @@ twin, on CPU tensors. What differs:
 The functions take tensors without this module, but only with it does `torch.compile` keep a call of one, such as
 `cukern.moe_fused_gate(...)`, in the graph: as its operator.
 
-A module of `cukern.ops` declares its operators in `TORCH_OPS`: for each schema a function of the same arguments that
-gives `(like, shape, dtype)` for each result, with `like` a tensor on its device, or a number that is a result itself;
-None where nothing is returned.
+A module of `cukern.ops`, like `cukern.fused_moe`, declares its operators in `TORCH_OPS`: for each schema a function of
+the same arguments that gives `(like, shape, dtype)` for each result, with `like` a tensor on its device, or a number
+that is a result itself; None where nothing is returned.
 The results have names in the schema, which `.out` takes over.
 """
 
@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from cukern import ops
+from cukern import fused_moe, ops
 from cukern.runtime import check
 
 # The operators live as long as this object, and a reload of the module must leave them to those who hold them.
@@ -165,7 +165,7 @@ def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: dict[st
 
 
 def _register_all() -> None:
-    for module in list(vars(ops).values()):
+    for module in [*vars(ops).values(), fused_moe]:
         schemas = getattr(module, "TORCH_OPS", {})
         # Those that are there are from an earlier import of this module.
         names = [name for schema in schemas if not hasattr(torch.ops.cukern, name := re.split(r"[.(]", schema)[0])]

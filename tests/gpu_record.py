@@ -43,6 +43,9 @@ SHARED = "runtime"
 _TIMEOUT_S = 1800
 _ERRORS_FOUND = 99
 
+#: What is made of ops and has no kernels of its own: the name of its package in `cukern`, and the stems of these ops.
+COMPOSITIONS = {"fused_moe": ("moe_activation", "moe_gemm", "moe_permute", "quantization")}
+
 Entry = dict[str, Any]
 
 
@@ -57,16 +60,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def stems() -> list[str]:
-    return sorted(path.stem for path in (ROOT / "cuda_src").glob("*.cu"))
+    """Of the ops, and of what is composed of them."""
+    composed = (name for name in COMPOSITIONS if (ROOT / "cukern" / name).is_dir())
+    return sorted([*(path.stem for path in (ROOT / "cuda_src").glob("*.cu")), *composed])
 
 
 def test_files(name: str) -> list[Path]:
     """The files with the GPU tests of a stem, or of all that belongs to none."""
+    folder = ROOT / "tests"
+    if name in COMPOSITIONS:
+        return sorted(folder.glob(f"test_{name}*.py"))
     if name != SHARED:
-        return [ROOT / "tests" / f"test_{name}.py"]
-    owned = {f"test_{stem}.py" for stem in stems()}
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    return [file for file in files if file.name not in owned and "mark.gpu" in file.read_text()]
+        return [folder / f"test_{name}.py"]
+    owned = {file for stem in stems() for file in test_files(stem)}
+    return [file for file in sorted(folder.glob("test_*.py")) if file not in owned and "mark.gpu" in file.read_text()]
+
+
+def _rooms(stem: str) -> list[Path]:
+    """The files of an op in `cuda_src` and `cukern`; of what is composed of ops, its own and theirs."""
+    package = ROOT / "cukern"
+    twin = package / "reference" / f"{stem}.py"
+    if stem in COMPOSITIONS:
+        return [package / stem, twin, *(path for op in COMPOSITIONS[stem] for path in _rooms(op))]
+    return [ROOT / "cuda_src" / f"{stem}.cu", package / "ops" / f"{stem}.py", twin]
 
 
 def sources(name: str) -> list[Path]:
@@ -74,9 +90,8 @@ def sources(name: str) -> list[Path]:
     package, templates = ROOT / "cukern", ROOT / "cuda_src"
     shared = [templates / "common", package / "runtime"]
     if name != SHARED:
-        rooms = [templates / f"{name}.cu", package / "ops" / f"{name}.py", package / "reference" / f"{name}.py"]
-        return [*rooms, *shared, *test_files(name)]
-    rooms = [package / "ops", package / "reference"]
+        return [*_rooms(name), *shared, *test_files(name)]
+    rooms = [package / "ops", package / "reference", *(package / composition for composition in COMPOSITIONS)]
     others = [path for path in package.iterdir() if path not in rooms]
     return [*others, *shared, *test_files(name), ROOT / "tests" / "conftest.py"]
 
@@ -177,11 +192,11 @@ def errors_in(output: str) -> int | None:
 
 
 def _kernels(stem: str) -> list[str]:
-    """The names of a stem's kernels."""
+    """The names of the kernels that a stem runs."""
     import cukern  # noqa: F401  (its import declares the kernels)
     from cukern.runtime.kernel import KERNELS
 
-    return [kernel.function for kernel in KERNELS[stem]]
+    return [kernel.function for op in COMPOSITIONS.get(stem, (stem,)) for kernel in KERNELS[op]]
 
 
 def _run_tool(stem: str, tool: str) -> int | None:

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import cukern
+from tests.gpu_record import COMPOSITIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -25,6 +26,11 @@ ROOMS = {
     "notebooks": "notebooks/{}.ipynb",
     "benchmarks": "benchmarks/bench_{}.py",
     "tests": "tests/test_{}.py",
+}
+# What is composed of ops has a package in place of a kernel and of an op's file.
+COMPOSITION_ROOMS = {
+    **{room: pattern for room, pattern in ROOMS.items() if room not in ("cuda_src", "ops")},
+    "package": "cukern/{}/__init__.py",
 }
 # What only the launch needs and the definition of correct does not.
 LAUNCH_ONLY = {"out", "variant"}
@@ -38,15 +44,19 @@ def _stems_in(pattern: str) -> set[str]:
 
 
 # tests/ also holds tests of other things than ops, so it names no stem.
-STEMS = sorted(set().union(*(_stems_in(pattern) for room, pattern in ROOMS.items() if room != "tests")))
+STEMS = sorted(
+    set().union(*(_stems_in(pattern) for room, pattern in ROOMS.items() if room != "tests")) - {*COMPOSITIONS}
+)
 
 
 def _module(room: str, stem: str) -> ModuleType:
+    if room == "ops" and stem in COMPOSITIONS:
+        return importlib.import_module(f"cukern.{stem}")
     return importlib.import_module(f"cukern.{room}.{stem}")
 
 
 def _public_functions() -> Iterator[tuple[str, str]]:
-    for stem in sorted(_stems_in(ROOMS["ops"])):
+    for stem in sorted(_stems_in(ROOMS["ops"]) | {*COMPOSITIONS}):
         module = _module("ops", stem)
         for name in module.__all__:
             if inspect.isfunction(getattr(module, name)):
@@ -76,15 +86,39 @@ def test_each_room_has_each_stem(stem: str, room: str) -> None:
     assert (ROOT / path).is_file(), f"{path} is missing, and another room has {stem}"
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_the_package_imports_each_op(stem: str) -> None:
+@pytest.mark.parametrize("room", COMPOSITION_ROOMS)
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_each_room_has_each_composition(name: str, room: str) -> None:
+    path = COMPOSITION_ROOMS[room].format(name)
+    assert (ROOT / path).is_file(), f"{path} is missing"
+
+
+def _imported(path: Path) -> set[str]:
+    """The modules of cukern that a file imports, or takes names from."""
     imported = set()
-    for node in ast.walk(ast.parse((ROOT / "cukern/__init__.py").read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             module = (node.module or "").removeprefix("cukern.")
             imported.add(module)
             imported.update(f"{module}.{alias.name}" for alias in node.names)
-    assert f"ops.{stem}" in imported, f"cukern/__init__.py does not import cukern.ops.{stem}"
+    return imported
+
+
+@pytest.mark.parametrize("stem", [*STEMS, *COMPOSITIONS])
+def test_the_package_imports_each_op(stem: str) -> None:
+    module = stem if stem in COMPOSITIONS else f"ops.{stem}"
+    assert module in _imported(ROOT / "cukern/__init__.py"), f"cukern/__init__.py does not import cukern.{module}"
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_composition_is_made_of_the_ops_it_says(name: str) -> None:
+    # Its GPU record is out of date when one of these changes.
+    files = [*(ROOT / "cukern" / name).glob("*.py"), ROOT / f"cukern/reference/{name}.py"]
+    modules = {module.split(".")[1] for file in files for module in _imported(file) if module.count(".") == 1}
+    used = {module for module in modules if module in STEMS}
+    # The twin of moe_gemm takes its activations from there.
+    assert used <= {*COMPOSITIONS[name]} <= used | {"moe_activation"}
+    assert not (ROOT / f"cuda_src/{name}.cu").exists()
 
 
 @pytest.mark.parametrize(("stem", "name"), FUNCTIONS)

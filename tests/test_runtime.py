@@ -640,7 +640,7 @@ def test_the_launch_packs_the_struct_of_the_template(stem: str) -> None:
     source = compiler.source(stem) + "\ntemplate <int N> __global__ void probe() {}\n"
     options = [*compiler._options("80"), f"-I{compiler.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
     for own in kernel.KERNELS[stem]:
-        taken = re.search(rf"\b{own.function}\(const __grid_constant__ (\w+) ", source)
+        taken = re.search(rf"\b{own.function}\(\s*const __grid_constant__ (\w+) ", source)
         assert taken, f"{own.function} does not take one struct as a __grid_constant__"
         for size, fits in ((own._struct.size, True), (own._struct.size + 8, False)):
             arguments = (f"{source}static_assert(sizeof({taken[1]}) == {size});", f"{stem}.cu", "probe<0>", options)

@@ -17,17 +17,17 @@ from torch._dynamo.testing import CompileCounter
 
 import cukern
 import cukern.torch_ops
-from cukern import ops
+from cukern import fused_moe, ops
 
 DECLARED = {
     re.split(r"[.(]", schema)[0]: module
-    for module in vars(ops).values()
+    for module in (*vars(ops).values(), fused_moe)
     if isinstance(module, ModuleType)
     for schema in getattr(module, "TORCH_OPS", {})
 }
 FUNCTIONS = [
     name
-    for module in vars(ops).values()
+    for module in (*vars(ops).values(), fused_moe)
     if isinstance(module, ModuleType)
     for name in getattr(module, "__all__", [])
     if inspect.isfunction(getattr(module, name))
@@ -197,11 +197,47 @@ def _calls(device: str) -> dict[str, Call]:
         floats(3, 4, 16), floats(3, 2, 4, 8, 4, seed=1), floats(3, 2, 16, 8, seed=2),
         integers([2, 0], [1, 1], [0, 0]), integers(9, 3, 0),
     ]  # fmt: skip
+    topk_ids = integers([3, 0], [1, -1], [1, 3])
     vllm = [*paged[:3], 2, 0.25, *paged[3:], 8, 512, floats(4, seed=3), "auto", share, None, 0, 1, 2, 8, 1]
     workspaces = [torch.zeros(3, 4, 1, *rest, device=device) for rest in ((), (), (16,))]
     latents = [floats(3, 2, 4, 48, dtype=bf16), floats(3, 16, 2, 48, seed=1, dtype=bf16)]
     mla_options = {"attn_sink": floats(4, seed=2), "indices": integers(*[[[40, -1, 2], [5, 6, 7]]] * 3)}
+    experts = floats(2, 32, 128, seed=1, dtype=bf16)
+    # As bytes: opcheck cannot multiply numbers of FP8.
+    fp8_rows, fp8_experts = (x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (floats(5, 128, dtype=bf16), experts))
+    packed = fp8_rows[:2, :32].contiguous()
+    fp8_scales = {"a_scale": floats(5, 1, seed=2), "b_scale": floats(2, 1, 1, seed=3)}
+    fp4_scales = {"b_scale": integers(*[[[120] * 4] * 32] * 2, dtype=torch.uint8)}
+    layer = floats(5, 128, dtype=bf16), floats(3, 64, 128, dtype=bf16), floats(3, 128, 32, seed=1, dtype=bf16)
+    routing = floats(5, 2).abs(), integers([0, 2], [2, 1], [-1, 0], [1, 2], [0, 1])
+    # Numbers of 4 bits, times 2**-4.
+    halves = [x.view(torch.uint8)[..., : x.shape[-1] // 2].contiguous() for x in layer[1:]]
+    halves_scale = {
+        f"w{i + 1}_scale": torch.full((3, x.shape[1], x.shape[2] // 16), 123, dtype=torch.uint8, device=device)
+        for i, x in enumerate(halves)
+    }
     calls = [
+        Call("fused_experts", (*layer, *routing)),
+        Call(
+            "fused_experts",
+            (layer[0], *halves, routing[0][:, :1].contiguous(), routing[1][:, :1].contiguous()),
+            {
+                "activation": "gelu", "quant": "mxfp4", "expert_map": integers(1, -1, 2, 0), **halves_scale,
+                "apply_router_weight_on_input": True,
+            },
+        ),
+        Call("moe_sort_batched", (routing[1], 4, 2), {"expert_map": integers(1, -1, 2, 0), "num_local_experts": 3}),
+        Call("moe_gemm", (floats(4, 128, dtype=bf16), experts, integers(0, 1, 4))),
+        Call(
+            "moe_gemm",
+            (fp8_rows, fp8_experts, integers(0, 1, 3, dtype=torch.int64)),
+            {**fp8_scales, "row_token": integers(4, 0, 2), "activation": "silu", "out_dtype": "float16"},
+        ),
+        Call(
+            "moe_gemm_batched",
+            (floats(2, 3, 128, dtype=bf16), experts[:, :, :32].contiguous().view(torch.uint8), integers(3, 3)),
+            fp4_scales,
+        ),
         Call("build_sequence_length_padding_offset", (lengths, 4)),
         Call("build_sequence_length_padding_offset", (lengths, 4), {"valid_word_num": 5}),
         Call("remove_sequence_length_padding", (floats(3, 4, 6), offsets)),
@@ -286,6 +322,27 @@ def _calls(device: str) -> dict[str, Call]:
         ),
         Call("stop_words_criterion", (output_ids, sequence_length, words, flags(False, False, False))),
         Call("update_finished", (integers(4, 4, 1), flags(False, True, False), integers(1, 2, 3), 4)),
+        Call("moe_sort", (topk_ids, 4), {"expert_map": integers(-1, 1, 0, -1), "num_local_experts": 2}),
+        Call("moe_align_block_size", (topk_ids, 4, 4, integers(-1, 1, 0, -1), True)),
+        Call("permute_rows", (floats(3, 12), integers([5, 0], [2, 1], [3, 4]))),
+        Call("moe_permute", (floats(3, 12), floats(3, 2, seed=1), integers([3, 0], [1, 2], [1, 3]), 4, -1, None, 1)),
+        Call("moe_unpermute", (floats(3, 12), floats(6, 12), floats(3, 2, seed=1), integers([5, 0], [2, -1], [3, 4]))),
+        Call("moe_sum", (floats(3, 2, 12, dtype=bf16),)),
+        Call("moe_activation", (floats(2, 3, 32, dtype=bf16), "gelu")),
+        *(Call(name, (floats(3, 32),)) for name in (
+            "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul", "relu2_and_mul",
+        )),
+        Call("scaled_fp8_quant", (floats(3, 32, dtype=bf16), share)),
+        Call("scaled_fp8_quant", (floats(3, 32, dtype=bf16),), {"use_per_token_if_dynamic": True}),
+        Call("per_token_group_quant_fp8", (floats(3, 64), 32), {"column_major_scales": True}),
+        Call("per_token_group_quant_int8", (floats(3, 64, dtype=bf16), 16)),
+        Call("scaled_int8_quant", (floats(3, 32),)),
+        Call("scaled_int8_quant", (floats(3, 32), share, integers(3), False), {"variant": "auto"}),
+        Call("silu_and_mul_quant", (floats(3, 64, dtype=bf16), "gelu_tanh"), {"group_size": 16}),
+        Call("quantize_mxfp4", (floats(3, 64),)),
+        Call("dequantize_mxfp4", (packed, integers([120, 3], [130, 127], dtype=torch.uint8), "float32")),
+        Call("scaled_fp4_quant", (floats(3, 64), share)),
+        Call("dequantize_nvfp4", (packed, packed[:, :4].contiguous(), share)),
     ]  # fmt: skip
     return {" ".join((call.name, *call.options)): call for call in calls}
 
@@ -318,14 +375,14 @@ def thorough_call(request: pytest.FixtureRequest, device: str) -> Call:
 
 
 def _assert_same(got: Any, wanted: Any) -> None:
-    """The same bits, in tensors of the same kind, and the same numbers."""
+    """The same bits, in tensors of the same kind, the same numbers, and None for None."""
     assert len(got) == len(wanted) > 0
     for one, other in zip(got, wanted, strict=True):
         if isinstance(other, torch.Tensor):
             assert (one.dtype, one.device) == (other.dtype, other.device)
             assert torch.equal(one, other)
         else:
-            assert type(one) is type(other) is int
+            assert type(one) is type(other) in (int, type(None))
             assert one == other
 
 

@@ -241,11 +241,48 @@ def look_at_kernels(found: Driver) -> tuple[list[tuple[str, str, int, int, int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--moe",
+        action="store_true",
+        help="instead say which classes of cukern.fused_moe make a layer together, with which quantization",
+    )
     parser.epilog = "Exit status: 0 when cukern can be used here, if only without a GPU; 1 when something is broken."
+
+
+def _show_combinations() -> None:
+    """The pairs of classes that make a mixture-of-experts layer, and why the others do not."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from cukern.fused_moe.combinations import EXPERTS, PREPARE_FINALIZE, combinations
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="layers", title_justify="left", title_style="bold")
+    for heading in ("experts", "prepare and finalize"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("quantization", overflow="fold")
+    every = list(combinations())
+    reasons: dict[str, None] = {}
+    for experts in EXPERTS:
+        for pf in PREPARE_FINALIZE:
+            own = [c for c in every if (c.prepare_finalize, c.experts) == (pf, experts)]
+            able = [c.quantization or "16 bits" for c in own if c.refusal is None]
+            if able:
+                table.add_row(experts, pf, ", ".join(able))
+            else:
+                reasons[str(own[0].refusal)] = None
+    console.print(table)
+    console.print("All others are refused at construction:")
+    for reason in reasons:
+        console.print(f"- {reason}", soft_wrap=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look at everything, print it, and say whether it will do."""
+    if args.moe:
+        _show_combinations()
+        return 0
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,0 +1,79 @@
+"""The gated activations, against PyTorch's operations, eager and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import cukern
+from benchmarks.harness import Baseline, Case
+from cukern.runtime.arrays import ITEM_SIZE
+
+#: Tokens and the size of a half: DeepSeek-V3's experts, Qwen3-30B-A3B's, and Mixtral's.
+SIZES = ((8192, 2048), (8192, 768), (4096, 14336), (64, 2048), (1, 2048))
+
+
+def by_torch(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    functional = torch.nn.functional
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        if name == "swigluoai":
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        if name == "relu2":
+            return functional.relu(gate).square() * up
+        if name == "silu":
+            return functional.silu(gate) * up
+        return functional.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none") * up
+
+    return run
+
+
+def _compiled(name: str) -> Baseline:
+    def load() -> Callable[..., Any]:
+        torch.compiler.reset()
+        return torch.compile(by_torch(name), dynamic=False)
+
+    return Baseline(load, slow=True)
+
+
+def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """PyTorch rounds each step to the dtype of its arguments."""
+    return torch.allclose(ours.float(), theirs.float(), rtol=2**-5, atol=2**-5)
+
+
+def _case(tokens: int, inter: int, name: str, dtype: str, host: bool = False) -> Case:
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        x = torch.randn(tokens, 2 * inter, generator=generator, device=generator.device)
+        return (x.to(getattr(torch, dtype)),)
+
+    return Case(
+        op="moe_activation",
+        case={"tokens": tokens, "inter": inter, "activation": name, "dtype": dtype},
+        variant="vector",
+        inputs=inputs,
+        call=lambda x: cukern.moe_activation(x, name),
+        bytes=3 * tokens * inter * ITEM_SIZE[dtype],
+        baselines={"torch": Baseline(lambda: by_torch(name)), "torch.compile": _compiled(name)},
+        agree=agree,
+        host=host,
+    )
+
+
+def shrunk(case: Case) -> Case:
+    """The same case with few tokens and columns, for a machine with no GPU."""
+    sizes = case.case
+    return dataclasses.replace(
+        _case(min(int(sizes["tokens"]), 4), 32, str(sizes["activation"]), str(sizes["dtype"])), variant=case.variant
+    )
+
+
+def cases() -> list[Case]:
+    """All cases, the headline first."""
+    silu = [_case(tokens, inter, "silu", "bfloat16", host=tokens == 64) for tokens, inter in SIZES]
+    others = [_case(*SIZES[0], name, "bfloat16") for name in ("gelu", "gelu_tanh", "swigluoai", "relu2")]
+    return [*silu, *others, _case(*SIZES[0], "silu", "float16"), _case(*SIZES[0], "silu", "float32")]

@@ -1,0 +1,307 @@
+"""Grouped products, against PyTorch's own and against a loop over the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import cukern
+from benchmarks.harness import Baseline, Case
+from cukern.runtime.arrays import ITEM_SIZE
+from cukern.runtime.kernel import arch_of_device, device_count
+
+FP8 = "float8_e4m3fn"
+_BLOCK = 128
+#: Rows that there is room for in a batch, for each that is there.
+_ROOM = 4
+_TOLERANCE = 0.02
+
+
+class Sizes(NamedTuple):
+    """`m` rows for each of `experts`; the weights are [n, k]."""
+
+    experts: int
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"  # of the rows and, but for `weights`, of the weights
+    batched: bool = False
+    scales: str = "block"  # of FP8: "block", or "row" for one of each row and one of each column
+    weights: str = ""  # "mxfp4" or "nvfp4"
+    activation: str | None = None
+    gathered: int = 0  # times that a token occurs among the rows, if they are gathered
+
+    @property
+    def op(self) -> str:
+        return "moe_gemm_batched" if self.batched else "moe_gemm"
+
+    @property
+    def case(self) -> dict[str, int | str]:
+        """The sizes, and what is not as usual."""
+        usual = Sizes(0, 0, 0, 0)._asdict()
+        sizes = {key: self._asdict()[key] for key in ("experts", "m", "n", "k", "dtype")}
+        named = ("scales", "weights", "activation", "gathered")
+        return {**sizes, **{key: value for key in named if (value := getattr(self, key)) != usual[key]}}
+
+    @property
+    def rows(self) -> int:
+        return self.experts * self.m
+
+    @property
+    def tokens(self) -> int:
+        """Rows of `a` that are read."""
+        return self.rows // self.gathered if self.gathered else self.rows
+
+    @property
+    def bytes(self) -> int:
+        """Each weight and each token once, the results, and the scales of both."""
+        item = ITEM_SIZE[self.dtype]
+        columns = self.n // (2 if self.activation else 1)
+        weights = self.experts * self.n * self.k
+        total = self.tokens * self.k * item + self.rows * columns * 2
+        if self.weights:
+            group = {"mxfp4": 32, "nvfp4": 16}[self.weights]
+            return total + weights // 2 + weights // group
+        if self.dtype == FP8:
+            blocks = -(-self.k // _BLOCK)
+            block, row = (
+                self.tokens * blocks + self.experts * -(-self.n // _BLOCK) * blocks,
+                self.tokens + self.experts * self.n,
+            )
+            total += 4 * (block if self.scales == "block" else row)
+        return total + weights * item
+
+    @property
+    def flops(self) -> int:
+        """That take as long as those of a product in bfloat16: of 8 bits, twice as many do."""
+        return 2 * self.rows * self.n * self.k // (2 if self.dtype == FP8 else 1)
+
+    @property
+    def small(self) -> Sizes:
+        """As many as the NumPy twin can do."""
+        return self._replace(
+            experts=min(self.experts, 3), m=min(self.m, 4), n=256, k=256, gathered=min(self.gathered, 2)
+        )
+
+
+#: The products of DeepSeek-V3's experts, up and down, and FP8 as DeepGEMM's users have it.
+LARGE = (Sizes(8, 1024, 4096, 7168), Sizes(8, 4096, 4096, 7168), Sizes(8, 1024, 7168, 2048))
+FEW_ROWS = (Sizes(64, 64, 4096, 7168), Sizes(256, 8, 4096, 7168))
+LARGE_FP8 = (
+    Sizes(4, 8192, 4096, 7168, FP8),
+    Sizes(8, 1024, 4096, 7168, FP8),
+    Sizes(4, 256, 4096, 7168, FP8, batched=True),
+    Sizes(4, 256, 7168, 2048, FP8, batched=True),
+)
+#: Of one token: Mixtral's two experts of 8, and eight of Qwen3-30B-A3B's, up and down.
+ONE_TOKEN = (
+    Sizes(2, 1, 28672, 4096),
+    Sizes(2, 1, 4096, 14336),
+    Sizes(8, 1, 1536, 2048),
+    Sizes(8, 1, 2048, 768),
+)
+
+
+class Inputs(NamedTuple):
+    """Of a call, or of a baseline."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    offsets: torch.Tensor
+    scales: dict[str, torch.Tensor]
+    row_token: torch.Tensor | None
+    rowwise: tuple[torch.Tensor, torch.Tensor] | None  # the same scales of FP8 as one a row, and one a column
+
+
+def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    if kind.itemsize > 1:
+        return torch.empty(shape, dtype=kind, device=generator.device).normal_(generator=generator)
+    numbers = torch.empty(shape, dtype=kind, device=generator.device)
+    for part in numbers:
+        part.copy_(torch.empty(shape[1:], dtype=torch.bfloat16, device=generator.device).normal_(generator=generator))
+    return numbers
+
+
+def _fp8_scales(
+    sizes: Sizes, generator: torch.Generator, shape: tuple[int, ...]
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """Those of a row are the same along k, so that who knows only one a row computes the same."""
+    device, blocks = generator.device, -(-sizes.k // _BLOCK)
+    of_rows = torch.rand(shape, generator=generator, device=device) + 0.5
+    of_blocks = torch.rand(sizes.experts, -(-sizes.n // _BLOCK), generator=generator, device=device) + 0.5
+    of_columns = of_blocks.repeat_interleave(_BLOCK, 1)[:, : sizes.n].contiguous()
+    if sizes.scales == "row":
+        return {"a_scale": of_rows, "b_scale": of_columns}, (of_rows, of_columns)
+    scales = {
+        "a_scale": of_rows[..., None].repeat(*[1] * len(shape), blocks),
+        "b_scale": of_blocks[..., None].repeat(1, 1, blocks),
+    }
+    return scales, (of_rows, of_columns)
+
+
+def inputs_of(sizes: Sizes) -> Callable[[torch.Generator], tuple[Inputs]]:
+    def inputs(generator: torch.Generator) -> tuple[Inputs]:
+        device, experts = generator.device, sizes.experts
+        shape: tuple[int, ...] = (sizes.tokens,)
+        if sizes.batched:
+            shape = experts, sizes.m * _ROOM
+        a = _normal(generator, sizes.dtype, *shape, sizes.k)
+        scales: dict[str, torch.Tensor] = {}
+        rowwise = row_token = None
+        if sizes.weights:
+            random = {"generator": generator, "device": device, "dtype": torch.uint8}
+            b = torch.randint(0, 256, (experts, sizes.n, sizes.k // 2), **random)
+            group = {"mxfp4": 32, "nvfp4": 16}[sizes.weights]
+            # Powers of two about 1, or e4m3's numbers about 1.
+            low, high = {"mxfp4": (125, 130), "nvfp4": (0x30, 0x40)}[sizes.weights]
+            scales["b_scale"] = torch.randint(low, high, (experts, sizes.n, sizes.k // group), **random)
+            if sizes.weights == "nvfp4":
+                scales["b_global_scale"] = torch.rand(experts, generator=generator, device=device)
+        else:
+            b = _normal(generator, sizes.dtype, experts, sizes.n, sizes.k)
+            if sizes.dtype == FP8:
+                scales, rowwise = _fp8_scales(sizes, generator, shape)
+        if sizes.gathered:
+            many = torch.arange(sizes.tokens, device=device, dtype=torch.int32).repeat(sizes.gathered)
+            row_token = many[torch.randperm(sizes.rows, generator=generator, device=device)]
+        counts = torch.full((experts,), sizes.m, dtype=torch.int32, device=device)
+        offsets = counts if sizes.batched else torch.arange(experts + 1, dtype=torch.int32, device=device) * sizes.m
+        return (Inputs(a, b, offsets, scales, row_token, rowwise),)
+
+    return inputs
+
+
+# --- baselines ----------------------------------------------------------------------------------------
+
+
+def _ends(given: Inputs) -> torch.Tensor:
+    return given.offsets[1:]
+
+
+def grouped_mm(given: Inputs) -> torch.Tensor:
+    """PyTorch's grouped product."""
+    return torch._grouped_mm(given.a, given.b.transpose(1, 2), offs=_ends(given))
+
+
+def scaled_grouped_mm(given: Inputs) -> torch.Tensor:
+    """PyTorch's grouped product of FP8, with one scale a row and a column."""
+    assert given.rowwise is not None
+    options = {"offs": _ends(given), "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return torch._scaled_grouped_mm(given.a, given.b.transpose(1, 2), *given.rowwise, **options)
+
+
+def _of_expert(given: Inputs, sizes: Sizes, expert: int) -> tuple[Any, ...]:
+    """Its rows, and where those are in the batch or among all."""
+    place = (expert, slice(sizes.m)) if sizes.batched else (slice(expert * sizes.m, (expert + 1) * sizes.m),)
+    return given.a[place], place
+
+
+def _loop(sizes: Sizes) -> Callable[[Inputs], torch.Tensor]:
+    """A product for each expert, of rows whose number the host knows."""
+
+    def multiply(given: Inputs) -> torch.Tensor:
+        out = given.a.new_empty(*given.a.shape[:-1], sizes.n, dtype=torch.bfloat16)
+        for expert, weights in enumerate(given.b):
+            rows, place = _of_expert(given, sizes, expert)
+            if given.rowwise is None:
+                torch.mm(rows, weights.T, out=out[place])
+                continue
+            of_rows, of_columns = given.rowwise[0][place][:, None], given.rowwise[1][expert : expert + 1]
+            options = {"out_dtype": torch.bfloat16, "use_fast_accum": True, "out": out[place]}
+            torch._scaled_mm(rows, weights.T, of_rows, of_columns, **options)
+        return out
+
+    return multiply
+
+
+def _baselines(sizes: Sizes) -> dict[str, Baseline]:
+    """None where torch has nothing for it but several steps."""
+    if sizes.weights or sizes.activation or sizes.gathered:
+        return {}
+    baselines = {"torch loop": Baseline(lambda: _loop(sizes))}
+    if not sizes.batched:
+        grouped = scaled_grouped_mm if sizes.dtype == FP8 else grouped_mm
+        baselines = {"torch grouped": Baseline(lambda: grouped), **baselines}
+    return baselines
+
+
+def _agree(sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """But for rounding, in the rows that are there."""
+
+    def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        rows = slice(sizes.m) if sizes.batched else slice(None)
+        mine, other = (x[..., rows, :].float() for x in (ours, theirs))
+        return bool((mine - other).abs().max() <= _TOLERANCE * other.abs().max())
+
+    return agree
+
+
+# --- cases --------------------------------------------------------------------------------------------
+
+
+def product(sizes: Sizes, variant: str = "auto", compared: bool = False, host: bool = False) -> Case:
+    """A case of `moe_gemm` or `moe_gemm_batched`, with its baselines if `compared`."""
+    function = getattr(cukern, sizes.op)
+
+    def call(given: Inputs) -> torch.Tensor:
+        options: dict[str, Any] = {**given.scales, "activation": sizes.activation}
+        if given.row_token is not None:
+            options["row_token"] = given.row_token
+        # On the CPU, where the tests run this, there are no variants.
+        return function(given.a, given.b, given.offsets, **options, variant=variant if given.a.is_cuda else "auto")
+
+    return Case(
+        sizes.op,
+        sizes.case,
+        variant,
+        inputs_of(sizes),
+        call,
+        sizes.bytes,
+        sizes.flops,
+        baselines=_baselines(sizes) if compared else {},
+        agree=_agree(sizes),
+        host=host,
+    )
+
+
+def has_wgmma() -> bool:
+    """Where there is no GPU at all, its cases are listed."""
+    return not device_count() or arch_of_device(0) == "90a"
+
+
+def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
+    """Sizes, variant, whether it is compared with others, and whether the host is timed."""
+    for sizes in (*LARGE, *FEW_ROWS, *LARGE_FP8):
+        yield sizes, "auto", True, False
+    for sizes in ONE_TOKEN:
+        yield sizes, "auto", True, sizes == ONE_TOKEN[-1]
+    if has_wgmma():
+        for sizes in (*LARGE[:1], *FEW_ROWS, *LARGE_FP8[1:3], *ONE_TOKEN[:1]):
+            yield sizes, "wgmma", False, False
+    for sizes in (LARGE[0], *FEW_ROWS, LARGE_FP8[1]):
+        yield sizes, "mma", False, False
+    yield FEW_ROWS[1], "stream", False, False
+    gated = LARGE[0]._replace(activation="silu")
+    yield gated, "auto", False, False
+    yield gated._replace(gathered=8), "auto", False, False
+    yield ONE_TOKEN[2]._replace(activation="silu"), "auto", False, False
+    yield LARGE[0]._replace(dtype="float16"), "auto", False, False
+    yield LARGE_FP8[1]._replace(scales="row"), "auto", True, False
+    # The same rows as of the masked batches, one group after the other.
+    for sizes in LARGE_FP8[2:]:
+        yield sizes._replace(batched=False), "auto", True, False
+    yield Sizes(8, 1024, 4096, 7168, batched=True), "auto", True, False
+    for weights in ("mxfp4", "nvfp4"):
+        for sizes in (LARGE[0], FEW_ROWS[1]):
+            yield sizes._replace(weights=weights), "auto", False, False
+
+
+def cases(small: bool = False) -> list[Case]:
+    """Many rows of each expert and few, in 16 bits, 8 and 4; of sizes for the twin if `small`."""
+    return [
+        product(sizes.small if small else sizes, variant, compared, host)
+        for sizes, variant, compared, host in _all_cases()
+    ]

@@ -1,0 +1,63 @@
+// What the two halves of a feed-forward layer's first projection become.
+//
+//   out[r, c] = activate(x[r, c], x[r, inter + c])                 the formulas are in common/activation.cuh
+//
+// In the layout [experts, max_tokens, 2 * inter], rows from the count of their expert on are neither read nor written.
+//
+// T: the elements. BYTES: a unit of them, the width of a load.
+//
+// Grid: x: tiles of rows; y: parts of long rows. tile_columns / ITEMS threads side by side have a row: thread t its
+// units t, t + threads, ... A thread has asked for all of them before it computes the first.
+#include "common/activation.cuh"
+#include "common/units.cuh"
+#include "common/warp.cuh"
+
+template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+
+struct Params {
+    const char* x;            // [rows, 2 * inter]
+    char* out;                // [rows, inter]
+    const int* counts;        // [rows / max_tokens], may be null
+    long long x_stride;       // bytes between rows
+    int rows;
+    int max_tokens;           // rows of one expert
+    Divisor by_max_tokens;
+    int columns;              // units in a row of out
+    int tile_rows;            // tile_rows * threads <= blockDim.x
+    int tile_columns;         // a multiple of ITEMS
+    Divisor by_threads;
+};
+
+template <typename T, int ACTIVATION, int BYTES, int ITEMS>
+__global__ void __launch_bounds__(256) moe_activation(const __grid_constant__ Params p) {
+    constexpr int EACH = BYTES / int(sizeof(T));
+    const int threads = unsigned(p.tile_columns) / ITEMS, tile_row = p.by_threads.quotient(threadIdx.x);
+    const int row = blockIdx.x * p.tile_rows + tile_row;
+    const int column = blockIdx.y * p.tile_columns + threadIdx.x - tile_row * threads;
+    if (tile_row >= p.tile_rows || row >= p.rows) return;
+    if (p.counts) {
+        const int expert = p.by_max_tokens.quotient(row);
+        if (row - expert * p.max_tokens >= __ldg(p.counts + expert)) return;
+    }
+    const char* from = p.x + row * p.x_stride + (long long)column * BYTES;
+    char* to = p.out + ((long long)row * p.columns + column) * BYTES;
+    Unit<BYTES> gate[ITEMS], up[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (column + i * threads >= p.columns) continue;
+        gate[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + i * threads);
+        up[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from + (long long)p.columns * BYTES) + i * threads);
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (column + i * threads >= p.columns) continue;
+        Unit<BYTES> out;
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            const float g = to_float(reinterpret_cast<const T*>(&gate[i])[j]);
+            const float u = to_float(reinterpret_cast<const T*>(&up[i])[j]);
+            reinterpret_cast<T*>(&out)[j] = from_float<T>(activate<ACTIVATION>(g, u));
+        }
+        reinterpret_cast<Unit<BYTES>*>(to)[i * threads] = out;
+    }
+}

@@ -1,0 +1,63 @@
+"""The fused mixture-of-experts layer, whole (`fused_experts`) and in parts, after vLLM's modular kernel."""
+
+from __future__ import annotations
+
+from cukern.fused_moe.config import QUANTIZATIONS, FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.fused_moe.experts import (
+    AutoExperts,
+    BatchedAutoExperts,
+    BatchedFp8BlockExperts,
+    BatchedGroupedGemmExperts,
+    Fp4Experts,
+    Fp8BlockExperts,
+    Fp8Experts,
+    GroupedGemmExperts,
+    NaiveBatchedExperts,
+)
+from cukern.fused_moe.layer import TORCH_OPS as TORCH_OPS
+from cukern.fused_moe.layer import fused_experts
+from cukern.fused_moe.modular_kernel import (
+    ExpertTokensMetadata,
+    FusedMoEModularKernel,
+    FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
+    Prepared,
+    Workspaces,
+)
+from cukern.fused_moe.prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
+from cukern.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOp,
+)
+
+__all__ = [
+    "QUANTIZATIONS",
+    "AutoExperts",
+    "BatchedAutoExperts",
+    "BatchedFp8BlockExperts",
+    "BatchedGroupedGemmExperts",
+    "BatchedPrepareAndFinalize",
+    "ExpertTokensMetadata",
+    "Fp4Experts",
+    "Fp8BlockExperts",
+    "Fp8Experts",
+    "FusedMoEActivationFormat",
+    "FusedMoEModularKernel",
+    "FusedMoEPermuteExpertsUnpermute",
+    "FusedMoEPrepareAndFinalize",
+    "FusedMoEQuantConfig",
+    "GroupedGemmExperts",
+    "MoEPrepareAndFinalizeNoEP",
+    "NaiveBatchedExperts",
+    "Prepared",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOp",
+    "Workspaces",
+    "fused_experts",
+]

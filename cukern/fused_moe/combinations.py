@@ -1,0 +1,93 @@
+"""Which prepare/finalize classes and which experts make a layer together, and with which quantization."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukern.fused_moe import experts, prepare_finalize
+from cukern.fused_moe.config import NOT_QUANTIZED, QUANTIZATIONS, FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.fused_moe.modular_kernel import (
+    FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
+    refusal,
+)
+
+PREPARE_FINALIZE: dict[str, type[FusedMoEPrepareAndFinalize]] = {
+    kind.__name__: kind
+    for kind in (prepare_finalize.MoEPrepareAndFinalizeNoEP, prepare_finalize.BatchedPrepareAndFinalize)
+}
+EXPERTS: dict[str, type[FusedMoEPermuteExpertsUnpermute]] = {
+    kind.__name__: kind
+    for kind in (
+        experts.GroupedGemmExperts,
+        experts.BatchedGroupedGemmExperts,
+        experts.Fp8BlockExperts,
+        experts.BatchedFp8BlockExperts,
+        experts.Fp8Experts,
+        experts.Fp4Experts,
+        experts.AutoExperts,
+        experts.BatchedAutoExperts,
+        experts.NaiveBatchedExperts,
+    )
+}
+
+
+class Combination(NamedTuple):
+    """A pair of classes, by name, with a quantization; `refusal` says why it is no layer, None when it is one."""
+
+    prepare_finalize: str
+    experts: str
+    quantization: str | None
+    refusal: str | None
+
+
+def make_prepare_finalize(name: str, max_num_tokens: int, num_local_experts: int) -> FusedMoEPrepareAndFinalize:
+    """An object of the class `name`."""
+    kind: Any = PREPARE_FINALIZE[name]
+    sizes = {"max_num_tokens": max_num_tokens, "num_local_experts": num_local_experts}
+    taken = inspect.signature(kind).parameters
+    return kind(**{key: value for key, value in sizes.items() if key in taken})
+
+
+def make_experts(
+    name: str, config: FusedMoEQuantConfig, activation_format: FusedMoEActivationFormat
+) -> FusedMoEPermuteExpertsUnpermute:
+    """An object of the class `name`; in the format asked for, where the class takes either."""
+    kind: Any = EXPERTS[name]
+    if "use_batched_format" in inspect.signature(kind).parameters:
+        batched = activation_format is FusedMoEActivationFormat.BatchedExperts
+        return kind(config, use_batched_format=batched)
+    return kind(config)
+
+
+def _any_config(quantization: str | None) -> FusedMoEQuantConfig:
+    """A configuration with scales that stand for any."""
+    if quantization is None:
+        return NOT_QUANTIZED
+    one = np.ones(1, np.float32)
+    names = ["w1_scale", "w2_scale", *(["w1_global_scale", "w2_global_scale"] if quantization == "nvfp4" else [])]
+    return FusedMoEQuantConfig.make(quantization, **dict.fromkeys(names, one))
+
+
+def combinations() -> Iterator[Combination]:
+    """All pairs with all quantizations."""
+    for pf_name in PREPARE_FINALIZE:
+        pf = make_prepare_finalize(pf_name, 1, 1)
+        for experts_name in EXPERTS:
+            for quantization in (None, *QUANTIZATIONS):
+                made = make_experts(experts_name, _any_config(quantization), pf.activation_format)
+                yield Combination(pf_name, experts_name, quantization, refusal(pf, made))
+
+
+def quantizations_of(pf_name: str, experts_name: str) -> tuple[list[str | None], str]:
+    """The quantizations that a pair computes with, and why not with the first of the others.
+
+    Raises KeyError for a name that is no class's.
+    """
+    PREPARE_FINALIZE[pf_name], EXPERTS[experts_name]
+    own = [c for c in combinations() if (c.prepare_finalize, c.experts) == (pf_name, experts_name)]
+    return [c.quantization for c in own if not c.refusal], next((c.refusal for c in own if c.refusal), "")

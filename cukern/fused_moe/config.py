@@ -1,0 +1,140 @@
+"""How the activations of a mixture-of-experts layer are laid out, and how its numbers are quantized."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from cukern.runtime import check
+
+#: The formats of quantized weights: FP8 (e4m3), and the two of 4 bits.
+QUANT_DTYPES = ("float8_e4m3fn", "mxfp4", "nvfp4")
+#: Numbers of a row, and rows and columns of a weight, that share a scale.
+GROUP = 128
+
+
+class FusedMoEActivationFormat(enum.Enum):
+    """The layout of the activations between prepare, experts and finalize."""
+
+    #: One row per token, [tokens, hidden].
+    Standard = "standard"
+    #: The tokens of each expert together, [experts, max_tokens, hidden]; `expert_num_tokens` [experts] says how many.
+    BatchedExperts = "batched_experts"
+
+
+@dataclass(frozen=True, eq=False)
+class FusedMoEQuantConfig:
+    """In what numbers the weights are, and the activations that meet them, with the scales.
+
+    `FusedMoEQuantConfig()` is a layer in float16 or bfloat16; `fp8_block`, `fp8`, `mxfp4` and `nvfp4` make the others.
+
+    Args:
+        quant_dtype: None, "float8_e4m3fn" (weights and activations), or "mxfp4" or "nvfp4" (weights of 4 bits;
+            the activations stay in 16 bits).
+        per_act_token_quant: each row of activations has an FP8 scale of its own, found as it is quantized.
+        block_shape: (128, 128) for FP8 in blocks: a scale for 128 x 128 weights, and for 128 numbers of a row.
+        w1_scale, w2_scale: FP8: float32 [experts] (per tensor), [experts, n] (per channel) or, in blocks,
+            [experts, ceil(n / 128), ceil(k / 128)], for weights [experts, n, k]. MXFP4: uint8 (E8M0)
+            [experts, n, k / 32]. NVFP4: uint8 (e4m3) [experts, n, k / 16].
+        a1_scale, a2_scale: float32 [1], the static scales of what enters the first and the second product, for FP8 per
+            tensor. Without a1_scale the first is found from the tokens.
+        w1_global_scale, w2_global_scale: float32 [experts], for NVFP4.
+
+    Raises:
+        ValueError: a combination that means nothing; the message says what is missing or too much.
+    """
+
+    quant_dtype: str | None = None
+    per_act_token_quant: bool = False
+    block_shape: tuple[int, int] | None = None
+    w1_scale: Any = None
+    w2_scale: Any = None
+    a1_scale: Any = None
+    a2_scale: Any = None
+    w1_global_scale: Any = None
+    w2_global_scale: Any = None
+
+    def __post_init__(self) -> None:
+        check.one_of("quant_dtype", self.quant_dtype, (None, *QUANT_DTYPES))
+        fp8 = self.quant_dtype == "float8_e4m3fn"
+        if self.block_shape is not None and (not fp8 or tuple(self.block_shape) != (GROUP, GROUP)):
+            wanted = f"None, or ({GROUP}, {GROUP}) with float8_e4m3fn"
+            check.fail("block_shape", wanted, f"{self.block_shape} with {self.quant_dtype}")
+        if self.per_act_token_quant and (not fp8 or self.block_shape):
+            wanted = "False unless the activations are FP8 without blocks"
+            check.fail("per_act_token_quant", wanted, f"True with {self.name or 'no quantization'}")
+        takes = set()
+        if self.quant_dtype:
+            takes = {"w1_scale", "w2_scale"}
+        if self.quant_dtype == "nvfp4":
+            takes |= {"w1_global_scale", "w2_global_scale"}
+        for name in sorted(takes):
+            if getattr(self, name) is None:
+                check.fail(name, f"the scales of {self.name}", "None")
+        if fp8 and not self.block_shape and not self.per_act_token_quant:
+            takes |= {"a1_scale", "a2_scale"}
+            if self.a2_scale is None:
+                wanted = "a static scale, where the activations have one per tensor (or set per_act_token_quant)"
+                check.fail("a2_scale", wanted, "None")
+        for name in SCALES:
+            if name not in takes and getattr(self, name) is not None:
+                check.fail(name, f"None with {self.name or 'no quantization'}", type(getattr(self, name)).__name__)
+
+    @property
+    def name(self) -> str | None:
+        """None, or one of `QUANTIZATIONS`."""
+        if self.quant_dtype == "float8_e4m3fn":
+            return "fp8_block" if self.block_shape else "fp8"
+        return self.quant_dtype
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The scales that are there, by name."""
+        return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def make(cls, name: str | None, **scales: Any) -> FusedMoEQuantConfig:
+        """The quantization called `name`, one of `QUANTIZATIONS` or None, with these scales.
+
+        "fp8" without `a2_scale` gives each row of activations a scale of its own.
+        """
+        if name is None:
+            return cls(**scales)
+        check.one_of("quant", name, QUANTIZATIONS)
+        if name == "fp8_block":
+            return cls("float8_e4m3fn", block_shape=(GROUP, GROUP), **scales)
+        if name == "fp8":
+            return cls("float8_e4m3fn", per_act_token_quant=scales.get("a2_scale") is None, **scales)
+        return cls(name, **scales)
+
+    @classmethod
+    def fp8_block(cls, w1_scale: Any, w2_scale: Any) -> FusedMoEQuantConfig:
+        """FP8 with a scale per 128 x 128 weights and per 128 activations of a row, as DeepSeek-V3's."""
+        return cls.make("fp8_block", w1_scale=w1_scale, w2_scale=w2_scale)
+
+    @classmethod
+    def fp8(cls, w1_scale: Any, w2_scale: Any, a1_scale: Any = None, a2_scale: Any = None) -> FusedMoEQuantConfig:
+        """FP8 with a scale per expert or per channel; for activations per token, or static with `a2_scale`."""
+        return cls.make("fp8", w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale)
+
+    @classmethod
+    def mxfp4(cls, w1_scale: Any, w2_scale: Any) -> FusedMoEQuantConfig:
+        """Weights of 4 bits with a power of two per 32 of them."""
+        return cls.make("mxfp4", w1_scale=w1_scale, w2_scale=w2_scale)
+
+    @classmethod
+    def nvfp4(cls, w1_scale: Any, w2_scale: Any, w1_global_scale: Any, w2_global_scale: Any) -> FusedMoEQuantConfig:
+        """Weights of 4 bits with an FP8 scale per 16 of them and a float32 one per expert."""
+        return cls.make(
+            "nvfp4",
+            w1_scale=w1_scale,
+            w2_scale=w2_scale,
+            w1_global_scale=w1_global_scale,
+            w2_global_scale=w2_global_scale,
+        )
+
+
+QUANTIZATIONS = ("fp8_block", "fp8", "mxfp4", "nvfp4")
+SCALES = ("w1_scale", "w2_scale", "a1_scale", "a2_scale", "w1_global_scale", "w2_global_scale")
+NOT_QUANTIZED = FusedMoEQuantConfig()

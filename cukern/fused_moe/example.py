@@ -1,0 +1,113 @@
+"""Random layers in any quantization, to try the classes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEQuantConfig
+from cukern.reference.quantization import quantize_mxfp4, scaled_fp4_quant
+from cukern.runtime import arrays, check
+
+Array = NDArray[Any]
+
+_E4M3_MAX = 448.0
+_E2M1_MAX = 6.0
+
+
+class Layer(NamedTuple):
+    """The arguments of `cukern.fused_experts`."""
+
+    hidden_states: Any
+    w1: Any
+    w2: Any
+    topk_weights: Any
+    topk_ids: Any
+    config: FusedMoEQuantConfig
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self[:5]
+
+    def map(self, function: Callable[[Any], Any]) -> Layer:
+        """The layer with each array replaced by what `function` makes of it."""
+        config = self.config
+        scales = {name: function(value) for name, value in config.scales.items()}
+        config = FusedMoEQuantConfig(config.quant_dtype, config.per_act_token_quant, config.block_shape, **scales)
+        return Layer(*[function(array) for array in self.arrays], config)  # type: ignore[call-arg]
+
+
+def _fp8(values: Array, scale: Array) -> Array:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        quotient = np.where(scale > 0, values / scale, 0)
+    return np.clip(quotient, -_E4M3_MAX, _E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+
+
+def quantize_weights(
+    weights: Array, quantization: str | None, dtype: str = "bfloat16"
+) -> tuple[Array, dict[str, Array]]:
+    """Float32 weights [experts, n, k] as `quantization` has them, and their "scale" and "global_scale", if any.
+
+    FP8 without blocks gets a scale per channel. Raises ValueError for a name that is no quantization's.
+    """
+    experts, n, k = weights.shape
+    if quantization is None:
+        return weights.astype(arrays.numpy_dtype(dtype)), {}
+    if quantization == "fp8_block":
+        padded = np.zeros((experts, -(-n // GROUP) * GROUP, -(-k // GROUP) * GROUP), np.float32)
+        padded[:, :n, :k] = weights
+        blocks = padded.reshape(experts, -1, GROUP, padded.shape[2] // GROUP, GROUP)
+        scale = (np.abs(blocks).max(axis=(2, 4)) / _E4M3_MAX).astype(np.float32)
+        of_each = scale.repeat(GROUP, axis=1).repeat(GROUP, axis=2)[:, :n, :k]
+        return _fp8(weights, of_each), {"scale": scale}
+    if quantization == "fp8":
+        scale = (np.abs(weights).max(axis=2) / _E4M3_MAX).astype(np.float32)
+        return _fp8(weights, scale[:, :, None]), {"scale": scale}
+    if quantization == "mxfp4":
+        packed, scale = quantize_mxfp4(weights)
+        return packed, {"scale": scale}
+    if quantization == "nvfp4":
+        largest = np.maximum(np.abs(weights).max(axis=(1, 2)), np.float32(1e-30))
+        global_scale = (_E4M3_MAX * _E2M1_MAX / largest).astype(np.float32)
+        each = [scaled_fp4_quant(w, s) for w, s in zip(weights, global_scale, strict=True)]
+        packed, scale = (np.stack(x) for x in zip(*each, strict=True))
+        return packed, {"scale": scale, "global_scale": (1 / global_scale).astype(np.float32)}
+    check.one_of("quantization", quantization, (None, "fp8_block", "fp8", "mxfp4", "nvfp4"))
+    raise AssertionError
+
+
+def random_layer(
+    rng: np.random.Generator,
+    tokens: int,
+    experts: int,
+    inter: int,
+    hidden: int,
+    topk: int,
+    quantization: str | None = None,
+    dtype: str = "bfloat16",
+) -> Layer:
+    """A layer of normal weights, in NumPy: outputs are of magnitude 1, each token's `topk` experts random."""
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape, np.float32)
+
+    made: dict[str, Array] = {}
+    scales: dict[str, Array] = {}
+    # What leaves the activation has half of the variance that a product would leave, and less.
+    for name, weights in (
+        ("w1", normal(experts, 2 * inter, hidden) / math.sqrt(hidden)),
+        ("w2", normal(experts, hidden, inter) * (2 / math.sqrt(inter))),
+    ):
+        made[name], own = quantize_weights(weights, quantization, dtype)
+        scales |= {f"{name}_{what}": scale for what, scale in own.items()}
+    config = FusedMoEQuantConfig.make(quantization, **scales) if quantization else NOT_QUANTIZED
+    ids = rng.random((tokens, experts)).argsort(axis=1)[:, :topk].astype(np.int32)
+    factors = rng.random((tokens, topk), np.float32) + np.float32(0.1)
+    factors /= factors.sum(axis=1, keepdims=True)
+    x = normal(tokens, hidden).astype(arrays.numpy_dtype(dtype))
+    return Layer(x, made["w1"], made["w2"], factors, ids, config)

@@ -1,0 +1,560 @@
+"""The experts: both products of a mixture-of-experts layer and what lies between them.
+
+Tokens of the standard format are sorted by expert first. Where an expert has few rows, the products are bound by the
+weights' bytes and read the tokens where they are (gather); otherwise the rows are copied side by side (permute), which
+the fastest products want.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.fused_moe.modular_kernel import (
+    ExpertTokensMetadata,
+    FusedMoEPermuteExpertsUnpermute,
+    Workspaces,
+)
+from cukern.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOp,
+)
+from cukern.ops.moe_gemm import _STREAM_ROWS, moe_gemm, moe_gemm_batched
+from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
+from cukern.ops.quantization import silu_and_mul_quant
+from cukern.reference import fused_moe as twin
+from cukern.runtime import arrays, check
+from cukern.runtime.kernel import arch_of_device
+
+_ALIGNMENT = 256  # bytes, of the parts of a workspace
+
+Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
+STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
+BATCHED: Formats = (FusedMoEActivationFormat.BatchedExperts,) * 2
+
+
+def part(workspace: Any, library: arrays.Library, start: int, shape: tuple[int, ...], dtype: str) -> Any:
+    """The bytes of a workspace from `start` on, as an array."""
+    own = workspace[start : start + math.prod(shape) * arrays.ITEM_SIZE[dtype]]
+    if library.name == "torch":
+        return own.view(getattr(sys.modules["torch"], dtype)).view(shape)
+    if library is arrays.NUMPY or dtype != "float8_e4m3fn":
+        own = own.view(arrays.numpy_dtype(dtype))
+    return own.reshape(shape)
+
+
+def aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+@functools.lru_cache(maxsize=1024)
+def gathers(expected_rows: int, device: int | None) -> bool:
+    """Whether the first product shall read the tokens where they are, for so many rows per expert.
+
+    The products that can are the one that streams the weights, which is taken up to so many rows, and the portable one.
+    """
+    return expected_rows <= _STREAM_ROWS or (device is not None and arch_of_device(device) != "90a")
+
+
+def expected_rows_of(tokens: int, topk: int, experts: int) -> int:
+    """Rows that an expert is expected to have.
+
+    That is the mean, except where so few tokens come that the weights are streamed: then all that an expert may have,
+    since another round would read all its weights once more.
+    """
+    return tokens if tokens <= _STREAM_ROWS else max(-(-tokens * topk // experts), _STREAM_ROWS + 1)
+
+
+class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
+    """Experts made of grouped products, in either format.
+
+    Args:
+        quant_config: in what numbers the weights are.
+        gather: whether the first product reads the tokens where they are, in place of a permuted copy; None: by shape.
+    """
+
+    formats: ClassVar[Formats] = STANDARD
+
+    def __init__(self, quant_config: FusedMoEQuantConfig = NOT_QUANTIZED, *, gather: bool | None = None) -> None:
+        super().__init__(quant_config)
+        self.gather = gather
+
+    @property
+    def activation_formats(self) -> Formats:
+        return self.formats
+
+    @property
+    def batched(self) -> bool:
+        return self.activation_formats is BATCHED
+
+    def supports_chunking(self) -> bool:
+        return not self.batched
+
+    def supports_expert_map(self) -> bool:
+        return not self.batched
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate() if self.batched else TopKWeightAndReduceNoOp()
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
+    ) -> Workspaces:
+        rows = M * (local_num_experts if self.batched else topk)
+        output = (local_num_experts, M, K) if self.batched else (M, K)
+        # The permuted rows, then the second product; batched, the rows are there, and that product is the output.
+        workspace13 = (0, K) if self.batched else (rows, K)
+        return Workspaces(workspace13, (rows, N // 2), output, dtype)
+
+    def apply(
+        self,
+        output: Any,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        activation: str,
+        global_num_experts: int,
+        expert_map: Any,
+        a1q_scale: Any,
+        workspace13: Any,
+        workspace2: Any,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        tokens, topk = topk_ids.shape
+        rows = tokens * topk
+        expected_rows = expected_rows_of(tokens, topk, global_num_experts)
+        arguments = (w1, w2, activation, workspace13, workspace2, expected_rows)
+        if self.batched:
+            assert expert_tokens_meta is not None
+            self._batched(output, hidden_states, a1q_scale, expert_tokens_meta.expert_num_tokens, *arguments)
+            return
+        library = arrays.library_of(output)
+        assert library is not None
+        expert_offsets, row_token, inverse = moe_sort(
+            topk_ids, global_num_experts, expert_map=expert_map, num_local_experts=w1.shape[0]
+        )
+        gather = self.gather
+        if gather is None:
+            gather = gathers(expected_rows, library.device(output))
+        where = (expert_offsets, row_token if gather else None, inverse)
+        by_row = self._standard(output, hidden_states, a1q_scale, rows, where, *arguments)
+        moe_unpermute(output, by_row, None if apply_router_weight_on_input else topk_weights, inverse)
+
+    def _standard(
+        self,
+        output: Any,
+        a: Any,
+        a_scale: Any,
+        rows: int,
+        where: tuple[Any, Any, Any],
+        w1: Any,
+        w2: Any,
+        activation: str,
+        workspace13: Any,
+        workspace2: Any,
+        expected_rows: int,
+    ) -> Any:
+        """The second product, [rows, hidden] by expert."""
+        expert_offsets, row_token, inverse = where
+        if workspace13.shape[0] != rows:
+            workspace13, workspace2 = workspace13[:rows], workspace2[:rows]
+        config = self.quant_config
+        if row_token is None:
+            a = permute_rows(a, inverse, rows, out=workspace13)
+        activated = moe_gemm(
+            a,
+            w1,
+            expert_offsets,
+            b_scale=config.w1_scale,
+            b_global_scale=config.w1_global_scale,
+            row_token=row_token,
+            activation=activation,
+            expected_m=expected_rows,
+            out=workspace2,
+        )
+        return moe_gemm(
+            activated,
+            w2,
+            expert_offsets,
+            b_scale=config.w2_scale,
+            b_global_scale=config.w2_global_scale,
+            expected_m=expected_rows,
+            out=workspace13,
+        )
+
+    def _batched(
+        self,
+        output: Any,
+        a: Any,
+        a_scale: Any,
+        expert_num_tokens: Any,
+        w1: Any,
+        w2: Any,
+        activation: str,
+        workspace13: Any,
+        workspace2: Any,
+        expected_rows: int,
+    ) -> None:
+        config = self.quant_config
+        activated = moe_gemm_batched(
+            a,
+            w1,
+            expert_num_tokens,
+            b_scale=config.w1_scale,
+            b_global_scale=config.w1_global_scale,
+            activation=activation,
+            expected_m=expected_rows,
+            out=workspace2.reshape(*a.shape[:2], w1.shape[1] // 2),
+        )
+        moe_gemm_batched(
+            activated,
+            w2,
+            expert_num_tokens,
+            b_scale=config.w2_scale,
+            b_global_scale=config.w2_global_scale,
+            expected_m=expected_rows,
+            out=output,
+        )
+
+
+class _Fp8GemmExperts(_GemmExperts):
+    """Experts whose activations are quantized anew between the products."""
+
+    @property
+    def _group(self) -> int | None:
+        """Numbers that share a scale; None: those of a row, or of all rows."""
+        return GROUP if self.quant_config.block_shape else None
+
+    def _scales(self, columns: int) -> int:
+        """How many scales a row of so many numbers has."""
+        if self.quant_config.block_shape:
+            return columns // GROUP
+        return 1 if self.quant_config.per_act_token_quant else 0
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
+    ) -> Workspaces:
+        rows = M * (local_num_experts if self.batched else topk)
+        output = (local_num_experts, M, K) if self.batched else (M, K)
+        # The first product, then the second; the quantized rows of either with their scales.
+        wide = rows * (N if self.batched else max(N, K)) * arrays.ITEM_SIZE[dtype]
+        columns = N // 2 if self.batched else max(N // 2, K)
+        quantized = aligned(rows * columns) + rows * self._scales(columns) * arrays.ITEM_SIZE["float32"]
+        return Workspaces((wide,), (quantized,), output, "uint8")
+
+    def _quantized(
+        self, workspace2: Any, library: arrays.Library, shape: tuple[int, ...], columns: int
+    ) -> tuple[Any, Any]:
+        """Where rows of `shape` are quantized to, and their scales or None."""
+        rows, scales = math.prod(shape), self._scales(columns)
+        q = part(workspace2, library, 0, (*shape, columns), "float8_e4m3fn")
+        if not scales:
+            return q, None
+        return q, part(workspace2, library, aligned(rows * columns), (*shape, scales), "float32")
+
+    def _activate(self, gate_up: Any, activation: str, expert_num_tokens: Any, q: Any, scale: Any) -> Any:
+        """Write the quantized activation and its scales; the scales."""
+        static = self.quant_config.a2_scale
+        silu_and_mul_quant(
+            gate_up,
+            activation,
+            group_size=self._group,
+            scale=static,
+            expert_num_tokens=expert_num_tokens,
+            out_q=q,
+            out_s=scale,
+        )
+        return static.reshape(1) if scale is None else scale
+
+    def _standard(
+        self,
+        output: Any,
+        a: Any,
+        a_scale: Any,
+        rows: int,
+        where: tuple[Any, Any, Any],
+        w1: Any,
+        w2: Any,
+        activation: str,
+        workspace13: Any,
+        workspace2: Any,
+        expected_rows: int,
+    ) -> Any:
+        library = arrays.library_of(output)
+        assert library is not None
+        dtype = library.dtype(output)
+        expert_offsets, row_token, inverse = where
+        config = self.quant_config
+        experts, columns, hidden = w1.shape
+        if row_token is None:
+            q, scale = self._quantized(workspace2, library, (rows,), hidden)
+            a = permute_rows(a, inverse, rows, out=q)
+            if scale is not None:
+                a_scale = permute_rows(a_scale, inverse, rows, out=scale)
+        gate_up = moe_gemm(
+            a,
+            w1,
+            expert_offsets,
+            a_scale=a_scale,
+            b_scale=config.w1_scale,
+            row_token=row_token,
+            out_dtype=dtype,
+            expected_m=expected_rows,
+            out=part(workspace13, library, 0, (rows, columns), dtype),
+        )
+        q, scale = self._quantized(workspace2, library, (1, rows), columns // 2)
+        # The rows of all experts, as those of one: the ones behind them were not written and are not read.
+        a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
+        return moe_gemm(
+            q.reshape(rows, columns // 2),
+            w2,
+            expert_offsets,
+            a_scale=a_scale if scale is None else a_scale.reshape(rows, -1),
+            b_scale=config.w2_scale,
+            out_dtype=dtype,
+            expected_m=expected_rows,
+            out=part(workspace13, library, 0, (rows, hidden), dtype),
+        )
+
+    def _batched(
+        self,
+        output: Any,
+        a: Any,
+        a_scale: Any,
+        expert_num_tokens: Any,
+        w1: Any,
+        w2: Any,
+        activation: str,
+        workspace13: Any,
+        workspace2: Any,
+        expected_rows: int,
+    ) -> None:
+        library = arrays.library_of(output)
+        assert library is not None
+        dtype = library.dtype(output)
+        config = self.quant_config
+        shape, columns = tuple(a.shape[:2]), w1.shape[1]
+        gate_up = moe_gemm_batched(
+            a,
+            w1,
+            expert_num_tokens,
+            a_scale=a_scale,
+            b_scale=config.w1_scale,
+            out_dtype=dtype,
+            expected_m=expected_rows,
+            out=part(workspace13, library, 0, (*shape, columns), dtype),
+        )
+        q, scale = self._quantized(workspace2, library, shape, columns // 2)
+        a_scale = self._activate(gate_up, activation, expert_num_tokens, q, scale)
+        if scale is not None and not config.block_shape:
+            a_scale = a_scale.reshape(shape)
+        moe_gemm_batched(
+            q,
+            w2,
+            expert_num_tokens,
+            a_scale=a_scale,
+            b_scale=config.w2_scale,
+            out_dtype=dtype,
+            expected_m=expected_rows,
+            out=output,
+        )
+
+
+class GroupedGemmExperts(_GemmExperts):
+    """Float16 or bfloat16 weights, tokens in their own order."""
+
+
+class BatchedGroupedGemmExperts(_GemmExperts):
+    """Float16 or bfloat16 weights, tokens batched by expert."""
+
+    formats = BATCHED
+
+
+class Fp8BlockExperts(_Fp8GemmExperts):
+    """FP8 in blocks of 128 x 128 weights and 1 x 128 activations, tokens in their own order."""
+
+    quantizations = ("fp8_block",)
+
+
+class BatchedFp8BlockExperts(_Fp8GemmExperts):
+    """FP8 in blocks of 128 x 128 weights and 1 x 128 activations, tokens batched by expert."""
+
+    formats = BATCHED
+    quantizations = ("fp8_block",)
+
+
+class _EitherFormat(_GemmExperts):
+    """Experts that are told at construction which format they take.
+
+    Args:
+        quant_config: in what numbers the weights are.
+        use_batched_format: take tokens batched by expert.
+        gather: as for the other classes, in the standard format.
+    """
+
+    def __init__(
+        self,
+        quant_config: FusedMoEQuantConfig = NOT_QUANTIZED,
+        *,
+        use_batched_format: bool = False,
+        gather: bool | None = None,
+    ) -> None:
+        super().__init__(quant_config, gather=gather)
+        self._formats = BATCHED if use_batched_format else STANDARD
+
+    @property
+    def activation_formats(self) -> Formats:
+        return self._formats
+
+
+class Fp8Experts(_EitherFormat, _Fp8GemmExperts):
+    """FP8 with a scale per tensor or per channel of weights, per tensor or per token of activations."""
+
+    quantizations = ("fp8",)
+
+
+class Fp4Experts(_EitherFormat):
+    """Weights of 4 bits, MXFP4 or NVFP4, that become 16 bits in the kernel; the activations are float16 or bfloat16.
+
+    The products read the tokens where they are at every size: the kernel that unpacks gathers as well.
+    """
+
+    quantizations = ("mxfp4", "nvfp4")
+
+    def __init__(
+        self,
+        quant_config: FusedMoEQuantConfig = NOT_QUANTIZED,
+        *,
+        use_batched_format: bool = False,
+        gather: bool | None = True,
+    ) -> None:
+        super().__init__(quant_config, use_batched_format=use_batched_format, gather=gather)
+
+
+class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
+    """Passes each call on to the class that computes with the configuration's quantization."""
+
+    quantizations = (None, "fp8_block", "fp8", "mxfp4", "nvfp4")
+    use_batched_format: ClassVar[bool] = False
+
+    def __init__(self, quant_config: FusedMoEQuantConfig = NOT_QUANTIZED) -> None:
+        super().__init__(quant_config)
+        self.chosen = self._choose(quant_config)
+
+    def _choose(self, config: FusedMoEQuantConfig) -> _GemmExperts:
+        if config.name == "fp8":
+            return Fp8Experts(config, use_batched_format=self.use_batched_format)
+        if config.name in ("mxfp4", "nvfp4"):
+            return Fp4Experts(config, use_batched_format=self.use_batched_format)
+        if config.name == "fp8_block":
+            return (BatchedFp8BlockExperts if self.use_batched_format else Fp8BlockExperts)(config)
+        return (BatchedGroupedGemmExperts if self.use_batched_format else GroupedGemmExperts)(config)
+
+    @property
+    def activation_formats(self) -> Formats:
+        return self.chosen.activation_formats
+
+    def supports_chunking(self) -> bool:
+        return self.chosen.supports_chunking()
+
+    def supports_expert_map(self) -> bool:
+        return self.chosen.supports_expert_map()
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return self.chosen.finalize_weight_and_reduce_impl()
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
+    ) -> Workspaces:
+        return self.chosen.workspace_shapes(M, N, K, topk, global_num_experts, local_num_experts, dtype)
+
+    def apply(self, *args: Any, **kwargs: Any) -> None:
+        self.chosen.apply(*args, **kwargs)
+
+
+class AutoExperts(_ChosenExperts):
+    """Tokens in their own order, weights in any numbers: the class for them, which gathers or permutes by shape."""
+
+
+class BatchedAutoExperts(_ChosenExperts):
+    """Tokens batched by expert, weights in any numbers: the class for them."""
+
+    use_batched_format = True
+
+
+class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
+    """The reference: one expert after the other in NumPy, on tokens batched by expert, weights in any numbers.
+
+    Arrays on a GPU are copied to the host and back, which waits for the GPU.
+    """
+
+    quantizations = _ChosenExperts.quantizations
+
+    @property
+    def activation_formats(self) -> Formats:
+        return BATCHED
+
+    def supports_chunking(self) -> bool:
+        return False
+
+    def supports_expert_map(self) -> bool:
+        return False
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
+    ) -> Workspaces:
+        return Workspaces((0,), (0,), (local_num_experts, M, K), dtype)
+
+    def apply(
+        self,
+        output: Any,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        activation: str,
+        global_num_experts: int,
+        expert_map: Any,
+        a1q_scale: Any,
+        workspace13: Any,
+        workspace2: Any,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        library = arrays.library_of(output)
+        assert library is not None and expert_tokens_meta is not None
+        counts = library.to_numpy(expert_tokens_meta.expert_num_tokens)
+        a, first, second = (library.to_numpy(x) for x in (hidden_states, w1, w2))
+        scale = None if a1q_scale is None else library.to_numpy(a1q_scale)
+        config = on_host(self.quant_config)
+        result = np.zeros(tuple(output.shape), arrays.numpy_dtype(library.dtype(output)))
+        for index, count in enumerate(np.clip(counts, 0, a.shape[1])):
+            own = scale if scale is None or scale.size == 1 else scale[index, :count]
+            if count:
+                result[index, :count] = twin.expert(
+                    a[index, :count], own, first, second, index, activation, config, result.dtype
+                )
+        output[...] = library.from_numpy(result, output)
+
+
+def on_host(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
+    """The same configuration with its scales in NumPy."""
+    scales = {}
+    for name, value in config.scales.items():
+        library = arrays.library_of(value)
+        if library is None:
+            check.fail(name, "an array", type(value).__name__, TypeError)
+        scales[name] = library.to_numpy(value)
+    return FusedMoEQuantConfig(config.quant_dtype, config.per_act_token_quant, config.block_shape, **scales)

@@ -1,0 +1,471 @@
+"""The fused mixture-of-experts layer in exchangeable parts, after vLLM's FusedMoE modular kernel.
+
+A forward pass is `prepare` (quantize the activations, bring them to the experts), the experts' `apply` (permute, both
+products with the activation between them, unpermute) and `finalize` (bring the results back, perhaps with the router's
+weights). `FusedMoEModularKernel` puts a `FusedMoEPrepareAndFinalize` and a `FusedMoEPermuteExpertsUnpermute` together.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from cukern.fused_moe.config import NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.fused_moe.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOp
+from cukern.runtime import activation as activations
+from cukern.runtime import arrays, check
+
+DTYPES = ("bfloat16", "float16")
+ID_DTYPES = ("int32", "int64", "uint32")
+#: Tokens that the experts take at a time, where they support it: the workspaces grow with them.
+CHUNK_SIZE = 32 * 1024
+
+
+class ExpertTokensMetadata(NamedTuple):
+    """What `prepare` knows of the tokens of each expert.
+
+    Attributes:
+        expert_num_tokens: int32 [local experts].
+        positions: int32 [tokens, topk], the row of each token and slot in the batched activations, taken as
+            [experts * max_tokens, hidden]; -1 where there is none. None where only the prepare/finalize class knows.
+    """
+
+    expert_num_tokens: Any
+    positions: Any = None
+
+
+class Prepared(NamedTuple):
+    """What `prepare` gives.
+
+    Attributes:
+        a1q: the activations, in the format of the class, quantized as the configuration says.
+        a1q_scale: their scales, or None.
+        expert_tokens_meta: for batched activations.
+        topk_ids, topk_weights: of the tokens in `a1q`, where these are others than the caller's.
+    """
+
+    a1q: Any
+    a1q_scale: Any = None
+    expert_tokens_meta: ExpertTokensMetadata | None = None
+    topk_ids: Any = None
+    topk_weights: Any = None
+
+
+class Workspaces(NamedTuple):
+    """What experts declare: two workspaces and the experts' output, [shape] each, and the dtype of the workspaces."""
+
+    workspace13: tuple[int, ...]
+    workspace2: tuple[int, ...]
+    output: tuple[int, ...]
+    dtype: str
+
+
+class FusedMoEPrepareAndFinalize(abc.ABC):
+    """Quantizes the activations and brings them to the experts (`prepare`), and their results back (`finalize`)."""
+
+    @property
+    @abc.abstractmethod
+    def activation_format(self) -> FusedMoEActivationFormat:
+        """The format of what `prepare` gives and `finalize` takes."""
+
+    @abc.abstractmethod
+    def topk_indices_dtype(self) -> str | None:
+        """The dtype that the top-k ids must have, None if any will do."""
+
+    @abc.abstractmethod
+    def max_num_tokens_per_rank(self) -> int | None:
+        """How many tokens can be sent at once, None if any number can."""
+
+    @abc.abstractmethod
+    def num_dispatchers(self) -> int:
+        """How many ranks send tokens: batched activations have room for as many times `max_num_tokens_per_rank`."""
+
+    @abc.abstractmethod
+    def prepare(
+        self,
+        a1: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        num_experts: int,
+        expert_map: Any,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> Prepared:
+        """Quantize the activations and dispatch them.
+
+        Args:
+            a1: [tokens, hidden], float16 or bfloat16.
+            topk_weights: float32 [tokens, topk].
+            topk_ids: [tokens, topk], in [0, num_experts); others are no expert.
+            num_experts: of all ranks.
+            expert_map: int32 [num_experts], the place of each expert among those here, -1 elsewhere; None if all are.
+            apply_router_weight_on_input: multiply the activations by their weights first (topk is 1).
+            quant_config: that of the experts.
+        """
+
+    def has_prepare_no_receive(self) -> bool:
+        """Whether there is a `prepare_no_receive`."""
+        return False
+
+    def prepare_no_receive(
+        self,
+        a1: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        num_experts: int,
+        expert_map: Any,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> Callable[[], Prepared]:
+        """As `prepare`, but without waiting for what others send: the function it returns waits.
+
+        In between, the shared experts run.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no prepare_no_receive")
+
+    @abc.abstractmethod
+    def finalize(
+        self,
+        output: Any,
+        fused_expert_output: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_tokens_meta: ExpertTokensMetadata | None = None,
+    ) -> None:
+        """Combine the experts' results into `output` [tokens, hidden]."""
+
+
+class FusedMoEPermuteExpertsUnpermute(abc.ABC):
+    """The experts: permute, product with w1, activation, quantization, product with w2, unpermute.
+
+    Args:
+        quant_config: in what numbers the weights are.
+    """
+
+    #: The quantizations that the class computes with, by `FusedMoEQuantConfig.name`.
+    quantizations: ClassVar[tuple[str | None, ...]] = (None,)
+
+    def __init__(self, quant_config: FusedMoEQuantConfig = NOT_QUANTIZED) -> None:
+        self.quant_config = quant_config
+
+    @property
+    @abc.abstractmethod
+    def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
+        """The formats of what comes in and of what goes out."""
+
+    @abc.abstractmethod
+    def supports_chunking(self) -> bool:
+        """Whether the tokens may come in several parts."""
+
+    @abc.abstractmethod
+    def supports_expert_map(self) -> bool:
+        """Whether `apply` takes an expert map. Batched activations are sorted by it before they get here."""
+
+    @abc.abstractmethod
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        """What `finalize` shall weigh and add up with: the NoOp where `apply` has done it."""
+
+    @abc.abstractmethod
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
+    ) -> Workspaces:
+        """The workspaces of a call of `apply`, and the shape of its output.
+
+        Args:
+            M: tokens, or room for tokens per expert in batched activations.
+            N, K: w1 is [local experts, N, K]: N is twice the intermediate size, K the hidden size.
+            topk, global_num_experts, local_num_experts: the experts of a token, of all ranks, and here.
+            dtype: of the layer's input and output.
+        """
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        output: Any,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        activation: str,
+        global_num_experts: int,
+        expert_map: Any,
+        a1q_scale: Any,
+        workspace13: Any,
+        workspace2: Any,
+        expert_tokens_meta: ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Compute what `workspace_shapes` calls output; the workspaces hold anything before and after."""
+
+
+def refusal(prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEPermuteExpertsUnpermute) -> str | None:
+    """Why the two cannot make a layer together, None when they can."""
+    pf, experts = type(prepare_finalize).__name__, type(fused_experts).__name__
+    sent = prepare_finalize.activation_format
+    taken, given = fused_experts.activation_formats
+    if sent is not taken:
+        return f"{pf} gives activations in the format {sent.name}, and {experts} takes {taken.name}"
+    if given is not sent:
+        return f"{experts} gives its output in the format {given.name}, and {pf} takes {sent.name}"
+    name = fused_experts.quant_config.name
+    if name not in fused_experts.quantizations:
+        able = " or ".join(str(q or "float16 and bfloat16") for q in fused_experts.quantizations)
+        return f"{experts} computes with {able}, and its quantization is {name or 'none'}"
+    id_dtype = prepare_finalize.topk_indices_dtype()
+    if id_dtype not in (None, *ID_DTYPES):
+        return f"{pf} wants topk_ids in {id_dtype}, and {experts} takes {', '.join(ID_DTYPES)}"
+    if sent is FusedMoEActivationFormat.BatchedExperts and prepare_finalize.max_num_tokens_per_rank() is None:
+        return f"{pf} is batched and does not say for how many tokens there is room (max_num_tokens_per_rank)"
+    return None
+
+
+class FusedMoEModularKernel:
+    """A mixture-of-experts layer of two parts: who brings the tokens to the experts, and the experts.
+
+    Args:
+        prepare_finalize: quantizes, dispatches and combines.
+        fused_experts: computes; its `quant_config` holds the quantization and the scales.
+        shared_experts: a function of hidden_states that every token passes through as well. It runs while
+            `prepare_no_receive` waits, where there is one.
+        chunk_size: so many tokens at most go through the experts at a time, which bounds the workspaces; None: all.
+            By default 32768 where the experts support it.
+
+    Raises:
+        TypeError: a part that is none.
+        ValueError: parts that do not fit together, with the reason.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: FusedMoEPrepareAndFinalize,
+        fused_experts: FusedMoEPermuteExpertsUnpermute,
+        shared_experts: Callable[[Any], Any] | None = None,
+        *,
+        chunk_size: int | str | None = "default",
+    ) -> None:
+        for name, part, kind in (
+            ("prepare_finalize", prepare_finalize, FusedMoEPrepareAndFinalize),
+            ("fused_experts", fused_experts, FusedMoEPermuteExpertsUnpermute),
+        ):
+            if not isinstance(part, kind):
+                check.fail(name, f"a {kind.__name__}", type(part).__name__, TypeError)
+        if shared_experts is not None and not callable(shared_experts):
+            check.fail("shared_experts", "a function of hidden_states", type(shared_experts).__name__, TypeError)
+        if reason := refusal(prepare_finalize, fused_experts):
+            raise ValueError(reason)
+        if chunk_size == "default":
+            chunk_size = CHUNK_SIZE if fused_experts.supports_chunking() else None
+        elif chunk_size is not None:
+            chunk_size = check.integer("chunk_size", chunk_size, 1)
+            if not fused_experts.supports_chunking():
+                check.fail("chunk_size", f"None: {type(fused_experts).__name__} does not support chunking", chunk_size)
+        self.prepare_finalize = prepare_finalize
+        self.fused_experts = fused_experts
+        self.shared_experts = shared_experts
+        self.chunk_size: Any = chunk_size
+        self._weight_and_reduce = fused_experts.finalize_weight_and_reduce_impl()
+        self._in_place = isinstance(self._weight_and_reduce, TopKWeightAndReduceNoOp)
+
+    def forward(
+        self,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        *,
+        activation: str = "silu",
+        global_num_experts: int = -1,
+        expert_map: Any = None,
+        apply_router_weight_on_input: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Send each token through its experts.
+
+        Args:
+            hidden_states: [tokens, hidden], float16 or bfloat16.
+            w1: [local experts, 2 * inter, hidden], the gate's rows first; of 4-bit weights uint8, half as wide.
+            w2: [local experts, hidden, inter].
+            topk_weights: float32 [tokens, topk].
+            topk_ids: int32 or int64 [tokens, topk]; an id that is no expert's has no part in the result.
+            activation: silu, gelu, gelu_tanh, swigluoai or relu2.
+            global_num_experts: of all ranks; -1: as many as expert_map has, or as w1.
+            expert_map: int32 [global_num_experts], the place of each expert in w1 and w2, -1 for those elsewhere.
+            apply_router_weight_on_input: the weights multiply the input instead of the output; topk must be 1.
+            out: [tokens, hidden], written and returned.
+
+        Returns:
+            [tokens, hidden]; with shared experts (what they return, [tokens, hidden]).
+
+        Raises:
+            TypeError: a dtype, or a library, that is not taken.
+            ValueError: shapes, devices or options that do not fit; the message names the argument.
+        """
+        pf, experts = self.prepare_finalize, self.fused_experts
+        config = experts.quant_config
+        library, device, dtype = arrays.leader("hidden_states", hidden_states, DTYPES, ("tokens", "hidden"))
+        activations.number(activation)
+        check_layer(
+            hidden_states, w1, w2, topk_weights, topk_ids, config, expert_map, apply_router_weight_on_input, out,
+            library, device,
+        )  # fmt: skip
+        tokens, hidden = hidden_states.shape
+        local_experts = w1.shape[0]
+        all_experts = local_experts if expert_map is None else expert_map.shape[0]
+        if global_num_experts != -1:
+            check.integer("global_num_experts", global_num_experts, 1)
+            if expert_map is not None and global_num_experts != all_experts:
+                check.fail("global_num_experts", f"{all_experts}, what expert_map has", global_num_experts)
+            all_experts = global_num_experts
+        # Batched activations have been sorted by it before they reach the experts.
+        is_standard = pf.activation_format is FusedMoEActivationFormat.Standard
+        if expert_map is not None and is_standard and not experts.supports_expert_map():
+            check.fail("expert_map", f"None: {type(experts).__name__} does not support one", "an array")
+        id_dtype = pf.topk_indices_dtype()
+        if id_dtype is not None and library.dtype(topk_ids) != id_dtype:
+            check.dtype("topk_ids", library.dtype(topk_ids), (id_dtype,))
+
+        output = library.empty((tokens, hidden), dtype, hidden_states) if out is None else out
+        arguments = (
+            hidden_states, topk_weights, topk_ids, all_experts, expert_map, apply_router_weight_on_input, config
+        )  # fmt: skip
+        shared = None
+        if not tokens or not hidden:
+            if self.shared_experts is not None:
+                shared = self.shared_experts(hidden_states)
+            return output if self.shared_experts is None else (shared, output)
+        if self.shared_experts is None:
+            prepared = pf.prepare(*arguments)
+        elif pf.has_prepare_no_receive():
+            receive = pf.prepare_no_receive(*arguments)
+            shared = self.shared_experts(hidden_states)
+            prepared = receive()
+        else:
+            prepared = pf.prepare(*arguments)
+            shared = self.shared_experts(hidden_states)
+
+        ids = topk_ids if prepared.topk_ids is None else prepared.topk_ids
+        weights = topk_weights if prepared.topk_weights is None else prepared.topk_weights
+        a1q, meta = prepared.a1q, prepared.expert_tokens_meta
+        rows, inter2, topk = a1q.shape[-2], w1.shape[1], ids.shape[1]
+        chunk = rows if self.chunk_size is None else min(rows, self.chunk_size)
+        shapes = experts.workspace_shapes(chunk, inter2, hidden, topk, all_experts, local_experts, dtype)
+        workspace13 = library.empty(shapes.workspace13, shapes.dtype, hidden_states)
+        workspace2 = library.empty(shapes.workspace2, shapes.dtype, hidden_states)
+        rest = (activation, all_experts, expert_map)
+        if chunk >= rows:
+            # Where the experts' output is the layer's, it is written where it belongs.
+            same = self._in_place and shapes.output == (tokens, hidden)
+            fused = output if same else library.empty(shapes.output, dtype, hidden_states)
+            experts.apply(
+                fused, a1q, w1, w2, weights, ids, *rest, prepared.a1q_scale, workspace13, workspace2, meta,
+                apply_router_weight_on_input,
+            )  # fmt: skip
+        else:
+            whole = (rows, *shapes.output[1:])
+            same = self._in_place and whole == (tokens, hidden)
+            fused = output if same else library.empty(whole, dtype, hidden_states)
+            scale = prepared.a1q_scale
+            for start in range(0, rows, chunk):
+                part = slice(start, min(start + chunk, rows))
+                own_scale = scale if scale is None or scale.shape[0] != rows else scale[part]
+                experts.apply(
+                    fused[part], a1q[part], w1, w2, weights[part], ids[part], *rest, own_scale, workspace13,
+                    workspace2, meta, apply_router_weight_on_input,
+                )  # fmt: skip
+        pf.finalize(
+            output, fused, weights, ids, apply_router_weight_on_input, self._weight_and_reduce, expert_tokens_meta=meta
+        )
+        return output if self.shared_experts is None else (shared, output)
+
+    __call__ = forward
+
+
+def check_layer(
+    hidden_states: Any,
+    w1: Any,
+    w2: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    config: FusedMoEQuantConfig,
+    expert_map: Any,
+    apply_router_weight_on_input: bool,
+    out: Any,
+    library: arrays.Library,
+    device: int | None,
+) -> None:
+    """Raises TypeError or ValueError, as the layer does, for arguments that do not fit each other."""
+    tokens, hidden = hidden_states.shape
+    expect, like = arrays.expect, "hidden_states"
+    quantization = config.name
+    for name, array in (("w1", w1), ("w2", w2)):
+        arrays.same_place(name, array, like, library, device)
+        if len(array.shape) != 3:
+            check.dimensions(name, tuple(array.shape), ("experts", "n", "k"))
+    experts, columns, _ = w1.shape
+    inter = columns // 2
+    if not experts or columns % 2 or not columns:
+        check.fail("w1", "of shape [experts, 2 * inter, hidden], none of them 0", list(w1.shape))
+    if quantization is None:
+        dtypes: tuple[str, ...] = (library.dtype(hidden_states),)
+    else:
+        dtypes = ("float8_e4m3fn", "uint8") if quantization.startswith("fp8") else ("uint8",)
+    packed = quantization in ("mxfp4", "nvfp4")
+    group = {"mxfp4": 32, "nvfp4": 32, "fp8_block": 128, "fp8": 16}.get(quantization or "", 8)
+    for name, size in (("hidden_states", hidden), ("w1", inter)):
+        if size % group:
+            what = "a hidden size" if name == "hidden_states" else "an inter"
+            check.fail(name, f"of {what} that is a multiple of {group} ({quantization or 'rows of 16 bytes'})", size)
+    in_byte = 2 if packed else 1
+    expect(
+        "w1", w1, like, library, device, dtypes, (experts, columns, hidden // in_byte), "[experts, 2 * inter, hidden]"
+    )
+    expect("w2", w2, like, library, device, dtypes, (experts, hidden, inter // in_byte), "[experts, hidden, inter]")
+    if len(topk_ids.shape) != 2:
+        arrays.same_place("topk_ids", topk_ids, like, library, device)
+        check.dimensions("topk_ids", tuple(topk_ids.shape), ("tokens", "topk"))
+    shape = (tokens, topk_ids.shape[1])
+    expect("topk_ids", topk_ids, like, library, device, ID_DTYPES, shape, "[tokens, topk]")
+    expect("topk_weights", topk_weights, like, library, device, ("float32",), shape, "[tokens, topk]")
+    if expert_map is not None:
+        arrays.same_place("expert_map", expert_map, like, library, device)
+        if len(expert_map.shape) != 1:
+            check.dimensions("expert_map", tuple(expert_map.shape), ("global_num_experts",))
+        everywhere = (expert_map.shape[0],)
+        expect("expert_map", expert_map, like, library, device, ("int32",), everywhere, "[global_num_experts]")
+        if everywhere[0] < experts:
+            check.fail("expert_map", f"of at least the {experts} experts of w1", everywhere[0])
+    if apply_router_weight_on_input and shape[1] != 1:
+        check.fail("topk_ids", "of one expert per token with apply_router_weight_on_input", f"{shape[1]} per token")
+    if out is not None:
+        dtype = (library.dtype(hidden_states),)
+        expect("out", out, like, library, device, dtype, (tokens, hidden), "[tokens, hidden]")
+    arrays.contiguous("hidden_states", hidden_states, library)
+    if quantization is None:
+        return
+    for name, scale in config.scales.items():
+        arrays.same_place(name, scale, like, library, device)
+        n, k = (columns, hidden) if name[1] == "1" else (hidden, inter)
+        kind: tuple[str, ...] = ("float32",)
+        if name in ("a1_scale", "a2_scale"):
+            options: tuple[tuple[int, ...], ...] = ((1,), (1, 1), ())
+        elif name.endswith("global_scale"):
+            options = ((experts,),)
+        elif packed:
+            options, kind = (
+                ((experts, n, k // (32 if quantization == "mxfp4" else 16)),),
+                ("uint8", "float8_e8m0fnu", "float8_e4m3fn"),
+            )
+        elif quantization == "fp8_block":
+            options = ((experts, -(-n // 128), -(-k // 128)),)
+        else:
+            options = ((experts,), (experts, n))
+        if library.dtype(scale) not in kind:
+            check.dtype(name, library.dtype(scale), kind)
+        if tuple(scale.shape) not in options:
+            check.fail(name, "of shape " + " or ".join(str(list(o)) for o in options), list(scale.shape))
+        arrays.contiguous(name, scale, library)

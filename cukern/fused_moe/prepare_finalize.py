@@ -1,0 +1,139 @@
+"""Prepare and finalize on one rank: tokens in their own order, or batched by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukern.fused_moe.config import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared
+from cukern.fused_moe.topk_weight_and_reduce import (
+    DELEGATES,
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+    places,
+)
+from cukern.ops.moe_permute import moe_sort_batched, moe_unpermute, permute_rows
+from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant
+from cukern.runtime import arrays, check
+
+
+def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
+    """The activations as the first product takes them, and their scales or None."""
+    if config.name == "fp8_block":
+        return per_token_group_quant_fp8(a1, GROUP)
+    if config.name == "fp8":
+        return scaled_fp8_quant(a1, config.a1_scale, use_per_token_if_dynamic=config.per_act_token_quant)
+    return a1, None
+
+
+def weigh_input(a1: Any, topk_weights: Any) -> Any:
+    """a1[t] * topk_weights[t, 0], in float32 and rounded once."""
+    library = arrays.library_of(a1)
+    assert library is not None
+    tokens = a1.shape[0]
+    weighed = library.empty(tuple(a1.shape), library.dtype(a1), a1)
+    moe_unpermute(weighed, a1, topk_weights, places(tokens, a1).reshape(tokens, 1))
+    return weighed
+
+
+class _OneRank(FusedMoEPrepareAndFinalize):
+    """What the two classes of this module have in common."""
+
+    def topk_indices_dtype(self) -> str | None:
+        return None
+
+    def num_dispatchers(self) -> int:
+        return 1
+
+    def finalize(
+        self,
+        output: Any,
+        fused_expert_output: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+        expert_tokens_meta: ExpertTokensMetadata | None = None,
+    ) -> None:
+        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            weight_and_reduce_impl = DELEGATES[self.activation_format]()
+        weight_and_reduce_impl.apply(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, expert_tokens_meta
+        )
+
+
+class MoEPrepareAndFinalizeNoEP(_OneRank):
+    """All experts, or all that matter, are here: the tokens stay in their order and are only quantized."""
+
+    @property
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return None
+
+    def prepare(
+        self,
+        a1: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        num_experts: int,
+        expert_map: Any,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> Prepared:
+        if apply_router_weight_on_input:
+            a1 = weigh_input(a1, topk_weights)
+        return Prepared(*quantize_input(a1, quant_config))
+
+
+class BatchedPrepareAndFinalize(_OneRank):
+    """The tokens of each expert together, [experts, max_tokens, hidden], in the order of the tokens.
+
+    Rows past an expert's count are left as they were allocated.
+
+    Args:
+        max_num_tokens: the most tokens of a call. A token that names the same expert twice counts twice there, and
+            what exceeds the room of an expert has no part in the result.
+        num_local_experts: how many experts are here.
+    """
+
+    def __init__(self, max_num_tokens: int, num_local_experts: int) -> None:
+        self.max_num_tokens = check.integer("max_num_tokens", max_num_tokens, 1)
+        self.num_local_experts = check.integer("num_local_experts", num_local_experts, 1)
+
+    @property
+    def activation_format(self) -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        return self.max_num_tokens
+
+    def prepare(
+        self,
+        a1: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        num_experts: int,
+        expert_map: Any,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+    ) -> Prepared:
+        tokens, hidden = a1.shape
+        experts, room = self.num_local_experts, self.max_num_tokens * self.num_dispatchers()
+        if tokens > self.max_num_tokens:
+            check.fail("hidden_states", f"of at most {self.max_num_tokens} tokens (max_num_tokens)", tokens)
+        if expert_map is None and num_experts != experts:
+            check.fail("w1", f"of {experts} experts (num_local_experts), or expert_map given", num_experts)
+        if apply_router_weight_on_input:
+            a1 = weigh_input(a1, topk_weights)
+        a1q, scale = quantize_input(a1, quant_config)
+        counts, positions = moe_sort_batched(
+            topk_ids, num_experts, room, expert_map=expert_map, num_local_experts=experts
+        )
+        batched = permute_rows(a1q, positions, experts * room).reshape(experts, room, hidden)
+        if scale is not None and scale.shape[0] == tokens and quant_config.name != "fp8":
+            scale = permute_rows(scale, positions, experts * room).reshape(experts, room, scale.shape[1])
+        elif scale is not None and quant_config.per_act_token_quant:
+            scale = permute_rows(scale.reshape(tokens, 1), positions, experts * room).reshape(experts, room)
+        return Prepared(batched, scale, ExpertTokensMetadata(counts, positions))

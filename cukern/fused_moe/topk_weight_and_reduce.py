@@ -1,0 +1,147 @@
+"""Who multiplies the experts' outputs by the router's weights and adds them up, and how."""
+
+from __future__ import annotations
+
+import abc
+import sys
+from typing import Any
+
+import numpy as np
+
+from cukern.fused_moe.config import FusedMoEActivationFormat
+from cukern.ops.moe_permute import moe_sort_batched, moe_sum, moe_unpermute
+from cukern.runtime import arrays, check
+from cukern.runtime.cuda import cupy
+
+
+def places(count: int, like: Any) -> Any:
+    """0, 1, ... as int32, in the library and on the device of `like`."""
+    library = arrays.library_of(like)
+    assert library is not None
+    if library is arrays.NUMPY:
+        return np.arange(count, dtype=np.int32)
+    if library is arrays.CUPY:
+        with cupy.cuda.Device(like.data.device_id):
+            return cupy.arange(count, dtype=np.int32)
+    torch = sys.modules["torch"]
+    return torch.arange(count, dtype=torch.int32, device=like.device)
+
+
+class TopKWeightAndReduce(abc.ABC):
+    """out[t] = sum over the slots s of topk_weights[t, s] * (what expert topk_ids[t, s] made of token t).
+
+    The experts say by `finalize_weight_and_reduce_impl` which of these the prepare/finalize class shall use.
+    """
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        output: Any,
+        fused_expert_output: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        apply_router_weight_on_input: bool,
+        expert_tokens_meta: Any = None,
+    ) -> None:
+        """Write [tokens, hidden] into `output`.
+
+        Args:
+            output: [tokens, hidden].
+            fused_expert_output: what the experts wrote, in the shape that the class takes.
+            topk_weights: float32 [tokens, topk].
+            topk_ids: int32 or int64 [tokens, topk].
+            apply_router_weight_on_input: the weights are in the inputs already, so they count as 1 here.
+            expert_tokens_meta: what `prepare` said of the tokens of each expert, `ExpertTokensMetadata`, or None.
+        """
+
+
+class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
+    """The experts did it: what they wrote is the output."""
+
+    def apply(
+        self,
+        output: Any,
+        fused_expert_output: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        apply_router_weight_on_input: bool,
+        expert_tokens_meta: Any = None,
+    ) -> None:
+        if fused_expert_output is not output:
+            output[...] = fused_expert_output
+
+
+class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
+    """The prepare/finalize class shall do it, in the way of its own format."""
+
+    def apply(
+        self,
+        output: Any,
+        fused_expert_output: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        apply_router_weight_on_input: bool,
+        expert_tokens_meta: Any = None,
+    ) -> None:
+        raise RuntimeError("the prepare/finalize class must choose a TopKWeightAndReduce in place of the Delegate")
+
+
+class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
+    """Of [tokens, topk, hidden], the output of each slot by itself, in the order of the tokens."""
+
+    def apply(
+        self,
+        output: Any,
+        fused_expert_output: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        apply_router_weight_on_input: bool,
+        expert_tokens_meta: Any = None,
+    ) -> None:
+        tokens, topk = topk_ids.shape
+        wanted = (tokens, topk, output.shape[1])
+        check.shape("fused_expert_output", tuple(fused_expert_output.shape), wanted, "[tokens, topk, hidden]")
+        if apply_router_weight_on_input:
+            moe_sum(fused_expert_output, output)
+            return
+        rows = fused_expert_output.reshape(tokens * topk, output.shape[1])
+        moe_unpermute(output, rows, topk_weights, places(tokens * topk, topk_ids).reshape(tokens, topk))
+
+
+class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
+    """Of [experts, max_tokens, hidden], where token t is the n-th of its expert in the order of the tokens.
+
+    Args:
+        expert_map: int32 [all experts], which of them are here and where; needed only where `prepare` did not say in
+            `expert_tokens_meta` where the rows are.
+    """
+
+    def __init__(self, expert_map: Any = None) -> None:
+        self.expert_map = expert_map
+
+    def apply(
+        self,
+        output: Any,
+        fused_expert_output: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        apply_router_weight_on_input: bool,
+        expert_tokens_meta: Any = None,
+    ) -> None:
+        check.dimensions("fused_expert_output", tuple(fused_expert_output.shape), ("experts", "max_tokens", "hidden"))
+        experts, max_tokens, hidden = fused_expert_output.shape
+        positions = expert_tokens_meta.positions if expert_tokens_meta is not None else None
+        if positions is None:
+            count = experts if self.expert_map is None else self.expert_map.shape[0]
+            _, positions = moe_sort_batched(
+                topk_ids, count, max_tokens, expert_map=self.expert_map, num_local_experts=experts
+            )
+        weights = None if apply_router_weight_on_input else topk_weights
+        moe_unpermute(output, fused_expert_output.reshape(experts * max_tokens, hidden), weights, positions)
+
+
+#: What stands in for the Delegate, by the format of the experts' output.
+DELEGATES = {
+    FusedMoEActivationFormat.Standard: TopKWeightAndReduceContiguous,
+    FusedMoEActivationFormat.BatchedExperts: TopKWeightAndReduceNaiveBatched,
+}

@@ -1,0 +1,163 @@
+"""The activation between the two products of a gated feed-forward layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukern.reference import moe_activation as twin
+from cukern.runtime import activation as activations
+from cukern.runtime import arrays, check
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.rows import rows_of, tile
+from cukern.runtime.units import divisor
+
+__all__ = [
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "moe_activation",
+    "relu2_and_mul",
+    "silu_and_mul",
+    "swigluoai_and_mul",
+]
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: "vector": 16 bytes at a time; "scalar": one element.
+VARIANTS = ("auto", "vector", "scalar")
+_kernel = Kernel("moe_activation", "moe_activation", "3Pq2iIi3iIi")
+_ITEMS = 2
+
+
+def _variant(dtype: str, activation: int, width: int) -> Variant:
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], activation, width, _ITEMS)
+
+
+# Other activations and dtypes, and rows that are not aligned, are compiled when they are first used.
+_kernel.at_import = [_variant("bfloat16", activations.number("silu"), 16).instance]
+_kernel.specialized = [
+    _variant(dtype, activations.number(name), 16).instance for name in activations.ACTIVATIONS for dtype in DTYPES
+]
+
+
+def check_halves(name: str, array: Any) -> int:
+    """The size of one of the two halves of the rows of `array`. Raises ValueError where they are not even."""
+    if not array.shape or array.shape[-1] % 2:
+        check.fail(name, "of shape [..., 2 * inter]", list(array.shape))
+    return array.shape[-1] // 2
+
+
+@arrays.takes_dlpack
+def moe_activation(
+    x: Any, activation: str = "silu", *, expert_num_tokens: Any = None, out: Any = None, variant: str = "auto"
+) -> Any:
+    """What the gate and the up projection of each token become: activate(gate) * up.
+
+    The first half of a row of `x` is the gate, the second one the up projection:
+
+        silu        gate * sigmoid(gate) * up
+        gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
+        gelu_tanh   the same with tanh(sqrt(2 / pi) * (gate + 0.044715 * gate**3)) for the erf
+        swigluoai   min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clamp(up, -7, 7) + 1)
+        relu2       max(gate, 0)**2 * up
+
+    Args:
+        x: [..., 2 * inter], float32, float16 or bfloat16; rows may be strided, all by one distance.
+        activation: one of the names above.
+        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: how many rows of each expert
+            count. Those past them are neither read nor written.
+        out: an array to write into and return.
+        variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
+            the same bits.
+
+    Returns:
+        [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once. Arrays in
+        host memory go through the NumPy twin.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+    """
+    number = activations.number(activation)
+    library, device = arrays.place("x", x)
+    dtype = library.dtype(x)
+    if dtype not in DTYPES:
+        check.dtype("x", dtype, DTYPES)
+    inter = check_halves("x", x)
+    rows = rows_of("x", x, library, device, expert_num_tokens)
+    shape = (*x.shape[:-1], inter)
+    if out is not None:
+        arrays.expect("out", out, "x", library, device, (dtype,), shape, "[..., inter]")
+    else:
+        out = library.empty(shape, dtype, x)
+    if device is None:
+        check.host_variant(variant, VARIANTS)
+        counts = None if expert_num_tokens is None else library.to_numpy(expert_num_tokens)
+        twin.moe_activation(library.to_numpy(x), activation, expert_num_tokens=counts, out=library.to_numpy(out))
+        return out
+    if rows.total == 0 or inter == 0:
+        check.one_of("variant", variant, VARIANTS)
+        return out
+    item_size = arrays.ITEM_SIZE[dtype]
+    addresses = library.address(x), library.address(out)
+    wide = (addresses[0] | addresses[1] | (inter | rows.distance) * item_size) % 16 == 0
+    if variant != "auto":
+        check.one_of("variant", variant, VARIANTS)
+        if variant == "vector" and not wide:
+            check.fail("variant", "'auto' or 'scalar' here", "'vector': rows of x or out are not 16-byte aligned")
+        wide = variant == "vector"
+    width = 16 if wide else item_size
+    plan = tile(inter * item_size // width, _ITEMS)
+    _variant(dtype, number, width).launch(
+        device,
+        library.stream(device),
+        (-(-rows.total // plan.rows), plan.chunks, 1),
+        (plan.threads, 1, 1),
+        0,
+        *addresses,
+        rows.counts,
+        rows.distance * item_size,
+        rows.total,
+        rows.batch,
+        *divisor(rows.batch),
+        *plan.geometry,
+    )
+    return out
+
+
+def silu_and_mul(x: Any, *, out: Any = None) -> Any:
+    """`moe_activation` with "silu"; vLLM's operator of this name, which takes `out` first."""
+    return moe_activation(x, "silu", out=out)
+
+
+def gelu_and_mul(x: Any, *, out: Any = None) -> Any:
+    """`moe_activation` with "gelu"; vLLM's operator of this name, which takes `out` first."""
+    return moe_activation(x, "gelu", out=out)
+
+
+def gelu_tanh_and_mul(x: Any, *, out: Any = None) -> Any:
+    """`moe_activation` with "gelu_tanh"; vLLM's operator of this name, which takes `out` first."""
+    return moe_activation(x, "gelu_tanh", out=out)
+
+
+def swigluoai_and_mul(x: Any, *, out: Any = None) -> Any:
+    """`moe_activation` with "swigluoai", the activation of gpt-oss with its limit of 7.
+
+    The two projections are halves of a row here, where vLLM's operator of this name has them interleaved.
+    """
+    return moe_activation(x, "swigluoai", out=out)
+
+
+def relu2_and_mul(x: Any, *, out: Any = None) -> Any:
+    """`moe_activation` with "relu2"."""
+    return moe_activation(x, "relu2", out=out)
+
+
+def _activated(x: Any, *args: Any, **options: Any) -> Any:
+    return ((x, (*x.shape[:-1], x.shape[-1] // 2), str(x.dtype).removeprefix("torch.")),)
+
+
+#: For `cukern.torch_ops`: the schema of each operator, and what its results are.
+TORCH_OPS: dict[str, Any] = {
+    "moe_activation(Tensor x, str activation='silu', *, Tensor? expert_num_tokens=None, str variant='auto') "
+    "-> (Tensor activated)": _activated,
+    **{f"{name}(Tensor x) -> (Tensor activated)": _activated for name in __all__ if name != "moe_activation"},
+}

@@ -1,0 +1,83 @@
+"""The activations of a gated feed-forward layer, in NumPy.
+
+The arguments are those of `cukern.ops.moe_activation`, already checked there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_erf = np.vectorize(math.erf, otypes=[np.float32])
+
+
+def activate(name: str, gate: Array, up: Array) -> Array:
+    """The activation `name` of float32 arrays, in float32. Raises KeyError for another name."""
+    one, half = np.float32(1), np.float32(0.5)
+    gate, up = gate.astype(np.float32), up.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if name == "silu":
+            return gate / (one + np.exp(-gate)) * up
+        if name == "gelu":
+            return half * gate * (one + _erf(gate * np.float32(math.sqrt(0.5)))) * up
+        if name == "gelu_tanh":
+            inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
+            # (1 + tanh(z)) / 2, which keeps its digits where tanh is near -1.
+            return gate / (one + np.exp(-2 * inner)) * up
+        if name == "swigluoai":
+            gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+            return gate / (one + np.exp(np.float32(-1.702) * gate)) * (up + one)
+        if name == "relu2":
+            gate = np.maximum(gate, np.float32(0))
+            return gate * gate * up
+    raise KeyError(name)
+
+
+def valid_rows(shape: tuple[int, ...], expert_num_tokens: Array | None) -> Array:
+    """Which rows of an array of `shape` count, bool [...]: all, or those before the count of their expert."""
+    if expert_num_tokens is None:
+        return np.ones(shape[:-1], bool)
+    return np.arange(shape[1]) < expert_num_tokens[:, None]
+
+
+def moe_activation(
+    x: Array, activation: str = "silu", *, expert_num_tokens: Array | None = None, out: Array | None = None
+) -> Array:
+    """See `cukern.moe_activation`."""
+    inter = x.shape[-1] // 2
+    if out is None:
+        out = np.zeros((*x.shape[:-1], inter), x.dtype)
+    rows = valid_rows(x.shape, expert_num_tokens)
+    with np.errstate(over="ignore"):
+        out[rows] = activate(activation, x[rows][:, :inter], x[rows][:, inter:]).astype(x.dtype)
+    return out
+
+
+def silu_and_mul(x: Array, *, out: Array | None = None) -> Array:
+    """See `cukern.silu_and_mul`."""
+    return moe_activation(x, "silu", out=out)
+
+
+def gelu_and_mul(x: Array, *, out: Array | None = None) -> Array:
+    """See `cukern.gelu_and_mul`."""
+    return moe_activation(x, "gelu", out=out)
+
+
+def gelu_tanh_and_mul(x: Array, *, out: Array | None = None) -> Array:
+    """See `cukern.gelu_tanh_and_mul`."""
+    return moe_activation(x, "gelu_tanh", out=out)
+
+
+def swigluoai_and_mul(x: Array, *, out: Array | None = None) -> Array:
+    """See `cukern.swigluoai_and_mul`."""
+    return moe_activation(x, "swigluoai", out=out)
+
+
+def relu2_and_mul(x: Array, *, out: Array | None = None) -> Array:
+    """See `cukern.relu2_and_mul`."""
+    return moe_activation(x, "relu2", out=out)

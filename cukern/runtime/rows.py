@@ -1,0 +1,83 @@
+"""Rows of one length at one distance, and how a kernel that treats each number alone lays them out over its blocks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from cukern.runtime import arrays, check
+from cukern.runtime.units import divisor
+
+#: Rows are counted in 31 bits and rounded up to whole tiles.
+MAX_ROWS = 2**31 - 2**12
+#: A grid has so many parts of a row of 256 units.
+MAX_ROW = (2**16 - 1) * 256
+
+
+class Rows(NamedTuple):
+    """An array [..., size] as rows."""
+
+    total: int
+    size: int
+    distance: int  # of neighbours, in elements
+    batch: int  # so many have an index before the last but one in common
+    counts: int  # the address of how many of each `batch` count, int32; 0: all do
+
+
+def rows_of(name: str, array: Any, library: arrays.Library, device: int | None, expert_num_tokens: Any = None) -> Rows:
+    """The rows of `array`; with expert_num_tokens it is [experts, max_tokens, size].
+
+    Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all lie at one distance, or
+    for other sizes.
+    """
+    shape = tuple(array.shape)
+    if not shape:
+        check.dimensions(name, shape, ("...", "size"))
+    size, count, distance = shape[-1], 1, shape[-1]
+    if size > MAX_ROW:
+        check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
+    for length in shape[:-1]:
+        count *= length
+    if count > MAX_ROWS:
+        check.fail(name, f"of at most {MAX_ROWS} rows", count)
+    if count > 1 and size:
+        strides = library.strides(array)
+        fits, span = strides[-1] == 1 or size == 1, 0
+        for length, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+            if length > 1:
+                if not span:
+                    distance = span = stride
+                fits, span = fits and stride == span, stride * length
+        if not fits or distance < 0:
+            wanted = "contiguous along its last dimension, with all rows at one distance"
+            check.fail(name, wanted, f"strides {tuple(strides)} (in elements)")
+    elif size > 1 and count and library.strides(array)[-1] != 1:
+        check.fail(
+            name, "contiguous along its last dimension", f"strides {tuple(library.strides(array))} (in elements)"
+        )
+    batch = shape[-2] if len(shape) > 1 else 1
+    if expert_num_tokens is None:
+        return Rows(count, size, distance, batch, 0)
+    if len(shape) != 3:
+        check.dimensions(name, shape, ("experts", "max_tokens", "size"))
+    arrays.expect("expert_num_tokens", expert_num_tokens, name, library, device, ("int32",), (shape[0],), "[experts]")
+    return Rows(count, size, distance, batch, library.address(expert_num_tokens))
+
+
+class Tile(NamedTuple):
+    """What a block takes: `rows` of them, or one of `chunks` parts of a long one."""
+
+    threads: int
+    rows: int
+    chunks: int
+    geometry: tuple[int, ...]  # columns, tile_rows, tile_columns and the Divisor by the threads that have a row
+
+
+@functools.lru_cache(maxsize=1024)
+def tile(columns: int, items: int, lanes: int = 1, most_threads: int = 256) -> Tile:
+    """The tile of rows of `columns` units, of which a thread takes `items`, and `lanes` neighbours stay together."""
+    chunks = max(1, -(-columns // (most_threads * items)))
+    row_threads = max(1, -(-columns // (chunks * items * lanes))) * lanes
+    rows = most_threads // row_threads if chunks == 1 else 1
+    threads = -(-rows * row_threads // 32) * 32
+    return Tile(threads, rows, chunks, (columns, rows, row_threads * items, *divisor(row_threads)))

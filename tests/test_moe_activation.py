@@ -1,0 +1,293 @@
+"""The gated activations: the twin against torch, the kernels against the twin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import cukern
+import cukern.runtime.compile as compiler
+from benchmarks import bench_moe_activation, harness
+from cukern.commands import resources
+from cukern.ops import moe_activation as op
+from cukern.reference import moe_activation as twin
+from cukern.runtime import activation as activations
+from cukern.runtime import arrays
+from cukern.runtime.cuda import cupy
+from cukern.runtime.rows import MAX_ROW, tile
+from cukern.testing import assert_matches
+from tests.buffers import Buffer, OnlyDLPack, place
+
+Array = NDArray[Any]
+ARCHS = ("80", "90a", "100a", "120a")
+DTYPES = ("float32", "float16", "bfloat16")
+NAMES = activations.ACTIVATIONS
+WRAPPERS = {f"{name}_and_mul": name for name in NAMES}
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    return (3 * rng.standard_normal(shape)).astype(arrays.numpy_dtype(dtype))
+
+
+def matches(got: Any, want: Array) -> None:
+    assert_matches("moe_activation.out", got, want)
+
+
+# --- the twin -----------------------------------------------------------------------------------------
+
+
+def by_torch(name: str, x: torch.Tensor) -> torch.Tensor:
+    """In float64."""
+    gate, up = x.double().chunk(2, -1)
+    functional = torch.nn.functional
+    if name == "swigluoai":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
+        "relu2": lambda gate: functional.relu(gate) ** 2,
+    }
+    return forms[name](gate) * up
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_twin_is_what_torch_has(name: str, rng: np.random.Generator) -> None:
+    x = draw(rng, (40, 64), "float32") * 3
+    np.testing.assert_allclose(twin.moe_activation(x, name), by_torch(name, torch.from_numpy(x)), 2e-6, 2e-6)
+
+
+def test_by_hand(put: Callable[[Any], Any]) -> None:
+    x = put(np.array([[0.0, 1, -2, 9, 2, 3, 4, 20]], np.float32))
+    got = {name: arrays.library_of(x).to_numpy(cukern.moe_activation(x, name))[0] for name in NAMES}  # type: ignore[union-attr]
+    np.testing.assert_allclose(got["relu2"], [0, 3, 0, 1620])
+    np.testing.assert_allclose(got["silu"], [0, 3 * 0.7310586, -8 * 0.1192029, 180 * 0.9998766], 1e-5)
+    np.testing.assert_allclose(got["swigluoai"][3], 7 * 8, 1e-4)
+    for function, name in WRAPPERS.items():
+        matches(getattr(cukern, function)(x), arrays.library_of(x).to_numpy(cukern.moe_activation(x, name)))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_number(put: Callable[[Any], Any], name: str) -> None:
+    special = np.array([np.nan, np.inf, -np.inf, 0, -100, 100, 1], np.float32)
+    gate, up = np.meshgrid(special, special)
+    x = np.concatenate([gate, up], axis=1)
+    matches(cukern.moe_activation(put(x), name), twin.moe_activation(x, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tensors_on_the_cpu(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 16).to(dtype)
+    got = cukern.silu_and_mul(x)
+    assert (got.dtype, got.shape) == (dtype, (2, 3, 8))
+    torch.testing.assert_close(got, by_torch("silu", x).to(dtype))
+    out = torch.full((2, 3, 8), 7, dtype=dtype)
+    counts = torch.tensor([0, 2], dtype=torch.int32)
+    assert cukern.moe_activation(x, expert_num_tokens=counts, out=out) is out
+    assert (out[0] == 7).all() and (out[1, 2] == 7).all()
+    torch.testing.assert_close(out[1, :2], got[1, :2])
+
+
+# --- bad input ----------------------------------------------------------------------------------------
+
+X = np.zeros((2, 3, 8), np.float32)
+COUNTS = np.zeros(2, np.int32)
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"x": [1, 2]}, TypeError, "x must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"),
+    ({"x": X.astype(int)}, TypeError, "x must be float32 or float16 or bfloat16, got int64"),
+    ({"x": X[..., :7]}, ValueError, "x must be of shape [..., 2 * inter], got [2, 3, 7]"),
+    ({"x": X[0, 0, 0]}, TypeError, "x must be an array (NumPy, CuPy, torch, or any with __dlpack__), got float32"),
+    ({"x": X[:, :, ::2]}, ValueError, "x must be contiguous along its last dimension, with all rows at one distance"),
+    ({"x": X[:, :2]}, ValueError, "x must be contiguous along its last dimension, with all rows at one distance"),
+    ({"activation": "relu"}, ValueError, "activation must be one of 'silu', 'gelu', 'gelu_tanh', 'swigluoai', 'relu2'"),
+    ({"expert_num_tokens": COUNTS.astype(np.int64)}, TypeError, "expert_num_tokens must be int32, got int64"),
+    ({"expert_num_tokens": COUNTS[:1]}, ValueError, "expert_num_tokens must be of shape [experts] = [2], got [1]"),
+    ({"x": X[0], "expert_num_tokens": COUNTS}, ValueError, "x must be of shape [experts, max_tokens, size], got"),
+    ({"out": X}, ValueError, "out must be of shape [..., inter] = [2, 3, 4], got [2, 3, 8]"),
+    ({"out": X[..., :4]}, ValueError, "out must be contiguous"),
+    ({"out": X[..., :4].astype(np.float16)}, TypeError, "out must be float32, got float16"),
+    ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'vector', 'scalar', got 'fast'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        cukern.moe_activation(**{"x": X} | change)
+
+
+def test_the_hosts_only_variant() -> None:
+    with pytest.raises(ValueError, match="variant must be 'auto' for arrays in host memory"):
+        cukern.moe_activation(X, variant="scalar")
+
+
+# --- compiling ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_variants_compile_without_spills(arch: str) -> None:
+    instances = [*op._kernel.specialized, op._variant("bfloat16", 1, 2).instance, op._variant("float32", 1, 4).instance]
+    if arch != "90a":
+        instances = instances[::5]
+    compiler.compile_all([(i, arch) for i in compiler.missing(instances, arch)])
+    for instance in instances:
+        note = compiler.read_note(compiler.cached_path(instance, arch))
+        assert note is not None
+        assert resources(note).spill_bytes == 0, f"{instance} spills on sm_{arch}"
+
+
+@given(
+    st.integers(0, MAX_ROW), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 16, 32]), st.sampled_from([256, 1024])
+)
+def test_a_tile_covers_a_row(columns: int, items: int, lanes: int, most: int) -> None:
+    columns -= columns % lanes
+    plan = tile(columns, items, lanes, most)
+    shown, rows, tile_columns, *_ = plan.geometry
+    assert shown == columns and tile_columns % lanes == 0
+    assert plan.chunks * tile_columns >= columns and plan.chunks < 2**16
+    assert rows >= 1 and rows * tile_columns <= plan.threads * items
+    assert plan.threads % 32 == 0 and 32 <= plan.threads <= most
+
+
+# --- benchmarks ---------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_compares_the_same_thing() -> None:
+    for case in bench_moe_activation.cases():
+        small = bench_moe_activation.shrunk(case)
+        ours, theirs = (harness.inputs(small, 0, "cpu") for _ in range(2))
+        assert small.agree is not None
+        assert small.agree(small.call(*ours), small.baselines["torch"].load()(*theirs))
+
+
+# --- on the GPU ---------------------------------------------------------------------------------------
+
+SHAPES = {
+    "one": (1, 16),
+    "one row": (1, 4096),
+    "odd": (5, 2 * 77),
+    "many short rows": (3000, 32),
+    "long": (3, 2 * 20000),
+    "three dimensions": (3, 5, 2 * 768),
+    "a vector": (512,),
+    "no rows": (0, 64),
+    "no columns": (4, 0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_kernel_is_the_twin(shape: tuple[int, ...], dtype: str, name: str, rng: np.random.Generator) -> None:
+    x = draw(rng, shape, dtype)
+    want = twin.moe_activation(x, name)
+    variants = ["auto", "scalar"] + ["vector"] * (want.shape[-1] * want.itemsize % 16 == 0)
+    for variant in variants:
+        out = Buffer(want.shape, dtype)
+        assert cukern.moe_activation(cupy.asarray(x), name, out=out.array, variant=variant) is out.array
+        matches(out.numpy(), want)
+    if want.size and "vector" not in variants:
+        with pytest.raises(ValueError, match="variant must be 'auto' or 'scalar' here, got 'vector'"):
+            cukern.moe_activation(cupy.asarray(x), name, variant="vector")
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(5, 2 * 77), (3, 5, 64)])
+def test_rows_apart_and_off_alignment(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> None:
+    x = draw(rng, shape, dtype)
+    for skip, apart in ((1, 0), (0, 3), (0, 16)):
+        out = Buffer((*shape[:-1], shape[-1] // 2), dtype, skip)
+        cukern.moe_activation(place(x, skip, apart), out=out.array)
+        matches(out.numpy(), twin.moe_activation(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("inter", [24, 5])
+def test_rows_past_the_count_are_not_touched(inter: int, rng: np.random.Generator) -> None:
+    x, counts = draw(rng, (4, 6, 2 * inter), "float16"), np.array([0, 6, 2, 9], np.int32)
+    valid = twin.valid_rows(x.shape, counts)
+    x[~valid] = np.nan
+    out = Buffer((4, 6, inter), "float16")
+    before = cupy.asnumpy(out.array)
+    cukern.moe_activation(cupy.asarray(x), expert_num_tokens=cupy.asarray(counts), out=out.array)
+    got = out.numpy()
+    matches(got[valid], twin.moe_activation(x[valid]))
+    np.testing.assert_array_equal(got[~valid].view(np.uint16), before[~valid].view(np.uint16))
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(st.integers(0, 70), st.integers(0, 700), st.sampled_from(NAMES), st.sampled_from(DTYPES), st.integers(0, 2**32))
+def test_random_shapes(rows: int, inter: int, name: str, dtype: str, seed: int) -> None:
+    x = draw(np.random.default_rng(seed), (rows, 2 * inter), dtype)
+    matches(cukern.moe_activation(cupy.asarray(x), name), twin.moe_activation(x, name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "cupy", "foreign"])
+def test_the_callers_stream(library: str, rng: np.random.Generator) -> None:
+    x = draw(rng, (64, 128), "float32")
+    real, late = torch.from_numpy(x).cuda(), torch.zeros(64, 128, device="cuda")
+    cukern.silu_and_mul(late)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
+        # What the kernel reads arrives late, and only on this stream.
+        torch.cuda._sleep(100_000_000)
+        late.copy_(real)
+        given = {"torch": late, "cupy": cupy.from_dlpack(late), "foreign": OnlyDLPack(late)}[library]
+        got = cukern.silu_and_mul(given)
+    stream.synchronize()
+    matches(got, twin.silu_and_mul(x))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_follows_its_inputs(rng: np.random.Generator) -> None:
+    x, counts = torch.zeros(3, 8, 64, device="cuda"), torch.zeros(3, dtype=torch.int32, device="cuda")
+    out = torch.zeros(3, 8, 32, device="cuda")
+    cukern.moe_activation(x, "gelu", expert_num_tokens=counts, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cukern.moe_activation(x, "gelu", expert_num_tokens=counts, out=out)
+    for numbers in ([1, 8, 0], [8, 2, 3]):
+        values, host = draw(rng, (3, 8, 64), "float32"), np.array(numbers, np.int32)
+        x.copy_(torch.from_numpy(values))
+        counts.copy_(torch.from_numpy(host))
+        out.fill_(7)
+        graph.replay()
+        matches(
+            out, twin.moe_activation(values, "gelu", expert_num_tokens=host, out=np.full((3, 8, 32), 7, np.float32))
+        )
+
+
+@pytest.mark.gpu
+def test_the_device_of_the_input() -> None:
+    x = torch.rand(4, 16, device="cuda")
+    with pytest.raises(ValueError, match="out must be on CUDA device 0 like x, got one on the CPU"):
+        cukern.silu_and_mul(x, out=torch.empty(4, 8))
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        other = x.to("cuda:1")
+        assert torch.equal(cukern.silu_and_mul(other).cpu(), cukern.silu_and_mul(x).cpu())
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    rows = 2**20 + 8
+    x = torch.zeros(rows, 2 * 2048, dtype=torch.bfloat16, device="cuda")
+    x[-4:] = torch.randn(4, 4096)
+    out = cukern.silu_and_mul(x)
+    assert torch.equal(out[-4:], cukern.silu_and_mul(x[-4:].clone())) and not out[:4].any()
+    assert torch.equal(cukern.moe_activation(x, variant="scalar")[-4:], out[-4:])

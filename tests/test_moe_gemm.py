@@ -1,0 +1,1111 @@
+"""Grouped products: the twin against torch, the kernels against the twin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import cukern
+import cukern.runtime.compile as compiler
+from benchmarks import bench_moe_gemm, harness
+from cukern.commands import resources
+from cukern.ops import moe_gemm as op
+from cukern.reference import moe_gemm as twin
+from cukern.runtime import arrays
+from cukern.runtime.activation import ACTIVATIONS
+from cukern.runtime.cuda import cupy
+from cukern.runtime.kernel import KERNELS, arch_of_device
+from cukern.testing import assert_matches
+from tests.buffers import POISON, Buffer, OnlyDLPack, on_gpu, same_bits
+
+Array = NDArray[Any]
+NAN = np.nan
+DTYPES = ("bfloat16", "float16")
+E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+#: How `a` and `b` are given: of 16 bits; of 8 with scales by blocks, rows and columns, one each, mixed; b of 4 bits.
+WEIGHTS = ("16", "fp8 block", "fp8 row column", "fp8 one one", "fp8 one column", "fp8 row one", "mxfp4", "nvfp4")
+#: Row numbers of tokens where none may be read.
+JUNK = 2**31 - 1
+
+
+class Case(NamedTuple):
+    """A call; what may not be read is NaN, and the weights of experts without rows are, too."""
+
+    arguments: dict[str, Any]
+    rows: Array  # bool: which rows of the result are written, of all its dimensions but the last
+
+    @property
+    def is_batched(self) -> bool:
+        return "expert_num_tokens" in self.arguments
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.arguments["a"].dtype.itemsize == 1
+
+    @property
+    def tolerance(self) -> str:
+        return "moe_gemm.fp8_out" if self.is_fp8 else "moe_gemm.out"
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        columns = self.arguments["b"].shape[1] // (2 if self.arguments.get("activation") else 1)
+        return (*self.rows.shape, columns)
+
+    @property
+    def out_dtype(self) -> str:
+        return self.arguments.get("out_dtype") or ("bfloat16" if self.is_fp8 else self.arguments["a"].dtype.name)
+
+    def run(self, **more: Any) -> Any:
+        function = cukern.moe_gemm_batched if self.is_batched else cukern.moe_gemm
+        return function(**{**self.arguments, **more})
+
+    def twin(self) -> Array:
+        function = twin.moe_gemm_batched if self.is_batched else twin.moe_gemm
+        return function(**self.arguments)
+
+    def replaced(self, **more: Any) -> Case:
+        return self._replace(arguments={**self.arguments, **more})
+
+    @property
+    def group(self) -> Any:
+        """What the op makes of its shapes and dtypes."""
+        x = self.arguments
+        names = "a_scale", "b_scale", "b_global_scale", "row_token"
+        kinds = {
+            name: None if x.get(name) is None else (x[name].dtype.name, x[name].shape) for name in ("a", "b", *names)
+        }
+        offsets = x["expert_num_tokens" if self.is_batched else "expert_offsets"]
+        return op._group(
+            self.is_batched,
+            kinds["a"],
+            kinds["b"],
+            (offsets.dtype.name, offsets.shape),
+            *(kinds[name] for name in names),
+            x.get("activation"),
+            x.get("out_dtype"),
+            None,
+            x.get("expected_m"),
+        )
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...], whole: bool, scale: float = 1.0) -> Array:
+    """Normal numbers times `scale`, or whole ones from -2 to 2, in float32."""
+    if whole:
+        return rng.integers(-2, 3, shape).astype(np.float32)
+    return rng.standard_normal(shape, np.float32) * np.float32(scale)
+
+
+def scales(rng: np.random.Generator, shape: tuple[int, ...], whole: bool, scale: float = 1.0) -> Array:
+    """About `scale`, or powers of two, in float32."""
+    if whole:
+        return np.exp2(rng.integers(-2, 3, shape)).astype(np.float32)
+    return (rng.uniform(0.5, 2, shape) * scale).astype(np.float32)
+
+
+def made(
+    rng: np.random.Generator,
+    counts: Sequence[int],
+    n: int,
+    k: int,
+    weights: str = "16",
+    dtype: str = "bfloat16",
+    activation: str | None = None,
+    max_tokens: int | None = None,
+    tokens: int | None = None,
+    whole: bool = False,
+    spare: int = 3,
+    offsets_dtype: str = "int32",
+) -> Case:
+    """A call with so many rows of each expert.
+
+    Args:
+        dtype: of `a` where that is of 16 bits, else of the result.
+        max_tokens: batched, with room for so many.
+        tokens: gathered from so many.
+        whole: whole numbers, but for powers of two: their sums, about as large, are exact, whatever their order.
+        spare: rows of no expert, behind all others.
+    """
+    experts, rows = len(counts), sum(counts) + spare
+    kind = arrays.numpy_dtype(dtype)
+    offsets = np.cumsum([0, *counts]).astype(offsets_dtype)
+    if max_tokens is not None:
+        is_row = np.arange(max_tokens) < np.array(counts)[:, None]
+    else:
+        is_row = np.arange(rows) < offsets[-1]
+    a_shape = is_row.shape if tokens is None else (tokens,)
+    a_is_used = is_row if tokens is None else np.ones(tokens, bool)
+    unused = np.array(counts) == 0
+    x: dict[str, Any] = {}
+    fp8 = weights.startswith("fp8")
+    share = np.exp2(np.round(-np.log2(2 * k**0.5)), dtype=np.float32)
+    a = drawn(rng, (*a_shape, k), whole).astype(E4M3 if fp8 else kind)
+    a[~a_is_used] = NAN
+    if weights in ("16",) or fp8:
+        b = drawn(rng, (experts, n, k), whole, 1 if fp8 else k**-0.5)
+        b = (b if fp8 or not whole else b * share).astype(E4M3 if fp8 else kind)
+        b[unused] = NAN
+    else:
+        b = rng.integers(0, 256, (experts, n, k // 2)).astype(np.uint8)
+        group = 32 if weights == "mxfp4" else 16
+        b_scale = scales(rng, (experts, n, k // group), whole or group == 32)
+        if group == 32:
+            b_scale = (b_scale * share / 2).astype(E8M0)
+        else:
+            b_scale = b_scale.astype(E4M3)
+            x["b_global_scale"] = scales(rng, (experts,), whole, 0.25 * k**-0.5) * (share / 2 if whole else 1)
+            x["b_global_scale"][unused] = NAN
+        b_scale[unused] = NAN
+        x["b_scale"] = b_scale.view(np.uint8)
+    if fp8:
+        of_a, of_b = ["block"] * 2 if weights == "fp8 block" else weights.split()[1:]
+        blocks = -(-k // 128)
+        x["a_scale"] = scales(rng, {"block": (*a_shape, blocks), "row": a_shape, "one": (1,)}[of_a], whole)
+        b_shape = {"block": (experts, -(-n // 128), blocks), "column": (experts, n), "one": (experts,)}[of_b]
+        x["b_scale"] = scales(rng, b_shape, whole, k**-0.5) * (share if whole else 1)
+        x["b_scale"][unused] = NAN
+        if of_a != "one":
+            x["a_scale"][~a_is_used] = NAN
+        x["out_dtype"] = dtype
+    if tokens is not None:
+        x["row_token"] = np.where(is_row, rng.integers(0, max(tokens, 1), rows), JUNK).astype(np.int32)
+    if activation is not None:
+        x["activation"] = activation
+    if max_tokens is not None:
+        return Case({"a": a, "b": b, "expert_num_tokens": np.array(counts, np.int32), **x}, is_row)
+    return Case({"a": a, "b": b, "expert_offsets": offsets, **x}, is_row)
+
+
+# --- the twin against torch -----------------------------------------------------------------------------
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    """A tensor of the same dtype, in memory of its own."""
+    library = arrays.library_of(torch.empty(0))
+    assert library is not None
+    return library.from_numpy(array.copy(), torch.empty(0))
+
+
+def from_torch(tensor: torch.Tensor) -> Array:
+    library = arrays.library_of(tensor)
+    assert library is not None
+    return library.to_numpy(tensor)
+
+
+def of_4_bits(codes: torch.Tensor) -> torch.Tensor:
+    """By the definition of e2m1: a sign, two bits of exponent with bias 1, one of mantissa."""
+    exponent, mantissa = (codes >> 1 & 3).double(), (codes & 1).double()
+    size = torch.where(exponent > 0, (1 + mantissa / 2) * 2 ** (exponent - 1), mantissa / 2)
+    return torch.where(codes >= 8, -size, size)
+
+
+def weights_by_torch(x: dict[str, Any], k: int) -> torch.Tensor:
+    """[experts, n, k] in float64."""
+    b = as_torch(x["b"])
+    if "b_scale" not in x:
+        return b.double()
+    scale = as_torch(x["b_scale"])
+    if b.shape[2] != k:
+        numbers = torch.empty(*b.shape[:2], k, dtype=torch.float64)
+        numbers[:, :, 0::2], numbers[:, :, 1::2] = of_4_bits(b & 15), of_4_bits(b >> 4)
+        group = k // scale.shape[2]
+        if group == 32:
+            factor = 2 ** (scale.double() - 127)
+        else:
+            factor = scale.view(torch.float8_e4m3fn).double() * as_torch(x["b_global_scale"]).double()[:, None, None]
+        return numbers * factor.repeat_interleave(group, 2)
+    if scale.ndim == 3:
+        scale = scale.repeat_interleave(128, 1)[:, : b.shape[1]].repeat_interleave(128, 2)[:, :, :k]
+    else:
+        scale = scale.view(len(b), -1, 1)
+    return b.double() * scale.double()
+
+
+ACTIVATED = {
+    "silu": lambda gate, up: torch.nn.functional.silu(gate) * up,
+    "gelu": lambda gate, up: torch.nn.functional.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: torch.nn.functional.gelu(gate, approximate="tanh") * up,
+    "swigluoai": lambda gate, up: gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
+    "relu2": lambda gate, up: torch.relu(gate) ** 2 * up,
+}
+
+
+def by_torch(x: Case) -> Array:
+    """All rows in float64, 0 where none is written."""
+    given = x.arguments
+    a, k = as_torch(given["a"]).double(), given["a"].shape[-1]
+    if "a_scale" in given:
+        scale = as_torch(given["a_scale"]).double()
+        if scale.ndim == a.ndim:
+            scale = scale.repeat_interleave(128, -1)[..., :k]
+        elif scale.shape != (1,):
+            scale = scale[..., None]
+        a = a * scale
+    weights = weights_by_torch(given, k)
+    is_row = torch.from_numpy(x.rows)
+    if x.is_batched:
+        expert = torch.arange(len(weights))[:, None].expand(is_row.shape)[is_row]
+        a = a[is_row]
+    else:
+        count = int(is_row.sum())
+        expert = torch.searchsorted(as_torch(given["expert_offsets"]).long(), torch.arange(count), right=True) - 1
+        a = a[as_torch(given["row_token"])[:count].long()] if "row_token" in given else a[:count]
+    sums = torch.stack([weights[e] @ row for e, row in zip(expert, a, strict=True)])
+    if given.get("activation"):
+        sums = ACTIVATED[given["activation"]](*sums.chunk(2, dim=1))
+    out = torch.zeros(x.out_shape, dtype=torch.float64)
+    out[is_row] = sums
+    return out.numpy()
+
+
+#: Counts, n, k, then what else differs from a call in bfloat16; and why.
+TORCH_TOO: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
+    "plain": ([3, 0, 1, 5], 24, 40, {}),
+    "float16": ([3, 0, 1, 5], 24, 40, {"dtype": "float16"}),
+    "int64 offsets": ([3, 0, 1, 5], 24, 40, {"offsets_dtype": "int64"}),
+    "one expert": ([7], 8, 8, {"spare": 0}),
+    "gathered": ([3, 0, 1, 5], 24, 40, {"tokens": 4}),
+    "batched": ([3, 0, 1, 5], 24, 40, {"max_tokens": 5}),
+    **{f"{name}": ([3, 0, 4], 32, 24, {"activation": name}) for name in ACTIVATIONS},
+    **{f"{w}": ([3, 0, 4], 136, 272, {"weights": w}) for w in WEIGHTS[1:-2]},
+    "fp8 block, gathered": ([3, 0, 4], 136, 272, {"weights": "fp8 block", "tokens": 5, "dtype": "float16"}),
+    "fp8 row column, gathered": ([3, 0, 4], 24, 48, {"weights": "fp8 row column", "tokens": 5}),
+    "fp8 block, batched": ([3, 0, 4], 136, 272, {"weights": "fp8 block", "max_tokens": 6}),
+    "fp8 row column, batched": ([3, 0, 4], 24, 48, {"weights": "fp8 row column", "max_tokens": 6}),
+    "fp8 one one, batched": ([3, 0, 4], 24, 48, {"weights": "fp8 one one", "max_tokens": 6}),
+    "fp8 block, silu": ([3, 0, 4], 272, 128, {"weights": "fp8 block", "activation": "silu"}),
+    "mxfp4": ([3, 0, 4], 24, 96, {"weights": "mxfp4"}),
+    "nvfp4": ([3, 0, 4], 24, 96, {"weights": "nvfp4", "dtype": "float16"}),
+    "nvfp4, batched": ([3, 0, 4], 24, 64, {"weights": "nvfp4", "max_tokens": 6}),
+    "mxfp4, gathered, swigluoai": ([3, 0, 4], 32, 64, {"weights": "mxfp4", "tokens": 2, "activation": "swigluoai"}),
+}
+
+
+@pytest.mark.parametrize(("counts", "n", "k", "changes"), TORCH_TOO.values(), ids=TORCH_TOO)
+def test_the_twin_is_torchs_product(
+    counts: list[int], n: int, k: int, changes: dict[str, Any], rng: np.random.Generator
+) -> None:
+    x = made(rng, counts, n, k, **changes)
+    got, want = x.run(), by_torch(x)
+    assert got.dtype.name == x.out_dtype
+    # Rounded once, from sums in float32; of no row without an expert.
+    assert_matches("moe_gemm.out", got, want.astype(got.dtype))
+    assert not got[~x.rows].astype(np.float32).any()
+    out = np.full(x.out_shape, NAN, got.dtype)
+    assert x.run(out=out) is out
+    same_bits(out[x.rows], got[x.rows])
+    assert np.isnan(out[~x.rows].astype(np.float32)).all()
+    whole = made(rng, counts, n, k, whole=True, **{**changes, "activation": None})
+    same_bits(whole.run(), by_torch(whole).astype(got.dtype))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_cpu_tensors_and_foreign_arrays_go_through_the_twin(weights: str, rng: np.random.Generator) -> None:
+    shapes: tuple[dict[str, Any], ...] = ({}, {"max_tokens": 6})
+    for shape in shapes:
+        x = made(rng, [3, 0, 4], 32, 128, weights, **shape)
+        want = x.twin()
+        tensors = x.replaced(**{key: as_torch(v) for key, v in x.arguments.items() if arrays.is_array(v)})
+        got = tensors.run()
+        assert type(got) is torch.Tensor
+        same_bits(from_torch(got), want)
+        out = torch.full(x.out_shape, NAN, dtype=got.dtype)
+        assert tensors.run(out=out) is out
+        same_bits(from_torch(out)[x.rows], want[x.rows])
+        assert from_torch(out[torch.from_numpy(~x.rows)].isnan()).all()
+        # FP8 by its bytes; with `out` its dtype tells which to give.
+        if x.is_fp8:
+            by_bytes = x.replaced(a=x.arguments["a"].view(np.uint8), b=x.arguments["b"].view(np.uint8))
+            same_bits(by_bytes.run(), want)
+            out = np.zeros(x.out_shape, np.float16)
+            x.run(out=out, out_dtype=None)
+            same_bits(out, x.replaced(out_dtype="float16").twin())
+    x = made(rng, [3, 1], 16, 16, dtype="float16")
+    foreign = x.replaced(**{key: OnlyDLPack(v) for key, v in x.arguments.items()})
+    same_bits(foreign.run(), x.twin())
+
+
+def test_scales_of_one_shape_or_the_other(rng: np.random.Generator) -> None:
+    x = made(rng, [3, 0, 4], 16, 48, "fp8 row column")
+    a_scale = x.arguments["a_scale"]
+    same_bits(x.replaced(a_scale=a_scale[:, None]).run(), x.twin())
+    # Of one row: by rows and one for all are the same, and so are blocks of one column.
+    x = made(rng, [1, 0], 16, 48, "fp8 row one", spare=0)
+    same_bits(x.replaced(a_scale=x.arguments["a_scale"][:, None]).run(), x.run())
+    x = made(rng, [3, 2], 16, 48, "fp8 row column", max_tokens=5)
+    same_bits(x.replaced(a_scale=x.arguments["a_scale"][..., None]).run(), x.twin())
+    codes = made(rng, [3, 2], 16, 64, "nvfp4")
+    same_bits(codes.replaced(b_scale=codes.arguments["b_scale"].view(E4M3)).run(), codes.twin())
+    codes = made(rng, [3, 2], 16, 64, "mxfp4")
+    same_bits(codes.replaced(b_scale=codes.arguments["b_scale"].view(E8M0)).run(), codes.twin())
+
+
+def test_weights_of_4_bits_by_hand() -> None:
+    # 1, 2 | 3 at the end; times 2 in the first group of MXFP4 and 1/2 in the second.
+    b = np.zeros((1, 8, 32), np.uint8)
+    b[0, 3, 0], b[0, 3, -1] = 0x42, 0x50
+    a = np.zeros((3, 64), np.float16)
+    a[0, 0], a[1, 1], a[2, 63] = 1, 10, 100
+    scale = np.full((1, 8, 2), 128, np.uint8)
+    scale[..., 1] = 126
+    out = cukern.moe_gemm(a, b, np.array([0, 3], np.int32), b_scale=scale)
+    assert out[:, 3].tolist() == [2, 40, 150] and np.count_nonzero(out) == 3
+    scale = np.full((1, 8, 4), 0x40, np.uint8)  # 2
+    scale[..., 3] = 0x34  # 0.75
+    options: dict[str, Any] = {"b_scale": scale, "b_global_scale": np.array([0.5], np.float32)}
+    out = cukern.moe_gemm(a, b, np.array([0, 3], np.int32), **options)
+    assert out[:, 3].tolist() == [1, 20, 112.5]
+
+
+def test_offsets_outside_of_the_rows_are_their_end(rng: np.random.Generator) -> None:
+    x = made(rng, [3, 2], 8, 8, spare=0)
+    bad = x.replaced(expert_offsets=np.array([-5, 3, 2**31 - 1], np.int32))
+    same_bits(bad.run(), x.twin())
+    batch = made(rng, [3, 0], 8, 8, max_tokens=3)
+    bad = batch.replaced(expert_num_tokens=np.array([2**31 - 1, -3], np.int32))
+    same_bits(bad.run(), batch.twin())
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+
+def zeros(*shape: int, dtype: Any = "bfloat16") -> Array:
+    return np.zeros(shape, arrays.numpy_dtype(dtype))
+
+
+def good(name: str) -> dict[str, Any]:
+    """Arguments that are taken; each test changes one."""
+    batched, _, kind = name.partition(" ")
+    a, b = (2, 4, 256), (2, 16, 256)
+    x: dict[str, Any] = {"a": zeros(*(a if batched == "batched" else (8, 256))), "b": zeros(*b)}
+    if batched == "batched":
+        x["expert_num_tokens"] = np.array([3, 4], np.int32)
+    else:
+        x["expert_offsets"] = np.array([0, 3, 7], np.int32)
+    if kind.startswith("fp8"):
+        x["a"], x["b"] = x["a"].astype(E4M3), x["b"].astype(E4M3)
+        rows = x["a"].shape[:-1]
+        x["a_scale"] = np.ones((*rows, 2) if kind == "fp8 block" else rows, np.float32)
+        x["b_scale"] = np.ones((2, 1, 2) if kind == "fp8 block" else (2, 16), np.float32)
+    elif kind:
+        x["b"] = zeros(2, 16, 128, dtype="uint8")
+        x["b_scale"] = zeros(2, 16, 8 if kind == "mxfp4" else 16, dtype="uint8")
+        if kind == "nvfp4":
+            x["b_global_scale"] = zeros(2, dtype="float32")
+    return x
+
+
+GOOD = [f"{how}{kind}" for how in ("rows", "batched") for kind in ("", " fp8 block", " fp8 row", " mxfp4", " nvfp4")]
+
+
+def called(x: dict[str, Any]) -> Any:
+    return (cukern.moe_gemm_batched if "expert_num_tokens" in x else cukern.moe_gemm)(**x)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_arguments_are_taken(name: str) -> None:
+    assert called(good(name)).shape == ((2, 4, 16) if name.startswith("batched") else (8, 16))
+
+
+def _bad_calls() -> Iterator[Any]:
+    f32, one, i32 = np.float32, np.ones(1, np.float32), np.int32
+    fortran = np.asfortranarray(zeros(8, 256))
+    for name, changes, error, message in (
+        ("rows", {"a": 3}, TypeError, "a must be an array"),
+        ("rows", {"a": zeros(8, 256, dtype="float32")}, TypeError, "a must be bfloat16 or float16 or float8_e4m3fn"),
+        ("rows", {"a": zeros(8, 2, 128)}, ValueError, "a must be of shape [tokens, k], got [8, 2, 128]"),
+        ("rows", {"a": fortran}, ValueError, "a must be contiguous, got strides (1, 8)"),
+        ("rows", {"a": zeros(8, 252)}, ValueError,
+         "b must be of shape [experts, n, k] = [2, 16, 252], got [2, 16, 256]"),
+        ("rows", {"a": zeros(8, 12), "b": zeros(2, 16, 12)}, ValueError,
+         "a must be of k that is a positive multiple of 8, got 12"),
+        ("rows", {"a": zeros(8, 0), "b": zeros(2, 16, 0)}, ValueError, "a must be of k that is a positive"),
+        ("rows fp8 row", {"a": zeros(8, 24, dtype=E4M3), "b": zeros(2, 16, 24, dtype=E4M3)}, ValueError,
+         "a must be of k that is a positive multiple of 16, got 24"),
+        ("rows mxfp4", {"a": zeros(8, 48), "b": zeros(2, 16, 24, dtype="uint8")}, ValueError,
+         "a must be of k that is a positive multiple of 32, got 48"),
+        ("rows", {"b": None}, TypeError, "b must be a NumPy array like a, got builtins.NoneType"),
+        ("rows", {"b": torch.zeros(2, 16, 256)}, TypeError, "b must be a NumPy array like a, got torch.Tensor"),
+        ("rows", {"b": zeros(2, 16, 256, dtype="float16")}, TypeError, "b must be bfloat16 or uint8, got float16"),
+        ("rows fp8 row", {"b": zeros(2, 16, 256)}, TypeError, "b must be float8_e4m3fn or uint8, got bfloat16"),
+        ("rows", {"b": zeros(16, 256)}, ValueError, "b must be of shape [experts, n, k], got [16, 256]"),
+        ("rows", {"b": zeros(0, 16, 256)}, ValueError, "b must be of at least one and at most 4096 experts, got 0"),
+        ("rows", {"b": zeros(4097, 8, 256)}, ValueError, "at most 4096 experts, got 4097"),
+        ("rows", {"b": zeros(2, 12, 256)}, ValueError, "b must be of n that is a positive multiple of 8, got 12"),
+        ("rows", {"b": zeros(2, 0, 256)}, ValueError, "b must be of n that is a positive multiple of 8, got 0"),
+        ("rows", {"b": zeros(2, 24, 256), "activation": "silu"}, ValueError,
+         "b must be of n that is a positive multiple of 16 (with an activation, gate and up), got 24"),
+        ("rows", {"b": zeros(2, 32, 256)[:, ::2]}, ValueError, "b must be contiguous, got strides (8192, 512, 1)"),
+        ("batched", {"b": zeros(3, 16, 256)}, ValueError,
+         "a must be of shape [experts, max_tokens, k] = [3, 4, 256], got [2, 4, 256]"),
+        ("batched", {"a": zeros(8, 256)}, ValueError, "a must be of shape [experts, max_tokens, k], got [8, 256]"),
+        ("rows", {"expert_offsets": None}, TypeError, "expert_offsets must be a NumPy array like a, got builtins"),
+        ("rows", {"expert_offsets": np.zeros(3, f32)}, TypeError, "expert_offsets must be int32 or int64, got float32"),
+        ("rows", {"expert_offsets": np.zeros(2, i32)}, ValueError,
+         "expert_offsets must be of shape [experts + 1] = [3], got [2]"),
+        ("rows", {"expert_offsets": np.zeros(6, i32)[::2]}, ValueError, "expert_offsets must be contiguous"),
+        ("batched", {"expert_num_tokens": np.zeros(2, np.int64)}, TypeError,
+         "expert_num_tokens must be int32, got int64"),
+        ("batched", {"expert_num_tokens": np.zeros(3, i32)}, ValueError,
+         "expert_num_tokens must be of shape [experts] = [2], got [3]"),
+        ("rows", {"a_scale": one}, ValueError, "a_scale must be None with bfloat16 a, got an array"),
+        ("rows", {"b_scale": one}, ValueError, "b_scale must be None with bfloat16 b, got an array"),
+        ("rows", {"b_global_scale": one}, ValueError, "b_global_scale must be None without weights of 4 bits"),
+        ("rows fp8 row", {"b_global_scale": one}, ValueError, "b_global_scale must be None without weights of 4 bits"),
+        ("rows fp8 row", {"a_scale": None}, TypeError, "a_scale must be an array with FP8, got None"),
+        ("rows fp8 row", {"b_scale": None}, TypeError, "b_scale must be an array with FP8, got None"),
+        ("rows fp8 row", {"a_scale": 1.0}, TypeError, "a_scale must be a NumPy array like a, got builtins.float"),
+        ("rows fp8 row", {"a_scale": np.ones(8)}, TypeError, "a_scale must be float32, got float64"),
+        ("rows fp8 row", {"b_scale": np.ones((2, 16))}, TypeError, "b_scale must be float32, got float64"),
+        ("rows fp8 row", {"a_scale": np.ones(7, f32)}, ValueError,
+         "a_scale must be of shape [1], [tokens] = [8] or [tokens, 1], as b_scale is not by blocks, got [7]"),
+        ("rows fp8 row", {"a_scale": np.ones((8, 2), f32)}, ValueError, "as b_scale is not by blocks, got [8, 2]"),
+        ("batched fp8 row", {"a_scale": np.ones(8, f32)}, ValueError,
+         "a_scale must be of shape [1], [experts, max_tokens] = [2, 4] or [experts, max_tokens, 1]"),
+        ("rows fp8 row", {"b_scale": np.ones((2, 17), f32)}, ValueError,
+         "b_scale must be of shape [experts] = [2], [experts, n] = [2, 16] or by blocks, got [2, 17]"),
+        ("rows fp8 block", {"b_scale": np.ones((2, 2, 2), f32)}, ValueError,
+         "b_scale must be of shape [experts, ceil(n / 128), ceil(k / 128)] = [2, 1, 2], got [2, 2, 2]"),
+        ("rows fp8 block", {"a_scale": np.ones(8, f32)}, ValueError,
+         "a_scale must be of shape [tokens, ceil(k / 128)], as b_scale is by blocks, = [8, 2], got [8]"),
+        ("batched fp8 block", {"a_scale": np.ones((2, 4, 1), f32)}, ValueError,
+         "a_scale must be of shape [experts, max_tokens, ceil(k / 128)], as b_scale is by blocks, = [2, 4, 2]"),
+        ("rows mxfp4", {"a_scale": one}, ValueError, "a_scale must be None with bfloat16 a"),
+        ("rows mxfp4", {"b_scale": None}, TypeError, "b_scale must be an array with weights of 4 bits, got None"),
+        ("rows mxfp4", {"b_scale": zeros(2, 16, 4, dtype="uint8")}, ValueError,
+         "[experts, n, k / 32] = [2, 16, 8] (MXFP4) or [experts, n, k / 16] = [2, 16, 16] (NVFP4), got [2, 16, 4]"),
+        ("rows mxfp4", {"b_scale": zeros(2, 16, 8, dtype=E4M3)}, TypeError,
+         "b_scale must be float8_e8m0fnu or uint8, got float8_e4m3fn"),
+        ("rows mxfp4", {"b_global_scale": np.ones(2, f32)}, ValueError, "b_global_scale must be None with MXFP4"),
+        ("rows nvfp4", {"b_scale": zeros(2, 16, 16, dtype="float32")}, TypeError,
+         "b_scale must be float8_e4m3fn or uint8, got float32"),
+        ("rows nvfp4", {"b_global_scale": None}, TypeError, "b_global_scale must be an array with NVFP4, got None"),
+        ("rows nvfp4", {"b_global_scale": np.ones(3, f32)}, ValueError,
+         "b_global_scale must be of shape [experts] = [2], got [3]"),
+        ("rows", {"row_token": np.zeros(9, np.int64)}, TypeError, "row_token must be int32, got int64"),
+        ("rows", {"row_token": np.zeros((9, 1), i32)}, ValueError, "row_token must be of shape [rows], got [9, 1]"),
+        ("rows", {"row_token": np.zeros(9, i32), "a": zeros(0, 256)}, ValueError,
+         "a must be of at least one token, as row_token has rows, got [0, 256]"),
+        ("rows", {"expected_m": -1}, ValueError, "expected_m must be an integer of at least 0, got -1"),
+        ("rows", {"expected_m": 1.5}, TypeError, "expected_m must be an integer of at least 0, got 1.5 (float)"),
+        ("rows", {"activation": "tanh"}, ValueError, "activation must be one of None, 'silu', 'gelu'"),
+        ("rows", {"out_dtype": "float16"}, ValueError, "out_dtype must be one of 'bfloat16', got 'float16'"),
+        ("rows fp8 row", {"out_dtype": "float32"}, ValueError, "out_dtype must be one of 'bfloat16', 'float16'"),
+        ("rows", {"out": zeros(7, 16)}, ValueError, "out must be of shape [rows, n] = [8, 16], got [7, 16]"),
+        ("rows", {"out": zeros(8, 16), "row_token": np.zeros(9, i32)}, ValueError, "[rows, n] = [9, 16], got [8, 16]"),
+        ("rows", {"out": zeros(8, 16), "activation": "silu"}, ValueError, "[rows, n / 2] = [8, 8], got [8, 16]"),
+        ("batched", {"out": zeros(8, 16)}, ValueError, "out must be of shape [experts, max_tokens, n] = [2, 4, 16]"),
+        ("rows", {"out": zeros(8, 16, dtype="float16")}, TypeError, "out must be bfloat16, got float16"),
+        ("rows fp8 row", {"out": zeros(8, 16, dtype="float32")}, TypeError, "out must be bfloat16, got float32"),
+        ("rows", {"out": zeros(8, 32)[:, ::2]}, ValueError, "out must be contiguous"),
+        ("rows", {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wgmma', 'mma', 'stream', got"),
+        ("rows", {"variant": "mma"}, ValueError, "variant must be 'auto' for arrays in host memory"),
+    ):  # fmt: skip
+        words = re.sub(r"[^\w]+", " ", message)[:50]
+        yield pytest.param(name, changes, error, message, id=f"{name}, {', '.join(changes)}: {words}")
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    x = good(name)
+    out = np.full((*x["a"].shape[:-1], 16), NAN, ml_dtypes.bfloat16)
+    with pytest.raises(error, match=re.escape(message)):
+        called({**x, "out": out, **changes} if "row_token" not in changes else {**x, **changes})
+    assert np.isnan(out.astype(np.float32)).all()
+
+
+# --- the choice of a variant, and its compilation -------------------------------------------------------
+
+#: Shared memory that a block may have, by architecture.
+SHARED_BYTES = {"90a": 227 << 10, "80": 163 << 10, "100a": 227 << 10, "120a": 99 << 10}
+FP8_BLOCK = {"dtype": "float8_e4m3fn", "weights": "fp8", "a_scale": "block", "b_scale": "block"}
+FP8_ROW = {**FP8_BLOCK, "a_scale": "row", "b_scale": "column"}
+
+
+def a_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """One with 132 multiprocessors."""
+    monkeypatch.setattr(op, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(op, "arch_of_device", lambda device: arch)
+    monkeypatch.setattr(op, "_shared_per_block", lambda device: SHARED_BYTES[arch])
+    op._plan.cache_clear()
+
+
+@pytest.fixture
+def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    a_gpu(monkeypatch, "90a")
+    yield
+    op._plan.cache_clear()
+
+
+def group_of(rows: int, **changes: Any) -> Any:
+    """So many rows in all, of 8 experts, in bfloat16, unless told otherwise."""
+    usual = op._Group(False, rows, rows, 8, 4096, 7168, "bfloat16", "bfloat16", "16", "", "", 0, False, 1, 1)
+    x = usual._replace(**changes)
+    return x._replace(expected_rows=changes.get("expected_rows", rows if x.is_batched else -(-rows // x.experts)))
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_the_variants_compile_without_spills(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_gpu(monkeypatch, arch)
+    if arch == "90a":
+        held = {x for kernel in KERNELS["moe_gemm"] for x in kernel.specialized}
+        others = [({"dtype": "float16", "out_dtype": "float16"}, "wgmma"), (FP8_ROW, "wgmma"), (FP8_ROW, "stream")]
+    else:
+        held = {*op._stream.specialized[:2], op._plan(group_of(400), "mma", 0).kernel.instance}
+        # What converts FP8 without an instruction takes seconds to compile.
+        others = [(FP8_BLOCK, "mma")] if arch != "80" else []
+    formats = [(w, d) for w in ("mxfp4", "nvfp4") for d in DTYPES]
+    for weights, dtype in formats if arch == "90a" else formats[:: 2 if arch == "80" else 3]:
+        others.append(({"weights": weights, "b_scale": "group", "dtype": dtype, "out_dtype": dtype}, "mma"))
+    rest = {op._plan(group_of(400, **changes), variant, 0).kernel.instance for changes, variant in others}
+    compiler.compile_all([(i, arch) for i in compiler.missing({*held, *rest}, arch)])
+    for instance in {*held, *rest}:
+        note = compiler.read_note(compiler.cached_path(instance, arch))
+        assert note is not None and note["arch"] == arch
+        if instance in held:
+            assert resources(note).spill_bytes == 0, instance
+    op._plan.cache_clear()
+
+
+@pytest.mark.usefixtures("_an_h200")
+@pytest.mark.parametrize(
+    ("rows", "changes", "function"),
+    [
+        (32, {}, "gemm_stream"),
+        (33, {}, "gemm_wgmma"),
+        (8, {"experts": 256}, "gemm_stream"),
+        (2048, {"experts": 256}, "gemm_wgmma"),
+        (8192, {}, "gemm_wgmma"),
+        (8192, {"expected_rows": 4}, "gemm_stream"),
+        (8192, {"dtype": "float16", "out_dtype": "float16", "activation": 1}, "gemm_wgmma"),
+        (40, {"is_gathered": True}, "gemm_mma"),
+        (32, {"is_gathered": True}, "gemm_stream"),
+        (4, {"is_batched": True}, "gemm_stream"),
+        (256, {"is_batched": True}, "gemm_wgmma"),
+        (256, {"is_batched": True, "expected_rows": 1}, "gemm_stream"),
+        (32, FP8_BLOCK, "gemm_stream"),
+        (8192, FP8_BLOCK, "gemm_fp8_wgmma"),
+        (8192, FP8_ROW, "gemm_fp8_wgmma"),
+        (8192, {**FP8_BLOCK, "activation": 1}, "gemm_fp8_wgmma"),
+        (8192, {**FP8_BLOCK, "activation": 1, "n": 4096 + 16}, "gemm_mma"),
+        (8192, {"weights": "mxfp4", "b_scale": "group"}, "gemm_mma"),
+        (8, {"weights": "nvfp4", "b_scale": "group"}, "gemm_mma"),
+        # More groups than a grid has along y.
+        (2**18 + 2**13, {"experts": 4096, "expected_rows": 4}, "gemm_wgmma"),
+    ],
+    ids=str,
+)
+def test_the_variant_for_a_call(rows: int, changes: dict[str, Any], function: str) -> None:
+    assert op._plan(group_of(rows, **changes), "auto", 0).kernel.instance.function == function
+
+
+def test_the_variant_without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arch in ("80", "100a", "120a"):
+        a_gpu(monkeypatch, arch)
+        for rows in (64, 65, 8192):
+            for changes in ({}, FP8_BLOCK, {"weights": "nvfp4", "b_scale": "group"}):
+                plan = op._plan(group_of(rows, **changes), "auto", 0)
+                streamed = ("16",) if arch == "80" else ("16", "fp8")  # that one converts FP8 slowly
+                is_few = rows == 64 and changes.get("weights", "16") in streamed
+                assert plan.kernel.instance.function == ("gemm_stream" if is_few else "gemm_mma")
+                assert plan.shared_bytes <= SHARED_BYTES[arch]
+        with pytest.raises(ValueError, match=re.escape(f"'wgmma': this GPU is of sm_{arch}, not sm_90a")):
+            op._plan(group_of(8192), "wgmma", 0)
+    op._plan.cache_clear()
+
+
+@pytest.mark.usefixtures("_an_h200")
+@pytest.mark.parametrize(
+    ("changes", "variant", "reason"),
+    [
+        ({"is_gathered": True}, "wgmma", "rows are gathered"),
+        ({"weights": "mxfp4", "b_scale": "group"}, "wgmma", "weights are of 4 bits"),
+        ({**FP8_BLOCK, "activation": 1, "n": 208}, "wgmma", "the halves of n (208) are no multiples of 64"),
+        ({"weights": "mxfp4", "b_scale": "group"}, "stream", "weights are of 4 bits"),
+        ({"experts": 4096, "is_batched": True, "expected_rows": 4}, "stream", "there may be too many groups of rows"),
+    ],
+    ids=str,
+)
+def test_a_variant_that_is_not_there_is_refused(changes: dict[str, Any], variant: str, reason: str) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape(f"variant must be 'auto' or another here, got '{variant}': {reason}")
+    ):
+        op._plan(group_of(8192, **changes), variant, 0)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=50), st.integers(0, 20), st.sampled_from((16, 64, 128, 256)))
+def test_there_are_blocks_for_all_tiles(counts: list[int], spare: int, tile: int) -> None:
+    needed = sum(-(-count // tile) for count in counts)
+    group = group_of(sum(counts) + spare, experts=len(counts))
+    assert needed <= group.tiles(tile) if group.rows else needed == 0
+    assert group_of(max(counts), experts=len(counts), is_batched=True).tiles(tile) >= needed
+
+
+@pytest.mark.usefixtures("_an_h200")
+def test_the_tensor_maps() -> None:
+    plan = op._plan(group_of(8192), "wgmma", 0)
+    assert plan.b_map == ("bfloat16", (7168, 4096, 8, 1), (14336, 14336 * 4096, 14336 * 4096 * 8), (64, 128, 1, 1), 256)
+    assert plan.a_map == ("bfloat16", (7168, 8192, 1, 1), (14336, 14336 * 8192, 14336 * 8192), (64, 32, 1, 1), 256)
+    gated = op._plan(group_of(8192, activation=1), "wgmma", 0).b_map
+    assert gated == (
+        "bfloat16",
+        (7168, 8, 2, 256, 8),
+        (14336, 14336 * 2048, 14336 * 8, 14336 * 4096),
+        (64, 8, 2, 8, 1),
+        256,
+    )
+    plan = op._plan(group_of(8192, **FP8_BLOCK, activation=1), "wgmma", 0)
+    assert plan.b_map == ("uint8", (7168, 4096, 8, 1), (7168, 7168 * 4096, 7168 * 4096 * 8), (128, 64, 1, 1), 256)
+    assert plan.a_map == ("uint8", (7168, 8192, 1, 1), (7168, 7168 * 8192, 7168 * 8192), (128, 64, 1, 1), 256)
+    # What is streamed is fetched in lines, not pairs of them.
+    few = op._plan(group_of(64), "wgmma", 0)
+    assert few.a_map is not None and few.b_map is not None
+    assert (few.a_map.promotion, few.b_map.promotion) == (128, 128)
+
+
+# --- the kernels against the twin -----------------------------------------------------------------------
+
+
+def variants_of(x: Case) -> list[str]:
+    """What can be asked for."""
+    return ["auto", *(v for v in op.VARIANTS[1:] if not op._why_not(v, x.group, 0))]
+
+
+def there(x: Case) -> Case:
+    """The same on the GPU; FP8 as bytes, which CuPy has."""
+    moved = {
+        key: on_gpu(v.view(np.uint8) if arrays.is_array(v) and v.dtype in (E4M3, E8M0) else v)
+        for key, v in x.arguments.items()
+    }
+    return x._replace(arguments=moved)
+
+
+def launch(x: Case, variant: str = "auto") -> Array:
+    """The result on the GPU, in NumPy, of a case that is there; what is no row stays as it was."""
+    out = Buffer(x.out_shape, x.out_dtype)
+    assert x.run(out=out.array, variant=variant) is out.array
+    got = out.numpy()
+    assert (got[~x.rows].view(np.uint8) == POISON).all(), "a row of no expert was written"
+    return got
+
+
+def compare(x: Case, whole: bool = True) -> None:
+    """Every variant gives what the twin gives, in the rows that are there; the same bits of sums that are exact."""
+    want, given = x.twin()[x.rows], there(x)
+    for variant in variants_of(x):
+        got = launch(given, variant)[x.rows]
+        if whole and "activation" not in x.arguments:
+            same_bits(got, want)
+        else:
+            assert_matches("moe_gemm.out" if whole else x.tolerance, got, want)
+
+
+EDGES = [0, 1, 7, 8, 9, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 0]
+LONG = [191, 192, 193, 255, 256, 257, 0, 320, 513]
+
+#: Counts, n, k, then what else; and why.
+CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
+    "tile edges": (EDGES, 264, 200, {}),
+    "long tile edges": (LONG, 264, 72, {}),
+    "float16": (LONG[:4], 264, 136, {"dtype": "float16"}),
+    "int64 offsets": (EDGES, 264, 72, {"offsets_dtype": "int64"}),
+    "the least": ([1], 8, 8, {"spare": 0}),
+    "n and k of one step": ([3, 70], 64, 64, {}),
+    "n and k of a step more": ([3, 70], 72, 72, {}),
+    "n and k of a step less": ([3, 70], 56, 56, {}),
+    "large n": ([5, 130], 2056, 64, {}),
+    "large k": ([5, 130, 1], 136, 4104, {}),
+    "one row": ([0, 0, 1, 0], 520, 1024, {}),
+    "a row each": ([1] * 130, 72, 264, {}),
+    "some of many experts": ([0] * 200 + [2, 0, 1] + [0] * 400 + [9, 70] + [0] * 31 + [1], 40, 40, {}),
+    "4096 experts": ([0] * 4000 + [3] + [0] * 94 + [4], 8, 16, {}),
+    "many tiles": ([700] * 9, 520, 64, {}),
+    "no row": ([0, 0], 64, 64, {}),
+    "nothing": ([0, 0], 64, 64, {"spare": 0}),
+    "gathered": (EDGES, 264, 200, {"tokens": 50}),
+    "gathered, float16, one token": ([1, 1, 0], 520, 1024, {"tokens": 1, "dtype": "float16"}),
+    "batched": (EDGES, 264, 200, {"max_tokens": 150}),
+    "batched, full": ([5, 5, 5], 264, 200, {"max_tokens": 5}),
+    "batched, a row each": ([1, 0, 1], 520, 1024, {"max_tokens": 1}),
+    "batched, no room": ([0, 0], 64, 64, {"max_tokens": 0}),
+    "batched, long": ([300, 0, 70], 264, 72, {"max_tokens": 1000, "dtype": "float16"}),
+    **{
+        f"{w}, {name}": (counts, 272, 288, {"weights": w, **changes})
+        for w in WEIGHTS[1:]
+        for name, counts, changes in (
+            ("tile edges", [*EDGES, 257], {}),
+            ("gathered, float16", [3, 0, 70], {"tokens": 9, "dtype": "float16"}),
+            ("batched", [3, 0, 70, 260], {"max_tokens": 300}),
+        )
+    },
+    "fp8 block, large k": ([5, 130, 300], 136, 4112, {"weights": "fp8 block"}),
+    "fp8 block, large n": ([5, 130, 300], 1032, 144, {"weights": "fp8 block"}),
+    "fp8 block, 16 along k": ([5, 130], 8, 16, {"weights": "fp8 block"}),
+    "fp8 block, a row each": ([1] * 40, 264, 400, {"weights": "fp8 block"}),
+    "fp8 block, many tiles": ([700] * 9, 520, 128, {"weights": "fp8 block"}),
+    "fp8 row column, int64 offsets": (LONG, 264, 144, {"weights": "fp8 row column", "offsets_dtype": "int64"}),
+    "mxfp4, 32 along k": ([5, 130], 8, 32, {"weights": "mxfp4"}),
+    "mxfp4, large k": ([1, 0, 9], 136, 2880, {"weights": "mxfp4"}),
+    "nvfp4, 32 along k": ([5, 130], 8, 32, {"weights": "nvfp4"}),
+    "nvfp4, large k": ([1, 0, 9], 136, 2880, {"weights": "nvfp4", "dtype": "float16"}),
+}
+ACTIVATED_CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
+    **{name: ([3, 0, 70, 130], 144, 72, {"activation": name}) for name in ACTIVATIONS},
+    "tile edges": (EDGES, 528, 200, {"activation": "silu"}),
+    "long tile edges, float16": (LONG, 272, 72, {"activation": "silu", "dtype": "float16"}),
+    "the least": ([1], 16, 8, {"activation": "silu"}),
+    "one row": ([0, 1], 1040, 1024, {"activation": "silu"}),
+    "gathered": (EDGES, 272, 200, {"activation": "swigluoai", "tokens": 50}),
+    "batched": (EDGES, 272, 200, {"activation": "silu", "max_tokens": 150}),
+    **{
+        f"{w}, {inter}": ([3, 0, 70, 260], 2 * inter, 288, {"weights": w, "activation": "silu"})
+        for w in WEIGHTS[1:]
+        for inter in (136, 256)
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
+    """Compile in parallel what the GPU tests would compile one by one, where many of them run."""
+    own = [item for item in request.session.items if item.path == request.path and item.get_closest_marker("gpu")]
+    if len(own) < 50:
+        return
+    rng, needed = np.random.default_rng(0), set()
+    for counts, n, k, changes in (*CASES.values(), *ACTIVATED_CASES.values()):
+        x = made(rng, counts, n, k, **changes)
+        if x.rows.any():
+            needed |= {op._plan(x.group, variant, 0).kernel.instance for variant in variants_of(x)}
+    arch = arch_of_device(0)
+    compiler.compile_all([(i, arch) for i in compiler.missing(needed, arch)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("counts", "n", "k", "changes"), CASES.values(), ids=CASES)
+def test_the_kernels(counts: list[int], n: int, k: int, changes: dict[str, Any], rng: np.random.Generator) -> None:
+    compare(made(rng, counts, n, k, whole=True, **changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("counts", "n", "k", "changes"), ACTIVATED_CASES.values(), ids=ACTIVATED_CASES)
+def test_the_kernels_with_an_activation(
+    counts: list[int], n: int, k: int, changes: dict[str, Any], rng: np.random.Generator
+) -> None:
+    compare(made(rng, counts, n, k, whole=True, **changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_sums_of_any_numbers(weights: str, dtype: str, rng: np.random.Generator) -> None:
+    compare(made(rng, [5, 0, 130, 1], 144, 1024, weights, dtype), whole=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("shape", [{}, {"tokens": 5}, {"max_tokens": 40}], ids=str)
+@pytest.mark.parametrize("weights", ["16", "fp8 block", "fp8 row column", "mxfp4", "nvfp4"])
+def test_each_path_stays_inside_its_arrays(weights: str, shape: dict[str, Any], rng: np.random.Generator) -> None:
+    compare(made(rng, [19, 0, 33], 80, 160, weights, whole=True, spare=0, **shape))
+    if weights in ("16", "fp8 block"):
+        compare(made(rng, [19, 0, 33], 80, 160, weights, whole=True, spare=0, activation="silu", **shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["16", "fp8 block", "mxfp4"])
+def test_bad_offsets_stay_inside_the_rows(weights: str, rng: np.random.Generator) -> None:
+    x = made(rng, [100, 30, 0, 70], 72, 160, weights, whole=True, spare=0)
+    rows, low, high = 200, -(2**31), 2**31 - 1
+    given = there(x)
+    for bad in (
+        [0, 150, 50, 200, 100], [high, low, high, low, high], [rows] * 5, [5000, 6000, 7000, 8000, 9000],
+        [low, low, low, low, low], [-7, -3, 300, -1, 1 << 30],
+    ):  # fmt: skip
+        for variant in variants_of(x):
+            # What is written is of no interest, but for where: the buffer's guards are looked at.
+            out = Buffer(x.out_shape, x.out_dtype)
+            given.replaced(expert_offsets=on_gpu(np.array(bad, np.int32))).run(out=out.array, variant=variant)
+            out.numpy()
+    outside = x.replaced(expert_offsets=np.array([-5, 100, 130, 130, high], np.int32))
+    compare(outside)
+    batch = made(rng, [40, 0, 40], 72, 160, weights, whole=True, max_tokens=40)
+    compare(batch.replaced(expert_num_tokens=np.array([high, low, 40], np.int32)))
+
+
+@pytest.mark.gpu
+def test_numbers_of_no_token(rng: np.random.Generator) -> None:
+    x = made(rng, [5, 40], 72, 72, tokens=7, whole=True, spare=0)
+    x.arguments["row_token"][::3] = np.resize(np.array([-1, 7, 2**31 - 1, -(2**31)], np.int32), 15)
+    compare(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["16", "fp8 block", "fp8 row column"])
+def test_nan_stays_in_its_row_and_column(weights: str, rng: np.random.Generator) -> None:
+    x = made(rng, [40, 90], 136, 272, weights, whole=True)
+    x.arguments["a"][7, 100] = x.arguments["a"][60, 3] = NAN
+    x.arguments["b"][1, 77, 200] = NAN
+    want, given = x.twin()[x.rows], there(x)
+    assert np.isnan(want.astype(np.float32)).sum() == 2 * 136 + 90 - 1
+    for variant in variants_of(x):
+        # Which NaN it is does not count.
+        assert_matches("moe_gemm.out", launch(given, variant)[x.rows], want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["16", "fp8 block", "fp8 row column", "mxfp4", "nvfp4"])
+def test_every_size_of_tiles(weights: str, rng: np.random.Generator) -> None:
+    x = made(rng, [5, 130, 0, 33, 300], 264, 288, weights, whole=True)
+    gated = made(rng, [5, 130, 0, 33, 300], 272, 288, weights, activation="silu", whole=True)
+    for expected_m in (0, 1, 2, 3, 5, 12, 20, 40, 70, 100, 200, 2000):
+        compare(x.replaced(expected_m=expected_m))
+        compare(gated.replaced(expected_m=expected_m))
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
+    for weights in ("16", "fp8 block", "mxfp4"):
+        x = there(made(rng, [5, 130, 33], 264, 2048, weights))
+        for variant in variants_of(x):
+            same_bits(launch(x, variant), launch(x, variant))
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(st.data())
+def test_random_products(data: st.DataObject) -> None:
+    draw = data.draw
+    weights = draw(st.sampled_from(WEIGHTS))
+    counts = draw(st.lists(st.integers(0, 5) | st.integers(0, 300), min_size=1, max_size=40))
+    gated = draw(st.booleans())
+    n = draw(st.integers(1, 40)) * (16 if gated else 8)
+    k = draw(st.integers(1, 20)) * (32 if weights[-1] == "4" else 16 if "fp8" in weights else 8)
+    shape = draw(st.sampled_from(("rows", "gathered", "batched")))
+    all_changes: dict[str, dict[str, Any]] = {
+        "rows": {"offsets_dtype": draw(st.sampled_from(("int32", "int64")))},
+        "gathered": {"tokens": draw(st.integers(1, 50))},
+        "batched": {"max_tokens": max(counts) + draw(st.integers(0, 40))},
+    }
+    changes = all_changes[shape]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    dtype = draw(st.sampled_from(DTYPES))
+    activation = draw(st.sampled_from(ACTIVATIONS)) if gated else None
+    compare(made(rng, counts, n, k, weights, dtype, activation, whole=True, **changes))
+
+
+def tensors(x: Case) -> Case:
+    moved = {key: as_torch(v).cuda() if arrays.is_array(v) else v for key, v in x.arguments.items()}
+    return x._replace(arguments=moved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_tensors(weights: str, rng: np.random.Generator) -> None:
+    shapes: tuple[dict[str, Any], ...] = ({}, {"max_tokens": 80})
+    for shape in shapes:
+        x = made(rng, [3, 0, 70], 272, 256, weights, whole=True, **shape)
+        got = tensors(x).run()
+        assert type(got) is torch.Tensor and got.is_cuda
+        same_bits(from_torch(got)[x.rows], x.twin()[x.rows])
+        # Without `out`, in CuPy.
+        same_bits(cupy.asnumpy(there(x).run())[x.rows], x.twin()[x.rows])
+        if x.is_fp8:
+            out = torch.empty(x.out_shape, dtype=torch.float16, device="cuda")
+            tensors(x).run(out=out, out_dtype=None)
+            same_bits(from_torch(out)[x.rows], x.replaced(out_dtype="float16").twin()[x.rows])
+    foreign = tensors(made(rng, [3, 1], 16, 16, whole=True))
+    foreign = foreign.replaced(**{key: OnlyDLPack(v) for key, v in foreign.arguments.items()})
+    assert foreign.run().shape == (7, 16)
+
+
+@pytest.mark.gpu
+def test_what_is_off_alignment_is_refused(rng: np.random.Generator) -> None:
+    x = made(rng, [3, 1], 16, 16)
+    for name in ("a", "b"):
+        bad = there(x).replaced(**{name: on_gpu(x.arguments[name], skip=1)})
+        with pytest.raises(ValueError, match=f"{name} must be at a multiple of 16 bytes, got address"):
+            bad.run()
+    out = Buffer(x.out_shape, "bfloat16", skip=1)
+    with pytest.raises(ValueError, match="out must be at a multiple of 16 bytes, got address"):
+        there(x).run(out=out.array)
+    assert (cupy.asnumpy(out.array).view(np.uint8) == POISON).all()
+
+
+@pytest.mark.gpu
+def test_arrays_of_two_places_are_refused(rng: np.random.Generator) -> None:
+    x = tensors(made(rng, [3, 1], 16, 64, "nvfp4", tokens=3))
+    for name in ("b", "expert_offsets", "b_scale", "b_global_scale", "row_token"):
+        with pytest.raises(ValueError, match=f"{name} must be on CUDA device 0 like a, got one on the CPU"):
+            x.replaced(**{name: x.arguments[name].cpu()}).run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_the_callers_stream(library: str, rng: np.random.Generator) -> None:
+    for weights in ("16", "fp8 block", "mxfp4"):
+        x = made(rng, [30, 0, 140], 264, 256, weights, whole=True)
+        given = tensors(x).replaced(out_dtype=None)
+        given.run()  # loads the kernels
+        late, offsets = given.arguments["a"].clone(), torch.zeros_like(given.arguments["expert_offsets"])
+        late.view(torch.uint8).fill_(0x7F)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            # The rows and the offsets arrive late, and only on this stream.
+            torch.cuda._sleep(50_000_000)
+            late.copy_(given.arguments["a"])
+            offsets.copy_(given.arguments["expert_offsets"])
+            there_late = given.replaced(a=late, expert_offsets=offsets)
+            if library == "torch":
+                got = there_late.run()
+            else:
+                bytes_of = lambda t: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t  # noqa: E731
+                moved = {
+                    key: cupy.from_dlpack(bytes_of(v)) if arrays.is_array(v) else v
+                    for key, v in there_late.arguments.items()
+                }
+                with cupy.cuda.ExternalStream(stream.cuda_stream):
+                    got = x._replace(arguments=moved).run()
+        stream.synchronize()
+        got = from_torch(got) if library == "torch" else cupy.asnumpy(got)
+        same_bits(got[x.rows], x.twin()[x.rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["16", "fp8 block", "nvfp4"])
+def test_a_cuda_graph_follows_the_offsets(weights: str, rng: np.random.Generator) -> None:
+    x = made(rng, [50, 0, 150], 264, 256, weights, whole=True, spare=0)
+    given = tensors(x)
+    variants = variants_of(x)
+
+    def step() -> list[Any]:
+        return [given.run(variant=variant) for variant in variants]
+
+    step()  # loads the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    # None of the first expert's weights are NaN, but all of the second's.
+    for offsets in ([0, 50, 50, 200], [0, 0, 0, 0], [0, 199, 199, 199], [0, 0, 0, 1], [0, 7, 7, 64]):
+        x.arguments["expert_offsets"][:] = offsets
+        given.arguments["expert_offsets"].copy_(as_torch(x.arguments["expert_offsets"]))
+        for tensor in results:
+            tensor.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        want = x.twin()
+        for tensor in results:
+            same_bits(from_torch(tensor), want)
+
+
+@pytest.mark.gpu
+def test_the_device_of_a(rng: np.random.Generator) -> None:
+    if torch.cuda.device_count() < 2:
+        return  # one GPU has no other
+    x = made(rng, [3, 0, 140], 264, 256, whole=True)
+    given = x.replaced(**{key: as_torch(v).to("cuda:1") for key, v in x.arguments.items() if arrays.is_array(v)})
+    for variant in variants_of(x):
+        got = given.run(variant=variant)
+        assert got.device.index == 1
+        same_bits(from_torch(got)[x.rows], x.twin()[x.rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["16", "fp8 block"])
+def test_more_than_2_31_elements(weights: str, rng: np.random.Generator) -> None:
+    # Not for the sanitizer, which would take minutes.
+    if torch.cuda.mem_get_info()[0] < 2**34:
+        pytest.skip("too little memory is free")
+    # The last of so many weights.
+    small = made(rng, [3, 5], 1024, 8192, weights, whole=True, spare=0)
+    given, experts = tensors(small), 2**31 // (1024 * 8192) + 4
+    more: dict[str, Any] = {}
+    for name in ("b", "b_scale"):
+        if name in given.arguments:
+            of_two = given.arguments[name]
+            more[name] = torch.empty(experts, *of_two.shape[1:], dtype=of_two.dtype, device="cuda")
+            more[name][-2:] = of_two
+    offsets = torch.zeros(experts + 1, dtype=torch.int32, device="cuda")
+    offsets[-2], offsets[-1] = 3, 8
+    want = small.twin()
+    for variant in variants_of(small):
+        same_bits(from_torch(given.replaced(**more, expert_offsets=offsets).run(variant=variant)), want)
+    del more, of_two
+    # The last of so many rows; the kernel for few rows would take a second over the others.
+    small = made(rng, [0, 100], 4096, 4096, weights, whole=True, spare=0)
+    given, rows = tensors(small), 2**19 + 300
+    a = torch.zeros(rows, 4096, dtype=given.arguments["a"].dtype, device="cuda")
+    a[-100:] = given.arguments["a"]
+    more = {"a": a, "expert_offsets": torch.tensor([0, rows - 100, rows], dtype=torch.int32, device="cuda")}
+    if "a_scale" in given.arguments:
+        more["a_scale"] = torch.ones(rows, 32, device="cuda")
+        more["a_scale"][-100:] = given.arguments["a_scale"]
+    want = small.twin()
+    for variant in set(variants_of(small)) - {"stream"}:
+        same_bits(from_torch(given.replaced(**more).run(variant=variant)[-100:]), want)
+
+
+# --- torch.ops ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_compiled_step_is_the_step(device: str, rng: np.random.Generator) -> None:
+    import cukern.torch_ops
+
+    x = made(rng, [3, 1, 5], 32, 64, spare=0)
+    a, b, offsets = (as_torch(x.arguments[key]).to(device) for key in ("a", "b", "expert_offsets"))
+    counts = torch.tensor([3, 3, 3], dtype=torch.int32, device=device)
+
+    def step(a: Any, b: Any, offsets: Any) -> Any:
+        gated = cukern.moe_gemm(a, b, offsets, activation="silu")
+        out = torch.empty_like(gated)
+        cukern.moe_gemm(a * 2, b, offsets, activation="silu", out=out)
+        return gated, out, cukern.moe_gemm_batched(a.view(3, 3, -1), b, counts)
+
+    want = step(a, b, offsets)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(a, b, offsets)
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs)
+    torch.compiler.reset()
+
+
+# --- the benchmarks -------------------------------------------------------------------------------------
+
+
+def test_the_baselines_compute_the_same() -> None:
+    cases = bench_moe_gemm.cases()
+    assert {case.op for case in cases} == set(op.__all__)
+    rows = [(case.op, str(case.case), case.variant) for case in cases]
+    assert len(set(rows)) == len(rows)
+    for case in bench_moe_gemm.cases(small=True):
+        inputs = harness.inputs(case, 0, "cpu")
+        ours = case.call(*inputs)
+        for name, baseline in case.baselines.items():
+            # This one needs a GPU.
+            if name == "torch grouped" and inputs[0].a.dtype == torch.float8_e4m3fn:
+                continue
+            assert case.agree is not None and case.agree(ours, baseline.load()(*harness.inputs(case, 0, "cpu")))
+
+
+def test_the_bytes_and_the_flops_of_a_benchmark() -> None:
+    for case in bench_moe_gemm.cases(small=True):
+        x = harness.inputs(case, 0, "cpu")[0]
+        out = case.call(x)
+        k, n = x.a.shape[-1], x.b.shape[1]
+        arrays_used = [x.a, out, *([x.scales["a_scale"]] if "a_scale" in x.scales else [])]
+        if out.ndim == 3:
+            arrays_used = [array[:, : array.shape[1] // bench_moe_gemm._ROOM] for array in arrays_used]
+        rows = arrays_used[1].numel() // out.shape[-1]
+        assert case.bytes == sum(y.nbytes for y in (*arrays_used, x.b, *([x.scales["b_scale"]] if x.scales else [])))
+        # Of FP8 twice as many are done in a second.
+        assert case.flops == 2 * rows * n * k // (2 if x.a.dtype == torch.float8_e4m3fn else 1)
