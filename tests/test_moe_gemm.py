@@ -607,14 +607,31 @@ def test_the_variant_for_a_call(rows: int, changes: dict[str, Any], function: st
     assert op._plan(group_of(rows, **changes), "auto", 0).kernel.instance.function == function
 
 
+@pytest.mark.usefixtures("_an_h200")
+@pytest.mark.parametrize(
+    ("rows", "expected_m", "function"),
+    [
+        (16, None, "gemm_stream"),  # a mean of 2
+        (17, None, "gemm_wgmma"),
+        (17, 4, "gemm_stream"),
+        (17, 5, "gemm_wgmma"),
+        (8192, 1, "gemm_stream"),
+    ],
+)
+def test_the_rows_of_a_group_that_are_expected(rows: int, expected_m: int | None, function: str) -> None:
+    a, b, offsets = ("bfloat16", (rows, 64)), ("bfloat16", (8, 96, 64)), ("int32", (9,))
+    group = op._group(False, a, b, offsets, *[None] * 7, expected_m)
+    assert op._plan(group, "auto", 0).kernel.instance.function == function
+
+
 def test_the_variant_without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for arch in ("80", "100a", "120a"):
         a_gpu(monkeypatch, arch)
-        for rows in (64, 65, 8192):
+        for rows in (32, 33, 8192):
             for changes in ({}, FP8_BLOCK, {"weights": "nvfp4", "b_scale": "group"}):
                 plan = op._plan(group_of(rows, **changes), "auto", 0)
                 streamed = ("16",) if arch == "80" else ("16", "fp8")  # that one converts FP8 slowly
-                is_few = rows == 64 and changes.get("weights", "16") in streamed
+                is_few = rows == 32 and changes.get("weights", "16") in streamed
                 assert plan.kernel.instance.function == ("gemm_stream" if is_few else "gemm_mma")
                 assert plan.shared_bytes <= SHARED_BYTES[arch]
         with pytest.raises(ValueError, match=re.escape(f"'wgmma': this GPU is of sm_{arch}, not sm_90a")):

@@ -206,9 +206,12 @@ def _group(
     check.one_of("out_dtype", out_dtype, DTYPES if is_fp8 else (dtype,))
     offset_words = 2 if offsets[0] == "int64" else 1
     is_gathered = row_token is not None
-    expected_rows = rows if is_batched else -(-rows // experts)
     if expected_m is not None:
         expected_rows = check.integer("expected_m", expected_m, 0)
+    else:
+        expected_rows = rows if is_batched else -(-rows // experts)
+        if expected_rows > _STREAM_MEAN:
+            expected_rows = max(expected_rows, _STREAM_ROWS + 1)
     expected_rows = min(max(expected_rows, 1), MAX_COUNT)
     sizes = is_batched, rows, tokens, experts, n, k
     group = _Group(*sizes, dtype, out_dtype, weights, *scales, number, is_gathered, offset_words, expected_rows)
@@ -220,8 +223,9 @@ def _group(
 
 
 _SHARED_PER_BLOCK = 97  # the driver's attribute
-#: Rows that a group is expected to have up to which "stream" is taken, and where there is no "wgmma".
-_STREAM_ROWS, _STREAM_ROWS_OR_MMA = 4, 8
+#: "stream" is taken up to so many rows that a group is expected to have at most, or on average: of groups that all have
+#: as many it is the fastest for two, and of those with up to four, most of which have fewer, too.
+_STREAM_ROWS, _STREAM_MEAN = 4, 2
 #: Without an instruction that converts FP8: what "stream" does per weight and row must be little.
 _NO_FP8_ARCHS = ("80", "86", "87")
 _MAX_GRID_Y = 2**16 - 1
@@ -593,9 +597,7 @@ def _plan(group: _Group, variant: str, device: int) -> _Plan:
     check.one_of("variant", variant, VARIANTS)
     if variant == "auto":
         arch = arch_of_device(device)
-        most = _STREAM_ROWS if arch == "90a" else _STREAM_ROWS_OR_MMA
-        if group.weights == "fp8" and arch in _NO_FP8_ARCHS:
-            most = 0
+        most = 0 if group.weights == "fp8" and arch in _NO_FP8_ARCHS else _STREAM_ROWS
         few = group.expected_rows <= most and not _why_not("stream", group, device)
         variant = "stream" if few else "mma" if _why_not("wgmma", group, device) else "wgmma"
     elif reason := _why_not(variant, group, device):
@@ -759,10 +761,10 @@ def moe_gemm(
         out_dtype: with FP8 "bfloat16", the default, or "float16"; else it is that of `a`.
         out: [rows, n] or [rows, n / 2], to write into. Rows from expert_offsets[experts] on are not written.
         expected_m: rows that a group is expected to have at most: a hint, as in DeepGEMM, by which "auto" and the sizes
-            of tiles are chosen. None: the mean.
+            of tiles are chosen. None: by the mean.
         variant: "wgmma" (Hopper; 16 bits and 8, no row_token), "mma", "stream" (16 bits and 8; reads the weights anew
-            for every few rows) or "auto": "stream" for at most 4 rows, or 8 on other GPUs than Hopper, then "wgmma"
-            where it can. So many rows are better permuted than gathered.
+            for every few rows) or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma" where it can. More
+            rows are better permuted than gathered.
 
     Returns:
         `out`, or an array like `a`, in which rows of no expert have no particular value.
