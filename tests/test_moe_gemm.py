@@ -889,6 +889,16 @@ def test_every_size_of_tiles(weights: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_every_width_of_a_tile(activation: str | None, rng: np.random.Generator) -> None:
+    # At either side of what a width of the largest tiles holds; two tiles from 289 rows on, three from 513.
+    counts = [64, 65, 128, 129, 160, 161, 192, 193, 224, 225, 240, 241, 256, 257, 272, 273, 288, 289, 577]
+    x = made(rng, counts, 272, 160, activation=activation, whole=True)
+    for expected_m in (2, 8, 20, 40, 90, 2000):
+        compare(x.replaced(expected_m=expected_m))
+
+
+@pytest.mark.gpu
 def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
     for weights in ("16", "fp8 block", "mxfp4"):
         x = there(made(rng, [5, 130, 33], 264, 2048, weights))
