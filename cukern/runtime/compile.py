@@ -291,6 +291,9 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
         answer = worker.stdout.readline()
     except OSError:
         answer = ""
+        # What is still in the buffer would be tried again, and fail, where the worker's pipes are closed in the end.
+        with contextlib.suppress(OSError):
+            worker.stdin.close()
     if not answer:
         raise ChildProcessError("the worker ended")
     return json.loads(answer).get("error")
