@@ -6,7 +6,7 @@
 //   swigluoai   gate' / (1 + exp(-1.702 gate')) * (up' + 1), with gate' = min(gate, 7), up' = clamp(up, -7, 7)
 //   relu2       max(gate, 0)^2 * up
 #pragma once
-#include "numeric.cuh"
+#include "common/numeric.cuh"
 
 enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2 };  // as in cukern/runtime/activation.py
 

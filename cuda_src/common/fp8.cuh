@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_fp8.h>
 
-#include "numeric.cuh"
+#include "common/numeric.cuh"
 
 __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return float(x); }
 __device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return float(x); }

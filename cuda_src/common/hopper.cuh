@@ -7,8 +7,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "barrier.cuh"
-#include "numeric.cuh"
+#include "common/barrier.cuh"
+#include "common/numeric.cuh"
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_WGMMA 1

@@ -1,7 +1,7 @@
 // Reductions and scans over LANES neighbouring lanes of a warp (a power of two): a warp that works on
 // several rows at once gives each row its own LANES lanes. Every lane of the warp must take part.
 #pragma once
-#include "numeric.cuh"
+#include "common/numeric.cuh"
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
