@@ -562,6 +562,14 @@ def test_doctor_on_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _fine(doctor.look_at_nvrtc(CUDA_13))
     future = doctor.Driver((13, 0), [doctor.Gpu("Future", (99, 8), 1 << 30)])
     assert "cannot compile for sm_998a" in _problem(doctor.look_at_nvrtc(future)).state
+    states = {finding.subject: finding.state for finding in doctor.look_at_nvrtc(CUDA_13)}
+    assert states["NVRTC"] == compiler.nvrtc_version()
+    assert states["CUDA headers"].startswith(f"{compiler.headers_version()}, in ")
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "nvrtc_version", lambda: "12.6.85")
+        old = next(finding for finding in doctor.look_at_nvrtc(CUDA_12) if finding.subject == "NVRTC")
+        assert (old.kind, old.fix) == ("note", 'pip install "cukern[cuda12]"')
+        assert old.state.startswith("12.6.85: older than 12.8")
 
     def no_headers() -> str:
         raise RuntimeError("no folder")

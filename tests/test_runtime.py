@@ -585,6 +585,7 @@ def templates(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def forget_sources() -> None:
     compiler.source.cache_clear()
     compiler._source_digest.cache_clear()
+    compiler._cuda_header_digest.cache_clear()
 
 
 def test_targets() -> None:
@@ -603,21 +604,30 @@ def test_a_cubin_is_named_by_all_that_determines_it(templates: Path, monkeypatch
     changed(TWO)
     (templates / "tiny.cu").write_text(TINY + "\n")
     changed()
-    header = templates / "common" / "warp.cuh"
-    header.write_text(header.read_text() + "\n")
+    (templates / "tiny.cu").write_text('#include "common/inner.cuh"\n#include <cuda_fp16.h>\n' + TINY)
+    inner, innermost = (templates / "common" / name for name in ("inner.cuh", "innermost.cuh"))
+    inner.write_text('  #  include "common/innermost.cuh"\n')
+    innermost.write_text("")
     changed()
-    (templates / "common" / "new.cuh").write_text("")
+    inner.write_text(inner.read_text() + "\n")
     changed()
-    (templates / "common" / "new.cuh").rename(templates / "common" / "newer.cuh")
+    innermost.write_text("\n")
     changed()
+    cuda_headers = templates.parent / "include"
+    cuda_headers.mkdir()
+    monkeypatch.setattr(compiler, "cuda_include_directory", lambda: str(cuda_headers))
+    for name in ("cuda_fp16.h", "cuda_fp16.hpp"):
+        (cuda_headers / name).write_text("")
+        changed()
     options = compiler._options
     monkeypatch.setattr(compiler, "_options", lambda arch: [*options(arch), "-lineinfo"])
     changed()
-    monkeypatch.setattr(compiler, "_nvrtc_version", lambda: "99.9")
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "99.9.9")
     changed()
     assert len(set(paths)) == len(paths)
-    # And by nothing else: where the sources and the cache lie does not matter, nor do other templates.
-    (templates / "other.cu").write_text("")
+    # And by nothing else: where the sources and the cache lie does not matter, nor does what it does not include.
+    for other in (templates / "other.cu", templates / "common" / "warp.cuh", cuda_headers / "cuda_bf16.h"):
+        other.write_text("")
     forget_sources()
     assert compiler.cached_path(ONE, "80") == paths[-1]
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(templates.parent / "elsewhere"))
@@ -627,6 +637,53 @@ def test_a_cubin_is_named_by_all_that_determines_it(templates: Path, monkeypatch
 def test_a_cubin_has_a_name_one_can_read(templates: Path) -> None:
     assert re.fullmatch(r"tiny_float_1-sm_90a-[0-9a-f]{20}\.cubin", compiler.cached_path(ONE, "90a").name)
     assert str(ONE) == "tiny<float, 1>"
+
+
+def test_nvrtc_tells_its_build_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = compiler._read_nvrtc_version.__wrapped__
+    built = nvrtc.build()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", built) and version() == built
+    (note,) = cache.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "build", lambda: "99.9.9")
+        assert version() == built
+        # A spoilt note is not believed, nor one for another file.
+        note.write_text("13")
+        assert version() == "99.9.9" == note.read_text()
+        note.write_text(built)
+        patch.setattr(compiler, "_nvrtc_library", lambda: ROOT / "README.md")
+        assert version() == "99.9.9"
+        assert len(list(cache.iterdir())) == 2
+        patch.setattr(compiler, "_nvrtc_library", lambda: None)
+        assert version() == "99.9.9"
+    library = compiler._nvrtc_library()
+    assert library is not None and library.is_file()
+
+
+def test_headers_in_the_working_directory_are_not_taken(cache: Path, tmp_path: Path) -> None:
+    hostile = tmp_path / "hostile"
+    headers = [path.relative_to(compiler.CUDA_SRC) for path in compiler.CUDA_SRC.rglob("*.cuh")]
+    for path in (*headers, *(Path(p.name) for p in headers), *map(Path, ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"))):
+        (hostile / path).parent.mkdir(parents=True, exist_ok=True)
+        (hostile / path).write_text("#error taken from the working directory\n")
+    code = """
+import os
+import cukern
+import cukern.runtime.compile as compiler
+from cukern.runtime.kernel import KERNELS
+os.chdir(sys.argv[1])
+assert KERNELS
+for kernels in KERNELS.values():
+    compiler.cubin(next(i for own in kernels for i in (*own.at_import, *own.specialized)), "90a")
+"""
+    run_python(f"import sys; sys.argv = ['', {str(hostile)!r}]\n{code}", CUKERN_COMPILE="lazy")
+
+
+def test_the_version_of_the_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert compiler.nvrtc_version().startswith(compiler.headers_version() + ".")
+    (tmp_path / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
+    monkeypatch.setattr(compiler, "cuda_include_directory", lambda: str(tmp_path))
+    assert compiler.headers_version() == "12.8"
 
 
 def test_kernels_have_names_of_their_own() -> None:
@@ -844,7 +901,7 @@ def test_an_error_cites_the_file_and_the_line(where: str, templates: Path) -> No
         compiler.cubin(instance, "80")
     assert f'{where}({at + 1}): error: identifier "undeclared" is undefined' in str(raised.value)
     assert str(instance) in str(raised.value)
-    assert not list(compiler.cache_directory().iterdir())
+    assert not list(compiler.cache_directory().glob("*.cubin*"))
 
 
 def test_an_unknown_target_is_a_compile_error(templates: Path) -> None:
@@ -982,7 +1039,7 @@ print(len(instances))
     processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 3
-    assert len(list(cache.iterdir())) == 2 * int(outputs[0])
+    assert len(list(cache.glob("*.cubin*"))) == 2 * int(outputs[0])
 
 
 # --- launches, on a machine that only says it has GPUs --------------------------------------------------

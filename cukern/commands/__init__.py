@@ -50,13 +50,6 @@ def require_nvrtc() -> None:
         raise UserError(str(error)) from None
 
 
-def nvrtc_version() -> str:
-    """NVRTC's version, such as "13.0"; only where `cukern.runtime.compile.available()` is None."""
-    from cupy_backends.cuda.libs import nvrtc as binding
-
-    return ".".join(map(str, binding.getVersion()))
-
-
 def cache_problem() -> str | None:
     """Why the cache folder cannot be used, without the warning: a command says it in its own place."""
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 
-from cukern.commands import UserError, cache_problem, nvrtc_version, refusal, require_nvrtc, resources
+from cukern.commands import UserError, cache_problem, refusal, require_nvrtc, resources
 from cukern.runtime import compile, kernel
 
 _OLDEST = 80
@@ -50,7 +50,7 @@ def _archs(given: list[str] | None) -> list[str]:
         archs[f"{number}{suffix}" if suffix else compile.arch_of(divmod(number, 10))] = None
     for arch in archs:
         if reason := refusal(arch):
-            raise UserError(f"--arch: NVRTC {nvrtc_version()} cannot compile for sm_{arch} ({reason})")
+            raise UserError(f"--arch: NVRTC {compile.nvrtc_version()} cannot compile for sm_{arch} ({reason})")
     return list(archs)
 
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(table)
     console.print(
-        f"{time.perf_counter() - begin:.1f} s, NVRTC {nvrtc_version()}, in {compile.cache_directory()}",
+        f"{time.perf_counter() - begin:.1f} s, NVRTC {compile.nvrtc_version()}, in {compile.cache_directory()}",
         highlight=False,
         soft_wrap=True,
     )

@@ -12,10 +12,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cukern.commands import INSTALL, cache_problem, nvrtc_version, refusal
+from cukern.commands import INSTALL, cache_problem, refusal
 from cukern.runtime import compile, kernel
 
 _OLDEST = (8, 0)
+_OLDEST_NVRTC = (12, 8)
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _PACKAGE_OF_CUDA = {12: "cukern[cuda12]", 13: "cukern[cuda13]"}
 
@@ -155,13 +156,18 @@ def look_at_cupy(found: Driver, packages: list[tuple[str, str]], failure: Except
 def look_at_nvrtc(found: Driver) -> list[Finding]:
     if reason := compile.available():
         return [Finding("NVRTC", f"cannot be loaded: {reason.splitlines()[0]}", "problem", _extra_for(found))]
-    findings = [Finding("NVRTC", nvrtc_version())]
+    version = compile.nvrtc_version()
+    findings = [Finding("NVRTC", version)]
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST_NVRTC:
+        state = f"{version}: older than {_text(_OLDEST_NVRTC)}, the oldest that the kernels are tried with"
+        findings = [Finding("NVRTC", state, "note", _extra_for(found))]
     for arch in sorted({gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST}):
         if why := refusal(arch):
             fix = f"install a newer CUDA: {INSTALL}"
             findings.append(Finding("NVRTC", f"cannot compile for sm_{arch}: {why}", "problem", fix))
     try:
-        findings.append(Finding("CUDA headers", compile.cuda_include_directory()))
+        headers = f"{compile.headers_version()}, in {compile.cuda_include_directory()}"
+        findings.append(Finding("CUDA headers", headers))
     except RuntimeError:
         findings.append(Finding("CUDA headers", "no folder with cuda_fp16.h", "problem", _extra_for(found)))
     return findings

@@ -1,8 +1,8 @@
 """From a template in `cuda_src` to a cubin in the cache.
 
-A cubin is named by the digest of all that determines it: the template's text, the shared headers, the
-template arguments, the options, NVRTC's version and the architecture. So a cached file never goes stale,
-and no two machines or checkouts can mix theirs up. Nothing here touches a CUDA context.
+A cubin is named by the digest of all that determines it: the template's text, the headers it includes, CUDA's own
+among them, the template arguments, the options, NVRTC's version and the architecture. So a cached file never goes
+stale, and no two machines or checkouts can mix theirs up. Nothing here touches a CUDA context.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the sources lie inside the package, in a checkout beside it.
 CUDA_SRC = _PACKAGE / "cuda_src" if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent / "cuda_src"
 
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 # Kernels that need Hopper's (or a later chip's) own instructions are refused by the plain target.
 _ARCH_SPECIFIC_FROM = 90
 
@@ -65,18 +66,56 @@ def arch_of(compute_capability: tuple[int, int]) -> str:
 def available() -> str | None:
     """None when NVRTC can be used here, otherwise the reason why not."""
     try:
-        _nvrtc_version()
+        from cupy_backends.cuda.libs import nvrtc as binding
+
+        binding.getVersion()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
+def _nvrtc_library() -> Path | None:
+    """The file of the NVRTC that this process has loaded; None where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.rstrip().partition("/")[2]
+            if re.search(r"/libnvrtc\.so[.\d]*$", path):
+                return Path("/", path)
+    return None
+
+
+_version_lock = threading.Lock()
+
+
+def nvrtc_version() -> str:
+    """NVRTC's version with its build, such as "13.0.88".
+
+    NVRTC names its build only in what it compiles, which would take a tenth of a warm import: the cache folder keeps
+    the answer for a library file of this path, size and time.
+    """
+    # Two threads that compile at once before NVRTC has loaded its built-in functions make it fail.
+    with _version_lock:
+        return _read_nvrtc_version()
+
+
 @functools.cache
-def _nvrtc_version() -> str:
+def _read_nvrtc_version() -> str:
     from cupy_backends.cuda.libs import nvrtc as binding
 
-    major, minor = binding.getVersion()
-    return f"{major}.{minor}"
+    binding.getVersion()  # loads the library
+    library = _nvrtc_library()
+    if library is None:
+        return nvrtc.build()
+    status = library.stat()
+    identity = "\0".join(map(str, (library, status.st_size, status.st_mtime_ns)))
+    note = cache_directory() / f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.txt"
+    with contextlib.suppress(OSError):
+        if _owned_by_user(note) and re.fullmatch(r"\d+\.\d+\.\d+", known := note.read_text()):
+            return known
+    version = nvrtc.build()
+    with contextlib.suppress(OSError):
+        nvrtc.write_atomically(str(note), version.encode())
+    return version
 
 
 @functools.cache
@@ -107,6 +146,16 @@ def cuda_include_directory() -> str:
     )
 
 
+def headers_version() -> str:
+    """The version of CUDA's headers, such as "13.0".
+
+    Raises RuntimeError when there are none.
+    """
+    text = Path(cuda_include_directory(), "cuda_runtime_api.h").read_text(errors="replace")
+    found = re.search(r"#define CUDART_VERSION\s+(\d+)", text)
+    return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else "unknown"
+
+
 @functools.cache
 def source(stem: str) -> str:
     """The text handed to NVRTC for a stem."""
@@ -115,11 +164,41 @@ def source(stem: str) -> str:
     return f'#line 1 "{stem}.cu"\n{file.read_text()}'
 
 
+def included(files: Iterable[Path], root: Path) -> tuple[list[Path], list[str]]:
+    """What `files` include, followed through.
+
+    Returns `files` and the files below `root`, from which quoted includes are written; and the names of CUDA's headers.
+    """
+    found, headers = list(files), set()
+    for file in found:
+        for quoted, bracketed in _INCLUDE.findall(file.read_text()):
+            path = root / quoted
+            if bracketed:
+                headers.add(bracketed)
+            elif path not in found and path.is_file():  # NVRTC says what is missing
+                found.append(path)
+    return found, sorted(headers)
+
+
+@functools.cache
+def _cuda_header_digest(name: str) -> str:
+    """Of one of CUDA's headers and its inline definitions; empty where the header is not found."""
+    try:
+        header = Path(cuda_include_directory(), name)
+    except RuntimeError:
+        return ""
+    parts = [path.read_bytes() for path in (header, header.with_suffix(".hpp")) if path.is_file()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
 @functools.cache
 def _source_digest(stem: str) -> str:
     digest = hashlib.sha256(source(stem).encode())
-    for header in sorted((CUDA_SRC / "common").glob("*.cuh")):
-        digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    (_, *shared), cuda_headers = included([CUDA_SRC / f"{stem}.cu"], CUDA_SRC)
+    for path in sorted(shared):
+        digest.update(path.relative_to(CUDA_SRC).as_posix().encode() + b"\0" + path.read_bytes())
+    for name in cuda_headers:
+        digest.update(f"{name}\0{_cuda_header_digest(name)}".encode())
     return digest.hexdigest()
 
 
@@ -130,7 +209,7 @@ def _options(arch: str) -> list[str]:
 
 def cached_path(instance: Instance, arch: str) -> Path:
     """Where the cubin of an instance lies, or would lie."""
-    parts = (_source_digest(instance.stem), instance.expression, *_options(arch), _nvrtc_version())
+    parts = (_source_digest(instance.stem), instance.expression, *_options(arch), nvrtc_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     readable = re.sub(r"[^A-Za-z0-9]+", "_", instance.expression).strip("_")
     return cache_directory() / f"{readable}-sm_{arch}-{digest}.cubin"
@@ -224,14 +303,16 @@ def _is_intact(path: Path) -> bool:
 
 
 def _job(instance: Instance, arch: str) -> dict[str, Any]:
+    # A quoted include is looked for beside the file of this name before -I: not in the caller's working directory.
+    filename = str(CUDA_SRC / f"{instance.stem}.cu")
     include = [f"-I{CUDA_SRC}", f"-I{cuda_include_directory()}"]
     return {
         "source": source(instance.stem),
-        "filename": f"{instance.stem}.cu",
+        "filename": filename,
         "expression": instance.expression,
         "options": _options(arch) + include,
         "arch": arch,
-        "nvrtc": _nvrtc_version(),
+        "nvrtc": nvrtc_version(),
         "path": str(cached_path(instance, arch)),
     }
 

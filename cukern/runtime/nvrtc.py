@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from typing import Any
@@ -37,6 +38,19 @@ def compile_cubin(source: str, filename: str, expression: str, options: list[str
         return nvrtc.getCUBIN(program) + b"\0", name, log
     finally:
         nvrtc.destroyProgram(program)
+
+
+def build() -> str:
+    """NVRTC's version with its build, such as "13.0.88", as it stands in all that it compiles."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram("__global__ void probe() {}", "probe.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, ["-arch=compute_80"])
+        found = re.search(rb"\bV(\d+\.\d+\.\d+)", nvrtc.getPTX(program))
+    finally:
+        nvrtc.destroyProgram(program)
+    return found[1].decode() if found else ".".join(map(str, nvrtc.getVersion()))
 
 
 def write_atomically(path: str, data: bytes) -> None:
