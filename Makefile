@@ -5,13 +5,14 @@
 #   OPS="moe_gate ..."  limits the second group to these stems
 #   ARGS="..."          more arguments for the demo or for pytest
 
-PYTHON ?= python3
-BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --constraint constraints.txt
-TORCH := $(shell grep '^torch==' constraints.txt)
-
 # CuPy has one package per CUDA major version. Without a driver either compiles, so the newer one is taken.
 CUDA_EXTRA ?= $(shell nvidia-smi 2>/dev/null | grep -Eq 'CUDA[A-Za-z ]* Version: *12\.' && echo cuda12 || echo cuda13)
+
+PYTHON ?= python3
+BIN := .venv/bin
+PINS := constraints.txt constraints-$(CUDA_EXTRA).txt
+PIP := $(BIN)/python -m pip install $(PINS:%=--constraint %)
+TORCH := $(shell grep '^torch==' constraints.txt)
 
 ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
@@ -63,7 +64,7 @@ bench: $(READY)
 notebooks: $(READY)
 	$(PY) -c 'from nbclient.cli import main; main()' --inplace $(or $(OPS:%=notebooks/%.ipynb),notebooks/*.ipynb)
 
-.venv/demo.stamp: pyproject.toml constraints.txt
+.venv/demo.stamp: pyproject.toml $(PINS)
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable '.[$(CUDA_EXTRA),demo]'
 	@touch $@
