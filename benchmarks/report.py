@@ -66,13 +66,17 @@ def machine() -> dict[str, Any]:
     from cupy_backends.cuda.libs import nvrtc
 
     import cukern
+    from cukern.runtime import compile
 
     driver = None
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(query, capture_output=True, text=True)
         driver = answer.stdout.split("\n")[0].strip() if answer.returncode == 0 else None
-    versions = {"cukern": cukern.__version__, "python": platform.python_version(), "cupy": cupy.__version__}
+    versions = {
+        "cukern": cukern.__version__, "python": platform.python_version(), "cupy": cupy.__version__,
+        "nvrtc": compile.nvrtc_version(), "CUDA headers": compile.headers_version(),
+    }  # fmt: skip
     for name, distribution in _LIBRARIES.items():
         try:
             versions[name] = metadata.version(distribution)

@@ -31,6 +31,20 @@ def _why_no_gpu() -> str | None:
     return None if count else "the driver reports no device"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stem", help="leave out the tests that are marked as another stem's")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    stem = config.getoption("--stem")
+    if stem is None:
+        return
+    owners = [(item, item.get_closest_marker("stem")) for item in items]
+    others = [item for item, owner in owners if owner is not None and owner.args != (stem,)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Set before any test module imports cukern, and inherited by pytest-xdist's processes, which so share it.
     if not os.environ.get("CUKERN_CACHE_DIR"):

@@ -4,29 +4,33 @@
     python -m tests.gpu_record sanitize   the sanitizer alone
     python -m tests.gpu_record check      what is unproved, or was proved on other sources than today's
 
-Each takes `--ops "STEM ..."`. A stem's tests are those of `tests/test_<stem>.py`; all other tests with the marker
-`gpu` are proved together, as `runtime`. The sanitizer slows a kernel down by orders of magnitude, so it runs a stem's
-tests that have the marker `sanitize` as well.
+Each takes `--ops "STEM ..."`. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every op,
+those marked `stem("<stem>")`; all other tests with the marker `gpu` are proved together, as `runtime`. The sanitizer
+slows a kernel down by orders of magnitude, so it runs a stem's tests that have the marker `sanitize` as well. Where
+there are several GPUs, each proves stems of its own and sees the others as further devices.
 
 The record is `{"gpu", "driver", "cuda", "versions", "date", "stems": {stem: {"digest", "passed", "failed", "skipped",
-"sanitizer": {tool: errors}, "gpu", "date"}}}`; `errors` is null for a tool that did not run to its end. A stem keeps
-the GPU and the date of its own run.
+"sanitizer": {tool: errors}, "gpu", "gpus", "nvrtc", "date"}}}`; `errors` is null for a tool that did not run to its
+end. A stem keeps the GPU, the number of GPUs, the compiler and the date of its own run.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import json
 import os
+import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,8 +47,12 @@ SHARED = "runtime"
 _TIMEOUT_S = 1800
 _ERRORS_FOUND = 99
 
-#: What is made of ops and has no kernels of its own: the name of its package in `cukern`, and the stems of these ops.
-COMPOSITIONS = {"fused_moe": ("moe_activation", "moe_gemm", "moe_permute", "quantization")}
+#: What is made of ops and has no kernels of its own: a package in `cukern`.
+COMPOSITIONS = ("fused_moe",)
+#: Tests every op; the tests of a stem's functions belong to the proof of the stem.
+CONTRACT = "test_contract.py"
+# Most of a test's time, and of the sanitizer's, is the host's.
+_STEMS_AT_ONCE_PER_GPU = 2
 
 Entry = dict[str, Any]
 
@@ -68,32 +76,62 @@ def stems() -> list[str]:
 def test_files(name: str) -> list[Path]:
     """The files with the GPU tests of a stem, or of all that belongs to none."""
     folder = ROOT / "tests"
+    contract = [path for path in [folder / CONTRACT] if path.is_file()]
     if name in COMPOSITIONS:
-        return sorted(folder.glob(f"test_{name}*.py"))
+        return sorted(folder.glob(f"test_{name}*.py")) + contract
     if name != SHARED:
-        return [folder / f"test_{name}.py"]
-    owned = {file for stem in stems() for file in test_files(stem)}
+        return [folder / f"test_{name}.py", *contract]
+    owned = {file for stem in stems() for file in test_files(stem)} - {*contract}
     return [file for file in sorted(folder.glob("test_*.py")) if file not in owned and "mark.gpu" in file.read_text()]
 
 
-def _rooms(stem: str) -> list[Path]:
-    """The files of an op in `cuda_src` and `cukern`; of what is composed of ops, its own and theirs."""
-    package = ROOT / "cukern"
-    twin = package / "reference" / f"{stem}.py"
-    if stem in COMPOSITIONS:
-        return [package / stem, twin, *(path for op in COMPOSITIONS[stem] for path in _rooms(op))]
-    return [ROOT / "cuda_src" / f"{stem}.cu", package / "ops" / f"{stem}.py", twin]
+def _module_file(name: str) -> Path | None:
+    """The file of a module of the package or of the tests."""
+    path = ROOT.joinpath(*name.split("."))
+    if path.parts[len(ROOT.parts)] not in ("cukern", "tests"):
+        return None
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def _imported(file: Path) -> set[Path]:
+    """The files of the modules that a file imports, from the package and the tests.
+
+    `import cukern` adds none: it is every op, and each test does it.
+    """
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    found = {_module_file(name) for name in names - {"cukern"}}
+    return {path for path in found if path}
+
+
+def _followed(files: Iterable[Path]) -> list[Path]:
+    """`files` and what they import, followed through, with the kernels of the ops among them."""
+    from cukern.runtime import compile
+
+    found = [path for path in files if path.is_file()]
+    for file in found:
+        found += sorted(_imported(file) - {*found})
+    templates = [ROOT / "cuda_src" / f"{path.stem}.cu" for path in found if path.parent == ROOT / "cukern" / "ops"]
+    kernels, _ = compile.included([path for path in templates if path.is_file()], ROOT / "cuda_src")
+    return found + kernels
 
 
 def sources(name: str) -> list[Path]:
     """What a proof is about: a change to any of these ends it."""
-    package, templates = ROOT / "cukern", ROOT / "cuda_src"
-    shared = [templates / "common", package / "runtime"]
-    if name != SHARED:
-        return [*_rooms(name), *shared, *test_files(name)]
-    rooms = [package / "ops", package / "reference", *(package / composition for composition in COMPOSITIONS)]
-    others = [path for path in package.iterdir() if path not in rooms]
-    return [*others, *shared, *test_files(name), ROOT / "tests" / "conftest.py"]
+    package = ROOT / "cukern"
+    if name == SHARED:
+        rooms = [package / "ops", package / "reference", *(package / composition for composition in COMPOSITIONS)]
+        others = [path for path in package.rglob("*.py") if not any(path.is_relative_to(room) for room in rooms)]
+        tests = [*test_files(name), ROOT / "tests" / "conftest.py"]
+        return [*others, *(path for path in _followed(tests) if path.is_relative_to(ROOT / "tests"))]
+    twin = package / "reference" / f"{name}.py"
+    host = sorted((package / name).glob("*.py")) if name in COMPOSITIONS else [package / "ops" / f"{name}.py"]
+    return _followed([*host, twin, *test_files(name)])
 
 
 def provable() -> list[str]:
@@ -124,16 +162,60 @@ def read_record() -> dict[str, Any]:
     return json.loads(RECORD.read_text()) if RECORD.exists() else {"stems": {}}
 
 
+_record_lock = threading.Lock()
+
+
 def write_entry(name: str, entry: Entry, machine: dict[str, Any]) -> None:
     """Store what is known of one stem; the others keep what they had."""
-    entries = read_record()["stems"]
     date = now()
-    entries[name] = {**entry, "gpu": machine["gpu"], "date": date}
-    content = {**machine, "date": date, "stems": dict(sorted(entries.items()))}
-    RECORD.write_text(json.dumps(content, indent=1) + "\n")
+    with _record_lock:
+        entries = read_record()["stems"]
+        own = {"gpu": machine["gpu"], "gpus": gpu_count(), "nvrtc": machine["versions"]["nvrtc"]}
+        entries[name] = {**entry, **own, "date": date}
+        content = {**machine, "date": date, "stems": dict(sorted(entries.items()))}
+        RECORD.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def gpu_count() -> int:
+    """How many GPUs this process sees."""
+    # Importing the package compiles its kernels, into the cache that `main` chooses.
+    from cukern.runtime import kernel
+
+    return kernel.device_count()
 
 
 # --- running --------------------------------------------------------------------------------------------
+
+
+def _visible(first: int) -> dict[str, str]:
+    """The environment in which GPU `first` of those seen here is device 0 and the others follow."""
+    count = gpu_count()
+    if count < 2:
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = given if len(given) == count else [str(i) for i in range(count)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first:] + names[:first])}
+
+
+def spread(names: Sequence[str], work: Callable[[str, dict[str, str]], None]) -> None:
+    """Call `work(name, environment)` for each stem, on all GPUs at once."""
+    pending: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in names:
+        pending.put(name)
+
+    def drain(environment: dict[str, str]) -> None:
+        while True:
+            try:
+                name = pending.get_nowait()
+            except queue.Empty:
+                return
+            work(name, environment)
+
+    gpus = max(1, gpu_count())
+    with ThreadPoolExecutor(gpus * _STEMS_AT_ONCE_PER_GPU) as pool:
+        done = [pool.submit(drain, _visible(i % gpus)) for i in range(gpus * _STEMS_AT_ONCE_PER_GPU)]
+    for future in done:
+        future.result()
 
 
 def run(command: Sequence[str | Path], show: bool = False, **environment: str) -> tuple[int, str]:
@@ -168,12 +250,17 @@ def counts(report: Path) -> dict[str, int] | None:
     return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
 
 
-def run_tests(name: str) -> dict[str, int]:
+def _pytest(name: str, marked: str) -> list[str | Path]:
+    """The command that runs a stem's tests with these markers."""
+    return [sys.executable, "-m", "pytest", "-m", marked, "-q", "--stem", name, *test_files(name)]
+
+
+def run_tests(name: str, environment: dict[str, str]) -> dict[str, int]:
     """Run the GPU tests of a stem. A run that crashes counts as one failure."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--junit-xml", str(report)]
-        run([*command, *test_files(name)], show=True)
+        _, output = run([*_pytest(name, "gpu"), "--junit-xml", str(report)], **environment)
+        print(f"{name}:", output.strip(), sep="\n", flush=True)
         return counts(report) or {"passed": 0, "failed": 1, "skipped": 0}
 
 
@@ -193,13 +280,13 @@ def errors_in(output: str) -> int | None:
 
 def _kernels(stem: str) -> list[str]:
     """The names of the kernels that a stem runs."""
-    import cukern  # noqa: F401  (its import declares the kernels)
-    from cukern.runtime.kernel import KERNELS
+    from cukern.runtime import kernel
 
-    return [kernel.function for op in COMPOSITIONS.get(stem, (stem,)) for kernel in KERNELS[op]]
+    ops = {path.stem for path in sources(stem) if path.suffix == ".cu"}
+    return [own.function for op in sorted(ops) for own in kernel.KERNELS[op]]
 
 
-def _run_tool(stem: str, tool: str) -> int | None:
+def _run_tool(stem: str, tool: str, environment: dict[str, str]) -> int | None:
     command: list[str | Path] = [
         str(sanitizer()), "--tool", tool, "--error-exitcode", str(_ERRORS_FOUND),
         "--target-processes", "application-only",
@@ -208,10 +295,10 @@ def _run_tool(stem: str, tool: str) -> int | None:
         # Other libraries' kernels make the inputs; only initcheck has to watch what they write.
         for name in _kernels(stem):
             command += ["--kernel-name", f"kns={name}"]
-    command += [sys.executable, "-m", "pytest", "-p", "tests.gpu_record", "-m", "gpu and sanitize", "-q"]
-    command += test_files(stem)
+    command += [*_pytest(stem, "gpu and sanitize"), "-p", "tests.gpu_record"]
     # torch's pool, like CuPy's, would hide the bounds of an array.
-    status, output = run(command, CUKERN_COMPILE="lazy", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    settings = {"CUKERN_COMPILE": "lazy", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    status, output = run(command, **settings, **environment)
     errors = errors_in(output)
     # Status 0 or the tool's own; a failed or missing test has another, and then nothing is proved.
     finished = status in (0, _ERRORS_FOUND) and errors is not None
@@ -221,14 +308,14 @@ def _run_tool(stem: str, tool: str) -> int | None:
     return errors if finished else None
 
 
-def run_sanitizer(stem: str) -> dict[str, int | None]:
+def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | None]:
     """Errors by tool, all tools at once: each spends most of its time on the host."""
     if sanitizer() is None:
         print("compute-sanitizer was not found: it comes with the CUDA toolkit", file=sys.stderr)
         return dict.fromkeys(TOOLS)
     _kernels(stem)
     with ThreadPoolExecutor(len(TOOLS)) as pool:
-        return dict(zip(TOOLS, pool.map(lambda tool: _run_tool(stem, tool), TOOLS), strict=True))
+        return dict(zip(TOOLS, pool.map(lambda tool: _run_tool(stem, tool, environment), TOOLS), strict=True))
 
 
 # --- commands -------------------------------------------------------------------------------------------
@@ -236,14 +323,18 @@ def run_sanitizer(stem: str) -> dict[str, int | None]:
 
 def prove(names: Sequence[str]) -> int:
     """Test, sanitize and measure; the record is written stem by stem, whatever happens to the next one."""
-    environment = machine()
-    for name in names:
+    described = machine()
+    print(f"{gpu_count()} GPUs", flush=True)
+
+    def prove_one(name: str, environment: dict[str, str]) -> None:
         # Taken before, so that a change made meanwhile leaves the proof stale.
         of_sources = digest(*sources(name), root=ROOT)
-        entry: Entry = {"digest": of_sources, **run_tests(name), "sanitizer": {}}
+        entry: Entry = {"digest": of_sources, **run_tests(name, environment), "sanitizer": {}}
         if name != SHARED:
-            entry["sanitizer"] = run_sanitizer(name)
-        write_entry(name, entry, environment)
+            entry["sanitizer"] = run_sanitizer(name, environment)
+        write_entry(name, entry, described)
+
+    spread(names, prove_one)
     status = check(names)
     measured = [name for name in names if name != SHARED]
     if measured:
@@ -254,18 +345,18 @@ def prove(names: Sequence[str]) -> int:
 
 def sanitize(names: Sequence[str]) -> int:
     """Run the sanitizer alone. The record takes the outcome where its tests were of the same sources."""
-    clean = True
-    for name in names:
-        if name == SHARED:
-            continue
+    described, outcomes = machine(), {}
+
+    def sanitize_one(name: str, environment: dict[str, str]) -> None:
         of_sources = digest(*sources(name), root=ROOT)
-        found = run_sanitizer(name)
-        clean = clean and all(found[tool] == 0 for tool in TOOLS)
+        outcomes[name] = found = run_sanitizer(name, environment)
         entry = read_record()["stems"].get(name)
         if entry and entry["digest"] == of_sources:
-            write_entry(name, {**entry, "sanitizer": found}, machine())
+            write_entry(name, {**entry, "sanitizer": found}, described)
         print(f"{name}: " + ", ".join(f"{tool} {'not finished' if n is None else n}" for tool, n in found.items()))
-    return 0 if clean else 1
+
+    spread([name for name in names if name != SHARED], sanitize_one)
+    return 0 if all(found[tool] == 0 for found in outcomes.values() for tool in TOOLS) else 1
 
 
 def check(names: Sequence[str]) -> int:
@@ -277,7 +368,9 @@ def check(names: Sequence[str]) -> int:
         reason = unproved(name, entry)
         if reason is None:
             skipped = f", {entry['skipped']} skipped" if entry["skipped"] else ""
-            reason = f"proved on {entry['gpu']}, {entry['date'][:10]}: {entry['passed']} tests passed{skipped}"
+            gpus = f"{entry['gpus']} x {entry['gpu']}" if entry["gpus"] > 1 else entry["gpu"]
+            where = f"{gpus}, NVRTC {entry['nvrtc']}, {entry['date'][:10]}"
+            reason = f"proved on {where}: {entry['passed']} tests passed{skipped}"
         else:
             status = 1
         print(f"{name}: {reason}", flush=True)
