@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import json
@@ -1073,6 +1074,14 @@ class FakeGPUs:
         self.current.device = device
         self.set_to.append(device)
 
+    @contextlib.contextmanager
+    def current_device(self, device: int) -> Iterator[None]:
+        before, self.current.device = self.getDevice(), device
+        try:
+            yield
+        finally:
+            self.current.device = before
+
     def getDeviceCount(self) -> int:
         return 2
 
@@ -1104,6 +1113,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     monkeypatch.setattr(kernel, "cupy", SimpleNamespace())
     monkeypatch.setattr(kernel, "runtime", fake)
     monkeypatch.setattr(kernel, "driver", fake)
+    monkeypatch.setattr(kernel, "current_device", fake.current_device)
     monkeypatch.setattr(kernel.Variant, "load", lambda self, device: 100 + device)
     monkeypatch.setattr(kernel, "_archs_from_nvml", lambda: None)
     return fake
@@ -1134,6 +1144,8 @@ def test_a_launch_goes_to_its_device_and_comes_back(gpus: FakeGPUs) -> None:
         variant.launch(device, 0, (1, 1, 1), (1, 1, 1), 0, 0, 0, 0, 0.0, 0)
         assert gpus.getDevice() == 0
     assert [(launch["function"], launch["device"]) for launch in gpus.launches] == [(101, 1), (100, 0), (101, 1)]
+    # To set the device back would make a context on one that is not used.
+    assert gpus.set_to == [0]
     gpus.failing = True
     with pytest.raises(RuntimeError, match="launch failed"):
         variant.launch(1, 0, (1, 1, 1), (1, 1, 1), 0, 0, 0, 0, 0.0, 0)
@@ -1319,21 +1331,6 @@ def test_the_import_brings_little() -> None:
     assert run_python(code).stdout.split() == []
 
 
-def test_a_warm_import_takes_little_time(cache: Path) -> None:
-    code = """
-import time, ml_dtypes, numpy
-try:
-    import cupy
-except ImportError:
-    pass
-start = time.perf_counter()
-import cukern
-print(time.perf_counter() - start)
-"""
-    # The best of three, for the machine may be busy.
-    assert min(float(run_python(code, CUKERN_COMPILE="lazy").stdout) for _ in range(3)) < 0.3
-
-
 def test_the_import_without_cupy() -> None:
     code = f"""
 import sys
@@ -1439,16 +1436,13 @@ def route():
     assert cupy.asnumpy(ids).tolist() == [[7, 6]] * 4
 """
 IMPORT = f"""
-import time, ml_dtypes, numpy as np, cupy
-start = time.perf_counter()
-import cukern
-took = time.perf_counter() - start
+import numpy as np, cupy, cukern
 {CONTEXTS}{ON_GPU}
 after_import = contexts()
 route()
 after_call = contexts()
 import json
-print(json.dumps([took, after_import, after_call]))
+print(json.dumps([after_import, after_call]))
 """
 
 
@@ -1460,22 +1454,18 @@ def test_nvml_and_cuda_know_the_same_gpus() -> None:
 @pytest.mark.gpu
 def test_the_import_on_a_gpu(cache: Path) -> None:
     environment = {"CUKERN_COMPILE": None}
-    cold, after_import, after_call = json.loads(run_python(IMPORT, **environment).stdout)
+    after_import, after_call = json.loads(run_python(IMPORT, **environment).stdout)
     # The probe sees a context where there is one.
     assert not any(after_import)
     assert after_call[0] == 1 and not any(after_call[1:])
-    cores = len(os.sched_getaffinity(0))
-    assert cold < (10 if cores >= 16 else 30), f"{cold:.1f} s on {cores} cores"
     cubins = list(cache.glob("*.cubin"))
     assert len(cubins) == len(list(kernel.instances()))
     assert all(compiler._is_intact(path) for path in cubins)
+    times = {path: path.stat().st_mtime_ns for path in cubins}
 
-    warm = []
-    for _ in range(3):
-        took, after_import, _ = json.loads(run_python(IMPORT, **environment).stdout)
-        assert not any(after_import)
-        warm.append(took)
-    assert min(warm) < 0.3, warm
+    after_import, _ = json.loads(run_python(IMPORT, **environment).stdout)
+    assert not any(after_import)
+    assert {path: path.stat().st_mtime_ns for path in cache.glob("*.cubin")} == times
 
     # Spoilt files, found by the first launch.
     for path in cubins:
@@ -1524,18 +1514,38 @@ def test_a_launch_from_a_new_thread() -> None:
         assert cupy.asnumpy(out[1]).tolist() == [[7, 6]] * 4
 
 
+USES_OF_ANOTHER_GPU = {
+    "CuPy, its GPU current": """
+cupy.cuda.Device(1).use()
+route()
+before = [0, 1]
+""",
+    "torch, the other GPU current": """
+import torch
+x = torch.arange(32, dtype=torch.float32, device="cuda:1").reshape(4, 8)
+before = contexts()
+for y in (x, cupy.from_dlpack(x)):
+    weights, ids = cukern.grouped_topk(None, y, 2, True)
+    assert ids.tolist() == [[7, 6]] * 4
+    assert contexts() == before, contexts()
+torch.cuda.synchronize(1)
+assert torch.cuda.current_device() == cupy.cuda.runtime.getDevice() == 0
+""",
+}
+
+
 @pytest.mark.gpu
-def test_a_gpu_that_is_not_used_has_no_context() -> None:
+@pytest.mark.parametrize("use", USES_OF_ANOTHER_GPU.values(), ids=USES_OF_ANOTHER_GPU)
+def test_a_gpu_that_is_not_used_has_no_context(use: str) -> None:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("this machine has one GPU")
     code = f"""
 import cukern, cupy, numpy as np
-{CONTEXTS}{ON_GPU}
-with cupy.cuda.Device(1):
-    route()
-print(contexts()[:2])
+{CONTEXTS}{ON_GPU}{use}
+assert before[1] == 1
+print(contexts()[:2] == before[:2])
 """
-    assert run_python(code).stdout == "[0, 1]\n"
+    assert run_python(code).stdout == "True\n"
 
 
 @pytest.mark.gpu

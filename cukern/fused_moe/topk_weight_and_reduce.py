@@ -11,7 +11,7 @@ import numpy as np
 from cukern.fused_moe.config import FusedMoEActivationFormat
 from cukern.ops.moe_permute import moe_sort_batched, moe_sum, moe_unpermute
 from cukern.runtime import arrays, check
-from cukern.runtime.cuda import cupy
+from cukern.runtime.cuda import cupy, current_device
 
 
 def places(count: int, like: Any) -> Any:
@@ -21,7 +21,7 @@ def places(count: int, like: Any) -> Any:
     if library is arrays.NUMPY:
         return np.arange(count, dtype=np.int32)
     if library is arrays.CUPY:
-        with cupy.cuda.Device(like.data.device_id):
+        with current_device(like.data.device_id):
             return cupy.arange(count, dtype=np.int32)
     torch = sys.modules["torch"]
     return torch.arange(count, dtype=torch.int32, device=like.device)

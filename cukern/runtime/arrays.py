@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from cukern.runtime import check
-from cukern.runtime.cuda import cupy
+from cukern.runtime.cuda import cupy, current_device
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -132,7 +132,7 @@ class _CuPy(Library):
         device = like.data.device_id
         if device == cupy.cuda.runtime.getDevice():
             return cupy.empty(shape, numpy_dtype(dtype))
-        with cupy.cuda.Device(device):
+        with current_device(device):
             return cupy.empty(shape, numpy_dtype(dtype))
 
     def stream(self, device: int) -> int:
@@ -142,7 +142,7 @@ class _CuPy(Library):
         return cupy.asnumpy(array)
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
-        with cupy.cuda.Device(like.data.device_id):
+        with current_device(like.data.device_id):
             return cupy.asarray(array)
 
 

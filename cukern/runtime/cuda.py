@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
-__all__ = ["cupy", "driver", "runtime"]
+__all__ = ["cupy", "current_device", "driver", "libcuda", "runtime"]
 
 _cupy_cache: tempfile.TemporaryDirectory[str] | None = None
 
@@ -38,3 +43,38 @@ try:
     from cupy_backends.cuda.api import driver, runtime
 except ImportError:
     cupy = driver = runtime = None
+
+
+@functools.cache
+def libcuda() -> ctypes.CDLL:
+    """The driver, for what CuPy does not call."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *arguments: Any) -> None:
+    status = getattr(libcuda(), function)(*arguments)
+    if status:
+        raise RuntimeError(f"{function} failed: CUDA error {status}")
+
+
+@functools.cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(handle), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    return context
+
+
+@contextlib.contextmanager
+def current_device(device: int) -> Iterator[None]:
+    """Make `device` the current one of this thread.
+
+    `cudaSetDevice` back to the device that was current would make a context there, though nothing may ever run on it;
+    the driver's stack of contexts goes back to none.
+    """
+    _call("cuCtxPushCurrent_v2", _primary_context(device))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))

@@ -19,7 +19,7 @@ from typing import Any
 
 from cukern.runtime import compile
 from cukern.runtime.compile import Instance
-from cukern.runtime.cuda import cupy, driver, runtime
+from cukern.runtime.cuda import cupy, current_device, driver, runtime
 
 #: Every kernel of the library, by stem; filled as the op modules are imported.
 KERNELS: dict[str, list[Kernel]] = {}
@@ -81,16 +81,15 @@ class Variant:
             i, j, k = block
             driver.launchKernel(functions[device], x, y, z, i, j, k, shared_bytes, stream, address, 0)
             return
-        # A thread that never set a device has no context, and a driver launch there would fail.
-        runtime.setDevice(device)
-        try:
+        self._struct.pack_into(buffer, 0, *params)
+        if previous == device:
+            # A thread that never set a device has no context, and a driver launch there would fail.
+            runtime.setDevice(device)
             functions[device] = self.load(device)
-            self._struct.pack_into(buffer, 0, *params)
             driver.launchKernel(functions[device], *grid, *block, shared_bytes, stream, address, 0)
-        finally:
-            if previous != device:
-                functions.pop(device, None)
-                runtime.setDevice(previous)
+            return
+        with current_device(device):
+            driver.launchKernel(self.load(device), *grid, *block, shared_bytes, stream, address, 0)
 
     def _new_state(self) -> tuple[Any, int, dict[int, int]]:
         """What the launches of one thread write: the packed struct, and the functions it has a context for."""
@@ -102,15 +101,11 @@ class Variant:
 
 def clear(device: int, stream: int, address: int, size: int) -> None:
     """Set `size` bytes on `device` to 0, in the order of `stream`."""
-    previous = runtime.getDevice()
-    if previous == device:
+    if runtime.getDevice() == device:
         runtime.memsetAsync(address, 0, size, stream)
         return
-    runtime.setDevice(device)
-    try:
+    with current_device(device):
         runtime.memsetAsync(address, 0, size, stream)
-    finally:
-        runtime.setDevice(previous)
 
 
 class Kernel:

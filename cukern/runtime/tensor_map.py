@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 
+from cukern.runtime.cuda import libcuda
+
 __all__ = ["TENSOR_MAP_BYTES", "encode"]
 
 TENSOR_MAP_BYTES = 128
@@ -15,11 +17,6 @@ _INTERLEAVE_NONE = 0
 _SWIZZLE_128 = 3
 _PROMOTIONS = {128: 2, 256: 3}
 _FILL_ZERO = 0
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,7 +43,7 @@ def encode(
     buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)
     here = ctypes.addressof(buffer)
     place = here + -here % _ALIGNMENT
-    status = _driver().cuTensorMapEncodeTiled(
+    status = libcuda().cuTensorMapEncodeTiled(
         ctypes.c_void_p(place),
         ctypes.c_int(_TYPES[dtype]),
         ctypes.c_uint32(rank),
