@@ -131,12 +131,12 @@ __device__ __forceinline__ uint4 load_shared(unsigned from) {
 // All tiles of tokens read all weights of their group, so that a group has as few of them as can be, of about as many tokens
 // each, and a tile is multiplied at the smallest of WIDTHS that holds it.
 //
-//   gemm_wgmma<...>     CLUSTER * (as many clusters as run at once) blocks of gemm_threads(WARPGROUPS, TOKENS) threads
+//   gemm_wgmma<...>     CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads
 //
-// A block computes tiles of WARPGROUPS * 64 weights and up to TOKENS tokens, one after the other, and a cluster as many
-// beside each other, of the same tokens. Warp 4 * WARPGROUPS finds tiles and has TMA copy their parts along k to a ring of
-// STAGES stages of DEPTH each; it is ahead of the others by the whole ring, also across tiles. Of the tokens each block of a
-// cluster copies every CLUSTER-th box, to all its blocks. Warpgroup w multiplies weights 64 w ... 64 w + 63 by all tokens of
+// A block computes tiles of 128 weights and up to TOKENS tokens, one after the other, and a cluster as many beside each
+// other, of the same tokens. Warp 8 finds tiles and has TMA copy their parts along k to a ring of STAGES stages of DEPTH
+// numbers each; it is ahead of the others by the whole ring, also across tiles. Of the tokens each block of a cluster
+// copies every CLUSTER-th box, to all its blocks. Warpgroup w multiplies weights 64 w ... 64 w + 63 by all tokens of
 // the tile.
 //
 // A stage is full when its bytes are there. It is empty when all warps of all blocks that it is copied to are done with it.
@@ -149,11 +149,12 @@ __device__ __forceinline__ uint4 load_shared(unsigned from) {
 // ACTIVATION: the weights come as 8 rows of gates, the 8 of ups that belong to them, the next 8 gates, and so on; a thread
 // then has the sums of both (in rows lane / 4 and lane / 4 + 8).
 //
-// SKEW: the second warpgroup begins so many stages behind the first, and stays there: while one writes a tile, the other
-// multiplies. 0: they go together.
+// With the largest tiles the second warpgroup begins a stage behind the first, and stays there: while one writes a tile, the
+// other multiplies.
 
-constexpr int ALONG = 64;                // numbers of 16 bits in a row of a tile in shared memory
-constexpr int ROW_BYTES = ALONG * 2;
+constexpr int WARPGROUPS = 2;            // that multiply, each 64 weights of a tile
+constexpr int DEPTH = 64;                // numbers of 16 bits in a stage, and in a row of a tile in shared memory
+constexpr int ROW_BYTES = DEPTH * 2;
 
 // Tokens of a tile; an instance has those from a quarter of its TOKENS on.
 constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 240, 256, 272, 288};
@@ -166,9 +167,7 @@ __host__ __device__ constexpr int round_of(int tokens) { return tokens > 128 ? 3
 
 // Threads of a block. 288 tokens need 144 registers a thread for sums, more than each can have: the loading warp then is one
 // of a warpgroup, which gives its registers away.
-__host__ __device__ constexpr int gemm_threads(int warpgroups, int tokens) {
-    return warpgroups * WARPGROUP + (tokens > 128 ? WARPGROUP : 32);
-}
+__host__ __device__ constexpr int gemm_threads(int tokens) { return WARPGROUPS * WARPGROUP + (tokens > 128 ? WARPGROUP : 32); }
 
 struct alignas(16) GemmVisit {
     int row;    // the first
@@ -177,11 +176,10 @@ struct alignas(16) GemmVisit {
     int unused;
 };
 
-template <int WARPGROUPS, int TOKENS, int DEPTH, int STAGES> struct GemmShared {
-    static constexpr int SLICES = DEPTH / ALONG;
+template <int TOKENS, int STAGES> struct GemmShared {
     static constexpr int WEIGHT_TILE = WARPGROUPS * 64 * ROW_BYTES, TOKEN_TILE = TOKENS * ROW_BYTES;
-    static constexpr int STAGE = SLICES * (WEIGHT_TILE + TOKEN_TILE); // tiles of weights, then of tokens
-    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES;      // a warpgroup has two of them
+    static constexpr int STAGE = WEIGHT_TILE + TOKEN_TILE;
+    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // a warpgroup has two of them
 
     unsigned long long full[STAGES], empty[STAGES], skewed;
     GemmVisit visits[STAGES];
@@ -251,10 +249,9 @@ template <int STAGES> struct GemmPlace {
     }
 };
 
-template <bool GATED, int WARPGROUPS, int TOKENS, int DEPTH, int STAGES, int CLUSTER, bool STREAMED>
-__device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<WARPGROUPS, TOKENS, DEPTH, STAGES>& shared,
-                                          unsigned stages) {
-    using Shared = GemmShared<WARPGROUPS, TOKENS, DEPTH, STAGES>;
+template <bool GATED, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+__device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<TOKENS, STAGES>& shared, unsigned stages) {
+    using Shared = GemmShared<TOKENS, STAGES>;
     constexpr int WEIGHTS = WARPGROUPS * 64, BOX = box_of(TOKENS);
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
@@ -269,27 +266,22 @@ __device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<
             for (int step = 0; step < steps; ++step, place.advance()) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
                 const unsigned weights_to = stages + place.stage * Shared::STAGE;
-                const unsigned tokens_to = weights_to + Shared::SLICES * Shared::WEIGHT_TILE;
+                const unsigned tokens_to = weights_to + Shared::WEIGHT_TILE;
+                const int x = step * DEPTH;
                 barrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
                 if (step == 0)
                     shared.visits[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
-                barrier_expect(full, Shared::SLICES * (Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES));
-#pragma unroll
-                for (int slice = 0; slice < Shared::SLICES; ++slice) {
-                    const int x = step * DEPTH + slice * ALONG;
-                    if constexpr (GATED)
-                        copy_tile<POLICY>(weights_to + slice * Shared::WEIGHT_TILE, p.b_map, x, 0, 0, first_weight / 16,
-                                          expert, full);
+                barrier_expect(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
+                if constexpr (GATED)
+                    copy_tile<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
+                else
+                    copy_tile<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
+                for (int box = rank; box < boxes; box += CLUSTER) {
+                    const unsigned to = tokens_to + box * BOX * ROW_BYTES;
+                    if constexpr (CLUSTER == 1)
+                        copy_tile<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
                     else
-                        copy_tile<POLICY>(weights_to + slice * Shared::WEIGHT_TILE, p.b_map, x, first_weight, expert, 0,
-                                          full);
-                    for (int box = rank; box < boxes; box += CLUSTER) {
-                        const unsigned to = tokens_to + slice * Shared::TOKEN_TILE + box * BOX * ROW_BYTES;
-                        if constexpr (CLUSTER == 1)
-                            copy_tile<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
-                        else
-                            copy_tile_to((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
-                    }
+                        copy_tile_to((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
                 }
             }
         }
@@ -301,15 +293,6 @@ __device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<
         barrier_arrive(shared_address(&shared.full[place.stage]));
     }
     __syncwarp();
-}
-
-// Arrive at the barrier that lies at the same place in block `rank` of the cluster. Nothing that was written is released with
-// it, as barrier_arrive_at does with a fence, which would wait for all that this thread has stored.
-__device__ __forceinline__ void free_stage_at(unsigned barrier, unsigned rank) {
-    asm volatile("{ .reg .b32 there;\n"
-                 "  mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "  mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(rank)
-                 : "memory");
 }
 
 template <int WIDTH> struct Width {
@@ -408,7 +391,7 @@ __device__ __forceinline__ void gemm_sum(float (&c)[PLACES], Shared& shared, Gem
         if constexpr (CLUSTER == 1) {
             if (lane == 0) barrier_arrive(empty);
         } else {
-            if (lane < CLUSTER) free_stage_at(empty, lane);
+            if (lane < CLUSTER) barrier_arrive_in(barrier_in_block(empty, lane));
         }
     };
     int previous = 0;
@@ -418,9 +401,8 @@ __device__ __forceinline__ void gemm_sum(float (&c)[PLACES], Shared& shared, Gem
         const unsigned long long at = place.stage * (Shared::STAGE >> 4);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < Shared::SLICES * 4; ++i) // 16 numbers are 32 bytes
-            gemm_multiply<T, WIDTH>(c, a + at + ((i / 4 * Shared::WEIGHT_TILE + i % 4 * 32) >> 4),
-                                    b + at + ((i / 4 * Shared::TOKEN_TILE + i % 4 * 32) >> 4), i > 0 || step > 0);
+        for (int i = 0; i < DEPTH / 16; ++i) // 16 numbers are 32 bytes
+            gemm_multiply<T, WIDTH>(c, a + at + (i * 32 >> 4), b + at + (i * 32 >> 4), i > 0 || step > 0);
         products_commit();
         if constexpr (STREAMED) { // the next stage is awaited from memory: meanwhile this one can be on its way again
             products_wait<0>();
@@ -455,16 +437,14 @@ template <int MATRICES> __device__ __forceinline__ void store_transposed(unsigne
 }
 
 // Wait for all threads of warpgroup `warpgroup`.
-template <int WARPGROUPS> __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
-    if constexpr (WARPGROUPS > 1) {
-        if (warpgroup < WARPGROUPS - 1) return warpgroup_sync<WARPGROUPS - 1>(warpgroup);
-    }
-    named_sync<WARPGROUPS, WARPGROUP>();
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
+    if (warpgroup < 1) return named_sync<1, WARPGROUP>();
+    named_sync<2, WARPGROUP>();
 }
 
 // Write what a warpgroup has of a tile. `round` counts how often it has used its two places in `staging`: a round's readers
 // are done when all have come to the barrier of the next, so that the round after that may write to their place.
-template <typename T, int ACTIVATION, int WARPGROUPS, int TOKENS>
+template <typename T, int ACTIVATION, int TOKENS>
 __device__ __forceinline__ void gemm_store(const MappedGemmParams& p, const float (&c)[TOKENS / 2], const GemmVisit& visit,
                                            int warpgroup, unsigned staging, int& round) {
     constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
@@ -498,7 +478,7 @@ __device__ __forceinline__ void gemm_store(const MappedGemmParams& p, const floa
             }
             store_transposed(place + lane_to + group * 8 * CHUNKS * 16, packed);
         }
-        warpgroup_sync<WARPGROUPS>(warpgroup);
+        warpgroup_sync(warpgroup);
 #pragma unroll
         for (int i = 0; i < (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; ++i) {
             const int token = i * (WARPGROUP / CHUNKS) + thread / CHUNKS;
@@ -509,15 +489,14 @@ __device__ __forceinline__ void gemm_store(const MappedGemmParams& p, const floa
     }
 }
 
-template <typename T, int ACTIVATION, int WARPGROUPS, int TOKENS, int DEPTH, int STAGES, int CLUSTER, int SKEW,
-          bool STREAMED>
-__device__ __forceinline__ void gemm_compute(const MappedGemmParams& p, GemmShared<WARPGROUPS, TOKENS, DEPTH, STAGES>& shared,
-                                             unsigned stages) {
-    using Shared = GemmShared<WARPGROUPS, TOKENS, DEPTH, STAGES>;
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+__device__ __forceinline__ void gemm_compute(const MappedGemmParams& p, GemmShared<TOKENS, STAGES>& shared, unsigned stages) {
+    using Shared = GemmShared<TOKENS, STAGES>;
+    constexpr int SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
     // From one lane: so the compiler knows that it is the same in all, and keeps what follows from it in uniform registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const unsigned long long a = along_the_sum(stages + warpgroup * 64 * ROW_BYTES);
-    const unsigned long long b = along_the_sum(stages + Shared::SLICES * Shared::WEIGHT_TILE);
+    const unsigned long long b = along_the_sum(stages + Shared::WEIGHT_TILE);
     const unsigned staging = stages + STAGES * Shared::STAGE + warpgroup * 2 * Shared::STAGING;
     const int steps = (p.k + DEPTH - 1) / DEPTH;
     GemmPlace<STAGES> place;
@@ -533,18 +512,17 @@ __device__ __forceinline__ void gemm_compute(const MappedGemmParams& p, GemmShar
             gemm_sum<T, decltype(width)::value, CLUSTER, STREAMED>(c, shared, place, steps, skewed_after, a, b);
         });
         skewed_after = -1;
-        gemm_store<T, ACTIVATION, WARPGROUPS, TOKENS>(p, c, visit, warpgroup, staging, round);
+        gemm_store<T, ACTIVATION, TOKENS>(p, c, visit, warpgroup, staging, round);
     }
 }
 
-// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. DEPTH: 64 or 128. BLOCKS run at once on a
-// multiprocessor. STREAMED: few tokens; what counts is how many bytes are on their way, and nearly all weights are read once.
-template <typename T, int ACTIVATION, int WARPGROUPS, int TOKENS, int DEPTH, int STAGES, int CLUSTER, int BLOCKS, int SKEW,
-          bool STREAMED>
-__global__ __launch_bounds__(gemm_threads(WARPGROUPS, TOKENS), BLOCKS) CLUSTER_OF(CLUSTER) void gemm_wgmma(
+// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS run at once on a multiprocessor. STREAMED: few tokens;
+// what counts is how many bytes are on their way, and nearly all weights are read once.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
+__global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS) CLUSTER_OF(CLUSTER) void gemm_wgmma(
     const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
-    using Shared = GemmShared<WARPGROUPS, TOKENS, DEPTH, STAGES>;
+    using Shared = GemmShared<TOKENS, STAGES>;
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned stages = shared_address(memory) + misplaced;
@@ -562,14 +540,13 @@ __global__ __launch_bounds__(gemm_threads(WARPGROUPS, TOKENS), BLOCKS) CLUSTER_O
     }
     cluster_barrier<CLUSTER>();
     constexpr bool DEAL = TOKENS > 128;
-    static_assert(!DEAL || WARPGROUPS == 2, "registers are dealt to two computing warpgroups");
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
         if constexpr (DEAL) take_registers<224>();
-        gemm_compute<T, ACTIVATION, WARPGROUPS, TOKENS, DEPTH, STAGES, CLUSTER, SKEW, STREAMED>(p, shared, stages);
+        gemm_compute<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     } else {
         if constexpr (DEAL) leave_registers<56>();
         if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
-            gemm_load<ACTIVATION != NO_ACTIVATION, WARPGROUPS, TOKENS, DEPTH, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+            gemm_load<ACTIVATION != NO_ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }
     // Until here the other blocks may write here.
     if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
@@ -796,12 +773,6 @@ bring_fp8_scales(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, unsig
     __syncwarp();
 }
 
-// Arrive at a barrier of any block of the cluster. What it tells is that products have read, not that anything was written: a
-// release to the whole cluster would wait for memory each time.
-__device__ __forceinline__ void fp8_arrive_there(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // An operand along the sum, as along_the_sum describes it, from the lower half of that. Only this half has to be computed.
 __device__ __forceinline__ unsigned long long fp8_operand(unsigned lower) {
     unsigned long long operand;
@@ -915,7 +886,7 @@ multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, uns
             if constexpr (CLUSTER == 1)
                 barrier_arrive(used);
             else
-                fp8_arrive_there(used);
+                barrier_arrive_in(used);
         }
     };
     // From one lane, so that the compiler knows that it is the same in all.
@@ -1564,7 +1535,7 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
         return ACTIVATION ? mine + i % 2 * pairs : 2 * mine + i % 2;
     };
     auto token_of = [&](int t) { return source_of(p, first + min(t, count - 1)); };
-    // Of a row. In 32 bits, as what lies before a row of `a` or, of an expert, of b: 2^32 of them are 64 GiB.
+    // Of a row. In 32 bits, as what lies before a row of `a` or, of an expert, of b: the host refuses 64 GiB of them.
     const int loads = p.k / PER_LOAD;
     const uint4* const weights = static_cast<const uint4*>(p.b) + (long long)tile.expert * p.n * loads + lane;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;

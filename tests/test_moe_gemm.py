@@ -600,11 +600,25 @@ def test_the_variants_compile_without_spills(arch: str, monkeypatch: pytest.Monk
         (8, {"weights": "nvfp4", "b_scale": "group"}, "gemm_mma"),
         # More groups than a grid has along y.
         (2**18 + 2**13, {"experts": 4096, "expected_rows": 4}, "gemm_wgmma"),
+        # 64 GiB of the weights of an expert, or of a, and more.
+        (8, {"n": 2**13, "k": 2**22}, "gemm_stream"),
+        (8, {"n": 2**13 + 8, "k": 2**22}, "gemm_wgmma"),
+        (8, {"n": 2**13 + 16, "k": 2**22, "is_gathered": True}, "gemm_mma"),
+        (2**13, {"k": 2**22, "expected_rows": 1}, "gemm_stream"),
+        (2**13 + 1, {"k": 2**22, "expected_rows": 1}, "gemm_wgmma"),
+        (2**10 + 1, {"k": 2**22, "expected_rows": 1, "is_batched": True}, "gemm_wgmma"),
+        (2**13 + 1, {**FP8_BLOCK, "k": 2**22, "expected_rows": 1}, "gemm_stream"),
     ],
     ids=str,
 )
 def test_the_variant_for_a_call(rows: int, changes: dict[str, Any], function: str) -> None:
     assert op._plan(group_of(rows, **changes), "auto", 0).kernel.instance.function == function
+
+
+@pytest.mark.usefixtures("_an_h200")
+def test_what_stream_cannot_count_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'stream': a, or the weights of one expert, are larger than 64 GiB"):
+        op._plan(group_of(8, n=2**13 + 8, k=2**22), "stream", 0)
 
 
 @pytest.mark.usefixtures("_an_h200")

@@ -61,12 +61,17 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive at the barrier that lies at the same place in block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned rank) {
-    asm volatile("{ .reg .b32 there;\n"
-                 "  mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "  mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(rank)
-                 : "memory");
+// Address, for the whole cluster, of the barrier that lies at the same place in block `rank`.
+__device__ __forceinline__ unsigned barrier_in_block(unsigned barrier, unsigned rank) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
+    return there;
+}
+
+// Arrive at a barrier of any block of the cluster. It tells that this block has read, not that it has written anything: a
+// release to the whole cluster would wait for memory each time.
+__device__ __forceinline__ void barrier_arrive_in(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // The 16 numbered barriers of a block: `sync` waits until `THREADS` threads came, by `sync` or by `arrive`.
@@ -101,7 +106,7 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 }
 
 // What L2 does with a tile when it lacks room.
-constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000, EVICT_LAST = 0x14f0000000000000;
+constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000;
 
 // Copy the box at (x, y, z, w) of the mapped tensor; `barrier` counts its bytes.
 template <unsigned long long POLICY = EVICT_FIRST>

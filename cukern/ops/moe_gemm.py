@@ -276,7 +276,8 @@ def _sizes(group: _Group, together: int = 0) -> tuple[int, ...]:
 
 # --- 16 bits, by warpgroups -----------------------------------------------------------------------------
 
-_ALONG = 64  # numbers of 16 bits in a row of a tile
+_WEIGHTS = 128  # of a tile: two warpgroups have 64 each
+_DEPTH = 64  # numbers of 16 bits in a stage
 _BLOCK_SHARED_BYTES, _ALL_SHARED_BYTES = 227 << 10, 228 << 10  # of Hopper: a block's, a multiprocessor's
 _RESERVED_BYTES = 1 << 10  # for the system, in each block
 
@@ -284,13 +285,10 @@ _RESERVED_BYTES = 1 << 10  # for the system, in each block
 class _Wgmma(NamedTuple):
     """Template arguments of `gemm_wgmma`, but for the type and the activation."""
 
-    warpgroups: int  # of 64 weights
     tokens: int  # 8, 16, 32, 64, 128 or 288
-    depth: int = 64  # or 128
     stages: int = 0  # 0: as many as fit
     cluster: int = 1  # or 2
     blocks: int = 1  # of a multiprocessor
-    skew: int = 0  # stages
     is_streamed: bool = False
     together: int = 8  # no template argument
 
@@ -300,13 +298,13 @@ class _Wgmma(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return self.warpgroups * 128 + (128 if self.tokens > 128 else 32)
+        return 256 + (128 if self.tokens > 128 else 32)
 
     @property
     def shared_bytes(self) -> int:
-        stage = (self.warpgroups * 64 + self.tokens) * self.depth * 2
+        stage = (_WEIGHTS + self.tokens) * _DEPTH * 2
         staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
-        staging = self.warpgroups * 2 * staged_rows * _ALONG * 2
+        staging = 2 * 2 * staged_rows * _DEPTH * 2
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
         # The tiles begin at a multiple of 1024 bytes.
         return 1024 + self.stages * stage + staging + barriers
@@ -322,19 +320,19 @@ class _Wgmma(NamedTuple):
         return self._replace(stages=stages)
 
     def variant(self, dtype: str, activation: int) -> Variant:
-        arguments = *self[:7], _flag(self.is_streamed)
+        arguments = *self[:4], _flag(self.is_streamed)
         most = _BLOCK_SHARED_BYTES
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=most)
 
 
 #: By the rows that a group is likely to have at most. Few of them: weights are all that is read, each once.
 _WGMMA_FORMS = (
-    (8, _Wgmma(2, 8, blocks=3, is_streamed=True)),
-    (16, _Wgmma(2, 16, blocks=2, is_streamed=True)),
-    (32, _Wgmma(2, 32, blocks=2, is_streamed=True)),
-    (64, _Wgmma(2, 64, cluster=2, blocks=2, is_streamed=True)),
-    (128, _Wgmma(2, 128, cluster=2)),
-    (MAX_COUNT, _Wgmma(2, 288, cluster=2, skew=1)),
+    (8, _Wgmma(8, blocks=3, is_streamed=True)),
+    (16, _Wgmma(16, blocks=2, is_streamed=True)),
+    (32, _Wgmma(32, blocks=2, is_streamed=True)),
+    (64, _Wgmma(64, cluster=2, blocks=2, is_streamed=True)),
+    (128, _Wgmma(128, cluster=2)),
+    (MAX_COUNT, _Wgmma(288, cluster=2)),
 )
 _DEVIATIONS = 2.5  # of random routing: so far above the mean few groups are
 _TOKENS_OF_TILES = 256  # of the largest form, where a group has several
@@ -355,12 +353,12 @@ def _wgmma_form(group: _Group, count: int) -> _Wgmma:
 def _wgmma_plan(group: _Group, count: int) -> _Plan:
     form = _wgmma_form(group, count)
     experts, n, k, rows = group.experts, group.n, group.k, group.all_rows
-    weights, strips = form.warpgroups * 64, -(-n // (form.cluster * form.warpgroups * 64))
+    strips = -(-n // (form.cluster * _WEIGHTS))
     clusters = min(group.tiles(min(form.tokens, _TOKENS_OF_TILES)) * strips, count * form.blocks // form.cluster)
     # What is read once in all should be fetched as it is asked for (3% faster on an H200).
     promotion = 128 if form.is_streamed else 256
     b_map = _Map(
-        group.dtype, (k, n, experts, 1), (k * 2, n * k * 2, experts * n * k * 2), (_ALONG, weights, 1, 1), promotion
+        group.dtype, (k, n, experts, 1), (k * 2, n * k * 2, experts * n * k * 2), (_DEPTH, _WEIGHTS, 1, 1), promotion
     )
     if group.activation:
         # Rows of 8 gates, their 8 ups, the next 8 gates, and so on.
@@ -368,7 +366,7 @@ def _wgmma_plan(group: _Group, count: int) -> _Plan:
             group.dtype,
             (k, 8, 2, n // 16, experts),
             (k * 2, n // 2 * k * 2, 8 * k * 2, n * k * 2),
-            (_ALONG, 8, 2, weights // 16, 1),
+            (_DEPTH, 8, 2, _WEIGHTS // 16, 1),
             promotion,
         )
     return _Plan(
@@ -378,7 +376,7 @@ def _wgmma_plan(group: _Group, count: int) -> _Plan:
         form.shared_bytes,
         _sizes(group, form.together),
         b_map,
-        _Map(group.dtype, (k, rows, 1, 1), (k * 2, rows * k * 2, rows * k * 2), (_ALONG, form.box, 1, 1), promotion),
+        _Map(group.dtype, (k, rows, 1, 1), (k * 2, rows * k * 2, rows * k * 2), (_DEPTH, form.box, 1, 1), promotion),
     )
 
 
@@ -588,6 +586,11 @@ def _why_not(variant: str, group: _Group, device: int) -> str:
             return "weights are of 4 bits"
         if group.tiles(_stream_tokens(group)) > _MAX_GRID_Y:
             return "there may be too many groups of rows"
+        # Units of 16 bytes, which the kernel counts in 32 bits.
+        units = group.k * arrays.ITEM_SIZE[group.dtype] // 16
+        a_rows = group.tokens * (group.experts if group.is_batched else 1)
+        if max(a_rows, group.n) * units > 2**32:
+            return "a, or the weights of one expert, are larger than 64 GiB"
     return ""
 
 
