@@ -20,6 +20,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 CELL_TIMEOUT_S = 120
+# Nobody sees the pictures of a run without a GPU, so they are drawn once, and not again to cut their margins off.
+SMALL = {"bbox_inches": None, "dpi": 30}
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
@@ -53,12 +55,12 @@ def run(path: Path, *, sources_only: bool = False) -> NotebookNode:
         notebook,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
-        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+        extra_arguments=["--IPKernelApp.log_level=ERROR", f"--InlineBackend.print_figure_kwargs={SMALL}"],
         resources={"metadata": {"path": str(path.parent)}},
     )
-    # IPython keeps its history in a folder of its own.
+    # IPython keeps its history in a folder of its own. Several notebooks run side by side, so each has one thread.
     with TemporaryDirectory() as folder:
-        client.execute(env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "IPYTHONDIR": folder})
+        client.execute(env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "IPYTHONDIR": folder, "OMP_NUM_THREADS": "1"})
     return notebook
 
 
