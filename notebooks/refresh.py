@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
 CELL_TIMEOUT_S = 120
@@ -78,12 +79,23 @@ def refresh(path: Path) -> list[str]:
     return [cell.id for cell in stale]
 
 
-def main() -> None:
+def told(path: Path) -> tuple[str, bool]:
+    """What `refresh` did, and whether it could."""
+    try:
+        return ", ".join(refresh(path)) or "equal to the sources", True
+    except CellExecutionError as error:
+        return f"{error.ename}: {error.evalue}", False
+
+
+def main() -> int:
     paths = [Path(name).resolve() for name in sys.argv[1:]] or sorted(Path(__file__).resolve().parent.glob("*.ipynb"))
+    done = True
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, cells in zip(paths, pool.map(refresh, paths), strict=True):
-            print(f"{path.stem:20} {', '.join(cells) or 'equal to the sources'}")
+        for path, (what, could) in zip(paths, pool.map(told, paths), strict=True):
+            print(f"{path.stem:20} {what}")
+            done &= could
+    return 0 if done else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
