@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from. Given to a target of the second group, that
 #                       interpreter runs it as it is: no .venv, nothing installed.
 #   OPS="moe_gate ..."  limits the second group to these stems
+#   SOURCES=1           `make notebooks` makes only the outputs that show sources, for which it needs no GPU
 #   ARGS="..."          more arguments for the demo or for pytest
 
 # CuPy has one package per CUDA major version. Without a driver either compiles, so the newer one is taken.
@@ -30,6 +31,8 @@ help:
 	@echo 'make demo       install, then route a batch of tokens through the gate'
 	@echo 'make test       install, then run the tests that need no GPU'
 	@echo 'make lint       ruff and mypy'
+	@echo 'make notebooks SOURCES=1'
+	@echo '                let the notebooks show the sources as they are; keeps all other outputs'
 	@echo
 	@echo 'With a GPU (OPS="moe_gate ..." limits them; PYTHON=python3 uses that interpreter and installs nothing):'
 	@echo 'make gpu        GPU tests, sanitizer and benchmarks; writes the GPU record and the results'
@@ -62,7 +65,11 @@ bench: $(READY)
 	$(PY) -m cukern bench $(OPS) --results
 
 notebooks: $(READY)
+ifdef SOURCES
+	$(PY) -m notebooks.refresh $(OPS:%=notebooks/%.ipynb)
+else
 	$(PY) -c 'from nbclient.cli import main; main()' --inplace $(or $(OPS:%=notebooks/%.ipynb),notebooks/*.ipynb)
+endif
 
 .venv/demo.stamp: pyproject.toml $(PINS)
 	$(PYTHON) -m venv .venv

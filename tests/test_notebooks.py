@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbformat import NotebookNode
+
+from notebooks.refresh import code_cells, printed, run, shows_sources, text
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-CELL_TIMEOUT_S = 120
 MAX_BYTES = 2 * 2**20
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|tmp|usr|opt|mnt|var|work|Users)/")
+LINE_NUMBER = re.compile(r"^ *\d+  ")
 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
-
-def _code_cells(notebook: NotebookNode) -> list[NotebookNode]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
-
-
-def _text(output: NotebookNode) -> str:
-    if output.output_type == "stream":
-        return output.text
-    return "\n".join(text for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
 
 
 def _shows(cell: NotebookNode) -> set[str]:
@@ -42,15 +32,15 @@ def _shows(cell: NotebookNode) -> set[str]:
 
 def _check_outputs(notebook: NotebookNode) -> None:
     """Every cell ran, once and in order, and none complained or told of the machine."""
-    cells = _code_cells(notebook)
+    cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     for cell in cells:
         for output in cell.outputs:
             assert output.output_type != "error", f"{cell.id}: {output.ename}: {output.evalue}"
             assert output.get("name") != "stderr", f"{cell.id} wrote to stderr: {output.text}"
-            text = _text(output)
-            assert "Warning:" not in text, f"{cell.id} warns: {text}"
-            found = MACHINE_PATH.search(text)
+            shown = text(output)
+            assert "Warning:" not in shown, f"{cell.id} warns: {shown}"
+            found = MACHINE_PATH.search(shown)
             assert found is None, f"{cell.id} prints a path of the machine: {found}"
 
 
@@ -74,18 +64,38 @@ def test_the_kept_outputs_are_those_of_one_clean_run(path: Path) -> None:
     _check_outputs(nbformat.read(path, as_version=4))
 
 
+def _runs_of_three(lines: list[str]) -> set[tuple[str, ...]]:
+    """Each three lines with something in them that follow one another, of 30 characters at least."""
+    lines = [line.strip() for line in lines if line.strip()]
+    return {three for three in zip(lines, lines[1:], lines[2:], strict=False) if sum(map(len, three)) >= 30}
+
+
+@pytest.fixture(scope="module")
+def of_sources() -> set[tuple[str, ...]]:
+    files = [path for room in ("cuda_src", "cukern") for path in (ROOT / room).rglob("*.*") if path.suffix != ".pyc"]
+    return set().union(*(_runs_of_three(path.read_text().splitlines()) for path in files if path.is_file()))
+
+
 @notebooks
-def test_a_notebook_runs_without_a_gpu(path: Path, tmp_path: Path) -> None:
-    kept, copy = (nbformat.read(path, as_version=4) for _ in range(2))
-    for cell in _code_cells(copy):
-        cell.outputs, cell.execution_count = [], None
-    client = NotebookClient(
-        copy, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
-    )
-    # A GPU, if there is one, is left out; IPython keeps its history in a folder of its own.
-    client.execute(env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "IPYTHONDIR": str(tmp_path)})
-    _check_outputs(copy)
-    assert len(nbformat.writes(copy)) <= MAX_BYTES
-    # On a GPU a cell may show more, but what shows something here must show it there.
-    for ran, cell in zip(_code_cells(copy), _code_cells(kept), strict=True):
-        assert _shows(ran) <= _shows(cell), f"{cell.id} has lost its output: run `make notebooks`"
+def test_a_cell_that_shows_sources_says_so(path: Path, of_sources: set[tuple[str, ...]]) -> None:
+    # Without its tag, its output would go stale and nothing would tell.
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        if shows_sources(cell):
+            assert {output.output_type for output in cell.outputs} <= {"stream"}, f"{cell.id} shows more than sources"
+            continue
+        shown = _runs_of_three([LINE_NUMBER.sub("", line) for line in printed(cell).splitlines()])
+        lines = next(iter(shown & of_sources), None)
+        assert lines is None, f"{cell.id} shows sources: tag it `source`, and move the rest into another cell"
+        assert "getsource" not in cell.source, f"{cell.id} shows sources: tag it `source`"
+
+
+@notebooks
+def test_a_notebook_runs_without_a_gpu(path: Path) -> None:
+    kept, ran = nbformat.read(path, as_version=4), run(path)
+    _check_outputs(ran)
+    assert len(nbformat.writes(ran)) <= MAX_BYTES
+    for now, cell in zip(code_cells(ran), code_cells(kept), strict=True):
+        # On a GPU a cell may show more, but what shows something here must show it there.
+        assert _shows(now) <= _shows(cell), f"{cell.id} has lost its output: run `make notebooks`"
+        if shows_sources(cell):
+            assert printed(now) == printed(cell), f"{cell.id} does not show the sources: run `make notebooks SOURCES=1`"
