@@ -17,7 +17,7 @@
 //
 // T: the elements that are converted; where nothing is, any type of their size.
 // BYTES: a unit of T, the width of a load. Strides are in bytes.
-#include <cuda_fp8.h>
+#include "common/fp8.cuh"
 #include "common/numeric.cuh"
 #include "common/units.cuh"
 #include "common/warp.cuh"
@@ -48,34 +48,6 @@ struct Quotient {
     }
 };
 
-// The byte of the FP8 number nearest to x, ties to even, the largest one at most; NaN is 0x7f.
-template <int FORMAT> __device__ __forceinline__ unsigned char to_fp8(float x) {
-#if __CUDA_ARCH__ >= 890
-    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, INTERPRETATION<FORMAT>);
-#else
-    // Without an instruction for it, the header's way through double takes seconds to compile.
-    constexpr int MANTISSA = FORMAT == E4M3 ? 3 : 2, BIAS = FORMAT == E4M3 ? 7 : 15, SHIFT = 23 - MANTISSA;
-    constexpr float LARGEST = FORMAT == E4M3 ? 448.f : 57344.f, SMALLEST_NORMAL = FORMAT == E4M3 ? 0x1p-6f : 0x1p-14f;
-    // Its last place is the smallest number of the format, so that adding it rounds to multiples of that.
-    constexpr float ROUNDER = FORMAT == E4M3 ? 0x1p14f : 0x1p7f;
-    if (x != x) return 0x7f;
-    const float magnitude = fminf(fabsf(x), LARGEST);
-    const unsigned bits = __float_as_uint(magnitude);
-    unsigned byte = (bits + (1u << (SHIFT - 1)) - 1 + (bits >> SHIFT & 1)) >> SHIFT;
-    byte -= (127 - BIAS) << MANTISSA;
-    if (magnitude < SMALLEST_NORMAL) byte = __float_as_uint(__fadd_rn(magnitude, ROUNDER)) - __float_as_uint(ROUNDER);
-    return (unsigned char)(byte | (__float_as_uint(x) >> 24 & 0x80));
-#endif
-}
-
-template <int FORMAT> __device__ __forceinline__ unsigned short to_fp8(float2 two) {
-#if __CUDA_ARCH__ >= 890
-    return __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, INTERPRETATION<FORMAT>);
-#else
-    return (unsigned short)(to_fp8<FORMAT>(two.x) | to_fp8<FORMAT>(two.y) << 8);
-#endif
-}
-
 // A unit of T as it is stored.
 template <typename T, int FORMAT, int BYTES> struct Store {
     static constexpr int OUT_BYTES = FORMAT == SAME ? BYTES : BYTES / int(sizeof(T));
@@ -86,12 +58,12 @@ template <typename T, int FORMAT, int BYTES> struct Store {
             Unit<OUT_BYTES> out;
             const T* in = reinterpret_cast<const T*>(&unit);
             if constexpr (OUT_BYTES == 1) {
-                out = to_fp8<FORMAT>(quotient(to_float(in[0])));
+                out = to_fp8<INTERPRETATION<FORMAT>>(quotient(to_float(in[0])));
             } else {
 #pragma unroll
                 for (int i = 0; i < OUT_BYTES / 2; ++i) {
-                    const float2 two = make_float2(quotient(to_float(in[2 * i])), quotient(to_float(in[2 * i + 1])));
-                    reinterpret_cast<unsigned short*>(&out)[i] = to_fp8<FORMAT>(two);
+                    const float x = quotient(to_float(in[2 * i])), y = quotient(to_float(in[2 * i + 1]));
+                    reinterpret_cast<unsigned short*>(&out)[i] = to_fp8<INTERPRETATION<FORMAT>>(x, y);
                 }
             }
             return out;
@@ -256,8 +228,8 @@ __global__ void __launch_bounds__(WARPS * 32) store_latents(const __grid_constan
     uint4 stored;
 #pragma unroll
     for (int i = 0; i < EACH; i += 2) {
-        const float2 two = make_float2(__fmul_rn(latent[i], raise), __fmul_rn(latent[i + 1], raise));
-        reinterpret_cast<unsigned short*>(&stored)[i / 2] = to_fp8<E4M3>(make_float2(quotient(two.x), quotient(two.y)));
+        const float x = quotient(__fmul_rn(latent[i], raise)), y = quotient(__fmul_rn(latent[i + 1], raise));
+        reinterpret_cast<unsigned short*>(&stored)[i / 2] = to_fp8<__NV_E4M3>(x, y);
     }
     unsigned rounded;
 #pragma unroll

@@ -59,31 +59,6 @@ template <int SIZE> struct Quotient {
     }
 };
 
-// The bytes of the FP8 numbers nearest to two floats, ties to even, the largest one at most; NaN is 0x7f.
-__device__ __forceinline__ unsigned to_e4m3(float x) {
-#if __CUDA_ARCH__ >= 890
-    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
-#else
-    // Without an instruction for it, the header's way through double takes seconds to compile. The last place of
-    // ROUNDER is the smallest number of the format, so that adding it rounds to multiples of that.
-    constexpr float ROUNDER = 0x1p14f;
-    if (x != x) return 0x7f;
-    const float magnitude = fminf(fabsf(x), 448.f);
-    const unsigned bits = __float_as_uint(magnitude);
-    unsigned byte = ((bits + (1u << 19) - 1 + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    if (magnitude < 0x1p-6f) byte = __float_as_uint(__fadd_rn(magnitude, ROUNDER)) - __float_as_uint(ROUNDER);
-    return byte | (__float_as_uint(x) >> 24 & 0x80);
-#endif
-}
-
-__device__ __forceinline__ unsigned to_e4m3(float x, float y) {
-#if __CUDA_ARCH__ >= 890
-    return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
-#else
-    return to_e4m3(x) | to_e4m3(y) << 8;
-#endif
-}
-
 // Two integers between -128 and 127, the nearest ones, in the bytes of the low half, and the low half of `above` above.
 __device__ __forceinline__ unsigned to_int8(int x, int y, unsigned above) {
     unsigned bytes;
@@ -98,8 +73,8 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
     if constexpr (FORMAT == E4M3) {
 #pragma unroll
         for (int i = 0; i < EACH; i += 2) {
-            if constexpr (EACH == 1) word[0] = to_e4m3(quotient[0]);
-            else word[i / 4] |= to_e4m3(quotient[i], quotient[(i + 1) % EACH]) << i % 4 * 8;
+            if constexpr (EACH == 1) word[0] = to_fp8<__NV_E4M3>(quotient[0]);
+            else word[i / 4] |= to_fp8<__NV_E4M3>(quotient[i], quotient[(i + 1) % EACH]) << i % 4 * 8;
         }
     } else {
         int number[EACH];
@@ -643,7 +618,7 @@ __device__ __forceinline__ unsigned scale_of(float largest, float global, bool i
     if (is_usual && __float_as_uint(largest) - SMALLEST < RANGE) {
         const float part = __fmul_rn(largest, RECIPROCAL);
         const float sixth = __fmaf_rn(-__fmaf_rn(part, 6.f, -largest), RECIPROCAL, part);
-        const unsigned byte = to_e4m3(__fmul_rn(global, sixth));
+        const unsigned byte = to_fp8<__NV_E4M3>(__fmul_rn(global, sixth));
         const float scale = number(byte), guess = fast_reciprocal(scale);
         const float reciprocal = __fmaf_rn(__fmaf_rn(-guess, scale, 1.f), guess, guess);
         const float product = __fmul_rn(.5f * global, reciprocal);
@@ -651,7 +626,7 @@ __device__ __forceinline__ unsigned scale_of(float largest, float global, bool i
         half = byte == 0 ? 0.f : quotient;
         return byte;
     }
-    const unsigned byte = to_e4m3(__fmul_rn(global, __fdiv_rn(largest, 6.f)));
+    const unsigned byte = to_fp8<__NV_E4M3>(__fmul_rn(global, __fdiv_rn(largest, 6.f)));
     const float scale = number(byte);
     half = scale == 0 ? 0.f : .5f * __fdiv_rn(global, scale);
     return byte;

@@ -7,6 +7,36 @@
 __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return float(x); }
 __device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return float(x); }
 
+// The byte of the FP8 number nearest to x, ties to even, the largest one at most; NaN is 0x7f.
+template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to_fp8(float x) {
+#if __CUDA_ARCH__ >= 890
+    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, KIND);
+#else
+    // Without an instruction for it, the header's way through double takes seconds to compile.
+    constexpr bool IS_E4M3 = KIND == __NV_E4M3;
+    constexpr int MANTISSA = IS_E4M3 ? 3 : 2, BIAS = IS_E4M3 ? 7 : 15, SHIFT = 23 - MANTISSA;
+    constexpr float LARGEST = IS_E4M3 ? 448.f : 57344.f, SMALLEST_NORMAL = IS_E4M3 ? 0x1p-6f : 0x1p-14f;
+    // Its last place is the smallest number of the format, so that adding it rounds to multiples of that.
+    constexpr float ROUNDER = IS_E4M3 ? 0x1p14f : 0x1p7f;
+    if (x != x) return 0x7f;
+    const float magnitude = fminf(fabsf(x), LARGEST);
+    const unsigned bits = __float_as_uint(magnitude);
+    unsigned byte = (bits + (1u << (SHIFT - 1)) - 1 + (bits >> SHIFT & 1)) >> SHIFT;
+    byte -= (127 - BIAS) << MANTISSA;
+    if (magnitude < SMALLEST_NORMAL) byte = __float_as_uint(__fadd_rn(magnitude, ROUNDER)) - __float_as_uint(ROUNDER);
+    return byte | (__float_as_uint(x) >> 24 & 0x80);
+#endif
+}
+
+// The bytes of two of them, x's in the low one.
+template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to_fp8(float x, float y) {
+#if __CUDA_ARCH__ >= 890
+    return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, KIND);
+#else
+    return to_fp8<KIND>(x) | to_fp8<KIND>(y) << 8;
+#endif
+}
+
 // Four neighbours as two pairs of float16.
 template <typename FP8> __device__ __forceinline__ void to_halves(unsigned (&pairs)[2], unsigned four);
 
