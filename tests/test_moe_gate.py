@@ -737,6 +737,10 @@ def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
     results = cukern.moe_fused_gate(WithNamespace(logits), bias, 8, 4, 8, num_token_non_padded=5)
     assert [result[0] for result in results] == ["theirs", "theirs"]
     assert_same_bits((results[0][1], results[1][1]), want)
+    out = np.full((9, 8), NAN, np.float32), np.full((9, 8), 12345, np.int32)
+    foreign = OnlyDLPack(out[0]), OnlyDLPack(out[1])
+    assert cukern.moe_fused_gate(OnlyDLPack(logits), bias, 8, 4, 8, num_token_non_padded=5, out=foreign) == foreign
+    assert_same_bits(out, want)
 
 
 def test_out_is_written_and_returned(rng: np.random.Generator) -> None:
@@ -935,9 +939,8 @@ def _bad_calls() -> Iterator[Any]:
         message = "topk_ids must be an int32 array [tokens, topk], got"
         functions = [n for n in FUNCTIONS if n.startswith("topk_")]
         yield from bad(functions, {"topk_ids": value}, TypeError, message, f"topk_ids {type(value).__name__}")
-    foreign = {"LOGITS": OnlyDLPack(zeros(5, 256))}
-    message = "out must be None where LOGITS enters through DLPack, got a pair"
-    yield from bad(GROUPED, foreign, ValueError, message, "out of a foreign array")
+    foreign = {"LOGITS": OnlyDLPack(zeros(5, 256)), "out": 7}
+    yield from bad(GROUPED, foreign, TypeError, "out must be a pair (weights, ids), got int", "no pair")
 
     # The hidden states, of which only the number counts.
     message = "hidden_states must be of 5 tokens like gating_output, got 4"

@@ -450,17 +450,9 @@ def _check_tables(
     for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if array is None:
             check.fail(name, "an array, unless there are indices", None, TypeError)
-    arrays.same_place("block_table", block_table, "q", library, device)
-    if library.dtype(block_table) != "int32":
-        check.dtype("block_table", library.dtype(block_table), ("int32",))
-    if len(block_table.shape) != 2:
-        check.dimensions("block_table", tuple(block_table.shape), ("batch", "max_pages"))
-    max_pages = block_table.shape[1]
-    if block_table.shape[0] != batch:
-        check.shape("block_table", tuple(block_table.shape), (batch, max_pages), "[batch, max_pages]")
-    row = arrays.row_stride("block_table", block_table, library)
+    found = arrays.table("block_table", block_table, "q", library, device, batch, ("batch", "max_pages"))
     arrays.expect("cache_seqlens", cache_seqlens, "q", library, device, ("int32",), (batch,), "[batch]")
-    return max_pages, row
+    return found
 
 
 def _check_indices(

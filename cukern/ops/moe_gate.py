@@ -239,8 +239,10 @@ def _gate(
     """All five gates: check, choose a variant, launch."""
     library = arrays.library_of(logits)
     if library is None:
+        entered = None
         if out is not None:
-            check.fail("out", f"None where {name} enters through DLPack", "a pair")
+            entered = _pair(out)
+            entered = arrays.enter(out_names[0], entered[0]), arrays.enter(out_names[1], entered[1])
         results = _gate(
             name,
             arrays.enter(name, logits),
@@ -258,10 +260,13 @@ def _gate(
             arrays.enter("num_token_non_padded", num_token_non_padded)
             if hasattr(num_token_non_padded, "__dlpack__")
             else num_token_non_padded,
-            None,
+            entered,
             variant,
             softcap,
+            out_names,
         )
+        if out is not None:
+            return out[0], out[1]
         return arrays.leave(results[0], logits), arrays.leave(results[1], logits)
     dtype = library.dtype(logits)
     if dtype not in DTYPES:
@@ -394,6 +399,12 @@ def _gate(
     return weights, ids
 
 
+def _pair(out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        check.fail("out", "a pair (weights, ids)", type(out).__name__, TypeError)
+    return out[0], out[1]
+
+
 def _check_out(
     out: tuple[Any, Any],
     names: tuple[str, str],
@@ -402,11 +413,10 @@ def _check_out(
     library: arrays.Library,
     device: int | None,
 ) -> tuple[Any, Any]:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        check.fail("out", "a pair (weights, ids)", type(out).__name__, TypeError)
-    for part, array, dtype in zip(names, out, ("float32", "int32"), strict=True):
-        arrays.expect(part, array, name, library, device, (dtype,), shape, "[tokens, topk]")
-    return out[0], out[1]
+    weights, ids = _pair(out)
+    arrays.expect(names[0], weights, name, library, device, ("float32",), shape, "[tokens, topk]")
+    arrays.expect(names[1], ids, name, library, device, ("int32",), shape, "[tokens, topk]")
+    return weights, ids
 
 
 def moe_fused_gate(
@@ -582,6 +592,8 @@ def grouped_topk(
 
 
 def _slots(topk_ids: Any) -> int:
+    if not hasattr(topk_ids, "shape") and hasattr(topk_ids, "__dlpack__"):
+        topk_ids = arrays.enter("topk_ids", topk_ids)
     if len(getattr(topk_ids, "shape", ())) != 2:
         wanted = "an int32 array [tokens, topk]"
         check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type(topk_ids).__name__), TypeError)

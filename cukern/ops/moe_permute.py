@@ -243,6 +243,19 @@ def _map(expert_map: Any, library: arrays.Library, device: int | None, num_exper
         arrays.expect("expert_map", expert_map, "topk_ids", library, device, ("int32",), (num_experts,), f"[{name}]")
 
 
+def _experts(
+    num_experts: int, expert_map: Any, num_local_experts: int | None, library: arrays.Library, device: int | None
+) -> tuple[int, int]:
+    """How many experts there are, and how many of them are here, once that has been checked."""
+    num_experts = _number_of_experts("num_experts", num_experts)
+    _map(expert_map, library, device, num_experts, "num_experts")
+    if num_local_experts is not None:
+        return num_experts, _number_of_experts("num_local_experts", num_local_experts, num_experts, "num_experts")
+    if expert_map is not None:
+        check.fail("num_local_experts", "given with expert_map", "None", TypeError)
+    return num_experts, num_experts
+
+
 @arrays.takes_dlpack
 def moe_sort(
     topk_ids: Any,
@@ -278,14 +291,7 @@ def moe_sort(
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     library, device, tokens, topk = _ids(topk_ids)
-    num_experts = _number_of_experts("num_experts", num_experts)
-    _map(expert_map, library, device, num_experts, "num_experts")
-    if num_local_experts is None:
-        if expert_map is not None:
-            check.fail("num_local_experts", "given with expert_map", "None", TypeError)
-        experts = num_experts
-    else:
-        experts = _number_of_experts("num_local_experts", num_local_experts, num_experts, "num_experts")
+    num_experts, experts = _experts(num_experts, expert_map, num_local_experts, library, device)
     pairs = tokens * topk
     shapes = (experts + 1,), (pairs,), (tokens, topk)
     if out is not None:
@@ -355,14 +361,7 @@ def moe_sort_batched(
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     library, device, tokens, topk = _ids(topk_ids)
-    num_experts = _number_of_experts("num_experts", num_experts)
-    _map(expert_map, library, device, num_experts, "num_experts")
-    if num_local_experts is None:
-        if expert_map is not None:
-            check.fail("num_local_experts", "given with expert_map", "None", TypeError)
-        experts = num_experts
-    else:
-        experts = _number_of_experts("num_local_experts", num_local_experts, num_experts, "num_experts")
+    num_experts, experts = _experts(num_experts, expert_map, num_local_experts, library, device)
     max_tokens = check.integer("max_tokens", max_tokens, 1, MAX_PAIRS // experts)
     pairs = tokens * topk
     shapes = (experts,), (tokens, topk)

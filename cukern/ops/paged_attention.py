@@ -392,23 +392,6 @@ def _check_caches(
     return _Cache(cache, blocks, kv_heads, block_size, tuple(distances))
 
 
-def _check_tables(
-    block_tables: Any, seq_lens: Any, seqs: int, library: arrays.Library, device: int | None
-) -> tuple[int, int]:
-    """How many blocks a row of the tables names, and the distance between rows."""
-    arrays.same_place("block_tables", block_tables, "query", library, device)
-    if library.dtype(block_tables) != "int32":
-        check.dtype("block_tables", library.dtype(block_tables), ("int32",))
-    if len(block_tables.shape) != 2:
-        check.dimensions("block_tables", tuple(block_tables.shape), ("seqs", "max_blocks"))
-    max_blocks = block_tables.shape[1]
-    if block_tables.shape[0] != seqs:
-        check.shape("block_tables", tuple(block_tables.shape), (seqs, max_blocks), "[seqs, max_blocks]")
-    row = arrays.row_stride("block_tables", block_tables, library)
-    arrays.expect("seq_lens", seq_lens, "query", library, device, ("int32",), (seqs,), "[seqs]")
-    return max_blocks, row
-
-
 def _check_out(name: str, array: Any, library: arrays.Library, device: int | None) -> None:
     if device is not None and library.address(array) % 16:
         check.fail(name, "at a multiple of 16 bytes", f"address {library.address(array):#x}")
@@ -467,7 +450,9 @@ def _check_call(
     cache = _check_caches(key_cache, value_cache, layout, kv_cache_dtype, dtype, head_dim, library, device)
     if heads % cache.kv_heads:
         check.fail("query", f"of a multiple of {cache.kv_heads} heads (kv_heads of key_cache)", heads)
-    max_blocks, table_row = _check_tables(block_tables, seq_lens, seqs, library, device)
+    symbols = ("seqs", "max_blocks")
+    max_blocks, table_row = arrays.table("block_tables", block_tables, "query", library, device, seqs, symbols)
+    arrays.expect("seq_lens", seq_lens, "query", library, device, ("int32",), (seqs,), "[seqs]")
     scale = head_dim**-0.5 if scale is None else check.number("scale", scale)
     key_scale_address, key_scale = fp8.scale("k_scale", k_scale, "query", library, device)
     value_scale_address, value_scale = fp8.scale("v_scale", v_scale, "query", library, device)

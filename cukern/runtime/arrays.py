@@ -378,6 +378,24 @@ def expect(
     contiguous(name, array, library)
 
 
+def table(
+    name: str, array: Any, like: str, library: Library, device: int | None, rows: int, symbols: tuple[str, str]
+) -> tuple[int, int]:
+    """How many columns an int32 matrix of `rows` rows has, and the distance between its rows, in elements.
+
+    Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
+    """
+    same_place(name, array, like, library, device)
+    if library.dtype(array) != "int32":
+        check.dtype(name, library.dtype(array), ("int32",))
+    if len(array.shape) != 2:
+        check.dimensions(name, tuple(array.shape), symbols)
+    columns = array.shape[1]
+    if array.shape[0] != rows:
+        check.shape(name, tuple(array.shape), (rows, columns), f"[{', '.join(symbols)}]")
+    return columns, row_stride(name, array, library)
+
+
 def row_stride(name: str, matrix: Any, library: Library) -> int:
     """The distance between the rows of a matrix, in elements.
 
