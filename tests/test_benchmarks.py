@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import io
 import json
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -133,6 +135,54 @@ def test_a_baseline_that_leaves_the_results_alone_disagrees() -> None:
     assert "idle disagrees" in measured.problems[0]
 
 
+def test_what_is_made_ahead_is_not_timed() -> None:
+    prepared: list[int] = []
+
+    def prepare(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        prepared.append(x.data_ptr())
+        return lambda: x + x
+
+    class Inspecting(Clock):
+        def gpu_us(self, call: Callable[..., Any], sets: list[tuple[Any, ...]]) -> float:
+            before = len(prepared)
+            # The bytes of the inputs count for how often a graph goes over them.
+            assert harness.nbytes(sets) == 64 * len(sets)
+            us = super().gpu_us(call, sets)
+            assert len(prepared) == before
+            return us
+
+    case = _case(peers={"planned": Baseline(lambda: prepare, prepared=True)})
+    measured = harness.measure(case, Inspecting(), CEILINGS)
+    assert measured.problems == [] and measured.row["baselines"] == {"planned": 8.0}
+    assert len(set(prepared)) == len(prepared) > 2
+
+
+def test_a_baseline_may_be_absent_at_its_first_call_and_agree_in_its_own_way() -> None:
+    def absent(x: torch.Tensor) -> torch.Tensor:
+        raise ImportError("a part that is compiled at the first call")
+
+    peers = {
+        "absent": Baseline(lambda: absent),
+        "rounded": Baseline(lambda: lambda x: x * 2.000001, agree=torch.allclose),
+        "wrong": Baseline(lambda: lambda x: x * 3, agree=torch.allclose),
+    }
+    measured = harness.measure(_case(peers=peers), Clock(), CEILINGS)
+    assert list(measured.row["baselines"]) == ["rounded"]
+    assert ["wrong disagrees" in line for line in measured.problems] == [True]
+
+
+def test_where_several_results_are_right_each_must_be_one() -> None:
+    def right(inputs: tuple[Any, ...], result: torch.Tensor) -> bool:
+        return bool((result.abs() == 2 * inputs[0]).all())
+
+    peers = {"negative": Baseline(lambda: lambda x: -2 * x), "wrong": Baseline(lambda: lambda x: 3 * x)}
+    measured = harness.measure(_case(peers=peers, agree=None, right=right), Clock(), CEILINGS)
+    assert list(measured.row["baselines"]) == ["negative"]
+    # A wrong result of the op itself is not passed off as another right one.
+    measured = harness.measure(_case(call=lambda x: x, peers=peers, agree=None, right=right), Clock(), CEILINGS)
+    assert measured.row["baselines"] == {} and len(measured.problems) == 2
+
+
 def test_baselines_can_be_left_out() -> None:
     quick, compiled = _takes(9.0, lambda x: x + x), Baseline(_takes(7.0, lambda x: 2 * x).load, slow=True)
     case = _case(baselines={"quick": quick, "compiled": compiled})
@@ -241,7 +291,7 @@ def test_installed_baselines_agree_with_the_twin(case: Case) -> None:
     assert case.agree is not None
     ours = _by_twin(case, tuple(tensor.cpu() for tensor in harness.inputs(case, 0, "cuda")))
     compared = []
-    for name, baseline in case.baselines.items():
+    for name, baseline in (case.baselines | case.peers).items():
         if baseline.slow:
             continue
         try:
@@ -381,6 +431,35 @@ def test_results_are_shown_in_tables() -> None:
     cells = [cell.strip() for cell in line.strip("│ ").split("│")]
     assert cells == ["64", "specialized", "2.50", "1.00", "40%", "10.0 (4.0×)", "3.75 (1.5×)", "9.25"]
     assert "1,234" in text
+
+
+def test_where_an_op_is_behind_is_said(tmp_path: Path) -> None:
+    peers = [{"torch": 8.0, "vLLM": 1.999}, {"Triton": 0.5, "vLLM": 6.0, "SGLang Triton": 3.0}, {"torch": 1.0}]
+    rows = [_row("gate", tokens, 2.0, baselines=each) for tokens, each in zip((1, 64, 1024), peers, strict=True)]
+    (standing,) = report.standings([*rows, _row("lonely", 8, 1.0, baselines={"torch": 1.0, "torch dense": 1.0})])
+    assert standing.ratios == [pytest.approx(0.9995), 1.5]
+    where = "vLLM: tokens 1, experts 256, dtype float32"
+    assert standing.cells == ["gate", "2", "1", "**1.00**", "1.25", "1.50", where]
+    report.write(_document(*rows), tmp_path / "results")
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert f"| gate | 2 | 1 | **1.00** | 1.25 | 1.50 | {where} |" in text
+    assert "| 1 | auto | 2.00 | 1.00 | 50% | 8.00 (4.0×) | 2.00 (**1.00×**) |  |  |" in text
+    assert "| 64 | auto | 2.00 | 1.00 | 50% |  | 6.00 (3.0×) | 0.50 (**0.25×**) | 3.00 (1.5×) |" in text
+
+    console = Console(width=160, record=True, file=io.StringIO())
+    report.print_tables(console, _document(*rows))
+    text = console.export_text()
+    assert "beside the fastest other library" in text and "(0.25×)" in text and "**" not in text
+
+
+def test_a_library_without_metadata_says_its_version_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report.library_version("torch") == importlib.metadata.version("torch")
+    assert report.library_version("deep_gemm") is None
+    module = ModuleType("deep_gemm")
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    assert report.library_version("deep_gemm") is None
+    module.__version__ = "2.5.0"  # type: ignore[attr-defined]
+    assert report.library_version("deep_gemm") == "2.5.0"
 
 
 def test_results_are_written_and_kept(tmp_path: Path) -> None:
