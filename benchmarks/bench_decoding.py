@@ -114,10 +114,58 @@ def _penalties(batch: int, vocab: int, length: int, in_place: bool) -> Case:
     )
 
 
+def _repetition(batch: int, vocab: int, length: int) -> Case:
+    """The repetition penalty alone, in place; for vLLM from masks of the tokens, which it makes in further kernels."""
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        drawn = torch.rand(batch, length, device=generator.device, generator=generator) ** 3
+        output_ids = (drawn * vocab).int().clamp_(max=vocab - 1)
+        lengths = torch.full((batch,), length, dtype=torch.int32, device=generator.device)
+        return _logits(generator, batch, vocab), output_ids, lengths
+
+    def call(logits: torch.Tensor, output_ids: torch.Tensor, lengths: torch.Tensor) -> Any:
+        penalty = {"repetition_penalty": _REPETITION, "output_ids": output_ids, "sequence_length": lengths}
+        return cukern.apply_penalties(logits, **penalty, out=logits)
+
+    def eager(logits: torch.Tensor, output_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        index = output_ids.long()
+        x = logits.gather(1, index)
+        return logits.scatter_(1, index, torch.where(x > 0, x / _REPETITION, x * _REPETITION))
+
+    def vllm() -> Callable[..., Any]:
+        from vllm._custom_ops import apply_repetition_penalties
+
+        def prepare(logits: torch.Tensor, output_ids: torch.Tensor, lengths: torch.Tensor) -> Callable[[], Any]:
+            in_output = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, output_ids.long(), True)
+            in_prompt = torch.zeros_like(in_output)
+            penalties = torch.full((batch,), _REPETITION, device=logits.device)
+
+            def run() -> torch.Tensor:
+                apply_repetition_penalties(logits, in_prompt, in_output, penalties)
+                return logits
+
+            return run
+
+        return prepare
+
+    return Case(
+        "apply_penalties",
+        {"batch": batch, "vocab": vocab, "length": length, "penalties": "repetition", "dtype": "float32"},
+        "in place",
+        inputs,
+        call,
+        4 * (2 * batch * length + batch * length + batch),
+        baselines={"torch": Baseline(lambda: eager)},
+        peers={"vLLM": Baseline(vllm, prepared=True)},
+        agree=_close,
+    )
+
+
 def cases() -> list[Case]:
     """Llama 3's vocabulary for 64 sequences, the penalties with a history of 512 tokens."""
     return [
         _update(64, 128256),
         _penalties(64, 128256, 512, in_place=False),
         _penalties(64, 128256, 512, in_place=True),
+        _repetition(64, 128256, 512),
     ]

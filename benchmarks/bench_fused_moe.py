@@ -1,20 +1,24 @@
-"""The fused mixture-of-experts layer, from the top-k ids to its output, against a composition in PyTorch and vLLM."""
+"""The fused mixture-of-experts layer, from the top-k ids to its output, against PyTorch and vLLM's layers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 import cukern
+from benchmarks import peers
 from benchmarks.harness import Baseline, Case
 from cukern.fused_moe import FusedMoEQuantConfig
 
 TOKENS = (1, 16, 64, 1024, 4096)
 BLOCK = 128
 # Of the outputs' norm: intermediate results are rounded elsewhere, in FP8 twice more.
-_DIFFERENCE = {"bfloat16": 0.02, "float8_e4m3fn": 0.08}
+_DIFFERENCE = {"bfloat16": 0.02, "float8_e4m3fn": 0.08, "mxfp4": 0.02}
+FP8, MXFP4 = "float8_e4m3fn", "mxfp4"
+_GROUP = 32
 
 
 class Sizes(NamedTuple):
@@ -26,6 +30,7 @@ class Sizes(NamedTuple):
 
 MIXTRAL, HALF_MIXTRAL = Sizes(8, 14336, 4096, 2), Sizes(8, 7168, 4096, 2)
 DEEPSEEK_V3, QWEN3 = Sizes(32, 2048, 7168, 8), Sizes(128, 768, 2048, 8)
+GPT_OSS = Sizes(32, 2880, 2880, 4)
 
 
 def used_experts(sizes: Sizes, tokens: int) -> float:
@@ -88,23 +93,111 @@ def composed() -> Callable[..., torch.Tensor]:
     return layer
 
 
-def _vllm() -> Callable[..., torch.Tensor]:
-    from vllm.model_executor.layers.fused_moe import fused_experts
-
-    return lambda x, w1, w2, weights, ids, *_: fused_experts(x, w1, w2, weights, ids)
+Layer = Callable[[], torch.Tensor]
 
 
-def _vllm_fp8() -> Callable[..., torch.Tensor]:
-    from vllm.model_executor.layers.fused_moe import fused_experts
-    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+def _vllm_triton(dtype: str) -> Callable[[], Callable[..., Layer]]:
+    """The launches of vLLM 0.26's `TritonExperts`, with its tiles and with its workspaces made ahead."""
 
-    def layer(
-        x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *s: torch.Tensor
-    ) -> torch.Tensor:
-        config = fp8_w8a8_moe_quant_config(w1_scale=s[0], w2_scale=s[1], block_shape=[BLOCK, BLOCK])
-        return fused_experts(x, w1, w2, weights, ids, quant_config=config)
+    def load() -> Callable[..., Layer]:
+        import triton.language as tl
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe import fused_moe
+        from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
-    return layer
+        fp8 = dtype == FP8
+        blocks = [BLOCK, BLOCK] if fp8 else None
+        kind = torch.float8_e4m3fn if fp8 else None
+        options = {**peers.TRITON_16_BITS, "use_fp8_w8a8": fp8, "block_shape": blocks, "compute_type": tl.bfloat16}
+
+        def prepare(
+            x: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            weights: torch.Tensor,
+            ids: torch.Tensor,
+            w1_scale: torch.Tensor | None = None,
+            w2_scale: torch.Tensor | None = None,
+        ) -> Layer:
+            (tokens, topk), (experts, two, hidden) = ids.shape, w1.shape
+            name = "fp8_w8a8" if fp8 else None
+            config = fused_moe.try_get_optimal_moe_config(w1.shape, w2.shape, topk, name, tokens, blocks)
+            workspace = x.new_empty(tokens * topk * max(two, hidden))
+            first = workspace[: tokens * topk * two].view(tokens, topk, two)
+            second = workspace[: tokens * topk * hidden].view(tokens, topk, hidden)
+            activated = x.new_empty(tokens * topk, two // 2)
+            multiply = fused_moe.invoke_fused_moe_triton_kernel
+
+            def run() -> torch.Tensor:
+                rows, scale = moe_kernel_quantize_input(x, None, kind, False, blocks)
+                order = fused_moe._prepare_expert_assignment(
+                    ids, config, tokens, topk, experts, None, block_shape=blocks
+                )
+                multiply(rows, w1, first, scale, w1_scale, weights, *order, False, topk, config, **options)
+                if fp8:
+                    rows, scale = ops.silu_and_mul_per_block_quant(first.view(-1, two), BLOCK, kind)
+                else:
+                    torch.ops._C.silu_and_mul(activated, first.view(-1, two))
+                    rows, scale = activated, None
+                multiply(rows, w2, second, scale, w2_scale, weights, *order, True, 1, config, **options)
+                out = torch.empty_like(x)
+                ops.moe_sum(second, out)
+                return out
+
+            return run
+
+        return prepare
+
+    return load
+
+
+def _padded(numbers: torch.Tensor, scales: torch.Tensor, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """4-bit weights with rows and columns of zeros after them."""
+    rows = n - numbers.shape[1]
+    pad = torch.nn.functional.pad
+    columns = k // 2 - numbers.shape[2], k // _GROUP - scales.shape[2]
+    return pad(numbers, (0, columns[0], 0, rows)), pad(scales, (0, columns[1], 0, rows))
+
+
+def _vllm_marlin() -> Callable[..., Layer]:
+    """The launches of vLLM 0.26's `MarlinExperts`: weights repacked, and padded as vLLM does, workspaces made ahead."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+
+    def prepare(
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        w1_scale: torch.Tensor,
+        w2_scale: torch.Tensor,
+    ) -> Layer:
+        (tokens, hidden), experts, topk = x.shape, len(w1), ids.shape[1]
+        inter = w2.shape[2] * 2
+        wide, long = -(-hidden // 256) * 256, -(-inter // 128) * 128
+        halves = [_padded(w, s, long, wide) for w, s in zip(w1.chunk(2, 1), w1_scale.chunk(2, 1), strict=True)]
+        up = peers.marlin_weights(*(torch.cat(parts, 1) for parts in zip(*halves, strict=True)))
+        down = peers.marlin_weights(*_padded(w2, w2_scale, wide, long))
+        block, workspace = peers.marlin_block(tokens * topk, experts), peers.marlin_workspace(x.device)
+        scratch = x.new_empty(tokens * topk * max(2 * long, wide))
+        first = scratch[: tokens * topk * 2 * long].view(-1, 2 * long)
+        second = scratch[: tokens * topk * wide].view(-1, wide)
+        activated = x.new_empty(tokens * topk, long)
+
+        def run() -> torch.Tensor:
+            rows = x if wide == hidden else torch.nn.functional.pad(x, (0, wide - hidden))
+            order = moe_align_block_size(ids, block, experts)
+            peers.marlin_product(rows, first, up, workspace, order, weights, block, topk, False)
+            torch.ops._C.silu_and_mul(activated, first)
+            peers.marlin_product(activated, second, down, workspace, order, weights, block, 1, True)
+            out = x.new_empty(tokens, wide)
+            ops.moe_sum(second.view(tokens, topk, wide), out)
+            return out[:, :hidden]
+
+        return run
+
+    return prepare
 
 
 # --- cases ----------------------------------------------------------------------------------------------
@@ -117,34 +210,50 @@ def _agree(dtype: str) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     return agree
 
 
+def _four_bits(generator: torch.Generator, experts: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights in MXFP4 with which products of k come back to magnitude 1."""
+    random = {"generator": generator, "device": generator.device, "dtype": torch.uint8}
+    # The root of the mean square of e2m1's numbers.
+    exponent = 127 - round(math.log2(2.93 * k**0.5))
+    numbers = torch.randint(0, 256, (experts, n, k // 2), **random)
+    return numbers, torch.randint(exponent - 1, exponent + 2, (experts, n, k // _GROUP), **random)
+
+
+def _weights(generator: torch.Generator, sizes: Sizes, dtype: str) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """w1 and w2, and their scales, which bring products back to magnitude 1."""
+    experts, inter, hidden, _ = sizes
+    shapes = (experts, 2 * inter, hidden), (experts, hidden, inter)
+    if dtype == MXFP4:
+        (w1, s1), (w2, s2) = (_four_bits(generator, *shape) for shape in shapes)
+        return (w1, w2), (s1, s2)
+    scale = [1.0 if dtype == FP8 else shape[-1] ** -0.5 for shape in shapes]
+    w1, w2 = (_random(generator, *shape, scale=x, dtype=dtype) for shape, x in zip(shapes, scale, strict=True))
+    if dtype != FP8:
+        return (w1, w2), ()
+    return (w1, w2), (_blocks(generator, w1) * hidden**-0.5, _blocks(generator, w2) * inter**-0.5)
+
+
 def _case(sizes: Sizes, tokens: int, dtype: str) -> Case:
     experts, inter, hidden, topk = sizes
-    fp8 = dtype == "float8_e4m3fn"
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         x = _random(generator, tokens, hidden)
-        w1 = _random(generator, experts, 2 * inter, hidden, scale=1 if fp8 else hidden**-0.5, dtype=dtype)
-        w2 = _random(generator, experts, hidden, inter, scale=1 if fp8 else inter**-0.5, dtype=dtype)
-        arguments = (x, w1, w2, *_routing(generator, tokens, sizes))
-        if not fp8:
-            return arguments
-        # Scales that bring products back to magnitude 1.
-        scales = _blocks(generator, w1) * hidden**-0.5, _blocks(generator, w2) * inter**-0.5
-        return (*arguments, *scales)
+        weights, scales = _weights(generator, sizes, dtype)
+        return (x, *weights, *_routing(generator, tokens, sizes), *scales)
 
     def call(
         x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *s: torch.Tensor
     ) -> torch.Tensor:
-        quant = FusedMoEQuantConfig.fp8_block(*s) if s else None
-        return cukern.fused_experts(x, w1, w2, weights, ids, quant=quant)
+        config = {FP8: FusedMoEQuantConfig.fp8_block, MXFP4: FusedMoEQuantConfig.mxfp4}
+        return cukern.fused_experts(x, w1, w2, weights, ids, quant=config[dtype](*s) if s else None)
 
-    item = 1 if fp8 else 2
+    item = {FP8: 1.0, MXFP4: 0.5 + 1 / _GROUP}.get(dtype, 2.0)
     weight_bytes = round(used_experts(sizes, tokens) * 3 * inter * hidden * item)
     # FP8 multiplies at twice the rate of the product that the floor is measured with.
-    flops = 2 * tokens * topk * 3 * inter * hidden // (2 if fp8 else 1)
-    baselines = {"vllm": Baseline(_vllm_fp8 if fp8 else _vllm, slow=True)}
-    if not fp8:
-        baselines = {"torch": Baseline(composed), **baselines}
+    flops = 2 * tokens * topk * 3 * inter * hidden // (2 if dtype == FP8 else 1)
+    layer = {"vLLM Triton": Baseline(_vllm_triton(dtype), slow=True, prepared=True)}
+    if dtype == MXFP4:
+        layer = {"vLLM Marlin": Baseline(_vllm_marlin, slow=True, prepared=True)}
     return Case(
         op="fused_experts",
         case={"tokens": tokens, "experts": experts, "inter": inter, "hidden": hidden, "topk": topk, "dtype": dtype},
@@ -153,14 +262,17 @@ def _case(sizes: Sizes, tokens: int, dtype: str) -> Case:
         call=call,
         bytes=weight_bytes + 2 * tokens * hidden * 2 + tokens * topk * 8,
         flops=flops,
-        baselines=baselines,
+        baselines={"torch": Baseline(composed)} if dtype == "bfloat16" else {},
+        peers=layer,
         agree=_agree(dtype),
-        host=tokens == 1 and sizes in (DEEPSEEK_V3, QWEN3),
+        host=tokens == 1 and sizes in (DEEPSEEK_V3, QWEN3) and dtype == "bfloat16",
     )
 
 
 def cases() -> list[Case]:
+    """Layers of four models in bfloat16, one in FP8, two in MXFP4."""
     made = [
         _case(sizes, tokens, "bfloat16") for sizes in (MIXTRAL, HALF_MIXTRAL, DEEPSEEK_V3, QWEN3) for tokens in TOKENS
     ]
-    return [*made, _case(DEEPSEEK_V3, 1024, "float8_e4m3fn")]
+    made += [_case(DEEPSEEK_V3, tokens, FP8) for tokens in TOKENS]
+    return made + [_case(sizes, tokens, MXFP4) for sizes in (GPT_OSS, MIXTRAL) for tokens in (1, 64, 1024)]

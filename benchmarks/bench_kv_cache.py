@@ -1,7 +1,8 @@
-"""The paged KV cache against PyTorch's indexing, with all indices computed beforehand."""
+"""The paged KV cache against PyTorch's indexing, with all indices computed beforehand, and vLLM's kernels."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -97,12 +98,21 @@ def _case(
     call: Callable[..., Any],
     size: int,
     baselines: Mapping[str, Baseline],
+    peers: Mapping[str, Baseline],
     host: bool = False,
     **named: int | str,
 ) -> Case:
     case: dict[str, int | str] = {"tokens": sizes.tokens, **named, "block_size": BLOCK_SIZE, "cache": sizes.cache}
     case |= {"slots": sizes.slots, "dtype": sizes.dtype}
-    return Case(op, case, "dynamic", inputs, call, size, baselines=baselines, agree=agree, host=host)
+    return Case(op, case, "dynamic", inputs, call, size, baselines=baselines, peers=peers, agree=agree, host=host)
+
+
+def _vllm(name: str) -> Callable[..., Any]:
+    """A function of vLLM 0.26; ImportError where it is not there."""
+    function = getattr(importlib.import_module("vllm._custom_ops"), name, None)
+    if function is None:
+        raise ImportError(f"this version of vLLM has no {name}")
+    return function
 
 
 # --- one function after the other ---------------------------------------------------------------------
@@ -147,6 +157,15 @@ def _reshape(sizes: Sizes, flash: bool, compared: bool = False) -> Case:
             cache.view(-1, heads, dim).index_copy_(0, slots, new)
         return keys, values
 
+    def vllm() -> Callable[..., Any]:
+        theirs = _vllm(function.__name__)
+
+        def run(key: Any, value: Any, keys: Any, values: Any, slots: Any, block: Any, place: Any, *scales: Any) -> Any:
+            theirs(key, value, _bits(keys), _bits(values), slots, sizes.cache, *scales)
+            return keys, values
+
+        return run
+
     baselines = {"torch": _baseline(put)}
     if flash and sizes.cache == "auto":
         baselines["torch index_copy_"] = _baseline(copy)
@@ -154,7 +173,8 @@ def _reshape(sizes: Sizes, flash: bool, compared: bool = False) -> Case:
         baselines["torch.compile"] = _compiled(put)
     size = 2 * tokens * heads * dim * sizes.moved + 8 * tokens
     host = sizes in (PREFILL, DECODE)
-    return _case(function.__name__, sizes, inputs, call, size, baselines, host, kv_heads=heads, head_dim=dim)
+    peers = {"vLLM": Baseline(vllm)}
+    return _case(function.__name__, sizes, inputs, call, size, baselines, peers, host, kv_heads=heads, head_dim=dim)
 
 
 def _mla(sizes: Sizes) -> Case:
@@ -175,12 +195,19 @@ def _mla(sizes: Sizes) -> Case:
         _bits(cache).view(-1, rank + rope_dim)[slots] = row
         return (cache,)
 
+    def vllm() -> Callable[..., Any]:
+        theirs = _vllm("concat_and_cache_mla")
+
+        def run(kv_c: Any, k_pe: Any, cache: Any, slots: Any, scale: Any) -> Any:
+            theirs(kv_c, k_pe, _bits(cache), slots, sizes.cache, scale)
+            return (cache,)
+
+        return run
+
     size = sizes.tokens * (rank + rope_dim) * sizes.moved + 8 * sizes.tokens
-    baselines = {"torch": _baseline(put)}
-    host = sizes == PREFILL
-    return _case(
-        "concat_and_cache_mla", sizes, inputs, call, size, baselines, host, kv_lora_rank=rank, rope_dim=rope_dim
-    )
+    baselines, peers = {"torch": _baseline(put)}, {"vLLM": Baseline(vllm)}
+    named = {"kv_lora_rank": rank, "rope_dim": rope_dim}
+    return _case("concat_and_cache_mla", sizes, inputs, call, size, baselines, peers, sizes == PREFILL, **named)
 
 
 def _mla_with_scales(of: Sizes) -> Case:
@@ -204,9 +231,19 @@ def _mla_with_scales(of: Sizes) -> Case:
         cache.view(-1, ENTRY)[slots] = torch.cat([x.view(torch.uint8) for x in parts], dim=1)
         return (cache,)
 
+    def vllm() -> Callable[..., Any]:
+        theirs = _vllm("concat_and_cache_mla")
+
+        def run(kv_c: Any, k_pe: Any, cache: Any, slots: Any, largest: Any) -> Any:
+            theirs(kv_c, k_pe, cache, slots, DS_MLA, largest)
+            return (cache,)
+
+        return run
+
     size = sizes.tokens * ((LATENTS + ROTARY) * ITEM_SIZE[sizes.dtype] + ENTRY + 8)
     named = {"kv_lora_rank": LATENTS, "rope_dim": ROTARY}
-    return _case("concat_and_cache_mla", sizes, inputs, call, size, {"torch": _baseline(put)}, True, **named)
+    baselines, peers = {"torch": _baseline(put)}, {"vLLM": Baseline(vllm)}
+    return _case("concat_and_cache_mla", sizes, inputs, call, size, baselines, peers, True, **named)
 
 
 def _copy(pairs: int, layers: int, blocks: int) -> Case:
@@ -261,12 +298,36 @@ def _gather(batch: int, length: int, cache: str = "auto") -> Case:
             return (torch.index_select(rows, 0, slots, out=dst),)
         return (dst.copy_(rows[slots].view(sizes.kind).float() * scale),)
 
+    def vllm() -> Callable[..., Any]:
+        if cache == "auto":
+            plain = _vllm("cp_gather_cache")
+
+            def copy(src: Any, dst: Any, table: Any, lengths: Any, slots: Any, scale: Any) -> Any:
+                plain(src, dst, table, lengths, batch)
+                return (dst,)
+
+            return copy
+        scaled = _vllm("gather_and_maybe_dequant_cache")
+
+        def prepare(src: Any, dst: Any, table: Any, lengths: Any, slots: Any, scale: Any) -> Callable[[], Any]:
+            sequence = torch.arange(batch, dtype=torch.int32, device=src.device).repeat_interleave(length)
+
+            def run() -> Any:
+                scaled(_bits(src), dst, table, lengths, sequence, sizes.tokens, cache, scale)
+                return (dst,)
+
+            return run
+
+        return prepare
+
     case: dict[str, int | str] = {"batch": batch, "length": length, "entry": entry, "block_size": BLOCK_SIZE}
     case |= {"cache": cache, "dtype": sizes.dtype}
     size = sizes.tokens * entry * sizes.moved + 4 * batch * (columns + 1)
-    baselines = {"torch": _baseline(select)}
-    host = cache == "auto"
-    return Case("gather_cache", case, "dynamic", inputs, call, size, baselines=baselines, agree=agree, host=host)
+    baselines, plain = {"torch": _baseline(select)}, cache == "auto"
+    peers = {"vLLM": Baseline(vllm, prepared=not plain)}
+    return Case(
+        "gather_cache", case, "dynamic", inputs, call, size, baselines=baselines, peers=peers, agree=agree, host=plain
+    )
 
 
 def _gather_with_scales(batch: int, length: int) -> Case:
@@ -302,8 +363,18 @@ def _gather_with_scales(batch: int, length: int) -> Case:
     case: dict[str, int | str] = {"batch": batch, "length": length, "entry": LATENTS + ROTARY}
     case |= {"block_size": BLOCK_SIZE, "cache": DS_MLA, "dtype": "bfloat16"}
     size = tokens * (ENTRY + (LATENTS + ROTARY) * 2) + 4 * batch * (columns + 1)
-    baselines = {"torch": _baseline(select)}
-    return Case("gather_cache", case, "dynamic", inputs, call, size, baselines=baselines, agree=agree)
+
+    def vllm() -> Callable[..., Any]:
+        theirs = _vllm("cp_gather_and_upconvert_fp8_kv_cache")
+
+        def run(src: Any, dst: Any, table: Any, lengths: Any, slots: Any) -> Any:
+            theirs(src, dst, table, lengths[:-1], batch)
+            return (dst,)
+
+        return run
+
+    baselines, peers = {"torch": _baseline(select)}, {"vLLM": Baseline(vllm)}
+    return Case("gather_cache", case, "dynamic", inputs, call, size, baselines=baselines, peers=peers, agree=agree)
 
 
 def cases(small: bool = False) -> list[Case]:

@@ -1,4 +1,4 @@
-"""MLA decode attention, against the kernels of FlashMLA and FlashInfer and against PyTorch's products."""
+"""MLA decode attention, against FlashMLA, FlashAttention-3, FlashInfer, vLLM's Triton and PyTorch's products."""
 
 from __future__ import annotations
 
@@ -271,27 +271,116 @@ def _flash_mla_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _flash_mla(sizes: Sizes) -> Callable[[], Callable[[Inputs], torch.Tensor]]:
-    """Planned at the first call."""
+    """Planned in the first call, which the inputs of all others share: their lengths are equal."""
 
     def load() -> Callable[[Inputs], torch.Tensor]:
         get_metadata, function = _flash_mla_functions()
-        plans: list[Any] = []
-        # With chosen tokens it is not used, but asked for by some versions.
-        no_table: list[torch.Tensor] = []
         quantized = {"is_fp8_kvcache": True} if sizes.fp8 else {}
+        sparse = {"num_heads_q": sizes.heads, "topk": sizes.topk} if sizes.topk else {}
+        plans: list[Any] = []
 
         def attend(given: Inputs) -> torch.Tensor:
             if not plans:
-                sparse = {"num_heads_q": sizes.heads, "topk": sizes.topk} if sizes.topk else {}
                 plans.append(get_metadata(given.lengths, sizes.query_tokens * sizes.heads, 1, **sparse, **quantized))
-                no_table.append(given.lengths.new_zeros(sizes.batch, 1))
-            cache = given.cache.view(torch.float8_e4m3fn) if sizes.fp8 else given.cache
-            chosen = {} if given.indices is None else {"indices": given.indices}
-            table = no_table[0] if given.table is None else given.table
-            places = given.query, cache, table, given.lengths, HEAD_DIM_V
+            table, lengths, chosen = given.table, given.lengths, {}
+            if given.indices is not None:
+                table, lengths, chosen = None, None, {"indices": given.indices}
+            places = given.query, given.cache, table, lengths, HEAD_DIM_V
             return function(*places, *plans[0], causal=sizes.query_tokens > 1, **quantized, **chosen)[0]
 
         return attend
+
+    return load
+
+
+def _flash_attention(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[], torch.Tensor]]]:
+    """FlashAttention-3 as vLLM 0.26 calls it for MLA: the rotary part are the keys, the latents the values. The two
+    parts of a query lie apart, as they come from its projections."""
+
+    def load() -> Callable[[Inputs], Callable[[], torch.Tensor]]:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
+
+        def prepare(given: Inputs) -> Callable[[], torch.Tensor]:
+            tokens, longest = sizes.query_tokens, max(sizes.lengths)
+            device, dtype = given.query.device, given.query.dtype
+            latent, rotary = (part.flatten(0, 1).contiguous() for part in given.query.split([HEAD_DIM_V, 64], dim=-1))
+            starts = torch.arange(sizes.batch + 1, dtype=torch.int32, device=device) * tokens
+            common = {"max_seqlen_q": tokens, "max_seqlen_k": longest, "cu_seqlens_q": starts, "causal": True}
+            plan = get_scheduler_metadata(
+                batch_size=sizes.batch,
+                num_heads_q=sizes.heads,
+                num_heads_kv=1,
+                headdim=HEAD_DIM - HEAD_DIM_V,
+                cache_seqlens=given.lengths,
+                qkv_dtype=dtype,
+                headdim_v=HEAD_DIM_V,
+                page_size=sizes.page_size,
+                **common,
+            )
+
+            def run() -> torch.Tensor:
+                out = flash_attn_varlen_func(
+                    q=rotary,
+                    k=given.cache[..., HEAD_DIM_V:],
+                    v=given.cache[..., :HEAD_DIM_V],
+                    q_v=latent,
+                    seqused_k=given.lengths,
+                    softmax_scale=HEAD_DIM**-0.5,
+                    block_table=given.table,
+                    out=torch.empty_like(latent),
+                    scheduler_metadata=plan,
+                    fa_version=3,
+                    **common,
+                )
+                return out.view(*given.query.shape[:3], HEAD_DIM_V)
+
+            return run
+
+        return prepare
+
+    return load
+
+
+def _vllm_triton(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[], torch.Tensor]]]:
+    """vLLM 0.26's kernel in Triton, with as many splits as its backend takes."""
+
+    def load() -> Callable[[Inputs], Callable[[], torch.Tensor]]:
+        from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+        def prepare(given: Inputs) -> Callable[[], torch.Tensor]:
+            query = given.query.flatten(0, 1)
+            device = query.device
+            splits = max(1, max(sizes.lengths) // 512)
+            splits = min(
+                1 << (splits - 1).bit_length(), 2 * torch.cuda.get_device_properties(device).multi_processor_count
+            )
+            partial = torch.empty(sizes.batch, sizes.heads, splits, HEAD_DIM_V + 1, device=device)
+            lse = torch.zeros(sizes.batch, sizes.heads, dtype=query.dtype, device=device)
+            out = torch.zeros(sizes.batch, sizes.heads, HEAD_DIM_V, dtype=query.dtype, device=device)
+            one = torch.ones(1, device=device)
+
+            def run() -> torch.Tensor:
+                decode_attention_fwd(
+                    query,
+                    given.cache,
+                    given.cache[..., :HEAD_DIM_V],
+                    out,
+                    lse,
+                    given.table,
+                    given.lengths,
+                    partial,
+                    splits,
+                    HEAD_DIM**-0.5,
+                    sizes.page_size,
+                    k_scale=one,
+                    v_scale=one,
+                    is_mla=True,
+                )
+                return out[:, None]
+
+            return run
+
+        return prepare
 
     return load
 
@@ -343,16 +432,26 @@ def _baselines(sizes: Sizes) -> dict[str, Baseline]:
     baselines = {"torch": Baseline(lambda: _paged(sizes))}
     if not (sizes.topk or sizes.fp8 or sizes.ragged or sizes.query_tokens > 1):
         baselines |= {"torch dense": Baseline(lambda: dense), "torch SDPA": Baseline(lambda: dense_sdpa)}
-    # It has no cache of 8 bits but for chosen tokens, and no chosen tokens but of 8 bits.
-    if sizes.fp8 == bool(sizes.topk) and sizes.page_size == 64:
-        baselines["FlashMLA"] = Baseline(_flash_mla(sizes))
-    if not sizes.fp8:
-        # It compiles its kernels.
-        baselines["FlashInfer"] = Baseline(_flashinfer(sizes, "auto"), slow=True)
     return baselines
 
 
-def _portable_baselines(sizes: Sizes) -> dict[str, Baseline]:
+def _peers(sizes: Sizes) -> dict[str, Baseline]:
+    peers = {}
+    # It has no cache of 8 bits but for chosen tokens, no chosen tokens but of 8 bits, and these for 64 heads or 128.
+    if sizes.fp8 == bool(sizes.topk) and sizes.page_size == 64:
+        peers["FlashMLA"] = Baseline(_flash_mla(sizes))
+    if sizes.fp8 or sizes.topk:
+        return peers
+    if sizes.dtype == "bfloat16":
+        peers["FlashAttention-3"] = Baseline(_flash_attention(sizes), prepared=True)
+    if sizes.query_tokens == 1 and sizes.heads <= 16:
+        peers["vLLM Triton"] = Baseline(_vllm_triton(sizes), slow=True, prepared=True)
+    # It compiles its kernels.
+    peers["FlashInfer"] = Baseline(_flashinfer(sizes, "auto"), slow=True)
+    return peers
+
+
+def _portable_peers(sizes: Sizes) -> dict[str, Baseline]:
     return {"FlashInfer fa2": Baseline(_flashinfer(sizes, "fa2"), slow=True)}
 
 
@@ -403,9 +502,7 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
         with launched_twice(mla_decode._combine) if how == TWICE else contextlib.nullcontext():
             return function(*places, *plan, **options, variant=_on(given.query, variant))
 
-    baselines = {}
-    if compared:
-        baselines = _portable_baselines(sizes) if variant == "mma" else _baselines(sizes)
+    portable = variant == "mma"
     return Case(
         "flash_mla_with_kvcache",
         sizes.case,
@@ -414,7 +511,8 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
         call,
         sizes.bytes,
         sizes.flops,
-        baselines=baselines,
+        baselines=_baselines(sizes) if compared and not portable else {},
+        peers=(_portable_peers if portable else _peers)(sizes) if compared else {},
         agree=agree,
         host=host,
     )
@@ -444,7 +542,7 @@ def metadata(batch: int, heads: int = 128, length: int = 4096, host: bool = Fals
         inputs,
         lambda lengths: cukern.get_mla_metadata(lengths, heads, 1),
         4 * (2 * batch + 1),
-        baselines={"FlashMLA": Baseline(flash_mla)},
+        peers={"FlashMLA": Baseline(flash_mla)},
         agree=same_shape,
         host=host,
     )

@@ -1,8 +1,9 @@
-"""The gated activations, against PyTorch's operations, eager and compiled."""
+"""The gated activations, against PyTorch's operations, eager and compiled, and the kernels of SGLang and vLLM."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,28 @@ def _compiled(name: str) -> Baseline:
     return Baseline(load, slow=True)
 
 
+def _vllm(name: str) -> Callable[..., Any]:
+    importlib.import_module("vllm._custom_ops")
+    function = getattr(torch.ops._C, f"{name}_and_mul")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(len(x), x.shape[1] // 2)
+        function(out, x)
+        return out
+
+    return run
+
+
+def _peers(name: str, dtype: str) -> dict[str, Baseline]:
+    """Of vLLM 0.26 and sglang-kernel 0.4. Their swigluoai takes the gate and the other half by turns."""
+    if name not in ("silu", "gelu", "gelu_tanh"):
+        return {}
+    peers = {"vLLM": Baseline(lambda: _vllm(name))}
+    if dtype != "float32":
+        peers["SGLang"] = Baseline(lambda: getattr(importlib.import_module("sgl_kernel"), f"{name}_and_mul"))
+    return peers
+
+
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """PyTorch rounds each step to the dtype of its arguments."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2**-5, atol=2**-5)
@@ -59,6 +82,7 @@ def _case(tokens: int, inter: int, name: str, dtype: str, host: bool = False) ->
         call=lambda x: cukern.moe_activation(x, name),
         bytes=3 * tokens * inter * ITEM_SIZE[dtype],
         baselines={"torch": Baseline(lambda: by_torch(name)), "torch.compile": _compiled(name)},
+        peers=_peers(name, dtype),
         agree=agree,
         host=host,
     )

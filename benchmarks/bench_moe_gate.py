@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,12 @@ def eager(logits: torch.Tensor, bias: torch.Tensor, groups: int, topk_group: int
     ids = choice.topk(topk, dim=-1).indices
     weights = scores.gather(1, ids)
     return weights / weights.sum(dim=-1, keepdim=True), ids.int()
+
+
+def eager_sigmoid(logits: torch.Tensor, topk: int) -> Routing:
+    """Top-k of the sigmoid."""
+    weights, ids = logits.float().sigmoid().topk(topk, dim=-1)
+    return weights, ids.int()
 
 
 def eager_softmax(logits: torch.Tensor, topk: int) -> Routing:
@@ -153,10 +160,30 @@ def _gate_baselines(groups: int, topk_group: int, topk: int, compiled: bool) -> 
     def composed(logits: torch.Tensor, bias: torch.Tensor) -> Routing:
         return eager(logits, bias, groups, topk_group, topk)
 
+    baselines = {"torch": Baseline(lambda: composed)}
+    if compiled:
+        baselines["torch.compile"] = _compiled(composed)
+    baselines["Triton"] = _triton(lambda logits, bias: triton_router(logits, bias, groups, topk_group, topk))
+    return baselines
+
+
+def _gate_peers(experts: int, groups: int, topk_group: int, topk: int, dtype: str) -> Baselines:
+    """As of sglang-kernel 0.4.2, SGLang 0.5.17 and vLLM 0.26."""
+
     def sglang() -> Callable[..., Any]:
         from sgl_kernel import moe_fused_gate
 
         return lambda logits, bias: moe_fused_gate(logits, bias, groups, topk_group, topk)
+
+    def sglang_kimi() -> Callable[..., Any]:
+        from sgl_kernel import kimi_k2_moe_fused_gate
+
+        return lambda logits, bias: kimi_k2_moe_fused_gate(logits, bias, topk)
+
+    def sglang_triton() -> Callable[..., Any]:
+        from sglang.kernels.ops.moe.moe_fused_gate import moe_fused_gate
+
+        return lambda logits, bias: moe_fused_gate(logits, bias, topk, num_expert_group=groups, topk_group=topk_group)
 
     def vllm() -> Callable[..., Any]:
         from vllm import _custom_ops
@@ -164,46 +191,49 @@ def _gate_baselines(groups: int, topk_group: int, topk: int, compiled: bool) -> 
         sigmoid = 1
         return lambda logits, bias: _custom_ops.grouped_topk(logits, groups, topk_group, topk, True, 1.0, bias, sigmoid)
 
-    baselines = {"torch": Baseline(lambda: composed)}
-    if compiled:
-        baselines["torch.compile"] = _compiled(composed)
-    baselines["Triton"] = _triton(lambda logits, bias: triton_router(logits, bias, groups, topk_group, topk))
-    if groups > 1:
-        # SGLang's kernel takes at most 32 experts per group.
-        baselines["sgl_kernel"] = Baseline(sglang)
-    baselines["vLLM"] = Baseline(vllm)
+    peers = {}
+    # It takes a bias of the logits' dtype only, and at most 32 experts per group.
+    if groups > 1 and dtype == "float32":
+        peers["SGLang"] = Baseline(sglang)
+    if (experts, groups, dtype) == (384, 1, "float32"):
+        peers["SGLang"] = Baseline(sglang_kimi)
+    return {**peers, "SGLang Triton": Baseline(sglang_triton), "vLLM": Baseline(vllm)}
+
+
+def _topk_baselines(op: str, topk: int) -> Baselines:
+    eager_gate = eager_softmax if op == "topk_softmax" else eager_sigmoid
+
+    def composed(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Routing:
+        return eager_gate(logits, topk)
+
+    baselines = {"torch": Baseline(lambda: composed), "torch.compile": _compiled(composed)}
+    if op == "topk_softmax":
+        baselines["Triton"] = _triton(lambda logits, weights, ids: triton_router(logits, None, 1, 1, topk))
     return baselines
 
 
-def _softmax_baselines(topk: int) -> Baselines:
-    def composed(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Routing:
-        return eager_softmax(logits, topk)
+def _topk_peers(op: str) -> Baselines:
+    """`topk_softmax` or `topk_sigmoid` of sglang-kernel 0.4.2 and vLLM 0.26."""
 
     def sglang() -> Callable[..., Any]:
-        from sgl_kernel import topk_softmax
+        function = getattr(importlib.import_module("sgl_kernel"), op)
 
         def route(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Routing:
-            topk_softmax(weights, ids, logits, False)
+            function(weights, ids, logits, False)
             return weights, ids
 
         return route
 
     def vllm() -> Callable[..., Any]:
-        from vllm import _custom_ops
+        function = getattr(importlib.import_module("vllm._custom_ops"), op)
 
         def route(logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Routing:
-            _custom_ops.topk_softmax(weights, ids, torch.empty_like(ids), logits, False)
+            function(weights, ids, torch.empty_like(ids), logits, False)
             return weights, ids
 
         return route
 
-    return {
-        "torch": Baseline(lambda: composed),
-        "torch.compile": _compiled(composed),
-        "Triton": _triton(lambda logits, weights, ids: triton_router(logits, None, 1, 1, topk)),
-        "sgl_kernel": Baseline(sglang),
-        "vLLM": Baseline(vllm),
-    }
+    return {"SGLang": Baseline(sglang), "vLLM": Baseline(vllm)}
 
 
 def agree(ours: Routing, theirs: Routing) -> bool:
@@ -248,9 +278,19 @@ def _fused_gate(tokens: int, experts: int, groups: int, topk_group: int, dtype: 
         baselines = {}
         if variant == "specialized" and dtype == "float32":
             baselines = _gate_baselines(groups, topk_group, topk, compiled=headline)
+        peers = _gate_peers(experts, groups, topk_group, topk, dtype) if variant == "specialized" else {}
         host = headline and tokens == 64 and variant == "specialized"
         yield Case(
-            "moe_fused_gate", case, variant, inputs, call(variant), size, baselines=baselines, agree=agree, host=host
+            "moe_fused_gate",
+            case,
+            variant,
+            inputs,
+            call(variant),
+            size,
+            baselines=baselines,
+            peers=peers,
+            agree=agree,
+            host=host,
         )
     if headline and tokens == 64:
         # The other ways to call the op, for their time on the host.
@@ -272,7 +312,10 @@ def _operator(groups: int, topk_group: int, topk: int) -> Callable[..., Any]:
     return lambda logits, bias: operator(logits, bias, groups, topk_group, topk)
 
 
-def _topk_softmax(tokens: int, experts: int, topk: int, dtype: str, compared: bool) -> Iterator[Case]:
+def _topk(op: str, tokens: int, experts: int, topk: int, dtype: str, compared: bool) -> Iterator[Case]:
+    """`topk_softmax` or `topk_sigmoid`, with the baselines if `compared`."""
+    function = getattr(cukern, op)
+
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         device = generator.device
         logits = torch.randn(tokens, experts, device=device, generator=generator).to(getattr(torch, dtype))
@@ -280,17 +323,19 @@ def _topk_softmax(tokens: int, experts: int, topk: int, dtype: str, compared: bo
         return logits, weights, torch.empty(tokens, topk, dtype=torch.int32, device=device)
 
     def call(variant: str) -> Callable[..., Any]:
-        return lambda logits, weights, ids: cukern.topk_softmax(weights, ids, logits, variant=variant)
+        return lambda logits, weights, ids: function(weights, ids, logits, variant=variant)
 
     case: dict[str, int | str] = {"tokens": tokens, "experts": experts, "topk": topk, "dtype": dtype}
     size = _traffic(tokens, experts, topk, dtype, biased=False)
     for variant in VARIANTS:
-        baselines = _softmax_baselines(topk) if compared and variant == "specialized" else {}
-        yield Case("topk_softmax", case, variant, inputs, call(variant), size, baselines=baselines, agree=agree)
+        first = variant == "specialized"
+        baselines = _topk_baselines(op, topk) if compared and first else {}
+        peers = _topk_peers(op) if first else {}
+        yield Case(op, case, variant, inputs, call(variant), size, baselines=baselines, peers=peers, agree=agree)
 
 
 def cases() -> list[Case]:
-    """DeepSeek-V3's gate, the ungrouped ones of MiniMax-M2 and Kimi-K2, and the softmax ones of Qwen3 and Mixtral."""
+    """The gates of DeepSeek-V3, MiniMax-M2 and Kimi-K2, and those of Qwen3, Mixtral and GLM without a bias."""
     found: list[Case] = []
     for dtype in ("float32", "bfloat16"):
         for tokens in TOKENS:
@@ -300,5 +345,8 @@ def cases() -> list[Case]:
             found += _fused_gate(tokens, experts, 1, 1, "float32")
     for experts, topk in ((128, 8), (8, 2)):
         for tokens in (1, 1024, 65536):
-            found += _topk_softmax(tokens, experts, topk, "bfloat16", compared=(experts, tokens) == (128, 1024))
+            compared = (experts, tokens) == (128, 1024)
+            found += _topk("topk_softmax", tokens, experts, topk, "bfloat16", compared)
+    for tokens in (1, 1024, 65536):
+        found += _topk("topk_sigmoid", tokens, 128, 8, "bfloat16", compared=tokens == 1024)
     return found

@@ -1,13 +1,15 @@
-"""Grouped products, against PyTorch's own and against a loop over the experts."""
+"""Grouped products, against PyTorch's own, a loop over the experts, DeepGEMM, CUTLASS, Marlin and triton_kernels."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 import cukern
+from benchmarks import peers
 from benchmarks.harness import Baseline, Case
 from cukern.runtime.arrays import ITEM_SIZE
 from cukern.runtime.kernel import arch_of_device, device_count
@@ -228,6 +230,135 @@ def _baselines(sizes: Sizes) -> dict[str, Baseline]:
     return baselines
 
 
+Run = Callable[[], torch.Tensor]
+Prepare = Callable[[Inputs], Run]
+
+
+def _deep_gemm(sizes: Sizes) -> Callable[[], Prepare]:
+    """DeepGEMM 2.5: groups of whole blocks of rows, or a mask; the scales of rows in its layout."""
+
+    def load() -> Prepare:
+        import deep_gemm
+
+        contiguous = not sizes.batched and sizes.m % deep_gemm.get_mk_alignment_for_contiguous_layout() == 0
+        kind = "fp8" if sizes.dtype == FP8 else "bf16"
+        function = getattr(deep_gemm, f"m_grouped_{kind}_gemm_nt_{'contiguous' if contiguous else 'masked'}")
+
+        def prepare(given: Inputs) -> Run:
+            a, device = given.a, given.a.device
+            if contiguous:
+                places: tuple[Any, ...] = (peers.rows_by_expert(sizes.experts, sizes.m, device)[:, 0].contiguous(),)
+            else:
+                a = a.view(sizes.experts, -1, sizes.k)
+                places = torch.full((sizes.experts,), sizes.m, dtype=torch.int32, device=device), sizes.m
+            rows, weights = a, given.b
+            if kind == "fp8":
+                of_rows = given.scales["a_scale"].view(*a.shape[:-1], -1)
+                rows = a, deep_gemm.get_mn_major_tma_aligned_tensor(of_rows)
+                weights = given.b, given.scales["b_scale"]
+
+            def run() -> torch.Tensor:
+                out = torch.empty(*a.shape[:-1], sizes.n, dtype=torch.bfloat16, device=device)
+                function(rows, weights, out, *places)
+                return out.view(*given.a.shape[:-1], sizes.n)
+
+            return run
+
+        return prepare
+
+    return load
+
+
+def _vllm_cutlass(sizes: Sizes) -> Callable[[], Prepare]:
+    """vLLM 0.26's CUTLASS product, with one scale a row and a column."""
+
+    def load() -> Prepare:
+        from vllm import _custom_ops as ops
+
+        def prepare(given: Inputs) -> Run:
+            device, experts = given.a.device, sizes.experts
+            assert given.rowwise is not None
+            of_rows, of_columns = given.rowwise[0][:, None], given.rowwise[1][..., None]
+            first = given.offsets[:-1].long()
+            whole = torch.tensor([(sizes.m, sizes.n, sizes.k)] * experts, dtype=torch.int32, device=device)
+            strides = [torch.full((experts,), size, device=device) for size in (sizes.k, sizes.k, sizes.n)]
+
+            def run() -> torch.Tensor:
+                out = torch.empty(sizes.rows, sizes.n, dtype=torch.bfloat16, device=device)
+                ops.cutlass_moe_mm(out, given.a, given.b, of_rows, of_columns, first, whole, *strides, True, True)
+                return out
+
+            return run
+
+        return prepare
+
+    return load
+
+
+def _sglang_cutlass(sizes: Sizes) -> Callable[[], Prepare]:
+    """sglang-kernel 0.4's CUTLASS product, with scales in blocks."""
+
+    def load() -> Prepare:
+        from sgl_kernel import fp8_blockwise_scaled_grouped_mm
+
+        def prepare(given: Inputs) -> Run:
+            device, experts = given.a.device, sizes.experts
+            pointers = [torch.empty(experts, dtype=torch.int64, device=device) for _ in range(5)]
+            layouts = [torch.empty(experts, 5, dtype=torch.int32, device=device) for _ in range(2)]
+            strides = [torch.full((experts,), size, device=device) for size in (sizes.k, sizes.k, sizes.n)]
+            whole = torch.tensor([(sizes.m, sizes.n, sizes.k)] * experts, dtype=torch.int32, device=device)
+            workspace = torch.empty(90000, dtype=torch.uint8, device=device)
+            weights, of_weights = given.b.transpose(1, 2), given.scales["b_scale"].transpose(1, 2)
+            numbers = given.a, weights, given.scales["a_scale"], of_weights
+            places = given.offsets[:-1].contiguous(), workspace
+
+            def run() -> torch.Tensor:
+                out = torch.empty(sizes.rows, sizes.n, dtype=torch.bfloat16, device=device)
+                fp8_blockwise_scaled_grouped_mm(out, *pointers, *numbers, *strides, *layouts, whole, *places)
+                return out
+
+            return run
+
+        return prepare
+
+    return load
+
+
+def _of_four_bits(module: str, function: Callable[..., Run]) -> Baseline:
+    def load() -> Prepare:
+        importlib.import_module(module)
+        return lambda given: function(given.a, given.b, given.scales["b_scale"])
+
+    return Baseline(load, slow=True, prepared=True)
+
+
+def _vllm_triton() -> Prepare:
+    importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
+    return lambda given: peers.vllm_triton_grouped(given.a, given.b)
+
+
+def _peers(sizes: Sizes) -> dict[str, Baseline]:
+    """None for what they have only in several steps."""
+    if sizes.activation or sizes.gathered or sizes.dtype == "float16" or sizes.weights == "nvfp4":
+        return {}
+    if sizes.weights:
+        return {
+            "vLLM Marlin": _of_four_bits("vllm", peers.marlin_grouped),
+            "triton_kernels": _of_four_bits("triton_kernels", peers.triton_kernels_grouped),
+        }
+    found = {}
+    # It compiles its kernels, for each shape. Fewer rows than a block of 8 are no task of it.
+    if sizes.scales == "block" and sizes.m >= 8:
+        found["DeepGEMM"] = Baseline(_deep_gemm(sizes), slow=True, prepared=True)
+    if sizes.dtype == FP8 and not sizes.batched:
+        found["vLLM CUTLASS"] = Baseline(_vllm_cutlass(sizes), prepared=True)
+        if sizes.scales == "block":
+            found["SGLang CUTLASS"] = Baseline(_sglang_cutlass(sizes), prepared=True)
+    if sizes.dtype == "bfloat16" and not sizes.batched and sizes.m <= 64:
+        found["vLLM Triton"] = Baseline(_vllm_triton, slow=True, prepared=True)
+    return found
+
+
 def _agree(sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     """But for rounding, in the rows that are there."""
 
@@ -262,6 +393,7 @@ def product(sizes: Sizes, variant: str = "auto", compared: bool = False, host: b
         sizes.bytes,
         sizes.flops,
         baselines=_baselines(sizes) if compared else {},
+        peers=_peers(sizes) if compared else {},
         agree=_agree(sizes),
         host=host,
     )
@@ -294,9 +426,10 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
     for sizes in LARGE_FP8[2:]:
         yield sizes._replace(batched=False), "auto", True, False
     yield Sizes(8, 1024, 4096, 7168, batched=True), "auto", True, False
-    for weights in ("mxfp4", "nvfp4"):
-        for sizes in (LARGE[0], FEW_ROWS[1]):
-            yield sizes._replace(weights=weights), "auto", False, False
+    for sizes in (LARGE[0], FEW_ROWS[1], ONE_TOKEN[0]):
+        yield sizes._replace(weights="mxfp4"), "auto", True, False
+    for sizes in (LARGE[0], FEW_ROWS[1]):
+        yield sizes._replace(weights="nvfp4"), "auto", False, False
 
 
 def cases(small: bool = False) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Grouping tokens by expert and bringing them together again, against compositions of PyTorch's functions."""
+"""Grouping tokens by expert and bringing them together, against compositions in PyTorch, and SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -92,10 +92,93 @@ def agree_nearly(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=5e-2)
 
 
+# --- the kernels of vLLM 0.26 and sglang-kernel 0.4 -------------------------------------------------------
+
+
 def _vllm_align(sizes: Sizes) -> Callable[..., Any]:
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 
     return lambda ids: moe_align_block_size(ids, BLOCK_SIZE, sizes.experts)
+
+
+def _sglang_align(sizes: Sizes) -> Callable[..., Any]:
+    """With an expert more, as SGLang has it for the ids of other ranks."""
+    from sgl_kernel import moe_align_block_size
+
+    experts = sizes.experts + 1
+    rows = sizes.pairs + experts * (BLOCK_SIZE - 1)
+
+    def align(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        make = lambda size: torch.empty(size, dtype=torch.int32, device=ids.device)  # noqa: E731
+        sorted_ids, expert_ids, used = make(rows), make(-(-rows // BLOCK_SIZE)), make(1)
+        moe_align_block_size(ids, experts, BLOCK_SIZE, sorted_ids, expert_ids, used, make(experts + 1), True)
+        return sorted_ids, expert_ids, used
+
+    return align
+
+
+def _vllm_permute(sizes: Sizes) -> Callable[..., Any]:
+    from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import MoEPermuteScratch, moe_permute
+
+    def prepare(x: torch.Tensor, ids: torch.Tensor) -> Callable[[], Any]:
+        scratch = MoEPermuteScratch(
+            max_num_tokens=sizes.tokens,
+            topk=sizes.topk,
+            num_experts=sizes.experts,
+            num_local_experts=sizes.experts,
+            device=x.device,
+            hidden_size=sizes.hidden,
+            hidden_dtype=x.dtype,
+        )
+
+        def run() -> tuple[torch.Tensor, ...]:
+            permuted, _, offsets, inverse, _ = moe_permute(x, None, ids, sizes.experts, scratch=scratch)
+            return permuted, offsets, inverse
+
+        return run
+
+    return prepare
+
+
+def _vllm_unpermute() -> Callable[..., Any]:
+    from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import moe_unpermute
+
+    def run(out: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        moe_unpermute(out, rows, weights, inverse.flatten())
+        return out
+
+    return run
+
+
+def _sglang_rows(sizes: Sizes) -> Callable[..., Any]:
+    from sgl_kernel import shuffle_rows
+
+    return lambda x, inverse, row_token: shuffle_rows(x, row_token, (sizes.pairs, sizes.hidden))
+
+
+def _vllm_sum() -> Callable[..., Any]:
+    from vllm._custom_ops import moe_sum
+
+    def run(slots: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(slots[:, 0], memory_format=torch.contiguous_format)
+        moe_sum(slots, out)
+        return out
+
+    return run
+
+
+def _sglang_sum() -> Callable[..., Any]:
+    from sgl_kernel import moe_sum_reduce
+
+    def run(slots: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(slots[:, 0], memory_format=torch.contiguous_format)
+        moe_sum_reduce(slots, out, 1.0)
+        return out
+
+    return run
+
+
+# --- the cases ------------------------------------------------------------------------------------------
 
 
 def _named(sizes: Sizes, *names: str) -> dict[str, int | str]:
@@ -142,8 +225,6 @@ def _sort_batched(sizes: Sizes) -> Case:
 def _align(sizes: Sizes) -> Case:
     rows = sizes.pairs + sizes.experts * (BLOCK_SIZE - 1)
     baselines = {"torch": Baseline(lambda: lambda ids: torch_align(ids, BLOCK_SIZE, sizes.experts))}
-    if sizes != SMALL:
-        baselines["vllm"] = Baseline(lambda: _vllm_align(sizes))
 
     def agree_by_experts(ours: Any, theirs: Any) -> bool:
         # The order within an expert may be another.
@@ -161,6 +242,10 @@ def _align(sizes: Sizes) -> Case:
         lambda ids: cukern.moe_align_block_size(ids, BLOCK_SIZE, sizes.experts),
         (sizes.pairs + rows + rows // BLOCK_SIZE) * 4,
         baselines=baselines,
+        peers={
+            "SGLang": Baseline(lambda: _sglang_align(sizes)),
+            "vLLM": Baseline(lambda: _vllm_align(sizes)),
+        },
         agree=agree_by_experts,
     )
 
@@ -178,6 +263,7 @@ def _permute_rows(sizes: Sizes) -> Case:
         lambda x, inverse, row_token: cukern.permute_rows(x, inverse),
         (sizes.tokens + sizes.pairs) * sizes.row_bytes + 4 * sizes.pairs,
         baselines={"torch": Baseline(lambda: lambda x, inverse, row_token: x.index_select(0, row_token))},
+        peers={"SGLang": Baseline(lambda: _sglang_rows(sizes))},
         agree=agree,
         host=sizes == HEADLINE,
     )
@@ -203,6 +289,7 @@ def _permute(sizes: Sizes) -> Case:
         call,
         (sizes.tokens + sizes.pairs) * sizes.row_bytes + 8 * sizes.pairs,
         baselines={"torch": Baseline(lambda: compose)},
+        peers={"vLLM": Baseline(lambda: _vllm_permute(sizes), prepared=True)},
         agree=agree,
         host=sizes == HEADLINE,
     )
@@ -230,6 +317,7 @@ def _unpermute(sizes: Sizes, variant: str) -> Case:
         call,
         (sizes.tokens + sizes.pairs) * sizes.row_bytes + 8 * sizes.pairs,
         baselines={"torch": Baseline(lambda: compose)},
+        peers={"vLLM": Baseline(_vllm_unpermute)},
         agree=agree_nearly,
         host=sizes == HEADLINE and variant == "specialized",
     )
@@ -244,6 +332,7 @@ def _sum(sizes: Sizes) -> Case:
         lambda slots: cukern.moe_sum(slots),
         (sizes.tokens + sizes.pairs) * sizes.row_bytes,
         baselines={"torch": Baseline(lambda: lambda slots: slots.sum(1))},
+        peers={"SGLang": Baseline(_sglang_sum), "vLLM": Baseline(_vllm_sum)},
         agree=agree_nearly,
     )
 

@@ -1,4 +1,4 @@
-"""Attention over a paged cache, against PyTorch on a cache without pages and the kernels of FlashInfer and vLLM."""
+"""Attention over a paged cache, against PyTorch on a cache without pages, FlashAttention-3, FlashInfer and vLLM."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def partition_results(query: torch.Tensor, length: int) -> tuple[torch.Tensor, t
 
 
 def _like_vllm(function: Callable[..., Any], version: int, sizes: Sizes) -> Callable[..., torch.Tensor]:
-    """A `paged_attention_v1` or `_v2`, vLLM's or ours, on the inputs of a case."""
+    """`paged_attention_v1` or `_v2` on the inputs of a case."""
     kv_cache_dtype = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}.get(sizes.cache_dtype, "auto")
     longest = max(sizes.lengths)
     scales: dict[torch.device, torch.Tensor] = {}
@@ -221,15 +221,104 @@ def _like_vllm(function: Callable[..., Any], version: int, sizes: Sizes) -> Call
     return attend
 
 
-def _vllm(version: int, sizes: Sizes) -> Baseline:
-    def load() -> Callable[..., torch.Tensor]:
-        if version == 1:
-            from vllm._custom_ops import paged_attention_v1 as function
-        else:
-            from vllm._custom_ops import paged_attention_v2 as function
-        return _like_vllm(function, version, sizes)
+def _flash_attention(sizes: Sizes) -> Callable[[], Callable[..., Callable[[], torch.Tensor]]]:
+    """FlashAttention-3 as vLLM 0.26 calls it, its scheduler's metadata made ahead."""
 
-    return Baseline(load)
+    def load() -> Callable[..., Callable[[], torch.Tensor]]:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
+
+        def prepare(
+            query: torch.Tensor, _k: Any, _v: Any, block_tables: torch.Tensor, seq_lens: torch.Tensor, other: Elsewhere
+        ) -> Callable[[], torch.Tensor]:
+            starts = torch.arange(sizes.batch + 1, dtype=torch.int32, device=query.device) * sizes.query_tokens
+            common = {
+                "max_seqlen_q": sizes.query_tokens,
+                "max_seqlen_k": max(sizes.lengths),
+                "cu_seqlens_q": starts,
+                "causal": True,
+            }
+            plan = get_scheduler_metadata(
+                batch_size=sizes.batch,
+                num_heads_q=sizes.heads,
+                num_heads_kv=sizes.kv_heads,
+                headdim=sizes.head_dim,
+                cache_seqlens=seq_lens,
+                qkv_dtype=query.dtype,
+                page_size=sizes.block_size,
+                **common,
+            )
+            rows = query.view(-1, sizes.heads, sizes.head_dim)
+
+            def run() -> torch.Tensor:
+                out = flash_attn_varlen_func(
+                    rows,
+                    *other.flash,
+                    seqused_k=seq_lens,
+                    softmax_scale=sizes.head_dim**-0.5,
+                    block_table=block_tables,
+                    out=torch.empty_like(rows),
+                    scheduler_metadata=plan,
+                    fa_version=3,
+                    **common,
+                )
+                return out.view(query.shape)
+
+            return run
+
+        return prepare
+
+    return load
+
+
+def _vllm_triton(sizes: Sizes) -> Callable[[], Callable[..., Callable[[], torch.Tensor]]]:
+    """The attention in Triton of vLLM 0.26, with its backend's buffers for 16 parts of a sequence."""
+    parts = 16
+
+    def load() -> Callable[..., Callable[[], torch.Tensor]]:
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+        def prepare(
+            query: torch.Tensor, _k: Any, _v: Any, block_tables: torch.Tensor, seq_lens: torch.Tensor, other: Elsewhere
+        ) -> Callable[[], torch.Tensor]:
+            device, most = query.device, 128 // sizes.kv_heads
+            of_parts = torch.empty(most, sizes.heads, parts, sizes.head_dim, device=device)
+            largest, total = (torch.empty(most, sizes.heads, parts, device=device) for _ in range(2))
+            starts = torch.arange(sizes.batch + 1, dtype=torch.int32, device=device) * sizes.query_tokens
+            scale = torch.ones(1, device=device).expand(sizes.batch, sizes.kv_heads)
+            rows = query.view(-1, sizes.heads, sizes.head_dim)
+
+            def run() -> torch.Tensor:
+                out = torch.empty_like(rows)
+                unified_attention(
+                    q=rows,
+                    k=other.flash[0],
+                    v=other.flash[1],
+                    out=out,
+                    cu_seqlens_q=starts,
+                    max_seqlen_q=sizes.query_tokens,
+                    seqused_k=seq_lens,
+                    max_seqlen_k=max(sizes.lengths),
+                    softmax_scale=sizes.head_dim**-0.5,
+                    causal=True,
+                    window_size=(-1, -1),
+                    block_table=block_tables,
+                    softcap=0,
+                    q_descale=None,
+                    k_descale=scale,
+                    v_descale=scale,
+                    seq_threshold_3D=most,
+                    num_par_softmax_segments=parts,
+                    softmax_segm_output=of_parts,
+                    softmax_segm_max=largest,
+                    softmax_segm_expsum=total,
+                )
+                return out.view(query.shape)
+
+            return run
+
+        return prepare
+
+    return load
 
 
 def _baselines(sizes: Sizes, gather: bool) -> dict[str, Baseline]:
@@ -238,11 +327,17 @@ def _baselines(sizes: Sizes, gather: bool) -> dict[str, Baseline]:
         baselines["torch"] = Baseline(lambda: gathered)
     if sizes.query_tokens == 1 and not sizes.ragged and sizes.cache_dtype == sizes.dtype:
         baselines["torch dense"] = Baseline(lambda: dense)
-    # It compiles its kernel.
-    baselines["FlashInfer"] = Baseline(_flashinfer(sizes), slow=True)
-    if sizes.query_tokens == 1 and sizes.layout == "vllm":
-        baselines |= {"vLLM v1": _vllm(1, sizes), "vLLM v2": _vllm(2, sizes)}
     return baselines
+
+
+def _peers(sizes: Sizes) -> dict[str, Baseline]:
+    peers = {}
+    if sizes.cache_dtype == sizes.dtype:
+        peers["FlashAttention-3"] = Baseline(_flash_attention(sizes), prepared=True)
+        peers["vLLM Triton"] = Baseline(_vllm_triton(sizes), slow=True, prepared=True)
+    # It compiles its kernel.
+    peers["FlashInfer"] = Baseline(_flashinfer(sizes), slow=True)
+    return peers
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -276,6 +371,7 @@ def attention(
         call,
         sizes.bytes,
         baselines=_baselines(sizes, gather) if compared else {},
+        peers=_peers(sizes) if compared else {},
         agree=agree,
         host=host,
     )
@@ -294,10 +390,9 @@ def _operator(sizes: Sizes) -> Case:
 def _version(version: int, sizes: Sizes) -> Case:
     name = f"paged_attention_v{version}"
     call = _like_vllm(getattr(cukern, name), version, sizes)
-    baselines = {"vLLM": _vllm(version, sizes)}
-    inputs = inputs_of(sizes, False)
-    host = sizes == ONE
-    return Case(name, sizes.case, "auto", inputs, call, sizes.bytes, baselines=baselines, agree=agree, host=host)
+    inputs = inputs_of(sizes, True)
+    peers, host = _peers(sizes), sizes == ONE
+    return Case(name, sizes.case, "auto", inputs, call, sizes.bytes, peers=peers, agree=agree, host=host)
 
 
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -348,6 +443,11 @@ def _merge(tokens: int, heads: int, head_dim: int, dtype: str) -> Case:
 
         return merge
 
+    def sglang() -> Callable[..., Any]:
+        from sgl_kernel import merge_state_v2
+
+        return lambda out_a, lse_a, out_b, lse_b, _: merge_state_v2(out_a, lse_a, out_b, lse_b)
+
     def agree_on_outputs(ours: Any, theirs: Any) -> bool:
         return agree(ours[0], theirs[0])  # the log-sum-exps are of another base, or another layout
 
@@ -361,7 +461,10 @@ def _merge(tokens: int, heads: int, head_dim: int, dtype: str) -> Case:
         baselines={
             "torch": Baseline(lambda: lambda *inputs: merged(*inputs[:4])),
             "torch.compile": Baseline(compiled, slow=True),
+        },
+        peers={
             "FlashInfer": Baseline(flashinfer, slow=True),
+            "SGLang": Baseline(sglang),
             "vLLM": Baseline(vllm),
         },
         agree=agree_on_outputs,

@@ -1,4 +1,4 @@
-"""Quantization, against the same formulas in PyTorch, eager and compiled."""
+"""Quantization, against the same formulas in PyTorch, eager and compiled, and the kernels of SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -77,6 +77,104 @@ def _nearly(ours: Any, theirs: Any) -> bool:
     return bool(same > 0.98) and torch.allclose(ours[1], theirs[1], rtol=1e-4, atol=0)
 
 
+def _roughly(ours: Any, theirs: Any) -> bool:
+    """The same numbers but for the last bit, where an activation is rounded to 16 bits before it is quantized."""
+    (our_bytes, our_scales), (their_bytes, their_scales) = ours, theirs
+    same = (our_bytes.view(torch.uint8) == their_bytes.view(torch.uint8)).float().mean()
+    numbers, others = our_bytes.float(), their_bytes.float()
+    near = (numbers - others).abs() <= others.abs() / 4 + 1 / 64
+    return bool(same > 0.85 and near.all()) and torch.allclose(our_scales, their_scales, rtol=1e-2, atol=0)
+
+
+# --- the kernels of vLLM 0.26 and sglang-kernel 0.4 -------------------------------------------------------
+
+
+def _vllm_groups() -> Call:
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    return lambda x: per_token_group_quant_fp8(x, GROUP)
+
+
+def _vllm_groups_of_int8() -> Call:
+    from vllm.model_executor.layers.quantization.utils.int8_utils import per_token_group_quant_int8
+
+    return lambda x: per_token_group_quant_int8(x, GROUP)
+
+
+def _vllm_fp8(per_token: bool) -> Call:
+    from vllm._custom_ops import scaled_fp8_quant
+
+    return lambda x, *scale: scaled_fp8_quant(x, *scale, use_per_token_if_dynamic=per_token)
+
+
+def _vllm_int8() -> Call:
+    from vllm._custom_ops import scaled_int8_quant
+
+    return lambda x: scaled_int8_quant(x)[:2]
+
+
+def _vllm_activated() -> Call:
+    from vllm._custom_ops import silu_and_mul_per_block_quant
+
+    return lambda x: silu_and_mul_per_block_quant(x, GROUP, torch.float8_e4m3fn)
+
+
+def _sglang_groups(dtype: torch.dtype, activated: bool = False) -> Call:
+    from sgl_kernel import sgl_per_token_group_quant_8bit
+
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = x.shape[1] // (2 if activated else 1)
+        numbers = x.new_empty(len(x), columns, dtype=dtype)
+        scales = x.new_empty(len(x), columns // GROUP, dtype=torch.float32)
+        limits = 1e-10, float(info.min), float(info.max)
+        sgl_per_token_group_quant_8bit(x, numbers, scales, GROUP, *limits, fuse_silu_and_mul=activated, enable_v2=True)
+        return numbers, scales
+
+    return quantize
+
+
+def _sglang_tokens() -> Call:
+    from sgl_kernel import sgl_per_token_quant_fp8
+
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
+        sgl_per_token_quant_fp8(x, numbers, scales)
+        return numbers, scales
+
+    return quantize
+
+
+#: By op and how it scales. They may multiply by a reciprocal where others divide.
+PEERS: dict[tuple[str, str], dict[str, Callable[[], Call]]] = {
+    ("per_token_group_quant_fp8", "group"): {
+        "SGLang": lambda: _sglang_groups(torch.float8_e4m3fn),
+        "vLLM": _vllm_groups,
+    },
+    ("per_token_group_quant_int8", "group"): {
+        "SGLang": lambda: _sglang_groups(torch.int8),
+        "vLLM": _vllm_groups_of_int8,
+    },
+    ("scaled_fp8_quant", "token"): {"SGLang": _sglang_tokens, "vLLM": lambda: _vllm_fp8(True)},
+    ("scaled_fp8_quant", "tensor"): {"vLLM": lambda: _vllm_fp8(False)},
+    ("scaled_fp8_quant", "given"): {"vLLM": lambda: _vllm_fp8(False)},
+    ("scaled_int8_quant", "token"): {"vLLM": _vllm_int8},
+    ("silu_and_mul_quant", "group"): {
+        "SGLang": lambda: _sglang_groups(torch.float8_e4m3fn, activated=True),
+        "vLLM": _vllm_activated,
+    },
+}
+
+
+def _peers(op: str, how: str) -> dict[str, Baseline]:
+    agree = _roughly if op == "silu_and_mul_quant" else _nearly
+    return {name: Baseline(load, agree=agree) for name, load in PEERS.get((op, how), {}).items()}
+
+
+# --- the cases ------------------------------------------------------------------------------------------
+
+
 def _baselines(function: Call | None) -> dict[str, Baseline]:
     if function is None:
         return {}
@@ -116,6 +214,7 @@ def _case(
         call=call,
         bytes=round(tokens * k * (halves * ITEM_SIZE[dtype] + bits / 8)),
         baselines=_baselines(function),
+        peers=_peers(op, how),
         agree=agree if function else None,
         host=tokens == 64 and how in ("group", "tensor"),
     )

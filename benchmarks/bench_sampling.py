@@ -1,4 +1,4 @@
-"""Sampling against its floor, one read of the row, and against PyTorch and FlashInfer.
+"""Sampling against its floor, one read of the row, and against PyTorch, FlashInfer and SGLang.
 
 The logits are normally distributed: with no peak, top-p keeps tens of thousands of tokens and needs all its rounds.
 """
@@ -21,6 +21,11 @@ BATCHES = (1, 64, 256)
 VOCAB, SMALL_VOCAB = 128256, 32000
 TOP_K, TOP_P, TEMPERATURE = 40, 0.9, 0.8
 SEED = 1
+# Of the probability, what the order of a sum may decide.
+_LAST_TOKEN = 1e-3
+# Of a mean of uniform numbers.
+_DEVIATIONS = 6
+_WHOLE_ROWS = ("softmax", "top_k_renorm_probs", "top_p_renorm_probs")
 
 
 # --- the same from torch operators ----------------------------------------------------------------------
@@ -73,6 +78,17 @@ def eager_softmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.float().softmax(dim=-1)
 
 
+def eager_top_k_renorm(probs: torch.Tensor) -> torch.Tensor:
+    best, ids = probs.topk(TOP_K, dim=-1)
+    return torch.zeros_like(probs).scatter_(1, ids, best / best.sum(dim=-1, keepdim=True))
+
+
+def eager_top_p_renorm(probs: torch.Tensor) -> torch.Tensor:
+    best, ids = probs.sort(dim=-1, descending=True)
+    kept = best.masked_fill(best.cumsum(dim=-1) - best >= TOP_P, 0)
+    return torch.zeros_like(probs).scatter_(1, ids, kept / kept.sum(dim=-1, keepdim=True))
+
+
 # --- the baselines ----------------------------------------------------------------------------------------
 
 
@@ -111,9 +127,39 @@ FLASHINFER: Mapping[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
         logits, TOP_K, TOP_P, filter_apply_order="joint", **_STREAM
     ),
     "softmax": lambda lib, logits: lib.softmax(logits),
-    "sample": lambda lib, logits: lib.top_k_top_p_sampling_from_logits(
-        logits.float() / TEMPERATURE, TOP_K, TOP_P, **_STREAM
-    ),
+}
+
+
+def _flashinfer_sample() -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+    """A decoding step, with a `top_k` for each row as a server has it."""
+    from flashinfer import sampling
+
+    def prepare(logits: torch.Tensor) -> Callable[[], torch.Tensor]:
+        top_k = torch.full((len(logits),), TOP_K, dtype=torch.int32, device=logits.device)
+        function = sampling.top_k_top_p_sampling_from_logits
+        return lambda: function(logits.float() / TEMPERATURE, top_k, TOP_P, **_STREAM)
+
+    return prepare
+
+
+def _sglang_top_k_renorm() -> Call:
+    from sgl_kernel import top_k_renorm_prob
+
+    return lambda probs: top_k_renorm_prob(probs, TOP_K)
+
+
+def _sglang_top_p_renorm() -> Call:
+    from sgl_kernel import top_p_renorm_prob
+
+    return lambda probs: top_p_renorm_prob(probs, TOP_P)
+
+
+#: Of FlashInfer 0.7 and sglang-kernel 0.4.
+PEERS: Mapping[str, Mapping[str, Baseline]] = {
+    **{op: {"FlashInfer": _flashinfer(call)} for op, call in FLASHINFER.items()},
+    "sample": {"FlashInfer": Baseline(_flashinfer_sample, prepared=True)},
+    "top_k_renorm_probs": {"SGLang": Baseline(_sglang_top_k_renorm)},
+    "top_p_renorm_probs": {"SGLang": Baseline(_sglang_top_p_renorm)},
 }
 TORCH: Mapping[str, Call] = {
     "sampling_from_logits": eager_from_logits,
@@ -123,12 +169,55 @@ TORCH: Mapping[str, Call] = {
     "top_k_top_p_sampling_from_logits": eager_joint,
     "softmax": eager_softmax,
     "sample": eager_sample,
+    "top_k_renorm_probs": eager_top_k_renorm,
+    "top_p_renorm_probs": eager_top_p_renorm,
 }
 COMPILED: Mapping[str, Call] = {"sampling_from_logits": eager_race, "softmax": eager_softmax}
 
 
 def same_probabilities(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-8)
+
+
+def same_but_for_one(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Of a sum that ends just at p, the last token may be in or out."""
+    return bool((ours - theirs).abs().sum(dim=-1).max() < _LAST_TOKEN)
+
+
+def kept_probabilities(op: str, values: torch.Tensor) -> torch.Tensor:
+    """What the op draws from: the probabilities of the tokens that its filters keep, 0 elsewhere."""
+    probs = values.float()
+    if not op.endswith("_from_probs"):
+        probs = (probs / TEMPERATURE if op == "sample" else probs).softmax(dim=-1)
+    best, ids = probs.sort(dim=-1, descending=True)
+    kept = best
+    if "top_k" in op or op == "sample":
+        # Those that tie with the last may be chosen for it.
+        kept = best * (best >= best[:, TOP_K - 1 : TOP_K])
+    if "top_p" in op or op == "sample":
+        of = kept / kept.sum(dim=-1, keepdim=True) if op == "sample" else best
+        kept = kept * (of.cumsum(dim=-1) - of < TOP_P + _LAST_TOKEN)
+    return torch.zeros_like(probs).scatter_(1, ids, kept)
+
+
+def plausible(op: str) -> Callable[[tuple[Any, ...], torch.Tensor], bool]:
+    """Whether tokens can have been drawn from what the op keeps.
+
+    Which ones are drawn is each library's own affair. But the share of the probability that is above a drawn token's
+    is uniform between 0 and 1, so that its mean over the rows is 1/2 and cannot be far from it.
+    """
+
+    def right(inputs: tuple[Any, ...], ids: torch.Tensor) -> bool:
+        kept = kept_probabilities(op, inputs[0])
+        index = ids.long()[:, None]
+        if ids.shape != kept.shape[:1] or not bool(((index >= 0) & (index < kept.shape[1])).all()):
+            return False
+        drawn = kept.gather(1, index)
+        above, beside = (kept * (kept > drawn)).sum(dim=1), (kept * (kept == drawn)).sum(dim=1)
+        places = (above + beside / 2) / kept.sum(dim=1)
+        return bool((drawn > 0).all()) and abs(float(places.mean()) - 0.5) < _DEVIATIONS * (12 * len(ids)) ** -0.5
+
+    return right
 
 
 # --- the cases ----------------------------------------------------------------------------------------------
@@ -139,8 +228,10 @@ def _call(op: str, variant: str) -> Call:
         "top_k_sampling_from_probs": (TOP_K,),
         "top_p_sampling_from_probs": (TOP_P,),
         "top_k_top_p_sampling_from_logits": (TOP_K, TOP_P),
+        "top_k_renorm_probs": (TOP_K,),
+        "top_p_renorm_probs": (TOP_P,),
     }.get(op, ())
-    options: dict[str, Any] = {} if op == "softmax" else {"seed": SEED}
+    options: dict[str, Any] = {} if op in _WHOLE_ROWS else {"seed": SEED}
     if op == "top_k_top_p_sampling_from_logits":
         options["filter_apply_order"] = "joint"
     if op == "sample":
@@ -153,7 +244,7 @@ def _call(op: str, variant: str) -> Call:
 def _case(op: str, batch: int, vocab: int = VOCAB, dtype: str = "float32", variant: str = "cluster") -> Case:
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         values = torch.randn(batch, vocab, device=generator.device, generator=generator)
-        if op.endswith("_from_probs"):
+        if op.endswith("_probs"):
             values = values.softmax(dim=-1)
         return (values.to(getattr(torch, dtype)),)
 
@@ -166,7 +257,7 @@ def _case(op: str, batch: int, vocab: int = VOCAB, dtype: str = "float32", varia
         case["temperature"] = str(TEMPERATURE)
     case["dtype"] = dtype
 
-    baselines = {"torch": _torch(TORCH[op]), "FlashInfer": _flashinfer(FLASHINFER[op])}
+    baselines = {"torch": _torch(TORCH[op])}
     if op in COMPILED and (batch, vocab, dtype) == (64, VOCAB, "float32"):
         baselines["torch.compile"] = _compiled(COMPILED[op])
     read = batch * vocab * ITEM_SIZE[dtype]
@@ -176,10 +267,11 @@ def _case(op: str, batch: int, vocab: int = VOCAB, dtype: str = "float32", varia
         variant,
         inputs,
         _call(op, variant),
-        read + batch * vocab * 4 if op == "softmax" else read + batch * 4,
+        read + batch * vocab * 4 if op in _WHOLE_ROWS else read + batch * 4,
         baselines=baselines,
-        # Which tokens are drawn is each library's own affair.
-        agree=same_probabilities if op == "softmax" else None,
+        peers=PEERS[op],
+        agree={"softmax": same_probabilities}.get(op, same_but_for_one) if op in _WHOLE_ROWS else None,
+        right=None if op in _WHOLE_ROWS else plausible(op),
         host=batch == 64 and vocab == VOCAB and op in ("sampling_from_logits", "sample"),
     )
 

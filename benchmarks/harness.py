@@ -40,12 +40,19 @@ _HOST_BATCHES = 21
 class Baseline:
     """What a user would call instead of the op.
 
-    `load` imports or compiles it and returns a function of the case's inputs. Raising ImportError says that it is not
-    installed. `slow` marks one that takes seconds to get ready.
+    Args:
+        load: imports or compiles it and returns a function of the case's inputs. ImportError, from here or from the
+            first call, says that it is not installed.
+        slow: it takes seconds to get ready.
+        prepared: the function returns one without arguments, and only that one is timed: what is made ahead of it (a
+            plan, repacked weights, workspaces) a user makes once for many calls.
+        agree: in place of the case's, where its result may differ in another way.
     """
 
     load: Callable[[], Callable[..., Any]]
     slow: bool = False
+    prepared: bool = False
+    agree: Callable[[Any, Any], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,11 @@ class Case:
         call: runs the op on them.
         bytes: the least the op must read and write.
         flops: the floating-point operations it cannot avoid, if they are a matrix product's; 0 leaves them out.
-        baselines: by name.
+        baselines: by name, what PyTorch or Triton can do.
+        peers: by name, the kernels of other libraries.
         agree: whether a baseline's result says the same as the op's; a baseline that disagrees is not timed.
+        right: whether a result is one of the right ones for the inputs, where there are several; asked of the op and
+            of the baselines.
         host: measure the host time too.
     """
 
@@ -74,7 +84,9 @@ class Case:
     bytes: int
     flops: int = 0
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
+    peers: Mapping[str, Baseline] = field(default_factory=dict)
     agree: Callable[[Any, Any], bool] | None = None
+    right: Callable[[tuple[Any, ...], Any], bool] | None = None
     host: bool = False
 
     def __str__(self) -> str:
@@ -246,25 +258,40 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True
         "baselines": {},
         "host_us": round(timer.host_us(case.call, sets[0]), 3) if case.host else None,
     }
-    for name, baseline in _wanted(case.baselines, baselines, slow):
+    for name, baseline in _wanted({**case.baselines, **case.peers}, baselines, slow):
         try:
             function = baseline.load()
+            if not agrees(case, baseline, function, timer.device):
+                problems.append(f"{case}: {name} disagrees with the op, so it was not timed")
+                continue
+            row["baselines"][name] = round(_us(baseline, function, timer, sets), 3)
         except ImportError:
             continue
         except Exception as error:
             problems.append(_problem(case, name, error))
-            continue
-        try:
-            if case.agree is not None:
-                # Two sets of the same inputs: a result written in place must not be compared with itself.
-                ours, theirs = (inputs(case, 0, timer.device) for _ in range(2))
-                if not case.agree(case.call(*ours), function(*theirs)):
-                    problems.append(f"{case}: {name} disagrees with the op, so it was not timed")
-                    continue
-            row["baselines"][name] = round(timer.gpu_us(function, sets), 3)
-        except Exception as error:
-            problems.append(_problem(case, name, error))
     return Measurement(row, problems)
+
+
+def agrees(case: Case, baseline: Baseline, function: Callable[..., Any], device: str) -> bool:
+    """Whether `function`, loaded of the baseline, finds what the op does."""
+    # Two sets of the same inputs: a result written in place must not be compared with itself.
+    ours, theirs = (inputs(case, 0, device) for _ in range(2))
+    mine = case.call(*ours)
+    other = function(*theirs)() if baseline.prepared else function(*theirs)
+    if case.right is not None and not (case.right(ours, mine) and case.right(theirs, other)):
+        return False
+    agree = baseline.agree or case.agree
+    return agree is None or agree(mine, other)
+
+
+def _us(baseline: Baseline, function: Callable[..., Any], timer: Timer, sets: Sequence[tuple[Any, ...]]) -> float:
+    if not baseline.prepared:
+        return timer.gpu_us(function, sets)
+    return timer.gpu_us(_run, [(function(*arguments), *arguments) for arguments in sets])
+
+
+def _run(prepared: Callable[[], Any], *_: Any) -> Any:
+    return prepared()
 
 
 def _wanted(baselines: Mapping[str, Baseline], any_at_all: bool, slow: bool) -> Iterable[tuple[str, Baseline]]:

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib
+import itertools
 import json
 import platform
 import re
 import shutil
+import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,9 +38,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 _SOURCE_SUFFIXES = {".py", ".cu", ".cuh"}
 _ROW = ("op", "case", "variant", "us", "floor_us", "baselines", "host_us")
 _RUN = ("driver", "cuda", "versions", "digest", "date", "ceilings")
+#: Modules, and the distributions that have them.
 _LIBRARIES = {
-    "torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python", "sgl_kernel": "sgl-kernel", "vllm": "vllm"
-}  # fmt: skip
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "vllm": ("vllm",),
+    "sglang": ("sglang",),
+    "sgl_kernel": ("sglang-kernel", "sgl-kernel"),
+    "flashinfer": ("flashinfer-python",),
+    "flash_mla": ("flash-mla", "flash_mla"),
+    "deep_gemm": ("deep-gemm", "deep_gemm"),
+    "triton_kernels": ("triton-kernels", "triton_kernels"),
+}
+#: What baselines are called that are no other library's kernels.
+_COMPOSITIONS = ("torch", "Triton")
 
 Document = dict[str, Any]
 Row = dict[str, Any]
@@ -77,17 +91,26 @@ def machine() -> dict[str, Any]:
         "cukern": cukern.__version__, "python": platform.python_version(), "cupy": cupy.__version__,
         "nvrtc": compile.nvrtc_version(), "CUDA headers": compile.headers_version(),
     }  # fmt: skip
-    for name, distribution in _LIBRARIES.items():
-        try:
-            versions[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+    versions |= {name: found for name in _LIBRARIES if (found := library_version(name)) is not None}
     return {
         "gpu": cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode(),
         "driver": driver,
         "cuda": "{}.{}".format(*nvrtc.getVersion()),
         "versions": versions,
     }
+
+
+def library_version(name: str) -> str | None:
+    """The version of a library, or None where it is not installed; without metadata, what the module says itself."""
+    for distribution in _LIBRARIES[name]:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    try:
+        return getattr(importlib.import_module(name), "__version__", None)
+    except ImportError:
+        return None
 
 
 def document(machine: dict[str, Any], ceilings: dict[str, float | None], rows: Sequence[Row]) -> Document:
@@ -191,7 +214,7 @@ class Section:
             line.append(f"{row['floor_us'] / row['us']:.0%}")
             for name in self.baselines:
                 us = row["baselines"].get(name)
-                line.append("" if us is None else f"{figure(us)} ({us / row['us']:.1f}×)")
+                line.append("" if us is None else f"{figure(us)} ({_ratio(us, row)})")
             if self.host:
                 line.append("" if row["host_us"] is None else figure(row["host_us"]))
             lines.append(line)
@@ -201,6 +224,48 @@ class Section:
 def figure(us: float) -> str:
     """Three digits of a time."""
     return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 99.95 else f"{us:,.0f}"
+
+
+def _ratio(us: float, row: Row) -> str:
+    """How many times as long as the op; bold where it is less long, which two digits must not hide."""
+    ratio = us / row["us"]
+    return f"{ratio:.1f}×" if ratio >= 1.05 else f"{ratio:.2f}×" if ratio >= 1 else f"**{ratio:.2f}×**"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """An op beside the fastest of the other libraries in each of its cases: how many times as long that takes."""
+
+    op: str
+    ratios: list[float]
+    worst: Row
+    against: str
+
+    @property
+    def cells(self) -> list[str]:
+        worst = ", ".join(f"{name} {value}" for name, value in self.worst["case"].items())
+        spread = [min(self.ratios), statistics.median(self.ratios), max(self.ratios)]
+        behind = sum(ratio < 1 for ratio in self.ratios)
+        figures = [f"**{ratio:.2f}**" if ratio < 1 else f"{ratio:.2f}" for ratio in spread]
+        return [self.op, f"{len(self.ratios)}", f"{behind}", *figures, f"{self.against}: {worst}"]
+
+
+STANDING = ["op", "cases", "behind", "min", "median", "max", "worst case"]
+
+
+def standings(rows: Iterable[Row]) -> list[Standing]:
+    """Of the ops that were measured beside another library."""
+    by_op: dict[str, list[tuple[float, str, Row]]] = {}
+    for row in rows:
+        peers = {name: us for name, us in row["baselines"].items() if not name.startswith(_COMPOSITIONS)}
+        if peers:
+            best = min(peers, key=lambda name: peers[name])
+            by_op.setdefault(row["op"], []).append((peers[best] / row["us"], best, row))
+    found = []
+    for op, of_op in by_op.items():
+        _, against, worst = min(of_op, key=lambda entry: entry[0])
+        found.append(Standing(op, [ratio for ratio, _, _ in of_op], worst, against))
+    return found
 
 
 def sections(rows: Iterable[Row]) -> list[Section]:
@@ -231,19 +296,31 @@ def _limits(ceilings: dict[str, float | None]) -> str:
     return ", ".join(limits)
 
 
+#: Headings of columns of words.
+_LEFT = ("variant", "op", "worst case")
+
+
 def print_tables(console: Console, content: Document) -> None:
     """The results on a terminal: a table per section, with how long each baseline takes and how many times as long."""
     console.print(f"{content['gpu']}: {_limits(content['ceilings'])}", highlight=False)
+    found = standings(content["rows"])
+    if found:
+        console.print("\n[bold]beside the fastest other library[/]", highlight=False)
+        _print_table(console, STANDING, [standing.cells for standing in found])
     for section in sections(content["rows"]):
         headings, lines = section.table()
         # A table's own title would fold at the table's width.
         console.print(f"\n[bold]{section.op}[/]: {section.title}", highlight=False)
-        table = Table()
-        for heading in headings:
-            table.add_column(heading, justify="left" if heading == "variant" else "right")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        _print_table(console, headings, lines)
+
+
+def _print_table(console: Console, headings: list[str], lines: list[list[str]]) -> None:
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in _LEFT else "right")
+    for line in lines:
+        table.add_row(*(cell.replace("**", "") for cell in line))  # Markdown's bold
+    console.print(table)
 
 
 # --- RESULTS.md -----------------------------------------------------------------------------------------
@@ -256,7 +333,13 @@ Written by `python -m cukern bench --results` from `results/*.json`.
 A time is the GPU's, in microseconds per call: the median of replays of a CUDA graph of many calls, with inputs that
 the L2 cache does not hold. The floor is what the hardware allows: the time of an empty kernel, or of the op's bytes at
 the bandwidth of a copy, or of its flops at the rate of a large product, whichever is longest, all measured in the same
-run. In parentheses is how many times as long a baseline takes as the op. Host time is that of an eager call.
+run. In parentheses is how many times as long a baseline takes as the op, in bold where it takes less long. Host time is
+that of an eager call.
+"""
+
+_BESIDE = """\
+Each op beside the fastest kernel of another library in each case: how many times as long that takes (the least, the
+median and the most over the cases), in how many cases the op is behind, and where it does worst.
 """
 
 
@@ -276,6 +359,9 @@ def render(folder: Path) -> list[Path]:
     for path in sorted(folder.glob("*.json")):
         content = load(path)
         text.append(f"## {content['gpu']}\n")
+        found = standings(content["rows"])
+        if found:
+            text.append(f"{_BESIDE}\n{_markdown(STANDING, [standing.cells for standing in found])}\n")
         for op in dict.fromkeys(row["op"] for row in content["rows"]):
             text.append(f"### {op}\n\n{_provenance(content['ops'][op])}\n")
             of_op = sections(row for row in content["rows"] if row["op"] == op)
@@ -300,12 +386,13 @@ def _provenance(run: dict[str, Any]) -> str:
 
 
 def _markdown(headings: list[str], lines: list[list[str]]) -> str:
-    rule = ["---" if heading == "variant" else "---:" for heading in headings]
+    rule = ["---" if heading in _LEFT else "---:" for heading in headings]
     return "\n".join("| " + " | ".join(line) + " |" for line in (headings, rule, *lines))
 
 
 def _plot(of_op: Sequence[Section], path: Path) -> bool:
     """Draw time against the size on the axis, a panel per section; False where no section has two sizes."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     drawn = [section for section in of_op if len({row["case"].get(section.axis) for row in section.rows}) > 1]
@@ -317,7 +404,10 @@ def _plot(of_op: Sequence[Section], path: Path) -> bool:
     panels = canvas.subplots(lines, columns, squeeze=False).ravel()
     for panel in panels:
         panel.set_visible(False)
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(n for s in drawn for n in _names(s)))}
+    # Ten colors of the cycle, then more.
+    palette = [*(f"C{i}" for i in range(10)), *colormaps["Dark2"].colors, *colormaps["Set3"].colors]
+    names = dict.fromkeys(n for s in drawn for n in _names(s))
+    colors = dict(zip(names, itertools.cycle(palette), strict=False))
     for panel, section in zip(panels, drawn, strict=False):
         panel.set_visible(True)
         for name in _names(section):

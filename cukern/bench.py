@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     timer = harness.Timer(_QUICK_REPLAYS if args.quick else _REPLAYS)
     rows, problems, failed = {}, [], []
     # Host times come first: what torch.compile starts for a baseline (threads, processes, hooks) slows the host.
-    order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, bool(cases[i].baselines)))
+    order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, bool(cases[i].baselines or cases[i].peers)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("ceilings", total=len(cases))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,21 @@ from matplotlib.image import imread
 from rich.console import Console
 
 import cukern
-from benchmarks import bench_moe_gate, harness, report
+from benchmarks import (
+    bench_decoding,
+    bench_fused_moe,
+    bench_kv_cache,
+    bench_mla_decode,
+    bench_moe_activation,
+    bench_moe_gate,
+    bench_moe_gemm,
+    bench_moe_permute,
+    bench_paged_attention,
+    bench_quantization,
+    bench_sampling,
+    harness,
+    report,
+)
 from benchmarks.harness import Baseline, Case, Ceilings
 from cukern import bench
 from cukern.__main__ import main
@@ -129,6 +146,54 @@ def test_a_baseline_that_leaves_the_results_alone_disagrees() -> None:
     assert "idle disagrees" in measured.problems[0]
 
 
+def test_what_is_made_ahead_is_not_timed() -> None:
+    prepared: list[int] = []
+
+    def prepare(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        prepared.append(x.data_ptr())
+        return lambda: x + x
+
+    class Inspecting(Clock):
+        def gpu_us(self, call: Callable[..., Any], sets: list[tuple[Any, ...]]) -> float:
+            before = len(prepared)
+            # The bytes of the inputs count for how often a graph goes over them.
+            assert harness.nbytes(sets) == 64 * len(sets)
+            us = super().gpu_us(call, sets)
+            assert len(prepared) == before
+            return us
+
+    case = _case(peers={"planned": Baseline(lambda: prepare, prepared=True)})
+    measured = harness.measure(case, Inspecting(), CEILINGS)
+    assert measured.problems == [] and measured.row["baselines"] == {"planned": 8.0}
+    assert len(set(prepared)) == len(prepared) > 2
+
+
+def test_a_baseline_may_be_absent_at_its_first_call_and_agree_in_its_own_way() -> None:
+    def absent(x: torch.Tensor) -> torch.Tensor:
+        raise ImportError("a part that is compiled at the first call")
+
+    peers = {
+        "absent": Baseline(lambda: absent),
+        "rounded": Baseline(lambda: lambda x: x * 2.000001, agree=torch.allclose),
+        "wrong": Baseline(lambda: lambda x: x * 3, agree=torch.allclose),
+    }
+    measured = harness.measure(_case(peers=peers), Clock(), CEILINGS)
+    assert list(measured.row["baselines"]) == ["rounded"]
+    assert ["wrong disagrees" in line for line in measured.problems] == [True]
+
+
+def test_where_several_results_are_right_each_must_be_one() -> None:
+    def right(inputs: tuple[Any, ...], result: torch.Tensor) -> bool:
+        return bool((result.abs() == 2 * inputs[0]).all())
+
+    peers = {"negative": Baseline(lambda: lambda x: -2 * x), "wrong": Baseline(lambda: lambda x: 3 * x)}
+    measured = harness.measure(_case(peers=peers, agree=None, right=right), Clock(), CEILINGS)
+    assert list(measured.row["baselines"]) == ["negative"]
+    # A wrong result of the op itself is not passed off as another right one.
+    measured = harness.measure(_case(call=lambda x: x, peers=peers, agree=None, right=right), Clock(), CEILINGS)
+    assert measured.row["baselines"] == {} and len(measured.problems) == 2
+
+
 def test_baselines_can_be_left_out() -> None:
     quick, compiled = _takes(9.0, lambda x: x + x), Baseline(_takes(7.0, lambda x: 2 * x).load, slow=True)
     case = _case(baselines={"quick": quick, "compiled": compiled})
@@ -192,9 +257,9 @@ def test_the_cases_of_the_gate_cover_the_models() -> None:
 
 def _by_twin(case: Case, inputs: tuple[Any, ...]) -> Any:
     """The result of a case's op on tensors in host memory."""
-    if case.op == "topk_softmax":
+    if case.op != "moe_fused_gate":
         logits, weights, ids = inputs
-        return cukern.topk_softmax(weights, ids, logits)
+        return getattr(cukern, case.op)(weights, ids, logits)
     sizes = (case.case[name] for name in ("groups", "topk_group", "topk"))
     return cukern.moe_fused_gate(*inputs, *sizes)
 
@@ -237,7 +302,7 @@ def test_installed_baselines_agree_with_the_twin(case: Case) -> None:
     assert case.agree is not None
     ours = _by_twin(case, tuple(tensor.cpu() for tensor in harness.inputs(case, 0, "cuda")))
     compared = []
-    for name, baseline in case.baselines.items():
+    for name, baseline in (case.baselines | case.peers).items():
         if baseline.slow:
             continue
         try:
@@ -276,6 +341,727 @@ def test_each_way_to_call_the_op_is_captured_and_timed(case: Case) -> None:
     # A call that went to another stream would be missing from the graph.
     assert measured.row["us"] > ceilings.kernel_us / 2
     assert 1 < measured.row["host_us"] < 1000
+
+
+# --- other libraries ------------------------------------------------------------------------------------
+#
+# Functions with the signatures of the public ones that compute by torch or by the twins: an adapter that gives them
+# other arguments disagrees with the op, or is refused.
+
+
+def _e2m1(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What MXFP4 weights [n, k / 2] with scales [n, k / 32] stand for."""
+    return cukern.dequantize_mxfp4(numbers.contiguous(), scales.contiguous(), dtype="float32")
+
+
+def _rows_by_expert(sorted_ids: torch.Tensor | None, experts: torch.Tensor, block: int, pairs: int) -> torch.Tensor:
+    """The expert of each pair, from the sorted ids in blocks."""
+    if sorted_ids is None:
+        return experts[:pairs].long()
+    found = torch.full((pairs,), -1)
+    for i, expert in enumerate(experts.tolist()):
+        mine = sorted_ids[i * block : (i + 1) * block].long()
+        found[mine[mine < pairs]] = expert
+    return found
+
+
+def _grouped(
+    a: torch.Tensor, weights: Sequence[torch.Tensor], expert_of: torch.Tensor, topk: int, weigh: torch.Tensor | None
+) -> torch.Tensor:
+    rows = torch.stack([weights[e].float() @ a[i // topk].float() for i, e in enumerate(expert_of.tolist())])
+    return rows if weigh is None else rows * weigh.reshape(-1, 1)
+
+
+def _moe_c() -> dict[str, Any]:
+    def grouped_topk(
+        scores: Any, num_expert_group: int, topk_group: int, topk: int, renormalize: bool, routed_scaling_factor: float,
+        bias: Any, scoring_func: int = 0,
+    ) -> Any:  # fmt: skip
+        assert renormalize and routed_scaling_factor == 1.0 and scoring_func == 1
+        return bench_moe_gate.eager(scores, bias, num_expert_group, topk_group, topk)
+
+    def routes(gate: Callable[..., Any]) -> Callable[..., None]:
+        def topk(
+            topk_weights: Any, topk_ids: Any, token_expert_indices: Any, gating_output: Any, renormalize: bool = False,
+            e_score_correction_bias: Any = None,
+        ) -> None:  # fmt: skip
+            assert not renormalize and e_score_correction_bias is None and token_expert_indices.shape == topk_ids.shape
+            for out, found in zip((topk_weights, topk_ids), gate(gating_output, topk_ids.shape[1]), strict=True):
+                out.copy_(found)
+
+        return topk
+
+    def moe_sum(input: Any, output: Any, topk_ids: Any = None, expert_map: Any = None) -> None:
+        output.copy_(input.float().sum(1))
+
+    def cutlass_moe_mm(
+        out_tensors: Any, a_tensors: Any, b_tensors: Any, a_scales: Any, b_scales: Any, expert_offsets: Any,
+        problem_sizes: Any, a_strides: Any, b_strides: Any, c_strides: Any, per_act_token: bool, per_out_ch: bool,
+    ) -> None:  # fmt: skip
+        assert per_act_token and per_out_ch and expert_offsets.dtype == torch.int64
+        for e, (first, (m, n, k)) in enumerate(zip(expert_offsets.tolist(), problem_sizes.tolist(), strict=True)):
+            assert (a_strides[e], b_strides[e], c_strides[e]) == (k, k, n)
+            product = a_tensors[first : first + m].float() @ b_tensors[e].float().T
+            out_tensors[first : first + m] = product * a_scales[first : first + m] * b_scales[e].T
+
+    def gptq_marlin_repack(
+        b_q_weight: Any, perm: Any, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+    ) -> Any:
+        assert b_q_weight.shape == (size_k // 8, size_n) and num_bits == 4 and perm.numel() == 0
+        return b_q_weight
+
+    def moe_wna16_marlin_gemm(
+        input: Any, output: Any, b_qweight: Any, b_bias: Any, b_scales: Any, a_scales: Any, global_scale: Any,
+        b_qzeros: Any, g_idx: Any, perm: Any, workspace: Any, sorted_token_ids: Any, expert_ids: Any,
+        num_tokens_past_padded: Any, topk_weights: Any, moe_block_size: int, top_k: int, mul_topk_weights: bool,
+        b_q_type: Any, size_m: int, size_n: int, size_k: int, is_k_full: bool, use_atomic_add: bool,
+        use_fp32_reduce: bool, is_zp_float: bool, thread_k: int = -1, thread_n: int = -1, blocks_per_sm: int = -1,
+    ) -> Any:  # fmt: skip
+        assert {b_bias, a_scales, global_scale, b_qzeros, g_idx, perm} == {None} and b_q_type == "float4_e2m1f"
+        assert input.shape == (size_m, size_k) and output.shape == (size_m * top_k, size_n)
+        weights = [
+            _e2m1(w.T.contiguous().view(torch.uint8), s.T.to(torch.float8_e8m0fnu).view(torch.uint8))
+            for w, s in zip(b_qweight, b_scales.float(), strict=True)
+        ]
+        expert_of = _rows_by_expert(sorted_token_ids, expert_ids, moe_block_size, size_m * top_k)
+        weigh = topk_weights if mul_topk_weights else None
+        return output.copy_(_grouped(input, weights, expert_of, top_k, weigh))
+
+    return {
+        "grouped_topk": grouped_topk,
+        "topk_softmax": routes(bench_moe_gate.eager_softmax),
+        "topk_sigmoid": routes(bench_moe_gate.eager_sigmoid),
+        "moe_sum": moe_sum,
+        "cutlass_moe_mm": cutlass_moe_mm,
+        "gptq_marlin_repack": gptq_marlin_repack,
+        "moe_wna16_marlin_gemm": moe_wna16_marlin_gemm,
+    }
+
+
+def _c() -> dict[str, Any]:
+    def scaled_fp8_quant(
+        input: Any, scale: Any = None, num_token_padding: Any = None, scale_ub: Any = None,
+        use_per_token_if_dynamic: bool = False, output: Any = None, group_shape: Any = None,
+    ) -> Any:  # fmt: skip
+        return cukern.scaled_fp8_quant(input, scale, use_per_token_if_dynamic=use_per_token_if_dynamic)
+
+    def scaled_int8_quant(input: Any, scale: Any = None, azp: Any = None, symmetric: bool = True) -> Any:
+        return cukern.scaled_int8_quant(input, scale)
+
+    def silu_and_mul_per_block_quant(
+        input: Any, group_size: int, quant_dtype: Any, scale_ub: Any = None, is_scale_transposed: bool = False
+    ) -> Any:
+        assert quant_dtype == torch.float8_e4m3fn
+        return cukern.per_token_group_quant_fp8(bench_moe_activation.by_torch("silu")(input), group_size)
+
+    def reshape(function: Callable[..., Any]) -> Callable[..., None]:
+        def store(
+            key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, kv_cache_dtype: str,
+            k_scale: Any, v_scale: Any,
+        ) -> None:  # fmt: skip
+            function(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+        return store
+
+    def concat_and_cache_mla(
+        kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, kv_cache_dtype: str, scale: Any
+    ) -> None:
+        scale = None if kv_cache_dtype == "fp8_ds_mla" else scale
+        cukern.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
+
+    def cp_gather_cache(
+        src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, batch_size: int, seq_starts: Any = None
+    ) -> None:
+        cukern.gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size)
+
+    def gather_and_maybe_dequant_cache(
+        src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, token_to_seq: Any, num_tokens: int,
+        kv_cache_dtype: str, scale: Any, seq_starts: Any = None,
+    ) -> None:  # fmt: skip
+        assert len(dst) == num_tokens == len(token_to_seq) and token_to_seq.dtype == torch.int32
+        assert torch.equal(torch.bincount(token_to_seq), cu_seq_lens.diff())
+        src = src_cache.view(torch.float8_e4m3fn)
+        cukern.gather_cache(src, dst, block_table, cu_seq_lens, len(block_table), scale=scale)
+
+    def cp_gather_and_upconvert_fp8_kv_cache(
+        src_cache: Any, dst: Any, block_table: Any, workspace_starts: Any, batch_size: int, seq_starts: Any = None
+    ) -> None:
+        assert len(workspace_starts) == batch_size
+        lengths = torch.cat([workspace_starts, torch.tensor([len(dst)], dtype=torch.int32)])
+        cukern.gather_cache(src_cache, dst, block_table, lengths, batch_size, kv_cache_dtype="fp8_ds_mla")
+
+    def merge_attn_states(
+        output: Any, prefix_output: Any, prefix_lse: Any, suffix_output: Any, suffix_lse: Any, output_lse: Any = None,
+        prefill_tokens_with_context: Any = None, output_scale: Any = None,
+    ) -> None:  # fmt: skip
+        lses = prefix_lse.T.contiguous(), suffix_lse.T.contiguous()
+        merged, lse = cukern.merge_attention_states(prefix_output, lses[0], suffix_output, lses[1])
+        output.copy_(merged)
+        output_lse.copy_(lse.T)
+
+    def apply_repetition_penalties(logits: Any, prompt_mask: Any, output_mask: Any, repetition_penalties: Any) -> None:
+        factor = torch.where(prompt_mask | output_mask, repetition_penalties[:, None], 1.0)
+        logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
+
+    return {
+        "scaled_fp8_quant": scaled_fp8_quant,
+        "scaled_int8_quant": scaled_int8_quant,
+        "silu_and_mul_per_block_quant": silu_and_mul_per_block_quant,
+        "reshape_and_cache": reshape(cukern.reshape_and_cache),
+        "reshape_and_cache_flash": reshape(cukern.reshape_and_cache_flash),
+        "concat_and_cache_mla": concat_and_cache_mla,
+        "cp_gather_cache": cp_gather_cache,
+        "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
+        "cp_gather_and_upconvert_fp8_kv_cache": cp_gather_and_upconvert_fp8_kv_cache,
+        "merge_attn_states": merge_attn_states,
+        "apply_repetition_penalties": apply_repetition_penalties,
+    }
+
+
+def _vllm_moe() -> dict[str, dict[str, Any]]:
+    def moe_align_block_size(
+        topk_ids: Any, block_size: int, num_experts: int, expert_map: Any = None, pad_sorted_ids: bool = False,
+        ignore_invalid_experts: bool = False,
+    ) -> Any:  # fmt: skip
+        return bench_moe_permute.torch_align(topk_ids, block_size, num_experts)
+
+    def try_get_optimal_moe_config(
+        w1_shape: Any, w2_shape: Any, top_k: int, dtype: str | None, M: int, block_shape: Any = None
+    ) -> dict[str, int]:
+        assert (dtype, block_shape) in ((None, None), ("fp8_w8a8", [128, 128])) and w1_shape[2] == w2_shape[1]
+        return {"BLOCK_SIZE_M": 16}
+
+    def invoke_fused_moe_triton_kernel(
+        A: Any, B: Any, C: Any, A_scale: Any, B_scale: Any, topk_weights: Any, sorted_token_ids: Any, expert_ids: Any,
+        num_tokens_post_padded: Any, mul_routed_weight: bool, top_k: int, config: dict[str, int], compute_type: Any,
+        use_fp8_w8a8: bool, use_int8_w8a8: bool, use_int8_w8a16: bool, use_int4_w4a16: bool, per_channel_quant: bool,
+        block_shape: Any = None, B_bias: Any = None,
+    ) -> None:  # fmt: skip
+        assert C.ndim == 3 and compute_type == "bfloat16" and (A_scale is not None) == use_fp8_w8a8
+        if use_fp8_w8a8:
+            A = A.float() * A_scale.repeat_interleave(128, 1)
+            B = B.float() * B_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        expert_of = _rows_by_expert(sorted_token_ids, expert_ids, config["BLOCK_SIZE_M"], len(A) * top_k)
+        weigh = topk_weights if mul_routed_weight else None
+        C.copy_(_grouped(A, list(B), expert_of, top_k, weigh).view(C.shape))
+
+    def _prepare_expert_assignment(
+        topk_ids: Any, config: Any, num_tokens: int, top_k_num: int, global_num_experts: int, expert_map: Any, *,
+        use_int8_w8a16: bool = False, use_int4_w4a16: bool = False, block_shape: Any = None,
+        ignore_invalid_experts: bool = False,
+    ) -> Any:  # fmt: skip
+        assert topk_ids.shape == (num_tokens, top_k_num)
+        return moe_align_block_size(topk_ids, config["BLOCK_SIZE_M"], global_num_experts)
+
+    def moe_kernel_quantize_input(
+        A: Any, A_scale: Any, quant_dtype: Any, per_act_token_quant: bool, block_shape: Any = None
+    ) -> Any:
+        return (A, A_scale) if quant_dtype is None else cukern.per_token_group_quant_fp8(A, block_shape[1])
+
+    def moe_permute(
+        hidden_states: Any, a1q_scale: Any, topk_ids: Any, n_expert: int, n_local_expert: int = -1,
+        expert_map: Any = None, permuted_hidden_states: Any = None, scratch: Any = None,
+    ) -> Any:  # fmt: skip
+        assert scratch["max_num_tokens"] == len(topk_ids) and scratch["num_local_experts"] == n_expert
+        permuted, _, offsets, inverse, row = cukern.moe_permute(hidden_states, a1q_scale, topk_ids, n_expert)
+        return permuted, None, offsets, inverse.flatten(), row
+
+    def moe_unpermute(
+        out: Any, permuted_hidden_states: Any, topk_weights: Any, inv_permuted_idx: Any,
+        expert_first_token_offset: Any = None,
+    ) -> None:  # fmt: skip
+        inverse = inv_permuted_idx.view(topk_weights.shape)
+        cukern.moe_unpermute(out, permuted_hidden_states, topk_weights, inverse)
+
+    def scratch(
+        *, max_num_tokens: int, topk: int, num_experts: int, num_local_experts: int, device: Any, hidden_size: int,
+        hidden_dtype: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        return {"max_num_tokens": max_num_tokens, "num_local_experts": num_local_experts}
+
+    return {
+        "moe_align_block_size": {"moe_align_block_size": moe_align_block_size},
+        "fused_moe": {
+            "moe_align_block_size": moe_align_block_size,
+            "try_get_optimal_moe_config": try_get_optimal_moe_config,
+            "invoke_fused_moe_triton_kernel": invoke_fused_moe_triton_kernel,
+            "_prepare_expert_assignment": _prepare_expert_assignment,
+        },
+        "utils": {"moe_kernel_quantize_input": moe_kernel_quantize_input},
+        "moe_permute_unpermute": {
+            "MoEPermuteScratch": scratch, "moe_permute": moe_permute, "moe_unpermute": moe_unpermute
+        },
+    }  # fmt: skip
+
+
+def _vllm_attention() -> dict[str, dict[str, Any]]:
+    def get_scheduler_metadata(
+        batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+        cache_seqlens: Any, qkv_dtype: Any = torch.bfloat16, headdim_v: Any = None, cu_seqlens_q: Any = None,
+        cu_seqlens_k_new: Any = None, cache_leftpad: Any = None, page_size: Any = None, max_seqlen_k_new: int = 0,
+        causal: bool = False, window_size: Any = (-1, -1), has_softcap: bool = False, num_splits: int = 0,
+        pack_gqa: Any = None, sm_margin: int = 0,
+    ) -> Any:  # fmt: skip
+        assert causal and int(cache_seqlens.max()) == max_seqlen_k and len(cache_seqlens) == batch_size
+        assert int(cu_seqlens_q[-1]) == batch_size * max_seqlen_q
+        return num_heads_q, num_heads_kv, headdim, headdim_v, page_size
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, max_seqlen_q: int, cu_seqlens_q: Any, max_seqlen_k: int, cu_seqlens_k: Any = None,
+        seqused_k: Any = None, q_v: Any = None, dropout_p: float = 0.0, softmax_scale: Any = None,
+        causal: bool = False, window_size: Any = None, softcap: float = 0.0, alibi_slopes: Any = None,
+        deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
+        return_softmax_lse: bool = False, out: Any = None, scheduler_metadata: Any = None, q_descale: Any = None,
+        k_descale: Any = None, v_descale: Any = None, num_splits: int = 0, output_scale: Any = None,
+        fa_version: int = 2,
+    ) -> Any:  # fmt: skip
+        headdim_v = None if q_v is None else v.shape[-1]
+        assert scheduler_metadata == (q.shape[1], k.shape[2], q.shape[2], headdim_v, k.shape[1]) and fa_version == 3
+        if q_v is None:
+            return out.copy_(_paged_attention(q, k, v, max_seqlen_q, seqused_k, block_table, softmax_scale, causal))
+        query = torch.cat([q_v, q], dim=-1).view(len(seqused_k), max_seqlen_q, *q.shape[1:-1], 576)
+        cache = torch.cat([v, k], dim=-1)
+        found = _latent_attention(query, cache, block_table, seqused_k, softmax_scale, causal)
+        return out.copy_(found.view(out.shape))
+
+    def unified_attention(
+        q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, max_seqlen_q: int, seqused_k: Any, max_seqlen_k: int,
+        softmax_scale: float, causal: bool, window_size: Any, block_table: Any, softcap: float, q_descale: Any,
+        k_descale: Any, v_descale: Any, seq_threshold_3D: Any = None, num_par_softmax_segments: Any = None,
+        softmax_segm_output: Any = None, softmax_segm_max: Any = None, softmax_segm_expsum: Any = None,
+    ) -> None:  # fmt: skip
+        assert softmax_segm_output.shape == (seq_threshold_3D, q.shape[1], num_par_softmax_segments, q.shape[2])
+        assert int(cu_seqlens_q[-1]) == len(q) and int(seqused_k.max()) == max_seqlen_k
+        assert (k_descale == 1).all() and k_descale.shape == (len(seqused_k), k.shape[2])
+        out.copy_(_paged_attention(q, k, v, max_seqlen_q, seqused_k, block_table, softmax_scale, causal))
+
+    def decode_attention_fwd(
+        q: Any, k_buffer: Any, v_buffer: Any, o: Any, lse: Any, req_to_token: Any, b_seq_len: Any, attn_logits: Any,
+        num_kv_splits: int, sm_scale: float, page_size: int = 1, logit_cap: float = 0.0, k_scale: Any = None,
+        v_scale: Any = None, is_mla: bool = False,
+    ) -> None:  # fmt: skip
+        assert is_mla and page_size == k_buffer.shape[1] and v_buffer.shape[-1] == 512
+        assert attn_logits.shape == (*o.shape[:2], num_kv_splits, 513) and lse.shape == o.shape[:2]
+        o.copy_(_latent_attention(q[:, None], k_buffer, req_to_token, b_seq_len, sm_scale, True)[:, 0])
+
+    def get_mla_metadata(*args: Any, **kwargs: Any) -> Any:
+        return "plan", None
+
+    def flash_mla_with_kvcache(
+        q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: int, tile_scheduler_metadata: Any,
+        num_splits: None = None, softmax_scale: Any = None, causal: bool = False, is_fp8_kvcache: bool = False,
+        indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None, extra_indices_in_kvcache: Any = None,
+        topk_length: Any = None, extra_topk_length: Any = None, out: Any = None,
+    ) -> Any:  # fmt: skip
+        assert tile_scheduler_metadata == "plan" and num_splits is None and not (causal and indices is not None)
+        assert is_fp8_kvcache == (indices is not None), "it has 8 bits for chosen tokens only"
+        options = {"causal": causal, "is_fp8_kvcache": is_fp8_kvcache, "indices": indices}
+        places = q, k_cache, block_table, cache_seqlens, head_dim_v, None, None
+        return cukern.flash_mla_with_kvcache(*places, softmax_scale=softmax_scale, **options)
+
+    return {
+        "vllm_flash_attn.flash_attn_interface": {
+            "get_scheduler_metadata": get_scheduler_metadata, "flash_attn_varlen_func": flash_attn_varlen_func
+        },
+        "v1.attention.ops.triton_unified_attention": {"unified_attention": unified_attention},
+        "v1.attention.ops.triton_decode_attention": {"decode_attention_fwd": decode_attention_fwd},
+        "v1.attention.ops.flashmla": {
+            "get_mla_metadata": get_mla_metadata, "flash_mla_with_kvcache": flash_mla_with_kvcache
+        },
+    }  # fmt: skip
+
+
+def _paged_attention(
+    q: Any, k: Any, v: Any, query_tokens: int, lengths: Any, tables: Any, scale: float, causal: bool
+) -> Any:
+    assert causal
+    query = q.view(len(lengths), query_tokens, *q.shape[1:]) if query_tokens > 1 else q
+    return cukern.paged_attention(query, k, v, tables, lengths, scale=scale, layout="flash").reshape(q.shape)
+
+
+def _latent_attention(query: Any, cache: Any, tables: Any, lengths: Any, scale: float, causal: bool) -> Any:
+    return cukern.flash_mla_with_kvcache(
+        query, cache, tables, lengths, 512, None, None, softmax_scale=scale, causal=causal
+    )[0]
+
+
+def _vllm() -> dict[str, dict[str, Any]]:
+    def per_token_group_quant_fp8(
+        x: Any, group_size: int, eps: float = 1e-10, dtype: Any = None, column_major_scales: bool = False,
+        tma_aligned_scales: bool = False, out_q: Any = None, use_ue8m0: Any = None,
+    ) -> Any:  # fmt: skip
+        return cukern.per_token_group_quant_fp8(x, group_size)
+
+    def per_token_group_quant_int8(x: Any, group_size: int, eps: float = 1e-10, dtype: Any = torch.int8) -> Any:
+        return cukern.per_token_group_quant_int8(x, group_size)
+
+    def marlin_make_workspace_new(device: Any, max_blocks_per_sm: int = 1) -> Any:
+        return torch.zeros(max_blocks_per_sm)
+
+    def marlin_permute_scales(s: Any, size_k: int, size_n: int, group_size: int, is_a_8bit: bool = False) -> Any:
+        assert s.shape == (size_k // group_size, size_n) and s.dtype == torch.bfloat16
+        return s
+
+    quantized = "model_executor.layers.quantization.utils"
+    return {
+        "_custom_ops": {**_moe_c(), **_c()},
+        "scalar_type": {"scalar_types": SimpleNamespace(float4_e2m1f="float4_e2m1f")},
+        **{f"model_executor.layers.fused_moe.{name}": functions for name, functions in _vllm_moe().items()},
+        **_vllm_attention(),
+        f"{quantized}.fp8_utils": {"per_token_group_quant_fp8": per_token_group_quant_fp8},
+        f"{quantized}.int8_utils": {"per_token_group_quant_int8": per_token_group_quant_int8},
+        f"{quantized}.marlin_utils": {
+            "marlin_make_workspace_new": marlin_make_workspace_new, "marlin_permute_scales": marlin_permute_scales
+        },
+        f"{quantized}.marlin_utils_fp4": {"mxfp4_marlin_process_scales": lambda marlin_scales, input_dtype=None: (
+            marlin_scales
+        )},
+    }  # fmt: skip
+
+
+def _sgl_kernel() -> dict[str, Any]:
+    def moe_fused_gate(
+        input_tensor: Any, bias: Any, num_expert_group: int, topk_group: int, topk: int,
+        num_fused_shared_experts: int = 0, routed_scaling_factor: float = 0,
+        apply_routed_scaling_factor_on_output: bool = False,
+    ) -> Any:  # fmt: skip
+        assert bias.dtype == input_tensor.dtype and input_tensor.shape[1] // num_expert_group <= 32
+        return bench_moe_gate.eager(input_tensor, bias, num_expert_group, topk_group, topk)
+
+    def kimi_k2_moe_fused_gate(
+        input_tensor: Any, bias: Any, topk: int, renormalize: bool = True, routed_scaling_factor: float = 1.0,
+        apply_routed_scaling_factor_on_output: bool = False,
+    ) -> Any:  # fmt: skip
+        assert input_tensor.shape[1] == 384
+        return bench_moe_gate.eager(input_tensor, bias, 1, 1, topk)
+
+    def routes(gate: Callable[..., Any]) -> Callable[..., None]:
+        def topk(topk_weights: Any, topk_ids: Any, gating_output: Any, renormalize: bool = False) -> None:
+            assert not renormalize
+            for out, found in zip((topk_weights, topk_ids), gate(gating_output, topk_ids.shape[1]), strict=True):
+                out.copy_(found)
+
+        return topk
+
+    def moe_align_block_size(
+        topk_ids: Any, num_experts: int, block_size: int, sorted_token_ids: Any, experts_ids: Any,
+        num_tokens_post_pad: Any, cumsum_buffer: Any, pad_sorted_token_ids: bool = False,
+    ) -> None:  # fmt: skip
+        assert pad_sorted_token_ids and len(cumsum_buffer) == num_experts + 1
+        found = bench_moe_permute.torch_align(topk_ids, block_size, num_experts - 1)
+        for out, result in zip((sorted_token_ids, experts_ids, num_tokens_post_pad), found, strict=True):
+            out[: len(result)] = result
+
+    def moe_sum_reduce(input_tensor: Any, output_tensor: Any, routed_scaling_factor: float = 0) -> None:
+        output_tensor.copy_(input_tensor.float().sum(1) * routed_scaling_factor)
+
+    def shuffle_rows(input_tensor: Any, dst2src_map: Any, output_tensor_shape: Any) -> Any:
+        assert len(dst2src_map) == output_tensor_shape[0]
+        return input_tensor[dst2src_map.long()]
+
+    def merge_state_v2(v_a: Any, s_a: Any, v_b: Any, s_b: Any, v_merged: Any = None, s_merged: Any = None) -> Any:
+        return cukern.merge_attention_states(v_a, s_a, v_b, s_b)
+
+    def activation(name: str) -> Callable[..., Any]:
+        return lambda input, out=None: bench_moe_activation.by_torch(name)(input)
+
+    def sgl_per_token_group_quant_8bit(
+        input: Any, output_q: Any, output_s: Any, group_size: int, eps: float, fp8_min: float, fp8_max: float,
+        scale_ue8m0: bool = False, fuse_silu_and_mul: bool = False, masked_m: Any = None, enable_v2: Any = None,
+    ) -> None:  # fmt: skip
+        assert (fp8_min, fp8_max) == ((-448, 448) if output_q.dtype.is_floating_point else (-128, 127))
+        x = bench_moe_activation.by_torch("silu")(input) if fuse_silu_and_mul else input
+        fp8 = output_q.dtype.is_floating_point
+        function = cukern.per_token_group_quant_fp8 if fp8 else cukern.per_token_group_quant_int8
+        for out, found in zip((output_q, output_s), function(x, group_size), strict=True):
+            out.copy_(found)
+
+    def sgl_per_token_quant_fp8(input: Any, output_q: Any, output_s: Any) -> None:
+        found = cukern.scaled_fp8_quant(input, use_per_token_if_dynamic=True)
+        for out, result in zip((output_q, output_s), found, strict=True):
+            out.copy_(result)
+
+    def fp8_blockwise_scaled_grouped_mm(
+        output: Any, a_ptrs: Any, b_ptrs: Any, out_ptrs: Any, a_scales_ptrs: Any, b_scales_ptrs: Any, a: Any, b: Any,
+        scales_a: Any, scales_b: Any, stride_a: Any, stride_b: Any, stride_c: Any, layout_sfa: Any, layout_sfb: Any,
+        problem_sizes: Any, expert_offsets: Any, workspace: Any,
+    ) -> None:  # fmt: skip
+        assert b.stride(1) == 1 and expert_offsets.dtype == torch.int32
+        for e, (first, (m, n, k)) in enumerate(zip(expert_offsets.tolist(), problem_sizes.tolist(), strict=True)):
+            assert (stride_a[e], stride_b[e], stride_c[e]) == (k, k, n)
+            rows, scale = a[first : first + m].float(), scales_a[first : first + m].repeat_interleave(128, 1)
+            weights = b[e].float() * scales_b[e].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            output[first : first + m] = rows * scale @ weights
+
+    return {
+        "moe_fused_gate": moe_fused_gate,
+        "kimi_k2_moe_fused_gate": kimi_k2_moe_fused_gate,
+        "topk_softmax": routes(bench_moe_gate.eager_softmax),
+        "topk_sigmoid": routes(bench_moe_gate.eager_sigmoid),
+        "moe_align_block_size": moe_align_block_size,
+        "moe_sum_reduce": moe_sum_reduce,
+        "shuffle_rows": shuffle_rows,
+        "merge_state_v2": merge_state_v2,
+        **{f"{name}_and_mul": activation(name) for name in ("silu", "gelu", "gelu_tanh")},
+        "sgl_per_token_group_quant_8bit": sgl_per_token_group_quant_8bit,
+        "sgl_per_token_quant_fp8": sgl_per_token_quant_fp8,
+        "fp8_blockwise_scaled_grouped_mm": fp8_blockwise_scaled_grouped_mm,
+        "top_k_renorm_prob": lambda probs, top_k: cukern.top_k_renorm_probs(probs, top_k),
+        "top_p_renorm_prob": lambda probs, top_p: cukern.top_p_renorm_probs(probs, top_p),
+    }
+
+
+def _sglang_router(
+    scores: Any, bias: Any, topk: int, scoring_func: str = "sigmoid", num_fused_shared_experts: int = 0,
+    renormalize: bool = True, routed_scaling_factor: float = 1.0, apply_routed_scaling_factor_on_output: bool = False,
+    moe_softcapping: float = 0.0, num_expert_group: int = 1, topk_group: int = 1,
+) -> Any:  # fmt: skip
+    return bench_moe_gate.eager(scores, bias, num_expert_group, topk_group, topk)
+
+
+def _deep_gemm() -> dict[str, Any]:
+    def numbers(x: Any) -> Any:
+        """In 16 bits, or FP8 and its scales, which lie column by column of the rows'."""
+        if isinstance(x, torch.Tensor):
+            return x.float()
+        values, scales = x
+        wide = scales.repeat_interleave(128, -1)
+        return values.float() * (wide if scales.shape[-2] == values.shape[-2] else wide.repeat_interleave(128, -2))
+
+    def contiguous(a: Any, b: Any, d: Any, m_indices: Any) -> None:
+        rows, weights = numbers(a), numbers(b)
+        assert m_indices.dtype == torch.int32 and m_indices.is_contiguous()
+        for e in range(len(weights)):
+            d[m_indices == e] = (rows[m_indices == e] @ weights[e].T).to(d.dtype)
+
+    def masked(a: Any, b: Any, d: Any, masked_m: Any, expected_m: int) -> None:
+        rows, weights = numbers(a), numbers(b)
+        for e, m in enumerate(masked_m.tolist()):
+            d[e, :m] = rows[e, :m] @ weights[e].T
+
+    return {
+        "get_mk_alignment_for_contiguous_layout": lambda: 4,
+        "get_mn_major_tma_aligned_tensor": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        **{f"m_grouped_{kind}_gemm_nt_contiguous": contiguous for kind in ("bf16", "fp8")},
+        **{f"m_grouped_{kind}_gemm_nt_masked": masked for kind in ("bf16", "fp8")},
+    }
+
+
+def _triton_kernels() -> dict[str, dict[str, Any]]:
+    def matmul_ogs(
+        x: Any, w: Any, bias: Any, routing_data: Any, gather_indx: Any = None, scatter_indx: Any = None,
+        precision_config: Any = None, betas: Any = None, gammas: Any = None, out_alpha: Any = None, y: Any = None,
+    ) -> Any:  # fmt: skip
+        counts, experts = routing_data.counts, routing_data.experts
+        assert bias is None and w.shape[1] * 2 == x.shape[1] and len(counts) == experts
+        weights = [
+            _e2m1(numbers.T, scales.T[:, : x.shape[1] // 32])
+            for numbers, scales in zip(w, precision_config.weight_scale, strict=True)
+        ]
+        rows = _grouped(x, weights, torch.arange(experts).repeat_interleave(counts), 1, None)
+        return y.copy_(rows.view(y.shape))
+
+    routing = lambda weights, counts, experts, topk, data: SimpleNamespace(counts=counts, experts=experts)  # noqa: E731
+    config = lambda weight_scale, flex_ctx: SimpleNamespace(weight_scale=weight_scale)  # noqa: E731
+    return {
+        "matmul_ogs": {"FlexCtx": lambda rhs_data: None, "PrecisionConfig": config, "matmul_ogs": matmul_ogs},
+        "matmul_ogs_details.opt_flags": {"update_opt_flags_constraints": lambda constraints: None},
+        "numerics": {"InFlexData": lambda: None},
+        "routing": {"RoutingData": routing, "compute_expt_data": lambda hist, experts, rows: None},
+        "tensor": {
+            "FP4": "FP4",
+            "wrap_torch_tensor": lambda x, dtype=None: x,
+            "convert_layout": lambda x, layout, **options: x,
+        },
+        "tensor_details": {
+            "layout": SimpleNamespace(
+                make_default_matmul_mxfp4_w_layout=lambda mx_axis: (None, {}),
+                make_default_matmul_mxfp4_w_scale_layout=lambda mx_axis, num_warps: (None, {}),
+            )
+        },
+    }
+
+
+def _flashinfer_sampling() -> dict[str, Any]:
+    def drawn(function: Callable[..., Any]) -> Callable[..., Any]:
+        def sample(
+            values: Any, *filters: Any, indices: Any = None, filter_apply_order: str = "top_k_first",
+            deterministic: bool = True, generator: Any = None, check_nan: bool = False, seed: Any = None,
+            offset: Any = None,
+        ) -> Any:  # fmt: skip
+            assert offset == 0
+            order = {"filter_apply_order": filter_apply_order} if len(filters) == 2 else {}
+            # Its draws are others than ours.
+            return function(values, *filters, seed=seed + 1, **order)
+
+        return sample
+
+    names = (
+        "sampling_from_logits", "sampling_from_probs", "top_k_sampling_from_probs", "top_p_sampling_from_probs",
+        "top_k_top_p_sampling_from_logits",
+    )  # fmt: skip
+    return {
+        **{name: drawn(getattr(cukern, name)) for name in names},
+        "softmax": lambda logits, temperature=None, enable_pdl=None: cukern.softmax(logits),
+    }
+
+
+class _FlashInferDecode:
+    def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD", *, use_tensor_cores: bool = False) -> None:
+        assert kv_layout == "NHD" and use_tensor_cores and float_workspace_buffer.dtype == torch.uint8
+
+    def plan(
+        self, indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: int, num_kv_heads: int, head_dim: int,
+        page_size: int, *, q_data_type: Any, kv_data_type: Any,
+    ) -> None:  # fmt: skip
+        self._set(indptr, indices, last_page_len, page_size, 1)
+
+    def _set(self, indptr: Any, indices: Any, last_page_len: Any, page_size: int, query_tokens: int) -> None:
+        pages = indices.split(indptr.diff().tolist())
+        self._tables = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
+        self._lengths = (indptr.diff() - 1) * page_size + last_page_len
+        self._query_tokens = query_tokens
+
+    def run(self, q: Any, paged_kv_cache: Any) -> Any:
+        places = self._query_tokens, self._lengths, self._tables, q.shape[-1] ** -0.5, True
+        return _paged_attention(q, *paged_kv_cache, *places)
+
+
+class _FlashInferPrefill(_FlashInferDecode):
+    def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD") -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_tensor_cores=True)
+
+    def plan(  # type: ignore[override]
+        self, qo_indptr: Any, paged_kv_indptr: Any, paged_kv_indices: Any, paged_kv_last_page_len: Any,
+        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool, q_data_type: Any,
+        kv_data_type: Any,
+    ) -> None:  # fmt: skip
+        assert causal
+        self._set(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, int(qo_indptr[1]))
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, SGLang, DeepGEMM, FlashInfer's sampling and triton_kernels, as if they were installed."""
+    modules = {
+        "triton": {},
+        "triton.language": {"bfloat16": "bfloat16"},
+        **{f"vllm.{name}": functions for name, functions in _vllm().items()},
+        "sgl_kernel": _sgl_kernel(),
+        "sglang.kernels.ops.moe.moe_fused_gate": {"moe_fused_gate": _sglang_router},
+        "deep_gemm": _deep_gemm(),
+        **{f"triton_kernels.{name}": functions for name, functions in _triton_kernels().items()},
+        "flashinfer": {
+            "BatchDecodeWithPagedKVCacheWrapper": _FlashInferDecode,
+            "BatchPrefillWithPagedKVCacheWrapper": _FlashInferPrefill,
+        },
+        "flashinfer.sampling": _flashinfer_sampling(),
+    }
+    for path, members in modules.items():
+        names = path.split(".")
+        for i in range(1, len(names) + 1):
+            name = ".".join(names[:i])
+            if name not in sys.modules or i == len(names):
+                module = ModuleType(name)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, name, module)
+            if i > 1:
+                monkeypatch.setattr(sys.modules[".".join(names[: i - 1])], names[i - 1], sys.modules[name], False)
+        for name, member in members.items():
+            monkeypatch.setattr(sys.modules[path], name, member, raising=False)
+
+    def activation(name: str) -> Callable[..., None]:
+        return lambda out, input: out.copy_(bench_moe_activation.by_torch(name)(input))
+
+    operators = {f"{name}_and_mul": activation(name) for name in ("silu", "gelu", "gelu_tanh")}
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(**operators), raising=False)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def _small_sampling() -> Iterator[Case]:
+    for op in bench_sampling.TORCH:
+        dtype = "bfloat16" if op == "sample" else "float32"
+        yield bench_sampling._case(op, 64, 500, dtype)
+
+
+def _small_cases() -> Iterator[Case]:
+    """Cases with peers, of sizes for the CPU: one for each op and each peer."""
+    permuted = [c for c in bench_moe_permute.cases() if c.case["tokens"] == bench_moe_permute.SMALL.tokens]
+    paged = bench_paged_attention.Sizes(3, 8, 2, 32, 70)
+    attentions = [bench_paged_attention.attention(paged._replace(**changes), compared=True) for changes in (
+        {}, {"layout": "flash"}, {"ragged": True}, {"query_tokens": 3}
+    )]  # fmt: skip
+    layer = bench_fused_moe.Sizes(4, 128, 256, 2)
+    gates = (replace(c, call=lambda *inputs, c=c: _by_twin(c, inputs)) for c in CASES if "call" not in c.case)
+    yield from (c for c in gates if c.case["tokens"] == 64 or (c.op, c.case["tokens"]) == ("topk_sigmoid", 1))
+    yield from permuted
+    yield from (bench_quantization.shrunk(c) for c in bench_quantization.cases())
+    yield from bench_kv_cache.cases(small=True)
+    yield from (bench_moe_activation.shrunk(c) for c in bench_moe_activation.cases())
+    yield bench_decoding._repetition(2, 600, 40)
+    yield from _small_sampling()
+    yield from (c for c in bench_moe_gemm.cases(small=True) if c.peers)
+    yield from (bench_fused_moe._case(layer, 24, dtype) for dtype in ("bfloat16", "float8_e4m3fn", "mxfp4"))
+    yield bench_fused_moe._case(layer._replace(inter=96, hidden=192), 24, "mxfp4")
+    yield from (c for c in bench_mla_decode.cases(small=True) if c.peers and c.op == "flash_mla_with_kvcache")
+    yield from attentions
+    yield bench_paged_attention._version(2, paged)
+    yield bench_paged_attention._merge(5, 4, 32, "bfloat16")
+
+
+def _distinct(cases: Iterable[Case]) -> list[Case]:
+    found = {(c.op, str(c.case), c.variant): c for c in cases if c.peers}
+    return list(found.values())
+
+
+@pytest.mark.parametrize("case", _distinct(_small_cases()), ids=str)
+def test_other_libraries_are_called_as_they_are_meant_to_be(libraries: None, case: Case) -> None:
+    compared = []
+    for name, peer in case.peers.items():
+        try:
+            function = peer.load()
+        except ImportError:
+            assert name.startswith("FlashInfer")
+            continue
+        assert harness.agrees(case, peer, function, "cpu"), name
+        compared.append(name)
+    assert compared or set(case.peers) == {"FlashInfer fa2"}
+
+
+def _spoiled(result: Any) -> Any:
+    """A result with its first row wrong in every element, of whatever dtype."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(_spoiled(x) for x in result)
+    wrong = result.clone()
+    raw = wrong.view(torch.uint8) if wrong.dtype.itemsize == 1 else wrong
+    raw[:] = raw.flip(0) + 3
+    return wrong
+
+
+@pytest.mark.parametrize("case", _distinct(_small_cases()), ids=str)
+def test_a_wrong_result_of_another_library_is_seen(libraries: None, case: Case) -> None:
+    for name, peer in case.peers.items():
+        try:
+            function = peer.load()
+        except ImportError:
+            continue
+        run = (lambda *x, f=function: f(*x)()) if peer.prepared else function
+        wrong = replace(peer, prepared=False)
+        assert not harness.agrees(case, wrong, lambda *x, run=run: _spoiled(run(*x)), "cpu"), name
+
+
+def test_a_draw_must_be_plausible() -> None:
+    probs = torch.rand(256, 100, generator=torch.Generator().manual_seed(0)).softmax(dim=1)
+    for op in ("sampling_from_probs", "top_k_sampling_from_probs", "top_p_sampling_from_probs"):
+        right = bench_sampling.plausible(op)
+        kept = bench_sampling.kept_probabilities(op, probs)
+        torch.manual_seed(1)
+        assert right((probs,), torch.multinomial(kept, 1)[:, 0])
+        # The most probable one always, one that was filtered away, one that does not exist.
+        assert not right((probs,), probs.argmax(dim=1))
+        assert op == "sampling_from_probs" or not right((probs,), probs.argmin(dim=1))
+        assert not right((probs,), torch.full((256,), 100))
 
 
 # --- results --------------------------------------------------------------------------------------------
@@ -377,6 +1163,35 @@ def test_results_are_shown_in_tables() -> None:
     cells = [cell.strip() for cell in line.strip("│ ").split("│")]
     assert cells == ["64", "specialized", "2.50", "1.00", "40%", "10.0 (4.0×)", "3.75 (1.5×)", "9.25"]
     assert "1,234" in text
+
+
+def test_where_an_op_is_behind_is_said(tmp_path: Path) -> None:
+    peers = [{"torch": 8.0, "vLLM": 1.999}, {"Triton": 0.5, "vLLM": 6.0, "SGLang Triton": 3.0}, {"torch": 1.0}]
+    rows = [_row("gate", tokens, 2.0, baselines=each) for tokens, each in zip((1, 64, 1024), peers, strict=True)]
+    (standing,) = report.standings([*rows, _row("lonely", 8, 1.0, baselines={"torch": 1.0, "torch dense": 1.0})])
+    assert standing.ratios == [pytest.approx(0.9995), 1.5]
+    where = "vLLM: tokens 1, experts 256, dtype float32"
+    assert standing.cells == ["gate", "2", "1", "**1.00**", "1.25", "1.50", where]
+    report.write(_document(*rows), tmp_path / "results")
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert f"| gate | 2 | 1 | **1.00** | 1.25 | 1.50 | {where} |" in text
+    assert "| 1 | auto | 2.00 | 1.00 | 50% | 8.00 (4.0×) | 2.00 (**1.00×**) |  |  |" in text
+    assert "| 64 | auto | 2.00 | 1.00 | 50% |  | 6.00 (3.0×) | 0.50 (**0.25×**) | 3.00 (1.5×) |" in text
+
+    console = Console(width=160, record=True, file=io.StringIO())
+    report.print_tables(console, _document(*rows))
+    text = console.export_text()
+    assert "beside the fastest other library" in text and "(0.25×)" in text and "**" not in text
+
+
+def test_a_library_without_metadata_says_its_version_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report.library_version("torch") == importlib.metadata.version("torch")
+    assert report.library_version("deep_gemm") is None
+    module = ModuleType("deep_gemm")
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    assert report.library_version("deep_gemm") is None
+    module.__version__ = "2.5.0"  # type: ignore[attr-defined]
+    assert report.library_version("deep_gemm") == "2.5.0"
 
 
 def test_results_are_written_and_kept(tmp_path: Path) -> None:

@@ -746,7 +746,7 @@ CASES = bench_fused_moe.cases()
 
 
 def test_the_cases_are_those_of_the_models() -> None:
-    assert len({json.dumps(case.case) for case in CASES}) == len(CASES) == 21
+    assert len({json.dumps(case.case) for case in CASES}) == len(CASES) == 31
     assert all(list(case.case) == ["tokens", "experts", "inter", "hidden", "topk", "dtype"] for case in CASES)
     # At one token of Mixtral, the weights of two experts.
     assert CASES[0].bytes == pytest.approx(2 * 3 * 14336 * 4096 * 2, rel=1e-3)
