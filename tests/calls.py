@@ -443,7 +443,7 @@ def _large_routing() -> list[Call]:
         "moe_gemm",
         tuple(x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (product.args[0], product.args[1]))
         + product.args[2:],
-        {"a_scale": floats(170, 2).abs() / 10, "b_scale": floats(3, 3, 2).abs()},
+        {"a_scale": floats(170, 2).abs() / 10, "b_scale": floats(3, 3, 2).abs(), "out_dtype": "float16"},
     )
     layer = (
         floats(33, 128, dtype=torch.bfloat16),
@@ -487,7 +487,7 @@ def _large_decoding() -> list[Call]:
         drawn(4, 3, 4),
         flags(False, True, False),
     ]
-    caches = Call("update_kv_cache", (floats(6, 12, 4, 32), floats(6, 12, 4, 32, seed=1), drawn(4, 3, 4), 5))
+    caches = Call("update_kv_cache", (floats(6, 12, 4, 32), floats(6, 12, 4, 32, seed=1), drawn(4, 3, 4), 6))
     return [
         *_in_variants(Call("sample", (logits,), step), "auto", "block"),
         *_in_variants(Call("softmax", (logits,)), "auto", "block"),

@@ -596,6 +596,7 @@ def test_strided_rows(rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 def test_more_than_2_31_elements() -> None:
+    """Caches by step and memories by sequence, of which the last sequence lies farthest out."""
     # Not for the sanitizer, which would take minutes.
     steps, batch, heads, dim = 8400, 256, 16, 64
     torch.manual_seed(0)

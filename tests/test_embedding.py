@@ -305,6 +305,7 @@ def test_random_sizes(data: st.DataObject) -> None:
 
 @pytest.mark.gpu
 def test_more_than_2_31_elements() -> None:
+    """Rows of a large table, each told by its bits, and as many results."""
     # Not for the sanitizer, which would take minutes.
     rows, hidden = 2**31 // 1024 + 100, 1024
     table = torch.arange(rows, device="cuda", dtype=torch.int32).view(torch.float32)[:, None].repeat(1, hidden // 2)

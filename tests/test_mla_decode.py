@@ -1487,6 +1487,7 @@ def test_a_cuda_graph_follows_lengths_and_pages(rng: np.random.Generator) -> Non
 
 @pytest.mark.gpu
 def test_more_than_2_31_elements(rng: np.random.Generator) -> None:
+    """Pages and slots at the far end of a cache, by each variant."""
     # Not for the sanitizer, which would take minutes.
     x = paged(rng, [700, 0, 33], 16, query_tokens=2, causal=True)
     pages, used = 2**31 // (64 * 576) + 64, len(x.k_cache)

@@ -1581,6 +1581,7 @@ def test_threads_do_not_meet(rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 def test_more_than_2_31_elements() -> None:
+    """Many rows, by each variant, and three rows that are 2^30 elements apart."""
     # Not for the sanitizer, which would take minutes. Without a bias, so that any row is certain.
     case = Case(256, 1, 1, 8, "softmax", biased=False)
     boundary = 2**31 // 256

@@ -977,6 +977,7 @@ def test_a_cuda_graph_follows_the_offsets(weights: str, rng: np.random.Generator
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["16", "fp8 block"])
 def test_more_than_2_31_elements(weights: str, rng: np.random.Generator) -> None:
+    """The last of many weights, and the last of many rows."""
     # Not for the sanitizer, which would take minutes.
     if torch.cuda.mem_get_info()[0] < 2**34:
         pytest.skip("too little memory is free")

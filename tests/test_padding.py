@@ -718,6 +718,7 @@ def test_sums_of_special_values(dtype: str, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [1024, 1025])
 def test_more_than_2_31_elements(hidden: int) -> None:
+    """Sequences whose words lie elsewhere before and after."""
     # Not for the sanitizer, which would take minutes. The last sequence lies past the boundary on both sides.
     batch, seq = 9, 2**18
     lengths = torch.full((batch,), seq, dtype=torch.int32, device="cuda")

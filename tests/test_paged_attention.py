@@ -1630,6 +1630,7 @@ def test_a_cuda_graph_follows_lengths_and_blocks(split: int | None, rng: np.rand
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_more_than_2_31_elements(layout: str, rng: np.random.Generator) -> None:
+    """Blocks at the far end of a cache, in each layout and by each variant."""
     # Not for the sanitizer, which would take minutes.
     kv_heads, head_dim, block_size = 8, 128, 16
     block_bytes = kv_heads * head_dim * block_size

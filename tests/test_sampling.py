@@ -1747,6 +1747,7 @@ def test_threads_do_not_meet(compiled: None, rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 def test_more_than_2_31_elements(compiled: None) -> None:
+    """Draws that depend on the number of their row, and three rows that are 2^30 elements apart."""
     # Not for the sanitizer, which would take minutes.
     vocab = 32768
     rows = 2**31 // vocab + 5
