@@ -574,6 +574,7 @@ def concat_and_cache_mla(
     return None
 
 
+@arrays.takes_dlpack
 def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: Any) -> None:
     """Copy blocks of the caches of all layers: cache[to] = cache[from] for each pair (from, to) of block_mapping.
 

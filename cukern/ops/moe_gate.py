@@ -498,8 +498,14 @@ def moe_fused_gate(
 
 
 def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
-    if hidden_states is not None and hidden_states.shape[0] != gating_output.shape[0]:
-        check.fail("hidden_states", f"of {gating_output.shape[0]} tokens like gating_output", hidden_states.shape[0])
+    if hidden_states is None:
+        return
+    given, wanted = (
+        x.shape[0] if hasattr(x, "shape") else arrays.enter(name, x).shape[0]
+        for name, x in (("hidden_states", hidden_states), ("gating_output", gating_output))
+    )
+    if given != wanted:
+        check.fail("hidden_states", f"of {wanted} tokens like gating_output", given)
 
 
 def biased_grouped_topk(

@@ -292,13 +292,16 @@ def _place(device: int | None) -> str:
 def takes_dlpack(function: _F) -> _F:
     """Let a function of arrays also take those that are known only through DLPack.
 
-    When its first argument is one, all of them enter by it, and the results leave in the first one's library.
+    When its first argument is one, or a list of such, all of them enter by it, and the results leave in the first one's
+    library.
     """
     first = next(iter(inspect.signature(function).parameters))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         leader = args[0] if args else kwargs.get(first)
+        if isinstance(leader, (list, tuple)) and leader:
+            leader = leader[0]
         if library_of(leader) is not None or not hasattr(leader, "__dlpack__"):
             return function(*args, **kwargs)
         entered = {key: _enter_all(key, value) for key, value in kwargs.items()}
