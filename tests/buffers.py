@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
+
+if TYPE_CHECKING:
+    import torch
 
 Array = NDArray[Any]
 #: Bytes before and after each array that a kernel writes; each is of this value, before and after.
@@ -42,12 +45,38 @@ def place(values: Array, skip: int = 0, apart: int = 0) -> Any:
 
 
 def on_gpu(array: Any, skip: int = 0) -> Any:
-    """`array` on the GPU, `skip` elements past an address that is a multiple of 16 bytes; what is no array as it is."""
+    """`array` on the GPU, `skip` elements past an address that is a multiple of 16 bytes; what is no array as it is.
+
+    FP8 comes as bytes, as which CuPy has it.
+    """
     if not isinstance(array, np.ndarray):
         return array
+    if array.dtype.name.startswith("float8"):
+        array = array.view(np.uint8)
     if not skip:
         return cupy.asarray(array)
     return cupy.asarray(np.concatenate([np.zeros(skip, array.dtype), array.ravel()]))[skip:].reshape(array.shape)
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    return rng.standard_normal(shape, np.float32).astype(arrays.numpy_dtype(dtype))
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    """A tensor of the same dtype, in memory of its own."""
+    import torch
+
+    like = torch.empty(0)
+    library = arrays.library_of(like)
+    assert library is not None
+    return library.from_numpy(array.copy(), like)
+
+
+def to_numpy(array: Any) -> Array:
+    """An array of any library in NumPy."""
+    library = arrays.library_of(array)
+    assert library is not None
+    return library.to_numpy(array)
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> Array:
@@ -56,9 +85,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Array:
 
 def same_bits(got: Any, want: Array) -> None:
     """Of one dtype and shape, and the same bits, NaN included."""
-    library = arrays.library_of(got)
-    assert library is not None
-    got = library.to_numpy(got)
+    got = to_numpy(got)
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     got, want = (np.ascontiguousarray(x).view(f"u{want.itemsize}") for x in (got, want))
     np.testing.assert_array_equal(got, want)

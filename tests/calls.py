@@ -64,12 +64,21 @@ class Call(NamedTuple):
         """This call on arrays of its own, of one of `PLACES`."""
         return self.changed(lambda _, array: copied(array, place))
 
+    @property
+    def arrays(self) -> list[Any]:
+        """All arrays among the arguments, also those in lists."""
+        return [x for value in self.given.values() for x in as_list(value) if hasattr(x, "__dlpack__")]
+
+    @property
+    def writes(self) -> list[Any]:
+        """The arguments that are written."""
+        given = self.given
+        return [x for name in self.written if given.get(name) is not None for x in as_list(given[name])]
+
     def run(self, function: Callable[..., Any] | None = None, **options: Any) -> list[Any]:
         """What a call of `function` returns, then the arguments that it writes."""
         returned = (function or self.function)(*self.args, **self.options, **options)
-        given = self.given
-        writes = [x for name in self.written if given.get(name) is not None for x in as_list(given[name])]
-        return (as_list(returned) if self.results else []) + writes
+        return (as_list(returned) if self.results else []) + self.writes
 
     def outcome(self, function: Callable[..., Any] | None = None) -> list[Any]:
         """The same of a call that leaves the arguments as they are: what it writes are tensors of its own."""
@@ -92,6 +101,8 @@ def poisoned(wanted: torch.Tensor) -> torch.Tensor:
     """A tensor like `wanted` of which no element is right."""
     if wanted.dtype == torch.bool:
         return ~wanted
+    if wanted.itemsize == 1:
+        return (~wanted.view(torch.uint8)).view(wanted.dtype)
     return torch.full_like(wanted, torch.nan if wanted.is_floating_point() else -7)
 
 
@@ -117,18 +128,28 @@ def copied(tensor: torch.Tensor, place: str) -> Any:
     array = copy.view(torch.int16).numpy().view(arrays.numpy_dtype("bfloat16")) if extended else copy.numpy()
     if library == "numpy":
         return array
+    memory = torch.empty(0, dtype=torch.uint8).set_(copy.untyped_storage())
     with cupy.cuda.Device(int(index or 0)):
-        if copy.is_contiguous():
-            return cupy.asarray(array)
-        memory = cupy.full(copy.untyped_storage().nbytes(), 0xFF, cupy.uint8)
-        on_gpu = cupy.ndarray(array.shape, array.dtype, memory.data, array.strides)
-        on_gpu[...] = cupy.asarray(array)
-        return on_gpu
+        # Byte by byte, whatever the dtype and the strides.
+        return cupy.ndarray(array.shape, array.dtype, cupy.asarray(memory.numpy()).data, array.strides)
 
 
 def floats(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Normally distributed numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def integers(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def flags(*values: bool) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def drawn(high: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Integers below `high`."""
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def outputs(tokens: int, topk: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,12 +218,6 @@ GATE_CALLS = {
 def _other_calls() -> dict[str, Call]:
     """Small calls of all functions that are no gates."""
 
-    def integers(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)
-
-    def flags(*values: bool) -> torch.Tensor:
-        return torch.tensor(values)
-
     bf16 = torch.bfloat16
     logits, probs = floats(3, 50, dtype=bf16), torch.softmax(floats(3, 50, seed=1), dim=1)
     lengths, offsets = integers(2, 0, 3), integers(0, 0, 6, 6, 6)  # words of sequences of at most 4
@@ -230,15 +245,15 @@ def _other_calls() -> dict[str, Call]:
     topk_ids = integers([3, 0], [1, -1], [1, 3])
     vllm = [*paged[:3], 2, 0.25, *paged[3:], 8, 512, floats(4, seed=3), "auto", share, None, 0, 1, 2, 8, 1]
     workspaces = [torch.zeros(3, 4, 1, *rest) for rest in ((), (), (16,))]
-    latents = [floats(3, 2, 4, 48, dtype=bf16), floats(3, 16, 2, 48, seed=1, dtype=bf16)]
+    latents = [floats(3, 2, 4, 48, dtype=bf16), floats(3, 16, 2, 48, seed=1, dtype=bf16) / 10]
     mla_options = {"attn_sink": floats(4, seed=2), "indices": integers(*[[[40, -1, 2], [5, 6, 7]]] * 3)}
     experts = floats(2, 32, 128, seed=1, dtype=bf16)
     # As bytes: opcheck cannot multiply numbers of FP8.
     fp8_rows, fp8_experts = (x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (floats(5, 128, dtype=bf16), experts))
     packed = fp8_rows[:2, :32].contiguous()
-    fp8_scales = {"a_scale": floats(5, 1, seed=2), "b_scale": floats(2, 1, 1, seed=3)}
+    fp8_scales = {"a_scale": floats(5, 1, seed=2) / 10, "b_scale": floats(2, 1, 1, seed=3)}
     fp4_scales = {"b_scale": integers(*[[[120] * 4] * 32] * 2, dtype=torch.uint8)}
-    layer = floats(5, 128, dtype=bf16), floats(3, 64, 128, dtype=bf16), floats(3, 128, 32, seed=1, dtype=bf16)
+    layer = floats(5, 128, dtype=bf16), floats(3, 64, 128, dtype=bf16) / 11, floats(3, 128, 32, seed=1, dtype=bf16) / 6
     routing = floats(5, 2).abs(), integers([0, 2], [2, 1], [-1, 0], [1, 2], [0, 1])
     # Numbers of 4 bits, times 2**-4.
     halves = [x.view(torch.uint8)[..., : x.shape[-1] // 2].contiguous() for x in layer[1:]]
@@ -377,6 +392,168 @@ def _other_calls() -> dict[str, Call]:
     return {" ".join((call.name, *call.options)): call for call in calls}
 
 
+def _in_variants(call: Call, *variants: str) -> list[Call]:
+    return [call._replace(options={**call.options, "variant": variant}) for variant in variants]
+
+
+def _large_attention() -> list[Call]:
+    rows, caches = [floats(1, 64, seed=i) for i in range(3)], [floats(3000, 1, 1, 64, seed=i) for i in range(2)]
+    whole = [floats(3, 256, seed=i, dtype=torch.bfloat16) for i in range(3)]
+    whole_caches = [floats(20, 3, 4, 64, seed=i, dtype=torch.bfloat16) for i in range(2)]
+    memories = [floats(2, 3000, 2, 64, seed=i) for i in range(2)]
+    half = {"dtype": torch.float16}
+    blocks = floats(192, 2, 8, 16, 8, seed=1, **half), floats(192, 2, 64, 16, seed=2, **half).clamp(-1, 1)
+    query, lengths = floats(3, 8, 64, **half), integers(3000, 0, 17)
+    tables = torch.arange(3 * 188, dtype=torch.int32).view(3, 188) % 192
+    paged = query, *blocks, tables, lengths
+    one = torch.ones(1)
+    vllm = [query, *blocks, 2, 0.125, tables, lengths, 16, 3000, None, "auto", one, one, 0, 0, 0, 64, 0]
+    workspaces = [torch.zeros(3, 8, 6), torch.zeros(3, 8, 6), torch.zeros(3, 8, 6, 64, **half)]
+    latents = floats(3, 2, 16, 576, dtype=torch.bfloat16), floats(40, 64, 1, 576, seed=1, dtype=torch.bfloat16) / 10
+    pages = torch.arange(3 * 32, dtype=torch.int32).view(3, 32) % 40
+    mla = Call("flash_mla_with_kvcache", (*latents, pages, integers(30, 0, 2000), 512, None, None, None, True))
+    return [
+        Call("masked_attention", (*rows, None, None, None, *caches, 3000)),
+        *_in_variants(
+            Call("masked_attention", (*whole, None, None, None, *whole_caches, 20)), "specialized", "dynamic"
+        ),
+        Call("cross_attention", (floats(2, 128), None, *memories, integers(3000, 17))),
+        *_in_variants(Call("paged_attention", paged), "specialized", "dynamic", "scalar"),
+        Call("paged_attention_v1", (torch.zeros_like(query), *vllm)),
+        Call("paged_attention_v2", (torch.zeros_like(query), *workspaces, *vllm)),
+        Call("get_mla_metadata", (integers(30, 0, 2000), 32, 1)),
+        mla,
+        *_in_variants(mla, "mma", "dynamic"),
+    ]
+
+
+def _large_routing() -> list[Call]:
+    gate = Call(
+        "moe_fused_gate",
+        (floats(1000, 256), floats(256, seed=1), 8, 4, 8),
+        {"num_token_non_padded": integers(900)},
+    )
+    ids, rows = drawn(64, 3000, 8), floats(3000, 512, dtype=torch.bfloat16)
+    inverse = torch.randperm(24000, generator=torch.Generator().manual_seed(0)).int().view(3000, 8)
+    product = Call(
+        "moe_gemm",
+        (floats(170, 256, dtype=torch.bfloat16), floats(3, 264, 256, dtype=torch.bfloat16), integers(0, 30, 30, 170)),
+    )
+    by_block = Call(
+        "moe_gemm",
+        tuple(x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (product.args[0], product.args[1]))
+        + product.args[2:],
+        {"a_scale": floats(170, 2).abs() / 10, "b_scale": floats(3, 3, 2).abs()},
+    )
+    layer = (
+        floats(33, 128, dtype=torch.bfloat16),
+        *(floats(*shape, seed=i, dtype=torch.bfloat16) / 11 for i, shape in enumerate(((3, 64, 128), (3, 128, 32)))),
+    )
+    return [
+        *_in_variants(gate, "specialized", "dynamic"),
+        *_in_variants(Call("moe_sort", (ids, 64)), "many_blocks", "counted"),
+        Call("moe_sort", (ids[:50].contiguous(), 64), {"variant": "one_block"}),
+        Call("moe_align_block_size", (ids, 64, 64)),
+        Call("moe_permute", (rows[:500], None, ids[:500].contiguous(), 64)),
+        *_in_variants(
+            Call("moe_unpermute", (floats(3000, 64), floats(24000, 64), floats(3000, 8), inverse)), "auto", "dynamic"
+        ),
+        *_in_variants(product, "auto", "mma", "stream"),
+        by_block,
+        Call("fused_experts", (*layer, floats(33, 2).abs(), drawn(3, 33, 2))),
+    ]  # fmt: skip
+
+
+def _large_decoding() -> list[Call]:
+    logits, log_probs = floats(50, 5000) * 4, torch.log_softmax(floats(3, 4, 5001), dim=2)
+    random = {"seed": torch.arange(50), "offset": torch.arange(50)}
+    top_p, top_k = torch.linspace(0.1, 1, 50), drawn(5000, 50) + 1
+    step = {"top_p": top_p, **random, "finished": drawn(2, 50).bool(), "end_id": 4, "sequence_length": drawn(9, 50)}
+    probs = torch.softmax(logits, 1)
+    chain = torch.softmax(floats(9, 3, 500), 2), drawn(500, 9, 3), torch.softmax(floats(9, 4, 500, seed=1), 2)
+    penalized = Call(
+        "apply_penalties",
+        (floats(4, 9000, dtype=torch.bfloat16),),
+        {
+            "repetition_penalty": floats(4).abs() + 0.5, "output_ids": drawn(9000, 4, 60),
+            "sequence_length": integers(60, 0, 7, 33), "min_length": integers(9, 9, 9, 9), "end_id": 5,
+        },
+    )  # fmt: skip
+    state = [
+        floats(3, 4),
+        floats(3, 4, seed=1),
+        drawn(9, 3, 4),
+        drawn(9, 3, 4),
+        drawn(4, 3, 4),
+        flags(False, True, False),
+    ]
+    caches = Call("update_kv_cache", (floats(6, 12, 4, 32), floats(6, 12, 4, 32, seed=1), drawn(4, 3, 4), 5))
+    return [
+        *_in_variants(Call("sample", (logits,), step), "auto", "block"),
+        *_in_variants(Call("softmax", (logits,)), "auto", "block"),
+        *_in_variants(Call("top_k_sampling_from_probs", (probs, top_k), random), "auto", "block"),
+        *_in_variants(Call("top_k_renorm_probs", (probs, top_k)), "auto", "block"),
+        *_in_variants(Call("top_p_renorm_probs", (probs, top_p)), "auto", "block"),
+        *_in_variants(Call("chain_speculative_sampling", chain, {"seed": torch.arange(9)}), "auto", "block"),
+        *_in_variants(Call("beam_topk", (log_probs, 6)), "narrow", "wide"),
+        Call("beam_topk", (log_probs, 6), {"diversity_rate": -0.5}),
+        Call("beam_search_step", (log_probs, *state, 3, 9, [5])),
+        Call("gather_tree", (drawn(50, 20, 3, 4), drawn(4, 20, 3, 4), None, 3)),
+        *_in_variants(caches, "vector", "scalar"),
+        *_in_variants(penalized, "wide", "narrow"),
+        *_in_variants(
+            Call("update_logits", (floats(4, 9000), floats(9000), flags(False, True, False, True), 5)), "wide", "narrow"
+        ),
+    ]  # fmt: skip
+
+
+def _large_rows() -> list[Call]:
+    half = {"dtype": torch.float16}
+    words = integers(0, 20, 7, 3, 12, 9)
+    positions = [s * 20 + t for s, count in enumerate(words.tolist()) for t in range(count)]
+    offsets = integers(*(at - i for i, at in enumerate(positions)))
+    padded, by_head, packed = floats(6, 20, 768), floats(6, 12, 20, 64), floats(51, 768)
+    bias, x = floats(768, seed=1), floats(40, 256)
+    embedding = Call(
+        "embedding_lookup_sine_position_encoding",
+        (floats(50, 256, **half), floats(50, 256, seed=1, **half), drawn(50, 8), 0),
+        {"position_ids": integers(9, dtype=torch.int64)},
+    )
+    return [
+        Call("build_sequence_length_padding_offset", (words, 20), {"valid_word_num": 51}),
+        *_in_variants(Call("remove_sequence_length_padding", (padded, offsets)), "specialized", "dynamic"),
+        *_in_variants(Call("transpose_remove_padding", (by_head, offsets)), "specialized", "dynamic"),
+        *_in_variants(
+            Call("rebuild_sequence_length_padding", (packed, offsets, 6, 20)), "specialized", "dynamic"
+        ),
+        *_in_variants(
+            Call("add_qkv_bias_rebuild_padding", (packed, packed, packed, bias, bias, bias, offsets, 6, 20, 12)),
+            "specialized", "dynamic",
+        ),
+        *_in_variants(embedding, "wide", "narrow"),
+        *_in_variants(Call("moe_activation", (x, "gelu")), "vector", "scalar"),
+        *_in_variants(Call("scaled_fp8_quant", (x,)), "vector", "scalar"),
+        *_in_variants(Call("scaled_fp8_quant", (x, torch.ones(1))), "vector", "scalar"),
+        Call("per_token_group_quant_fp8", (x, 64)),
+        *_in_variants(Call("scaled_int8_quant", (x, None, None, False)), "vector", "scalar"),
+        Call("quantize_mxfp4", (x,)),
+        Call("scaled_fp4_quant", (x, torch.ones(1))),
+    ]  # fmt: skip
+
+
+def _large_calls() -> dict[str, Call]:
+    calls = [*_large_attention(), *_large_routing(), *_large_decoding(), *_large_rows()]
+    named: dict[str, Call] = {}
+    for call in calls:
+        key = f"{call.name} large {call.options.get('variant', 'auto')}"
+        named[key if key not in named else f"{key} again"] = call
+    assert len(named) == len(calls)
+    return named
+
+
 #: With random draws that have seeds; several calls where optional arguments are written.
 CALLS: dict[str, Call] = GATE_CALLS | _other_calls()
 WITH_OUT = [key for key, call in CALLS.items() if "out" in call.operator().overloadpacket.overloads()]
+
+#: The same of sizes that take other ways through the kernels: rows in parts, variants by name.
+LARGE_CALLS: dict[str, Call] = _large_calls()

@@ -20,7 +20,6 @@ from cukern.reference import beam_search as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
-from tests.buffers import OnlyDLPack
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -496,32 +495,6 @@ def outs(name: str, change: Callable[[Array], Any] = lambda x: x) -> Any:
     return tuple(change(np.full_like(x, POISON[x.dtype.name])) for x in results)
 
 
-@pytest.mark.parametrize("name", op.__all__)
-def test_every_library_gets_what_it_gave(name: str) -> None:
-    arguments = good_arguments(name)
-    want = getattr(cukern, name)(**arguments)
-
-    def call(convert: Callable[[Any], Any]) -> Any:
-        return getattr(cukern, name)(
-            **{key: convert(x) if isinstance(x, np.ndarray) else x for key, x in arguments.items()}
-        )
-
-    tensors = call(torch.from_numpy)
-    assert all(isinstance(x, torch.Tensor) for x in (tensors if isinstance(tensors, tuple) else (tensors,)))
-    assert_same(name, tensors, want)
-    assert_same(name, call(OnlyDLPack), want)
-
-
-@pytest.mark.parametrize("name", op.__all__)
-def test_out_is_written_and_returned(name: str) -> None:
-    arguments = good_arguments(name)
-    want, out = getattr(cukern, name)(**arguments), outs(name)
-    assert getattr(cukern, name)(**arguments, out=out) is out
-    if name == "update_kv_cache":
-        out = tuple(x[:4] for x in out)
-    assert_same(name, out, want)
-
-
 # --- bad arguments --------------------------------------------------------------------------------------
 
 
@@ -975,107 +948,3 @@ def test_each_kernel_stays_inside_its_arrays(rng: np.random.Generator) -> None:
     keys, values, parents = random_caches(rng, 3, 2, 3, 3, 8, "float16")
     want = twin.update_kv_cache(keys, values, parents, 2)
     assert_same("update_kv_cache", on_gpu("update_kv_cache", keys, values, parents, 2), want)
-
-
-# --- streams, graphs, devices ---------------------------------------------------------------------------
-
-
-def calls(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of each function, as CUDA tensors."""
-    cuda = lambda x: torch.from_numpy(np.ascontiguousarray(x)).cuda()  # noqa: E731
-    log_probs = cuda(rng.normal(size=(3, 4, 5001)).astype(np.float32))
-    tree = map(cuda, random_tree(rng, 20, 3, 4))
-    keys, values, parents = map(cuda, random_caches(rng, 6, 3, 4, 4, 32))
-    state = tuple(map(cuda, random_state(rng, 3, 4)))
-    return {
-        "beam_topk": ((log_probs, 6), {}),
-        "beam_topk with diversity": ((log_probs, 6), {"diversity_rate": -0.5}),
-        "beam_search_step": ((log_probs, *state, 3, 9, [5]), {}),
-        "gather_tree": ((*tree, None, 3), {}),
-        "update_kv_cache": ((keys, values, parents, 5), {}),
-    }
-
-
-CALLS = ("beam_topk", "beam_topk with diversity", "beam_search_step", "gather_tree", "update_kv_cache")
-
-
-def _tensors(results: Any) -> tuple[Any, ...]:
-    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CALLS)
-def test_a_cuda_graph_replays_the_call(case: str, rng: np.random.Generator) -> None:
-    args, options = calls(rng)[case]
-    function = getattr(cukern, case.split()[0])
-    function(*args, **options)  # which loads the kernels, as a capture cannot
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = _tensors(function(*args, **options))
-    args[0].copy_(args[0].flip(-1))
-    graph.replay()
-    torch.cuda.synchronize()
-    for got, want in zip(results, _tensors(function(*args, **options)), strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CALLS)
-def test_the_call_runs_on_the_current_stream(case: str, rng: np.random.Generator) -> None:
-    args, options = calls(rng)[case]
-    function = getattr(cukern, case.split()[0])
-    want = _tensors(function(*args, **options))
-    values = args[0].clone()
-    args[0].zero_()
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # The input is there only after a while: a kernel on another stream would see the zeros.
-        torch.cuda._sleep(50_000_000)
-        args[0].copy_(values)
-        got = _tensors(function(*args, **options))
-    stream.synchronize()
-    assert all(map(torch.equal, got, want))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CALLS)
-def test_opcheck_on_the_gpu(case: str, rng: np.random.Generator) -> None:
-    import cukern.torch_ops  # noqa: F401
-
-    args, options = calls(rng)[case]
-    torch.library.opcheck(getattr(torch.ops.cukern, case.split()[0]).default, args, options)
-
-
-@pytest.mark.parametrize("name", op.__all__)
-def test_opcheck(name: str) -> None:
-    import cukern.torch_ops
-
-    arguments = good_arguments(name)
-    if name == "beam_search_step":
-        arguments["end_id"] = [2]
-    tensors = tuple(torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in arguments.values())
-    operator = getattr(torch.ops.cukern, name)
-    torch.library.opcheck(operator.default, tensors)
-    want = getattr(cukern, name)(**good_arguments(name))
-    assert_same(name, tuple(map(_numpy, _tensors(operator(*tensors)))), want)
-
-
-def _numpy(tensor: torch.Tensor) -> Array:
-    return tensor.numpy()
-
-
-@pytest.mark.gpu
-def test_the_input_must_be_contiguous_on_the_gpu_too() -> None:
-    with pytest.raises(ValueError, match="log_probs must be contiguous, got strides"):
-        cukern.beam_topk(torch.zeros(2, 3, 40, device="cuda")[:, :, ::2], 2)
-
-
-@pytest.mark.gpu
-def test_a_second_device(rng: np.random.Generator) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
-    x = rng.normal(size=(2, 3, 500)).astype(np.float32)
-    values, ids = cukern.beam_topk(torch.from_numpy(x).to("cuda:1"), 4)
-    assert values.device == ids.device == torch.device("cuda:1")
-    assert_same("beam_topk", (values.cpu(), ids.cpu()), twin.beam_topk(x, 4))

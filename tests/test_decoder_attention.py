@@ -22,7 +22,7 @@ from cukern.reference import decoder_attention as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
-from tests.buffers import OnlyDLPack, on_gpu, zeros
+from tests.buffers import as_torch, normal, on_gpu, same_bits, zeros
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -51,10 +51,6 @@ class Cross(NamedTuple):
     key_memory: Any
     value_memory: Any
     memory_lengths: Any
-
-
-def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
-    return rng.standard_normal(shape, np.float32).astype(arrays.numpy_dtype(dtype))
 
 
 def masked(
@@ -99,18 +95,6 @@ def copies(arguments: Any) -> Any:
     return type(arguments)(*(np.array(x) if arrays.is_array(x) else x for x in arguments))
 
 
-def as_torch(array: Array) -> torch.Tensor:
-    """A tensor of the same dtype, in memory of its own."""
-    library = arrays.library_of(torch.empty(0))
-    assert library is not None
-    return library.from_numpy(array.copy(), torch.empty(0))
-
-
-def assert_same_bits(one: Any, other: Any) -> None:
-    assert (one.dtype, one.shape) == (other.dtype, other.shape)
-    np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
-
-
 # --- the twin -------------------------------------------------------------------------------------------
 
 
@@ -134,8 +118,8 @@ def test_the_twin_is_torchs_attention(dtype: str, bias: str | None, scale: float
     )
     own = arrays.numpy_dtype(dtype)
     for cache, new, old in (x.key_cache, key, before.key_cache), (x.value_cache, value, before.value_cache):
-        assert_same_bits(cache[16], new.astype(own))
-        assert_same_bits(np.delete(cache, 16, 0), np.delete(old, 16, 0))
+        same_bits(cache[16], new.astype(own))
+        same_bits(np.delete(cache, 16, 0), np.delete(old, 16, 0))
     entries = (np.moveaxis(cache[:17], 0, 2) for cache in (x.key_cache, x.value_cache))
     want = torch_attention(query, *entries, scale).reshape(3, 40).astype(own)
     assert_matches(OUT, got, want)
@@ -213,8 +197,8 @@ def test_weights_by_hand(attend: Place, weights: list[float], want: float) -> No
     x = by_hand(weights)
     got = attend("masked_attention", x, scale=0.5)
     assert_matches(OUT, got, np.full((1, 64), want, np.float32))
-    assert_same_bits(x.key_cache[x.step - 1].reshape(1, 64), x.k)
-    assert_same_bits(x.value_cache[x.step - 1].reshape(1, 64), x.v)
+    same_bits(x.key_cache[x.step - 1].reshape(1, 64), x.k)
+    same_bits(x.value_cache[x.step - 1].reshape(1, 64), x.v)
     assert np.isnan(x.key_cache[x.step :]).all() and np.isnan(x.value_cache[x.step :]).all()
 
 
@@ -263,38 +247,15 @@ def test_an_empty_batch_and_an_empty_memory(attend: Place, rng: np.random.Genera
 # --- arrays in host memory ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", op.DTYPES)
-def test_cpu_tensors_go_through_the_twin(dtype: str, rng: np.random.Generator) -> None:
-    x = masked(rng, 2, 2, 8, 5, dtype)
-    tensors = Masked(*(as_torch(a) if arrays.is_array(a) else a for a in x))
-    want = twin.masked_attention(*x)
-    got = cukern.masked_attention(*tensors)
-    assert type(got) is torch.Tensor
-    assert_matches(OUT, got, want)
-    library = arrays.library_of(got)
-    assert library is not None
-    for written, cache in zip(tensors[6:8], x[6:8], strict=True):
-        assert_same_bits(library.to_numpy(written), cache)
-    out = torch.full_like(tensors.q, NAN)
-    assert cukern.masked_attention(*tensors, out=out) is out
-    assert torch.equal(out, got)
-
-
 def test_rows_of_a_fused_projection(rng: np.random.Generator) -> None:
     x = masked(rng, 3, 2, 8, 5)
     want = twin.masked_attention(*copies(x))
     fused = np.concatenate(x[:3], axis=1)
     q, k, v = fused[:, :16], fused[:, 16:32], fused[:, 32:]
-    assert_same_bits(cukern.masked_attention(q, k, v, *copies(x)[3:]), want)
+    same_bits(cukern.masked_attention(q, k, v, *copies(x)[3:]), want)
     tensors = [as_torch(a) if arrays.is_array(a) else a for a in x]
     views = torch.from_numpy(fused).split(16, dim=1)
-    assert_same_bits(cukern.masked_attention(*views, *tensors[3:]).numpy(), want)
-
-
-def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
-    x = cross(rng, [3, 5], 5, 2, 8)
-    got = cukern.cross_attention(*(OnlyDLPack(a) for a in x))
-    assert_same_bits(np.asarray(got), twin.cross_attention(*x))
+    same_bits(cukern.masked_attention(*views, *tensors[3:]).numpy(), want)
 
 
 # --- bad arguments --------------------------------------------------------------------------------------
@@ -503,7 +464,7 @@ def compare(arguments: Any, **options: Any) -> None:
         assert_matches(OUT, got, want)
         for i, (ours, theirs) in enumerate(zip(given, expected, strict=True)):
             if arrays.is_array(ours):
-                assert_same_bits(ours, lengths.get(i, theirs))
+                same_bits(ours, lengths.get(i, theirs))
 
 
 #: batch, heads, dim, step; and why.
@@ -610,117 +571,6 @@ def test_strided_rows(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
-    for x in (masked(rng, 4, 8, 128, 3000, "bfloat16"), masked(rng, 1, 2, 64, 3000, "bfloat16")):
-        first = launch("masked_attention", copies(x))
-        for _ in range(5):
-            assert_same_bits(launch("masked_attention", copies(x)), first)
-
-
-def tensors(arguments: Any) -> Any:
-    return type(arguments)(*(as_torch(x).cuda() if arrays.is_array(x) else x for x in arguments))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
-def test_tensors(dtype: str, rng: np.random.Generator) -> None:
-    # Split and not.
-    for sizes in ((3, 4, 64, 20), (1, 1, 64, 3000)):
-        x = masked(rng, *sizes, dtype)
-        t = tensors(x)
-        want = twin.masked_attention(*x)
-        got = cukern.masked_attention(*t)
-        assert type(got) is torch.Tensor and got.is_cuda
-        assert_matches(OUT, got.cpu(), want)
-        assert torch.equal(t.key_cache[x.step - 1].cpu(), as_torch(x.key_cache[x.step - 1]))
-    y = cross(rng, [3, 0, 40], 40, 2, 64, dtype)
-    assert_matches(OUT, cukern.cross_attention(*tensors(y)).cpu(), twin.cross_attention(*y))
-
-
-@pytest.mark.gpu
-def test_foreign_arrays_on_the_gpu(rng: np.random.Generator) -> None:
-    x = cross(rng, [3, 0, 40], 40, 2, 64)
-    got = cukern.cross_attention(*(OnlyDLPack(cupy.asarray(a)) for a in x))
-    assert type(got) is cupy.ndarray
-    assert_matches(OUT, got, twin.cross_attention(*x))
-
-
-@pytest.mark.gpu
-def test_arrays_of_two_places_are_refused(rng: np.random.Generator) -> None:
-    x = tensors(masked(rng, 2, 2, 64, 5))
-    for changes, error, message in (
-        ({"k": x.k.cpu()}, ValueError, "k must be on CUDA device 0 like q, got one on the CPU"),
-        ({"bias_v": x.bias_v.cpu()}, ValueError, "bias_v must be on CUDA device 0 like q, got one on the CPU"),
-        ({"value_cache": x.value_cache.cpu()}, ValueError, "value_cache must be on CUDA device 0 like q"),
-        ({"key_cache": cupy.asarray(x.key_cache)}, TypeError, "key_cache must be a torch array like q, got cupy"),
-    ):
-        with pytest.raises(error, match=re.escape(message)):
-            cukern.masked_attention(*x._replace(**changes))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(3, 4, 64, 20), (1, 1, 64, 3000)], ids=["whole", "split"])
-@pytest.mark.parametrize("library", ["torch", "cupy"])
-def test_the_callers_stream(library: str, sizes: tuple[int, int, int, int], rng: np.random.Generator) -> None:
-    x = masked(rng, *sizes)
-    t = tensors(x)
-    want = twin.masked_attention(*x)
-    real, late = t.q.clone(), t._replace(q=torch.full_like(t.q, NAN))
-    cukern.masked_attention(*tensors(x))  # loads the kernels
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # The query arrives late, and only on this stream.
-        torch.cuda._sleep(100_000_000)
-        late.q.copy_(real)
-        if library == "torch":
-            got = cukern.masked_attention(*late)
-        else:
-            with cupy.cuda.ExternalStream(stream.cuda_stream):
-                views = [cupy.from_dlpack(a) if arrays.is_array(a) else a for a in late]
-                got = cukern.masked_attention(*views)
-    stream.synchronize()
-    assert_matches(OUT, got.cpu() if library == "torch" else got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(3, 4, 64, 20), (1, 1, 64, 3000)], ids=["whole", "split"])
-def test_a_cuda_graph_follows_its_inputs(sizes: tuple[int, int, int, int], rng: np.random.Generator) -> None:
-    x = masked(rng, *sizes)
-    t = tensors(x)
-    out = torch.empty_like(t.q)
-    cukern.masked_attention(*t)  # loads the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cukern.masked_attention(*t, out=out)
-        made = cukern.masked_attention(*t)
-    for _ in range(2):
-        new = masked(rng, *sizes)
-        for ours, theirs in zip(t, tensors(new), strict=True):
-            if isinstance(ours, torch.Tensor):
-                ours.copy_(theirs)
-        out.fill_(NAN)
-        made.fill_(NAN)
-        graph.replay()
-        torch.cuda.synchronize()
-        want = twin.masked_attention(*new)
-        assert_matches(OUT, out.cpu(), want)
-        assert_matches(OUT, made.cpu(), want)
-        assert torch.equal(t.value_cache[x.step - 1].cpu(), torch.from_numpy(new.value_cache[x.step - 1]))
-
-
-@pytest.mark.gpu
-def test_the_device_of_the_query(rng: np.random.Generator) -> None:
-    if torch.cuda.device_count() < 2:
-        return  # one GPU has no other
-    x = masked(rng, 1, 1, 64, 3000)
-    there = Masked(*(a.to("cuda:1") if isinstance(a, torch.Tensor) else a for a in tensors(x)))
-    got = cukern.masked_attention(*there)
-    assert got.device.index == 1
-    assert_matches(OUT, got.cpu(), twin.masked_attention(*x))
-
-
-@pytest.mark.gpu
 def test_more_than_2_31_elements() -> None:
     # Not for the sanitizer, which would take minutes.
     steps, batch, heads, dim = 8400, 256, 16, 64
@@ -734,7 +584,7 @@ def test_more_than_2_31_elements() -> None:
     for b in (0, batch - 1):
         one = [library.to_numpy(row[b : b + 1]) for row in rows]
         own = [library.to_numpy(cache[:, b : b + 1].contiguous()) for cache in caches]
-        assert_same_bits(own[0][-1].reshape(1, -1), one[1])
+        same_bits(own[0][-1].reshape(1, -1), one[1])
         assert_matches(OUT, got[b : b + 1].cpu(), twin.masked_attention(*one, None, None, None, *own, steps))
     del rows, own
     # The same memory as that of an encoder.
@@ -748,30 +598,6 @@ def test_more_than_2_31_elements() -> None:
 
 
 # --- torch.ops ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_operators(device: str, rng: np.random.Generator) -> None:
-    import cukern.torch_ops
-
-    def on_device(arguments: Any) -> list[Any]:
-        return [as_torch(a).to(device) if arrays.is_array(a) else a for a in arguments]
-
-    for name, x in (
-        ("masked_attention", masked(rng, 2, 2, 64, 9, "bfloat16", max_steps=9)._replace(bias_k=None)),
-        ("cross_attention", cross(rng, [5, 5], 5, 2, 64, "float16")),
-    ):
-        operator = getattr(torch.ops.cukern, name)
-        given, wanted = on_device(x), on_device(x)
-        want = getattr(cukern, name)(*wanted)
-        assert torch.equal(operator(*given), want)
-        for ours, theirs in zip(given, wanted, strict=True):
-            assert ours is theirs is None or not isinstance(ours, torch.Tensor) or torch.equal(ours, theirs)
-        out = torch.empty_like(want)
-        assert operator.out(*on_device(x), attended=out) is None
-        assert torch.equal(out, want)
-        torch.library.opcheck(operator.default, tuple(given))
-        torch.library.opcheck(operator.out, tuple(given), {"attended": out})
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -254,27 +254,6 @@ def test_tensors_in_host_memory(dtype: str, rng: np.random.Generator) -> None:
     assert state[2].tolist() == [True, False] and state[1].tolist() == [1, 1]
 
 
-class Foreign:
-    """An array of a library that cukern knows only by DLPack."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-
-def test_arrays_of_another_library(rng: np.random.Generator) -> None:
-    logits, ids, lengths = rng.normal(0, 1, (2, 9)).astype(np.float32), i32(1, 2, 2, 4).reshape(2, 2), i32(2, 1)
-    options = {"presence_penalty": 0.5, "output_ids": ids, "sequence_length": lengths}
-    foreign = {key: Foreign(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}
-    assert_same(cukern.apply_penalties(Foreign(logits), **foreign), twin.apply_penalties(logits, **options))
-    assert_same(cukern.decoding_init(Foreign(lengths)), twin.decoding_init(lengths))
-
-
 def test_the_input_is_left_alone(rng: np.random.Generator) -> None:
     logits = rng.normal(0, 1, (2, 9)).astype(np.float32)
     before, out = logits.copy(), np.empty((2, 12), np.float32)[:, :9]
@@ -608,73 +587,6 @@ def test_the_state_of_sequences(batch: int, rng: np.random.Generator) -> None:
     cukern.update_finished(*arguments, 7)
     want = twin.update_finished(start, finished.copy(), lengths.copy(), 7)
     assert_same((from_gpu(arguments[1]), from_gpu(arguments[2])), want)
-
-
-def tensors(case: dict[str, Any]) -> dict[str, Any]:
-    like = torch.empty(0, device="cuda")
-    return {k: arrays._Torch().from_numpy(v, like) if isinstance(v, np.ndarray) else v for k, v in case.items()}
-
-
-@pytest.mark.gpu
-def test_a_step_in_a_cuda_graph_on_a_side_stream(rng: np.random.Generator) -> None:
-    inputs = [draw(rng, 4, 9000, 60, "bfloat16") | {"end_id": 5} for _ in range(3)]
-    fixed = tensors(inputs[0])
-    finished = torch.zeros(4, dtype=torch.bool, device="cuda")
-
-    def step() -> torch.Tensor:
-        result = cukern.update_logits(cukern.apply_penalties(**fixed), None, finished, 5)
-        cukern.stop_words_criterion(fixed["output_ids"], fixed["sequence_length"], fixed["bad_words"], finished)
-        return result
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # loads the kernels
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    for case in inputs:
-        case["bad_words"] = inputs[0]["bad_words"]
-        for key, tensor in tensors(case).items():
-            if key != "end_id":
-                fixed[key].copy_(tensor)
-        finished.fill_(False)
-        finished[1] = True
-        graph.replay()
-        torch.cuda.synchronize()
-        before = np.array([False, True, False, False])
-        want = twin.update_logits(twin.apply_penalties(**case), None, before, 5)
-        assert_same(arrays._Torch().to_numpy(result), want)
-        want = twin.stop_words_criterion(case["output_ids"], case["sequence_length"], case["bad_words"], before)
-        assert_same(finished.cpu().numpy(), want)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_torch_operators(device: str, rng: np.random.Generator) -> None:
-    import cukern.torch_ops
-
-    case = draw(rng, 3, 40, 10, "float32") | {"end_id": 5}
-    case["logits"] = np.nan_to_num(case["logits"], posinf=9, neginf=-9)  # opcheck takes no two NaN for equal
-    moved = {k: torch.tensor(v, device=device) if isinstance(v, np.ndarray) else v for k, v in case.items()}
-    logits, ids = moved.pop("logits"), moved["output_ids"]
-    flags = torch.zeros(3, dtype=torch.bool, device=device)
-    ops = torch.ops.cukern
-    for operator, args, options in (
-        (ops.decoding_init, (ids[:, 0].contiguous(),), {}),
-        (ops.topp_init, (ids[:, 0].contiguous(), 9), {}),
-        (ops.update_logits, (logits, logits[0].clone(), flags, 3), {}),
-        (ops.apply_penalties, (logits,), moved),
-        (ops.stop_words_criterion, (ids, moved["sequence_length"], moved["bad_words"], flags), {}),
-        (ops.update_finished, (ids[:, 0].contiguous(), flags, moved["sequence_length"].clone(), 3), {}),
-    ):
-        torch.library.opcheck(operator.default, args, options)
-    want = twin.apply_penalties(**case)
-    got = torch.compile(lambda x: cukern.apply_penalties(x, **moved), fullgraph=True, backend="eager")(logits)
-    assert_same(got.cpu().numpy(), want)
-    out = torch.full_like(logits, NAN)
-    ops.apply_penalties.out(logits, **moved, penalized=out)
-    assert_same(out.cpu().numpy(), want)
 
 
 # --- the benchmark --------------------------------------------------------------------------------------

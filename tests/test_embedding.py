@@ -19,22 +19,12 @@ from cukern.reference import embedding as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
-from tests.buffers import OnlyDLPack, on_gpu, zeros
+from tests.buffers import as_torch, normal, on_gpu, zeros
 
 Array = NDArray[Any]
 NAN = np.nan
 ROWS = "embedding.rows"
 SINE = "embedding_lookup_sine_position_encoding"
-
-
-def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
-    return rng.standard_normal(shape, np.float32).astype(arrays.numpy_dtype(dtype))
-
-
-def as_torch(array: Array) -> torch.Tensor:
-    library = arrays.library_of(torch.empty(0))
-    assert library is not None
-    return library.from_numpy(array.copy(), torch.empty(0))
 
 
 # --- the twin -------------------------------------------------------------------------------------------
@@ -97,21 +87,6 @@ def test_the_twin_has_zero_rows_out_of_range(rng: np.random.Generator) -> None:
 
 
 # --- arrays in host memory, and bad arguments -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", op.DTYPES)
-def test_cpu_tensors_go_through_the_twin(dtype: str, rng: np.random.Generator) -> None:
-    table, ids = as_torch(normal(rng, (9, 6), dtype)), torch.tensor([[1, 2], [8, 0]])
-    got = cukern.embedding_lookup(table, ids)
-    assert torch.equal(got, torch.nn.functional.embedding(ids, table))
-    out = torch.full_like(got, NAN)
-    assert cukern.embedding_lookup(table, ids, out=out) is out
-    assert torch.equal(out, got)
-
-
-def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
-    table, ids = normal(rng, (9, 6), "float32"), np.array([3, 1])
-    np.testing.assert_array_equal(cukern.embedding_lookup(OnlyDLPack(table), OnlyDLPack(ids)), table[ids])
 
 
 def test_nothing_to_look_up() -> None:
@@ -307,63 +282,6 @@ def test_random_sizes(data: st.DataObject) -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_and_foreign_arrays(rng: np.random.Generator) -> None:
-    for dtype in op.DTYPES:
-        table, positions = normal(rng, (50, 64), dtype), normal(rng, (9, 64), dtype)
-        ids = rng.integers(0, 50, (3, 4))
-        want = twin.embedding_lookup(table, ids, positions, 5)
-        tensors = [as_torch(x).cuda() for x in (table, ids, positions)]
-        got = cukern.embedding_lookup(*tensors, 5)
-        assert type(got) is torch.Tensor and got.is_cuda
-        assert_matches(ROWS, got.cpu(), want)
-        got = cukern.embedding_lookup(*(OnlyDLPack(x) for x in tensors), 5)
-        assert type(got) is cupy.ndarray
-        assert_matches(ROWS, got, want)
-        with pytest.raises(
-            ValueError, match="word_ids must be on CUDA device 0 like embedding_table, got one on the C"
-        ):
-            cukern.embedding_lookup(tensors[0], tensors[1].cpu())
-        for out in (torch.empty(3, 4, 64), cupy.empty((3, 4, 64), "float32")):
-            with pytest.raises((TypeError, ValueError), match="out must be"):
-                cukern.embedding_lookup(*tensors, 5, out=out)
-
-
-@pytest.mark.gpu
-def test_the_callers_stream_and_a_graph(rng: np.random.Generator) -> None:
-    table, encoding = (as_torch(normal(rng, (50, 256), "float16")).cuda() for _ in range(2))
-    ids, position = torch.zeros(8, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
-
-    def run() -> torch.Tensor:
-        return cukern.embedding_lookup_sine_position_encoding(table, encoding, ids, 0, position_ids=position)
-
-    def want() -> Array:
-        library = arrays.library_of(table)
-        assert library is not None
-        inputs = (library.to_numpy(x) for x in (table, encoding, ids))
-        return twin.embedding_lookup_sine_position_encoding(*inputs, 0, position_ids=position.cpu().numpy())
-
-    run()  # loads the kernel
-    new_ids = torch.arange(8, dtype=torch.int32, device="cuda")
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        ids.copy_(new_ids)
-        got = run()
-    stream.synchronize()
-    assert_matches(ROWS, got.cpu(), want())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for step in (3, 49):
-        ids.copy_(new_ids + step - 7)  # some are negative, or not
-        position.fill_(step)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_matches(ROWS, got.cpu(), want())
-
-
-@pytest.mark.gpu
 def test_more_than_2_31_elements() -> None:
     # Not for the sanitizer, which would take minutes.
     rows, hidden = 2**31 // 1024 + 100, 1024
@@ -372,32 +290,3 @@ def test_more_than_2_31_elements() -> None:
     ids = torch.arange(rows - 1, -1, -1, device="cuda", dtype=torch.int32)
     got = cukern.embedding_lookup(table, ids)
     assert torch.equal(got.view(torch.int32), ids[:, None].expand(rows, hidden // 2))
-
-
-# --- torch.ops ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_operators(device: str, rng: np.random.Generator) -> None:
-    import cukern.torch_ops
-
-    table, encoding = (as_torch(normal(rng, (50, 32), "bfloat16")).to(device) for _ in range(2))
-    ids = torch.arange(6, device=device).view(2, 3)
-    position_ids = torch.tensor([4], device=device)
-    for name, args, kwargs in (
-        ("embedding_lookup", (table, ids), {}),
-        ("embedding_lookup", (table, ids, encoding, 3), {"position_ids": position_ids}),
-        (SINE, (table, encoding, ids, 3), {}),
-    ):
-        operator = getattr(torch.ops.cukern, name)
-        want = getattr(cukern, name)(*args, **kwargs)
-        assert torch.equal(operator(*args, **kwargs), want)
-        torch.library.opcheck(operator.default, args, kwargs)
-        out = torch.zeros_like(want)
-        torch.library.opcheck(operator.out, args, {**kwargs, "rows": out})
-        assert operator.out(*args, **kwargs, rows=out) is None
-        assert torch.equal(out, want)
-        torch.compiler.reset()
-        function = getattr(cukern, name)
-        compiled = torch.compile(lambda *a, f=function: f(*a, **kwargs), fullgraph=True, backend="aot_eager")  # noqa: B023
-        assert torch.equal(compiled(*args), want)

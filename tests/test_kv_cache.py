@@ -22,7 +22,7 @@ from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
-from tests.buffers import GUARD, POISON, OnlyDLPack, same_bits
+from tests.buffers import GUARD, POISON, as_torch, same_bits
 
 Array = NDArray[Any]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -303,10 +303,6 @@ def draw_latents(rng: np.random.Generator, tokens: int, dtype: str) -> tuple[Arr
     return kv_c, rotary.astype(np.float32).astype(kind)
 
 
-def as_torch(array: Array) -> torch.Tensor:
-    return arrays._Torch().from_numpy(array, torch.empty(0))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latents_with_scales_against_torch(dtype: str, rng: np.random.Generator) -> None:
     kv_c, k_pe = map(as_torch, draw_latents(rng, 500, dtype))
@@ -394,13 +390,6 @@ def test_strided_caches_in_host_memory(rng: np.random.Generator) -> None:
         want.view(torch.uint8 if how == "fp8" else kind)[[0, 9, 31]] = stored(new, how, 1)[[0, 1, 3]]
         for i in range(2):
             assert torch.equal(both[:, i].flatten(0, 1).view(torch.uint8), want.view(torch.uint8))
-
-
-def test_foreign_arrays_enter_by_dlpack() -> None:
-    cache = np.zeros((2, 4, 6), np.float32)
-    given = [OnlyDLPack(x) for x in (np.ones((1, 4), np.float32), np.ones((1, 2), np.float32), cache, np.array([5]))]
-    assert cukern.concat_and_cache_mla(*given, "auto", None) is None
-    assert cache[1, 1].tolist() == [1] * 6 and cache.sum() == 6
 
 
 # --- bad arguments --------------------------------------------------------------------------------------
@@ -658,50 +647,6 @@ def test_a_tile_covers_a_row(kernel: str, columns: int) -> None:
     threads, items = op._THREADS_ITEMS[kernel]
     assert tile_rows >= 1 and tile_rows * tile_columns <= threads * items
     assert tile.chunks < 2**16
-
-
-# --- the operators of torch -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_operators(device: str) -> None:
-    import cukern.torch_ops
-
-    def calls() -> dict[str, tuple[Any, ...]]:
-        generator = torch.Generator().manual_seed(0)
-        key, value = (torch.randn(3, 2, 16, generator=generator).to(device, torch.bfloat16) for _ in range(2))
-        slots, scale = torch.tensor([9, -1, 4], device=device), torch.tensor([0.5], device=device)
-        byte, kind = {"dtype": torch.uint8, "device": device}, {"dtype": torch.bfloat16, "device": device}
-        caches = torch.zeros(2, 2, 1, 8, 16, **byte), torch.zeros(2, 2, 16, 8, **byte)
-        flash = [torch.zeros(2, 8, 2, 16, **kind) for _ in range(2)]
-        layers = [[torch.rand(4, 5, generator=generator).to(device) for _ in range(2)] for _ in range(2)]
-        latents = torch.randn(3, 576, generator=generator).to(device, torch.bfloat16).split([512, 64], dim=1)
-        lengths = torch.tensor([0, 5], dtype=torch.int32, device=device)
-        table = torch.tensor([[1]], dtype=torch.int32, device=device)
-        return {
-            BLOCKS: (key, value, *caches, slots, "fp8", scale, scale),
-            FLASH: (key, value, *flash, slots, "auto", scale, scale),
-            MLA: (key[:, 0], value[:, 0], torch.zeros(2, 8, 32, **kind), slots, "auto", scale),
-            f"{MLA} {SCALED}": (*latents, torch.zeros(2, 8, 656, **byte), slots, SCALED, None),
-            COPY: (*layers, torch.tensor([[0, 2]], device=device)),
-            GATHER: (caches[0][:, 0].flatten(0, 1), torch.zeros(5, 16, **byte), table, lengths, 1),
-        }
-
-    def flat(values: Any) -> list[torch.Tensor]:
-        lists = (x if isinstance(x, list) else [x] for x in values)
-        return [x for some in lists for x in some if isinstance(x, torch.Tensor)]
-
-    for call in calls():
-        name = call.split()[0]
-        want, by_operator, compiled = (calls()[call] for _ in range(3))
-        function, packet = getattr(cukern, name), getattr(torch.ops.cukern, name)
-        assert function(*want) is None
-        torch.library.opcheck(packet.default, calls()[call])
-        assert packet(*by_operator) is None
-        torch.compile(lambda *args, f=packet: f(*args), fullgraph=True, backend="aot_eager")(*compiled)
-        for got in (by_operator, compiled):
-            for one, other in zip(flat(got), flat(want), strict=True):
-                assert torch.equal(one, other)
 
 
 # --- the benchmarks -----------------------------------------------------------------------------------
@@ -1036,86 +981,6 @@ def test_copying_in_all_layers(layers: int, shape: tuple[int, ...], dtype: str, 
     twin.copy_blocks(keys, values, pairs)
     for got, want in zip((*ours[0], *ours[1]), (*keys, *values), strict=True):
         same_bits(got, want)
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_follows_its_inputs(rng: np.random.Generator) -> None:
-    key, value = (torch.zeros(100, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    slots, scale = torch.full((100,), -1, device="cuda"), torch.ones(1, device="cuda")
-    byte = {"dtype": torch.uint8, "device": "cuda"}
-    keys, values = torch.zeros(10, 2, 4, 16, 16, **byte), torch.zeros(10, 2, 64, 16, **byte)
-    flash = [torch.zeros(10, 16, 2, 64, dtype=torch.float8_e5m2, device="cuda") for _ in range(2)]
-    latents, scaled = torch.zeros(100, 576, dtype=torch.bfloat16, device="cuda"), torch.zeros(10, 16, 656, **byte)
-
-    def run() -> None:
-        cukern.reshape_and_cache(key, value, keys, values, slots, "fp8", scale, scale)
-        cukern.reshape_and_cache_flash(key, value, *flash, slots, "auto", scale, scale)
-        cukern.copy_blocks([keys], [values], pairs)
-        cukern.concat_and_cache_mla(latents[:, :512], latents[:, 512:], scaled, slots, SCALED, None)
-
-    pairs = torch.tensor([[-1, -1]], device="cuda")
-    run()  # loads the kernels, as a capture cannot
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for number in (0.5, 3.0):
-        for x in (key, value, latents):
-            x.normal_()
-        scale.fill_(number)
-        slots.copy_(torch.from_numpy(rng.permutation(144)[:100]))
-        pairs.copy_(torch.tensor([[1, 9]]))
-        for cache in (keys, values, *flash, scaled):
-            cache.view(torch.uint8).zero_()
-        graph.replay()
-        want = [np.zeros(x.shape, np.uint8) for x in (keys, values, *flash, scaled)]
-        *new, rows = [arrays._Torch().to_numpy(x) for x in (key, value, latents)]
-        host = slots.cpu().numpy()
-        twin.reshape_and_cache(*new, *want[:2], host, "fp8", number, number)
-        twin.reshape_and_cache_flash(*new, *want[2:4], host, "fp8_e5m2", number, number)
-        twin.concat_and_cache_mla(rows[:, :512], rows[:, 512:], want[4], host, SCALED, None)
-        twin.copy_blocks(want[:1], want[1:2], np.array([[1, 9]]))
-        for got, expected in zip((keys, values, *flash, scaled), want, strict=True):
-            same_bits(got.view(torch.uint8), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("library", ["torch", "cupy", "foreign"])
-def test_the_callers_stream(library: str, rng: np.random.Generator) -> None:
-    rows = draw(rng, (64, 24), "float32")
-    real, late = torch.from_numpy(rows).cuda(), torch.zeros(64, 24, device="cuda")
-    cache, slots = torch.zeros(8, 8, 24, device="cuda"), torch.arange(64, device="cuda")
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
-        # What the kernel reads arrives late, and only on this stream.
-        torch.cuda._sleep(100_000_000)
-        late.copy_(real)
-        given = late[:, :16], late[:, 16:], cache, slots
-        if library != "torch":
-            given = tuple(cupy.from_dlpack(x) if library == "cupy" else OnlyDLPack(x) for x in given)
-        cukern.concat_and_cache_mla(*given, "auto", None)
-    stream.synchronize()
-    same_bits(cache.view(64, 24), rows)
-
-
-@pytest.mark.gpu
-def test_arrays_of_two_places_are_refused() -> None:
-    good = {
-        k: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x for k, x in good_arguments(BLOCKS).items()
-    }
-    cukern.reshape_and_cache(**good)
-    for name in ("value", "key_cache", "value_cache", "slot_mapping", "k_scale"):
-        with pytest.raises(ValueError, match=f"{name} must be on CUDA device 0 like key, got one on the CPU"):
-            cukern.reshape_and_cache(**good | {name: good[name].cpu()})
-
-
-@pytest.mark.gpu
-def test_the_device_of_the_input(rng: np.random.Generator) -> None:
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("this machine has one GPU")
-    rows, cache = torch.rand(64, 24, device="cuda:1"), torch.zeros(8, 8, 24, device="cuda:1")
-    cukern.concat_and_cache_mla(rows[:, :16], rows[:, 16:], cache, torch.arange(64, device="cuda:1"), "auto", None)
-    assert torch.equal(cache.view(64, 24), rows)
 
 
 @pytest.mark.gpu

@@ -718,14 +718,6 @@ def test_numpy_bfloat16_is_that_of_ml_dtypes(rng: np.random.Generator) -> None:
     assert_same_bits((weights, ids), cukern.grouped_topk(None, logits.astype(np.float32), 8, True))
 
 
-def test_strided_rows_in_host_memory(rng: np.random.Generator) -> None:
-    logits = rng.normal(size=(9, 300)).astype(np.float32)
-    want = cukern.grouped_topk(None, logits[::2, 20:276].copy(), 8, True)
-    assert_same_bits(cukern.grouped_topk(None, logits[::2, 20:276], 8, True), want)
-    tensors = cukern.grouped_topk(None, torch.from_numpy(logits)[::2, 20:276], 8, True)
-    assert_same_bits((tensors[0].numpy(), tensors[1].numpy()), want)
-
-
 def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
     logits, bias = rng.normal(size=(9, 256)).astype(np.float32), rng.normal(size=256).astype(np.float32)
     want = cukern.moe_fused_gate(logits, bias, 8, 4, 8, num_token_non_padded=5)
@@ -1505,20 +1497,6 @@ def test_softcapping(dtype: str, rng: np.random.Generator) -> None:
             Place("specialized")("topk_softmax", logits, renormalize, cap, topk=8)
 
 
-@pytest.mark.gpu
-def test_the_cupy_call_without_out(rng: np.random.Generator) -> None:
-    case = Case(256, 8, 4, 8)
-    logits, bias = draw(case, 21, rng)
-    weights, ids = case.route(cukern, on_gpu(logits), on_gpu(bias))
-    assert (type(weights), weights.dtype, type(ids), ids.dtype) == (
-        cupy.ndarray,
-        np.float32,
-        cupy.ndarray,
-        np.int32,
-    )
-    assert_routing((weights, ids), case.route(twin, logits, bias))
-
-
 # --- PyTorch, DLPack, streams, graphs, threads and devices ----------------------------------------------
 
 
@@ -1555,102 +1533,6 @@ def test_tensors(dtype: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-def test_foreign_arrays_on_the_gpu(rng: np.random.Generator) -> None:
-    case = Case(256, 8, 4, 8)
-    logits, bias = draw(case, 21, rng)
-    want = launch(case, logits, bias, num_token_non_padded=13)
-    x, b = tensors(logits, bias)
-    for count in (13, OnlyDLPack(torch.tensor([13], device="cuda"))):
-        results = case.route(cukern, OnlyDLPack(x), OnlyDLPack(b), num_token_non_padded=count)
-        assert all(type(r) is cupy.ndarray for r in results)
-        assert_same_bits((cupy.asnumpy(results[0]), cupy.asnumpy(results[1])), want)
-
-    class Theirs(OnlyDLPack):
-        def __array_namespace__(self) -> Any:
-            return torch
-
-    results = case.route(cukern, Theirs(x), Theirs(b), num_token_non_padded=13)
-    assert all(type(r) is torch.Tensor for r in results)
-    assert_same_bits((results[0].cpu().numpy(), results[1].cpu().numpy()), want)
-
-
-@pytest.mark.gpu
-def test_arrays_of_two_places_are_refused(rng: np.random.Generator) -> None:
-    x, b = tensors(np.zeros((5, 256), np.float32), np.zeros(256, np.float32))
-    out = poisoned_tensors(5, 8)
-    for changes, error, message in (
-        ({"bias": b.cpu()}, ValueError, "bias must be on CUDA device 0 like input, got one on the CPU"),
-        ({"input": x.cpu(), "out": None}, ValueError, "bias must be on the CPU like input, got one on CUDA device 0"),
-        ({"bias": cupy.zeros(256, "float32")}, TypeError, "bias must be a torch array like input, got cupy"),
-        ({"out": (out[0].cpu(), out[1])}, ValueError, "out[0] must be on CUDA device 0 like input, got one on the CPU"),
-        (
-            {"num_token_non_padded": torch.tensor([3])},
-            ValueError,
-            "num_token_non_padded must be on CUDA device 0 like input, got one on the CPU",
-        ),
-        ({"input": x.double()}, TypeError, "input must be float32 or float16 or bfloat16, got float64"),
-        ({"bias": b[1:]}, ValueError, "bias must be of shape [experts] = [256], got [255]"),
-    ):
-        arguments = {"input": x, "bias": b, "num_expert_group": 8, "topk_group": 4, "topk": 8, "out": out} | changes
-        with pytest.raises(error, match=re.escape(message)):
-            cukern.moe_fused_gate(**arguments)
-    assert torch.isnan(out[0]).all() and (out[1] == POISON["int32"]).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("library", ["torch", "cupy"])
-def test_the_callers_stream(library: str, rng: np.random.Generator) -> None:
-    case = Case(256, 8, 4, 8)
-    logits, bias = draw(case, 1000, rng)
-    want = launch(case, logits, bias)
-    for variant in ("specialized", "dynamic"):
-        real, b = tensors(logits, bias)
-        x = torch.full_like(real, NAN)
-        weights, ids = poisoned_tensors(1000, 8)
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            # What the gate reads arrives late, and only on this stream.
-            torch.cuda._sleep(100_000_000)
-            x.copy_(real)
-            if library == "torch":
-                case.route(cukern, x, b, out=(weights, ids), variant=variant)
-            else:
-                views = [cupy.from_dlpack(t) for t in (x, b, weights, ids)]
-                with cupy.cuda.ExternalStream(stream.cuda_stream):
-                    case.route(cukern, *views[:2], out=tuple(views[2:]), variant=variant)
-        stream.synchronize()
-        assert_same_bits((weights.cpu().numpy(), ids.cpu().numpy()), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", op.VARIANTS)
-def test_a_cuda_graph_follows_its_inputs(variant: str, rng: np.random.Generator) -> None:
-    case = Case(256, 8, 4, 8)
-    inputs = [draw(case, 100, rng) for _ in range(3)]
-    x, b = tensors(*inputs[0])
-    count = torch.tensor([100], device="cuda")
-    out = poisoned_tensors(100, 8)
-    options = {"num_token_non_padded": count, "variant": variant}
-    case.route(cukern, x, b, **options)  # loads the kernel
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.route(cukern, x, b, out=out, **options)
-        made = case.route(cukern, x, b, **options)
-    for (logits, bias), valid in zip(inputs, (100, 0, 42), strict=True):
-        for tensor, new in zip((x, b), tensors(logits, bias), strict=True):
-            tensor.copy_(new)
-        count.fill_(valid)
-        for tensor in (*out, *made):
-            tensor.fill_(POISON["int32"])
-        graph.replay()
-        torch.cuda.synchronize()
-        want = launch(case, logits, bias, num_token_non_padded=valid)
-        for weights, ids in (out, made):
-            assert_same_bits((weights.cpu().numpy(), ids.cpu().numpy()), want)
-
-
-@pytest.mark.gpu
 def test_threads_do_not_meet(rng: np.random.Generator) -> None:
     cases = [Case(256, 8, 4, 8), Case(256, 8, 2, 5, shared=1, scaling=2.5), Case(250, 10, 3, 20), Case(384, topk=8)]
     inputs = [draw(case, 50 + 10 * i, rng) for i, case in enumerate(cases)]
@@ -1677,30 +1559,6 @@ def test_threads_do_not_meet(rng: np.random.Generator) -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
-
-
-@pytest.mark.gpu
-def test_the_device_of_the_input(rng: np.random.Generator) -> None:
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("this machine has one GPU")
-    case = Case(256, 8, 4, 8)
-    logits, bias = draw(case, 50, rng)
-    want = launch(case, logits, bias)
-    x, b = tensors(logits, bias, device="cuda:1")
-    assert cupy.cuda.runtime.getDevice() == 0
-    for variant in ("specialized", "dynamic"):
-        weights, ids = case.route(cukern, x, b, variant=variant)
-        assert weights.device == ids.device == x.device
-        assert_same_bits((weights.cpu().numpy(), ids.cpu().numpy()), want)
-        with cupy.cuda.Device(1):
-            views = [cupy.asarray(array) for array in (logits, bias)]
-        weights, ids = case.route(cukern, *views, variant=variant)
-        assert weights.device.id == ids.device.id == 1
-        with cupy.cuda.Device(1):
-            assert_same_bits((cupy.asnumpy(weights), cupy.asnumpy(ids)), want)
-    assert cupy.cuda.runtime.getDevice() == 0
-    with pytest.raises(ValueError, match="bias must be on CUDA device 1 like input, got one on CUDA device 0"):
-        case.route(cukern, x, tensors(bias)[0])
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from cukern.ops import padding as op
 from cukern.reference import padding as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
-from tests.buffers import Buffer, OnlyDLPack, on_gpu, place, same_bits
+from tests.buffers import Buffer, normal, on_gpu, place, same_bits
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -58,10 +58,6 @@ class Case:
 
 def draw_lengths(rng: np.random.Generator, batch: int, seq: int) -> tuple[int, ...]:
     return tuple(rng.integers(0, seq + 1, batch).tolist())
-
-
-def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
-    return rng.standard_normal(shape).astype(arrays.numpy_dtype(dtype))
 
 
 def offsets(case: Case) -> Array:
@@ -150,7 +146,7 @@ def test_words_past_the_last_lead_nowhere(put: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_fill(dtype: str, fill: float, put: Callable[[Any], Any], rng: np.random.Generator) -> None:
     case = Case((1, 3, 0), 3, 5)
-    src = draw(rng, (4, 5), dtype)
+    src = normal(rng, (4, 5), dtype)
     got = cukern.rebuild_sequence_length_padding(put(src), put(offsets(case)), 3, 3, fill=fill)
     want = torch.full((3, 3, 5), fill).to(getattr(torch, dtype))
     want[torch.from_numpy(case.mask)] = torch.from_numpy(src.astype(np.float32)).to(want.dtype)
@@ -205,7 +201,7 @@ def test_the_rows_are_those_of_a_mask(lengths: list[int], heads: int, dim: int, 
     seq, batch, hidden = max(lengths) + int(rng.integers(3)), len(lengths), heads * dim
     mask = _mask_of(lengths, seq)
     padding_offset = torch.from_numpy(offsets(Case(tuple(lengths), seq, hidden)))
-    padded = torch.from_numpy(draw(rng, (batch, seq, hidden), "float32"))
+    padded = torch.from_numpy(normal(rng, (batch, seq, hidden), "float32"))
     padded[~mask] = NAN
     words = cukern.remove_sequence_length_padding(padded, padding_offset)
     assert torch.equal(words, padded[mask])
@@ -215,7 +211,7 @@ def test_the_rows_are_those_of_a_mask(lengths: list[int], heads: int, dim: int, 
     want[mask] = words
     assert torch.equal(cukern.rebuild_sequence_length_padding(words, padding_offset, batch, seq, fill=2.5), want)
 
-    biases = [torch.from_numpy(draw(rng, (hidden,), "float32")) for _ in range(3)]
+    biases = [torch.from_numpy(normal(rng, (hidden,), "float32")) for _ in range(3)]
     projected = [words, 2 * words, -words]
     results = cukern.add_qkv_bias_rebuild_padding(*projected, *biases, padding_offset, batch, seq, heads)
     for result, x, bias in zip(results, projected, biases, strict=True):
@@ -226,7 +222,7 @@ def test_the_rows_are_those_of_a_mask(lengths: list[int], heads: int, dim: int, 
 
 def test_rebuilding_is_what_pad_sequence_does(rng: np.random.Generator) -> None:
     lengths = [3, 1, 7, 2]
-    sequences = [torch.from_numpy(draw(rng, (n, 5), "float32")) for n in lengths]
+    sequences = [torch.from_numpy(normal(rng, (n, 5), "float32")) for n in lengths]
     want = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-1.0)
     padding_offset, *_ = cukern.build_sequence_length_padding_offset(torch.tensor(lengths, dtype=torch.int32), 7)
     got = cukern.rebuild_sequence_length_padding(torch.cat(sequences), padding_offset, 4, 7, fill=-1)
@@ -241,58 +237,13 @@ def test_rebuilding_is_what_pad_sequence_does(rng: np.random.Generator) -> None:
 def test_the_bias_is_added_as_torch_adds(dtype: str, rng: np.random.Generator) -> None:
     case = Case(draw_lengths(rng, 4, 6), 6, 24, 3)
     kind = getattr(torch, dtype)
-    x, bias = (torch.from_numpy(draw(rng, s, "float32")).to(kind) for s in ((case.words, 24), (24,)))
+    x, bias = (torch.from_numpy(normal(rng, s, "float32")).to(kind) for s in ((case.words, 24), (24,)))
     padding_offset = torch.from_numpy(offsets(case))
     results = cukern.add_qkv_bias_rebuild_padding(x, x, x, bias, bias, bias, padding_offset, 4, 6, 3)
     want = torch.zeros(4, 6, 24, dtype=kind)
     want[torch.from_numpy(case.mask)] = (x.float() + bias.float()).to(kind)
     for result in results:
         assert torch.equal(result, want.view(4, 6, 3, 8).transpose(1, 2))
-
-
-# --- arrays of every library, in host memory --------------------------------------------------------------
-
-
-def test_results_go_into_out(rng: np.random.Generator) -> None:
-    x, padding_offset = draw(rng, (5, 2), "float32"), np.array(OFFSETS, np.int32)
-    padded = twin.rebuild_sequence_length_padding(x, padding_offset, 3, 4)
-    out = np.full((5, 2), NAN, np.float32)
-    assert cukern.remove_sequence_length_padding(padded, padding_offset, out=out) is out
-    same_bits(out, x)
-    out = torch.full((5, 2), NAN)
-    by_head = torch.from_numpy(padded).view(3, 4, 2, 1).transpose(1, 2).contiguous()
-    assert cukern.transpose_remove_padding(by_head, torch.from_numpy(padding_offset), out=out) is out
-    same_bits(out, x)
-    out = np.full((3, 4, 2), NAN, np.float32)
-    assert cukern.rebuild_sequence_length_padding(x, padding_offset, 3, 4, out=out) is out
-    same_bits(out, padded)
-    three = tuple(np.full((3, 1, 4, 2), NAN, np.float32) for _ in range(3))
-    bias = np.zeros(2, np.float32)
-    got = cukern.add_qkv_bias_rebuild_padding(x, x, x, bias, bias, bias, padding_offset, 3, 4, 1, out=three)
-    assert got is three
-    for one in three:
-        same_bits(one, padded[:, None])
-
-
-def test_foreign_arrays_enter_by_dlpack() -> None:
-    built = cukern.build_sequence_length_padding_offset(OnlyDLPack(np.array(EXAMPLE.lengths, np.int32)), 4)
-    assert isinstance(built[0], np.ndarray) and built[0].tolist() == OFFSETS and built[2] == 5
-    src = np.arange(24, dtype=np.float32).reshape(3, 4, 2)
-    got = cukern.remove_sequence_length_padding(OnlyDLPack(src), OnlyDLPack(built[0]))
-    same_bits(got, src[EXAMPLE.mask])
-
-
-def test_strided_rows_in_host_memory(rng: np.random.Generator) -> None:
-    case = Case((2, 0, 3), 4, 6, 2)
-    wide = draw(rng, (5, 18), "float32")
-    bias, padding_offset = np.ones(6, np.float32), offsets(case)
-    parts = [wide[:, i : i + 6] for i in (0, 6, 12)]
-    results = cukern.add_qkv_bias_rebuild_padding(*parts, bias, bias, bias, padding_offset, 3, 4, 2)
-    copies = [p.copy() for p in parts]
-    for got, want in zip(
-        results, twin.add_qkv_bias_rebuild_padding(*copies, bias, bias, bias, padding_offset, 3, 4, 2), strict=True
-    ):
-        same_bits(got, want)
 
 
 # --- bad arguments --------------------------------------------------------------------------------------
@@ -515,47 +466,6 @@ def test_specialize_refuses(sizes: dict[str, Any], message: str, own_configurati
         op.specialize(**sizes)
 
 
-# --- the operators of torch -------------------------------------------------------------------------------
-
-
-def operator_calls(device: str) -> dict[str, tuple[Any, ...]]:
-    def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-    padding_offset = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
-    x, biases = [tensor(5, 6, seed=i) for i in range(3)], [tensor(6, seed=i) for i in range(3)]
-    return {
-        REMOVE: (tensor(3, 4, 6), padding_offset),
-        TRANSPOSE: (tensor(3, 2, 4, 3), padding_offset),
-        REBUILD: (x[0], padding_offset, 3, 4),
-        ADD: (*x, *biases, padding_offset, 3, 4, 2),
-    }
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_operators(device: str) -> None:
-    import cukern.torch_ops
-
-    for name, args in operator_calls(device).items():
-        want = getattr(cukern, name)(*args)
-        packet = getattr(torch.ops.cukern, name)
-        torch.library.opcheck(packet.default, args)
-        function = getattr(cukern, name)
-        compiled = torch.compile(lambda *args, f=function: f(*args), fullgraph=True, backend="aot_eager")
-        for got in (packet(*args), compiled(*args)):
-            for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
-                assert torch.equal(one, other)
-        results = {a.name: torch.full_like(x, NAN) for a, x in zip(
-            packet.default._schema.returns, want if isinstance(want, tuple) else (want,), strict=True
-        )}  # fmt: skip
-        packet.out(*args, **results)
-        for one, other in zip(results.values(), want if isinstance(want, tuple) else (want,), strict=True):
-            assert torch.equal(one, other)
-    lengths = torch.tensor(EXAMPLE.lengths, dtype=torch.int32, device=device)
-    padding_offset, cu_seqlens, words = torch.ops.cukern.build_sequence_length_padding_offset(lengths, 4)
-    assert (padding_offset.tolist(), cu_seqlens.tolist(), words) == (OFFSETS, [0, 2, 2, 5], 5)
-
-
 # --- the benchmarks -----------------------------------------------------------------------------------
 
 
@@ -588,7 +498,7 @@ def compare(case: Case, dtype: str, rng: np.random.Generator, variant: str = "au
         assert got[2] == words
     padding_offset, on_device = want[0], cupy.asarray(want[0])
 
-    padded = draw(rng, (batch, seq, hidden), dtype)
+    padded = normal(rng, (batch, seq, hidden), dtype)
     padded[~case.mask] = NAN
     out = Buffer((words, hidden), dtype, case.skip)
     src = place(padded, case.skip, case.apart)
@@ -600,14 +510,14 @@ def compare(case: Case, dtype: str, rng: np.random.Generator, variant: str = "au
     cukern.transpose_remove_padding(place(by_head, case.skip), on_device, out=out.array, variant=variant)
     same_bits(out.numpy(), padded[case.mask])
 
-    rows = draw(rng, (words, hidden), dtype)
+    rows = normal(rng, (words, hidden), dtype)
     out = Buffer((batch, seq, hidden), dtype, case.skip)
     src = place(rows, case.skip, case.apart)
     options = {"fill": -1.5, "variant": variant}
     cukern.rebuild_sequence_length_padding(src, on_device, batch, seq, out=out.array, **options)
     same_bits(out.numpy(), twin.rebuild_sequence_length_padding(rows, padding_offset, batch, seq, fill=-1.5))
 
-    qkv, biases = ([draw(rng, shape, dtype) for _ in range(3)] for shape in ((words, hidden), (hidden,)))
+    qkv, biases = ([normal(rng, shape, dtype) for _ in range(3)] for shape in ((words, hidden), (hidden,)))
     outs = [Buffer((batch, heads, seq, hidden // heads), dtype, case.skip) for _ in range(3)]
     fused = place(np.concatenate(qkv, axis=1), case.skip)
     parts = [fused[:, i * hidden : (i + 1) * hidden] for i in range(3)]
@@ -736,7 +646,7 @@ def test_bad_offsets_do_no_harm(kind: str, hidden: int, rng: np.random.Generator
     }[kind]
     bad = bad.astype(np.int32)
     padding_offset = cupy.asarray(bad)
-    padded, rows = draw(rng, (4, 12, hidden), "float16"), draw(rng, (case.words, hidden), "float16")
+    padded, rows = normal(rng, (4, 12, hidden), "float16"), normal(rng, (case.words, hidden), "float16")
     by_head = padded.reshape(4, 2, 12, hidden // 2)
     out = Buffer((case.words, hidden), "float16")
     cukern.remove_sequence_length_padding(cupy.asarray(padded), padding_offset, out=out.array)
@@ -778,118 +688,6 @@ def test_sums_of_special_values(dtype: str, rng: np.random.Generator) -> None:
     want = twin.add_qkv_bias_rebuild_padding(bits, bits, bits, bias, bias, bias, padding_offset, 4, 20, 2)
     for one, other in zip(cukern.add_qkv_bias_rebuild_padding(*given, 4, 20, 2), want, strict=True):
         same_values(one, other)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", op.VARIANTS)
-def test_a_cuda_graph_follows_its_inputs(variant: str, rng: np.random.Generator) -> None:
-    batch, seq, hidden, heads, words = 6, 20, 768, 12, 70
-    lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
-    src, by_head = torch.zeros(batch, seq, hidden, device="cuda"), torch.zeros(batch, heads, seq, 64, device="cuda")
-    bias = torch.randn(hidden, device="cuda")
-    options = {"variant": variant}
-
-    def run() -> tuple[Any, ...]:
-        offset, cu_seqlens, _ = cukern.build_sequence_length_padding_offset(lengths, seq, valid_word_num=words)
-        x = cukern.remove_sequence_length_padding(src, offset, **options)
-        y = cukern.transpose_remove_padding(by_head, offset, **options)
-        back = cukern.rebuild_sequence_length_padding(x, offset, batch, seq, **options)
-        qkv = cukern.add_qkv_bias_rebuild_padding(x, y, x, bias, bias, bias, offset, batch, seq, heads, **options)
-        return offset, cu_seqlens, x, y, back, *qkv
-
-    run()  # loads the kernels, as a capture cannot
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    for _ in range(3):
-        # Fewer words than the graph was captured for: the rest leads nowhere.
-        drawn = rng.integers(0, 12, batch)
-        lengths.copy_(torch.from_numpy(drawn))
-        src.normal_()
-        by_head.normal_()
-        for tensor in results:
-            tensor.fill_(77)
-        graph.replay()
-        want, *_ = twin.build_sequence_length_padding_offset(drawn.astype(np.int32), seq, valid_word_num=words)
-        same_bits(results[0], want)
-        same_bits(results[1], np.concatenate([[0], drawn.cumsum()]).astype(np.int32))
-        host, host_by_head, host_bias = (t.cpu().numpy() for t in (src, by_head, bias))
-        x, y = twin.remove_sequence_length_padding(host, want), twin.transpose_remove_padding(host_by_head, want)
-        same_bits(results[2], x)
-        same_bits(results[3], y)
-        same_bits(results[4], twin.rebuild_sequence_length_padding(x, want, batch, seq))
-        biases = [host_bias] * 3
-        qkv = twin.add_qkv_bias_rebuild_padding(x, y, x, *biases, want, batch, seq, heads)
-        for one, other in zip(results[5:], qkv, strict=True):
-            same_bits(one, other)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("library", ["torch", "cupy"])
-def test_the_callers_stream(library: str, rng: np.random.Generator) -> None:
-    case = Case(draw_lengths(rng, 20, 50), 50, 64, 2)
-    padded = draw(rng, (20, 50, 64), "float32")
-    real, src = torch.from_numpy(padded).cuda(), torch.full((20, 50, 64), NAN, device="cuda")
-    real_lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
-    lengths = torch.zeros_like(real_lengths)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # What the kernels read arrives late, and only on this stream.
-        torch.cuda._sleep(100_000_000)
-        src.copy_(real)
-        lengths.copy_(real_lengths)
-        if library == "torch":
-            offset, _, words = cukern.build_sequence_length_padding_offset(lengths, 50)
-            result = cukern.remove_sequence_length_padding(src, offset)
-        else:
-            with cupy.cuda.ExternalStream(stream.cuda_stream):
-                offset, _, words = cukern.build_sequence_length_padding_offset(cupy.from_dlpack(lengths), 50)
-                result = cukern.remove_sequence_length_padding(cupy.from_dlpack(src), offset)
-    stream.synchronize()
-    assert words == case.words
-    same_bits(result, padded[case.mask])
-
-
-@pytest.mark.gpu
-def test_tensors_and_foreign_arrays(rng: np.random.Generator) -> None:
-    case = Case(draw_lengths(rng, 7, 30), 30, 64, 2)
-    offset = torch.from_numpy(offsets(case)).cuda()
-    src = torch.from_numpy(draw(rng, (7, 30, 64), "float32")).to("cuda", torch.bfloat16)
-    mask = torch.from_numpy(case.mask).cuda()
-    words = cukern.remove_sequence_length_padding(src, offset)
-    assert words.device == src.device and torch.equal(words, src[mask])
-    foreign = cukern.remove_sequence_length_padding(OnlyDLPack(src.float()), OnlyDLPack(offset))
-    assert type(foreign) is cupy.ndarray
-    same_bits(foreign, src[mask].float().cpu().numpy())
-    back = cukern.rebuild_sequence_length_padding(words, offset, 7, 30, fill=-INF)
-    assert torch.equal(back, src.masked_fill(~mask[..., None], -INF))
-
-
-@pytest.mark.gpu
-def test_arrays_of_two_places_are_refused() -> None:
-    src, offset = torch.zeros(3, 4, 6, device="cuda"), torch.tensor(OFFSETS, dtype=torch.int32, device="cuda")
-    with pytest.raises(ValueError, match="padding_offset must be on CUDA device 0 like src, got one on the CPU"):
-        cukern.remove_sequence_length_padding(src, offset.cpu())
-    with pytest.raises(TypeError, match="padding_offset must be a torch array like src, got cupy"):
-        cukern.remove_sequence_length_padding(src, cupy.from_dlpack(offset))
-    with pytest.raises(ValueError, match="out must be on CUDA device 0 like src, got one on the CPU"):
-        cukern.remove_sequence_length_padding(src, offset, out=torch.zeros(5, 6))
-    with pytest.raises(ValueError, match="'specialized': there is none for hidden 6 in float32"):
-        cukern.remove_sequence_length_padding(src, offset, variant="specialized")
-
-
-@pytest.mark.gpu
-def test_the_device_of_the_input(rng: np.random.Generator) -> None:
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("this machine has one GPU")
-    case = Case(SOME, 40, 64, 2)
-    padded = draw(rng, (case.batch, 40, 64), "float32")
-    lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda:1")
-    offset, _, words = cukern.build_sequence_length_padding_offset(lengths, 40)
-    result = cukern.remove_sequence_length_padding(torch.from_numpy(padded).to("cuda:1"), offset)
-    assert words == case.words and result.device == lengths.device
-    same_bits(result, padded[case.mask])
 
 
 @pytest.mark.gpu

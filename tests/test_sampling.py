@@ -24,7 +24,8 @@ from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import TOLERANCES, assert_matches
-from tests.buffers import Buffer, OnlyDLPack, on_gpu, place
+from tests.buffers import Buffer, on_gpu, place, to_numpy
+from tests.calls import CALLS
 
 Array = NDArray[Any]
 Options = dict[str, Any]
@@ -66,12 +67,6 @@ def test_each_function_is_tested_here() -> None:
 # --- where the tests of the semantics run ---------------------------------------------------------------
 
 
-def host(array: Any) -> Array:
-    library = arrays.library_of(array)
-    assert library is not None
-    return library.to_numpy(array)
-
-
 def forms() -> tuple[str, ...]:
     """The variants of the GPU that is here."""
     return ("cluster", "block") if int(arch_of_device(0).rstrip("a")) >= 90 else ("block",)
@@ -91,7 +86,7 @@ class Place(NamedTuple):
             return function(*args, **options)
         options = {key: on_gpu(value) for key, value in options.items()}
         results = function(*map(on_gpu, args), **options, variant=self.form)
-        return tuple(map(host, results)) if isinstance(results, tuple) else host(results)
+        return tuple(map(to_numpy, results)) if isinstance(results, tuple) else to_numpy(results)
 
 
 @pytest.fixture(
@@ -644,20 +639,20 @@ def test_the_bookkeeping_of_a_step(run: Place) -> None:
     bookkeeping = {"finished": finished, "end_id": 1099, "sequence_length": length}
     ids, valid, logprobs = run("sample", x, seed=1, **bookkeeping, return_valid=True, return_logprobs=True)
     assert ids.tolist() == [7, 1099, 1099, 1099, 0]
-    assert host(finished).tolist() == [False, True, True, True, False]
-    assert host(length).tolist() == [5, 1, 9, 2, 2**31 - 4]
+    assert to_numpy(finished).tolist() == [False, True, True, True, False]
+    assert to_numpy(length).tolist() == [5, 1, 9, 2, 2**31 - 4]
     assert valid.all() and logprobs[2:4].tolist() == [0, 0]
     # The next step leaves those alone that have ended.
     x[1] = NAN
     assert run("sample", x, seed=1, **bookkeeping).tolist() == [7, 1099, 1099, 1099, 0]
-    assert host(length).tolist() == [6, 1, 9, 2, 2**31 - 3]
+    assert to_numpy(length).tolist() == [6, 1, 9, 2, 2**31 - 3]
     # Lengths alone count every row.
     run("sample", x, seed=1, sequence_length=length)
-    assert host(length).tolist() == [7, 2, 10, 3, 2**31 - 2]
+    assert to_numpy(length).tolist() == [7, 2, 10, 3, 2**31 - 2]
     # An end that is not drawn ends nothing.
     finished = run.put(np.zeros(5, bool))
     run("sample", x[[0, 2, 2, 4, 4]], seed=1, finished=finished, end_id=5)
-    assert not host(finished).any()
+    assert not to_numpy(finished).any()
 
 
 def test_rows_that_cannot_be_normalized(run: Place) -> None:
@@ -855,25 +850,10 @@ def test_tensors_on_the_cpu(dtype: str, rng: np.random.Generator) -> None:
     for name, value in (("softmax", p), ("top_k_renorm_probs", k), ("top_p_renorm_probs", p), ("top_k_mask_logits", k)):
         result = getattr(cukern, name)(tensor.abs(), torch.from_numpy(value))
         assert result.dtype == (torch.float32 if name == "softmax" else tensor.dtype)
-        np.testing.assert_array_equal(host(result), getattr(cukern, name)(np.abs(x), value))
+        np.testing.assert_array_equal(to_numpy(result), getattr(cukern, name)(np.abs(x), value))
     finished, length = torch.zeros(6, dtype=torch.bool), torch.zeros(6, dtype=torch.int32)
     ids = cukern.sample(tensor, seed=1, finished=finished, end_id=5, sequence_length=length)
     assert length.tolist() == [1] * 6 and finished.tolist() == (ids == 5).tolist()
-
-
-def test_foreign_arrays_enter_by_dlpack(rng: np.random.Generator) -> None:
-    x, k = rng.random((4, 30)).astype(np.float32), np.array([1, 2, 9, 30], np.int32)
-    got = cukern.top_k_sampling_from_probs(OnlyDLPack(x), OnlyDLPack(k), seed=OnlyDLPack(np.arange(4)))
-    assert isinstance(got, np.ndarray)
-    np.testing.assert_array_equal(got, cukern.top_k_sampling_from_probs(x, k, seed=np.arange(4)))
-
-    class Theirs(OnlyDLPack):
-        def __array_namespace__(self) -> Any:
-            return torch
-
-    ids, valid = cukern.sampling_from_probs(Theirs(x), seed=5, return_valid=True)
-    assert type(ids) is type(valid) is torch.Tensor
-    np.testing.assert_array_equal(ids.numpy(), cukern.sampling_from_probs(x, seed=5))
 
 
 def test_strided_rows_in_host_memory(rng: np.random.Generator) -> None:
@@ -1184,95 +1164,20 @@ def all_instances(clusters: tuple[int, ...] = (1, op.CLUSTER)) -> list[Any]:
 # --- the operators of torch ---------------------------------------------------------------------------------------
 
 
-def operator_calls(device: str) -> dict[str, tuple[tuple[Any, ...], Options]]:
-    def random(*shape: int, seed: int = 0) -> torch.Tensor:
-        return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-    def integers(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    x, k, p = random(3, 40), integers(2, 9, 40), random(3, seed=1)
-    stream = {"seed": torch.tensor(5, device=device), "offset": integers(1, 2, 3, dtype=torch.int64)}
-    step = {"temperature": p + 0.5, "top_k": k, "top_p": p, "min_p": p / 9, "bias": random(40, seed=2)}
-    return {
-        "sampling_from_logits": ((x,), stream),
-        "sampling_from_probs": ((x,), stream | {"indices": integers(2, 0, 1)}),
-        "top_k_sampling_from_probs": ((x, k), stream),
-        "top_p_sampling_from_probs": ((x, p), stream),
-        "min_p_sampling_from_probs": ((x, p), stream),
-        "top_k_top_p_sampling_from_logits": ((x, k, p), stream | {"filter_apply_order": "joint"}),
-        "top_k_top_p_sampling_from_probs": ((x, k, None), stream),
-        "sample": (
-            (x,),
-            step
-            | stream
-            | {
-                "finished": torch.tensor([False, True, False], device=device),
-                "end_id": 7,
-                "sequence_length": integers(1, 2, 3),
-            },
-        ),
-        "softmax": ((x, p + 0.5), {}),
-        "top_k_renorm_probs": ((x, k), {}),
-        "top_p_renorm_probs": ((x, p), {}),
-        "top_k_mask_logits": ((x.half(), k), {}),
-        CHAIN: ((random(3, 2, 40), integers(*range(6)).view(3, 2), random(3, 3, 40, seed=3)), stream),
-    }
-
-
-def copies(values: Any) -> Any:
-    """Of the tensors in a tuple or dict: an operator may write into them."""
-    if isinstance(values, dict):
-        return {key: copies(value) for key, value in values.items()}
-    if isinstance(values, tuple):
-        return tuple(map(copies, values))
-    return values.clone() if isinstance(values, torch.Tensor) else values
-
-
-def assert_equal_tensors(got: Any, want: Any) -> None:
-    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", op.__all__)
-def test_operators(name: str, device: str) -> None:
-    import cukern.torch_ops
-
-    args, options = operator_calls(device)[name]
-    given = copies(options)
-    want = getattr(cukern, name)(*args, **given)
-    packet = getattr(torch.ops.cukern, name)
-    again = copies(options)
-    assert_equal_tensors(packet(*args, **again), want)
-    if name == "sample":
-        # The operator writes what the function writes.
-        assert given["sequence_length"].tolist() == [2, 2, 4]
-        assert all(torch.equal(again[key], given[key]) for key in ("finished", "sequence_length"))
-    torch.library.opcheck(packet.default, args, copies(options))
-    results = want if isinstance(want, tuple) else (want,)
-    out = {a.name: torch.full_like(x, 77) for a, x in zip(packet.default._schema.returns, results, strict=True)}
-    packet.out(*args, **copies(options), **out)
-    assert_equal_tensors(tuple(out.values()), results)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_compiled_step(device: str) -> None:
-    import cukern.torch_ops
-
-    (logits,), options = operator_calls(device)["sample"]
+    call = CALLS["sample temperature top_k top_p min_p seed offset bias finished end_id sequence_length"]
+    logits = call.on(device).args[0]
 
     def step(logits: torch.Tensor, options: Options) -> Any:
         drawn = cukern.sample(logits * 2, **options)
         probs = cukern.softmax(logits)
         return drawn, cukern.top_k_sampling_from_probs(probs, options["top_k"], seed=options["seed"])
 
-    ours, theirs = copies(options), copies(options)
+    ours, theirs = (call.on(device).options for _ in range(2))
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for _ in range(2):
-        assert_equal_tensors(compiled(logits, theirs), step(logits, ours))
+        assert all(map(torch.equal, compiled(logits, theirs), step(logits, ours)))
         assert all(torch.equal(ours[key], theirs[key]) for key in ("finished", "sequence_length"))
     torch.compiler.reset()
 
@@ -1751,28 +1656,6 @@ def test_random_sizes_and_parameters(data: st.DataObject) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_and_foreign_arrays(dtype: str, rng: np.random.Generator) -> None:
-    x = draw(rng, "sample", 0, 5, 3000, dtype)
-    tensor = arrays._Torch().from_numpy(x, torch.empty(0, device="cuda"))
-    k, p = torch.tensor([1, 7, 90, 400, 3000], device="cuda"), torch.tensor([0.9, 0.2, 1, 0.5, 0.7], device="cuda")
-    want = twin.sample(x, top_k=k.cpu().numpy(), top_p=p.cpu().numpy(), seed=3, return_valid=True)
-    ids, valid = cukern.sample(tensor, top_k=k, top_p=p, seed=3, return_valid=True)
-    assert (ids.device, ids.dtype, valid.dtype) == (tensor.device, torch.int32, torch.bool)
-    np.testing.assert_array_equal(ids.cpu().numpy(), want[0])
-    assert valid.all()
-    probs = cukern.softmax(tensor)
-    assert (probs.device, probs.dtype) == (tensor.device, torch.float32)
-    torch.testing.assert_close(probs.sum(dim=1), torch.ones(5, device="cuda"))
-    masked = cukern.top_k_mask_logits(tensor, 9)
-    assert masked.dtype == tensor.dtype and torch.isfinite(masked).sum(dim=1).tolist() == [9] * 5
-    if dtype != "bfloat16":
-        foreign = cukern.sample(OnlyDLPack(tensor), top_k=OnlyDLPack(k), top_p=OnlyDLPack(p), seed=3)
-        assert type(foreign) is cupy.ndarray
-        np.testing.assert_array_equal(cupy.asnumpy(foreign), want[0])
-
-
-@pytest.mark.gpu
 def test_bad_arguments_on_the_gpu() -> None:
     logits = torch.zeros(3, 600, device="cuda")
     k, out = torch.ones(3, dtype=torch.int32, device="cuda"), torch.full((3,), -7, dtype=torch.int32, device="cuda")
@@ -1789,109 +1672,6 @@ def test_bad_arguments_on_the_gpu() -> None:
         with pytest.raises(error, match=re.escape(message)):
             cukern.sample(**{"logits": logits, "top_k": k, "out": out, "seed": 1} | changes)
     assert (out == -7).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("library", ["torch", "cupy"])
-def test_the_callers_stream(library: str, compiled: None, rng: np.random.Generator) -> None:
-    x = draw(rng, "sample", 0, 50, 5000, "float32")
-    want = twin.sample(x, top_p=0.9, seed=1)
-    for variant in forms():
-        real, logits = torch.from_numpy(x).cuda(), torch.full(x.shape, NAN, device="cuda")
-        ids = torch.full((50,), -7, dtype=torch.int32, device="cuda")
-        # Loads the kernels.
-        cukern.sample(logits, top_p=0.9, seed=1, out=ids, variant=variant)
-        cukern.softmax(logits, variant=variant)
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            # What the kernel reads arrives late, and only on this stream.
-            torch.cuda._sleep(100_000_000)
-            logits.copy_(real)
-            if library == "torch":
-                cukern.sample(logits, top_p=0.9, seed=1, out=ids, variant=variant)
-                probs = cukern.softmax(logits, variant=variant)
-            else:
-                with cupy.cuda.ExternalStream(stream.cuda_stream):
-                    there = cupy.from_dlpack(logits)
-                    cukern.sample(there, top_p=0.9, seed=1, out=cupy.from_dlpack(ids), variant=variant)
-                    probs = cukern.softmax(there, variant=variant)
-        stream.synchronize()
-        np.testing.assert_array_equal(ids.cpu().numpy(), want)
-        assert_matches("sampling.probs", probs, twin.softmax(x))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", op.VARIANTS)
-def test_a_cuda_graph_follows_its_inputs(variant: str, compiled: None, rng: np.random.Generator) -> None:
-    if variant not in ("auto", *forms()):
-        pytest.skip("this GPU has no clusters")
-    batch, vocab, drafts = 9, 3000, 3
-    logits = torch.zeros(batch, vocab, device="cuda")
-    offset = torch.zeros(batch, dtype=torch.int64, device="cuda")
-    top_p, temperature = torch.ones(batch, device="cuda"), torch.ones((), device="cuda")
-    finished = torch.zeros(batch, dtype=torch.bool, device="cuda")
-    length = torch.zeros(batch, dtype=torch.int32, device="cuda")
-    drafted = torch.zeros(batch, drafts, dtype=torch.int32, device="cuda")
-    draft, target = (torch.full((batch, n, 500), 1 / 500, device="cuda") for n in (drafts, drafts + 1))
-    ids = torch.zeros(batch, dtype=torch.int32, device="cuda")
-    random = {"seed": 8, "offset": offset, "variant": variant}
-
-    def step() -> tuple[Any, ...]:
-        options = {"temperature": temperature, "top_p": top_p, "finished": finished, "end_id": 5, **random}
-        cukern.sample(logits, **options, sequence_length=length, out=ids)
-        probs = cukern.softmax(logits, variant=variant)
-        return (
-            probs,
-            cukern.top_k_sampling_from_probs(probs, 40, **random),
-            cukern.top_k_renorm_probs(probs, 500, variant=variant),
-            *cukern.chain_speculative_sampling(draft, drafted, target, **random),
-        )
-
-    step()  # loads the kernels, as a capture cannot
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    finished.zero_()
-    length.zero_()
-    state = [finished.cpu().numpy(), length.cpu().numpy()]
-    seen = set()
-    for replay in range(3):
-        x = draw(rng, "sample", 0, batch, vocab, "float32")
-        x[replay, 5] = 100
-        logits.copy_(torch.from_numpy(x))
-        offset.copy_(torch.arange(batch) + 100 * replay)
-        top_p.fill_(0.5 + replay / 5)
-        temperature.fill_(0.5 + replay)
-        drafted.copy_(torch.from_numpy(rng.integers(0, 600, (batch, drafts))))
-        target.copy_(torch.from_numpy(softmax_of(rng.standard_normal((batch, drafts + 1, 500)))))
-        for tensor in (ids, *results):
-            tensor.fill_(-7)
-        graph.replay()
-        torch.cuda.synchronize()
-        places = offset.cpu().numpy()
-        own = {"seed": 8, "offset": places}
-        want = twin.sample(
-            x,
-            temperature=temperature.cpu().numpy(),
-            top_p=top_p.cpu().numpy(),
-            finished=state[0],
-            sequence_length=state[1],
-            end_id=5,
-            **own,
-        )
-        np.testing.assert_array_equal(ids.cpu().numpy(), want)
-        np.testing.assert_array_equal(finished.cpu().numpy(), state[0])
-        np.testing.assert_array_equal(length.cpu().numpy(), state[1])
-        assert_matches("sampling.probs", results[0], twin.softmax(x))
-        probs = results[0].cpu().numpy()
-        np.testing.assert_array_equal(results[1].cpu().numpy(), twin.top_k_sampling_from_probs(probs, 40, **own))
-        assert_matches("sampling.renormalized", results[2], twin.top_k_renorm_probs(probs, 500))
-        chain = twin.chain_speculative_sampling(*(t.cpu().numpy() for t in (draft, drafted, target)), **own)
-        for one, other in zip(results[3:], chain, strict=True):
-            np.testing.assert_array_equal(one.cpu().numpy(), other)
-        seen.add(tuple(results[1].tolist()))
-    assert len(seen) == 3
 
 
 @pytest.mark.gpu
@@ -1922,25 +1702,6 @@ def test_threads_do_not_meet(compiled: None, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-def test_the_device_of_the_input(rng: np.random.Generator) -> None:
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("this machine has one GPU")
-    x = draw(rng, "sample", 0, 9, 3000, "float32")
-    want = twin.sample(x, top_k=20, seed=1)
-    for variant in forms():
-        ids = cukern.sample(torch.from_numpy(x).to("cuda:1"), top_k=20, seed=1, variant=variant)
-        assert ids.device == torch.device("cuda:1")
-        np.testing.assert_array_equal(ids.cpu().numpy(), want)
-        with cupy.cuda.Device(1):
-            there = cupy.asarray(x)
-        ids = cukern.sample(there, top_k=20, seed=1, variant=variant)
-        assert ids.device.id == 1
-        with cupy.cuda.Device(1):
-            np.testing.assert_array_equal(cupy.asnumpy(ids), want)
-    assert cupy.cuda.runtime.getDevice() == 0
-
-
-@pytest.mark.gpu
 def test_more_than_2_31_elements(compiled: None) -> None:
     # Not for the sanitizer, which would take minutes.
     vocab = 32768
@@ -1948,20 +1709,20 @@ def test_more_than_2_31_elements(compiled: None) -> None:
     torch.manual_seed(0)
     x = torch.empty(rows, vocab, dtype=torch.bfloat16, device="cuda").normal_()
     ends = [0, 2**30 // vocab, 2**31 // vocab - 1, 2**31 // vocab, rows - 1]
-    some = host(x[ends])
+    some = to_numpy(x[ends])
     offsets = np.array(ends)
     for variant in forms():
         ids = cukern.sample(x, top_p=0.9, seed=3, variant=variant)
         np.testing.assert_array_equal(ids[ends].cpu().numpy(), twin.sample(some, top_p=0.9, seed=3, offset=offsets))
         masked = cukern.top_k_mask_logits(x, 100, variant=variant)
         np.testing.assert_array_equal(
-            host(masked[ends]).astype(np.float32), twin.top_k_mask_logits(some, 100).astype(np.float32)
+            to_numpy(masked[ends]).astype(np.float32), twin.top_k_mask_logits(some, 100).astype(np.float32)
         )
         assert torch.isfinite(masked[-1]).sum() == 100
         del masked
         # Rows that are far apart.
         apart = x.view(-1).as_strided((3, 700), (2**30, 1))
-        want = twin.sample(host(apart), seed=3)
+        want = twin.sample(to_numpy(apart), seed=3)
         np.testing.assert_array_equal(cukern.sample(apart, seed=3, variant=variant).cpu().numpy(), want)
 
 
