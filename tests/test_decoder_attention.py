@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import cukern
-import cukern.runtime.compile as compiler
-from cukern.commands import resources
 from cukern.ops import decoder_attention as op
 from cukern.reference import decoder_attention as twin
 from cukern.runtime import arrays
@@ -349,29 +347,7 @@ def test_biases_of_two_dtypes_are_refused() -> None:
         cukern.masked_attention(**x | {"bias_k": None, "bias_v": zeros(24)})
 
 
-# --- the choice of a variant, and its compilation -------------------------------------------------------
-
-ARCHS = ("80", "90a", "100a", "120a")
-
-
-def every_variant(dtype: str) -> set[compiler.Instance]:
-    chosen = [op._choose(dtype, dim, wide, "dynamic") for dim in range(1, op.MAX_DIM + 1) for wide in (False, True)]
-    chosen += [op._choose(dtype, dim, True, "specialized") for dim in op.SPECIALIZED]
-    return {v.instance for choice in chosen for v in (choice.variant, choice.combiner)}
-
-
-@pytest.mark.parametrize("dtype", op.DTYPES)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_variant_compiles_without_spills(arch: str, dtype: str) -> None:
-    instances = every_variant(dtype)
-    assert instances >= {i for i in op._kernel.specialized if i.arguments[0] == arrays.CUDA_TYPE[dtype]}
-    compiler.compile_all([(i, arch) for i in compiler.missing(instances, arch)])
-    for instance in instances:
-        note = compiler.read_note(compiler.cached_path(instance, arch))
-        assert note is not None and note["arch"] == arch
-        taken = resources(note)
-        assert taken.registers > 0
-        assert taken.spill_bytes == 0, f"{instance} spills {taken.spill_bytes} bytes on sm_{arch}"
+# --- the choice of a variant ----------------------------------------------------------------------------
 
 
 def test_what_is_compiled_at_import_is_what_is_called() -> None:

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import cukern
-import cukern.runtime.compile as compiler
 from benchmarks import bench_kv_cache, harness
-from cukern.commands import resources
 from cukern.ops import kv_cache as op
 from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays
@@ -27,7 +25,6 @@ from cukern.testing import assert_matches
 from tests.buffers import GUARD, POISON, as_torch, same_bits
 
 Array = NDArray[Any]
-ARCHS = ("80", "90a", "100a", "120a")
 DTYPES = ("float32", "float16", "bfloat16")
 FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 SCALED = "fp8_ds_mla"
@@ -639,61 +636,7 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
         getattr(cukern, name)(**arguments | changes)
 
 
-# --- the choice of a variant, and its compilation ---------------------------------------------------------
-
-
-def all_instances() -> list[Any]:
-    """Every kernel that a call can come to; of E5M2, which only has other conversions than E4M3, one of each path."""
-    found = representative_instances()
-    for dtype in DTYPES:
-        for cache_format in ("SAME", "E4M3"):
-            for aligned, parts in ((True, 1), (True, op._PARTS), (False, 1), (False, op._PARTS)):
-                found.append(op._blocks_variant(dtype, cache_format, aligned, parts).instance)
-            for width in op.WIDTHS:
-                if width >= arrays.ITEM_SIZE[dtype] or cache_format == "SAME":
-                    found += [op._rows_variant(dtype, cache_format, width, concat).instance for concat in (False, True)]
-                    found.append(op._gather_variant(dtype, cache_format, width).instance)
-        for aligned in (True, False):
-            for variant in (op._store_latents_variant, op._gather_latents_variant):
-                found.append(variant(dtype, aligned).instance)
-    found += [op._copy_blocks.variant(width, *op._THREADS_ITEMS["copy_blocks"]).instance for width in op.WIDTHS]
-    return list(dict.fromkeys(found))
-
-
-def representative_instances() -> list[Any]:
-    """One of each path through the templates."""
-    found = [
-        i for kernel in (op._store_rows, op._store_blocks, op._copy_blocks, op._gather_rows) for i in kernel.at_import
-    ]
-    found += [op._blocks_variant(*x).instance for x in (("float32", "SAME", True, 1), ("float16", "SAME", False, 8))]
-    found += [
-        op._blocks_variant("bfloat16", "E4M3", True, 1).instance,
-        op._rows_variant("float16", "E5M2", 2, False).instance,
-    ]
-    found += [
-        op._blocks_variant("float32", "E5M2", True, 8).instance,
-        op._gather_variant("float32", "E5M2", 4).instance,
-    ]
-    found += [
-        op._gather_variant("bfloat16", "E4M3", 16).instance,
-        op._rows_variant("bfloat16", "E4M3", 16, True).instance,
-    ]
-    for variant in (op._store_latents_variant, op._gather_latents_variant):
-        found += [variant(*x).instance for x in (("bfloat16", True), ("float16", True), ("float32", False))]
-    return found
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_variants_compile_without_spills(arch: str) -> None:
-    # All of them for one architecture, one of each path for the others.
-    instances = all_instances() if arch == "90a" else representative_instances()
-    compiler.compile_all([(i, arch) for i in compiler.missing(instances, arch)])
-    for instance in instances:
-        note = compiler.read_note(compiler.cached_path(instance, arch))
-        assert note is not None
-        taken = resources(note)
-        assert taken.registers > 0
-        assert taken.spill_bytes == 0, f"{instance} spills {taken.spill_bytes} bytes on sm_{arch}"
+# --- the choice of a variant ------------------------------------------------------------------------------
 
 
 @given(st.sampled_from(["store_rows", "gather_rows"]), st.integers(1, 2**24))

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.commands import resources
 from cukern.ops import mla_decode as op
 from cukern.reference import mla_decode as twin
 from cukern.runtime import arrays, nvrtc
 from cukern.runtime.cuda import cupy
-from cukern.runtime.kernel import arch_of_device, instances, multiprocessors
+from cukern.runtime.kernel import arch_of_device, multiprocessors
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, on_gpu, same_bits, to_numpy, zeros
 
@@ -628,7 +627,7 @@ def test_good_arguments_are_taken(name: str) -> None:
         assert not (np.isnan(ours) if ours.dtype.kind != "i" else ours == -7).any()
 
 
-# --- the choice of a variant, and its compilation -------------------------------------------------------
+# --- the choice of a variant ----------------------------------------------------------------------------
 
 #: Shared memory that a block may have, by architecture.
 SHARED_BYTES = {"90a": 227 << 10, "80": 163 << 10, "100a": 220 << 10, "120a": 99 << 10}
@@ -677,30 +676,13 @@ def launches_of(x: Sizes) -> Any:
     return op._launches(x.dtype, sizes, schedule, x.has_plan, x.is_steep, x.variant, 0)
 
 
+@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize("arch", SHARED_BYTES)
-def test_the_variants_compile_without_spills(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_given_what_is_compiled_for_it(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a_gpu(monkeypatch, arch)
-    # All that one architecture is given, and half of it for the others: they differ little, and it is half the time.
-    which = list(SHARED_BYTES).index(arch)
     calls = [Sizes(variant="mma", heads=heads, is_fp8=is_fp8) for heads in (16, 32, 64) for is_fp8 in (False, True)]
-    held = {launches_of(x).attend.instance for x in (calls[which % 2 :: 2] if which else calls)}
-    assert held <= set(op._attend.specialized)
-    rest = {launches_of(Sizes(variant="dynamic", heads=(32, 8)[which % 2])).attend.instance}
-    if arch == "90a":
-        held |= {*op._wgmma.specialized, *op._combine.specialized, *op._plan_kernel.specialized}
-        rest.add(launches_of(Sizes("float16")).attend.instance)
-        rest.add(launches_of(Sizes("float16", heads=16, is_fp8=True)).attend.instance)
-        rest.add(launches_of(Sizes("float16", variant="dynamic", dims=(80, 48), batch=1)).combine.instance)
-    else:
-        rest |= set(instances("mla_decode"))
-    compiler.compile_all([(i, arch) for i in compiler.missing({*held, *rest}, arch)])
-    for instance in {*held, *rest}:
-        note = compiler.read_note(compiler.cached_path(instance, arch))
-        assert note is not None and note["arch"] == arch
-        taken = resources(note)
-        assert taken.registers > 0
-        if instance in held:
-            assert taken.spill_bytes == 0, f"{instance} spills {taken.spill_bytes} bytes on sm_{arch}"
+    given = {launches_of(x).attend.instance for x in calls}
+    assert given == {*op._attend.specialized} - {*op._attend.unused[arch]}
 
 
 def forms() -> set[Any]:

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_gemm, harness
-from cukern.commands import resources
 from cukern.ops import moe_gemm as op
 from cukern.reference import moe_gemm as twin
 from cukern.runtime import arrays
 from cukern.runtime.activation import ACTIVATIONS
 from cukern.runtime.cuda import cupy
-from cukern.runtime.kernel import KERNELS, arch_of_device
+from cukern.runtime.kernel import arch_of_device
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, OnlyDLPack, as_torch, on_gpu, same_bits, to_numpy
 
@@ -509,7 +508,7 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
     assert np.isnan(out.astype(np.float32)).all()
 
 
-# --- the choice of a variant, and its compilation -------------------------------------------------------
+# --- the choice of a variant ----------------------------------------------------------------------------
 
 #: Shared memory that a block may have, by architecture.
 SHARED_BYTES = {"90a": 227 << 10, "80": 163 << 10, "100a": 227 << 10, "120a": 99 << 10}
@@ -537,29 +536,6 @@ def group_of(rows: int, **changes: Any) -> Any:
     usual = op._Group(False, rows, rows, 8, 4096, 7168, "bfloat16", "bfloat16", "16", "", "", 0, False, 1, 1)
     x = usual._replace(**changes)
     return x._replace(expected_rows=changes.get("expected_rows", rows if x.is_batched else -(-rows // x.experts)))
-
-
-@pytest.mark.parametrize("arch", SHARED_BYTES)
-def test_the_variants_compile_without_spills(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_gpu(monkeypatch, arch)
-    if arch == "90a":
-        held = {x for kernel in KERNELS["moe_gemm"] for x in kernel.specialized}
-        others = [({"dtype": "float16", "out_dtype": "float16"}, "wgmma"), (FP8_ROW, "wgmma"), (FP8_ROW, "stream")]
-    else:
-        held = {*op._stream.specialized[:2], op._plan(group_of(400), "mma", 0).kernel.instance}
-        # What converts FP8 without an instruction takes seconds to compile.
-        others = [(FP8_BLOCK, "mma")] if arch != "80" else []
-    formats = [(w, d) for w in ("mxfp4", "nvfp4") for d in DTYPES]
-    for weights, dtype in formats if arch == "90a" else formats[:: 2 if arch == "80" else 3]:
-        others.append(({"weights": weights, "b_scale": "group", "dtype": dtype, "out_dtype": dtype}, "mma"))
-    rest = {op._plan(group_of(400, **changes), variant, 0).kernel.instance for changes, variant in others}
-    compiler.compile_all([(i, arch) for i in compiler.missing({*held, *rest}, arch)])
-    for instance in {*held, *rest}:
-        note = compiler.read_note(compiler.cached_path(instance, arch))
-        assert note is not None and note["arch"] == arch
-        if instance in held:
-            assert resources(note).spill_bytes == 0, instance
-    op._plan.cache_clear()
 
 
 @pytest.mark.usefixtures("_an_h200")

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.commands import resources
 from cukern.ops import paged_attention as op
 from cukern.reference import paged_attention as twin
 from cukern.runtime import arrays
@@ -951,9 +950,7 @@ def test_good_arguments_are_taken(name: str) -> None:
         assert not np.isnan(array).any()
 
 
-# --- the choice of a variant, and its compilation -------------------------------------------------------
-
-ARCHS = ("90a", "80", "100a", "120a")
+# --- the choice of a variant ----------------------------------------------------------------------------
 
 
 class Sizes(NamedTuple):
@@ -987,34 +984,6 @@ def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def plan(x: Sizes) -> Any:
     sizes = op._Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
     return op._plan(x.dtype, x.cache, x.layout, sizes, x.extras, x.split, False, x.aligned, x.variant, 0)
-
-
-@pytest.mark.usefixtures("_an_h200")
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_variants_compile_without_spills(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "arch_of_device", lambda device: arch)
-    # All of them for one architecture, and each for one of the others: they differ little, and it is half the time.
-    which = ARCHS.index(arch)
-    held = op._attend.specialized[which - 1 :: 3] if which else op._attend.specialized
-    rest = list(instances("paged_attention"))
-    dynamic = Sizes(variant="dynamic", layout=LAYOUTS[which % 2], extras=True, query_tokens=5)
-    calls = (
-        dynamic._replace(head_dim=(40, 128, 256, 64)[which]),
-        dynamic._replace(seqs=1, extras=False),
-        Sizes("float32", "float32"),
-        Sizes("float16", "float8_e5m2", "flash", variant="scalar", aligned=False),
-    )
-    rest += [plan(x).variant.instance for x in calls]
-    rest.append(op._merge.variant("float", (4, 1)[which % 2]).instance)
-    assert held
-    compiler.compile_all([(i, arch) for i in compiler.missing({*held, *rest}, arch)])
-    for instance in {*held, *rest}:
-        note = compiler.read_note(compiler.cached_path(instance, arch))
-        assert note is not None and note["arch"] == arch
-        taken = resources(note)
-        assert taken.registers > 0
-        if instance in held:
-            assert taken.spill_bytes == 0, f"{instance} spills {taken.spill_bytes} bytes on sm_{arch}"
 
 
 def test_every_gpu_has_the_shared_memory() -> None:

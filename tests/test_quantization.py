@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import cukern
-import cukern.runtime.compile as compiler
 from benchmarks import bench_quantization, harness
-from cukern.commands import resources
-from cukern.ops import quantization as op
 from cukern.reference import moe_activation as activated
 from cukern.reference import quantization as twin
 from cukern.runtime import arrays
@@ -27,7 +24,6 @@ from cukern.testing import assert_matches
 from tests.buffers import Buffer, place, to_numpy
 
 Array = NDArray[Any]
-ARCHS = ("80", "90a", "100a", "120a")
 DTYPES = ("float32", "float16", "bfloat16")
 E4M3 = ml_dtypes.float8_e4m3fn
 #: Each way to quantize to 8 bits: the function, and its arguments after the array.
@@ -317,31 +313,6 @@ def test_bad_input_is_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         getattr(cukern, name)(*args, **options)
-
-
-# --- compiling ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_variants_compile_without_spills(arch: str) -> None:
-    kernels = (op._groups, op._rows, op._magnitude, op._tensor, op._fp4, op._read_fp4)
-    instances = [i for kernel in kernels for i in dict.fromkeys(kernel.specialized)]
-    if arch != "90a":
-        instances = instances[:: 5 if arch == "80" else 11]
-    compiler.compile_all([(i, arch) for i in compiler.missing(instances, arch)])
-    for instance in instances:
-        note = compiler.read_note(compiler.cached_path(instance, arch))
-        assert note is not None
-        assert resources(note).spill_bytes == 0, f"{instance} spills on sm_{arch}"
-
-
-def test_the_other_variants_compile() -> None:
-    instances = [
-        op._groups_variant("float16", "E4M3", 4, 8), op._rows_variant("bfloat16", "INT8_AZP", 0, 1),
-        op._magnitude_variant("float16", 1), op._tensor_variant("float32", "INT8_AZP", 0, 1, False),
-        op._fp4_variant("float16", "NVFP4", 2), op._read_fp4_variant("float32", "NVFP4", False),
-    ]  # fmt: skip
-    compiler.compile_all([(v.instance, "90a") for v in instances])
 
 
 # --- benchmarks ---------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.commands import resources
 from cukern.ops import sampling as op
 from cukern.reference import sampling as twin
 from cukern.runtime import arrays
@@ -31,7 +30,6 @@ from tests.calls import CALLS
 Array = NDArray[Any]
 Options = dict[str, Any]
 NAN, INF = np.nan, np.inf
-ARCHS = ("80", "90a", "100a", "120a")
 DTYPES = ("float32", "float16", "bfloat16")
 #: The samplers of one token per row, and the parameters that each takes.
 SAMPLERS = {
@@ -1092,7 +1090,7 @@ def test_numpy_numbers_are_taken() -> None:
         np.testing.assert_array_equal(cukern.sample(x, **params, **more), cukern.sample(x, **plain, seed=-1, offset=-3))
 
 
-# --- the choice of a variant, and its compilation ---------------------------------------------------------------
+# --- the choice of a variant ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1161,48 +1159,6 @@ def all_instances(clusters: tuple[int, ...] = (1, op.CLUSTER)) -> list[Any]:
     found = [op._sampler(dtype, probs, cluster) for dtype in DTYPES for probs in (False, True) for cluster in clusters]
     found += [op._renormalizer(dtype, mode, cluster) for dtype in DTYPES for mode in MODES for cluster in clusters]
     return [variant.instance for variant in found]
-
-
-#: Each takes a second or two, so each dtype, mode, cluster and architecture appears, but not with all others.
-COMPILED = {
-    "80": [op._sampler("bfloat16", True, 1), op._renormalizer("float16", "SOFTMAX", 1)],
-    "90a": [
-        *(op._sampler(*which, op.CLUSTER) for which in (("float32", False), ("bfloat16", False), ("float32", True))),
-        op._renormalizer("float32", "SOFTMAX", op.CLUSTER),
-    ],
-    "100a": [
-        op._sampler("float16", False, op.CLUSTER),
-        op._renormalizer("bfloat16", "TOP_P_RENORM", 1),
-        op._renormalizer("float32", "TOP_K_MASK", op.CLUSTER),
-    ],
-    "120a": [op._sampler("float16", True, op.CLUSTER), op._renormalizer("float16", "TOP_K_RENORM", op.CLUSTER)],
-}
-
-
-def test_all_sides_of_the_templates_are_compiled() -> None:
-    compiled = [variant.instance for variants in COMPILED.values() for variant in variants]
-    everything = all_instances()
-    assert set(compiled) <= set(everything) and len(set(everything)) == 36
-    for kernel in (op._sample, op._renormalize):
-        assert {*kernel.at_import, *kernel.specialized} <= {v.instance for v in COMPILED["90a"]}
-        every = [i.arguments for i in everything if i.function == kernel.function]
-        some = [i.arguments for i in compiled if i.function == kernel.function]
-        for position in range(3):
-            assert {a[position] for a in some} == {a[position] for a in every}
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_templates_compile(arch: str) -> None:
-    instances = [variant.instance for variant in COMPILED[arch]]
-    compiler.compile_all([(i, arch) for i in compiler.missing(instances, arch)])
-    for instance in instances:
-        note = compiler.read_note(compiler.cached_path(instance, arch))
-        assert note is not None and note["arch"] == arch
-        taken = resources(note)
-        # Two blocks of 512 threads share a multiprocessor.
-        assert 0 < taken.registers <= 64
-        if instance in (*op._sample.specialized, *op._renormalize.specialized):
-            assert taken.spill_bytes == 0, f"{instance} spills {taken.spill_bytes} bytes on sm_{arch}"
 
 
 # --- the operators of torch ---------------------------------------------------------------------------------------

@@ -32,9 +32,8 @@ _SMALLEST_SCALE = 1e-30
 _LOG2_E = math.log2(math.e)
 _THREADS = 256  # of plan, attend_mma and combine
 _SHARED_PER_BLOCK = 97  # the driver's attribute
-#: What it is: sm_86, 89, 120; sm_80; sm_90, 100.
-_SHARED_BYTES = (99 << 10, 163 << 10, 227 << 10)
-_SHARED_BYTES_100 = 220 << 10
+#: What a block takes of it at most; sm_86 and 89 are like sm_120a.
+_SHARED_BYTES = {"80": 163 << 10, "90a": 227 << 10, "100a": 220 << 10, "120a": 99 << 10}
 #: How parts of a row are put together, as template arguments TEAM and EACH: by all warps of a block or by one, in so
 #: many times 128 columns. The first for so few rows that it takes several blocks for each to keep the GPU busy.
 _MANY_BLOCKS, _BLOCK, _WARP = (8, 1), (8, 4), (1, 4)
@@ -130,13 +129,17 @@ def _combine_variant(dtype: str, head_dim_v: int, form: tuple[int, int]) -> Vari
 
 
 # Both formats compile to the same instructions but for constants.
-_attend.specialized = [
-    _attend_variant(_form("bfloat16", is_fp8, rows, dims, most)).instance
-    for dims in SPECIALIZED
-    for is_fp8 in (False, True)
-    for rows in _ROWS
-    for most in (*_SHARED_BYTES, _SHARED_BYTES_100)
-]
+_given = {
+    arch: [
+        _attend_variant(_form("bfloat16", is_fp8, rows, dims, most)).instance
+        for dims in SPECIALIZED
+        for is_fp8 in (False, True)
+        for rows in _ROWS
+    ]
+    for arch, most in _SHARED_BYTES.items()
+}
+_attend.specialized = list(dict.fromkeys(instance for given in _given.values() for instance in given))
+_attend.unused = {arch: [i for i in _attend.specialized if i not in given] for arch, given in _given.items()}
 _wgmma.specialized = [
     _wgmma_variant("bfloat16", is_fp8, is_sparse).instance for is_fp8 in (False, True) for is_sparse in (False, True)
 ]
@@ -152,7 +155,7 @@ _plan_kernel.at_import = _plan_kernel.specialized
 def _shared_per_block(device: int) -> int:
     most = runtime.deviceGetAttribute(_SHARED_PER_BLOCK, device)
     # The form that takes more than that spills on sm_100, not on sm_90.
-    return min(most, _SHARED_BYTES_100) if arch_of_device(device).startswith("10") else most
+    return min(most, _SHARED_BYTES["100a"]) if arch_of_device(device).startswith("10") else most
 
 
 class _Sizes(NamedTuple):

@@ -633,6 +633,8 @@ _stream.specialized = [
     for x in (_USUAL, _GATED, _USUAL_FP8)
     for rows in _STREAM_TOKENS
 ]
+# For want of an instruction that converts FP8.
+_stream.unused = {"80": [_stream_variant(_USUAL_FP8._replace(expected_rows=rows)).instance for rows in _STREAM_TOKENS]}
 _mma.specialized = [
     _mma_variant(_fit(form, "16", False, _BLOCK_SHARED_BYTES), _USUAL).instance for form in _MMA_FORMS["16"]
 ]

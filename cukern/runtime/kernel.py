@@ -125,6 +125,8 @@ class Kernel:
         self.at_import: list[Instance] = []
         #: Instances whose registers must not spill; the tests hold them to it.
         self.specialized: list[Instance] = []
+        #: By architecture, those of them that none of its GPUs is given: they are not compiled for it.
+        self.unused: dict[str, list[Instance]] = {}
         KERNELS.setdefault(stem, []).append(self)
 
     def variant(self, *arguments: str | int, max_shared_bytes: int = 0, large_clusters: bool = False) -> Variant:

@@ -1,0 +1,242 @@
+"""Every template, compiled for every architecture: that it can be, and that registers do not spill."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cukern.runtime.compile as compiler
+from cukern.commands import resources
+from cukern.ops import (
+    decoder_attention,
+    embedding,
+    kv_cache,
+    mla_decode,
+    moe_activation,
+    moe_gemm,
+    moe_permute,
+    padding,
+    paged_attention,
+    quantization,
+    sampling,
+)
+from cukern.runtime import arrays
+from cukern.runtime.compile import Instance
+from cukern.runtime.kernel import KERNELS, Kernel, Variant
+
+ARCHS = ("90a", "80", "100a", "120a")
+DTYPES = ("float32", "float16", "bfloat16")
+SHARED_BYTES = {"99 KiB": 99 << 10, "163 KiB": 163 << 10, "227 KiB": 227 << 10}
+
+
+def _kinds(dtype: str) -> Iterator[int]:
+    """Bytes of a load, from the widest to one element."""
+    return (width for width in (16, 8, 4, 2, 1) if width >= arrays.ITEM_SIZE[dtype])
+
+
+def _decoder_attention() -> Iterator[Variant]:
+    op = decoder_attention
+    for dtype, dim, wide in itertools.product(DTYPES, range(1, op.MAX_DIM + 1), (False, True)):
+        choice = op._choose(dtype, dim, wide, "dynamic")
+        yield choice.variant
+        yield choice.combiner
+
+
+def _embedding() -> Iterator[Variant]:
+    for dtype, add in itertools.product(DTYPES, (False, True)):
+        for width in _kinds(dtype):
+            yield embedding._variant(dtype, width, add)
+
+
+def _kv_cache() -> Iterator[Variant]:
+    op = kv_cache
+    for dtype, cache_format in itertools.product(DTYPES, ("SAME", "E4M3")):
+        for aligned, parts in itertools.product((True, False), (1, op._PARTS)):
+            yield op._blocks_variant(dtype, cache_format, aligned, parts)
+        for width in op.WIDTHS if cache_format == "SAME" else _kinds(dtype):
+            yield op._gather_variant(dtype, cache_format, width)
+            for concat in (False, True):
+                yield op._rows_variant(dtype, cache_format, width, concat)
+    for dtype, aligned in itertools.product(DTYPES, (True, False)):
+        yield op._store_latents_variant(dtype, aligned)
+        yield op._gather_latents_variant(dtype, aligned)
+    for width in op.WIDTHS:
+        yield op._copy_blocks.variant(width, *op._THREADS_ITEMS["copy_blocks"])
+    # E5M2 has other conversions than E4M3, and the same paths.
+    yield op._rows_variant("float16", "E5M2", 2, False)
+    yield op._blocks_variant("float32", "E5M2", True, op._PARTS)
+    yield op._gather_variant("float32", "E5M2", 4)
+
+
+def _mla_decode() -> Iterator[Variant]:
+    op = mla_decode
+    for rows, most in itertools.product((16, 32), SHARED_BYTES.values()):
+        yield op._attend_variant(op._form("bfloat16", False, rows, (0, 0), most))
+    yield op._attend_variant(op._form("float16", True, 16, (576, 512), SHARED_BYTES["227 KiB"]))
+    yield op._wgmma_variant("float16", False, False)
+    yield op._combine_variant("float16", 0, op._BLOCK)
+
+
+def _moe_activation() -> Iterator[Variant]:
+    yield moe_activation._variant("bfloat16", 1, 2)
+    yield moe_activation._variant("float32", 1, 4)
+
+
+def _moe_gemm() -> Iterator[Variant]:
+    op = moe_gemm
+    by_rows = op._USUAL._replace(dtype="float8_e4m3fn", weights="fp8", a_scale="row", b_scale="column")
+    yield op._WGMMA_FORMS[-1][1].with_stages.variant("float16", 0)
+    yield op._Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
+    yield op._stream_variant(by_rows)
+    groups = [
+        op._USUAL._replace(weights=weights, b_scale="group", dtype=dtype, out_dtype=dtype)
+        for weights, dtype in itertools.product(("mxfp4", "nvfp4"), ("bfloat16", "float16"))
+    ]
+    for group, most in itertools.product((op._USUAL, op._USUAL_FP8, *groups), SHARED_BYTES.values()):
+        is_by_blocks = group.b_scale == "block"
+        form = op._fit(op._MMA_FORMS[group.weights][2], group.weights, is_by_blocks, most)
+        yield op._mma_variant(form, group)
+
+
+def _moe_permute() -> Iterator[Variant]:
+    op = moe_permute
+    yield op._count_variant(8)
+    for width, items in itertools.product((8, 4, 2, 1), (1, op._PERMUTE_ITEMS)):
+        yield op._permute_variant(width, items)
+    for dtype in DTYPES:
+        for width in _kinds(dtype):
+            yield op._unpermute_variant(dtype, width, 0)
+
+
+def _padding() -> Iterator[Variant]:
+    for name, dtype in itertools.product(padding._THREADS_ITEMS, DTYPES):
+        for width in _kinds(dtype):
+            yield padding._variant(name, dtype, width)
+
+
+def _paged_attention() -> Iterator[Variant]:
+    op = paged_attention
+    dynamic = op._Form("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
+    for dims, layout in ((64, "vllm"), (128, "flash"), (256, "vllm")):
+        yield op._variant(dynamic._replace(dims=dims, layout=layout))
+    for layout, cluster in (("flash", 1), ("vllm", 16)):
+        yield op._variant(dynamic._replace(layout=layout, cluster=cluster, extras=False))
+    yield op._scalar.variant("float", "float", "VLLM", "true")
+    yield op._scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
+    yield op._merge.variant("float", 4)
+    yield op._merge.variant("float", 1)
+
+
+def _quantization() -> Iterator[Variant]:
+    op = quantization
+    yield op._groups_variant("float16", "E4M3", 4, 8)
+    yield op._rows_variant("bfloat16", "INT8_AZP", 0, 1)
+    yield op._magnitude_variant("float16", 1)
+    yield op._tensor_variant("float32", "INT8_AZP", 0, 1, False)
+    yield op._fp4_variant("float16", "NVFP4", 2)
+    yield op._read_fp4_variant("float32", "NVFP4", False)
+
+
+def _sampling() -> Iterator[Variant]:
+    op = sampling
+    # Each takes a second or two, so each dtype, mode and cluster appears, but not with all others.
+    yield op._sampler("bfloat16", True, 1)
+    yield op._sampler("float16", False, op.CLUSTER)
+    yield op._renormalizer("float16", "SOFTMAX", 1)
+    yield op._renormalizer("bfloat16", "TOP_P_RENORM", 1)
+    yield op._renormalizer("float32", "TOP_K_MASK", op.CLUSTER)
+    yield op._renormalizer("float16", "TOP_K_RENORM", op.CLUSTER)
+
+
+#: What is compiled at its first use, by stem: one of each path through the templates.
+AT_FIRST_USE = {
+    "decoder_attention": _decoder_attention,
+    "embedding": _embedding,
+    "kv_cache": _kv_cache,
+    "mla_decode": _mla_decode,
+    "moe_activation": _moe_activation,
+    "moe_gemm": _moe_gemm,
+    "moe_permute": _moe_permute,
+    "padding": _padding,
+    "paged_attention": _paged_attention,
+    "quantization": _quantization,
+    "sampling": _sampling,
+}
+#: The stems of which no such variant spills.
+NONE_SPILLS = {"decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "padding"}
+
+#: Bytes that may be spilled all the same, by kernel and architecture: 64 rows of queries leave too few registers there,
+#: and half of them would read the cache twice as often.
+ALLOWED_SPILLS = {("mla_decode.attend_mma", "80"): 48, ("mla_decode.attend_mma", "100a"): 44}
+
+
+def _at_first_use(kernel: Kernel) -> list[Instance]:
+    listed = {*kernel.at_import, *kernel.specialized}
+    variants = AT_FIRST_USE[kernel.stem]() if kernel.stem in AT_FIRST_USE else ()
+    found = dict.fromkeys(x.instance for x in variants if x.instance.function == kernel.function)
+    return [instance for instance in found if instance not in listed]
+
+
+def _work(kernel: Kernel, arch: str) -> list[Instance]:
+    """All that the op lists for `arch`; of what is compiled at its first use all for sm_90a, and a third for others."""
+    rest = _at_first_use(kernel)
+    if arch != "90a":
+        rest = rest[ARCHS.index(arch) - 1 :: 3]
+    listed = dict.fromkeys((*kernel.at_import, *kernel.specialized))
+    return [instance for instance in listed if instance not in kernel.unused.get(arch, ())] + rest
+
+
+EVERY_KERNEL = {f"{k.stem}.{k.function}": k for kernels in KERNELS.values() for k in kernels}
+
+
+def _templates() -> Iterator[tuple[str, str]]:
+    """The stem and the name of each `__global__` template."""
+    for path in compiler.CUDA_SRC.rglob("*.cu*"):
+        stem = Path(path.relative_to(compiler.CUDA_SRC).parts[0]).stem
+        for head in re.findall(r"__global__\b([^{;]*)\{", path.read_text()):
+            # The parameters are the last pair of parentheses; those before them are of the launch bounds.
+            yield stem, re.findall(r"(\w+)\s*\(", head)[-1]
+
+
+def test_each_template_has_an_instance() -> None:
+    templates = set(_templates())
+    assert templates
+    assert templates == {(kernel.stem, kernel.function) for kernel in EVERY_KERNEL.values()}
+    for name, kernel in EVERY_KERNEL.items():
+        assert any(_work(kernel, arch) for arch in ARCHS), f"no instance of {name} is compiled by a test"
+
+
+def test_all_sides_of_the_sampling_templates_are_compiled() -> None:
+    types, clusters = {"float", "__half", "__nv_bfloat16"}, {1, sampling.CLUSTER}
+    modes = {"sample": {"true", "false"}, "renormalize": {"SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK"}}
+    for kernel in KERNELS["sampling"]:
+        compiled = [instance.arguments for instance in _work(kernel, "90a")]
+        assert [set(values) for values in zip(*compiled, strict=True)] == [types, modes[kernel.function], clusters]
+
+
+def test_each_instance_is_compiled_for_some_architecture() -> None:
+    for kernel in EVERY_KERNEL.values():
+        listed = {*kernel.at_import, *kernel.specialized}
+        assert listed <= {instance for arch in ARCHS for instance in _work(kernel, arch)}
+        assert all(unused <= listed for unused in map(set, kernel.unused.values()))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", EVERY_KERNEL)
+def test_every_instance_compiles_and_the_specialized_do_not_spill(name: str, arch: str) -> None:
+    kernel = EVERY_KERNEL[name]
+    spilled = {}
+    for instance in _work(kernel, arch):
+        path, _ = compiler.cubin(instance, arch)
+        note = compiler.read_note(path)
+        assert note is not None and note["arch"] == arch
+        taken = resources(note)
+        assert taken.registers > 0
+        is_held = instance in kernel.specialized or kernel.stem in NONE_SPILLS
+        if is_held and taken.spill_bytes > ALLOWED_SPILLS.get((name, arch), 0):
+            spilled[str(instance)] = taken.spill_bytes
+    assert not spilled, f"bytes that are spilled on sm_{arch}"
