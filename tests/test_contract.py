@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -83,10 +83,19 @@ def calls_of(promise: str) -> list[str]:
     return [key for key in ALL if key not in EXCEPTIONS[promise]]
 
 
+def _keys(keys: Iterable[str]) -> list[Any]:
+    """Parameters of a test, each in the GPU record of the stem whose function it calls."""
+    parameters = []
+    for key in keys:
+        _, package, *rest = inspect.unwrap(getattr(cukern, key.split()[0])).__module__.split(".")
+        parameters.append(pytest.param(key, marks=pytest.mark.stem(rest[0] if package == "ops" else package)))
+    return parameters
+
+
 def _with(promise: str, condition: Callable[[Call], bool] = lambda call: True, small: bool = False) -> Any:
     """A parametrization over the calls that a promise is made for."""
     keys = [key for key in calls_of(promise) if condition(ALL[key]) and (key in CALLS or not small)]
-    return pytest.mark.parametrize("key", keys)
+    return pytest.mark.parametrize("key", _keys(keys))
 
 
 def has_out(call: Call) -> bool:
@@ -193,7 +202,7 @@ def test_tensors_in_host_memory_go_through_the_twin(key: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key", ALL)
+@pytest.mark.parametrize("key", _keys(ALL))
 def test_every_library_gets_the_same_on_the_gpu(key: str) -> None:
     got, tensors = ALL[key].on("cupy").run(), ALL[key].on("cuda").run()
     assert_of_place(got, "cupy")
@@ -564,7 +573,7 @@ def test_each_function_takes_many_rows_or_says_why_not() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key", OF_MANY_ROWS)
+@pytest.mark.parametrize("key", _keys(OF_MANY_ROWS))
 def test_more_than_2_31_elements(key: str) -> None:
     # Not for the sanitizer, which would take minutes.
     if torch.cuda.mem_get_info()[0] < 2**35:
