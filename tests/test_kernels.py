@@ -96,7 +96,7 @@ def _moe_gemm() -> Iterator[Variant]:
         op._USUAL._replace(weights=weights, b_scale="group", dtype=dtype, out_dtype=dtype)
         for weights, dtype in itertools.product(("mxfp4", "nvfp4"), ("bfloat16", "float16"))
     ]
-    for group, most in itertools.product((op._USUAL, op._USUAL_FP8, *groups), SHARED_BYTES.values()):
+    for group, most in itertools.product((op._USUAL_FP8, *groups), SHARED_BYTES.values()):
         is_by_blocks = group.b_scale == "block"
         form = op._fit(op._MMA_FORMS[group.weights][2], group.weights, is_by_blocks, most)
         yield op._mma_variant(form, group)

@@ -129,17 +129,17 @@ def _combine_variant(dtype: str, head_dim_v: int, form: tuple[int, int]) -> Vari
 
 
 # Both formats compile to the same instructions but for constants.
-_given = {
-    arch: [
-        _attend_variant(_form("bfloat16", is_fp8, rows, dims, most)).instance
-        for dims in SPECIALIZED
-        for is_fp8 in (False, True)
-        for rows in _ROWS
-    ]
-    for arch, most in _SHARED_BYTES.items()
-}
-_attend.specialized = list(dict.fromkeys(instance for given in _given.values() for instance in given))
-_attend.unused = {arch: [i for i in _attend.specialized if i not in given] for arch, given in _given.items()}
+_attend.specialize_by_arch(
+    {
+        arch: [
+            _attend_variant(_form("bfloat16", is_fp8, rows, dims, most)).instance
+            for dims in SPECIALIZED
+            for is_fp8 in (False, True)
+            for rows in _ROWS
+        ]
+        for arch, most in _SHARED_BYTES.items()
+    }
+)
 _wgmma.specialized = [
     _wgmma_variant("bfloat16", is_fp8, is_sparse).instance for is_fp8 in (False, True) for is_sparse in (False, True)
 ]

@@ -280,6 +280,8 @@ _WEIGHTS = 128  # of a tile: two warpgroups have 64 each
 _DEPTH = 64  # numbers of 16 bits in a stage
 _BLOCK_SHARED_BYTES, _ALL_SHARED_BYTES = 227 << 10, 228 << 10  # of Hopper: a block's, a multiprocessor's
 _RESERVED_BYTES = 1 << 10  # for the system, in each block
+#: What a block can have, by architecture; sm_86 and 89 are like sm_120a.
+_SHARED_BYTES = {"80": 163 << 10, "90a": 227 << 10, "100a": 227 << 10, "120a": 99 << 10}
 
 
 class _Wgmma(NamedTuple):
@@ -635,9 +637,12 @@ _stream.specialized = [
 ]
 # For want of an instruction that converts FP8.
 _stream.unused = {"80": [_stream_variant(_USUAL_FP8._replace(expected_rows=rows)).instance for rows in _STREAM_TOKENS]}
-_mma.specialized = [
-    _mma_variant(_fit(form, "16", False, _BLOCK_SHARED_BYTES), _USUAL).instance for form in _MMA_FORMS["16"]
-]
+_mma.specialize_by_arch(
+    {
+        arch: [_mma_variant(_fit(form, "16", False, most), _USUAL).instance for form in _MMA_FORMS["16"]]
+        for arch, most in _SHARED_BYTES.items()
+    }
+)
 # The rest is compiled at its first use: what is best depends on the GPU and on the model.
 _wgmma.at_import = [
     form.with_stages.variant("bfloat16", x.activation).instance

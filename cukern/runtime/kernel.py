@@ -129,6 +129,11 @@ class Kernel:
         self.unused: dict[str, list[Instance]] = {}
         KERNELS.setdefault(stem, []).append(self)
 
+    def specialize_by_arch(self, given: dict[str, list[Instance]]) -> None:
+        """Specialize what the GPUs of each architecture are given, which has no use on the others."""
+        self.specialized = list(dict.fromkeys(instance for instances in given.values() for instance in instances))
+        self.unused = {arch: [i for i in self.specialized if i not in instances] for arch, instances in given.items()}
+
     def variant(self, *arguments: str | int, max_shared_bytes: int = 0, large_clusters: bool = False) -> Variant:
         """The variant with these template arguments, the same object at every call.
 
