@@ -847,8 +847,10 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                 }
             };
             if constexpr (FP8) {
-                constexpr int JOINT = N < 4 || M > 1 ? 2 : 4; // fragments of tokens at once
-#pragma unroll
+                // Fragments of tokens at once, and steps. Of 64 rows, fewer of them: else registers spill.
+                constexpr int JOINT = M > 1 && __CUDA_ARCH__ < 900 ? 1 : N < 4 || M > 1 ? 2 : 4;
+                constexpr int QUADS = M > 1 && __CUDA_ARCH__ >= 1000 ? 1 : F::LINE_STEPS / 4;
+#pragma unroll QUADS
                 for (int quad = 0; quad < F::LINE_STEPS; quad += 4)
 #pragma unroll
                     for (int first = 0; first < N; first += JOINT) {
@@ -1083,8 +1085,9 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
             for (int m = 0; m < M; ++m)
                 sum[m][0] += added[m][0], sum[m][1] += added[m][1];
 
-            // The second product.
-#pragma unroll
+            // The second product. All steps at once would spill registers of 64 rows.
+            constexpr int STEPS_AT_ONCE = M > 1 && !FP8 && __CUDA_ARCH__ < 900 ? 1 : TILE / 16;
+#pragma unroll STEPS_AT_ONCE
             for (int step = 0; step < TILE / 16; ++step) {
                 unsigned a[M][4];
 #pragma unroll
@@ -2010,11 +2013,20 @@ __global__ __launch_bounds__(256, 2) void combine_parts(const __grid_constant__ 
         };
         load(member);
         float largest = -CUDART_INF_F, sum = 0.f;
-        for (int split = lane; split < count; split += 32)
-            largest = fmaxf(largest, lses[split * step]);
+        auto each_own = [&](const auto& use) {
+            // Where a warp has a whole row, registers would spill from sm_100 on with several at once.
+            if constexpr (TEAM == 1 && __CUDA_ARCH__ >= 1000) {
+#pragma unroll 1
+                for (int split = lane; split < count; split += 32)
+                    use(lses[split * step]);
+            } else {
+                for (int split = lane; split < count; split += 32)
+                    use(lses[split * step]);
+            }
+        };
+        each_own([&](float lse) { largest = fmaxf(largest, lse); });
         largest = lanes_max<32>(largest);
-        for (int split = lane; split < count; split += 32)
-            sum += lses[split * step] == -CUDART_INF_F ? 0.f : exp2f(lses[split * step] - largest);
+        each_own([&](float lse) { sum += lse == -CUDART_INF_F ? 0.f : exp2f(lse - largest); });
         sum = lanes_sum<32>(sum);
 
         float4 total[EACH] = {};

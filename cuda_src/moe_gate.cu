@@ -156,7 +156,8 @@ template <typename T, int COUNT, int LANES> struct Staging {
 
 // How many blocks a multiprocessor should hold at once, which bounds the registers.
 constexpr int resident_blocks(int lanes, int values) {
-    return lanes > STAGED_LANES ? 1 : values <= 16 ? 16 : 14;
+    // Of 32 values, 14 blocks would spill registers there.
+    return lanes > STAGED_LANES ? 1 : values <= 16 ? 16 : __CUDA_ARCH__ >= 1000 ? 12 : 14;
 }
 
 template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED>

@@ -169,9 +169,9 @@ AT_FIRST_USE = {
 #: The stems of which no such variant spills.
 NONE_SPILLS = {"decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "padding"}
 
-#: Bytes that may be spilled all the same, by kernel and architecture: 64 rows of queries leave too few registers there,
-#: and half of them would read the cache twice as often.
-ALLOWED_SPILLS = {("mla_decode.attend_mma", "80"): 48, ("mla_decode.attend_mma", "100a"): 44}
+#: Bytes that may be spilled all the same, by kernel and architecture. NVRTC 13.0 stores and reloads three registers
+#: outside of the loop, of the 128 with which a multiprocessor holds two blocks; 12.8 and 13.5 spill none.
+ALLOWED_SPILLS = {("decoder_attention.decoder_attention", "120a"): 24}
 
 
 def _at_first_use(kernel: Kernel) -> list[Instance]:
