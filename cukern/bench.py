@@ -21,6 +21,7 @@ from cukern.runtime import kernel
 
 _ROOT = Path(__file__).resolve().parents[1]
 _REPLAYS, _QUICK_REPLAYS = 11, 3
+_IMPORT = "import"
 # Without a terminal, rich would fold the tables at 80 characters.
 _WIDTH = 160
 
@@ -28,7 +29,10 @@ _WIDTH = 160
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument(
-        "ops", nargs="*", metavar="OP", help="a family, such as moe_gate, or a function of cukern (default: all)"
+        "ops",
+        nargs="*",
+        metavar="OP",
+        help="a family, such as moe_gate, a function of cukern, or import, for the import itself (default: all)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results of this run to FILE")
     parser.add_argument(
@@ -50,7 +54,7 @@ def _functions_by_stem() -> dict[str, list[str]]:
         is_op = importlib.util.find_spec(f"cukern.ops.{stem}") is not None
         module = importlib.import_module(f"cukern.ops.{stem}" if is_op else f"cukern.{stem}")
         functions[stem] = [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
-    return functions
+    return {**functions, _IMPORT: [_IMPORT]}
 
 
 def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -97,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     sys.path.insert(0, str(_ROOT))
     harness: Any = importlib.import_module("benchmarks.harness")
     report: Any = importlib.import_module("benchmarks.report")
+    # Before the GPU is in use, which would slow it.
+    of_import = importlib.import_module("benchmarks.start_up").rows() if chosen.pop(_IMPORT, None) else []
     cases = []
     for stem, functions in chosen.items():
         of_stem = importlib.import_module(f"benchmarks.bench_{stem}").cases()
@@ -127,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
                 problems += measurement.problems
             progress.advance(task)
 
-    content = report.document(report.machine(), asdict(ceilings), [rows[i] for i in sorted(rows)])
+    content = report.document(report.machine(), asdict(ceilings), [*(rows[i] for i in sorted(rows)), *of_import])
     report.print_tables(Console(width=None if sys.stdout.isatty() else _WIDTH), content)
     for line in problems + failed:
         print(line, file=sys.stderr)

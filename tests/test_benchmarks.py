@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from benchmarks import (
     bench_sampling,
     harness,
     report,
+    start_up,
 )
 from benchmarks.harness import Baseline, Case, Ceilings
 from cukern import bench
@@ -1254,6 +1256,18 @@ def test_a_digest_is_of_names_and_contents(tmp_path: Path) -> None:
         assert report.digest(other, root=other) != reference
 
 
+def test_the_import_is_a_row_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that nothing is compiled
+    cold, warm = start_up.rows({"cold": 1, "warm": 1})
+    assert cold.keys() == warm.keys() == set(report._ROW)
+    assert (cold["op"], cold["case"]["cache"], warm["case"]["cache"]) == ("import", "cold", "warm")
+    for row in (cold, warm):
+        assert 1e3 < row["floor_us"] < row["us"]
+    monkeypatch.setattr(start_up, "_CLOCK", "raise SystemExit(3)")
+    with pytest.raises(subprocess.CalledProcessError):
+        start_up.rows()
+
+
 # --- python -m cukern bench -----------------------------------------------------------------------------
 
 
@@ -1270,7 +1284,7 @@ def test_bench_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_bench_lists_the_ops_it_has(capsys: pytest.CaptureFixture[str]) -> None:
-    stems = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py"))
+    stems = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")) + ["import"]
     message = f"OP must be one of {', '.join(stems)} or a function of cukern, got 'nonsense'"
     assert message in _refusal(capsys, "nonsense")
 

@@ -61,7 +61,7 @@ _PARAMS = "12P9q12if"
 _plan_kernel = Kernel("mla_decode", "plan_parts", "3P3i")
 _attend = Kernel("mla_decode", "attend_mma", _PARAMS)
 #: A tensor map, the same, and the tokens of a tile's box; aligned to 64 bytes.
-_wgmma = Kernel("mla_decode", "attend_wgmma", f"{TENSOR_MAP_BYTES}s{_PARAMS}4xi28x")
+_wgmma = Kernel("mla_decode", "attend_wgmma", f"{TENSOR_MAP_BYTES}s{_PARAMS}4xi28x", compile_s=2.5)
 _combine = Kernel("mla_decode", "combine_parts", _PARAMS)
 
 

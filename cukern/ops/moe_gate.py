@@ -56,7 +56,7 @@ SPECIALIZED = [
     Config(8, 1, "any", biased=False),  # Mixtral
 ]
 
-_kernel = Kernel("moe_gate", "moe_gate", "5Pq15iI3f")
+_kernel = Kernel("moe_gate", "moe_gate", "5Pq15iI3f", compile_s=1.3)
 
 
 def _fits(config: Config, lanes: int) -> bool:

@@ -233,7 +233,7 @@ _MAX_GRID_Y = 2**16 - 1
 #: The fields of GemmParams, and of MappedGemmParams, whose maps are aligned to 64 bytes.
 _PARAMS = "8P10i"
 _MAPPED_PARAMS = f"{_PARAMS}24x{TENSOR_MAP_BYTES}s{TENSOR_MAP_BYTES}s"
-_wgmma = Kernel("moe_gemm", "gemm_wgmma", _MAPPED_PARAMS)
+_wgmma = Kernel("moe_gemm", "gemm_wgmma", _MAPPED_PARAMS, compile_s=1.5)
 _fp8_wgmma = Kernel("moe_gemm", "gemm_fp8_wgmma", _MAPPED_PARAMS)
 _mma = Kernel("moe_gemm", "gemm_mma", _PARAMS)
 _stream = Kernel("moe_gemm", "gemm_stream", _PARAMS)

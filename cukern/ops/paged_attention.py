@@ -52,7 +52,7 @@ SPECIALIZED = [
 _CUDA_TYPE = {**arrays.CUDA_TYPE, "float8_e4m3fn": "__nv_fp8_e4m3", "float8_e5m2": "__nv_fp8_e5m2"}
 
 _PARAMS = "16P10q21i3f"
-_attend = Kernel("paged_attention", "attend", _PARAMS)
+_attend = Kernel("paged_attention", "attend", _PARAMS, compile_s=1.1)
 _scalar = Kernel("paged_attention", "attend_scalar", _PARAMS)
 _merge = Kernel("paged_attention", "merge_states", "6Pqi")
 

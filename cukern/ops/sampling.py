@@ -44,8 +44,8 @@ _SHARED_BYTES_OF_MANY = 44 * 1024
 
 # Layout { tiles, tiles_per_block, cached_tiles, tops_per_tile, topped_tiles } of the template.
 _LAYOUT = "5i"
-_sample = Kernel("sampling", "sample", f"17Pq2Q6i{_LAYOUT}3i3f")
-_renormalize = Kernel("sampling", "renormalize", f"5Pq2i{_LAYOUT}2i2f")
+_sample = Kernel("sampling", "sample", f"17Pq2Q6i{_LAYOUT}3i3f", compile_s=1.6)
+_renormalize = Kernel("sampling", "renormalize", f"5Pq2i{_LAYOUT}2i2f", compile_s=0.6)
 
 
 def _sampler(dtype: str, probs: bool, cluster: int) -> Variant:

@@ -348,7 +348,7 @@ def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
 def _worker_count(jobs: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # A worker pays for starting Python and CuPy, about as much as a few small kernels.
-    return max(1, min(cores, jobs // 2, 16))
+    return max(1, min(cores, jobs // 2, 32))
 
 
 def _start_worker() -> subprocess.Popen[str]:

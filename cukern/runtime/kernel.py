@@ -112,12 +112,13 @@ class Kernel:
     """A `__global__` template `function` of `cuda_src/<stem>.cu`.
 
     `params` is the `Params` struct as a format of the module `struct`, in native alignment: P pointer,
-    q int64, i int32, f float.
+    q int64, i int32, f float. `compile_s` is roughly how many seconds its slowest instance takes to compile.
     """
 
-    def __init__(self, stem: str, function: str, params: str) -> None:
+    def __init__(self, stem: str, function: str, params: str, compile_s: float = 0.3) -> None:
         self.stem = stem
         self.function = function
+        self.compile_s = compile_s
         # "0P" pads the end, as C does for a struct that holds pointers.
         self._struct = struct.Struct(f"@{params}0P")
         self._variants: dict[tuple[str | int, ...], Variant] = {}
@@ -224,10 +225,10 @@ def present_archs() -> list[str]:
 
 
 def instances(stem: str | None = None) -> Iterator[Instance]:
-    """The instances compiled at import, of one stem or of all."""
-    for kernels in [KERNELS[stem]] if stem else list(KERNELS.values()):
-        for kernel in kernels:
-            yield from kernel.at_import
+    """The instances compiled at import, of one stem or of all; the slowest first, so that none is waited for alone."""
+    kernels = KERNELS[stem] if stem else [own for kernels in KERNELS.values() for own in kernels]
+    for kernel in sorted(kernels, key=lambda kernel: -kernel.compile_s):
+        yield from kernel.at_import
 
 
 def compile_at_import() -> None:
