@@ -641,7 +641,7 @@ def test_a_cubin_has_a_name_one_can_read(templates: Path) -> None:
 
 
 def test_nvrtc_tells_its_build_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version = compiler._read_nvrtc_version.__wrapped__
+    version = compiler.nvrtc_version.__wrapped__
     built = nvrtc.build()
     assert re.fullmatch(r"\d+\.\d+\.\d+", built) and version() == built
     (note,) = cache.iterdir()
@@ -659,6 +659,27 @@ def test_nvrtc_tells_its_build_once(cache: Path, monkeypatch: pytest.MonkeyPatch
         assert version() == "99.9.9"
     library = compiler._nvrtc_library()
     assert library is not None and library.is_file()
+
+
+def test_threads_may_compile_first_at_once(tmp_path: Path) -> None:
+    code = """
+import threading
+import cukern.runtime.compile as compiler
+from cukern.runtime import nvrtc
+failed = []
+def work(i):
+    try:
+        (compiler.cuda_include_directory, nvrtc.build, compiler.nvrtc_version)[i % 3]()
+        nvrtc.compile_cubin("template <int N> __global__ void f() {}", "f.cu", f"f<{i}>", ["-arch=sm_80"])
+    except Exception as error:
+        failed.append(error)
+threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not failed, failed
+"""
+    for i in range(4):
+        run_python(code, CUKERN_COMPILE="lazy", CUKERN_CACHE_DIR=str(tmp_path / str(i)))
 
 
 def test_headers_in_the_working_directory_are_not_taken(cache: Path, tmp_path: Path) -> None:

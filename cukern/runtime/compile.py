@@ -84,22 +84,13 @@ def _nvrtc_library() -> Path | None:
     return None
 
 
-_version_lock = threading.Lock()
-
-
+@functools.cache
 def nvrtc_version() -> str:
     """NVRTC's version with its build, such as "13.0.88".
 
     NVRTC names its build only in what it compiles, which would take a tenth of a warm import: the cache folder keeps
     the answer for a library file of this path, size and time.
     """
-    # Two threads that compile at once before NVRTC has loaded its built-in functions make it fail.
-    with _version_lock:
-        return _read_nvrtc_version()
-
-
-@functools.cache
-def _read_nvrtc_version() -> str:
     from cupy_backends.cuda.libs import nvrtc as binding
 
     binding.getVersion()  # loads the library
@@ -124,6 +115,11 @@ def cuda_include_directory() -> str:
 
     Raises RuntimeError when there is none.
     """
+    with nvrtc.LOCK:
+        return _find_cuda_headers()
+
+
+def _find_cuda_headers() -> str:
     candidates = []
     with contextlib.suppress(Exception):
         from cuda.pathfinder import find_nvidia_header_directory

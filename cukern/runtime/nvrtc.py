@@ -13,7 +13,12 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from typing import Any
+
+#: NVRTC compiles for one thread at a time anyway, and fails (NVRTC_ERROR_BUILTIN_OPERATION_FAILURE) where a second one
+#: compiles, or looks for CUDA's folders, while the first one's compilation loads its built-in functions.
+LOCK = threading.RLock()
 
 
 def compile_cubin(source: str, filename: str, expression: str, options: list[str]) -> tuple[bytes, str, str]:
@@ -22,6 +27,11 @@ def compile_cubin(source: str, filename: str, expression: str, options: list[str
     Returns the cubin, the mangled name of the kernel in it and the compiler's log.
     Raises RuntimeError with the log when the source does not compile.
     """
+    with LOCK:
+        return _compile(source, filename, expression, options)
+
+
+def _compile(source: str, filename: str, expression: str, options: list[str]) -> tuple[bytes, str, str]:
     from cupy_backends.cuda.libs import nvrtc
 
     program = nvrtc.createProgram(source, filename, (), ())
@@ -42,15 +52,16 @@ def compile_cubin(source: str, filename: str, expression: str, options: list[str
 
 def build() -> str:
     """NVRTC's version with its build, such as "13.0.88", as it stands in all that it compiles."""
-    from cupy_backends.cuda.libs import nvrtc
+    with LOCK:
+        from cupy_backends.cuda.libs import nvrtc
 
-    program = nvrtc.createProgram("__global__ void probe() {}", "probe.cu", (), ())
-    try:
-        nvrtc.compileProgram(program, ["-arch=compute_80"])
-        found = re.search(rb"\bV(\d+\.\d+\.\d+)", nvrtc.getPTX(program))
-    finally:
-        nvrtc.destroyProgram(program)
-    return found[1].decode() if found else ".".join(map(str, nvrtc.getVersion()))
+        program = nvrtc.createProgram("__global__ void probe() {}", "probe.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, ["-arch=compute_80"])
+            found = re.search(rb"\bV(\d+\.\d+\.\d+)", nvrtc.getPTX(program))
+        finally:
+            nvrtc.destroyProgram(program)
+        return found[1].decode() if found else ".".join(map(str, nvrtc.getVersion()))
 
 
 def write_atomically(path: str, data: bytes) -> None:
