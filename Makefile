@@ -45,7 +45,7 @@ demo: .venv/demo.stamp
 	$(BIN)/python -m cukern demo $(ARGS)
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -182,10 +182,11 @@ def _at_first_use(kernel: Kernel) -> list[Instance]:
 
 
 def _work(kernel: Kernel, arch: str) -> list[Instance]:
-    """All that the op lists for `arch`; of what is compiled at its first use all for sm_90a, and a third for others."""
-    rest = _at_first_use(kernel)
-    if arch != "90a":
-        rest = rest[ARCHS.index(arch) - 1 :: 3]
+    """All that the op lists for `arch`; of what is compiled at its first use all for sm_90a, and half for sm_80.
+
+    What a later GPU is given of it takes no other path through the templates than sm_90a.
+    """
+    rest = {"90a": _at_first_use(kernel), "80": _at_first_use(kernel)[::2]}.get(arch, [])
     listed = dict.fromkeys((*kernel.at_import, *kernel.specialized))
     return [instance for instance in listed if instance not in kernel.unused.get(arch, ())] + rest
 
