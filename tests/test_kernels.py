@@ -187,6 +187,8 @@ def _work(kernel: Kernel, arch: str) -> list[Instance]:
     What a later GPU is given of it takes no other path through the templates than sm_90a.
     """
     rest = {"90a": _at_first_use(kernel), "80": _at_first_use(kernel)[::2]}.get(arch, [])
+    if (kernel.function, arch) == ("attend", "80"):
+        rest = [instance for instance in rest if instance.arguments[-1] == 1]  # there are no clusters of blocks
     listed = dict.fromkeys((*kernel.at_import, *kernel.specialized))
     return [instance for instance in listed if instance not in kernel.unused.get(arch, ())] + rest
 
