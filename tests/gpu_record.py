@@ -197,10 +197,15 @@ def _visible(first: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[first:] + names[:first])}
 
 
+def _most_to_test(name: str) -> int:
+    """A sort key: the longer a stem's tests, the longer they take."""
+    return -sum(file.stat().st_size for file in test_files(name) if file.is_file())
+
+
 def spread(names: Sequence[str], work: Callable[[str, dict[str, str]], None]) -> None:
     """Call `work(name, environment)` for each stem, on all GPUs at once."""
     pending: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in names:
+    for name in sorted(names, key=_most_to_test):
         pending.put(name)
 
     def drain(environment: dict[str, str]) -> None:
