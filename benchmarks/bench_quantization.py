@@ -125,17 +125,16 @@ def _vllm_activated() -> Call:
     return lambda x: silu_and_mul_per_block_quant(x, GROUP, torch.float8_e4m3fn)
 
 
-def _sglang_groups(dtype: torch.dtype, activated: bool = False) -> Call:
+def _sglang_groups(dtype: torch.dtype) -> Call:
     from sgl_kernel import sgl_per_token_group_quant_8bit
 
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
 
     def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        columns = x.shape[1] // (2 if activated else 1)
-        numbers = x.new_empty(len(x), columns, dtype=dtype)
-        scales = x.new_empty(len(x), columns // GROUP, dtype=torch.float32)
+        numbers = x.new_empty(x.shape, dtype=dtype)
+        scales = x.new_empty(len(x), x.shape[1] // GROUP, dtype=torch.float32)
         limits = 1e-10, float(info.min), float(info.max)
-        sgl_per_token_group_quant_8bit(x, numbers, scales, GROUP, *limits, fuse_silu_and_mul=activated, enable_v2=True)
+        sgl_per_token_group_quant_8bit(x, numbers, scales, GROUP, *limits, enable_v2=True)
         return numbers, scales
 
     return quantize
@@ -166,10 +165,7 @@ PEERS: dict[tuple[str, str], dict[str, Callable[[], Call]]] = {
     ("scaled_fp8_quant", "tensor"): {"vLLM": lambda: _vllm_fp8(False)},
     ("scaled_fp8_quant", "given"): {"vLLM": lambda: _vllm_fp8(False)},
     ("scaled_int8_quant", "token"): {"vLLM": _vllm_int8},
-    ("silu_and_mul_quant", "group"): {
-        "SGLang": lambda: _sglang_groups(torch.float8_e4m3fn, activated=True),
-        "vLLM": _vllm_activated,
-    },
+    ("silu_and_mul_quant", "group"): {"vLLM": _vllm_activated},
 }
 
 
