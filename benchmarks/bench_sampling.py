@@ -197,6 +197,8 @@ def kept_probabilities(op: str, values: torch.Tensor) -> torch.Tensor:
     if "top_p" in op or op == "sample":
         of = kept / kept.sum(dim=-1, keepdim=True) if op == "sample" else best
         kept = kept * (of.cumsum(dim=-1) - of < TOP_P + _LAST_TOKEN)
+        least = kept.masked_fill(kept == 0, torch.inf).amin(dim=-1, keepdim=True)
+        kept = best * (best >= least)  # with those that tie with the last
     return torch.zeros_like(probs).scatter_(1, ids, kept)
 
 
