@@ -253,12 +253,16 @@ class Standing:
 STANDING = ["op", "cases", "behind", "min", "median", "max", "worst case"]
 
 
+def peers_of(row: Row) -> dict[str, float]:
+    """The times of other libraries' kernels, among the baselines of a row."""
+    return {name: us for name, us in row["baselines"].items() if not name.startswith(_COMPOSITIONS)}
+
+
 def standings(rows: Iterable[Row]) -> list[Standing]:
     """Of the ops that were measured beside another library."""
     by_op: dict[str, list[tuple[float, str, Row]]] = {}
     for row in rows:
-        peers = {name: us for name, us in row["baselines"].items() if not name.startswith(_COMPOSITIONS)}
-        if peers:
+        if peers := peers_of(row):
             best = min(peers, key=lambda name: peers[name])
             by_op.setdefault(row["op"], []).append((peers[best] / row["us"], best, row))
     found = []

@@ -1,10 +1,10 @@
-"""The outputs of the cells that show sources, made again without a GPU:
+"""The outputs of the cells that show files of the checkout, made again without a GPU:
 
     python notebooks/refresh.py [notebook ...]
 
-Such a cell is tagged `source`. It finds what it shows by name, and needs no cell but the notebook's first and others of
-its kind. So only these run, and all else in the file stays as it is: results, times and pictures of the machine that
-the notebook was run on.
+Such a cell is tagged `source`, or `results` if it shows kept results of the benchmarks. It finds what it shows by name,
+and needs no cell but the notebook's first and others of its kind. So only these run, and all else in the file stays as
+it is: results, times and pictures of the machine that the notebook was run on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nbformat import NotebookNode
 
 CELL_TIMEOUT_S = 120
 # Nobody sees the pictures of a run without a GPU, so they are drawn once, and not again to cut their margins off.
-SMALL = {"bbox_inches": None, "dpi": 30}
+_SMALL_PICTURES = f"--InlineBackend.print_figure_kwargs={ {'bbox_inches': None, 'dpi': 30} }"
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
@@ -30,7 +30,7 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def shows_sources(cell: NotebookNode) -> bool:
-    return "source" in cell.metadata.get("tags", ())
+    return bool({"source", "results"} & {*cell.metadata.get("tags", ())})
 
 
 def text(output: NotebookNode) -> str:
@@ -56,7 +56,7 @@ def run(path: Path, *, sources_only: bool = False) -> NotebookNode:
         notebook,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
-        extra_arguments=["--IPKernelApp.log_level=ERROR", f"--InlineBackend.print_figure_kwargs={SMALL}"],
+        extra_arguments=["--IPKernelApp.log_level=ERROR", *([] if sources_only else [_SMALL_PICTURES])],
         resources={"metadata": {"path": str(path.parent)}},
     )
     # IPython keeps its history in a folder of its own. Several notebooks run side by side, so each has one thread.
@@ -70,10 +70,12 @@ def refresh(path: Path) -> list[str]:
     kept = nbformat.read(path, as_version=4)
     if not any(map(shows_sources, kept.cells)):
         return []
-    shown = {cell.id: printed(cell) for cell in code_cells(run(path, sources_only=True))}
-    stale = [cell for cell in code_cells(kept) if shows_sources(cell) and printed(cell) != shown[cell.id]]
+    ran = {cell.id: cell for cell in code_cells(run(path, sources_only=True))}
+    stale = [cell for cell in code_cells(kept) if shows_sources(cell) and printed(cell) != printed(ran[cell.id])]
     for cell in stale:
-        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=shown[cell.id])]
+        pictures = [output for output in ran[cell.id].outputs if "image/png" in output.get("data", {})]
+        told = "".join(output.text for output in ran[cell.id].outputs if output.output_type == "stream")
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=told), *pictures]
     if stale:
         nbformat.write(kept, path)
     return [cell.id for cell in stale]
