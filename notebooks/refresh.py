@@ -29,7 +29,7 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
 
 
-def shows_sources(cell: NotebookNode) -> bool:
+def shows_files(cell: NotebookNode) -> bool:
     return bool({"source", "results"} & {*cell.metadata.get("tags", ())})
 
 
@@ -49,7 +49,7 @@ def run(path: Path, *, sources_only: bool = False) -> NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     if sources_only:
         first, *others = code_cells(notebook)
-        notebook.cells = [first, *filter(shows_sources, others)]
+        notebook.cells = [first, *filter(shows_files, others)]
     for cell in code_cells(notebook):
         cell.outputs, cell.execution_count = [], None
     client = NotebookClient(
@@ -68,10 +68,10 @@ def run(path: Path, *, sources_only: bool = False) -> NotebookNode:
 def refresh(path: Path) -> list[str]:
     """The ids of the cells whose output was not what the sources are."""
     kept = nbformat.read(path, as_version=4)
-    if not any(map(shows_sources, kept.cells)):
+    if not any(map(shows_files, kept.cells)):
         return []
     ran = {cell.id: cell for cell in code_cells(run(path, sources_only=True))}
-    stale = [cell for cell in code_cells(kept) if shows_sources(cell) and printed(cell) != printed(ran[cell.id])]
+    stale = [cell for cell in code_cells(kept) if shows_files(cell) and printed(cell) != printed(ran[cell.id])]
     for cell in stale:
         pictures = [output for output in ran[cell.id].outputs if "image/png" in output.get("data", {})]
         told = "".join(output.text for output in ran[cell.id].outputs if output.output_type == "stream")

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from notebooks.refresh import code_cells, printed, run, shows_sources, text
+from notebooks.refresh import code_cells, printed, run, shows_files, text
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -77,11 +77,12 @@ def of_sources() -> set[tuple[str, ...]]:
 
 
 @notebooks
-def test_a_cell_that_shows_sources_says_so(path: Path, of_sources: set[tuple[str, ...]]) -> None:
+def test_a_cell_that_shows_files_says_so(path: Path, of_sources: set[tuple[str, ...]]) -> None:
     # Without its tag, its output would go stale and nothing would tell.
     for cell in code_cells(nbformat.read(path, as_version=4)):
-        if shows_sources(cell):
+        if "source" in cell.metadata.get("tags", ()):
             assert {output.output_type for output in cell.outputs} <= {"stream"}, f"{cell.id} shows more than sources"
+        if shows_files(cell):
             continue
         shown = _runs_of_three([LINE_NUMBER.sub("", line) for line in printed(cell).splitlines()])
         lines = next(iter(shown & of_sources), None)
@@ -97,5 +98,5 @@ def test_a_notebook_runs_without_a_gpu(path: Path) -> None:
     for now, cell in zip(code_cells(ran), code_cells(kept), strict=True):
         # On a GPU a cell may show more, but what shows something here must show it there.
         assert _shows(now) <= _shows(cell), f"{cell.id} has lost its output: run `make notebooks`"
-        if shows_sources(cell):
+        if shows_files(cell):
             assert printed(now) == printed(cell), f"{cell.id} does not show the sources: run `make notebooks SOURCES=1`"
