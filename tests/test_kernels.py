@@ -169,9 +169,13 @@ AT_FIRST_USE = {
 #: The stems of which no such variant spills.
 NONE_SPILLS = {"decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "padding"}
 
-#: Bytes that may be spilled all the same, by kernel and architecture. NVRTC 13.0 stores and reloads three registers
-#: outside of the loop, of the 128 with which a multiprocessor holds two blocks; 12.8 and 13.5 spill none.
-ALLOWED_SPILLS = {("decoder_attention.decoder_attention", "120a"): 24}
+#: Bytes that some releases of NVRTC spill all the same, by kernel and architecture: a few registers of the most that a
+#: thread can have there, or of the 128 with which a multiprocessor holds two blocks. All other releases spill none.
+ALLOWED_SPILLS = {
+    ("decoder_attention.decoder_attention", "120a"): {"13.0": 24},
+    ("decoding.apply_penalties", "100a"): {"12.8": 16, "12.9": 16},
+    ("mla_decode.attend_mma", "100a"): {"12.9": 52},
+}
 
 
 def _at_first_use(kernel: Kernel) -> list[Instance]:
@@ -232,6 +236,8 @@ def test_each_instance_is_compiled_for_some_architecture() -> None:
 @pytest.mark.parametrize("name", EVERY_KERNEL)
 def test_every_instance_compiles_and_the_specialized_do_not_spill(name: str, arch: str) -> None:
     kernel = EVERY_KERNEL[name]
+    release = compiler.nvrtc_version().rpartition(".")[0]
+    allowed = ALLOWED_SPILLS.get((name, arch), {}).get(release, 0)
     spilled = {}
     for instance in _work(kernel, arch):
         path, _ = compiler.cubin(instance, arch)
@@ -240,6 +246,6 @@ def test_every_instance_compiles_and_the_specialized_do_not_spill(name: str, arc
         taken = resources(note)
         assert taken.registers > 0
         is_held = instance in kernel.specialized or kernel.stem in NONE_SPILLS
-        if is_held and taken.spill_bytes > ALLOWED_SPILLS.get((name, arch), 0):
+        if is_held and taken.spill_bytes > allowed:
             spilled[str(instance)] = taken.spill_bytes
     assert not spilled, f"bytes that are spilled on sm_{arch}"
