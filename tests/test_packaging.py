@@ -86,6 +86,8 @@ def test_the_source_distribution_holds_the_tests(distributions: Path) -> None:
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "Makefile", "cuda_src/moe_gate.cu", "tests/test_packaging.py"} <= names
+    # Without its pins the Makefile installs nothing.
+    assert {path.name for path in ROOT.glob("constraints*.txt")} == {n for n in names if n.startswith("constraints")}
 
 
 def test_the_wheel_compiles_kernels_outside_the_checkout(clean_python: Path, tmp_path: Path) -> None:
