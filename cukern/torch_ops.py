@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from string import ascii_lowercase
 from typing import Any
 
@@ -38,6 +38,8 @@ import torch
 
 from cukern import fused_moe, ops
 from cukern.runtime import check
+from cukern.runtime.describe import Result
+from cukern.runtime.op import OPS
 
 # The operators live as long as this object, and a reload of the module must leave them to those who hold them.
 if "_library" not in globals():
@@ -119,9 +121,10 @@ def _register(
             _check_gradients(operator, args, kwargs)
         if results is None:
             return None
+        like = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         made = [
-            result[0].new_empty(result[1], dtype=getattr(torch, result[2])) if isinstance(result, tuple) else result
-            for result in results(*args, **kwargs)
+            like.new_empty(result.shape, dtype=getattr(torch, result.dtype)) if isinstance(result, Result) else result
+            for result in _as_results(results(*args, **kwargs))
         ]
         return _one_or_all(made)
 
@@ -164,26 +167,38 @@ def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: dict[st
     torch.compiler.substitute_in_graph(function)(traceable)
 
 
+def _as_results(found: Any) -> list[Any]:
+    found = [found] if isinstance(found, Result) else list(found)
+    return [Result(x[1], x[2]) if type(x) is tuple else x for x in found]
+
+
 def _register_all() -> None:
+    for op in OPS.values():
+        if not hasattr(torch.ops.cukern, op.name):
+            _register_op(op.call, op.name, op.schemas)
     for module in [*vars(ops).values(), fused_moe]:
         schemas = getattr(module, "TORCH_OPS", {})
         # Those that are there are from an earlier import of this module.
         names = [name for schema in schemas if not hasattr(torch.ops.cukern, name := re.split(r"[.(]", schema)[0])]
         for name in dict.fromkeys(names):
-            function = getattr(module, name)
-            out_names = {}
-            for schema, results in schemas.items():
-                found, _, flag = schema.split("(", 1)[0].partition(".")
-                if found != name:
-                    continue
-                call = functools.partial(function, **{f"return_{flag}": True}) if flag else function
-                _register(call, schema, results)
-                if results is not None and "out" in inspect.signature(function).parameters:
-                    out_names[flag] = _result_names(schema)
-                    _register(call, _out_schema(schema), None, out_names[flag])
-                if functional := _functional_schema(schema):
-                    _register(call, functional, results)
-            _keep_in_graph(function, getattr(torch.ops.cukern, name), out_names)
+            _register_op(getattr(module, name), name, schemas)
+
+
+def _register_op(function: Callable[..., Any], name: str, schemas: Mapping[str, Any]) -> None:
+    """Register the operator of a function, with all its overloads."""
+    out_names = {}
+    for schema, results in schemas.items():
+        found, _, flag = schema.split("(", 1)[0].partition(".")
+        if found != name:
+            continue
+        call = functools.partial(function, **{f"return_{flag}": True}) if flag else function
+        _register(call, schema, results)
+        if results is not None and "out" in inspect.signature(function).parameters:
+            out_names[flag] = _result_names(schema)
+            _register(call, _out_schema(schema), None, out_names[flag])
+        if functional := _functional_schema(schema):
+            _register(call, functional, results)
+    _keep_in_graph(function, getattr(torch.ops.cukern, name), out_names)
 
 
 _register_all()

@@ -7,7 +7,11 @@ from typing import Any
 from cukern.reference import moe_activation as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check
+from cukern.runtime.describe import Array, Result, dtype_name, expect_array
 from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, outputs, run_twin
 from cukern.runtime.rows import rows_of, tile
 from cukern.runtime.units import divisor
 
@@ -23,7 +27,7 @@ __all__ = [
 DTYPES = ("float32", "float16", "bfloat16")
 #: "vector": 16 bytes at a time; "scalar": one element.
 VARIANTS = ("auto", "vector", "scalar")
-_kernel = Kernel("moe_activation", "moe_activation", "3Pq2iIi3iIi")
+_kernel = Kernel("moe_activation", "moe_activation")
 _ITEMS = 2
 
 
@@ -38,14 +42,24 @@ _kernel.specialized = [
 ]
 
 
-def check_halves(name: str, array: Any) -> int:
+def check_halves(name: str, array: Array) -> int:
     """The size of one of the two halves of the rows of `array`. Raises ValueError where they are not even."""
     if not array.shape or array.shape[-1] % 2:
         check.fail(name, "of shape [..., 2 * inter]", list(array.shape))
     return array.shape[-1] // 2
 
 
-@arrays.takes_dlpack
+def _activated(x: Any, *_: Any, **__: Any) -> Result:
+    return Result((*x.shape[:-1], x.shape[-1] // 2), dtype_name(x), "[..., inter]")
+
+
+@op(
+    twin.moe_activation,
+    "moe_activation(Tensor x, str activation='silu', *, Tensor? expert_num_tokens=None, str variant='auto') "
+    "-> (Tensor activated)",
+    _activated,
+    rows={"rows": ("x", "expert_num_tokens", "out")},
+)
 def moe_activation(
     x: Any, activation: str = "silu", *, expert_num_tokens: Any = None, out: Any = None, variant: str = "auto"
 ) -> Any:
@@ -77,67 +91,61 @@ def moe_activation(
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     number = activations.number(activation)
-    library, device = arrays.place("x", x)
-    dtype = library.dtype(x)
-    if dtype not in DTYPES:
-        check.dtype("x", dtype, DTYPES)
+    expect_array("x", x, DTYPES)
     inter = check_halves("x", x)
-    rows = rows_of("x", x, library, device, expert_num_tokens)
-    shape = (*x.shape[:-1], inter)
-    if out is not None:
-        arrays.expect("out", out, "x", library, device, (dtype,), shape, "[..., inter]")
-    else:
-        out = library.empty(shape, dtype, x)
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        counts = None if expert_num_tokens is None else library.to_numpy(expert_num_tokens)
-        twin.moe_activation(library.to_numpy(x), activation, expert_num_tokens=counts, out=library.to_numpy(out))
-        return out
+    rows = rows_of("x", x, expert_num_tokens)
+    out = outputs(out, x, "x", _activated(x))
+    if x.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
     if rows.total == 0 or inter == 0:
-        check.one_of("variant", variant, VARIANTS)
         return out
-    item_size = arrays.ITEM_SIZE[dtype]
-    addresses = library.address(x), library.address(out)
-    wide = (addresses[0] | addresses[1] | (inter | rows.distance) * item_size) % 16 == 0
-    if variant != "auto":
-        check.one_of("variant", variant, VARIANTS)
-        if variant == "vector" and not wide:
-            check.fail("variant", "'auto' or 'scalar' here", "'vector': rows of x or out are not 16-byte aligned")
-        wide = variant == "vector"
-    width = 16 if wide else item_size
+    item_size = x.item_size
+    wide = min(x.alignment, out.alignment) == 16 and (inter | rows.distance) * item_size % 16 == 0
+    if variant == "vector" and not wide:
+        check.fail("variant", "'auto' or 'scalar' here", "'vector': rows of x or out are not 16-byte aligned")
+    width = 16 if wide and variant != "scalar" else item_size
     plan = tile(inter * item_size // width, _ITEMS)
-    _variant(dtype, number, width).launch(
-        device,
-        library.stream(device),
-        (-(-rows.total // plan.rows), plan.chunks, 1),
-        (plan.threads, 1, 1),
-        0,
-        *addresses,
-        rows.counts,
-        rows.distance * item_size,
-        rows.total,
-        rows.batch,
-        *divisor(rows.batch),
-        *plan.geometry,
+    launch(
+        _variant(x.dtype, number, width),
+        (ceil_div(rows.total, plan.rows), plan.chunks),
+        plan.threads,
+        x=x,
+        out=out,
+        counts=rows.counts,
+        x_stride=rows.distance * item_size,
+        rows=rows.total,
+        max_tokens=rows.batch,
+        by_max_tokens=divisor(rows.batch),
+        **plan.fields,
     )
     return out
 
 
+def _alias(name: str) -> Any:
+    """Declare a function of one activation."""
+    return op(getattr(twin, name), f"{name}(Tensor x) -> (Tensor activated)", _activated, rows={"rows": ("x", "out")})
+
+
+@_alias("silu_and_mul")
 def silu_and_mul(x: Any, *, out: Any = None) -> Any:
     """`moe_activation` with "silu"; vLLM's operator of this name, which takes `out` first."""
     return moe_activation(x, "silu", out=out)
 
 
+@_alias("gelu_and_mul")
 def gelu_and_mul(x: Any, *, out: Any = None) -> Any:
     """`moe_activation` with "gelu"; vLLM's operator of this name, which takes `out` first."""
     return moe_activation(x, "gelu", out=out)
 
 
+@_alias("gelu_tanh_and_mul")
 def gelu_tanh_and_mul(x: Any, *, out: Any = None) -> Any:
     """`moe_activation` with "gelu_tanh"; vLLM's operator of this name, which takes `out` first."""
     return moe_activation(x, "gelu_tanh", out=out)
 
 
+@_alias("swigluoai_and_mul")
 def swigluoai_and_mul(x: Any, *, out: Any = None) -> Any:
     """`moe_activation` with "swigluoai", the activation of gpt-oss with its limit of 7.
 
@@ -146,18 +154,7 @@ def swigluoai_and_mul(x: Any, *, out: Any = None) -> Any:
     return moe_activation(x, "swigluoai", out=out)
 
 
+@_alias("relu2_and_mul")
 def relu2_and_mul(x: Any, *, out: Any = None) -> Any:
     """`moe_activation` with "relu2"."""
     return moe_activation(x, "relu2", out=out)
-
-
-def _activated(x: Any, *args: Any, **options: Any) -> Any:
-    return ((x, (*x.shape[:-1], x.shape[-1] // 2), str(x.dtype).removeprefix("torch.")),)
-
-
-#: For `cukern.torch_ops`: the schema of each operator, and what its results are.
-TORCH_OPS: dict[str, Any] = {
-    "moe_activation(Tensor x, str activation='silu', *, Tensor? expert_num_tokens=None, str variant='auto') "
-    "-> (Tensor activated)": _activated,
-    **{f"{name}(Tensor x) -> (Tensor activated)": _activated for name in __all__ if name != "moe_activation"},
-}

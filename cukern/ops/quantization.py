@@ -10,7 +10,7 @@ from cukern.reference import quantization as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check, fp8
 from cukern.runtime.kernel import Kernel, Variant, multiprocessors
-from cukern.runtime.rows import MAX_ROWS, Rows, rows_of, tile
+from cukern.runtime.rows import MAX_ROWS, Rows, rows_of_array, tile
 from cukern.runtime.units import divisor
 
 __all__ = [
@@ -309,7 +309,7 @@ def scaled_fp8_quant(
     The function, its arguments and their order are vLLM's `scaled_fp8_quant`.
     """
     library, device, dtype = _leader("input", input)
-    rows = rows_of("input", input, library, device)
+    rows = rows_of_array("input", input, library, device)
     shape = tuple(input.shape)
     if num_token_padding is not None:
         if len(shape) < 2:
@@ -344,7 +344,7 @@ def _per_token_group_quant(
     expert_num_tokens: Any, out_q: Any, out_s: Any, variant: str, form: str,
 ) -> tuple[Any, Any]:  # fmt: skip
     library, device, dtype = _leader("x", x)
-    rows = rows_of("x", x, library, device, expert_num_tokens)
+    rows = rows_of_array("x", x, library, device, expert_num_tokens)
     k = rows.size
     group_size = _group_size(group_size, k)
     if check.number("eps", eps) < MIN_EPS:
@@ -479,7 +479,7 @@ def scaled_int8_quant(
     The function, its arguments and their order are vLLM's `scaled_int8_quant`.
     """
     library, device, dtype = _leader("input", input)
-    rows = rows_of("input", input, library, device)
+    rows = rows_of_array("input", input, library, device)
     static = scale is not None
     given = fp8.scale("scale", scale, "input", library, device) if static else None
     if azp is not None:
@@ -552,7 +552,7 @@ def silu_and_mul_quant(
     number = activations.number(activation)
     library, device, dtype = _leader("x", x)
     inter = check_halves("x", x)
-    rows = rows_of("x", x, library, device, expert_num_tokens)
+    rows = rows_of_array("x", x, library, device, expert_num_tokens)
     given = None
     scales: tuple[int, ...]
     if scale is not None:
@@ -587,7 +587,7 @@ def silu_and_mul_quant(
 
 def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = None) -> tuple[Any, Any]:
     library, device, dtype = _leader(name, x)
-    rows = rows_of(name, x, library, device)
+    rows = rows_of_array(name, x, library, device)
     if rows.size % group:
         check.fail(name, f"of whole groups of {group} along its last dimension", rows.size)
     given = fp8.scale("input_global_scale", global_scale, name, library, device)

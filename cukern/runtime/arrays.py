@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from cukern.runtime import check
-from cukern.runtime.cuda import cupy, current_device
+from cukern.runtime.cuda import cupy, current_device, runtime
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+#: A shape, or a function that finds it in a call's environment.
+Shape = tuple[int, ...] | Callable[[Sequence[Any]], tuple[int, ...]]
 
 #: Names of the dtypes that have no native NumPy type.
 _EXTENDED = {
@@ -63,6 +65,22 @@ class Library:
     """An array library. `device` is the index of a CUDA device, or None for host memory."""
 
     name: str
+    array_type: type
+
+    def read(self, array: Any, signature: list[Any]) -> int:
+        """The address of an array; what else there is to know of it joins a call's signature, its shape last but one.
+
+        The words are the library's own, which its types keep apart from those of the others.
+        """
+        raise NotImplementedError
+
+    def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
+        """A function of a call's environment that allocates an array on `device`, the current one."""
+        raise NotImplementedError
+
+    def current_device(self) -> int:
+        """The current CUDA device of this thread."""
+        return runtime.getDevice()
 
     def dtype(self, array: Any) -> str:
         return array.dtype.name
@@ -94,6 +112,11 @@ class Library:
 
 class _NumPy(Library):
     name = "NumPy"
+    array_type = np.ndarray
+
+    def read(self, array: Any, signature: list[Any]) -> int:
+        signature += array.dtype, array.strides, array.shape, "host"
+        return 0
 
     def device(self, array: Any) -> None:
         return None
@@ -117,6 +140,21 @@ class _NumPy(Library):
 
 class _CuPy(Library):
     name = "CuPy"
+
+    @property
+    def array_type(self) -> type:
+        return cupy.ndarray
+
+    def read(self, array: Any, signature: list[Any]) -> int:
+        memory = array.data
+        signature += array.dtype, array.strides, array.shape, memory.device_id
+        return memory.ptr
+
+    def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
+        empty, kind = cupy.empty, numpy_dtype(dtype)
+        if callable(shape):
+            return lambda environment: empty(shape(environment), kind)
+        return lambda environment: empty(shape, kind)
 
     def device(self, array: Any) -> int:
         return array.data.device_id
@@ -153,6 +191,7 @@ class _Torch(Library):
         import torch
 
         self._torch = torch
+        self.array_type = torch.Tensor
         self._empty = torch.empty
         self._names = {
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
@@ -163,7 +202,28 @@ class _Torch(Library):
         # What torch.compile's own code allocates with, in two thirds of the time of torch.empty.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
-        self._current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
+        self.current_device = getattr(torch._C, "_cuda_getDevice", runtime and runtime.getDevice)
+
+    def read(self, array: Any, signature: list[Any]) -> int:
+        signature += array.dtype, array.stride(), array.shape, array.device
+        return array.data_ptr()
+
+    def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
+        empty, kind = self._empty_cuda, self._dtypes[dtype]
+        if empty is None:
+            general, place = self._empty, self._torch.device("cuda", device)
+            if callable(shape):
+                return lambda environment: general(shape(environment), dtype=kind, device=place)
+            return lambda environment: general(shape, dtype=kind, device=place)
+        if callable(shape):
+
+            def make(environment: Sequence[Any]) -> Any:
+                found = shape(environment)
+                return empty(found, _strides(found), kind)
+
+            return make
+        strides = _strides(shape)
+        return lambda environment: empty(shape, strides, kind)
 
     def dtype(self, array: Any) -> str:
         return self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")
@@ -182,7 +242,7 @@ class _Torch(Library):
         return array.stride()
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        if self._empty_cuda and like.is_cuda and self._current_device and like.get_device() == self._current_device():
+        if self._empty_cuda and like.is_cuda and like.get_device() == self.current_device():
             return self._empty_cuda(shape, _strides(shape), self._dtypes[dtype])
         return self._empty(shape, dtype=self._dtypes[dtype], device=like.device)
 
@@ -212,7 +272,8 @@ class _Torch(Library):
 
 NUMPY = _NumPy()
 CUPY = _CuPy()
-_libraries: dict[type, Library | None] = {np.ndarray: NUMPY}
+#: The library of each type that was met: None where it is no array, or only DLPack can tell.
+KNOWN: dict[type, Library | None] = {np.ndarray: NUMPY}
 
 
 def _find(kind: type) -> Library | None:
@@ -224,7 +285,7 @@ def _find(kind: type) -> Library | None:
     # An array can only be a tensor when its library is loaded: importing torch here would cost seconds.
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
-        return next((x for x in _libraries.values() if isinstance(x, _Torch)), None) or _Torch()
+        return next((x for x in KNOWN.values() if isinstance(x, _Torch)), None) or _Torch()
     return None
 
 
@@ -232,9 +293,9 @@ def library_of(array: Any) -> Library | None:
     """The library of an array, or None for an object that must enter through DLPack."""
     kind = type(array)
     try:
-        return _libraries[kind]
+        return KNOWN[kind]
     except KeyError:
-        library = _libraries[kind] = _find(kind)
+        library = KNOWN[kind] = _find(kind)
         return library
 
 
@@ -304,8 +365,8 @@ def takes_dlpack(function: _F) -> _F:
             leader = leader[0]
         if library_of(leader) is not None or not hasattr(leader, "__dlpack__"):
             return function(*args, **kwargs)
-        entered = {key: _enter_all(key, value) for key, value in kwargs.items()}
-        results = function(*(_enter_all(f"argument {i}", value) for i, value in enumerate(args)), **entered)
+        entered = {key: enter_all(key, value) for key, value in kwargs.items()}
+        results = function(*(enter_all(f"argument {i}", value) for i, value in enumerate(args)), **entered)
         if kwargs.get("out") is not None:
             return kwargs["out"]
         if isinstance(results, tuple):
@@ -315,9 +376,10 @@ def takes_dlpack(function: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
-def _enter_all(name: str, value: Any) -> Any:
+def enter_all(name: str, value: Any) -> Any:
+    """`value` with every array in it that DLPack alone knows in a library known here."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_enter_all(name, x) for x in value)
+        return type(value)(enter_all(name, x) for x in value)
     return enter(name, value) if hasattr(value, "__dlpack__") else value
 
 
@@ -340,7 +402,7 @@ def leader(
 
     Raises TypeError for what is no array and for a dtype, ValueError for another number of dimensions.
     """
-    library = _libraries.get(type(array)) or place(name, array)[0]
+    library = KNOWN.get(type(array)) or place(name, array)[0]
     device, dtype = library.device(array), library.dtype(array)
     if dtype not in dtypes:
         check.dtype(name, dtype, dtypes)
@@ -365,7 +427,7 @@ def expect(
     """
     # Nearly every array passes here; what does not is looked at again for what to say, if anything.
     if (
-        _libraries.get(type(array)) is library
+        KNOWN.get(type(array)) is library
         and library.device(array) == device
         and library.dtype(array) in dtypes
         and array.shape == shape

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from cukern.runtime.late import Late
+
 
 def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
     """Raise `error` in the words every message of the library uses."""
@@ -12,10 +14,12 @@ def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueErro
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
-    """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not."""
+    """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not. Late, it is checked late."""
     wanted = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
     if why:
         wanted += f" ({why})"
+    if isinstance(value, Late):
+        return value.apply(lambda each: integer(name, each, low, high, why))  # type: ignore[return-value]
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         fail(name, wanted, f"{value!r} ({type(value).__name__})", TypeError)
     number = value.__index__()
@@ -25,9 +29,11 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a finite float."""
+    """`value` as a finite float. Late, it is checked late."""
     if type(value) is float and value - value == 0.0:
         return value
+    if isinstance(value, Late):
+        return value.apply(lambda each: number(name, each))  # type: ignore[return-value]
     try:
         result = float(value)
     except (TypeError, ValueError):

@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cukern.runtime import nvrtc
+from cukern.runtime import nvrtc, template
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the sources lie inside the package, in a checkout beside it.
 CUDA_SRC = _PACKAGE / "cuda_src" if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent / "cuda_src"
 
+#: What NVRTC's messages cite where a struct of parameters is not as the host reads it.
+_LAYOUT_LINE = '\n#line 1 "the structs of parameters as cukern.runtime.template reads them"\n'
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 # Kernels that need Hopper's (or a later chip's) own instructions are refused by the plain target.
 _ARCH_SPECIFIC_FROM = 90
@@ -190,6 +192,8 @@ def _cuda_header_digest(name: str) -> str:
 @functools.cache
 def _source_digest(stem: str) -> str:
     digest = hashlib.sha256(source(stem).encode())
+    # The assertions that are compiled with it follow from the text and from this file.
+    digest.update(Path(template.__file__).read_bytes())
     (_, *shared), cuda_headers = included([CUDA_SRC / f"{stem}.cu"], CUDA_SRC)
     for path in sorted(shared):
         digest.update(path.relative_to(CUDA_SRC).as_posix().encode() + b"\0" + path.read_bytes())
@@ -303,7 +307,7 @@ def _job(instance: Instance, arch: str) -> dict[str, Any]:
     filename = str(CUDA_SRC / f"{instance.stem}.cu")
     include = [f"-I{CUDA_SRC}", f"-I{cuda_include_directory()}"]
     return {
-        "source": source(instance.stem),
+        "source": source(instance.stem) + _LAYOUT_LINE + template.assertions(instance.stem),
         "filename": filename,
         "expression": instance.expression,
         "options": _options(arch) + include,

@@ -115,7 +115,7 @@ class Kernel:
     q int64, i int32, f float. `compile_s` is roughly how many seconds its slowest instance takes to compile.
     """
 
-    def __init__(self, stem: str, function: str, params: str, compile_s: float = 0.3) -> None:
+    def __init__(self, stem: str, function: str, params: str = "", compile_s: float = 0.3) -> None:
         self.stem = stem
         self.function = function
         self.compile_s = compile_s

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check
+from cukern.runtime.describe import Array, contiguous_strides, expect
 from cukern.runtime.units import divisor
 
 #: Rows are counted in 31 bits and rounded up to whole tiles.
@@ -17,14 +19,14 @@ MAX_ROW = (2**16 - 1) * 256
 class Rows(NamedTuple):
     """An array [..., size] as rows."""
 
-    total: int
+    total: Any
     size: int
     distance: int  # of neighbours, in elements
-    batch: int  # so many have an index before the last but one in common
-    counts: int  # the address of how many of each `batch` count, int32; 0: all do
+    batch: int  # so many have an index before the last but one in common, where they are counted
+    counts: Any  # how many of each `batch` count, int32; None: all do
 
 
-def rows_of(name: str, array: Any, library: arrays.Library, device: int | None, expert_num_tokens: Any = None) -> Rows:
+def rows_of_array(name: str, array: Any, library: arrays.Library, device: int | None, expert_num_tokens: Any = None) -> Rows:
     """The rows of `array`; with expert_num_tokens it is [experts, max_tokens, size].
 
     Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all lie at one distance, or
@@ -64,6 +66,42 @@ def rows_of(name: str, array: Any, library: arrays.Library, device: int | None, 
     return Rows(count, size, distance, batch, library.address(expert_num_tokens))
 
 
+def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
+    """The rows of `array`; with expert_num_tokens it is [experts, max_tokens, size].
+
+    Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all lie at one distance, or
+    for other sizes.
+    """
+    shape = array.shape
+    if not shape:
+        check.dimensions(name, shape, ("...", "size"))
+    size = distance = shape[-1]
+    if size > MAX_ROW:
+        check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
+    count = functools.reduce(operator.mul, shape[:-1]) if shape[:-1] else 1
+    if count > MAX_ROWS:
+        check.fail(name, f"of at most {MAX_ROWS} rows", count)
+    if array.strides == contiguous_strides(shape):
+        pass
+    elif count > 1 and size:
+        fits, span = array.strides[-1] == 1 or size == 1, 0
+        for length, stride in zip(shape[-2::-1], array.strides[-2::-1], strict=True):
+            if length > 1:
+                if not span:
+                    distance = span = stride
+                fits, span = fits and stride == span, stride * length
+        if not fits or distance < 0:
+            wanted = "contiguous along its last dimension, with all rows at one distance"
+            check.fail(name, wanted, f"strides {array.strides} (in elements)")
+    elif size > 1 and count and array.strides[-1] != 1:
+        check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
+    if expert_num_tokens is None:
+        return Rows(count, size, distance, 1, None)
+    check.dimensions(name, shape, ("experts", "max_tokens", "size"))
+    expect("expert_num_tokens", expert_num_tokens, array, name, ("int32",), (shape[0],), "[experts]")
+    return Rows(count, size, distance, shape[-2], expert_num_tokens)
+
+
 class Tile(NamedTuple):
     """What a block takes: `rows` of them, or one of `chunks` parts of a long one."""
 
@@ -71,6 +109,17 @@ class Tile(NamedTuple):
     rows: int
     chunks: int
     geometry: tuple[int, ...]  # columns, tile_rows, tile_columns and the Divisor by the threads that have a row
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As a struct of parameters names them."""
+        columns, tile_rows, tile_columns, *by_threads = self.geometry
+        return {
+            "columns": columns,
+            "tile_rows": tile_rows,
+            "tile_columns": tile_columns,
+            "by_threads": tuple(by_threads),
+        }
 
 
 @functools.lru_cache(maxsize=1024)

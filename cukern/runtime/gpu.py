@@ -1,0 +1,50 @@
+"""What a plan may know of the GPU that it is made for."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from cukern.runtime import check
+from cukern.runtime.cuda import runtime
+from cukern.runtime.kernel import arch_of_device
+
+# The driver's attributes of a device.
+_MULTIPROCESSORS, _SHARED_PER_MULTIPROCESSOR, _SHARED_PER_BLOCK = 16, 81, 97
+
+
+class Gpu(NamedTuple):
+    """A GPU; shared memory is in bytes."""
+
+    arch: str  # the compile target, such as "90a"
+    multiprocessors: int
+    shared_per_multiprocessor: int
+    shared_per_block: int
+
+    @property
+    def compute_capability(self) -> int:
+        """10 times the major number plus the minor one."""
+        return int(self.arch.rstrip("a"))
+
+
+#: A GPU of each architecture, for plans that are made where there is none.
+BY_ARCH = {
+    "80": Gpu("80", 108, 164 << 10, 163 << 10),  # A100
+    "86": Gpu("86", 84, 100 << 10, 99 << 10),  # A40
+    "89": Gpu("89", 142, 100 << 10, 99 << 10),  # L40S
+    "90a": Gpu("90a", 132, 228 << 10, 227 << 10),  # H100, H200
+    "100a": Gpu("100a", 148, 228 << 10, 227 << 10),  # B200
+    "120a": Gpu("120a", 188, 100 << 10, 99 << 10),  # RTX PRO 6000
+}
+
+
+@functools.cache
+def of_device(device: int) -> Gpu:
+    """The GPU of a CUDA device. Makes no context."""
+    attributes = (_MULTIPROCESSORS, _SHARED_PER_MULTIPROCESSOR, _SHARED_PER_BLOCK)
+    return Gpu(arch_of_device(device), *(runtime.deviceGetAttribute(x, device) for x in attributes))
+
+
+def of_arch(arch: str) -> Gpu:
+    """A GPU of an architecture. Raises ValueError for one that is not known here."""
+    return BY_ARCH[check.one_of("arch", arch, BY_ARCH)]

@@ -1,0 +1,175 @@
+"""Numbers that a plan leaves open, so that it serves calls which differ in them alone.
+
+A plan is made from one call. What the op calls late, such as the number of tokens, is then a `Late`: it has the value
+of that call, and knows how to find the value of another one. Arithmetic gives further late numbers. To compare one
+decides something for the plan, so the outcome is kept as a guard: the plan serves the calls with the same outcomes. To
+use one as an integer (`int`, `range`, an index) ties the plan to its value. So no plan is used for a call that it would
+not have been made for, whatever it does with its numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: What a late number is found in: the addresses, sizes and scalars of a call.
+Environment = Sequence[Any]
+
+_OPPOSITE = {
+    operator.lt: operator.gt,
+    operator.le: operator.ge,
+    operator.gt: operator.lt,
+    operator.ge: operator.le,
+    operator.eq: operator.eq,
+    operator.ne: operator.ne,
+}
+
+
+class Guards:
+    """The outcomes that a plan relies on."""
+
+    def __init__(self) -> None:
+        #: Of numbers that the environment holds, by their place there: the least and the largest that will do.
+        self.ranges: dict[int, list[float]] = {}
+        self.others: list[Callable[[Environment], bool]] = []
+
+    def hold(self, environment: Environment) -> bool:
+        """Whether all outcomes are the same for these numbers."""
+        for place, (least, largest) in self.ranges.items():
+            if not least <= environment[place] <= largest:
+                return False
+        return all(guard(environment) for guard in self.others)
+
+    def add(self, number: Late, compare: Callable[[Any, Any], bool], other: Any) -> bool:
+        """The outcome of a comparison, which is relied on from now on."""
+        outcome = compare(number.value, other.value if isinstance(other, Late) else other)
+        if isinstance(other, Late) or not self._narrow(number, compare, other, outcome):
+            left, right = number.evaluate, other.evaluate if isinstance(other, Late) else lambda environment: other
+            self.others.append(lambda environment: compare(left(environment), right(environment)) is outcome)
+        return outcome
+
+    def _narrow(self, number: Late, compare: Callable[[Any, Any], bool], other: Any, outcome: bool) -> bool:
+        """Keep the outcome as a range, where it is one of integers."""
+        if number.place is None or type(number.value) is not int or type(other) is not int:
+            return False
+        least, largest = self.ranges.setdefault(number.place, [float("-inf"), float("inf")])
+        if compare is operator.eq or compare is operator.ne:
+            if outcome is (compare is operator.eq):
+                least = largest = other
+            elif other < number.value and (least >= other or other == 0):  # sizes are not negative
+                least = max(least, other + 1)
+            else:
+                return False
+        elif (compare is operator.le and outcome) or (compare is operator.gt and not outcome):
+            largest = min(largest, other)
+        elif (compare is operator.lt and outcome) or (compare is operator.ge and not outcome):
+            largest = min(largest, other - 1)
+        elif (compare is operator.gt and outcome) or (compare is operator.le and not outcome):
+            least = max(least, other + 1)
+        else:
+            least = max(least, other)
+        self.ranges[number.place][:] = least, largest
+        return True
+
+
+class Late:
+    """A number of the call that a plan is made from, and of each call that the plan will serve.
+
+    `place` is where the environment holds it; None for what is computed.
+    """
+
+    __slots__ = ("evaluate", "guards", "place", "value")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self, value: Any, evaluate: Callable[[Environment], Any], guards: Guards, place: int | None = None
+    ) -> None:
+        self.value = value
+        self.evaluate = evaluate
+        self.guards = guards
+        self.place = place
+
+    @classmethod
+    def at(cls, place: int, value: Any, guards: Guards) -> Late:
+        """The number that the environment holds at `place`."""
+        return cls(value, operator.itemgetter(place), guards, place)
+
+    def apply(self, function: Callable[[Any], Any]) -> Late:
+        """What `function` makes of the number of each call."""
+        evaluate = self.evaluate
+        return Late(function(self.value), lambda environment: function(evaluate(environment)), self.guards)
+
+    def _exact(self) -> Any:
+        self.guards.add(self, operator.eq, self.value)
+        return self.value
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def __bool__(self) -> bool:
+        return self.guards.add(self, operator.ne, 0)
+
+    def __index__(self) -> int:
+        return operator.index(self._exact())
+
+    def __int__(self) -> int:
+        return int(self._exact())
+
+    def __float__(self) -> float:
+        return float(self._exact())
+
+    def __neg__(self) -> Late:
+        return self.apply(operator.neg)
+
+
+def late(function: Callable[..., Any], *numbers: Any) -> Any:
+    """`function` of the numbers, late where one of them is."""
+    first = next((x for x in numbers if isinstance(x, Late)), None)
+    if first is None:
+        return function(*numbers)
+    if len(numbers) == 1:
+        return first.apply(function)
+    value = function(*(x.value if isinstance(x, Late) else x for x in numbers))
+    if len(numbers) == 2:
+        left, right = numbers
+        if not isinstance(right, Late):
+            of = left.evaluate
+            return Late(value, lambda environment: function(of(environment), right), first.guards)
+        if not isinstance(left, Late):
+            of = right.evaluate
+            return Late(value, lambda environment: function(left, of(environment)), first.guards)
+    finders = [x.evaluate if isinstance(x, Late) else (lambda environment, x=x: x) for x in numbers]
+    return Late(value, lambda environment: function(*[find(environment) for find in finders]), first.guards)
+
+
+def each_call(function: Callable[[], Any], like: Late | Guards) -> Late:
+    """A number that `function` gives anew for each call."""
+    guards = like.guards if isinstance(like, Late) else like
+    return Late(function(), lambda environment: function(), guards)
+
+
+def ceil_div(number: Any, divisor: Any) -> Any:
+    """`number / divisor` rounded up, of late numbers too."""
+    return late(_ceil_div, number, divisor)
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _add_operators() -> None:
+    for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "lshift", "rshift", "and_", "or_"):
+        function = getattr(operator, name)
+        word = name.rstrip("_")
+        setattr(Late, f"__{word}__", lambda self, other, function=function: late(function, self, other))
+        setattr(Late, f"__r{word}__", lambda self, other, function=function: late(function, other, self))
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        compare = getattr(operator, name)
+        setattr(Late, f"__{name}__", lambda self, other, compare=compare: self.guards.add(self, compare, other))
+
+
+_add_operators()

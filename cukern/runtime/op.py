@@ -1,0 +1,349 @@
+"""From a declaration to a call: how every function of `cukern.ops` runs.
+
+An op is written as a function of its public arguments whose body is the *plan*: it is given an `Array`, a description,
+in place of each array; checks what concerns several arguments, chooses the kernel, and says with `outputs`, `empty` and
+`launch` what is allocated and launched. It touches no GPU, and runs once for each signature: the dtypes, shapes,
+strides, places and alignments of the arrays, and the values of the other arguments. What is declared late (the first
+dimension of some arrays, some scalars) is no part of the signature: the body sees it as a `Late` number.
+
+A call reads each array once, finds its plan by the signature, allocates, packs the structs and launches. Arrays in host
+memory go to the NumPy twin once the body has checked them. An op that is called in the body of another one, with
+descriptions, becomes a part of its plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cukern.runtime import arrays, gpu
+from cukern.runtime.describe import Array, Place
+from cukern.runtime.late import Guards, Late
+from cukern.runtime.plan import Plan, Trace, follow
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+#: Every op, by the name of its function.
+OPS: dict[str, Op] = {}
+#: So many plans of an op are kept, the newest ones; and so many that differ in what they found late numbers to be.
+_MOST_PLANS, _MOST_ALTERNATIVES = 1024, 64
+
+_PLAIN, _ROWS, _LATE = range(3)
+_LATE_MARK = object()
+
+
+class _Form:
+    """The calls that give the same number of positional arguments, and the same named ones."""
+
+    __slots__ = ("kinds", "names", "plans")
+
+    def __init__(self, names: list[str], kinds: list[int]) -> None:
+        self.names = names  # of the arguments, in their order
+        self.kinds = kinds
+        self.plans: dict[tuple[Any, ...], Plan | list[Plan]] = {}
+
+
+class Op:
+    """A declared op; see `op`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        twin: Callable[..., Any] | None,
+        schemas: Mapping[str, Callable[..., Any] | None],
+        rows: Mapping[str, Sequence[str]],
+        late_scalars: Collection[str],
+    ) -> None:
+        self.name = function.__name__
+        self.plan = function
+        self.twin = twin
+        self.schemas = schemas
+        self.signature = inspect.signature(function)
+        self.rows = {array: size for size, of in rows.items() for array in of}
+        self.late_scalars = frozenset(late_scalars)
+        self.forms: dict[tuple[Any, ...], _Form] = {}
+        self.call: Callable[..., Any] = _call_of(self, function)
+        self._lock = threading.Lock()
+        self._ages: dict[tuple[_Form, tuple[Any, ...]], None] = {}
+        unknown = {*self.rows, *self.late_scalars} - {*self.signature.parameters}
+        if unknown:
+            raise TypeError(f"{self.name} has no arguments {unknown}")
+
+    def form(self, count: int, named: tuple[str, ...]) -> _Form:
+        """The form of calls with so many positional arguments and these named ones.
+
+        Raises TypeError, in Python's words, where they do not fit the signature.
+        """
+        self.signature.bind(*range(count), **dict.fromkeys(named))
+        names = [*list(self.signature.parameters)[:count], *named]
+        kinds = [_ROWS if x in self.rows else _LATE if x in self.late_scalars else _PLAIN for x in names]
+        return self.forms.setdefault((count, *named), _Form(names, kinds))
+
+    def miss(self, form: _Form, key: tuple[Any, ...] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call without a plan: make one, keep it where there is a key, and run it."""
+        values = (*args, *kwargs.values())
+        flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else (value,))]
+        if any(isinstance(x, Array) for x in flat):
+            return self.plan(*args, **kwargs)  # in the plan of another op
+        known = len(arrays.KNOWN)
+        libraries = [arrays.library_of(x) for x in flat]
+        if len(arrays.KNOWN) > known:
+            return self.call(*args, **kwargs)  # the key was made as if new types of arrays were none
+        first = next((x for x, of in zip(flat, libraries, strict=True) if of or hasattr(x, "__dlpack__")), None)
+        if first is not None and arrays.library_of(first) is None:
+            return self._foreign(first, args, kwargs)
+        trace, returned, reader = self.say(form, values)
+        if trace.is_host_call:
+            return self._run_twin(trace, returned, reader, form, values)
+        plan = Plan(trace, returned, reader.paths)
+        if key is not None:
+            self._keep(form, key, plan)
+        return plan.run(values, [*reader.addresses, *reader.lates])
+
+    def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Form, values: Sequence[Any]) -> Any:
+        """What the NumPy twin makes of arrays in host memory, in their library, or in `out`.
+
+        The arrays reach the twin with their own memory, so that what it writes into them arrives.
+        """
+        assert self.twin is not None
+        library = trace.place.library
+
+        def to_numpy(value: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                return type(value)(to_numpy(x) for x in value)
+            return library.to_numpy(value) if arrays.is_array(value) else value
+
+        def given(array: Array) -> Any:
+            position, inner = reader.paths[array.source]
+            return values[position] if inner is None else values[position][inner]
+
+        takes = inspect.signature(self.twin).parameters
+        bound = inspect.BoundArguments(self.signature, dict(zip(form.names, values, strict=True)))  # type: ignore[arg-type]
+        bound.apply_defaults()
+        results = self.twin(**{name: to_numpy(x) for name, x in bound.arguments.items() if name in takes})
+        if returned is not None:  # arguments that were written
+            return tuple(map(given, returned)) if isinstance(returned, tuple) else given(returned)
+        if results is None:
+            return None
+        like = values[reader.paths[0][0]]
+        like = like[0] if isinstance(like, (tuple, list)) else like
+        found = []
+        many = results if isinstance(results, tuple) else (results,)
+        for result, place in zip(many, trace.outputs or [None] * len(many), strict=True):
+            if place is None or place.source >= trace.first_made:
+                found.append(library.from_numpy(result, like) if isinstance(result, np.ndarray) else result)
+                continue
+            found.append(given(place))
+            if "out" not in takes:
+                library.to_numpy(found[-1])[...] = result
+        out = bound.arguments.get("out")
+        if isinstance(out, (tuple, list)) and len(out) == len(found) and all(map(operator.is_, out, found)):
+            return out
+        return tuple(found) if isinstance(results, tuple) else found[0]
+
+    def _foreign(self, first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call on arrays that are known by DLPack alone; the results leave in the library of the first one."""
+        names = [*self.signature.parameters]
+        entered = {name: arrays.enter_all(name, value) for name, value in kwargs.items()}
+        results = self.call(
+            *(arrays.enter_all(name, value) for name, value in zip(names, args, strict=False)), **entered
+        )
+        out = kwargs.get("out")
+        if out is not None:
+            return out
+        if isinstance(results, tuple):
+            return tuple(arrays.leave(x, first) if arrays.is_array(x) else x for x in results)
+        return None if results is None else arrays.leave(results, first)
+
+    def _keep(self, form: _Form, key: tuple[Any, ...], plan: Plan) -> None:
+        with self._lock:
+            found = form.plans.get(key)
+            if plan.guards is None:
+                form.plans[key] = plan
+            else:
+                others = found if isinstance(found, list) else []
+                form.plans[key] = [plan, *others[: _MOST_ALTERNATIVES - 1]]
+            self._ages.pop((form, key), None)
+            self._ages[form, key] = None
+            while len(self._ages) > _MOST_PLANS:
+                oldest, its_key = next(iter(self._ages))
+                del self._ages[oldest, its_key]
+                oldest.plans.pop(its_key, None)
+
+    def forget(self) -> None:
+        """Forget all plans."""
+        with self._lock:
+            self._ages.clear()
+            for form in self.forms.values():
+                form.plans.clear()
+
+    def say(self, form: _Form, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
+        """What the plan says and returns for these arguments; with `on` as if they were on such a GPU."""
+        reader = _Reader(self, on)
+        given = {
+            name: reader.read(i, name, kind, value)
+            for i, (name, kind, value) in enumerate(zip(form.names, form.kinds, values, strict=True))
+        }
+        reader.finish()
+        place = reader.first.place if reader.first is not None else Place(arrays.NUMPY, None, None)
+        trace = Trace(place, len(reader.addresses), reader.guards, len(reader.lates))
+        return trace, follow(trace, lambda: self.plan(**given)), reader
+
+
+class _Reader:
+    """Describes the arrays of a call, in the order in which the call reads them."""
+
+    def __init__(self, op: Op, on: gpu.Gpu | None) -> None:
+        self.op = op
+        self.on = on
+        self.guards = Guards()
+        self.addresses: list[int] = []
+        self.lates: list[Any] = []
+        self.first: Array | None = None
+        self.paths: dict[int, tuple[int, int | None]] = {}
+        self._numbers: list[Late] = []
+        self._sizes: dict[str, Late] = {}  # the first of each name
+        self._same: list[tuple[Late, Late]] = []
+
+    def read(self, position: int, name: str, kind: int, value: Any) -> Any:
+        """What the plan is given for an argument."""
+        if isinstance(value, (tuple, list)):
+            return [self._describe(position, i, name, kind, x) for i, x in enumerate(value)]
+        if arrays.library_of(value) is not None:
+            return self._describe(position, None, name, kind, value)
+        return self._late(value) if kind == _LATE and value is not None else value
+
+    def _late(self, value: Any) -> Late:
+        number = Late(value, lambda environment: None, self.guards)
+        self.lates.append(value)
+        self._numbers.append(number)
+        return number
+
+    def _describe(self, position: int, inner: int | None, name: str, kind: int, value: Any) -> Any:
+        library = arrays.library_of(value)
+        if library is None:
+            return value
+        address, device = library.address(value), library.device(value)
+        shape: tuple[Any, ...] = tuple(value.shape)
+        if kind == _ROWS and shape:
+            size = self._late(shape[0])
+            found = self._sizes.setdefault(self.op.rows[name], size)
+            if found is not size and found.value == size.value:
+                self._same.append((found, size))
+                size = found
+            shape = (size, *shape[1:])
+        if self.on is not None:
+            place = Place(library, 0, self.on)
+        else:
+            place = Place(library, device, None if device is None else gpu.of_device(device))
+        alignment = min(address & -address or 16, 16) if place.device is not None else 16
+        source = len(self.addresses)
+        self.addresses.append(address)
+        self.paths[source] = position, inner
+        made = Array(library.dtype(value), shape, library.strides(value), alignment, place, source, self.guards)
+        if self.first is None:
+            self.first = made
+        return made
+
+    def finish(self) -> None:
+        """Give the late numbers their places."""
+        for i, number in enumerate(self._numbers):
+            number.place = len(self.addresses) + i
+            number.evaluate = operator.itemgetter(number.place)
+        for first, second in self._same:
+            self.guards.add(second, operator.eq, first)
+
+
+def op(
+    twin: Callable[..., Any] | None,
+    schemas: str | Mapping[str, Callable[..., Any] | None],
+    results: Callable[..., Any] | None = None,
+    *,
+    rows: Mapping[str, Sequence[str]] | None = None,
+    late: Collection[str] = (),
+) -> Callable[[_F], _F]:
+    """Declare an op by the function that is its public signature, its docstring and its plan.
+
+    Args:
+        twin: the NumPy function that defines it, with the same arguments but for `variant` and, where it does not
+            matter what `out` held, `out`.
+        schemas: its torch operator, without the overloads that `cukern.torch_ops` derives; or several, each with its
+            `results`.
+        results: gives, for the arguments of the schema, the `Result`s; a number is a result itself. None: nothing is
+            returned but arguments that are written.
+        rows: by the name of a size, the arrays that have it as their first dimension; it is late.
+        late: scalars that are late.
+    """
+    declared = {schemas: results} if isinstance(schemas, str) else schemas
+
+    def declare(function: _F) -> _F:
+        made = OPS[function.__name__] = Op(function, twin, declared, rows or {}, late)
+        return made.call  # type: ignore[return-value]
+
+    return declare
+
+
+def _call_of(op: Op, function: _F) -> _F:
+    forms, library_of = op.forms, arrays.KNOWN.get
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        form = forms.get((len(args), *kwargs))
+        if form is None:
+            form = op.form(len(args), tuple(kwargs))
+        values = (*args, *kwargs.values()) if kwargs else args
+        key: list[Any] = []
+        environment: list[Any] = []
+        lates: list[Any] = []
+        bits = 0
+        for kind, value in zip(form.kinds, values):  # noqa: B905
+            of = type(value)
+            library = library_of(of)
+            if library is not None:
+                address = library.read(value, key)
+                bits |= address
+                environment.append(address)
+                if kind == _ROWS and key[-2]:
+                    lates.append(key[-2][0])
+                    key[-2] = key[-2][1:]
+            elif kind == _LATE and value is not None:
+                key.append(_LATE_MARK)
+                lates.append(value)
+            elif of is int or of is str or value is None:
+                key.append(value)
+            elif of is tuple or of is list:
+                key += of, len(value)
+                for x in value:
+                    library = library_of(type(x))
+                    if library is None:
+                        key += type(x), x
+                        continue
+                    address = library.read(x, key)
+                    bits |= address
+                    environment.append(address)
+                    if kind == _ROWS and key[-2]:
+                        lates.append(key[-2][0])
+                        key[-2] = key[-2][1:]
+            else:
+                key += of, value  # 1, 1.0 and True are equal
+        if bits & 15:
+            key.append(tuple([address & 15 for address in environment]))
+        signature: tuple[Any, ...] | None = tuple(key)
+        environment += lates
+        try:
+            plan = form.plans.get(signature)  # type: ignore[arg-type]
+        except TypeError:  # what cannot be hashed fits no plan
+            plan = signature = None
+        if type(plan) is list:
+            plan = next((x for x in plan if x.guards.hold(environment)), None)
+        if plan is None:
+            return op.miss(form, signature, args, kwargs)
+        return plan.run(values, environment)
+
+    return call  # type: ignore[return-value]

@@ -1,0 +1,313 @@
+"""What a template declares for the host: the struct of parameters of each kernel, and constants.
+
+The struct is read from the text of the `.cu` and of what it includes, so that a launch names its fields and nobody
+counts bytes. `assertions` goes to NVRTC with every instance: the compiler confirms each offset that was read here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cukern.runtime.late import Late
+
+_SCALARS = {
+    "bool": "?",
+    "char": "b",
+    "signed char": "b",
+    "unsigned char": "B",
+    "int": "i",
+    "unsigned": "I",
+    "unsigned int": "I",
+    "long long": "q",
+    "unsigned long long": "Q",
+    "float": "f",
+    "double": "d",
+}
+_POINTER = "Q"
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_STRUCT = re.compile(r"(?:\btemplate\s*<\s*typename\s+(\w+)\s*>\s*)?\bstruct\s+(?:alignas\((\d+)\)\s*)?(\w+)\s*(?::\s*(?:public\s+)?(\w+)\s*)?\{")
+_INNER_BLOCK = re.compile(r"\{[^{}]*\}")
+_MEMBER = re.compile(r"(?:alignas\((\d+)\) )?((?:\w+ )*\w+(?:<[\w ]+>)?)((?: |\*)+\w+.*)")
+_DECLARATOR = re.compile(r"([ *]*)(\w+) ?(?:\[(\w+)\])? ?")
+_KERNEL = re.compile(r"__global__[^;{]*?\b(\w+)\s*\(\s*const\s+__grid_constant__\s+(\w+)\s+\w+\s*\)")
+_CONSTANTS = re.compile(r"^constexpr\s+(?:int|unsigned|long long|unsigned long long)\s+([^;{}]*);", re.MULTILINE)
+_ENUM = re.compile(r"^enum\s*(?:\w+\s*)?\{([^}]*)\}", re.MULTILINE)
+
+
+class TemplateError(RuntimeError):
+    """A template declares something that the host cannot read; a mistake of this library, never of its caller."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number or a pointer."""
+
+    code: str  # of the module `struct`
+
+    @property
+    def size(self) -> int:
+        return struct.calcsize(f"={self.code}")
+
+    @property
+    def alignment(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True)
+class Array:
+    """So many of a type, side by side."""
+
+    of: Scalar | Struct
+    count: int
+
+    @property
+    def size(self) -> int:
+        return self.of.size * self.count
+
+    @property
+    def alignment(self) -> int:
+        return self.of.alignment
+
+
+@dataclass(frozen=True)
+class Struct:
+    """Named fields with their offsets in bytes."""
+
+    name: str
+    fields: dict[str, tuple[int, Scalar | Array | Struct]]
+    size: int
+    alignment: int
+
+    __hash__ = object.__hash__
+
+
+@functools.cache
+def text(stem: str) -> str:
+    """The template of a stem with all that it includes of `cuda_src`, without comments."""
+    from cukern.runtime import compile
+
+    files, _ = compile.included([compile.CUDA_SRC / f"{stem}.cu"], compile.CUDA_SRC)
+    return "\n".join(_COMMENT.sub(" ", file.read_text()) for file in reversed(files))
+
+
+@functools.cache
+def constants(stem: str) -> Mapping[str, int]:
+    """The integers that a template declares as `constexpr` or in an `enum`, by name."""
+    found: dict[str, int] = {}
+    for declarations in _CONSTANTS.findall(text(stem)):
+        for declaration in re.split(r",(?![^(]*\))", declarations):
+            name, _, value = declaration.partition("=")
+            number = _evaluate(value, found)
+            if number is not None and name.strip().isidentifier():
+                found[name.strip()] = number
+    for names in _ENUM.findall(text(stem)):
+        number = -1
+        for entry in filter(None, (x.strip() for x in names.split(","))):
+            name, _, value = (part.strip() for part in entry.partition("="))
+            number = number + 1 if not value else _evaluate(value, found) or 0
+            found.setdefault(name, number)
+    return found
+
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,  # of integers, in C++
+    ast.LShift: operator.lshift,
+}
+
+
+def _evaluate(expression: str, names: Mapping[str, int]) -> int | None:
+    """The value of an expression of integers; None for another one."""
+
+    def value(node: ast.expr) -> int | None:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = value(node.left), value(node.right)
+            return None if left is None or right is None else _OPERATORS[type(node.op)](left, right)
+        return None
+
+    try:
+        return value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError:
+        return None
+
+
+@functools.cache
+def params(stem: str, function: str) -> Struct:
+    """The struct that the kernel `function` of a template takes."""
+    for kernel, name in _KERNEL.findall(text(stem)):
+        if kernel == function:
+            return _struct(stem, name)
+    raise TemplateError(f"{stem}.cu has no kernel {function} with one `const __grid_constant__` struct of parameters")
+
+
+@functools.cache
+def _struct(stem: str, name: str) -> Struct:
+    source = text(stem)
+    bare, _, argument = name.partition("<")
+    for found in _STRUCT.finditer(source):
+        if found[3] != bare:
+            continue
+        depth, at = 1, found.end()
+        while depth:
+            depth += {"{": 1, "}": -1}.get(source[at], 0)
+            at += 1
+        body = source[found.end() : at - 1]
+        while "{" in body:
+            body = _INNER_BLOCK.sub(";", body)
+        if found[1]:
+            body = re.sub(rf"\b{found[1]}\b", argument.rstrip(">"), body)
+        return _lay_out(stem, name, body, found[4], int(found[2] or 1))
+    raise TemplateError(f"{stem}.cu declares no struct {name}")
+
+
+def _lay_out(stem: str, name: str, body: str, base: str | None, alignment: int) -> Struct:
+    fields: dict[str, tuple[int, Scalar | Array | Struct]] = {}
+    end = 0
+    if base:
+        inherited = _struct(stem, base)
+        fields.update(inherited.fields)
+        end, alignment = inherited.size, max(alignment, inherited.alignment)
+    for statement in body.split(";"):
+        statement = " ".join(statement.split())
+        if not statement or "(" in re.sub(r"alignas\(\d+\)", "", statement):
+            continue  # a function
+        member = _MEMBER.fullmatch(statement)
+        if member is None:
+            raise TemplateError(f"{stem}.cu: cannot read `{statement}` of struct {name}")
+        for declarator in member[3].split(","):
+            stars, field, count = _DECLARATOR.fullmatch(declarator).groups()  # type: ignore[union-attr]
+            kind = _type(stem, member[2], "*" in stars or "*" in member[2])
+            if count is not None:
+                kind = Array(kind, int(count) if count.isdigit() else constants(stem)[count])
+            each = max(int(member[1] or 1), kind.alignment)
+            alignment, end = max(alignment, each), -(-end // each) * each
+            fields[field] = end, kind
+            end += kind.size
+    return Struct(name, fields, -(-end // alignment) * alignment, alignment)
+
+
+def _type(stem: str, words: str, is_pointer: bool) -> Scalar | Struct:
+    if is_pointer:
+        return Scalar(_POINTER)
+    plain = " ".join(word for word in words.split() if word != "const")
+    return Scalar(_SCALARS[plain]) if plain in _SCALARS else _struct(stem, plain)
+
+
+def assertions(stem: str) -> str:
+    """Declarations that NVRTC refuses where a struct of parameters is not as it was read here."""
+    lines = []
+    for name in dict.fromkeys(name for _, name in _KERNEL.findall(text(stem))):
+        layout = _struct(stem, name)
+        lines.append(f'static_assert(sizeof({name}) == {layout.size}, "{name}");')
+        for field, (offset, _) in layout.fields.items():
+            # What offsetof is defined as in CUDA's headers; NVRTC has no other way.
+            place = f"__INTADDR__(&(({name}*)0)->{field})"
+            lines.append(f'static_assert({place} == {offset}, "{name}::{field}");')
+        lines += [
+            f'static_assert(sizeof({inner.name}) == {inner.size}, "{inner.name}");' for inner in _structs_within(layout)
+        ]
+    return "\n".join(dict.fromkeys(lines)) + "\n"
+
+
+def _structs_within(layout: Struct) -> Iterator[Struct]:
+    for _, kind in layout.fields.values():
+        inner = kind.of if isinstance(kind, Array) else kind
+        if isinstance(inner, Struct):
+            yield inner
+            yield from _structs_within(inner)
+
+
+# --- packing ------------------------------------------------------------------------------------------
+
+
+def _leaves(kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -> Iterator[tuple[int, str, Any, str]]:
+    """Offset, code, value and name of every number of a field; bytes stand for all of it."""
+    if isinstance(kind, Scalar):
+        yield offset, kind.code, 0 if value is None else value, path
+        return
+    if isinstance(value, Late) and not isinstance(value.value, tuple):
+        if not isinstance(value.value, bytes) or len(value.value) != kind.size:
+            raise TemplateError(f"{path} must be {kind.size} bytes, got {value.value!r}")
+        yield offset, f"{kind.size}s", value, path
+        return
+    if isinstance(value, bytes):
+        if len(value) != kind.size:
+            raise TemplateError(f"{path} must be {kind.size} bytes, got {len(value)}")
+        yield offset, f"{kind.size}s", value, path
+        return
+    if value is None or (type(value) is int and value == 0):
+        yield offset, f"{kind.size}s", bytes(kind.size), path
+        return
+    if isinstance(kind, Array):
+        if not isinstance(value, Sequence) or len(value) != kind.count:
+            raise TemplateError(f"{path} must be {kind.count} values, got {value!r}")
+        for i, one in enumerate(value):
+            yield from _leaves(kind.of, one, offset + i * kind.of.size, f"{path}[{i}]")
+        return
+    if isinstance(value, Late):  # of a tuple, in the order of the fields
+        value = [value.apply(operator.itemgetter(i)) for i in range(len(value.value))]
+    if not isinstance(value, Mapping):
+        if not isinstance(value, Sequence) or len(value) != len(kind.fields):
+            raise TemplateError(f"{path} must be the fields {', '.join(kind.fields)}, got {value!r}")
+        value = dict(zip(kind.fields, value, strict=True))
+    yield from named_leaves(kind, value, offset, path + ".")
+
+
+def named_leaves(
+    layout: Struct, values: Mapping[str, Any], offset: int = 0, prefix: str = ""
+) -> Iterator[tuple[int, str, Any, str]]:
+    """Offset, code of the module `struct`, value and name of every number of a struct.
+
+    `values` has every field by name: a number; None or 0 for nothing at all; for a struct a mapping, a tuple in the
+    order of its fields, or its bytes; for an array a sequence. Raises TemplateError for a missing or an unknown name.
+    """
+    wrong = [f"no {name}" for name in layout.fields if name not in values]
+    wrong += [f"an unknown {name}" for name in values if name not in layout.fields]
+    if wrong:
+        raise TemplateError(f"the fields of {layout.name} are {', '.join(layout.fields)}: there is {', '.join(wrong)}")
+    for name, (at, kind) in layout.fields.items():
+        yield from _leaves(kind, values[name], offset + at, prefix + name)
+
+
+class Packing:
+    """How the bytes of a struct are put together from those that are known ahead and from the numbers of each call."""
+
+    def __init__(self, layout: Struct, leaves: Iterator[tuple[int, str, Any, str]], is_open: Any) -> None:
+        known, opened = bytearray(layout.size), []
+        for offset, code, value, path in sorted(leaves, key=lambda leaf: leaf[0]):
+            if is_open(value):
+                opened.append((offset, code, value))
+                continue
+            try:
+                struct.pack_into(f"={code}", known, offset, value)
+            except struct.error as error:
+                raise TemplateError(f"{layout.name}::{path}: {error}, got {value!r}") from None
+        codes, at = "=", 0
+        #: What is packed, in order: bytes, and the open values.
+        self.parts: list[Any] = []
+        for offset, code, value in [*opened, (layout.size, "", None)]:
+            if offset > at:
+                codes += f"{offset - at}s"
+                self.parts.append(bytes(known[at:offset]))
+            if code:
+                codes += code
+                self.parts.append(value)
+                at = offset + struct.calcsize(f"={code}")
+        self.struct = _compiled(codes)
+
+
+_compiled = functools.lru_cache(maxsize=1024)(struct.Struct)
