@@ -44,9 +44,9 @@ _kernel.specialized = [
 
 def check_halves(name: str, array: Array) -> int:
     """The size of one of the two halves of the rows of `array`. Raises ValueError where they are not even."""
-    if not array.shape or array.shape[-1] % 2:
+    if not array.shape or int(array.shape[-1]) % 2:
         check.fail(name, "of shape [..., 2 * inter]", list(array.shape))
-    return array.shape[-1] // 2
+    return int(array.shape[-1]) // 2
 
 
 def _activated(x: Any, *_: Any, **__: Any) -> Result:

@@ -75,7 +75,7 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
     shape = array.shape
     if not shape:
         check.dimensions(name, shape, ("...", "size"))
-    size = distance = shape[-1]
+    size = distance = int(shape[-1])  # late where there is but one dimension
     if size > MAX_ROW:
         check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
     count = functools.reduce(operator.mul, shape[:-1]) if shape[:-1] else 1
