@@ -39,7 +39,7 @@ import torch
 from cukern import fused_moe, ops
 from cukern.runtime import check
 from cukern.runtime.describe import Result
-from cukern.runtime.op import OPS
+from cukern.runtime.op import OPERATORS
 
 # The operators live as long as this object, and a reload of the module must leave them to those who hold them.
 if "_library" not in globals():
@@ -173,9 +173,9 @@ def _as_results(found: Any) -> list[Any]:
 
 
 def _register_all() -> None:
-    for op in OPS.values():
-        if not hasattr(torch.ops.cukern, op.name):
-            _register_op(op.call, op.name, op.schemas)
+    for name, (function, schemas) in OPERATORS.items():
+        if not hasattr(torch.ops.cukern, name):
+            _register_op(function, name, schemas)
     for module in [*vars(ops).values(), fused_moe]:
         schemas = getattr(module, "TORCH_OPS", {})
         # Those that are there are from an earlier import of this module.

@@ -401,12 +401,12 @@ def test_the_models_sizes_are_specialized() -> None:
             for name in op._THREADS_ITEMS:
                 dim = head_dim if name in ("transpose_remove", "add_bias") else 0
                 for variant in ("auto", "specialized"):
-                    assert op._plan(name, dtype, hidden, dim, 16, variant).variant.instance in specialized
+                    assert op._layout(name, dtype, hidden, dim, 16, variant).variant.instance in specialized
                 for variant, width in (("dynamic", 16), ("auto", 8)):
-                    assert op._plan(name, dtype, hidden, dim, width, variant).variant.instance not in specialized
+                    assert op._layout(name, dtype, hidden, dim, width, variant).variant.instance not in specialized
                 with pytest.raises(ValueError, match="variant must be 'auto' or 'dynamic' here"):
-                    op._plan(name, dtype, hidden, dim, 8, "specialized")
-        other_heads = op._plan("transpose_remove", "float16", hidden, head_dim // 2, 16, "auto")
+                    op._layout(name, dtype, hidden, dim, 8, "specialized")
+        other_heads = op._layout("transpose_remove", "float16", hidden, head_dim // 2, 16, "auto")
         assert other_heads.variant.instance not in specialized
 
 
@@ -421,8 +421,8 @@ def test_the_multiplication_divides(divisor: int, number: int) -> None:
 
 @given(st.sampled_from(sorted(op._THREADS_ITEMS)), st.integers(1, op.MAX_HIDDEN))
 def test_a_tile_covers_a_row(kernel: str, hidden: int) -> None:
-    plan = op._plan(kernel, "float32", hidden, 0, 4, "dynamic")
-    columns, tile_rows, tile_columns, *_ = plan.geometry
+    plan = op._layout(kernel, "float32", hidden, 0, 4, "dynamic")
+    columns, tile_rows, tile_columns = (plan.geometry[x] for x in ("columns", "tile_rows", "tile_columns"))
     assert columns == hidden and plan.chunks * tile_columns >= hidden > (plan.chunks - 1) * tile_columns
     threads, items = op._THREADS_ITEMS[kernel]
     assert tile_rows >= 1 and tile_rows * tile_columns <= threads * items
@@ -436,15 +436,14 @@ def own_configurations() -> Iterator[None]:
     yield
     op._registered.clear()
     op._registered.update(before)
-    op._plan.cache_clear()
 
 
 def test_specialize_adds_variants(own_configurations: None) -> None:
-    assert op._plan("rebuild", "float16", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
+    assert op._layout("rebuild", "float16", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
     made = op.specialize(hidden=2048, head_dim=128)
-    assert op._plan("rebuild", "float16", 2048, 0, 16, "auto").variant.instance in made
-    assert op._plan("add_bias", "float16", 2048, 128, 16, "specialized").variant.instance in made
-    assert op._plan("rebuild", "float32", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
+    assert op._layout("rebuild", "float16", 2048, 0, 16, "auto").variant.instance in made
+    assert op._layout("add_bias", "float16", 2048, 128, 16, "specialized").variant.instance in made
+    assert op._layout("rebuild", "float32", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
     compiler.compile_all([(i, "90a") for i in compiler.missing(made, "90a")])
 
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import functools
+import operator as operators
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cukern.reference import padding as twin
-from cukern.runtime import arrays, check
+from cukern.runtime import arrays, check, template
 from cukern.runtime.compile import Instance
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    dtype_name,
+    expect,
+    expect_array,
+    expect_contiguous,
+    expect_place,
+    same_shape,
+    type_name,
+)
 from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div, late
+from cukern.runtime.op import OPS, op, operator
+from cukern.runtime.plan import launch, outputs, run_twin
 from cukern.runtime.units import divisor, unit_width
 
 __all__ = [
@@ -42,17 +57,14 @@ SPECIALIZED = [
     Config(4096, 128),  # Llama-3-8B and the embedding models made of Mistral-7B
 ]
 
-_GEOMETRY, _HEADS = "4iIi", "3iIiIi"
-_NO_HEADS = (0,) * 7  # what _HEADS has fields
-_build = Kernel("padding", "build_padding_offset", "3P5i")
-_remove = Kernel("padding", "remove_padding", f"3Pqi{_GEOMETRY}{_HEADS}")
-_rebuild = Kernel("padding", "rebuild_padding", f"3PqiI{_GEOMETRY}")
-_add_bias = Kernel("padding", "add_bias_rebuild_padding", f"10P3qi{_GEOMETRY}{_HEADS}")
+_build = Kernel("padding", "build_padding_offset")
+_remove = Kernel("padding", "remove_padding")
+_rebuild = Kernel("padding", "rebuild_padding")
+_add_bias = Kernel("padding", "add_bias_rebuild_padding")
 
 # Measured on an H200.
 _THREADS_ITEMS = {"remove": (256, 2), "transpose_remove": (256, 2), "rebuild": (256, 2), "add_bias": (128, 4)}
 _MAX_COLUMNS = 1024  # of a specialized row, in units of 16 bytes
-_LENGTHS = 4  # LENGTHS of the template
 _FEW_SEQUENCES = 1024  # which a small block scans in one tile
 _BUILD_BLOCKS = 256  # at most so many blocks sum the lengths up
 
@@ -121,28 +133,37 @@ def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> li
         check.fail("hidden", wanted, f"{hidden} with head_dim {head_dim}")
     config = Config(hidden, head_dim)
     _registered.add((config, item_size))
-    _plan.cache_clear()
+    for name in __all__:
+        if name in OPS:
+            OPS[name].forget()
     return _variants(config, dtype)
 
 
 # --- what the sizes decide ----------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
-    """What the sizes of a row decide, worked out once for each set of them."""
+class _Layout(NamedTuple):
+    """A kernel, and how rows of a size are laid out over its blocks."""
 
     variant: Variant
     threads: int
-    columns: int
     tile_rows: int
     chunks: int  # tiles side by side in a row
-    geometry: tuple[int, ...]  # the fields of Geometry after `rows`
+    geometry: dict[str, Any]  # fields of the template's Geometry, but for `rows`
     head_columns: int
-    by_head_columns: tuple[int, ...]
+
+    def heads(self, heads: Any, max_seq_len: Any) -> dict[str, Any]:
+        """The template's Heads."""
+        return {
+            "heads": heads,
+            "max_seq_len": max_seq_len,
+            "head_columns": self.head_columns,
+            "by_max_seq_len": divisor(max_seq_len),
+            "by_head_columns": divisor(max(self.head_columns, 1)),
+        }
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, variant: str) -> _Plan:
+def _layout(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, variant: str) -> _Layout:
     """Choose the variant; `head_dim` is 0 where the layout is not by heads."""
     check.one_of("variant", variant, VARIANTS)
     item_size = arrays.ITEM_SIZE[dtype]
@@ -161,14 +182,22 @@ def _plan(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, varia
     chunks = -(-columns // (threads * items))
     tile_columns = -(-columns // chunks)
     tile_rows = threads * items // tile_columns
-    geometry = (columns, tile_rows, tile_columns, *divisor(tile_columns))
-    by_head_columns = divisor(max(head_columns, 1))
-    return _Plan(chosen, threads, columns, tile_rows, chunks, geometry, head_columns, by_head_columns)
+    geometry = {
+        "columns": columns,
+        "tile_rows": tile_rows,
+        "tile_columns": tile_columns,
+        "by_tile_columns": divisor(tile_columns),
+    }
+    return _Layout(chosen, threads, tile_rows, chunks, geometry, head_columns)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256, typed=True)
 def _fill_bits(fill: float, dtype: str) -> int:
     """`fill` as the kernel takes it: the element, twice if it has two bytes."""
+    try:
+        fill = float(fill)
+    except (TypeError, ValueError):
+        check.fail("fill", "a number", f"{fill!r} ({type(fill).__name__})", TypeError)
     with np.errstate(over="ignore"):
         element = np.full(4 // arrays.ITEM_SIZE[dtype], fill, arrays.numpy_dtype(dtype))
     return int(element.view(np.uint32)[0])
@@ -177,23 +206,23 @@ def _fill_bits(fill: float, dtype: str) -> int:
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def _row_stride(name: str, array: Any, library: arrays.Library) -> int:
+def _row_stride(name: str, array: Array) -> Any:
     """The distance of the rows of [..., hidden], in elements.
 
     Raises ValueError unless each row is contiguous and all of them lie at one distance.
     """
-    shape, strides = array.shape, library.strides(array)
-    if 0 in shape:
+    shape, strides = array.shape, array.strides
+    if any(size == 0 for size in shape):
         return 0
     fits = strides[-1] == 1 or shape[-1] == 1
     row_stride = shape[-1]
     if len(shape) == 2:
-        if shape[0] > 1:
+        if strides[0] != row_stride and shape[0] > 1:
             row_stride = strides[0]
     elif shape[1] > 1:
         row_stride = strides[1]
-        fits = fits and (shape[0] == 1 or strides[0] == row_stride * shape[1])
-    elif shape[0] > 1:
+        fits = fits and (strides[0] == row_stride * shape[1] or shape[0] == 1)
+    elif strides[0] != row_stride and shape[0] > 1:
         row_stride = strides[0]
     if not fits:
         wanted = "contiguous along its last dimension, with all rows at one distance"
@@ -201,29 +230,23 @@ def _row_stride(name: str, array: Any, library: arrays.Library) -> int:
     return row_stride
 
 
-def _padded_rows(batch: Any, max_seq_len: Any) -> int:
-    if type(batch) is not int:
-        batch = check.integer("batch", batch, 0, MAX_ROWS)
-    if type(max_seq_len) is not int:
-        max_seq_len = check.integer("max_seq_len", max_seq_len, 0, MAX_ROWS)
-    if batch < 0:
-        check.integer("batch", batch, 0, MAX_ROWS)
-    if max_seq_len < 0:
-        check.integer("max_seq_len", max_seq_len, 0, MAX_ROWS)
+def _lengths(batch: Any, max_seq_len: Any) -> tuple[Any, Any]:
+    return check.integer("batch", batch, 0, MAX_ROWS), check.integer("max_seq_len", max_seq_len, 0, MAX_ROWS)
+
+
+def _padded_rows(batch: Any, max_seq_len: Any) -> Any:
     rows = batch * max_seq_len
     if rows > MAX_ROWS:
         check.fail("batch * max_seq_len", f"at most {MAX_ROWS}", rows)
     return rows
 
 
-def _words(padding_offset: Any, like: str, library: arrays.Library, device: int | None, rows: int) -> int:
+def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
     """How many words there are, once `padding_offset` has been checked."""
-    arrays.same_place("padding_offset", padding_offset, like, library, device)
-    shape = padding_offset.shape
-    if len(shape) != 1:
-        check.dimensions("padding_offset", tuple(shape), ("words",))
-    words = shape[0]
-    arrays.expect("padding_offset", padding_offset, like, library, device, ("int32",), (words,), "[words]")
+    expect_place("padding_offset", padding_offset, like, like_name)
+    check.dimensions("padding_offset", padding_offset.shape, ("words",))
+    words = padding_offset.shape[0]
+    expect("padding_offset", padding_offset, like, like_name, ("int32",), (words,), "[words]")
     if words > rows:
         check.fail("padding_offset", f"of at most the {rows} rows of the padded batch", words)
     return words
@@ -234,10 +257,117 @@ def _hidden(name: str, hidden: int) -> None:
         check.fail(name, f"of a hidden size up to {MAX_HIDDEN}", hidden)
 
 
+def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) -> int:
+    """Bytes of a unit, for rows and distances of so many bytes in arrays of these alignments."""
+    return unit_width(
+        name, functools.reduce(operators.or_, (*sizes, *(array.alignment for array in arrays))), item_size
+    )
+
+
+# --- the functions ------------------------------------------------------------------------------------
 # --- the functions ------------------------------------------------------------------------------------
 
 
-@arrays.takes_dlpack
+def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
+    """The rows of the padded batch."""
+    expect_array("sequence_length", sequence_length, (), ("batch",))
+    batch = sequence_length.shape[0]
+    expect("sequence_length", sequence_length, sequence_length, "sequence_length", ("int32",), (batch,), "[batch]")
+    if batch > MAX_ROWS:
+        check.fail("sequence_length", f"of at most {MAX_ROWS} sequences", batch)
+    return _padded_rows(batch, check.integer("max_seq_len", max_seq_len, 0, MAX_ROWS))
+
+
+def _launch_build(
+    sequence_length: Array, max_seq_len: Any, padding_offset: Array | None, cu_seqlens: Array, words: Any
+) -> None:
+    batch = sequence_length.shape[0]
+    threads = 256 if batch <= _FEW_SEQUENCES else 1024
+    words_per_block = late(_words_per_block, words, threads)
+    launch(
+        _build.variant(threads),
+        late(_blocks, words, words_per_block),
+        threads,
+        lengths=sequence_length,
+        padding_offset=padding_offset,
+        cu_seqlens=cu_seqlens,
+        words=words,
+        batch=batch,
+        max_seq_len=max_seq_len,
+        words_per_block=words_per_block,
+        first_step=late(_first_step, batch, threads * template.constants("padding")["LENGTHS"]),
+    )
+
+
+def _words_per_block(words: int, threads: int) -> int:
+    return threads * max(1, -(-words // (threads * _BUILD_BLOCKS)))
+
+
+def _blocks(words: int, words_per_block: int) -> int:
+    return max(1, -(-words // words_per_block))
+
+
+def _first_step(batch: int, tile: int) -> int:
+    """The largest power of two below the sequences of a tile."""
+    in_tile = min(batch, tile)
+    return 1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0
+
+
+def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None) -> Any:
+    """The twin, for lengths that can be looked at."""
+    outside = np.flatnonzero((sequence_length < 0) | (sequence_length > max_seq_len))
+    if len(outside):
+        wanted = f"in [0, {max_seq_len}] (max_seq_len)"
+        check.fail(f"sequence_length[{outside[0]}]", wanted, sequence_length[outside[0]])
+    total = int(sequence_length.sum(dtype=np.int64))
+    if valid_word_num is not None and total != valid_word_num:
+        check.fail("valid_word_num", f"{total}, the sum of sequence_length", valid_word_num)
+    return twin.build_sequence_length_padding_offset(sequence_length, max_seq_len, valid_word_num=valid_word_num)
+
+
+@op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1], {}, late=("max_seq_len",))
+def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
+    """The words before each sequence, and of all."""
+    expect_array("sequence_length", sequence_length)
+    _check_lengths(sequence_length, max_seq_len)
+    cu_seqlens = outputs(None, sequence_length, "", Result((sequence_length.shape[0] + 1,), "int32"))
+    if sequence_length.on_host:
+        return run_twin()
+    _launch_build(sequence_length, max_seq_len, None, cu_seqlens, 0)
+    return cu_seqlens
+
+
+@op(_build_on_host, {}, rows={"batch": ("sequence_length",)}, late=("max_seq_len", "valid_word_num"))
+def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any) -> Any:
+    """`build_sequence_length_padding_offset` of a known number of words."""
+    rows = _check_lengths(sequence_length, max_seq_len)
+    words = late(_check_words, valid_word_num, rows)
+    sizes = Result((words,), "int32"), Result((sequence_length.shape[0] + 1,), "int32")
+    padding_offset, cu_seqlens = outputs(None, sequence_length, "", *sizes)
+    if sequence_length.on_host:
+        return run_twin()
+    _launch_build(sequence_length, max_seq_len, padding_offset, cu_seqlens, words)
+    return padding_offset, cu_seqlens, words
+
+
+def _check_words(words: Any, rows: int) -> int:
+    return check.integer("valid_word_num", words, 0, rows, "batch * max_seq_len")
+
+
+def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None) -> list[Any]:
+    if valid_word_num is None:
+        import torch
+
+        valid_word_num = torch.library.get_ctx().new_dynamic_size()
+    batch = sequence_length.shape[0]
+    return [Result((valid_word_num,), "int32"), Result((batch + 1,), "int32"), valid_word_num]
+
+
+@operator(
+    "build_sequence_length_padding_offset(Tensor sequence_length, SymInt max_seq_len, *, "
+    "SymInt? valid_word_num=None) -> (Tensor padding_offset, Tensor cu_seqlens, SymInt words)",
+    _built,
+)
 def build_sequence_length_padding_offset(
     sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None
 ) -> tuple[Any, Any, int]:
@@ -268,64 +398,21 @@ def build_sequence_length_padding_offset(
     The function is FasterTransformer's `build_sequence_length_padding_offset`, the method that of ByteDance's Effective
     Transformer; this one is a parallel scan.
     """
-    library, device = arrays.place("sequence_length", sequence_length)
-    if len(sequence_length.shape) != 1:
-        check.dimensions("sequence_length", tuple(sequence_length.shape), ("batch",))
-    batch = sequence_length.shape[0]
-    arrays.expect(
-        "sequence_length", sequence_length, "sequence_length", library, device, ("int32",), (batch,), "[batch]"
-    )
-    rows = _padded_rows(batch, max_seq_len)
-    max_seq_len = int(max_seq_len)
-    if batch > MAX_ROWS:
-        check.fail("sequence_length", f"of at most {MAX_ROWS} sequences", batch)
-    if valid_word_num is not None:
-        why = "batch * max_seq_len"
-        valid_word_num = check.integer("valid_word_num", valid_word_num, 0, rows, why)
-    if device is None:
-        lengths = library.to_numpy(sequence_length)
-        outside = np.flatnonzero((lengths < 0) | (lengths > max_seq_len))
-        if len(outside):
-            wanted = f"in [0, {max_seq_len}] (max_seq_len)"
-            check.fail(f"sequence_length[{outside[0]}]", wanted, lengths[outside[0]])
-        if valid_word_num is not None and (total := int(lengths.sum(dtype=np.int64))) != valid_word_num:
-            check.fail("valid_word_num", f"{total}, the sum of sequence_length", valid_word_num)
-        return arrays.on_host(
-            twin.build_sequence_length_padding_offset,
-            sequence_length,
-            sequence_length,
-            max_seq_len,
-            valid_word_num=valid_word_num,
-        )
-
-    cu_seqlens = library.empty((batch + 1,), "int32", sequence_length)
-    threads = 256 if batch <= _FEW_SEQUENCES else 1024
-    variant = _build.variant(threads)
-    addresses = library.address(sequence_length), library.address(cu_seqlens)
-    stream = library.stream(device)
-
-    def launch(padding_offset: int, words: int) -> None:
-        words_per_block = threads * max(1, -(-words // (threads * _BUILD_BLOCKS)))
-        blocks = max(1, -(-words // words_per_block))
-        in_tile = min(batch, threads * _LENGTHS)
-        first_step = 1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0
-        sizes = (words, batch, max_seq_len, words_per_block, first_step)
-        grid, block = (blocks, 1, 1), (threads, 1, 1)
-        variant.launch(device, stream, grid, block, 0, addresses[0], padding_offset, addresses[1], *sizes)
-
     if valid_word_num is None:
-        launch(0, 0)
-        valid_word_num = int(library.to_numpy(cu_seqlens[batch:])[0])
-        padding_offset = library.empty((valid_word_num,), "int32", sequence_length)
-        if valid_word_num:
-            launch(library.address(padding_offset), valid_word_num)
-    else:
-        padding_offset = library.empty((valid_word_num,), "int32", sequence_length)
-        launch(library.address(padding_offset) if valid_word_num else 0, valid_word_num)
-    return padding_offset, cu_seqlens, valid_word_num
+        valid_word_num = int(_count_words(sequence_length, max_seq_len)[-1])
+    return _build_offsets(sequence_length, max_seq_len, valid_word_num=valid_word_num)
 
 
-@arrays.takes_dlpack
+def _removed(src: Any, padding_offset: Any, **_: Any) -> Result:
+    return Result((padding_offset.shape[0], src.shape[-1]), dtype_name(src), "[words, hidden]")
+
+
+@op(
+    twin.remove_sequence_length_padding,
+    "remove_sequence_length_padding(Tensor src, Tensor padding_offset, *, str variant='auto') -> (Tensor words)",
+    _removed,
+    rows={"batch": ("src",), "words": ("padding_offset", "out")},
+)
 def remove_sequence_length_padding(src: Any, padding_offset: Any, *, out: Any = None, variant: str = "auto") -> Any:
     """The rows of a padded batch that hold words, one after the other: out[w] = src[w + padding_offset[w]].
 
@@ -347,46 +434,24 @@ def remove_sequence_length_padding(src: Any, padding_offset: Any, *, out: Any = 
 
     The function is FasterTransformer's `remove_sequence_length_padding`.
     """
-    library, device, dtype = arrays.leader("src", src, DTYPES, ("batch", "seq", "hidden"))
+    expect_array("src", src, DTYPES, ("batch", "seq", "hidden"))
     batch, seq, hidden = src.shape
     _hidden("src", hidden)
-    row_stride = _row_stride("src", src, library)
-    rows = _padded_rows(batch, seq)
-    words = _words(padding_offset, "src", library, device, rows)
-    shape = (words, hidden)
-    if out is not None:
-        arrays.expect("out", out, "src", library, device, (dtype,), shape, "[words, hidden]")
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        return arrays.on_host(twin.remove_sequence_length_padding, src, src, padding_offset, out=out)
-    if out is None:
-        out = library.empty(shape, dtype, src)
-    if words == 0 or hidden == 0:
-        check.one_of("variant", variant, VARIANTS)
-        return out
-    item_size = arrays.ITEM_SIZE[dtype]
-    addresses = library.address(src), library.address(out)
-    width = unit_width("src", addresses[0] | addresses[1] | hidden * item_size | row_stride * item_size, item_size)
-    plan = _plan("remove", dtype, hidden, 0, width, variant)
-    plan.variant.launch(
-        device,
-        library.stream(device),
-        (-(-words // plan.tile_rows), plan.chunks, 1),
-        (plan.threads, 1, 1),
-        0,
-        addresses[0],
-        library.address(padding_offset),
-        addresses[1],
-        row_stride * item_size // width,
-        rows,
-        words,
-        *plan.geometry,
-        *_NO_HEADS,
-    )
-    return out
+    row_stride = _row_stride("src", src)
+    return _remove_rows("remove", src, padding_offset, _padded_rows(batch, seq), row_stride, 0, out, variant)
 
 
-@arrays.takes_dlpack
+def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
+    shape = padding_offset.shape[0], src.shape[1] * src.shape[3]
+    return Result(shape, dtype_name(src), "[words, heads * dim]")
+
+
+@op(
+    twin.transpose_remove_padding,
+    "transpose_remove_padding(Tensor src, Tensor padding_offset, *, str variant='auto') -> (Tensor words)",
+    _removed_by_head,
+    rows={"batch": ("src",), "words": ("padding_offset", "out")},
+)
 def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, variant: str = "auto") -> Any:
     """What attention returns by heads, as rows of words without padding.
 
@@ -401,52 +466,55 @@ def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, 
 
     The function is what FasterTransformer calls `transpose_rebuild_padding`, although it removes.
     """
-    library, device, dtype = arrays.leader("src", src, DTYPES, ("batch", "heads", "seq", "dim"))
+    expect_array("src", src, DTYPES, ("batch", "heads", "seq", "dim"))
     batch, heads, seq, dim = src.shape
-    hidden = heads * dim
-    _hidden("src", hidden)
-    if 0 not in src.shape:
-        arrays.contiguous("src", src, library)
-    rows = _padded_rows(batch, seq)
-    words = _words(padding_offset, "src", library, device, rows)
-    shape = (words, hidden)
-    if out is not None:
-        arrays.expect("out", out, "src", library, device, (dtype,), shape, "[words, heads * dim]")
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        return arrays.on_host(twin.transpose_remove_padding, src, src, padding_offset, out=out)
-    if out is None:
-        out = library.empty(shape, dtype, src)
+    _hidden("src", heads * dim)
+    expect_contiguous("src", src)
+    return _remove_rows("transpose_remove", src, padding_offset, _padded_rows(batch, seq), 0, heads, out, variant)
+
+
+def _remove_rows(
+    kernel: str, src: Array, padding_offset: Any, rows: Any, row_stride: int, heads: int, out: Any, variant: str
+) -> Any:
+    """Launch either function that removes; `heads` is 0 where the layout is not by heads."""
+    words = _words(padding_offset, src, "src", rows)
+    result = _removed_by_head(src, padding_offset) if heads else _removed(src, padding_offset)
+    out = outputs(out, src, "src", result)
+    if src.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
+    hidden, dim, item_size = result.shape[1], src.shape[-1], src.item_size
     if words == 0 or hidden == 0:
-        check.one_of("variant", variant, VARIANTS)
         return out
-    item_size = arrays.ITEM_SIZE[dtype]
-    addresses = library.address(src), library.address(out)
-    width = unit_width("src", addresses[0] | addresses[1] | dim * item_size, item_size)
-    plan = _plan("transpose_remove", dtype, hidden, dim, width, variant)
-    plan.variant.launch(
-        device,
-        library.stream(device),
-        (-(-words // plan.tile_rows), plan.chunks, 1),
-        (plan.threads, 1, 1),
-        0,
-        addresses[0],
-        library.address(padding_offset),
-        addresses[1],
-        0,
-        rows,
-        words,
-        *plan.geometry,
-        heads,
-        seq,
-        plan.head_columns,
-        *divisor(seq),
-        *plan.by_head_columns,
+    width = _width("src", item_size, dim * item_size, row_stride * item_size, arrays=(src, out))
+    layout = _layout(kernel, src.dtype, hidden, dim if heads else 0, width, variant)
+    launch(
+        layout.variant,
+        (ceil_div(words, layout.tile_rows), layout.chunks),
+        layout.threads,
+        src=src,
+        padding_offset=padding_offset,
+        out=out,
+        row_stride=row_stride * item_size // width,
+        padded_rows=rows,
+        geometry=layout.geometry | {"rows": words},
+        heads=layout.heads(heads, src.shape[2]) if heads else None,
     )
     return out
 
 
-@arrays.takes_dlpack
+def _rebuilt(src: Any, padding_offset: Any, batch: Any, max_seq_len: Any, **_: Any) -> Result:
+    return Result((batch, max_seq_len, src.shape[1]), dtype_name(src), "[batch, max_seq_len, hidden]")
+
+
+@op(
+    twin.rebuild_sequence_length_padding,
+    "rebuild_sequence_length_padding(Tensor src, Tensor padding_offset, SymInt batch, SymInt max_seq_len, *, "
+    "float fill=0.0, str variant='auto') -> (Tensor padded)",
+    _rebuilt,
+    rows={"words": ("src", "padding_offset"), "batch": ("out",)},
+    late=("batch", "fill"),
+)
 def rebuild_sequence_length_padding(
     src: Any,
     padding_offset: Any,
@@ -473,57 +541,57 @@ def rebuild_sequence_length_padding(
 
     The function is FasterTransformer's `rebuild_sequence_length_padding`, which leaves the padding as it was.
     """
-    library, device, dtype = arrays.leader("src", src, DTYPES, ("words", "hidden"))
+    expect_array("src", src, DTYPES, ("words", "hidden"))
     hidden = src.shape[1]
     _hidden("src", hidden)
-    row_stride = _row_stride("src", src, library)
+    row_stride = _row_stride("src", src)
+    batch, max_seq_len = _lengths(batch, max_seq_len)
     rows = _padded_rows(batch, max_seq_len)
-    words = _words(padding_offset, "src", library, device, rows)
-    if src.shape[0] != words:
-        check.shape("src", tuple(src.shape), (words, hidden), "[words, hidden]")
-    if type(fill) is not float:
-        if arrays.is_array(fill):
-            check.fail("fill", "a number", type(fill).__name__, TypeError)
-        try:
-            fill = float(fill)
-        except (TypeError, ValueError):
-            check.fail("fill", "a number", f"{fill!r} ({type(fill).__name__})", TypeError)
-    shape = (int(batch), int(max_seq_len), hidden)
-    if out is not None:
-        arrays.expect("out", out, "src", library, device, (dtype,), shape, "[batch, max_seq_len, hidden]")
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        return arrays.on_host(
-            twin.rebuild_sequence_length_padding, src, src, padding_offset, *shape[:2], fill=fill, out=out
-        )
-    if out is None:
-        out = library.empty(shape, dtype, src)
+    words = _words(padding_offset, src, "src", rows)
+    if not same_shape(src, (words, hidden)):
+        check.shape("src", src.shape, (words, hidden), "[words, hidden]")
+    if isinstance(fill, Array):
+        check.fail("fill", "a number", type_name(fill), TypeError)
+    fill_bits = late(_fill_bits, fill, src.dtype)
+    out = outputs(out, src, "src", _rebuilt(src, padding_offset, batch, max_seq_len))
+    if src.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
     if rows == 0 or hidden == 0:
-        check.one_of("variant", variant, VARIANTS)
         return out
-    item_size = arrays.ITEM_SIZE[dtype]
-    addresses = library.address(src) if words else 0, library.address(out)
-    width = unit_width("src", addresses[0] | addresses[1] | hidden * item_size | row_stride * item_size, item_size)
-    plan = _plan("rebuild", dtype, hidden, 0, width, variant)
-    plan.variant.launch(
-        device,
-        library.stream(device),
-        (-(-rows // plan.tile_rows), plan.chunks, 1),
-        (plan.threads, 1, 1),
-        0,
-        addresses[0],
-        library.address(padding_offset) if words else 0,
-        addresses[1],
-        row_stride * item_size // width,
-        words,
-        _fill_bits(fill, dtype),
-        rows,
-        *plan.geometry,
+    item_size = src.item_size
+    width = _width("src", item_size, hidden * item_size, row_stride * item_size, arrays=(src, out))
+    layout = _layout("rebuild", src.dtype, hidden, 0, width, variant)
+    launch(
+        layout.variant,
+        (ceil_div(rows, layout.tile_rows), layout.chunks),
+        layout.threads,
+        src=src,
+        padding_offset=padding_offset,
+        out=out,
+        row_stride=row_stride * item_size // width,
+        words=words,
+        fill=fill_bits,
+        geometry=layout.geometry | {"rows": rows},
     )
     return out
 
 
-@arrays.takes_dlpack
+def _rebuilt_by_head(q: Any, *args: Any, **_: Any) -> list[Result]:
+    batch, max_seq_len, heads = args[-3:]
+    shape = batch, heads, max_seq_len, q.shape[1] // heads
+    return [Result(shape, dtype_name(q), "[batch, heads, max_seq_len, dim]")] * 3
+
+
+@op(
+    twin.add_qkv_bias_rebuild_padding,
+    "add_qkv_bias_rebuild_padding(Tensor q, Tensor k, Tensor v, Tensor bias_q, Tensor bias_k, Tensor bias_v, "
+    "Tensor padding_offset, SymInt batch, SymInt max_seq_len, int heads, *, str variant='auto') "
+    "-> (Tensor padded_q, Tensor padded_k, Tensor padded_v)",
+    _rebuilt_by_head,
+    rows={"words": ("q", "k", "v", "padding_offset"), "batch": ("out",)},
+    late=("batch",),
+)
 def add_qkv_bias_rebuild_padding(
     q: Any,
     k: Any,
@@ -558,122 +626,45 @@ def add_qkv_bias_rebuild_padding(
 
     The function is FasterTransformer's `add_QKV_bias_rebuild_padding`.
     """
-    library, device, dtype = arrays.leader("q", q, DTYPES, ("words", "hidden"))
-    hidden = q.shape[1]
+    expect_array("q", q, DTYPES, ("words", "hidden"))
+    hidden, item_size = q.shape[1], q.item_size
     _hidden("q", hidden)
+    batch, max_seq_len = _lengths(batch, max_seq_len)
     rows = _padded_rows(batch, max_seq_len)
-    words = _words(padding_offset, "q", library, device, rows)
-    if type(heads) is not int or heads < 1:
-        heads = check.integer("heads", heads, 1)
+    words = _words(padding_offset, q, "q", rows)
+    heads = check.integer("heads", heads, 1)
     if hidden % heads:
         check.fail("heads", f"a divisor of the hidden size {hidden}", heads)
-    item_size = arrays.ITEM_SIZE[dtype]
     row_strides = []
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if array is not q:
-            arrays.same_place(name, array, "q", library, device)
-            if library.dtype(array) != dtype:
-                check.dtype(name, library.dtype(array), (dtype,))
-        if tuple(array.shape) != (words, hidden):
-            check.shape(name, tuple(array.shape), (words, hidden), "[words, hidden]")
-        row_strides.append(_row_stride(name, array, library) * item_size)
+        expect_place(name, array, q, "q")
+        check.dtype(name, array.dtype, (q.dtype,))
+        if not same_shape(array, (words, hidden)):
+            check.shape(name, array.shape, (words, hidden), "[words, hidden]")
+        row_strides.append(_row_stride(name, array) * item_size)
     for name, array in (("bias_q", bias_q), ("bias_k", bias_k), ("bias_v", bias_v)):
-        arrays.expect(name, array, "q", library, device, (dtype,), (hidden,), "[hidden]")
-    dim = hidden // heads
-    shape = (int(batch), heads, int(max_seq_len), dim)
-    if out is not None:
-        if not isinstance(out, (tuple, list)) or len(out) != 3:
-            check.fail("out", "a triple (q, k, v)", type(out).__name__, TypeError)
-        for i, array in enumerate(out):
-            symbols = "[batch, heads, max_seq_len, dim]"
-            arrays.expect(f"out[{i}]", array, "q", library, device, (dtype,), shape, symbols)
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        given = (q, k, v, bias_q, bias_k, bias_v, padding_offset)
-        return arrays.on_host(
-            twin.add_qkv_bias_rebuild_padding, q, *given, int(batch), int(max_seq_len), heads, out=out
-        )
-    if out is None:
-        out = tuple(library.empty(shape, dtype, q) for _ in range(3))  # type: ignore[assignment]
-    assert out is not None
+        expect(name, array, q, "q", (q.dtype,), (hidden,), "[hidden]")
+    results = _rebuilt_by_head(q, batch, max_seq_len, heads)
+    out = outputs(out, q, "q", *results, names="a triple (q, k, v)")
+    if q.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
     if rows == 0 or hidden == 0:
-        check.one_of("variant", variant, VARIANTS)
         return out
-    address = library.address
-    sources = (address(q), address(k), address(v)) if words else (0, 0, 0)
-    pointers = (*sources, address(bias_q), address(bias_k), address(bias_v), *map(address, out))
-    mask = dim * item_size | row_strides[0] | row_strides[1] | row_strides[2]
-    for pointer in pointers:
-        mask |= pointer
-    width = unit_width("q", mask, item_size)
-    plan = _plan("add_bias", dtype, hidden, dim, width, variant)
-    plan.variant.launch(
-        device,
-        library.stream(device),
-        (-(-rows // plan.tile_rows), plan.chunks, 3),
-        (plan.threads, 1, 1),
-        0,
-        *pointers,
-        address(padding_offset) if words else 0,
-        row_strides[0] // width,
-        row_strides[1] // width,
-        row_strides[2] // width,
-        words,
-        rows,
-        *plan.geometry,
-        heads,
-        shape[2],
-        plan.head_columns,
-        *divisor(shape[2]),
-        *plan.by_head_columns,
+    dim, biases = hidden // heads, (bias_q, bias_k, bias_v)
+    width = _width("q", item_size, dim * item_size, *row_strides, arrays=(q, k, v, *biases, *out))
+    layout = _layout("add_bias", q.dtype, hidden, dim, width, variant)
+    launch(
+        layout.variant,
+        (ceil_div(rows, layout.tile_rows), layout.chunks, 3),
+        layout.threads,
+        src=(q, k, v),
+        bias=biases,
+        out=out,
+        padding_offset=padding_offset,
+        row_stride=[stride // width for stride in row_strides],
+        words=words,
+        geometry=layout.geometry | {"rows": rows},
+        heads=layout.heads(heads, max_seq_len),
     )
     return out
-
-
-# --- for PyTorch --------------------------------------------------------------------------------------
-
-
-def _name(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None) -> tuple[Any, ...]:
-    if valid_word_num is None:
-        import torch
-
-        valid_word_num = torch.library.get_ctx().new_dynamic_size()
-    offsets = (sequence_length, (valid_word_num,), "int32")
-    return offsets, (sequence_length, (sequence_length.shape[0] + 1,), "int32"), valid_word_num
-
-
-def _removed(src: Any, padding_offset: Any, **_: Any) -> tuple[Any, ...]:
-    return ((src, (padding_offset.shape[0], src.shape[-1]), _name(src)),)
-
-
-def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> tuple[Any, ...]:
-    return ((src, (padding_offset.shape[0], src.shape[1] * src.shape[3]), _name(src)),)
-
-
-def _rebuilt(src: Any, padding_offset: Any, batch: Any, max_seq_len: Any, **_: Any) -> tuple[Any, ...]:
-    return ((src, (batch, max_seq_len, src.shape[1]), _name(src)),)
-
-
-def _rebuilt_by_head(q: Any, *args: Any, **_: Any) -> tuple[Any, ...]:
-    batch, max_seq_len, heads = args[-3:]
-    return ((q, (batch, heads, max_seq_len, q.shape[1] // heads), _name(q)),) * 3
-
-
-#: For `cukern.torch_ops`: the schema of each operator, and of what shape and dtype its results are; a number is itself.
-TORCH_OPS: dict[str, Any] = {
-    "build_sequence_length_padding_offset(Tensor sequence_length, SymInt max_seq_len, *, "
-    "SymInt? valid_word_num=None) -> (Tensor padding_offset, Tensor cu_seqlens, SymInt words)": _built,
-    "remove_sequence_length_padding(Tensor src, Tensor padding_offset, *, str variant='auto') "
-    "-> (Tensor words)": _removed,
-    "transpose_remove_padding(Tensor src, Tensor padding_offset, *, str variant='auto') "
-    "-> (Tensor words)": _removed_by_head,
-    "rebuild_sequence_length_padding(Tensor src, Tensor padding_offset, SymInt batch, SymInt max_seq_len, *, "
-    "float fill=0.0, str variant='auto') -> (Tensor padded)": _rebuilt,
-    "add_qkv_bias_rebuild_padding(Tensor q, Tensor k, Tensor v, Tensor bias_q, Tensor bias_k, Tensor bias_v, "
-    "Tensor padding_offset, SymInt batch, SymInt max_seq_len, int heads, *, str variant='auto') "
-    "-> (Tensor padded_q, Tensor padded_k, Tensor padded_v)": _rebuilt_by_head,
-}

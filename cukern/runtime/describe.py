@@ -143,6 +143,11 @@ def dtype_name(array: Any) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
+def type_name(value: Any) -> str:
+    """The name of a value's type as the caller knows it."""
+    return (value.place.library.array_type if isinstance(value, Array) else type(value)).__name__
+
+
 # --- checks -------------------------------------------------------------------------------------------
 
 
@@ -175,6 +180,12 @@ def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
     return array
 
 
+def same_shape(array: Array, shape: Sequence[Any]) -> bool:
+    """Whether an array has a shape, of late sizes too."""
+    pairs = zip(array.shape, shape, strict=False)
+    return len(array.shape) == len(shape) and all(a is b or a == b for a, b in pairs)
+
+
 def expect(
     name: str,
     array: Any,
@@ -190,7 +201,7 @@ def expect(
     """
     expect_place(name, array, like, like_name)
     check.dtype(name, array.dtype, dtypes)
-    if len(array.shape) != len(shape) or any(a is not b and a != b for a, b in zip(array.shape, shape, strict=True)):
+    if not same_shape(array, shape):
         check.shape(name, array.shape, tuple(shape), symbols)
     expect_contiguous(name, array)
     return array

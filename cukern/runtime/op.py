@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
+import itertools
+import operator as operators
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,9 +29,12 @@ from cukern.runtime.late import Guards, Late
 from cukern.runtime.plan import Plan, Trace, follow
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+Schemas = Mapping[str, Callable[..., Any] | None]
 
 #: Every op, by the name of its function.
 OPS: dict[str, Op] = {}
+#: Every torch operator: its function, and the results by schema; see `op`.
+OPERATORS: dict[str, tuple[Callable[..., Any], Schemas]] = {}
 #: So many plans of an op are kept, the newest ones; and so many that differ in what they found late numbers to be.
 _MOST_PLANS, _MOST_ALTERNATIVES = 1024, 64
 
@@ -56,14 +60,12 @@ class Op:
         self,
         function: Callable[..., Any],
         twin: Callable[..., Any] | None,
-        schemas: Mapping[str, Callable[..., Any] | None],
         rows: Mapping[str, Sequence[str]],
         late_scalars: Collection[str],
     ) -> None:
         self.name = function.__name__
         self.plan = function
         self.twin = twin
-        self.schemas = schemas
         self.signature = inspect.signature(function)
         self.rows = {array: size for size, of in rows.items() for array in of}
         self.late_scalars = frozenset(late_scalars)
@@ -135,7 +137,7 @@ class Op:
         like = like[0] if isinstance(like, (tuple, list)) else like
         found = []
         many = results if isinstance(results, tuple) else (results,)
-        for result, place in zip(many, trace.outputs or [None] * len(many), strict=True):
+        for result, place in itertools.zip_longest(many, trace.outputs):
             if place is None or place.source >= trace.first_made:
                 found.append(library.from_numpy(result, like) if isinstance(result, np.ndarray) else result)
                 continue
@@ -143,7 +145,7 @@ class Op:
             if "out" not in takes:
                 library.to_numpy(found[-1])[...] = result
         out = bound.arguments.get("out")
-        if isinstance(out, (tuple, list)) and len(out) == len(found) and all(map(operator.is_, out, found)):
+        if isinstance(out, (tuple, list)) and len(out) == len(found) and all(map(operators.is_, out, found)):
             return out
         return tuple(found) if isinstance(results, tuple) else found[0]
 
@@ -255,14 +257,14 @@ class _Reader:
         """Give the late numbers their places."""
         for i, number in enumerate(self._numbers):
             number.place = len(self.addresses) + i
-            number.evaluate = operator.itemgetter(number.place)
+            number.evaluate = operators.itemgetter(number.place)
         for first, second in self._same:
-            self.guards.add(second, operator.eq, first)
+            self.guards.add(second, operators.eq, first)
 
 
 def op(
     twin: Callable[..., Any] | None,
-    schemas: str | Mapping[str, Callable[..., Any] | None],
+    schemas: str | Schemas,
     results: Callable[..., Any] | None = None,
     *,
     rows: Mapping[str, Sequence[str]] | None = None,
@@ -273,18 +275,29 @@ def op(
     Args:
         twin: the NumPy function that defines it, with the same arguments but for `variant` and, where it does not
             matter what `out` held, `out`.
-        schemas: its torch operator, without the overloads that `cukern.torch_ops` derives; or several, each with its
-            `results`.
+        schemas: its torch operator, if any, without the overloads that `cukern.torch_ops` derives; or several, each
+            with its `results`.
         results: gives, for the arguments of the schema, the `Result`s; a number is a result itself. None: nothing is
             returned but arguments that are written.
         rows: by the name of a size, the arrays that have it as their first dimension; it is late.
         late: scalars that are late.
     """
+
+    def declare(function: _F) -> _F:
+        made = OPS[function.__name__] = Op(function, twin, rows or {}, late)
+        return operator(schemas, results)(made.call)  # type: ignore[return-value]
+
+    return declare
+
+
+def operator(schemas: str | Schemas, results: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
+    """Declare the torch operator of a function of `cukern.ops`, with the arguments of `op`."""
     declared = {schemas: results} if isinstance(schemas, str) else schemas
 
     def declare(function: _F) -> _F:
-        made = OPS[function.__name__] = Op(function, twin, declared, rows or {}, late)
-        return made.call  # type: ignore[return-value]
+        if declared:
+            OPERATORS[function.__name__] = function, declared
+        return function
 
     return declare
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check, template
 from cukern.runtime.cuda import current_device, driver, runtime
-from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, contiguous_strides, expect
+from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, contiguous_strides, expect, type_name
 from cukern.runtime.kernel import Variant
 from cukern.runtime.late import Environment, Guards, Late, late
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
@@ -86,7 +86,7 @@ def outputs(out: Any, first: Array, first_name: str, *results: Result, names: st
     elif isinstance(out, (tuple, list)) and len(out) == len(results):
         given = list(out)
     else:
-        check.fail("out", names, type(out).__name__, TypeError)
+        check.fail("out", names, type_name(out), TypeError)
     found = []
     for i, (array, result) in enumerate(zip(given, results, strict=True)):
         if array is None:
@@ -136,9 +136,7 @@ def launch(variant: Variant, grid: Any, block: Any, shared_bytes: Any = 0, /, **
 
 def clear(array: Array) -> None:
     """Set all bytes of an array without gaps to 0, after the launches before and before those after."""
-    current().steps.append(
-        _Step(None, (0, 0, 0), (0, 0, 0), 0, None, (array.address, array.size * array.item_size))
-    )
+    current().steps.append(_Step(None, (0, 0, 0), (0, 0, 0), 0, None, (array.address, array.size * array.item_size)))
 
 
 def tensor_map(

@@ -26,7 +26,9 @@ class Rows(NamedTuple):
     counts: Any  # how many of each `batch` count, int32; None: all do
 
 
-def rows_of_array(name: str, array: Any, library: arrays.Library, device: int | None, expert_num_tokens: Any = None) -> Rows:
+def rows_of_array(
+    name: str, array: Any, library: arrays.Library, device: int | None, expert_num_tokens: Any = None
+) -> Rows:
     """The rows of `array`; with expert_num_tokens it is [experts, max_tokens, size].
 
     Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all lie at one distance, or

@@ -33,7 +33,9 @@ _SCALARS = {
 _POINTER = "Q"
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_STRUCT = re.compile(r"(?:\btemplate\s*<\s*typename\s+(\w+)\s*>\s*)?\bstruct\s+(?:alignas\((\d+)\)\s*)?(\w+)\s*(?::\s*(?:public\s+)?(\w+)\s*)?\{")
+_STRUCT = re.compile(
+    r"(?:\btemplate\s*<\s*typename\s+(\w+)\s*>\s*)?\bstruct\s+(?:alignas\((\d+)\)\s*)?(\w+)\s*(?::\s*(?:public\s+)?(\w+)\s*)?\{"
+)
 _INNER_BLOCK = re.compile(r"\{[^{}]*\}")
 _MEMBER = re.compile(r"(?:alignas\((\d+)\) )?((?:\w+ )*\w+(?:<[\w ]+>)?)((?: |\*)+\w+.*)")
 _DECLARATOR = re.compile(r"([ *]*)(\w+) ?(?:\[(\w+)\])? ?")
