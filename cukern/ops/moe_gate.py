@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from cukern.reference import moe_gate as twin
-from cukern.runtime import arrays, check
+from cukern.runtime import arrays, check, template
 from cukern.runtime.compile import Instance
+from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
 from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div, late
+from cukern.runtime.op import OPS, op
+from cukern.runtime.plan import launch, outputs, run_twin
 
 __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoid", "topk_softmax"]
 
@@ -19,10 +22,6 @@ VARIANTS = ("auto", "specialized", "dynamic")
 MAX_EXPERTS = 1024
 MAX_TOPK = 512
 MAX_TOKENS = 2**30
-_WARPS = 2  # WARPS, CAPACITY and the enum Scoring of the template
-_CAPACITY = 28
-_STAGED_LANES = 16
-_SCORING_CODE = {"any": 0, "sigmoid": 1, "softmax": 2, "sqrtsoftplus": 3}
 # What every GPU from sm_80 on grants a block; the largest sizes the dynamic variant takes need nearly all.
 _MAX_SHARED_BYTES = 99 * 1024
 #: Up to so many tokens, so many lanes per token are faster than fewer (measured on an H200; the bits are the same).
@@ -56,7 +55,7 @@ SPECIALIZED = [
     Config(8, 1, "any", biased=False),  # Mixtral
 ]
 
-_kernel = Kernel("moe_gate", "moe_gate", "5Pq15iI3f", compile_s=1.3)
+_kernel = Kernel("moe_gate", "moe_gate", compile_s=1.3)
 
 
 def _fits(config: Config, lanes: int) -> bool:
@@ -114,7 +113,8 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
             f"{experts} experts in {groups} groups",
         )
     _registered.add(config)
-    _plan.cache_clear()
+    for name in __all__:
+        OPS[name].forget()
     return _variants(config)
 
 
@@ -126,22 +126,26 @@ class _Choice(NamedTuple):
     shared_bytes: int
 
 
-class _Plan(NamedTuple):
-    """What the scalar arguments decide, worked out once for each set of them."""
+class _Choices(NamedTuple):
+    """What the scalar arguments decide."""
 
-    routed: int
     dynamic: _Choice
     specialized: list[_Choice]  # from few tokens to many
-    capacity: int
-    group_size: int
-    log2_lanes_per_group: int
-    group_magic: int
+    fields: dict[str, int]  # of the struct of parameters, for the dynamic variant
+
+
+#: Of the groups, those that are kept, the slots and those of shared experts.
+_Sizes = tuple[int, int, int, int]
+
+
+def _of_template(name: str) -> int:
+    return template.constants("moe_gate")[name]
 
 
 def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
     """Bytes of shared memory of a block, as the template lays them out in units of 16."""
     list_units = capacity + capacity // 4 + 2
-    return (block_units + (list_units + row_units) * _WARPS * (32 // lanes)) * 16
+    return (block_units + (list_units + row_units) * _of_template("WARPS") * (32 // lanes)) * 16
 
 
 def _staged_units(values: int, lanes: int, item_size: int) -> int:
@@ -153,26 +157,17 @@ def _staged_units(values: int, lanes: int, item_size: int) -> int:
 def _specialized(dtype: str, config: Config, lanes: int) -> _Choice:
     values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
     variant = _variant(dtype, config, lanes)
-    if lanes > _STAGED_LANES or values == 1 or values * item_size % 16:
-        return _Choice(variant, lanes, _shared_bytes(lanes, _CAPACITY, 0))
+    capacity = _of_template("CAPACITY")
+    if lanes > _of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
+        return _Choice(variant, lanes, _shared_bytes(lanes, capacity, 0))
     bias = _staged_units(values, lanes, 4) if config.biased else 0
-    shared_bytes = _shared_bytes(lanes, _CAPACITY, _staged_units(values, lanes, item_size), bias)
+    shared_bytes = _shared_bytes(lanes, capacity, _staged_units(values, lanes, item_size), bias)
     return _Choice(variant, lanes, shared_bytes)
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(
-    dtype: str,
-    experts: int,
-    groups: int,
-    topk_group: int,
-    topk: int,
-    shared: int,
-    scoring: str,
-    biased: bool,
-    softcap: bool,
-) -> _Plan:
+def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, biased: bool, softcap: bool) -> _Choices:
     """Check the scalar arguments against each other and choose the variants for them."""
+    groups, topk_group, topk, shared = sizes
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("the number of experts", f"in [1, {MAX_EXPERTS}]", experts)
     check.one_of("scoring_func", scoring, SCORING)
@@ -204,221 +199,145 @@ def _plan(
     specialized = []
     if config in _registered and not softcap:
         # The order of the weights' sum is that of the other layouts for up to two ranks per lane.
-        specialized = [_specialized(dtype, config, n) for n in _lanes(config) if routed <= min(_CAPACITY, 2 * n)]
-    return _Plan(
-        routed,
-        dynamic,
-        specialized,
-        capacity,
-        group_size,
-        log2_lanes_per_group,
-        magic,
-    )
+        most = _of_template("CAPACITY")
+        specialized = [_specialized(dtype, config, n) for n in _lanes(config) if routed <= min(most, 2 * n)]
+    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
+    return _Choices(dynamic, specialized, fields | {"group_magic": magic})
+
+
+def _valid_tokens(count: Any, tokens: int) -> int:
+    return check.integer("num_token_non_padded", count, 0, tokens, "tokens")
+
+
+class _Call(NamedTuple):
+    """What all five gates have, with the names that two arrays have in messages."""
+
+    name: str
+    logits: Any
+    bias_name: str
+    bias: Any
+    renormalize: bool
+    scoring: str
+    num_token_non_padded: Any
+    variant: str
 
 
 def _gate(
-    name: str,
-    logits: Any,
-    bias_name: str,
-    bias: Any,
-    groups: int,
-    topk_group: int,
-    topk: int,
-    shared: int,
-    routed_scaling_factor: float,
-    scale_output: bool,
-    renormalize: bool,
-    scoring: str,
-    group_by_two: bool,
-    num_token_non_padded: Any,
-    out: tuple[Any, Any] | None,
-    variant: str,
+    call: _Call,
+    sizes: tuple[Any, Any, Any, Any],
+    scaling: tuple[Any, bool] = (1.0, False),
+    *,
+    by_two: bool = False,
     softcap: float = 0.0,
-    out_names: tuple[str, str] = ("out[0]", "out[1]"),
-) -> tuple[Any, Any]:
-    """All five gates: check, choose a variant, launch."""
-    library = arrays.library_of(logits)
-    if library is None:
-        entered = None
-        if out is not None:
-            entered = _pair(out)
-            entered = arrays.enter(out_names[0], entered[0]), arrays.enter(out_names[1], entered[1])
-        results = _gate(
-            name,
-            arrays.enter(name, logits),
-            bias_name,
-            None if bias is None else arrays.enter(bias_name, bias),
-            groups,
-            topk_group,
-            topk,
-            shared,
-            routed_scaling_factor,
-            scale_output,
-            renormalize,
-            scoring,
-            group_by_two,
-            arrays.enter("num_token_non_padded", num_token_non_padded)
-            if hasattr(num_token_non_padded, "__dlpack__")
-            else num_token_non_padded,
-            entered,
-            variant,
-            softcap,
-            out_names,
-        )
-        if out is not None:
-            return out[0], out[1]
-        return arrays.leave(results[0], logits), arrays.leave(results[1], logits)
-    dtype = library.dtype(logits)
-    if dtype not in DTYPES:
-        check.dtype(name, dtype, DTYPES)
-    if len(logits.shape) != 2:
-        check.dimensions(name, tuple(logits.shape), ("tokens", "experts"))
+    out: Any = None,
+    written: dict[str, Any] | None = None,
+) -> Any:
+    """Check, choose a variant, launch.
+
+    `sizes` are those of `_Sizes`; `scaling` is a factor and whether the weights are multiplied by it; `by_two`: the
+    score of a group is that of its two best; `written` are the results by name, where they are arguments.
+    """
+    name, logits, bias_name, bias, renormalize, scoring, num_token_non_padded, variant = call
+    expect_array(name, logits, DTYPES, ("tokens", "experts"))
     tokens, experts = logits.shape
     if tokens > MAX_TOKENS:
         check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
-    row_stride = arrays.row_stride(name, logits, library)
-    if not (type(groups) is type(topk_group) is type(topk) is type(shared) is int):
-        groups = check.integer("num_expert_group", groups, 1)
-        topk_group = check.integer("topk_group", topk_group, 1)
-        topk = check.integer("topk", topk, 1)
-        shared = check.integer("num_fused_shared_experts", shared, 0)
-    plan = _plan(dtype, experts, groups, topk_group, topk, shared, scoring, bias is not None, softcap != 0)
-    scaling = check.number("routed_scaling_factor", routed_scaling_factor)
-    if shared and scaling == 0:
-        check.fail("routed_scaling_factor", "nonzero with fused shared experts", scaling)
-    if variant not in VARIANTS:
-        check.one_of("variant", variant, VARIANTS)
-
-    device = library.device(logits)
-    bias_is_float = False
-    if bias is not None:
-        arrays.expect(bias_name, bias, name, library, device, ("float32", dtype), (experts,), "[experts]")
-        bias_is_float = library.dtype(bias) == "float32"
-    if out is None:
-        weights = ids = None
+    row_stride = expect_row_stride(name, logits)
+    low = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
+    groups, topk_group, topk, shared = (check.integer(x, n, low[x]) for x, n in zip(low, sizes, strict=True))
+    biased = bias is not None
+    choices = _choose(logits.dtype, experts, (groups, topk_group, topk, shared), scoring, biased, softcap != 0)
+    factor = check.number("routed_scaling_factor", scaling[0])
+    if shared and factor == 0:
+        check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
+    check.one_of("variant", variant, VARIANTS)
+    if biased:
+        expect(bias_name, bias, logits, name, ("float32", logits.dtype), (experts,), "[experts]")
+    results = _results(logits, topk)
+    if written is None:
+        weights, ids = outputs(out, logits, name, *results, names="a pair (weights, ids)")
     else:
-        weights, ids = _check_out(out, out_names, (tokens, topk), name, library, device)
-
-    valid, valid_address, valid_is_int64 = tokens, 0, False
-    if num_token_non_padded is not None:
-        if arrays.is_array(num_token_non_padded):
-            arrays.same_place("num_token_non_padded", num_token_non_padded, name, library, device)
-            valid_dtype = library.dtype(num_token_non_padded)
-            check.dtype("num_token_non_padded", valid_dtype, ("int32", "int64"))
-            if tuple(num_token_non_padded.shape) not in ((), (1,)):
-                check.shape("num_token_non_padded", num_token_non_padded.shape, (1,), "[1]")
-            valid_is_int64 = valid_dtype == "int64"
-            if device is not None:
-                valid_address = library.address(num_token_non_padded)
-        else:
-            valid = check.integer("num_token_non_padded", num_token_non_padded, 0, tokens, "tokens")
-
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        results = twin.gate(
-            library.to_numpy(logits),
-            None if bias is None else library.to_numpy(bias),
-            groups,
-            topk_group,
-            topk,
-            shared,
-            scaling,
-            scale_output,
-            renormalize,
-            scoring,
-            group_by_two,
-            library.to_numpy(num_token_non_padded) if arrays.is_array(num_token_non_padded) else num_token_non_padded,
-            None if out is None else (library.to_numpy(weights), library.to_numpy(ids)),
-            softcap,
+        weights, ids = (
+            expect(own, array, logits, name, (result.dtype,), result.shape, result.symbols)
+            for (own, array), result in zip(written.items(), results, strict=True)
         )
-        if out is not None:
-            return weights, ids
-        return library.from_numpy(results[0], logits), library.from_numpy(results[1], logits)
+    valid, valid_on_device = tokens, None
+    if isinstance(num_token_non_padded, Array):
+        valid_on_device = expect_place("num_token_non_padded", num_token_non_padded, logits, name)
+        check.dtype("num_token_non_padded", valid_on_device.dtype, ("int32", "int64"))
+        if valid_on_device.shape not in ((), (1,)):
+            check.shape("num_token_non_padded", valid_on_device.shape, (1,), "[1]")
+    elif num_token_non_padded is not None:
+        valid = late(_valid_tokens, num_token_non_padded, tokens)
+    if logits.on_host:
+        return run_twin(variant, VARIANTS)
 
-    address = library.address(logits)
-    bias_address = library.address(bias) if bias is not None else 0
-    chosen = None
-    # Wide loads need aligned rows.
-    aligned = not ((address | bias_address) % 16 or (tokens > 1 and row_stride * arrays.ITEM_SIZE[dtype] % 16))
-    if plan.specialized and aligned:
-        chosen = plan.specialized[0]
-        for fewer_lanes in plan.specialized[1:]:
-            if tokens > _UP_TO_TOKENS[chosen.lanes]:
-                chosen = fewer_lanes
-    if variant != "auto":
-        if variant == "dynamic":
-            chosen = None
-        elif chosen is None:
-            check.fail(
-                "variant",
-                "'auto' or 'dynamic' here",
-                f"'specialized': there is none for {experts} experts in {groups} groups with scoring {scoring} "
-                f"{'with' if bias is not None else 'without'} a bias, or the rows are not 16-byte aligned "
-                "(cukern.specialize adds one)",
-            )
-    if weights is None:
-        weights = library.empty((tokens, topk), "float32", logits)
-        ids = library.empty((tokens, topk), "int32", logits)
+    chosen = choices.dynamic
+    # Wide loads need aligned rows; the number of tokens is looked at last, for it is late.
+    aligned = min(logits.alignment, bias.alignment if biased else 16) == 16
+    if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or tokens <= 1):
+        if variant != "dynamic":
+            chosen = choices.specialized[0]
+            for fewer_lanes in choices.specialized[1:]:
+                if tokens > _UP_TO_TOKENS[chosen.lanes]:
+                    chosen = fewer_lanes
+    elif variant == "specialized":
+        check.fail(
+            "variant",
+            "'auto' or 'dynamic' here",
+            f"'specialized': there is none for {experts} experts in {groups} groups with scoring {scoring} "
+            f"{'with' if biased else 'without'} a bias, or the rows are not 16-byte aligned "
+            "(cukern.specialize adds one)",
+        )
     if tokens == 0:
         return weights, ids
-    if chosen is None:
-        chosen = plan.dynamic
-    blocks = -(-tokens // (_WARPS * 32 // chosen.lanes))
-    chosen.variant.launch(
-        device,
-        library.stream(device),
-        (blocks, 1, 1),
-        (_WARPS * 32, 1, 1),
+    warps = _of_template("WARPS")
+    launch(
+        chosen.variant,
+        ceil_div(tokens, warps * 32 // chosen.lanes),
+        warps * 32,
         chosen.shared_bytes,
-        address,
-        bias_address,
-        library.address(weights),
-        library.address(ids),
-        valid_address,
-        row_stride,
-        tokens,
-        valid,
-        experts,
-        groups,
-        topk_group,
-        plan.routed,
-        shared,
-        _SCORING_CODE[scoring],
-        group_by_two,
-        renormalize,
-        bias_is_float,
-        valid_is_int64,
-        plan.capacity,
-        plan.group_size,
-        plan.log2_lanes_per_group,
-        plan.group_magic,
-        1 / scaling if shared else 0.0,
-        scaling if scale_output else 1.0,
-        softcap,
+        logits=logits,
+        bias=bias,
+        weights=weights,
+        ids=ids,
+        valid_on_device=valid_on_device,
+        row_stride=row_stride,
+        tokens=tokens,
+        valid=valid,
+        experts=experts,
+        groups=groups,
+        topk_group=topk_group,
+        topk=topk - shared,
+        shared=shared,
+        scoring=_of_template(scoring.upper()),
+        group_by_two=by_two,
+        renormalize=renormalize,
+        bias_is_float=biased and bias.dtype == "float32",
+        valid_is_int64=valid_on_device is not None and valid_on_device.dtype == "int64",
+        shared_scale=1 / factor if shared else 0.0,
+        output_scale=factor if scaling[1] else 1.0,
+        softcap=softcap,
+        **choices.fields,
     )
     return weights, ids
 
 
-def _pair(out: Any) -> tuple[Any, Any]:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        check.fail("out", "a pair (weights, ids)", type(out).__name__, TypeError)
-    return out[0], out[1]
+def _results(gating_output: Any, topk: Any) -> tuple[Result, Result]:
+    shape = (gating_output.shape[0], topk)
+    return Result(shape, "float32", "[tokens, topk]"), Result(shape, "int32", "[tokens, topk]")
 
 
-def _check_out(
-    out: tuple[Any, Any],
-    names: tuple[str, str],
-    shape: tuple[int, int],
-    name: str,
-    library: arrays.Library,
-    device: int | None,
-) -> tuple[Any, Any]:
-    weights, ids = _pair(out)
-    arrays.expect(names[0], weights, name, library, device, ("float32",), shape, "[tokens, topk]")
-    arrays.expect(names[1], ids, name, library, device, ("int32",), shape, "[tokens, topk]")
-    return weights, ids
-
-
+@op(
+    twin.moe_fused_gate,
+    "moe_fused_gate(Tensor input, Tensor bias, int num_expert_group, int topk_group, int topk, "
+    "int num_fused_shared_experts=0, float routed_scaling_factor=1.0, "
+    "bool apply_routed_scaling_factor_on_output=False, *, bool renormalize=True, str scoring_func='sigmoid', "
+    "Tensor? num_token_non_padded=None, str variant='auto') -> (Tensor weights, Tensor ids)",
+    lambda input, bias, num_expert_group, topk_group, topk, *_, **__: _results(input, topk),
+    rows={"tokens": ("input", "out")},
+    late=("num_token_non_padded",),
+)
 def moe_fused_gate(
     input: Any,
     bias: Any,
@@ -477,37 +396,39 @@ def moe_fused_gate(
     """
     if bias is None:
         check.fail("bias", "an array [experts]", "None", TypeError)
-    return _gate(
-        "input",
-        input,
-        "bias",
-        bias,
-        num_expert_group,
-        topk_group,
-        topk,
-        num_fused_shared_experts,
-        routed_scaling_factor,
-        apply_routed_scaling_factor_on_output,
-        renormalize,
-        scoring_func,
-        True,
-        num_token_non_padded,
-        out,
-        variant,
-    )
+    call = _Call("input", input, "bias", bias, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (num_expert_group, topk_group, topk, num_fused_shared_experts)
+    scaling = (routed_scaling_factor, apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, by_two=True, out=out)
+
+
+def _or_one(number: Any) -> Any:
+    return 1 if number is None else number
 
 
 def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
+    """Only their number counts, so they may be anywhere."""
     if hidden_states is None:
         return
-    given, wanted = (
-        x.shape[0] if hasattr(x, "shape") else arrays.enter(name, x).shape[0]
-        for name, x in (("hidden_states", hidden_states), ("gating_output", gating_output))
-    )
-    if given != wanted:
+    if not hasattr(hidden_states, "shape"):
+        hidden_states = arrays.enter("hidden_states", hidden_states)
+    given, wanted = hidden_states.shape[0], expect_array("gating_output", gating_output).shape[0]
+    if given is not wanted and given != wanted:
         check.fail("hidden_states", f"of {wanted} tokens like gating_output", given)
 
 
+@op(
+    twin.biased_grouped_topk,
+    "biased_grouped_topk(Tensor? hidden_states, Tensor gating_output, Tensor correction_bias, int topk, "
+    "bool renormalize, int? num_expert_group=None, int? topk_group=None, int num_fused_shared_experts=0, "
+    "float? routed_scaling_factor=None, bool apply_routed_scaling_factor_on_output=False, *, "
+    "str scoring_func='sigmoid', Tensor? num_token_non_padded=None, str variant='auto') "
+    "-> (Tensor weights, Tensor ids)",
+    lambda hidden_states, gating_output, correction_bias, topk, *_, **__: _results(gating_output, topk),
+    rows={"tokens": ("hidden_states", "gating_output", "out")},
+    late=("num_token_non_padded",),
+    leader="gating_output",
+)
 def biased_grouped_topk(
     hidden_states: Any,
     gating_output: Any,
@@ -534,26 +455,25 @@ def biased_grouped_topk(
     _check_hidden_states(hidden_states, gating_output)
     if correction_bias is None:
         check.fail("correction_bias", "an array [experts]", "None (grouped_topk takes none)", TypeError)
-    return _gate(
-        "gating_output",
-        gating_output,
-        "correction_bias",
-        correction_bias,
-        1 if num_expert_group is None else num_expert_group,
-        1 if topk_group is None else topk_group,
-        topk,
-        num_fused_shared_experts,
-        1.0 if routed_scaling_factor is None else routed_scaling_factor,
-        apply_routed_scaling_factor_on_output,
-        renormalize,
-        scoring_func,
-        True,
-        num_token_non_padded,
-        out,
-        variant,
-    )
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts)
+    scaling = (_or_one(routed_scaling_factor), apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, by_two=True, out=out)
 
 
+@op(
+    twin.grouped_topk,
+    "grouped_topk(Tensor? hidden_states, Tensor gating_output, int topk, bool renormalize, "
+    "int? num_expert_group=None, int? topk_group=None, int num_fused_shared_experts=0, "
+    "float? routed_scaling_factor=None, bool apply_routed_scaling_factor_on_output=False, *, "
+    "str scoring_func='softmax', Tensor? num_token_non_padded=None, str variant='auto') "
+    "-> (Tensor weights, Tensor ids)",
+    lambda hidden_states, gating_output, topk, *_, **__: _results(gating_output, topk),
+    rows={"tokens": ("hidden_states", "gating_output", "out")},
+    late=("num_token_non_padded",),
+    leader="gating_output",
+)
 def grouped_topk(
     hidden_states: Any,
     gating_output: Any,
@@ -577,35 +497,29 @@ def grouped_topk(
     `grouped_topk`); the method is that of the DeepSeek-V2 paper (arXiv:2405.04434).
     """
     _check_hidden_states(hidden_states, gating_output)
-    return _gate(
-        "gating_output",
-        gating_output,
-        "",
-        None,
-        1 if num_expert_group is None else num_expert_group,
-        1 if topk_group is None else topk_group,
-        topk,
-        num_fused_shared_experts,
-        1.0 if routed_scaling_factor is None else routed_scaling_factor,
-        apply_routed_scaling_factor_on_output,
-        renormalize,
-        scoring_func,
-        False,
-        num_token_non_padded,
-        out,
-        variant,
-    )
+    names = "gating_output", gating_output, "", None
+    call = _Call(*names, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts)
+    scaling = (_or_one(routed_scaling_factor), apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, out=out)
 
 
 def _slots(topk_ids: Any) -> int:
-    if not hasattr(topk_ids, "shape") and hasattr(topk_ids, "__dlpack__"):
-        topk_ids = arrays.enter("topk_ids", topk_ids)
     if len(getattr(topk_ids, "shape", ())) != 2:
         wanted = "an int32 array [tokens, topk]"
-        check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type(topk_ids).__name__), TypeError)
+        check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type_name(topk_ids)), TypeError)
     return topk_ids.shape[1]
 
 
+@op(
+    twin.topk_softmax,
+    "topk_softmax(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
+    "float moe_softcapping=0.0, Tensor? correction_bias=None, *, Tensor? num_token_non_padded=None, "
+    "str variant='auto') -> ()",
+    rows={"tokens": ("topk_weights", "topk_ids", "gating_output")},
+    late=("num_token_non_padded",),
+    leader="gating_output",
+)
 def topk_softmax(
     topk_weights: Any,
     topk_ids: Any,
@@ -630,28 +544,21 @@ def topk_softmax(
     Returns (topk_weights, topk_ids). The other arguments, ties, NaN and the errors are as in `moe_fused_gate`;
     without a bias the logits themselves order the experts. The function is SGLang's `sgl_kernel.topk_softmax`.
     """
-    return _gate(
-        "gating_output",
-        gating_output,
-        "correction_bias",
-        correction_bias,
-        1,
-        1,
-        _slots(topk_ids),
-        0,
-        1.0,
-        False,
-        renormalize,
-        "softmax",
-        False,
-        num_token_non_padded,
-        (topk_weights, topk_ids),
-        variant,
-        check.number("moe_softcapping", moe_softcapping),
-        ("topk_weights", "topk_ids"),
-    )
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, "softmax", num_token_non_padded, variant)
+    written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    _gate(call, (1, 1, _slots(topk_ids), 0), softcap=check.number("moe_softcapping", moe_softcapping), written=written)
+    return topk_weights, topk_ids
 
 
+@op(
+    twin.topk_sigmoid,
+    "topk_sigmoid(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
+    "Tensor? correction_bias=None, *, Tensor? num_token_non_padded=None, str variant='auto') -> ()",
+    rows={"tokens": ("topk_weights", "topk_ids", "gating_output")},
+    late=("num_token_non_padded",),
+    leader="gating_output",
+)
 def topk_sigmoid(
     topk_weights: Any,
     topk_ids: Any,
@@ -666,57 +573,8 @@ def topk_sigmoid(
 
     Arguments, results and errors are those of `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`.
     """
-    return _gate(
-        "gating_output",
-        gating_output,
-        "correction_bias",
-        correction_bias,
-        1,
-        1,
-        _slots(topk_ids),
-        0,
-        1.0,
-        False,
-        renormalize,
-        "sigmoid",
-        False,
-        num_token_non_padded,
-        (topk_weights, topk_ids),
-        variant,
-        out_names=("topk_weights", "topk_ids"),
-    )
-
-
-def _results(gating_output: Any, topk: int) -> tuple[tuple[Any, tuple[int, int], str], ...]:
-    shape = (gating_output.shape[0], topk)
-    return (gating_output, shape, "float32"), (gating_output, shape, "int32")
-
-
-#: For `cukern.torch_ops`: the schema of each operator, and of what shape and dtype its results are.
-TORCH_OPS: dict[str, Any] = {
-    "moe_fused_gate(Tensor input, Tensor bias, int num_expert_group, int topk_group, int topk, "
-    "int num_fused_shared_experts=0, float routed_scaling_factor=1.0, "
-    "bool apply_routed_scaling_factor_on_output=False, *, bool renormalize=True, str scoring_func='sigmoid', "
-    "Tensor? num_token_non_padded=None, str variant='auto') -> (Tensor weights, Tensor ids)": (
-        lambda input, bias, num_expert_group, topk_group, topk, *_, **__: _results(input, topk)
-    ),
-    "biased_grouped_topk(Tensor? hidden_states, Tensor gating_output, Tensor correction_bias, int topk, "
-    "bool renormalize, int? num_expert_group=None, int? topk_group=None, int num_fused_shared_experts=0, "
-    "float? routed_scaling_factor=None, bool apply_routed_scaling_factor_on_output=False, *, "
-    "str scoring_func='sigmoid', Tensor? num_token_non_padded=None, str variant='auto') "
-    "-> (Tensor weights, Tensor ids)": (
-        lambda hidden_states, gating_output, correction_bias, topk, *_, **__: _results(gating_output, topk)
-    ),
-    "grouped_topk(Tensor? hidden_states, Tensor gating_output, int topk, bool renormalize, "
-    "int? num_expert_group=None, int? topk_group=None, int num_fused_shared_experts=0, "
-    "float? routed_scaling_factor=None, bool apply_routed_scaling_factor_on_output=False, *, "
-    "str scoring_func='softmax', Tensor? num_token_non_padded=None, str variant='auto') "
-    "-> (Tensor weights, Tensor ids)": (
-        lambda hidden_states, gating_output, topk, *_, **__: _results(gating_output, topk)
-    ),
-    "topk_softmax(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
-    "float moe_softcapping=0.0, Tensor? correction_bias=None, *, Tensor? num_token_non_padded=None, "
-    "str variant='auto') -> ()": None,
-    "topk_sigmoid(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
-    "Tensor? correction_bias=None, *, Tensor? num_token_non_padded=None, str variant='auto') -> ()": None,
-}
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, "sigmoid", num_token_non_padded, variant)
+    written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    _gate(call, (1, 1, _slots(topk_ids), 0), written=written)
+    return topk_weights, topk_ids

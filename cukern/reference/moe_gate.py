@@ -1,7 +1,6 @@
 """The MoE gates in NumPy, step by step as the papers define them.
 
-The arguments are those of `cukern.ops.moe_gate`, already checked there; `variant` names a kernel and means
-nothing here.
+The arguments are those of `cukern.ops.moe_gate`, already checked there.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ def gate(
     scoring_func: str,
     group_by_two: bool,
     num_token_non_padded: Any,
-    out: tuple[Array, Array] | None,
     softcap: float = 0.0,
 ) -> tuple[Array, Array]:
     """All five gates."""
@@ -92,11 +90,7 @@ def gate(
         padding = np.arange(tokens) >= int(np.asarray(num_token_non_padded).reshape(()))
         weights[padding] = 0
         ids[padding] = -1
-    if out is None:
-        return weights.astype(np.float32), ids
-    out[0][...] = weights
-    out[1][...] = ids
-    return out
+    return weights.astype(np.float32), ids
 
 
 def moe_fused_gate(
@@ -112,8 +106,6 @@ def moe_fused_gate(
     renormalize: bool = True,
     scoring_func: str = "sigmoid",
     num_token_non_padded: Any = None,
-    out: tuple[Array, Array] | None = None,
-    variant: str = "auto",
 ) -> tuple[Array, Array]:
     """See `cukern.moe_fused_gate`."""
     return gate(
@@ -129,7 +121,6 @@ def moe_fused_gate(
         scoring_func,
         True,
         num_token_non_padded,
-        out,
     )
 
 
@@ -147,8 +138,6 @@ def biased_grouped_topk(
     *,
     scoring_func: str = "sigmoid",
     num_token_non_padded: Any = None,
-    out: tuple[Array, Array] | None = None,
-    variant: str = "auto",
 ) -> tuple[Array, Array]:
     """See `cukern.biased_grouped_topk`."""
     return gate(
@@ -164,7 +153,6 @@ def biased_grouped_topk(
         scoring_func,
         True,
         num_token_non_padded,
-        out,
     )
 
 
@@ -181,8 +169,6 @@ def grouped_topk(
     *,
     scoring_func: str = "softmax",
     num_token_non_padded: Any = None,
-    out: tuple[Array, Array] | None = None,
-    variant: str = "auto",
 ) -> tuple[Array, Array]:
     """See `cukern.grouped_topk`."""
     return gate(
@@ -198,7 +184,6 @@ def grouped_topk(
         scoring_func,
         False,
         num_token_non_padded,
-        out,
     )
 
 
@@ -211,17 +196,14 @@ def topk_softmax(
     correction_bias: Array | None = None,
     *,
     num_token_non_padded: Any = None,
-    variant: str = "auto",
 ) -> tuple[Array, Array]:
     """See `cukern.topk_softmax`."""
-    topk = topk_ids.shape[1]
-    out = (topk_weights, topk_ids)
-    return gate(
+    topk_weights[...], topk_ids[...] = gate(
         gating_output,
         correction_bias,
         1,
         1,
-        topk,
+        topk_ids.shape[1],
         0,
         1.0,
         False,
@@ -229,9 +211,9 @@ def topk_softmax(
         "softmax",
         False,
         num_token_non_padded,
-        out,
         moe_softcapping,
     )
+    return topk_weights, topk_ids
 
 
 def topk_sigmoid(
@@ -242,17 +224,14 @@ def topk_sigmoid(
     correction_bias: Array | None = None,
     *,
     num_token_non_padded: Any = None,
-    variant: str = "auto",
 ) -> tuple[Array, Array]:
     """See `cukern.topk_sigmoid`."""
-    topk = topk_ids.shape[1]
-    out = (topk_weights, topk_ids)
-    return gate(
+    topk_weights[...], topk_ids[...] = gate(
         gating_output,
         correction_bias,
         1,
         1,
-        topk,
+        topk_ids.shape[1],
         0,
         1.0,
         False,
@@ -260,5 +239,5 @@ def topk_sigmoid(
         "sigmoid",
         False,
         num_token_non_padded,
-        out,
     )
+    return topk_weights, topk_ids

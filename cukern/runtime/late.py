@@ -146,6 +146,14 @@ def late(function: Callable[..., Any], *numbers: Any) -> Any:
     return Late(value, lambda environment: function(*[find(environment) for find in finders]), first.guards)
 
 
+def parts(function: Callable[..., tuple[Any, ...]], *numbers: Any) -> tuple[Any, ...]:
+    """The numbers of the tuple that `function` makes of `numbers`, each of them late where one of those is."""
+    whole = late(function, *numbers)
+    if not isinstance(whole, Late):
+        return whole
+    return tuple(whole.apply(operator.itemgetter(i)) for i in range(len(whole.value)))
+
+
 def each_call(function: Callable[[], Any], like: Late | Guards) -> Late:
     """A number that `function` gives anew for each call."""
     guards = like.guards if isinstance(like, Late) else like

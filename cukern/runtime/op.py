@@ -62,6 +62,7 @@ class Op:
         twin: Callable[..., Any] | None,
         rows: Mapping[str, Sequence[str]],
         late_scalars: Collection[str],
+        leader: str,
     ) -> None:
         self.name = function.__name__
         self.plan = function
@@ -69,11 +70,12 @@ class Op:
         self.signature = inspect.signature(function)
         self.rows = {array: size for size, of in rows.items() for array in of}
         self.late_scalars = frozenset(late_scalars)
+        self.leader = leader
         self.forms: dict[tuple[Any, ...], _Form] = {}
         self.call: Callable[..., Any] = _call_of(self, function)
         self._lock = threading.Lock()
         self._ages: dict[tuple[_Form, tuple[Any, ...]], None] = {}
-        unknown = {*self.rows, *self.late_scalars} - {*self.signature.parameters}
+        unknown = {*self.rows, *self.late_scalars, *([leader] if leader else [])} - {*self.signature.parameters}
         if unknown:
             raise TypeError(f"{self.name} has no arguments {unknown}")
 
@@ -97,8 +99,11 @@ class Op:
         libraries = [arrays.library_of(x) for x in flat]
         if len(arrays.KNOWN) > known:
             return self.call(*args, **kwargs)  # the key was made as if new types of arrays were none
-        first = next((x for x, of in zip(flat, libraries, strict=True) if of or hasattr(x, "__dlpack__")), None)
-        if first is not None and arrays.library_of(first) is None:
+        if self.leader:
+            first = dict(zip(form.names, values, strict=True)).get(self.leader)
+        else:
+            first = next((x for x, of in zip(flat, libraries, strict=True) if of or hasattr(x, "__dlpack__")), None)
+        if arrays.library_of(first) is None and hasattr(first, "__dlpack__"):
             return self._foreign(first, args, kwargs)
         trace, returned, reader = self.say(form, values)
         if trace.is_host_call:
@@ -119,7 +124,7 @@ class Op:
         def to_numpy(value: Any) -> Any:
             if isinstance(value, (tuple, list)):
                 return type(value)(to_numpy(x) for x in value)
-            return library.to_numpy(value) if arrays.is_array(value) else value
+            return library.to_numpy(value) if arrays.library_of(value) is library else value
 
         def given(array: Array) -> Any:
             position, inner = reader.paths[array.source]
@@ -133,8 +138,8 @@ class Op:
             return tuple(map(given, returned)) if isinstance(returned, tuple) else given(returned)
         if results is None:
             return None
-        like = values[reader.paths[0][0]]
-        like = like[0] if isinstance(like, (tuple, list)) else like
+        assert reader.first is not None
+        like = given(reader.first)
         found = []
         many = results if isinstance(results, tuple) else (results,)
         for result, place in itertools.zip_longest(many, trace.outputs):
@@ -142,26 +147,30 @@ class Op:
                 found.append(library.from_numpy(result, like) if isinstance(result, np.ndarray) else result)
                 continue
             found.append(given(place))
-            if "out" not in takes:
-                library.to_numpy(found[-1])[...] = result
+            into = library.to_numpy(found[-1])
+            if "out" not in takes and not np.may_share_memory(into, result):
+                into[...] = result
         out = bound.arguments.get("out")
         if isinstance(out, (tuple, list)) and len(out) == len(found) and all(map(operators.is_, out, found)):
             return out
         return tuple(found) if isinstance(results, tuple) else found[0]
 
     def _foreign(self, first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call on arrays that are known by DLPack alone; the results leave in the library of the first one."""
-        names = [*self.signature.parameters]
-        entered = {name: arrays.enter_all(name, value) for name, value in kwargs.items()}
-        results = self.call(
-            *(arrays.enter_all(name, value) for name, value in zip(names, args, strict=False)), **entered
-        )
+        """A call on arrays that are known by DLPack alone; new results leave in the library of the first one."""
+        values = [*zip(self.signature.parameters, args, strict=False), *kwargs.items()]
+        entered = [arrays.enter_all(name, value) for name, value in values]
+        results = self.call(*entered[: len(args)], **dict(zip(kwargs, entered[len(args) :], strict=True)))
         out = kwargs.get("out")
         if out is not None:
             return out
-        if isinstance(results, tuple):
-            return tuple(arrays.leave(x, first) if arrays.is_array(x) else x for x in results)
-        return None if results is None else arrays.leave(results, first)
+
+        def leave(result: Any) -> Any:
+            given = next((x for own, (_, x) in zip(entered, values, strict=True) if own is result), None)
+            if given is not None:
+                return given
+            return arrays.leave(result, first) if arrays.is_array(result) else result
+
+        return tuple(map(leave, results)) if isinstance(results, tuple) else leave(results)
 
     def _keep(self, form: _Form, key: tuple[Any, ...], plan: Plan) -> None:
         with self._lock:
@@ -249,7 +258,7 @@ class _Reader:
         self.addresses.append(address)
         self.paths[source] = position, inner
         made = Array(library.dtype(value), shape, library.strides(value), alignment, place, source, self.guards)
-        if self.first is None:
+        if self.first is None or (name == self.op.leader and not inner):
             self.first = made
         return made
 
@@ -269,6 +278,7 @@ def op(
     *,
     rows: Mapping[str, Sequence[str]] | None = None,
     late: Collection[str] = (),
+    leader: str = "",
 ) -> Callable[[_F], _F]:
     """Declare an op by the function that is its public signature, its docstring and its plan.
 
@@ -281,10 +291,11 @@ def op(
             returned but arguments that are written.
         rows: by the name of a size, the arrays that have it as their first dimension; it is late.
         late: scalars that are late.
+        leader: the array that decides where a call runs; by default the first one.
     """
 
     def declare(function: _F) -> _F:
-        made = OPS[function.__name__] = Op(function, twin, rows or {}, late)
+        made = OPS[function.__name__] = Op(function, twin, rows or {}, late, leader)
         return operator(schemas, results)(made.call)  # type: ignore[return-value]
 
     return declare

@@ -29,8 +29,8 @@ class _Step(NamedTuple):
 
     variant: Variant | None
     grid: tuple[Any, Any, Any]
-    block: tuple[int, int, int]
-    shared_bytes: int
+    block: tuple[Any, Any, Any]
+    shared_bytes: Any
     packing: template.Packing | None
     cleared: tuple[Any, Any] = (0, 0)  # address and bytes
 
@@ -47,7 +47,7 @@ class Trace:
         self.workspace: Array | None = None
         self.workspace_bytes: Any = 0
         self.is_host_call = False
-        self.outputs: list[Array] = []
+        self.outputs: list[Array | None] = []
         self.notes: dict[str, Any] = {}
 
     def make(self, shape: tuple[Any, ...], dtype: str) -> Array:
@@ -74,10 +74,11 @@ def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
         _tracing.trace = previous
 
 
-def outputs(out: Any, first: Array, first_name: str, *results: Result, names: str = "") -> Any:
+def outputs(out: Any, first: Array, first_name: str, *results: Result | Array | None, names: str = "") -> Any:
     """Where an op writes its results: `out` where that is given, else new arrays; one alone, or a tuple.
 
     `names` is what the message calls an `out` of several, such as "a pair (weights, ids)"; None in it is a new array.
+    What is no `Result`, such as an argument that is written or None, is a result itself.
     Raises TypeError and ValueError for an `out` that does not fit.
     """
     trace, single = current(), len(results) == 1
@@ -87,13 +88,15 @@ def outputs(out: Any, first: Array, first_name: str, *results: Result, names: st
         given = list(out)
     else:
         check.fail("out", names, type_name(out), TypeError)
-    found = []
+    found: list[Any] = []
     for i, (array, result) in enumerate(zip(given, results, strict=True)):
-        if array is None:
+        if not isinstance(result, Result):
+            found.append(result)
+        elif array is None:
             found.append(trace.make(result.shape, result.dtype))
-            continue
-        name = "out" if single else f"out[{i}]"
-        found.append(expect(name, array, first, first_name, (result.dtype,), result.shape, result.symbols))
+        else:
+            name = "out" if single else f"out[{i}]"
+            found.append(expect(name, array, first, first_name, (result.dtype,), result.shape, result.symbols))
     trace.outputs = found
     return found[0] if single else tuple(found)
 
@@ -230,17 +233,15 @@ class _Places:
 class _Launch:
     """A launch as it runs."""
 
-    __slots__ = ("block", "function", "grid", "late_grid", "pack", "parameters", "shared_bytes", "variant")
+    __slots__ = ("function", "late_sizes", "pack", "parameters", "sizes", "variant")
 
-    def __init__(self, step: _Step, parameters: _Finder, late_grid: _Finder | None) -> None:
+    def __init__(self, step: _Step, parameters: _Finder, late_sizes: _Finder | None) -> None:
         assert step.variant is not None and step.packing is not None
         self.variant = step.variant
-        self.block = step.block
         self.pack = step.packing.struct.pack_into
         self.parameters = parameters
-        self.grid = step.grid
-        self.shared_bytes = step.shared_bytes
-        self.late_grid = late_grid
+        self.sizes = (*step.grid, *step.block, step.shared_bytes)
+        self.late_sizes = late_sizes
         self.function = 0  # the driver's handle, from the first launch on
 
 
@@ -260,16 +261,16 @@ class Plan:
             if step.packing is None:
                 open_steps.append((step, places.finder(step.cleared), None))
                 continue
-            grid = (*step.grid, step.shared_bytes)
-            late_grid = places.finder(grid) if any(isinstance(x, Late) for x in grid) else None
-            open_steps.append((step, places.finder(step.packing.parts), late_grid))
+            sizes = (*step.grid, *step.block, step.shared_bytes)
+            late_sizes = places.finder(sizes) if any(isinstance(x, Late) for x in sizes) else None
+            open_steps.append((step, places.finder(step.packing.parts), late_sizes))
         self._returned = _returned(returned, trace.first_made, paths, places)
         self._known, self._computed = places.known, places.computed
         self._steps = [
-            _Launch(step, places.find(parts), late_grid and places.find(late_grid))
+            _Launch(step, places.find(parts), late_sizes and places.find(late_sizes))
             if step.packing is not None
             else places.find(parts)
-            for step, parts, late_grid in open_steps
+            for step, parts, late_sizes in open_steps
         ]
 
     def run(self, values: Sequence[Any], environment: list[Any]) -> Any:
@@ -308,12 +309,7 @@ class Plan:
                     runtime.memsetAsync(start, 0, size, stream)
                     continue
                 step.pack(buffer, 0, *step.parameters(environment))
-                if step.late_grid is None:
-                    x, y, z = step.grid
-                    shared_bytes = step.shared_bytes
-                else:
-                    x, y, z, shared_bytes = step.late_grid(environment)
-                i, j, k = step.block
+                x, y, z, i, j, k, shared_bytes = step.late_sizes(environment) if step.late_sizes else step.sizes
                 function = step.function
                 if not function:
                     function = step.function = step.variant.load(device)  # type: ignore[arg-type]
