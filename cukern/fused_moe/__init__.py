@@ -14,7 +14,6 @@ from cukern.fused_moe.experts import (
     GroupedGemmExperts,
     NaiveBatchedExperts,
 )
-from cukern.fused_moe.layer import TORCH_OPS as TORCH_OPS
 from cukern.fused_moe.layer import fused_experts
 from cukern.fused_moe.modular_kernel import (
     ExpertTokensMetadata,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cukern.runtime import check
+from cukern.runtime.describe import type_name
 
 #: The formats of quantized weights: FP8 (e4m3), and the two of 4 bits.
 QUANT_DTYPES = ("float8_e4m3fn", "mxfp4", "nvfp4")
@@ -79,7 +80,7 @@ class FusedMoEQuantConfig:
                 check.fail("a2_scale", wanted, "None")
         for name in SCALES:
             if name not in takes and getattr(self, name) is not None:
-                check.fail(name, f"None with {self.name or 'no quantization'}", type(getattr(self, name)).__name__)
+                check.fail(name, f"None with {self.name or 'no quantization'}", type_name(getattr(self, name)))
 
     @property
     def name(self) -> str | None:

@@ -8,12 +8,12 @@ the fastest products want.
 from __future__ import annotations
 
 import functools
-import math
-import sys
+import operator
 from typing import Any, ClassVar
 
 import numpy as np
 
+from cukern.fused_moe.buffers import aligned, arch_of, dtype_of, part
 from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import (
     ExpertTokensMetadata,
@@ -30,45 +30,32 @@ from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.ops.quantization import silu_and_mul_quant
 from cukern.reference import fused_moe as twin
 from cukern.runtime import arrays, check
-from cukern.runtime.kernel import arch_of_device
-
-_ALIGNMENT = 256  # bytes, of the parts of a workspace
+from cukern.runtime.late import late
 
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
 BATCHED: Formats = (FusedMoEActivationFormat.BatchedExperts,) * 2
 
 
-def part(workspace: Any, library: arrays.Library, start: int, shape: tuple[int, ...], dtype: str) -> Any:
-    """The bytes of a workspace from `start` on, as an array."""
-    own = workspace[start : start + math.prod(shape) * arrays.ITEM_SIZE[dtype]]
-    if library.name == "torch":
-        return own.view(getattr(sys.modules["torch"], dtype)).view(shape)
-    if library is arrays.NUMPY or dtype != "float8_e4m3fn":
-        own = own.view(arrays.numpy_dtype(dtype))
-    return own.reshape(shape)
-
-
-def aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-@functools.lru_cache(maxsize=1024)
-def gathers(expected_rows: int, device: int | None) -> bool:
+def gathers(expected_rows: Any, arch: str | None) -> bool:
     """Whether the first product shall read the tokens where they are, for so many rows per expert.
 
     The products that can are the one that streams the weights, which is taken up to so many rows, and the portable one.
     """
-    return expected_rows <= _STREAM_ROWS or (device is not None and arch_of_device(device) != "90a")
+    return expected_rows <= _STREAM_ROWS or arch not in (None, "90a")
 
 
-def expected_rows_of(tokens: int, topk: int, experts: int) -> int:
+def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
     """Rows that an expert is expected to have.
 
     That is the mean, except where so few tokens come that the weights are streamed: then all that an expert may have,
     since another round would read all its weights once more.
     """
-    return tokens if tokens <= _STREAM_ROWS else max(-(-tokens * topk // experts), _STREAM_ROWS + 1)
+    return tokens if tokens <= _STREAM_ROWS else late(_mean_rows, tokens, topk, experts)
+
+
+def _mean_rows(tokens: int, topk: int, experts: int) -> int:
+    return max(-(-tokens * topk // experts), _STREAM_ROWS + 1)
 
 
 class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
@@ -136,14 +123,12 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             assert expert_tokens_meta is not None
             self._batched(output, hidden_states, a1q_scale, expert_tokens_meta.expert_num_tokens, *arguments)
             return
-        library = arrays.library_of(output)
-        assert library is not None
         expert_offsets, row_token, inverse = moe_sort(
             topk_ids, global_num_experts, expert_map=expert_map, num_local_experts=w1.shape[0]
         )
         gather = self.gather
         if gather is None:
-            gather = gathers(expected_rows, library.device(output))
+            gather = gathers(expected_rows, arch_of(output))
         where = (expert_offsets, row_token if gather else None, inverse)
         by_row = self._standard(output, hidden_states, a1q_scale, rows, where, *arguments)
         moe_unpermute(output, by_row, None if apply_router_weight_on_input else topk_weights, inverse)
@@ -164,7 +149,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
     ) -> Any:
         """The second product, [rows, hidden] by expert."""
         expert_offsets, row_token, inverse = where
-        if workspace13.shape[0] != rows:
+        if workspace13.shape[0] is not rows and workspace13.shape[0] != rows:
             workspace13, workspace2 = workspace13[:rows], workspace2[:rows]
         config = self.quant_config
         if row_token is None:
@@ -245,20 +230,18 @@ class _Fp8GemmExperts(_GemmExperts):
         rows = M * (local_num_experts if self.batched else topk)
         output = (local_num_experts, M, K) if self.batched else (M, K)
         # The first product, then the second; the quantized rows of either with their scales.
-        wide = rows * (N if self.batched else max(N, K)) * arrays.ITEM_SIZE[dtype]
+        wide = rows * ((N if self.batched else max(N, K)) * arrays.ITEM_SIZE[dtype])
         columns = N // 2 if self.batched else max(N // 2, K)
         quantized = aligned(rows * columns) + rows * self._scales(columns) * arrays.ITEM_SIZE["float32"]
         return Workspaces((wide,), (quantized,), output, "uint8")
 
-    def _quantized(
-        self, workspace2: Any, library: arrays.Library, shape: tuple[int, ...], columns: int
-    ) -> tuple[Any, Any]:
+    def _quantized(self, workspace2: Any, shape: tuple[Any, ...], columns: int) -> tuple[Any, Any]:
         """Where rows of `shape` are quantized to, and their scales or None."""
-        rows, scales = math.prod(shape), self._scales(columns)
-        q = part(workspace2, library, 0, (*shape, columns), "float8_e4m3fn")
+        rows, scales = functools.reduce(operator.mul, shape), self._scales(columns)
+        q = part(workspace2, 0, (*shape, columns), "float8_e4m3fn")
         if not scales:
             return q, None
-        return q, part(workspace2, library, aligned(rows * columns), (*shape, scales), "float32")
+        return q, part(workspace2, aligned(rows * columns), (*shape, scales), "float32")
 
     def _activate(self, gate_up: Any, activation: str, expert_num_tokens: Any, q: Any, scale: Any) -> Any:
         """Write the quantized activation and its scales; the scales."""
@@ -288,14 +271,12 @@ class _Fp8GemmExperts(_GemmExperts):
         workspace2: Any,
         expected_rows: int,
     ) -> Any:
-        library = arrays.library_of(output)
-        assert library is not None
-        dtype = library.dtype(output)
+        dtype = dtype_of(output)
         expert_offsets, row_token, inverse = where
         config = self.quant_config
         experts, columns, hidden = w1.shape
         if row_token is None:
-            q, scale = self._quantized(workspace2, library, (rows,), hidden)
+            q, scale = self._quantized(workspace2, (rows,), hidden)
             a = permute_rows(a, inverse, rows, out=q)
             if scale is not None:
                 a_scale = permute_rows(a_scale, inverse, rows, out=scale)
@@ -308,9 +289,9 @@ class _Fp8GemmExperts(_GemmExperts):
             row_token=row_token,
             out_dtype=dtype,
             expected_m=expected_rows,
-            out=part(workspace13, library, 0, (rows, columns), dtype),
+            out=part(workspace13, 0, (rows, columns), dtype),
         )
-        q, scale = self._quantized(workspace2, library, (1, rows), columns // 2)
+        q, scale = self._quantized(workspace2, (1, rows), columns // 2)
         # The rows of all experts, as those of one: the ones behind them were not written and are not read.
         a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
         return moe_gemm(
@@ -321,7 +302,7 @@ class _Fp8GemmExperts(_GemmExperts):
             b_scale=config.w2_scale,
             out_dtype=dtype,
             expected_m=expected_rows,
-            out=part(workspace13, library, 0, (rows, hidden), dtype),
+            out=part(workspace13, 0, (rows, hidden), dtype),
         )
 
     def _batched(
@@ -337,9 +318,7 @@ class _Fp8GemmExperts(_GemmExperts):
         workspace2: Any,
         expected_rows: int,
     ) -> None:
-        library = arrays.library_of(output)
-        assert library is not None
-        dtype = library.dtype(output)
+        dtype = dtype_of(output)
         config = self.quant_config
         shape, columns = tuple(a.shape[:2]), w1.shape[1]
         gate_up = moe_gemm_batched(
@@ -350,9 +329,9 @@ class _Fp8GemmExperts(_GemmExperts):
             b_scale=config.w1_scale,
             out_dtype=dtype,
             expected_m=expected_rows,
-            out=part(workspace13, library, 0, (*shape, columns), dtype),
+            out=part(workspace13, 0, (*shape, columns), dtype),
         )
-        q, scale = self._quantized(workspace2, library, shape, columns // 2)
+        q, scale = self._quantized(workspace2, shape, columns // 2)
         a_scale = self._activate(gate_up, activation, expert_num_tokens, q, scale)
         if scale is not None and not config.block_shape:
             a_scale = a_scale.reshape(shape)

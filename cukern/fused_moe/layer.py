@@ -2,33 +2,88 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 from cukern.fused_moe.config import FusedMoEQuantConfig
-from cukern.fused_moe.experts import AutoExperts, on_host
-from cukern.fused_moe.modular_kernel import DTYPES, FusedMoEModularKernel, check_layer
+from cukern.fused_moe.experts import AutoExperts
+from cukern.fused_moe.modular_kernel import FusedMoEModularKernel, layer_output
 from cukern.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoEP
 from cukern.reference import fused_moe as twin
-from cukern.runtime import activation as activations
-from cukern.runtime import arrays, check
+from cukern.runtime import check
+from cukern.runtime.describe import Result, dtype_name, expect_array
+from cukern.runtime.op import op, operator
+from cukern.runtime.plan import run_twin
 
-_PREPARE_FINALIZE = MoEPrepareAndFinalizeNoEP()
-_NOT_QUANTIZED = AutoExperts()
-_LAYER = FusedMoEModularKernel(_PREPARE_FINALIZE, _NOT_QUANTIZED)
+
+class _Numbers(NamedTuple):
+    """A configuration without its scales."""
+
+    quant_dtype: str | None
+    per_act_token_quant: bool
+    block_shape: tuple[int, int] | None
 
 
 def _config(quant: Any, scales: dict[str, Any]) -> FusedMoEQuantConfig:
-    given = {name: scale for name, scale in scales.items() if scale is not None}
-    if not isinstance(quant, FusedMoEQuantConfig):
-        if quant is not None and not isinstance(quant, str):
-            check.fail("quant", "a FusedMoEQuantConfig, its name, or None", type(quant).__name__, TypeError)
-        return FusedMoEQuantConfig.make(quant, **given)
-    for name in given:
-        check.fail(name, "None, since quant holds the scales", type(given[name]).__name__)
-    return quant
+    if isinstance(quant, _Numbers):
+        return FusedMoEQuantConfig(*quant, **scales)
+    if quant is not None and not isinstance(quant, str):
+        check.fail("quant", "a FusedMoEQuantConfig, its name, or None", type(quant).__name__, TypeError)
+    return FusedMoEQuantConfig.make(quant, **scales)
 
 
-@arrays.takes_dlpack
+def _layer_on_host(
+    hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: str, quant: Any,
+    apply_router_weight_on_input: bool, *, expert_map: Any = None, **scales: Any,
+) -> Any:  # fmt: skip
+    return twin.fused_experts(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation=activation, quant=_config(quant, scales),
+        expert_map=expert_map, apply_router_weight_on_input=apply_router_weight_on_input,
+    )  # fmt: skip
+
+
+@op(_layer_on_host, {}, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "out")})
+def _layer(
+    hidden_states: Any,
+    w1: Any,
+    w2: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    activation: str,
+    quant: Any,
+    apply_router_weight_on_input: bool,
+    *,
+    expert_map: Any = None,
+    out: Any = None,
+    **scales: Any,
+) -> Any:
+    """The whole layer as one plan: what its classes do with descriptions of the arrays."""
+    config = _config(quant, scales)
+    if expect_array("hidden_states", hidden_states).on_host:
+        options = {} if expert_map is None else {"expert_map": expert_map}
+        layer_output(
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, config.name, apply_router_weight_on_input,
+            out=out, **options, **scales,
+        )  # fmt: skip
+        return run_twin()
+    layer = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), AutoExperts(config))
+    return layer(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation=activation, expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input, out=out,
+    )  # fmt: skip
+
+
+def _result(hidden_states: Any, *_: Any, **__: Any) -> Result:
+    return Result(tuple(hidden_states.shape), dtype_name(hidden_states), "[tokens, hidden]")
+
+
+@operator(
+    "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, *, "
+    "str activation='silu', str? quant=None, Tensor? expert_map=None, bool apply_router_weight_on_input=False, "
+    "Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, Tensor? a2_scale=None, "
+    "Tensor? w1_global_scale=None, Tensor? w2_global_scale=None) -> (Tensor output)",
+    _result,
+)
 def fused_experts(
     hidden_states: Any,
     w1: Any,
@@ -81,58 +136,16 @@ def fused_experts(
     The name and the order of the arguments are those of vLLM's `fused_experts`. This is the layer of
     `cukern.fused_moe` with `MoEPrepareAndFinalizeNoEP` and `AutoExperts`.
     """
-    scales: dict[str, Any] = {
-        "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale, "a2_scale": a2_scale,
-        "w1_global_scale": w1_global_scale, "w2_global_scale": w2_global_scale,
+    given: dict[str, Any] = {
+        "expert_map": expert_map, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
+        "a2_scale": a2_scale, "w1_global_scale": w1_global_scale, "w2_global_scale": w2_global_scale, "out": out,
     }  # fmt: skip
-    config = _config(quant, scales)
-    library, device = arrays.place("hidden_states", hidden_states)
-    if device is None:
-        library, device, _ = arrays.leader("hidden_states", hidden_states, DTYPES, ("tokens", "hidden"))
-        activations.number(activation)
-        check_layer(
-            hidden_states, w1, w2, topk_weights, topk_ids, config, expert_map, apply_router_weight_on_input, out,
-            library, device,
-        )  # fmt: skip
-        return arrays.on_host(
-            twin.fused_experts,
-            hidden_states,
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            activation=activation,
-            quant=on_host(config),
-            expert_map=expert_map,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            out=out,
-        )
-    layer = _LAYER if config.name is None else FusedMoEModularKernel(_PREPARE_FINALIZE, AutoExperts(config))
-    return layer(
-        hidden_states,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation=activation,
-        expert_map=expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input,
-        out=out,
+    options = {name: value for name, value in given.items() if value is not None}
+    if isinstance(quant, FusedMoEQuantConfig):
+        for name in itertools.filterfalse(("expert_map", "out").__contains__, options):
+            check.fail(name, "None, since quant holds the scales", type(options[name]).__name__)
+        options.update(quant.scales)
+        quant = _Numbers(quant.quant_dtype, quant.per_act_token_quant, quant.block_shape)
+    return _layer(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, quant, apply_router_weight_on_input, **options
     )
-
-
-# --- PyTorch ------------------------------------------------------------------------------------------
-
-
-def _result(hidden_states: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
-    return ((hidden_states, tuple(hidden_states.shape), str(hidden_states.dtype).removeprefix("torch.")),)
-
-
-#: For `cukern.torch_ops`. The operator takes a quantization by its name.
-TORCH_OPS: dict[str, Any] = {
-    "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, *, "
-    "str activation='silu', str? quant=None, Tensor? expert_map=None, bool apply_router_weight_on_input=False, "
-    "Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, Tensor? a2_scale=None, "
-    "Tensor? w1_global_scale=None, Tensor? w2_global_scale=None) -> (Tensor output)": _result,
-}

@@ -11,10 +11,24 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
+from cukern.fused_moe.buffers import dtype_of, empty
 from cukern.fused_moe.config import NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOp
 from cukern.runtime import activation as activations
-from cukern.runtime import arrays, check
+from cukern.runtime import check
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    expect,
+    expect_array,
+    expect_contiguous,
+    expect_place,
+    same_shape,
+)
+from cukern.runtime.op import op
+from cukern.runtime.plan import outputs, run_twin
 
 DTYPES = ("bfloat16", "float16")
 ID_DTYPES = ("int32", "int64", "uint32")
@@ -307,13 +321,13 @@ class FusedMoEModularKernel:
         """
         pf, experts = self.prepare_finalize, self.fused_experts
         config = experts.quant_config
-        library, device, dtype = arrays.leader("hidden_states", hidden_states, DTYPES, ("tokens", "hidden"))
-        activations.number(activation)
-        check_layer(
-            hidden_states, w1, w2, topk_weights, topk_ids, config, expert_map, apply_router_weight_on_input, out,
-            library, device,
+        options = {} if expert_map is None else {"expert_map": expert_map}
+        output = layer_output(
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, config.name, apply_router_weight_on_input,
+            out=out, **options, **config.scales,
         )  # fmt: skip
         tokens, hidden = hidden_states.shape
+        dtype = dtype_of(hidden_states)
         local_experts = w1.shape[0]
         all_experts = local_experts if expert_map is None else expert_map.shape[0]
         if global_num_experts != -1:
@@ -326,10 +340,9 @@ class FusedMoEModularKernel:
         if expert_map is not None and is_standard and not experts.supports_expert_map():
             check.fail("expert_map", f"None: {type(experts).__name__} does not support one", "an array")
         id_dtype = pf.topk_indices_dtype()
-        if id_dtype is not None and library.dtype(topk_ids) != id_dtype:
-            check.dtype("topk_ids", library.dtype(topk_ids), (id_dtype,))
+        if id_dtype is not None:
+            check.dtype("topk_ids", dtype_of(topk_ids), (id_dtype,))
 
-        output = library.empty((tokens, hidden), dtype, hidden_states) if out is None else out
         arguments = (
             hidden_states, topk_weights, topk_ids, all_experts, expert_map, apply_router_weight_on_input, config
         )  # fmt: skip
@@ -352,23 +365,23 @@ class FusedMoEModularKernel:
         weights = topk_weights if prepared.topk_weights is None else prepared.topk_weights
         a1q, meta = prepared.a1q, prepared.expert_tokens_meta
         rows, inter2, topk = a1q.shape[-2], w1.shape[1], ids.shape[1]
-        chunk = rows if self.chunk_size is None else min(rows, self.chunk_size)
+        chunk = rows if self.chunk_size is None or rows <= self.chunk_size else self.chunk_size
         shapes = experts.workspace_shapes(chunk, inter2, hidden, topk, all_experts, local_experts, dtype)
-        workspace13 = library.empty(shapes.workspace13, shapes.dtype, hidden_states)
-        workspace2 = library.empty(shapes.workspace2, shapes.dtype, hidden_states)
+        workspace13 = empty(shapes.workspace13, shapes.dtype, hidden_states)
+        workspace2 = empty(shapes.workspace2, shapes.dtype, hidden_states)
         rest = (activation, all_experts, expert_map)
-        if chunk >= rows:
+        if chunk is rows:
             # Where the experts' output is the layer's, it is written where it belongs.
-            same = self._in_place and shapes.output == (tokens, hidden)
-            fused = output if same else library.empty(shapes.output, dtype, hidden_states)
+            same = self._in_place and same_shape(output, shapes.output)
+            fused = output if same else empty(shapes.output, dtype, hidden_states)
             experts.apply(
                 fused, a1q, w1, w2, weights, ids, *rest, prepared.a1q_scale, workspace13, workspace2, meta,
                 apply_router_weight_on_input,
             )  # fmt: skip
         else:
             whole = (rows, *shapes.output[1:])
-            same = self._in_place and whole == (tokens, hidden)
-            fused = output if same else library.empty(whole, dtype, hidden_states)
+            same = self._in_place and same_shape(output, whole)
+            fused = output if same else empty(whole, dtype, hidden_states)
             scale = prepared.a1q_scale
             for start in range(0, rows, chunk):
                 part = slice(start, min(start + chunk, rows))
@@ -385,87 +398,93 @@ class FusedMoEModularKernel:
     __call__ = forward
 
 
-def check_layer(
+def _output_on_host(hidden_states: Any, out: Any = None, **_: Any) -> Any:
+    return np.empty_like(hidden_states) if out is None else out
+
+
+@op(_output_on_host, {}, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "out")})
+def layer_output(
     hidden_states: Any,
     w1: Any,
     w2: Any,
     topk_weights: Any,
     topk_ids: Any,
-    config: FusedMoEQuantConfig,
-    expert_map: Any,
+    activation: str,
+    quantization: str | None,
     apply_router_weight_on_input: bool,
-    out: Any,
-    library: arrays.Library,
-    device: int | None,
-) -> None:
-    """Raises TypeError or ValueError, as the layer does, for arguments that do not fit each other."""
-    tokens, hidden = hidden_states.shape
-    expect, like = arrays.expect, "hidden_states"
-    quantization = config.name
+    *,
+    expert_map: Any = None,
+    out: Any = None,
+    **scales: Any,
+) -> Any:
+    """Where a layer writes its output, once its arguments have been checked.
+
+    Raises TypeError or ValueError, as the layer does, for arguments that do not fit each other.
+    """
+    x = expect_array("hidden_states", hidden_states, DTYPES, ("tokens", "hidden"))
+    activations.number(activation)
+    like = "hidden_states"
+    tokens, hidden = x.shape
     for name, array in (("w1", w1), ("w2", w2)):
-        arrays.same_place(name, array, like, library, device)
-        if len(array.shape) != 3:
-            check.dimensions(name, tuple(array.shape), ("experts", "n", "k"))
+        expect_place(name, array, x, like)
+        check.dimensions(name, array.shape, ("experts", "n", "k"))
     experts, columns, _ = w1.shape
     inter = columns // 2
     if not experts or columns % 2 or not columns:
         check.fail("w1", "of shape [experts, 2 * inter, hidden], none of them 0", list(w1.shape))
     if quantization is None:
-        dtypes: tuple[str, ...] = (library.dtype(hidden_states),)
+        dtypes: tuple[str, ...] = (x.dtype,)
     else:
         dtypes = ("float8_e4m3fn", "uint8") if quantization.startswith("fp8") else ("uint8",)
     packed = quantization in ("mxfp4", "nvfp4")
     group = {"mxfp4": 32, "nvfp4": 32, "fp8_block": 128, "fp8": 16}.get(quantization or "", 8)
-    for name, size in (("hidden_states", hidden), ("w1", inter)):
+    for name, size in ((like, hidden), ("w1", inter)):
         if size % group:
-            what = "a hidden size" if name == "hidden_states" else "an inter"
+            what = "a hidden size" if name == like else "an inter"
             check.fail(name, f"of {what} that is a multiple of {group} ({quantization or 'rows of 16 bytes'})", size)
     in_byte = 2 if packed else 1
-    expect(
-        "w1", w1, like, library, device, dtypes, (experts, columns, hidden // in_byte), "[experts, 2 * inter, hidden]"
-    )
-    expect("w2", w2, like, library, device, dtypes, (experts, hidden, inter // in_byte), "[experts, hidden, inter]")
-    if len(topk_ids.shape) != 2:
-        arrays.same_place("topk_ids", topk_ids, like, library, device)
-        check.dimensions("topk_ids", tuple(topk_ids.shape), ("tokens", "topk"))
+    expect("w1", w1, x, like, dtypes, (experts, columns, hidden // in_byte), "[experts, 2 * inter, hidden]")
+    expect("w2", w2, x, like, dtypes, (experts, hidden, inter // in_byte), "[experts, hidden, inter]")
+    expect_place("topk_ids", topk_ids, x, like)
+    check.dimensions("topk_ids", topk_ids.shape, ("tokens", "topk"))
     shape = (tokens, topk_ids.shape[1])
-    expect("topk_ids", topk_ids, like, library, device, ID_DTYPES, shape, "[tokens, topk]")
-    expect("topk_weights", topk_weights, like, library, device, ("float32",), shape, "[tokens, topk]")
+    expect("topk_ids", topk_ids, x, like, ID_DTYPES, shape, "[tokens, topk]")
+    expect("topk_weights", topk_weights, x, like, ("float32",), shape, "[tokens, topk]")
     if expert_map is not None:
-        arrays.same_place("expert_map", expert_map, like, library, device)
-        if len(expert_map.shape) != 1:
-            check.dimensions("expert_map", tuple(expert_map.shape), ("global_num_experts",))
+        expect_place("expert_map", expert_map, x, like)
+        check.dimensions("expert_map", expert_map.shape, ("global_num_experts",))
         everywhere = (expert_map.shape[0],)
-        expect("expert_map", expert_map, like, library, device, ("int32",), everywhere, "[global_num_experts]")
+        expect("expert_map", expert_map, x, like, ("int32",), everywhere, "[global_num_experts]")
         if everywhere[0] < experts:
             check.fail("expert_map", f"of at least the {experts} experts of w1", everywhere[0])
     if apply_router_weight_on_input and shape[1] != 1:
         check.fail("topk_ids", "of one expert per token with apply_router_weight_on_input", f"{shape[1]} per token")
-    if out is not None:
-        dtype = (library.dtype(hidden_states),)
-        expect("out", out, like, library, device, dtype, (tokens, hidden), "[tokens, hidden]")
-    arrays.contiguous("hidden_states", hidden_states, library)
-    if quantization is None:
-        return
-    for name, scale in config.scales.items():
-        arrays.same_place(name, scale, like, library, device)
-        n, k = (columns, hidden) if name[1] == "1" else (hidden, inter)
-        kind: tuple[str, ...] = ("float32",)
-        if name in ("a1_scale", "a2_scale"):
-            options: tuple[tuple[int, ...], ...] = ((1,), (1, 1), ())
-        elif name.endswith("global_scale"):
-            options = ((experts,),)
-        elif packed:
-            options, kind = (
-                ((experts, n, k // (32 if quantization == "mxfp4" else 16)),),
-                ("uint8", "float8_e8m0fnu", "float8_e4m3fn"),
-            )
-        elif quantization == "fp8_block":
-            options = ((experts, -(-n // 128), -(-k // 128)),)
-        else:
-            options = ((experts,), (experts, n))
-        if library.dtype(scale) not in kind:
-            check.dtype(name, library.dtype(scale), kind)
-        if tuple(scale.shape) not in options:
-            check.fail(name, "of shape " + " or ".join(str(list(o)) for o in options), list(scale.shape))
-        arrays.contiguous(name, scale, library)
+    output = outputs(out, x, like, Result((tokens, hidden), x.dtype, "[tokens, hidden]"))
+    expect_contiguous(like, x)
+    for name, scale in scales.items():
+        _check_scale(name, scale, x, quantization, w1.shape, inter)
+    return run_twin() if x.on_host else output
+
+
+def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, ...], inter: int) -> None:
+    """Check a scale by its name, for w1 of this shape."""
+    expect_place(name, scale, like, "hidden_states")
+    experts, columns, _ = w1
+    hidden = like.shape[1]
+    n, k = (columns, hidden) if name[1] == "1" else (hidden, inter)
+    kind: tuple[str, ...] = ("float32",)
+    if name in ("a1_scale", "a2_scale"):
+        options: tuple[tuple[int, ...], ...] = ((1,), (1, 1), ())
+    elif name.endswith("global_scale"):
+        options = ((experts,),)
+    elif quantization in ("mxfp4", "nvfp4"):
+        options = ((experts, n, k // (32 if quantization == "mxfp4" else 16)),)
+        kind = ("uint8", "float8_e8m0fnu", "float8_e4m3fn")
+    elif quantization == "fp8_block":
+        options = ((experts, -(-n // 128), -(-k // 128)),)
+    else:
+        options = ((experts,), (experts, n))
+    check.dtype(name, scale.dtype, kind)
+    if scale.shape not in options:
+        check.fail(name, "of shape " + " or ".join(str(list(o)) for o in options), list(scale.shape))
+    expect_contiguous(name, scale)

@@ -68,6 +68,8 @@ class Op:
         self.plan = function
         self.twin = twin
         self.signature = inspect.signature(function)
+        empty = inspect.Parameter.empty
+        self._defaults = {x.name: x.default for x in self.signature.parameters.values() if x.default is not empty}
         self.rows = {array: size for size, of in rows.items() for array in of}
         self.late_scalars = frozenset(late_scalars)
         self.leader = leader
@@ -122,7 +124,7 @@ class Op:
         library = trace.place.library
 
         def to_numpy(value: Any) -> Any:
-            if isinstance(value, (tuple, list)):
+            if type(value) in (tuple, list):
                 return type(value)(to_numpy(x) for x in value)
             return library.to_numpy(value) if arrays.library_of(value) is library else value
 
@@ -131,9 +133,10 @@ class Op:
             return values[position] if inner is None else values[position][inner]
 
         takes = inspect.signature(self.twin).parameters
-        bound = inspect.BoundArguments(self.signature, dict(zip(form.names, values, strict=True)))  # type: ignore[arg-type]
-        bound.apply_defaults()
-        results = self.twin(**{name: to_numpy(x) for name, x in bound.arguments.items() if name in takes})
+        takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in takes.values())
+        arguments = self._defaults | dict(zip(form.names, values, strict=True))
+        taken = {name for name in arguments if name in takes or (takes_all and name not in ("out", "variant"))}
+        results = self.twin(**{name: to_numpy(x) for name, x in arguments.items() if name in taken})
         if returned is not None:  # arguments that were written
             return tuple(map(given, returned)) if isinstance(returned, tuple) else given(returned)
         if results is None:
@@ -150,7 +153,7 @@ class Op:
             into = library.to_numpy(found[-1])
             if "out" not in takes and not np.may_share_memory(into, result):
                 into[...] = result
-        out = bound.arguments.get("out")
+        out = arguments.get("out")
         if isinstance(out, (tuple, list)) and len(out) == len(found) and all(map(operators.is_, out, found)):
             return out
         return tuple(found) if isinstance(results, tuple) else found[0]
@@ -224,8 +227,8 @@ class _Reader:
 
     def read(self, position: int, name: str, kind: int, value: Any) -> Any:
         """What the plan is given for an argument."""
-        if isinstance(value, (tuple, list)):
-            return [self._describe(position, i, name, kind, x) for i, x in enumerate(value)]
+        if type(value) in (tuple, list) and any(arrays.library_of(x) is not None for x in value):
+            return type(value)(self._describe(position, i, name, kind, x) for i, x in enumerate(value))
         if arrays.library_of(value) is not None:
             return self._describe(position, None, name, kind, value)
         return self._late(value) if kind == _LATE and value is not None else value

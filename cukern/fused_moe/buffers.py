@@ -1,0 +1,61 @@
+"""Memory for the parts of a layer, which get arrays where they run, and descriptions where they become a plan."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from cukern.runtime import arrays, plan
+from cukern.runtime.describe import Array
+from cukern.runtime.kernel import arch_of_device
+from cukern.runtime.late import late
+
+_ALIGNMENT = 256  # bytes, of the parts of a workspace
+
+
+def dtype_of(array: Any) -> str:
+    """The name of an array's dtype."""
+    return array.dtype if isinstance(array, Array) else _library(array).dtype(array)
+
+
+def arch_of(array: Any) -> str | None:
+    """The compile target of the GPU that an array is on; None in host memory."""
+    if isinstance(array, Array):
+        return None if array.on_host else array.gpu.arch
+    device = _library(array).device(array)
+    return None if device is None else arch_of_device(device)
+
+
+def empty(shape: Sequence[Any], dtype: str, like: Any) -> Any:
+    """An uninitialized array in the library and on the device of `like`."""
+    return plan.empty(shape, dtype) if isinstance(like, Array) else _library(like).empty(tuple(shape), dtype, like)
+
+
+def part(workspace: Any, start: Any, shape: tuple[Any, ...], dtype: str) -> Any:
+    """The bytes of a workspace from `start` on, as an array."""
+    if isinstance(workspace, Array):
+        return workspace.view(shape, dtype, start)
+    own = workspace[start : start + math.prod(shape) * arrays.ITEM_SIZE[dtype]]
+    library = _library(workspace)
+    if library.name == "torch":
+        return own.view(getattr(sys.modules["torch"], dtype)).view(shape)
+    if library is arrays.NUMPY or dtype != "float8_e4m3fn":
+        own = own.view(arrays.numpy_dtype(dtype))
+    return own.reshape(shape)
+
+
+def aligned(size: Any) -> Any:
+    """A number of bytes, rounded up so that another part may begin there."""
+    return late(_round_up, size)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _library(array: Any) -> arrays.Library:
+    library = arrays.library_of(array)
+    assert library is not None
+    return library
