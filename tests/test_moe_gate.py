@@ -24,8 +24,9 @@ import cukern
 import cukern.runtime.compile as compiler
 from cukern.ops import moe_gate as op
 from cukern.reference import moe_gate as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, template
 from cukern.runtime.cuda import cupy
+from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import OnlyDLPack, on_gpu, zeros
 
@@ -197,14 +198,22 @@ def forced(form: str | int) -> Iterator[str]:
     if isinstance(form, str):
         yield form
         return
-    planned = op._plan
+    choose = op._choose
 
-    def plan_of_one(*arguments: Any) -> Any:
-        whole = planned(*arguments)
+    def choose_one(*arguments: Any) -> Any:
+        whole = choose(*arguments)
         return whole._replace(specialized=whole.specialized[form:][:1])
 
-    with patch.object(op, "_plan", plan_of_one):
+    with patch.object(op, "_choose", choose_one):
+        forget()
         yield "specialized"
+    forget()
+
+
+def forget() -> None:
+    """Let the next calls make their plans anew."""
+    for name in FUNCTIONS:
+        OPS[name].forget()
 
 
 class Place(NamedTuple):
@@ -1004,22 +1013,22 @@ def test_each_specialized_configuration_is_tested() -> None:
         for dtype in op.DTYPES:
             case = Case(experts, groups, topk_group, topk, "softmax" if scoring == "any" else scoring, biased)
             assert variants_of(case, dtype)
-            used = [*variants_of(case, dtype), plan(case, dtype).dynamic.variant]
+            used = [*variants_of(case, dtype), choices(case, dtype).dynamic.variant]
             assert {variant.instance for variant in used} <= set(op._kernel.at_import)
 
 
-def plan(case: Case, dtype: str = "float32", softcap: bool = False) -> Any:
-    sizes = (case.experts, case.groups, case.topk_group, case.topk, case.shared)
-    return op._plan(dtype, *sizes, case.scoring, case.biased, softcap)
+def choices(case: Case, dtype: str = "float32", softcap: bool = False) -> Any:
+    sizes = (case.groups, case.topk_group, case.topk, case.shared)
+    return op._choose(dtype, case.experts, sizes, case.scoring, case.biased, softcap)
 
 
 def forms_of(case: Case, dtype: str = "float32") -> list[str | int]:
     """Every kernel there is for a case, as `forced` takes it."""
-    return [*range(len(plan(case, dtype).specialized)), "dynamic"]
+    return [*range(len(choices(case, dtype).specialized)), "dynamic"]
 
 
 def variants_of(case: Case, dtype: str = "float32") -> list[Any]:
-    return [kernel.variant for kernel in plan(case, dtype).specialized]
+    return [kernel.variant for kernel in choices(case, dtype).specialized]
 
 
 def test_the_variant_follows_from_the_sizes() -> None:
@@ -1031,10 +1040,10 @@ def test_the_variant_follows_from_the_sizes() -> None:
     assert variants_of(without) == variants_of(replace(without, scoring="softmax")) != []
     for other in (Case(256, 4, 2, 8), Case(255, topk=8), Case(256, 8, 4, 8, "softmax"), Case(256, 8, 4, 33)):
         assert forms_of(other) == ["dynamic"]
-    assert not plan(without, softcap=True).specialized
+    assert not choices(without, softcap=True).specialized
     # The dynamic variant that is taken can hold the experts.
     for experts in range(1, op.MAX_EXPERTS + 1):
-        *_, lanes, values, _ = plan(Case(experts, topk=1)).dynamic.variant.instance.arguments
+        *_, lanes, values, _ = choices(Case(experts, topk=1)).dynamic.variant.instance.arguments
         assert lanes * values >= experts
 
 
@@ -1050,7 +1059,7 @@ def own_configurations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test adds to the specialized configurations ends with it."""
     monkeypatch.setattr(op, "_registered", set(op._registered))
     yield
-    op._plan.cache_clear()
+    forget()
 
 
 def test_no_variant_asks_for_more_shared_memory_than_it_may_have(own_configurations: None) -> None:
@@ -1058,12 +1067,12 @@ def test_no_variant_asks_for_more_shared_memory_than_it_may_have(own_configurati
     granted, most = 48 * 1024, 99 * 1024
     for experts, groups in _all_sizes():
         case = Case(experts, groups, groups, min(experts, op.MAX_TOPK))
-        taken = plan(case).dynamic
+        taken = choices(case).dynamic
         assert taken.shared_bytes <= taken.variant.max_shared_bytes <= most, case
         with contextlib.suppress(ValueError):
             op.specialize(experts=experts, groups=groups)
         for dtype in op.DTYPES:
-            for taken in plan(replace(case, topk=1), dtype).specialized:
+            for taken in choices(replace(case, topk=1), dtype).specialized:
                 assert taken.shared_bytes <= max(granted, taken.variant.max_shared_bytes), case
 
 
@@ -1180,11 +1189,12 @@ def model_cases(config: op.Config) -> Iterator[Case]:
     """The ways to use a specialized configuration: each path through the kernel, each scoring it takes."""
     experts, groups, fixed, biased = config[:4]
     _, topk_group, topk = MODELS[config[:4]]
+    capacity = template.constants("moe_gate")["CAPACITY"]
     ways = {
         (topk_group, topk): "as the model does",
         (1, 1): "the least",
-        (topk_group, op._CAPACITY): "the longest list",
-        (groups, op._CAPACITY + 1): "too long a list, so dynamic",
+        (topk_group, capacity): "the longest list",
+        (groups, capacity + 1): "too long a list, so dynamic",
         (topk_group, 2 * topk_group + 1): "more than the kept groups' second best vouch for",
         (topk_group, 8): "a choice of every lane, if there are 8",
         (topk_group, 9): "more than there are lanes then",

@@ -21,6 +21,7 @@ from cukern.ops import moe_permute as op
 from cukern.reference import moe_permute as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
+from cukern.runtime.op import OPS
 from tests.buffers import POISON, Buffer, OnlyDLPack, normal, on_gpu, place, same_bits
 
 Array = NDArray[Any]
@@ -435,30 +436,31 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
     st.integers(0, op.MAX_PAIRS),
     st.integers(1, op.MAX_EXPERTS),
     st.integers(0, op.MAX_EXPERTS),
-    st.sampled_from(op.SORT_VARIANTS),
+    st.booleans(),
 )
-def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: int, variant: str) -> None:
-    for capacity in (0, pairs):
-        plan = op._sort_plan(pairs, experts, mapped, 4, capacity, variant)
-        per_block, per_warp, warps = plan.split
-        assert (plan.blocks - 1) * per_block < max(pairs, 1) <= plan.blocks * per_block
-        assert 1 <= warps <= plan.threads // 32 and per_warp * warps >= per_block and per_warp % 32 == 0
-        assert plan.threads % 32 == 0 and plan.threads <= 1024
-        assert plan.shared_bytes <= op._MAX_SHARED_BYTES and plan.count_bytes <= 48 * 1024
-        assert 4 * ((3 + warps) * (experts + 1) + (mapped + 1 if mapped else 0)) <= plan.shared_bytes
-        assert plan.blocks == 1 or not plan.staged
-        assert (plan.blocks - 1) * per_block + warps * per_warp < 2**31
+def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: int, one_block: bool) -> None:
+    for capacity in (None, (1, False), (16, True)):
+        split = op._split(experts, mapped, capacity, one_block, 1024, pairs)
+        per_block, per_warp, warps = split.pairs_per_block, split.pairs_per_warp, split.warps
+        assert (split.blocks - 1) * per_block < max(pairs, 1) <= split.blocks * per_block
+        assert (split.blocks > 1) == (not one_block and pairs > op._PAIRS_PER_BLOCK)
+        assert 1 <= warps <= split.threads // 32 and per_warp * warps >= per_block and per_warp % 32 == 0
+        assert split.threads % 32 == 0 and split.threads <= 1024
+        assert split.shared_bytes <= op._MAX_SHARED_BYTES
+        assert 4 * ((3 + warps) * (experts + 1) + (mapped + 1 if mapped else 0)) <= split.shared_bytes
+        assert split.blocks == 1 or not split.staged
+        assert (split.blocks - 1) * per_block + warps * per_warp < 2**31
 
 
 @given(st.integers(1, 2**20), st.integers(1, op.MAX_HIDDEN // 16), st.sampled_from([(256, 4), (256, 1), (128, 1)]))
 def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int]) -> None:
     threads, items = shape
     tiles = op._tiles(tokens, columns, threads, items)
-    _, _, tile_columns, chunks, *_ = tiles.fields
-    x, y, _ = tiles.block
+    tile_columns, chunks = tiles.tiling["tile_columns"], tiles.tiling["chunks"]
+    x, y = tiles.threads
     assert x * y <= threads and x * items >= tile_columns
     assert (chunks - 1) * tile_columns < columns <= chunks * tile_columns
-    assert tiles.grid[0] % chunks == 0 and (tiles.grid[0] // chunks - 1) * y < tokens <= tiles.grid[0] // chunks * y
+    assert tiles.blocks % chunks == 0 and (tiles.blocks // chunks - 1) * y < tokens <= tiles.blocks // chunks * y
 
 
 @pytest.fixture
@@ -468,12 +470,13 @@ def own_configurations() -> Iterator[None]:
     yield
     op._registered.clear()
     op._registered.update(before)
-    op._sum_plan.cache_clear()
+    for name in ("moe_unpermute", "moe_sum"):
+        OPS[name].forget()
 
 
 def test_specialize_adds_variants(own_configurations: None) -> None:
     def chosen(topk: int, width: int = 16, variant: str = "auto") -> Any:
-        return op._sum_plan("bfloat16", 5, topk, 64, width, variant).variant.instance
+        return op._sum_variant("bfloat16", topk, width, variant).instance
 
     for topk in op.SPECIALIZED:
         assert chosen(topk) == chosen(topk, variant="specialized") in op._unpermute.specialized

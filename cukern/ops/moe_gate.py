@@ -244,7 +244,9 @@ def _gate(
         check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
     row_stride = expect_row_stride(name, logits)
     low = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
-    groups, topk_group, topk, shared = (check.integer(x, n, low[x]) for x, n in zip(low, sizes, strict=True))
+    groups, topk_group, topk, shared = (
+        n if type(n) is int else check.integer(x, n, low[x]) for x, n in zip(low, sizes, strict=True)
+    )
     biased = bias is not None
     choices = _choose(logits.dtype, experts, (groups, topk_group, topk, shared), scoring, biased, softcap != 0)
     factor = check.number("routed_scaling_factor", scaling[0])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
+from cukern.ops import _moe_permute as kernels
+from cukern.ops._moe_permute import MAX_PAIRS, SORT_VARIANTS, SUM_DTYPES, SUM_VARIANTS
 from cukern.reference import moe_permute as twin
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import (
     Array,
@@ -20,11 +21,10 @@ from cukern.runtime.describe import (
     expect_row_stride,
     same_shape,
 )
-from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, late, parts
+from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import OPS, op
-from cukern.runtime.plan import empty, launch, outputs, run_twin
-from cukern.runtime.units import divisor, unit_width
+from cukern.runtime.plan import outputs, run_twin
+from cukern.runtime.units import divisor
 
 __all__ = [
     "moe_align_block_size",
@@ -38,188 +38,23 @@ __all__ = [
 
 ID_DTYPES = ("int32", "int64", "uint32")
 ROW_DTYPES = tuple(name for name in arrays.ITEM_SIZE if name != "bool")
-SUM_DTYPES = ("float32", "float16", "bfloat16")
-SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted")
-SUM_VARIANTS = ("auto", "specialized", "dynamic")
 #: Their counts, of each warp of a block, and the map of all must fit into shared memory.
 MAX_EXPERTS = 4096
-MAX_PAIRS = 2**30
 MAX_BLOCK_SIZE = 2**15
 MAX_HIDDEN = 2**24
-
-#: The topk of the models that have unpermute kernels of their own.
-SPECIALIZED = [
-    2,  # Mixtral
-    4,  # gpt-oss, Qwen1.5-MoE
-    6,  # DeepSeek-V2, Kimi-VL
-    8,  # DeepSeek-V3, Qwen3, Kimi-K2, OLMoE
-]
-
-_count = Kernel("moe_permute", "count_pairs")
-_sort = Kernel("moe_permute", "sort_pairs")
-_permute = Kernel("moe_permute", "permute_rows")
-_unpermute = Kernel("moe_permute", "unpermute_rows")
-
-_MAX_SHARED_BYTES = 96 * 2**10
-_STAGED_ROWS = 2**13  # at most so many are put together in shared memory
-# For tuning on a GPU.
-_ONE_BLOCK_PAIRS = 2048  # up to so many, one block sorts
-_COUNT_AGAIN_PAIRS = 2**15  # up to so many, each of many blocks counts all pairs itself
-_PAIRS_PER_BLOCK = 1024
-_ROUNDS = 2  # of 32 pairs, that a warp ranks; more where there are not enough warps
-_MAX_BLOCKS = 128
-_PERMUTE_ITEMS = 4
-_FEW_UNITS = 2**19  # with fewer, a thread of permute_rows has one
-_UNPERMUTE_THREADS = 128
-
-_ID_TYPE = {4: "unsigned", 8: "unsigned long long"}
-_BITS = (5, 8, 12)
-_registered = set(SPECIALIZED)
-
-
-def _sort_variant(id_bytes: int, experts: int) -> Variant:
-    bits = next(b for b in _BITS if experts <= 1 << b)
-    return _sort.variant(_ID_TYPE[id_bytes], bits, max_shared_bytes=_MAX_SHARED_BYTES)
-
-
-def _count_variant(id_bytes: int) -> Variant:
-    return _count.variant(_ID_TYPE[id_bytes])
-
-
-def _permute_variant(width: int, items: int) -> Variant:
-    return _permute.variant(width, items)
-
-
-def _unpermute_variant(dtype: str, width: int, topk: int) -> Variant:
-    return _unpermute.variant(arrays.CUDA_TYPE[dtype], width, topk)
-
-
-def _list_instances() -> None:
-    # int64 ids, float32, odd widths and other topk are compiled when they are first used.
-    _sort.at_import = [_sort_variant(4, experts).instance for experts in (32, 256)]
-    _sort.specialized = [_sort_variant(size, 1 << bits).instance for size in (4, 8) for bits in _BITS]
-    _count.at_import = _count.specialized = [_count_variant(4).instance]
-    _permute.at_import = _permute.specialized = [_permute_variant(16, items).instance for items in (1, _PERMUTE_ITEMS)]
-    _unpermute.at_import = [
-        _unpermute_variant(d, 16, topk).instance for d in ("bfloat16", "float16") for topk in (8, 2)
-    ]
-    _unpermute.specialized = [_unpermute_variant(d, 16, topk).instance for d in SUM_DTYPES for topk in SPECIALIZED]
-
-
-_list_instances()
 
 
 def specialize(*, topk: int, dtype: str = "bfloat16") -> list[Instance]:
     """Give this topk an unpermute kernel of its own in this process and say which; see `cukern.specialize`."""
     check.one_of("dtype", dtype, SUM_DTYPES)
     check.integer("topk", topk, 1, 64)
-    _registered.add(topk)
+    kernels.registered.add(topk)
     for name in ("moe_unpermute", "moe_sum"):
         OPS[name].forget()
-    return [_unpermute_variant(dtype, 16, topk).instance]
+    return [kernels.unpermute_variant(dtype, 16, topk).instance]
 
 
 # --- sorting ------------------------------------------------------------------------------------------
-
-
-class _Split(NamedTuple):
-    """How the pairs of a sort are split over its blocks and warps."""
-
-    blocks: int
-    threads: int
-    shared_bytes: int
-    pairs_per_block: int
-    pairs_per_warp: int
-    warps: int  # so many of a block rank its pairs
-    capacity: int
-    staged: int
-
-
-@functools.lru_cache(maxsize=4096)
-def _split(
-    experts: int, mapped: int, padding: tuple[int, bool] | None, one_block: bool, most_threads: int, pairs: int
-) -> _Split:
-    """How `pairs` pairs are split.
-
-    `mapped` is how many ids the map has that the kernel reads, 0 without; `padding` the last arguments of
-    `aligned_rows` where the kernel writes rows.
-    """
-    capacity = twin.aligned_rows(pairs, experts, *padding) if padding else 0
-    bins = experts + 1
-    fixed = 3 * bins + (mapped + 1 if mapped else 0)
-    most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES // 4 - fixed) // bins)
-    if one_block:
-        per_block, blocks = max(pairs, 1), 1
-        warps = min(most_warps, -(-per_block // 32))
-    else:
-        per_block = max(_PAIRS_PER_BLOCK, -(-pairs // (_MAX_BLOCKS * 32)) * 32)
-        blocks = max(1, -(-pairs // per_block))
-        warps = min(most_warps, -(-per_block // (32 * _ROUNDS)))
-    per_warp = -(-per_block // (32 * warps)) * 32
-    threads = most_threads if blocks > 1 else min(most_threads, max(warps * 32, -(-experts // 32) * 32, 128))
-    ints = fixed + warps * bins
-    staged = blocks == 1 and 0 < capacity <= _STAGED_ROWS and ints + capacity <= _MAX_SHARED_BYTES // 4
-    shared_bytes = 4 * (ints + (capacity if staged else 0))
-    return _Split(blocks, threads, shared_bytes, per_block, per_warp, warps, capacity, int(staged))
-
-
-#: The fields of SortParams that not every function needs.
-_NO_RESULTS = {
-    **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
-    **dict.fromkeys(("fill", "groups", "group_fill", "room"), 0),
-    "block_size": 1,
-    "group_rows": 1,
-    "topk": divisor(1),
-}
-
-
-def _launch_sort(
-    topk_ids: Array,
-    global_experts: int,
-    experts: int,
-    expert_map: Array | None,
-    variant: str,
-    padding: tuple[int, bool] | None = None,
-    **results: Any,
-) -> None:
-    check.one_of("variant", variant, SORT_VARIANTS)
-    tokens, topk = topk_ids.shape
-    pairs = tokens * topk
-    # The number of tokens decides, for it is what the environment holds.
-    one_block = variant == "one_block" or (variant == "auto" and tokens <= _ONE_BLOCK_PAIRS // topk)
-    most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
-    threads = template.constants("moe_permute")["SORT_THREADS"]
-    mapped = 0 if expert_map is None else global_experts
-    split = _Split(*parts(functools.partial(_split, experts, mapped, padding, one_block, threads), pairs))
-    of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
-    id_bytes = 8 if topk_ids.dtype == "int64" else 4
-    counts = None
-    if not one_block and tokens > most_uncounted // topk:
-        counts = empty((split.blocks, experts), "int32")
-        shared_bytes = 4 * (experts + 1 + (mapped + 1 if mapped else 0))
-        launch(
-            _count_variant(id_bytes),
-            split.blocks,
-            min(threads, _PAIRS_PER_BLOCK),
-            shared_bytes,
-            pairs=of_pairs,
-            counts=counts,
-            pairs_per_block=split.pairs_per_block,
-        )
-    launch(
-        _sort_variant(id_bytes, experts),
-        split.blocks,
-        split.threads,
-        split.shared_bytes,
-        pairs=of_pairs,
-        counts=counts,
-        pairs_per_block=split.pairs_per_block,
-        pairs_per_warp=split.pairs_per_warp,
-        warps=split.warps,
-        capacity=split.capacity,
-        staged=split.staged,
-        **_NO_RESULTS | results,
-    )
 
 
 def _check_ids(topk_ids: Any) -> tuple[Any, int]:
@@ -306,7 +141,7 @@ def moe_sort(
     if topk_ids.on_host:
         return run_twin(variant, SORT_VARIANTS)  # type: ignore[return-value]
     results = dict(zip(("offsets", "rows", "inverse"), out, strict=True))
-    _launch_sort(topk_ids, num_experts, experts, expert_map, variant, (1, False), topk=divisor(topk), **results)
+    kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, (1, False), topk=divisor(topk), **results)
     return out
 
 
@@ -358,7 +193,7 @@ def moe_sort_batched(
     out = outputs(out, topk_ids, "topk_ids", *results, names="a pair (expert_num_tokens, positions)")
     if topk_ids.on_host:
         return run_twin(variant, SORT_VARIANTS)  # type: ignore[return-value]
-    _launch_sort(topk_ids, num_experts, experts, expert_map, variant, offsets=out[0], inverse=out[1], room=room)
+    kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, offsets=out[0], inverse=out[1], room=room)
     return out
 
 
@@ -366,7 +201,7 @@ def _aligned(
     topk_ids: Any, block_size: Any, num_experts: Any, expert_map: Any = None, pad_sorted_ids: bool = False, **_: Any
 ) -> list[Result]:
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
-    rows = late(twin.aligned_rows, pairs, num_experts, block_size, pad_sorted_ids)
+    rows = late(lambda pairs: twin.aligned_rows(pairs, num_experts, block_size, pad_sorted_ids), pairs)
     return [Result((rows,), "int32"), Result((ceil_div(rows, block_size),), "int32"), Result((1,), "int32")]
 
 
@@ -427,52 +262,13 @@ def moe_align_block_size(
     if topk_ids.on_host:
         return run_twin(variant, SORT_VARIANTS)  # type: ignore[return-value]
     early, id_of = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    _launch_sort(
-        topk_ids,
-        num_experts,
-        num_experts,
-        early,
-        variant,
-        padding,
-        id_of=id_of,
-        rows=out[0],
-        group_ids=out[1],
-        end_of_rows=out[2],
-        block_size=block_size,
-        fill=tokens * topk,
-        group_rows=block_size,
-        groups=groups,
-        group_fill=-1,
-    )
+    fields = {"id_of": id_of, "rows": out[0], "group_ids": out[1], "end_of_rows": out[2], "fill": tokens * topk}
+    fields |= {"block_size": block_size, "group_rows": block_size, "groups": groups, "group_fill": -1}
+    kernels.launch_sort(topk_ids, num_experts, num_experts, early, variant, padding, **fields)
     return out
 
 
 # --- rows ---------------------------------------------------------------------------------------------
-
-
-class _Tiles(NamedTuple):
-    blocks: Any
-    threads: tuple[int, Any]
-    tiling: dict[str, Any]
-
-
-def _tiles(tokens: Any, columns: int, threads: int, items: int) -> _Tiles:
-    """Blocks of at most `threads`, each with `items` units of one token."""
-    chunks = max(1, -(-columns // (threads * items)))
-    tile_columns = max(1, -(-columns // chunks))
-    x = -(-tile_columns // items)
-    y = threads // x
-    blocks = ceil_div(tokens, y) * chunks
-    if y > 1 and tokens < y:
-        y, blocks = tokens, chunks
-    tiling = {"tokens": tokens, "columns": columns, "tile_columns": tile_columns, "chunks": chunks}
-    return _Tiles(blocks, (x, y), tiling | {"by_chunks": divisor(chunks)})
-
-
-def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) -> int:
-    """The bytes of a unit of rows of two arrays, the first of which lie `row_stride` elements apart."""
-    mask = one.alignment | other.alignment | (hidden | row_stride) * one.item_size
-    return unit_width(name, mask, one.item_size)
 
 
 def _check_hidden(name: str, hidden: int) -> None:
@@ -494,40 +290,11 @@ def _topk_of(name: str, inverse: Any, like: Array, like_name: str) -> int:
     if len(shape) == 1:
         slots = 1 if shape[0] is tokens else int(late(_slots, shape[0], tokens))
         if slots >= 0:
-            topk, wanted = slots, (tokens * slots if slots != 1 else tokens,)
+            topk, wanted = slots, shape
         elif not tokens:
             wanted = (0,)
     expect(name, inverse, like, like_name, ("int32",), wanted, "[tokens, topk] or [tokens * topk]")
     return topk
-
-
-def _launch_permute(
-    x: Array, row_stride: int, inverse: Array, topk: int, out: Array, scale: Array | None = None, out_scale: Any = None
-) -> None:
-    """Copy rows of at least one token, which has at least one slot."""
-    tokens, hidden = x.shape
-    if not hidden and scale is None:
-        return
-    width = _width("hidden_states", x, out, hidden, row_stride)
-    columns = hidden * x.item_size // width
-    items = 1 if not columns or tokens < -(-_FEW_UNITS // columns) else _PERMUTE_ITEMS
-    tiles = _tiles(tokens, columns, template.constants("moe_permute")["ROW_THREADS"], items)
-    launch(
-        _permute_variant(width, items),
-        tiles.blocks,
-        tiles.threads,
-        src=x,
-        inverse=inverse,
-        out=out,
-        scale=scale,
-        out_scale=None if scale is None else out_scale,
-        row_stride=row_stride * x.item_size // width,
-        scale_stride=0 if scale is None else scale.strides[0],
-        topk=topk,
-        rows=out.shape[0],
-        scale_columns=0 if scale is None else scale.shape[1],
-        tiling=tiles.tiling,
-    )
 
 
 def _permuted_rows(hidden_states: Any, inverse: Any, rows: Any = None) -> Result:
@@ -573,7 +340,7 @@ def permute_rows(hidden_states: Any, inverse: Any, rows: int | None = None, *, o
     if hidden_states.on_host:
         return run_twin()
     if topk and tokens != 0 and (rows is None or rows != 0):
-        _launch_permute(hidden_states, row_stride, inverse, topk, out)
+        kernels.launch_permute(hidden_states, row_stride, inverse, topk, out)
     return out
 
 
@@ -597,7 +364,7 @@ def _permuted(
     rows = pairs = topk_ids.shape[0] * topk_ids.shape[1]
     m_indices, permuted, scale = None, permuted_hidden_states, a1q_scale
     if align_block_size is not None:
-        rows = late(_padded_rows, pairs, n_expert, align_block_size)
+        rows = late(lambda pairs: _padded_rows(pairs, n_expert, align_block_size), pairs)
         m_indices = Result((rows,), "int32")
     if permuted is None:
         permuted = Result((rows, hidden_states.shape[1]), dtype_name(hidden_states))
@@ -684,70 +451,30 @@ def moe_permute(
     block_size, group_fill = 1, 0
     if align_block_size is not None:
         block_size = check.integer("align_block_size", align_block_size, 1, MAX_BLOCK_SIZE)
-        rows = late(_padded_rows, tokens * topk, n_expert, block_size)
+    results = _permuted(hidden_states, a1q_scale, topk_ids, n_expert, experts, None, align_block_size)
+    rows = results[0].shape[0]
+    if align_block_size is not None:
         if rows > MAX_PAIRS:
             got = f"{block_size} with {rows} rows"
             check.fail("align_block_size", f"such that there are at most {MAX_PAIRS} rows", got)
         group_fill = check.integer("fill_invalid_expert", fill_invalid_expert, -(2**31), 2**31 - 1)
-    given = permuted_hidden_states
-    results = _permuted(hidden_states, a1q_scale, topk_ids, n_expert, experts, None, align_block_size)
-    if given is not None:
+    if permuted_hidden_states is not None:
         like, dtypes = (hidden_states, "hidden_states"), (hidden_states.dtype,)
-        results[0] = expect("permuted_hidden_states", given, *like, dtypes, results[0].shape, "[rows, hidden]")
+        given = expect(
+            "permuted_hidden_states", permuted_hidden_states, *like, dtypes, (rows, hidden), "[rows, hidden]"
+        )
+        results[0] = given
     found = outputs(None, hidden_states, "hidden_states", *results)
     if hidden_states.on_host:
         return run_twin(variant, SORT_VARIANTS)  # type: ignore[return-value]
     permuted, scale, offsets, inverse, m_indices = found
-    _launch_sort(
-        topk_ids,
-        n_expert,
-        experts,
-        expert_map,
-        variant,
-        offsets_long=offsets,
-        inverse=inverse,
-        group_ids=m_indices,
-        block_size=block_size,
-        groups=permuted.shape[0],
-        group_fill=group_fill,
-    )
+    fields = {"offsets_long": offsets, "inverse": inverse, "group_ids": m_indices, "block_size": block_size}
+    fields |= {"groups": rows, "group_fill": group_fill}
+    kernels.launch_sort(topk_ids, n_expert, experts, expert_map, variant, **fields)
     if tokens != 0:
-        has_scale = permutes_scale and a1q_scale.shape[1]
-        _launch_permute(hidden_states, row_stride, inverse, topk, permuted, a1q_scale if has_scale else None, scale)
+        scales = (a1q_scale, scale) if permutes_scale and a1q_scale.shape[1] else (None, None)
+        kernels.launch_permute(hidden_states, row_stride, inverse, topk, permuted, *scales)
     return found
-
-
-def _sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
-    check.one_of("variant", variant, SUM_VARIANTS)
-    known = topk in _registered and width == 16
-    if variant == "specialized" and not known:
-        why = f"there is none for topk {topk}, or the rows are not 16-byte aligned"
-        check.fail("variant", "'auto' or 'dynamic' here", f"'specialized': {why} (cukern.specialize adds one)")
-    return _unpermute_variant(dtype, width, topk if known and variant != "dynamic" else 0)
-
-
-def _launch_sum(
-    name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
-) -> None:
-    """The sums of rows that lie `row_stride` elements apart."""
-    check.one_of("variant", variant, SUM_VARIANTS)
-    tokens, hidden = out.shape
-    if not hidden or tokens == 0:
-        return
-    width = _width(name, src, out, hidden, row_stride)
-    tiles = _tiles(tokens, hidden * out.item_size // width, _UNPERMUTE_THREADS, 1)
-    launch(
-        _sum_variant(out.dtype, topk, width, variant),
-        tiles.blocks,
-        tiles.threads,
-        src=src,
-        out=out,
-        row_stride=row_stride * out.item_size // width,
-        topk=topk,
-        rows=rows,
-        tiling=tiles.tiling,
-        **arrays,
-    )
 
 
 @op(
@@ -803,13 +530,9 @@ def moe_unpermute(
     row_stride = expect_row_stride("permuted_hidden_states", src)
     topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
     if topk_weights is not None:
-        if (
-            isinstance(topk_weights, Array)
-            and len(topk_weights.shape) == 2
-            and topk_weights.shape[1] != topk
-            and not tokens
-        ):
-            topk = topk_weights.shape[1]
+        shape = getattr(topk_weights, "shape", ())
+        if len(shape) == 2 and shape[1] != topk and not tokens:
+            topk = shape[1]
         expect("topk_weights", topk_weights, out, "out", ("float32",), (tokens, topk), "[tokens, topk]")
     end = None
     if expert_first_token_offset is not None:
@@ -825,7 +548,7 @@ def moe_unpermute(
         return out
     # Without slots nothing is read, and the sum is 0.
     weights, inverse = (topk_weights, inv_permuted_idx) if topk else (None, None)
-    _launch_sum("out", src, rows, row_stride, out, topk, variant, weights=weights, inverse=inverse, offsets=end)
+    kernels.launch_sum("out", src, rows, row_stride, out, topk, variant, weights=weights, inverse=inverse, offsets=end)
     return out
 
 
@@ -863,5 +586,5 @@ def moe_sum(input: Any, output: Any = None, *, variant: str = "auto") -> Any:
     if input.on_host:
         return run_twin(variant, SUM_VARIANTS)
     no_arrays = dict.fromkeys(("weights", "inverse", "offsets"))
-    _launch_sum("input", input, tokens * topk, hidden, output, topk, variant, **no_arrays)
+    kernels.launch_sum("input", input, tokens * topk, hidden, output, topk, variant, **no_arrays)
     return output

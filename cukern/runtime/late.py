@@ -76,10 +76,11 @@ class Guards:
 class Late:
     """A number of the call that a plan is made from, and of each call that the plan will serve.
 
-    `place` is where the environment holds it; None for what is computed.
+    `place` is where the environment holds it; None for what is computed. `part` is the late tuple that it belongs to,
+    and where in it.
     """
 
-    __slots__ = ("evaluate", "guards", "place", "value")
+    __slots__ = ("evaluate", "guards", "part", "place", "value")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
@@ -89,6 +90,7 @@ class Late:
         self.evaluate = evaluate
         self.guards = guards
         self.place = place
+        self.part: tuple[Late, int] | None = None
 
     @classmethod
     def at(cls, place: int, value: Any, guards: Guards) -> Late:
@@ -147,11 +149,17 @@ def late(function: Callable[..., Any], *numbers: Any) -> Any:
 
 
 def parts(function: Callable[..., tuple[Any, ...]], *numbers: Any) -> tuple[Any, ...]:
-    """The numbers of the tuple that `function` makes of `numbers`, each of them late where one of those is."""
+    """The numbers of the tuple that `function` makes of `numbers`, each of them late where one of those is.
+
+    A launch finds the tuple once for all of them.
+    """
     whole = late(function, *numbers)
     if not isinstance(whole, Late):
         return whole
-    return tuple(whole.apply(operator.itemgetter(i)) for i in range(len(whole.value)))
+    found = tuple(whole.apply(operator.itemgetter(i)) for i in range(len(whole.value)))
+    for i, number in enumerate(found):
+        number.part = whole, i
+    return found
 
 
 def each_call(function: Callable[[], Any], like: Late | Guards) -> Late:

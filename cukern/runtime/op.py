@@ -111,7 +111,10 @@ class Op:
         if trace.is_host_call:
             return self._run_twin(trace, returned, reader, form, values)
         plan = Plan(trace, returned, reader.paths)
-        if key is not None:
+        # A key of an array that DLPack alone knows would keep it alive.
+        if key is not None and not any(
+            of is None and hasattr(x, "__dlpack__") for x, of in zip(flat, libraries, strict=True)
+        ):
             self._keep(form, key, plan)
         return plan.run(values, [*reader.addresses, *reader.lates])
 

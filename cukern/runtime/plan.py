@@ -201,7 +201,7 @@ class _Places:
         self.begin = begin
         self.known: list[Any] = []
         self.computed: list[Callable[[Environment], Any]] = []
-        self._finders: list[tuple[list[tuple[str, int]], list[_Finder]]] = []
+        self._seen: dict[int, tuple[int, Late]] = {}  # among the computed, by the identity of the number
 
     def _of(self, value: Any) -> tuple[str, int]:
         if isinstance(value, Array):
@@ -213,8 +213,20 @@ class _Places:
             return "known", len(self.known) - 1
         if value.place is not None:
             return "begin", value.place
-        self.computed.append(value.evaluate)
-        return "computed", len(self.computed) - 1
+        return "computed", self._compute(value)
+
+    def _compute(self, value: Late) -> int:
+        """Where `value` is among the computed numbers."""
+        if id(value) in self._seen:
+            return self._seen[id(value)][0]
+        evaluate = value.evaluate
+        if value.part is not None:
+            whole, index = value.part
+            back = self._compute(whole) - len(self.computed)  # from the end of what is there by then
+            evaluate = lambda environment: environment[back][index]  # noqa: E731
+        self.computed.append(evaluate)
+        self._seen[id(value)] = len(self.computed) - 1, value
+        return len(self.computed) - 1
 
     def finder(self, values: Sequence[Any]) -> list[tuple[str, int]]:
         """Where the values will be, for `find` once all are known."""

@@ -1,0 +1,280 @@
+"""The launches of `moe_permute`: how its kernels split their work over blocks and warps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from cukern.reference.moe_permute import aligned_rows
+from cukern.runtime import arrays, check, template
+from cukern.runtime.describe import Array
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div, parts
+from cukern.runtime.plan import empty, launch
+from cukern.runtime.units import divisor, unit_width
+
+SUM_DTYPES = ("float32", "float16", "bfloat16")
+SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted")
+SUM_VARIANTS = ("auto", "specialized", "dynamic")
+MAX_PAIRS = 2**30
+
+#: The topk of the models that have unpermute kernels of their own.
+SPECIALIZED = [
+    2,  # Mixtral
+    4,  # gpt-oss, Qwen1.5-MoE
+    6,  # DeepSeek-V2, Kimi-VL
+    8,  # DeepSeek-V3, Qwen3, Kimi-K2, OLMoE
+]
+
+_count = Kernel("moe_permute", "count_pairs")
+_sort = Kernel("moe_permute", "sort_pairs")
+_permute = Kernel("moe_permute", "permute_rows")
+_unpermute = Kernel("moe_permute", "unpermute_rows")
+
+_MAX_SHARED_BYTES = 96 * 2**10
+_STAGED_ROWS = 2**13  # at most so many are put together in shared memory
+# For tuning on a GPU.
+_ONE_BLOCK_PAIRS = 2048  # up to so many, one block sorts
+_COUNT_AGAIN_PAIRS = 2**15  # up to so many, each of many blocks counts all pairs itself
+_PAIRS_PER_BLOCK = 1024
+_ROUNDS = 2  # of 32 pairs, that a warp ranks; more where there are not enough warps
+_MAX_BLOCKS = 128
+_PERMUTE_ITEMS = 4
+_FEW_UNITS = 2**19  # with fewer, a thread of permute_rows has one
+_UNPERMUTE_THREADS = 128
+
+_ID_TYPE = {4: "unsigned", 8: "unsigned long long"}
+_BITS = (5, 8, 12)
+registered = set(SPECIALIZED)
+
+
+def sort_variant(id_bytes: int, experts: int) -> Variant:
+    bits = next(b for b in _BITS if experts <= 1 << b)
+    return _sort.variant(_ID_TYPE[id_bytes], bits, max_shared_bytes=_MAX_SHARED_BYTES)
+
+
+def count_variant(id_bytes: int) -> Variant:
+    return _count.variant(_ID_TYPE[id_bytes])
+
+
+def permute_variant(width: int, items: int) -> Variant:
+    return _permute.variant(width, items)
+
+
+def unpermute_variant(dtype: str, width: int, topk: int) -> Variant:
+    return _unpermute.variant(arrays.CUDA_TYPE[dtype], width, topk)
+
+
+def _list_instances() -> None:
+    # int64 ids, float32, odd widths and other topk are compiled when they are first used.
+    _sort.at_import = [sort_variant(4, experts).instance for experts in (32, 256)]
+    _sort.specialized = [sort_variant(size, 1 << bits).instance for size in (4, 8) for bits in _BITS]
+    _count.at_import = _count.specialized = [count_variant(4).instance]
+    _permute.at_import = _permute.specialized = [permute_variant(16, items).instance for items in (1, _PERMUTE_ITEMS)]
+    _unpermute.at_import = [unpermute_variant(d, 16, topk).instance for d in ("bfloat16", "float16") for topk in (8, 2)]
+    _unpermute.specialized = [unpermute_variant(d, 16, topk).instance for d in SUM_DTYPES for topk in SPECIALIZED]
+
+
+_list_instances()
+
+
+# --- sorting ------------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """How the pairs of a sort are split over its blocks and warps."""
+
+    blocks: int
+    threads: int
+    shared_bytes: int
+    pairs_per_block: int
+    pairs_per_warp: int
+    warps: int  # so many of a block rank its pairs
+    capacity: int
+    staged: int
+
+
+@functools.lru_cache(maxsize=4096)
+def split_pairs(
+    experts: int, mapped: int, padding: tuple[int, bool] | None, one_block: bool, most_threads: int, pairs: int
+) -> Split:
+    """The split of `pairs` pairs.
+
+    `mapped` is how many ids the map has that the kernel reads, 0 without; `padding` the last arguments of
+    `aligned_rows` where the kernel writes rows.
+    """
+    capacity = aligned_rows(pairs, experts, *padding) if padding else 0
+    bins = experts + 1
+    fixed = 3 * bins + (mapped + 1 if mapped else 0)
+    most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES // 4 - fixed) // bins)
+    if one_block:
+        per_block, blocks = max(pairs, 1), 1
+        warps = min(most_warps, -(-per_block // 32))
+    else:
+        per_block = max(_PAIRS_PER_BLOCK, -(-pairs // (_MAX_BLOCKS * 32)) * 32)
+        blocks = max(1, -(-pairs // per_block))
+        warps = min(most_warps, -(-per_block // (32 * _ROUNDS)))
+    per_warp = -(-per_block // (32 * warps)) * 32
+    threads = most_threads if blocks > 1 else min(most_threads, max(warps * 32, -(-experts // 32) * 32, 128))
+    ints = fixed + warps * bins
+    staged = blocks == 1 and 0 < capacity <= _STAGED_ROWS and ints + capacity <= _MAX_SHARED_BYTES // 4
+    shared_bytes = 4 * (ints + (capacity if staged else 0))
+    return Split(blocks, threads, shared_bytes, per_block, per_warp, warps, capacity, int(staged))
+
+
+#: The fields of SortParams that not every function needs.
+_NO_RESULTS = {
+    **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
+    **dict.fromkeys(("fill", "groups", "group_fill", "room"), 0),
+    "block_size": 1,
+    "group_rows": 1,
+    "topk": divisor(1),
+}
+
+
+def launch_sort(
+    topk_ids: Array,
+    global_experts: int,
+    experts: int,
+    expert_map: Array | None,
+    variant: str,
+    padding: tuple[int, bool] | None = None,
+    **results: Any,
+) -> None:
+    """Sort pairs; `padding` as in `split_pairs`, `results` and what they need are fields of SortParams."""
+    check.one_of("variant", variant, SORT_VARIANTS)
+    tokens, topk = topk_ids.shape
+    pairs = tokens * topk
+    # The number of tokens decides, for it is what the environment holds.
+    one_block = variant == "one_block" or (variant == "auto" and tokens <= _ONE_BLOCK_PAIRS // topk)
+    most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
+    threads = template.constants("moe_permute")["SORT_THREADS"]
+    mapped = 0 if expert_map is None else global_experts
+    split = Split(*parts(functools.partial(split_pairs, experts, mapped, padding, one_block, threads), pairs))
+    of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
+    id_bytes = 8 if topk_ids.dtype == "int64" else 4
+    counts = None
+    if not one_block and tokens > most_uncounted // topk:
+        counts = empty((split.blocks, experts), "int32")
+        shared_bytes = 4 * (experts + 1 + (mapped + 1 if mapped else 0))
+        launch(
+            count_variant(id_bytes),
+            split.blocks,
+            min(threads, _PAIRS_PER_BLOCK),
+            shared_bytes,
+            pairs=of_pairs,
+            counts=counts,
+            pairs_per_block=split.pairs_per_block,
+        )
+    launch(
+        sort_variant(id_bytes, experts),
+        split.blocks,
+        split.threads,
+        split.shared_bytes,
+        pairs=of_pairs,
+        counts=counts,
+        pairs_per_block=split.pairs_per_block,
+        pairs_per_warp=split.pairs_per_warp,
+        warps=split.warps,
+        capacity=split.capacity,
+        staged=split.staged,
+        **_NO_RESULTS | results,
+    )
+
+
+# --- rows ---------------------------------------------------------------------------------------------
+
+
+class Tiles(NamedTuple):
+    """How rows are split over blocks, and the Tiling that says so."""
+
+    blocks: Any
+    threads: tuple[int, Any]
+    tiling: dict[str, Any]
+
+
+def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
+    """Blocks of at most `threads`, each with `items` units of one token."""
+    chunks = max(1, -(-columns // (threads * items)))
+    tile_columns = max(1, -(-columns // chunks))
+    x = -(-tile_columns // items)
+    y = threads // x
+    blocks = ceil_div(tokens, y) * chunks
+    if y > 1 and tokens < y:
+        y, blocks = tokens, chunks
+    tiling = {"tokens": tokens, "columns": columns, "tile_columns": tile_columns, "chunks": chunks}
+    return Tiles(blocks, (x, y), tiling | {"by_chunks": divisor(chunks)})
+
+
+def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) -> int:
+    """The bytes of a unit of rows of two arrays, the first of which lie `row_stride` elements apart."""
+    mask = one.alignment | other.alignment | (hidden | row_stride) * one.item_size
+    return unit_width(name, mask, one.item_size)
+
+
+def launch_permute(
+    x: Array,
+    row_stride: int,
+    inverse: Array,
+    topk: int,
+    out: Array,
+    scale: Array | None = None,
+    out_scale: Array | None = None,
+) -> None:
+    """Copy rows of at least one token, which has at least one slot."""
+    tokens, hidden = x.shape
+    if not hidden and scale is None:
+        return
+    width = _width("hidden_states", x, out, hidden, row_stride)
+    columns = hidden * x.item_size // width
+    items = 1 if not columns or tokens < -(-_FEW_UNITS // columns) else _PERMUTE_ITEMS
+    tiles = tile_rows(tokens, columns, template.constants("moe_permute")["ROW_THREADS"], items)
+    launch(
+        permute_variant(width, items),
+        tiles.blocks,
+        tiles.threads,
+        src=x,
+        inverse=inverse,
+        out=out,
+        scale=scale,
+        out_scale=out_scale,
+        row_stride=row_stride * x.item_size // width,
+        scale_stride=0 if scale is None else scale.strides[0],
+        topk=topk,
+        rows=out.shape[0],
+        scale_columns=0 if scale is None else scale.shape[1],
+        tiling=tiles.tiling,
+    )
+
+
+def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
+    check.one_of("variant", variant, SUM_VARIANTS)
+    known = topk in registered and width == 16
+    if variant == "specialized" and not known:
+        why = f"there is none for topk {topk}, or the rows are not 16-byte aligned"
+        check.fail("variant", "'auto' or 'dynamic' here", f"'specialized': {why} (cukern.specialize adds one)")
+    return unpermute_variant(dtype, width, topk if known and variant != "dynamic" else 0)
+
+
+def launch_sum(
+    name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
+) -> None:
+    """The sums of rows that lie `row_stride` elements apart."""
+    check.one_of("variant", variant, SUM_VARIANTS)
+    tokens, hidden = out.shape
+    if not hidden or tokens == 0:
+        return
+    width = _width(name, src, out, hidden, row_stride)
+    tiles = tile_rows(tokens, hidden * out.item_size // width, _UNPERMUTE_THREADS, 1)
+    launch(
+        sum_variant(out.dtype, topk, width, variant),
+        tiles.blocks,
+        tiles.threads,
+        src=src,
+        out=out,
+        row_stride=row_stride * out.item_size // width,
+        topk=topk,
+        rows=rows,
+        tiling=tiles.tiling,
+        **arrays,
+    )
