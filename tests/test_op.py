@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import cukern
 from cukern.runtime import compile, describe, gpu, template
-from cukern.runtime.describe import Array, Result, expect_array
+from cukern.runtime.describe import Array, Result, expect, expect_array
 from cukern.runtime.kernel import KERNELS, Kernel
 from cukern.runtime.late import Guards, Late, ceil_div, late
 from cukern.runtime.op import OPS, Op, op
@@ -404,3 +405,166 @@ def test_parts_of_an_array() -> None:
     assert x.reshape(2, -1, 8).shape == (2, 3, 8) and x.view((4,), "int32", 16).offset == 16
     assert x[1:].view((2,), "int32", 16).offset == 48
     assert x.alignment == 16 and described(torch.zeros(6, 7))[1:].alignment == 4
+
+
+FLOATS = ("float32", "float16")
+
+
+def all_described(*given: Any) -> list[Array]:
+    """Descriptions of several arrays of one call, in host memory."""
+    made = Op(lambda **arrays: list(arrays.values()), None, {}, ())
+    return made.say(made.form(0, tuple(f"array_{i}" for i in range(len(given)))), given)[1]
+
+
+def host_arrays(*shape: int, dtype: str = "float32") -> list[Any]:
+    return [np.zeros(shape, dtype), torch.zeros(shape, dtype=getattr(torch, dtype))]
+
+
+def test_the_first_array_of_a_call() -> None:
+    for array in host_arrays(2, 3):
+        (x,) = all_described(array)
+        assert expect_array("x", x) is x is expect_array("x", x, FLOATS, ("m", "n"))
+        assert x.on_host and str(x.place) == "the CPU" and describe.type_name(x) == type(array).__name__
+        with pytest.raises(TypeError, match=r"^x must be float16 or int8, got float32$"):
+            expect_array("x", x, ("float16", "int8"))
+        with pytest.raises(ValueError, match=r"^x must be of shape \[n\], got \[2, 3\]$"):
+            expect_array("x", x, FLOATS, ("n",))
+    for value, kind in (([1.0], "list"), (None, "NoneType"), (1.5, "float"), (np.float32(1), "float32")):
+        message = f"x must be an array (NumPy, CuPy, torch, or any with __dlpack__), got {kind}"
+        with pytest.raises(TypeError, match=re.escape(message)):
+            expect_array("x", value)
+    with pytest.raises(ValueError, match="a tensor must be on a CUDA device or the CPU, got one on meta"):
+        all_described(torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0), (), (1, 1), (2, 1, 3)], ids=str)
+def test_an_expected_array_passes(shape: tuple[int, ...]) -> None:
+    for array in host_arrays(*shape, dtype="float16"):
+        x, a = all_described(array, array)
+        assert expect("x", x, a, "a", FLOATS, shape, "[m, n]") is x
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x: x.tolist(), TypeError, "x must be a {library} array like a, got builtins.list"),
+        (lambda x: None, TypeError, "x must be a {library} array like a, got builtins.NoneType"),
+        (lambda x: x > 0, TypeError, "x must be float32 or float16, got bool"),
+        (lambda x: x[:1], ValueError, "x must be of shape [m, n] = [2, 3], got [1, 3]"),
+        (lambda x: x[0], ValueError, "x must be of shape [m, n] = [2, 3], got [3]"),
+        (lambda x: x.reshape(3, 2).T, ValueError, "x must be contiguous, got strides (1, 2) (in elements)"),
+    ],
+    ids=["a list", "None", "dtype", "a shorter one", "dimensions", "strides"],
+)
+def test_an_unexpected_array_is_refused(change: Any, error: type[Exception], message: str) -> None:
+    for array in host_arrays(2, 3):
+        a, x = all_described(array, change(array))
+        with pytest.raises(error, match=f"^{re.escape(message.format(library=a.place.library.name))}$"):
+            expect("x", x, a, "a", FLOATS, (2, 3), "[m, n]")
+
+
+def test_arrays_must_be_in_one_place() -> None:
+    x, other = all_described(np.zeros(1), torch.zeros(1))
+    with pytest.raises(TypeError, match=r"^b must be a NumPy array like a, got torch\.Tensor$"):
+        describe.expect_place("b", other, x, "a")
+    there = described(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"^b must be on CUDA device 0 like a, got one on the CPU$"):
+        describe.expect_place("b", other, there, "a")
+    with pytest.raises(ValueError, match=r"^b must be on the CPU like a, got one on CUDA device 0$"):
+        describe.expect_place("b", there, other, "a")
+
+
+def test_the_distance_between_rows() -> None:
+    for array in host_arrays(4, 6):
+        for view, wanted in ((array, 6), (array[:, 1:3], 6), (array[::2], 12), (array[:1, ::6], 6), (array[:0].T, 1)):
+            assert describe.expect_row_stride("x", all_described(view)[0]) == wanted
+        for view, strides in ((array[:, ::2], "(6, 2)"), (array.T, "(1, 6)")):
+            message = f"x must be contiguous along its last dimension, got strides {strides} (in elements)"
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                describe.expect_row_stride("x", all_described(view)[0])
+
+
+def test_what_is_contiguous() -> None:
+    fine: list[Any] = [
+        lambda x: x, lambda x: x[:2], lambda x: x[:0, ::2], lambda x: x[:, :0, ::2], lambda x: x[:1, :1, :1],
+        lambda x: x[0, 0, 0],
+    ]  # fmt: skip
+    refused: list[Any] = [
+        (lambda x: x[:, :, :2], "(20, 5, 1)"),
+        (lambda x: x[:, ::2], "(20, 10, 1)"),
+        (lambda x: x[::2], "(40, 5, 1)"),
+        (lambda x: x.swapaxes(0, 1), "(5, 20, 1)"),
+        (lambda x: x[0, :, 0], "(5,)"),
+    ]
+    for array in host_arrays(3, 4, 5, dtype="int32"):
+        for view in fine:
+            if hasattr(view(array), "__dlpack__") and not isinstance(view(array), np.generic):
+                describe.expect_contiguous("x", all_described(view(array))[0])
+        for view, strides in refused:
+            message = f"x must be contiguous, got strides {strides} (in elements)"
+            with pytest.raises(ValueError, match=re.escape(message)):
+                describe.expect_contiguous("x", all_described(view(array))[0])
+    for array, strides in ((np.zeros(3)[::-1], "-1"), (torch.zeros(1).expand(3), "0")):
+        with pytest.raises(ValueError, match=rf"strides \({strides},\)"):
+            describe.expect_contiguous("x", all_described(array)[0])
+    describe.expect_contiguous("x", all_described(torch.zeros(1).expand(1, 1))[0])
+
+
+def test_tables_of_rows() -> None:
+    table = torch.zeros(4, 6, dtype=torch.int32)
+    x, wide, short, floats = all_described(table, table[:, 1:4], table[:3], table.float())
+    assert describe.expect_table("table", x, x, "x", 4, ("batch", "pages")) == (6, 6)
+    assert describe.expect_table("table", wide, x, "x", 4, ("batch", "pages")) == (3, 6)
+    with pytest.raises(ValueError, match=r"table must be of shape \[batch, pages\] = \[4, 6\], got \[3, 6\]"):
+        describe.expect_table("table", short, x, "x", 4, ("batch", "pages"))
+    with pytest.raises(TypeError, match="table must be int32, got float32"):
+        describe.expect_table("table", floats, x, "x", 4, ("batch", "pages"))
+
+
+def test_host_arrays_run_the_twin() -> None:
+    seen: list[Any] = []
+
+    def twin(x: Any, count: int, scale: Any = None, *, written: Any = None) -> Any:
+        seen.append((x, count, scale, written))
+        if written is not None:
+            written += 1
+        return x * 2, count, np.arange(3, dtype=np.int32)
+
+    def doubled(x: Any, count: int, scale: Any = None, *, written: Any = None, out: Any = None) -> Any:
+        results = Result(x.shape, "float32"), Result((3,), "int32")
+        outputs(out, x, "x", results[0], Result((), "int64"), results[1], names="three arrays")
+        return run_twin()
+
+    call = op(twin, {})(doubled)
+    del OPS["doubled"]
+    for array in host_arrays(2, 3):
+        array += 1
+        like = type(array)
+        made, count, numbers = call(array, 7)
+        assert isinstance(made, like) and isinstance(numbers, like)
+        assert type(count) is int and count == 7
+        assert made.tolist() == [[2] * 3] * 2 and numbers.tolist() == [0, 1, 2]
+        assert seen[-1][1:] == (7, None, None) and isinstance(seen[-1][0], np.ndarray)
+        # What the twin writes reaches the caller: it is the caller's memory.
+        call(array, 7, written=array)
+        assert array.tolist() == [[2] * 3] * 2 and isinstance(seen[-1][3], np.ndarray)
+
+        out = (np.zeros((2, 3), np.float32), np.zeros((), np.int64), np.zeros(3, np.int32))
+        given = out if like is np.ndarray else tuple(map(torch.from_numpy, out))
+        assert call(array, 5, out=given) is given
+        assert [x.tolist() for x in given] == [[[4] * 3] * 2, 5, [0, 1, 2]]
+        with pytest.raises(TypeError, match=f"out must be three arrays, got {like.__name__}"):
+            call(array, 5, out=given[0])
+
+
+@pytest.mark.gpu
+def test_arrays_on_a_gpu_are_described() -> None:
+    from cukern.runtime.cuda import cupy
+
+    for array in (cupy.zeros((2, 3), np.float32), torch.zeros(2, 3, device="cuda")):
+        x, short = all_described(array, array[:, ::2])
+        assert (x.place.device, x.shape, x.strides, x.dtype, x.alignment) == (0, (2, 3), (3, 1), "float32", 16)
+        assert x.gpu.arch == "90a" and x.gpu.multiprocessors > 100 and not x.on_host
+        assert expect("x", x, x, "a", FLOATS, (2, 3), "[m, n]") is x
+        with pytest.raises(ValueError, match=r"x must be contiguous, got strides \(3, 2\)"):
+            describe.expect_contiguous("x", short)
