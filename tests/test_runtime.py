@@ -29,9 +29,14 @@ from hypothesis import strategies as st
 import cukern
 import cukern.runtime.compile as compiler
 from cukern import testing
-from cukern.runtime import arrays, check, kernel, nvrtc, units
+from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, units
 from cukern.runtime.compile import CompileError, Instance
 from cukern.runtime.cuda import cupy
+from cukern.runtime.describe import Array, Result, expect, expect_array
+from cukern.runtime.late import Guards, Late
+from cukern.runtime.op import OPS, op
+from cukern.runtime.plan import outputs, run_twin
+from cukern.runtime.rows import tile as tile_of
 from cukern.testing import assert_matches
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,181 +158,6 @@ def test_what_cannot_enter_is_refused(value: Any, error: type[Exception], messag
         arrays.enter("x", value)
 
 
-def test_arrays_must_be_in_one_place() -> None:
-    arrays.same_place("b", np.zeros(1), "a", arrays.NUMPY, None)
-    with pytest.raises(TypeError, match=r"b must be a NumPy array like a, got torch\.Tensor"):
-        arrays.same_place("b", torch.zeros(1), "a", arrays.NUMPY, None)
-    with pytest.raises(ValueError, match="b must be on CUDA device 3 like a, got one on the CPU"):
-        arrays.same_place("b", np.zeros(1), "a", arrays.NUMPY, 3)
-
-
-# --- what the host code of an op asks of its arrays ---------------------------------------------------------
-
-FLOATS = ("float32", "float16")
-
-
-def test_the_place_of_an_array() -> None:
-    assert arrays.place("x", np.zeros(2)) == (arrays.NUMPY, None)
-    assert arrays.place("x", torch.zeros(0)) == (arrays.library_of(torch.zeros(1)), None)
-    for value, kind in (([1.0], "list"), (None, "NoneType"), (1.5, "float"), (np.float32(1), "float32")):
-        message = f"x must be an array (NumPy, CuPy, torch, or any with __dlpack__), got {kind}"
-        with pytest.raises(TypeError, match=re.escape(message)):
-            arrays.place("x", value)
-    with pytest.raises(ValueError, match="a tensor must be on a CUDA device or the CPU, got one on meta"):
-        arrays.place("x", torch.zeros(1, device="meta"))
-
-
-def _host_arrays(*shape: int, dtype: str = "float32") -> list[Any]:
-    return [np.zeros(shape, dtype), torch.zeros(shape, dtype=getattr(torch, dtype))]
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0), (), (1, 1), (2, 1, 3)], ids=str)
-def test_an_expected_array_passes(shape: tuple[int, ...]) -> None:
-    for array in _host_arrays(*shape, dtype="float16"):
-        arrays.expect("x", array, "a", *arrays.place("a", array), FLOATS, shape, "[m, n]")
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda x: x.tolist(), TypeError, "x must be a {library} array like a, got builtins.list"),
-        (lambda x: None, TypeError, "x must be a {library} array like a, got builtins.NoneType"),
-        (lambda x: x > 0, TypeError, "x must be float32 or float16, got bool"),
-        (lambda x: x[:1], ValueError, "x must be of shape [m, n] = [2, 3], got [1, 3]"),
-        (lambda x: x[0], ValueError, "x must be of shape [m, n] = [2, 3], got [3]"),
-        (lambda x: x.reshape(3, 2).T, ValueError, "x must be contiguous, got strides (1, 2) (in elements)"),
-    ],
-    ids=["a list", "None", "dtype", "a shorter one", "dimensions", "strides"],
-)  # fmt: skip
-def test_an_unexpected_array_is_refused(change: Callable[[Any], Any], error: type[Exception], message: str) -> None:
-    for array in _host_arrays(2, 3):
-        library, device = arrays.place("a", array)
-        with pytest.raises(error, match=f"^{re.escape(message.format(library=library.name))}$"):
-            arrays.expect("x", change(array), "a", library, device, FLOATS, (2, 3), "[m, n]")
-        with pytest.raises(ValueError, match="x must be on CUDA device 1 like a, got one on the CPU"):
-            arrays.expect("x", array, "a", library, 1, FLOATS, (2, 3), "[m, n]")
-
-
-def test_a_view_that_is_contiguous_is_expected() -> None:
-    views: list[tuple[Callable[[Any], Any], tuple[int, ...]]] = [
-        (lambda x: x[:2], (2, 4)),
-        (lambda x: x[:1, :2], (1, 2)),
-        (lambda x: x[::3, 1:2][:1], (1, 1)),
-        (lambda x: x.T[:, :0], (4, 0)),
-        (lambda x: x.T[:1, :1], (1, 1)),
-    ]
-    for array in _host_arrays(3, 4):
-        for view, shape in views:
-            arrays.expect("x", view(array), "a", *arrays.place("a", array), FLOATS, shape, "[m, n]")
-
-
-def test_the_argument_that_leads_a_call() -> None:
-    for array in _host_arrays(2, 3):
-        library = arrays.library_of(array)
-        assert arrays.leader("x", array, FLOATS, ("m", "n")) == (library, None, "float32")
-        with pytest.raises(TypeError, match=r"^x must be float16 or int8, got float32$"):
-            arrays.leader("x", array, ("float16", "int8"), ("m", "n"))
-        with pytest.raises(ValueError, match=re.escape("x must be of shape [n], got [2, 3]")):
-            arrays.leader("x", array, FLOATS, ("n",))
-    with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy, torch, or any with __dlpack__\), got list"):
-        arrays.leader("x", [1.0], FLOATS, ("n",))
-
-
-def test_the_distance_between_rows() -> None:
-    for array in _host_arrays(4, 6):
-        library, _ = arrays.place("x", array)
-        for view, wanted in ((array, 6), (array[:, 1:3], 6), (array[::2], 12), (array[:1, ::6], 6), (array[:0].T, 1)):
-            assert arrays.row_stride("x", view, library) == wanted
-        for view, strides in ((array[:, ::2], "(6, 2)"), (array.T, "(1, 6)")):
-            message = f"x must be contiguous along its last dimension, got strides {strides} (in elements)"
-            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-                arrays.row_stride("x", view, library)
-
-
-def test_what_is_contiguous() -> None:
-    fine: list[Callable[[Any], Any]] = [
-        lambda x: x,
-        lambda x: x[:2],
-        lambda x: x[:0, ::2],
-        lambda x: x[:, :0, ::2],
-        lambda x: x[:1, :1, :1],
-        lambda x: x[0, 0, 0],
-    ]
-    refused: list[tuple[Callable[[Any], Any], str]] = [
-        (lambda x: x[:, :, :2], "(20, 5, 1)"),
-        (lambda x: x[:, ::2], "(20, 10, 1)"),
-        (lambda x: x[::2], "(40, 5, 1)"),
-        (lambda x: x.swapaxes(0, 1), "(5, 20, 1)"),
-        (lambda x: x[0, :, 0], "(5,)"),
-    ]
-    for array in _host_arrays(3, 4, 5, dtype="int32"):
-        library, _ = arrays.place("x", array)
-        for view in fine:
-            arrays.contiguous("x", view(array), library)
-        for view, strides in refused:
-            with pytest.raises(
-                ValueError, match=re.escape(f"x must be contiguous, got strides {strides} (in elements)")
-            ):
-                arrays.contiguous("x", view(array), library)
-    with pytest.raises(ValueError, match=r"strides \(-1,\)"):
-        arrays.contiguous("x", np.zeros(3)[::-1], arrays.NUMPY)
-    with pytest.raises(ValueError, match=r"strides \(0,\)"):
-        arrays.contiguous("x", torch.zeros(1).expand(3), arrays.place("x", torch.zeros(1))[0])
-    arrays.contiguous("x", torch.zeros(1).expand(1, 1), arrays.place("x", torch.zeros(1))[0])
-
-
-def test_host_arrays_run_the_twin() -> None:
-    seen: list[Any] = []
-
-    def twin(x: Any, count: int, scale: Any = None, *, written: Any = None) -> Any:
-        seen.append((x, count, scale, written))
-        if written is not None:
-            written += 1
-        return x * 2, count, np.arange(3, dtype=np.int32)
-
-    for array in _host_arrays(2, 3):
-        array += 1
-        like = type(array)
-        doubled, count, numbers = arrays.on_host(twin, array, array, 7)
-        assert isinstance(doubled, like) and isinstance(numbers, like)
-        assert type(count) is int and count == 7
-        assert doubled.tolist() == [[2] * 3] * 2 and numbers.tolist() == [0, 1, 2]
-        assert seen[-1][1:] == (7, None, None) and isinstance(seen[-1][0], np.ndarray)
-        # What the twin writes reaches the caller: it is the caller's memory.
-        arrays.on_host(twin, array, array, 7, written=array)
-        assert array.tolist() == [[2] * 3] * 2 and isinstance(seen[-1][3], np.ndarray)
-
-        out = (np.zeros((2, 3), np.float32), np.zeros((), np.int64), np.zeros(3, np.int32))
-        given = out if like is np.ndarray else tuple(map(torch.from_numpy, out))
-        assert arrays.on_host(twin, array, array, 5, out=given) is given
-        assert [x.tolist() for x in given] == [[[4] * 3] * 2, 5, [0, 1, 2]]
-
-
-def test_a_twin_with_one_result() -> None:
-    for array in _host_arrays(0, 3) + _host_arrays(2, 3, dtype="float16"):
-        got = arrays.on_host(np.negative, array, array)
-        assert type(got) is type(array) and (got.shape, got.dtype) == (array.shape, array.dtype)
-        out = array[:, :]
-        assert arrays.on_host(np.cos, array, array, out=out) is out
-        assert (array == 1).all()  # for `out` was a view of it
-        assert arrays.on_host(np.cos, array, array, out=[out])[0] is out
-
-
-def test_bfloat16_tensors_reach_the_twin_with_their_memory() -> None:
-    x = torch.ones(4, dtype=torch.bfloat16)
-
-    def twin(x: Any) -> Any:
-        assert x.dtype == ml_dtypes.bfloat16
-        x[1] = 3
-        return x + x
-
-    got = arrays.on_host(twin, x, x)
-    assert got.dtype == torch.bfloat16 and got.tolist() == [2, 6, 2, 2]
-    assert x.tolist() == [1, 3, 1, 1]
-    assert arrays.on_host(twin, x, x, out=x) is x
-    assert x.tolist() == [2, 6, 2, 2]
-
-
 class Theirs:
     """An array of a library that cukern does not know, which knows how to take one."""
 
@@ -344,70 +174,103 @@ class Theirs:
         return SimpleNamespace(from_dlpack=lambda array: Theirs(np.from_dlpack(array)))
 
 
-@arrays.takes_dlpack
-def _shifted(x: Any, others: Any = (), *, by: Any = 1, out: Any = None, count: bool = False) -> Any:
-    """What the ops do with their arrays: check, run the twin."""
-    library, device = arrays.place("x", x)
-    for other in (*others, *([] if out is None else [out]), *([by] if arrays.is_array(by) else [])):
-        arrays.expect("other", other, "x", library, device, ("float32",), tuple(x.shape), "[n]")
-    result = arrays.on_host(lambda x, by: x + by + sum(len(o) for o in others), x, x, by, out=out)
-    return (result, len(x)) if count else result
+def _twin_of_shifted(x: Any, others: Any = (), *, by: Any = 1, count: bool = False) -> Any:
+    shifted = x + by + sum(len(other) for other in others)
+    return (shifted, len(x)) if count else shifted
 
 
-def test_foreign_arrays_pass_through_a_function() -> None:
+@pytest.fixture
+def shifted() -> Iterator[Any]:
+    """An op that has a twin alone."""
+
+    def _shifted(x: Any, others: Any = (), *, by: Any = 1, out: Any = None, count: bool = False) -> Any:
+        """What the ops do with their arrays: check, run the twin."""
+        expect_array("x", x)
+        for other in (*others, *([by] if isinstance(by, Array) else [])):
+            expect("other", other, x, "x", ("float32",), x.shape, "[n]")
+        outputs(out, x, "x", Result(x.shape, "float32", "[n]"))
+        return run_twin()
+
+    yield op(_twin_of_shifted, {})(_shifted)
+    del OPS["_shifted"]
+
+
+def test_foreign_arrays_pass_through_a_function(shifted: Any) -> None:
     x = np.arange(3, dtype=np.float32)
-    got = _shifted(Theirs(x))
+    got = shifted(Theirs(x))
     assert isinstance(got, Theirs) and got.array.tolist() == [1, 2, 3]
     # By keyword, in tuples and lists, with numbers and None; a number among the results is a number.
-    got, count = _shifted(x=Theirs(x), others=(Theirs(x), x), by=Theirs(x), out=None, count=True)
+    got, count = shifted(x=Theirs(x), others=(Theirs(x), x), by=Theirs(x), out=None, count=True)
     assert isinstance(got, Theirs) and got.array.tolist() == [6, 8, 10] and count == 3
-    assert _shifted(Theirs(x), [Theirs(x)], by=2).array.tolist() == [5, 6, 7]
-    empty = _shifted(Theirs(x[:0]))
+    assert shifted(Theirs(x), [Theirs(x)], by=2).array.tolist() == [5, 6, 7]
+    empty = shifted(Theirs(x[:0]))
     assert isinstance(empty, Theirs) and empty.array.shape == (0,)
     # A library without a namespace gets NumPy's array.
-    assert type(_shifted(Foreign((1, 0), x))) is np.ndarray
-
-
-@arrays.takes_dlpack
-def _shift_in_place(x: Any) -> None:
-    """An op that writes into its argument."""
-    library, _ = arrays.place("x", x)
-    library.to_numpy(x)[...] += 1
+    assert type(shifted(Foreign((1, 0), x))) is np.ndarray
 
 
 def test_nothing_leaves_where_nothing_is_returned() -> None:
+    def shift(x: Any) -> None:
+        x += 1
+
+    def _shift_in_place(x: Any) -> Any:
+        expect_array("x", x)
+        return run_twin()
+
     x = np.arange(3, dtype=np.float32)
-    for array in (Theirs(x), Foreign((1, 0), x), x):
-        assert _shift_in_place(array) is None
-    assert _shift_in_place(x=Theirs(x)) is None
-    assert x.tolist() == [4, 5, 6]
+    in_place = op(shift, {})(_shift_in_place)
+    del OPS["_shift_in_place"]
+    for array in (Theirs(x), Foreign((1, 0), x), x, torch.from_numpy(x)):
+        assert in_place(array) is None
+    assert in_place(x=Theirs(x)) is None
+    assert x.tolist() == [5, 6, 7]
 
 
-def test_results_are_written_into_foreign_arrays() -> None:
+def test_results_are_written_into_foreign_arrays(shifted: Any) -> None:
     x, out = np.arange(3, dtype=np.float32), np.zeros(3, np.float32)
     theirs = Theirs(out)
-    assert _shifted(Theirs(x), out=theirs) is theirs
+    assert shifted(Theirs(x), out=theirs) is theirs
     assert out.tolist() == [1, 2, 3]
     same = Theirs(x)
-    assert _shifted(same, out=same) is same
+    assert shifted(same, out=same) is same
     assert x.tolist() == [1, 2, 3]
 
 
-def test_known_arrays_pass_as_they_are() -> None:
+def test_known_arrays_pass_as_they_are(shifted: Any) -> None:
     x = torch.zeros(2)
     out = torch.ones(2)
-    assert _shifted(x, out=out) is out
-    assert isinstance(_shifted(x), torch.Tensor)
-    assert _shifted.__name__ == "_shifted" and "the ops do" in str(_shifted.__doc__)
+    assert shifted(x, out=out) is out
+    assert isinstance(shifted(x), torch.Tensor)
+    assert shifted.__name__ == "_shifted" and "the ops do" in str(shifted.__doc__)
     # The first array decides: another's library is refused, also where it is a foreign one.
     with pytest.raises(TypeError, match=r"other must be a torch array like x, got .*Theirs"):
-        _shifted(x, [Theirs(np.zeros(2, np.float32))])
+        shifted(x, [Theirs(np.zeros(2, np.float32))])
     with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy, torch, or any with __dlpack__\), got list"):
-        _shifted([1.0, 2.0])
+        shifted([1.0, 2.0])
     with pytest.raises(ValueError, match="x must be on a CUDA device or in host memory, got DLPack device type 4"):
-        _shifted(x=Foreign((4, 0)))
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
-        _shifted()
+        shifted(x=Foreign((4, 0)))
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        shifted()
+
+
+def test_bfloat16_tensors_reach_the_twin_with_their_memory() -> None:
+    def twin(x: Any) -> Any:
+        assert x.dtype == ml_dtypes.bfloat16
+        x[1] = 3
+        return x + x
+
+    def doubled(x: Any, *, out: Any = None) -> Any:
+        outputs(out, expect_array("x", x), "x", Result(x.shape, x.dtype))
+        return run_twin()
+
+    call = op(twin, {})(doubled)
+    del OPS["doubled"]
+    x = torch.ones(4, dtype=torch.bfloat16)
+    got = call(x)
+    assert got.dtype == torch.bfloat16 and got.tolist() == [2, 6, 2, 2]
+    assert x.tolist() == [1, 3, 1, 1]
+    assert call(x, out=x) is x
+    assert x.tolist() == [2, 6, 2, 2]
 
 
 @pytest.mark.gpu
@@ -425,21 +288,6 @@ def test_foreign_arrays_on_a_gpu_pass_through_an_op() -> None:
     out = OnGPU(cupy.full_like(logits, np.nan))
     assert cukern.softmax(OnGPU(logits), out=out) is out
     np.testing.assert_array_equal(cupy.asnumpy(out.array), wanted)
-
-
-@pytest.mark.gpu
-def test_expected_arrays_on_a_gpu() -> None:
-    for array in (cupy.zeros((2, 3), np.float32), torch.zeros(2, 3, device="cuda")):
-        library, device = arrays.place("a", array)
-        assert device == 0
-        arrays.expect("x", array, "a", library, device, FLOATS, (2, 3), "[m, n]")
-        arrays.contiguous("x", array[:0, ::2], library)
-        with pytest.raises(ValueError, match=r"x must be contiguous, got strides \(3, 2\)"):
-            arrays.contiguous("x", array[:, ::2], library)
-    with pytest.raises(ValueError, match="x must be on the CPU like a, got one on CUDA device 0"):
-        arrays.expect(
-            "x", torch.zeros(1, device="cuda"), "a", arrays.place("a", torch.zeros(1))[0], None, FLOATS, (1,), ""
-        )
 
 
 # --- checks ---------------------------------------------------------------------------------------------
@@ -712,22 +560,6 @@ def test_kernels_have_names_of_their_own() -> None:
     # By which the doctor tells what is in the cache.
     functions = [own.function for kernels in kernel.KERNELS.values() for own in kernels]
     assert functions and len(set(functions)) == len(functions)
-
-
-@pytest.mark.parametrize("stem", sorted(path.stem for path in compiler.CUDA_SRC.glob("*.cu")))
-def test_the_launch_packs_the_struct_of_the_template(stem: str) -> None:
-    source = compiler.source(stem) + "\ntemplate <int N> __global__ void probe() {}\n"
-    options = [*compiler._options("80"), f"-I{compiler.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
-    for own in kernel.KERNELS[stem]:
-        taken = re.search(rf"\b{own.function}\(\s*const __grid_constant__ (\w+) ", source)
-        assert taken, f"{own.function} does not take one struct as a __grid_constant__"
-        for size, fits in ((own._struct.size, True), (own._struct.size + 8, False)):
-            arguments = (f"{source}static_assert(sizeof({taken[1]}) == {size});", f"{stem}.cu", "probe<0>", options)
-            if fits:
-                nvrtc.compile_cubin(*arguments)
-            else:
-                with pytest.raises(RuntimeError, match="static assertion failed"):
-                    nvrtc.compile_cubin(*arguments)
 
 
 # --- the cache folder -----------------------------------------------------------------------------------
@@ -1067,16 +899,6 @@ print(len(instances))
 # --- launches, on a machine that only says it has GPUs --------------------------------------------------
 
 
-class FakeParams(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("i", ctypes.c_int32),
-        ("f", ctypes.c_float),
-        ("last", ctypes.c_int32),
-    )
-
-
 class FakeGPUs:
     """Stands in for the CUDA runtime and driver, and notes what is asked of them."""
 
@@ -1122,7 +944,8 @@ class FakeGPUs:
                 "geometry": geometry,
                 "shared_bytes": shared_bytes,
                 "stream": stream,
-                "params": FakeParams.from_buffer_copy((ctypes.c_char * ctypes.sizeof(FakeParams)).from_address(packed)),
+                # As `Params` of cuda_src/moe_activation.cu begins.
+                "params": struct.unpack_from("=QQQqii", ctypes.string_at(packed, 40)),
                 "packed": packed,
             }
         )
@@ -1133,54 +956,81 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     fake = FakeGPUs()
     monkeypatch.setattr(kernel, "cupy", SimpleNamespace())
     monkeypatch.setattr(kernel, "runtime", fake)
-    monkeypatch.setattr(kernel, "driver", fake)
-    monkeypatch.setattr(kernel, "current_device", fake.current_device)
+    monkeypatch.setattr(plan, "runtime", fake)
+    monkeypatch.setattr(plan, "driver", fake)
+    monkeypatch.setattr(plan, "current_device", fake.current_device)
+    monkeypatch.setattr(plan, "_thread", threading.local())
     monkeypatch.setattr(kernel.Variant, "load", lambda self, device: 100 + device)
     monkeypatch.setattr(kernel, "_archs_from_nvml", lambda: None)
     return fake
 
 
-def make_variant() -> kernel.Variant:
-    return kernel.Variant(ONE, struct.Struct("@Pqifi0P"), 0, False)
+class FakeLibrary(arrays.Library):
+    """Arrays that are their addresses, on the fake GPUs."""
+
+    name = "fake"
+
+    def __init__(self, gpus: FakeGPUs) -> None:
+        self.current_device = gpus.getDevice  # type: ignore[method-assign]
+        self.made: list[tuple[Any, ...]] = []
+
+    def address(self, array: Any) -> int:
+        return array
+
+    def stream(self, device: int) -> int:
+        return 77 + device
+
+    def maker(self, shape: arrays.Shape, dtype: str, device: int | None) -> Callable[[Any], Any]:
+        def make(environment: Any) -> int:
+            self.made.append((shape(environment) if callable(shape) else shape, dtype, device))
+            return 0xF000 + len(self.made)
+
+        return make
+
+
+def make_plan(gpus: FakeGPUs, device: int = 0) -> plan.Plan:
+    """The plan of an activation, of arrays whose first one has a late number of rows."""
+    guards = Guards()
+    place = describe.Place(FakeLibrary(gpus), device, gpu.of_arch("90a"))
+    trace = plan.Trace(place, 1, guards, 1)
+    x = Array("float32", (Late.at(1, 6, guards), 64), (64, 1), 16, place, 0, guards)
+    return plan.Plan(trace, plan.follow(trace, lambda: cukern.moe_activation(x)), {0: (0, None)})
 
 
 def test_a_launch_packs_its_arguments(gpus: FakeGPUs) -> None:
-    variant = make_variant()
-    for step in (1, 2):
-        variant.launch(0, 77, (5, 6, 7), (32, 2, 1), 1024, 0xABC0 + step, -(2**40), -step, 0.5, 9)
-    for step, launch in zip((1, 2), gpus.launches, strict=True):
+    made = make_plan(gpus)
+    for step, rows in ((1, 6), (2, 5000)):
+        assert made.run([None], [0xABC0 + step, rows]) == 0xF000 + step
+    assert made.place.library.made == [((6, 32), "float32", 0), ((5000, 32), "float32", 0)]  # type: ignore[attr-defined]
+    tile = tile_of(8, 2)
+    for step, rows, launch in zip((1, 2), (6, 5000), gpus.launches, strict=True):
         assert (launch["function"], launch["device"]) == (100, 0)
-        assert launch["geometry"] == [5, 6, 7, 32, 2, 1]
-        assert (launch["shared_bytes"], launch["stream"]) == (1024, 77)
-        params = launch["params"]
-        assert (params.x, params.n, params.i) == (0xABC0 + step, -(2**40), -step)
-        assert (params.f, params.last) == (0.5, 9)
+        assert launch["geometry"] == [-(-rows // tile.rows), tile.chunks, 1, tile.threads, 1, 1]
+        assert (launch["shared_bytes"], launch["stream"]) == (0, 77)
+        assert launch["params"] == (0xABC0 + step, 0xF000 + step, 0, 256, rows, 1)
     # The thread's context is made once.
     assert gpus.set_to == [0]
 
 
 def test_a_launch_goes_to_its_device_and_comes_back(gpus: FakeGPUs) -> None:
-    variant = make_variant()
+    plans = [make_plan(gpus, device) for device in (0, 1)]
     for device in (1, 0, 1):
-        variant.launch(device, 0, (1, 1, 1), (1, 1, 1), 0, 0, 0, 0, 0.0, 0)
+        plans[device].run([None], [64, 6])
         assert gpus.getDevice() == 0
     assert [(launch["function"], launch["device"]) for launch in gpus.launches] == [(101, 1), (100, 0), (101, 1)]
+    assert [launch["stream"] for launch in gpus.launches] == [78, 77, 78]
     # To set the device back would make a context on one that is not used.
     assert gpus.set_to == [0]
     gpus.failing = True
     with pytest.raises(RuntimeError, match="launch failed"):
-        variant.launch(1, 0, (1, 1, 1), (1, 1, 1), 0, 0, 0, 0, 0.0, 0)
+        plans[1].run([None], [64, 6])
     assert gpus.getDevice() == 0
 
 
 def test_each_thread_packs_its_own_arguments(gpus: FakeGPUs) -> None:
-    variant = make_variant()
-
-    def launch() -> None:
-        variant.launch(0, 0, (1, 1, 1), (1, 1, 1), 0, 0, 0, 0, 0.0, 0)
-
-    launch()
-    thread = threading.Thread(target=launch)
+    made = make_plan(gpus)
+    made.run([None], [64, 6])
+    thread = threading.Thread(target=made.run, args=([None], [64, 6]))
     thread.start()
     thread.join()
     here, there = gpus.launches
@@ -1190,15 +1040,13 @@ def test_each_thread_packs_its_own_arguments(gpus: FakeGPUs) -> None:
 
 
 def test_a_variant_is_one_object() -> None:
-    own = kernel.Kernel("runtime_test", "tiny", "Pq")
+    own = kernel.Kernel("runtime_test", "tiny")
     try:
         made = own.variant("float", 1)
         assert made is own.variant("float", 1) is not own.variant("float", 2)
         assert made.instance == Instance("runtime_test", "tiny", ("float", 1))
         assert repr(made) == "Variant(tiny<float, 1>)"
         assert kernel.KERNELS["runtime_test"] == [own]
-        with pytest.raises(struct.error):
-            kernel.Kernel("runtime_test", "tiny", "no format")
     finally:
         del kernel.KERNELS["runtime_test"]
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,14 +18,11 @@ from torch._dynamo.testing import CompileCounter
 import cukern
 import cukern.torch_ops
 from cukern import fused_moe, ops
+from cukern.runtime.describe import Result
+from cukern.runtime.op import OPERATORS, operator
 from tests.calls import CALLS, GATE_CALLS, WITH_OUT, Call, floats, gate, outputs, topk_softmax
 
-DECLARED = {
-    re.split(r"[.(]", schema)[0]: module
-    for module in (*vars(ops).values(), fused_moe)
-    if isinstance(module, ModuleType)
-    for schema in getattr(module, "TORCH_OPS", {})
-}
+DECLARED = OPERATORS
 FUNCTIONS = [
     name
     for module in (*vars(ops).values(), fused_moe)
@@ -95,7 +92,7 @@ def test_the_schema_has_the_arguments_of_the_function(name: str) -> None:
     has_out = "out" in parameters and parameters["out"].kind is inspect.Parameter.KEYWORD_ONLY
     if has_out:
         del parameters["out"]
-    flags = re.findall(rf"(?:^|\n){name}\.(\w+)", "\n".join(DECLARED[name].TORCH_OPS))
+    flags = re.findall(rf"(?:^|\n){name}\.(\w+)", "\n".join(DECLARED[name][1]))
     packet = getattr(torch.ops.cukern, name)
     written = [a for a in packet.default._schema.arguments if a.alias_info is not None]
     functional = bool(written) and all(isinstance(a.type, torch.OptionalType) for a in written)
@@ -142,20 +139,16 @@ def test_importing_the_module_again_leaves_the_operators_alone(monkeypatch: pyte
     _assert_same(before(*call.args), call.expected())
 
 
-def test_a_new_ops_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_operator_is_found() -> None:
+    @operator(
+        "test_only_double(Tensor input, int factor=2) -> (Tensor doubled)",
+        lambda input, factor=2: Result(input.shape, "float32"),
+    )
     def test_only_double(input: Any, factor: int = 2, *, out: Any = None) -> Any:
         return torch.mul(input, factor, out=out)
 
-    module = SimpleNamespace(
-        test_only_double=test_only_double,
-        TORCH_OPS={
-            "test_only_double(Tensor input, int factor=2) -> (Tensor doubled)": (
-                lambda input, factor=2: [(input, input.shape, "float32")]
-            )
-        },
-    )
-    monkeypatch.setattr(ops, "test_only", module, raising=False)
     cukern.torch_ops._register_all()
+    del OPERATORS["test_only_double"]
     x, out = torch.ones(3), torch.zeros(3)
     assert torch.equal(torch.ops.cukern.test_only_double(x), 2 * x)
     assert torch.ops.cukern.test_only_double.out(x, 3, doubled=out) is None
@@ -171,18 +164,19 @@ def test_a_new_ops_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(out, 5 * x)
 
 
-def test_operators_that_write_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_write_and_return() -> None:
+    @operator(
+        "test_only_add(Tensor input, Tensor(a!) total, Tensor(c!)? count=None) -> Tensor doubled",
+        lambda input, *_: Result(input.shape, "float32"),
+    )
     def test_only_add(input: Any, total: Any, count: Any = None, *, out: Any = None) -> Any:
         total += input
         if count is not None:
             count += 1
         return torch.mul(input, 2, out=out)
 
-    schema = "test_only_add(Tensor input, Tensor(a!) total, Tensor(c!)? count=None) -> Tensor doubled"
-    results = {schema: lambda input, *_: [(input, input.shape, "float32")]}
-    module = SimpleNamespace(test_only_add=test_only_add, TORCH_OPS=results)
-    monkeypatch.setattr(ops, "test_only_add", module, raising=False)
     cukern.torch_ops._register_all()
+    del OPERATORS["test_only_add"]
     packet = torch.ops.cukern.test_only_add
     assert packet.overloads() == ["default", "out"]  # one argument is always written
 

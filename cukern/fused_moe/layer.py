@@ -145,7 +145,7 @@ def fused_experts(
         for name in itertools.filterfalse(("expert_map", "out").__contains__, options):
             check.fail(name, "None, since quant holds the scales", type(options[name]).__name__)
         options.update(quant.scales)
-        quant = _Numbers(quant.quant_dtype, quant.per_act_token_quant, quant.block_shape)
+        quant = _Numbers(quant.quant_dtype, quant.per_act_token_quant, quant.block_shape)  # type: ignore[assignment]
     return _layer(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, quant, apply_router_weight_on_input, **options
     )

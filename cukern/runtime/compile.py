@@ -95,7 +95,8 @@ def nvrtc_version() -> str:
     """
     from cupy_backends.cuda.libs import nvrtc as binding
 
-    binding.getVersion()  # loads the library
+    with nvrtc.LOCK:
+        binding.getVersion()  # loads the library
     library = _nvrtc_library()
     if library is None:
         return nvrtc.build()

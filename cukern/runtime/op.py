@@ -336,12 +336,19 @@ def _call_of(op: Op, function: _F) -> _F:
             of = type(value)
             library = library_of(of)
             if library is not None:
-                address = library.read(value, key)
+                if library.reads_as_tensor:
+                    shape, address = value.shape, value.data_ptr()
+                    if kind == _ROWS and shape:
+                        lates.append(shape[0])
+                        shape = shape[1:]
+                    key += value.dtype, value.stride(), shape, value.get_device()
+                else:
+                    address = library.read(value, key)
+                    if kind == _ROWS and key[-2]:
+                        lates.append(key[-2][0])
+                        key[-2] = key[-2][1:]
                 bits |= address
                 environment.append(address)
-                if kind == _ROWS and key[-2]:
-                    lates.append(key[-2][0])
-                    key[-2] = key[-2][1:]
             elif kind == _LATE and value is not None:
                 key.append(_LATE_MARK)
                 lates.append(value)
@@ -371,9 +378,9 @@ def _call_of(op: Op, function: _F) -> _F:
         except TypeError:  # what cannot be hashed fits no plan
             plan = signature = None
         if type(plan) is list:
-            plan = next((x for x in plan if x.guards.hold(environment)), None)
+            plan = next((x for x in plan if x.guards.hold(environment)), None)  # type: ignore[union-attr]
         if plan is None:
             return op.miss(form, signature, args, kwargs)
-        return plan.run(values, environment)
+        return plan.run(values, environment)  # type: ignore[union-attr]
 
     return call  # type: ignore[return-value]

@@ -101,7 +101,7 @@ def outputs(out: Any, first: Array, first_name: str, *results: Result | Array | 
     return found[0] if single else tuple(found)
 
 
-def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> None:
+def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> Any:
     """Leave the rest to the NumPy twin, for arrays in host memory, once they are checked.
 
     What a plan returns then is nothing, or arguments that the twin writes and that the op returns.
@@ -268,7 +268,7 @@ class Plan:
             trace.made[trace.workspace.source - trace.first_made] = ((trace.workspace_bytes,), "uint8")
         self._makers = [library.maker(_shape_finder(shape), dtype, device) for shape, dtype in trace.made]
         places = _Places(trace.first_made + len(trace.made))
-        open_steps = []
+        open_steps: list[tuple[_Step, Any, Any]] = []
         for step in trace.steps:
             if step.packing is None:
                 open_steps.append((step, places.finder(step.cleared), None))
@@ -278,7 +278,7 @@ class Plan:
             open_steps.append((step, places.finder(step.packing.parts), late_sizes))
         self._returned = _returned(returned, trace.first_made, paths, places)
         self._known, self._computed = places.known, places.computed
-        self._steps = [
+        self._steps: list[Any] = [
             _Launch(step, places.find(parts), late_sizes and places.find(late_sizes))
             if step.packing is not None
             else places.find(parts)

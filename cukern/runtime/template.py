@@ -67,7 +67,7 @@ class Scalar:
 class Array:
     """So many of a type, side by side."""
 
-    of: Scalar | Struct
+    of: Scalar | Array | Struct
     count: int
 
     @property
@@ -192,7 +192,7 @@ def _lay_out(stem: str, name: str, body: str, base: str | None, alignment: int) 
             raise TemplateError(f"{stem}.cu: cannot read `{statement}` of struct {name}")
         for declarator in member[3].split(","):
             stars, field, count = _DECLARATOR.fullmatch(declarator).groups()  # type: ignore[union-attr]
-            kind = _type(stem, member[2], "*" in stars or "*" in member[2])
+            kind: Scalar | Array | Struct = _type(stem, member[2], "*" in stars or "*" in member[2])
             if count is not None:
                 kind = Array(kind, int(count) if count.isdigit() else constants(stem)[count])
             each = max(int(member[1] or 1), kind.alignment)
