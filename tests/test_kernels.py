@@ -12,13 +12,15 @@ import pytest
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
 from cukern.ops import (
+    _moe_permute as moe_permute,
+)
+from cukern.ops import (
     decoder_attention,
     embedding,
     kv_cache,
     mla_decode,
     moe_activation,
     moe_gemm,
-    moe_permute,
     padding,
     paged_attention,
     quantization,
@@ -104,12 +106,12 @@ def _moe_gemm() -> Iterator[Variant]:
 
 def _moe_permute() -> Iterator[Variant]:
     op = moe_permute
-    yield op._count_variant(8)
+    yield op.count_variant(8)
     for width, items in itertools.product((8, 4, 2, 1), (1, op._PERMUTE_ITEMS)):
-        yield op._permute_variant(width, items)
+        yield op.permute_variant(width, items)
     for dtype in DTYPES:
         for width in _kinds(dtype):
-            yield op._unpermute_variant(dtype, width, 0)
+            yield op.unpermute_variant(dtype, width, 0)
 
 
 def _padding() -> Iterator[Variant]:

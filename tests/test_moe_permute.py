@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_permute, harness
+from cukern.ops import _moe_permute as kernels
 from cukern.ops import moe_permute as op
 from cukern.reference import moe_permute as twin
 from cukern.runtime import arrays
@@ -440,13 +441,13 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 )
 def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: int, one_block: bool) -> None:
     for capacity in (None, (1, False), (16, True)):
-        split = op._split(experts, mapped, capacity, one_block, 1024, pairs)
+        split = kernels.split_pairs(experts, mapped, capacity, one_block, 1024, pairs)
         per_block, per_warp, warps = split.pairs_per_block, split.pairs_per_warp, split.warps
         assert (split.blocks - 1) * per_block < max(pairs, 1) <= split.blocks * per_block
-        assert (split.blocks > 1) == (not one_block and pairs > op._PAIRS_PER_BLOCK)
+        assert (split.blocks > 1) == (not one_block and pairs > kernels._PAIRS_PER_BLOCK)
         assert 1 <= warps <= split.threads // 32 and per_warp * warps >= per_block and per_warp % 32 == 0
         assert split.threads % 32 == 0 and split.threads <= 1024
-        assert split.shared_bytes <= op._MAX_SHARED_BYTES
+        assert split.shared_bytes <= kernels._MAX_SHARED_BYTES
         assert 4 * ((3 + warps) * (experts + 1) + (mapped + 1 if mapped else 0)) <= split.shared_bytes
         assert split.blocks == 1 or not split.staged
         assert (split.blocks - 1) * per_block + warps * per_warp < 2**31
@@ -455,7 +456,7 @@ def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: 
 @given(st.integers(1, 2**20), st.integers(1, op.MAX_HIDDEN // 16), st.sampled_from([(256, 4), (256, 1), (128, 1)]))
 def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int]) -> None:
     threads, items = shape
-    tiles = op._tiles(tokens, columns, threads, items)
+    tiles = kernels.tile_rows(tokens, columns, threads, items)
     tile_columns, chunks = tiles.tiling["tile_columns"], tiles.tiling["chunks"]
     x, y = tiles.threads
     assert x * y <= threads and x * items >= tile_columns
@@ -466,20 +467,20 @@ def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int])
 @pytest.fixture
 def own_configurations() -> Iterator[None]:
     """What `specialize` registers in a test is forgotten after it."""
-    before = set(op._registered)
+    before = set(kernels.registered)
     yield
-    op._registered.clear()
-    op._registered.update(before)
+    kernels.registered.clear()
+    kernels.registered.update(before)
     for name in ("moe_unpermute", "moe_sum"):
         OPS[name].forget()
 
 
 def test_specialize_adds_variants(own_configurations: None) -> None:
     def chosen(topk: int, width: int = 16, variant: str = "auto") -> Any:
-        return op._sum_variant("bfloat16", topk, width, variant).instance
+        return kernels.sum_variant("bfloat16", topk, width, variant).instance
 
-    for topk in op.SPECIALIZED:
-        assert chosen(topk) == chosen(topk, variant="specialized") in op._unpermute.specialized
+    for topk in kernels.SPECIALIZED:
+        assert chosen(topk) == chosen(topk, variant="specialized") in kernels._unpermute.specialized
         assert chosen(topk, 8).arguments[2] == chosen(topk, variant="dynamic").arguments[2] == 0
     for topk, width in ((3, 16), (8, 4)):
         with pytest.raises(ValueError, match="variant must be 'auto' or 'dynamic' here"):
@@ -662,7 +663,7 @@ def test_rows_of_any_sizes(case: Case, hidden: int, dtype: str, rng: np.random.G
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["specialized", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("topk", op.SPECIALIZED)
+@pytest.mark.parametrize("topk", kernels.SPECIALIZED)
 def test_the_models_topk(topk: int, dtype: str, variant: str, rng: np.random.Generator) -> None:
     compare_rows(Case(60, topk, 32), 1024, dtype, rng, variant)
 

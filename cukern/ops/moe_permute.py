@@ -139,7 +139,7 @@ def moe_sort(
     names = "a triple (expert_offsets, row_token, inverse)"
     out = outputs(out, topk_ids, "topk_ids", *_sorted(topk_ids, experts), names=names)
     if topk_ids.on_host:
-        return run_twin(variant, SORT_VARIANTS)  # type: ignore[return-value]
+        return run_twin(variant, SORT_VARIANTS)
     results = dict(zip(("offsets", "rows", "inverse"), out, strict=True))
     kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, (1, False), topk=divisor(topk), **results)
     return out
@@ -192,7 +192,7 @@ def moe_sort_batched(
     results = _sorted_batched(topk_ids, experts, room)
     out = outputs(out, topk_ids, "topk_ids", *results, names="a pair (expert_num_tokens, positions)")
     if topk_ids.on_host:
-        return run_twin(variant, SORT_VARIANTS)  # type: ignore[return-value]
+        return run_twin(variant, SORT_VARIANTS)
     kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, offsets=out[0], inverse=out[1], room=room)
     return out
 
@@ -260,7 +260,7 @@ def moe_align_block_size(
         check.fail("block_size", f"such that there are at most {MAX_PAIRS} rows", f"{block_size} with {rows} rows")
     out = outputs(None, topk_ids, "topk_ids", *results)
     if topk_ids.on_host:
-        return run_twin(variant, SORT_VARIANTS)  # type: ignore[return-value]
+        return run_twin(variant, SORT_VARIANTS)
     early, id_of = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
     fields = {"id_of": id_of, "rows": out[0], "group_ids": out[1], "end_of_rows": out[2], "fill": tokens * topk}
     fields |= {"block_size": block_size, "group_rows": block_size, "groups": groups, "group_fill": -1}
@@ -466,7 +466,7 @@ def moe_permute(
         results[0] = given
     found = outputs(None, hidden_states, "hidden_states", *results)
     if hidden_states.on_host:
-        return run_twin(variant, SORT_VARIANTS)  # type: ignore[return-value]
+        return run_twin(variant, SORT_VARIANTS)
     permuted, scale, offsets, inverse, m_indices = found
     fields = {"offsets_long": offsets, "inverse": inverse, "group_ids": m_indices, "block_size": block_size}
     fields |= {"groups": rows, "group_fill": group_fill}
@@ -530,7 +530,7 @@ def moe_unpermute(
     row_stride = expect_row_stride("permuted_hidden_states", src)
     topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
     if topk_weights is not None:
-        shape = getattr(topk_weights, "shape", ())
+        shape: tuple[Any, ...] = getattr(topk_weights, "shape", ())
         if len(shape) == 2 and shape[1] != topk and not tokens:
             topk = shape[1]
         expect("topk_weights", topk_weights, out, "out", ("float32",), (tokens, topk), "[tokens, topk]")

@@ -62,7 +62,7 @@ class Op:
         twin: Callable[..., Any] | None,
         rows: Mapping[str, Sequence[str]],
         late_scalars: Collection[str],
-        leader: str,
+        leader: str = "",
     ) -> None:
         self.name = function.__name__
         self.plan = function
