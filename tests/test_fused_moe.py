@@ -35,7 +35,7 @@ from cukern.fused_moe.combinations import EXPERTS, PREPARE_FINALIZE
 from cukern.fused_moe.example import Layer, quantize_weights, random_layer
 from cukern.reference import fused_moe as twin
 from cukern.reference.moe_gemm import values_of_b
-from cukern.runtime import arrays, plan
+from cukern.runtime import arrays, kernel, plan
 from cukern.runtime.activation import ACTIVATIONS
 from cukern.testing import assert_matches
 from tests.buffers import same_bits, to_numpy
