@@ -25,7 +25,8 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOp,
 )
-from cukern.ops.moe_gemm import _STREAM_ROWS, moe_gemm, moe_gemm_batched
+from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched
+from cukern.ops.moe_gemm.kernels import STREAM_ROWS
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.ops.quantization import silu_and_mul_quant
 from cukern.reference import fused_moe as twin
@@ -59,7 +60,7 @@ def gathers(expected_rows: int, device: int | None) -> bool:
 
     The products that can are the one that streams the weights, which is taken up to so many rows, and the portable one.
     """
-    return expected_rows <= _STREAM_ROWS or (device is not None and arch_of_device(device) != "90a")
+    return expected_rows <= STREAM_ROWS or (device is not None and arch_of_device(device) != "90a")
 
 
 def expected_rows_of(tokens: int, topk: int, experts: int) -> int:
@@ -68,7 +69,7 @@ def expected_rows_of(tokens: int, topk: int, experts: int) -> int:
     That is the mean, except where so few tokens come that the weights are streamed: then all that an expert may have,
     since another round would read all its weights once more.
     """
-    return tokens if tokens <= _STREAM_ROWS else max(-(-tokens * topk // experts), _STREAM_ROWS + 1)
+    return tokens if tokens <= STREAM_ROWS else max(-(-tokens * topk // experts), STREAM_ROWS + 1)
 
 
 class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
