@@ -23,6 +23,7 @@ from cukern.ops import moe_gemm as op
 from cukern.ops.moe_gemm import kernels
 from cukern.reference import moe_gemm as twin
 from cukern.runtime import arrays, describe, gpu, late, plan
+from cukern.runtime import op as declared
 from cukern.runtime.activation import ACTIVATIONS
 from cukern.runtime.cuda import cupy
 from cukern.runtime.gpu import Gpu
@@ -736,6 +737,49 @@ def test_few_plans_serve_any_rows(weights: str, how: str, arch: str, monkeypatch
             else:
                 assert found.launch(fresh.environment) == fresh.launch()
     assert len(plans) <= 16
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_few_plans_of_a_layer_serve_any_tokens(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products within the plan of another op, whose sizes it computes."""
+    monkeypatch.setattr(plan, "encode", lambda *arguments: repr(arguments).encode()[-128:].ljust(128))
+    monkeypatch.setattr(declared, "OPS", {})
+    experts, inter, hidden, topk = 64, 1024, 256, 8
+
+    @declared.op(None, {}, rows={"tokens": ("x",)})
+    def layer(x: Any, w1: Any, w2: Any, offsets: Any) -> Any:
+        tokens = x.shape[0]
+        rows = tokens * topk
+        shape = (experts, tokens) if batched else (rows,)
+        expected = tokens if tokens <= 4 else max(late.ceil_div(rows, experts), 5)
+        product: Any = cukern.moe_gemm_batched if batched else cukern.moe_gemm
+        gathered = {} if batched or expected > 4 else {"row_token": plan.empty((rows,), "int32")}
+        a = x if gathered else plan.empty((*shape, hidden), "bfloat16")
+        out = plan.empty((*shape, inter), "bfloat16")
+        middle = product(a, w1, offsets, activation="silu", expected_m=expected, out=out, **gathered)
+        return product(middle, w2, offsets, expected_m=expected)
+
+    op = declared.OPS["layer"]
+    weights = unreal(experts, 2 * inter, hidden), unreal(experts, hidden, inter)
+    offsets = unreal(experts + (not batched), dtype="int32")
+
+    def launches(trace: Any, environment: list[Any]) -> list[Any]:
+        found = [Planned(step, trace.guards, [*environment, 2**12, 2**24]) for step in trace.steps]
+        return [x.launch() for x in found]
+
+    traces: list[Any] = []
+    for tokens in [*range(1, 70), *range(70, 70_000, 1111)]:
+        values = unreal(tokens, hidden), *weights, offsets
+        fresh, _, reader = op.say(op.form(4, ()), values, on=gpu.of_arch("90a"))
+        environment = [*reader.addresses, *reader.lates]
+        found = next((x for x in traces if x.guards.hold(environment)), None)
+        if found is None:
+            traces.append(fresh)
+        else:
+            assert launches(found, environment) == launches(fresh, environment)
+    assert len(traces) <= 12
+    # It is found by the number of tokens alone.
+    assert not traces[-1].guards.others
 
 
 def test_a_hint_is_checked_at_each_call() -> None:

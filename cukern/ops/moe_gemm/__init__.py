@@ -21,7 +21,7 @@ from cukern.runtime.describe import (
     expect_contiguous,
     expect_place,
 )
-from cukern.runtime.late import late
+from cukern.runtime.late import Late, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import outputs, run_twin
 
@@ -174,6 +174,16 @@ def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array
     check.fail("b_scale", wanted, list(b_scale.shape))
 
 
+def _expected(number: Any) -> Any:
+    """`expected_m`, which is checked at each call, unless it is a number of the plan that calls.
+
+    Late, it stays as it is: a plan is found faster by what is given than by what is computed of it.
+    """
+    if isinstance(number, Late) and (number.place is None or late(_is_count, number)):
+        return number
+    return None if number is None else check.integer("expected_m", number, 0)
+
+
 def _is_count(number: Any) -> bool:
     return type(number) is int and number >= 0
 
@@ -219,9 +229,7 @@ def _multiply(
         out_dtype = out.dtype
     if out_dtype is not None:
         check.one_of("out_dtype", out_dtype, DTYPES if is_fp8 else (a.dtype,))
-    # A plan that relies on a number as it is given is found faster than by one that is computed.
-    if expected_m is not None and not late(_is_count, expected_m):
-        expected_m = check.integer("expected_m", expected_m, 0)
+    expected_m = _expected(expected_m)
     result = _product(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
     out = outputs(out, a, "a", result)
     if a.on_host:
