@@ -148,7 +148,8 @@ def tensor_map(
     promotion: int = 256,
 ) -> Late:
     """The field of a struct that holds a tensor map of an array; the arguments are those of `tensor_map.encode`."""
-    address, numbers = array.address.evaluate, (*dims, *strides)
+    address = array.address.evaluate
+    numbers: tuple[Any, ...] = (*dims, *strides)
     if not any(isinstance(x, Late) for x in numbers):
         return Late(
             bytes(TENSOR_MAP_BYTES),
