@@ -19,10 +19,8 @@ twin, on CPU tensors. What differs:
 The functions take tensors without this module, but only with it does `torch.compile` keep a call of one, such as
 `cukern.moe_fused_gate(...)`, in the graph: as its operator.
 
-A module of `cukern.ops`, like `cukern.fused_moe`, declares its operators in `TORCH_OPS`: for each schema a function of
-the same arguments that gives `(like, shape, dtype)` for each result, with `like` a tensor on its device, or a number
-that is a result itself; None where nothing is returned.
-The results have names in the schema, which `.out` takes over.
+The operators are those that the functions declare with `cukern.runtime.op`. The results have names in the schema, which
+`.out` takes over.
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ def _followed(files: Iterable[Path]) -> list[Path]:
     found = [path for path in files if path.is_file()]
     for file in found:
         found += sorted(_imported(file) - {*found})
-    templates = [ROOT / "cuda_src" / f"{path.stem}.cu" for path in found if path.parent == ROOT / "cukern" / "ops"]
+    ops = ROOT / "cukern" / "ops"
+    names = [path.relative_to(ops).parts[0].removesuffix(".py") for path in found if path.is_relative_to(ops)]
+    templates = [ROOT / "cuda_src" / f"{name}.cu" for name in dict.fromkeys(names)]
     kernels, _ = compile.included([path for path in templates if path.is_file()], ROOT / "cuda_src")
     return found + kernels
 
@@ -130,8 +132,9 @@ def sources(name: str) -> list[Path]:
         tests = [*test_files(name), ROOT / "tests" / "conftest.py"]
         return [*others, *(path for path in _followed(tests) if path.is_relative_to(ROOT / "tests"))]
     twin = package / "reference" / f"{name}.py"
-    host = sorted((package / name).glob("*.py")) if name in COMPOSITIONS else [package / "ops" / f"{name}.py"]
-    return _followed([*host, twin, *test_files(name)])
+    host = package / (name if name in COMPOSITIONS else f"ops/{name}")
+    files = sorted(host.glob("*.py")) if host.is_dir() else [host.with_suffix(".py")]
+    return _followed([*files, twin, *test_files(name)])
 
 
 def provable() -> list[str]:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -34,7 +35,7 @@ from cukern.fused_moe.combinations import EXPERTS, PREPARE_FINALIZE
 from cukern.fused_moe.example import Layer, quantize_weights, random_layer
 from cukern.reference import fused_moe as twin
 from cukern.reference.moe_gemm import values_of_b
-from cukern.runtime import arrays, kernel
+from cukern.runtime import arrays, kernel, plan
 from cukern.runtime.activation import ACTIVATIONS
 from cukern.testing import assert_matches
 from tests.buffers import same_bits, to_numpy
@@ -793,13 +794,13 @@ def test_few_launches_and_no_waiting(
     layer = cuda(small(rng, quantization, tokens=1))
     call(layer)
     launched = []
-    launch = kernel.Variant.launch
+    driver = plan.driver
 
-    def counted(self: kernel.Variant, *args: Any) -> None:
-        launched.append(self.instance.function)
-        launch(self, *args)
+    def counted(*sizes: int) -> None:
+        launched.append(sizes)
+        driver.launchKernel(*sizes)
 
-    monkeypatch.setattr(kernel.Variant, "launch", counted)
+    monkeypatch.setattr(plan, "driver", SimpleNamespace(launchKernel=counted))
     torch.cuda.set_sync_debug_mode("error")
     try:
         call(layer)

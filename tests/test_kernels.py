@@ -89,19 +89,15 @@ def _moe_activation() -> Iterator[Variant]:
 
 
 def _moe_gemm() -> Iterator[Variant]:
-    op = moe_gemm
-    by_rows = op._USUAL._replace(dtype="float8_e4m3fn", weights="fp8", a_scale="row", b_scale="column")
-    yield op._WGMMA_FORMS[-1][1].with_stages.variant("float16", 0)
-    yield op._Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
-    yield op._stream_variant(by_rows)
-    groups = [
-        op._USUAL._replace(weights=weights, b_scale="group", dtype=dtype, out_dtype=dtype)
-        for weights, dtype in itertools.product(("mxfp4", "nvfp4"), ("bfloat16", "float16"))
-    ]
-    for group, most in itertools.product((op._USUAL_FP8, *groups), SHARED_BYTES.values()):
-        is_by_blocks = group.b_scale == "block"
-        form = op._fit(op._MMA_FORMS[group.weights][2], group.weights, is_by_blocks, most)
-        yield op._mma_variant(form, group)
+    op = moe_gemm.kernels
+    yield op.WGMMA_FORMS[-1].variant("float16", 0)
+    yield op.Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
+    yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
+    of_4_bits = itertools.product(("MXFP4", "NVFP4"), ("bfloat16", "float16"))
+    for (weights, dtype), most in itertools.product((("FP8", "bfloat16"), *of_4_bits), SHARED_BYTES.values()):
+        is_by_blocks = weights == "FP8"
+        form = op.MMA_FORMS[weights][2].fit(weights, is_by_blocks, most)
+        yield form.variant(dtype, weights, is_by_blocks, 0)
 
 
 def _moe_permute() -> Iterator[Variant]:

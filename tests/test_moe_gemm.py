@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +20,15 @@ import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_gemm, harness
 from cukern.ops import moe_gemm as op
+from cukern.ops.moe_gemm import kernels
 from cukern.reference import moe_gemm as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, describe, gpu, late, plan
+from cukern.runtime import op as declared
 from cukern.runtime.activation import ACTIVATIONS
 from cukern.runtime.cuda import cupy
+from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import arch_of_device
+from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, OnlyDLPack, as_torch, on_gpu, same_bits, to_numpy
 
@@ -73,27 +79,6 @@ class Case(NamedTuple):
 
     def replaced(self, **more: Any) -> Case:
         return self._replace(arguments={**self.arguments, **more})
-
-    @property
-    def group(self) -> Any:
-        """What the op makes of its shapes and dtypes."""
-        x = self.arguments
-        names = "a_scale", "b_scale", "b_global_scale", "row_token"
-        kinds = {
-            name: None if x.get(name) is None else (x[name].dtype.name, x[name].shape) for name in ("a", "b", *names)
-        }
-        offsets = x["expert_num_tokens" if self.is_batched else "expert_offsets"]
-        return op._group(
-            self.is_batched,
-            kinds["a"],
-            kinds["b"],
-            (offsets.dtype.name, offsets.shape),
-            *(kinds[name] for name in names),
-            x.get("activation"),
-            x.get("out_dtype"),
-            None,
-            x.get("expected_m"),
-        )
 
 
 def drawn(rng: np.random.Generator, shape: tuple[int, ...], whole: bool, scale: float = 1.0) -> Array:
@@ -510,35 +495,97 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 
 # --- the choice of a variant ----------------------------------------------------------------------------
 
-#: Shared memory that a block may have, by architecture.
-SHARED_BYTES = {"90a": 227 << 10, "80": 163 << 10, "100a": 227 << 10, "120a": 99 << 10}
-FP8_BLOCK = {"dtype": "float8_e4m3fn", "weights": "fp8", "a_scale": "block", "b_scale": "block"}
-FP8_ROW = {**FP8_BLOCK, "a_scale": "row", "b_scale": "column"}
+
+def unreal(*shape: int, dtype: Any = "bfloat16") -> Array:
+    """An array of any size, whose memory is not there."""
+    kind = np.dtype(arrays.numpy_dtype(dtype))
+    strides = [kind.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(np.empty(64, np.uint8).view(kind), shape, strides)
 
 
-def a_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-    """One with 132 multiprocessors."""
-    monkeypatch.setattr(op, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(op, "arch_of_device", lambda device: arch)
-    monkeypatch.setattr(op, "_shared_per_block", lambda device: SHARED_BYTES[arch])
-    op._plan.cache_clear()
+def shaped(
+    rows: int,
+    *,
+    how: str = "rows",
+    weights: str = "16",
+    experts: int = 8,
+    n: int = 4096,
+    k: int = 7168,
+    dtype: str = "bfloat16",
+    activation: str | None = None,
+    expected_m: int | None = -1,
+) -> dict[str, Any]:
+    """A call on so many rows, in all or, batched, of each expert; -1: as many are expected as all groups have."""
+    if expected_m == -1:
+        expected_m = rows if how == "batched" else -(-rows // experts)
+    a_shape, blocks = ((experts, rows) if how == "batched" else (rows,)), -(-k // 128)
+    kind = "float8_e4m3fn" if weights.startswith("fp8") else dtype
+    x: dict[str, Any] = {"a": unreal(*a_shape, k, dtype=kind), "b": unreal(experts, n, k, dtype=kind)}
+    if how == "batched":
+        x["expert_num_tokens"] = unreal(experts, dtype="int32")
+    else:
+        x["expert_offsets"] = unreal(experts + 1, dtype="int32")
+    if how == "gathered":
+        x["row_token"] = unreal(rows, dtype="int32")
+    if weights == "fp8 block":
+        x["a_scale"] = unreal(*a_shape, blocks, dtype="float32")
+        x["b_scale"] = unreal(experts, -(-n // 128), blocks, dtype="float32")
+    elif weights == "fp8 row":
+        x["a_scale"], x["b_scale"] = unreal(*a_shape, dtype="float32"), unreal(experts, n, dtype="float32")
+    elif weights != "16":
+        x["b"] = unreal(experts, n, k // 2, dtype="uint8")
+        x["b_scale"] = unreal(experts, n, k // (32 if weights == "mxfp4" else 16), dtype="uint8")
+        if weights == "nvfp4":
+            x["b_global_scale"] = unreal(experts, dtype="float32")
+    return {**x, "activation": activation, "expected_m": expected_m}
 
 
-@pytest.fixture
-def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    a_gpu(monkeypatch, "90a")
-    yield
-    op._plan.cache_clear()
+class Planned(NamedTuple):
+    """The launch of a call, and what is late in it for this call."""
+
+    step: Any
+    guards: Any
+    environment: list[Any]
+
+    @property
+    def function(self) -> str:
+        return self.step.variant.instance.function
+
+    def found(self, value: Any, environment: list[Any] | None = None) -> Any:
+        """A number or an array of the plan, for this call or another one."""
+        value = value.address if isinstance(value, describe.Array) else value
+        return value.evaluate(environment or self.environment) if isinstance(value, late.Late) else value
+
+    def launch(self, environment: list[Any] | None = None) -> tuple[Any, ...]:
+        """All that the driver is given, but for the address of the result."""
+        parts = [self.found(x, [*(environment or self.environment), 0]) for x in self.step.packing.parts]
+        grid = tuple(self.found(x, environment) for x in self.step.grid)
+        return (
+            str(self.step.variant),
+            grid,
+            self.step.block,
+            self.step.shared_bytes,
+            self.step.packing.struct.pack(*parts),
+        )
 
 
-def group_of(rows: int, **changes: Any) -> Any:
-    """So many rows in all, of 8 experts, in bfloat16, unless told otherwise."""
-    usual = op._Group(False, rows, rows, 8, 4096, 7168, "bfloat16", "bfloat16", "16", "", "", 0, False, 1, 1)
-    x = usual._replace(**changes)
-    return x._replace(expected_rows=changes.get("expected_rows", rows if x.is_batched else -(-rows // x.experts)))
+def planned(x: dict[str, Any], variant: str = "auto", on: str | Gpu = "90a") -> Planned | None:
+    """How a call would be launched on a GPU; None: not at all."""
+    function = OPS["moe_gemm_batched" if "expert_num_tokens" in x else "moe_gemm"]
+    given = {**x, "variant": variant}
+    where = gpu.of_arch(on) if isinstance(on, str) else on
+    trace, _, reader = function.say(function.form(0, tuple(given)), list(given.values()), on=where)
+    if not trace.steps:
+        return None
+    return Planned(trace.steps[0], trace.guards, [*reader.addresses, *reader.lates])
 
 
-@pytest.mark.usefixtures("_an_h200")
+def function_for(x: dict[str, Any], variant: str = "auto", on: str = "90a") -> str:
+    found = planned(x, variant, on)
+    assert found is not None
+    return found.function
+
+
 @pytest.mark.parametrize(
     ("rows", "changes", "function"),
     [
@@ -547,44 +594,42 @@ def group_of(rows: int, **changes: Any) -> Any:
         (8, {"experts": 256}, "gemm_stream"),
         (2048, {"experts": 256}, "gemm_wgmma"),
         (8192, {}, "gemm_wgmma"),
-        (8192, {"expected_rows": 4}, "gemm_stream"),
-        (8192, {"dtype": "float16", "out_dtype": "float16", "activation": 1}, "gemm_wgmma"),
-        (40, {"is_gathered": True}, "gemm_mma"),
-        (32, {"is_gathered": True}, "gemm_stream"),
-        (4, {"is_batched": True}, "gemm_stream"),
-        (256, {"is_batched": True}, "gemm_wgmma"),
-        (256, {"is_batched": True, "expected_rows": 1}, "gemm_stream"),
-        (32, FP8_BLOCK, "gemm_stream"),
-        (8192, FP8_BLOCK, "gemm_fp8_wgmma"),
-        (8192, FP8_ROW, "gemm_fp8_wgmma"),
-        (8192, {**FP8_BLOCK, "activation": 1}, "gemm_fp8_wgmma"),
-        (8192, {**FP8_BLOCK, "activation": 1, "n": 4096 + 16}, "gemm_mma"),
-        (8192, {"weights": "mxfp4", "b_scale": "group"}, "gemm_mma"),
-        (8, {"weights": "nvfp4", "b_scale": "group"}, "gemm_mma"),
+        (8192, {"expected_m": 4}, "gemm_stream"),
+        (8192, {"dtype": "float16", "activation": "silu"}, "gemm_wgmma"),
+        (40, {"how": "gathered"}, "gemm_mma"),
+        (32, {"how": "gathered"}, "gemm_stream"),
+        (4, {"how": "batched"}, "gemm_stream"),
+        (256, {"how": "batched"}, "gemm_wgmma"),
+        (256, {"how": "batched", "expected_m": 1}, "gemm_stream"),
+        (32, {"weights": "fp8 block"}, "gemm_stream"),
+        (8192, {"weights": "fp8 block"}, "gemm_fp8_wgmma"),
+        (8192, {"weights": "fp8 row"}, "gemm_fp8_wgmma"),
+        (8192, {"weights": "fp8 block", "activation": "silu"}, "gemm_fp8_wgmma"),
+        (8192, {"weights": "fp8 block", "activation": "silu", "n": 4096 + 16}, "gemm_mma"),
+        (8192, {"weights": "mxfp4"}, "gemm_mma"),
+        (8, {"weights": "nvfp4"}, "gemm_mma"),
         # More groups than a grid has along y.
-        (2**18 + 2**13, {"experts": 4096, "expected_rows": 4}, "gemm_wgmma"),
+        (2**18 + 2**13, {"experts": 4096, "expected_m": 4}, "gemm_wgmma"),
         # 64 GiB of the weights of an expert, or of a, and more.
         (8, {"n": 2**13, "k": 2**22}, "gemm_stream"),
         (8, {"n": 2**13 + 8, "k": 2**22}, "gemm_wgmma"),
-        (8, {"n": 2**13 + 16, "k": 2**22, "is_gathered": True}, "gemm_mma"),
-        (2**13, {"k": 2**22, "expected_rows": 1}, "gemm_stream"),
-        (2**13 + 1, {"k": 2**22, "expected_rows": 1}, "gemm_wgmma"),
-        (2**10 + 1, {"k": 2**22, "expected_rows": 1, "is_batched": True}, "gemm_wgmma"),
-        (2**13 + 1, {**FP8_BLOCK, "k": 2**22, "expected_rows": 1}, "gemm_stream"),
+        (8, {"n": 2**13 + 16, "k": 2**22, "how": "gathered"}, "gemm_mma"),
+        (2**13, {"k": 2**22, "expected_m": 1}, "gemm_stream"),
+        (2**13 + 1, {"k": 2**22, "expected_m": 1}, "gemm_wgmma"),
+        (2**10 + 1, {"k": 2**22, "expected_m": 1, "how": "batched"}, "gemm_wgmma"),
+        (2**13 + 1, {"weights": "fp8 block", "k": 2**22, "expected_m": 1}, "gemm_stream"),
     ],
     ids=str,
 )
 def test_the_variant_for_a_call(rows: int, changes: dict[str, Any], function: str) -> None:
-    assert op._plan(group_of(rows, **changes), "auto", 0).kernel.instance.function == function
+    assert function_for(shaped(rows, **changes)) == function
 
 
-@pytest.mark.usefixtures("_an_h200")
 def test_what_stream_cannot_count_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'stream': a, or the weights of one expert, are larger than 64 GiB"):
-        op._plan(group_of(8, n=2**13 + 8, k=2**22), "stream", 0)
+        planned(shaped(8, n=2**13 + 8, k=2**22), "stream")
 
 
-@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize(
     ("rows", "expected_m", "function"),
     [
@@ -596,35 +641,35 @@ def test_what_stream_cannot_count_is_refused() -> None:
     ],
 )
 def test_the_rows_of_a_group_that_are_expected(rows: int, expected_m: int | None, function: str) -> None:
-    a, b, offsets = ("bfloat16", (rows, 64)), ("bfloat16", (8, 96, 64)), ("int32", (9,))
-    group = op._group(False, a, b, offsets, *[None] * 7, expected_m)
-    assert op._plan(group, "auto", 0).kernel.instance.function == function
+    assert function_for(shaped(rows, n=96, k=64, expected_m=expected_m)) == function
 
 
-def test_the_variant_without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variant_without_hopper() -> None:
     for arch in ("80", "100a", "120a"):
-        a_gpu(monkeypatch, arch)
         for rows in (32, 33, 8192):
-            for changes in ({}, FP8_BLOCK, {"weights": "nvfp4", "b_scale": "group"}):
-                plan = op._plan(group_of(rows, **changes), "auto", 0)
-                streamed = ("16",) if arch == "80" else ("16", "fp8")  # that one converts FP8 slowly
-                is_few = rows == 32 and changes.get("weights", "16") in streamed
-                assert plan.kernel.instance.function == ("gemm_stream" if is_few else "gemm_mma")
-                assert plan.shared_bytes <= SHARED_BYTES[arch]
+            for weights in ("16", "fp8 block", "nvfp4"):
+                found = planned(shaped(rows, weights=weights), on=arch)
+                assert found is not None
+                streamed = ("16",) if arch == "80" else ("16", "fp8 block")  # that one converts FP8 slowly
+                is_few = rows == 32 and weights in streamed
+                assert found.function == ("gemm_stream" if is_few else "gemm_mma")
+                assert found.step.shared_bytes <= gpu.of_arch(arch).shared_per_block
         with pytest.raises(ValueError, match=re.escape(f"'wgmma': this GPU is of sm_{arch}, not sm_90a")):
-            op._plan(group_of(8192), "wgmma", 0)
-    op._plan.cache_clear()
+            planned(shaped(8192), "wgmma", arch)
 
 
-@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize(
     ("changes", "variant", "reason"),
     [
-        ({"is_gathered": True}, "wgmma", "rows are gathered"),
-        ({"weights": "mxfp4", "b_scale": "group"}, "wgmma", "weights are of 4 bits"),
-        ({**FP8_BLOCK, "activation": 1, "n": 208}, "wgmma", "the halves of n (208) are no multiples of 64"),
-        ({"weights": "mxfp4", "b_scale": "group"}, "stream", "weights are of 4 bits"),
-        ({"experts": 4096, "is_batched": True, "expected_rows": 4}, "stream", "there may be too many groups of rows"),
+        ({"how": "gathered"}, "wgmma", "rows are gathered"),
+        ({"weights": "mxfp4"}, "wgmma", "weights are of 4 bits"),
+        (
+            {"weights": "fp8 block", "activation": "silu", "n": 208},
+            "wgmma",
+            "the halves of n (208) are no multiples of 64",
+        ),
+        ({"weights": "mxfp4"}, "stream", "weights are of 4 bits"),
+        ({"experts": 4096, "how": "batched", "expected_m": 4}, "stream", "there may be too many groups of rows"),
     ],
     ids=str,
 )
@@ -632,38 +677,117 @@ def test_a_variant_that_is_not_there_is_refused(changes: dict[str, Any], variant
     with pytest.raises(
         ValueError, match=re.escape(f"variant must be 'auto' or another here, got '{variant}': {reason}")
     ):
-        op._plan(group_of(8192, **changes), variant, 0)
+        planned(shaped(8192, **changes), variant)
 
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=50), st.integers(0, 20), st.sampled_from((16, 64, 128, 256)))
 def test_there_are_blocks_for_all_tiles(counts: list[int], spare: int, tile: int) -> None:
     needed = sum(-(-count // tile) for count in counts)
-    group = group_of(sum(counts) + spare, experts=len(counts))
-    assert needed <= group.tiles(tile) if group.rows else needed == 0
-    assert group_of(max(counts), experts=len(counts), is_batched=True).tiles(tile) >= needed
+    nothing: dict[str, Any] = dict.fromkeys(kernels.Product._fields)
+    x = kernels.Product(**{**nothing, "rows": sum(counts) + spare, "experts": len(counts)})
+    assert needed <= x.tiles(tile) if x.rows else needed == 0
+    assert x._replace(rows=max(counts), is_batched=True).tiles(tile) >= needed
 
 
-@pytest.mark.usefixtures("_an_h200")
-def test_the_tensor_maps() -> None:
-    plan = op._plan(group_of(8192), "wgmma", 0)
-    assert plan.b_map == ("bfloat16", (7168, 4096, 8, 1), (14336, 14336 * 4096, 14336 * 4096 * 8), (64, 128, 1, 1), 256)
-    assert plan.a_map == ("bfloat16", (7168, 8192, 1, 1), (14336, 14336 * 8192, 14336 * 8192), (64, 32, 1, 1), 256)
-    gated = op._plan(group_of(8192, activation=1), "wgmma", 0).b_map
-    assert gated == (
-        "bfloat16",
-        (7168, 8, 2, 256, 8),
-        (14336, 14336 * 2048, 14336 * 8, 14336 * 4096),
-        (64, 8, 2, 8, 1),
-        256,
-    )
-    plan = op._plan(group_of(8192, **FP8_BLOCK, activation=1), "wgmma", 0)
-    assert plan.b_map == ("uint8", (7168, 4096, 8, 1), (7168, 7168 * 4096, 7168 * 4096 * 8), (128, 64, 1, 1), 256)
-    assert plan.a_map == ("uint8", (7168, 8192, 1, 1), (7168, 7168 * 8192, 7168 * 8192), (128, 64, 1, 1), 256)
+def test_as_many_stages_as_fit() -> None:
+    of = gpu.of_arch("90a")
+    for form in kernels.WGMMA_FORMS:
+        # The system has 1 KiB of each block.
+        most = min(of.shared_per_block, of.shared_per_multiprocessor // form.blocks - 1024)
+        assert form.shared_bytes <= most < form._replace(stages=form.stages + 1).shared_bytes
+
+
+def test_the_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "encode", lambda address, *arguments: arguments)
+
+    def maps_of(x: dict[str, Any]) -> list[Any]:
+        found = planned(x, "wgmma")
+        assert found is not None
+        return [found.found(y) for y in found.step.packing.parts if isinstance(getattr(y, "value", None), bytes)]
+
+    b_map, a_map = maps_of(shaped(8192))
+    assert b_map == ("bfloat16", (7168, 4096, 8, 1), (14336, 14336 * 4096, 14336 * 4096 * 8), (64, 128, 1, 1), 256)
+    assert a_map == ("bfloat16", (7168, 8192, 1, 1), (14336, 14336 * 8192, 14336 * 8192), (64, 32, 1, 1), 256)
+    gated, _ = maps_of(shaped(8192, activation="silu"))
+    dims, strides = (7168, 8, 2, 256, 8), (14336, 14336 * 2048, 14336 * 8, 14336 * 4096)
+    assert gated == ("bfloat16", dims, strides, (64, 8, 2, 8, 1), 256)
+    b_map, a_map = maps_of(shaped(8192, weights="fp8 block", activation="silu"))
+    assert b_map == ("uint8", (7168, 4096, 8, 1), (7168, 7168 * 4096, 7168 * 4096 * 8), (128, 64, 1, 1), 256)
+    assert a_map == ("uint8", (7168, 8192, 1, 1), (7168, 7168 * 8192, 7168 * 8192), (128, 64, 1, 1), 256)
     # What is streamed is fetched in lines, not pairs of them.
-    few = op._plan(group_of(64), "wgmma", 0)
-    assert few.a_map is not None and few.b_map is not None
-    assert (few.a_map.promotion, few.b_map.promotion) == (128, 128)
+    assert [x[-1] for x in maps_of(shaped(64))] == [128, 128]
+
+
+@pytest.mark.parametrize("arch", ["80", "90a"])
+@pytest.mark.parametrize("how", ["rows", "gathered"])
+@pytest.mark.parametrize("weights", ["16", "fp8 block", "fp8 row", "nvfp4"])
+def test_few_plans_serve_any_rows(weights: str, how: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "encode", lambda *arguments: repr(arguments).encode()[-128:].ljust(128))
+    plans: list[Planned] = []
+    for rows in [*range(1, 70), *range(70, 70_000, 1111)]:
+        for expected_m in (None, rows % 300):
+            x = shaped(rows, weights=weights, how=how, n=96, k=128, expected_m=expected_m)
+            fresh = planned(x, on=arch)
+            assert fresh is not None
+            same = [y for y in plans if len(y.environment) == len(fresh.environment)]
+            found = next((y for y in same if y.guards.hold(fresh.environment)), None)
+            if found is None:
+                plans.append(fresh)
+            else:
+                assert found.launch(fresh.environment) == fresh.launch()
+    assert len(plans) <= 16
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_few_plans_of_a_layer_serve_any_tokens(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products within the plan of another op, whose sizes it computes."""
+    monkeypatch.setattr(plan, "encode", lambda *arguments: repr(arguments).encode()[-128:].ljust(128))
+    monkeypatch.setattr(declared, "OPS", {})
+    experts, inter, hidden, topk = 64, 1024, 256, 8
+
+    @declared.op(None, {}, rows={"tokens": ("x",)})
+    def layer(x: Any, w1: Any, w2: Any, offsets: Any) -> Any:
+        tokens = x.shape[0]
+        rows = tokens * topk
+        shape = (experts, tokens) if batched else (rows,)
+        expected = tokens if tokens <= 4 else max(late.ceil_div(rows, experts), 5)
+        product: Any = cukern.moe_gemm_batched if batched else cukern.moe_gemm
+        gathered = {} if batched or expected > 4 else {"row_token": plan.empty((rows,), "int32")}
+        a = x if gathered else plan.empty((*shape, hidden), "bfloat16")
+        out = plan.empty((*shape, inter), "bfloat16")
+        middle = product(a, w1, offsets, activation="silu", expected_m=expected, out=out, **gathered)
+        return product(middle, w2, offsets, expected_m=expected)
+
+    op = declared.OPS["layer"]
+    weights = unreal(experts, 2 * inter, hidden), unreal(experts, hidden, inter)
+    offsets = unreal(experts + (not batched), dtype="int32")
+
+    def launches(trace: Any, environment: list[Any]) -> list[Any]:
+        found = [Planned(step, trace.guards, [*environment, 2**12, 2**24]) for step in trace.steps]
+        return [x.launch() for x in found]
+
+    traces: list[Any] = []
+    for tokens in [*range(1, 70), *range(70, 70_000, 1111)]:
+        values = unreal(tokens, hidden), *weights, offsets
+        fresh, _, reader = op.say(op.form(4, ()), values, on=gpu.of_arch("90a"))
+        environment = [*reader.addresses, *reader.lates]
+        found = next((x for x in traces if x.guards.hold(environment)), None)
+        if found is None:
+            traces.append(fresh)
+        else:
+            assert launches(found, environment) == launches(fresh, environment)
+    assert len(traces) <= 12
+    # It is found by the number of tokens alone.
+    assert not traces[-1].guards.others
+
+
+def test_a_hint_is_checked_at_each_call() -> None:
+    found = planned(shaped(100, expected_m=3))
+    assert found is not None
+    *others, _ = found.environment
+    assert found.guards.hold([*others, 4])
+    assert not any(found.guards.hold([*others, bad]) for bad in (-1, 3.0, 3.5, True))
 
 
 # --- the kernels against the twin -----------------------------------------------------------------------
@@ -671,7 +795,12 @@ def test_the_tensor_maps() -> None:
 
 def variants_of(x: Case) -> list[str]:
     """What can be asked for."""
-    return ["auto", *(v for v in op.VARIANTS[1:] if not op._why_not(v, x.group, 0))]
+    found = []
+    for variant in op.VARIANTS:
+        with contextlib.suppress(ValueError):
+            planned(x.arguments, variant, gpu.of_device(0))
+            found.append(variant)
+    return found
 
 
 def there(x: Case) -> Case:
@@ -778,7 +907,8 @@ def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
     for counts, n, k, changes in (*CASES.values(), *ACTIVATED_CASES.values()):
         x = made(rng, counts, n, k, **changes)
         if x.rows.any():
-            needed |= {op._plan(x.group, variant, 0).kernel.instance for variant in variants_of(x)}
+            plans = [planned(x.arguments, variant, gpu.of_device(0)) for variant in variants_of(x)]
+            needed |= {found.step.variant.instance for found in plans if found is not None}
     arch = arch_of_device(0)
     compiler.compile_all([(i, arch) for i in compiler.missing(needed, arch)])
 

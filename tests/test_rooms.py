@@ -27,6 +27,8 @@ ROOMS = {
     "benchmarks": "benchmarks/bench_{}.py",
     "tests": "tests/test_{}.py",
 }
+# A large op is a package in its room.
+OPS_PACKAGE = "cukern/ops/{}/__init__.py"
 # What is composed of ops has a package in place of a kernel and of an op's file.
 COMPOSITION_ROOMS = {
     **{room: pattern for room, pattern in ROOMS.items() if room not in ("cuda_src", "ops")},
@@ -40,6 +42,8 @@ def _stems_in(pattern: str) -> set[str]:
     prefix, suffix = pattern.rsplit("/", 1)[1].split("{}")
     paths = ROOT.glob(pattern.format("*"))
     stems = {path.name.removeprefix(prefix).removesuffix(suffix) for path in paths}
+    if pattern == ROOMS["ops"]:
+        stems |= {path.parent.name for path in ROOT.glob(OPS_PACKAGE.format("*"))}
     return {stem for stem in stems if not stem.startswith("_")}
 
 
@@ -83,7 +87,8 @@ def test_there_are_ops() -> None:
 @pytest.mark.parametrize("stem", STEMS)
 def test_each_room_has_each_stem(stem: str, room: str) -> None:
     path = ROOMS[room].format(stem)
-    assert (ROOT / path).is_file(), f"{path} is missing, and another room has {stem}"
+    is_package = room == "ops" and (ROOT / OPS_PACKAGE.format(stem)).is_file()
+    assert is_package != (ROOT / path).is_file(), f"{path} is missing, and another room has {stem}"
 
 
 @pytest.mark.parametrize("room", COMPOSITION_ROOMS)

@@ -25,12 +25,13 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOp,
 )
-from cukern.ops.moe_gemm import _STREAM_ROWS, moe_gemm, moe_gemm_batched
+from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched
+from cukern.ops.moe_gemm.kernels import STREAM_ROWS
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.ops.quantization import silu_and_mul_quant
 from cukern.reference import fused_moe as twin
 from cukern.runtime import arrays, check
-from cukern.runtime.late import late
+from cukern.runtime.late import ceil_div
 
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
@@ -42,7 +43,7 @@ def gathers(expected_rows: Any, arch: str | None) -> bool:
 
     The products that can are the one that streams the weights, which is taken up to so many rows, and the portable one.
     """
-    return expected_rows <= _STREAM_ROWS or arch not in (None, "90a")
+    return expected_rows <= STREAM_ROWS or arch not in (None, "90a")
 
 
 def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
@@ -51,11 +52,7 @@ def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
     That is the mean, except where so few tokens come that the weights are streamed: then all that an expert may have,
     since another round would read all its weights once more.
     """
-    return tokens if tokens <= _STREAM_ROWS else late(_mean_rows, tokens, topk, experts)
-
-
-def _mean_rows(tokens: int, topk: int, experts: int) -> int:
-    return max(-(-tokens * topk // experts), _STREAM_ROWS + 1)
+    return tokens if tokens <= STREAM_ROWS else max(ceil_div(tokens * topk, experts), STREAM_ROWS + 1)
 
 
 class _GemmExperts(FusedMoEPermuteExpertsUnpermute):

@@ -40,7 +40,7 @@ class Array:
         self,
         dtype: str,
         shape: Sequence[Any],
-        strides: Sequence[Any],
+        strides: Sequence[Any] | None,
         alignment: int,
         place: Place,
         source: int,
@@ -49,7 +49,8 @@ class Array:
     ) -> None:
         self.dtype = dtype
         self.shape = tuple(shape)
-        self.strides = tuple(strides)
+        self._has_no_gaps = strides is None  # known without a look at sizes that may be late
+        self.strides = contiguous_strides(shape) if strides is None else tuple(strides)
         self.alignment = alignment
         self.place = place
         #: Of the addresses of the call, the one that this begins at, `offset` bytes further on.
@@ -86,18 +87,24 @@ class Array:
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie in C order without gaps."""
-        fits, wanted = True, 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+        if self._has_no_gaps:
+            return True
+        wanted: Any = 1
+        for i in reversed(range(len(self.shape))):
             # The size is looked at last: it may be late.
-            fits = fits and (stride == wanted or size == 1)
-            wanted = wanted * size
-        return fits or any(size == 0 for size in self.shape)
+            if self.strides[i] != wanted and self.shape[i] != 1:
+                return any(size == 0 for size in self.shape)
+            if i:
+                wanted = wanted * self.shape[i]
+        return True
 
     def view(self, shape: Sequence[Any], dtype: str | None = None, offset: Any = 0) -> Array:
         """An array without gaps in the memory of this one, from `offset` bytes on (a multiple of 16)."""
-        return self._part(dtype or self.dtype, shape, contiguous_strides(shape), self.alignment, offset)
+        return self._part(dtype or self.dtype, shape, None, self.alignment, offset)
 
-    def _part(self, dtype: str, shape: Sequence[Any], strides: Sequence[Any], alignment: int, offset: Any) -> Array:
+    def _part(
+        self, dtype: str, shape: Sequence[Any], strides: Sequence[Any] | None, alignment: int, offset: Any
+    ) -> Array:
         start = offset if type(self.offset) is int and not self.offset else self.offset + offset
         return Array(dtype, shape, strides, alignment, self.place, self.source, self._guards, start)
 

@@ -51,8 +51,10 @@ class Guards:
 
     def _narrow(self, number: Late, compare: Callable[[Any, Any], bool], other: Any, outcome: bool) -> bool:
         """Keep the outcome as a range, where it is one of integers."""
-        if number.place is None or type(number.value) is not int or type(other) is not int:
+        if type(number.value) is not int or type(other) is not int:
             return False
+        if number.place is None:
+            return number.rise is not None and self._narrow_root(*number.rise, number.value, compare, other, outcome)
         least, largest = self.ranges.setdefault(number.place, [float("-inf"), float("inf")])
         if compare is operator.eq or compare is operator.ne:
             if outcome is (compare is operator.eq):
@@ -72,15 +74,36 @@ class Guards:
         self.ranges[number.place][:] = least, largest
         return True
 
+    def _narrow_root(
+        self,
+        root: Late,
+        limit: Callable[[int], int],
+        value: int,
+        compare: Callable[[Any, Any], bool],
+        other: int,
+        outcome: bool,
+    ) -> bool:
+        """The same of a number that rises with `root`, and is `value`."""
+        if compare is operator.le or compare is operator.gt:
+            return self._narrow(root, operator.le, limit(other), outcome is (compare is operator.le))
+        if compare is operator.lt or compare is operator.ge:
+            return self._narrow(root, operator.le, limit(other - 1), outcome is (compare is operator.lt))
+        if outcome is (compare is operator.eq):
+            return self._narrow(root, operator.le, limit(other), True) and self._narrow(
+                root, operator.gt, limit(other - 1), True
+            )
+        return other == 0 < value and self._narrow(root, operator.gt, limit(0), True)  # sizes are not negative
+
 
 class Late:
     """A number of the call that a plan is made from, and of each call that the plan will serve.
 
-    `place` is where the environment holds it; None for what is computed. `part` is the late tuple that it belongs to,
-    and where in it.
+    `place` is where the environment holds it; None for what is computed. `rise` is then, where it never falls as
+    another one rises which the environment holds, that one, and a function: of a limit the largest that keeps to it.
+    `part` is the late tuple that it belongs to, and where in it.
     """
 
-    __slots__ = ("evaluate", "guards", "part", "place", "value")
+    __slots__ = ("evaluate", "guards", "part", "place", "rise", "value")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
@@ -90,6 +113,7 @@ class Late:
         self.evaluate = evaluate
         self.guards = guards
         self.place = place
+        self.rise: tuple[Late, Callable[[int], int]] | None = None
         self.part: tuple[Late, int] | None = None
 
     @classmethod
@@ -140,10 +164,14 @@ def late(function: Callable[..., Any], *numbers: Any) -> Any:
         left, right = numbers
         if not isinstance(right, Late):
             of = left.evaluate
-            return Late(value, lambda environment: function(of(environment), right), first.guards)
+            made = Late(value, lambda environment: function(of(environment), right), first.guards)
+            made.rise = _rise(_LIMITS.get(function), left, right)
+            return made
         if not isinstance(left, Late):
             of = right.evaluate
-            return Late(value, lambda environment: function(left, of(environment)), first.guards)
+            made = Late(value, lambda environment: function(left, of(environment)), first.guards)
+            made.rise = _rise(_LIMITS.get(function), right, left) if function in _SYMMETRIC else None
+            return made
     finders = [x.evaluate if isinstance(x, Late) else (lambda environment, x=x: x) for x in numbers]
     return Late(value, lambda environment: function(*[find(environment) for find in finders]), first.guards)
 
@@ -175,6 +203,29 @@ def ceil_div(number: Any, divisor: Any) -> Any:
 
 def _ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
+
+
+#: Of functions of a number and a positive integer: the largest number with which the result keeps to a limit.
+_LIMITS: dict[Callable[..., Any], Callable[[int, int], int]] = {
+    operator.add: lambda limit, more: limit - more,
+    operator.sub: lambda limit, less: limit + less,
+    operator.mul: lambda limit, times: limit // times,
+    operator.floordiv: lambda limit, divisor: limit * divisor + divisor - 1,
+    _ceil_div: lambda limit, divisor: limit * divisor,
+}
+_SYMMETRIC = (operator.add, operator.mul)
+
+
+def _rise(limit_of: Callable[[int, int], int] | None, number: Late, by: Any) -> Any:
+    """How a result rises with `number`; see `Late`."""
+    if limit_of is None or type(by) is not int or by <= 0:
+        return None
+    if number.place is not None:
+        return number, lambda limit: limit_of(limit, by)
+    if number.rise is None:
+        return None
+    root, within = number.rise
+    return root, lambda limit: within(limit_of(limit, by))
 
 
 def _add_operators() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check, template
 from cukern.runtime.cuda import current_device, driver, runtime
-from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, contiguous_strides, expect, type_name
+from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, expect, type_name
 from cukern.runtime.kernel import Variant
 from cukern.runtime.late import Environment, Guards, Late, late
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
@@ -53,7 +53,7 @@ class Trace:
     def make(self, shape: tuple[Any, ...], dtype: str) -> Array:
         self.made.append((shape, dtype))
         source = self.first_made + len(self.made) - 1
-        return Array(dtype, shape, contiguous_strides(shape), ALLOCATED_ALIGNMENT, self.place, source, self.guards)
+        return Array(dtype, shape, None, ALLOCATED_ALIGNMENT, self.place, source, self.guards)
 
 
 _tracing = threading.local()
@@ -151,7 +151,8 @@ def tensor_map(
     promotion: int = 256,
 ) -> Late:
     """The field of a struct that holds a tensor map of an array; the arguments are those of `tensor_map.encode`."""
-    address, numbers = array.address.evaluate, (*dims, *strides)
+    address = array.address.evaluate
+    numbers: tuple[Any, ...] = (*dims, *strides)
     if not any(isinstance(x, Late) for x in numbers):
         return Late(
             bytes(TENSOR_MAP_BYTES),

@@ -1,0 +1,368 @@
+"""Grouped products of a mixture of experts: each expert's weights times the rows of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cukern.ops.moe_gemm import kernels
+from cukern.ops.moe_gemm.kernels import Product
+from cukern.reference import moe_gemm as twin
+from cukern.reference.moe_gemm import BLOCK
+from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
+from cukern.runtime import activation as activations
+from cukern.runtime import check
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    dtype_name,
+    expect,
+    expect_array,
+    expect_contiguous,
+    expect_place,
+)
+from cukern.runtime.late import Late, late
+from cukern.runtime.op import op
+from cukern.runtime.plan import outputs, run_twin
+
+__all__ = ["moe_gemm", "moe_gemm_batched"]
+
+DTYPES = ("bfloat16", "float16")
+#: Numbers of e4m3; CuPy has no such dtype, and gives their bytes.
+FP8_DTYPES = ("float8_e4m3fn", "uint8")
+E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
+VARIANTS = ("auto", "wgmma", "mma", "stream")
+#: Of rows, n and k: the kernels count them in 31 bits, and round up to whole tiles.
+MAX_COUNT = 2**31 - 2**12
+MAX_EXPERTS = 4096
+#: Without an instruction that converts FP8: what "stream" does per weight and row must be little.
+_NO_FP8_ARCHS = ("80", "86", "87")
+
+
+# --- the choice -----------------------------------------------------------------------------------------
+
+
+def _why_not(variant: str, x: Product) -> str:
+    """Why a variant cannot do it, if so."""
+    if variant == "wgmma":
+        if x.a.gpu.arch != "90a":
+            return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
+        if x.row_token is not None:
+            return "rows are gathered"
+        if x.weights in ("MXFP4", "NVFP4"):
+            return "weights are of 4 bits"
+        box = kernels.constant("FP8_BOX")
+        if x.activation and x.is_by_blocks and x.n % (2 * box):
+            return f"the halves of n ({x.n}) are no multiples of {box}, with scales by blocks"
+    return kernels.why_not_stream(x) if variant == "stream" else ""
+
+
+def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
+    """What launches it; what depends on the offsets is left to the device."""
+    if variant == "auto":
+        may_stream = x.weights != "FP8" or x.a.gpu.arch not in _NO_FP8_ARCHS
+        few = may_stream and x.expects(kernels.STREAM_ROWS) and not _why_not("stream", x)
+        variant = "stream" if few else "mma" if _why_not("wgmma", x) else "wgmma"
+    elif reason := _why_not(variant, x):
+        check.fail("variant", "'auto' or another here", f"{variant!r}: {reason}")
+    if variant == "wgmma":
+        return kernels.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
+    return kernels.mma if variant == "mma" else kernels.stream
+
+
+# --- what may be asked for ------------------------------------------------------------------------------
+
+
+def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, activation: int) -> None:
+    """The dtypes and the shapes of all but the scales."""
+    is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
+    check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, "uint8"))
+    check.dimensions("b", b.shape, ("experts", "n", "k"))
+    experts, n, _ = b.shape
+    is_fp4 = not is_fp8 and b.dtype == "uint8"
+    wanted = (experts, n, k // 2 if is_fp4 else k)
+    check.shape("b", b.shape, wanted, "[experts, n, k / 2]" if is_fp4 else "[experts, n, k]")
+    if not 1 <= experts <= MAX_EXPERTS:
+        check.fail("b", f"of at least one and at most {MAX_EXPERTS} experts", experts)
+    multiple = 16 if activation else 8
+    if n % multiple or not 0 < n <= MAX_COUNT:
+        why = " (with an activation, gate and up)" if activation else ""
+        check.fail("b", f"of n that is a positive multiple of {multiple}{why}", n)
+    # Rows of weights are whole units of 16 bytes.
+    multiple = 32 if is_fp4 else 16 if is_fp8 else 8
+    if k % multiple or not 0 < k <= MAX_COUNT:
+        check.fail("a", f"of k that is a positive multiple of {multiple}", k)
+    if is_batched:
+        check.shape("a", a.shape, (experts, tokens, k), "[experts, max_tokens, k]")
+        expect("expert_num_tokens", offsets, a, "a", ("int32",), (experts,), "[experts]")
+    else:
+        expect("expert_offsets", offsets, a, "a", ("int32", "int64"), (experts + 1,), "[experts + 1]")
+    rows = tokens
+    if row_token is not None:
+        check.dtype("row_token", row_token.dtype, ("int32",))
+        check.dimensions("row_token", row_token.shape, ("rows",))
+        rows = row_token.shape[0]
+    most = MAX_COUNT // experts if is_batched else MAX_COUNT
+    if rows > most or tokens > most:
+        check.fail("a", f"of at most {MAX_COUNT} rows", list(a.shape))
+    if row_token is not None and rows and not tokens:
+        check.fail("a", "of at least one token, as row_token has rows", list(a.shape))
+
+
+def _formats(
+    a: Array, b: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None
+) -> tuple[str, str, str]:
+    """The format of the weights, and how `a` and `b` are scaled."""
+    is_fp8 = a.dtype not in DTYPES
+    formats = ("FP8", *_fp8_scales(a, b, a_scale, b_scale)) if is_fp8 else ("PLAIN", "", "")
+    if not is_fp8 and a_scale is not None:
+        check.fail("a_scale", f"None with {a.dtype} a", "an array")
+    if not is_fp8 and b.dtype == "uint8":
+        return _fp4_format(a, b, b_scale, b_global_scale), "", "group"
+    if b_global_scale is not None:
+        check.fail("b_global_scale", "None without weights of 4 bits", "an array")
+    if not is_fp8 and b_scale is not None:
+        check.fail("b_scale", f"None with {b.dtype} b", "an array")
+    return formats
+
+
+def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None) -> tuple[str, str]:
+    """How `a` and `b` of 8 bits are scaled."""
+    for name, array in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if array is None:
+            check.fail(name, "an array with FP8", None, TypeError)
+        check.dtype(name, array.dtype, ("float32",))
+    assert a_scale is not None and b_scale is not None
+    (experts, n, k), rows, shape = b.shape, a.shape[:-1], a_scale.shape
+    blocks, symbol = -(-k // BLOCK), "experts, max_tokens" if len(rows) == 2 else "tokens"
+    if len(b_scale.shape) == 3:
+        wanted = f"[experts, ceil(n / {BLOCK}), ceil(k / {BLOCK})]"
+        check.shape("b_scale", b_scale.shape, (experts, -(-n // BLOCK), blocks), wanted)
+        check.shape("a_scale", shape, (*rows, blocks), f"[{symbol}, ceil(k / {BLOCK})], as b_scale is by blocks,")
+        return "block", "block"
+    if b_scale.shape not in ((experts,), (experts, n)):
+        wanted = f"of shape [experts] = {[experts]}, [experts, n] = {[experts, n]} or by blocks"
+        check.fail("b_scale", wanted, list(b_scale.shape))
+    # Late sizes are compared only where that decides: of a single token, one scale is that of its row.
+    flat = shape[:-1] if len(shape) > len(rows) and shape[-1] == 1 else shape
+    is_by_row = len(flat) == len(rows) and flat == rows
+    if not is_by_row and (len(shape) != 1 or shape[0] != 1):
+        wanted = f"of shape [1], [{symbol}] = {list(rows)} or [{symbol}, 1], as b_scale is not by blocks"
+        check.fail("a_scale", wanted, list(shape))
+    return "row" if is_by_row else "one", "one" if len(b_scale.shape) == 1 else "column"
+
+
+def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array | None) -> str:
+    """Which format weights of 4 bits have."""
+    if b_scale is None:
+        check.fail("b_scale", "an array with weights of 4 bits", None, TypeError)
+    experts, n, k = *b.shape[:2], a.shape[-1]
+    shapes = (experts, n, k // MXFP4_GROUP), (experts, n, k // NVFP4_GROUP)
+    if b_scale.shape == shapes[0]:
+        check.dtype("b_scale", b_scale.dtype, E8M0_DTYPES)
+        if b_global_scale is not None:
+            check.fail("b_global_scale", "None with MXFP4", "an array")
+        return "MXFP4"
+    if b_scale.shape == shapes[1]:
+        check.dtype("b_scale", b_scale.dtype, FP8_DTYPES)
+        if b_global_scale is None:
+            check.fail("b_global_scale", "an array with NVFP4", None, TypeError)
+        expect("b_global_scale", b_global_scale, a, "a", ("float32",), (experts,), "[experts]")
+        return "NVFP4"
+    wanted = f"of shape [experts, n, k / {MXFP4_GROUP}] = {list(shapes[0])} (MXFP4) or "
+    wanted += f"[experts, n, k / {NVFP4_GROUP}] = {list(shapes[1])} (NVFP4)"
+    check.fail("b_scale", wanted, list(b_scale.shape))
+
+
+def _expected(number: Any) -> Any:
+    """`expected_m`, which is checked at each call, unless it is a number of the plan that calls.
+
+    Late, it stays as it is: a plan is found faster by what is given than by what is computed of it.
+    """
+    if isinstance(number, Late) and (number.place is None or late(_is_count, number)):
+        return number
+    return None if number is None else check.integer("expected_m", number, 0)
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _product(
+    a: Any, b: Any, *_: Any, row_token: Any = None, activation: Any = None, out_dtype: Any = None, **__: Any
+) -> Result:
+    """What either function returns."""
+    rows = a.shape[:-1] if row_token is None else row_token.shape
+    dtype, half = dtype_name(a), "" if activation is None else " / 2"
+    if dtype not in DTYPES:
+        dtype = out_dtype or "bfloat16"
+    symbols = f"[experts, max_tokens, n{half}]" if len(rows) == 2 else f"[rows, n{half}]"
+    return Result((*rows, b.shape[1] // 2 if half else b.shape[1]), dtype, symbols)
+
+
+def _multiply(
+    a: Any,
+    b: Any,
+    offsets: Any,
+    a_scale: Any,
+    b_scale: Any,
+    b_global_scale: Any,
+    row_token: Any,
+    activation: str | None,
+    out_dtype: str | None,
+    out: Any,
+    expected_m: Any,
+    variant: str,
+) -> Any:
+    """The plan of either function, once `a` is known to have its dtype and its dimensions."""
+    expect_contiguous("a", a)
+    offsets_name = "expert_num_tokens" if len(a.shape) == 3 else "expert_offsets"
+    optional = {"a_scale": a_scale, "b_scale": b_scale, "b_global_scale": b_global_scale, "row_token": row_token}
+    given = {name: array for name, array in optional.items() if array is not None}
+    for name, array in {"b": b, offsets_name: offsets, **given}.items():
+        expect_contiguous(name, expect_place(name, array, a, "a"))
+    number = activations.number(activation, optional=True)
+    _check_sizes(a, b, offsets, row_token, number)
+    formats = _formats(a, b, a_scale, b_scale, b_global_scale)
+    is_fp8 = a.dtype not in DTYPES
+    if out_dtype is None and is_fp8 and isinstance(out, Array) and out.dtype in DTYPES:
+        out_dtype = out.dtype
+    if out_dtype is not None:
+        check.one_of("out_dtype", out_dtype, DTYPES if is_fp8 else (a.dtype,))
+    expected_m = _expected(expected_m)
+    result = _product(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
+    out = outputs(out, a, "a", result)
+    if a.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
+    rows, (experts, n, _), k = result.shape[-2], b.shape, a.shape[-1]
+    if rows == 0:
+        return out
+    scales, sizes = (a_scale, b_scale, b_global_scale), (len(a.shape) == 3, rows, experts, n, k)
+    x = Product(a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m)
+    launch = _kernel(variant, x)
+    for name, array in (("a", a), ("b", b), ("out", out)):
+        if array.alignment < 16:
+            check.fail(name, "at a multiple of 16 bytes", f"address {array.address:#x}")
+    launch(x)
+    return out
+
+
+# --- the functions --------------------------------------------------------------------------------------
+
+_SCALES = "Tensor? a_scale=None, Tensor? b_scale=None, Tensor? b_global_scale=None, "
+_OPTIONS = "str? activation=None, str? out_dtype=None, int? expected_m=None, str variant='auto') -> (Tensor product)"
+
+
+@op(
+    twin.moe_gemm,
+    f"moe_gemm(Tensor a, Tensor b, Tensor expert_offsets, *, {_SCALES}Tensor? row_token=None, {_OPTIONS}",
+    _product,
+    rows={"tokens": ("a", "a_scale"), "rows": ("row_token", "out")},
+    late=("expected_m",),
+)
+def moe_gemm(
+    a: Any,
+    b: Any,
+    expert_offsets: Any,
+    *,
+    a_scale: Any = None,
+    b_scale: Any = None,
+    b_global_scale: Any = None,
+    row_token: Any = None,
+    activation: str | None = None,
+    out_dtype: str | None = None,
+    out: Any = None,
+    expected_m: int | None = None,
+    variant: str = "auto",
+) -> Any:
+    """Multiply the rows of each expert by its weights: out[r] = a[r] b[e]^T for the rows r of expert e.
+
+    Groups may be of any sizes, none of them padded; the device alone knows them. Sums are formed in float32, and
+    rounded once; the same arguments give the same bits.
+
+    Args:
+        a: [rows, k] bfloat16, float16 or FP8 (e4m3; CuPy, which has no such dtype, gives its bytes as uint8).
+        b: weights [experts, n, k] of the dtype of `a`; or, where that is of 16 bits, uint8 [experts, n, k / 2]: numbers
+            of 4 bits (e2m1), two in a byte, the low half first. n must be a multiple of 8, k one of 8 in 16 bits, of 16
+            in 8, of 32 in 4.
+        expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
+            expert_offsets[e + 1] - 1. What lies outside of the rows counts as their end.
+        a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
+        b_scale: with FP8, float32: in the first case [experts, ceil(n / 128), ceil(k / 128)], one of each block of 128
+            x 128 weights, and products are added up in float32 every 128 of k; else [experts] or [experts, n]. With 4
+            bits, bytes: [experts, n, k / 32], powers of two (E8M0; of those, 2^-100 to 2^33): MXFP4; or
+            [experts, n, k / 16], numbers of e4m3: NVFP4.
+        b_global_scale: with NVFP4, float32 [experts], which multiplies all of an expert: the inverse of what
+            `dequantize_nvfp4` divides by.
+        row_token: int32 [rows]; row r is a[row_token[r]], and `a` is [tokens, k], `a_scale` by token. A number that
+            names no token is taken for the nearest that does.
+        activation: of a gated layer: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2", see `cukern.moe_activation`.
+            The result has n / 2 columns, activate(gate, up) of the sums in float32: the gate is the first half of n,
+            which must be a multiple of 16.
+        out_dtype: with FP8 "bfloat16", the default, or "float16"; else it is that of `a`.
+        out: [rows, n] or [rows, n / 2], to write into. Rows from expert_offsets[experts] on are not written.
+        expected_m: rows that a group is expected to have at most: a hint, as in DeepGEMM, by which "auto" and the sizes
+            of tiles are chosen. None: by the mean.
+        variant: "wgmma" (Hopper; 16 bits and 8, no row_token), "mma", "stream" (16 bits and 8; reads the weights anew
+            for every few rows) or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma" where it can. More
+            rows are better permuted than gathered.
+
+    Returns:
+        `out`, or an array like `a`, in which rows of no expert have no particular value.
+
+    Raises:
+        TypeError: for what is no array, of another library, or of a wrong dtype.
+        ValueError: for another device, a wrong shape, strides, an address that is no multiple of 16, an unknown name,
+            or a variant that cannot do it.
+
+    The groups are those of DeepGEMM's contiguous layout, without its alignment, and of `torch._grouped_mm`.
+    """
+    expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("tokens", "k"))
+    scales = a_scale, b_scale, b_global_scale
+    return _multiply(a, b, expert_offsets, *scales, row_token, activation, out_dtype, out, expected_m, variant)
+
+
+@op(
+    twin.moe_gemm_batched,
+    f"moe_gemm_batched(Tensor a, Tensor b, Tensor expert_num_tokens, *, {_SCALES}{_OPTIONS}",
+    _product,
+    late=("expected_m",),
+)
+def moe_gemm_batched(
+    a: Any,
+    b: Any,
+    expert_num_tokens: Any,
+    *,
+    a_scale: Any = None,
+    b_scale: Any = None,
+    b_global_scale: Any = None,
+    activation: str | None = None,
+    out_dtype: str | None = None,
+    out: Any = None,
+    expected_m: int | None = None,
+    variant: str = "auto",
+) -> Any:
+    """Multiply the rows of each expert by its weights, where every expert has room for as many: out[e] = a[e] b[e]^T.
+
+    Args:
+        a: [experts, max_tokens, k], as in `moe_gemm`.
+        b, b_scale, b_global_scale, activation, out_dtype, variant: as in `moe_gemm`.
+        expert_num_tokens: int32 [experts], how many rows of each expert there are; the rest is not read.
+        a_scale: with FP8, float32: [experts, max_tokens, ceil(k / 128)], or [experts, max_tokens], the same with a last
+            dimension of 1, or [1].
+        out: [experts, max_tokens, n] or, with an activation, [experts, max_tokens, n / 2], to write into. Rows past the
+            count are not written.
+        expected_m: as in `moe_gemm`. None: max_tokens.
+
+    Returns:
+        `out`, or an array like `a`, in which rows past the count have no particular value.
+
+    Raises:
+        TypeError, ValueError: as `moe_gemm` does.
+
+    This is DeepGEMM's masked layout.
+    """
+    expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("experts", "max_tokens", "k"))
+    scales = a_scale, b_scale, b_global_scale
+    return _multiply(a, b, expert_num_tokens, *scales, None, activation, out_dtype, out, expected_m, variant)

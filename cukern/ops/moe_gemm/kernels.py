@@ -1,0 +1,420 @@
+"""The kernels of a grouped product: how each cuts the work, and its launch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
+from cukern.runtime import activation as activations
+from cukern.runtime import arrays, gpu, template
+from cukern.runtime.describe import Array
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import Late, late
+from cukern.runtime.plan import launch, tensor_map
+
+#: "stream" is taken up to so many rows that a group is expected to have at most, or on average: of groups that all have
+#: as many it is the fastest for two, and of those with up to four, most of which have fewer, too.
+STREAM_ROWS, STREAM_MEAN = 4, 2
+
+_wgmma = Kernel("moe_gemm", "gemm_wgmma", compile_s=1.5)
+_fp8_wgmma = Kernel("moe_gemm", "gemm_fp8_wgmma")
+_mma = Kernel("moe_gemm", "gemm_mma")
+_stream = Kernel("moe_gemm", "gemm_stream")
+
+_ACTIVATIONS_AHEAD = 0, activations.number("silu")  # that are compiled ahead
+_HOPPER_BYTES = gpu.BY_ARCH["90a"].shared_per_block
+_RESERVED_BYTES = 1 << 10  # of shared memory, for the system, in each block
+
+
+class Product(NamedTuple):
+    """The arguments of a call, checked, and what they say."""
+
+    a: Array
+    b: Array
+    out: Array
+    offsets: Array
+    a_scale: Array | None
+    b_scale: Array | None
+    b_global_scale: Array | None
+    row_token: Array | None
+    is_batched: bool
+    rows: Any  # of the product; of each expert, if batched; late
+    experts: int
+    n: int
+    k: int
+    weights: str  # a Format of the template
+    a_scales: str  # "", "block", "row" or "one"
+    b_scales: str  # "", "block", "column", "one" or "group"
+    activation: int
+    expected_m: Any  # rows that a group is expected to have at most, or None; late
+
+    @property
+    def is_by_blocks(self) -> bool:
+        return self.b_scales == "block"
+
+    @property
+    def all_rows(self) -> Any:
+        return self.rows * self.experts if self.is_batched else self.rows
+
+    def tiles(self, tokens: int, strips: int = 1) -> Any:
+        """Tiles of so many rows that there are at most, each group's last one not full; times `strips`."""
+        experts, is_batched = self.experts, self.is_batched
+
+        def count(rows: int) -> int:
+            if is_batched:
+                return experts * -(-rows // tokens) * strips
+            return (rows + min(experts, rows) * (tokens - 1)) // tokens * strips
+
+        return late(count, self.rows)
+
+    def expects(self, most: int) -> bool:
+        """Whether a group has at most so many rows, as far as the host can tell; a hint."""
+        if self.expected_m is not None:
+            return self.expected_m <= most
+        if STREAM_MEAN < most <= STREAM_ROWS:
+            most = STREAM_MEAN
+        return self.rows <= (most if self.is_batched else most * self.experts)
+
+    def by_expected_rows(self, function: Any) -> Any:
+        """`function` of the number that `expects` compares, where that is more than STREAM_ROWS."""
+        if self.expected_m is not None:
+            return late(function, self.expected_m)
+        groups = 1 if self.is_batched else self.experts
+        return late(lambda rows: function(-(-rows // groups)), self.rows)
+
+    def fields(self, together: int = 0) -> dict[str, Any]:
+        """GemmParams, by name."""
+        arguments = self._asdict()
+        names = "a", "b", "out", "offsets", "a_scale", "b_scale", "b_global_scale", "row_token", "experts", "n", "k"
+        return {
+            **{name: arguments[name] for name in names},
+            "rows": self.all_rows,
+            "tokens": self.a.shape[-2],
+            "offset_words": 2 if self.offsets.dtype == "int64" else 1,
+            "max_tokens": self.rows if self.is_batched else 0,
+            "a_scale_step": int(self.a_scales == "row"),
+            "b_scale_step": int(self.b_scales == "column"),
+            "together": together,
+        }
+
+    def maps(self, weights: int, rows: int, promotion: int = 256, is_gated: bool = False) -> dict[str, Late]:
+        """The rest of MappedGemmParams, for boxes of so many weights and rows of `a`, 128 bytes each."""
+        size = self.a.item_size
+        dtype, line, between = "uint8" if size == 1 else self.a.dtype, 128 // size, self.k * size
+        of_expert, all_rows = self.n * between, self.all_rows * between
+        dims: tuple[int, ...] = (self.k, self.n, self.experts, 1)
+        strides: tuple[int, ...] = (between, of_expert, self.experts * of_expert)
+        box: tuple[int, ...] = (line, weights, 1, 1)
+        if is_gated:
+            # Rows of 8 gates, their 8 ups, the next 8 gates, and so on.
+            dims, strides = (
+                (self.k, 8, 2, self.n // 16, self.experts),
+                (between, of_expert // 2, 8 * between, of_expert),
+            )
+            box = line, 8, 2, weights // 16, 1
+        a_dims, a_strides = (self.k, self.all_rows, 1, 1), (between, all_rows, all_rows)
+        return {
+            "b_map": tensor_map(self.b, dtype, dims, strides, box, promotion),
+            "a_map": tensor_map(self.a, dtype, a_dims, a_strides, (line, rows, 1, 1), promotion),
+        }
+
+
+def constant(name: str) -> int:
+    """What the template calls so."""
+    return template.constants("moe_gemm")[name]
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+# --- 16 bits, by warpgroups -----------------------------------------------------------------------------
+
+_TOGETHER = 8  # tiles of tokens that share a tile of weights before the next
+_DEVIATIONS = 2.5  # of random routing: so far above the mean few groups are
+_TOKENS_OF_TILES = 256  # of the largest form, where a group has several
+
+
+class Wgmma(NamedTuple):
+    """Template arguments of `gemm_wgmma`, but for the type and the activation."""
+
+    tokens: int  # 8, 16, 32, 64, 128 or 288
+    stages: int  # as many as fit
+    cluster: int = 1  # or 2
+    blocks: int = 1  # of a multiprocessor
+    is_streamed: bool = False
+
+    @property
+    def shared_bytes(self) -> int:
+        staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
+        rows = self.stages * (_wgmma_weights() + self.tokens) + constant("WARPGROUPS") * 2 * staged_rows
+        barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
+        # The tiles begin at a multiple of 1024 bytes.
+        return 1024 + rows * constant("ROW_BYTES") + barriers
+
+    def variant(self, dtype: str, activation: int) -> Variant:
+        arguments = *self[:4], _flag(self.is_streamed)
+        return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
+
+
+#: By the rows that a group is likely to have at most. Few of them: weights are all that is read, each once.
+WGMMA_FORMS = (
+    Wgmma(8, 4, blocks=3, is_streamed=True),
+    Wgmma(16, 5, blocks=2, is_streamed=True),
+    Wgmma(32, 5, blocks=2, is_streamed=True),
+    Wgmma(64, 4, cluster=2, blocks=2, is_streamed=True),
+    Wgmma(128, 6, cluster=2),
+    Wgmma(288, 4, cluster=2),
+)
+_wgmma.specialized = [form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS]
+# The rest is compiled at its first use: what is best depends on the GPU and on the model.
+_wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD]
+
+
+def _wgmma_weights() -> int:
+    return constant("WARPGROUPS") * 64
+
+
+@functools.cache
+def _mean_for(most: int) -> int:
+    """The largest mean with which few groups have more rows than `most`."""
+    return max(rows for rows in range(1, most + 1) if rows + _DEVIATIONS * rows**0.5 <= most)
+
+
+def _wgmma_form(x: Product, multiprocessors: int) -> Wgmma:
+    for form in WGMMA_FORMS[:-1]:
+        if x.expects(form.tokens if x.is_batched else _mean_for(form.tokens)):
+            return form
+    # Large tiles read the least, but small ones can be spread over all multiprocessors.
+    tiles = multiprocessors // (2 * x.experts * -(-x.n // 128))
+    return WGMMA_FORMS[-2] if tiles and x.expects(tiles * _TOKENS_OF_TILES) else WGMMA_FORMS[-1]
+
+
+def wgmma(x: Product) -> None:
+    count = x.a.gpu.multiprocessors
+    form, weights = _wgmma_form(x, count), _wgmma_weights()
+    strips = -(-x.n // (form.cluster * weights))
+    blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
+    box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
+    # What is read once in all should be fetched as it is asked for (3% faster on an H200).
+    maps = x.maps(weights, box, 128 if form.is_streamed else 256, is_gated=x.activation > 0)
+    launch(
+        form.variant(x.a.dtype, x.activation),
+        late(min, blocks, count * form.blocks // form.cluster * form.cluster),
+        constant("WARPGROUPS") * constant("WARPGROUP") + (constant("WARPGROUP") if form.tokens > 128 else 32),
+        form.shared_bytes,
+        **x.fields(_TOGETHER),
+        **maps,
+    )
+
+
+# --- 8 bits, by warpgroups ------------------------------------------------------------------------------
+
+#: By the rows of a tile: stages of them and of weights, 192 KiB in all.
+_FP8_STAGES = {256: 4, 128: 6}
+
+
+class Fp8Wgmma(NamedTuple):
+    """Template arguments of `gemm_fp8_wgmma`, but for the type, the scales and the activation."""
+
+    tokens: int  # 128 or 256
+    cluster: int  # 1 or 2
+
+    def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
+        arguments = *self, _FP8_STAGES[self.tokens], _flag(is_by_blocks), activation
+        return _fp8_wgmma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
+
+
+_fp8_wgmma.specialized = [
+    Fp8Wgmma(tokens, cluster).variant("bfloat16", True, 0).instance for tokens in _FP8_STAGES for cluster in (1, 2)
+]
+
+
+def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
+    """`strips`: of columns that a tile computes."""
+    box, experts = constant("FP8_BOX"), x.experts
+    # The blocks of a cluster share rows; an odd strip leaves one without work.
+    cluster = 2 if (strips % 2 == 0 or strips >= 16) and not x.expects(box) else 1
+
+    def cost(rows: int, tokens: int) -> float:
+        tiles = -(-rows // tokens) * experts * -(-strips // cluster)
+        boxes = -(-min(rows, tokens) // box)
+        return -(-tiles // max(multiprocessors // cluster, 1)) * max(boxes, 1.2)
+
+    def is_small_cheaper(rows: int) -> bool:
+        return cost(rows, 128) < 0.9 * cost(rows, 256)
+
+    return Fp8Wgmma(128 if x.expects(128) or x.by_expected_rows(is_small_cheaper) else 256, cluster)
+
+
+def fp8_wgmma(x: Product) -> None:
+    count = x.a.gpu.multiprocessors
+    # Of the result; with an activation a tile has as many gates, and ups.
+    columns = constant("FP8_COLUMNS") // (2 if x.activation else 1)
+    strips = -(-x.out.shape[-1] // columns)
+    form = _fp8_wgmma_form(x, strips, count)
+    blocks = x.tiles(form.tokens, -(-strips // form.cluster) * form.cluster)
+    launch(
+        form.variant(x.out.dtype, x.is_by_blocks, x.activation),
+        late(min, blocks, max(count // form.cluster, 1) * form.cluster),
+        constant("FP8_THREADS"),
+        _HOPPER_BYTES,
+        **x.fields(),
+        **x.maps(columns, constant("FP8_BOX")),
+    )
+
+
+# --- every GPU ------------------------------------------------------------------------------------------
+
+
+class Mma(NamedTuple):
+    """Template arguments of `gemm_mma` that say how work is cut."""
+
+    tokens: int  # of a block, and weights
+    weights: int
+    token_warps: int
+    weight_warps: int
+    step: int  # along k
+    stages: int  # at most
+    blocks: int  # of a multiprocessor
+
+    def stage_bytes(self, weights: str, is_by_blocks: bool) -> int:
+        """`MmaTile<...>::BYTES`."""
+        a_line = b_line = self.step if weights == "FP8" else self.step * 2
+        scales = (self.tokens + self.weights // 8) * 4 if is_by_blocks else 0
+        if weights in ("MXFP4", "NVFP4"):
+            b_line, groups = self.step // 2, self.step // (MXFP4_GROUP if weights == "MXFP4" else NVFP4_GROUP)
+            scales = self.weights * (groups // 4 + 1) * 4
+        return -(-(self.tokens * a_line + self.weights * b_line + scales) // 128) * 128
+
+    def fit(self, weights: str, is_by_blocks: bool, most: int) -> Mma:
+        """With as many stages as fit, where a block can have `most` bytes of shared memory."""
+        form, each = self, self.stage_bytes(weights, is_by_blocks)
+
+        def room(blocks: int) -> int:
+            # The system's part, and as much for what the kernel has before what is aligned to that.
+            return (most + _RESERVED_BYTES) // blocks - 2 * _RESERVED_BYTES
+
+        blocks = form.blocks
+        while blocks > 1 and min(form.stages, 3) * each > room(blocks):
+            blocks -= 1
+        if weights == "PLAIN" and room(blocks) // each < 3:
+            form = form._replace(step=form.step // 2, stages=form.stages * 2)
+            each //= 2
+        return form._replace(stages=min(form.stages, room(blocks) // each), blocks=blocks)
+
+    def variant(self, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
+        shared_bytes = self.stages * self.stage_bytes(weights, is_by_blocks)
+        arguments = weights, *self, activation, _flag(is_by_blocks)
+        return _mma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=shared_bytes)
+
+
+#: By what the weights are, for few tokens and many.
+_MMA_4 = (
+    Mma(16, 256, 1, 4, 128, 3, 3),
+    Mma(32, 256, 1, 4, 128, 4, 2),
+    Mma(64, 256, 1, 8, 128, 5, 1),
+    Mma(128, 128, 2, 4, 128, 5, 1),
+)
+MMA_FORMS = {
+    "PLAIN": (
+        Mma(16, 128, 1, 4, 64, 4, 3),
+        Mma(32, 128, 1, 4, 64, 4, 2),
+        Mma(64, 256, 1, 8, 64, 5, 1),
+        Mma(128, 256, 2, 4, 64, 4, 1),
+    ),
+    "FP8": (
+        Mma(16, 128, 1, 4, 128, 4, 3),
+        Mma(32, 128, 1, 4, 128, 3, 3),
+        Mma(64, 128, 2, 4, 128, 5, 1),
+        Mma(128, 128, 2, 4, 128, 5, 1),
+    ),
+    "MXFP4": _MMA_4,
+    "NVFP4": _MMA_4,
+}
+#: MXFP4 with float16 has sums over 32 besides, which take registers.
+_MMA_MXFP4_FLOAT16 = (*_MMA_4[:3], Mma(128, 128, 4, 2, 128, 5, 1))
+
+
+def _mma_ahead(most: int) -> list[Any]:
+    forms = [form.fit("PLAIN", False, most) for form in MMA_FORMS["PLAIN"]]
+    return [form.variant("bfloat16", "PLAIN", False, 0).instance for form in forms]
+
+
+_mma.specialize_by_arch({arch: _mma_ahead(of.shared_per_block) for arch, of in gpu.BY_ARCH.items()})
+
+
+def mma(x: Product) -> None:
+    forms = _MMA_MXFP4_FLOAT16 if (x.weights, x.a.dtype) == ("MXFP4", "float16") else MMA_FORMS[x.weights]
+    form = next((form for form in forms[:-1] if x.expects(form.tokens)), forms[-1])
+    form = form.fit(x.weights, x.is_by_blocks, x.a.gpu.shared_per_block)
+    variant = form.variant(x.out.dtype, x.weights, x.is_by_blocks, x.activation)
+    blocks, threads = x.tiles(form.tokens, -(-x.n // form.weights)), form.token_warps * form.weight_warps * 32
+    launch(variant, blocks, threads, variant.max_shared_bytes, **x.fields())
+
+
+# --- few rows of each expert ----------------------------------------------------------------------------
+
+
+class _Stream(NamedTuple):
+    """Template arguments of `gemm_stream` that say how work is cut."""
+
+    pairs: int  # of rows of weights, of a warp
+    warps: int
+    loads: int  # of each row, under way
+    blocks: int  # of a multiprocessor
+
+
+_STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
+#: Rows of a group for which the weights are read once.
+_STREAM_TOKENS = (1, 2, 4, 8)
+_MAX_GRID_Y = 2**16 - 1
+
+
+def stream_variant(tokens: int, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
+    form = _STREAM_FORMS[weights]
+    if tokens == _STREAM_TOKENS[-1]:
+        # As many blocks as else would leave too few registers.
+        form = form._replace(blocks=form.blocks - 1)
+    flags = weights, _flag(is_by_blocks), tokens, activation
+    return _stream.variant(arrays.CUDA_TYPE[out_dtype], *flags, *form)
+
+
+def _stream_ahead(weights: str, is_by_blocks: bool, activation: int) -> list[Any]:
+    return [stream_variant(x, "bfloat16", weights, is_by_blocks, activation).instance for x in _STREAM_TOKENS]
+
+
+_of_16_bits = [_stream_ahead("PLAIN", False, x) for x in _ACTIVATIONS_AHEAD]
+_of_8_bits = _stream_ahead("FP8", True, 0)
+_stream.specialized = [*_of_16_bits[0], *_of_16_bits[1], *_of_8_bits]
+_stream.at_import = [instances[0] for instances in _of_16_bits]
+# For want of an instruction that converts FP8.
+_stream.unused = {"80": _of_8_bits}
+
+
+def _stream_tokens(x: Product) -> int:
+    return next((tokens for tokens in _STREAM_TOKENS[:-1] if x.expects(tokens)), _STREAM_TOKENS[-1])
+
+
+def why_not_stream(x: Product) -> str:
+    """Why `stream` cannot do it, if so."""
+    if x.weights not in _STREAM_FORMS:
+        return "weights are of 4 bits"
+    tokens, groups = _stream_tokens(x), x.experts if x.is_batched else 1
+    # The rows of which there are at most as many tiles as a grid has blocks along y.
+    most = _MAX_GRID_Y // groups * tokens if x.is_batched else (_MAX_GRID_Y + 1) * tokens - 1 - x.experts * (tokens - 1)
+    if x.rows > most:
+        return "there may be too many groups of rows"
+    # Units of 16 bytes, which the kernel counts in 32 bits.
+    units = x.k * x.a.item_size // 16
+    if x.n * units > 2**32 or x.a.shape[-2] > 2**32 // (groups * units):
+        return "a, or the weights of one expert, are larger than 64 GiB"
+    return ""
+
+
+def stream(x: Product) -> None:
+    form, tokens = _STREAM_FORMS[x.weights], _stream_tokens(x)
+    grid = -(-x.n // (2 * form.warps * form.pairs)), x.tiles(tokens)
+    variant = stream_variant(tokens, x.out.dtype, x.weights, x.is_by_blocks, x.activation)
+    launch(variant, grid, 32 * form.warps, **x.fields())
