@@ -24,8 +24,9 @@ import cukern
 import cukern.runtime.compile as compiler
 from cukern.ops import moe_gate as op
 from cukern.reference import moe_gate as twin
-from cukern.runtime import arrays, template
+from cukern.runtime import arrays, gpu, template
 from cukern.runtime.cuda import cupy
+from cukern.runtime.late import Late
 from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import OnlyDLPack, on_gpu, zeros
@@ -1045,6 +1046,55 @@ def test_the_variant_follows_from_the_sizes() -> None:
     for experts in range(1, op.MAX_EXPERTS + 1):
         *_, lanes, values, _ = choices(Case(experts, topk=1)).dynamic.variant.instance.arguments
         assert lanes * values >= experts
+
+
+def trace_of(logits: Array, bias: Array, **options: Any) -> Any:
+    """What the plan of a DeepSeek-V3 layer says for an H200."""
+    gate = OPS["moe_fused_gate"]
+    values = (logits, bias, 8, 4, 8, *options.values())
+    return gate.say(gate.form(5, tuple(options)), values, on=gpu.of_arch("90a"))[0]
+
+
+def rows_apart(tokens: int, stride: int = 1024, skip: int = 0) -> Array:
+    """Logits of 256 experts, any number of tokens in little memory, `skip` bytes from an aligned address."""
+    whole = zeros(2048)
+    start = (-whole.ctypes.data % 16 + skip) // 4
+    return np.lib.stride_tricks.as_strided(whole[start:], (tokens, 256), (stride, 4))
+
+
+def test_the_lanes_follow_from_the_tokens() -> None:
+    bias = rows_apart(1)[0]
+    for most, lanes, fits in ((4096, 32, (1, 64, 4096)), (16384, 16, (4097,)), (op.MAX_TOKENS, 8, (16385,))):
+        trace = trace_of(rows_apart(most), bias)
+        (launched,) = trace.steps
+        assert launched.variant.instance.arguments[4] == lanes
+        for tokens in (0, 1, 64, 4096, 4097, 16385):
+            environment = [0, 0, tokens]
+            assert trace.guards.hold(environment) == (tokens in fits or (lanes == 8 and tokens > 16384))
+            assert launched.grid[0].evaluate(environment) == -(-tokens * lanes // 64)
+    assert not trace_of(rows_apart(0), bias).steps
+
+
+def test_a_kernel_of_wide_loads_takes_aligned_rows() -> None:
+    logits, bias = rows_apart(3), rows_apart(1)[0]
+    for own_logits, own_bias, experts in (
+        (logits, bias, 256),
+        (rows_apart(1, 1028), bias, 256),  # one row is aligned whatever its stride
+        (rows_apart(3, 1028), bias, 0),
+        (rows_apart(3, skip=4), bias, 0),
+        (logits, rows_apart(1, skip=4)[0], 0),
+    ):
+        (launched,) = trace_of(own_logits, own_bias).steps
+        assert launched.variant.instance.arguments[1] == experts
+
+
+def test_the_tokens_that_count_are_checked_at_every_call() -> None:
+    trace = trace_of(rows_apart(9), rows_apart(1)[0], num_token_non_padded=5)
+    (valid,) = [x for x in trace.steps[0].packing.parts if isinstance(x, Late) and x.value == 5]
+    # Two addresses, the tokens, and how many of them count.
+    assert valid.evaluate([0, 0, 9, 9]) == 9
+    with pytest.raises(ValueError, match=r"num_token_non_padded must be an integer in \[0, 9\] \(tokens\), got 10"):
+        valid.evaluate([0, 0, 9, 10])
 
 
 def _all_sizes() -> Iterator[tuple[int, int]]:

@@ -20,8 +20,9 @@ from benchmarks import bench_moe_permute, harness
 from cukern.ops import _moe_permute as kernels
 from cukern.ops import moe_permute as op
 from cukern.reference import moe_permute as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
+from cukern.runtime.late import Late
 from cukern.runtime.op import OPS
 from tests.buffers import POISON, Buffer, OnlyDLPack, normal, on_gpu, place, same_bits
 
@@ -462,6 +463,71 @@ def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int])
     assert x * y <= threads and x * items >= tile_columns
     assert (chunks - 1) * tile_columns < columns <= chunks * tile_columns
     assert tiles.blocks % chunks == 0 and (tiles.blocks // chunks - 1) * y < tokens <= tiles.blocks // chunks * y
+
+
+def launches_of(name: str, *args: Any, **options: Any) -> tuple[Any, Callable[[int], list[tuple[int, ...]]]]:
+    """What a plan says for an H200, and the grids and blocks of its launches by the number of tokens.
+
+    Of all sizes of the arrays, only this one is late.
+    """
+    made = OPS[name]
+    trace, _, reader = made.say(made.form(len(args), tuple(options)), (*args, *options.values()), on=gpu.of_arch("90a"))
+
+    def sizes(tokens: int) -> list[tuple[int, ...]]:
+        environment = [*reader.addresses, *(tokens for _ in reader.lates)]
+        assert trace.guards.hold(environment)
+        found = ((step.grid[0], *step.block[:2], step.shared_bytes) for step in trace.steps)
+        return [tuple(x.evaluate(environment) if isinstance(x, Late) else x for x in step) for step in found]
+
+    return trace, sizes
+
+
+def test_a_plan_of_a_sort_serves_other_numbers_of_tokens() -> None:
+    ids = np.zeros((5, 8), np.int32)
+    for mapped in (0, 64):
+        options = {"expert_map": np.zeros(64, np.int32), "num_local_experts": 64} if mapped else {}
+        for first, others in ((5, (0, 1, 100, 256)), (300, (257, 4096)), (5000, (4097, 2**20))):
+            _, sizes = launches_of("moe_sort", np.resize(ids, (first, 8)), 64, **options)
+            for tokens in (first, *others):
+                split = kernels.split_pairs(64, mapped, (1, False), first == 5, 1024, tokens * 8)
+                *counting, sorting = sizes(tokens)
+                assert sorting == (split.blocks, split.threads, 1, split.shared_bytes)
+                assert counting == (
+                    [(split.blocks, 1024, 1, 4 * (66 + mapped + (mapped > 0)) - 4)] if first == 5000 else []
+                )
+            with pytest.raises(AssertionError):
+                sizes(257 if first == 5 else 256)
+
+
+def test_the_threads_of_few_rows_are_late() -> None:
+    def tall(tokens: int) -> tuple[Array, Array]:
+        return np.zeros((tokens, 64), np.float16), np.zeros((tokens, 2), np.int32)
+
+    # A row is 8 units, and a block takes 32 rows.
+    _, sizes = launches_of("permute_rows", *tall(3))
+    assert [sizes(tokens) for tokens in (1, 31)] == [[(1, 8, 1, 0)], [(1, 8, 31, 0)]]
+    _, sizes = launches_of("permute_rows", *tall(100))
+    assert [sizes(tokens) for tokens in (32, 33)] == [[(1, 8, 32, 0)], [(2, 8, 32, 0)]]
+    assert not launches_of("permute_rows", *tall(0))[0].steps
+
+
+def test_a_permutation_is_one_plan() -> None:
+    x, ids, scale = np.zeros((600, 64), np.float16), np.zeros((600, 8), np.int32), np.zeros((600, 4), np.float32)
+    for variant, count in (("auto", 2), ("counted", 3)):
+        trace, _ = launches_of("moe_permute", x, scale, ids, 64, align_block_size=16, variant=variant)
+        assert [step.variant.instance.function for step in trace.steps][-2:] == ["sort_pairs", "permute_rows"]
+        assert len(trace.steps) == count
+        rows = 600 * 8 + 64 * 15
+        results = [
+            ((rows, 64), "float16"),
+            ((rows, 4), "float32"),
+            ((65,), "int64"),
+            ((4800,), "int32"),
+            ((rows,), "int32"),
+        ]
+        found = [(tuple(int(n) for n in shape), dtype) for shape, dtype in trace.made]
+        assert found[:5] == results
+        assert len(found) == (6 if variant == "counted" else 5)
 
 
 @pytest.fixture

@@ -143,10 +143,8 @@ def launch_sort(
 ) -> None:
     """Sort pairs; `padding` as in `split_pairs`, `results` and what they need are fields of SortParams."""
     check.one_of("variant", variant, SORT_VARIANTS)
-    tokens, topk = topk_ids.shape
-    pairs = tokens * topk
-    # The number of tokens decides, for it is what the environment holds.
-    one_block = variant == "one_block" or (variant == "auto" and tokens <= _ONE_BLOCK_PAIRS // topk)
+    pairs = topk_ids.shape[0] * topk_ids.shape[1]
+    one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
     most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
     threads = template.constants("moe_permute")["SORT_THREADS"]
     mapped = 0 if expert_map is None else global_experts
@@ -154,7 +152,7 @@ def launch_sort(
     of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
     id_bytes = 8 if topk_ids.dtype == "int64" else 4
     counts = None
-    if not one_block and tokens > most_uncounted // topk:
+    if not one_block and pairs > most_uncounted:
         counts = empty((split.blocks, experts), "int32")
         shared_bytes = 4 * (experts + 1 + (mapped + 1 if mapped else 0))
         launch(

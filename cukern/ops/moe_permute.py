@@ -62,7 +62,7 @@ def _check_ids(topk_ids: Any) -> tuple[Any, int]:
     tokens, topk = expect_array("topk_ids", topk_ids, ID_DTYPES, ("tokens", "topk")).shape
     if not topk:
         check.fail("topk_ids", "of at least one expert for each token", f"shape {list(topk_ids.shape)}")
-    if tokens > MAX_PAIRS // topk:
+    if tokens * topk > MAX_PAIRS:
         check.fail("topk_ids", f"of at most {MAX_PAIRS} ids", tokens * topk)
     expect_contiguous("topk_ids", topk_ids)
     return tokens, topk
@@ -578,7 +578,7 @@ def moe_sum(input: Any, output: Any = None, *, variant: str = "auto") -> Any:
     tokens, topk, hidden = expect_array("input", input, SUM_DTYPES, ("tokens", "topk", "hidden")).shape
     _check_hidden("input", hidden)
     expect_contiguous("input", input)
-    if topk and tokens > MAX_PAIRS // topk:
+    if tokens * topk > MAX_PAIRS:
         check.fail("input", f"of at most {MAX_PAIRS} rows", tokens * topk)
     if output is not None:
         expect("output", output, input, "input", (input.dtype,), (tokens, hidden), "[tokens, hidden]")
