@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.ops import sampling as op
+from cukern.ops import _sampling as op
+from cukern.ops import sampling
 from cukern.reference import sampling as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
@@ -61,7 +62,7 @@ def first_argument(name: str) -> str:
 
 
 def test_each_function_is_tested_here() -> None:
-    assert sorted([*SAMPLERS, *WHOLE_ROWS, CHAIN]) == sorted(op.__all__)
+    assert sorted([*SAMPLERS, *WHOLE_ROWS, CHAIN]) == sorted(sampling.__all__)
 
 
 # --- where the tests of the semantics run ---------------------------------------------------------------
@@ -1156,8 +1157,8 @@ MODES = ("SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK")
 
 def all_instances(clusters: tuple[int, ...] = (1, op.CLUSTER)) -> list[Any]:
     """Every kernel that a call can come to."""
-    found = [op._sampler(dtype, probs, cluster) for dtype in DTYPES for probs in (False, True) for cluster in clusters]
-    found += [op._renormalizer(dtype, mode, cluster) for dtype in DTYPES for mode in MODES for cluster in clusters]
+    found = [op.sampler(dtype, probs, cluster) for dtype in DTYPES for probs in (False, True) for cluster in clusters]
+    found += [op.renormalizer(dtype, mode, cluster) for dtype in DTYPES for mode in MODES for cluster in clusters]
     return [variant.instance for variant in found]
 
 
