@@ -122,7 +122,6 @@ _RULES: dict[str, tuple[tuple[str, ...], Callable[[str, Any], Any], Any]] = {
     "top_p": (("float32",), _share, 1.0),
     "min_p": (("float32",), _share, 0.0),
 }
-
 #: In the order of their bits in `wide` and `single`.
 PARAMETERS = ("top_k", *_RULES)
 

@@ -361,11 +361,17 @@ def _call_of(op: Op, function: _F) -> _F:
         signature: tuple[Any, ...] | None = tuple(key)
         environment += lates
         try:
-            plan = form.plans.get(signature)  # type: ignore[arg-type]
+            found = form.plans.get(signature)  # type: ignore[arg-type]
         except TypeError:  # what cannot be hashed fits no plan
-            plan = signature = None
-        if type(plan) is list:
-            plan = next((x for x in plan if x.guards.hold(environment)), None)  # type: ignore[union-attr]
+            found = signature = None
+        if type(found) is list:
+            for plan in found:
+                if plan.guards.hold(environment):  # type: ignore[union-attr]
+                    break
+            else:
+                plan = None
+        else:
+            plan = found  # type: ignore[assignment]
         if plan is None:
             return op.miss(form, signature, args, kwargs)
         return plan.run(values, environment)  # type: ignore[union-attr]
