@@ -12,6 +12,7 @@ import pytest
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
 from cukern.ops import (
+    _sampling,
     decoder_attention,
     embedding,
     kv_cache,
@@ -22,7 +23,6 @@ from cukern.ops import (
     padding,
     paged_attention,
     quantization,
-    sampling,
 )
 from cukern.runtime import arrays
 from cukern.runtime.compile import Instance
@@ -137,15 +137,15 @@ def _quantization() -> Iterator[Variant]:
     yield op._read_fp4_variant("float32", "NVFP4", False)
 
 
-def _sampling() -> Iterator[Variant]:
-    op = sampling
+def _samplers() -> Iterator[Variant]:
+    op = _sampling
     # Each takes a second or two, so each dtype, mode and cluster appears, but not with all others.
-    yield op._sampler("bfloat16", True, 1)
-    yield op._sampler("float16", False, op.CLUSTER)
-    yield op._renormalizer("float16", "SOFTMAX", 1)
-    yield op._renormalizer("bfloat16", "TOP_P_RENORM", 1)
-    yield op._renormalizer("float32", "TOP_K_MASK", op.CLUSTER)
-    yield op._renormalizer("float16", "TOP_K_RENORM", op.CLUSTER)
+    yield op.sampler("bfloat16", True, 1)
+    yield op.sampler("float16", False, op.CLUSTER)
+    yield op.renormalizer("float16", "SOFTMAX", 1)
+    yield op.renormalizer("bfloat16", "TOP_P_RENORM", 1)
+    yield op.renormalizer("float32", "TOP_K_MASK", op.CLUSTER)
+    yield op.renormalizer("float16", "TOP_K_RENORM", op.CLUSTER)
 
 
 #: What is compiled at its first use, by stem: one of each path through the templates.
@@ -160,7 +160,7 @@ AT_FIRST_USE = {
     "padding": _padding,
     "paged_attention": _paged_attention,
     "quantization": _quantization,
-    "sampling": _sampling,
+    "sampling": _samplers,
 }
 #: The stems of which no such variant spills.
 NONE_SPILLS = {"decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "padding"}
@@ -214,7 +214,7 @@ def test_each_template_has_an_instance() -> None:
 
 
 def test_all_sides_of_the_sampling_templates_are_compiled() -> None:
-    types, clusters = {"float", "__half", "__nv_bfloat16"}, {1, sampling.CLUSTER}
+    types, clusters = {"float", "__half", "__nv_bfloat16"}, {1, _sampling.CLUSTER}
     modes = {"sample": {"true", "false"}, "renormalize": {"SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK"}}
     for kernel in KERNELS["sampling"]:
         compiled = [instance.arguments for instance in _work(kernel, "90a")]
