@@ -41,9 +41,8 @@ def _kinds(dtype: str) -> Iterator[int]:
 def _decoder_attention() -> Iterator[Variant]:
     op = decoder_attention
     for dtype, dim, wide in itertools.product(DTYPES, range(1, op.MAX_DIM + 1), (False, True)):
-        choice = op._choose(dtype, dim, wide, "dynamic")
-        yield choice.variant
-        yield choice.combiner
+        yield op._choose(dtype, dim, wide, "dynamic")[0]
+        yield op._combiner(dtype)
 
 
 def _embedding() -> Iterator[Variant]:
