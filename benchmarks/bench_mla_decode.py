@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,7 +17,9 @@ import cukern
 from benchmarks.harness import Baseline, Case
 from cukern.ops import mla_decode
 from cukern.runtime.arrays import ITEM_SIZE
-from cukern.runtime.kernel import Kernel, Variant, arch_of_device, device_count
+from cukern.runtime.kernel import Variant, arch_of_device, device_count
+from cukern.runtime.op import OPS, Op
+from cukern.runtime.plan import launch
 
 HEAD_DIM, HEAD_DIM_V = 576, 512
 FP8_BYTES = 656
@@ -464,20 +467,21 @@ def agree(ours: tuple[torch.Tensor, torch.Tensor], theirs: torch.Tensor) -> bool
 # --- cases --------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def launched_twice(kernel: Kernel) -> Iterator[None]:
-    """Launch this kernel twice wherever it is launched, one after the other."""
-    launch = Variant.launch
+@functools.cache
+def combining_twice() -> Callable[..., Any]:
+    """`flash_mla_with_kvcache` that launches `combine_parts` twice, one after the other."""
+    declared = OPS["flash_mla_with_kvcache"]
 
-    def launch_again(self: Variant, *args: Any) -> None:
-        for _ in range(1 + (self.instance.function == kernel.function)):
-            launch(self, *args)
+    def launch_again(variant: Variant, *args: Any, **fields: Any) -> None:
+        for _ in range(1 + (variant.instance.function == mla_decode._combine.function)):
+            launch(variant, *args, **fields)
 
-    Variant.launch = launch_again
-    try:
-        yield
-    finally:
-        Variant.launch = launch
+    @functools.wraps(declared.plan)
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(mla_decode, "launch", launch_again):
+            return declared.plan(*args, **kwargs)
+
+    return Op(plan, declared.twin, {}, ()).call
 
 
 PLANNING, OPERATOR, TWICE = "plan inside", "torch.ops", "combine twice"
@@ -490,7 +494,7 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
         how: PLANNING leaves the plan to the call, OPERATOR calls the operator. TWICE launches `combine_parts` twice,
             which finds the same again: by as much as that takes longer, so long does the kernel take.
     """
-    function = cukern.flash_mla_with_kvcache
+    function = combining_twice() if how == TWICE else cukern.flash_mla_with_kvcache
     if how == OPERATOR:
         importlib.import_module("cukern.torch_ops")
         function = torch.ops.cukern.flash_mla_with_kvcache
@@ -499,8 +503,7 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
         plan = (None, None) if how == PLANNING else given.plan
         options = {"causal": sizes.query_tokens > 1, "is_fp8_kvcache": sizes.fp8, "indices": given.indices}
         places = given.query, given.cache, given.table, given.lengths, HEAD_DIM_V
-        with launched_twice(mla_decode._combine) if how == TWICE else contextlib.nullcontext():
-            return function(*places, *plan, **options, variant=_on(given.query, variant))
+        return function(*places, *plan, **options, variant=_on(given.query, variant))
 
     portable = variant == "mma"
     return Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator
@@ -19,8 +20,12 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops import decoder_attention as op
 from cukern.reference import decoder_attention as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
+from cukern.runtime.describe import Array as Described
+from cukern.runtime.late import Late
+from cukern.runtime.op import OPS
+from cukern.runtime.plan import Trace
 from cukern.testing import assert_matches
 from tests.buffers import as_torch, normal, on_gpu, same_bits, zeros
 
@@ -351,55 +356,112 @@ def test_biases_of_two_dtypes_are_refused() -> None:
 
 
 def test_what_is_compiled_at_import_is_what_is_called() -> None:
-    wanted = {op._choose(dtype, dim, True, "auto") for dtype in ("float16", "bfloat16") for dim in (64, 128)}
-    assert set(op._kernel.at_import) == {choice.variant.instance for choice in wanted}
-    assert set(op._combine.at_import) == {choice.combiner.instance for choice in wanted}
+    dtypes = "float16", "bfloat16"
+    wanted = {op._choose(dtype, dim, True, "auto")[0].instance for dtype in dtypes for dim in (64, 128)}
+    assert set(op._kernel.at_import) == wanted
+    assert set(op._combine.at_import) == {op._combiner(dtype).instance for dtype in dtypes}
 
 
 @pytest.mark.parametrize("dtype", op.DTYPES)
 def test_a_form_holds_its_dim(dtype: str) -> None:
     item_size = arrays.ITEM_SIZE[dtype]
     for dim, aligned in itertools.product(range(1, op.MAX_DIM + 1), (False, True)):
-        vector, lanes, chunks, steps = form = op._choose(dtype, dim, aligned, "auto").form
+        vector, lanes, chunks, steps = form = op._choose(dtype, dim, aligned, "auto")[1]
         assert dim % vector == 0 and dim <= vector * lanes * chunks
         assert vector * item_size == (16 if aligned and dim * item_size % 16 == 0 else item_size)
-        assert steps * chunks in (8, 16) and form == op._choose(dtype, dim, aligned, "dynamic").form
+        assert steps * chunks in (8, 16) and form == op._choose(dtype, dim, aligned, "dynamic")[1]
 
 
 @given(
     rows=st.integers(1, 5000),
     entries=st.integers(0, 200_000),
+    new=st.integers(0, 1),
     lanes=st.sampled_from([8, 16, 32]),
     steps=st.sampled_from([2, 4, 8]),
     multiprocessors=st.integers(1, 200),
 )
-def test_the_grid_covers_all_entries(rows: int, entries: int, lanes: int, steps: int, multiprocessors: int) -> None:
-    columns, warps, splits, split_steps = op._grid(rows, entries, lanes, steps, multiprocessors)
+def test_the_grid_covers_all_entries(
+    rows: int, entries: int, new: int, lanes: int, steps: int, multiprocessors: int
+) -> None:
+    grid = op._grid(rows, entries + new, new, lanes, steps, multiprocessors)
+    columns, warps, splits, most_splits, split_steps = grid
     assert columns * (32 // lanes) >= rows > (columns - 1) * (32 // lanes)
     assert warps in (1, 2, 4, 8) and split_steps % steps == 0 and split_steps > 0
-    assert splits * split_steps >= entries and 1 <= splits <= op._MAX_SPLITS
+    assert splits * split_steps >= entries and 1 <= splits <= most_splits <= op._MAX_SPLITS
+    assert (splits > 1) == (most_splits > 1)
     if splits > 1:
         assert (splits - 1) * split_steps < entries
         assert split_steps >= 2 * warps * steps and columns * splits * warps <= op._RESIDENT_WARPS * multiprocessors
 
 
 def test_the_grid_at_known_sizes() -> None:
-    # 64 x 16 heads of 64 in bfloat16 fill 132 multiprocessors with 8 warps per column, in one wave.
-    assert op._grid(64 * 16, 1023, 8, 8, 132) == (256, 8, 1, 1024)
-    # A few more rows would not fit with 8, but do with 4.
-    assert op._grid(300 * 4, 1023, 8, 8, 132) == (300, 4, 1, 1024)
-    # One sequence does not: its 16 columns are split.
-    assert op._grid(32, 4095, 16, 8, 132) == (16, 8, 16, 256)
-    # The first token of all has nothing to read.
-    assert op._grid(1, 0, 8, 8, 132) == (1, 1, 1, 8)
-    assert op._grid(100_000, 1000, 8, 8, 132) == (25_000, 4, 1, 1000)
+    for rows, entries, lanes, wanted in (
+        # 64 x 16 heads of 64 in bfloat16 fill 132 multiprocessors with 8 warps per column, in one wave.
+        (64 * 16, 1023, 8, (256, 8, 1, 1, 1024)),
+        # A few more rows would not fit with 8, but do with 4.
+        (300 * 4, 1023, 8, (300, 4, 1, 1, 1024)),
+        # One sequence does not: its 16 columns are split.
+        (32, 4095, 16, (16, 8, 16, 16, 256)),
+        (32, 1000, 16, (16, 8, 6, 16, 192)),
+        # The first token of all has nothing to read.
+        (1, 0, 8, (1, 1, 1, 1, 8)),
+        (100_000, 1000, 8, (25_000, 4, 1, 1, 1000)),
+    ):
+        assert op._grid(rows, entries, 0, lanes, 8, 132) == op._grid(rows, entries + 1, 1, lanes, 8, 132) == wanted
+
+
+def plan_of(x: Masked) -> tuple[Trace, list[int]]:
+    """The plan for a call on an H200, and the addresses that it was made with."""
+    declared = OPS["masked_attention"]
+    trace, _, reader = declared.say(declared.form(len(x), ()), x, on=gpu.of_arch("90a"))
+    return trace, reader.addresses
+
+
+def launches(trace: Trace, environment: list[int]) -> list[tuple[Any, ...]]:
+    """The variant, the grid, the block and the packed struct of each launch, with made arrays at some addresses."""
+    environment = [*environment, *(2**40 * (i + 1) for i in range(len(trace.made)))]
+
+    def found(value: Any) -> Any:
+        value = value.address if isinstance(value, Described) else value
+        return value.evaluate(environment) if isinstance(value, Late) else value
+
+    return [
+        (x.variant, tuple(map(found, x.grid)), x.block, x.packing.struct.pack(*map(found, x.packing.parts)))
+        for x in trace.steps
+        if x.packing is not None
+    ]
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 4), (64, 16), (600, 8)])
+def test_a_plan_serves_other_steps(batch: int, heads: int) -> None:
+    row, cache = np.zeros((batch, heads * 64), np.float16), np.zeros((1500, batch, heads, 64), np.float16)
+    x = Masked(row, row, row, None, None, None, cache, cache, 1)
+    plans: list[Trace] = []
+
+    def serving(environment: list[Any]) -> Trace | None:
+        return next((plan for plan in plans if plan.guards.hold(environment)), None)
+
+    for step in (*range(1, 300), *range(300, 1500, 37), 1500):
+        own, addresses = plan_of(x._replace(step=step))
+        environment = [*addresses, step]
+        plan = serving(environment)
+        if plan is None:
+            plans.append(own)
+        else:
+            assert launches(plan, environment) == launches(own, environment)
+    assert len(plans) <= 5
+    # What is not in range is found out before anything is launched.
+    for step in (0, 1501, 2.0, True, 1000.0):
+        environment = [*addresses, step]
+        with pytest.raises((TypeError, ValueError), match=re.escape("step must be an integer in [1, 1500]")):
+            launches(serving(environment) or plan_of(x._replace(step=step))[0], environment)
 
 
 def test_specialize_adds_a_dim() -> None:
     with patch.object(op, "_registered", set(op.SPECIALIZED)):
         made = op.specialize(dim=96)
         assert [i.arguments[1] for i in made] == [96] * 3
-        assert op._choose("float16", 96, True, "auto").variant.instance in made
+        assert op._choose("float16", 96, True, "auto")[0].instance in made
         for dim, error, message in (
             (20, ValueError, "dim must be a multiple of 8"),
             (264, ValueError, "dim must be an integer in [8, 256], got 264"),
@@ -407,7 +469,8 @@ def test_specialize_adds_a_dim() -> None:
         ):
             with pytest.raises(error, match=re.escape(message)):
                 op.specialize(dim=dim)  # type: ignore[arg-type]
-    op._choose.cache_clear()
+    OPS["masked_attention"].forget()
+    OPS["cross_attention"].forget()
 
 
 def test_a_variant_that_is_not_there_is_refused() -> None:
@@ -439,6 +502,21 @@ def launch(name: str, arguments: Any, skip: int = 0, **options: Any) -> Array:
     return words[GUARD : GUARD + q.size].reshape(q.shape)
 
 
+@contextlib.contextmanager
+def a_gpu_of(multiprocessors: int) -> Iterator[None]:
+    """Plans are as for a GPU of so many multiprocessors."""
+    known = gpu.of_device(0)._replace(multiprocessors=multiprocessors)
+    declared = [OPS[name] for name in op.__all__]
+    try:
+        with patch.object(gpu, "of_device", lambda device: known):
+            for one in declared:
+                one.forget()
+            yield
+    finally:
+        for one in declared:
+            one.forget()
+
+
 def variants_of(dtype: str, dim: int) -> list[str]:
     wide = dim * arrays.ITEM_SIZE[dtype] % 16 == 0
     return ["auto", "dynamic"] + (["specialized"] if wide and dim in op.SPECIALIZED else [])
@@ -459,7 +537,7 @@ def compare(arguments: Any, **options: Any) -> None:
     ways.append(("auto", 1, 132))
     for variant, skip, multiprocessors in ways:
         given = copies(arguments)
-        with patch.object(op, "_multiprocessors", lambda device, count=multiprocessors: count):
+        with a_gpu_of(multiprocessors):
             got = launch(name, given, skip, variant=variant, **options)
         assert_matches(OUT, got, want)
         for i, (ours, theirs) in enumerate(zip(given, expected, strict=True)):
@@ -527,7 +605,7 @@ def test_each_path_stays_inside_its_arrays(dtype: str, dim: int, rng: np.random.
     for steps, multiprocessors in ((19, 132), (150, 132)):
         x = masked(rng, 1, 3, dim, steps, dtype, max_steps=steps)
         want = twin.masked_attention(*copies(x))
-        with patch.object(op, "_multiprocessors", lambda device, count=multiprocessors: count):
+        with a_gpu_of(multiprocessors):
             assert_matches(OUT, launch("masked_attention", x), want)
     y = cross(rng, [19, 7], 19, 3, dim, dtype)
     assert_matches(OUT, launch("cross_attention", y), twin.cross_attention(*y))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops import embedding as op
 from cukern.reference import embedding as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, gpu, template
 from cukern.runtime.cuda import cupy
+from cukern.runtime.late import Guards, Late
+from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import as_torch, normal, on_gpu, zeros
 
@@ -156,6 +159,22 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 # --- the choice of a variant ----------------------------------------------------------------------------
 
 
+def launched(table: Array, *args: Any, **options: Any) -> Any:
+    """How the kernel is launched for these arrays, were they on an H200."""
+    made = OPS["embedding_lookup"]
+    with patch.object(op, "launch") as launch:
+        made.say(made.form(1 + len(args), tuple(options)), (table, *args, *options.values()), on=gpu.of_arch("90a"))
+    return launch.call_args
+
+
+def aligned(hidden: int, alignment: int, dtype: str) -> Array:
+    """A table of one row at an address that no larger power of two than `alignment` divides, up to 16."""
+    kind = arrays.numpy_dtype(dtype)
+    memory = np.zeros(hidden * kind.itemsize + 64, np.uint8)
+    start = -memory.ctypes.data % 32 + alignment % 16
+    return memory[start : start + hidden * kind.itemsize].view(kind).reshape(1, hidden)
+
+
 @given(
     hidden=st.integers(1, 20_000),
     alignment=st.sampled_from([2, 4, 8, 16]),
@@ -165,18 +184,19 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 def test_a_plan_covers_the_row(hidden: int, alignment: int, dtype: str, variant: str) -> None:
     item_size = arrays.ITEM_SIZE[dtype]
     alignment = max(alignment, item_size)
-    plan = op._plan(dtype, hidden, alignment, True, variant)
-    width = plan.variant.instance.arguments[1]
-    assert isinstance(width, int)
-    assert plan.chunks * width == hidden * item_size and alignment % width == 0
-    threads = 1 << plan.log2_threads_per_row
-    assert plan.parts * threads >= plan.chunks > (plan.parts - 1) * threads
-    assert plan.rows_per_block * threads == op._THREADS * op._ROWS_AT_ONCE
+    table, ids = aligned(hidden, alignment, dtype), np.zeros(1000, np.int32)
+    (kernel, (blocks, parts), threads), fields = launched(table, ids, table, variant=variant)
+    width = kernel.instance.arguments[1]
+    assert fields["chunks"] * width == hidden * item_size and alignment % width == 0
+    row_threads = 1 << fields["log2_threads_per_row"]
+    assert parts * row_threads >= fields["chunks"] > (parts - 1) * row_threads
+    assert blocks * (threads // row_threads * template.constants("embedding")["ROWS_AT_ONCE"]) >= 1000
     if variant == "narrow":
         assert width == item_size
 
 
 def test_the_width_of_a_load() -> None:
+    ids = np.zeros(3, np.int32)
     for dtype, hidden, alignment, width in (
         ("bfloat16", 1024, 16, 16),
         ("bfloat16", 1024, 8, 8),
@@ -185,9 +205,25 @@ def test_the_width_of_a_load() -> None:
         ("float32", 771, 16, 4),
         ("float32", 770, 16, 8),
     ):
-        assert op._plan(dtype, hidden, alignment, False, "auto").variant.instance.arguments == (width,)
+        (kernel, *_), _ = launched(aligned(hidden, alignment, dtype), ids)
+        assert kernel.instance.arguments == (width,)
     with pytest.raises(ValueError, match="'wide': rows of 1540 bytes at addresses that are multiples of 16"):
-        op._plan("bfloat16", 770, 16, False, "wide")
+        launched(aligned(770, 16, "bfloat16"), ids, variant="wide")
+
+
+def test_a_plan_serves_other_steps_and_batches() -> None:
+    table, positions, made = np.zeros((5, 64), np.float32), np.zeros((99, 64), np.float32), OPS[SINE]
+    plans: list[Guards] = []
+    for batch in (1, 2, 700):
+        for step in (0, 1, 96):
+            args = table, positions, np.zeros((batch, 3), np.int32), step
+            trace, _, reader = made.say(made.form(4, ()), args, on=gpu.of_arch("90a"))
+            if not any(guards.hold([*reader.addresses, *reader.lates]) for guards in plans):
+                plans.append(trace.guards)
+    assert len(plans) == 1
+    late = [part for part in trace.steps[0].packing.parts if isinstance(part, Late)]
+    with pytest.raises(ValueError, match=re.escape("step must be an integer in [0, 96]")):
+        assert [part.evaluate([*reader.addresses, 1, 97]) for part in late]
 
 
 # --- the kernels against the twin -----------------------------------------------------------------------

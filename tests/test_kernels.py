@@ -12,9 +12,8 @@ import pytest
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
 from cukern.ops import (
-    _moe_permute as moe_permute,
-)
-from cukern.ops import (
+    _moe_permute,
+    _sampling,
     decoder_attention,
     embedding,
     kv_cache,
@@ -24,7 +23,6 @@ from cukern.ops import (
     padding,
     paged_attention,
     quantization,
-    sampling,
 )
 from cukern.runtime import arrays
 from cukern.runtime.compile import Instance
@@ -43,9 +41,8 @@ def _kinds(dtype: str) -> Iterator[int]:
 def _decoder_attention() -> Iterator[Variant]:
     op = decoder_attention
     for dtype, dim, wide in itertools.product(DTYPES, range(1, op.MAX_DIM + 1), (False, True)):
-        choice = op._choose(dtype, dim, wide, "dynamic")
-        yield choice.variant
-        yield choice.combiner
+        yield op._choose(dtype, dim, wide, "dynamic")[0]
+        yield op._combiner(dtype)
 
 
 def _embedding() -> Iterator[Variant]:
@@ -100,8 +97,8 @@ def _moe_gemm() -> Iterator[Variant]:
         yield form.variant(dtype, weights, is_by_blocks, 0)
 
 
-def _moe_permute() -> Iterator[Variant]:
-    op = moe_permute
+def _permutations() -> Iterator[Variant]:
+    op = _moe_permute
     yield op.count_variant(8)
     for width, items in itertools.product((8, 4, 2, 1), (1, op._PERMUTE_ITEMS)):
         yield op.permute_variant(width, items)
@@ -139,15 +136,15 @@ def _quantization() -> Iterator[Variant]:
     yield op._read_fp4_variant("float32", "NVFP4", False)
 
 
-def _sampling() -> Iterator[Variant]:
-    op = sampling
+def _samplers() -> Iterator[Variant]:
+    op = _sampling
     # Each takes a second or two, so each dtype, mode and cluster appears, but not with all others.
-    yield op._sampler("bfloat16", True, 1)
-    yield op._sampler("float16", False, op.CLUSTER)
-    yield op._renormalizer("float16", "SOFTMAX", 1)
-    yield op._renormalizer("bfloat16", "TOP_P_RENORM", 1)
-    yield op._renormalizer("float32", "TOP_K_MASK", op.CLUSTER)
-    yield op._renormalizer("float16", "TOP_K_RENORM", op.CLUSTER)
+    yield op.sampler("bfloat16", True, 1)
+    yield op.sampler("float16", False, op.CLUSTER)
+    yield op.renormalizer("float16", "SOFTMAX", 1)
+    yield op.renormalizer("bfloat16", "TOP_P_RENORM", 1)
+    yield op.renormalizer("float32", "TOP_K_MASK", op.CLUSTER)
+    yield op.renormalizer("float16", "TOP_K_RENORM", op.CLUSTER)
 
 
 #: What is compiled at its first use, by stem: one of each path through the templates.
@@ -158,11 +155,11 @@ AT_FIRST_USE = {
     "mla_decode": _mla_decode,
     "moe_activation": _moe_activation,
     "moe_gemm": _moe_gemm,
-    "moe_permute": _moe_permute,
+    "moe_permute": _permutations,
     "padding": _padding,
     "paged_attention": _paged_attention,
     "quantization": _quantization,
-    "sampling": _sampling,
+    "sampling": _samplers,
 }
 #: The stems of which no such variant spills.
 NONE_SPILLS = {"decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "padding"}
@@ -216,7 +213,7 @@ def test_each_template_has_an_instance() -> None:
 
 
 def test_all_sides_of_the_sampling_templates_are_compiled() -> None:
-    types, clusters = {"float", "__half", "__nv_bfloat16"}, {1, sampling.CLUSTER}
+    types, clusters = {"float", "__half", "__nv_bfloat16"}, {1, _sampling.CLUSTER}
     modes = {"sample": {"true", "false"}, "renormalize": {"SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK"}}
     for kernel in KERNELS["sampling"]:
         compiled = [instance.arguments for instance in _work(kernel, "90a")]

@@ -21,9 +21,13 @@ import cukern
 import cukern.runtime.compile as compiler
 from cukern.ops import mla_decode as op
 from cukern.reference import mla_decode as twin
-from cukern.runtime import arrays, nvrtc
+from cukern.runtime import arrays, gpu, nvrtc
+from cukern.runtime import plan as runtime_plan
 from cukern.runtime.cuda import cupy
-from cukern.runtime.kernel import arch_of_device, multiprocessors
+from cukern.runtime.kernel import arch_of_device
+from cukern.runtime.late import Late
+from cukern.runtime.op import OPS
+from cukern.runtime.plan import Trace
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, on_gpu, same_bits, to_numpy, zeros
 
@@ -629,9 +633,6 @@ def test_good_arguments_are_taken(name: str) -> None:
 
 # --- the choice of a variant ----------------------------------------------------------------------------
 
-#: Shared memory that a block may have, by architecture.
-SHARED_BYTES = {"90a": 227 << 10, "80": 163 << 10, "100a": 220 << 10, "120a": 99 << 10}
-
 
 class Sizes(NamedTuple):
     """What is chosen by; unless told otherwise, DeepSeek-V3's on an H200."""
@@ -652,36 +653,68 @@ class Sizes(NamedTuple):
     is_steep: bool = True  # softmax_scale is well above 0
 
 
-def a_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-    """One with 132 multiprocessors."""
-    monkeypatch.setattr(op, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(op, "arch_of_device", lambda device: arch)
-    monkeypatch.setattr(op, "_shared_per_block", lambda device: SHARED_BYTES[arch])
-    for cached in (op._launches, op._schedule, op._metadata_schedule):
-        cached.cache_clear()
+H200 = gpu.of_arch("90a")
 
 
-@pytest.fixture
-def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    a_gpu(monkeypatch, "90a")
-    yield
-    a_gpu(monkeypatch, "90a")
+def shaped(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None) -> Array:
+    """What looks like an array, whose elements are not there."""
+    kind = arrays.numpy_dtype(dtype)
+    apart = np.cumprod((1, *shape[:0:-1]))[::-1] if strides is None else np.array(strides)
+    return np.lib.stride_tricks.as_strided(np.empty(16, kind), shape, tuple(apart * kind.itemsize))
 
 
-def launches_of(x: Sizes) -> Any:
-    q_strides = x.query_tokens * x.heads * x.dims[0], x.heads * x.dims[0], x.dims[0]
-    cache = x.pages, x.page_size, x.kv_heads, q_strides, x.cache_strides, x.is_fp8
-    sizes = op._Sizes(x.batch, x.query_tokens, x.heads, *x.dims, *cache, 0, 0)
-    schedule = op._schedule(x.batch, x.query_tokens, x.heads, x.kv_heads, x.topk, 0)
-    return op._launches(x.dtype, sizes, schedule, x.has_plan, x.is_steep, x.variant, 0)
+class Launches(NamedTuple):
+    """What the plan of a call says."""
+
+    trace: Trace
+    addresses: list[int]
+
+    @property
+    def attend(self) -> Any:
+        return next(x for x in self.trace.steps if x.variant.instance.function.startswith("attend"))
+
+    @property
+    def combine(self) -> Any:
+        return next(x for x in self.trace.steps if x.variant.instance.function == "combine_parts")
+
+    @property
+    def map(self) -> Late | None:
+        """The tensor map."""
+        parts = self.attend.packing.parts
+        return next((x for x in parts if isinstance(x, Late) and isinstance(x.value, bytes)), None)
 
 
-@pytest.mark.usefixtures("_an_h200")
-@pytest.mark.parametrize("arch", SHARED_BYTES)
-def test_a_gpu_is_given_what_is_compiled_for_it(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_gpu(monkeypatch, arch)
+def launches_of(x: Sizes, on: gpu.Gpu = H200) -> Launches:
+    is_sparse, slot = x.topk >= 0, 656 if x.is_fp8 else x.dims[0]
+    arguments: dict[str, Any] = {
+        "q": shaped((x.batch, x.query_tokens, x.heads, x.dims[0]), x.dtype),
+        "k_cache": shaped(
+            (x.pages, x.page_size, x.kv_heads, slot), "uint8" if x.is_fp8 else x.dtype, (*x.cache_strides, 1)
+        ),
+        "block_table": None if is_sparse else _int32(x.batch, 100),
+        "cache_seqlens": None if is_sparse else _int32(x.batch),
+        "head_dim_v": x.dims[1],
+        "tile_scheduler_metadata": None,
+        "num_splits": None,
+        "softmax_scale": None if x.is_steep else 1e-31,
+        "is_fp8_kvcache": x.is_fp8,
+        "indices": shaped((x.batch, x.query_tokens, x.topk), "int32") if is_sparse else None,
+        "variant": x.variant,
+    }
+    if x.has_plan:
+        sequences = x.batch * (x.query_tokens if is_sparse else 1)
+        rows = x.heads // x.kv_heads * (1 if is_sparse else x.query_tokens)
+        parts = twin.parts_of(rows, x.kv_heads, on.multiprocessors)
+        arguments |= {"tile_scheduler_metadata": _int32(parts, 8), "num_splits": _int32(sequences + 1)}
+    declared = OPS["flash_mla_with_kvcache"]
+    trace, _, reader = declared.say(declared.form(0, tuple(arguments)), tuple(arguments.values()), on=on)
+    return Launches(trace, reader.addresses)
+
+
+@pytest.mark.parametrize("arch", gpu.BY_ARCH)
+def test_a_gpu_is_given_what_is_compiled_for_it(arch: str) -> None:
     calls = [Sizes(variant="mma", heads=heads, is_fp8=is_fp8) for heads in (16, 32, 64) for is_fp8 in (False, True)]
-    given = {launches_of(x).attend.instance for x in calls}
+    given = {launches_of(x, gpu.of_arch(arch)).attend.variant.instance for x in calls}
     assert given == {*op._attend.specialized} - {*op._attend.unused[arch]}
 
 
@@ -692,13 +725,13 @@ def forms() -> set[Any]:
         for of_head in dims
         for is_fp8 in ((False, True) if of_head == (576, 512) else (False,))
         for rows in (1, 16, 17, 32, 33, 64, 1000)
-        for most in SHARED_BYTES.values()
+        for most in map(op._shared_bytes, gpu.BY_ARCH.values())
     }
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
     # Those that a GPU is given fit it; and the template takes as much as the host says.
-    for most in SHARED_BYTES.values():
+    for most in map(op._shared_bytes, gpu.BY_ARCH.values()):
         for rows in (16, 32, 64):
             for is_fp8 in (False, True):
                 assert op._form("bfloat16", is_fp8, rows, (576, 512), most).shared_bytes <= most
@@ -716,7 +749,6 @@ def test_every_gpu_has_the_shared_memory() -> None:
 BF16 = "__nv_bfloat16"
 
 
-@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize(
     ("x", "function", "arguments", "grid"),
     [
@@ -751,26 +783,25 @@ def test_the_variant_for_a_call(
     x: Sizes, function: str, arguments: tuple[Any, ...], grid: tuple[int, int, int]
 ) -> None:
     got = launches_of(x)
-    instance = got.attend.instance
+    instance = got.attend.variant.instance
     assert (instance.function, instance.arguments[: len(arguments)]) == (function, arguments)
-    assert got.grid == grid
+    assert got.attend.grid == grid
     if function == "attend_mma":
         special = x.dims == (576, 512) and x.variant != "dynamic"
         assert instance.arguments[-2:] == ((576, 512) if special else (0, 0))
     plain = not x.is_fp8 and x.topk < 0
-    assert (got.tensor_map is None) == (function == "attend_mma") and bool(got.tensor_map) == (
-        function == "attend_wgmma" and plain
-    )
+    assert (got.map is not None) == (function == "attend_wgmma" and plain)
     # The workspace: 2 results and lse for each part, and if need be the plan.
     rows = x.heads // x.kv_heads * (1 if x.topk >= 0 else x.query_tokens)
-    slots = 2 * grid[2] * x.kv_heads * rows
-    assert got.lse_at == slots * x.dims[1] and got.metadata_at >= slots * (x.dims[1] + 1) and got.metadata_at % 8 == 0
-    assert got.size == got.metadata_at
-    sequences = x.batch * (x.query_tokens if x.topk >= 0 else 1)
-    assert launches_of(x._replace(has_plan=False)).size == got.metadata_at + 8 * grid[2] + sequences + 1
+    slots, sequences = 2 * grid[2] * x.kv_heads * rows, x.batch * (x.query_tokens if x.topk >= 0 else 1)
+    needed = [slots * x.dims[1] * 4, slots * 4, grid[2] * 32, (sequences + 1) * 4]
+    aligned = [-(-size // 256) * 256 for size in needed]
+    assert got.trace.workspace_bytes == sum(aligned[:2])
+    unplanned = launches_of(x._replace(has_plan=False)).trace
+    assert unplanned.workspace_bytes == sum(aligned)
+    assert [x.variant.instance.function for x in unplanned.steps] == ["plan_parts", function, "combine_parts"]
 
 
-@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize(
     ("x", "arguments", "grid"),
     [
@@ -786,26 +817,31 @@ def test_the_variant_for_a_call(
     ids=str,
 )
 def test_how_parts_are_put_together(x: Sizes, arguments: tuple[Any, ...], grid: tuple[int, int, int]) -> None:
-    got = launches_of(x)
-    assert (got.combine.instance.arguments, got.combine_grid) == (arguments, grid)
+    got = launches_of(x).combine
+    assert (got.variant.instance.arguments, got.grid) == (arguments, grid)
 
 
-@pytest.mark.usefixtures("_an_h200")
-def test_the_tensor_map_of_a_cache() -> None:
-    dims, strides, box = launches_of(Sizes()).tensor_map
+def test_the_tensor_map_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_plan, "encode", lambda *args: args)
+
+    def tensor_map(x: Sizes) -> Any:
+        found = launches_of(x)
+        assert found.map is not None
+        address, dtype, *sizes, promotion = found.map.evaluate(found.addresses)  # type: ignore[misc]
+        assert (address, dtype, promotion) == (found.addresses[1], x.dtype, 256)
+        return sizes
+
+    dims, strides, box = tensor_map(Sizes())
     assert (dims, strides, box) == ((576, 1, 64, 1000), (1152, 1152, 64 * 1152), (64, 1, 64, 1))
     for page_size, tokens in ((16, 16), (48, 16), (80, 16), (96, 32), (128, 64), (192, 64)):
         apart = page_size * 3 * 640, 640, page_size * 640
         x = Sizes(variant="wgmma", heads=6, kv_heads=3, page_size=page_size, cache_strides=apart)
-        dims, strides, box = launches_of(x).tensor_map
+        dims, strides, box = tensor_map(x)
         assert dims == (576, 3, page_size, 1000) and strides == tuple(2 * n for n in reversed(x.cache_strides))
         assert box == (64, 1, tokens, 1)
-    # As the template has it: a tensor map, Params, the tokens of a box; aligned to 64 bytes.
-    assert op._wgmma._struct.size == 384 and op._attend._struct.size == 224
 
 
-@pytest.mark.usefixtures("_an_h200")
-def test_a_variant_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_is_not_there_is_refused() -> None:
     for x, wanted, reason in (
         (Sizes(dims=(64, 64)), "'auto', 'mma' or 'dynamic' here", "heads are of 64 and 64, not 576 and 512"),
         (Sizes(pages=0), "'auto', 'mma' or 'dynamic' here", "the cache has no pages"),
@@ -824,10 +860,10 @@ def test_a_variant_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
         launches_of(Sizes(dims=(64, 64), variant="mma"))
     with pytest.raises(ValueError, match="variant must be one of 'auto', 'wgmma', 'mma', 'dynamic', got 'fast'"):
         launches_of(Sizes(variant="fast"))
-    a_gpu(monkeypatch, "100a")
+    blackwell = gpu.of_arch("100a")
     with pytest.raises(ValueError, match="got 'wgmma': this GPU is of sm_100a, not sm_90a"):
-        launches_of(Sizes(variant="wgmma"))
-    assert launches_of(Sizes()).attend.instance.function == "attend_mma"
+        launches_of(Sizes(variant="wgmma"), blackwell)
+    assert launches_of(Sizes(), blackwell).attend.variant.instance.function == "attend_mma"
 
 
 # --- corners, in the twin and in each variant -----------------------------------------------------------
@@ -853,7 +889,7 @@ def plan_there(x: Case) -> list[Any]:
     args, sparse = x.plan_arguments
     sequences = x.q.shape[0] * (x.q.shape[1] if sparse else 1)
     rows = (x.q.shape[2] if sparse else x.q.shape[1] * x.q.shape[2]) // args[2]
-    parts = twin.parts_of(rows, args[2], multiprocessors(0))
+    parts = twin.parts_of(rows, args[2], gpu.of_device(0).multiprocessors)
     made = [Buffer((parts, 8), "int32"), Buffer((sequences + 1,), "int32")]
     pair = tuple(buffer.array for buffer in made)
     assert cukern.get_mla_metadata(*args, **sparse, out=pair) is pair
@@ -1110,8 +1146,8 @@ def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
         for is_fp8, topk, batch in itertools.product((False, True), (-1, 100), (1, 3, 8, 500)):
             x = Sizes(dtype, variant, heads, is_fp8=is_fp8, topk=topk, batch=batch)
             with contextlib.suppress(ValueError):  # where there is none
-                found = launches_of(x)
-                needed |= {found.attend.instance, found.combine.instance}
+                found = launches_of(x, gpu.of_device(0))
+                needed |= {found.attend.variant.instance, found.combine.variant.instance}
     arch = arch_of_device(0)
     compiler.compile_all([(i, arch) for i in compiler.missing(needed, arch)])
 
@@ -1355,12 +1391,15 @@ def test_random_batches(data: st.DataObject) -> None:
 def test_the_plan_of_the_gpu_is_the_twins(
     batch: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(twin, "MULTIPROCESSORS", multiprocessors(0))
+    monkeypatch.setattr(twin, "MULTIPROCESSORS", gpu.of_device(0).multiprocessors)
     for most in (0, 1, 64, 200, 5000, 2**31):
         lengths = rng.integers(-1, most, batch, np.int64, endpoint=most < 2**31).astype(np.int32)
         for args in ((128, 1), (16, 1), (6, 2), (10**6, 1)):
             given = cupy.asarray(lengths)
-            made = [Buffer((twin.parts_of(*args, multiprocessors(0)), 8), "int32"), Buffer((batch + 1,), "int32")]
+            made = [
+                Buffer((twin.parts_of(*args, gpu.of_device(0).multiprocessors), 8), "int32"),
+                Buffer((batch + 1,), "int32"),
+            ]
             cukern.get_mla_metadata(given, *args, out=[buffer.array for buffer in made])
             got = [buffer.numpy() for buffer in made]
             if np.maximum(lengths, 0).sum(dtype=np.int64) // len(got[0]) < MOST_BLOCKS * 64:
@@ -1379,7 +1418,7 @@ def test_the_plan_of_the_gpu_is_the_twins(
 def test_any_plan_of_the_gpu_is_the_twins(lengths: list[int], rows: int) -> None:
     lengths_here = np.array(lengths, np.int32)
     got = [cupy.asnumpy(a) for a in cukern.get_mla_metadata(cupy.asarray(lengths_here), rows, 1)]
-    want = twin.plan([-(-max(n, 0) // 64) for n in lengths], twin.parts_of(rows, 1, multiprocessors(0)))
+    want = twin.plan([-(-max(n, 0) // 64) for n in lengths], twin.parts_of(rows, 1, gpu.of_device(0).multiprocessors))
     for ours, theirs in zip(got, want, strict=True):
         same_bits(ours, theirs)
 

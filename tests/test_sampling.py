@@ -18,11 +18,15 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.ops import sampling as op
+from cukern.ops import _sampling as op
+from cukern.ops import sampling
 from cukern.reference import sampling as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, describe, template
 from cukern.runtime.cuda import cupy
+from cukern.runtime.gpu import Gpu, of_arch
 from cukern.runtime.kernel import arch_of_device
+from cukern.runtime.late import Guards, Late
+from cukern.runtime.op import OPS
 from cukern.testing import TOLERANCES, assert_matches
 from tests.buffers import Buffer, on_gpu, place, to_numpy
 from tests.calls import CALLS
@@ -61,7 +65,7 @@ def first_argument(name: str) -> str:
 
 
 def test_each_function_is_tested_here() -> None:
-    assert sorted([*SAMPLERS, *WHOLE_ROWS, CHAIN]) == sorted(op.__all__)
+    assert sorted([*SAMPLERS, *WHOLE_ROWS, CHAIN]) == sorted(sampling.__all__)
 
 
 # --- where the tests of the semantics run ---------------------------------------------------------------
@@ -1093,62 +1097,102 @@ def test_numpy_numbers_are_taken() -> None:
 # --- the choice of a variant ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def machine() -> Iterator[Callable[[str], None]]:
-    """Plans for a GPU of the given architecture."""
-    arch = ["90a"]
-    op._plan.cache_clear()
-    with (
-        patch.object(op, "arch_of_device", lambda device: arch[0]),
-        patch.object(op, "multiprocessors", lambda device: 132),
-    ):
-
-        def choose(name: str) -> None:
-            arch[0] = name
-            op._plan.cache_clear()
-
-        yield choose
-    op._plan.cache_clear()
+def plan_on(gpu: Gpu, vocab: int, batch: int, variant: str, cache: bool) -> op.Plan:
+    place = describe.Place(arrays.NUMPY, 0, gpu)
+    values = describe.Array("float32", (batch, vocab), (vocab, 1), 16, place, 0, Guards())
+    return op.plan_of(values, batch, variant, cache)
 
 
-def test_a_plan_covers_the_row(machine: Callable[[str], None]) -> None:
+def test_a_plan_covers_the_row() -> None:
+    h200 = of_arch("90a")
     for vocab in (1, 1023, 1024, 1025, 6144, 16384, 16385, 32000, 50257, 128256, 300_000, 2**20):
         for variant in ("auto", "cluster", "block"):
             for batch in (1, 33, 34, 1000):
                 for cache in (False, True):
-                    plan = op._plan(vocab, batch, 0, variant, cache)
-                    assert plan.tiles * 1024 >= vocab > (plan.tiles - 1) * 1024
-                    assert plan.cluster * plan.tiles_per_block >= plan.tiles
-                    assert 0 <= plan.cached_tiles <= (plan.tiles_per_block if cache else 0)
+                    plan = plan_on(h200, vocab, batch, variant, cache)
+                    tiles, tiles_per_block = plan.layout["tiles"], plan.layout["tiles_per_block"]
+                    assert tiles * 1024 >= vocab > (tiles - 1) * 1024
+                    assert plan.cluster * tiles_per_block >= tiles
+                    assert 0 <= plan.layout["cached_tiles"] <= (tiles_per_block if cache else 0)
                     assert plan.shared_bytes <= op._MAX_SHARED_BYTES
                     assert plan.threads % 32 == 0 and 192 <= plan.threads <= 512
-                    assert plan.tops_per_tile in (1, 2, 4, 8, 16, 32)
-                    assert plan.tops_per_tile == 1 or plan.tiles * plan.tops_per_tile <= 256
-    assert op._plan(128256, 1, 0, "auto", True).cluster == op.CLUSTER
-    assert op._plan(1000, 1, 0, "auto", True).cluster == 1
-    assert op._plan(1000, 1, 0, "cluster", True).cluster == op.CLUSTER
-    machine("80")
-    assert op._plan(128256, 1, 0, "auto", True).cluster == 1
+                    tops_per_tile = plan.layout["tops_per_tile"]
+                    assert tops_per_tile in (1, 2, 4, 8, 16, 32)
+                    assert tops_per_tile == 1 or tiles * tops_per_tile <= 256
+    assert plan_on(h200, 128256, 1, "auto", True).cluster == op.CLUSTER
+    assert plan_on(h200, 1000, 1, "auto", True).cluster == 1
+    assert plan_on(h200, 1000, 1, "cluster", True).cluster == op.CLUSTER
+    assert plan_on(of_arch("80"), 128256, 1, "auto", True).cluster == 1
     message = "variant must be 'auto' or 'block' on a GPU without clusters (before sm_90), got 'cluster'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        op._plan(128256, 1, 0, "cluster", True)
+        plan_on(of_arch("80"), 128256, 1, "cluster", True)
     with pytest.raises(ValueError, match="variant must be one of 'auto', 'cluster', 'block', got 'fast'"):
-        op._plan(128256, 1, 0, "fast", True)
+        plan_on(of_arch("80"), 128256, 1, "fast", True)
 
 
-def test_the_constants_are_the_templates() -> None:
-    source = compiler.source("sampling")
-    found = {name: int(value) for name, value in re.findall(r"\b([A-Z_]+) = (\d+)[,;]", source)}
-    for name, value in {
-        "TILE": op._TILE,
-        "MIN_WARPS": op._MIN_WARPS,
-        "MAX_WARPS": op._MAX_WARPS,
-        "CAPACITY": op._CAPACITY,
-        "MAX_TOPS": op._MAX_TOPS,
-        "MAX_LISTED": op._LISTED,
-    }.items():
-        assert found[name] == value, name
-    assert twin.TILE == op._TILE
+def said(name: str, *args: Any, **options: Any) -> tuple[Guards, list[Any], list[Any]]:
+    """Of the plan of a call, were its arrays on an H200: what it relies on, what it packs, and where both look."""
+    made = OPS[name]
+    trace, _, reader = made.say(made.form(len(args), tuple(options)), (*args, *options.values()), on=of_arch("90a"))
+    late = [part for part in trace.steps[0].packing.parts if isinstance(part, Late)]
+    return trace.guards, late, [*reader.addresses, *reader.lates]
+
+
+def served_by(name: str, calls: list[tuple[tuple[Any, ...], Options]]) -> int:
+    """How many plans serve these calls, which have one signature."""
+    plans: list[Guards] = []
+    for args, options in calls:
+        guards, _, environment = said(name, *args, **options)
+        if not any(other.hold(environment) for other in plans):
+            plans.append(guards)
+    return len(plans)
+
+
+def test_a_plan_serves_other_numbers_and_batches() -> None:
+    x = np.ones((4, 50257), np.float32)
+
+    def numbers(i: int) -> Options:
+        return {
+            "temperature": 0.5 + i,
+            "top_k": 5 + i,
+            "top_p": 0.9 - i / 100,
+            "min_p": i / 99,
+            "seed": i,
+            "offset": -i,
+        }
+
+    assert served_by("sample", [((x,), numbers(i)) for i in range(20)]) == 1
+    assert served_by("top_p_sampling_from_probs", [((x, i / 9), {"seed": i}) for i in range(9)]) == 1
+    assert served_by("top_p_sampling_from_probs", [((x, 0.5), {}), ((x, 1.0), {}), ((x, 1), {})]) == 2
+    assert served_by("top_k_sampling_from_probs", [((x, k), {}) for k in (1, 96, 97, 50000, 50257)]) == 3
+    assert served_by("softmax", [((x, i / 3), {}) for i in range(9)]) == 1
+    # With room for all blocks at once, for nearly all, and for few.
+    batches = [np.broadcast_to(x[:1], (n, 50257)) for n in (*range(1, 300, 7), 10_000)]
+    assert served_by("top_p_sampling_from_probs", [((b, 0.5), {}) for b in batches]) == 3
+    own = [{"top_p": b[:, 0].copy(), "seed": np.arange(len(b)), "finished": b[:, 0] < 0, "end_id": 3} for b in batches]
+    assert served_by("sample", [((b,), options) for b, options in zip(batches, own, strict=True)]) == 3
+    drafts = [
+        (np.ones((n, 2, 99), np.float32), np.zeros((n, 2), np.int32), np.ones((n, 3, 99), np.float32)) for n in (3, 9)
+    ]
+    assert served_by("chain_speculative_sampling", [(args, {"seed": 1}) for args in drafts]) == 1
+
+
+def test_each_number_is_checked_where_a_plan_is_used_again() -> None:
+    x = np.ones((4, 50257), np.float32)
+    guards, packed, environment = said("sample", x, top_k=100, top_p=0.5)
+    for k, p, message in ((0, 0.5, "top_k must be an integer in [1, 50257]"), (100, 1.5, "top_p must be in [0, 1]")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            assert guards.hold([*environment[:-2], k, p]) and [x.evaluate([*environment[:-2], k, p]) for x in packed]
+
+
+def test_without_a_seed_each_call_draws_one() -> None:
+    _, packed, environment = said("sampling_from_logits", np.ones((4, 99), np.float32))
+    (seed,) = (part for part in packed if part.value > 2**32)
+    assert len({seed.evaluate(environment) for _ in range(9)}) > 1
+
+
+def test_the_tile_is_the_templates() -> None:
+    assert template.constants("sampling")["TILE"] == twin.TILE
 
 
 MODES = ("SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK")
@@ -1156,8 +1200,8 @@ MODES = ("SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK")
 
 def all_instances(clusters: tuple[int, ...] = (1, op.CLUSTER)) -> list[Any]:
     """Every kernel that a call can come to."""
-    found = [op._sampler(dtype, probs, cluster) for dtype in DTYPES for probs in (False, True) for cluster in clusters]
-    found += [op._renormalizer(dtype, mode, cluster) for dtype in DTYPES for mode in MODES for cluster in clusters]
+    found = [op.sampler(dtype, probs, cluster) for dtype in DTYPES for probs in (False, True) for cluster in clusters]
+    found += [op.renormalizer(dtype, mode, cluster) for dtype in DTYPES for mode in MODES for cluster in clusters]
     return [variant.instance for variant in found]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from cukern.reference import decoder_attention as twin
-from cukern.runtime import arrays, check
+from cukern.runtime import arrays, check, template
 from cukern.runtime.compile import Instance
+from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.kernel import multiprocessors as _multiprocessors
+from cukern.runtime.late import late
+from cukern.runtime.op import OPS, op
+from cukern.runtime.plan import empty, launch, outputs, run_twin
 
 __all__ = ["cross_attention", "masked_attention"]
 
@@ -20,7 +22,6 @@ MAX_DIM = 256
 MAX_ROWS = 2**30
 MAX_ENTRIES = 2**30
 MAX_STEP_ELEMENTS = 2**31 - 1
-_MAX_WARPS = 8  # MAX_WARPS of the template
 _MAX_SPLITS = 256
 #: Warps that a multiprocessor holds, at the 128 registers per thread of the template's launch bounds.
 _RESIDENT_WARPS = 16
@@ -34,8 +35,8 @@ SPECIALIZED = (
 )
 _AT_IMPORT = [(dtype, dim) for dtype in ("float16", "bfloat16") for dim in (64, 128)]
 
-_kernel = Kernel("decoder_attention", "decoder_attention", "12P4q7if")
-_combine = Kernel("decoder_attention", "combine", "3P3i")
+_kernel = Kernel("decoder_attention", "decoder_attention")
+_combine = Kernel("decoder_attention", "combine")
 
 
 class _Form(NamedTuple):
@@ -84,18 +85,12 @@ def specialize(*, dim: int) -> list[Instance]:
     if dim % 8:
         check.fail("dim", "a multiple of 8 (the dynamic variant takes all others)", dim)
     _registered.add(dim)
-    _choose.cache_clear()
+    for name in __all__:
+        OPS[name].forget()
     return [_variant(dtype, dim, _form(dtype, dim, wide=True)).instance for dtype in DTYPES]
 
 
-class _Choice(NamedTuple):
-    variant: Variant
-    combiner: Variant
-    form: _Form
-
-
-@functools.lru_cache(maxsize=1024)
-def _choose(dtype: str, dim: int, aligned: bool, variant: str) -> _Choice:
+def _choose(dtype: str, dim: int, aligned: bool, variant: str) -> tuple[Variant, _Form]:
     """The variant for a dimension; `aligned` says whether keys and values begin at multiples of 16 bytes."""
     check.one_of("variant", variant, VARIANTS)
     wide = aligned and dim * arrays.ITEM_SIZE[dtype] % 16 == 0
@@ -105,172 +100,125 @@ def _choose(dtype: str, dim: int, aligned: bool, variant: str) -> _Choice:
         reason = f"there is none for heads of {dim} in {dtype}" if aligned else "the arrays are not 16-byte aligned"
         check.fail("variant", "'auto' or 'dynamic' here", f"'specialized': {reason} (cukern.specialize adds one)")
     fixed_dim = dim if specialized and variant != "dynamic" else 0
-    return _Choice(_variant(dtype, fixed_dim, form), _combiner(dtype), form)
+    return _variant(dtype, fixed_dim, form), form
 
 
 class _Grid(NamedTuple):
     columns: int
     warps: int  # per block
-    splits: int
-    split_steps: int
+    splits: Any
+    most_splits: int  # for other numbers of entries
+    split_steps: Any
 
 
-@functools.lru_cache(maxsize=8192)
-def _grid(rows: int, entries: int, lanes: int, steps: int, multiprocessors: int) -> _Grid:
-    """How the work is dealt out to blocks and warps.
+def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocessors: int) -> _Grid:
+    """How the work is dealt out to blocks and warps, for `tokens` of which the last `new` are not read from memory.
 
     A block has fewer warps where that lets all of them run at the same time. When even full blocks for each column of
     rows leave multiprocessors idle, the sequence is split among blocks, as long as each warp has two rounds of entries.
     """
+    most_warps = template.constants("decoder_attention")["MAX_WARPS"]
     columns = -(-rows // (32 // lanes))
-    rounds = -(-entries // steps)
     resident = _RESIDENT_WARPS * multiprocessors
-    warps = _MAX_WARPS if columns * _MAX_WARPS <= resident else _MAX_WARPS // 2
-    while warps > 1 and warps // 2 >= rounds:
+    warps = most_warps if columns * most_warps <= resident else most_warps // 2
+    # Late tokens are compared as they came: so a call finds its plan by a range of them.
+    while warps > 1 and tokens <= warps // 2 * steps + new:
         warps //= 2
-    splits = max(1, min(resident // (warps * columns), rounds // (2 * warps), _MAX_SPLITS))
-    if splits > 1:
-        # Every warp of a split gets equally many rounds.
-        split_rounds = -(-rounds // (splits * warps)) * warps
-        splits = -(-rounds // split_rounds)
-    else:
-        split_rounds = max(1, rounds)
-    return _Grid(columns, warps, splits, split_rounds * steps)
+    most_splits = min(resident // (warps * columns), _MAX_SPLITS)
+
+    def rounds(tokens: int) -> int:
+        return -(-(tokens - new) // steps)
+
+    def split_rounds(tokens: int) -> int:
+        """So many that every warp of a split gets equally many."""
+        splits = min(most_splits, rounds(tokens) // (2 * warps))
+        return -(-rounds(tokens) // (splits * warps)) * warps
+
+    if most_splits < 2 or tokens <= (4 * warps - 1) * steps + new:
+        return _Grid(columns, warps, 1, 1, late(lambda tokens: max(1, rounds(tokens)) * steps, tokens))
+    splits = late(lambda tokens: -(-rounds(tokens) // split_rounds(tokens)), tokens)
+    return _Grid(columns, warps, splits, most_splits, late(lambda tokens: split_rounds(tokens) * steps, tokens))
 
 
-def _sizes(name: str, array: Any, symbols: tuple[str, ...], q: Any) -> tuple[int, ...]:
-    """The shape of a cache or memory, which says how many heads there are, after checking it against `q`."""
-    shape = tuple(getattr(array, "shape", ()))
-    if len(shape) != 4:
-        if not arrays.is_array(array):
-            check.fail(name, f"an array [{', '.join(symbols)}]", type(array).__name__, TypeError)
-        check.dimensions(name, shape, symbols)
-    batch, heads, dim = shape[symbols.index("batch")], *shape[2:]
+def _check_memories(q: Any, symbols: tuple[str, ...], **memories: Any) -> tuple[int, ...]:
+    """The shape of caches or memories of keys and values, which say how many heads there are; checked against `q`."""
+    expect_array("q", q, DTYPES)
+    (name, first), *_ = memories.items()
+    if not isinstance(first, Array):
+        check.fail(name, f"an array [{', '.join(symbols)}]", type(first).__name__, TypeError)
+    check.dimensions(name, first.shape, symbols)
+    batch, heads, dim = first.shape[symbols.index("batch")], *first.shape[2:]
     if not (1 <= dim <= MAX_DIM and heads >= 1):
         check.fail(name, f"of at least one head, of a dim in [1, {MAX_DIM}]", f"{heads} heads of {dim}")
-    if len(q.shape) != 2:
-        check.dimensions("q", tuple(q.shape), ("batch", "heads * dim"))
-    if q.shape[0] != batch or q.shape[1] != heads * dim:
-        check.shape("q", tuple(q.shape), (batch, heads * dim), f"[batch, heads * dim] (those of {name})")
+    check.dimensions("q", q.shape, ("batch", "heads * dim"))
+    check.shape("q", q.shape, (batch, heads * dim), f"[batch, heads * dim] (those of {name})")
     if batch * heads > MAX_ROWS or batch * heads * dim > MAX_STEP_ELEMENTS:
         wanted = f"of at most {MAX_ROWS} heads and {MAX_STEP_ELEMENTS} elements per step"
         check.fail(name, wanted, f"{batch} x {heads} heads of {dim}")
-    return shape
+    for name, memory in memories.items():
+        expect(name, memory, q, "q", (q.dtype,), first.shape, f"[{', '.join(symbols)}]")
+    return first.shape
 
 
-def _rows(
-    name: str, array: Any, library: arrays.Library, device: int | None, dtype: str, shape: tuple[int, int]
-) -> int:
+def _row_stride(name: str, array: Any, q: Array) -> int:
     """Check one of the new rows [batch, heads * dim]; the distance between rows, in elements."""
-    arrays.same_place(name, array, "q", library, device)
-    if library.dtype(array) != dtype:
-        check.dtype(name, library.dtype(array), (dtype,))
-    if array.shape != shape:
-        check.shape(name, tuple(array.shape), shape, "[batch, heads * dim]")
-    return arrays.row_stride(name, array, library)
+    expect_place(name, array, q, "q")
+    check.dtype(name, array.dtype, (q.dtype,))
+    check.shape(name, array.shape, q.shape, "[batch, heads * dim]")
+    return expect_row_stride(name, array)
 
 
-def _biases(
-    biases: tuple[tuple[str, Any], ...], library: arrays.Library, device: int | None, dtype: str, width: int
-) -> bool:
+def _is_float(q: Array, biases: dict[str, Any]) -> bool:
     """Check the biases that are there; whether they are float32."""
-    first = None
-    for name, bias in biases:
-        if bias is None:
-            continue
-        arrays.expect(name, bias, "q", library, device, ("float32", dtype), (width,), "[heads * dim]")
-        found = library.dtype(bias)
-        if first is not None and found != first[1]:
-            check.fail(name, f"{first[1]} like {first[0]}", found, TypeError)
-        first = first or (name, found)
-    return first is not None and first[1] == "float32"
+    given = {name: bias for name, bias in biases.items() if bias is not None}
+    first = next(iter(given), "")
+    for name, bias in given.items():
+        expect(name, bias, q, "q", ("float32", q.dtype), q.shape[1:], "[heads * dim]")
+        if bias.dtype != given[first].dtype:
+            check.fail(name, f"{given[first].dtype} like {first}", bias.dtype, TypeError)
+    return bool(given) and given[first].dtype == "float32"
 
 
-def _scale(scale: Any, dim: int) -> float:
-    return dim**-0.5 if scale is None else check.number("scale", scale)
-
-
-def _launch(
-    q: Any,
-    new: tuple[Any, Any] | None,
-    biases: tuple[Any, Any, Any],
-    keys: Any,
-    values: Any,
-    lengths: Any,
-    out: Any,
-    library: arrays.Library,
-    device: int,
-    dtype: str,
-    sizes: tuple[int, int, int],
-    row_strides: tuple[int, int, int],
-    step_stride: int,
-    batch_stride: int,
-    entries: int,
-    bias_is_float: bool,
-    scale: float,
-    variant: str,
+def _attend(
+    q: Array, keys: Array, values: Array, tokens: Any, new: int, scale: Any, out: Any, variant: str, **fields: Any
 ) -> Any:
-    batch, heads, dim = sizes
-    key_address, value_address = library.address(keys), library.address(values)
-    choice = _choose(dtype, dim, not (key_address | value_address) % 16, variant)
-    if out is None:
-        out = library.empty((batch, heads * dim), dtype, q)
-    rows = batch * heads
+    """Attend over so many tokens, of which the last `new` are not read from memory; `fields` are the kernel's own."""
+    heads, dim = keys.shape[2:]
+    bias_is_float = _is_float(q, {name: fields[name] for name in ("bias_q", "bias_k", "bias_v")})
+    scale = dim**-0.5 if scale is None else check.number("scale", scale)
+    out = outputs(out, q, "q", _attended(q))
+    if q.on_host:
+        return run_twin(variant, VARIANTS)
+    found, form = _choose(q.dtype, dim, min(keys.alignment, values.alignment) == 16, variant)
+    rows = q.shape[0] * heads
     if rows == 0:
         return out
-    form = choice.form
-    grid = _grid(rows, entries, form.lanes, form.steps, _multiprocessors(device))
-    stream, out_address = library.stream(device), library.address(out)
-    partial_address = statistics_address = 0
-    if grid.splits > 1:
-        partial = library.empty((grid.splits, rows, dim), "float32", q)
-        statistics = library.empty((grid.splits, rows, 2), "float32", q)
-        partial_address, statistics_address = library.address(partial), library.address(statistics)
-    address = library.address
-    choice.variant.launch(
-        device,
-        stream,
-        (grid.columns, grid.splits, 1),
-        (32 * grid.warps, 1, 1),
-        0,
-        address(q),
-        *((address(new[0]), address(new[1])) if new else (0, 0)),
-        *(0 if bias is None else address(bias) for bias in biases),
-        key_address,
-        value_address,
-        0 if lengths is None else address(lengths),
-        out_address,
-        partial_address,
-        statistics_address,
-        *row_strides,
-        batch_stride,
-        step_stride,
-        rows,
-        heads,
-        dim,
-        entries,
-        grid.split_steps,
-        bias_is_float,
-        scale * _LOG2_E,
-    )
-    if grid.splits > 1:
-        choice.combiner.launch(
-            device,
-            stream,
-            (rows, 1, 1),
-            (-(-dim // 32) * 32, 1, 1),
-            0,
-            partial_address,
-            statistics_address,
-            out_address,
-            rows,
-            dim,
-            grid.splits,
-        )
+    grid = _grid(rows, tokens, new, form.lanes, form.steps, q.gpu.multiprocessors)
+    partial = statistics = None
+    if grid.most_splits > 1:
+        partial = empty((grid.most_splits, rows, dim), "float32")
+        statistics = empty((grid.most_splits, rows, 2), "float32")
+    results = {"out": out, "partial": partial, "statistics": statistics, "rows": rows, "dim": dim}
+    fields |= {"q": q, "keys": keys, "values": values, "heads": heads, "bias_is_float": bias_is_float}
+    fields |= {"split_steps": grid.split_steps, "scale": scale * _LOG2_E}
+    launch(found, (grid.columns, grid.splits), 32 * grid.warps, 0, **results, **fields)
+    if grid.most_splits > 1:
+        launch(_combiner(q.dtype), rows, -(-dim // 32) * 32, 0, **results, splits=grid.splits)
     return out
 
 
-@arrays.takes_dlpack
+def _attended(q: Any, *_: Any, **__: Any) -> Result:
+    return Result(q.shape, dtype_name(q), "[batch, heads * dim]")
+
+
+@op(
+    twin.masked_attention,
+    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor? bias_q, Tensor? bias_k, Tensor? bias_v, "
+    "Tensor(a!) key_cache, Tensor(b!) value_cache, int step, *, float? scale=None, str variant='auto') "
+    "-> (Tensor attended)",
+    _attended,
+    late=("step",),
+)
 def masked_attention(
     q: Any,
     k: Any,
@@ -319,51 +267,21 @@ def masked_attention(
     The layout and the count of steps are those of FasterTransformer's decoder (v2.1); the online softmax is that of
     Milakov and Gimelshein (arXiv:1805.02867), the split over the sequence that of Flash-Decoding.
     """
-    library, device = arrays.place("q", q)
-    dtype = library.dtype(q)
-    if dtype not in DTYPES:
-        check.dtype("q", dtype, DTYPES)
-    max_steps, batch, heads, dim = shape = _sizes("key_cache", key_cache, ("max_steps", "batch", "heads", "dim"), q)
-    new_shape = batch, heads * dim
-    q_stride = _rows("q", q, library, device, dtype, new_shape)
-    k_stride = _rows("k", k, library, device, dtype, new_shape)
-    v_stride = _rows("v", v, library, device, dtype, new_shape)
-    named = ("bias_q", bias_q), ("bias_k", bias_k), ("bias_v", bias_v)
-    bias_is_float = _biases(named, library, device, dtype, heads * dim)
-    symbols = "[max_steps, batch, heads, dim]"
-    arrays.expect("key_cache", key_cache, "q", library, device, (dtype,), shape, symbols)
-    arrays.expect("value_cache", value_cache, "q", library, device, (dtype,), shape, symbols)
-    step = check.integer("step", step, 1, min(max_steps, MAX_ENTRIES), "max_steps")
-    scale = _scale(scale, dim)
-    if out is not None:
-        arrays.expect("out", out, "q", library, device, (dtype,), new_shape, "[batch, heads * dim]")
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        inputs = q, k, v, bias_q, bias_k, bias_v, key_cache, value_cache, step
-        return arrays.on_host(twin.masked_attention, q, *inputs, scale=scale, out=out)
-    return _launch(
-        q,
-        (k, v),
-        (bias_q, bias_k, bias_v),
-        key_cache,
-        value_cache,
-        None,
-        out,
-        library,
-        device,
-        dtype,
-        (batch, heads, dim),
-        (q_stride, k_stride, v_stride),
-        batch * heads * dim,
-        heads * dim,
-        step - 1,
-        bias_is_float,
-        scale,
-        variant,
-    )
+    symbols = "max_steps", "batch", "heads", "dim"
+    max_steps, *_ = _check_memories(q, symbols, key_cache=key_cache, value_cache=value_cache)
+    fields: dict[str, Any] = {f"{name}_stride": _row_stride(name, x, q) for name, x in (("q", q), ("k", k), ("v", v))}
+    fields |= {"k": k, "v": v, "bias_q": bias_q, "bias_k": bias_k, "bias_v": bias_v, "lengths": None}
+    fields["entries"] = check.integer("step", step, 1, min(max_steps, MAX_ENTRIES), "max_steps") - 1
+    fields |= {"batch_stride": q.shape[1], "step_stride": q.shape[0] * q.shape[1]}
+    return _attend(q, key_cache, value_cache, step, 1, scale, out, variant, **fields)
 
 
-@arrays.takes_dlpack
+@op(
+    twin.cross_attention,
+    "cross_attention(Tensor q, Tensor? bias_q, Tensor key_memory, Tensor value_memory, Tensor memory_lengths, *, "
+    "float? scale=None, str variant='auto') -> (Tensor attended)",
+    _attended,
+)
 def cross_attention(
     q: Any,
     bias_q: Any,
@@ -396,59 +314,13 @@ def cross_attention(
     The function is the cross attention of FasterTransformer's decoder (v2.1), over keys and values that are already
     projected.
     """
-    library, device = arrays.place("q", q)
-    dtype = library.dtype(q)
-    if dtype not in DTYPES:
-        check.dtype("q", dtype, DTYPES)
-    batch, memory_len, heads, dim = shape = _sizes("key_memory", key_memory, ("batch", "memory_len", "heads", "dim"), q)
-    new_shape = batch, heads * dim
-    q_stride = _rows("q", q, library, device, dtype, new_shape)
-    bias_is_float = _biases((("bias_q", bias_q),), library, device, dtype, heads * dim)
-    symbols = "[batch, memory_len, heads, dim]"
-    arrays.expect("key_memory", key_memory, "q", library, device, (dtype,), shape, symbols)
-    arrays.expect("value_memory", value_memory, "q", library, device, (dtype,), shape, symbols)
-    arrays.expect("memory_lengths", memory_lengths, "q", library, device, ("int32",), (batch,), "[batch]")
-    if memory_len > MAX_ENTRIES:
-        check.fail("key_memory", f"of at most {MAX_ENTRIES} entries", memory_len)
-    scale = _scale(scale, dim)
-    if out is not None:
-        arrays.expect("out", out, "q", library, device, (dtype,), new_shape, "[batch, heads * dim]")
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        lengths = library.to_numpy(memory_lengths)
-        if batch and (lengths.min() < 0 or lengths.max() > memory_len):
-            check.fail("memory_lengths", f"in [0, {memory_len}] (memory_len)", lengths.tolist())
-        inputs = q, bias_q, key_memory, value_memory, memory_lengths
-        return arrays.on_host(twin.cross_attention, q, *inputs, scale=scale, out=out)
-    return _launch(
-        q,
-        None,
-        (bias_q, None, None),
-        key_memory,
-        value_memory,
-        memory_lengths,
-        out,
-        library,
-        device,
-        dtype,
-        (batch, heads, dim),
-        (q_stride, 0, 0),
-        heads * dim,
-        memory_len * heads * dim,
-        memory_len,
-        bias_is_float,
-        scale,
-        variant,
-    )
-
-
-#: For `cukern.torch_ops`: the schema of each operator, and of what shape and dtype its results are.
-TORCH_OPS: dict[str, Any] = {
-    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor? bias_q, Tensor? bias_k, Tensor? bias_v, "
-    "Tensor(a!) key_cache, Tensor(b!) value_cache, int step, *, float? scale=None, str variant='auto') "
-    "-> (Tensor attended)": lambda q, *_, **__: [(q, q.shape, str(q.dtype).removeprefix("torch."))],
-    "cross_attention(Tensor q, Tensor? bias_q, Tensor key_memory, Tensor value_memory, Tensor memory_lengths, *, "
-    "float? scale=None, str variant='auto') -> (Tensor attended)": (
-        lambda q, *_, **__: [(q, q.shape, str(q.dtype).removeprefix("torch."))]
-    ),
-}
+    symbols = "batch", "memory_len", "heads", "dim"
+    shape = _check_memories(q, symbols, key_memory=key_memory, value_memory=value_memory)
+    expect("memory_lengths", memory_lengths, q, "q", ("int32",), shape[:1], "[batch]")
+    entries = shape[1]
+    if entries > MAX_ENTRIES:
+        check.fail("key_memory", f"of at most {MAX_ENTRIES} entries", entries)
+    fields: dict[str, Any] = {"bias_q": bias_q, "lengths": memory_lengths, "entries": entries}
+    fields |= {"q_stride": _row_stride("q", q, q), "batch_stride": entries * q.shape[1], "step_stride": q.shape[1]}
+    fields |= dict.fromkeys(("k", "v", "bias_k", "bias_v", "k_stride", "v_stride"))
+    return _attend(q, key_memory, value_memory, entries, 0, scale, out, variant, **fields)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any, NamedTuple
+import operator
+from typing import Any
 
 from cukern.reference import embedding as twin
-from cukern.runtime import arrays, check
+from cukern.runtime import arrays, check, template
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    dtype_name,
+    expect,
+    expect_array,
+    expect_contiguous,
+    expect_place,
+    same_shape,
+    type_name,
+)
 from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div, late
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, outputs, run_twin
 
 __all__ = ["embedding_lookup", "embedding_lookup_sine_position_encoding"]
 
@@ -18,12 +32,10 @@ VARIANTS = ("auto", "wide", "narrow")
 MAX_ROWS = 2**30
 MAX_HIDDEN = 2**22
 MAX_POSITION = 2**62
-_THREADS = 128  # THREADS and ROWS_AT_ONCE of the template
-_ROWS_AT_ONCE = 4
 _WIDEST = 16
 
-_copy = Kernel("embedding", "embedding_copy", "5P3q7if")
-_add = Kernel("embedding", "embedding_add", "5P3q7if")
+_copy = Kernel("embedding", "embedding_copy")
+_add = Kernel("embedding", "embedding_add")
 
 
 def _variant(dtype: str, width: int, add: bool) -> Variant:
@@ -36,60 +48,9 @@ _copy.specialized = _copy.at_import
 _add.specialized = [_variant(dtype, _WIDEST, add=True).instance for dtype in DTYPES]
 
 
-class _Plan(NamedTuple):
-    """What the sizes decide."""
-
-    variant: Variant
-    chunks: int  # loads per row
-    log2_threads_per_row: int
-    rows_per_block: int
-    parts: int  # blocks that share a row
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(dtype: str, hidden: int, alignment: int, add: bool, variant: str) -> _Plan:
-    """The variant and the grid; `alignment` is the largest power of two, up to 16, that divides the addresses."""
-    check.one_of("variant", variant, VARIANTS)
-    item_size = arrays.ITEM_SIZE[dtype]
-    width = math.gcd(hidden * item_size, alignment)
-    if variant == "wide" and width < _WIDEST:
-        why = f"rows of {hidden * item_size} bytes at addresses that are multiples of {alignment}"
-        check.fail("variant", "'auto' or 'narrow' here", f"'wide': {why}")
-    if variant == "narrow":
-        width = item_size
-    chunks = hidden * item_size // width
-    log2_threads = min(max(chunks - 1, 0).bit_length(), _THREADS.bit_length() - 1)
-    rows_per_block = (_THREADS >> log2_threads) * _ROWS_AT_ONCE
-    return _Plan(_variant(dtype, width, add), chunks, log2_threads, rows_per_block, -(-chunks >> log2_threads))
-
-
-def _check_indices(
-    name: str,
-    array: Any,
-    library: arrays.Library,
-    device: int | None,
-    shapes: tuple[tuple[int, ...], ...],
-    symbols: str,
-) -> None:
-    shape = tuple(array.shape) if arrays.is_array(array) else None
-    arrays.expect(
-        name,
-        array,
-        "embedding_table",
-        library,
-        device,
-        INDEX_DTYPES,
-        shape if shape is not None and shape in shapes else shapes[0],
-        symbols,
-    )
-
-
-def _check_range(name: str, array: Any, library: arrays.Library, offset: int, count: int, of: str) -> None:
-    """Indices in host memory are in range."""
-    indices = library.to_numpy(array)
-    if indices.size and (indices.min() + offset < 0 or indices.max() + offset >= count):
-        wanted = f"in [0, {count}) ({of})" if not offset else f"in [0, {count}) ({of}) after adding step = {offset}"
-        check.fail(name, wanted, f"{indices.min()} to {indices.max()}")
+def _looked_up(embedding_table: Any, word_ids: Any, *_: Any, **__: Any) -> Result:
+    shape = (*word_ids.shape, embedding_table.shape[1])
+    return Result(shape, dtype_name(embedding_table), "[*word_ids.shape, hidden]")
 
 
 def _lookup(
@@ -99,42 +60,32 @@ def _lookup(
     position_table: Any,
     step: Any,
     position_ids: Any,
-    scaled: bool,
+    scale: bool,
     out: Any,
     variant: str,
 ) -> Any:
-    library, device, dtype = arrays.leader("embedding_table", embedding_table, DTYPES, ("vocab", "hidden"))
-    vocab, hidden = embedding_table.shape
+    """The plan of both functions."""
+    first, like = expect_array("embedding_table", embedding_table, DTYPES, ("vocab", "hidden")), "embedding_table"
+    vocab, hidden = first.shape
     if hidden > MAX_HIDDEN:
         check.fail("embedding_table", f"of a hidden size of at most {MAX_HIDDEN}", hidden)
-    arrays.contiguous("embedding_table", embedding_table, library)
-    ids_shape = tuple(getattr(word_ids, "shape", ()))
-    if not arrays.is_array(word_ids) or not ids_shape:
-        got = list(ids_shape) if arrays.is_array(word_ids) else type(word_ids).__name__
+    expect_contiguous("embedding_table", first)
+    if not isinstance(word_ids, Array) or not word_ids.shape:
+        got = [] if isinstance(word_ids, Array) else type_name(word_ids)
         check.fail("word_ids", "an array [batch] or [batch, ...]", got, TypeError)
-    _check_indices("word_ids", word_ids, library, device, (ids_shape,), "")
-    rows = math.prod(ids_shape)
-    if rows > MAX_ROWS:
-        check.fail("word_ids", f"of at most {MAX_ROWS} ids", rows)
-    period = ids_shape[-1] if len(ids_shape) > 1 else 1
+    batch, *others = word_ids.shape
+    expect("word_ids", word_ids, first, like, INDEX_DTYPES, word_ids.shape, "")
+    if batch > MAX_ROWS // max(math.prod(others), 1):
+        check.fail("word_ids", f"of at most {MAX_ROWS} ids", batch * math.prod(others))
+    period = others[-1] if others else 1
 
-    positions = 0
+    positions, one_position = 0, False
     if position_table is not None:
-        arrays.same_place(position_name, position_table, "embedding_table", library, device)
-        if len(position_table.shape) != 2:
-            check.dimensions(position_name, tuple(position_table.shape), ("positions", "hidden"))
+        expect_place(position_name, position_table, first, like)
+        check.dimensions(position_name, position_table.shape, ("positions", "hidden"))
         positions = position_table.shape[0]
-        wanted_shape = positions, hidden
-        arrays.expect(
-            position_name,
-            position_table,
-            "embedding_table",
-            library,
-            device,
-            (dtype,),
-            wanted_shape,
-            "[positions, hidden]",
-        )
+        shape = positions, hidden
+        expect(position_name, position_table, first, like, (first.dtype,), shape, "[positions, hidden]")
         if position_ids is None:
             high = positions - max(period, 1)
             if high < 0:
@@ -142,67 +93,68 @@ def _lookup(
             step = check.integer("step", step, 0, high, "positions, less those of a sequence")
         else:
             step = check.integer("step", step, 0, MAX_POSITION)
-            _check_indices("position_ids", position_ids, library, device, (ids_shape, (1,)), "that of word_ids, or [1]")
-    elif position_ids is not None or step != 0:
-        name, value = ("step", step) if position_ids is None else ("position_ids", type(position_ids).__name__)
-        check.fail(name, f"{'0' if position_ids is None else 'None'} without a position_table", value)
-    result_shape = (*ids_shape, hidden)
-    if out is not None:
-        symbols = "[*word_ids.shape, hidden]"
-        arrays.expect("out", out, "embedding_table", library, device, (dtype,), result_shape, symbols)
+            expect_place("position_ids", position_ids, first, like)
+            one_position = not same_shape(position_ids, word_ids.shape) and same_shape(position_ids, (1,))
+            shape = (1,) if one_position else word_ids.shape
+            expect("position_ids", position_ids, first, like, INDEX_DTYPES, shape, "that of word_ids, or [1]")
+    elif position_ids is not None:
+        check.fail("position_ids", "None without a position_table", type_name(position_ids))
+    elif late(operator.ne, step, 0):
+        check.fail("step", "0 without a position_table", step)
+    out = outputs(out, first, like, _looked_up(first, word_ids))
+    if first.on_host:
+        return run_twin(variant, VARIANTS)
 
-    if device is None:
-        check.host_variant(variant, VARIANTS)
-        _check_range("word_ids", word_ids, library, 0, vocab, "vocab")
-        if position_ids is not None:
-            _check_range("position_ids", position_ids, library, step, positions, "positions")
-        if scaled:
-            inputs = embedding_table, position_table, word_ids, step
-            return arrays.on_host(
-                twin.embedding_lookup_sine_position_encoding,
-                embedding_table,
-                *inputs,
-                position_ids=position_ids,
-                out=out,
-            )
-        inputs = embedding_table, word_ids, position_table, step
-        return arrays.on_host(twin.embedding_lookup, embedding_table, *inputs, position_ids=position_ids, out=out)
-
-    if out is None:
-        out = library.empty(result_shape, dtype, embedding_table)
-    table_address, out_address = library.address(embedding_table), library.address(out)
-    position_address = 0 if position_table is None else library.address(position_table)
-    alignment = math.gcd(table_address | out_address | position_address, _WIDEST)
-    plan = _plan(dtype, hidden, alignment, position_table is not None, variant)
-    if rows == 0 or hidden == 0:
+    check.one_of("variant", variant, VARIANTS)
+    constants = template.constants("embedding")
+    threads, row_bytes = constants["THREADS"], hidden * first.item_size
+    alignment = min(x.alignment for x in (first, out, position_table) if x is not None)
+    width = math.gcd(row_bytes, alignment)
+    if variant == "wide" and width < _WIDEST:
+        why = f"rows of {row_bytes} bytes at addresses that are multiples of {alignment}"
+        check.fail("variant", "'auto' or 'narrow' here", f"'wide': {why}")
+    if variant == "narrow":
+        width = first.item_size
+    if hidden == 0 or not all(word_ids.shape):
         return out
-    plan.variant.launch(
-        device,
-        library.stream(device),
-        (-(-rows // plan.rows_per_block), plan.parts, 1),
-        (_THREADS, 1, 1),
-        0,
-        table_address,
-        library.address(word_ids),
-        position_address,
-        0 if position_ids is None else library.address(position_ids),
-        out_address,
-        vocab,
-        positions,
-        step,
-        rows,
-        plan.chunks,
-        plan.log2_threads_per_row,
-        period,
-        library.dtype(word_ids) == "int64",
-        position_ids is not None and library.dtype(position_ids) == "int64",
-        position_ids is not None and tuple(position_ids.shape) != ids_shape,
-        math.sqrt(hidden) if scaled else 1.0,
+    chunks = row_bytes // width  # loads per row
+    log2_threads_per_row = min((chunks - 1).bit_length(), threads.bit_length() - 1)
+    rows = batch * math.prod(others) if others else batch
+    rows_per_block = (threads >> log2_threads_per_row) * constants["ROWS_AT_ONCE"]
+    launch(
+        _variant(first.dtype, width, position_table is not None),
+        (ceil_div(rows, rows_per_block), -(-chunks >> log2_threads_per_row)),
+        threads,
+        table=first,
+        ids=word_ids,
+        position_table=position_table,
+        position_ids=position_ids,
+        out=out,
+        vocab=vocab,
+        positions=positions,
+        step=step,
+        rows=rows,
+        chunks=chunks,
+        log2_threads_per_row=log2_threads_per_row,
+        period=period,
+        ids_are_int64=word_ids.dtype == "int64",
+        position_ids_are_int64=position_ids is not None and position_ids.dtype == "int64",
+        one_position=one_position,
+        scale=math.sqrt(hidden) if scale else 1.0,
     )
     return out
 
 
-@arrays.takes_dlpack
+_LATE: dict[str, Any] = {"rows": {"batch": ("word_ids", "position_ids", "out")}, "late": ("step",)}
+
+
+@op(
+    twin.refusing(twin.embedding_lookup),
+    "embedding_lookup(Tensor embedding_table, Tensor word_ids, Tensor? position_table=None, int step=0, *, "
+    "Tensor? position_ids=None, str variant='auto') -> (Tensor rows)",
+    _looked_up,
+    **_LATE,
+)
 def embedding_lookup(
     embedding_table: Any,
     word_ids: Any,
@@ -244,7 +196,13 @@ def embedding_lookup(
     return _lookup(embedding_table, word_ids, "position_table", position_table, step, position_ids, False, out, variant)
 
 
-@arrays.takes_dlpack
+@op(
+    twin.refusing(twin.embedding_lookup_sine_position_encoding),
+    "embedding_lookup_sine_position_encoding(Tensor embedding_table, Tensor position_encoding, Tensor word_ids, "
+    "int step, *, Tensor? position_ids=None, str variant='auto') -> (Tensor rows)",
+    lambda embedding_table, _, word_ids, *__, **___: _looked_up(embedding_table, word_ids),
+    **_LATE,
+)
 def embedding_lookup_sine_position_encoding(
     embedding_table: Any,
     position_encoding: Any,
@@ -270,21 +228,3 @@ def embedding_lookup_sine_position_encoding(
     return _lookup(
         embedding_table, word_ids, "position_encoding", position_encoding, step, position_ids, True, out, variant
     )
-
-
-def _results(embedding_table: Any, word_ids: Any) -> list[tuple[Any, tuple[int, ...], str]]:
-    dtype = str(embedding_table.dtype).removeprefix("torch.")
-    return [(embedding_table, (*word_ids.shape, embedding_table.shape[1]), dtype)]
-
-
-#: For `cukern.torch_ops`: the schema of each operator, and of what shape and dtype its results are.
-TORCH_OPS: dict[str, Any] = {
-    "embedding_lookup(Tensor embedding_table, Tensor word_ids, Tensor? position_table=None, int step=0, *, "
-    "Tensor? position_ids=None, str variant='auto') -> (Tensor rows)": (
-        lambda embedding_table, word_ids, *_, **__: _results(embedding_table, word_ids)
-    ),
-    "embedding_lookup_sine_position_encoding(Tensor embedding_table, Tensor position_encoding, Tensor word_ids, "
-    "int step, *, Tensor? position_ids=None, str variant='auto') -> (Tensor rows)": (
-        lambda embedding_table, position_encoding, word_ids, *_, **__: _results(embedding_table, word_ids)
-    ),
-}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import operator as operators
+import math
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +25,10 @@ from cukern.runtime.describe import (
 )
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
-from cukern.runtime.op import OPS, op, operator
+from cukern.runtime.op import OPS, op
+from cukern.runtime.op import operator as declare_operator
 from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.rows import MAX_ROWS, rows_of
 from cukern.runtime.units import divisor, unit_width
 
 __all__ = [
@@ -38,8 +41,6 @@ __all__ = [
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: Rows of a padded batch: the kernels count them in 31 bits, and round up to whole tiles.
-MAX_ROWS = 2**31 - 2**12
 MAX_HIDDEN = 2**24
 WIDTHS = (16, 8, 4, 2)  # bytes of a load, a store and a unit; what the alignment of a call allows
 
@@ -154,13 +155,8 @@ class _Layout(NamedTuple):
 
     def heads(self, heads: Any, max_seq_len: Any) -> dict[str, Any]:
         """The template's Heads."""
-        return {
-            "heads": heads,
-            "max_seq_len": max_seq_len,
-            "head_columns": self.head_columns,
-            "by_max_seq_len": divisor(max_seq_len),
-            "by_head_columns": divisor(max(self.head_columns, 1)),
-        }
+        by_sizes = {"by_max_seq_len": divisor(max_seq_len), "by_head_columns": divisor(max(self.head_columns, 1))}
+        return {"heads": heads, "max_seq_len": max_seq_len, "head_columns": self.head_columns} | by_sizes
 
 
 def _layout(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, variant: str) -> _Layout:
@@ -182,22 +178,23 @@ def _layout(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, var
     chunks = -(-columns // (threads * items))
     tile_columns = -(-columns // chunks)
     tile_rows = threads * items // tile_columns
-    geometry = {
-        "columns": columns,
-        "tile_rows": tile_rows,
-        "tile_columns": tile_columns,
-        "by_tile_columns": divisor(tile_columns),
-    }
+    geometry: dict[str, Any] = {"columns": columns, "tile_rows": tile_rows, "tile_columns": tile_columns}
+    geometry["by_tile_columns"] = divisor(tile_columns)
     return _Layout(chosen, threads, tile_rows, chunks, geometry, head_columns)
 
 
-@functools.lru_cache(maxsize=256, typed=True)
-def _fill_bits(fill: float, dtype: str) -> int:
+def _fill_bits(fill: Any, dtype: str) -> int:
     """`fill` as the kernel takes it: the element, twice if it has two bytes."""
     try:
         fill = float(fill)
     except (TypeError, ValueError):
         check.fail("fill", "a number", f"{fill!r} ({type(fill).__name__})", TypeError)
+    return _element_bits(fill, math.copysign(1, fill), dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _element_bits(fill: float, sign: float, dtype: str) -> int:
+    """0.0 and -0.0 are equal, and differ in their `sign`."""
     with np.errstate(over="ignore"):
         element = np.full(4 // arrays.ITEM_SIZE[dtype], fill, arrays.numpy_dtype(dtype))
     return int(element.view(np.uint32)[0])
@@ -206,32 +203,13 @@ def _fill_bits(fill: float, dtype: str) -> int:
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def _row_stride(name: str, array: Array) -> Any:
-    """The distance of the rows of [..., hidden], in elements.
-
-    Raises ValueError unless each row is contiguous and all of them lie at one distance.
-    """
-    shape, strides = array.shape, array.strides
-    if any(size == 0 for size in shape):
-        return 0
-    fits = strides[-1] == 1 or shape[-1] == 1
-    row_stride = shape[-1]
-    if len(shape) == 2:
-        if strides[0] != row_stride and shape[0] > 1:
-            row_stride = strides[0]
-    elif shape[1] > 1:
-        row_stride = strides[1]
-        fits = fits and (strides[0] == row_stride * shape[1] or shape[0] == 1)
-    elif strides[0] != row_stride and shape[0] > 1:
-        row_stride = strides[0]
-    if not fits:
-        wanted = "contiguous along its last dimension, with all rows at one distance"
-        check.fail(name, wanted, f"strides {tuple(strides)} (in elements)")
-    return row_stride
-
-
 def _lengths(batch: Any, max_seq_len: Any) -> tuple[Any, Any]:
     return check.integer("batch", batch, 0, MAX_ROWS), check.integer("max_seq_len", max_seq_len, 0, MAX_ROWS)
+
+
+def _check_hidden(name: str, hidden: int) -> None:
+    if hidden > MAX_HIDDEN:
+        check.fail(name, f"of a hidden size up to {MAX_HIDDEN}", hidden)
 
 
 def _padded_rows(batch: Any, max_seq_len: Any) -> Any:
@@ -252,19 +230,11 @@ def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
     return words
 
 
-def _hidden(name: str, hidden: int) -> None:
-    if hidden > MAX_HIDDEN:
-        check.fail(name, f"of a hidden size up to {MAX_HIDDEN}", hidden)
-
-
 def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) -> int:
     """Bytes of a unit, for rows and distances of so many bytes in arrays of these alignments."""
-    return unit_width(
-        name, functools.reduce(operators.or_, (*sizes, *(array.alignment for array in arrays))), item_size
-    )
+    return unit_width(name, functools.reduce(operator.or_, (*sizes, *(array.alignment for array in arrays))), item_size)
 
 
-# --- the functions ------------------------------------------------------------------------------------
 # --- the functions ------------------------------------------------------------------------------------
 
 
@@ -363,7 +333,7 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
     return [Result((valid_word_num,), "int32"), Result((batch + 1,), "int32"), valid_word_num]
 
 
-@operator(
+@declare_operator(
     "build_sequence_length_padding_offset(Tensor sequence_length, SymInt max_seq_len, *, "
     "SymInt? valid_word_num=None) -> (Tensor padding_offset, Tensor cu_seqlens, SymInt words)",
     _built,
@@ -436,9 +406,9 @@ def remove_sequence_length_padding(src: Any, padding_offset: Any, *, out: Any = 
     """
     expect_array("src", src, DTYPES, ("batch", "seq", "hidden"))
     batch, seq, hidden = src.shape
-    _hidden("src", hidden)
-    row_stride = _row_stride("src", src)
-    return _remove_rows("remove", src, padding_offset, _padded_rows(batch, seq), row_stride, 0, out, variant)
+    _check_hidden("src", hidden)
+    rows = _padded_rows(batch, seq)
+    return _remove_rows("remove", src, padding_offset, rows, rows_of("src", src).distance, 0, out, variant)
 
 
 def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
@@ -468,7 +438,7 @@ def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, 
     """
     expect_array("src", src, DTYPES, ("batch", "heads", "seq", "dim"))
     batch, heads, seq, dim = src.shape
-    _hidden("src", heads * dim)
+    _check_hidden("src", heads * dim)
     expect_contiguous("src", src)
     return _remove_rows("transpose_remove", src, padding_offset, _padded_rows(batch, seq), 0, heads, out, variant)
 
@@ -543,8 +513,8 @@ def rebuild_sequence_length_padding(
     """
     expect_array("src", src, DTYPES, ("words", "hidden"))
     hidden = src.shape[1]
-    _hidden("src", hidden)
-    row_stride = _row_stride("src", src)
+    _check_hidden("src", hidden)
+    row_stride = rows_of("src", src).distance
     batch, max_seq_len = _lengths(batch, max_seq_len)
     rows = _padded_rows(batch, max_seq_len)
     words = _words(padding_offset, src, "src", rows)
@@ -628,7 +598,7 @@ def add_qkv_bias_rebuild_padding(
     """
     expect_array("q", q, DTYPES, ("words", "hidden"))
     hidden, item_size = q.shape[1], q.item_size
-    _hidden("q", hidden)
+    _check_hidden("q", hidden)
     batch, max_seq_len = _lengths(batch, max_seq_len)
     rows = _padded_rows(batch, max_seq_len)
     words = _words(padding_offset, q, "q", rows)
@@ -641,7 +611,7 @@ def add_qkv_bias_rebuild_padding(
         check.dtype(name, array.dtype, (q.dtype,))
         if not same_shape(array, (words, hidden)):
             check.shape(name, array.shape, (words, hidden), "[words, hidden]")
-        row_strides.append(_row_stride(name, array) * item_size)
+        row_strides.append(rows_of(name, array).distance * item_size)
     for name, array in (("bias_q", bias_q), ("bias_k", bias_k), ("bias_v", bias_v)):
         expect(name, array, q, "q", (q.dtype,), (hidden,), "[hidden]")
     results = _rebuilt_by_head(q, batch, max_seq_len, heads)

@@ -1,6 +1,6 @@
 """The decoder's attention of one new token in NumPy, as the formulas define it.
 
-The arguments are those of `cukern.ops.decoder_attention`, already checked there.
+The arguments are those of `cukern.ops.decoder_attention`, already checked there but for what arrays hold.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cukern.runtime import check
 
 Array = NDArray[Any]
 
@@ -69,7 +71,9 @@ def cross_attention(
     scale: float | None = None,
 ) -> Array:
     """Attend over the first `memory_lengths[b]` entries of the memory."""
-    batch, _, heads, dim = key_memory.shape
+    batch, memory_len, heads, dim = key_memory.shape
+    if batch and (memory_lengths.min() < 0 or memory_lengths.max() > memory_len):
+        check.fail("memory_lengths", f"in [0, {memory_len}] (memory_len)", memory_lengths.tolist())
     query = _biased(q, bias_q).reshape(batch, heads, dim)
     out = np.zeros((batch, heads, dim), q.dtype)
     for b, length in enumerate(memory_lengths.tolist()):

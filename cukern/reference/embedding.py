@@ -1,15 +1,19 @@
 """Embedding lookups in NumPy.
 
 The arguments are those of `cukern.ops.embedding`, already checked there. An id or a position out of range gives a row
-of zeros, as in the kernel: arrays in host memory are refused before they come here.
+of zeros, as in the kernel; `refusing` is what arrays in host memory meet.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cukern.runtime import check
 
 Array = NDArray[Any]
 
@@ -66,3 +70,23 @@ def _add_positions(rows: Array, valid: Array, scale: float, table: Array, positi
     with np.errstate(over="ignore", invalid="ignore"):
         result = rows.astype(np.float32) * np.float32(scale) + added.astype(np.float32)
         return result.astype(rows.dtype), valid & valid_too
+
+
+def refusing(function: Callable[..., Array]) -> Callable[..., Array]:
+    """A function of this module, called by names, that refuses ids and positions out of range."""
+
+    @functools.wraps(function)
+    def checked(**arguments: Any) -> Array:
+        _check_range("word_ids", arguments["word_ids"], 0, len(arguments["embedding_table"]), "vocab")
+        if arguments["position_ids"] is not None:
+            table = next(arguments[x] for x in ("position_table", "position_encoding") if x in arguments)
+            _check_range("position_ids", arguments["position_ids"], arguments["step"], len(table), "positions")
+        return function(**arguments)
+
+    return checked
+
+
+def _check_range(name: str, indices: Array, offset: int, count: int, of: str) -> None:
+    if indices.size and (indices.min() + offset < 0 or indices.max() + offset >= count):
+        wanted = f"in [0, {count}) ({of})" if not offset else f"in [0, {count}) ({of}) after adding step = {offset}"
+        check.fail(name, wanted, f"{indices.min()} to {indices.max()}")

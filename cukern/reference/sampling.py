@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from cukern.runtime import check
 
 Array = np.ndarray[Any, Any]
 
@@ -174,8 +178,6 @@ def sampling_from_logits(
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
-    variant: str = "auto",
 ) -> Any:
     """See `cukern.sampling_from_logits`."""
     return step(
@@ -197,8 +199,6 @@ def sampling_from_probs(
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
-    variant: str = "auto",
 ) -> Any:
     """See `cukern.sampling_from_probs`."""
     return step(
@@ -221,8 +221,6 @@ def top_k_sampling_from_probs(
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
-    variant: str = "auto",
 ) -> Any:
     """See `cukern.top_k_sampling_from_probs`."""
     return step(
@@ -246,8 +244,6 @@ def top_p_sampling_from_probs(
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
-    variant: str = "auto",
 ) -> Any:
     """See `cukern.top_p_sampling_from_probs`."""
     return step(
@@ -271,8 +267,6 @@ def min_p_sampling_from_probs(
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
-    variant: str = "auto",
 ) -> Any:
     """See `cukern.min_p_sampling_from_probs`."""
     return step(
@@ -298,8 +292,6 @@ def top_k_top_p_sampling_from_logits(
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
-    variant: str = "auto",
 ) -> Any:
     """See `cukern.top_k_top_p_sampling_from_logits`."""
     return step(
@@ -327,8 +319,6 @@ def top_k_top_p_sampling_from_probs(
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
-    variant: str = "auto",
 ) -> Any:
     """See `cukern.top_k_top_p_sampling_from_probs`."""
     return step(
@@ -362,8 +352,6 @@ def sample(
     sequence_length: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
-    variant: str = "auto",
 ) -> Any:
     """See `cukern.sample`."""
     joint = filter_apply_order == "joint"
@@ -373,7 +361,7 @@ def sample(
     )  # fmt: skip
 
 
-def softmax(logits: Array, temperature: Any = None, *, out: Any = None, variant: str = "auto") -> Array:
+def softmax(logits: Array, temperature: Any = None) -> Array:
     """See `cukern.softmax`."""
     result = np.empty(logits.shape, np.float32)
     heats = np.broadcast_to(1.0 if temperature is None else temperature, len(logits))
@@ -407,13 +395,13 @@ def _renormalized(probs: Array, count: Any) -> Array:
     return result
 
 
-def top_k_renorm_probs(probs: Array, top_k: Any, *, out: Any = None, variant: str = "auto") -> Array:
+def top_k_renorm_probs(probs: Array, top_k: Any) -> Array:
     """See `cukern.top_k_renorm_probs`."""
     counts = np.broadcast_to(probs.shape[1] if top_k is None else top_k, len(probs))
     return _renormalized(probs, lambda i, x: counts[i] if counts[i] >= 1 else len(x))
 
 
-def top_p_renorm_probs(probs: Array, top_p: Any, *, out: Any = None, variant: str = "auto") -> Array:
+def top_p_renorm_probs(probs: Array, top_p: Any) -> Array:
     """See `cukern.top_p_renorm_probs`."""
     shares = np.broadcast_to(1.0 if top_p is None else top_p, len(probs))
 
@@ -424,7 +412,7 @@ def top_p_renorm_probs(probs: Array, top_p: Any, *, out: Any = None, variant: st
     return _renormalized(probs, count)
 
 
-def top_k_mask_logits(logits: Array, top_k: Any, *, out: Any = None, variant: str = "auto") -> Array:
+def top_k_mask_logits(logits: Array, top_k: Any) -> Array:
     """See `cukern.top_k_mask_logits`."""
     result = logits.copy()
     for row, k in zip(result, np.broadcast_to(logits.shape[1] if top_k is None else top_k, len(logits)), strict=True):
@@ -440,8 +428,6 @@ def chain_speculative_sampling(
     *,
     seed: Any = None,
     offset: Any = None,
-    out: Any = None,
-    variant: str = "auto",
 ) -> tuple[Array, Array, Array]:
     """See `cukern.chain_speculative_sampling`."""
     batch, drafts, vocab = draft_probs.shape
@@ -466,3 +452,27 @@ def chain_speculative_sampling(
             drawn = draw(target[n], None, vocab, 1.0, 0.0, int(seeds[i]), int(offsets[i]), False)
         ids[i, n] = drawn.id
     return ids, accepted, emitted
+
+
+def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of this module, called by names, that refuses what arrays hold out of range."""
+
+    @functools.wraps(function)
+    def checked(**arguments: Any) -> Any:
+        rows, vocab = next(arguments[x] for x in ("logits", "probs", "draft_probs") if x in arguments).shape[-2:]
+        ranges = {
+            "temperature": (0.0 if function is softmax else 0, np.inf),
+            "top_k": (1, vocab),
+            "top_p": (0, 1),
+            "min_p": (0, 1),
+            "indices": (0, rows - 1),
+        }
+        for name, (low, high) in ranges.items():
+            found = arguments.get(name)
+            if isinstance(found, np.ndarray):
+                outside = found[~((found >= low) & (found <= high))]
+                if outside.size:
+                    check.fail(name, f"in [{low}, {high}]", outside[0])
+        return function(**arguments)
+
+    return checked

@@ -15,6 +15,8 @@ def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueErro
 
 def integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
     """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not. Late, it is checked late."""
+    if type(value) is int and low <= value and (high is None or value <= high):
+        return value
     wanted = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
     if why:
         wanted += f" ({why})"

@@ -32,18 +32,33 @@ class Guards:
     def __init__(self) -> None:
         #: Of numbers that the environment holds, by their place there: the least and the largest that will do.
         self.ranges: dict[int, list[float]] = {}
+        #: Places of two numbers that are equal.
+        self.pairs: list[tuple[int, int]] = []
         self.others: list[Callable[[Environment], bool]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.ranges or self.pairs or self.others)
 
     def hold(self, environment: Environment) -> bool:
         """Whether all outcomes are the same for these numbers."""
         for place, (least, largest) in self.ranges.items():
             if not least <= environment[place] <= largest:
                 return False
-        return all(guard(environment) for guard in self.others)
+        for first, second in self.pairs:
+            if environment[first] != environment[second]:
+                return False
+        for guard in self.others:  # noqa: SIM110 (as a generator it takes twice as long)
+            if not guard(environment):
+                return False
+        return True
 
     def add(self, number: Late, compare: Callable[[Any, Any], bool], other: Any) -> bool:
         """The outcome of a comparison, which is relied on from now on."""
         outcome = compare(number.value, other.value if isinstance(other, Late) else other)
+        ends = number.place, other.place if isinstance(other, Late) else None
+        if outcome and compare is operator.eq and None not in ends:
+            self.pairs.append(ends)  # type: ignore[arg-type]
+            return outcome
         if isinstance(other, Late) or not self._narrow(number, compare, other, outcome):
             left, right = number.evaluate, other.evaluate if isinstance(other, Late) else lambda environment: other
             self.others.append(lambda environment: compare(left(environment), right(environment)) is outcome)

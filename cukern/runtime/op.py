@@ -38,7 +38,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Schemas]] = {}
 #: So many plans of an op are kept, the newest ones; and so many that differ in what they found late numbers to be.
 _MOST_PLANS, _MOST_ALTERNATIVES = 1024, 64
 
-_PLAIN, _ROWS, _LATE = range(3)
+# What an argument is: plain, or late as a size where it is an array, as a number where it is none, or both.
+_ROWS, _LATE = 1, 2
 _LATE_MARK = object()
 
 
@@ -88,7 +89,7 @@ class Op:
         """
         self.signature.bind(*range(count), **dict.fromkeys(named))
         names = [*list(self.signature.parameters)[:count], *named]
-        kinds = [_ROWS if x in self.rows else _LATE if x in self.late_scalars else _PLAIN for x in names]
+        kinds = [_ROWS * (x in self.rows) | _LATE * (x in self.late_scalars) for x in names]
         return self.forms.setdefault((count, *named), _Form(names, kinds))
 
     def miss(self, form: _Form, key: tuple[Any, ...] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -234,7 +235,7 @@ class _Reader:
             return type(value)(self._describe(position, i, name, kind, x) for i, x in enumerate(value))
         if arrays.library_of(value) is not None:
             return self._describe(position, None, name, kind, value)
-        return self._late(value) if kind == _LATE and value is not None else value
+        return self._late(value) if kind & _LATE and value is not None else value
 
     def _late(self, value: Any) -> Late:
         number = Late(value, lambda environment: None, self.guards)
@@ -248,7 +249,7 @@ class _Reader:
             return value
         address, device = library.address(value), library.device(value)
         shape: tuple[Any, ...] = tuple(value.shape)
-        if kind == _ROWS and shape:
+        if kind & _ROWS and shape:
             size = self._late(shape[0])
             found = self._sizes.setdefault(self.op.rows[name], size)
             if found is not size and found.value == size.value:
@@ -296,7 +297,7 @@ def op(
         results: gives, for the arguments of the schema, the `Result`s; a number is a result itself. None: nothing is
             returned but arguments that are written.
         rows: by the name of a size, the arrays that have it as their first dimension; it is late.
-        late: scalars that are late.
+        late: scalars that are late; one that may also be an array is in `rows` too.
         leader: the array that decides where a call runs; by default the first one.
     """
 
@@ -338,18 +339,18 @@ def _call_of(op: Op, function: _F) -> _F:
             if library is not None:
                 if library.reads_as_tensor:
                     shape, address = value.shape, value.data_ptr()
-                    if kind == _ROWS and shape:
+                    if kind & _ROWS and shape:
                         lates.append(shape[0])
                         shape = shape[1:]
                     key += value.dtype, value.stride(), shape, value.get_device()
                 else:
                     address = library.read(value, key)
-                    if kind == _ROWS and key[-2]:
+                    if kind & _ROWS and key[-2]:
                         lates.append(key[-2][0])
                         key[-2] = key[-2][1:]
                 bits |= address
                 environment.append(address)
-            elif kind == _LATE and value is not None:
+            elif kind & _LATE and value is not None:
                 key.append(_LATE_MARK)
                 lates.append(value)
             elif of is int or of is str or value is None:
@@ -364,7 +365,7 @@ def _call_of(op: Op, function: _F) -> _F:
                     address = library.read(x, key)
                     bits |= address
                     environment.append(address)
-                    if kind == _ROWS and key[-2]:
+                    if kind & _ROWS and key[-2]:
                         lates.append(key[-2][0])
                         key[-2] = key[-2][1:]
             else:
@@ -374,11 +375,17 @@ def _call_of(op: Op, function: _F) -> _F:
         signature: tuple[Any, ...] | None = tuple(key)
         environment += lates
         try:
-            plan = form.plans.get(signature)  # type: ignore[arg-type]
+            found = form.plans.get(signature)  # type: ignore[arg-type]
         except TypeError:  # what cannot be hashed fits no plan
-            plan = signature = None
-        if type(plan) is list:
-            plan = next((x for x in plan if x.guards.hold(environment)), None)  # type: ignore[union-attr]
+            found = signature = None
+        if type(found) is list:
+            for plan in found:
+                if plan.guards.hold(environment):  # type: ignore[union-attr]
+                    break
+            else:
+                plan = None
+        else:
+            plan = found  # type: ignore[assignment]
         if plan is None:
             return op.miss(form, signature, args, kwargs)
         return plan.run(values, environment)  # type: ignore[union-attr]

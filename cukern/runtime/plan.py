@@ -263,7 +263,7 @@ class Plan:
 
     def __init__(self, trace: Trace, returned: Any, paths: Mapping[int, tuple[int, int | None]]) -> None:
         self.place = trace.place
-        self.guards = trace.guards if trace.guards.ranges or trace.guards.others else None
+        self.guards = trace.guards or None
         library, device = trace.place.library, trace.place.device
         if trace.workspace is not None:
             trace.made[trace.workspace.source - trace.first_made] = ((trace.workspace_bytes,), "uint8")

@@ -236,29 +236,28 @@ def _structs_within(layout: Struct) -> Iterator[Struct]:
 # --- packing ------------------------------------------------------------------------------------------
 
 
-def _leaves(kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -> Iterator[tuple[int, str, Any, str]]:
+_Leaf = tuple[int, str, Any, str]
+
+
+def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -> None:
     """Offset, code, value and name of every number of a field; bytes stand for all of it."""
     if isinstance(kind, Scalar):
-        yield offset, kind.code, 0 if value is None else value, path
-        return
-    if isinstance(value, Late) and not isinstance(value.value, tuple):
-        if not isinstance(value.value, bytes) or len(value.value) != kind.size:
-            raise TemplateError(f"{path} must be {kind.size} bytes, got {value.value!r}")
-        yield offset, f"{kind.size}s", value, path
-        return
-    if isinstance(value, bytes):
-        if len(value) != kind.size:
-            raise TemplateError(f"{path} must be {kind.size} bytes, got {len(value)}")
-        yield offset, f"{kind.size}s", value, path
+        leaves.append((offset, kind.code, 0 if value is None else value, path))
         return
     if value is None or (type(value) is int and value == 0):
-        yield offset, f"{kind.size}s", bytes(kind.size), path
+        value = bytes(kind.size)
+    found = value.value if isinstance(value, Late) else value
+    if isinstance(found, bytes) or (isinstance(value, Late) and not isinstance(found, tuple)):
+        if not isinstance(found, bytes) or len(found) != kind.size:
+            got = len(found) if isinstance(found, bytes) else repr(found)
+            raise TemplateError(f"{path} must be {kind.size} bytes, got {got}")
+        leaves.append((offset, f"{kind.size}s", value, path))
         return
     if isinstance(kind, Array):
         if not isinstance(value, Sequence) or len(value) != kind.count:
             raise TemplateError(f"{path} must be {kind.count} values, got {value!r}")
         for i, one in enumerate(value):
-            yield from _leaves(kind.of, one, offset + i * kind.of.size, f"{path}[{i}]")
+            _add_leaves(leaves, kind.of, one, offset + i * kind.of.size, f"{path}[{i}]")
         return
     if isinstance(value, Late):  # of a tuple, in the order of the fields
         value = [value.apply(operator.itemgetter(i)) for i in range(len(value.value))]
@@ -266,36 +265,36 @@ def _leaves(kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -
         if not isinstance(value, Sequence) or len(value) != len(kind.fields):
             raise TemplateError(f"{path} must be the fields {', '.join(kind.fields)}, got {value!r}")
         value = dict(zip(kind.fields, value, strict=True))
-    yield from named_leaves(kind, value, offset, path + ".")
+    leaves += named_leaves(kind, value, offset, path + ".")
 
 
-def named_leaves(
-    layout: Struct, values: Mapping[str, Any], offset: int = 0, prefix: str = ""
-) -> Iterator[tuple[int, str, Any, str]]:
-    """Offset, code of the module `struct`, value and name of every number of a struct.
+def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, prefix: str = "") -> list[_Leaf]:
+    """Offset, code of the module `struct`, value and name of every number of a struct, in their order.
 
     `values` has every field by name: a number; None or 0 for nothing at all; for a struct a mapping, a tuple in the
     order of its fields, or its bytes; for an array a sequence. Raises TemplateError for a missing or an unknown name.
     """
-    wrong = [f"no {name}" for name in layout.fields if name not in values]
-    wrong += [f"an unknown {name}" for name in values if name not in layout.fields]
-    if wrong:
+    if values.keys() != layout.fields.keys():
+        wrong = [f"no {name}" for name in layout.fields if name not in values]
+        wrong += [f"an unknown {name}" for name in values if name not in layout.fields]
         raise TemplateError(f"the fields of {layout.name} are {', '.join(layout.fields)}: there is {', '.join(wrong)}")
+    leaves: list[_Leaf] = []
     for name, (at, kind) in layout.fields.items():
-        yield from _leaves(kind, values[name], offset + at, prefix + name)
+        _add_leaves(leaves, kind, values[name], offset + at, prefix + name)
+    return leaves
 
 
 class Packing:
     """How the bytes of a struct are put together from those that are known ahead and from the numbers of each call."""
 
-    def __init__(self, layout: Struct, leaves: Iterator[tuple[int, str, Any, str]], is_open: Any) -> None:
+    def __init__(self, layout: Struct, leaves: list[_Leaf], is_open: Any) -> None:
         known, opened = bytearray(layout.size), []
-        for offset, code, value, path in sorted(leaves, key=lambda leaf: leaf[0]):
-            if is_open(value):
+        for offset, code, value, path in leaves:
+            if type(value) is not int and is_open(value):
                 opened.append((offset, code, value))
                 continue
             try:
-                struct.pack_into(f"={code}", known, offset, value)
+                _compiled(f"={code}").pack_into(known, offset, value)
             except struct.error as error:
                 raise TemplateError(f"{layout.name}::{path}: {error}, got {value!r}") from None
         codes, at = "=", 0

@@ -1,0 +1,351 @@
+"""The plans of the functions of `cukern.ops.sampling`."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from cukern.runtime import arrays, check, template
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    dtype_name,
+    expect,
+    expect_array,
+    expect_contiguous,
+    expect_row_stride,
+)
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import late
+from cukern.runtime.plan import each_call, launch, outputs, run_twin
+
+DTYPES = ("float32", "float16", "bfloat16")
+INTEGERS = ("int32", "int64")
+VARIANTS = ("auto", "cluster", "block")
+ORDERS = ("top_k_first", "joint")
+MAX_VOCAB = 2**20
+MAX_BATCH = 2**24
+CLUSTER = 8
+# What every GPU from sm_80 on grants a block; and what lets five blocks run at once on an H200.
+_MAX_SHARED_BYTES = 96 * 1024
+_SHARED_BYTES_OF_MANY = 44 * 1024
+
+_sample = Kernel("sampling", "sample", compile_s=1.6)
+_renormalize = Kernel("sampling", "renormalize", compile_s=0.6)
+
+
+def sampler(dtype: str, probs: bool, cluster: int) -> Variant:
+    flag = "true" if probs else "false"
+    return _sample.variant(arrays.CUDA_TYPE[dtype], flag, cluster, max_shared_bytes=_MAX_SHARED_BYTES)
+
+
+def renormalizer(dtype: str, mode: str, cluster: int) -> Variant:
+    return _renormalize.variant(arrays.CUDA_TYPE[dtype], mode, cluster, max_shared_bytes=_MAX_SHARED_BYTES)
+
+
+# Blocks of clusters for what models give: logits in float32 or bfloat16, probabilities in float32. All else is compiled
+# at its first use.
+_sample.at_import = [
+    sampler(dtype, probs, CLUSTER).instance
+    for dtype, probs in (("float32", False), ("bfloat16", False), ("float32", True))
+]
+_renormalize.at_import = [renormalizer("float32", "SOFTMAX", CLUSTER).instance]
+
+
+class Plan(NamedTuple):
+    """How the blocks of a row share it."""
+
+    cluster: int
+    threads: int
+    shared_bytes: int
+    layout: dict[str, int]
+
+
+def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
+    """`cache` says whether blocks keep what they can of a row, to read it again."""
+    check.one_of("variant", variant, VARIANTS)
+    gpu, constants = values.gpu, template.constants("sampling")
+    clusters = gpu.compute_capability >= 90
+    if variant == "cluster" and not clusters:
+        check.fail("variant", "'auto' or 'block' on a GPU without clusters (before sm_90)", "'cluster'")
+    most_warps, least_warps, tile = constants["MAX_WARPS"], constants["MIN_WARPS"], constants["TILE"]
+    tiles = -(-values.shape[-1] // tile)
+    # One block has a warp for each of so few tiles.
+    cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= most_warps) else CLUSTER
+    tiles_per_block = -(-tiles // cluster)
+    # Nearly a warp per tile, while there is room for all blocks at once: two per multiprocessor.
+    few = batch <= 2 * gpu.multiprocessors // cluster
+    warps = most_warps if few else least_warps if not cache or batch <= 5 * gpu.multiprocessors // cluster else 8
+    warps = min(warps, max(tiles_per_block, least_warps))
+    tops_per_tile = 32
+    while tops_per_tile > 1 and tiles * tops_per_tile > constants["MAX_TOPS"]:
+        tops_per_tile //= 2
+    # Of many rows only a part is kept, so that enough blocks run at once; the rest is read again from L2.
+    limit = _MAX_SHARED_BYTES if few else _SHARED_BYTES_OF_MANY
+    room = _MAX_SHARED_BYTES - 2 * tiles * 16 - constants["CAPACITY"] * 8 - tiles * tops_per_tile * 4
+    topped = min(tiles_per_block, room // 128)
+    used = _MAX_SHARED_BYTES - room + topped * 128
+    cached = min(tiles_per_block, max(0, limit - used) // (4 * tile)) if cache else 0
+    layout = {
+        "tiles": tiles,
+        "tiles_per_block": tiles_per_block,
+        "cached_tiles": cached,
+        "tops_per_tile": tops_per_tile,
+        "topped_tiles": topped,
+    }
+    return Plan(cluster, 32 * warps, used + cached * 4 * tile, layout)
+
+
+def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
+    def convert(name: str, value: Any) -> float:
+        found = check.number(name, value)
+        if not low <= found <= high:
+            check.fail(name, wanted, found)
+        return found
+
+    return convert
+
+
+def _word(name: str, value: Any) -> int:
+    """A 64-bit number, of either sign."""
+    return check.integer(name, value, -(2**63), 2**64 - 1) & (2**64 - 1)
+
+
+_share = _within(0, 1, "in [0, 1]")
+#: Of each parameter but top_k its dtypes as an array, its check as a number, and what None means.
+_RULES: dict[str, tuple[tuple[str, ...], Callable[[str, Any], Any], Any]] = {
+    "seed": (INTEGERS, _word, 0),
+    "offset": (INTEGERS, _word, 0),
+    "temperature": (("float32",), _within(0, float("inf"), "at least 0"), 1.0),
+    "top_p": (("float32",), _share, 1.0),
+    "min_p": (("float32",), _share, 0.0),
+}
+#: In the order of their bits in `wide` and `single`.
+PARAMETERS = ("top_k", *_RULES)
+
+
+def _parameters(first_name: str, first: Array, batch: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the parameters: arrays, or numbers for all rows."""
+    vocab = first.shape[-1]
+
+    def count(name: str, value: Any) -> int:
+        return check.integer(name, value, 1, vocab, "the vocabulary")
+
+    fields: dict[str, Any] = {"wide": 0, "single": 0}
+    for i, (name, (dtypes, convert, number)) in enumerate({"top_k": (INTEGERS, count, vocab), **_RULES}.items()):
+        value, array = given.get(name), None
+        if isinstance(value, Array):
+            array = expect(name, value, first, first_name, dtypes, value.shape and (batch,), "[batch]")
+            fields["wide"] |= (array.dtype == "int64") << i
+            fields["single"] |= (not array.shape) << i
+        elif value is not None:
+            number = late(functools.partial(convert, name), value)
+        fields |= {name: array, f"scalar_{name}": number}
+    return fields
+
+
+def _seed(seed: Any) -> Any:
+    return each_call(lambda: random.getrandbits(64)) if seed is None else seed
+
+
+def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[Any, int, Any]:
+    """Rows, vocabulary and row stride of a matrix [rows, vocab]."""
+    rows, vocab = expect_array(name, values, DTYPES, (symbol, "vocab")).shape
+    if not 1 <= vocab <= MAX_VOCAB:
+        check.fail(name, f"of a vocabulary in [1, {MAX_VOCAB}]", vocab)
+    if rows > MAX_BATCH:
+        check.fail(name, f"of at most {MAX_BATCH} rows", rows)
+    return rows, vocab, expect_row_stride(name, values)
+
+
+#: The fields that only some samplers have.
+_OPTIONAL: tuple[str, ...] = ("second", "valid", "logprobs", "indices", "finished", "sequence_length", "joint")
+_OPTIONAL += ("draft_ids", "accepted", "emitted", "drafts")
+
+
+def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again: bool, **fields: Any) -> None:
+    """Launch the kernel that draws; `again` says whether it reads rows more than once."""
+    plan = plan_of(values, batch, variant, again)
+    if not batch:
+        return
+    launch(
+        sampler(values.dtype, probs, plan.cluster),
+        batch * plan.cluster,
+        plan.threads,
+        plan.shared_bytes,
+        values=values,
+        vocab=values.shape[-1],
+        layout=plan.layout,
+        **dict.fromkeys(_OPTIONAL) | fields,
+    )
+
+
+def draw(
+    name: str,
+    values: Any,
+    seed: Any,
+    offset: Any,
+    indices: Any,
+    return_valid: bool,
+    return_logprobs: bool,
+    out: Any,
+    variant: str,
+    filter_apply_order: str = "top_k_first",
+    bias: Any = None,
+    finished: Any = None,
+    end_id: int | None = None,
+    sequence_length: Any = None,
+    **filters: Any,
+) -> Any:
+    """The plan of all samplers of one token per row."""
+    rows, vocab, stride = _check_rows(name, values, "batch" if indices is None else "rows")
+    joint = check.one_of("filter_apply_order", filter_apply_order, ORDERS) == "joint"
+    batch = rows
+    if indices is not None:
+        shape = getattr(indices, "shape", type(indices).__name__)
+        if not isinstance(shape, tuple) or len(shape) != 1:
+            check.fail("indices", "an integer array [batch]", shape, TypeError)
+        batch = expect("indices", indices, values, name, INTEGERS, shape, "[batch]").shape[0]
+        if batch and not rows:
+            check.fail(name, "of at least one row for the indices", f"{rows} rows")
+    fields = _parameters(name, values, batch, {"seed": _seed(seed), "offset": offset, **filters})
+    if bias is not None:
+        expect("bias", bias, values, name, (values.dtype,), (vocab,), "[vocab]")
+    if (finished is None) != (end_id is None):
+        check.fail("end_id", "given together with finished", repr(end_id))
+    if finished is not None:
+        expect("finished", finished, values, name, ("bool",), (batch,), "[batch]")
+        end_id = check.integer("end_id", end_id, 0, vocab - 1, "the vocabulary")
+    if sequence_length is not None:
+        expect("sequence_length", sequence_length, values, name, ("int32",), (batch,), "[batch]")
+
+    results = [Result((batch,), "int32", "[batch]")]
+    results += [Result((batch,), "bool", "[batch]")] * return_valid
+    results += [Result((batch,), "float32", "[batch]")] * return_logprobs
+    given = out if out is None or isinstance(out, list) else [out]
+    if given is not None and len(given) != len(results):
+        labels = ["ids", *["valid"] * return_valid, *["logprobs"] * return_logprobs]
+        check.fail("out", " and ".join(labels), f"{len(given)} arrays")
+    made = outputs(given[0] if given and len(given) == 1 else given, values, name, *results)
+    if values.on_host:
+        return run_twin(variant, VARIANTS)
+    drawn, *more = made if len(results) > 1 else (made,)
+    k, p, least = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
+    by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
+    # A small k leaves little to read again; without filters there is nothing to.
+    is_large = fields["top_k"] is not None or k > template.constants("sampling")["MAX_LISTED"]
+    again = is_large and (by_row or k < vocab or p < 1 or least > 0)
+    if indices is not None:
+        fields["wide"] |= (indices.dtype == "int64") << 3
+    _launch_sampler(
+        values,
+        name == "probs",
+        batch,
+        variant,
+        again,
+        second=bias,
+        ids=drawn,
+        valid=more[0] if return_valid else None,
+        logprobs=more[-1] if return_logprobs else None,
+        indices=indices,
+        finished=finished,
+        sequence_length=sequence_length,
+        row_stride=stride,
+        own_offsets=offset is None,
+        rows=rows,
+        end_id=-1 if end_id is None else end_id,
+        joint=joint,
+        **fields,
+    )
+    return [made] if len(results) == 1 and isinstance(out, list) else made
+
+
+def ids_of(values: Any, *_: Any, indices: Any = None, **__: Any) -> Result:
+    return Result(((values if indices is None else indices).shape[0],), "int32")
+
+
+def like_rows(values: Any, *_: Any, **__: Any) -> Result:
+    return Result(tuple(values.shape), dtype_name(values), "[batch, vocab]")
+
+
+def probabilities_of(values: Any, *_: Any, **__: Any) -> Result:
+    return like_rows(values)._replace(dtype="float32")
+
+
+def whole_rows(mode: str, name: str, values: Any, parameter: str, value: Any, out: Any, variant: str) -> Any:
+    """The plan of the functions that return rows."""
+    batch, vocab, stride = _check_rows(name, values)
+    fields = _parameters(name, values, batch, {parameter: value})
+    out = outputs(out, values, name, probabilities_of(values) if mode == "SOFTMAX" else like_rows(values))
+    if values.on_host:
+        return run_twin(variant, VARIANTS)
+    plan = plan_of(values, batch, variant, True)
+    if batch:
+        asked = {
+            field: fields[field] if x == parameter else None
+            for x in ("temperature", "top_p", "top_k")
+            for field in (x, f"scalar_{x}")
+        }
+        launch(
+            renormalizer(values.dtype, mode, plan.cluster),
+            batch * plan.cluster,
+            plan.threads,
+            plan.shared_bytes,
+            values=values,
+            out=out,
+            row_stride=stride,
+            vocab=vocab,
+            layout=plan.layout,
+            wide=fields["wide"] != 0,
+            single=fields["single"] != 0,
+            **asked,
+        )
+    return out
+
+
+def verified(draft_probs: Any, *_: Any, **__: Any) -> list[Result]:
+    batch, drafts, _vocab = draft_probs.shape
+    return [Result(shape, "int32", "[batch, ...]") for shape in ((batch, drafts + 1), (batch,), (batch,))]
+
+
+def verify(
+    draft_probs: Any, draft_token_ids: Any, target_probs: Any, seed: Any, offset: Any, out: Any, variant: str
+) -> Any:
+    """The plan of `chain_speculative_sampling`."""
+    first, like = expect_array("draft_probs", draft_probs, DTYPES, ("batch", "drafts", "vocab")), "draft_probs"
+    batch, drafts, vocab = first.shape
+    if not 1 <= vocab <= MAX_VOCAB:
+        check.fail("draft_probs", f"of a vocabulary in [1, {MAX_VOCAB}]", vocab)
+    if batch > MAX_BATCH // (drafts + 1):
+        check.fail("draft_probs", f"of at most {MAX_BATCH} rows in all", batch * drafts)
+    expect_contiguous("draft_probs", first)
+    expect("draft_token_ids", draft_token_ids, first, like, ("int32",), (batch, drafts), "[batch, drafts]")
+    shape = (batch, drafts + 1, vocab)
+    expect("target_probs", target_probs, first, like, (first.dtype,), shape, "[batch, drafts + 1, vocab]")
+    fields = _parameters(like, first, batch, {"seed": _seed(seed), "offset": offset})
+    names = "three arrays (ids, accepted, emitted)"
+    ids, accepted, emitted = outputs(out, first, like, *verified(first), names=names)
+    if first.on_host:
+        return run_twin(variant, VARIANTS)
+    _launch_sampler(
+        target_probs,
+        True,
+        batch,
+        variant,
+        False,
+        second=first,
+        ids=ids,
+        # Even without any drafts this says that there are some to verify.
+        draft_ids=draft_token_ids if drafts else ids,
+        accepted=accepted,
+        emitted=emitted,
+        row_stride=vocab,
+        own_offsets=offset is None,
+        rows=batch * (drafts + 1),
+        end_id=-1,
+        drafts=drafts,
+        **fields,
+    )
+    return ids, accepted, emitted
