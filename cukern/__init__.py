@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cukern.explain import explain
 from cukern.fused_moe import fused_experts
 from cukern.ops.beam_search import beam_search_step, beam_topk, gather_tree, update_kv_cache
 from cukern.ops.decoder_attention import cross_attention, masked_attention
@@ -103,6 +104,7 @@ __all__ = [
     "dequantize_nvfp4",
     "embedding_lookup",
     "embedding_lookup_sine_position_encoding",
+    "explain",
     "flash_mla_with_kvcache",
     "fused_experts",
     "gather_cache",

@@ -82,6 +82,16 @@ def _written(operator: Any) -> list[tuple[int, str]]:
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+def _empty(like: torch.Tensor, result: Any) -> Any:
+    """A tensor for a result, where `like` is; what is no `Result` is a result itself."""
+    if not isinstance(result, Result):
+        return result
+    shape, dtype = result.shape, getattr(torch, result.dtype)
+    if result.transposed:
+        return like.new_empty((*shape[:-2], shape[-1], shape[-2]), dtype=dtype).swapaxes(-1, -2)
+    return like.new_empty(shape, dtype=dtype)
+
+
 def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
@@ -120,11 +130,7 @@ def _register(
         if results is None:
             return None
         like = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        made = [
-            like.new_empty(result.shape, dtype=getattr(torch, result.dtype)) if isinstance(result, Result) else result
-            for result in _as_results(results(*args, **kwargs))
-        ]
-        return _one_or_all(made)
+        return _one_or_all([_empty(like, result) for result in _as_results(results(*args, **kwargs))])
 
     for device in ("CPU", "CUDA"):
         _library.impl(name, write if written else call, device)

@@ -18,6 +18,10 @@ from tests.buffers import OnlyDLPack
 PLACES = ("numpy", "cpu", "foreign", "cupy", "cuda", "foreign cuda")
 
 
+#: The public functions that are no ops.
+NO_OPS = {"explain", "specialize"}
+
+
 class Call(NamedTuple):
     """A function of cukern by its name, and its arguments; those of `CALLS` are tensors in host memory."""
 

@@ -88,10 +88,10 @@ def scaled_fp8_quant(
     if output is None:
         output = np.zeros((rows, *input.shape[1:]), E4M3)
     x = input.astype(np.float32)
+    per_token = scale is None and use_per_token_if_dynamic
     if scale is not None:
         scales: Array = np.full(1, _number(scale))
     else:
-        per_token = use_per_token_if_dynamic
         largest = _largest(x if per_token else x.reshape(1, x.size))
         if scale_ub is not None:
             largest = np.minimum(largest, _number(scale_ub))
@@ -99,7 +99,7 @@ def scaled_fp8_quant(
         if not per_token:
             scales = scales.reshape(1)
     output.view(E4M3)[: len(x)] = _quantized(x, scales, E4M3)
-    if scales.size > 1 and rows > len(x):
+    if per_token and rows > len(x):
         scales = np.concatenate([scales, np.zeros((rows - len(x), *scales.shape[1:]), np.float32)])
     return output, scales
 

@@ -150,7 +150,7 @@ class _CuPy(Library):
         return memory.ptr
 
     def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
-        empty, kind = cupy.empty, numpy_dtype(dtype)
+        empty, kind = cupy.empty, numpy_dtype("uint8" if dtype.startswith("float8") else dtype)  # it has no FP8
         if callable(shape):
             return lambda environment: empty(shape(environment), kind)
         return lambda environment: empty(shape, kind)

@@ -30,6 +30,10 @@ class Place(NamedTuple):
         return "the CPU" if self.device is None else f"CUDA device {self.device}"
 
 
+class NoNumbers(TypeError):
+    """A plan asks for what is in an array, which is known only once it has run."""
+
+
 class Array:
     """The description of an array: what a plan may know of it. It is also how a launch says which array it means.
 
@@ -113,8 +117,16 @@ class Array:
         known = functools.reduce(operator.mul, (n for n in shape if type(n) is not int or n >= 0), 1)
         return self.view([self.size // known if type(n) is int and n < 0 else n for n in shape])
 
+    @property
+    def transposed(self) -> Array:
+        """With the last two dimensions the other way round."""
+        shape, strides = ((*of[:-2], of[-1], of[-2]) for of in (self.shape, self.strides))
+        return self._part(self.dtype, shape, strides, self.alignment, 0)
+
     def __getitem__(self, rows: slice) -> Array:
-        """The rows from `rows.start` on, or those before `rows.stop`."""
+        """The rows from `rows.start` on, or those before `rows.stop`. Raises NoNumbers for an index."""
+        if not isinstance(rows, slice):
+            raise NoNumbers("a plan knows no numbers of an array")
         first, stop = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
         between = self.strides[0] * self.item_size
         alignment = self.alignment if type(first) is int and first == 0 else math.gcd(self.alignment, between)
@@ -143,6 +155,12 @@ class Result(NamedTuple):
     shape: tuple[Any, ...]
     dtype: str
     symbols: str = ""
+    transposed: bool = False  # contiguous with the last two dimensions, and `symbols`, the other way round
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What an array that is given for it may be: FP8 numbers, or their bytes."""
+        return (self.dtype, "uint8") if self.dtype == "float8_e4m3fn" else (self.dtype,)
 
 
 def dtype_name(array: Any) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from cukern.runtime import arrays, check
+from cukern.runtime.describe import Array, expect_place
+from cukern.runtime.late import late
 
 #: The dtype that the bytes of a cache have by its `kv_cache_dtype`; "auto" leaves it to the array.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -30,3 +33,29 @@ def scale(name: str, value: Any, like: str, library: arrays.Library, device: int
         if size != 1:
             check.fail(name, "a number or an array of one element", f"an array of shape {list(value.shape)}")
     return library.address(value), 1.0
+
+
+def scale_of(name: str, value: Any, like: Array, like_name: str) -> tuple[Array | None, Any]:
+    """A scale as the kernels take it: an array of one float32, or None; and the number that counts without it.
+
+    None is 1. Raises TypeError and ValueError for what is neither a finite number nor a float32 array of one element,
+    of the library and on the device of the argument `like`.
+    """
+    if value is None:
+        return None, 1.0
+    if not isinstance(value, Array):
+        return None, late(
+            functools.partial(_number, name, f"a {like.place.library.name} array like {like_name}"), value
+        )
+    expect_place(name, value, like, like_name)
+    check.dtype(name, value.dtype, ("float32",))
+    if any(size != 1 for size in value.shape):
+        check.fail(name, "a number or an array of one element", f"an array of shape {list(value.shape)}")
+    return value, 1.0
+
+
+def _number(name: str, wanted: str, value: Any) -> float:
+    """`value` as a finite float. Raises TypeError for an array, which here is one of another library."""
+    if type(value) is not float and arrays.is_array(value):
+        check.fail(name, wanted, f"{type(value).__module__}.{type(value).__name__}", TypeError)
+    return check.number(name, value)

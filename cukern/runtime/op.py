@@ -26,7 +26,7 @@ import numpy as np
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array, Place
 from cukern.runtime.late import Guards, Late
-from cukern.runtime.plan import Plan, Trace, follow
+from cukern.runtime.plan import Plan, Trace, follow, follow_part
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Schemas = Mapping[str, Callable[..., Any] | None]
@@ -97,7 +97,7 @@ class Op:
         values = (*args, *kwargs.values())
         flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else (value,))]
         if any(isinstance(x, Array) for x in flat):
-            return self.plan(*args, **kwargs)  # in the plan of another op
+            return follow_part(lambda: self.plan(*args, **kwargs))  # in the plan of another op
         known = len(arrays.KNOWN)
         libraries = [arrays.library_of(x) for x in flat]
         if len(arrays.KNOWN) > known:
@@ -147,11 +147,17 @@ class Op:
             return None
         assert reader.first is not None
         like = given(reader.first)
+
+        def from_numpy(result: Any, place: Array | None) -> Any:
+            if place is not None and place.source in trace.transposed:
+                return library.from_numpy(result.swapaxes(-1, -2), like).swapaxes(-1, -2)
+            return library.from_numpy(result, like)
+
         found = []
         many = results if isinstance(results, tuple) else (results,)
         for result, place in itertools.zip_longest(many, trace.outputs):
             if place is None or place.source >= trace.first_made:
-                found.append(library.from_numpy(result, like) if isinstance(result, np.ndarray) else result)
+                found.append(from_numpy(result, place) if isinstance(result, np.ndarray) else result)
                 continue
             found.append(given(place))
             into = library.to_numpy(found[-1])

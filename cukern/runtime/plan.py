@@ -32,6 +32,8 @@ class _Step(NamedTuple):
     block: tuple[Any, Any, Any]
     shared_bytes: Any
     packing: template.Packing | None
+    notes: dict[str, Any]  # of the op that says it
+    fields: Mapping[str, Any] = {}
     cleared: tuple[Any, Any] = (0, 0)  # address and bytes
 
 
@@ -44,6 +46,7 @@ class Trace:
         self.steps: list[_Step] = []
         self.first_made = addresses + lates  # place of the address of the first array that is made
         self.made: list[tuple[tuple[Any, ...], str]] = []
+        self.transposed: set[int] = set()  # sources of those whose last two dimensions are turned then
         self.workspace: Array | None = None
         self.workspace_bytes: Any = 0
         self.is_host_call = False
@@ -74,11 +77,24 @@ def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
         _tracing.trace = previous
 
 
-def outputs(out: Any, first: Array, first_name: str, *results: Result | Array | None, names: str = "") -> Any:
+def follow_part(plan: Callable[[], Any]) -> Any:
+    """What the plan of an op returns that is called in the one of another op; the notes are its own."""
+    trace = current()
+    outer, trace.notes = trace.notes, {}
+    try:
+        return plan()
+    finally:
+        trace.notes = outer
+
+
+def outputs(
+    out: Any, first: Array, first_name: str, *results: Result | Array | None, names: str | Sequence[str] = ""
+) -> Any:
     """Where an op writes its results: `out` where that is given, else new arrays; one alone, or a tuple.
 
     `names` is what the message calls an `out` of several, such as "a pair (weights, ids)"; None in it is a new array.
-    What is no `Result`, such as an argument that is written or None, is a result itself.
+    Where each has an argument of its own, `names` are theirs. What is no `Result`, such as an argument that is written
+    or None, is a result itself.
     Raises TypeError and ValueError for an `out` that does not fit.
     """
     trace, single = current(), len(results) == 1
@@ -87,16 +103,26 @@ def outputs(out: Any, first: Array, first_name: str, *results: Result | Array | 
     elif isinstance(out, (tuple, list)) and len(out) == len(results):
         given = list(out)
     else:
-        check.fail("out", names, type_name(out), TypeError)
+        check.fail("out", str(names), type_name(out), TypeError)
     found: list[Any] = []
     for i, (array, result) in enumerate(zip(given, results, strict=True)):
         if not isinstance(result, Result):
             found.append(result)
-        elif array is None:
-            found.append(trace.make(result.shape, result.dtype))
-        else:
-            name = "out" if single else f"out[{i}]"
-            found.append(expect(name, array, first, first_name, (result.dtype,), result.shape, result.symbols))
+            continue
+        shape, turn = result.shape, result.transposed
+        if turn:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        if array is None:
+            made = trace.make(shape, result.dtype)
+            if turn:
+                trace.transposed.add(made.source)
+                made = made.transposed
+            found.append(made)
+            continue
+        name = names[i] if names and not isinstance(names, str) else "out" if single else f"out[{i}]"
+        turned = array.transposed if turn and isinstance(array, Array) and len(array.shape) > 1 else array
+        expect(name, turned, first, first_name, result.dtypes, shape, result.symbols)
+        found.append(array)
     trace.outputs = found
     return found[0] if single else tuple(found)
 
@@ -108,6 +134,7 @@ def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> An
     """
     check.host_variant(variant, variants)
     current().is_host_call = True
+    return None
 
 
 def empty(shape: Sequence[Any], dtype: str) -> Array:
@@ -134,12 +161,14 @@ def launch(variant: Variant, grid: Any, block: Any, shared_bytes: Any = 0, /, **
     """
     layout = template.params(variant.instance.stem, variant.instance.function)
     packing = template.Packing(layout, template.named_leaves(layout, fields), _is_open)
-    current().steps.append(_Step(variant, _three(grid), _three(block), shared_bytes, packing))
+    trace = current()
+    trace.steps.append(_Step(variant, _three(grid), _three(block), shared_bytes, packing, trace.notes, fields))
 
 
 def clear(array: Array) -> None:
     """Set all bytes of an array without gaps to 0, after the launches before and before those after."""
-    current().steps.append(_Step(None, (0, 0, 0), (0, 0, 0), 0, None, (array.address, array.size * array.item_size)))
+    trace, cleared = current(), (array.address, array.size * array.item_size)
+    trace.steps.append(_Step(None, (0, 0, 0), (0, 0, 0), 0, None, trace.notes, cleared=cleared))
 
 
 def tensor_map(
@@ -268,6 +297,8 @@ class Plan:
         if trace.workspace is not None:
             trace.made[trace.workspace.source - trace.first_made] = ((trace.workspace_bytes,), "uint8")
         self._makers = [library.maker(_shape_finder(shape), dtype, device) for shape, dtype in trace.made]
+        for source in trace.transposed:
+            self._makers[source - trace.first_made] = _transposing(self._makers[source - trace.first_made])
         places = _Places(trace.first_made + len(trace.made))
         open_steps: list[tuple[_Step, Any, Any]] = []
         for step in trace.steps:
@@ -362,6 +393,10 @@ def _take(kind: str, where: Any, values: Sequence[Any], made: list[Any], environ
         position, inner = where
         return values[position] if inner is None else values[position][inner]
     return None if kind is _NOTHING else made[where] if kind is _MADE else where(environment)
+
+
+def _transposing(make: Callable[[Environment], Any]) -> Callable[[Environment], Any]:
+    return lambda environment: make(environment).swapaxes(-1, -2)
 
 
 def _shape_finder(shape: tuple[Any, ...]) -> tuple[int, ...] | Callable[[Environment], tuple[int, ...]]:

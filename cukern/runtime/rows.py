@@ -6,7 +6,7 @@ import functools
 import operator
 from typing import Any, NamedTuple
 
-from cukern.runtime import arrays, check
+from cukern.runtime import check
 from cukern.runtime.describe import Array, contiguous_strides, expect
 from cukern.runtime.units import divisor
 
@@ -21,51 +21,9 @@ class Rows(NamedTuple):
 
     total: Any
     size: int
-    distance: int  # of neighbours, in elements
-    batch: int  # so many have an index before the last but one in common, where they are counted
-    counts: Any  # how many of each `batch` count, int32; None: all do
-
-
-def rows_of_array(
-    name: str, array: Any, library: arrays.Library, device: int | None, expert_num_tokens: Any = None
-) -> Rows:
-    """The rows of `array`; with expert_num_tokens it is [experts, max_tokens, size].
-
-    Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all lie at one distance, or
-    for other sizes.
-    """
-    shape = tuple(array.shape)
-    if not shape:
-        check.dimensions(name, shape, ("...", "size"))
-    size, count, distance = shape[-1], 1, shape[-1]
-    if size > MAX_ROW:
-        check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
-    for length in shape[:-1]:
-        count *= length
-    if count > MAX_ROWS:
-        check.fail(name, f"of at most {MAX_ROWS} rows", count)
-    if count > 1 and size:
-        strides = library.strides(array)
-        fits, span = strides[-1] == 1 or size == 1, 0
-        for length, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
-            if length > 1:
-                if not span:
-                    distance = span = stride
-                fits, span = fits and stride == span, stride * length
-        if not fits or distance < 0:
-            wanted = "contiguous along its last dimension, with all rows at one distance"
-            check.fail(name, wanted, f"strides {tuple(strides)} (in elements)")
-    elif size > 1 and count and library.strides(array)[-1] != 1:
-        check.fail(
-            name, "contiguous along its last dimension", f"strides {tuple(library.strides(array))} (in elements)"
-        )
-    batch = shape[-2] if len(shape) > 1 else 1
-    if expert_num_tokens is None:
-        return Rows(count, size, distance, batch, 0)
-    if len(shape) != 3:
-        check.dimensions(name, shape, ("experts", "max_tokens", "size"))
-    arrays.expect("expert_num_tokens", expert_num_tokens, name, library, device, ("int32",), (shape[0],), "[experts]")
-    return Rows(count, size, distance, batch, library.address(expert_num_tokens))
+    distance: Any  # of neighbours, in elements
+    batch: Any  # so many have an index before the last but one in common, where they are counted
+    counts: Array | None  # how many of each `batch` count, int32; None: all do
 
 
 def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
@@ -80,14 +38,17 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
     size = distance = int(shape[-1])  # late where there is but one dimension
     if size > MAX_ROW:
         check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
-    count = functools.reduce(operator.mul, shape[:-1]) if shape[:-1] else 1
+    # Without the dimensions of size 1, whose strides say nothing, a late size is compared only where it has to be.
+    outer = [(n, stride) for n, stride in zip(shape[:-1], array.strides, strict=False) if type(n) is not int or n != 1]
+    lengths, strides = [n for n, _ in outer], [*(stride for _, stride in outer), array.strides[-1]]
+    count = functools.reduce(operator.mul, lengths, 1) if len(lengths) != 1 else lengths[0]
     if count > MAX_ROWS:
         check.fail(name, f"of at most {MAX_ROWS} rows", count)
-    if array.strides == contiguous_strides(shape):
+    if strides == list(contiguous_strides([*lengths, size])):
         pass
     elif count > 1 and size:
         fits, span = array.strides[-1] == 1 or size == 1, 0
-        for length, stride in zip(shape[-2::-1], array.strides[-2::-1], strict=True):
+        for length, stride in reversed(outer):
             if length > 1:
                 if not span:
                     distance = span = stride

@@ -23,7 +23,7 @@ from cukern.runtime.describe import (
 )
 from cukern.runtime.late import Late, late
 from cukern.runtime.op import op
-from cukern.runtime.plan import outputs, run_twin
+from cukern.runtime.plan import note, outputs, run_twin
 
 __all__ = ["moe_gemm", "moe_gemm_batched"]
 
@@ -238,6 +238,8 @@ def _multiply(
     rows, (experts, n, _), k = result.shape[-2], b.shape, a.shape[-1]
     if rows == 0:
         return out
+    if len(a.shape) == 2:  # else how many rows count is on the GPU
+        note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8 is twice as fast
     scales, sizes = (a_scale, b_scale, b_global_scale), (len(a.shape) == 3, rows, experts, n, k)
     x = Product(a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m)
     launch = _kernel(variant, x)

@@ -1,0 +1,417 @@
+"""What a call of an op would do, in words: `cukern.explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cukern.commands import Resources, resources
+from cukern.runtime import arrays, check, compile, gpu, template
+from cukern.runtime.cuda import runtime
+from cukern.runtime.describe import Array, NoNumbers
+from cukern.runtime.kernel import KERNELS
+from cukern.runtime.late import Late
+from cukern.runtime.op import OPERATORS, OPS, Op
+from cukern.runtime.plan import Trace, current
+
+_RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+_WIDTH, _INDENT = 120, 14
+
+
+class Ceilings(NamedTuple):
+    """What a GPU reached in the benchmarks; `benchmarks/harness.py` says how each is measured."""
+
+    gpu: str
+    kernel_us: float  # an empty kernel
+    copy_tb_s: float
+    matmul_tflop_s: float | None  # of 16-bit numbers
+
+    def floor(self, bytes: float, flops: float) -> tuple[float, str]:
+        """The least time in microseconds, and what sets it."""
+        copied = f"{self.copy_tb_s:.2f} TB/s, a copy on an {self.gpu}"
+        floors = [(self.kernel_us, f"an empty kernel on an {self.gpu}"), (bytes / self.copy_tb_s / 1e6, copied)]
+        if flops and self.matmul_tflop_s:
+            product = f"{self.matmul_tflop_s:.0f} TFLOP/s, a large 16-bit product on an {self.gpu}"
+            floors.append((flops / self.matmul_tflop_s / 1e6, product))
+        return max(floors)
+
+
+#: Kept with the package, which comes without the benchmarks' results.
+CEILINGS = {"NVIDIA H200": Ceilings("NVIDIA H200", 0.53, 4.26, 801.0)}
+#: The GPU whose ceilings stand for an architecture.
+_STANDS_FOR = {"90a": "NVIDIA H200"}
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel, or of none: bytes that are set to 0."""
+
+    kernel: str  # with its template arguments by name
+    why: str = ""  # that kernel, or that instance of it
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+    shared_bytes: int = 0
+    fields: Mapping[str, Any] = {}  # of its struct, but for null pointers
+    resources: Resources | None = None  # where it is compiled
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        yield "kernel", self.kernel
+        if not self.grid:
+            return
+        yield "why", self.why
+        grid, block = (" x ".join(f"{n:,}" for n in _trimmed(sizes)) for sizes in (self.grid, self.block))
+        shared = f", {self.shared_bytes:,} bytes of dynamic shared memory" if self.shared_bytes else ""
+        yield "grid", f"{grid} block{'s' * (math.prod(self.grid) > 1)} of {block} threads{shared}"
+        yield "fields", "  ".join(f"{name}={value}" for name, value in self.fields.items())
+        if self.resources:
+            registers, spilled = self.resources
+            yield "registers", f"{registers} of each thread, {f'{spilled} bytes spilled' if spilled else 'no spills'}"
+        else:
+            yield "registers", "not known before it is compiled"
+
+
+class Explanation(NamedTuple):
+    """What a call of an op would do; `str` says it in words.
+
+    On arrays in host memory `twin` says what runs there, and there is no `gpu`. Bytes and flops are those that the op
+    cannot avoid, and give the floor, in microseconds, where the GPU was measured. Where the op does not say its bytes,
+    `moves_all`, each argument and result counts once, also if it is read in part.
+    """
+
+    op: str
+    gpu: gpu.Gpu | None = None
+    twin: str = ""
+    launches: tuple[Launch, ...] = ()
+    results: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    bytes: int = 0
+    moves_all: bool = False
+    flops: int = 0
+    floor_us: float | None = None
+    floor_by: str = ""
+
+    def __str__(self) -> str:
+        if self.gpu is None:
+            words = f'the NumPy twin, {self.twin} (arch="90a" and the like ask what a GPU would do)'
+            return f"{self.op} on arrays in host memory\n{_wrapped('runs', words)}"
+        lines = []
+        for i, launch in enumerate(self.launches):
+            if i:
+                lines.append(("", ""))
+            lines += launch.lines()
+        if not self.launches:
+            lines.append(("kernel", "none, there is nothing to do"))
+        if len(self.launches) > 1:
+            lines.append(("", ""))
+        lines += [("result" if i == 0 else "", result) for i, result in enumerate(self.results)]
+        if self.workspace_bytes:
+            lines.append(("workspace", _bytes(self.workspace_bytes)))
+        lines.append(("moves", f"{_bytes(self.bytes)}{', each argument and result once' if self.moves_all else ''}"))
+        if self.flops:
+            lines.append(("computes", f"{self.flops / 1e9:,.4g} GFLOP of 16 bits, or what takes as long"))
+        floor = "not known: there are no measurements of this GPU"
+        if self.floor_us is not None:
+            floor = f"{self.floor_us:,.3g} us, by {self.floor_by}"
+        lines.append(("floor", floor))
+        title = f"{self.op} on sm_{self.gpu.arch} with {self.gpu.multiprocessors} multiprocessors"
+        return "\n".join([title, *(_wrapped(word, text) for word, text in lines)])
+
+
+def _wrapped(word: str, text: str) -> str:
+    first, rest = f"  {word:<{_INDENT - 2}}", " " * _INDENT
+    wrapper = textwrap.TextWrapper(_WIDTH, first, rest, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
+
+
+def _trimmed(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the ones at the end."""
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes = sizes[:-1]
+    return sizes
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} bytes"
+
+
+def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
+    """What a call of a function of cukern would launch, allocate and move, and why. Nothing runs.
+
+    Args:
+        function: a public function of cukern, such as `cukern.moe_gemm`.
+        args: the arguments of the call.
+        arch: explain it for this architecture, such as "90a", as if the arrays were on such a GPU: without a GPU, and
+            with arrays in host memory. By default, for where the arrays are.
+        kwargs: the arguments of the call by name.
+
+    Returns:
+        an `Explanation`, to print: the kernels with their template arguments, the grid, the block, the fields of the
+        struct of parameters, registers where it is compiled, what is allocated, and the floor: the time that the GPU
+        needs for the bytes that must be moved and the flops that must be done.
+
+    Raises:
+        TypeError: `function` is no op of cukern, or several for these arguments.
+        ValueError: an unknown architecture.
+        What the function itself raises for these arguments.
+    """
+    name = getattr(function, "__name__", "")
+    if not name or function not in [getattr(OPS.get(name), "call", None), OPERATORS.get(name, (None,))[0]]:
+        check.fail("function", "an op of cukern", name or repr(function), TypeError)
+    on = None if arch is None else gpu.of_arch(arch)
+    call = _Call(function, args, kwargs)
+    try:
+        trace, returned = call.trace(on)
+    except NoNumbers:
+        wanted = "one op for these arguments"
+        check.fail("function", wanted, f"{name}, which reads what one wrote before it calls the next", TypeError)
+    if trace.is_host_call:
+        _, *parts = function.__module__.split(".")
+        stem = parts[1] if parts[0] == "ops" else parts[0]
+        return Explanation(name, twin=f"cukern.reference.{stem.strip('_')}.{name}")
+    found = trace.place.gpu
+    assert found is not None
+    notes = {id(step.notes): step.notes for step in trace.steps}
+    own = next(iter(notes.values())) if len(notes) == 1 else {}
+    names, variant = call.names_of(trace, returned), call.values.get("variant", "auto")
+    moved = _number(own["bytes"]) if "bytes" in own else call.bytes_of(trace, returned)
+    flops = _number(sum(each.get("flops", 0) for each in notes.values()))
+    ceilings = _ceilings(_STANDS_FOR.get(found.arch) if on else _name_of(trace.place.device), name)
+    floor = ceilings.floor(moved, flops) if ceilings else (None, "")
+    return Explanation(
+        name,
+        found,
+        launches=tuple(_launch(step, found.arch, names, variant) for step in trace.steps),
+        results=tuple(f"{names[x.source]}: {x.dtype} {list(x.shape)}" for x in _returned(returned)),
+        workspace_bytes=_between(trace, returned),
+        bytes=moved,
+        moves_all="bytes" not in own,
+        flops=flops,
+        floor_us=floor[0],
+        floor_by=floor[1],
+    )
+
+
+def _between(trace: Trace, returned: Any) -> int:
+    """The bytes that are allocated and not returned."""
+    kept = [*_returned(returned), *([] if trace.workspace is None else [trace.workspace])]
+    sources = {x.source for x in kept}
+    made = [x for i, x in enumerate(trace.made, trace.first_made) if i not in sources]
+    return _number(trace.workspace_bytes) + sum(_size(shape, dtype) for shape, dtype in made)
+
+
+class _Call:
+    """A call, whose arrays are replaced by their descriptions; so the function may be a plan or call several."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = [*inspect.signature(function).parameters]
+        self.function = function
+        self.count = len(args)
+        self.values: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) > len(names) or {*names[: len(args)]} & {*kwargs}:
+            function(*args, **kwargs)  # which raises TypeError
+        first = next((x for x in _flat(self.values) if hasattr(x, "__dlpack__")), None)
+        if first is not None and arrays.library_of(first) is None:
+            self.values = {name: arrays.enter_all(name, value) for name, value in self.values.items()}
+        self.arrays: dict[str, Any] = {}
+        for name, value in self.values.items():
+            _replaced(value, name, lambda path, array: self.arrays.setdefault(path, array))
+
+    def trace(self, on: gpu.Gpu | None) -> tuple[Trace, Any]:
+        """What the call says, and what it returns."""
+
+        def plan(**described: Any) -> Any:
+            values = {
+                name: _replaced(value, name, lambda path, _: described[path]) for name, value in self.values.items()
+            }
+            positional = [values.pop(name) for name in [*values][: self.count]]
+            try:
+                return self.function(*positional, **values)
+            except TypeError:
+                if current().is_host_call:  # the first of several ops was left to its twin, and gave nothing
+                    return None
+                raise
+
+        op = Op(plan, None, {}, ())
+        trace, returned, _ = op.say(op.form(0, tuple(self.arrays)), tuple(self.arrays.values()), on)
+        return trace, returned
+
+    def names_of(self, trace: Trace, returned: Any) -> dict[int, str]:
+        """What the arrays are called, by their source."""
+        names = dict(enumerate(self.arrays))
+        found = list(_returned(returned))
+        called = _result_names(self.function.__name__, len(found)) or [f"result {i}" for i in range(len(found))]
+        for array, name in zip(found, called, strict=True):
+            names.setdefault(array.source, name)
+        for i in range(len(trace.made)):
+            names.setdefault(trace.first_made + i, f"array {i}")
+        if trace.workspace is not None:
+            names[trace.workspace.source] = "workspace"
+        return names
+
+    def bytes_of(self, trace: Trace, returned: Any) -> int:
+        """Of all arguments and results, each once."""
+        given = [(tuple(x.shape), _library(x).dtype(x)) for x in self.arrays.values()]
+        made = [(x.shape, x.dtype) for x in _returned(returned) if x.source >= trace.first_made]
+        return sum(_size(*each) for each in [*given, *made])
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _replaced(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
+    """`value` with `change` of each array in it, and of its path; also in lists and in configurations."""
+    if arrays.library_of(value) is not None:
+        return change(path, value)
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(x, f"{path}[{i}]", change) for i, x in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: _replaced(x, f"{path}.{name}", change) for name, x in own.items()}
+        different = {name: x for name, x in changed.items() if x is not own[name]}
+        return dataclasses.replace(value, **different) if different else value
+    return value
+
+
+def _library(array: Any) -> arrays.Library:
+    library = arrays.library_of(array)
+    assert library is not None
+    return library
+
+
+def _size(shape: Iterable[Any], dtype: str) -> int:
+    return math.prod(map(_number, shape)) * arrays.ITEM_SIZE[dtype]
+
+
+def _number(value: Any) -> Any:
+    return value.value if isinstance(value, Late) else value
+
+
+def _returned(returned: Any) -> Iterator[Array]:
+    yield from (x for x in (returned if isinstance(returned, (tuple, list)) else [returned]) if isinstance(x, Array))
+
+
+def _result_names(name: str, count: int) -> list[str] | None:
+    """As the schema calls so many results."""
+    for schema in OPERATORS.get(name, ("", {}))[1]:
+        results = schema.rsplit("-> ", 1)[1].strip("()").split(", ")
+        names = [result.split()[-1] for result in results if result.startswith("Tensor")]
+        if len(names) == count:
+            return names
+    return None
+
+
+# --- launches -----------------------------------------------------------------------------------------
+
+
+def _launch(step: Any, arch: str, names: dict[int, str], variant: str) -> Launch:
+    if step.variant is None:
+        address, size = step.cleared
+        return Launch(f"none: {_bytes(_number(size))} of {names.get(address.place, 'workspace')} are set to 0")
+    instance = step.variant.instance
+    layout = template.params(instance.stem, instance.function)
+    fields = {}
+    for _, code, value, path in template.named_leaves(layout, step.fields):
+        # A null pointer says nothing, nor does what a division by another field is turned into.
+        if (code == "Q" and type(value) is int and value == 0) or path.endswith((".multiplier", ".shift")):
+            continue
+        text = _field(value, names)
+        if text:
+            fields[path] = text
+    return Launch(
+        _expression(instance),
+        step.notes.get("why") or _why(instance, variant),
+        tuple(map(_number, step.grid)),
+        tuple(map(_number, step.block)),
+        _number(step.shared_bytes),
+        fields,
+        _resources(instance, arch),
+    )
+
+
+def _why(instance: compile.Instance, variant: str) -> str:
+    """What can be said where the op says nothing."""
+    if variant != "auto":
+        return f"variant={variant!r} asks for it"
+    kernel = next(x for x in KERNELS[instance.stem] if x.function == instance.function)
+    if instance in kernel.at_import:
+        return "one of the instances that are compiled at import"
+    return "one of the specialized instances" if instance in kernel.specialized else "no specialized instance fits"
+
+
+def _field(value: Any, names: dict[int, str]) -> Any:
+    """A field as it is shown; an empty string for nothing at all."""
+    if isinstance(value, Array):
+        offset = _number(value.offset)
+        return names[value.source] + (f"+{offset}" if offset else "")
+    if isinstance(value, Late) and isinstance(value.value, bytes):
+        return "tensor map"
+    value = _number(value)
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes" if any(value) else ""
+    return int(value) if isinstance(value, bool) else value
+
+
+def _expression(instance: compile.Instance) -> str:
+    """A template with its arguments by name."""
+    names = _parameter_names(instance.stem, instance.function)
+    if len(names) != len(instance.arguments):
+        return instance.expression
+    given = ", ".join(f"{name}={value}" for name, value in zip(names, instance.arguments, strict=True))
+    return f"{instance.function}<{given}>"
+
+
+@functools.cache
+def _parameter_names(stem: str, function: str) -> list[str]:
+    declared = rf"template\s*<([^;{{}}]*?)>\s*__global__[^;{{]*?\b{function}\s*\("
+    found = re.search(declared, template.text(stem))
+    return [x.partition("=")[0].split()[-1] for x in found[1].split(",")] if found else []
+
+
+def _resources(instance: compile.Instance, arch: str) -> Resources | None:
+    if compile.available() is not None:
+        return None
+    note = compile.read_note(compile.cached_path(instance, arch))
+    return resources(note) if note else None
+
+
+# --- ceilings -----------------------------------------------------------------------------------------
+
+
+def _name_of(device: int | None) -> str:
+    return runtime.getDeviceProperties(device)["name"].decode()
+
+
+def _ceilings(name: str | None, op: str) -> Ceilings | None:
+    """Those of a GPU: from the results of the benchmarks, where this is a clone, else from the table."""
+    kept = CEILINGS.get(name or "")
+    measured = _measured(name) if name else None
+    if name is None or measured is None:
+        return kept
+    own = measured["ops"].get(op, measured)["ceilings"]
+    matmul = next((x["ceilings"]["matmul_tflop_s"] for x in measured["ops"].values()), None)
+    matmul = own["matmul_tflop_s"] or matmul or (kept and kept.matmul_tflop_s)
+    return Ceilings(name, own["kernel_us"], own["copy_tb_s"], matmul)
+
+
+@functools.cache
+def _measured(name: str) -> dict[str, Any] | None:
+    for path in sorted(_RESULTS.glob("*.json")):
+        content = json.loads(path.read_text())
+        if content.get("gpu") == name:
+            return content
+    return None

@@ -1,0 +1,336 @@
+"""What `cukern.explain` says of a call, on machines with and without a GPU."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import cukern
+from cukern.runtime import arrays, compile, gpu
+from cukern.runtime.cuda import cupy
+from cukern.runtime.describe import Result
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.op import OPERATORS, OPS, Op, op
+from cukern.runtime.plan import clear, empty, launch, note, outputs, run_twin
+from tests.buffers import OnlyDLPack
+from tests.calls import CALLS, NO_OPS
+
+# What the package calls so is the function.
+module: Any = sys.modules["cukern.explain"]
+ROOT = Path(__file__).resolve().parents[1]
+X = np.zeros((8192, 7168), ml_dtypes.bfloat16)
+DECLARED = {
+    key: call
+    for key, call in CALLS.items()
+    if call.name in OPERATORS and (call.name != "fused_experts" or {"moe_sort", "moe_gemm"} <= {*OPS})
+}
+
+
+def test_a_launch_is_said_with_all_that_decides_it() -> None:
+    said = cukern.explain(cukern.per_token_group_quant_fp8, X, 128, arch="90a")
+    assert said.gpu == gpu.of_arch("90a") and not said.twin
+    (launched,) = said.launches
+    names = "T=__nv_bfloat16, FORMAT=E4M3, ACTIVATION=0, GROUP=128, UNITS=2, ITEMS=2"
+    assert launched.kernel == f"quantize_groups<{names}>"
+    assert launched.why == "vector: rows of x are 16-byte aligned multiples of 8"
+    assert (launched.grid, launched.block, launched.shared_bytes) == ((8192, 1, 1), (224, 1, 1), 0)
+    fields = {"in.x": "x", "in.stride": 14336, "in.rows": 8192, "q": "x_q", "scales.to": "x_s", "smallest": 1e-10}
+    assert fields.items() <= launched.fields.items()
+    assert "in.counts" not in launched.fields  # a null pointer
+    assert said.results == ("x_q: float8_e4m3fn [8192, 7168]", "x_s: float32 [8192, 56]")
+    moved = X.nbytes + X.size + 8192 * 56 * 4
+    assert (said.bytes, said.flops, said.workspace_bytes) == (moved, 0, 0)
+    ceilings = module._ceilings("NVIDIA H200", "per_token_group_quant_fp8")
+    assert said.floor_us == pytest.approx(moved / ceilings.copy_tb_s / 1e6)
+    lines = str(said).splitlines()
+    assert lines[0] == "per_token_group_quant_fp8 on sm_90a with 132 multiprocessors"
+    assert all(re.match(r"  (kernel|why|grid|fields|registers|result|moves|floor| {6}) ", line) for line in lines[1:])
+    assert max(map(len, lines)) <= 120
+    assert {line[14] for line in lines[1:]} & {" "} == set()  # aligned
+
+
+def test_every_launch_and_the_workspace_are_said() -> None:
+    said = cukern.explain(cukern.scaled_fp8_quant, X, arch="90a")
+    first, second = said.launches
+    assert first.kernel.startswith("largest_magnitude<") and second.kernel.startswith("quantize_tensor<")
+    assert first.fields["partial"] == second.fields["partial"] == "workspace"
+    assert said.workspace_bytes == 1280  # 264 floats, rounded up
+    assert "  workspace   1.28 kB\n" in str(said)
+
+
+def test_the_architecture_decides() -> None:
+    grids = {arch: cukern.explain(cukern.scaled_fp8_quant, X, arch=arch).launches[0].grid for arch in gpu.BY_ARCH}
+    assert grids == {arch: (2 * of.multiprocessors, 1, 1) for arch, of in gpu.BY_ARCH.items()}
+    said = cukern.explain(cukern.scaled_fp8_quant, X, arch="80")
+    assert said.floor_us is None and "floor       not known" in str(said)
+    with pytest.raises(ValueError, match="arch must be one of '80', '86', '89', '90a', '100a', '120a', got '42'"):
+        cukern.explain(cukern.scaled_fp8_quant, X, arch="42")
+
+
+@pytest.mark.parametrize("key", DECLARED)
+def test_every_declared_op_can_be_explained(key: str) -> None:
+    call = DECLARED[key]
+    before = [x.clone() for x in call.arrays]
+    said = cukern.explain(call.function, *call.args, **call.options)
+    assert said.gpu is None and said.twin.endswith(f".{call.name}") and f"the NumPy twin, {said.twin}" in str(said)
+    if call.name != "build_sequence_length_padding_offset":  # below
+        assert cukern.explain(call.function, *call.args, **call.options, arch="90a").gpu is not None
+    assert all(map(torch.equal, before, call.arrays))  # nothing ran
+
+
+def test_an_op_without_a_reason_says_what_its_instance_is() -> None:
+    why = {
+        x: cukern.explain(cukern.silu_and_mul, np.zeros((3, 64), x), arch="90a").launches[0].why
+        for x in ("float16", ml_dtypes.bfloat16)
+    }
+    assert [*why.values()] == ["one of the specialized instances", "one of the instances that are compiled at import"]
+    x = np.zeros((3, 62), np.float32)
+    assert cukern.explain(cukern.silu_and_mul, x, arch="90a").launches[0].why == "no specialized instance fits"
+    said = cukern.explain(cukern.moe_activation, x, variant="scalar", arch="90a")
+    assert said.launches[0].why == "variant='scalar' asks for it"
+
+
+def test_nothing_to_do() -> None:
+    said = cukern.explain(cukern.silu_and_mul, X[:0], arch="90a")
+    assert said.launches == () and "none, there is nothing to do" in str(said) and "moves       0 bytes" in str(said)
+
+
+def test_arguments_that_are_written_are_results() -> None:
+    out = np.zeros((8192, 3584), ml_dtypes.bfloat16)
+    said = cukern.explain(cukern.silu_and_mul, X, out=out, arch="90a")
+    assert said.results == ("out: bfloat16 [8192, 3584]",)
+    assert said.launches[0].fields["out"] == "out" and said.bytes == X.nbytes + out.nbytes
+
+
+def test_registers_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if compile.available() is not None:
+        pytest.skip("there is no NVRTC")
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
+    x = np.zeros((3, 64), np.float16)
+    assert "registers   not known before it is compiled" in str(cukern.explain(cukern.silu_and_mul, x, arch="90a"))
+    form = OPS["silu_and_mul"].form(1, ())
+    (step,) = OPS["silu_and_mul"].say(form, (x,), gpu.of_arch("90a"))[0].steps
+    assert step.variant is not None
+    compile.cubin(step.variant.instance, "90a")
+    said = cukern.explain(cukern.silu_and_mul, x, arch="90a")
+    used = said.launches[0].resources
+    assert used is not None and used.registers > 0 and used.spill_bytes == 0
+    assert f"registers   {used.registers} of each thread, no spills" in str(said)
+
+
+def test_a_product_has_flops() -> None:
+    a, b = np.zeros((64, 256), np.float16), np.zeros((2, 128, 256), np.float16)
+    offsets = np.array([0, 40, 64], np.int32)
+    assert cukern.explain(cukern.moe_gemm, a, b, offsets, arch="90a").flops == 2 * 64 * 128 * 256
+
+
+# --- what is no op, and wrong arguments ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [*sorted(NO_OPS), "CompileError"])
+def test_other_functions_of_cukern_are_refused(function: str) -> None:
+    with pytest.raises(TypeError, match=f"function must be an op of cukern, got {function}"):
+        cukern.explain(getattr(cukern, function), X)
+
+
+@pytest.mark.parametrize("function", [len, np.sum, "moe_gemm", None, lambda x: x])
+def test_what_is_no_function_of_cukern_is_refused(function: Any) -> None:
+    with pytest.raises(TypeError, match="function must be an op of cukern, got "):
+        cukern.explain(function, X, arch="90a")
+
+
+def test_several_ops_in_turn_are_refused() -> None:
+    lengths = np.array([3, 5], np.int32)
+    function = cukern.build_sequence_length_padding_offset
+    with pytest.raises(TypeError, match=r"one op for these arguments, got build_\w+, which reads what one wrote"):
+        cukern.explain(function, lengths, 7, arch="90a")
+    said = cukern.explain(function, lengths, 7, valid_word_num=8, arch="90a")
+    assert said.results == ("padding_offset: int32 [8]", "cu_seqlens: int32 [3]")
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "missing": ((), {}, TypeError, "missing a required argument: 'x'"),
+    "too many": ((X, 1, 2), {}, TypeError, "too many positional arguments"),
+    "twice": ((X,), {"x": X}, TypeError, "multiple values for argument 'x'"),
+    "unknown": ((X,), {"y": X}, TypeError, "got an unexpected keyword argument 'y'"),
+    "no array": (([1.0],), {}, TypeError, "x must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"),
+    "a size": ((X[:, :3],), {}, ValueError, "x must be of shape [..., 2 * inter], got [8192, 3]"),
+    "out": ((X,), {"out": X}, ValueError, "out must be of shape [..., inter] = [8192, 3584], got [8192, 7168]"),
+}
+
+
+@pytest.mark.parametrize("arch", [None, "90a"])
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_raise_what_the_op_raises(case: str, arch: str | None) -> None:
+    args, options, error, message = WRONG[case]
+    with pytest.raises(error, match=re.escape(message)):
+        cukern.explain(cukern.silu_and_mul, *args, **options, arch=arch)
+    with pytest.raises(error, match=re.escape(message)):
+        cukern.silu_and_mul(*args, **options)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, lambda x: OnlyDLPack(torch.from_numpy(x))])
+def test_arrays_of_every_library(make: Any) -> None:
+    x = make(np.zeros((3, 64), np.float32))
+    said = cukern.explain(cukern.silu_and_mul, x, arch="90a")
+    assert said.results == ("activated: float32 [3, 32]",)
+    assert cukern.explain(cukern.silu_and_mul, x).twin == "cukern.reference.moe_activation.silu_and_mul"
+
+
+# --- notes, clears and compositions, of ops of these tests --------------------------------------------------
+
+_kernel = Kernel("moe_activation", "moe_activation")
+FIELDS = ["counts", "x_stride", "rows", "max_tokens", "by_max_tokens"]
+FIELDS += ["columns", "tile_rows", "tile_columns", "by_threads"]
+
+
+@pytest.fixture(autouse=True)
+def _own_ops() -> Any:
+    from cukern.runtime.kernel import KERNELS
+
+    kept, ops, declared = KERNELS["moe_activation"], dict(OPS), dict(OPERATORS)
+    KERNELS["moe_activation"] = [x for x in kept if x is not _kernel]
+    yield
+    KERNELS["moe_activation"] = kept
+    for own, before in ((OPS, ops), (OPERATORS, declared)):
+        own.clear()
+        own.update(before)
+
+
+def _declare(**notes: Any) -> Any:
+    @op(np.copy, "twice_(Tensor x) -> (Tensor y)", lambda x: Result(x.shape, "float32"))
+    def twice_(x: Any) -> Any:
+        y = outputs(None, x, "x", Result(x.shape, "float32"))
+        if x.on_host:
+            return run_twin()
+        between = empty((10,), "float32")
+        clear(between)
+        variant = _kernel.variant("float", 1, 16, 2)
+        launch(variant, (3, 2), (32, 4), 1024, x=x, out=between, **dict.fromkeys(FIELDS, 0))
+        note(**notes)
+        return y
+
+    return twice_
+
+
+def test_notes_decide_bytes_flops_and_why() -> None:
+    x = np.zeros((4, 8), np.float32)
+    plain = cukern.explain(_declare(), x, arch="90a")
+    assert plain.bytes == 2 * x.nbytes and plain.floor_by.startswith("an empty kernel")
+    said = cukern.explain(_declare(bytes=10**9, flops=10**15, why="as it is"), x, arch="90a")
+    assert (said.bytes, said.flops) == (10**9, 10**15)
+    assert said.launches[1].why == "as it is"
+    assert plain.moves_all and not said.moves_all and "  moves       1 GB\n" in str(said)
+    assert said.floor_us == pytest.approx(1e9 / module._ceilings("NVIDIA H200", "").matmul_tflop_s)
+    text = str(said)
+    assert "  kernel      none: 40 bytes of workspace are set to 0\n" in text
+    assert "  grid        3 x 2 blocks of 32 x 4 threads, 1,024 bytes of dynamic shared memory\n" in text
+    assert (
+        "  computes    1e+06 GFLOP of 16 bits, or what takes as long\n" in text
+        and "TFLOP/s, a large 16-bit product" in text
+    )
+    assert "  result      y: float32 [4, 8]\n" in text and "  workspace   256 bytes\n" in text
+
+
+def test_the_notes_of_a_part_are_its_own() -> None:
+    inner = _declare(bytes=1, flops=7, why="of a part")
+
+    def outer(x: Any) -> Any:
+        return inner(inner(x))
+
+    OPERATORS["outer"] = outer, {"outer(Tensor x) -> (Tensor y)": None}
+    x = np.zeros((4, 8), np.float32)
+    said = cukern.explain(outer, x, arch="90a")
+    assert [x.why for x in said.launches] == ["", "of a part"] * 2
+    assert said.flops == 14 and said.bytes == 2 * x.nbytes
+    assert said.workspace_bytes == 2 * 256 + x.nbytes  # and the first result
+    assert said.launches[3].fields["x"] == "array 0"
+    notes: list[Any] = []
+    whole = Op(lambda x: notes.append(outer(x)), None, {}, ())
+    trace, _, _ = whole.say(whole.form(1, ()), (x,), gpu.of_arch("90a"))
+    assert trace.notes == {}
+
+
+def test_arrays_in_a_configuration_are_described() -> None:
+    import dataclasses
+
+    @dataclasses.dataclass(frozen=True)
+    class Pair:
+        x: Any
+        scale: Any = None
+
+    inner = _declare()
+    paths: list[str] = []
+    given = {"pairs": [Pair(X[:3])], "n": 3}
+    again = module._replaced(given["pairs"], "pairs", lambda path, x: paths.append(path) or "seen")
+    assert paths == ["pairs[0].x"] and again == [Pair("seen")] and given["pairs"][0].x is not "seen"  # noqa: F632
+
+    def outer(pair: Pair) -> Any:
+        return inner(pair.x)
+
+    OPERATORS["outer"] = outer, {"outer(Tensor x) -> (Tensor y)": None}
+    said = cukern.explain(outer, Pair(np.zeros((2, 8), np.float32)), arch="90a")
+    assert said.launches[1].fields["x"] == "pair.x"
+
+
+# --- ceilings, documentation ----------------------------------------------------------------------------
+
+
+def test_the_table_is_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, kept in module.CEILINGS.items():
+        measured = module._ceilings(name, "moe_gemm")
+        assert kept[1:] == pytest.approx(measured[1:], rel=0.05)
+    module._measured.cache_clear()
+    monkeypatch.setattr(module, "_RESULTS", tmp_path)  # as in a wheel
+    assert module._ceilings("NVIDIA H200", "moe_gemm") == module.CEILINGS["NVIDIA H200"]
+    assert module._ceilings("another", "moe_gemm") is None
+    row = {"ceilings": {"kernel_us": 1.0, "copy_tb_s": 2.0, "matmul_tflop_s": None}}
+    (tmp_path / "a.json").write_text(json.dumps({"gpu": "another", "ops": {"softmax": row}, **row}))
+    module._measured.cache_clear()
+    assert module._ceilings("another", "softmax") == ("another", 1.0, 2.0, None)
+    module._measured.cache_clear()
+
+
+def test_the_readme_shows_what_is_said() -> None:
+    said = str(cukern.explain(cukern.per_token_group_quant_fp8, X, 128, arch="90a")).splitlines()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    # Registers are the compiler's, and the floor is measured anew.
+    for line in said:
+        if not re.match(r"  (registers|floor)", line):
+            assert f"\n{line}\n" in readme
+
+
+def test_it_is_no_op() -> None:
+    assert inspect.isfunction(cukern.explain) and "explain" in cukern.__all__ and "explain" not in OPS
+
+
+def test_it_needs_no_cupy() -> None:
+    code = """
+import sys
+sys.modules["cupy"] = None
+import numpy as np, cukern
+print(cukern.explain(cukern.silu_and_mul, np.zeros((3, 64), np.float16), arch="90a"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "  grid        1 block of " in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_arrays_on_a_gpu() -> None:
+    x = cupy.zeros((64, 7168), "float16")
+    said = cukern.explain(cukern.silu_and_mul, x)
+    assert said.gpu == gpu.of_device(0) and said.launches and not said.twin
+    cukern.silu_and_mul(x)
+    assert cukern.explain(cukern.silu_and_mul, x).launches[0].resources is not None
+    assert arrays.library_of(x) is arrays.CUPY
+    assert cukern.explain(cukern.silu_and_mul, x, arch="80").gpu == gpu.of_arch("80")
