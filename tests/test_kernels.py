@@ -114,16 +114,16 @@ def _padding() -> Iterator[Variant]:
 
 
 def _paged_attention() -> Iterator[Variant]:
-    op = paged_attention
-    dynamic = op._Form("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
+    op = _paged_attention_parts
+    dynamic = op.Form("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
     for dims, layout in ((64, "vllm"), (128, "flash"), (256, "vllm")):
-        yield op._variant(dynamic._replace(dims=dims, layout=layout))
+        yield dynamic._replace(dims=dims, layout=layout).variant
     for layout, cluster in (("flash", 1), ("vllm", 16)):
-        yield op._variant(dynamic._replace(layout=layout, cluster=cluster, extras=False))
-    yield op._scalar.variant("float", "float", "VLLM", "true")
-    yield op._scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
-    yield op._merge.variant("float", 4)
-    yield op._merge.variant("float", 1)
+        yield dynamic._replace(layout=layout, cluster=cluster, extras=False).variant
+    yield op.scalar.variant("float", "float", "VLLM", "true")
+    yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
+    yield paged_attention._merge.variant("float", 4)
+    yield paged_attention._merge.variant("float", 1)
 
 
 def _quantization() -> Iterator[Variant]:

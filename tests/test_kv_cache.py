@@ -642,7 +642,7 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 @given(st.sampled_from(["store_rows", "gather_rows"]), st.integers(1, 2**24))
 def test_a_tile_covers_a_row(kernel: str, columns: int) -> None:
     tile = op._tile(kernel, columns)
-    _, tile_rows, tile_columns, *_ = tile.geometry
+    tile_rows, tile_columns = tile.fields["tile_rows"], tile.fields["tile_columns"]
     assert tile.chunks * tile_columns >= columns > (tile.chunks - 1) * tile_columns
     threads, items = op._THREADS_ITEMS[kernel]
     assert tile_rows >= 1 and tile_rows * tile_columns <= threads * items

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
+from cukern.ops import _paged_attention as parts
 from cukern.ops import paged_attention as op
 from cukern.reference import paged_attention as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device, instances
 from cukern.testing import assert_matches
@@ -971,19 +972,10 @@ class Sizes(NamedTuple):
     seqs: int = 64
 
 
-@pytest.fixture
-def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(op, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(op, "arch_of_device", lambda device: "90a")
-    monkeypatch.setattr(op, "_shared_per_multiprocessor", lambda device: 228 * 1024)
-    op._plan.cache_clear()
-    yield
-    op._plan.cache_clear()
-
-
-def plan(x: Sizes) -> Any:
-    sizes = op._Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
-    return op._plan(x.dtype, x.cache, x.layout, sizes, x.extras, x.split, False, x.aligned, x.variant, 0)
+def plan(x: Sizes) -> parts.Deal:
+    sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
+    options = x.extras, x.split, False, x.aligned, x.variant
+    return parts.deal(gpu.of_arch("90a"), x.dtype, x.cache, x.layout, sizes, *options)
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
@@ -993,14 +985,13 @@ def test_every_gpu_has_the_shared_memory() -> None:
             for cache in ("float16", "float8_e4m3fn"):
                 for layout in LAYOUTS:
                     for team in (1, 2) if head_dim > 128 else (1, 2, 4):
-                        form = op._specialized_form("float16", cache, layout, head_dim, 16, team, cluster=cluster)
+                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, cluster=cluster)
                         assert form.shared_bytes(16 * team) + form.static_bytes <= most, form
 
 
 BF16, E5M2 = "__nv_bfloat16", "__nv_fp8_e5m2"
 
 
-@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize(
     ("x", "function", "arguments"),
     [
@@ -1030,7 +1021,6 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
     assert (instance.function, instance.arguments[: len(arguments)]) == (function, arguments)
 
 
-@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize("variant", ["specialized", "dynamic"])
 def test_a_variant_that_is_not_there_is_refused(variant: str) -> None:
     for x, reason in (
@@ -1048,7 +1038,6 @@ def test_a_variant_that_is_not_there_is_refused(variant: str) -> None:
             plan(Sizes(head_dim=72, variant=variant))
 
 
-@pytest.mark.usefixtures("_an_h200")
 def test_what_is_compiled_at_import_is_what_is_called() -> None:
     wanted = [plan(Sizes(t, t, layout)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     alone = [plan(Sizes(t, t, layout, seqs=1)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
@@ -1056,9 +1045,8 @@ def test_what_is_compiled_at_import_is_what_is_called() -> None:
     assert {p.variant.instance for p in wanted} <= at_import <= {p.variant.instance for p in wanted + alone}
 
 
-@pytest.mark.usefixtures("_an_h200")
 def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "_registered", set(op.SPECIALIZED))
+    monkeypatch.setattr(parts, "_registered", set(parts.SPECIALIZED))
     made = op.specialize(head_dim=72, block_size=48)
     assert [i.arguments[3:6] for i in made] == [(72, 80, 48)] * 4
     assert plan(Sizes(head_dim=72, block_size=48)).variant.instance in made
@@ -1079,7 +1067,7 @@ def variants_of(x: Case) -> list[str]:
     head_dim, fp8 = x.query.shape[-1], x.key_cache.dtype.itemsize == 1
     if x.query.dtype.name == "float32" or x.block_size % 16 or head_dim % (16 if fp8 else 8):
         return ["auto", "scalar"]
-    known = (head_dim, x.block_size) in op.SPECIALIZED
+    known = (head_dim, x.block_size) in parts.SPECIALIZED
     return ["auto", *["specialized"] * known, "dynamic", "scalar"]
 
 

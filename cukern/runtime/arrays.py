@@ -259,7 +259,7 @@ class _Torch(Library):
         if name in _EXTENDED:
             # NumPy knows these only through ml_dtypes, so the bits travel as integers.
             carrier = {1: self._torch.uint8, 2: self._torch.int16}[ITEM_SIZE[name]]
-            return array.contiguous().view(carrier).numpy().view(_EXTENDED[name])
+            return array.view(carrier).numpy().view(_EXTENDED[name])
         return array.numpy()
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
