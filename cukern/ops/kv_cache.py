@@ -643,7 +643,8 @@ def gather_cache(
             check.fail(name, f"of sizes up to {MAX_COUNT}", count)
     if src_cache.on_host:
         return run_twin()
-    if tokens == 0 or elements == 0 or batch_size == 0 or blocks * block_size * table_columns == 0:
+    is_empty = tokens == 0 or elements == 0 or batch_size == 0 or blocks * block_size * table_columns == 0
+    if is_empty and batch >= 0:  # compared, so that the plan checks the batch of each call
         return None
     item_size = dst.item_size
     mask, dst_mask = src_cache.alignment | block_stride | token_stride, dst.alignment | dst_stride

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -75,6 +76,10 @@ class Library:
         The words are the library's own, which its types keep apart from those of the others.
         """
         raise NotImplementedError
+
+    def read_all(self, arrays: Sequence[Any], signature: list[Any]) -> list[int]:
+        """`read` of many arrays of one type."""
+        return [self.read(array, signature) for array in arrays]
 
     def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
         """A function of a call's environment that allocates an array on `device`, the current one."""
@@ -183,6 +188,9 @@ class _CuPy(Library):
             return cupy.asarray(array)
 
 
+_TENSOR_FACTS = operator.attrgetter("dtype", "shape", "device")
+
+
 class _Torch(Library):
     name = "torch"
     reads_as_tensor = True
@@ -210,6 +218,16 @@ class _Torch(Library):
     def read(self, array: Any, signature: list[Any]) -> int:
         signature += array.dtype, array.stride(), array.shape, array.get_device()
         return array.data_ptr()
+
+    def read_all(self, arrays: Sequence[Any], signature: list[Any]) -> list[int]:
+        # Most often they are alike, as the caches of all layers: then one stands for all of them, which hashes faster.
+        kind = self._torch.Tensor
+        facts, strides = [*map(_TENSOR_FACTS, arrays)], [*map(kind.stride, arrays)]
+        if facts.count(facts[0]) == len(facts) == strides.count(strides[0]):
+            signature += "alike", facts[0], strides[0]
+        else:
+            signature += *facts, *strides
+        return [*map(kind.data_ptr, arrays)]
 
     def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
         empty, kind = self._empty_cuda, self._dtypes[dtype]
