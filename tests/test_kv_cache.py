@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 import cukern
 from benchmarks import bench_kv_cache, harness
+from cukern.ops import _kv_cache as parts
 from cukern.ops import kv_cache as op
 from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays
@@ -641,10 +642,10 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 
 @given(st.sampled_from(["store_rows", "gather_rows"]), st.integers(1, 2**24))
 def test_a_tile_covers_a_row(kernel: str, columns: int) -> None:
-    tile = op._tile(kernel, columns)
+    tile = parts.tile_of(kernel, columns)
     tile_rows, tile_columns = tile.fields["tile_rows"], tile.fields["tile_columns"]
     assert tile.chunks * tile_columns >= columns > (tile.chunks - 1) * tile_columns
-    threads, items = op._THREADS_ITEMS[kernel]
+    threads, items = parts.THREADS_ITEMS[kernel]
     assert tile_rows >= 1 and tile_rows * tile_columns <= threads * items
     assert tile.chunks < 2**16
 

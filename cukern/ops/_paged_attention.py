@@ -282,13 +282,13 @@ def deal(
 
 
 class Sparse(NamedTuple):
-    """vLLM's block-sparse pattern."""
+    """vLLM's block-sparse pattern, by the names in the kernels' parameters."""
 
-    local_blocks: int = 0
-    vert_stride: int = 0
-    block_size: int = 64
-    head_sliding_step: int = 0
-    tp_rank: int = 0
+    sparse_local: int = 0
+    sparse_stride: int = 0
+    sparse_size: int = 64
+    sparse_head_step: int = 0
+    sparse_rank: int = 0
 
 
 class Call(NamedTuple):
@@ -373,18 +373,18 @@ def check_aligned(name: str, array: Array) -> None:
 
 
 def check_call(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    inputs: tuple[Any, Any, Any, Any, Any],
+    scales: tuple[Any, Any, Any],
     layout: str,
-    scale: Any,
-    k_scale: Any,
-    v_scale: Any,
     kv_cache_dtype: str,
     several: bool,
 ) -> Call:
+    """Check the five arrays that come first, and the scales of scores, keys and values.
+
+    Where there may be `several` query tokens, there may also be no scale of the scores.
+    """
+    query, key_cache, value_cache, block_tables, seq_lens = inputs
+    scale, k_scale, v_scale = scales
     expect_array("query", query, DTYPES)
     check.one_of("layout", layout, LAYOUTS)
     shape, strides = query.shape, query.strides
@@ -408,25 +408,19 @@ def check_call(
     symbols = ("seqs", "max_blocks")
     max_blocks, table_row = expect_table("block_tables", block_tables, query, "query", seqs, symbols)
     expect("seq_lens", seq_lens, query, "query", ("int32",), (seqs,), "[seqs]")
-    scale = head_dim**-0.5 if scale is None else check.number("scale", scale)
+    scale = head_dim**-0.5 if scale is None and several else check.number("scale", scale)
     key_scale, key_factor = fp8.scale_of("k_scale", k_scale, query, "query")
     value_scale, value_factor = fp8.scale_of("v_scale", v_scale, query, "query")
     sizes = Sizes(seqs, query_tokens, heads, kv_heads, head_dim, blocks, block_size, max_blocks)
     steps = [a * query.item_size for a, n in zip(query_strides, sizes[:3], strict=True) if n > 1]
     alignment = min(query.alignment, key_cache.alignment, value_cache.alignment)
     fields = {
-        "query": query,
-        "keys": key_cache,
-        "values": value_cache,
-        "tables": block_tables,
-        "lengths": seq_lens,
-        "key_scale": key_scale,
-        "value_scale": value_scale,
+        **dict(zip(("query", "keys", "values", "tables", "lengths"), inputs, strict=True)),
+        **{"key_scale": key_scale, "value_scale": value_scale, "out_scale": value_factor},
         **dict(zip(("query_seq", "query_token", "query_head"), query_strides, strict=True)),
         **distances,
         "table_row": table_row,
         "scale": late(_scale_of_scores, scale, key_factor),
-        "out_scale": value_factor,
     }
     aligned = alignment == 16 and not any(x % 16 for x in (*steps, *distances.values()))
     return Call(query, cache, layout, sizes, aligned, fields)
@@ -444,20 +438,13 @@ def check_per_head(name: str, array: Any, call: Call) -> None:
 
 
 def attend(
-    call: Call,
-    out: Array,
-    lse: Array | None,
-    slopes: Array | None,
-    sinks: Array | None,
-    window: int,
-    softcap: float,
-    split: int,
-    variant: str,
-    sparse: Sparse,
-    workspaces: tuple[Array, Array, Array] | None,
+    call: Call, split: int, variant: str, sparse: Sparse, workspaces: tuple[Array, Array, Array] | None, **fields: Any
 ) -> None:
+    """Launch; `fields` are those of the kernels' parameters that differ between the functions."""
     query, sizes, narrow = call.query, call.sizes, workspaces is not None
-    extras = slopes is not None or softcap != 0 or sparse.vert_stride > 1
+    if sparse.sparse_stride <= 1:
+        sparse = sparse._replace(sparse_stride=0)
+    extras = fields["slopes"] is not None or fields["softcap"] != 0 or sparse.sparse_stride > 0
     plan = deal(query.gpu, query.dtype, call.cache, call.layout, sizes, extras, split, narrow, call.aligned, variant)
     if plan.blocks == 0:
         return
@@ -470,37 +457,28 @@ def attend(
         maxima, sums = empty((plan.slots,), "float32"), empty((plan.slots,), "float32")
     if workspaces is not None:
         sums, maxima, partial = workspaces
+    if not sizes.blocks:
+        # There is room for no token: not even for what the kernel reads in place of a bad block.
+        sizes = sizes._replace(max_blocks=0)
     launch(
         plan.variant,
         plan.blocks,
         plan.threads,
         plan.shared_bytes,
         **call.fields,
-        slopes=slopes,
-        sinks=sinks,
-        out=out,
-        lse=lse,
+        **fields,
+        **sizes._asdict(),
+        **sparse._asdict(),
         partial=partial,
         maxima=maxima,
         sums=sums,
         taken=counters,
         arrived=None if counters is None else counters[1:],
-        **sizes._replace(
-            # A cache without blocks has room for no token: not even for what the kernel reads in place of a bad block.
-            max_blocks=sizes.max_blocks if sizes.blocks else 0
-        )._asdict(),
         group=sizes.heads // sizes.kv_heads,
         row_blocks=plan.row_blocks,
-        window=window,
         split=split,
         least=_LEAST_UNITS,
         rows=plan.rows,
         max_splits=0 if workspaces is None else workspaces[0].shape[-1],
         narrow=narrow,
-        sparse_local=sparse.local_blocks,
-        sparse_stride=sparse.vert_stride if sparse.vert_stride > 1 else 0,
-        sparse_size=sparse.block_size,
-        sparse_head_step=sparse.head_sliding_step,
-        sparse_rank=sparse.tp_rank,
-        softcap=softcap,
     )

@@ -5,13 +5,38 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from cukern.ops._kv_cache import (
+    CACHE_DTYPES,
+    DS_MLA,
+    DS_MLA_DTYPES,
+    DTYPES,
+    FEW_TOKENS,
+    FORMAT,
+    LATENTS_WARPS,
+    MAX_COUNT,
+    MLA_CACHE_DTYPES,
+    PARTS,
+    SAME,
+    THREADS_ITEMS,
+    WARPS,
+    blocks_variant,
+    check_keys_and_values,
+    check_slots,
+    copy_variant,
+    distances,
+    expect_dimensions,
+    format_of,
+    gather_latents_variant,
+    gather_variant,
+    rows_variant,
+    store_latents_variant,
+    tile_of,
+)
 from cukern.reference import kv_cache as twin
 from cukern.runtime import check, fp8
-from cukern.runtime.arrays import CUDA_TYPE, ITEM_SIZE
-from cukern.runtime.describe import Array, contiguous_strides, expect_array, expect_contiguous, expect_place, given_type
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place, type_name
 from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, run_twin
@@ -25,167 +50,6 @@ __all__ = [
     "reshape_and_cache",
     "reshape_and_cache_flash",
 ]
-
-DTYPES = ("float32", "float16", "bfloat16")
-CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)
-#: FORMAT of the templates.
-SAME = "SAME"
-#: The `kv_cache_dtype` of FlashMLA's FP8 cache, for which there are templates apart.
-DS_MLA = "fp8_ds_mla"
-MLA_CACHE_DTYPES = (*fp8.KV_CACHE_DTYPES, DS_MLA)
-_FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
-_DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
-#: T of the templates where nothing is converted, by size.
-_BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
-
-#: Tokens, slots, and units of a row or a block: the kernels count in 31 bits, and round up to whole tiles.
-MAX_COUNT = 2**31 - 2**12
-WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit; what the alignment of a call allows
-
-_store_rows = Kernel("kv_cache", "store_rows")
-_store_blocks = Kernel("kv_cache", "store_blocks")
-_copy_blocks = Kernel("kv_cache", "copy_blocks")
-_gather_rows = Kernel("kv_cache", "gather_rows")
-_store_latents = Kernel("kv_cache", "store_latents")
-_gather_latents = Kernel("kv_cache", "gather_latents")
-
-_THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
-_WARPS = 2
-_LATENTS_WARPS = 4
-#: Up to so many tokens a window is shared among 8 blocks: each is then in a run of its own, or alone.
-_FEW_TOKENS, _PARTS = 512, 8
-
-
-def _rows_variant(dtype: str, cache_format: str, width: int, concat: bool) -> Variant:
-    element = _BITS[1] if cache_format == SAME else CUDA_TYPE[dtype]
-    return _store_rows.variant(element, cache_format, width, str(concat).lower(), *_THREADS_ITEMS["store_rows"])
-
-
-def _blocks_variant(dtype: str, cache_format: str, aligned: bool, parts: int) -> Variant:
-    element = _BITS[ITEM_SIZE[dtype]] if cache_format == SAME else CUDA_TYPE[dtype]
-    return _store_blocks.variant(element, cache_format, str(aligned).lower(), _WARPS, parts)
-
-
-def _gather_variant(dtype: str, cache_format: str, width: int) -> Variant:
-    element = _BITS[1] if cache_format == SAME else CUDA_TYPE[dtype]
-    return _gather_rows.variant(element, cache_format, width, *_THREADS_ITEMS["gather_rows"])
-
-
-def _store_latents_variant(dtype: str, aligned: bool) -> Variant:
-    return _store_latents.variant(CUDA_TYPE[dtype], str(aligned).lower(), _LATENTS_WARPS)
-
-
-def _gather_latents_variant(dtype: str, aligned: bool) -> Variant:
-    return _gather_latents.variant(CUDA_TYPE[dtype], str(aligned).lower(), *_THREADS_ITEMS["gather_rows"])
-
-
-# FP8 caches, float32 and narrower units are compiled when they are first used.
-for _kernel, _variants in (
-    (_store_rows, [_rows_variant("bfloat16", SAME, WIDTHS[0], concat) for concat in (False, True)]),
-    (_store_blocks, [_blocks_variant("bfloat16", SAME, True, parts) for parts in (1, _PARTS)]),
-    (_copy_blocks, [_copy_blocks.variant(WIDTHS[0], *_THREADS_ITEMS["copy_blocks"])]),
-    (_gather_rows, [_gather_variant("bfloat16", SAME, WIDTHS[0])]),
-):
-    _kernel.at_import = _kernel.specialized = [variant.instance for variant in _variants]
-
-
-# --- what the sizes decide ----------------------------------------------------------------------------
-
-
-class _Tile(NamedTuple):
-    """How a block lays its units over rows."""
-
-    threads: int
-    rows: int
-    chunks: int  # tiles side by side in a row
-    fields: dict[str, Any]  # of the kernel's parameters
-
-
-@functools.lru_cache(maxsize=1024)
-def _tile(kernel: str, columns: int) -> _Tile:
-    threads, items = _THREADS_ITEMS[kernel]
-    chunks = -(-columns // (threads * items))
-    tile_columns = -(-columns // chunks)
-    rows = threads * items // tile_columns
-    fields = {"columns": columns, "tile_rows": rows, "tile_columns": tile_columns}
-    return _Tile(threads, rows, chunks, {**fields, "by_tile_columns": divisor(tile_columns)})
-
-
-def _format(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
-    """FORMAT for elements of `dtype` and a cache, the argument `name`."""
-    if kv_cache_dtype == "auto":
-        check.dtype(name, cache.dtype, (dtype, *fp8.DTYPES))
-        return SAME if cache.dtype == dtype else _FORMAT[cache.dtype]
-    check.dtype(name, cache.dtype, ("uint8", fp8.FORMATS[kv_cache_dtype]))
-    return _FORMAT[fp8.FORMATS[kv_cache_dtype]]
-
-
-# --- checks -------------------------------------------------------------------------------------------
-
-
-def _expect(
-    name: str, array: Any, like: Array, like_name: str, dtypes: Sequence[str], symbols: tuple[str, ...]
-) -> None:
-    """`array` is where `like` is, of one of these dtypes and with the dimensions `symbols`."""
-    expect_place(name, array, like, like_name)
-    expect_array(name, array, dtypes, symbols)
-
-
-def _distances(name: str, array: Array, outer: int, written: bool = False) -> tuple[int, ...]:
-    """The strides of the first `outer` dimensions in bytes, 0 where there is nothing to step to.
-
-    Raises ValueError unless the other dimensions lie in C order without gaps, and unless an array that is written has
-    memory of its own for each element of the first ones.
-    """
-    shape, strides = array.shape, array.strides
-    if any(size == 0 for size in shape):
-        return (0,) * outer
-    inner = zip(shape[outer:], strides[outer:], contiguous_strides(shape[outer:]), strict=True)
-    if not all(size == 1 or stride == wanted for size, stride, wanted in inner):
-        kept = f"contiguous but for its first {outer} dimensions" if outer > 1 else "contiguous within each row"
-        check.fail(name, kept, f"strides {strides} (in elements)")
-    if written and any(stride == 0 and size > 1 for size, stride in zip(shape[:outer], strides, strict=False)):
-        check.fail(name, "an array with memory of its own for each element", "one that repeats its elements")
-    return tuple(strides[i] * array.item_size if shape[i] > 1 else 0 for i in range(outer))
-
-
-class _Slots(NamedTuple):
-    """Where tokens go."""
-
-    tokens: Any
-    fields: dict[str, Any]  # of the kernels' parameters
-    is_empty: bool
-
-
-def _slots(slot_mapping: Any, like: Array, like_name: str, name: str, blocks: int, block_size: int) -> _Slots:
-    """The slots of some tokens, of which `like` may have more, in the cache `name`."""
-    slots = blocks * block_size
-    if slots > MAX_COUNT:
-        check.fail(name, f"of at most {MAX_COUNT} slots", f"{blocks} blocks of {block_size}")
-    _expect("slot_mapping", slot_mapping, like, like_name, ("int64",), ("tokens",))
-    expect_contiguous("slot_mapping", slot_mapping)
-    tokens, most = slot_mapping.shape[0], like.shape[0]
-    if tokens is not most and tokens > most:
-        check.fail("slot_mapping", f"of at most the {most} tokens of {like_name}", tokens)
-    if tokens > MAX_COUNT:
-        check.fail("slot_mapping", f"of at most {MAX_COUNT} tokens", tokens)
-    fields = {"slot_mapping": slot_mapping, "tokens": tokens, "slots": slots, "block_size": block_size}
-    return _Slots(tokens, fields | {"by_block_size": divisor(max(block_size, 1))}, tokens == 0 or slots == 0)
-
-
-def _keys_and_values(key: Any, value: Any) -> tuple[int, ...]:
-    """The distances between tokens, of keys and of values, in bytes."""
-    symbols = ("tokens", "kv_heads", "head_dim")
-    expect_array("key", key, DTYPES, symbols)
-    _expect("value", value, key, "key", (key.dtype,), symbols)
-    if value.shape != key.shape:
-        check.shape("value", value.shape, key.shape, "[tokens, kv_heads, head_dim]")
-    if key.shape[1] * key.shape[2] > MAX_COUNT:
-        check.fail("key", f"of at most {MAX_COUNT} elements per token", key.shape[1] * key.shape[2])
-    return _distances("key", key, 1) + _distances("value", value, 1)
-
-
-# --- the functions ------------------------------------------------------------------------------------
 
 _STORE = (
     "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
@@ -235,11 +99,8 @@ def reshape_and_cache(
     The function is vLLM's `reshape_and_cache`. There each element is written by itself; here the kernel turns up to 8
     tokens whose slots follow each other in registers, and writes whole vectors of values.
     """
-    key_stride, value_stride = _keys_and_values(key, value)
+    strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
     _, heads, head_dim = key.shape
-    expect_place("key_cache", key_cache, key, "key")
-    check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)
-    cache_format = _format(key.dtype, "key_cache", key_cache, kv_cache_dtype)
     check.dimensions("key_cache", key_cache.shape, ("blocks", "kv_heads", "head_dim / x", "block_size", "x"))
     blocks, _, _, block_size, _ = key_cache.shape
     x = 16 // key_cache.item_size
@@ -248,37 +109,36 @@ def reshape_and_cache(
     wanted = (blocks, heads, head_dim // x, block_size, x)
     check.shape("key_cache", key_cache.shape, wanted, "[blocks, kv_heads, head_dim / x, block_size, x]")
     symbols = ("blocks", "kv_heads", "head_dim", "block_size")
-    _expect("value_cache", value_cache, key, "key", (key_cache.dtype,), symbols)
+    expect_dimensions("value_cache", value_cache, key, "key", (key_cache.dtype,), symbols)
     check.shape("value_cache", value_cache.shape, (blocks, heads, head_dim, block_size), f"[{', '.join(symbols)}]")
-    key_steps = _distances("key_cache", key_cache, 2, written=True)
-    value_steps = _distances("value_cache", value_cache, 2, written=True)
-    slots = _slots(slot_mapping, key, "key", "key_cache", blocks, block_size)
+    key_steps = distances("key_cache", key_cache, 2, written=True)
+    value_steps = distances("value_cache", value_cache, 2, written=True)
+    slots = check_slots(slot_mapping, key, "key", "key_cache", blocks, block_size)
     scales = fp8.scale_of("k_scale", k_scale, key, "key"), fp8.scale_of("v_scale", v_scale, key, "key")
     if key.on_host:
         return run_twin()
     columns = heads * head_dim
     if slots.is_empty or columns == 0:
-        return None
+        return
     # The rows themselves are whole units: head_dim is a multiple of x.
-    steps = (key_stride, value_stride, *key_steps, *value_steps)
+    steps = (*strides, *key_steps, *value_steps)
     alignment = min(array.alignment for array in (key, value, key_cache, value_cache))
     aligned = alignment == 16 and not any(step % 16 for step in steps)
-    parts = _PARTS if slots.tokens <= _FEW_TOKENS else 1
+    parts = PARTS if slots.tokens <= FEW_TOKENS else 1
     # The keys of an FP8 cache have longer units than the values, and fewer of them.
     units, line = columns * key.item_size // 16, constants("kv_cache")["LINE"]
     window = constants("kv_cache")["WINDOW"]
     launch(
-        _blocks_variant(key.dtype, cache_format, aligned, parts),
-        (late(lambda tokens: -(-tokens // window) * parts, slots.tokens), -(-units // (_WARPS * line)), 2),
-        _WARPS * 32,
-        key=(key, key_cache, scales[0], key_stride, *key_steps),
-        value=(value, value_cache, scales[1], value_stride, *value_steps),
+        blocks_variant(key.dtype, cache_format, aligned, parts),
+        (late(lambda tokens: -(-tokens // window) * parts, slots.tokens), -(-units // (WARPS * line)), 2),
+        WARPS * 32,
+        key=(key, key_cache, scales[0], strides[0], *key_steps),
+        value=(value, value_cache, scales[1], strides[1], *value_steps),
         columns=columns,
         head_dim=head_dim,
         by_head_dim=divisor(head_dim),
         **slots.fields,
     )
-    return None
 
 
 @op(twin.reshape_and_cache_flash, f"reshape_and_cache_flash{_STORE}", rows=_TOKENS, late=("k_scale", "v_scale"))
@@ -306,11 +166,8 @@ def reshape_and_cache_flash(
 
     The function is vLLM's `reshape_and_cache_flash`.
     """
-    new_strides = _keys_and_values(key, value)
+    new_strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
     _, heads, head_dim = key.shape
-    expect_place("key_cache", key_cache, key, "key")
-    check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)
-    cache_format = _format(key.dtype, "key_cache", key_cache, kv_cache_dtype)
     symbols = ("blocks", "block_size", "kv_heads", "head_dim")
     check.dimensions("key_cache", key_cache.shape, symbols)
     shape = (*key_cache.shape[:2], heads, head_dim)
@@ -319,13 +176,13 @@ def reshape_and_cache_flash(
         expect_place(name, cache, key, "key")
         check.dtype(name, cache.dtype, (key_cache.dtype,))
         check.shape(name, cache.shape, shape, f"[{', '.join(symbols)}]")
-        cache_strides.append(_distances(name, cache, 3, written=True))
-    slots = _slots(slot_mapping, key, "key", "key_cache", *shape[:2])
+        cache_strides.append(distances(name, cache, 3, written=True))
+    slots = check_slots(slot_mapping, key, "key", "key_cache", *shape[:2])
     scales = fp8.scale_of("k_scale", k_scale, key, "key"), fp8.scale_of("v_scale", v_scale, key, "key")
     if key.on_host:
         return run_twin()
     if slots.is_empty or heads * head_dim == 0:
-        return None
+        return
     item_size = key.item_size
     ratio = 1 if cache_format == SAME else item_size
     mask = key.alignment | value.alignment | new_strides[0] | new_strides[1] | head_dim * item_size
@@ -333,9 +190,9 @@ def reshape_and_cache_flash(
         mask |= of_cache * ratio
     width = unit_width("key", mask, item_size)
     columns, head_columns = heads * head_dim * item_size // width, head_dim * item_size // width
-    tile = _tile("store_rows", columns)
+    tile = tile_of("store_rows", columns)
     launch(
-        _rows_variant(key.dtype, cache_format, width, False),
+        rows_variant(key.dtype, cache_format, width, False),
         (ceil_div(slots.tokens, tile.rows), tile.chunks, 2),
         tile.threads,
         rows=[
@@ -347,7 +204,6 @@ def reshape_and_cache_flash(
         **slots.fields,
         **tile.fields,
     )
-    return None
 
 
 @op(
@@ -393,34 +249,34 @@ def concat_and_cache_mla(
     check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
     scaled = kv_cache_dtype == DS_MLA
     if scaled:
-        check.dtype("kv_cache", kv_cache.dtype, _DS_MLA_DTYPES)
+        check.dtype("kv_cache", kv_cache.dtype, DS_MLA_DTYPES)
         if rank != twin.LATENTS:
             check.fail("kv_c", f"of a kv_lora_rank of {twin.LATENTS} for {DS_MLA!r}", rank)
         if rope_dim != twin.ROTARY:
             check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} for {DS_MLA!r}", rope_dim)
-    cache_format = SAME if scaled else _format(kv_c.dtype, "kv_cache", kv_cache, kv_cache_dtype)
+    cache_format = SAME if scaled else format_of(kv_c.dtype, "kv_cache", kv_cache, kv_cache_dtype)
     last, entry = (str(twin.ENTRY), twin.ENTRY) if scaled else ("kv_lora_rank + rope_dim", rank + rope_dim)
     check.dimensions("kv_cache", kv_cache.shape, ("blocks", "block_size", last))
     blocks, block_size, _ = kv_cache.shape
     check.shape("kv_cache", kv_cache.shape, (blocks, block_size, entry), f"[blocks, block_size, {last}]")
     if entry > MAX_COUNT:
         check.fail("kv_c", f"of at most {MAX_COUNT} elements per token", entry)
-    block_stride, token_stride = _distances("kv_cache", kv_cache, 2, written=True)
-    (kv_c_stride,), (k_pe_stride,) = _distances("kv_c", kv_c, 1), _distances("k_pe", k_pe, 1)
-    slots = _slots(slot_mapping, kv_c, "kv_c", "kv_cache", blocks, block_size)
+    block_stride, token_stride = distances("kv_cache", kv_cache, 2, written=True)
+    (kv_c_stride,), (k_pe_stride,) = distances("kv_c", kv_c, 1), distances("k_pe", k_pe, 1)
+    slots = check_slots(slot_mapping, kv_c, "kv_c", "kv_cache", blocks, block_size)
     scale = fp8.scale_of("scale", scale, kv_c, "kv_c")
     if kv_c.on_host:
         return run_twin()
     if slots.is_empty or entry == 0:
-        return None
+        return
     sources = [array for array, size in ((kv_c, rank), (k_pe, rope_dim)) if size]
     mask = functools.reduce(int.__or__, (array.alignment for array in sources), kv_c_stride | k_pe_stride)
     cache_mask = kv_cache.alignment | block_stride | token_stride
     if scaled:
         launch(
-            _store_latents_variant(kv_c.dtype, (mask | cache_mask) % 16 == 0),
-            ceil_div(slots.tokens, _LATENTS_WARPS),
-            _LATENTS_WARPS * 32,
+            store_latents_variant(kv_c.dtype, (mask | cache_mask) % 16 == 0),
+            ceil_div(slots.tokens, LATENTS_WARPS),
+            LATENTS_WARPS * 32,
             latents=kv_c,
             rotary=k_pe,
             cache=kv_cache,
@@ -430,14 +286,14 @@ def concat_and_cache_mla(
             token_stride=token_stride,
             **slots.fields,
         )
-        return None
+        return
     item_size = kv_c.item_size
     mask |= rank * item_size | rope_dim * item_size | cache_mask * (1 if cache_format == SAME else item_size)
     width = unit_width("kv_c", mask, item_size)
     columns = rank * item_size // width, rope_dim * item_size // width
-    tile = _tile("store_rows", sum(columns))
+    tile = tile_of("store_rows", sum(columns))
     launch(
-        _rows_variant(kv_c.dtype, cache_format, width, True),
+        rows_variant(kv_c.dtype, cache_format, width, True),
         (ceil_div(slots.tokens, tile.rows), tile.chunks),
         tile.threads,
         rows=[
@@ -447,7 +303,6 @@ def concat_and_cache_mla(
         **slots.fields,
         **tile.fields,
     )
-    return None
 
 
 @op(
@@ -481,14 +336,15 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     if len(key_caches) != len(value_caches):
         check.fail("value_caches", f"of the {len(key_caches)} layers of key_caches", len(value_caches))
     if not key_caches:
-        on_gpu = isinstance(block_mapping, Array) and not block_mapping.on_host
-        return None if on_gpu else run_twin()
+        if not isinstance(block_mapping, Array) or block_mapping.on_host:
+            run_twin()
+        return
     first, like = key_caches[0], "key_caches[0]"
     expect_array(like, first, CACHE_DTYPES)
     if not first.shape:
         check.dimensions(like, (), ("blocks", "..."))
     blocks, block_elements = first.shape[0], math.prod(first.shape[1:])
-    (block_stride,) = _distances(like, first, 1, written=True)
+    (block_stride,) = distances(like, first, 1, written=True)
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         for i, cache in enumerate(caches):
             expect_place(f"{name}[{i}]", cache, first, like)
@@ -498,10 +354,10 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
             if not cache.shape or (cache.shape[0], math.prod(cache.shape[1:])) != (blocks, block_elements):
                 wanted = f"of {blocks} blocks of {block_elements} elements like {like}"
                 check.fail(f"{name}[{i}]", wanted, f"shape {list(cache.shape)}")
-            if _distances(f"{name}[{i}]", cache, 1, written=True) != (block_stride,):
+            if distances(f"{name}[{i}]", cache, 1, written=True) != (block_stride,):
                 distance = f"with its blocks at the distance of those of {like}"
                 check.fail(f"{name}[{i}]", distance, f"strides {cache.strides} (in elements)")
-    _expect("block_mapping", block_mapping, first, like, ("int64",), ("pairs", "2"))
+    expect_dimensions("block_mapping", block_mapping, first, like, ("int64",), ("pairs", "2"))
     pairs = block_mapping.shape[0]
     if block_mapping.shape[1] != 2:
         check.shape("block_mapping", block_mapping.shape, (pairs, 2), "[pairs, 2]")
@@ -510,10 +366,10 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
         return run_twin()
     block_bytes = block_elements * first.item_size
     if pairs == 0 or blocks == 0 or block_bytes == 0:
-        return None
+        return
     every = [*key_caches, *value_caches]
     width = unit_width(like, block_stride | block_bytes | min(cache.alignment for cache in every), first.item_size)
-    threads, items = _THREADS_ITEMS["copy_blocks"]
+    threads, items = THREADS_ITEMS["copy_blocks"]
     columns = block_bytes // width
     parts = -(-columns // (threads * items))
     if columns > MAX_COUNT:
@@ -524,7 +380,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     for i in range(0, len(every), most):
         some = every[i : i + most]
         launch(
-            _copy_blocks.variant(width, threads, items),
+            copy_variant(width),
             (pairs if parts == 1 else pairs * parts, len(some)),
             threads,
             cache=[*some, *[None] * (most - len(some))],
@@ -534,7 +390,6 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
             columns=columns,
             parts=parts,
         )
-    return None
 
 
 def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
@@ -605,29 +460,29 @@ def gather_cache(
         convertible = () if src_cache.item_size > 1 else DTYPES
         check.dtype("dst", dst.dtype, (src_cache.dtype, *convertible))
     elif scaled:
-        check.dtype("src_cache", src_cache.dtype, _DS_MLA_DTYPES)
+        check.dtype("src_cache", src_cache.dtype, DS_MLA_DTYPES)
         if entry != (twin.ENTRY,):
             wanted = blocks, block_size, twin.ENTRY
             check.shape("src_cache", src_cache.shape, wanted, f"[blocks, block_size, {twin.ENTRY}]")
-        cache_format = _FORMAT["float8_e4m3fn"]
+        cache_format = FORMAT["float8_e4m3fn"]
     else:
-        cache_format = _format(dst.dtype, "src_cache", src_cache, kv_cache_dtype)
+        cache_format = format_of(dst.dtype, "src_cache", src_cache, kv_cache_dtype)
     tokens = dst.shape[0] if dst.shape else 0
     row = (twin.LATENTS + twin.ROTARY,) if scaled else entry
     if not dst.shape or dst.shape[1:] != row:
         if scaled:
             check.shape("dst", dst.shape, (tokens, *row), f"[tokens, {row[0]}]")
         check.fail("dst", f"of shape [tokens, ...] = {['tokens', *row]} like src_cache", list(dst.shape))
-    block_stride, token_stride = _distances("src_cache", src_cache, 2)
-    (dst_stride,) = _distances("dst", dst, 1, written=True)
-    _expect("block_table", block_table, src_cache, "src_cache", ("int32",), ("batch", "max_blocks"))
+    block_stride, token_stride = distances("src_cache", src_cache, 2)
+    (dst_stride,) = distances("dst", dst, 1, written=True)
+    expect_dimensions("block_table", block_table, src_cache, "src_cache", ("int32",), ("batch", "max_blocks"))
     rows, table_columns = block_table.shape
-    (table_stride,) = _distances("block_table", block_table, 1)
+    (table_stride,) = distances("block_table", block_table, 1)
     vectors = [("cu_seq_lens", cu_seq_lens, "batch + 1")]
     if seq_starts is not None:
         vectors.append(("seq_starts", seq_starts, "batch"))
     for name, vector, symbol in vectors:
-        _expect(name, vector, src_cache, "src_cache", ("int32",), (symbol,))
+        expect_dimensions(name, vector, src_cache, "src_cache", ("int32",), (symbol,))
         expect_contiguous(name, vector)
     starts = None if seq_starts is None else seq_starts.shape[0]
     batch = late(_batch, batch_size, rows, cu_seq_lens.shape[0], starts)
@@ -645,18 +500,18 @@ def gather_cache(
         return run_twin()
     is_empty = tokens == 0 or elements == 0 or batch_size == 0 or blocks * block_size * table_columns == 0
     if is_empty and batch >= 0:  # compared, so that the plan checks the batch of each call
-        return None
+        return
     item_size = dst.item_size
     mask, dst_mask = src_cache.alignment | block_stride | token_stride, dst.alignment | dst_stride
     if scaled:
         unit_width("dst", dst_mask, item_size)
         aligned = (mask | dst_mask) % 16 == 0
-        variant, width = _gather_latents_variant(dst.dtype, aligned), 16 if aligned else item_size
+        variant, width = gather_latents_variant(dst.dtype, aligned), 16 if aligned else item_size
     else:
         mask = mask * (1 if cache_format == SAME else item_size) | dst_mask | elements * item_size
         width = unit_width("src_cache", mask, item_size)
-        variant = _gather_variant(dst.dtype, cache_format, width)
-    tile = _tile("gather_rows", elements * item_size // width)
+        variant = gather_variant(dst.dtype, cache_format, width)
+    tile = tile_of("gather_rows", elements * item_size // width)
     launch(
         variant,
         (ceil_div(tokens, tile.rows), tile.chunks),
@@ -679,4 +534,3 @@ def gather_cache(
         by_block_size=divisor(block_size),
         **tile.fields,
     )
-    return None

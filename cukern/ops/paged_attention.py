@@ -135,9 +135,8 @@ def paged_attention(
     sinks are those of Xiao et al. (2023). A CuPy stream that captures a graph leaves the workspace to CuPy's pool: let
     nothing else be allocated there between replays, or capture with torch, whose graphs have pools of their own.
     """
-    call = check_call(
-        query, key_cache, value_cache, block_tables, seq_lens, layout, scale, k_scale, v_scale, kv_cache_dtype, True
-    )
+    inputs = query, key_cache, value_cache, block_tables, seq_lens
+    call = check_call(inputs, (scale, k_scale, v_scale), layout, kv_cache_dtype, True)
     check_per_head("alibi_slopes", alibi_slopes, call)
     check_per_head("sinks", sinks, call)
     if window is not None:
@@ -156,68 +155,47 @@ def paged_attention(
     check_aligned("out[0]" if return_lse else "out", attended)
     if query.on_host:
         return run_twin(variant, VARIANTS)
-    attend(
-        call,
-        attended,
-        lse,
-        alibi_slopes,
-        sinks,
-        min(window or 0, 2**30),
-        softcap or 0.0,
-        split or 0,
-        variant,
-        Sparse(),
-        None,
-    )
+    fields = {"out": attended, "lse": lse, "slopes": alibi_slopes, "sinks": sinks}
+    fields |= {"window": min(window or 0, 2**30), "softcap": softcap or 0.0}
+    attend(call, split or 0, variant, Sparse(), None, **fields)
     return found
 
 
 def _as_vllm(
     out: Any,
     workspaces: tuple[Any, Any, Any] | None,
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    num_kv_heads: int,
-    scale: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    block_size: int,
-    max_seq_len: Any,
+    inputs: tuple[Any, Any, Any, Any, Any],
+    sizes: tuple[int, int, Any],
     alibi_slopes: Any,
+    scales: tuple[Any, Any, Any],
     kv_cache_dtype: str,
-    k_scale: Any,
-    v_scale: Any,
     sparse: Sparse,
 ) -> None:
-    caches = query, key_cache, value_cache, block_tables, seq_lens
-    scale = check.number("scale", scale)
-    call = check_call(*caches, "vllm", scale, k_scale, v_scale, kv_cache_dtype, False)
-    shape, sizes = query.shape, call.sizes
+    query, (num_kv_heads, block_size, max_seq_len) = inputs[0], sizes
+    call = check_call(inputs, scales, "vllm", kv_cache_dtype, False)
+    shape, kv_heads, of_cache = query.shape, call.sizes.kv_heads, call.sizes.block_size
     expect("out", out, query, "query", (query.dtype,), shape, "query's")
     check_aligned("out", out)
-    if check.integer("num_kv_heads", num_kv_heads, 1) != sizes.kv_heads:
-        check.fail("num_kv_heads", f"{sizes.kv_heads} (of key_cache)", num_kv_heads)
-    if check.integer("block_size", block_size, 1) != sizes.block_size:
-        check.fail("block_size", f"{sizes.block_size} (of key_cache)", block_size)
+    for name, size, wanted in (("num_kv_heads", num_kv_heads, kv_heads), ("block_size", block_size, of_cache)):
+        if check.integer(name, size, 1) != wanted:
+            check.fail(name, f"{wanted} (of key_cache)", size)
     max_seq_len = check.integer("max_seq_len", max_seq_len, 0)
     check_per_head("alibi_slopes", alibi_slopes, call)
     for name, value in zip(("local_blocks", "vert_stride", "block_size", "head_sliding_step"), sparse[:4], strict=True):
         check.integer(f"blocksparse_{name}", value, -(2**20) if name == "head_sliding_step" else 0, 2**20)
-    check.integer("tp_rank", sparse.tp_rank, 0, 2**20)
-    if sparse.vert_stride > 1 and (sparse.block_size == 0 or sparse.block_size % sizes.block_size):
-        check.fail("blocksparse_block_size", f"a multiple of block_size ({sizes.block_size})", sparse.block_size)
+    check.integer("tp_rank", sparse.sparse_rank, 0, 2**20)
+    if sparse.sparse_stride > 1 and (sparse.sparse_size == 0 or sparse.sparse_size % of_cache):
+        check.fail("blocksparse_block_size", f"a multiple of block_size ({of_cache})", sparse.sparse_size)
     max_splits, longest = 0, math.inf
     if workspaces is not None:
         exp_sums, max_logits, tmp_out = workspaces
         expect_place("exp_sums", exp_sums, query, "query")
-        max_splits = exp_sums.shape[-1] if len(exp_sums.shape) == 3 else 0
         if len(exp_sums.shape) == 3:
-            longest = max_splits * PARTITION
+            max_splits, longest = exp_sums.shape[-1], exp_sums.shape[-1] * PARTITION
     # Compared also where every length will do: so the length of each call is checked.
     if max_seq_len > longest:
-        wanted = f"of at least {ceil_div(max_seq_len, PARTITION)} partitions (of {PARTITION} of max_seq_len)"
-        check.fail("exp_sums", wanted, max_splits)
+        least = f"of at least {ceil_div(max_seq_len, PARTITION)} partitions (of {PARTITION} of max_seq_len)"
+        check.fail("exp_sums", least, max_splits)
     if workspaces is not None:
         statistics, symbols = (*shape[:2], max_splits), "[seqs, heads, max_partitions]"
         for name, array in (("exp_sums", exp_sums), ("max_logits", max_logits)):
@@ -228,7 +206,8 @@ def _as_vllm(
     if query.on_host:
         return run_twin()
     split = 0 if workspaces is None else PARTITION
-    return attend(call, out, None, alibi_slopes, None, 0, 0.0, split, "auto", sparse, workspaces)
+    fields = {"out": out, "lse": None, "slopes": alibi_slopes, "sinks": None, "window": 0, "softcap": 0.0}
+    return attend(call, split, "auto", sparse, workspaces, **fields)
 
 
 _VLLM = (
@@ -292,9 +271,10 @@ def paged_attention_v1(
     Unlike vLLM's kernel this one splits long sequences, so that there is no need to choose between v1 and v2.
     """
     _as_vllm(
-        out, None, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
-        alibi_slopes, kv_cache_dtype, k_scale, v_scale, Sparse(blocksparse_local_blocks, blocksparse_vert_stride,
-        blocksparse_block_size, blocksparse_head_sliding_step, tp_rank),
+        out, None, (query, key_cache, value_cache, block_tables, seq_lens),
+        (num_kv_heads, block_size, max_seq_len), alibi_slopes, (scale, k_scale, v_scale), kv_cache_dtype,
+        Sparse(blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
+               tp_rank),
     )  # fmt: skip
 
 
@@ -343,10 +323,10 @@ def paged_attention_v2(
     wanted, `paged_attention` is faster.
     """
     _as_vllm(
-        out, (exp_sums, max_logits, tmp_out), query, key_cache, value_cache, num_kv_heads, scale, block_tables,
-        seq_lens, block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale,
-        Sparse(blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
-        blocksparse_head_sliding_step, tp_rank),
+        out, (exp_sums, max_logits, tmp_out), (query, key_cache, value_cache, block_tables, seq_lens),
+        (num_kv_heads, block_size, max_seq_len), alibi_slopes, (scale, k_scale, v_scale), kv_cache_dtype,
+        Sparse(blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
+               tp_rank),
     )  # fmt: skip
 
 
