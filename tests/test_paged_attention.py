@@ -26,6 +26,7 @@ from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device, instances
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, normal, on_gpu, same_bits, zeros
+from tests.test_op import packed, said
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -1058,6 +1059,56 @@ def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         with pytest.raises(error, match=re.escape(message)):
             op.specialize(**sizes)  # type: ignore[arg-type]
+
+
+def launched(function: Any, *args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """What a plan on an H200 says, and the fields of its launch; arrays that are made lie at 4096."""
+    trace, _, reader = said(function, *args, **options)
+    (fields,) = packed(trace, [*reader.addresses, *reader.lates])
+    return trace, fields
+
+
+def test_the_launch_of_a_batch() -> None:
+    kinds = {"dtype": torch.bfloat16}
+    out, query = torch.empty(64, 32, 128, **kinds), torch.empty(64, 48, 128, **kinds)[:, :32]
+    caches = torch.empty(9, 8, 16, 16, 8, **kinds), torch.empty(9, 8, 128, 16, **kinds)
+    tables, lengths = torch.zeros(64, 260, dtype=torch.int32)[:, :256], torch.zeros(64, dtype=torch.int32)
+    options = {"k_scale": 0.5, "v_scale": torch.ones(1), "window": 100, "sinks": torch.zeros(32), "out": out}
+    trace, fields = launched(cukern.paged_attention, query, *caches, tables, lengths, scale=0.25, **options)
+    cleared, launch_ = trace.steps
+    # 512 items, of which 264 blocks take at most 776 pieces of 4 rows.
+    assert launch_.grid[0] == 264 and cleared.cleared[1] == 4 * (1 + 512)
+    at = {"taken": 4096, "arrived": 4100, "partial": 4096 + 2304}
+    at["maxima"] = at["partial"] + 776 * 4 * 128 * 4
+    at["sums"] = at["maxima"] + 12544
+    given = zip(("query", "keys", "values", "tables", "lengths"), (query, *caches, tables, lengths), strict=True)
+    want = {
+        **{name: array.data_ptr() for name, array in given}, "out": out.data_ptr(), "lse": 0, "slopes": 0, **at,
+        "sinks": options["sinks"].data_ptr(), "key_scale": 0, "value_scale": options["v_scale"].data_ptr(),
+        "query_seq": 48 * 128, "query_token": 0, "query_head": 128, "key_block": 32768, "key_token": 0,
+        "key_head": 4096, "value_block": 32768, "value_token": 0, "value_head": 4096, "table_row": 260, "seqs": 64,
+        "query_tokens": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "group": 4, "row_blocks": 1, "blocks": 9,
+        "block_size": 16, "max_blocks": 256, "window": 100, "split": 0, "least": 4, "rows": 4, "max_splits": 0,
+        "narrow": 0, "sparse_local": 0, "sparse_stride": 0, "sparse_size": 64, "sparse_head_step": 0,
+        "sparse_rank": 0, "scale": 0.125, "softcap": 0.0, "out_scale": 1.0,
+    }  # fmt: skip
+    assert fields == want
+
+
+def test_the_launch_of_v2() -> None:
+    x = {"dtype": torch.float16}
+    out, query, tmp_out = torch.empty(3, 4, 64, **x), torch.empty(3, 4, 64, **x), torch.empty(3, 4, 5, 64, **x)
+    caches = torch.empty(9, 2, 8, 16, 8, **x), torch.empty(9, 2, 64, 16, **x)
+    sums, maxima = torch.empty(3, 4, 5), torch.empty(3, 4, 5)
+    places = torch.zeros(3, 160, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    args = (out, sums, maxima, tmp_out, query, *caches, 2, 0.25, *places, 16, 2500, None, "auto", None, 2)
+    trace, fields = launched(cukern.paged_attention_v2, *args, 1, 2, 3, 32, -1)
+    assert trace.made == [((), "uint8")] and [step.variant is None for step in trace.steps] == [True, False]
+    names = ("partial", "maxima", "sums", "taken", "arrived", "split", "max_splits", "narrow", "out_scale")
+    want = (tmp_out.data_ptr(), maxima.data_ptr(), sums.data_ptr(), 4096, 4100, 512, 5, 1, 2.0)
+    assert tuple(fields[name] for name in names) == want
+    sparse = {"sparse_local": 2, "sparse_stride": 3, "sparse_size": 32, "sparse_head_step": -1, "sparse_rank": 1}
+    assert fields.items() >= sparse.items()
 
 
 # --- the kernels against the twin -----------------------------------------------------------------------

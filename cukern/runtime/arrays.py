@@ -189,6 +189,8 @@ class _CuPy(Library):
 
 
 _TENSOR_FACTS = operator.attrgetter("dtype", "shape", "device")
+#: So many lists of tensors of one length are kept to compare others to.
+_MOST_LISTS = 8
 
 
 class _Torch(Library):
@@ -210,6 +212,9 @@ class _Torch(Library):
         # What torch.compile's own code allocates with, in two thirds of the time of torch.empty.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
+        # What torch.compile's guards are: they compare many tensors to others in a fifth of the time of reading them.
+        self._guards: Callable[..., Any] | None = getattr(guards, "TensorGuards", None)
+        self._lists: dict[int, list[tuple[Callable[..., bool], tuple[Any, ...]]]] = {}
         self._current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", super().current_device)
 
     def current_device(self) -> int:
@@ -220,14 +225,20 @@ class _Torch(Library):
         return array.data_ptr()
 
     def read_all(self, arrays: Sequence[Any], signature: list[Any]) -> list[int]:
-        # Most often they are alike, as the caches of all layers: then one stands for all of them, which hashes faster.
-        kind = self._torch.Tensor
-        facts, strides = [*map(_TENSOR_FACTS, arrays)], [*map(kind.stride, arrays)]
-        if facts.count(facts[0]) == len(facts) == strides.count(strides[0]):
-            signature += "alike", facts[0], strides[0]
+        tensor, known = self._torch.Tensor, self._lists.setdefault(len(arrays), [])
+        for is_alike, words in known:
+            if is_alike(*arrays):
+                signature += words
+                break
         else:
-            signature += *facts, *strides
-        return [*map(kind.data_ptr, arrays)]
+            # Most often all are alike, as the caches of all layers: then one stands for all, which hashes faster.
+            facts = [*zip(map(_TENSOR_FACTS, arrays), map(tensor.stride, arrays), strict=True)]
+            words = (facts[0], "all") if facts.count(facts[0]) == len(facts) else (*facts,)
+            if self._guards is not None and len(known) < _MOST_LISTS:
+                guards = self._guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+                known.append((guards.check, words))
+            signature += words
+        return [*map(tensor.data_ptr, arrays)]
 
     def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
         empty, kind = self._empty_cuda, self._dtypes[dtype]
