@@ -11,12 +11,12 @@ import pytest
 
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
+from cukern.ops import _kv_cache as kv_cache_parts
 from cukern.ops import (
     _moe_permute,
     _sampling,
     decoder_attention,
     embedding,
-    kv_cache,
     mla_decode,
     moe_activation,
     moe_gemm,
@@ -24,6 +24,7 @@ from cukern.ops import (
     paged_attention,
     quantization,
 )
+from cukern.ops import _paged_attention as paged_attention_parts
 from cukern.runtime import arrays
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import KERNELS, Kernel, Variant
@@ -52,23 +53,23 @@ def _embedding() -> Iterator[Variant]:
 
 
 def _kv_cache() -> Iterator[Variant]:
-    op = kv_cache
+    op = kv_cache_parts
     for dtype, cache_format in itertools.product(DTYPES, ("SAME", "E4M3")):
-        for aligned, parts in itertools.product((True, False), (1, op._PARTS)):
-            yield op._blocks_variant(dtype, cache_format, aligned, parts)
+        for aligned, parts in itertools.product((True, False), (1, op.PARTS)):
+            yield op.blocks_variant(dtype, cache_format, aligned, parts)
         for width in op.WIDTHS if cache_format == "SAME" else _kinds(dtype):
-            yield op._gather_variant(dtype, cache_format, width)
+            yield op.gather_variant(dtype, cache_format, width)
             for concat in (False, True):
-                yield op._rows_variant(dtype, cache_format, width, concat)
+                yield op.rows_variant(dtype, cache_format, width, concat)
     for dtype, aligned in itertools.product(DTYPES, (True, False)):
-        yield op._store_latents_variant(dtype, aligned)
-        yield op._gather_latents_variant(dtype, aligned)
+        yield op.store_latents_variant(dtype, aligned)
+        yield op.gather_latents_variant(dtype, aligned)
     for width in op.WIDTHS:
-        yield op._copy_blocks.variant(width, *op._THREADS_ITEMS["copy_blocks"])
+        yield op.copy_variant(width)
     # E5M2 has other conversions than E4M3, and the same paths.
-    yield op._rows_variant("float16", "E5M2", 2, False)
-    yield op._blocks_variant("float32", "E5M2", True, op._PARTS)
-    yield op._gather_variant("float32", "E5M2", 4)
+    yield op.rows_variant("float16", "E5M2", 2, False)
+    yield op.blocks_variant("float32", "E5M2", True, op.PARTS)
+    yield op.gather_variant("float32", "E5M2", 4)
 
 
 def _mla_decode() -> Iterator[Variant]:
@@ -114,16 +115,16 @@ def _padding() -> Iterator[Variant]:
 
 
 def _paged_attention() -> Iterator[Variant]:
-    op = paged_attention
-    dynamic = op._Form("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
+    op = paged_attention_parts
+    dynamic = op.Form("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
     for dims, layout in ((64, "vllm"), (128, "flash"), (256, "vllm")):
-        yield op._variant(dynamic._replace(dims=dims, layout=layout))
+        yield dynamic._replace(dims=dims, layout=layout).variant
     for layout, cluster in (("flash", 1), ("vllm", 16)):
-        yield op._variant(dynamic._replace(layout=layout, cluster=cluster, extras=False))
-    yield op._scalar.variant("float", "float", "VLLM", "true")
-    yield op._scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
-    yield op._merge.variant("float", 4)
-    yield op._merge.variant("float", 1)
+        yield dynamic._replace(layout=layout, cluster=cluster, extras=False).variant
+    yield op.scalar.variant("float", "float", "VLLM", "true")
+    yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
+    yield paged_attention._merge.variant("float", 4)
+    yield paged_attention._merge.variant("float", 1)
 
 
 def _quantization() -> Iterator[Variant]:

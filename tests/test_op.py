@@ -38,6 +38,8 @@ def packed(trace: Any, environment: list[Any]) -> list[dict[str, Any]]:
     environment = [*environment, *(4096 * (i + 1) for i in range(len(trace.made)))]
     launches = []
     for step in trace.steps:
+        if step.packing is None:
+            continue  # a part of the workspace that is cleared
         parts = [
             (x.address if isinstance(x, Array) else x).evaluate(environment) if isinstance(x, (Array, Late)) else x
             for x in step.packing.parts

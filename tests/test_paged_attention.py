@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
+from cukern.ops import _paged_attention as parts
 from cukern.ops import paged_attention as op
 from cukern.reference import paged_attention as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device, instances
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, normal, on_gpu, same_bits, zeros
+from tests.test_op import packed, said
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -971,19 +973,10 @@ class Sizes(NamedTuple):
     seqs: int = 64
 
 
-@pytest.fixture
-def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(op, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(op, "arch_of_device", lambda device: "90a")
-    monkeypatch.setattr(op, "_shared_per_multiprocessor", lambda device: 228 * 1024)
-    op._plan.cache_clear()
-    yield
-    op._plan.cache_clear()
-
-
-def plan(x: Sizes) -> Any:
-    sizes = op._Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
-    return op._plan(x.dtype, x.cache, x.layout, sizes, x.extras, x.split, False, x.aligned, x.variant, 0)
+def plan(x: Sizes) -> parts.Deal:
+    sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
+    options = x.extras, x.split, False, x.aligned, x.variant
+    return parts.deal(gpu.of_arch("90a"), x.dtype, x.cache, x.layout, sizes, *options)
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
@@ -993,14 +986,13 @@ def test_every_gpu_has_the_shared_memory() -> None:
             for cache in ("float16", "float8_e4m3fn"):
                 for layout in LAYOUTS:
                     for team in (1, 2) if head_dim > 128 else (1, 2, 4):
-                        form = op._specialized_form("float16", cache, layout, head_dim, 16, team, cluster=cluster)
+                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, cluster=cluster)
                         assert form.shared_bytes(16 * team) + form.static_bytes <= most, form
 
 
 BF16, E5M2 = "__nv_bfloat16", "__nv_fp8_e5m2"
 
 
-@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize(
     ("x", "function", "arguments"),
     [
@@ -1030,7 +1022,6 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
     assert (instance.function, instance.arguments[: len(arguments)]) == (function, arguments)
 
 
-@pytest.mark.usefixtures("_an_h200")
 @pytest.mark.parametrize("variant", ["specialized", "dynamic"])
 def test_a_variant_that_is_not_there_is_refused(variant: str) -> None:
     for x, reason in (
@@ -1048,7 +1039,6 @@ def test_a_variant_that_is_not_there_is_refused(variant: str) -> None:
             plan(Sizes(head_dim=72, variant=variant))
 
 
-@pytest.mark.usefixtures("_an_h200")
 def test_what_is_compiled_at_import_is_what_is_called() -> None:
     wanted = [plan(Sizes(t, t, layout)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     alone = [plan(Sizes(t, t, layout, seqs=1)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
@@ -1056,9 +1046,8 @@ def test_what_is_compiled_at_import_is_what_is_called() -> None:
     assert {p.variant.instance for p in wanted} <= at_import <= {p.variant.instance for p in wanted + alone}
 
 
-@pytest.mark.usefixtures("_an_h200")
 def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "_registered", set(op.SPECIALIZED))
+    monkeypatch.setattr(parts, "_registered", set(parts.SPECIALIZED))
     made = op.specialize(head_dim=72, block_size=48)
     assert [i.arguments[3:6] for i in made] == [(72, 80, 48)] * 4
     assert plan(Sizes(head_dim=72, block_size=48)).variant.instance in made
@@ -1072,6 +1061,56 @@ def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> 
             op.specialize(**sizes)  # type: ignore[arg-type]
 
 
+def launched(function: Any, *args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """What a plan on an H200 says, and the fields of its launch; arrays that are made lie at 4096."""
+    trace, _, reader = said(function, *args, **options)
+    (fields,) = packed(trace, [*reader.addresses, *reader.lates])
+    return trace, fields
+
+
+def test_the_launch_of_a_batch() -> None:
+    kinds = {"dtype": torch.bfloat16}
+    out, query = torch.empty(64, 32, 128, **kinds), torch.empty(64, 48, 128, **kinds)[:, :32]
+    caches = torch.empty(9, 8, 16, 16, 8, **kinds), torch.empty(9, 8, 128, 16, **kinds)
+    tables, lengths = torch.zeros(64, 260, dtype=torch.int32)[:, :256], torch.zeros(64, dtype=torch.int32)
+    options = {"k_scale": 0.5, "v_scale": torch.ones(1), "window": 100, "sinks": torch.zeros(32), "out": out}
+    trace, fields = launched(cukern.paged_attention, query, *caches, tables, lengths, scale=0.25, **options)
+    cleared, launch_ = trace.steps
+    # 512 items, of which 264 blocks take at most 776 pieces of 4 rows.
+    assert launch_.grid[0] == 264 and cleared.cleared[1] == 4 * (1 + 512)
+    at = {"taken": 4096, "arrived": 4100, "partial": 4096 + 2304}
+    at["maxima"] = at["partial"] + 776 * 4 * 128 * 4
+    at["sums"] = at["maxima"] + 12544
+    given = zip(("query", "keys", "values", "tables", "lengths"), (query, *caches, tables, lengths), strict=True)
+    want = {
+        **{name: array.data_ptr() for name, array in given}, "out": out.data_ptr(), "lse": 0, "slopes": 0, **at,
+        "sinks": options["sinks"].data_ptr(), "key_scale": 0, "value_scale": options["v_scale"].data_ptr(),
+        "query_seq": 48 * 128, "query_token": 0, "query_head": 128, "key_block": 32768, "key_token": 0,
+        "key_head": 4096, "value_block": 32768, "value_token": 0, "value_head": 4096, "table_row": 260, "seqs": 64,
+        "query_tokens": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "group": 4, "row_blocks": 1, "blocks": 9,
+        "block_size": 16, "max_blocks": 256, "window": 100, "split": 0, "least": 4, "rows": 4, "max_splits": 0,
+        "narrow": 0, "sparse_local": 0, "sparse_stride": 0, "sparse_size": 64, "sparse_head_step": 0,
+        "sparse_rank": 0, "scale": 0.125, "softcap": 0.0, "out_scale": 1.0,
+    }  # fmt: skip
+    assert fields == want
+
+
+def test_the_launch_of_v2() -> None:
+    x = {"dtype": torch.float16}
+    out, query, tmp_out = torch.empty(3, 4, 64, **x), torch.empty(3, 4, 64, **x), torch.empty(3, 4, 5, 64, **x)
+    caches = torch.empty(9, 2, 8, 16, 8, **x), torch.empty(9, 2, 64, 16, **x)
+    sums, maxima = torch.empty(3, 4, 5), torch.empty(3, 4, 5)
+    places = torch.zeros(3, 160, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    args = (out, sums, maxima, tmp_out, query, *caches, 2, 0.25, *places, 16, 2500, None, "auto", None, 2)
+    trace, fields = launched(cukern.paged_attention_v2, *args, 1, 2, 3, 32, -1)
+    assert trace.made == [((), "uint8")] and [step.variant is None for step in trace.steps] == [True, False]
+    names = ("partial", "maxima", "sums", "taken", "arrived", "split", "max_splits", "narrow", "out_scale")
+    want = (tmp_out.data_ptr(), maxima.data_ptr(), sums.data_ptr(), 4096, 4100, 512, 5, 1, 2.0)
+    assert tuple(fields[name] for name in names) == want
+    sparse = {"sparse_local": 2, "sparse_stride": 3, "sparse_size": 32, "sparse_head_step": -1, "sparse_rank": 1}
+    assert fields.items() >= sparse.items()
+
+
 # --- the kernels against the twin -----------------------------------------------------------------------
 
 
@@ -1079,7 +1118,7 @@ def variants_of(x: Case) -> list[str]:
     head_dim, fp8 = x.query.shape[-1], x.key_cache.dtype.itemsize == 1
     if x.query.dtype.name == "float32" or x.block_size % 16 or head_dim % (16 if fp8 else 8):
         return ["auto", "scalar"]
-    known = (head_dim, x.block_size) in op.SPECIALIZED
+    known = (head_dim, x.block_size) in parts.SPECIALIZED
     return ["auto", *["specialized"] * known, "dynamic", "scalar"]
 
 

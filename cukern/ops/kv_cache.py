@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any
 
+from cukern.ops._kv_cache import (
+    CACHE_DTYPES,
+    DS_MLA,
+    DS_MLA_DTYPES,
+    DTYPES,
+    FEW_TOKENS,
+    FORMAT,
+    LATENTS_WARPS,
+    MAX_COUNT,
+    MLA_CACHE_DTYPES,
+    PARTS,
+    SAME,
+    THREADS_ITEMS,
+    WARPS,
+    blocks_variant,
+    check_keys_and_values,
+    check_slots,
+    copy_variant,
+    distances,
+    expect_dimensions,
+    format_of,
+    gather_latents_variant,
+    gather_variant,
+    rows_variant,
+    store_latents_variant,
+    tile_of,
+)
 from cukern.reference import kv_cache as twin
-from cukern.runtime import arrays, check, fp8
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime import check, fp8
+from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place, type_name
+from cukern.runtime.late import ceil_div, late
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, run_twin
+from cukern.runtime.template import constants
 from cukern.runtime.units import divisor, unit_width
 
 __all__ = [
@@ -19,227 +51,14 @@ __all__ = [
     "reshape_and_cache_flash",
 ]
 
-DTYPES = ("float32", "float16", "bfloat16")
-CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)
-#: FORMAT of the templates.
-SAME = "SAME"
-#: The `kv_cache_dtype` of FlashMLA's FP8 cache, for which there are templates apart.
-DS_MLA = "fp8_ds_mla"
-MLA_CACHE_DTYPES = (*fp8.KV_CACHE_DTYPES, DS_MLA)
-_FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
-_DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
-#: T of the templates where nothing is converted, by size.
-_BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
-
-#: Tokens, slots, and units of a row or a block: the kernels count in 31 bits, and round up to whole tiles.
-MAX_COUNT = 2**31 - 2**12
-WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit; what the alignment of a call allows
-
-_store_rows = Kernel("kv_cache", "store_rows", "3Pf4q2iIi" * 2 + "P3iIi3iIi")
-_store_blocks = Kernel("kv_cache", "store_blocks", "3Pf3q" * 2 + "P4iIiiIi")
-_copy_blocks = Kernel("kv_cache", "copy_blocks", "64PPq3i")
-_gather_rows = Kernel("kv_cache", "gather_rows", "6Pf4q5iIi3iIi")
-_store_latents = Kernel("kv_cache", "store_latents", "4P4q3iIi")
-_gather_latents = Kernel("kv_cache", "gather_latents", "6Pf4q5iIi3iIi")
-
-_THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
-_WINDOW, _LINE, _CACHES = 32, 8, 64  # as in the template
-_NO_SCALE = 0, 1.0
-_NO_HEADS, _NO_CACHE = (0,) * 3, (0,) * 7  # the fields of Rows after columns, and after src_stride
-_WARPS = 2
-_LATENTS_WARPS = 4
-#: Up to so many tokens a window is shared among 8 blocks: each is then in a run of its own, or alone.
-_FEW_TOKENS, _PARTS = 512, 8
+_STORE = (
+    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+    "str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()"
+)
+_TOKENS = {"tokens": ("key", "value", "slot_mapping")}
 
 
-def _rows_variant(dtype: str, cache_format: str, width: int, concat: bool) -> Variant:
-    element = _BITS[1] if cache_format == SAME else arrays.CUDA_TYPE[dtype]
-    threads_items = _THREADS_ITEMS["store_rows"]
-    return _store_rows.variant(element, cache_format, width, str(concat).lower(), *threads_items)
-
-
-def _blocks_variant(dtype: str, cache_format: str, aligned: bool, parts: int) -> Variant:
-    element = _BITS[arrays.ITEM_SIZE[dtype]] if cache_format == SAME else arrays.CUDA_TYPE[dtype]
-    return _store_blocks.variant(element, cache_format, str(aligned).lower(), _WARPS, parts)
-
-
-def _gather_variant(dtype: str, cache_format: str, width: int) -> Variant:
-    element = _BITS[1] if cache_format == SAME else arrays.CUDA_TYPE[dtype]
-    return _gather_rows.variant(element, cache_format, width, *_THREADS_ITEMS["gather_rows"])
-
-
-def _store_latents_variant(dtype: str, aligned: bool) -> Variant:
-    return _store_latents.variant(arrays.CUDA_TYPE[dtype], str(aligned).lower(), _LATENTS_WARPS)
-
-
-def _gather_latents_variant(dtype: str, aligned: bool) -> Variant:
-    return _gather_latents.variant(arrays.CUDA_TYPE[dtype], str(aligned).lower(), *_THREADS_ITEMS["gather_rows"])
-
-
-def _list_instances() -> None:
-    # FP8 caches, float32 and narrower units are compiled when they are first used.
-    rows = [_rows_variant("bfloat16", SAME, WIDTHS[0], concat).instance for concat in (False, True)]
-    blocks = [_blocks_variant("bfloat16", SAME, True, parts).instance for parts in (1, _PARTS)]
-    copy = [_copy_blocks.variant(WIDTHS[0], *_THREADS_ITEMS["copy_blocks"]).instance]
-    gather = [_gather_variant("bfloat16", SAME, WIDTHS[0]).instance]
-    for kernel, instances in (
-        (_store_rows, rows),
-        (_store_blocks, blocks),
-        (_copy_blocks, copy),
-        (_gather_rows, gather),
-    ):
-        kernel.at_import = kernel.specialized = instances
-
-
-_list_instances()
-
-
-# --- what the sizes decide ----------------------------------------------------------------------------
-
-
-class _Tile(NamedTuple):
-    """How a block lays its units over rows."""
-
-    threads: int
-    rows: int
-    chunks: int  # tiles side by side in a row
-    geometry: tuple[int, ...]  # the last fields of the kernel's Params
-
-
-@functools.lru_cache(maxsize=1024)
-def _tile(kernel: str, columns: int) -> _Tile:
-    threads, items = _THREADS_ITEMS[kernel]
-    chunks = -(-columns // (threads * items))
-    tile_columns = -(-columns // chunks)
-    rows = threads * items // tile_columns
-    return _Tile(threads, rows, chunks, (columns, rows, tile_columns, *divisor(tile_columns)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _format(dtype: str, name: str, cache_dtype: str, kv_cache_dtype: str) -> str:
-    """FORMAT for elements of `dtype` and a cache of `cache_dtype`, the argument `name`."""
-    if kv_cache_dtype == "auto":
-        check.dtype(name, cache_dtype, (dtype, *fp8.DTYPES))
-        return SAME if cache_dtype == dtype else _FORMAT[cache_dtype]
-    check.dtype(name, cache_dtype, ("uint8", fp8.FORMATS[kv_cache_dtype]))
-    return _FORMAT[fp8.FORMATS[kv_cache_dtype]]
-
-
-# --- checks -------------------------------------------------------------------------------------------
-
-
-def _dtype(name: str, array: Any, library: arrays.Library, allowed: Sequence[str], dimensions: tuple[str, ...]) -> str:
-    dtype = library.dtype(array)
-    if dtype not in allowed:
-        check.dtype(name, dtype, allowed)
-    if len(array.shape) != len(dimensions):
-        check.dimensions(name, tuple(array.shape), dimensions)
-    return dtype
-
-
-@functools.lru_cache(maxsize=4096)
-def _steps(
-    name: str, shape: tuple[int, ...], strides: tuple[int, ...], item_size: int, outer: int, written: bool
-) -> tuple[int, ...]:
-    """The strides of the first `outer` dimensions in bytes, 0 where there is nothing to step to.
-
-    Raises ValueError unless the other dimensions lie in C order without gaps, and unless an array that is written has
-    memory of its own for each element of the first ones.
-    """
-    if 0 in shape:
-        return (0,) * outer
-    wanted = 1
-    for i in range(len(shape) - 1, outer - 1, -1):
-        if shape[i] != 1 and strides[i] != wanted:
-            kept = f"contiguous but for its first {outer} dimensions" if outer > 1 else "contiguous within each row"
-            check.fail(name, kept, f"strides {strides} (in elements)")
-        wanted *= shape[i]
-    for size, stride in zip(shape[:outer], strides, strict=False):
-        if written and stride == 0 and size > 1:
-            check.fail(name, "an array with memory of its own for each element", "one that repeats its elements")
-    return tuple(strides[i] * item_size if shape[i] > 1 else 0 for i in range(outer))
-
-
-def _outer_strides(name: str, array: Any, library: arrays.Library, dtype: str, outer: int) -> tuple[int, ...]:
-    """`_steps` of an array that is read."""
-    return _steps(name, tuple(array.shape), tuple(library.strides(array)), arrays.ITEM_SIZE[dtype], outer, False)
-
-
-def _cache_strides(name: str, array: Any, library: arrays.Library, dtype: str, outer: int) -> tuple[int, ...]:
-    """`_steps` of an array that is written."""
-    return _steps(name, tuple(array.shape), tuple(library.strides(array)), arrays.ITEM_SIZE[dtype], outer, True)
-
-
-def _tokens(slot_mapping: Any, like: str, library: arrays.Library, device: int | None, most: int) -> int:
-    """How many tokens there are to store, once `slot_mapping` has been checked; `like` may have more rows."""
-    arrays.same_place("slot_mapping", slot_mapping, like, library, device)
-    _dtype("slot_mapping", slot_mapping, library, ("int64",), ("tokens",))
-    tokens = slot_mapping.shape[0]
-    arrays.contiguous("slot_mapping", slot_mapping, library)
-    if tokens > most:
-        check.fail("slot_mapping", f"of at most the {most} tokens of {like}", tokens)
-    if tokens > MAX_COUNT:
-        check.fail("slot_mapping", f"of at most {MAX_COUNT} tokens", tokens)
-    return tokens
-
-
-def _slots(name: str, blocks: int, block_size: int) -> int:
-    slots = blocks * block_size
-    if slots > MAX_COUNT:
-        check.fail(name, f"of at most {MAX_COUNT} slots", f"{blocks} blocks of {block_size}")
-    return slots
-
-
-class _New(NamedTuple):
-    """New keys and values, checked."""
-
-    library: arrays.Library
-    device: int | None
-    dtype: str
-    rows: int  # may be more than there are tokens to store
-    heads: int
-    head_dim: int
-    strides: tuple[int, ...]  # between tokens, of keys and of values, in bytes
-
-
-def _keys_and_values(key: Any, value: Any) -> _New:
-    library, device = arrays.place("key", key)
-    dtype = _dtype("key", key, library, DTYPES, ("tokens", "kv_heads", "head_dim"))
-    arrays.same_place("value", value, "key", library, device)
-    _dtype("value", value, library, (dtype,), ("tokens", "kv_heads", "head_dim"))
-    rows, heads, head_dim = key.shape
-    if value.shape != key.shape:
-        check.shape("value", tuple(value.shape), (rows, heads, head_dim), "[tokens, kv_heads, head_dim]")
-    if heads * head_dim > MAX_COUNT:
-        check.fail("key", f"of at most {MAX_COUNT} elements per token", heads * head_dim)
-    strides = _outer_strides("key", key, library, dtype, 1) + _outer_strides("value", value, library, dtype, 1)
-    return _New(library, device, dtype, rows, heads, head_dim, strides)
-
-
-def _in_host_memory(
-    function: Callable[..., None], library: arrays.Library, written: Sequence[Any], *args: Any, **keywords: Any
-) -> None:
-    """Run the NumPy twin. What it writes into arrays that had to be copied for it is copied back."""
-    copies = {id(array): library.to_numpy(array) for array in written}
-
-    def to_numpy(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return [to_numpy(x) for x in value]
-        if id(value) in copies:
-            return copies[id(value)]
-        return library.to_numpy(value) if arrays.is_array(value) else value
-
-    function(*map(to_numpy, args), **{name: to_numpy(value) for name, value in keywords.items()})
-    for array in written:
-        copy = copies[id(array)]
-        if copy.size and library.address(array) != arrays.NUMPY.address(copy):
-            array[...] = library.from_numpy(copy, array)
-
-
-# --- the functions ------------------------------------------------------------------------------------
-
-
-@arrays.takes_dlpack
+@op(twin.reshape_and_cache, f"reshape_and_cache{_STORE}", rows=_TOKENS, late=("k_scale", "v_scale"))
 def reshape_and_cache(
     key: Any,
     value: Any,
@@ -280,81 +99,49 @@ def reshape_and_cache(
     The function is vLLM's `reshape_and_cache`. There each element is written by itself; here the kernel turns up to 8
     tokens whose slots follow each other in registers, and writes whole vectors of values.
     """
-    new = _keys_and_values(key, value)
-    library, device, heads, head_dim = new.library, new.device, new.heads, new.head_dim
-    arrays.same_place("key_cache", key_cache, "key", library, device)
-    if kv_cache_dtype not in fp8.KV_CACHE_DTYPES:
-        check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)
-    cache_dtype = library.dtype(key_cache)
-    cache_format = _format(new.dtype, "key_cache", cache_dtype, kv_cache_dtype)
-    if len(key_cache.shape) != 5:
-        check.dimensions("key_cache", tuple(key_cache.shape), ("blocks", "kv_heads", "head_dim / x", "block_size", "x"))
+    strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
+    _, heads, head_dim = key.shape
+    check.dimensions("key_cache", key_cache.shape, ("blocks", "kv_heads", "head_dim / x", "block_size", "x"))
     blocks, _, _, block_size, _ = key_cache.shape
-    size = arrays.ITEM_SIZE[cache_dtype]
-    x = 16 // size
+    x = 16 // key_cache.item_size
     if head_dim % x:
         check.fail("key", f"of a head_dim that is a multiple of the {x} elements in 16 bytes of key_cache", head_dim)
-    if tuple(key_cache.shape) != (blocks, heads, head_dim // x, block_size, x):
-        symbols = "[blocks, kv_heads, head_dim / x, block_size, x]"
-        check.shape("key_cache", tuple(key_cache.shape), (blocks, heads, head_dim // x, block_size, x), symbols)
-    arrays.same_place("value_cache", value_cache, "key", library, device)
-    _dtype("value_cache", value_cache, library, (cache_dtype,), ("blocks", "kv_heads", "head_dim", "block_size"))
-    if tuple(value_cache.shape) != (blocks, heads, head_dim, block_size):
-        symbols = "[blocks, kv_heads, head_dim, block_size]"
-        check.shape("value_cache", tuple(value_cache.shape), (blocks, heads, head_dim, block_size), symbols)
-    key_strides = _cache_strides("key_cache", key_cache, library, cache_dtype, 2)
-    value_strides = _cache_strides("value_cache", value_cache, library, cache_dtype, 2)
-    slots = _slots("key_cache", blocks, block_size)
-    tokens = _tokens(slot_mapping, "key", library, device, new.rows)
-    k_address, k_number = fp8.scale("k_scale", k_scale, "key", library, device)
-    v_address, v_number = fp8.scale("v_scale", v_scale, "key", library, device)
-    if device is None:
-        args = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-        return _in_host_memory(twin.reshape_and_cache, library, (key_cache, value_cache), *args)
+    wanted = (blocks, heads, head_dim // x, block_size, x)
+    check.shape("key_cache", key_cache.shape, wanted, "[blocks, kv_heads, head_dim / x, block_size, x]")
+    symbols = ("blocks", "kv_heads", "head_dim", "block_size")
+    expect_dimensions("value_cache", value_cache, key, "key", (key_cache.dtype,), symbols)
+    check.shape("value_cache", value_cache.shape, (blocks, heads, head_dim, block_size), f"[{', '.join(symbols)}]")
+    key_steps = distances("key_cache", key_cache, 2, written=True)
+    value_steps = distances("value_cache", value_cache, 2, written=True)
+    slots = check_slots(slot_mapping, key, "key", "key_cache", blocks, block_size)
+    scales = fp8.scale_of("k_scale", k_scale, key, "key"), fp8.scale_of("v_scale", v_scale, key, "key")
+    if key.on_host:
+        return run_twin()
     columns = heads * head_dim
-    if tokens == 0 or slots == 0 or columns == 0:
-        return None
-    address = library.address
-    sources = address(key), address(value)
-    caches = address(key_cache), address(value_cache)
-    mask = sources[0] | sources[1] | caches[0] | caches[1] | new.strides[0] | new.strides[1]
-    mask |= key_strides[0] | key_strides[1] | value_strides[0] | value_strides[1]
+    if slots.is_empty or columns == 0:
+        return
     # The rows themselves are whole units: head_dim is a multiple of x.
-    parts = _PARTS if tokens <= _FEW_TOKENS else 1
-    variant = _blocks_variant(new.dtype, cache_format, mask % 16 == 0, parts)
+    steps = (*strides, *key_steps, *value_steps)
+    alignment = min(array.alignment for array in (key, value, key_cache, value_cache))
+    aligned = alignment == 16 and not any(step % 16 for step in steps)
+    parts = PARTS if slots.tokens <= FEW_TOKENS else 1
     # The keys of an FP8 cache have longer units than the values, and fewer of them.
-    units = columns * arrays.ITEM_SIZE[new.dtype] // 16
-    variant.launch(
-        device,
-        library.stream(device),
-        (-(-tokens // _WINDOW) * parts, -(-units // (_WARPS * _LINE)), 2),
-        (_WARPS * 32, 1, 1),
-        0,
-        sources[0],
-        caches[0],
-        k_address,
-        k_number,
-        new.strides[0],
-        *key_strides,
-        sources[1],
-        caches[1],
-        v_address,
-        v_number,
-        new.strides[1],
-        *value_strides,
-        address(slot_mapping),
-        tokens,
-        slots,
-        columns,
-        head_dim,
-        *divisor(head_dim),
-        block_size,
-        *divisor(block_size),
+    units, line = columns * key.item_size // 16, constants("kv_cache")["LINE"]
+    window = constants("kv_cache")["WINDOW"]
+    launch(
+        blocks_variant(key.dtype, cache_format, aligned, parts),
+        (late(lambda tokens: -(-tokens // window) * parts, slots.tokens), -(-units // (WARPS * line)), 2),
+        WARPS * 32,
+        key=(key, key_cache, scales[0], strides[0], *key_steps),
+        value=(value, value_cache, scales[1], strides[1], *value_steps),
+        columns=columns,
+        head_dim=head_dim,
+        by_head_dim=divisor(head_dim),
+        **slots.fields,
     )
-    return None
 
 
-@arrays.takes_dlpack
+@op(twin.reshape_and_cache_flash, f"reshape_and_cache_flash{_STORE}", rows=_TOKENS, late=("k_scale", "v_scale"))
 def reshape_and_cache_flash(
     key: Any,
     value: Any,
@@ -379,75 +166,53 @@ def reshape_and_cache_flash(
 
     The function is vLLM's `reshape_and_cache_flash`.
     """
-    new = _keys_and_values(key, value)
-    library, device, heads, head_dim = new.library, new.device, new.heads, new.head_dim
-    arrays.same_place("key_cache", key_cache, "key", library, device)
-    if kv_cache_dtype not in fp8.KV_CACHE_DTYPES:
-        check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)
-    cache_dtype = library.dtype(key_cache)
-    cache_format = _format(new.dtype, "key_cache", cache_dtype, kv_cache_dtype)
-    if len(key_cache.shape) != 4:
-        check.dimensions("key_cache", tuple(key_cache.shape), ("blocks", "block_size", "kv_heads", "head_dim"))
-    shape = (*tuple(key_cache.shape)[:2], heads, head_dim)
-    strides = []
+    new_strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
+    _, heads, head_dim = key.shape
+    symbols = ("blocks", "block_size", "kv_heads", "head_dim")
+    check.dimensions("key_cache", key_cache.shape, symbols)
+    shape = (*key_cache.shape[:2], heads, head_dim)
+    cache_strides = []
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        arrays.same_place(name, cache, "key", library, device)
-        if library.dtype(cache) != cache_dtype:
-            check.dtype(name, library.dtype(cache), (cache_dtype,))
-        if tuple(cache.shape) != shape:
-            check.shape(name, tuple(cache.shape), shape, "[blocks, block_size, kv_heads, head_dim]")
-        strides.append(_cache_strides(name, cache, library, cache_dtype, 3))
-    blocks, block_size = shape[:2]
-    slots = _slots("key_cache", blocks, block_size)
-    tokens = _tokens(slot_mapping, "key", library, device, new.rows)
-    k_scale_fields = fp8.scale("k_scale", k_scale, "key", library, device)
-    v_scale_fields = fp8.scale("v_scale", v_scale, "key", library, device)
-    if device is None:
-        args = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-        return _in_host_memory(twin.reshape_and_cache_flash, library, (key_cache, value_cache), *args)
-    if tokens == 0 or slots == 0 or heads * head_dim == 0:
-        return None
-    item_size = arrays.ITEM_SIZE[new.dtype]
+        expect_place(name, cache, key, "key")
+        check.dtype(name, cache.dtype, (key_cache.dtype,))
+        check.shape(name, cache.shape, shape, f"[{', '.join(symbols)}]")
+        cache_strides.append(distances(name, cache, 3, written=True))
+    slots = check_slots(slot_mapping, key, "key", "key_cache", *shape[:2])
+    scales = fp8.scale_of("k_scale", k_scale, key, "key"), fp8.scale_of("v_scale", v_scale, key, "key")
+    if key.on_host:
+        return run_twin()
+    if slots.is_empty or heads * head_dim == 0:
+        return
+    item_size = key.item_size
     ratio = 1 if cache_format == SAME else item_size
-    address = library.address
-    sources, caches = (address(key), address(value)), (address(key_cache), address(value_cache))
-    mask = sources[0] | sources[1] | new.strides[0] | new.strides[1] | head_dim * item_size
-    mask |= (caches[0] | caches[1]) * ratio
-    for stride in (*strides[0], *strides[1]):
-        mask |= stride * ratio
+    mask = key.alignment | value.alignment | new_strides[0] | new_strides[1] | head_dim * item_size
+    for of_cache in (key_cache.alignment, value_cache.alignment, *cache_strides[0], *cache_strides[1]):
+        mask |= of_cache * ratio
     width = unit_width("key", mask, item_size)
     columns, head_columns = heads * head_dim * item_size // width, head_dim * item_size // width
-    tile = _tile("store_rows", columns)
-    by_head = (columns, head_columns, *divisor(head_columns))
-    _rows_variant(new.dtype, cache_format, width, False).launch(
-        device,
-        library.stream(device),
-        (-(-tokens // tile.rows), tile.chunks, 2),
-        (tile.threads, 1, 1),
-        0,
-        sources[0],
-        caches[0],
-        *k_scale_fields,
-        new.strides[0],
-        *strides[0],
-        *by_head,
-        sources[1],
-        caches[1],
-        *v_scale_fields,
-        new.strides[1],
-        *strides[1],
-        *by_head,
-        address(slot_mapping),
-        tokens,
-        slots,
-        block_size,
-        *divisor(block_size),
-        *tile.geometry,
+    tile = tile_of("store_rows", columns)
+    launch(
+        rows_variant(key.dtype, cache_format, width, False),
+        (ceil_div(slots.tokens, tile.rows), tile.chunks, 2),
+        tile.threads,
+        rows=[
+            (new, cache, scale, new_stride, *strides, columns, head_columns, divisor(head_columns))
+            for new, cache, scale, new_stride, strides in zip(
+                (key, value), (key_cache, value_cache), scales, new_strides, cache_strides, strict=True
+            )
+        ],
+        **slots.fields,
+        **tile.fields,
     )
-    return None
 
 
-@arrays.takes_dlpack
+@op(
+    twin.concat_and_cache_mla,
+    "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
+    "Tensor? scale) -> ()",
+    rows={"tokens": ("kv_c", "k_pe", "slot_mapping")},
+    late=("scale",),
+)
 def concat_and_cache_mla(
     kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, kv_cache_dtype: str, scale: Any
 ) -> None:
@@ -473,108 +238,78 @@ def concat_and_cache_mla(
 
     The function is vLLM's `concat_and_cache_mla`.
     """
-    library, device = arrays.place("kv_c", kv_c)
-    dtype = _dtype("kv_c", kv_c, library, DTYPES, ("tokens", "kv_lora_rank"))
-    arrays.same_place("k_pe", k_pe, "kv_c", library, device)
-    if len(k_pe.shape) == 3 and k_pe.shape[1] == 1:
-        k_pe = k_pe[:, 0]
-    _dtype("k_pe", k_pe, library, (dtype,), ("tokens", "rope_dim"))
-    (rows, rank), rope_dim = kv_c.shape, k_pe.shape[1]
-    if k_pe.shape[0] != rows:
-        check.shape("k_pe", tuple(k_pe.shape), (rows, rope_dim), "[tokens, rope_dim]")
-    arrays.same_place("kv_cache", kv_cache, "kv_c", library, device)
-    if kv_cache_dtype not in MLA_CACHE_DTYPES:
-        check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
-    cache_dtype = library.dtype(kv_cache)
+    expect_array("kv_c", kv_c, DTYPES, ("tokens", "kv_lora_rank"))
+    expect_place("k_pe", k_pe, kv_c, "kv_c")
+    symbols = ("tokens", "1", "rope_dim") if len(k_pe.shape) == 3 and k_pe.shape[1] == 1 else ("tokens", "rope_dim")
+    expect_array("k_pe", k_pe, (kv_c.dtype,), symbols)
+    (rows, rank), rope_dim = kv_c.shape, k_pe.shape[-1]
+    if k_pe.shape[0] is not rows and k_pe.shape[0] != rows:
+        check.shape("k_pe", (k_pe.shape[0], rope_dim), (rows, rope_dim), "[tokens, rope_dim]")
+    expect_place("kv_cache", kv_cache, kv_c, "kv_c")
+    check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
     scaled = kv_cache_dtype == DS_MLA
     if scaled:
-        check.dtype("kv_cache", cache_dtype, _DS_MLA_DTYPES)
+        check.dtype("kv_cache", kv_cache.dtype, DS_MLA_DTYPES)
         if rank != twin.LATENTS:
             check.fail("kv_c", f"of a kv_lora_rank of {twin.LATENTS} for {DS_MLA!r}", rank)
         if rope_dim != twin.ROTARY:
             check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} for {DS_MLA!r}", rope_dim)
-    cache_format = SAME if scaled else _format(dtype, "kv_cache", cache_dtype, kv_cache_dtype)
-    last, wanted_entry = (str(twin.ENTRY), twin.ENTRY) if scaled else ("kv_lora_rank + rope_dim", rank + rope_dim)
-    if len(kv_cache.shape) != 3:
-        check.dimensions("kv_cache", tuple(kv_cache.shape), ("blocks", "block_size", last))
-    blocks, block_size, entry = kv_cache.shape
-    if entry != wanted_entry:
-        wanted = blocks, block_size, wanted_entry
-        check.shape("kv_cache", tuple(kv_cache.shape), wanted, f"[blocks, block_size, {last}]")
+    cache_format = SAME if scaled else format_of(kv_c.dtype, "kv_cache", kv_cache, kv_cache_dtype)
+    last, entry = (str(twin.ENTRY), twin.ENTRY) if scaled else ("kv_lora_rank + rope_dim", rank + rope_dim)
+    check.dimensions("kv_cache", kv_cache.shape, ("blocks", "block_size", last))
+    blocks, block_size, _ = kv_cache.shape
+    check.shape("kv_cache", kv_cache.shape, (blocks, block_size, entry), f"[blocks, block_size, {last}]")
     if entry > MAX_COUNT:
         check.fail("kv_c", f"of at most {MAX_COUNT} elements per token", entry)
-    strides = _cache_strides("kv_cache", kv_cache, library, cache_dtype, 2)
-    (kv_c_stride,) = _outer_strides("kv_c", kv_c, library, dtype, 1)
-    (k_pe_stride,) = _outer_strides("k_pe", k_pe, library, dtype, 1)
-    slots = _slots("kv_cache", blocks, block_size)
-    tokens = _tokens(slot_mapping, "kv_c", library, device, rows)
-    scale_fields = fp8.scale("scale", scale, "kv_c", library, device)
-    if device is None:
-        args = (kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
-        return _in_host_memory(twin.concat_and_cache_mla, library, (kv_cache,), *args)
-    if tokens == 0 or slots == 0 or entry == 0:
-        return None
-    item_size = arrays.ITEM_SIZE[dtype]
-    ratio = 1 if cache_format == SAME else item_size
-    address = library.address
-    # An array without elements may have no address.
-    sources = address(kv_c) if rank else 0, address(k_pe) if rope_dim else 0
-    cache = address(kv_cache)
-    mask = sources[0] | sources[1] | kv_c_stride | k_pe_stride
+    block_stride, token_stride = distances("kv_cache", kv_cache, 2, written=True)
+    (kv_c_stride,), (k_pe_stride,) = distances("kv_c", kv_c, 1), distances("k_pe", k_pe, 1)
+    slots = check_slots(slot_mapping, kv_c, "kv_c", "kv_cache", blocks, block_size)
+    scale = fp8.scale_of("scale", scale, kv_c, "kv_c")
+    if kv_c.on_host:
+        return run_twin()
+    if slots.is_empty or entry == 0:
+        return
+    sources = [array for array, size in ((kv_c, rank), (k_pe, rope_dim)) if size]
+    mask = functools.reduce(int.__or__, (array.alignment for array in sources), kv_c_stride | k_pe_stride)
+    cache_mask = kv_cache.alignment | block_stride | token_stride
     if scaled:
-        aligned = (mask | cache | strides[0] | strides[1]) % 16 == 0
-        _store_latents_variant(dtype, aligned).launch(
-            device,
-            library.stream(device),
-            (-(-tokens // _LATENTS_WARPS), 1, 1),
-            (_LATENTS_WARPS * 32, 1, 1),
-            0,
-            *sources,
-            cache,
-            address(slot_mapping),
-            kv_c_stride,
-            k_pe_stride,
-            *strides,
-            tokens,
-            slots,
-            block_size,
-            *divisor(block_size),
+        launch(
+            store_latents_variant(kv_c.dtype, (mask | cache_mask) % 16 == 0),
+            ceil_div(slots.tokens, LATENTS_WARPS),
+            LATENTS_WARPS * 32,
+            latents=kv_c,
+            rotary=k_pe,
+            cache=kv_cache,
+            latents_stride=kv_c_stride,
+            rotary_stride=k_pe_stride,
+            block_stride=block_stride,
+            token_stride=token_stride,
+            **slots.fields,
         )
-        return None
-    mask |= rank * item_size | rope_dim * item_size | (cache | strides[0] | strides[1]) * ratio
+        return
+    item_size = kv_c.item_size
+    mask |= rank * item_size | rope_dim * item_size | cache_mask * (1 if cache_format == SAME else item_size)
     width = unit_width("kv_c", mask, item_size)
     columns = rank * item_size // width, rope_dim * item_size // width
-    tile = _tile("store_rows", sum(columns))
-    _rows_variant(dtype, cache_format, width, True).launch(
-        device,
-        library.stream(device),
-        (-(-tokens // tile.rows), tile.chunks, 1),
-        (tile.threads, 1, 1),
-        0,
-        sources[0],
-        cache,
-        *scale_fields,
-        kv_c_stride,
-        *strides,
-        0,
-        columns[0],
-        *_NO_HEADS,
-        sources[1],
-        0,
-        *_NO_SCALE,
-        k_pe_stride,
-        *_NO_CACHE,
-        address(slot_mapping),
-        tokens,
-        slots,
-        block_size,
-        *divisor(block_size),
-        *tile.geometry,
+    tile = tile_of("store_rows", sum(columns))
+    launch(
+        rows_variant(kv_c.dtype, cache_format, width, True),
+        (ceil_div(slots.tokens, tile.rows), tile.chunks),
+        tile.threads,
+        rows=[
+            (kv_c if rank else None, kv_cache, scale, kv_c_stride, block_stride, token_stride, 0, columns[0], 0, None),
+            (k_pe if rope_dim else None, None, (None, 1.0), k_pe_stride, 0, 0, 0, 0, 0, None),
+        ],
+        **slots.fields,
+        **tile.fields,
     )
-    return None
 
 
-@arrays.takes_dlpack
+@op(
+    twin.copy_blocks,
+    "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
+    rows={"pairs": ("block_mapping",)},
+)
 def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: Any) -> None:
     """Copy blocks of the caches of all layers: cache[to] = cache[from] for each pair (from, to) of block_mapping.
 
@@ -597,74 +332,82 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         if not isinstance(caches, (tuple, list)):
-            check.fail(name, "a list of arrays, one per layer", type(caches).__name__, TypeError)
+            check.fail(name, "a list of arrays, one per layer", type_name(caches), TypeError)
     if len(key_caches) != len(value_caches):
         check.fail("value_caches", f"of the {len(key_caches)} layers of key_caches", len(value_caches))
     if not key_caches:
-        return None
-    library, device = arrays.place("key_caches[0]", key_caches[0])
-    like = "key_caches[0]"
-    dtype = library.dtype(key_caches[0])
-    if dtype not in CACHE_DTYPES:
-        check.dtype(like, dtype, CACHE_DTYPES)
-    if not key_caches[0].shape:
+        if not isinstance(block_mapping, Array) or block_mapping.on_host:
+            run_twin()
+        return
+    first, like = key_caches[0], "key_caches[0]"
+    expect_array(like, first, CACHE_DTYPES)
+    if not first.shape:
         check.dimensions(like, (), ("blocks", "..."))
-    blocks = key_caches[0].shape[0]
-    block_elements = functools.reduce(int.__mul__, map(int, key_caches[0].shape[1:]), 1)
-    item_size = arrays.ITEM_SIZE[dtype]
-    block_stride = _cache_strides(like, key_caches[0], library, dtype, 1)[0]
-    known = key_caches[0].shape, library.strides(key_caches[0])
+    blocks, block_elements = first.shape[0], math.prod(first.shape[1:])
+    (block_stride,) = distances(like, first, 1, written=True)
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         for i, cache in enumerate(caches):
-            if arrays.library_of(cache) is not library or library.device(cache) != device:
-                arrays.same_place(f"{name}[{i}]", cache, like, library, device)
-            if library.dtype(cache) != dtype:
-                check.dtype(f"{name}[{i}]", library.dtype(cache), (dtype,))
-            shape, strides = cache.shape, library.strides(cache)
-            if shape == known[0] and strides == known[1]:
+            expect_place(f"{name}[{i}]", cache, first, like)
+            check.dtype(f"{name}[{i}]", cache.dtype, (first.dtype,))
+            if (cache.shape, cache.strides) == (first.shape, first.strides):
                 continue
-            elements = functools.reduce(int.__mul__, map(int, shape[1:]), 1)
-            if not shape or (shape[0], elements) != (blocks, block_elements):
+            if not cache.shape or (cache.shape[0], math.prod(cache.shape[1:])) != (blocks, block_elements):
                 wanted = f"of {blocks} blocks of {block_elements} elements like {like}"
-                check.fail(f"{name}[{i}]", wanted, f"shape {list(shape)}")
-            if _cache_strides(f"{name}[{i}]", cache, library, dtype, 1)[0] != block_stride:
+                check.fail(f"{name}[{i}]", wanted, f"shape {list(cache.shape)}")
+            if distances(f"{name}[{i}]", cache, 1, written=True) != (block_stride,):
                 distance = f"with its blocks at the distance of those of {like}"
-                check.fail(f"{name}[{i}]", distance, f"strides {tuple(strides)} (in elements)")
-    arrays.same_place("block_mapping", block_mapping, like, library, device)
-    _dtype("block_mapping", block_mapping, library, ("int64",), ("pairs", "2"))
+                check.fail(f"{name}[{i}]", distance, f"strides {cache.strides} (in elements)")
+    expect_dimensions("block_mapping", block_mapping, first, like, ("int64",), ("pairs", "2"))
     pairs = block_mapping.shape[0]
     if block_mapping.shape[1] != 2:
-        check.shape("block_mapping", tuple(block_mapping.shape), (pairs, 2), "[pairs, 2]")
-    arrays.contiguous("block_mapping", block_mapping, library)
-    every = [*key_caches, *value_caches]
-    if device is None:
-        return _in_host_memory(twin.copy_blocks, library, every, key_caches, value_caches, block_mapping)
-    block_bytes = block_elements * item_size
+        check.shape("block_mapping", block_mapping.shape, (pairs, 2), "[pairs, 2]")
+    expect_contiguous("block_mapping", block_mapping)
+    if first.on_host:
+        return run_twin()
+    block_bytes = block_elements * first.item_size
     if pairs == 0 or blocks == 0 or block_bytes == 0:
-        return None
-    addresses = [library.address(cache) for cache in every]
-    mask = block_stride | block_bytes
-    for address in addresses:
-        mask |= address
-    width = unit_width(like, mask, item_size)
-    threads, items = _THREADS_ITEMS["copy_blocks"]
+        return
+    every = [*key_caches, *value_caches]
+    width = unit_width(like, block_stride | block_bytes | min(cache.alignment for cache in every), first.item_size)
+    threads, items = THREADS_ITEMS["copy_blocks"]
     columns = block_bytes // width
     parts = -(-columns // (threads * items))
     if columns > MAX_COUNT:
         check.fail(like, f"of blocks of at most {MAX_COUNT * width} bytes", block_bytes)
-    if pairs * parts > MAX_COUNT:
+    if pairs > MAX_COUNT // parts:
         check.fail("block_mapping", f"of at most {MAX_COUNT // parts} pairs for blocks of this size", pairs)
-    variant = _copy_blocks.variant(width, threads, items)
-    mapping, stream = library.address(block_mapping), library.stream(device)
-    for first in range(0, len(addresses), _CACHES):
-        some = addresses[first : first + _CACHES]
-        grid = (pairs * parts, len(some), 1)
-        fields = (*some, *(0,) * (_CACHES - len(some)), mapping, block_stride, blocks, columns, parts)
-        variant.launch(device, stream, grid, (threads, 1, 1), 0, *fields)
-    return None
+    most = constants("kv_cache")["CACHES"]
+    for i in range(0, len(every), most):
+        some = every[i : i + most]
+        launch(
+            copy_variant(width),
+            (pairs if parts == 1 else pairs * parts, len(some)),
+            threads,
+            cache=[*some, *[None] * (most - len(some))],
+            block_mapping=block_mapping,
+            block_stride=block_stride,
+            blocks=blocks,
+            columns=columns,
+            parts=parts,
+        )
 
 
-@arrays.takes_dlpack
+def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
+    """How many sequences to gather, with so many rows of the table, cu_seq_lens and seq_starts."""
+    batch = check.integer("batch_size", batch_size, 0, rows, "the rows of block_table")
+    for name, least, found in (("cu_seq_lens", batch + 1, lengths), ("seq_starts", batch, starts)):
+        if found is not None and found < least:
+            check.fail(name, f"of at least {least} elements for batch_size {batch}", found)
+    return batch
+
+
+@op(
+    twin.gather_cache,
+    "gather_cache(Tensor src_cache, Tensor(a!) dst, Tensor block_table, Tensor cu_seq_lens, SymInt batch_size, "
+    "Tensor? seq_starts=None, *, str kv_cache_dtype='auto', Tensor? scale=None) -> ()",
+    rows={"tokens": ("dst",), "table": ("block_table",), "lengths": ("cu_seq_lens",), "starts": ("seq_starts",)},
+    late=("batch_size", "scale"),
+)
 def gather_cache(
     src_cache: Any,
     dst: Any,
@@ -704,58 +447,47 @@ def gather_cache(
     The function is vLLM's `gather_cache`, with the conversions of `gather_and_maybe_dequant_cache` and
     `cp_gather_and_upconvert_fp8_kv_cache`.
     """
-    library, device = arrays.place("src_cache", src_cache)
-    cache_dtype = library.dtype(src_cache)
-    if cache_dtype not in CACHE_DTYPES:
-        check.dtype("src_cache", cache_dtype, CACHE_DTYPES)
+    expect_array("src_cache", src_cache, CACHE_DTYPES)
     if len(src_cache.shape) < 2:
-        check.dimensions("src_cache", tuple(src_cache.shape), ("blocks", "block_size", "..."))
-    blocks, block_size = src_cache.shape[:2]
-    entry = tuple(src_cache.shape)[2:]
-    arrays.same_place("dst", dst, "src_cache", library, device)
+        check.dimensions("src_cache", src_cache.shape, ("blocks", "block_size", "..."))
+    (blocks, block_size), entry = src_cache.shape[:2], src_cache.shape[2:]
+    expect_place("dst", dst, src_cache, "src_cache")
     check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
-    dtype = library.dtype(dst)
-    scaled = kv_cache_dtype == DS_MLA and dtype != cache_dtype
-    if dtype == cache_dtype:
+    scaled = kv_cache_dtype == DS_MLA and dst.dtype != src_cache.dtype
+    if dst.dtype == src_cache.dtype:
         cache_format = SAME
-    elif arrays.ITEM_SIZE[cache_dtype] > 1 or dtype not in DTYPES:
-        convertible = () if arrays.ITEM_SIZE[cache_dtype] > 1 else DTYPES
-        check.dtype("dst", dtype, (cache_dtype, *convertible))
+    elif src_cache.item_size > 1 or dst.dtype not in DTYPES:
+        convertible = () if src_cache.item_size > 1 else DTYPES
+        check.dtype("dst", dst.dtype, (src_cache.dtype, *convertible))
     elif scaled:
-        check.dtype("src_cache", cache_dtype, _DS_MLA_DTYPES)
+        check.dtype("src_cache", src_cache.dtype, DS_MLA_DTYPES)
         if entry != (twin.ENTRY,):
             wanted = blocks, block_size, twin.ENTRY
-            check.shape("src_cache", tuple(src_cache.shape), wanted, f"[blocks, block_size, {twin.ENTRY}]")
-        cache_format = _FORMAT["float8_e4m3fn"]
+            check.shape("src_cache", src_cache.shape, wanted, f"[blocks, block_size, {twin.ENTRY}]")
+        cache_format = FORMAT["float8_e4m3fn"]
     else:
-        cache_format = _format(dtype, "src_cache", cache_dtype, kv_cache_dtype)
-    tokens = dst.shape[0] if len(dst.shape) else 0
-    if scaled:
-        row: tuple[int, ...] = (twin.LATENTS + twin.ROTARY,)
-        if tuple(dst.shape) != (tokens, *row):
-            check.shape("dst", tuple(dst.shape), (tokens, *row), f"[tokens, {row[0]}]")
-    else:
-        row = entry
-        if tuple(dst.shape) != (tokens, *row):
-            check.fail("dst", f"of shape [tokens, ...] = {['tokens', *row]} like src_cache", list(dst.shape))
-    block_stride, token_stride = _outer_strides("src_cache", src_cache, library, cache_dtype, 2)
-    (dst_stride,) = _cache_strides("dst", dst, library, dtype, 1)
-    arrays.same_place("block_table", block_table, "src_cache", library, device)
-    _dtype("block_table", block_table, library, ("int32",), ("batch", "max_blocks"))
+        cache_format = format_of(dst.dtype, "src_cache", src_cache, kv_cache_dtype)
+    tokens = dst.shape[0] if dst.shape else 0
+    row = (twin.LATENTS + twin.ROTARY,) if scaled else entry
+    if not dst.shape or dst.shape[1:] != row:
+        if scaled:
+            check.shape("dst", dst.shape, (tokens, *row), f"[tokens, {row[0]}]")
+        check.fail("dst", f"of shape [tokens, ...] = {['tokens', *row]} like src_cache", list(dst.shape))
+    block_stride, token_stride = distances("src_cache", src_cache, 2)
+    (dst_stride,) = distances("dst", dst, 1, written=True)
+    expect_dimensions("block_table", block_table, src_cache, "src_cache", ("int32",), ("batch", "max_blocks"))
     rows, table_columns = block_table.shape
-    table_stride = _outer_strides("block_table", block_table, library, "int32", 1)[0] // 4
-    batch = check.integer("batch_size", batch_size, 0, rows, "the rows of block_table")
-    vectors = [("cu_seq_lens", cu_seq_lens, batch + 1)]
+    (table_stride,) = distances("block_table", block_table, 1)
+    vectors = [("cu_seq_lens", cu_seq_lens, "batch + 1")]
     if seq_starts is not None:
-        vectors.append(("seq_starts", seq_starts, batch))
-    for name, vector, least in vectors:
-        arrays.same_place(name, vector, "src_cache", library, device)
-        _dtype(name, vector, library, ("int32",), ("batch + 1" if name == "cu_seq_lens" else "batch",))
-        if vector.shape[0] < least:
-            check.fail(name, f"of at least {least} elements for batch_size {batch}", vector.shape[0])
-        arrays.contiguous(name, vector, library)
-    scale_fields = fp8.scale("scale", scale, "src_cache", library, device)
-    elements = functools.reduce(int.__mul__, map(int, row), 1)
+        vectors.append(("seq_starts", seq_starts, "batch"))
+    for name, vector, symbol in vectors:
+        expect_dimensions(name, vector, src_cache, "src_cache", ("int32",), (symbol,))
+        expect_contiguous(name, vector)
+    starts = None if seq_starts is None else seq_starts.shape[0]
+    batch = late(_batch, batch_size, rows, cu_seq_lens.shape[0], starts)
+    scale = fp8.scale_of("scale", scale, src_cache, "src_cache")
+    elements = math.prod(row)
     for name, count in (
         ("src_cache", blocks),
         ("src_cache", elements),
@@ -764,61 +496,41 @@ def gather_cache(
     ):
         if count > MAX_COUNT:
             check.fail(name, f"of sizes up to {MAX_COUNT}", count)
-    if tokens == 0 or elements == 0 or batch == 0 or blocks * block_size * table_columns == 0:
-        return None
-    if device is None:
-        args = (src_cache, dst, block_table, cu_seq_lens, batch, seq_starts)
-        keywords = {"kv_cache_dtype": kv_cache_dtype, "scale": scale}
-        return _in_host_memory(twin.gather_cache, library, (dst,), *args, **keywords)
-    item_size = arrays.ITEM_SIZE[dtype]
-    ratio = 1 if cache_format == SAME else item_size
-    address = library.address
-    src_address, dst_address = address(src_cache), address(dst)
+    if src_cache.on_host:
+        return run_twin()
+    is_empty = tokens == 0 or elements == 0 or batch_size == 0 or blocks * block_size * table_columns == 0
+    if is_empty and batch >= 0:  # compared, so that the plan checks the batch of each call
+        return
+    item_size = dst.item_size
+    mask, dst_mask = src_cache.alignment | block_stride | token_stride, dst.alignment | dst_stride
     if scaled:
-        unit_width("dst", dst_address | dst_stride, item_size)
-        aligned = (src_address | block_stride | token_stride | dst_address | dst_stride) % 16 == 0
-        variant, width = _gather_latents_variant(dtype, aligned), 16 if aligned else item_size
+        unit_width("dst", dst_mask, item_size)
+        aligned = (mask | dst_mask) % 16 == 0
+        variant, width = gather_latents_variant(dst.dtype, aligned), 16 if aligned else item_size
     else:
-        mask = (src_address | block_stride | token_stride) * ratio | dst_address | dst_stride | elements * item_size
+        mask = mask * (1 if cache_format == SAME else item_size) | dst_mask | elements * item_size
         width = unit_width("src_cache", mask, item_size)
-        variant = _gather_variant(dtype, cache_format, width)
-    tile = _tile("gather_rows", elements * item_size // width)
-    variant.launch(
-        device,
-        library.stream(device),
-        (-(-tokens // tile.rows), tile.chunks, 1),
-        (tile.threads, 1, 1),
-        0,
-        src_address,
-        dst_address,
-        address(block_table),
-        address(cu_seq_lens),
-        0 if seq_starts is None else address(seq_starts),
-        *scale_fields,
-        block_stride,
-        token_stride,
-        dst_stride,
-        table_stride,
-        blocks,
-        table_columns,
-        batch,
-        tokens,
-        block_size,
-        *divisor(block_size),
-        *tile.geometry,
+        variant = gather_variant(dst.dtype, cache_format, width)
+    tile = tile_of("gather_rows", elements * item_size // width)
+    launch(
+        variant,
+        (ceil_div(tokens, tile.rows), tile.chunks),
+        tile.threads,
+        src=src_cache,
+        dst=dst,
+        block_table=block_table,
+        cu_seq_lens=cu_seq_lens,
+        seq_starts=seq_starts,
+        scale=scale,
+        block_stride=block_stride,
+        token_stride=token_stride,
+        dst_stride=dst_stride,
+        table_stride=table_stride // 4,
+        blocks=blocks,
+        table_columns=table_columns,
+        batch=batch,
+        tokens=tokens,
+        block_size=block_size,
+        by_block_size=divisor(block_size),
+        **tile.fields,
     )
-    return None
-
-
-#: For `cukern.torch_ops`: the schema of each operator; they return nothing.
-TORCH_OPS: dict[str, Any] = {
-    "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-    "str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()": None,
-    "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-    "Tensor slot_mapping, str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()": None,
-    "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
-    "Tensor? scale) -> ()": None,
-    "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()": None,
-    "gather_cache(Tensor src_cache, Tensor(a!) dst, Tensor block_table, Tensor cu_seq_lens, SymInt batch_size, "
-    "Tensor? seq_starts=None, *, str kv_cache_dtype='auto', Tensor? scale=None) -> ()": None,
-}

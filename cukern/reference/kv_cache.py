@@ -118,7 +118,7 @@ def concat_and_cache_mla(
     kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping: Array, kv_cache_dtype: str, scale: Any
 ) -> None:
     """See `cukern.concat_and_cache_mla`."""
-    latents, rotary = kv_c[: len(slot_mapping)], k_pe[: len(slot_mapping)]
+    latents, rotary = kv_c[: len(slot_mapping)], k_pe.reshape(len(k_pe), k_pe.shape[-1])[: len(slot_mapping)]
     if kv_cache_dtype == "fp8_ds_mla":
         row = _scaled(latents, rotary).view(kv_cache.dtype)
     else:
@@ -148,6 +148,8 @@ def gather_cache(
 ) -> None:
     """See `cukern.gather_cache`."""
     blocks, block_size = src_cache.shape[:2]
+    if block_size == 0:
+        return
     for sequence in range(batch_size):
         begin, end = cu_seq_lens[sequence : sequence + 2].tolist()
         first = 0 if seq_starts is None else int(seq_starts[sequence]) // block_size

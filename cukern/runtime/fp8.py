@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place
-from cukern.runtime.late import late
+from cukern.runtime.late import Late
 
 #: The dtype that the bytes of a cache have by its `kv_cache_dtype`; "auto" leaves it to the array.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -15,47 +14,19 @@ DTYPES = tuple(dict.fromkeys(FORMATS.values()))
 KV_CACHE_DTYPES = ("auto", *FORMATS)
 
 
-def scale(name: str, value: Any, like: str, library: arrays.Library, device: int | None) -> tuple[int, float]:
-    """A scale as the kernels take it: the address of one float32, or 0; and the number that counts without it.
-
-    None is 1. Raises TypeError and ValueError for what is neither a finite number nor a float32 array of one element,
-    of `library` and on `device` as the argument `like` is.
-    """
-    if value is None:
-        return 0, 1.0
-    if not arrays.is_array(value):
-        return 0, check.number(name, value)
-    arrays.same_place(name, value, like, library, device)
-    dtype = library.dtype(value)
-    if dtype != "float32":
-        check.dtype(name, dtype, ("float32",))
-    for size in value.shape:
-        if size != 1:
-            check.fail(name, "a number or an array of one element", f"an array of shape {list(value.shape)}")
-    return library.address(value), 1.0
-
-
 def scale_of(name: str, value: Any, like: Array, like_name: str) -> tuple[Array | None, Any]:
-    """A scale as the kernels take it: an array of one float32, or None; and the number that counts without it.
+    """A scale as the kernels take it: the array of one float32, or None; and the number that counts without it.
 
-    None is 1. Raises TypeError and ValueError for what is neither a finite number nor a float32 array of one element,
-    of the library and on the device of the argument `like`.
+    None is 1. Raises TypeError and ValueError for what is neither a finite number nor a float32 array of one element
+    where the argument `like` is.
     """
     if value is None:
         return None, 1.0
-    if not isinstance(value, Array):
-        return None, late(
-            functools.partial(_number, name, f"a {like.place.library.name} array like {like_name}"), value
-        )
-    expect_place(name, value, like, like_name)
-    check.dtype(name, value.dtype, ("float32",))
-    if any(size != 1 for size in value.shape):
-        check.fail(name, "a number or an array of one element", f"an array of shape {list(value.shape)}")
-    return value, 1.0
-
-
-def _number(name: str, wanted: str, value: Any) -> float:
-    """`value` as a finite float. Raises TypeError for an array, which here is one of another library."""
-    if type(value) is not float and arrays.is_array(value):
-        check.fail(name, wanted, f"{type(value).__module__}.{type(value).__name__}", TypeError)
-    return check.number(name, value)
+    given = value.value if isinstance(value, Late) else value
+    if not arrays.is_array(given):
+        return None, check.number(name, value)
+    expect_place(name, given, like, like_name)
+    check.dtype(name, given.dtype, ("float32",))
+    if any(size != 1 for size in given.shape):
+        check.fail(name, "a number or an array of one element", f"an array of shape {list(given.shape)}")
+    return given, 1.0

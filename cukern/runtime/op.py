@@ -38,6 +38,9 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Schemas]] = {}
 #: So many plans of an op are kept, the newest ones; and so many that differ in what they found late numbers to be.
 _MOST_PLANS, _MOST_ALTERNATIVES = 1024, 64
 
+#: A list of more arrays than this is read as a whole.
+_MANY = 4
+
 # What an argument is: plain, or late as a size where it is an array, as a number where it is none, or both.
 _ROWS, _LATE = 1, 2
 _LATE_MARK = object()
@@ -363,6 +366,13 @@ def _call_of(op: Op, function: _F) -> _F:
                 key.append(value)
             elif of is tuple or of is list:
                 key += of, len(value)
+                if len(value) > _MANY and not kind & _ROWS and len({*map(type, value)}) == 1:
+                    library = library_of(type(value[0]))
+                    if library is not None:
+                        addresses = library.read_all(value, key)
+                        bits = functools.reduce(operators.or_, addresses, bits)
+                        environment += addresses
+                        continue
                 for x in value:
                     library = library_of(type(x))
                     if library is None:

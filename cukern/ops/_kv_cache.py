@@ -1,0 +1,178 @@
+"""What the functions of the paged KV cache share: the variants of their kernels, tiles, and checks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cukern.runtime import check, fp8
+from cukern.runtime.arrays import CUDA_TYPE, ITEM_SIZE
+from cukern.runtime.describe import Array, contiguous_strides, expect_array, expect_contiguous, expect_place
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.units import divisor
+
+DTYPES = ("float32", "float16", "bfloat16")
+CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)
+#: FORMAT of the templates.
+SAME = "SAME"
+#: The `kv_cache_dtype` of FlashMLA's FP8 cache, for which there are templates apart.
+DS_MLA = "fp8_ds_mla"
+MLA_CACHE_DTYPES = (*fp8.KV_CACHE_DTYPES, DS_MLA)
+FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
+DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
+#: T of the templates where nothing is converted, by size.
+_BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
+
+#: Tokens, slots, and units of a row or a block: the kernels count in 31 bits, and round up to whole tiles.
+MAX_COUNT = 2**31 - 2**12
+WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit; what the alignment of a call allows
+
+_store_rows = Kernel("kv_cache", "store_rows")
+_store_blocks = Kernel("kv_cache", "store_blocks")
+_copy_blocks = Kernel("kv_cache", "copy_blocks")
+_gather_rows = Kernel("kv_cache", "gather_rows")
+_store_latents = Kernel("kv_cache", "store_latents")
+_gather_latents = Kernel("kv_cache", "gather_latents")
+
+THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
+WARPS = 2
+LATENTS_WARPS = 4
+#: Up to so many tokens a window is shared among 8 blocks: each is then in a run of its own, or alone.
+FEW_TOKENS, PARTS = 512, 8
+
+
+def rows_variant(dtype: str, cache_format: str, width: int, concat: bool) -> Variant:
+    element = _BITS[1] if cache_format == SAME else CUDA_TYPE[dtype]
+    return _store_rows.variant(element, cache_format, width, str(concat).lower(), *THREADS_ITEMS["store_rows"])
+
+
+def blocks_variant(dtype: str, cache_format: str, aligned: bool, parts: int) -> Variant:
+    element = _BITS[ITEM_SIZE[dtype]] if cache_format == SAME else CUDA_TYPE[dtype]
+    return _store_blocks.variant(element, cache_format, str(aligned).lower(), WARPS, parts)
+
+
+def gather_variant(dtype: str, cache_format: str, width: int) -> Variant:
+    element = _BITS[1] if cache_format == SAME else CUDA_TYPE[dtype]
+    return _gather_rows.variant(element, cache_format, width, *THREADS_ITEMS["gather_rows"])
+
+
+def store_latents_variant(dtype: str, aligned: bool) -> Variant:
+    return _store_latents.variant(CUDA_TYPE[dtype], str(aligned).lower(), LATENTS_WARPS)
+
+
+def gather_latents_variant(dtype: str, aligned: bool) -> Variant:
+    return _gather_latents.variant(CUDA_TYPE[dtype], str(aligned).lower(), *THREADS_ITEMS["gather_rows"])
+
+
+def copy_variant(width: int) -> Variant:
+    return _copy_blocks.variant(width, *THREADS_ITEMS["copy_blocks"])
+
+
+# FP8 caches, float32 and narrower units are compiled when they are first used.
+for _kernel, _variants in (
+    (_store_rows, [rows_variant("bfloat16", SAME, WIDTHS[0], concat) for concat in (False, True)]),
+    (_store_blocks, [blocks_variant("bfloat16", SAME, True, parts) for parts in (1, PARTS)]),
+    (_copy_blocks, [copy_variant(WIDTHS[0])]),
+    (_gather_rows, [gather_variant("bfloat16", SAME, WIDTHS[0])]),
+):
+    _kernel.at_import = _kernel.specialized = [variant.instance for variant in _variants]
+
+
+# --- what the sizes decide ----------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """How a block lays its units over rows."""
+
+    threads: int
+    rows: int
+    chunks: int  # tiles side by side in a row
+    fields: dict[str, Any]  # of the kernel's parameters
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_of(kernel: str, columns: int) -> Tile:
+    threads, items = THREADS_ITEMS[kernel]
+    chunks = -(-columns // (threads * items))
+    tile_columns = -(-columns // chunks)
+    rows = threads * items // tile_columns
+    fields = {"columns": columns, "tile_rows": rows, "tile_columns": tile_columns}
+    return Tile(threads, rows, chunks, {**fields, "by_tile_columns": divisor(tile_columns)})
+
+
+def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
+    """FORMAT for elements of `dtype` and a cache, the argument `name`."""
+    if kv_cache_dtype == "auto":
+        check.dtype(name, cache.dtype, (dtype, *fp8.DTYPES))
+        return SAME if cache.dtype == dtype else FORMAT[cache.dtype]
+    check.dtype(name, cache.dtype, ("uint8", fp8.FORMATS[kv_cache_dtype]))
+    return FORMAT[fp8.FORMATS[kv_cache_dtype]]
+
+
+# --- checks -------------------------------------------------------------------------------------------
+
+
+def expect_dimensions(
+    name: str, array: Any, like: Array, like_name: str, dtypes: Sequence[str], symbols: tuple[str, ...]
+) -> None:
+    """`array` is where `like` is, of one of these dtypes and with the dimensions `symbols`."""
+    expect_place(name, array, like, like_name)
+    expect_array(name, array, dtypes, symbols)
+
+
+def distances(name: str, array: Array, outer: int, written: bool = False) -> tuple[int, ...]:
+    """The strides of the first `outer` dimensions in bytes, 0 where there is nothing to step to.
+
+    Raises ValueError unless the other dimensions lie in C order without gaps, and unless an array that is written has
+    memory of its own for each element of the first ones.
+    """
+    shape, strides = array.shape, array.strides
+    if any(size == 0 for size in shape):
+        return (0,) * outer
+    inner = zip(shape[outer:], strides[outer:], contiguous_strides(shape[outer:]), strict=True)
+    if not all(size == 1 or stride == wanted for size, stride, wanted in inner):
+        kept = f"contiguous but for its first {outer} dimensions" if outer > 1 else "contiguous within each row"
+        check.fail(name, kept, f"strides {strides} (in elements)")
+    if written and any(stride == 0 and size > 1 for size, stride in zip(shape[:outer], strides, strict=False)):
+        check.fail(name, "an array with memory of its own for each element", "one that repeats its elements")
+    return tuple(strides[i] * array.item_size if shape[i] > 1 else 0 for i in range(outer))
+
+
+class Slots(NamedTuple):
+    """Where tokens go."""
+
+    tokens: Any
+    fields: dict[str, Any]  # of the kernels' parameters
+    is_empty: bool
+
+
+def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, blocks: int, block_size: int) -> Slots:
+    """The slots of some tokens, of which `like` may have more, in the cache `name`."""
+    slots = blocks * block_size
+    if slots > MAX_COUNT:
+        check.fail(name, f"of at most {MAX_COUNT} slots", f"{blocks} blocks of {block_size}")
+    expect_dimensions("slot_mapping", slot_mapping, like, like_name, ("int64",), ("tokens",))
+    expect_contiguous("slot_mapping", slot_mapping)
+    tokens, most = slot_mapping.shape[0], like.shape[0]
+    if tokens is not most and tokens > most:
+        check.fail("slot_mapping", f"of at most the {most} tokens of {like_name}", tokens)
+    if tokens > MAX_COUNT:
+        check.fail("slot_mapping", f"of at most {MAX_COUNT} tokens", tokens)
+    fields = {"slot_mapping": slot_mapping, "tokens": tokens, "slots": slots, "block_size": block_size}
+    return Slots(tokens, fields | {"by_block_size": divisor(max(block_size, 1))}, tokens == 0 or slots == 0)
+
+
+def check_keys_and_values(key: Any, value: Any, key_cache: Any, kv_cache_dtype: str) -> tuple[tuple[int, ...], str]:
+    """The distances between tokens, of keys and of values, in bytes; and FORMAT of their cache."""
+    symbols = ("tokens", "kv_heads", "head_dim")
+    expect_array("key", key, DTYPES, symbols)
+    expect_dimensions("value", value, key, "key", (key.dtype,), symbols)
+    if value.shape != key.shape:
+        check.shape("value", value.shape, key.shape, "[tokens, kv_heads, head_dim]")
+    if key.shape[1] * key.shape[2] > MAX_COUNT:
+        check.fail("key", f"of at most {MAX_COUNT} elements per token", key.shape[1] * key.shape[2])
+    strides = distances("key", key, 1) + distances("value", value, 1)
+    expect_place("key_cache", key_cache, key, "key")
+    check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)
+    return strides, format_of(key.dtype, "key_cache", key_cache, kv_cache_dtype)

@@ -1,0 +1,484 @@
+"""What the functions of paged attention share: checks, the variants of the kernels, how the work is dealt out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cukern.runtime import arrays, check, fp8, template
+from cukern.runtime.compile import Instance
+from cukern.runtime.describe import Array, contiguous_strides, expect, expect_array, expect_place, expect_table
+from cukern.runtime.gpu import Gpu
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import late
+from cukern.runtime.op import OPS
+from cukern.runtime.plan import clear, empty, launch
+
+LAYOUTS = ("vllm", "flash")
+VARIANTS = ("auto", "specialized", "dynamic", "scalar")
+DTYPES = ("float32", "float16", "bfloat16")
+MAX_DIM = 256
+MAX_BLOCK_SIZE = 2**16
+#: Pieces of 64 tokens, or of `split`, over all sequences, kv heads and blocks of rows that share one.
+MAX_UNITS = 2**31 - 2**16
+_SCALAR_ROWS = 4  # ROWS of the template `attend_scalar`
+_MOST_BLOCKS = 2  # per multiprocessor: launch bounds of the template
+_RESERVED_SHARED = 1024  # bytes of each block
+#: Units that a block of threads takes at least, measured on an H200.
+_LEAST_UNITS = 4
+_LARGEST_SCALE = 1e30
+#: Sizes of clusters; items times size is at most _CLUSTERED, so that all of them run at once.
+_CLUSTERS = (16, 8, 4)
+_CLUSTERED = 128
+_CLUSTERED_ARCHS = ("90a", "100a", "103a")
+
+#: Dimensions of a head and tokens of a block that have variants of their own.
+SPECIALIZED = [
+    (head_dim, block_size)
+    for head_dim in (
+        64,  # GPT-OSS, Qwen2-0.5B, Llama-3.2-1B
+        80,  # Phi-2, Qwen2-VL's vision tower
+        96,  # Phi-3-mini
+        112,  # Zamba, Yi-VL
+        120,  # H2O-Danube
+        128,  # Llama, Qwen, Mistral
+        192,  # Nemotron
+        256,  # Gemma
+    )
+    for block_size in (16, 32, 64)
+]
+CUDA_TYPE = {**arrays.CUDA_TYPE, "float8_e4m3fn": "__nv_fp8_e4m3", "float8_e5m2": "__nv_fp8_e5m2"}
+
+_attend = Kernel("paged_attention", "attend", compile_s=1.1)
+scalar = Kernel("paged_attention", "attend_scalar")
+
+
+def unit_tokens() -> int:
+    """Tokens of the smallest piece, and what pieces are multiples of."""
+    return template.constants("paged_attention")["UNIT_TOKENS"]
+
+
+class Form(NamedTuple):
+    """Template arguments of `attend` and what follows from them."""
+
+    dtype: str
+    cache: str
+    layout: str
+    head_dim: int  # 0: dynamic
+    dims: int
+    block_size: int  # 0: dynamic
+    team: int
+    extras: bool
+    cluster: int = 1
+
+    @property
+    def warps(self) -> int:
+        return 2 if self.dims > 128 else 4
+
+    @property
+    def _stage_bytes(self) -> int:
+        """Of a stage of every team."""
+        chunks = self.dims * arrays.ITEM_SIZE[self.cache] // 16
+        if self.layout == "flash" and chunks % 8:
+            chunks |= 1
+        return self.warps // self.team * 2 * 16 * 16 * chunks
+
+    @property
+    def stages(self) -> int:
+        # Measured on an H200: two blocks of a multiprocessor with three stages of 32 KB, one less where larger heads
+        # take their place or clusters of 16 blocks must find it.
+        most = 100 << 10 if self.cluster == 1 and self.dims <= 128 else 68 << 10
+        return min(max(most // self._stage_bytes, 2), 4)
+
+    def shared_bytes(self, rows: int) -> int:
+        """The last stage is as large as the results of `rows` rows that are merged in its place."""
+        merged = self.warps // self.team + (self.cluster > 1)
+        return (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, merged * rows * (self.dims + 8) * 4)
+
+    @property
+    def static_bytes(self) -> int:
+        """Shared memory that the template declares, at most."""
+        return 1024 + (self.dims // 16 * 512 * self.warps if self.dims > 128 else 0)
+
+    @property
+    def variant(self) -> Variant:
+        return _attend.variant(
+            CUDA_TYPE[self.dtype],
+            CUDA_TYPE[self.cache],
+            self.layout.upper(),
+            self.head_dim,
+            self.dims,
+            self.block_size,
+            self.team,
+            str(self.extras).lower(),
+            self.stages,
+            self.cluster,
+            max_shared_bytes=self.shared_bytes(16 * self.team),
+            large_clusters=self.cluster > 8,
+        )
+
+
+def specialized_form(
+    dtype: str,
+    cache: str,
+    layout: str,
+    head_dim: int,
+    block_size: int,
+    team: int = 1,
+    extras: bool = False,
+    cluster: int = 1,
+) -> Form:
+    return Form(dtype, cache, layout, head_dim, -(-head_dim // 16) * 16, block_size, team, extras, cluster)
+
+
+def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
+    return [
+        specialized_form(dtype, dtype, layout, head_dim, block_size).variant.instance
+        for dtype in ("bfloat16", "float16")
+        for layout in LAYOUTS
+    ]
+
+
+# Every block size and both 16-bit formats compile to the same instructions but for constants, so one of each is held
+# to the promise that registers do not spill.
+_attend.specialized = [
+    specialized_form("bfloat16", cache, layout, head_dim, 16, team).variant.instance
+    for layout in LAYOUTS
+    for cache, head_dim, team in [
+        *(("bfloat16", head_dim, 1) for head_dim in sorted({d for d, _ in SPECIALIZED})),
+        ("bfloat16", 128, 2),
+        ("bfloat16", 128, 4),
+        ("float8_e4m3fn", 128, 1),
+        ("float8_e5m2", 128, 1),
+    ]
+]
+_attend.at_import = _of_own_dtype(128, 16)
+
+_registered = set(SPECIALIZED)
+
+
+def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
+    """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
+
+    They are for up to 16 query rows per kv head, without softcap, slopes or a block-sparse pattern, over a cache of
+    the query's dtype; others of these sizes are compiled at their first use.
+
+    Raises ValueError unless head_dim is a multiple of 8 of at most 256 and block_size a multiple of 16.
+    """
+    check.integer("head_dim", head_dim, 8, MAX_DIM)
+    if head_dim % 8:
+        check.fail("head_dim", "a multiple of 8", head_dim)
+    check.integer("block_size", block_size, 16, MAX_BLOCK_SIZE)
+    if block_size % 16:
+        check.fail("block_size", "a multiple of 16", block_size)
+    _registered.add((head_dim, block_size))
+    for name in ("paged_attention", "paged_attention_v1", "paged_attention_v2"):
+        OPS[name].forget()
+    return _of_own_dtype(head_dim, block_size)
+
+
+# --- how the work is dealt out ------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """Of a call, by their names in the kernels' parameters."""
+
+    seqs: int
+    query_tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    blocks: int
+    block_size: int
+    max_blocks: int
+
+
+class Deal(NamedTuple):
+    """A variant, how it is launched, and what its blocks of threads leave each other."""
+
+    variant: Variant
+    blocks: int
+    threads: int
+    shared_bytes: int
+    rows: int  # of a partial result
+    row_blocks: int
+    slots: int  # for rows of partial results
+    counters: int
+
+
+def _unfit(dtype: str, cache: str, sizes: Sizes, aligned: bool) -> str:
+    """Why tensor cores cannot do it, if so."""
+    if dtype == "float32":
+        return "float32 is not computed on tensor cores"
+    if sizes.block_size % 16:
+        return f"blocks of {sizes.block_size} tokens are no multiple of 16"
+    if sizes.head_dim * arrays.ITEM_SIZE[cache] % 16:
+        return f"a head of {sizes.head_dim} in {cache} is no multiple of 16 bytes"
+    return "" if aligned else "an array or one of its strides is no multiple of 16 bytes"
+
+
+def deal(
+    gpu: Gpu,
+    dtype: str,
+    cache: str,
+    layout: str,
+    sizes: Sizes,
+    extras: bool,
+    split: int,
+    narrow: bool,
+    aligned: bool,
+    variant: str,
+) -> Deal:
+    """How the work is dealt out; what depends on the lengths is left to the device."""
+    check.one_of("variant", variant, VARIANTS)
+    reason = _unfit(dtype, cache, sizes, aligned)
+    special = (sizes.head_dim, sizes.block_size) in _registered
+    if variant in ("specialized", "dynamic") and reason:
+        check.fail("variant", "'auto' or 'scalar' here", f"{variant!r}: {reason}")
+    if variant == "specialized" and not special:
+        got = f"'specialized': there is none for heads of {sizes.head_dim} and blocks of {sizes.block_size} tokens"
+        check.fail("variant", "'auto', 'dynamic' or 'scalar' here", f"{got} (cukern.specialize adds one)")
+    group_rows = sizes.query_tokens * (sizes.heads // sizes.kv_heads)
+    cluster = 1
+    if variant == "scalar" or reason:
+        wide = str(aligned).lower()
+        chosen = scalar.variant(CUDA_TYPE[dtype], CUDA_TYPE[cache], layout.upper(), wide)
+        threads, shared_bytes, rows, most_blocks = 128, 0, _SCALAR_ROWS, _MOST_BLOCKS
+    else:
+        warps = 2 if sizes.head_dim > 128 else 4
+        team = next(n for n in (1, 2, 4) if 16 * n >= group_rows or n == warps)
+        clustered = max(1, sizes.seqs) * sizes.kv_heads * -(-group_rows // (16 * team))
+        # Clusters of 16 blocks and the shared memory that they take are those of data-center GPUs.
+        if not split and gpu.arch in _CLUSTERED_ARCHS:
+            cluster = next((n for n in _CLUSTERS if n * clustered <= _CLUSTERED), 1)
+        if special and variant != "dynamic":
+            form = specialized_form(dtype, cache, layout, sizes.head_dim, sizes.block_size, team, extras, cluster)
+        else:
+            dims = next(n for n in (64, 128, 256) if n >= sizes.head_dim)
+            form = Form(dtype, cache, layout, 0, dims, 0, team, extras, cluster)
+        threads, rows = 32 * form.warps, 16 * team
+        chosen, shared_bytes = form.variant, form.shared_bytes(min(rows, group_rows))
+        each = shared_bytes + form.static_bytes + _RESERVED_SHARED
+        most_blocks = max(1, min(_MOST_BLOCKS, gpu.shared_per_multiprocessor // each))
+    row_blocks = -(-group_rows // rows)
+    items = sizes.seqs * sizes.kv_heads * row_blocks
+    max_pieces = max(1, -(-sizes.max_blocks * sizes.block_size // (split or unit_tokens())))
+    if items * max_pieces > MAX_UNITS or sizes.seqs * sizes.query_tokens * sizes.heads > MAX_UNITS:
+        wanted = f"at most {MAX_UNITS} pieces of {split or unit_tokens()} tokens in all"
+        check.fail("block_tables", wanted, f"{sizes.seqs} sequences of {sizes.max_blocks} blocks")
+    part_rows = min(rows, group_rows)
+    if cluster > 1:
+        return Deal(chosen, items * cluster, threads, shared_bytes, part_rows, row_blocks, 0, 0)
+    resident = most_blocks * gpu.multiprocessors
+    most_pieces = items * max_pieces
+    if not split:
+        # Rounding up adds less than one piece per item to as many as there are blocks.
+        most_pieces = min(most_pieces, resident + items)
+    slots = 0 if narrow or max_pieces == 1 else most_pieces * part_rows
+    blocks = min(most_pieces, resident)
+    return Deal(chosen, blocks, threads, shared_bytes, part_rows, row_blocks, slots, 1 + items)
+
+
+# --- a call -------------------------------------------------------------------------------------------
+
+
+class Sparse(NamedTuple):
+    """vLLM's block-sparse pattern, by the names in the kernels' parameters."""
+
+    sparse_local: int = 0
+    sparse_stride: int = 0
+    sparse_size: int = 64
+    sparse_head_step: int = 0
+    sparse_rank: int = 0
+
+
+class Call(NamedTuple):
+    """What has been checked of a call."""
+
+    query: Array
+    cache: str  # dtype
+    layout: str
+    sizes: Sizes
+    aligned: bool  # all that is read 16 bytes at a time
+    fields: dict[str, Any]  # of the kernels' parameters
+
+
+def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_cache_dtype: str) -> str:
+    """What the caches hold."""
+    expect_place("key_cache", key_cache, query, "query")
+    expect_place("value_cache", value_cache, query, "query")
+    found = key_cache.dtype
+    if kv_cache_dtype == "auto":
+        if found == "uint8":
+            check.fail("kv_cache_dtype", "'fp8_e4m3' or 'fp8_e5m2' for a cache of bytes", "'auto'")
+        cache = found
+        check.dtype("key_cache", found, (query.dtype, *fp8.DTYPES))
+    else:
+        cache = fp8.FORMATS[check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)]
+        check.dtype("key_cache", found, ("uint8", cache))
+    check.dtype("value_cache", value_cache.dtype, (found,))
+    return cache
+
+
+def _check_caches(
+    key_cache: Array, value_cache: Array, layout: str, cache: str, head_dim: int
+) -> tuple[int, int, int, dict[str, int]]:
+    """Blocks, kv heads, tokens of a block, and the distances of those in bytes as the kernels name them."""
+    shape = key_cache.shape
+    axes: dict[str, int | None]
+    if layout == "flash":
+        symbols: tuple[str, ...] = "blocks", "block_size", "kv_heads", "head_dim"
+        check.dimensions("key_cache", shape, symbols)
+        blocks, block_size, kv_heads, _ = shape
+        wanted = value_wanted = (*shape[:3], head_dim)
+        text = value_text = f"[{', '.join(symbols)}]"
+        axes = {"block": 0, "token": 1, "head": 2}
+        outer = 3
+    else:
+        symbols = "blocks", "kv_heads", "head_dim / x", "block_size", "x"
+        check.dimensions("key_cache", shape, symbols)
+        x = 16 // arrays.ITEM_SIZE[cache]
+        if head_dim % x:
+            check.fail(
+                "query", f"of a head_dim that is a multiple of {x} for a cache of {cache} in this layout", head_dim
+            )
+        blocks, kv_heads, _, block_size, _ = shape
+        wanted = (blocks, kv_heads, head_dim // x, block_size, x)
+        value_wanted = (blocks, kv_heads, head_dim, block_size)
+        text, value_text = f"[{', '.join(symbols)}]", "[blocks, kv_heads, head_dim, block_size]"
+        axes = {"block": 0, "token": None, "head": 1}
+        outer = 2
+    check.shape("key_cache", shape, wanted, text)
+    check.shape("value_cache", value_cache.shape, value_wanted, value_text)
+    if kv_heads < 1:
+        check.fail("key_cache", "of at least one kv head", f"shape {list(shape)}")
+    if block_size % 8 or not 8 <= block_size <= MAX_BLOCK_SIZE:
+        check.fail("key_cache", f"of blocks of a multiple of 8 tokens, at most {MAX_BLOCK_SIZE}", block_size)
+    distances = {}
+    for name, array in (("key", key_cache), ("value", value_cache)):
+        inner, strides = array.shape[outer:], array.strides[outer:]
+        fits = (n <= 1 or a == b for n, a, b in zip(inner, strides, contiguous_strides(inner), strict=True))
+        if blocks and not all(fits):
+            last = {1: "dimension", 2: "two dimensions", 3: "three dimensions"}[len(inner)]
+            check.fail(f"{name}_cache", f"contiguous along its last {last}", f"strides {strides} (in elements) there")
+        for step, axis in axes.items():
+            # Of what there is only one the distance does not matter.
+            one = axis is None or array.shape[axis] <= 1
+            distances[f"{name}_{step}"] = 0 if one else array.strides[axis] * array.item_size  # type: ignore[index]
+    return blocks, kv_heads, block_size, distances
+
+
+def check_aligned(name: str, array: Array) -> None:
+    if array.alignment < 16:
+        check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")
+
+
+def check_call(
+    inputs: tuple[Any, Any, Any, Any, Any],
+    scales: tuple[Any, Any, Any],
+    layout: str,
+    kv_cache_dtype: str,
+    several: bool,
+) -> Call:
+    """Check the five arrays that come first, and the scales of scores, keys and values.
+
+    Where there may be `several` query tokens, there may also be no scale of the scores.
+    """
+    query, key_cache, value_cache, block_tables, seq_lens = inputs
+    scale, k_scale, v_scale = scales
+    expect_array("query", query, DTYPES)
+    check.one_of("layout", layout, LAYOUTS)
+    shape, strides = query.shape, query.strides
+    if len(shape) == 3:
+        seqs, heads, head_dim = shape
+        query_tokens, query_strides = 1, (strides[0], 0, strides[1])
+    elif len(shape) == 4 and several:
+        seqs, query_tokens, heads, head_dim = shape
+        query_strides = strides[:3]
+    else:
+        wanted = "[seqs, heads, head_dim]" + (" or [seqs, query_tokens, heads, head_dim]" if several else "")
+        check.fail("query", f"of shape {wanted}", list(shape))
+    if head_dim % 8 or not 8 <= head_dim <= MAX_DIM:
+        check.fail("query", f"of a head_dim that is a multiple of 8 in [8, {MAX_DIM}]", head_dim)
+    if strides[-1] != 1 and 0 not in shape:
+        check.fail("query", "contiguous along its last dimension", f"strides {strides} (in elements)")
+    cache = _check_cache_dtype(key_cache, value_cache, query, kv_cache_dtype)
+    blocks, kv_heads, block_size, distances = _check_caches(key_cache, value_cache, layout, cache, head_dim)
+    if heads % kv_heads:
+        check.fail("query", f"of a multiple of {kv_heads} heads (kv_heads of key_cache)", heads)
+    symbols = ("seqs", "max_blocks")
+    max_blocks, table_row = expect_table("block_tables", block_tables, query, "query", seqs, symbols)
+    expect("seq_lens", seq_lens, query, "query", ("int32",), (seqs,), "[seqs]")
+    scale = head_dim**-0.5 if scale is None and several else check.number("scale", scale)
+    key_scale, key_factor = fp8.scale_of("k_scale", k_scale, query, "query")
+    value_scale, value_factor = fp8.scale_of("v_scale", v_scale, query, "query")
+    sizes = Sizes(seqs, query_tokens, heads, kv_heads, head_dim, blocks, block_size, max_blocks)
+    steps = [a * query.item_size for a, n in zip(query_strides, sizes[:3], strict=True) if n > 1]
+    alignment = min(query.alignment, key_cache.alignment, value_cache.alignment)
+    fields = {
+        **dict(zip(("query", "keys", "values", "tables", "lengths"), inputs, strict=True)),
+        **{"key_scale": key_scale, "value_scale": value_scale, "out_scale": value_factor},
+        **dict(zip(("query_seq", "query_token", "query_head"), query_strides, strict=True)),
+        **distances,
+        "table_row": table_row,
+        "scale": late(_scale_of_scores, scale, key_factor),
+    }
+    aligned = alignment == 16 and not any(x % 16 for x in (*steps, *distances.values()))
+    return Call(query, cache, layout, sizes, aligned, fields)
+
+
+def _scale_of_scores(scale: float, key_scale: float) -> float:
+    if not abs(scale * key_scale) <= _LARGEST_SCALE:
+        check.fail("scale", f"of at most {_LARGEST_SCALE:g}, with k_scale", scale * key_scale)
+    return scale * key_scale
+
+
+def check_per_head(name: str, array: Any, call: Call) -> None:
+    if array is not None:
+        expect(name, array, call.query, "query", ("float32",), (call.sizes.heads,), "[heads]")
+
+
+def attend(
+    call: Call, split: int, variant: str, sparse: Sparse, workspaces: tuple[Array, Array, Array] | None, **fields: Any
+) -> None:
+    """Launch; `fields` are those of the kernels' parameters that differ between the functions."""
+    query, sizes, narrow = call.query, call.sizes, workspaces is not None
+    if sparse.sparse_stride <= 1:
+        sparse = sparse._replace(sparse_stride=0)
+    extras = fields["slopes"] is not None or fields["softcap"] != 0 or sparse.sparse_stride > 0
+    plan = deal(query.gpu, query.dtype, call.cache, call.layout, sizes, extras, split, narrow, call.aligned, variant)
+    if plan.blocks == 0:
+        return
+    counters = partial = maxima = sums = None
+    if plan.counters:
+        counters = empty((plan.counters,), "int32")
+        clear(counters)
+    if plan.slots:
+        partial = empty((plan.slots, sizes.head_dim), "float32")
+        maxima, sums = empty((plan.slots,), "float32"), empty((plan.slots,), "float32")
+    if workspaces is not None:
+        sums, maxima, partial = workspaces
+    if not sizes.blocks:
+        # There is room for no token: not even for what the kernel reads in place of a bad block.
+        sizes = sizes._replace(max_blocks=0)
+    launch(
+        plan.variant,
+        plan.blocks,
+        plan.threads,
+        plan.shared_bytes,
+        **call.fields,
+        **fields,
+        **sizes._asdict(),
+        **sparse._asdict(),
+        partial=partial,
+        maxima=maxima,
+        sums=sums,
+        taken=counters,
+        arrived=None if counters is None else counters[1:],
+        group=sizes.heads // sizes.kv_heads,
+        row_blocks=plan.row_blocks,
+        split=split,
+        least=_LEAST_UNITS,
+        rows=plan.rows,
+        max_splits=0 if workspaces is None else workspaces[0].shape[-1],
+        narrow=narrow,
+    )
