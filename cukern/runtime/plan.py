@@ -98,6 +98,11 @@ def outputs(out: Any, first: Array, first_name: str, *results: Result, names: st
     return found[0] if single else tuple(found)
 
 
+def write_into(*results: Array) -> None:
+    """Name the arguments that get the results, of an op that checks its `out` itself, for the NumPy twin."""
+    current().outputs = list(results)
+
+
 def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> Any:
     """Leave the rest to the NumPy twin, for arrays in host memory, once they are checked.
 
@@ -199,6 +204,7 @@ class _Places:
         self.begin = begin
         self.known: list[Any] = []
         self.computed: list[Callable[[Environment], Any]] = []
+        self._computed_at: dict[int, int] = {}  # by the id of the function
         self._finders: list[tuple[list[tuple[str, int]], list[_Finder]]] = []
 
     def _of(self, value: Any) -> tuple[str, int]:
@@ -211,8 +217,10 @@ class _Places:
             return "known", len(self.known) - 1
         if value.place is not None:
             return "begin", value.place
-        self.computed.append(value.evaluate)
-        return "computed", len(self.computed) - 1
+        at = self._computed_at.setdefault(id(value.evaluate), len(self.computed))
+        if at == len(self.computed):
+            self.computed.append(value.evaluate)
+        return "computed", at
 
     def finder(self, values: Sequence[Any]) -> list[tuple[str, int]]:
         """Where the values will be, for `find` once all are known."""
