@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops import beam_search as op
 from cukern.reference import beam_search as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, template
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
 
@@ -38,6 +38,7 @@ RESULTS = {
     "gather_tree": ("tokens",),
     "update_kv_cache": ("keys", "values"),
 }
+CONSTANTS = template.constants("beam_search")
 POISON = {"float32": NAN, "float16": NAN, "bfloat16": NAN, "int32": 12345, "bool": True, "uint8": 77}
 
 
@@ -664,14 +665,14 @@ def test_the_chunks_cover_a_row_and_fit_a_block(dtype: str) -> None:
     items = 16 // arrays.ITEM_SIZE[dtype]
     sizes = (1, 3, items, 50, 257 * items, 2048 * items, 2049 * items, 32000, 50257, 128256, 2**20, 2**31 - 1)
     for vocab, batch in itertools.product(sizes, (0, 1, 32, 1000)):
-        plan = op._plan(dtype, batch, 1, vocab, 1, "auto")
-        assert 1 <= plan.vectors <= op._THREADS * op._LOADS
-        assert plan.chunks * plan.vectors >= vocab // items > (plan.chunks - 1) * plan.vectors - 1
-    assert op._plan("float32", 32, 4, 128256, 4, "auto").chunks == 16
+        selection = op._selection(dtype, batch, 1, vocab, 1, "auto")
+        assert 1 <= selection.vectors <= CONSTANTS["THREADS"] * CONSTANTS["LOADS"]
+        assert selection.chunks * selection.vectors >= vocab // items > (selection.chunks - 1) * selection.vectors - 1
+    assert op._selection("float32", 32, 4, 128256, 4, "auto").chunks == 16
 
 
 def test_the_bound_is_always_below_k_entries() -> None:
-    for k, lists in itertools.product(range(1, op.MAX_K + 1), (*range(1, 300), 1024, 10**6)):
+    for k, lists in itertools.product(range(1, CONSTANTS["MAX_K"] + 1), (*range(1, 300), 1024, 10**6)):
         depth = op._depth(k, lists)
         assert 1 <= depth <= k
         assert -(-k // depth) <= lists  # so many lists must reach the bound
@@ -789,7 +790,7 @@ def test_topk_of_random_sizes(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     vocab = data.draw(st.integers(1, 5000) | st.integers(1, 40))
     shape = (data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9)), vocab)
-    k = data.draw(st.integers(1, min(op.MAX_K, shape[1] * vocab)))
+    k = data.draw(st.integers(1, min(CONSTANTS["MAX_K"], shape[1] * vocab)))
     kind = data.draw(st.sampled_from([*DIFFICULT, "plain", "plain"]))
     dtype = arrays.numpy_dtype(data.draw(st.sampled_from(op.DTYPES)))
     rate = data.draw(st.sampled_from([0.0, 0.0, -0.5, 0.5]))

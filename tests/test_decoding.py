@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import cukern
 from benchmarks import bench_decoding, harness
-from cukern.ops import decoding as op
+from cukern.ops.decoding import logits as op
 from cukern.reference import decoding as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
