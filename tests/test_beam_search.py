@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops import beam_search as op
 from cukern.reference import beam_search as twin
-from cukern.runtime import arrays, template
+from cukern.runtime import arrays, gpu, template
 from cukern.runtime.cuda import cupy
+from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 
 Array = NDArray[Any]
@@ -655,6 +656,49 @@ def test_numpy_integers_are_taken() -> None:
     assert_same("beam_search_step", cukern.beam_search_step(**arguments), cukern.beam_search_step(**arguments))
     arguments = good_arguments("beam_topk")
     assert_same("beam_topk", cukern.beam_topk(arguments["log_probs"], np.int32(4)), cukern.beam_topk(**arguments))
+
+
+# --- plans ----------------------------------------------------------------------------------------------
+
+
+def said(name: str, **options: Any) -> tuple[Any, list[Any]]:
+    """What the plan of an op says for arrays as if they were on a GPU, and what its late numbers are found in."""
+    made = OPS[name]
+    trace, _, reader = made.say(made.form(0, tuple(options)), [*options.values()], on=gpu.of_arch("90a"))
+    return trace, [*reader.addresses, *reader.lates]
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.5])
+def test_one_plan_serves_all_steps(rate: float) -> None:
+    arguments = good_arguments("beam_search_step") | {"diversity_rate": rate, "length_penalty": 2.0}
+    trace, environment = said("beam_search_step", **arguments)
+    assert [step.variant.instance.function for step in trace.steps] == [
+        "topk_chunks", *["topk_merge"] * (rate != 0), "beam_step"
+    ]  # fmt: skip
+    late = [part for part in trace.steps[-1].packing.parts if hasattr(part, "evaluate")]
+    for step in range(5):
+        assert trace.guards.hold([*environment[:-1], step])
+        want = [step + 1, step == 4, (step + 1) ** 2, (step + 1) ** 2]
+        assert [part.evaluate([*environment[:-1], step]) for part in late] == want
+    for step in (-1, 5):
+        with pytest.raises(
+            ValueError, match=re.escape(f"step must be an integer in [0, 4] (below max_steps), got {step}")
+        ):
+            late[0].evaluate([*environment[:-1], step])
+
+
+def test_a_plan_in_place_serves_no_results_that_overlap() -> None:
+    keys, values, parents = random_caches(np.random.default_rng(0), 5, 2, 3, 2, 4)
+    arguments = {"key_cache": keys, "value_cache": values, "parents": parents, "step": 4}
+    trace, (*addresses, step) = said("update_kv_cache", **arguments, out=(keys, values))
+    k, v = addresses[:2]
+    far = max(k, v) + 2 * keys.nbytes
+    for results, fits in (
+        ((k, v), True), ((far, v), True), ((far, far + keys.nbytes), True),
+        ((v, k), False), ((k + 16, v), False), ((far, far), False), ((far, far + 16), False),
+    ):  # fmt: skip
+        assert trace.guards.hold([*addresses[:3], *results, step]) is fits
+    assert trace.guards.hold([*addresses, 1]) and not trace.guards.hold([*addresses, 0])
 
 
 # --- the choice of a variant ----------------------------------------------------------------------------
