@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops import beam_search as op
 from cukern.reference import beam_search as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, gpu, template
 from cukern.runtime.cuda import cupy
+from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 
 Array = NDArray[Any]
@@ -38,6 +39,7 @@ RESULTS = {
     "gather_tree": ("tokens",),
     "update_kv_cache": ("keys", "values"),
 }
+CONSTANTS = template.constants("beam_search")
 POISON = {"float32": NAN, "float16": NAN, "bfloat16": NAN, "int32": 12345, "bool": True, "uint8": 77}
 
 
@@ -656,6 +658,49 @@ def test_numpy_integers_are_taken() -> None:
     assert_same("beam_topk", cukern.beam_topk(arguments["log_probs"], np.int32(4)), cukern.beam_topk(**arguments))
 
 
+# --- plans ----------------------------------------------------------------------------------------------
+
+
+def said(name: str, **options: Any) -> tuple[Any, list[Any]]:
+    """What the plan of an op says for arrays as if they were on a GPU, and what its late numbers are found in."""
+    made = OPS[name]
+    trace, _, reader = made.say(made.form(0, tuple(options)), [*options.values()], on=gpu.of_arch("90a"))
+    return trace, [*reader.addresses, *reader.lates]
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.5])
+def test_one_plan_serves_all_steps(rate: float) -> None:
+    arguments = good_arguments("beam_search_step") | {"diversity_rate": rate, "length_penalty": 2.0}
+    trace, environment = said("beam_search_step", **arguments)
+    assert [step.variant.instance.function for step in trace.steps] == [
+        "topk_chunks", *["topk_merge"] * (rate != 0), "beam_step"
+    ]  # fmt: skip
+    late = [part for part in trace.steps[-1].packing.parts if hasattr(part, "evaluate")]
+    for step in range(5):
+        assert trace.guards.hold([*environment[:-1], step])
+        want = [step + 1, step == 4, (step + 1) ** 2, (step + 1) ** 2]
+        assert [part.evaluate([*environment[:-1], step]) for part in late] == want
+    for step in (-1, 5):
+        with pytest.raises(
+            ValueError, match=re.escape(f"step must be an integer in [0, 4] (below max_steps), got {step}")
+        ):
+            late[0].evaluate([*environment[:-1], step])
+
+
+def test_a_plan_in_place_serves_no_results_that_overlap() -> None:
+    keys, values, parents = random_caches(np.random.default_rng(0), 5, 2, 3, 2, 4)
+    arguments = {"key_cache": keys, "value_cache": values, "parents": parents, "step": 4}
+    trace, (*addresses, step) = said("update_kv_cache", **arguments, out=(keys, values))
+    k, v = addresses[:2]
+    far = max(k, v) + 2 * keys.nbytes
+    for results, fits in (
+        ((k, v), True), ((far, v), True), ((far, far + keys.nbytes), True),
+        ((v, k), False), ((k + 16, v), False), ((far, far), False), ((far, far + 16), False),
+    ):  # fmt: skip
+        assert trace.guards.hold([*addresses[:3], *results, step]) is fits
+    assert trace.guards.hold([*addresses, 1]) and not trace.guards.hold([*addresses, 0])
+
+
 # --- the choice of a variant ----------------------------------------------------------------------------
 
 
@@ -664,14 +709,14 @@ def test_the_chunks_cover_a_row_and_fit_a_block(dtype: str) -> None:
     items = 16 // arrays.ITEM_SIZE[dtype]
     sizes = (1, 3, items, 50, 257 * items, 2048 * items, 2049 * items, 32000, 50257, 128256, 2**20, 2**31 - 1)
     for vocab, batch in itertools.product(sizes, (0, 1, 32, 1000)):
-        plan = op._plan(dtype, batch, 1, vocab, 1, "auto")
-        assert 1 <= plan.vectors <= op._THREADS * op._LOADS
-        assert plan.chunks * plan.vectors >= vocab // items > (plan.chunks - 1) * plan.vectors - 1
-    assert op._plan("float32", 32, 4, 128256, 4, "auto").chunks == 16
+        selection = op._selection(dtype, batch, 1, vocab, 1, "auto")
+        assert 1 <= selection.vectors <= CONSTANTS["THREADS"] * CONSTANTS["LOADS"]
+        assert selection.chunks * selection.vectors >= vocab // items > (selection.chunks - 1) * selection.vectors - 1
+    assert op._selection("float32", 32, 4, 128256, 4, "auto").chunks == 16
 
 
 def test_the_bound_is_always_below_k_entries() -> None:
-    for k, lists in itertools.product(range(1, op.MAX_K + 1), (*range(1, 300), 1024, 10**6)):
+    for k, lists in itertools.product(range(1, CONSTANTS["MAX_K"] + 1), (*range(1, 300), 1024, 10**6)):
         depth = op._depth(k, lists)
         assert 1 <= depth <= k
         assert -(-k // depth) <= lists  # so many lists must reach the bound
@@ -789,7 +834,7 @@ def test_topk_of_random_sizes(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     vocab = data.draw(st.integers(1, 5000) | st.integers(1, 40))
     shape = (data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9)), vocab)
-    k = data.draw(st.integers(1, min(op.MAX_K, shape[1] * vocab)))
+    k = data.draw(st.integers(1, min(CONSTANTS["MAX_K"], shape[1] * vocab)))
     kind = data.draw(st.sampled_from([*DIFFICULT, "plain", "plain"]))
     dtype = arrays.numpy_dtype(data.draw(st.sampled_from(op.DTYPES)))
     rate = data.draw(st.sampled_from([0.0, 0.0, -0.5, 0.5]))

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 import cukern
 from benchmarks import bench_decoding, harness
-from cukern.ops import decoding as op
+from cukern.ops.decoding import logits as op
 from cukern.reference import decoding as twin
-from cukern.runtime import arrays
+from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
+from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import on_gpu
 
@@ -380,6 +381,49 @@ def test_a_bad_argument_is_named(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         getattr(cukern, name)(*args, **options)
+
+
+# --- plans ----------------------------------------------------------------------------------------------
+
+
+def said(name: str, **options: Any) -> tuple[Any, list[Any]]:
+    """What the plan of an op says for arrays as if they were on a GPU, and what its late numbers are found in."""
+    made = OPS[name]
+    trace, _, reader = made.say(made.form(0, tuple(options)), [*options.values()], on=gpu.of_arch("90a"))
+    return trace, [*reader.addresses, *reader.lates]
+
+
+def test_penalties_write_all_tokens_unless_they_are_in_place_without_a_temperature() -> None:
+    x, y = np.zeros((2, 3, 64), np.float32)
+    for out, whole in ((None, "true"), (y, "true"), (x, "false"), (x[:, :], "false")):
+        trace, _ = said("apply_penalties", logits=x, repetition_penalty=1.5, **SEQUENCE, out=out)
+        assert [step.variant.instance.arguments[-1] for step in trace.steps] == [whole]
+    for temperature, launches in ((None, 0), (1.0, 0), (0.0, 0), (0.5, 1)):
+        trace, _ = said("apply_penalties", logits=x, temperature=temperature, out=x)
+        assert len(trace.steps) == launches
+        # Such a plan serves calls of the same kind alone.
+        for other, results in ((1.0, x), (0.5, x), (1.0, y)):
+            if temperature is not None:
+                _, environment = said("apply_penalties", logits=x, temperature=other, out=results)
+                assert trace.guards.hold(environment) is (results is x and other == temperature)
+
+
+def test_one_plan_serves_other_numbers_and_batches() -> None:
+    def at(batch: int, temperature: Any, min_length: Any) -> tuple[Any, list[Any]]:
+        lengths = np.zeros(batch, np.int32)
+        numbers = {"temperature": temperature, "min_length": min_length, "sequence_length": lengths, "end_id": 3}
+        return said("apply_penalties", logits=np.zeros((batch, 64), np.float32), **numbers)
+
+    trace, _ = at(3, 0.5, 2)
+    for batch, temperature, min_length in ((2, 0.0, 0), (70, 7, 9)):
+        _, environment = at(batch, temperature, min_length)
+        assert trace.guards.hold(environment)
+        assert trace.steps[0].grid[0].evaluate(environment) == batch
+    assert not trace.guards.hold(at(0, 0.5, 2)[1])
+    for place, name in ((3, "temperature"), (4, "min_length")):
+        bad = [*environment[:place], -1, *environment[place + 1 :]]
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            [part.evaluate(bad) for part in trace.steps[0].packing.parts if hasattr(part, "evaluate")]
 
 
 # --- the kernels against the twins ----------------------------------------------------------------------

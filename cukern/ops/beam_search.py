@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cukern.reference import beam_search as twin
-from cukern.runtime import arrays, check
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime import arrays, check, template
+from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.late import ceil_div, late
+from cukern.runtime.op import op
+from cukern.runtime.plan import empty, launch, outputs, run_twin
 
 __all__ = ["beam_search_step", "beam_topk", "gather_tree", "update_kv_cache"]
 
@@ -16,19 +19,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e5m2", "uint8")
 TOPK_VARIANTS = ("auto", "narrow", "wide")
 CACHE_VARIANTS = ("auto", "vector", "scalar")
-MAX_K = 128
-MAX_BEAMS = 64
-MAX_ENDS = 8
 MAX_CANDIDATES = 2**31 - 1  # ids into beams * vocab are int32
 _MAX_BLOCKS = 2**31 - 1
-_THREADS = 256  # THREADS, LOADS, CACHE_THREADS, CACHE_LOADS and TREE_THREADS of the template
-_LOADS = 8
-_CACHE_THREADS = 256
-_CACHE_LOADS = 4
-_TREE_THREADS = 128
 _TREE_ENTRIES = 2048
 #: Groups of threads from whose maxima the bound is found, and the most results they are good for.
-_GROUPS = {"narrow": (32, 16), "wide": (_THREADS, MAX_K)}
+_GROUPS = {"narrow": (32, 16), "wide": (256, 128)}  # "wide": THREADS, MAX_K of the template
 #: Few rows are cut into more chunks, until so many blocks keep a GPU busy.
 _BLOCKS_WANTED = 512
 #: Whole lines of memory.
@@ -37,11 +32,11 @@ _VECTORS_PER_LINE = 8
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
 
-_chunks = Kernel("beam_search", "topk_chunks", "3P5i")
-_merge = Kernel("beam_search", "topk_merge", "4P4if")
-_step = Kernel("beam_search", "beam_step", "16P20i2f")
-_tree = Kernel("beam_search", "gather_tree", "6P5i")
-_cache = Kernel("beam_search", "reorder_cache", "5P6i")
+_chunks = Kernel("beam_search", "topk_chunks")
+_merge = Kernel("beam_search", "topk_merge")
+_step = Kernel("beam_search", "beam_step")
+_tree = Kernel("beam_search", "gather_tree")
+_cache = Kernel("beam_search", "reorder_cache")
 
 for _name, (_groups, _) in _GROUPS.items():
     _chunks.specialized += [_chunks.variant(arrays.CUDA_TYPE[dtype], _groups).instance for dtype in DTYPES]
@@ -54,62 +49,47 @@ for _kernel in (_chunks, _merge, _step, _tree):
 _cache.at_import = [_cache.variant(16).instance]
 
 
-class _Plan(NamedTuple):
-    """How the candidates of a batch entry are cut up, and by which kernels they are selected."""
-
-    chunks: int  # of a row
-    vectors: int  # of 16 bytes in a chunk
-    select: Variant
-    merge: Variant
-    step: Variant
-    depth: int
-    beam_depth: int
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+def _constant(name: str) -> int:
+    """A constant of the template."""
+    return template.constants("beam_search")[name]
 
 
 def _depth(k: int, lists: int) -> int:
     """How deep in `lists` lists of k entries the entries tell most about the k-th of all."""
-    return min(max(1, _ceil_div(2 * k, lists)), k)
+    return min(max(1, ceil_div(2 * k, lists)), k)
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: str) -> _Plan:
-    """Check the sizes against each other and choose the kernels and their grids."""
+class _Selection(NamedTuple):
+    """How the candidates of a batch entry are cut up, and by which variants they are selected."""
+
+    chunks: int  # of a row
+    vectors: int  # of 16 bytes in a chunk
+    groups: int
+
+
+def _selection(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: str) -> _Selection:
+    """Check the sizes against each other, and choose."""
     check.one_of("variant", variant, TOPK_VARIANTS)
     if beams < 1 or vocab < 1 or beams * vocab > MAX_CANDIDATES:
-        wanted = f"of 1 to {MAX_CANDIDATES} candidates (beams * vocab)"
-        check.fail("log_probs", wanted, f"{beams} * {vocab}")
-    check.integer("k", k, 1, min(MAX_K, beams * vocab), f"the candidates, at most {MAX_K}")
+        check.fail("log_probs", f"of 1 to {MAX_CANDIDATES} candidates (beams * vocab)", f"{beams} * {vocab}")
+    most = _constant("MAX_K")
+    check.integer("k", k, 1, min(most, beams * vocab), f"the candidates, at most {most}")
     name = ("narrow" if k <= _GROUPS["narrow"][1] else "wide") if variant == "auto" else variant
     groups, most = _GROUPS[name]
     if k > most:
         check.fail("variant", f"'wide' for more than {most} results", repr(variant))
-    rows, whole = batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
-    fewest, finest = _ceil_div(whole, _THREADS * _LOADS), _ceil_div(whole, _THREADS)
-    chunks = max(1, fewest, min(_ceil_div(_BLOCKS_WANTED, max(rows, 1)), finest))
-    lines = max(1, _ceil_div(whole, chunks * _VECTORS_PER_LINE))
-    vectors = lines * _VECTORS_PER_LINE
-    chunks = max(1, _ceil_div(whole, vectors))
+    threads, rows, whole = _constant("THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
+    fewest, finest = ceil_div(whole, threads * _constant("LOADS")), ceil_div(whole, threads)
+    chunks = max(1, fewest, min(ceil_div(_BLOCKS_WANTED, max(rows, 1)), finest))
+    vectors = max(1, ceil_div(whole, chunks * _VECTORS_PER_LINE)) * _VECTORS_PER_LINE
+    chunks = max(1, ceil_div(whole, vectors))
     if rows * chunks > _MAX_BLOCKS:
         check.fail("log_probs", f"of at most {_MAX_BLOCKS} chunks of {vectors} * 16 bytes", rows * chunks)
-    return _Plan(
-        chunks,
-        vectors,
-        _chunks.variant(arrays.CUDA_TYPE[dtype], groups),
-        _merge.variant(groups),
-        _step.variant(groups),
-        _depth(k, beams * chunks),
-        _depth(k, chunks),
-    )
+    return _Selection(chunks, vectors, groups)
 
 
-def _check_log_probs(log_probs: Any) -> tuple[arrays.Library, int | None, str]:
-    library, device, dtype = arrays.leader("log_probs", log_probs, DTYPES, ("batch", "beams", "vocab"))
-    arrays.contiguous("log_probs", log_probs, library)
-    return library, device, dtype
+def _check_log_probs(log_probs: Any) -> None:
+    expect_contiguous("log_probs", expect_array("log_probs", log_probs, DTYPES, ("batch", "beams", "vocab")))
 
 
 def _rate(diversity_rate: Any) -> float:
@@ -119,60 +99,48 @@ def _rate(diversity_rate: Any) -> float:
     return rate
 
 
-def _check_outs(out: Any, names: str, count: int) -> Any:
-    if not isinstance(out, (tuple, list)) or len(out) != count:
-        got = f"{len(out)} arrays" if isinstance(out, (tuple, list)) else type(out).__name__
-        check.fail("out", f"{count} arrays ({names})", got, TypeError)
-    return out
+def _outputs(out: Any, first: Array, first_name: str, results: list[Result], names: str) -> Any:
+    wanted = f"{len(results)} arrays ({names})"
+    if isinstance(out, (tuple, list)) and len(out) != len(results):
+        check.fail("out", wanted, f"{len(out)} arrays", TypeError)
+    return outputs(out, first, first_name, *results, names=wanted)
 
 
-def _lists(
-    library: arrays.Library,
-    device: int,
-    stream: int,
-    log_probs: Any,
-    scores: int,
-    k: int,
-    plan: _Plan,
-    rate: float,
-) -> tuple[Any, int, int, int]:
-    """Launch what comes before the beams are merged: the keys, how many lists of k they are, and the two depths."""
-    batch, beams, vocab = log_probs.shape
-    rows, block = batch * beams, (_THREADS, 1, 1)
-    keys = library.empty((rows * plan.chunks * k,), "int64", log_probs)
-    plan.select.launch(
-        device,
-        stream,
-        (rows * plan.chunks, 1, 1),
-        block,
-        0,
-        library.address(log_probs),
-        scores,
-        library.address(keys),
-        beams,
-        vocab,
-        plan.chunks,
-        plan.vectors,
-        k,
-    )
+def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selection, rate: float) -> dict[str, Any]:
+    """Launch what comes before the beams are merged; how the lists of keys lie."""
+    (batch, beams, vocab), threads, chunks = log_probs.shape, _constant("THREADS"), selection.chunks
+    rows = batch * beams
+    keys = empty((rows * chunks * k,), "int64")
+    launch(
+        _chunks.variant(arrays.CUDA_TYPE[log_probs.dtype], selection.groups), rows * chunks, threads,
+        log_probs=log_probs, scores=scores, best=keys,
+        beams=beams, vocab=vocab, chunks=chunks, vectors=selection.vectors, k=k,
+    )  # fmt: skip
+    depth = _depth(k, chunks)
     if not rate:
-        return keys, beams * plan.chunks, plan.depth, plan.beam_depth
+        return {"lists": keys, "count": beams * chunks, "depth": _depth(k, beams * chunks), "beam_depth": depth}
     # A beam's candidates get their bonus by rank, so each beam is merged by itself first.
-    ranked = library.empty((rows * k,), "int64", log_probs)
-    depth = plan.beam_depth
-    lists = (library.address(keys), 0, 0, library.address(ranked), plan.chunks, k, depth, depth, rate)
-    plan.merge.launch(device, stream, (rows, 1, 1), block, 0, *lists)
-    return ranked, beams, _depth(k, beams), _depth(k, beams)
+    ranked = empty((rows * k,), "int64")
+    launch(
+        _merge.variant(selection.groups), rows, threads,
+        lists=keys, values=None, ids=None, best=ranked,
+        count=chunks, k=k, depth=depth, beam_depth=depth, diversity_rate=rate,
+    )  # fmt: skip
+    return {"lists": ranked, "count": beams, "depth": _depth(k, beams), "beam_depth": _depth(k, beams)}
 
 
-@arrays.takes_dlpack
+def _topk_results(log_probs: Any, k: int, **_: Any) -> list[Result]:
+    return [Result((log_probs.shape[0], k), dtype, "[batch, k]") for dtype in ("float32", "int32")]
+
+
+@op(
+    twin.beam_topk,
+    "beam_topk(Tensor log_probs, int k, *, float diversity_rate=0.0, str variant='auto') "
+    "-> (Tensor values, Tensor ids)",
+    _topk_results,
+)
 def beam_topk(
-    log_probs: Any,
-    k: int,
-    *,
-    diversity_rate: float = 0.0,
-    out: tuple[Any, Any] | None = None,
-    variant: str = "auto",
+    log_probs: Any, k: int, *, diversity_rate: float = 0.0, out: tuple[Any, Any] | None = None, variant: str = "auto"
 ) -> tuple[Any, Any]:
     """The k best continuations of each batch entry, over all its beams and the whole vocabulary.
 
@@ -193,42 +161,22 @@ def beam_topk(
     Raises ValueError or TypeError for what does not fit. The two stages are those of FasterTransformer's
     `topk_stage_1_opt3` and `topk_stage_2_opt3`; a result of `out` must not overlap `log_probs`.
     """
-    library, device, dtype = _check_log_probs(log_probs)
-    batch, beams, vocab = log_probs.shape
+    _check_log_probs(log_probs)
     if type(k) is not int:
         k = check.integer("k", k, 1)
-    plan = _plan(dtype, batch, beams, vocab, k, variant)
+    batch, beams, vocab = log_probs.shape
+    selection = _selection(log_probs.dtype, batch, beams, vocab, k, variant)
     rate = _rate(diversity_rate)
-    if out is not None:
-        values, ids = _check_outs(out, "values, ids", 2)
-        for name, array, kind in (("out[0]", values, "float32"), ("out[1]", ids, "int32")):
-            arrays.expect(name, array, "log_probs", library, device, (kind,), (batch, k), "[batch, k]")
-    if device is None:
-        check.host_variant(variant, TOPK_VARIANTS)
-        return arrays.on_host(twin.beam_topk, log_probs, log_probs, k, diversity_rate=rate, out=out)
-    if out is None:
-        values = library.empty((batch, k), "float32", log_probs)
-        ids = library.empty((batch, k), "int32", log_probs)
+    values, ids = _outputs(out, log_probs, "log_probs", _topk_results(log_probs, k), "values, ids")
+    if log_probs.on_host:
+        return run_twin(variant, TOPK_VARIANTS)
     if batch:
-        stream = library.stream(device)
-        keys, count, depth, beam_depth = _lists(library, device, stream, log_probs, 0, k, plan, rate)
-        plan.merge.launch(
-            device,
-            stream,
-            (batch, 1, 1),
-            (_THREADS, 1, 1),
-            0,
-            library.address(keys),
-            library.address(values),
-            library.address(ids),
-            0,
-            count,
-            k,
-            depth,
-            beam_depth,
-            0.0,
-        )
-    return out if out is not None else (values, ids)
+        lists = _select(log_probs, None, k, selection, rate)
+        launch(
+            _merge.variant(selection.groups), batch, _constant("THREADS"),
+            **lists, values=values, ids=ids, best=None, k=k, diversity_rate=0.0,
+        )  # fmt: skip
+    return values, ids
 
 
 _STATE = (
@@ -241,11 +189,18 @@ _STATE = (
 _STEP_RESULTS = (("ids", "int32"), ("parents", "int32"), *_STATE, ("done", "bool"))
 
 
+def _step_results(log_probs: Any, *_: Any, **__: Any) -> list[Result]:
+    batch, beams, _ = log_probs.shape
+    done = Result((batch,), "bool", "[batch]")
+    return [Result((batch, beams), dtype, "[batch, beams]") for _, dtype in _STEP_RESULTS[:-1]] + [done]
+
+
 def _check_ends(end_id: Any) -> tuple[int, ...]:
     if hasattr(end_id, "__index__"):
         return (check.integer("end_id", end_id, -(2**31), 2**31 - 1),)
-    if not isinstance(end_id, (tuple, list)) or not 1 <= len(set(end_id)) <= MAX_ENDS:
-        wanted = f"an integer, or a tuple or list of 1 to {MAX_ENDS} of them"
+    most = _constant("MAX_ENDS")
+    if not isinstance(end_id, (tuple, list)) or not 1 <= len(set(end_id)) <= most:
+        wanted = f"an integer, or a tuple or list of 1 to {most} of them"
         check.fail("end_id", wanted, f"{end_id!r} ({type(end_id).__name__})", TypeError)
     return tuple(sorted({check.integer("end_id", e, -(2**31), 2**31 - 1) for e in end_id}))
 
@@ -261,25 +216,23 @@ def _penalty(length: int, length_penalty: float) -> float:
     return penalty
 
 
-@arrays.takes_dlpack
+@op(
+    twin.beam_search_step,
+    "beam_search_step(Tensor log_probs, Tensor scores, Tensor finished_scores, Tensor finished_lengths, "
+    "Tensor finished_ids, Tensor finished_parents, Tensor done, int step, int max_steps, int[1] end_id, *, "
+    # The `early_stopping` "never" is None here.
+    "float length_penalty=1.0, bool? early_stopping=False, float diversity_rate=0.0, str variant='auto') "
+    "-> (Tensor ids, Tensor parents, Tensor new_scores, Tensor new_finished_scores, Tensor new_finished_lengths, "
+    "Tensor new_finished_ids, Tensor new_finished_parents, Tensor new_done)",
+    _step_results,
+    late=("step",),
+)
 def beam_search_step(
-    log_probs: Any,
-    scores: Any,
-    finished_scores: Any,
-    finished_lengths: Any,
-    finished_ids: Any,
-    finished_parents: Any,
-    done: Any,
-    step: int,
-    max_steps: int,
-    end_id: int | Sequence[int],
-    *,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str | None = False,
-    diversity_rate: float = 0.0,
-    out: tuple[Any, ...] | None = None,
-    variant: str = "auto",
-) -> tuple[Any, ...]:
+    log_probs: Any, scores: Any, finished_scores: Any, finished_lengths: Any, finished_ids: Any,
+    finished_parents: Any, done: Any, step: int, max_steps: int, end_id: int | Sequence[int],
+    *, length_penalty: float = 1.0, early_stopping: bool | str | None = False, diversity_rate: float = 0.0,
+    out: tuple[Any, ...] | None = None, variant: str = "auto",
+) -> tuple[Any, ...]:  # fmt: skip
     """One step of a beam search: from the log-probabilities of the next token to the next beams.
 
     The search keeps `beams` running beams and a pool of the `beams` best finished hypotheses per batch entry, as
@@ -321,92 +274,65 @@ def beam_search_step(
     A NaN counts as -inf, and what scores -inf never enters the pool. At most 64 beams and 128 candidates; more tokens
     in the vocabulary than end ids. Raises ValueError or TypeError for what does not fit.
     """
-    library, device, dtype = _check_log_probs(log_probs)
+    _check_log_probs(log_probs)
     batch, beams, vocab = log_probs.shape
-    ends = _check_ends(end_id)
-    if not 1 <= beams <= MAX_BEAMS:
-        check.fail("log_probs", f"of 1 to {MAX_BEAMS} beams", beams)
+    ends, max_k, max_beams = _check_ends(end_id), _constant("MAX_K"), _constant("MAX_BEAMS")
+    if not 1 <= beams <= max_beams:
+        check.fail("log_probs", f"of 1 to {max_beams} beams", beams)
     if vocab <= max(1, len(ends)):
         check.fail("log_probs", f"of more than {max(1, len(ends))} tokens in the vocabulary (end_id)", vocab)
-    k = max(2, 1 + len(ends)) * beams
-    if k > MAX_K:
-        wanted = f"of at most {MAX_K // max(2, 1 + len(ends))} beams with {len(ends)} end ids"
-        check.fail("log_probs", wanted, beams)
-    plan = _plan(dtype, batch, beams, vocab, k, variant)
+    of_beam = max(2, 1 + len(ends))
+    if of_beam * beams > max_k:
+        check.fail("log_probs", f"of at most {max_k // of_beam} beams with {len(ends)} end ids", beams)
+    k = of_beam * beams
+    selection = _selection(log_probs.dtype, batch, beams, vocab, k, variant)
     max_steps = check.integer("max_steps", max_steps, 1, 2**31 - 1)
-    step = check.integer("step", step, 0, max_steps - 1, "below max_steps")
+    length = late(lambda step: check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1, step)
     length_penalty = check.number("length_penalty", length_penalty)
     rate = _rate(diversity_rate)
     never = early_stopping is None or early_stopping == "never"
     if not (never or early_stopping is False or early_stopping is True):
         check.fail("early_stopping", "False, True, None or 'never'", repr(early_stopping))
-    penalty = _penalty(step + 1, length_penalty)
+    penalty = late(lambda step: _penalty(step + 1, length_penalty), step)
     furthest = _penalty(max_steps, length_penalty) if never and length_penalty > 0 else penalty
 
     state = (scores, finished_scores, finished_lengths, finished_ids, finished_parents)
-    shape, symbols = (batch, beams), "[batch, beams]"
-    for (name, kind), array in zip(_STATE, state, strict=True):
-        arrays.expect(name, array, "log_probs", library, device, (kind,), shape, symbols)
-    arrays.expect("done", done, "log_probs", library, device, ("bool",), (batch,), "[batch]")
-    if out is not None:
-        _check_outs(out, ", ".join(name for name, _ in _STEP_RESULTS), len(_STEP_RESULTS))
-        for i, ((_, kind), array) in enumerate(zip(_STEP_RESULTS, out, strict=True)):
-            expected = ((batch,), "[batch]") if kind == "bool" else (shape, symbols)
-            arrays.expect(f"out[{i}]", array, "log_probs", library, device, (kind,), *expected)
-    if device is None:
-        check.host_variant(variant, TOPK_VARIANTS)
-        sizes = (step, max_steps, ends)
-        options = {"length_penalty": length_penalty, "early_stopping": early_stopping, "diversity_rate": rate}
-        return arrays.on_host(twin.beam_search_step, log_probs, log_probs, *state, done, *sizes, out=out, **options)
-    if out is None:
-        out = tuple(library.empty((batch,) if kind == "bool" else shape, kind, log_probs) for _, kind in _STEP_RESULTS)
+    for (name, dtype), array in zip(_STATE, state, strict=True):
+        expect(name, array, log_probs, "log_probs", (dtype,), (batch, beams), "[batch, beams]")
+    expect("done", done, log_probs, "log_probs", ("bool",), (batch,), "[batch]")
+    names = [name for name, _ in _STEP_RESULTS]
+    out = _outputs(out, log_probs, "log_probs", _step_results(log_probs), ", ".join(names))
+    if log_probs.on_host:
+        return run_twin(variant, TOPK_VARIANTS)
     if batch:
-        stream = library.stream(device)
-        keys, count, depth, beam_depth = _lists(
-            library, device, stream, log_probs, library.address(scores), k, plan, rate
-        )
-        plan.step.launch(
-            device,
-            stream,
-            (batch, 1, 1),
-            (_THREADS, 1, 1),
-            0,
-            library.address(keys),
-            library.address(log_probs),
-            *map(library.address, state),
-            library.address(done),
-            *map(library.address, out),
-            count,
-            k,
-            depth,
-            beam_depth,
-            beams,
-            vocab,
-            DTYPES.index(dtype),
-            rate != 0,
-            step + 1,
-            step + 1 == max_steps,
-            early_stopping is True,
-            len(ends),
-            *ends,
-            *(0,) * (MAX_ENDS - len(ends)),
-            penalty,
-            furthest,
-        )
+        lists = _select(log_probs, scores, k, selection, rate)
+        launch(
+            _step.variant(selection.groups), batch, _constant("THREADS"),
+            **lists, log_probs=log_probs, **dict(zip(names[2:], (*state, done), strict=True)),
+            **{f"new_{name}": array for name, array in zip(names, out, strict=True)},
+            k=k, beams=beams, vocab=vocab, dtype=DTYPES.index(log_probs.dtype), diverse=rate != 0,
+            length=length, last=late(lambda step: int(step + 1 == max_steps), step),
+            stop_when_full=early_stopping is True, ends=len(ends),
+            end_ids=(*ends, *(0,) * (_constant("MAX_ENDS") - len(ends))),
+            penalty=penalty, furthest_penalty=furthest,
+        )  # fmt: skip
     return out
 
 
-@arrays.takes_dlpack
+def _tree_results(ids: Any, *_: Any, **__: Any) -> Result:
+    return Result(tuple(ids.shape), "int32", "[max_steps, batch, beams]")
+
+
+@op(
+    twin.gather_tree,
+    "gather_tree(Tensor ids, Tensor parents, Tensor? lengths, int end_id, *, Tensor? last_ids=None, "
+    "Tensor? last_parents=None) -> (Tensor tokens)",
+    _tree_results,
+)
 def gather_tree(
-    ids: Any,
-    parents: Any,
-    lengths: Any,
-    end_id: int,
-    *,
-    last_ids: Any = None,
-    last_parents: Any = None,
-    out: Any = None,
-) -> Any:
+    ids: Any, parents: Any, lengths: Any, end_id: int,
+    *, last_ids: Any = None, last_parents: Any = None, out: Any = None,
+) -> Any:  # fmt: skip
     """The tokens of each beam, from the tokens and parents of all steps.
 
     Args:
@@ -422,59 +348,34 @@ def gather_tree(
     Returns int32 [max_steps, batch, beams]. At most 64 beams. Arguments and result are those of TensorFlow Addons'
     `gather_tree`, `lengths` its `max_sequence_lengths`. Raises ValueError or TypeError for what does not fit.
     """
-    library, device = arrays.place("ids", ids)
-    if len(ids.shape) != 3:
-        check.dimensions("ids", tuple(ids.shape), ("max_steps", "batch", "beams"))
-    shape = tuple(ids.shape)
-    max_steps, batch, beams = shape
-    if not 1 <= beams <= MAX_BEAMS:
-        check.fail("ids", f"of 1 to {MAX_BEAMS} beams", beams)
+    shape = expect_array("ids", ids, symbols=("max_steps", "batch", "beams")).shape
+    (max_steps, batch, beams), most = shape, _constant("MAX_BEAMS")
+    if not 1 <= beams <= most:
+        check.fail("ids", f"of 1 to {most} beams", beams)
     if max(max_steps, batch) > 2**31 - 1:
         check.fail("ids", "of less than 2**31 steps and batch entries", list(shape))
-
-    def expect(name: str, array: Any, shape: tuple[int, ...], symbols: str) -> None:
-        arrays.expect(name, array, "ids", library, device, ("int32",), shape, symbols)
-
-    expect("ids", ids, shape, "[max_steps, batch, beams]")
-    expect("parents", parents, shape, "[max_steps, batch, beams]")
-    if lengths is not None:
-        per_beam = len(getattr(lengths, "shape", ())) == 2
-        expect(
-            "lengths", lengths, (batch, beams) if per_beam else (batch,), "[batch, beams]" if per_beam else "[batch]"
-        )
+    for name, array in (("ids", ids), ("parents", parents)):
+        expect(name, array, ids, "ids", ("int32",), shape, "[max_steps, batch, beams]")
+    per_beam = len(getattr(lengths, "shape", ())) == 2
+    if lengths is not None and not per_beam:
+        expect("lengths", lengths, ids, "ids", ("int32",), (batch,), "[batch]")
     if (last_ids is None) != (last_parents is None):
         missing = "last_ids" if last_ids is None else "last_parents"
         check.fail(missing, "given where the other one of last_ids and last_parents is", "None")
-    if last_ids is not None:
-        expect("last_ids", last_ids, (batch, beams), "[batch, beams]")
-        expect("last_parents", last_parents, (batch, beams), "[batch, beams]")
+    per_beams = {"lengths": lengths if per_beam else None, "last_ids": last_ids, "last_parents": last_parents}
+    for name, array in per_beams.items():
+        if array is not None:
+            expect(name, array, ids, "ids", ("int32",), (batch, beams), "[batch, beams]")
     end_id = check.integer("end_id", end_id, -(2**31), 2**31 - 1)
-    if out is not None:
-        expect("out", out, shape, "[max_steps, batch, beams]")
-    if device is None:
-        last = {"last_ids": last_ids, "last_parents": last_parents}
-        return arrays.on_host(twin.gather_tree, ids, ids, parents, lengths, end_id, out=out, **last)
-    if out is None:
-        out = library.empty(shape, "int32", ids)
+    out = outputs(out, ids, "ids", _tree_results(ids))
+    if ids.on_host:
+        return run_twin()
     if max_steps and batch:
-        _tree.variant(_TREE_ENTRIES).launch(
-            device,
-            library.stream(device),
-            (batch, 1, 1),
-            (_TREE_THREADS, 1, 1),
-            0,
-            library.address(ids),
-            library.address(parents),
-            0 if lengths is None else library.address(lengths),
-            0 if last_ids is None else library.address(last_ids),
-            0 if last_parents is None else library.address(last_parents),
-            library.address(out),
-            max_steps,
-            batch,
-            beams,
-            lengths is not None and len(lengths.shape) == 2,
-            end_id,
-        )
+        launch(
+            _tree.variant(_TREE_ENTRIES), batch, _constant("TREE_THREADS"),
+            ids=ids, parents=parents, lengths=lengths, last_ids=last_ids, last_parents=last_parents, out=out,
+            steps=max_steps, batch=batch, beams=beams, length_per_beam=per_beam, end_id=end_id,
+        )  # fmt: skip
     return out
 
 
@@ -482,16 +383,32 @@ def _overlap(one: int, other: int, size: int) -> bool:
     return one < other + size and other < one + size
 
 
-@arrays.takes_dlpack
+def _misplaced(size: int, keys: int, values: int, *results: int) -> int:
+    """Which of the results, by address, is neither its cache nor clear of all else; -1 for none."""
+    caches = keys, values
+    for i, address in enumerate(results):
+        in_place = address == caches[i] and not _overlap(address, caches[1 - i], size)
+        if not in_place and any(_overlap(address, other, size) for other in (*caches, *results[:i])):
+            return i
+    return -1
+
+
+def _cache_results(key_cache: Any, value_cache: Any, parents: Any, step: Any, **_: Any) -> list[Result]:
+    shape = (step, *key_cache.shape[1:])
+    return [Result(shape, dtype_name(key_cache), "[max_steps, batch * beams, heads, dim]")] * 2
+
+
+@op(
+    twin.update_kv_cache,
+    "update_kv_cache(Tensor key_cache, Tensor value_cache, Tensor parents, int step, *, str variant='auto') "
+    "-> (Tensor keys, Tensor values)",
+    _cache_results,
+    late=("step",),
+)
 def update_kv_cache(
-    key_cache: Any,
-    value_cache: Any,
-    parents: Any,
-    step: int,
-    *,
-    out: tuple[Any, Any] | None = None,
-    variant: str = "auto",
-) -> tuple[Any, Any]:
+    key_cache: Any, value_cache: Any, parents: Any, step: int,
+    *, out: tuple[Any, Any] | None = None, variant: str = "auto",
+) -> tuple[Any, Any]:  # fmt: skip
     """Let the keys and values follow their beams: what the parent had cached is the beam's past.
 
     Args:
@@ -508,110 +425,47 @@ def update_kv_cache(
     Returns `out`, or two new arrays [step, batch * beams, heads, dim]. At most 64 beams. Raises ValueError or TypeError
     for what does not fit, and for results that overlap the caches in part.
     """
-    library, device = arrays.place("key_cache", key_cache)
-    if len(key_cache.shape) != 4:
-        check.dimensions("key_cache", tuple(key_cache.shape), ("max_steps", "batch * beams", "heads", "dim"))
-    if len(getattr(parents, "shape", ())) != 2:
-        check.dimensions("parents", tuple(getattr(parents, "shape", ())), ("batch", "beams"))
-    shape, symbols = tuple(key_cache.shape), "[max_steps, batch * beams, heads, dim]"
-    max_steps, _, heads, dim = shape
-    batch, beams = parents.shape
-    if not 1 <= beams <= MAX_BEAMS:
-        check.fail("parents", f"of 1 to {MAX_BEAMS} beams", beams)
-    dtype = library.dtype(key_cache)
-    check.dtype("key_cache", dtype, CACHE_DTYPES)
-    wanted = (max_steps, batch * beams, heads, dim)
+    symbols = ("max_steps", "batch * beams", "heads", "dim")
+    max_steps, _, heads, dim = expect_array("key_cache", key_cache, CACHE_DTYPES, symbols).shape
+    check.dimensions("parents", getattr(parents, "shape", ()), ("batch", "beams"))
+    (batch, beams), most = parents.shape, _constant("MAX_BEAMS")
+    if not 1 <= beams <= most:
+        check.fail("parents", f"of 1 to {most} beams", beams)
+    shape, dtypes = (max_steps, batch * beams, heads, dim), (key_cache.dtype,)
     for name, array in (("key_cache", key_cache), ("value_cache", value_cache)):
-        arrays.expect(name, array, "key_cache", library, device, (dtype,), wanted, symbols)
-    arrays.expect("parents", parents, "key_cache", library, device, ("int32",), (batch, beams), "[batch, beams]")
-    step = check.integer("step", step, 0, max_steps, "max_steps")
+        expect(name, array, key_cache, "key_cache", dtypes, shape, f"[{', '.join(symbols)}]")
+    expect("parents", parents, key_cache, "key_cache", ("int32",), (batch, beams), "[batch, beams]")
+    steps = check.integer("step", step, 0, max_steps, "max_steps")
     check.one_of("variant", variant, CACHE_VARIANTS)
-    if out is not None:
-        _check_outs(out, "keys, values", 2)
-        for i, array in enumerate(out):
-            arrays.expect(f"out[{i}]", array, "key_cache", library, device, (dtype,), shape, symbols)
-
-    item_size = arrays.ITEM_SIZE[dtype]
+    item_size = key_cache.item_size
     row_bytes = heads * dim * item_size
-    addresses = [library.address(key_cache), library.address(value_cache)]
-    size = max_steps * batch * beams * row_bytes
-    new = [] if out is None else [library.address(array) for array in out]
-    for i, address in enumerate(new):
-        in_place = address == addresses[i] and not _overlap(address, addresses[1 - i], size)
-        if not in_place and any(_overlap(address, a, size) for a in (*addresses, *new[:i])):
-            check.fail(f"out[{i}]", "the cache itself or clear of both caches and of the other result", "an overlap")
-    if device is None:
-        check.host_variant(variant, CACHE_VARIANTS)
-        halves = None if out is None else (out[0][:step], out[1][:step])
-        results = arrays.on_host(twin.update_kv_cache, key_cache, key_cache, value_cache, parents, step, out=halves)
-        return results if out is None else out
-    if out is None:
-        out = tuple(library.empty((step, *shape[1:]), dtype, key_cache) for _ in range(2))
-        new = [library.address(array) for array in out]
-    bits = row_bytes
-    for address in (*addresses, *new):
-        bits |= address
-    width = next(w for w in (16, 8, 4, 2, 1) if bits % w == 0)
+    results = _cache_results(key_cache, value_cache, parents, steps if out is None else max_steps)
+    new = _outputs(out, key_cache, "key_cache", results, "keys, values")
+    if out is not None:
+        size = max_steps * batch * beams * row_bytes
+        misplaced = late(_misplaced, size, *(x.address for x in (key_cache, value_cache, *new)))
+        if misplaced >= 0:
+            wanted = "the cache itself or clear of both caches and of the other result"
+            check.fail(f"out[{misplaced}]", wanted, "an overlap")
+    if key_cache.on_host:
+        return run_twin(variant, CACHE_VARIANTS)
+    alignment = min(x.alignment for x in (key_cache, value_cache, *new))
+    width = next(w for w in (16, 8, 4, 2, 1) if alignment % w == 0 and row_bytes % w == 0)
     if variant == "vector" and width < 16:
         check.fail("variant", "'auto' or 'scalar' where rows are not whole 16-byte vectors", repr(variant))
     if variant == "scalar":
         width = item_size
     row = row_bytes // width
-    if step and batch and row:
-        columns = min(row, _CACHE_THREADS * _CACHE_LOADS // beams)
-        tiles = _ceil_div(row, columns)
-        blocks = 2 * step * batch * tiles
-        if blocks > _MAX_BLOCKS or beams * row > 2**31 - 1:
-            check.fail("key_cache", f"of at most {_MAX_BLOCKS} tiles in step entries", blocks)
-        _cache.variant(width).launch(
-            device,
-            library.stream(device),
-            (blocks, 1, 1),
-            (_CACHE_THREADS, 1, 1),
-            0,
-            *addresses,
-            *new,
-            library.address(parents),
-            step,
-            batch,
-            beams,
-            row,
-            columns,
-            tiles,
-        )
-    return out  # type: ignore[return-value]
-
-
-def _step_results(log_probs: Any) -> list[tuple[Any, tuple[int, ...], str]]:
-    batch, beams, _ = log_probs.shape
-    return [(log_probs, (batch,) if kind == "bool" else (batch, beams), kind) for _, kind in _STEP_RESULTS]
-
-
-def _cache_results(key_cache: Any, step: int) -> list[tuple[Any, tuple[int, ...], str]]:
-    return [(key_cache, (step, *key_cache.shape[1:]), str(key_cache.dtype).removeprefix("torch."))] * 2
-
-
-#: For `cukern.torch_ops`: the schema of each operator, and of what shape and dtype its results are. There the
-#: `early_stopping` "never" is None.
-TORCH_OPS: dict[str, Any] = {
-    "beam_topk(Tensor log_probs, int k, *, float diversity_rate=0.0, str variant='auto') "
-    "-> (Tensor values, Tensor ids)": (
-        lambda log_probs, k, **_: [
-            (log_probs, (log_probs.shape[0], k), "float32"),
-            (log_probs, (log_probs.shape[0], k), "int32"),
-        ]
-    ),
-    "beam_search_step(Tensor log_probs, Tensor scores, Tensor finished_scores, Tensor finished_lengths, "
-    "Tensor finished_ids, Tensor finished_parents, Tensor done, int step, int max_steps, int[1] end_id, *, "
-    "float length_penalty=1.0, bool? early_stopping=False, float diversity_rate=0.0, str variant='auto') "
-    "-> (Tensor ids, Tensor parents, Tensor new_scores, Tensor new_finished_scores, Tensor new_finished_lengths, "
-    "Tensor new_finished_ids, Tensor new_finished_parents, Tensor new_done)": (
-        lambda log_probs, *_, **__: _step_results(log_probs)
-    ),
-    "gather_tree(Tensor ids, Tensor parents, Tensor? lengths, int end_id, *, Tensor? last_ids=None, "
-    "Tensor? last_parents=None) -> (Tensor tokens)": lambda ids, *_, **__: [(ids, tuple(ids.shape), "int32")],
-    "update_kv_cache(Tensor key_cache, Tensor value_cache, Tensor parents, int step, *, str variant='auto') "
-    "-> (Tensor keys, Tensor values)": (
-        lambda key_cache, value_cache, parents, step, **_: _cache_results(key_cache, step)
-    ),
-}
+    if row and batch and step:
+        threads = _constant("CACHE_THREADS")
+        columns = min(row, threads * _constant("CACHE_LOADS") // beams)
+        tiles = ceil_div(row, columns)
+        blocks_per_step = 2 * batch * tiles
+        if step > _MAX_BLOCKS // blocks_per_step or beams * row > 2**31 - 1:
+            check.fail("key_cache", f"of at most {_MAX_BLOCKS} tiles in step entries", step * blocks_per_step)
+        launch(
+            _cache.variant(width), step * blocks_per_step, threads,
+            keys=key_cache, values=value_cache, new_keys=new[0], new_values=new[1], parents=parents,
+            steps=steps, batch=batch, beams=beams, row=row, columns=columns, tiles=tiles,
+        )  # fmt: skip
+    return new

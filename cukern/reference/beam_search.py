@@ -1,7 +1,6 @@
 """Beam search in NumPy: the choice of the continuations, the bookkeeping of a step, and what follows from the parents.
 
-The arguments are those of `cukern.ops.beam_search`, already checked there; `variant` names a kernel and means nothing
-here.
+The arguments are those of `cukern.ops.beam_search`, already checked there.
 """
 
 from __future__ import annotations
@@ -40,14 +39,7 @@ def _candidates(totals: Array, k: int, diversity_rate: float) -> tuple[Array, Ar
     return np.take_along_axis(values, order, axis=-1), np.take_along_axis(ids, order, axis=-1).astype(np.int32)
 
 
-def beam_topk(
-    log_probs: Array,
-    k: int,
-    *,
-    diversity_rate: float = 0.0,
-    out: tuple[Array, Array] | None = None,
-    variant: str = "auto",
-) -> tuple[Array, Array]:
+def beam_topk(log_probs: Array, k: int, *, diversity_rate: float = 0.0) -> tuple[Array, Array]:
     """See `cukern.beam_topk`."""
     return _candidates(log_probs.astype(np.float32) + np.float32(0), k, diversity_rate)
 
@@ -67,12 +59,10 @@ def beam_search_step(
     length_penalty: float = 1.0,
     early_stopping: bool | str | None = False,
     diversity_rate: float = 0.0,
-    out: tuple[Array, ...] | None = None,
-    variant: str = "auto",
 ) -> tuple[Array, ...]:
     """See `cukern.beam_search_step`."""
     batch, beams, vocab = log_probs.shape
-    ends = sorted({end_id} if isinstance(end_id, (int, np.integer)) else set(end_id))
+    ends = sorted(set(end_id) if isinstance(end_id, (tuple, list)) else {end_id})
     length, last = step + 1, step + 1 == max_steps
     with np.errstate(invalid="ignore"):
         totals = log_probs.astype(np.float32) + scores[:, :, None]
@@ -116,7 +106,6 @@ def gather_tree(
     *,
     last_ids: Array | None = None,
     last_parents: Array | None = None,
-    out: Array | None = None,
 ) -> Array:
     """See `cukern.gather_tree`."""
     max_steps, batch, beams = ids.shape
@@ -145,9 +134,12 @@ def update_kv_cache(
     step: int,
     *,
     out: tuple[Array, Array] | None = None,
-    variant: str = "auto",
 ) -> tuple[Array, Array]:
     """See `cukern.update_kv_cache`."""
     batch, beams = parents.shape
     rows = (np.clip(parents, 0, beams - 1) + beams * np.arange(batch)[:, None]).reshape(-1)
-    return key_cache[:step, rows], value_cache[:step, rows]
+    results = key_cache[:step, rows], value_cache[:step, rows]
+    if out is None:
+        return results
+    out[0][:step], out[1][:step] = results
+    return out

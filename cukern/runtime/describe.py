@@ -84,8 +84,9 @@ class Array:
 
     @property
     def address(self) -> Late:
-        """The address, late."""
-        root = Late.at(self.source, 0, self._guards)
+        """The address, late; while the plan is made that of an array which will be allocated is 0."""
+        known = self._guards.addresses
+        root = Late.at(self.source, known[self.source] if self.source < len(known) else 0, self._guards)
         return root if type(self.offset) is int and not self.offset else late(operator.add, root, self.offset)
 
     @property

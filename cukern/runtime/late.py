@@ -29,7 +29,9 @@ _OPPOSITE = {
 class Guards:
     """The outcomes that a plan relies on."""
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: Sequence[int] = ()) -> None:
+        #: Of the call that the plan is made from.
+        self.addresses = addresses
         #: Of numbers that the environment holds, by their place there: the least and the largest that will do.
         self.ranges: dict[int, list[float]] = {}
         #: Places of two numbers that are equal.

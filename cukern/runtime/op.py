@@ -229,8 +229,8 @@ class _Reader:
     def __init__(self, op: Op, on: gpu.Gpu | None) -> None:
         self.op = op
         self.on = on
-        self.guards = Guards()
         self.addresses: list[int] = []
+        self.guards = Guards(self.addresses)
         self.lates: list[Any] = []
         self.first: Array | None = None
         self.paths: dict[int, tuple[int, int | None]] = {}

@@ -127,6 +127,11 @@ def outputs(
     return found[0] if single else tuple(found)
 
 
+def write_into(*results: Array) -> None:
+    """Name the arguments that get the results, of an op that checks its `out` itself, for the NumPy twin."""
+    current().outputs = list(results)
+
+
 def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> Any:
     """Leave the rest to the NumPy twin, for arrays in host memory, once they are checked.
 

@@ -1,0 +1,13 @@
+"""What a decoding step does around the choice of a token: FasterTransformer's pieces."""
+
+from cukern.ops.decoding.logits import apply_penalties, update_logits
+from cukern.ops.decoding.state import decoding_init, stop_words_criterion, topp_init, update_finished
+
+__all__ = [
+    "apply_penalties",
+    "decoding_init",
+    "stop_words_criterion",
+    "topp_init",
+    "update_finished",
+    "update_logits",
+]

@@ -1,0 +1,303 @@
+"""What is done to the logits before a token is chosen."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from cukern.ops.decoding.state import MAX_VOCAB, check_batch, check_output_ids, check_words
+from cukern.reference import decoding as twin
+from cukern.runtime import arrays, check
+from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div, late
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, outputs, run_twin, write_into
+
+DTYPES = ("float32", "float16", "bfloat16")
+VARIANTS = ("auto", "wide", "narrow")
+_LARGEST_FLOAT = 3.4028234663852886e38
+_SMALLEST_FLOAT = 2.0**-126  # the smallest normal number: it has a finite reciprocal
+# The template parameters of these names.
+_THREADS = 256
+_PACKS = 4
+_TOKENS = 8192
+
+_update_logits = Kernel("decoding", "update_logits")
+_apply_penalties = Kernel("decoding", "apply_penalties")
+
+
+def _wide(dtype: str) -> int:
+    """Tokens in 16 bytes."""
+    return 16 // arrays.ITEM_SIZE[dtype]
+
+
+def _update_variant(dtype: str, width: int) -> Variant:
+    return _update_logits.variant(arrays.CUDA_TYPE[dtype], width, _THREADS, _PACKS)
+
+
+def _penalty_variant(dtype: str, width: int, counted: bool, whole: bool) -> Variant:
+    flags = ("true" if counted else "false", "true" if whole else "false")
+    # Where single tokens are written there are no packs.
+    return _apply_penalties.variant(arrays.CUDA_TYPE[dtype], width if whole else 1, _THREADS, _TOKENS, *flags)
+
+
+_update_logits.specialized = [_update_variant(d, w).instance for d in DTYPES for w in (_wide(d), 1)]
+_update_logits.at_import = [_update_variant(d, _wide(d)).instance for d in ("float32", "bfloat16")]
+_apply_penalties.specialized = [
+    _penalty_variant(d, w, *flags).instance
+    for d in DTYPES
+    for flags, widths in (((True, True), (_wide(d), 1)), ((False, True), (_wide(d), 1)), ((True, False), (1,)))
+    for w in widths
+]
+_apply_penalties.at_import = [_penalty_variant(d, _wide(d), True, True).instance for d in ("float32", "bfloat16")]
+
+
+def _check_logits(logits: Any) -> tuple[Any, int]:
+    """Batch and vocabulary."""
+    batch, vocab = expect_array("logits", logits, DTYPES, ("batch", "vocab")).shape
+    if not 1 <= vocab <= MAX_VOCAB:
+        check.fail("the vocabulary of logits", f"in [1, {MAX_VOCAB}]", vocab)
+    expect_row_stride("logits", logits)
+    return check_batch("logits", batch), vocab
+
+
+def _logits_out(out: Any, logits: Array) -> Array:
+    """Where the new logits go: a new array, or `out`, whose rows may be strided."""
+    if out is None:
+        return outputs(None, logits, "logits", _like_logits(logits))
+    expect_place("out", out, logits, "logits")
+    check.dtype("out", out.dtype, (logits.dtype,))
+    check.shape("out", out.shape, logits.shape, "[batch, vocab]")
+    batch, vocab = logits.shape
+    row_stride = expect_row_stride("out", out)
+    if abs(row_stride) < vocab and batch > 1:
+        check.fail("out", "of rows that do not overlap", f"strides {row_stride, 1} (in elements)")
+    write_into(out)
+    return out
+
+
+def _width(variant: str, logits: Array, out: Array, *others: Array) -> int:
+    """Tokens per load and store."""
+    if variant == "narrow":
+        return 1
+    width, (batch, vocab) = _wide(logits.dtype), logits.shape
+    aligned = vocab % width == 0 and all(x.alignment == 16 for x in (logits, out, *others))
+    if aligned and ((logits.strides[0] | out.strides[0]) % width == 0 or batch == 1):
+        return width
+    if variant == "wide":
+        wanted = "'auto' or 'narrow' where rows are not 16-byte aligned or not a multiple of 16 bytes long"
+        check.fail("variant", wanted, "'wide'")
+    return 1
+
+
+def _like_logits(logits: Any, *_: Any, **__: Any) -> Result:
+    return Result(tuple(logits.shape), dtype_name(logits), "[batch, vocab]")
+
+
+@op(
+    twin.update_logits,
+    "update_logits(Tensor logits, Tensor? bias=None, Tensor? finished=None, int? end_id=None, *, "
+    "str variant='auto') -> Tensor updated",
+    _like_logits,
+    rows={"batch": ("logits", "finished", "out")},
+)
+def update_logits(
+    logits: Any, bias: Any = None, finished: Any = None, end_id: int | None = None,
+    *, out: Any = None, variant: str = "auto",
+) -> Any:  # fmt: skip
+    """Add the bias to the logits, and let finished sequences get `end_id` for ever.
+
+    A row that goes on becomes logits + bias, added in float32. A finished one becomes the largest finite number of the
+    dtype at `end_id` and the lowest at all other tokens, whatever its logits, which are not read. A temperature below 1
+    may then make infinities of these; `sample` still draws `end_id`.
+
+    Args:
+        logits: [batch, vocab], float32, float16 or bfloat16, contiguous along vocab; rows may be strided. The
+            vocabulary has at most 2**20 tokens.
+        bias: [vocab], of the dtype of `logits`, or None.
+        finished: which sequences have finished, bool [batch], or None for none.
+        end_id: the token that ends a sequence; needed with `finished`.
+        out: an array like `logits` to write into and return; it may be `logits`.
+        variant: "auto", or a kernel by name: "wide" (16-byte loads and stores, for aligned rows) or "narrow". Both
+            return the same bits.
+
+    Returns:
+        the new logits [batch, vocab], in the dtype and library and on the device of `logits`. Arrays in host memory go
+        through the NumPy twin.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or sizes that do not fit.
+
+    This is FasterTransformer's `update_logits_without_softmax`.
+    """
+    batch, vocab = _check_logits(logits)
+    if bias is not None:
+        expect("bias", bias, logits, "logits", (logits.dtype,), (vocab,), "[vocab]")
+    if finished is not None:
+        expect("finished", finished, logits, "logits", ("bool",), (batch,), "[batch]")
+        if end_id is None:
+            check.fail("end_id", "an integer where finished is given", "None", TypeError)
+    if end_id is not None:
+        end_id = check.integer("end_id", end_id, 0, vocab - 1)
+    out = _logits_out(out, logits)
+    if logits.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
+    if batch == 0:
+        return out
+    width = _width(variant, logits, out, *() if bias is None else (bias,))
+    slices = ceil_div(vocab, _THREADS * _PACKS * width)
+    launch(
+        _update_variant(logits.dtype, width), batch * slices, _THREADS,
+        logits=logits, bias=bias, finished=finished, out=out,
+        row_stride=logits.strides[0], out_row_stride=out.strides[0],
+        vocab=vocab, slices=slices, end_id=end_id or 0,
+    )  # fmt: skip
+    return out
+
+
+def _in_range(name: str, low: float, wanted: str, value: Any) -> float:
+    number = check.number(name, value)
+    if not low <= number <= _LARGEST_FLOAT:
+        check.fail(name, wanted, number)
+    return number
+
+
+def _per_row(
+    name: str, value: Any, off: float, low: float, wanted: str, logits: Array, dtype: str = "float32"
+) -> tuple[Any, Any, int]:
+    """Array, number and stride of a parameter that is a number or an array, as `PerRow` of the template has them.
+
+    `off` stands for None; a number must be at least `low`.
+    """
+    if value is None:
+        return None, off, 0
+    if isinstance(value, Array):
+        shape = logits.shape[: len(value.shape[:1])]
+        expect(name, value, logits, "logits", (dtype,), shape, "[batch]")
+        return value, off, len(shape)
+    if dtype == "int32":
+        return None, check.integer(name, value, int(low), 2**31 - 1), 0
+    return None, late(functools.partial(_in_range, name, low, wanted), value), 0
+
+
+_PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_length")
+
+
+@op(
+    twin.apply_penalties,
+    "apply_penalties(Tensor logits, *, Tensor? temperature=None, Tensor? repetition_penalty=None, "
+    "Tensor? presence_penalty=None, Tensor? frequency_penalty=None, Tensor? output_ids=None, "
+    "Tensor? sequence_length=None, Tensor? prompt_length=None, Tensor? min_length=None, int? end_id=None, "
+    "Tensor? bad_words=None, str variant='auto') -> Tensor penalized",
+    _like_logits,
+    rows={"batch": ("logits", *_PENALTIES, "output_ids", "sequence_length", "prompt_length", "out")},
+    late=_PENALTIES,
+)
+def apply_penalties(
+    logits: Any,
+    *, temperature: Any = None, repetition_penalty: Any = None, presence_penalty: Any = None,
+    frequency_penalty: Any = None, output_ids: Any = None, sequence_length: Any = None, prompt_length: Any = None,
+    min_length: Any = None, end_id: int | None = None, bad_words: Any = None, out: Any = None,
+    variant: str = "auto",
+) -> Any:  # fmt: skip
+    """Change the logits by what the sequence already holds, then divide them by the temperature, in one launch.
+
+    In vLLM's order, in float32, rounded to the dtype once at the end:
+
+    1. tokens of the sequence, the prompt included: a logit above 0 times (1 / repetition_penalty), any other times
+       repetition_penalty (CTRL, arXiv:1909.05858);
+    2. generated tokens: logit - frequency_penalty * count - presence_penalty (OpenAI's API);
+    3. -inf for a token that would complete a bad word, and for `end_id` before `min_length` tokens are generated;
+    4. all tokens: logit * (1 / temperature), which is left out where the temperature is 0 (or, in an array, not a
+       positive normal number), for then the greedy choice is wanted.
+
+    In place (`out=logits`) and without a temperature, only the tokens concerned are read and written. Counts are exact
+    and each token is penalized once, so that the same input gives the same bits.
+
+    Args:
+        logits: [batch, vocab], float32, float16 or bfloat16, contiguous along vocab; rows may be strided. The
+            vocabulary has at most 2**20 tokens.
+        temperature: at least 0. This and the next three are finite numbers, or float32 arrays [batch] or [] on the
+            device of `logits`.
+        repetition_penalty: positive; 1 is none.
+        presence_penalty: 0 is none.
+        frequency_penalty: 0 is none.
+        output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided. Ids
+            outside of [0, vocab) are padding: no token, but they have a place in the sequence.
+        sequence_length: how many of them there are, int32 [batch]; taken as within [0, max_length].
+        prompt_length: how many of those are the prompt, int32 [batch], or None for none.
+        min_length: tokens that must be generated before `end_id`; an int, or an int32 array [batch] or [].
+        end_id: the token that ends a sequence; needed with `min_length`.
+        bad_words: words (of one or more tokens each) that must not be generated, int32 [2, size] for all rows or
+            [batch, 2, size], in FasterTransformer's layout: the tokens of all words one after the other, then where
+            each word ends there, then -1. The words [7], [3, 4] and [9] are [[7, 3, 4, 9], [1, 3, 4, -1]].
+        out: an array like `logits` to write into and return; it may be `logits`.
+        variant: "auto", or a kernel by name: "wide" (16-byte loads and stores, for aligned rows) or "narrow". Both
+            return the same bits.
+
+    Returns:
+        the new logits [batch, vocab], in the dtype and library and on the device of `logits`. Arrays in host memory go
+        through the NumPy twin.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken; an argument without those it needs.
+        ValueError: shapes, strides, devices or sizes that do not fit.
+    """
+    batch, vocab = _check_logits(logits)
+    per_row = functools.partial(_per_row, logits=logits)
+    counts = not (repetition_penalty is None and presence_penalty is None and frequency_penalty is None)
+    temperatures = per_row("temperature", temperature, 1.0, 0.0, "a float32 of at least 0")
+    repetition = per_row("repetition_penalty", repetition_penalty, 1.0, _SMALLEST_FLOAT, "a positive normal float32")
+    presence = per_row("presence_penalty", presence_penalty, 0.0, -_LARGEST_FLOAT, "a float32")
+    frequency = per_row("frequency_penalty", frequency_penalty, 0.0, -_LARGEST_FLOAT, "a float32")
+    min_lengths = per_row("min_length", min_length, 0, 0, "", dtype="int32")
+
+    max_length = ids_row_stride = words_stride = words_size = 0
+    if output_ids is not None:
+        max_length, ids_row_stride = check_output_ids(output_ids, logits, "logits")
+    elif counts or bad_words is not None:
+        check.fail(
+            "output_ids", "given with repetition, presence or frequency penalties or bad words", "None", TypeError
+        )
+    for name, lengths in (("sequence_length", sequence_length), ("prompt_length", prompt_length)):
+        if lengths is not None:
+            expect(name, lengths, logits, "logits", ("int32",), (batch,), "[batch]")
+    if sequence_length is None and not (output_ids is None and min_length is None and prompt_length is None):
+        check.fail("sequence_length", "given with output_ids, min_length or prompt_length", "None", TypeError)
+    if end_id is not None:
+        end_id = check.integer("end_id", end_id, 0, vocab - 1)
+    elif min_length is not None:
+        check.fail("end_id", "an integer where min_length is given", "None", TypeError)
+    if bad_words is not None:
+        words_stride, words_size = check_words("bad_words", bad_words, logits, "logits"), bad_words.shape[-1]
+    given, out = out, _logits_out(out, logits)
+    if logits.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
+    if batch == 0:
+        return out
+    width = _width(variant, logits, out)
+    counted = counts or words_size > 0 or min_length is not None
+    is_in_place = (
+        given is not None and logits.address == out.address and (logits.strides[0] == out.strides[0] or batch == 1)
+    )
+    whole = not is_in_place or isinstance(temperature, Array) or temperatures[1] not in (0.0, 1.0)
+    if not (counted or whole):
+        return out
+    slices = ceil_div(vocab, _TOKENS)
+    launch(
+        _penalty_variant(logits.dtype, width, counted, whole), batch * slices, _THREADS,
+        logits=logits, out=out,
+        output_ids=output_ids, sequence_length=sequence_length, prompt_length=prompt_length,
+        bad_words=bad_words if words_size else None,
+        temperature=temperatures, repetition=repetition, presence=presence, frequency=frequency,
+        min_length=min_lengths,
+        row_stride=logits.strides[0], out_row_stride=out.strides[0],
+        ids_row_stride=ids_row_stride, bad_words_stride=words_stride,
+        vocab=vocab, slices=slices, max_length=max_length, bad_words_size=words_size,
+        end_id=-1 if end_id is None else end_id, counts=counts,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,268 @@
+"""The state of the sequences: how it begins, and what ends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukern.reference import decoding as twin
+from cukern.runtime import check
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    expect,
+    expect_array,
+    expect_contiguous,
+    expect_place,
+    expect_row_stride,
+)
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, outputs, run_twin
+
+MAX_VOCAB = 2**20
+MAX_BATCH = 2**24
+#: The mark of a token holds its count in 30 bits.
+MAX_LENGTH = 2**30 - 1
+# The template parameters of these names.
+_THREADS = 256
+_WARPS_PER_BLOCK = 4
+_ITEMS = 8
+
+_decoding_init = Kernel("decoding", "decoding_init")
+_stop_words_criterion = Kernel("decoding", "stop_words_criterion")
+_update_finished = Kernel("decoding", "update_finished")
+
+
+def _init_variant(sorted_: bool) -> Variant:
+    return _decoding_init.variant(_THREADS, _ITEMS, "true" if sorted_ else "false")
+
+
+_decoding_init.specialized = [_init_variant(flag).instance for flag in (False, True)]
+_stop_words_criterion.specialized = [_stop_words_criterion.variant(_WARPS_PER_BLOCK).instance]
+_update_finished.specialized = [_update_finished.variant(_THREADS).instance]
+
+
+def check_batch(name: str, batch: Any) -> Any:
+    if batch > MAX_BATCH:
+        check.fail(f"the batch of {name}", f"at most {MAX_BATCH}", batch)
+    return batch
+
+
+def _check_ids(name: str, ids: Any) -> Any:
+    """The batch of an array [batch] of int32 that leads a call."""
+    expect_contiguous(name, expect_array(name, ids, ("int32",), ("batch",)))
+    return check_batch(name, ids.shape[0])
+
+
+def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
+    """How far the lists of two rows are apart: 0 where all have the same."""
+    expect_place(name, words, like, like_name)
+    check.dtype(name, words.dtype, ("int32",))
+    shape, batch = words.shape, like.shape[0]
+    if len(shape) not in (2, 3) or shape[-2] != 2 or (len(shape) == 3 and shape[0] != batch):
+        check.fail(name, f"of shape [2, size] or [batch, 2, size] with batch = {batch}", list(shape))
+    if shape[-1] > MAX_LENGTH:
+        check.fail(f"the size of {name}", f"at most {MAX_LENGTH}", shape[-1])
+    expect_contiguous(name, words)
+    return 2 * shape[-1] if len(shape) == 3 else 0
+
+
+def check_output_ids(output_ids: Any, like: Array, like_name: str) -> tuple[int, int]:
+    """Columns and row stride of the array of the sequences."""
+    expect_place("output_ids", output_ids, like, like_name)
+    check.dtype("output_ids", output_ids.dtype, ("int32",))
+    shape, batch = output_ids.shape, like.shape[0]
+    if len(shape) != 2 or (shape[0] is not batch and shape[0] != batch):
+        check.fail("output_ids", f"of shape [batch, max_length] with batch = {batch}", list(shape))
+    if shape[1] > MAX_LENGTH:
+        check.fail("max_length of output_ids", f"at most {MAX_LENGTH}", shape[1])
+    return shape[1], expect_row_stride("output_ids", output_ids)
+
+
+_STATE = (("word_ids", "int32"), ("sequence_length", "int32"), ("finished", "bool"), ("cum_log_probs", "float32"))
+
+
+def _state(start_ids: Any) -> list[Result]:
+    return [Result((start_ids.shape[0],), dtype, "[batch]") for _, dtype in _STATE]
+
+
+def _sort_state(start_ids: Any, vocab: int) -> list[Result]:
+    batch = start_ids.shape[0]
+    offsets = Result((batch + 1,), "int32", "[batch + 1]")
+    return [*_state(start_ids), offsets, Result((batch, vocab), "int32", "[batch, vocab]")]
+
+
+def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
+    """decoding_init, and with a vocabulary topp_init."""
+    batch, names = start_ids.shape[0], [name for name, _ in _STATE]
+    results = _state(start_ids)
+    if vocab is not None:
+        names, results = [*names, "offsets", "id_vals"], _sort_state(start_ids, vocab)
+    wanted = f"{len(names)} arrays ({', '.join(names)})"
+    if isinstance(out, (tuple, list)) and len(out) != len(names):
+        check.fail("out", wanted, f"{len(out)} of them", TypeError)
+    out = outputs(out, start_ids, "start_ids", *results, names=wanted)
+    if start_ids.on_host:
+        return run_twin()
+    slices, blocks = 0, ceil_div(batch, _THREADS)
+    if vocab is not None:
+        slices = ceil_div(vocab, _THREADS * _ITEMS)
+        blocks = max(batch, 1) * slices  # the last offset is written even where there are no rows
+    elif batch == 0:
+        return out
+    fields = {"offsets": None, "id_vals": None} | dict(zip(names, out, strict=True))
+    launch(
+        _init_variant(vocab is not None), blocks, _THREADS,
+        start_ids=start_ids, **fields, batch=batch, vocab=vocab or 0, slices=slices,
+    )  # fmt: skip
+    return out
+
+
+_INIT_ROWS = {"batch": ("start_ids", "out")}
+
+
+@op(
+    twin.decoding_init,
+    "decoding_init(Tensor start_ids) -> (Tensor word_ids, Tensor sequence_length, Tensor finished, "
+    "Tensor cum_log_probs)",
+    _state,
+    rows=_INIT_ROWS,
+)
+def decoding_init(start_ids: Any, *, out: Any = None) -> tuple[Any, Any, Any, Any]:
+    """The state of a batch of sequences before their first step, in one launch.
+
+    Args:
+        start_ids: the token that each sequence starts from, int32 [batch].
+        out: four arrays to write into and return. The first may be `start_ids`.
+
+    Returns:
+        word_ids int32 [batch] = start_ids, sequence_length int32 [batch] = 0, finished bool [batch] = False and
+        cum_log_probs float32 [batch] = 0, in the library and on the device of `start_ids`.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides or devices that do not fit.
+
+    This is what FasterTransformer's decoding starts with (`init_kernel`), there with one `start_id` for all.
+    """
+    _check_ids("start_ids", start_ids)
+    return _init(start_ids, None, out)
+
+
+@op(
+    twin.topp_init,
+    "topp_init(Tensor start_ids, SymInt vocab) -> (Tensor word_ids, Tensor sequence_length, Tensor finished, "
+    "Tensor cum_log_probs, Tensor offsets, Tensor id_vals)",
+    _sort_state,
+    rows=_INIT_ROWS,
+)
+def topp_init(start_ids: Any, vocab: int, *, out: Any = None) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """`decoding_init`, and what a segmented sort of [batch, vocab] probabilities starts from, in one launch.
+
+    The sampling of cukern sorts nothing and needs none of the latter.
+
+    Args:
+        start_ids: the token that each sequence starts from, int32 [batch].
+        vocab: tokens in the vocabulary; batch * vocab is less than 2**31, for the offsets are int32.
+        out: six arrays to write into and return. The first may be `start_ids`.
+
+    Returns:
+        word_ids, sequence_length, finished and cum_log_probs as `decoding_init` does, then offsets int32
+        [batch + 1] with offsets[b] = b * vocab and id_vals int32 [batch, vocab] with id_vals[b, i] = i.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or sizes that do not fit.
+
+    This is FasterTransformer's `topp_initialization_kernel`.
+    """
+    vocab = check.integer("vocab", vocab, 1, MAX_VOCAB)
+    batch = _check_ids("start_ids", start_ids)
+    if batch > (2**31 - 1) // vocab:
+        check.fail("batch * vocab", "less than 2**31", batch * vocab)
+    return _init(start_ids, vocab, out)
+
+
+@op(
+    twin.stop_words_criterion,
+    "stop_words_criterion(Tensor output_ids, Tensor sequence_length, Tensor stop_words, Tensor(a!) finished) -> ()",
+    rows={"batch": ("output_ids", "sequence_length", "finished")},
+)
+def stop_words_criterion(output_ids: Any, sequence_length: Any, stop_words: Any, finished: Any) -> Any:
+    """Note which sequences end with a stop word, in place: `finished` becomes True there.
+
+    Args:
+        output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided.
+        sequence_length: how many tokens each holds, int32 [batch]; taken as within [0, max_length].
+        stop_words: words of one or more tokens, int32 [2, size] for all rows or [batch, 2, size], in the layout of
+            the `bad_words` of `apply_penalties`.
+        finished: bool [batch], which is changed.
+
+    Returns:
+        `finished`.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides or devices that do not fit.
+
+    This is FasterTransformer's stop-words criterion.
+    """
+    expect_array("output_ids", output_ids, symbols=("batch", "max_length"))
+    batch = check_batch("output_ids", output_ids.shape[0])
+    max_length, row_stride = check_output_ids(output_ids, output_ids, "output_ids")
+    expect("sequence_length", sequence_length, output_ids, "output_ids", ("int32",), (batch,), "[batch]")
+    words_stride = check_words("stop_words", stop_words, output_ids, "output_ids")
+    expect("finished", finished, output_ids, "output_ids", ("bool",), (batch,), "[batch]")
+    words_size = stop_words.shape[-1]
+    if output_ids.on_host:
+        run_twin()
+    elif words_size and batch:
+        launch(
+            _stop_words_criterion.variant(_WARPS_PER_BLOCK),
+            ceil_div(batch, _WARPS_PER_BLOCK), _WARPS_PER_BLOCK * 32,
+            output_ids=output_ids, sequence_length=sequence_length, stop_words=stop_words, finished=finished,
+            ids_row_stride=row_stride, stop_words_stride=words_stride,
+            batch=batch, max_length=max_length, stop_words_size=words_size,
+        )  # fmt: skip
+    return finished
+
+
+@op(
+    twin.update_finished,
+    "update_finished(Tensor word_ids, Tensor(a!) finished, Tensor(b!) sequence_length, int end_id) -> ()",
+    rows={"batch": ("word_ids", "finished", "sequence_length")},
+)
+def update_finished(word_ids: Any, finished: Any, sequence_length: Any, end_id: int) -> tuple[Any, Any]:
+    """End a step, in place: count the new token of each sequence that goes on, and note which ones it ends.
+
+    sequence_length += not finished, then finished |= word_ids == end_id.
+
+    Args:
+        word_ids: the new tokens, int32 [batch].
+        finished: bool [batch], which is changed.
+        sequence_length: int32 [batch], which is changed.
+        end_id: the token that ends a sequence; -1 for none.
+
+    Returns:
+        `finished` and `sequence_length`.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides or devices that do not fit.
+
+    FasterTransformer does this at the end of its sampling kernels, where a finished sequence goes on if it gets another
+    token than `end_id`; here it stays finished.
+    """
+    batch = _check_ids("word_ids", word_ids)
+    expect("finished", finished, word_ids, "word_ids", ("bool",), (batch,), "[batch]")
+    expect("sequence_length", sequence_length, word_ids, "word_ids", ("int32",), (batch,), "[batch]")
+    end_id = check.integer("end_id", end_id, -1, 2**31 - 1)
+    if word_ids.on_host:
+        run_twin()
+    elif batch:
+        launch(
+            _update_finished.variant(_THREADS), ceil_div(batch, _THREADS), _THREADS,
+            word_ids=word_ids, finished=finished, sequence_length=sequence_length, batch=batch, end_id=end_id,
+        )  # fmt: skip
+    return finished, sequence_length
