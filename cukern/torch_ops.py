@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-from cukern import fused_moe, ops
 from cukern.runtime import check
 from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS
@@ -172,20 +171,13 @@ def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: dict[st
 
 
 def _as_results(found: Any) -> list[Any]:
-    found = [found] if isinstance(found, Result) else list(found)
-    return [Result(x[1], x[2]) if type(x) is tuple else x for x in found]
+    return [found] if isinstance(found, Result) else list(found)
 
 
 def _register_all() -> None:
     for name, (function, schemas) in OPERATORS.items():
         if not hasattr(torch.ops.cukern, name):
             _register_op(function, name, schemas)
-    for module in [*vars(ops).values(), fused_moe]:
-        schemas = getattr(module, "TORCH_OPS", {})
-        # Those that are there are from an earlier import of this module.
-        names = [name for schema in schemas if not hasattr(torch.ops.cukern, name := re.split(r"[.(]", schema)[0])]
-        for name in dict.fromkeys(names):
-            _register_op(getattr(module, name), name, schemas)
 
 
 def _register_op(function: Callable[..., Any], name: str, schemas: Mapping[str, Any]) -> None:

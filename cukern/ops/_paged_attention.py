@@ -10,7 +10,7 @@ from cukern.runtime.describe import Array, contiguous_strides, expect, expect_ar
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import late
-from cukern.runtime.op import OPS
+from cukern.runtime.op import forget_plans
 from cukern.runtime.plan import clear, empty, launch
 
 LAYOUTS = ("vllm", "flash")
@@ -171,8 +171,7 @@ def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
     if block_size % 16:
         check.fail("block_size", "a multiple of 16", block_size)
     _registered.add((head_dim, block_size))
-    for name in ("paged_attention", "paged_attention_v1", "paged_attention_v2"):
-        OPS[name].forget()
+    forget_plans()
     return _of_own_dtype(head_dim, block_size)
 
 

@@ -10,7 +10,7 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import late
-from cukern.runtime.op import OPS, op
+from cukern.runtime.op import forget_plans, op
 from cukern.runtime.plan import empty, launch, outputs, run_twin
 
 __all__ = ["cross_attention", "masked_attention"]
@@ -85,8 +85,7 @@ def specialize(*, dim: int) -> list[Instance]:
     if dim % 8:
         check.fail("dim", "a multiple of 8 (the dynamic variant takes all others)", dim)
     _registered.add(dim)
-    for name in __all__:
-        OPS[name].forget()
+    forget_plans()
     return [_variant(dtype, dim, _form(dtype, dim, wide=True)).instance for dtype in DTYPES]
 
 

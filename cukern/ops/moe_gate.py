@@ -10,7 +10,7 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
-from cukern.runtime.op import OPS, op
+from cukern.runtime.op import forget_plans, op
 from cukern.runtime.plan import launch, outputs, run_twin
 
 __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoid", "topk_softmax"]
@@ -113,8 +113,7 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
             f"{experts} experts in {groups} groups",
         )
     _registered.add(config)
-    for name in __all__:
-        OPS[name].forget()
+    forget_plans()
     return _variants(config)
 
 

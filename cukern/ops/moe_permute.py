@@ -22,7 +22,7 @@ from cukern.runtime.describe import (
     same_shape,
 )
 from cukern.runtime.late import ceil_div, late
-from cukern.runtime.op import OPS, op
+from cukern.runtime.op import forget_plans, op
 from cukern.runtime.plan import outputs, run_twin
 from cukern.runtime.units import divisor
 
@@ -49,8 +49,7 @@ def specialize(*, topk: int, dtype: str = "bfloat16") -> list[Instance]:
     check.one_of("dtype", dtype, SUM_DTYPES)
     check.integer("topk", topk, 1, 64)
     kernels.registered.add(topk)
-    for name in ("moe_unpermute", "moe_sum"):
-        OPS[name].forget()
+    forget_plans()
     return [kernels.unpermute_variant(dtype, 16, topk).instance]
 
 

@@ -25,7 +25,7 @@ from cukern.runtime.describe import (
 )
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
-from cukern.runtime.op import OPS, op
+from cukern.runtime.op import forget_plans, op
 from cukern.runtime.op import operator as declare_operator
 from cukern.runtime.plan import launch, outputs, run_twin
 from cukern.runtime.rows import MAX_ROWS, rows_of
@@ -134,9 +134,7 @@ def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> li
         check.fail("hidden", wanted, f"{hidden} with head_dim {head_dim}")
     config = Config(hidden, head_dim)
     _registered.add((config, item_size))
-    for name in __all__:
-        if name in OPS:
-            OPS[name].forget()
+    forget_plans()
     return _variants(config, dtype)
 
 

@@ -8,11 +8,10 @@ any other library enters through DLPack and leaves through it.
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +19,6 @@ import numpy as np
 from cukern.runtime import check
 from cukern.runtime.cuda import cupy, current_device, runtime
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 #: A shape, or a function that finds it in a call's environment.
 Shape = tuple[int, ...] | Callable[[Sequence[Any]], tuple[int, ...]]
 
@@ -364,173 +362,8 @@ def leave(array: Any, like: Any) -> Any:
     return take(array) if take else array
 
 
-def same_place(name: str, array: Any, other: str, library: Library, device: int | None) -> None:
-    """`array` is of the same library and on the same device as the argument `other`.
-
-    Raises TypeError for another library, ValueError for another device.
-    """
-    found = library_of(array)
-    if found is not library:
-        wanted = f"a {library.name} array like {other}"
-        check.fail(name, wanted, type(array).__module__ + "." + type(array).__name__, TypeError)
-    place = library.device(array)
-    if place != device:
-        check.fail(name, f"on {_place(device)} like {other}", f"one on {_place(place)}")
-
-
-def _place(device: int | None) -> str:
-    return "the CPU" if device is None else f"CUDA device {device}"
-
-
-def takes_dlpack(function: _F) -> _F:
-    """Let a function of arrays also take those that are known only through DLPack.
-
-    When its first argument is one, or a list of such, all of them enter by it, and the results leave in the first one's
-    library.
-    """
-    first = next(iter(inspect.signature(function).parameters))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        leader = args[0] if args else kwargs.get(first)
-        if isinstance(leader, (list, tuple)) and leader:
-            leader = leader[0]
-        if library_of(leader) is not None or not hasattr(leader, "__dlpack__"):
-            return function(*args, **kwargs)
-        entered = {key: enter_all(key, value) for key, value in kwargs.items()}
-        results = function(*(enter_all(f"argument {i}", value) for i, value in enumerate(args)), **entered)
-        if kwargs.get("out") is not None:
-            return kwargs["out"]
-        if isinstance(results, tuple):
-            return tuple(leave(x, leader) if is_array(x) else x for x in results)
-        return None if results is None else leave(results, leader)
-
-    return call  # type: ignore[return-value]
-
-
 def enter_all(name: str, value: Any) -> Any:
     """`value` with every array in it that DLPack alone knows in a library known here."""
     if isinstance(value, (tuple, list)):
         return type(value)(enter_all(name, x) for x in value)
     return enter(name, value) if hasattr(value, "__dlpack__") else value
-
-
-def place(name: str, array: Any) -> tuple[Library, int | None]:
-    """The library and the device of the argument that decides where a call runs.
-
-    Raises TypeError for what is no array.
-    """
-    library = library_of(array)
-    if library is None:
-        wanted = "an array (NumPy, CuPy, torch, or any with __dlpack__)"
-        check.fail(name, wanted, type(array).__name__, TypeError)
-    return library, library.device(array)
-
-
-def leader(
-    name: str, array: Any, dtypes: Collection[str], dimensions: tuple[str, ...]
-) -> tuple[Library, int | None, str]:
-    """The library, the device and the dtype of the argument that decides where a call runs and on what.
-
-    Raises TypeError for what is no array and for a dtype, ValueError for another number of dimensions.
-    """
-    library = KNOWN.get(type(array)) or place(name, array)[0]
-    device, dtype = library.device(array), library.dtype(array)
-    if dtype not in dtypes:
-        check.dtype(name, dtype, dtypes)
-    if len(array.shape) != len(dimensions):
-        check.dimensions(name, tuple(array.shape), dimensions)
-    return library, device, dtype
-
-
-def expect(
-    name: str,
-    array: Any,
-    like: str,
-    library: Library,
-    device: int | None,
-    dtypes: Collection[str],
-    shape: tuple[int, ...],
-    symbols: str,
-) -> None:
-    """`array` is a contiguous one of `library` on `device`, as the argument `like` is, of this shape and dtype.
-
-    Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
-    """
-    # Nearly every array passes here; what does not is looked at again for what to say, if anything.
-    if (
-        KNOWN.get(type(array)) is library
-        and library.device(array) == device
-        and library.dtype(array) in dtypes
-        and array.shape == shape
-        and library.strides(array) == _strides(shape)
-    ):
-        return
-    same_place(name, array, like, library, device)
-    found = library.dtype(array)
-    if found not in dtypes:
-        check.dtype(name, found, dtypes)
-    if tuple(array.shape) != shape:
-        check.shape(name, tuple(array.shape), shape, symbols)
-    contiguous(name, array, library)
-
-
-def table(
-    name: str, array: Any, like: str, library: Library, device: int | None, rows: int, symbols: tuple[str, str]
-) -> tuple[int, int]:
-    """How many columns an int32 matrix of `rows` rows has, and the distance between its rows, in elements.
-
-    Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
-    """
-    same_place(name, array, like, library, device)
-    if library.dtype(array) != "int32":
-        check.dtype(name, library.dtype(array), ("int32",))
-    if len(array.shape) != 2:
-        check.dimensions(name, tuple(array.shape), symbols)
-    columns = array.shape[1]
-    if array.shape[0] != rows:
-        check.shape(name, tuple(array.shape), (rows, columns), f"[{', '.join(symbols)}]")
-    return columns, row_stride(name, array, library)
-
-
-def row_stride(name: str, matrix: Any, library: Library) -> int:
-    """The distance between the rows of a matrix, in elements.
-
-    Raises ValueError unless each row is contiguous.
-    """
-    between_rows, stride = library.strides(matrix)
-    if stride != 1 and matrix.shape[1] > 1 and matrix.shape[0]:
-        check.fail(name, "contiguous along its last dimension", f"strides {between_rows, stride} (in elements)")
-    return between_rows
-
-
-def contiguous(name: str, array: Any, library: Library) -> None:
-    """Raises ValueError unless the elements of `array` lie in C order without gaps."""
-    if 0 in tuple(array.shape):
-        return  # whatever the strides are
-    strides, wanted = library.strides(array), 1
-    for size, stride in zip(reversed(tuple(array.shape)), reversed(strides), strict=True):
-        if size > 1 and stride != wanted:
-            check.fail(name, "contiguous", f"strides {tuple(strides)} (in elements)")
-        wanted *= size
-
-
-def on_host(twin: Callable[..., Any], like: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-    """What the NumPy twin makes of arrays in host memory, in the library of `like`, or in `out`.
-
-    The arrays reach the twin with their own memory, so that what it writes into them arrives.
-    """
-    library = library_of(like)
-    assert library is not None
-
-    def to_numpy(value: Any) -> Any:
-        return library.to_numpy(value) if is_array(value) else value
-
-    results = twin(*map(to_numpy, args), **{key: to_numpy(value) for key, value in kwargs.items()})
-    if out is None:
-        if isinstance(results, tuple):
-            return tuple(library.from_numpy(x, like) if isinstance(x, np.ndarray) else x for x in results)
-        return library.from_numpy(results, like)
-    for array, result in zip(*((x if isinstance(x, (tuple, list)) else (x,)) for x in (out, results)), strict=True):
-        to_numpy(array)[...] = result
-    return out

@@ -1,16 +1,13 @@
-"""From a template instance to a launch.
+"""The kernels of the library, and their instances on each device.
 
-A `Kernel` is one `__global__` template of `cuda_src` with the layout of its `Params` struct. It hands out
-`Variant`s, one per set of template arguments, which load themselves on each device at their first launch
-there. A launch packs the struct and makes one driver call; everything it writes belongs to its thread.
+A `Kernel` is one `__global__` template of `cuda_src`. It hands out `Variant`s, one per set of template arguments, which
+load themselves on each device at their first launch there; `cukern.runtime.plan` launches them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-import struct
 import sys
 import threading
 import warnings
@@ -19,7 +16,7 @@ from typing import Any
 
 from cukern.runtime import compile
 from cukern.runtime.compile import Instance
-from cukern.runtime.cuda import cupy, current_device, driver, runtime
+from cukern.runtime.cuda import cupy, driver, runtime
 
 #: Every kernel of the library, by stem; filled as the op modules are imported.
 KERNELS: dict[str, list[Kernel]] = {}
@@ -31,16 +28,14 @@ _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # the driver's attribute of a function
 class Variant:
     """A template instance that can be launched on any device it was, or can be, compiled for."""
 
-    __slots__ = ("_functions", "_local", "_modules", "_struct", "instance", "large_clusters", "max_shared_bytes")
+    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "max_shared_bytes")
 
-    def __init__(self, instance: Instance, params: struct.Struct, max_shared_bytes: int, large_clusters: bool) -> None:
+    def __init__(self, instance: Instance, max_shared_bytes: int, large_clusters: bool) -> None:
         self.instance = instance
         self.max_shared_bytes = max_shared_bytes
         self.large_clusters = large_clusters
-        self._struct = params
         self._functions: dict[int, int] = {}
         self._modules: dict[int, Any] = {}
-        self._local = threading.local()
 
     def __repr__(self) -> str:
         return f"Variant({self.instance})"
@@ -60,67 +55,17 @@ class Variant:
                 self._functions[device] = kernel.kernel.ptr
         return self._functions[device]
 
-    def launch(
-        self,
-        device: int,
-        stream: int,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
-        *params: Any,
-    ) -> None:
-        """Launch on `device` and its stream handle `stream`, with the fields of `Params` in order."""
-        try:
-            buffer, address, functions = self._local.state
-        except AttributeError:
-            buffer, address, functions = self._local.state = self._new_state()
-        previous = runtime.getDevice()
-        if previous == device and device in functions:
-            self._struct.pack_into(buffer, 0, *params)
-            x, y, z = grid
-            i, j, k = block
-            driver.launchKernel(functions[device], x, y, z, i, j, k, shared_bytes, stream, address, 0)
-            return
-        self._struct.pack_into(buffer, 0, *params)
-        if previous == device:
-            # A thread that never set a device has no context, and a driver launch there would fail.
-            runtime.setDevice(device)
-            functions[device] = self.load(device)
-            driver.launchKernel(functions[device], *grid, *block, shared_bytes, stream, address, 0)
-            return
-        with current_device(device):
-            driver.launchKernel(self.load(device), *grid, *block, shared_bytes, stream, address, 0)
-
-    def _new_state(self) -> tuple[Any, int, dict[int, int]]:
-        """What the launches of one thread write: the packed struct, and the functions it has a context for."""
-        buffer = ctypes.create_string_buffer(self._struct.size)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        self._local.keep = pointers
-        return buffer, ctypes.addressof(pointers), {}
-
-
-def clear(device: int, stream: int, address: int, size: int) -> None:
-    """Set `size` bytes on `device` to 0, in the order of `stream`."""
-    if runtime.getDevice() == device:
-        runtime.memsetAsync(address, 0, size, stream)
-        return
-    with current_device(device):
-        runtime.memsetAsync(address, 0, size, stream)
-
 
 class Kernel:
-    """A `__global__` template `function` of `cuda_src/<stem>.cu`.
+    """A `__global__` template `function` of `cuda_src/<stem>.cu`, which takes one struct of parameters.
 
-    `params` is the `Params` struct as a format of the module `struct`, in native alignment: P pointer,
-    q int64, i int32, f float. `compile_s` is roughly how many seconds its slowest instance takes to compile.
+    `compile_s` is roughly how many seconds its slowest instance takes to compile.
     """
 
-    def __init__(self, stem: str, function: str, params: str = "", compile_s: float = 0.3) -> None:
+    def __init__(self, stem: str, function: str, compile_s: float = 0.3) -> None:
         self.stem = stem
         self.function = function
         self.compile_s = compile_s
-        # "0P" pads the end, as C does for a struct that holds pointers.
-        self._struct = struct.Struct(f"@{params}0P")
         self._variants: dict[tuple[str | int, ...], Variant] = {}
         #: Compiled when cukern is imported on a machine with a GPU.
         self.at_import: list[Instance] = []
@@ -143,9 +88,7 @@ class Kernel:
         """
         variant = self._variants.get(arguments)
         if variant is None:
-            made = Variant(
-                Instance(self.stem, self.function, arguments), self._struct, max_shared_bytes, large_clusters
-            )
+            made = Variant(Instance(self.stem, self.function, arguments), max_shared_bytes, large_clusters)
             # Two threads may both get here: the first to store wins.
             variant = self._variants.setdefault(arguments, made)
         return variant
@@ -183,12 +126,6 @@ def arch_of_device(device: int) -> str:
     """The compile target of a device, such as "90a". Makes no context."""
     major, minor = (runtime.deviceGetAttribute(attribute, device) for attribute in (75, 76))
     return compile.arch_of((major, minor))
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """How many multiprocessors a device has. Makes no context."""
-    return runtime.deviceGetAttribute(16, device)
 
 
 def _archs_from_nvml() -> list[str] | None:

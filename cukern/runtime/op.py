@@ -223,6 +223,12 @@ class Op:
         return trace, follow(trace, lambda: self.plan(**given)), reader
 
 
+def forget_plans() -> None:
+    """Forget the plans of all ops: what they chose among has changed."""
+    for op in OPS.values():
+        op.forget()
+
+
 class _Reader:
     """Describes the arrays of a call, in the order in which the call reads them."""
 
