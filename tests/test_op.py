@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cukern
-from cukern.runtime import compile, describe, gpu, template
+from cukern.runtime import check, compile, describe, gpu, template
 from cukern.runtime.describe import Array, Result, expect, expect_array
 from cukern.runtime.kernel import KERNELS, Kernel
 from cukern.runtime.late import Guards, Late, ceil_div, late
@@ -119,8 +120,6 @@ def test_to_look_at_the_value_ties_the_plan_to_it() -> None:
 
 
 def test_late_scalars_are_checked_at_every_call() -> None:
-    from cukern.runtime import check
-
     step = check.integer("step", number(4, Guards()), 0, 9)
     assert step.evaluate([9]) == 9
     with pytest.raises(ValueError, match=r"step must be an integer in \[0, 9\], got 10"):
@@ -350,6 +349,21 @@ def test_plans_are_bounded(toy: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans_of(toy) == 39
     toy.forget()
     assert not toy._ages and not any(form.plans for form in toy.forms.values())
+
+
+def test_late_scalars_are_checked_where_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(x: Any, step: int) -> None:
+        expect_array("x", x)
+        check.integer("step", step, 0, 9)
+
+    made = Op(nothing, None, {}, ("step",))
+    trace, returned, reader = made.say(made.form(2, ()), (torch.zeros(0), 3), on=H200)
+    plan = Plan(trace, returned, reader.paths)
+    monkeypatch.setattr(type(trace.place.library), "current_device", lambda self: 0)
+    monkeypatch.setattr("cukern.runtime.plan._thread", SimpleNamespace(devices={0}))
+    assert plan.run((), [0, 9]) is None
+    with pytest.raises(ValueError, match=r"step must be an integer in \[0, 9\], got 10"):
+        plan.run((), [0, 10])
 
 
 def test_what_a_plan_says(toy: Op) -> None:

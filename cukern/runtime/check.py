@@ -21,7 +21,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
     if why:
         wanted += f" ({why})"
     if isinstance(value, Late):
-        return value.apply(lambda each: integer(name, each, low, high, why))  # type: ignore[return-value]
+        return value.check(lambda each: integer(name, each, low, high, why))  # type: ignore[return-value]
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         fail(name, wanted, f"{value!r} ({type(value).__name__})", TypeError)
     number = value.__index__()
@@ -35,7 +35,7 @@ def number(name: str, value: Any) -> float:
     if type(value) is float and value - value == 0.0:
         return value
     if isinstance(value, Late):
-        return value.apply(lambda each: number(name, each))  # type: ignore[return-value]
+        return value.check(lambda each: number(name, each))  # type: ignore[return-value]
     try:
         result = float(value)
     except (TypeError, ValueError):

@@ -37,6 +37,8 @@ class Guards:
         #: Places of two numbers that are equal.
         self.pairs: list[tuple[int, int]] = []
         self.others: list[Callable[[Environment], bool]] = []
+        #: Numbers that raise where they are not what an argument may be.
+        self.checked: list[Late] = []
 
     def __bool__(self) -> bool:
         return bool(self.ranges or self.pairs or self.others)
@@ -142,6 +144,12 @@ class Late:
         """What `function` makes of the number of each call."""
         evaluate = self.evaluate
         return Late(function(self.value), lambda environment: function(evaluate(environment)), self.guards)
+
+    def check(self, function: Callable[[Any], Any]) -> Late:
+        """What `function` makes of the number, once it has checked it; each call is checked, whatever is launched."""
+        made = self.apply(function)
+        self.guards.checked.append(made)
+        return made
 
     def _exact(self) -> Any:
         self.guards.add(self, operator.eq, self.value)

@@ -313,6 +313,8 @@ class Plan:
             sizes = (*step.grid, *step.block, step.shared_bytes)
             late_sizes = places.finder(sizes) if any(isinstance(x, Late) for x in sizes) else None
             open_steps.append((step, places.finder(step.packing.parts), late_sizes))
+        if not trace.steps:
+            places.finder(trace.guards.checked)
         self._returned = _returned(returned, trace.first_made, paths, places)
         self._known, self._computed = places.known, places.computed
         self._steps: list[Any] = [
