@@ -23,7 +23,7 @@ from cukern.reference import moe_permute as twin
 from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
 from cukern.runtime.late import Late
-from cukern.runtime.op import OPS
+from cukern.runtime.op import OPS, forget_plans
 from tests.buffers import POISON, Buffer, OnlyDLPack, normal, on_gpu, place, same_bits
 
 Array = NDArray[Any]
@@ -743,9 +743,11 @@ def test_arrays_off_alignment_and_rows_apart(skip: int, apart: int, dtype: str, 
 
 @pytest.mark.gpu
 def test_each_number_of_units_in_flight(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    monkeypatch.setattr(op, "_FEW_UNITS", 0)
+    monkeypatch.setattr(op.kernels, "_FEW_UNITS", 0)
+    forget_plans()
     for hidden in (8, 1000, 4096, 14336, 20_000):
         compare_rows(Case(30, 5, 8), hidden, "float16", rng)
+    forget_plans()
 
 
 @pytest.mark.gpu

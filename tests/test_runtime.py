@@ -980,7 +980,9 @@ class FakeLibrary(arrays.Library):
     def stream(self, device: int) -> int:
         return 77 + device
 
-    def maker(self, shape: arrays.Shape, dtype: str, device: int | None) -> Callable[[Any], Any]:
+    def maker(
+        self, shape: arrays.Shape, dtype: str, device: int | None, is_current: bool = True
+    ) -> Callable[[Any], Any]:
         def make(environment: Any) -> int:
             self.made.append((shape(environment) if callable(shape) else shape, dtype, device))
             return 0xF000 + len(self.made)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from cukern.fused_moe.buffers import dtype_of, empty
 from cukern.fused_moe.config import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared
 from cukern.fused_moe.topk_weight_and_reduce import (
     DELEGATES,
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
-    places,
 )
 from cukern.ops.moe_permute import moe_sort_batched, moe_unpermute, permute_rows
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant
-from cukern.runtime import arrays, check
+from cukern.runtime import check
 
 
 def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
@@ -28,12 +28,7 @@ def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
 
 def weigh_input(a1: Any, topk_weights: Any) -> Any:
     """a1[t] * topk_weights[t, 0], in float32 and rounded once."""
-    library = arrays.library_of(a1)
-    assert library is not None
-    tokens = a1.shape[0]
-    weighed = library.empty(tuple(a1.shape), library.dtype(a1), a1)
-    moe_unpermute(weighed, a1, topk_weights, places(tokens, a1).reshape(tokens, 1))
-    return weighed
+    return moe_unpermute(empty(a1.shape, dtype_of(a1), a1), a1, topk_weights, None)
 
 
 class _OneRank(FusedMoEPrepareAndFinalize):

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import abc
-import sys
 from typing import Any
-
-import numpy as np
 
 from cukern.fused_moe.config import FusedMoEActivationFormat
 from cukern.ops.moe_permute import moe_sort_batched, moe_sum, moe_unpermute
-from cukern.runtime import arrays, check
-from cukern.runtime.cuda import cupy, current_device
-
-
-def places(count: int, like: Any) -> Any:
-    """0, 1, ... as int32, in the library and on the device of `like`."""
-    library = arrays.library_of(like)
-    assert library is not None
-    if library is arrays.NUMPY:
-        return np.arange(count, dtype=np.int32)
-    if library is arrays.CUPY:
-        with current_device(like.data.device_id):
-            return cupy.arange(count, dtype=np.int32)
-    torch = sys.modules["torch"]
-    return torch.arange(count, dtype=torch.int32, device=like.device)
+from cukern.runtime import check
 
 
 class TopKWeightAndReduce(abc.ABC):
@@ -105,7 +88,7 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
             moe_sum(fused_expert_output, output)
             return
         rows = fused_expert_output.reshape(tokens * topk, output.shape[1])
-        moe_unpermute(output, rows, topk_weights, places(tokens * topk, topk_ids).reshape(tokens, topk))
+        moe_unpermute(output, rows, topk_weights, None)
 
 
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):

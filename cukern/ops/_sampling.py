@@ -224,7 +224,7 @@ def draw(
     results = [Result((batch,), "int32", "[batch]")]
     results += [Result((batch,), "bool", "[batch]")] * return_valid
     results += [Result((batch,), "float32", "[batch]")] * return_logprobs
-    given = out if out is None or isinstance(out, list) else [out]
+    given = out if out is None or isinstance(out, (tuple, list)) else [out]
     if given is not None and len(given) != len(results):
         labels = ["ids", *["valid"] * return_valid, *["logprobs"] * return_logprobs]
         check.fail("out", " and ".join(labels), f"{len(given)} arrays")
@@ -259,7 +259,7 @@ def draw(
         joint=joint,
         **fields,
     )
-    return [made] if len(results) == 1 and isinstance(out, list) else made
+    return [made] if len(results) == 1 and isinstance(out, (tuple, list)) else made
 
 
 def ids_of(values: Any, *_: Any, indices: Any = None, **__: Any) -> Result:

@@ -501,7 +501,8 @@ def moe_unpermute(
         permuted_hidden_states: [rows, hidden], of the same dtype; rows may be strided.
         topk_weights: float32 [tokens, topk]; None: all are 1.
         inv_permuted_idx: int32 [tokens, topk] or [tokens * topk], from `moe_permute` or `moe_sort`. A slot whose row is
-            outside of [0, rows), such as -1, adds nothing, whatever its weight is.
+            outside of [0, rows), such as -1, adds nothing, whatever its weight is. None, with topk_weights: the rows
+            lie in the order of the slots, token by token.
         expert_first_token_offset: int64 or int32 [experts + 1], from the same; with it, rows at or past its last number
             add nothing either.
         variant: "auto", or a kernel by name: "specialized" (topk fixed at compile time) or "dynamic".
@@ -527,7 +528,12 @@ def moe_unpermute(
     if rows > MAX_PAIRS:
         check.fail("permuted_hidden_states", f"of at most {MAX_PAIRS} rows", rows)
     row_stride = expect_row_stride("permuted_hidden_states", src)
-    topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
+    if inv_permuted_idx is None and topk_weights is not None:
+        weights = expect_place("topk_weights", topk_weights, out, "out")
+        check.dimensions("topk_weights", weights.shape, ("tokens", "topk"))
+        topk = weights.shape[1]
+    else:
+        topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
     if topk_weights is not None:
         shape: tuple[Any, ...] = getattr(topk_weights, "shape", ())
         if len(shape) == 2 and shape[1] != topk and not tokens:

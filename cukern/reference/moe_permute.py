@@ -153,11 +153,14 @@ def moe_unpermute(
     out: Array,
     permuted_hidden_states: Array,
     topk_weights: Array | None,
-    inv_permuted_idx: Array,
+    inv_permuted_idx: Array | None,
     expert_first_token_offset: Array | None = None,
 ) -> Array:
     """See `cukern.moe_unpermute`."""
     end = len(permuted_hidden_states)
+    if inv_permuted_idx is None:
+        assert topk_weights is not None
+        inv_permuted_idx = np.arange(topk_weights.size, dtype=np.int32).reshape(topk_weights.shape)
     if expert_first_token_offset is not None:
         end = min(end, int(expert_first_token_offset[-1]))
     out[...] = _sum_of_slots(permuted_hidden_states, topk_weights, _by_token(inv_permuted_idx, len(out)), end)

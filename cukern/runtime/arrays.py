@@ -79,8 +79,13 @@ class Library:
         """`read` of many arrays of one type."""
         return [self.read(array, signature) for array in arrays]
 
-    def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
-        """A function of a call's environment that allocates an array on `device`, the current one."""
+    def maker(
+        self, shape: Shape, dtype: str, device: int | None, is_current: bool = True
+    ) -> Callable[[Sequence[Any]], Any]:
+        """A function of a call's environment that allocates an array on `device`.
+
+        Unless `is_current`, the library itself may have another current one.
+        """
         raise NotImplementedError
 
     def current_device(self) -> int:
@@ -152,7 +157,9 @@ class _CuPy(Library):
         signature += array.dtype, array.strides, array.shape, memory.device_id
         return memory.ptr
 
-    def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
+    def maker(
+        self, shape: Shape, dtype: str, device: int | None, is_current: bool = True
+    ) -> Callable[[Sequence[Any]], Any]:
         empty, kind = cupy.empty, numpy_dtype("uint8" if dtype.startswith("float8") else dtype)  # it has no FP8
         if callable(shape):
             return lambda environment: empty(shape(environment), kind)
@@ -238,9 +245,11 @@ class _Torch(Library):
             signature += words
         return [*map(tensor.data_ptr, arrays)]
 
-    def maker(self, shape: Shape, dtype: str, device: int | None) -> Callable[[Sequence[Any]], Any]:
+    def maker(
+        self, shape: Shape, dtype: str, device: int | None, is_current: bool = True
+    ) -> Callable[[Sequence[Any]], Any]:
         empty, kind = self._empty_cuda, self._dtypes[dtype]
-        if empty is None:
+        if empty is None or not is_current:
             general, place = self._empty, self._torch.device("cuda", device)
             if callable(shape):
                 return lambda environment: general(shape(environment), dtype=kind, device=place)

@@ -298,12 +298,11 @@ class Plan:
     def __init__(self, trace: Trace, returned: Any, paths: Mapping[int, tuple[int, int | None]]) -> None:
         self.place = trace.place
         self.guards = trace.guards or None
-        library, device = trace.place.library, trace.place.device
         if trace.workspace is not None:
             trace.made[trace.workspace.source - trace.first_made] = ((trace.workspace_bytes,), "uint8")
-        self._makers = [library.maker(_shape_finder(shape), dtype, device) for shape, dtype in trace.made]
-        for source in trace.transposed:
-            self._makers[source - trace.first_made] = _transposing(self._makers[source - trace.first_made])
+        self._made = [(_shape_finder(shape), dtype) for shape, dtype in trace.made]
+        self._transposed = {source - trace.first_made for source in trace.transposed}
+        self._makers = self._find_makers(is_current=True)
         places = _Places(trace.first_made + len(trace.made))
         open_steps: list[tuple[_Step, Any, Any]] = []
         for step in trace.steps:
@@ -324,12 +323,17 @@ class Plan:
             for step, parts, late_sizes in open_steps
         ]
 
+    def _find_makers(self, is_current: bool) -> list[Callable[[Environment], Any]]:
+        make = self.place.library.maker
+        found = [make(shape, dtype, self.place.device, is_current) for shape, dtype in self._made]
+        return [_transposing(x) if i in self._transposed else x for i, x in enumerate(found)]
+
     def run(self, values: Sequence[Any], environment: list[Any]) -> Any:
         """Allocate and launch, for the arguments `values` with these addresses and late numbers."""
         place = self.place
         if place.library.current_device() != place.device:
             with current_device(place.device):  # type: ignore[arg-type]
-                return self._run(values, environment, place)
+                return self._run(values, environment, place, self._find_makers(is_current=False))
         try:
             devices = _thread.devices
         except AttributeError:
@@ -338,11 +342,11 @@ class Plan:
             # A thread that never set a device has no context, and a driver launch there would fail.
             runtime.setDevice(place.device)
             devices.add(place.device)
-        return self._run(values, environment, place)
+        return self._run(values, environment, place, self._makers)
 
-    def _run(self, values: Sequence[Any], environment: list[Any], place: Place) -> Any:
+    def _run(self, values: Sequence[Any], environment: list[Any], place: Place, makers: Sequence[Any]) -> Any:
         library, device = place.library, place.device
-        made = [make(environment) for make in self._makers]
+        made = [make(environment) for make in makers]
         if made:
             environment += map(library.address, made)
         environment += self._known
