@@ -20,7 +20,7 @@ from cukern.runtime.describe import Array, NoNumbers
 from cukern.runtime.kernel import KERNELS
 from cukern.runtime.late import Late
 from cukern.runtime.op import OPERATORS, OPS, Op
-from cukern.runtime.plan import Trace, current
+from cukern.runtime.plan import Trace, Workspace, current
 
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 _WIDTH, _INDENT = 120, 14
@@ -192,21 +192,13 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
         found,
         launches=tuple(_launch(step, found.arch, names, variant) for step in trace.steps),
         results=tuple(f"{names[x.source]}: {x.dtype} {list(x.shape)}" for x in _returned(returned)),
-        workspace_bytes=_between(trace, returned),
+        workspace_bytes=Workspace(trace, returned).bytes,
         bytes=moved,
         moves_all="bytes" not in own,
         flops=flops,
         floor_us=floor[0],
         floor_by=floor[1],
     )
-
-
-def _between(trace: Trace, returned: Any) -> int:
-    """The bytes that are allocated and not returned."""
-    kept = [*_returned(returned), *([] if trace.workspace is None else [trace.workspace])]
-    sources = {x.source for x in kept}
-    made = [x for i, x in enumerate(trace.made, trace.first_made) if i not in sources]
-    return _number(trace.workspace_bytes) + sum(_size(shape, dtype) for shape, dtype in made)
 
 
 class _Call:
@@ -252,10 +244,9 @@ class _Call:
         called = _result_names(self.function.__name__, len(found)) or [f"result {i}" for i in range(len(found))]
         for array, name in zip(found, called, strict=True):
             names.setdefault(array.source, name)
-        for i in range(len(trace.made)):
-            names.setdefault(trace.first_made + i, f"array {i}")
-        if trace.workspace is not None:
-            names[trace.workspace.source] = "workspace"
+        parts = Workspace(trace, returned).parts
+        for n, i in enumerate(parts):
+            names[trace.first_made + i] = "workspace" if len(parts) == 1 else f"workspace[{n}]"
         return names
 
     def bytes_of(self, trace: Trace, returned: Any) -> int:

@@ -27,7 +27,7 @@ from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.late import Late
 from cukern.runtime.op import OPS
-from cukern.runtime.plan import Trace
+from cukern.runtime.plan import Trace, Workspace
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, on_gpu, same_bits, to_numpy, zeros
 
@@ -796,9 +796,10 @@ def test_the_variant_for_a_call(
     slots, sequences = 2 * grid[2] * x.kv_heads * rows, x.batch * (x.query_tokens if x.topk >= 0 else 1)
     needed = [slots * x.dims[1] * 4, slots * 4, grid[2] * 32, (sequences + 1) * 4]
     aligned = [-(-size // 256) * 256 for size in needed]
-    assert got.trace.workspace_bytes == sum(aligned[:2])
-    unplanned = launches_of(x._replace(has_plan=False)).trace
-    assert unplanned.workspace_bytes == sum(aligned)
+    assert Workspace(got.trace, got.returned).bytes == sum(aligned[:2])
+    whole = launches_of(x._replace(has_plan=False))
+    unplanned = whole.trace
+    assert Workspace(unplanned, whole.returned).bytes == sum(aligned)
     assert [x.variant.instance.function for x in unplanned.steps] == ["plan_parts", function, "combine_parts"]
 
 

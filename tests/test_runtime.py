@@ -929,7 +929,8 @@ class FakeGPUs:
         return 2
 
     def deviceGetAttribute(self, attribute: int, device: int) -> int:
-        return {75: (8, 9), 76: (6, 0), 16: (84, 132)}[attribute][device]
+        attributes = {75: (8, 9), 76: (6, 0), 16: (84, 132), 81: (100 << 10, 228 << 10), 97: (99 << 10, 227 << 10)}
+        return attributes[attribute][device]
 
     def launchKernel(self, function: int, *sizes: int) -> None:
         *geometry, shared_bytes, stream, address, extra = sizes
@@ -956,6 +957,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     fake = FakeGPUs()
     monkeypatch.setattr(kernel, "cupy", SimpleNamespace())
     monkeypatch.setattr(kernel, "runtime", fake)
+    monkeypatch.setattr(gpu, "runtime", fake)
     monkeypatch.setattr(plan, "runtime", fake)
     monkeypatch.setattr(plan, "driver", fake)
     monkeypatch.setattr(plan, "current_device", fake.current_device)
@@ -1057,7 +1059,9 @@ def test_the_devices_and_their_targets(gpus: FakeGPUs, monkeypatch: pytest.Monke
     assert kernel.device_count() == 2
     assert [kernel.arch_of_device(device) for device in range(2)] == ["86", "90a"]
     # Past the cache, which outlives these devices.
-    assert [kernel.multiprocessors.__wrapped__(device) for device in range(2)] == [84, 132]
+    assert [gpu.of_device.__wrapped__(device) for device in range(2)] == [
+        gpu.Gpu("86", 84, 100 << 10, 99 << 10), gpu.Gpu("90a", 132, 228 << 10, 227 << 10)
+    ]  # fmt: skip
 
     def fail() -> int:
         raise RuntimeError("no driver")

@@ -529,9 +529,9 @@ def moe_unpermute(
         check.fail("permuted_hidden_states", f"of at most {MAX_PAIRS} rows", rows)
     row_stride = expect_row_stride("permuted_hidden_states", src)
     if inv_permuted_idx is None and topk_weights is not None:
-        weights = expect_place("topk_weights", topk_weights, out, "out")
-        check.dimensions("topk_weights", weights.shape, ("tokens", "topk"))
-        topk = weights.shape[1]
+        expect_place("topk_weights", topk_weights, out, "out")
+        check.dimensions("topk_weights", topk_weights.shape, ("tokens", "topk"))
+        topk = topk_weights.shape[1]
     else:
         topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
     if topk_weights is not None:

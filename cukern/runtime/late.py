@@ -9,6 +9,7 @@ not have been made for, whatever it does with its numbers.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,8 @@ class Guards:
         self.others: list[Callable[[Environment], bool]] = []
         #: Numbers that raise where they are not what an argument may be.
         self.checked: list[Late] = []
+        #: What was computed, by function and numbers: to compute it again gives the same late number.
+        self.made: dict[tuple[Any, ...], Late] = {}
 
     def __bool__(self) -> bool:
         return bool(self.ranges or self.pairs or self.others)
@@ -119,10 +122,10 @@ class Late:
 
     `place` is where the environment holds it; None for what is computed. `rise` is then, where it never falls as
     another one rises which the environment holds, that one, and a function: of a limit the largest that keeps to it.
-    `part` is the late tuple that it belongs to, and where in it.
+    `formula` is the function and the numbers that it is computed from.
     """
 
-    __slots__ = ("evaluate", "guards", "part", "place", "rise", "value")
+    __slots__ = ("evaluate", "formula", "guards", "place", "rise", "value")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
@@ -133,7 +136,7 @@ class Late:
         self.guards = guards
         self.place = place
         self.rise: tuple[Late, Callable[[int], int]] | None = None
-        self.part: tuple[Late, int] | None = None
+        self.formula: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
     @classmethod
     def at(cls, place: int, value: Any, guards: Guards) -> Late:
@@ -142,8 +145,7 @@ class Late:
 
     def apply(self, function: Callable[[Any], Any]) -> Late:
         """What `function` makes of the number of each call."""
-        evaluate = self.evaluate
-        return Late(function(self.value), lambda environment: function(evaluate(environment)), self.guards)
+        return late(function, self)
 
     def check(self, function: Callable[[Any], Any]) -> Late:
         """What `function` makes of the number, once it has checked it; each call is checked, whatever is launched."""
@@ -182,23 +184,44 @@ def late(function: Callable[..., Any], *numbers: Any) -> Any:
     first = next((x for x in numbers if isinstance(x, Late)), None)
     if first is None:
         return function(*numbers)
-    if len(numbers) == 1:
-        return first.apply(function)
+    known = first.guards.made
+    key = (function, *(_name(x) for x in numbers))
+    try:
+        if key in known:
+            return known[key]
+    except TypeError:  # a number that is a list
+        known = {}
     value = function(*(x.value if isinstance(x, Late) else x for x in numbers))
+    made = Late(value, evaluator(function, numbers), first.guards)
+    made.formula = function, numbers
     if len(numbers) == 2:
         left, right = numbers
         if not isinstance(right, Late):
-            of = left.evaluate
-            made = Late(value, lambda environment: function(of(environment), right), first.guards)
             made.rise = _rise(_LIMITS.get(function), left, right)
-            return made
-        if not isinstance(left, Late):
-            of = right.evaluate
-            made = Late(value, lambda environment: function(left, of(environment)), first.guards)
-            made.rise = _rise(_LIMITS.get(function), right, left) if function in _SYMMETRIC else None
-            return made
+        elif not isinstance(left, Late) and function in _SYMMETRIC:
+            made.rise = _rise(_LIMITS.get(function), right, left)
+    if known is first.guards.made:
+        known[key] = made
+    return made
+
+
+def evaluator(function: Callable[..., Any], numbers: Sequence[Any]) -> Callable[[Environment], Any]:
+    """How a number is found without those that it is computed from."""
+    if len(numbers) == 1:
+        of = numbers[0].evaluate
+        return lambda environment: function(of(environment))
+    if len(numbers) == 2 and not isinstance(numbers[1], Late):
+        of, right = numbers[0].evaluate, numbers[1]
+        return lambda environment: function(of(environment), right)
     finders = [x.evaluate if isinstance(x, Late) else (lambda environment, x=x: x) for x in numbers]
-    return Late(value, lambda environment: function(*[find(environment) for find in finders]), first.guards)
+    return lambda environment: function(*[find(environment) for find in finders])
+
+
+def _name(number: Any) -> Any:
+    """What tells a number from others; 1 and 1.0 are two."""
+    if not isinstance(number, Late):
+        return type(number), number
+    return id(number) if number.place is None else ("at", number.place)
 
 
 def parts(function: Callable[..., tuple[Any, ...]], *numbers: Any) -> tuple[Any, ...]:
@@ -209,10 +232,10 @@ def parts(function: Callable[..., tuple[Any, ...]], *numbers: Any) -> tuple[Any,
     whole = late(function, *numbers)
     if not isinstance(whole, Late):
         return whole
-    found = tuple(whole.apply(operator.itemgetter(i)) for i in range(len(whole.value)))
-    for i, number in enumerate(found):
-        number.part = whole, i
-    return found
+    return tuple(whole.apply(item(i)) for i in range(len(whole.value)))
+
+
+item = functools.cache(operator.itemgetter)
 
 
 def each_call(function: Callable[[], Any], like: Late | Guards) -> Late:

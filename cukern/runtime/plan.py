@@ -17,11 +17,12 @@ from cukern.runtime import arrays, check, template
 from cukern.runtime.cuda import current_device, driver, runtime
 from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, expect, type_name
 from cukern.runtime.kernel import Variant
-from cukern.runtime.late import Environment, Guards, Late, late
+from cukern.runtime.late import Environment, Guards, Late, evaluator
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
 
 _PARAMETER_BYTES = 4096  # that a kernel can have
 _ALIGNMENT = 256  # bytes, of what a workspace holds
+_MOST_MAPS = 256  # tensor maps that a plan keeps, of arrays at other addresses
 
 
 class _Step(NamedTuple):
@@ -47,8 +48,6 @@ class Trace:
         self.first_made = addresses + lates  # place of the address of the first array that is made
         self.made: list[tuple[tuple[Any, ...], str]] = []
         self.transposed: set[int] = set()  # sources of those whose last two dimensions are turned then
-        self.workspace: Array | None = None
-        self.workspace_bytes: Any = 0
         self.is_host_call = False
         self.outputs: list[Array | None] = []
         self.notes: dict[str, Any] = {}
@@ -143,18 +142,8 @@ def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> An
 
 
 def empty(shape: Sequence[Any], dtype: str) -> Array:
-    """Room for what lies between two launches; one workspace holds all of it."""
-    trace = current()
-    if trace.workspace is None:
-        trace.workspace = trace.make((), "uint8")
-    start = trace.workspace_bytes
-    size = functools.reduce(operator.mul, shape, 1) * arrays.ITEM_SIZE[dtype]
-    trace.workspace_bytes = start + late(_aligned, size)
-    return trace.workspace.view(shape, dtype, start)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    """Room for what lies between two launches. One workspace holds all that a plan makes and does not return."""
+    return current().make(tuple(shape), dtype)
 
 
 def launch(variant: Variant, grid: Any, block: Any, shared_bytes: Any = 0, /, **fields: Any) -> None:
@@ -185,20 +174,26 @@ def tensor_map(
     promotion: int = 256,
 ) -> Late:
     """The field of a struct that holds a tensor map of an array; the arguments are those of `tensor_map.encode`."""
-    address = array.address.evaluate
-    numbers: tuple[Any, ...] = (*dims, *strides)
-    if not any(isinstance(x, Late) for x in numbers):
-        return Late(
-            bytes(TENSOR_MAP_BYTES),
-            lambda environment: encode(address(environment), dtype, dims, strides, box, promotion),
-            current().guards,
-        )
+    rank, sizes = len(dims), (*dims, *strides)
+    encoded: dict[tuple[int, ...], bytes] = {}
+    open_at = [i for i, x in enumerate(sizes) if _is_open(x)]
+    numbers = (array.address, *(sizes[i] for i in open_at))
 
-    def find(environment: Environment) -> bytes:
-        found = tuple([x.evaluate(environment) if isinstance(x, Late) else x for x in numbers])
-        return encode(address(environment), dtype, found[: len(dims)], found[len(dims) :], box, promotion)
+    def find(*key: int) -> bytes:
+        made = encoded.get(key)
+        if made is None:
+            if len(encoded) >= _MOST_MAPS:
+                encoded.clear()
+            known = list(sizes)
+            for i, size in zip(open_at, key[1:], strict=True):
+                known[i] = size
+            made = encoded[key] = encode(key[0], dtype, tuple(known[:rank]), tuple(known[rank:]), box, promotion)
+        return made
 
-    return Late(bytes(TENSOR_MAP_BYTES), find, current().guards)
+    # Without a look at the address, which a plan need not have, and at the driver.
+    made = Late(bytes(TENSOR_MAP_BYTES), evaluator(find, numbers), current().guards)
+    made.formula = find, numbers
+    return made
 
 
 def note(**facts: Any) -> None:
@@ -229,52 +224,113 @@ class _Places:
     """Where the environment holds what a plan needs.
 
     It begins with the addresses and the late numbers of a call and the addresses of what was made for it; then comes
-    what is known, then what is computed.
+    what is computed, each number once, then what is known.
     """
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
         self.known: list[Any] = []
         self.computed: list[Callable[[Environment], Any]] = []
-        self._seen: dict[int, tuple[int, Late]] = {}  # among the computed, by the identity of the number
+        self._seen: dict[int, tuple[int, Late]] = {}  # by the identity of the number
 
-    def _of(self, value: Any) -> tuple[str, int]:
+    def _of(self, value: Any) -> tuple[bool, int]:
+        """Whether a value is known, and its place there or in the environment."""
         if isinstance(value, Array):
             if type(value.offset) is int and not value.offset:
-                return "begin", value.source
+                return False, value.source
             value = value.address
-        if not isinstance(value, Late):
-            self.known.append(value)
-            return "known", len(self.known) - 1
+        if isinstance(value, Late):
+            return False, self._place(value)
+        self.known.append(value)
+        return True, len(self.known) - 1
+
+    def _place(self, value: Late) -> int:
         if value.place is not None:
-            return "begin", value.place
-        return "computed", self._compute(value)
+            return value.place
+        if id(value) not in self._seen:
+            compute = value.evaluate
+            if value.formula is not None:
+                function, numbers = value.formula
+                compute = _computing(
+                    function, [self._place(x) if isinstance(x, Late) else None for x in numbers], numbers
+                )
+            self.computed.append(compute)
+            self._seen[id(value)] = self.begin + len(self.computed) - 1, value
+        return self._seen[id(value)][0]
 
-    def _compute(self, value: Late) -> int:
-        """Where `value` is among the computed numbers."""
-        if id(value) in self._seen:
-            return self._seen[id(value)][0]
-        evaluate = value.evaluate
-        if value.part is not None:
-            whole, index = value.part
-            back = self._compute(whole) - len(self.computed)  # from the end of what is there by then
-            evaluate = lambda environment: environment[back][index]  # noqa: E731
-        self.computed.append(evaluate)
-        self._seen[id(value)] = len(self.computed) - 1, value
-        return len(self.computed) - 1
-
-    def finder(self, values: Sequence[Any]) -> list[tuple[str, int]]:
+    def finder(self, values: Sequence[Any]) -> list[tuple[bool, int]]:
         """Where the values will be, for `find` once all are known."""
         return [self._of(value) for value in values]
 
-    def find(self, places: list[tuple[str, int]]) -> _Finder:
+    def find(self, places: list[tuple[bool, int]]) -> _Finder:
         """A function that finds values in the environment."""
-        starts = {"begin": 0, "known": self.begin, "computed": self.begin + len(self.known)}
-        flat = [starts[part] + place for part, place in places]
+        known = self.begin + len(self.computed)
+        flat = [known + place if is_known else place for is_known, place in places]
         if len(flat) == 1:
             only = flat[0]
             return lambda environment: (environment[only],)
         return operator.itemgetter(*flat)
+
+
+def _computing(
+    function: Callable[..., Any], places: list[int | None], numbers: Sequence[Any]
+) -> Callable[[Environment], Any]:
+    """How a number is found where the environment holds those that it is computed from."""
+    if len(places) == 1:
+        only: Any = places[0]
+        return lambda environment: function(environment[only])
+    if len(places) == 2:
+        i: Any
+        j: Any
+        (i, j), (left, right) = places, numbers
+        if j is None:
+            return lambda environment: function(environment[i], right)
+        if i is None:
+            return lambda environment: function(left, environment[j])
+        return lambda environment: function(environment[i], environment[j])
+    pairs: list[tuple[Any, Any]] = list(zip(places, numbers, strict=True))
+    return lambda environment: function(*[x if place is None else environment[place] for place, x in pairs])
+
+
+class Workspace:
+    """What a plan makes and does not return: it lies side by side in one allocation."""
+
+    def __init__(self, trace: Trace, returned: Any) -> None:
+        kept = {x.source - trace.first_made for x in _arrays_in(returned)}
+        #: Of what is made: what is returned, and what is not.
+        self.kept = [i for i in range(len(trace.made)) if i in kept]
+        self.parts = [i for i in range(len(trace.made)) if i not in kept]
+        made = [trace.made[i] for i in self.parts]
+        #: Bytes of each part, late where its shape is.
+        self.sizes: list[Any] = [
+            functools.reduce(operator.mul, shape, arrays.ITEM_SIZE[dtype]) for shape, dtype in made
+        ]
+
+    @property
+    def bytes(self) -> int:
+        """Of the call that the plan was made from."""
+        return _lay_out([x.value if isinstance(x, Late) else x for x in self.sizes])[0]
+
+    def layout(self) -> tuple[int, list[int]] | Callable[[Environment], tuple[int, list[int]]]:
+        """The bytes of all parts and where each begins, or how they are found for each call."""
+        if not any(isinstance(x, Late) for x in self.sizes):
+            return _lay_out(self.sizes)
+        finders = [x.evaluate if isinstance(x, Late) else (lambda environment, x=x: x) for x in self.sizes]
+        return lambda environment: _lay_out([find(environment) for find in finders])
+
+
+def _lay_out(sizes: Sequence[int]) -> tuple[int, list[int]]:
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return end, starts
+
+
+def _arrays_in(returned: Any) -> list[Array]:
+    if isinstance(returned, (tuple, list)):
+        return [x for one in returned for x in _arrays_in(one)]
+    return [returned] if isinstance(returned, Array) else []
 
 
 class _Launch:
@@ -298,11 +354,16 @@ class Plan:
     def __init__(self, trace: Trace, returned: Any, paths: Mapping[int, tuple[int, int | None]]) -> None:
         self.place = trace.place
         self.guards = trace.guards or None
-        if trace.workspace is not None:
-            trace.made[trace.workspace.source - trace.first_made] = ((trace.workspace_bytes,), "uint8")
-        self._made = [(_shape_finder(shape), dtype) for shape, dtype in trace.made]
-        self._transposed = {source - trace.first_made for source in trace.transposed}
+        workspace = Workspace(trace, returned)
+        self._kept = [(_shape_finder(trace.made[i][0]), trace.made[i][1]) for i in workspace.kept]
+        self._transposed = {i for i, x in enumerate(workspace.kept) if x + trace.first_made in trace.transposed}
         self._makers = self._find_makers(is_current=True)
+        self._layout = workspace.layout() if workspace.parts else None
+        #: For each address that is made: that it is of what is kept, and which; or a part of the workspace, and which.
+        self._made = [
+            (True, workspace.kept.index(i)) if i in workspace.kept else (False, workspace.parts.index(i))
+            for i in range(len(trace.made))
+        ]
         places = _Places(trace.first_made + len(trace.made))
         open_steps: list[tuple[_Step, Any, Any]] = []
         for step in trace.steps:
@@ -314,7 +375,7 @@ class Plan:
             open_steps.append((step, places.finder(step.packing.parts), late_sizes))
         if not trace.steps:
             places.finder(trace.guards.checked)
-        self._returned = _returned(returned, trace.first_made, paths, places)
+        self._returned = _returned(returned, trace.first_made, workspace.kept, paths)
         self._known, self._computed = places.known, places.computed
         self._steps: list[Any] = [
             _Launch(step, places.find(parts), late_sizes and places.find(late_sizes))
@@ -323,10 +384,12 @@ class Plan:
             for step, parts, late_sizes in open_steps
         ]
 
-    def _find_makers(self, is_current: bool) -> list[Callable[[Environment], Any]]:
-        make = self.place.library.maker
-        found = [make(shape, dtype, self.place.device, is_current) for shape, dtype in self._made]
-        return [_transposing(x) if i in self._transposed else x for i, x in enumerate(found)]
+    def _find_makers(self, is_current: bool) -> tuple[list[Any], Any]:
+        """What makes each array that is kept, and the workspace."""
+        make, device = self.place.library.maker, self.place.device
+        found = [make(shape, dtype, device, is_current) for shape, dtype in self._kept]
+        found = [_transposing(x) if i in self._transposed else x for i, x in enumerate(found)]
+        return found, make(_one_dimension, "uint8", device, is_current)
 
     def run(self, values: Sequence[Any], environment: list[Any]) -> Any:
         """Allocate and launch, for the arguments `values` with these addresses and late numbers."""
@@ -344,14 +407,23 @@ class Plan:
             devices.add(place.device)
         return self._run(values, environment, place, self._makers)
 
-    def _run(self, values: Sequence[Any], environment: list[Any], place: Place, makers: Sequence[Any]) -> Any:
+    def _run(self, values: Sequence[Any], environment: list[Any], place: Place, makers: tuple[list[Any], Any]) -> Any:
         library, device = place.library, place.device
-        made = [make(environment) for make in makers]
-        if made:
-            environment += map(library.address, made)
-        environment += self._known
+        make_each, make_workspace = makers
+        made = [make(environment) for make in make_each]
+        address_of = library.address
+        if self._layout is None:
+            environment += map(address_of, made)
+        else:
+            size, starts = self._layout if type(self._layout) is tuple else self._layout(environment)  # type: ignore[operator]
+            # Held until the last launch: else another thread that uses the stream could be given it before.
+            workspace = make_workspace(size)
+            base = address_of(workspace)
+            for is_kept, i in self._made:
+                environment.append(address_of(made[i]) if is_kept else base + starts[i])
         for compute in self._computed:
             environment.append(compute(environment))
+        environment += self._known
         if self._steps:
             try:
                 buffer, address = _thread.buffer
@@ -379,22 +451,26 @@ _NOTHING, _MADE, _ARGUMENT, _VALUE, _TUPLE = "nothing", "made", "argument", "val
 
 
 def _returned(
-    returned: Any, first_made: int, paths: Mapping[int, tuple[int, int | None]], places: _Places
+    returned: Any, first_made: int, kept: list[int], paths: Mapping[int, tuple[int, int | None]]
 ) -> tuple[str, Any]:
     """How each thing that a plan returns is found: as a made array, by its path among the arguments, or as a number."""
     if returned is None:
         return _NOTHING, None
     if isinstance(returned, (tuple, list)):
-        found = [_returned(x, first_made, paths, places) for x in returned]
+        found = [_returned(x, first_made, kept, paths) for x in returned]
         arguments = [where for kind, where in found if kind is _ARGUMENT]
         if len(arguments) == len(found) > 0 and arguments == [(arguments[0][0], i) for i in range(len(found))]:
             return _ARGUMENT, (arguments[0][0], None)  # a tuple that was given
         return _TUPLE, found
     if isinstance(returned, Array):
         if returned.source >= first_made:
-            return _MADE, returned.source - first_made
+            return _MADE, kept.index(returned.source - first_made)
         return _ARGUMENT, paths[returned.source]
     return _VALUE, returned.evaluate if isinstance(returned, Late) else lambda environment: returned
+
+
+def _one_dimension(size: Any) -> tuple[int, ...]:
+    return (size,)
 
 
 def _take(kind: str, where: Any, values: Sequence[Any], made: list[Any], environment: Environment) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cukern.runtime.late import Late
+from cukern.runtime.late import Late, item
 
 _SCALARS = {
     "bool": "?",
@@ -260,7 +260,7 @@ def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, 
             _add_leaves(leaves, kind.of, one, offset + i * kind.of.size, f"{path}[{i}]")
         return
     if isinstance(value, Late):  # of a tuple, in the order of the fields
-        value = [value.apply(operator.itemgetter(i)) for i in range(len(value.value))]
+        value = [value.apply(item(i)) for i in range(len(value.value))]
     if not isinstance(value, Mapping):
         if not isinstance(value, Sequence) or len(value) != len(kind.fields):
             raise TemplateError(f"{path} must be the fields {', '.join(kind.fields)}, got {value!r}")
