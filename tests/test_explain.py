@@ -29,11 +29,7 @@ from tests.calls import CALLS, NO_OPS
 module: Any = sys.modules["cukern.explain"]
 ROOT = Path(__file__).resolve().parents[1]
 X = np.zeros((8192, 7168), ml_dtypes.bfloat16)
-DECLARED = {
-    key: call
-    for key, call in CALLS.items()
-    if call.name in OPERATORS
-}
+DECLARED = {key: call for key, call in CALLS.items() if call.name in OPERATORS}
 
 
 def test_a_launch_is_said_with_all_that_decides_it() -> None:

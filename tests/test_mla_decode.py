@@ -667,6 +667,7 @@ class Launches(NamedTuple):
     """What the plan of a call says."""
 
     trace: Trace
+    returned: Any
     addresses: list[int]
 
     @property
@@ -707,8 +708,8 @@ def launches_of(x: Sizes, on: gpu.Gpu = H200) -> Launches:
         parts = twin.parts_of(rows, x.kv_heads, on.multiprocessors)
         arguments |= {"tile_scheduler_metadata": _int32(parts, 8), "num_splits": _int32(sequences + 1)}
     declared = OPS["flash_mla_with_kvcache"]
-    trace, _, reader = declared.say(declared.form(0, tuple(arguments)), tuple(arguments.values()), on=on)
-    return Launches(trace, reader.addresses)
+    trace, returned, reader = declared.say(declared.form(0, tuple(arguments)), tuple(arguments.values()), on=on)
+    return Launches(trace, returned, reader.addresses)
 
 
 @pytest.mark.parametrize("arch", gpu.BY_ARCH)
