@@ -1,0 +1,96 @@
+// Quantization to 8 bits: quotients as IEEE division has them, and their bytes. Every number is the same in any other
+// implementation of IEEE arithmetic.
+#pragma once
+#include "common/fp8.cuh"
+#include "common/units.cuh"
+
+template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+
+enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4 };  // INT8_AZP: with a zero point; the last two have 4 bits
+template <int FORMAT> constexpr float LARGEST = FORMAT == E4M3 ? 448.f : 127.f;
+
+struct Scale {
+    const float* array;  // one float, or null
+    float number;        // what counts where there is no array
+    __device__ __forceinline__ float load() const { return array ? __ldg(array) : number; }
+};
+
+// What is known of x / scale. SMALL: x is no larger than 448 times the scale, which may be infinite; LARGE: x may be;
+// ANY: neither, and the scale may be so small or large that a remainder is not exact, or its reciprocal no normal number.
+enum Size { SMALL, LARGE, ANY };
+
+// x / scale from the reciprocal: an exact remainder corrects the product to the quotient rounded to nearest. Where that
+// is no number (infinities, overflow, a scale of zero) the product is already what the division would give.
+template <int SIZE> struct Quotient {
+    float scale, reciprocal, raise = 1.f;
+    __device__ __forceinline__ explicit Quotient(float s) {
+        // A power of two on both sides changes nothing.
+        if constexpr (SIZE == ANY) {
+            raise = fabsf(s) < 0x1p-64f ? 0x1p64f : fabsf(s) > 0x1p64f ? 0x1p-64f : 1.f;
+            s = __fmul_rn(s, raise);
+        }
+        reciprocal = __frcp_rn(s);
+        // Times 0 instead of infinity, the correction is 0 as well.
+        scale = SIZE == SMALL && s == CUDART_INF_F ? 0.f : s;
+    }
+    __device__ __forceinline__ float operator()(float x) const {
+        if constexpr (SIZE == ANY) x = __fmul_rn(x, raise);
+        const float product = __fmul_rn(x, reciprocal);
+        // In this order a zero keeps its sign.
+        const float corrected = __fmaf_rn(-__fmaf_rn(product, scale, -x), reciprocal, product);
+        return SIZE == SMALL || corrected == corrected ? corrected : product;
+    }
+};
+
+// Two integers between -128 and 127, the nearest ones, in the bytes of the low half, and the low half of `above` above.
+__device__ __forceinline__ unsigned to_int8(int x, int y, unsigned above) {
+    unsigned bytes;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(y), "r"(x), "r"(above));
+    return bytes;
+}
+
+// EACH numbers as FORMAT, from their quotients. WHOLE: those are below 2^24, and so is azp.
+template <int FORMAT, int EACH, bool WHOLE = true>
+__device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], float azp) {
+    unsigned word[(EACH + 3) / 4] = {};
+    if constexpr (FORMAT == E4M3) {
+#pragma unroll
+        for (int i = 0; i < EACH; i += 2) {
+            if constexpr (EACH == 1) word[0] = to_fp8<__NV_E4M3>(quotient[0]);
+            else word[i / 4] |= to_fp8<__NV_E4M3>(quotient[i], quotient[(i + 1) % EACH]) << i % 4 * 8;
+        }
+    } else {
+        int number[EACH];
+        const int added = FORMAT == INT8_AZP ? __float2int_rn(azp) : 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            float x = quotient[i];
+            if constexpr (FORMAT == INT8_AZP && !WHOLE) {
+                x = rintf(x);
+                x = __fadd_rn(x == x ? x : 0.f, azp);
+            }
+            number[i] = __float2int_rn(x);  // ties to even, saturated; NaN is 0
+            if constexpr (FORMAT == INT8_AZP && WHOLE) number[i] += added;
+        }
+        if constexpr (EACH == 1) {
+            word[0] = to_int8(number[0], 0, 0);
+        } else {
+#pragma unroll
+            for (int i = 0; i < EACH; i += 4)
+                word[i / 4] = to_int8(number[i], number[i + 1], to_int8(number[i + 2], number[i + 3], 0));
+        }
+    }
+    Unit<EACH> out;
+    if constexpr (EACH == 8) out.x = word[0], out.y = word[1];
+    else out = (Unit<EACH>)word[0];
+    return out;
+}
+
+template <int FORMAT> __device__ __forceinline__ float scale_of(float largest, float smallest, bool power_of_two) {
+    constexpr float RECIPROCAL = 1.f / LARGEST<FORMAT>;
+    // As in Quotient.
+    const float x = fmaxf(largest, smallest), product = __fmul_rn(x, RECIPROCAL);
+    const float corrected = __fmaf_rn(-__fmaf_rn(product, LARGEST<FORMAT>, -x), RECIPROCAL, product);
+    const float scale = corrected == corrected ? corrected : product;
+    return power_of_two ? __uint_as_float((__float_as_uint(scale) + 0x7fffff) & 0x7f800000) : scale;
+}
