@@ -42,6 +42,7 @@ from cukern.ops.moe_permute import (
     moe_unpermute,
     permute_rows,
 )
+from cukern.ops.norm import fused_add_rms_norm, fused_add_rms_norm_quant, rms_norm, rms_norm_quant
 from cukern.ops.padding import (
     add_qkv_bias_rebuild_padding,
     build_sequence_length_padding_offset,
@@ -106,6 +107,8 @@ __all__ = [
     "embedding_lookup_sine_position_encoding",
     "explain",
     "flash_mla_with_kvcache",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_quant",
     "fused_experts",
     "gather_cache",
     "gather_tree",
@@ -138,6 +141,8 @@ __all__ = [
     "remove_sequence_length_padding",
     "reshape_and_cache",
     "reshape_and_cache_flash",
+    "rms_norm",
+    "rms_norm_quant",
     "sample",
     "sampling_from_logits",
     "sampling_from_probs",

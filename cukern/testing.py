@@ -87,6 +87,10 @@ TOLERANCES = {
         "float16": Tolerance(relative=2**-10, absolute=5e-6),
         "bfloat16": Tolerance(relative=2**-7, absolute=5e-6),
     },
+    # IEEE arithmetic in the same order on both sides, the one over the root included; which NaN it is does not count.
+    "norm.out": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
+    "norm.quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
+    "norm.scales": {"float32": Tolerance(relative=0, absolute=0)},
     # IEEE arithmetic in the same order on both sides; which NaN it is does not count.
     "quantization.quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "quantization.scales": {"float32": Tolerance(relative=0, absolute=0)},

@@ -388,6 +388,13 @@ def _other_calls() -> dict[str, Call]:
         Call("scaled_int8_quant", (floats(3, 32),)),
         Call("scaled_int8_quant", (floats(3, 32), share, integers(3), False), {"variant": "auto"}),
         Call("silu_and_mul_quant", (floats(3, 64, dtype=bf16), "gelu_tanh"), {"group_size": 16}),
+        Call("rms_norm", (floats(3, 2, 48, dtype=bf16), floats(48, seed=1, dtype=bf16))),
+        Call("rms_norm", (floats(3, 37), None, 0.0), {"variant": "auto"}),
+        Call("fused_add_rms_norm", (floats(3, 40), floats(3, 40, seed=1), floats(40, seed=2)), {"weight_offset": 1.0}),
+        Call("rms_norm_quant", (floats(3, 256, dtype=bf16), floats(256, seed=1))),
+        Call("rms_norm_quant", (floats(3, 50), floats(50, seed=1)), {"group_size": None}),
+        Call("rms_norm_quant", (floats(3, 40), None), {"scale": share}),
+        Call("fused_add_rms_norm_quant", (floats(3, 64), floats(3, 64, seed=1), None, 1e-5), {"group_size": 32}),
         Call("quantize_mxfp4", (floats(3, 64),)),
         Call("dequantize_mxfp4", (packed, integers([120, 3], [130, 127], dtype=torch.uint8), "float32")),
         Call("scaled_fp4_quant", (floats(3, 64), share)),
@@ -517,7 +524,7 @@ def _large_rows() -> list[Call]:
     positions = [s * 20 + t for s, count in enumerate(words.tolist()) for t in range(count)]
     offsets = integers(*(at - i for i, at in enumerate(positions)))
     padded, by_head, packed = floats(6, 20, 768), floats(6, 12, 20, 64), floats(51, 768)
-    bias, x = floats(768, seed=1), floats(40, 256)
+    bias, x, wide = floats(768, seed=1), floats(40, 256), floats(40, 2048, dtype=torch.bfloat16)
     embedding = Call(
         "embedding_lookup_sine_position_encoding",
         (floats(50, 256, **half), floats(50, 256, seed=1, **half), drawn(50, 8), 0),
@@ -536,6 +543,14 @@ def _large_rows() -> list[Call]:
         ),
         *_in_variants(embedding, "wide", "narrow"),
         *_in_variants(Call("moe_activation", (x, "gelu")), "vector", "scalar"),
+        *_in_variants(Call("rms_norm", (wide, wide[0])), "specialized", "dynamic", "scalar"),
+        Call("rms_norm", (floats(3, 9001), floats(9001, seed=1))),
+        *_in_variants(
+            Call("fused_add_rms_norm", (wide, wide.flip(0), wide[0].float())), "specialized", "dynamic", "scalar"
+        ),
+        Call("fused_add_rms_norm", (floats(3, 20000), floats(3, 20000, seed=1), None)),
+        *_in_variants(Call("rms_norm_quant", (wide, wide[0])), "specialized", "dynamic", "scalar"),
+        Call("fused_add_rms_norm_quant", (wide, wide.flip(0), wide[0]), {"group_size": None}),
         *_in_variants(Call("scaled_fp8_quant", (x,)), "vector", "scalar"),
         *_in_variants(Call("scaled_fp8_quant", (x, torch.ones(1))), "vector", "scalar"),
         Call("per_token_group_quant_fp8", (x, 64)),

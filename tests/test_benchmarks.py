@@ -29,6 +29,7 @@ from benchmarks import (
     bench_moe_gate,
     bench_moe_gemm,
     bench_moe_permute,
+    bench_norm,
     bench_paged_attention,
     bench_quantization,
     bench_sampling,
@@ -456,6 +457,30 @@ def _c() -> dict[str, Any]:
         assert quant_dtype == torch.float8_e4m3fn
         return cukern.per_token_group_quant_fp8(bench_moe_activation.by_torch("silu")(input), group_size)
 
+    def rms_norm(out: Any, input: Any, weight: Any, epsilon: float) -> None:
+        out.copy_(torch.nn.functional.rms_norm(input, weight.shape, weight, epsilon))
+
+    def fused_add_rms_norm(input: Any, residual: Any, weight: Any, epsilon: float) -> None:
+        residual.add_(input)
+        rms_norm(input, residual, weight, epsilon)
+
+    def rms_norm_dynamic_per_token_quant(
+        input: Any, weight: Any, epsilon: float, quant_dtype: Any, scale_ub: Any = None, residual: Any = None
+    ) -> Any:
+        assert quant_dtype == torch.float8_e4m3fn
+        y = torch.nn.functional.rms_norm(input, weight.shape, weight, epsilon)
+        return cukern.scaled_fp8_quant(y, use_per_token_if_dynamic=True)
+
+    def rms_norm_per_block_quant(
+        input: Any, weight: Any, epsilon: float, quant_dtype: Any, group_size: Any, scale_ub: Any = None,
+        residual: Any = None, is_scale_transposed: bool = False, tma_alignment: int = 0,
+    ) -> Any:  # fmt: skip
+        assert quant_dtype == torch.float8_e4m3fn and group_size[0] == 1
+        if residual is not None:
+            input = residual.add_(input)
+        y = torch.nn.functional.rms_norm(input, weight.shape, weight, epsilon)
+        return cukern.per_token_group_quant_fp8(y, group_size[1])
+
     def reshape(function: Callable[..., Any]) -> Callable[..., None]:
         def store(
             key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, kv_cache_dtype: str,
@@ -509,6 +534,10 @@ def _c() -> dict[str, Any]:
         "scaled_fp8_quant": scaled_fp8_quant,
         "scaled_int8_quant": scaled_int8_quant,
         "silu_and_mul_per_block_quant": silu_and_mul_per_block_quant,
+        "rms_norm": rms_norm,
+        "fused_add_rms_norm": fused_add_rms_norm,
+        "rms_norm_dynamic_per_token_quant": rms_norm_dynamic_per_token_quant,
+        "rms_norm_per_block_quant": rms_norm_per_block_quant,
         "reshape_and_cache": reshape(cukern.reshape_and_cache),
         "reshape_and_cache_flash": reshape(cukern.reshape_and_cache_flash),
         "concat_and_cache_mla": concat_and_cache_mla,
@@ -805,6 +834,7 @@ def _sgl_kernel() -> dict[str, Any]:
         "shuffle_rows": shuffle_rows,
         "merge_state_v2": merge_state_v2,
         **{f"{name}_and_mul": activation(name) for name in ("silu", "gelu", "gelu_tanh")},
+        **_norms(),
         "sgl_per_token_group_quant_8bit": sgl_per_token_group_quant_8bit,
         "sgl_per_token_quant_fp8": sgl_per_token_quant_fp8,
         "fp8_blockwise_scaled_grouped_mm": fp8_blockwise_scaled_grouped_mm,
@@ -908,6 +938,16 @@ def _flashinfer_sampling() -> dict[str, Any]:
     }
 
 
+def _norms() -> dict[str, Any]:
+    def rmsnorm(input: Any, weight: Any, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None) -> Any:
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+    def fused_add_rmsnorm(input: Any, residual: Any, weight: Any, eps: float = 1e-6, enable_pdl: Any = None) -> None:
+        input.copy_(rmsnorm(residual.add_(input), weight, eps))
+
+    return {"rmsnorm": rmsnorm, "fused_add_rmsnorm": fused_add_rmsnorm}
+
+
 class _FlashInferDecode:
     def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD", *, use_tensor_cores: bool = False) -> None:
         assert kv_layout == "NHD" and use_tensor_cores and float_workspace_buffer.dtype == torch.uint8
@@ -958,6 +998,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
             "BatchPrefillWithPagedKVCacheWrapper": _FlashInferPrefill,
         },
         "flashinfer.sampling": _flashinfer_sampling(),
+        "flashinfer.norm": _norms(),
     }
     for path, members in modules.items():
         names = path.split(".")
@@ -975,7 +1016,12 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     def activation(name: str) -> Callable[..., None]:
         return lambda out, input: out.copy_(bench_moe_activation.by_torch(name)(input))
 
-    operators = {f"{name}_and_mul": activation(name) for name in ("silu", "gelu", "gelu_tanh")}
+    def rms_norm_static_fp8_quant(result: Any, input: Any, weight: Any, scale: Any, epsilon: float) -> None:
+        y = torch.nn.functional.rms_norm(input, weight.shape, weight, epsilon)
+        result.copy_(cukern.scaled_fp8_quant(y, scale)[0])
+
+    operators: dict[str, Any] = {f"{name}_and_mul": activation(name) for name in ("silu", "gelu", "gelu_tanh")}
+    operators["rms_norm_static_fp8_quant"] = rms_norm_static_fp8_quant
     monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(**operators), raising=False)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -1001,6 +1047,7 @@ def _small_cases() -> Iterator[Case]:
     yield from (bench_quantization.shrunk(c) for c in bench_quantization.cases())
     yield from bench_kv_cache.cases(small=True)
     yield from (bench_moe_activation.shrunk(c) for c in bench_moe_activation.cases())
+    yield from (bench_norm.shrunk(c) for c in bench_norm.cases())
     yield bench_decoding._repetition(2, 600, 40)
     yield from _small_sampling()
     yield from (c for c in bench_moe_gemm.cases(small=True) if c.peers)

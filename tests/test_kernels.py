@@ -20,6 +20,7 @@ from cukern.ops import (
     mla_decode,
     moe_activation,
     moe_gemm,
+    norm,
     padding,
     paged_attention,
     quantization,
@@ -108,6 +109,17 @@ def _permutations() -> Iterator[Variant]:
             yield op.unpermute_variant(dtype, width, 0)
 
 
+def _norm() -> Iterator[Variant]:
+    op = norm
+    for dtype, add, width in itertools.product(DTYPES, (False, True), (8, 2048, 9000)):
+        yield op._variant(op._Form(dtype, dtype, add), width, False, False)
+    for width, wide in itertools.product((8, 1024, 9000), (False, True)):
+        yield op._variant(op._Form("bfloat16", "float32", True), width, False, wide)
+    for dtype, (result, group) in itertools.product(DTYPES, (("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 32))):
+        for width, wide in ((64, False), (9056, True)):
+            yield op._variant(op._Form(dtype, dtype, True, result, group), width, False, wide)
+
+
 def _padding() -> Iterator[Variant]:
     for name, dtype in itertools.product(padding._THREADS_ITEMS, DTYPES):
         for width in _kinds(dtype):
@@ -156,14 +168,16 @@ AT_FIRST_USE = {
     "mla_decode": _mla_decode,
     "moe_activation": _moe_activation,
     "moe_gemm": _moe_gemm,
-    "moe_permute": _permutations,
+    norm,
     "padding": _padding,
     "paged_attention": _paged_attention,
     "quantization": _quantization,
     "sampling": _samplers,
 }
 #: The stems of which no such variant spills.
-NONE_SPILLS = {"decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "padding"}
+NONE_SPILLS = {
+    "decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "norm", "padding",
+}  # fmt: skip
 
 #: Bytes that some releases of NVRTC spill all the same, by kernel and architecture: a few registers of the most that a
 #: thread can have there, or of the 128 with which a multiprocessor holds two blocks. All other releases spill none.

@@ -1,0 +1,130 @@
+"""RMS norm, in NumPy. The arguments are those of `cukern.ops.norm`, already checked there.
+
+Everything is float32 in IEEE arithmetic, in an order that is stated here: the kernels give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cukern.reference import quantization
+
+Array = NDArray[Any]
+
+#: Neighbours whose squares are added up one after the other, and so many of these sums that are folded in the end.
+EACH, COLUMNS = 8, 1024
+
+
+def sum_of_squares(x: Array) -> Array:
+    """The sum of the squares of float32 numbers along the last axis, which stays, of size 1.
+
+    Of the sums of eight neighbours those 1024 apart are added up, one after the other; then the second half of what
+    there is is added to the first, until one is left.
+    """
+    units = max(-(-x.shape[-1] // EACH), 1)
+    columns = min(1 << (units - 1).bit_length(), COLUMNS)
+    turns = -(-units // columns)
+    squares = np.zeros((*x.shape[:-1], turns * columns * EACH), np.float32)
+    squares[..., : x.shape[-1]] = x * x
+    squares = squares.reshape(*x.shape[:-1], turns, columns, EACH)
+    sums = _one_by_one(_one_by_one(squares, -1), -2)
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    return sums
+
+
+def _one_by_one(x: Array, axis: int) -> Array:
+    """The sum along an axis, from its begin to its end."""
+    first, *others = np.moveaxis(x, axis, 0)
+    total = first.copy()
+    for one in others:
+        total += one
+    return total
+
+
+def normalized(x: Array, weight: Array | None, epsilon: float, weight_offset: float) -> Array:
+    """The norm of rows, in float32."""
+    with np.errstate(all="ignore"):
+        x = x.astype(np.float32)
+        mean = sum_of_squares(x) * np.float32(1 / max(x.shape[-1], 1))
+        # The float32 nearest to one over the root.
+        inverse = (1 / np.sqrt((mean + np.float32(epsilon)).astype(np.float64))).astype(np.float32)
+        y = x * inverse
+        return y if weight is None else y * (weight.astype(np.float32) + np.float32(weight_offset))
+
+
+def _add(input: Array, residual: Array) -> Array:
+    """Their sum, rounded to their dtype, which `residual` becomes."""
+    with np.errstate(all="ignore"):
+        residual[...] = (input.astype(np.float32) + residual.astype(np.float32)).astype(residual.dtype)
+    return residual
+
+
+def rms_norm(
+    input: Array,
+    weight: Array | None,
+    epsilon: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    out: Array | None = None,
+) -> Array:
+    """See `cukern.rms_norm`."""
+    with np.errstate(over="ignore"):
+        y = normalized(input, weight, epsilon, weight_offset).astype(input.dtype)
+    if out is None:
+        return y
+    out[...] = y
+    return out
+
+
+def fused_add_rms_norm(
+    input: Array, residual: Array, weight: Array | None, epsilon: float = 1e-6, *, weight_offset: float = 0.0
+) -> tuple[Array, Array]:
+    """See `cukern.fused_add_rms_norm`."""
+    rms_norm(_add(input, residual), weight, epsilon, weight_offset=weight_offset, out=input)
+    return input, residual
+
+
+def rms_norm_quant(
+    input: Array,
+    weight: Array | None,
+    epsilon: float = 1e-6,
+    *,
+    group_size: int | None = 128,
+    scale: Any = None,
+    weight_offset: float = 0.0,
+    out_q: Array | None = None,
+    out_s: Array | None = None,
+) -> tuple[Array, Array]:
+    """See `cukern.rms_norm_quant`."""
+    y = normalized(input, weight, epsilon, weight_offset)
+    if scale is None and group_size is not None:
+        q, s = quantization.per_token_group_quant_fp8(y, group_size, float(quantization.SMALLEST))
+    else:
+        q, s = quantization.scaled_fp8_quant(y, scale, None, None, scale is None)
+    if out_q is not None:
+        out_q.view(quantization.E4M3)[...] = q
+    if out_s is not None:
+        out_s[...] = s
+    return q if out_q is None else out_q, s if out_s is None else out_s
+
+
+def fused_add_rms_norm_quant(
+    input: Array,
+    residual: Array,
+    weight: Array | None,
+    epsilon: float = 1e-6,
+    *,
+    group_size: int | None = 128,
+    scale: Any = None,
+    weight_offset: float = 0.0,
+    out_q: Array | None = None,
+    out_s: Array | None = None,
+) -> tuple[Array, Array]:
+    """See `cukern.fused_add_rms_norm_quant`."""
+    options: dict[str, Any] = {"group_size": group_size, "scale": scale, "weight_offset": weight_offset}
+    return rms_norm_quant(_add(input, residual), weight, epsilon, **options, out_q=out_q, out_s=out_s)
