@@ -11,7 +11,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -60,6 +60,14 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+class Quick(NamedTuple):
+    """What a library is asked at every call, by functions that are called without an object."""
+
+    address: Callable[[Any], int]
+    current_device: Callable[[], int]
+    stream: Callable[[int], int]
+
+
 class Library:
     """An array library. `device` is the index of a CUDA device, or None for host memory."""
 
@@ -67,6 +75,8 @@ class Library:
     array_type: type
     #: Whether its arrays are read as tensors, where a call to `read` would take a tenth of the time of a call.
     reads_as_tensor = False
+    #: None where the questions below are all there is.
+    quick: Quick | None = None
 
     def read(self, array: Any, signature: list[Any]) -> int:
         """The address of an array; what else there is to know of it joins a call's signature, its shape last but one.
@@ -220,6 +230,8 @@ class _Torch(Library):
         # What torch.compile's guards are: they compare many tensors to others in a fifth of the time of reading them.
         self._guards: Callable[..., Any] | None = getattr(guards, "TensorGuards", None)
         self._lists: dict[int, list[tuple[Callable[..., bool], tuple[Any, ...]]]] = {}
+        if hasattr(torch._C, "_cuda_getDevice") and self._stream is not None:
+            self.quick = Quick(torch.Tensor.data_ptr, torch._C._cuda_getDevice, self._stream)
         self._current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", super().current_device)
 
     def current_device(self) -> int:

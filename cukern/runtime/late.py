@@ -14,6 +14,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cukern.runtime.straight import Text
+
 #: What a late number is found in: the addresses, sizes and scalars of a call.
 Environment = Sequence[Any]
 
@@ -58,6 +60,17 @@ class Guards:
             if not guard(environment):
                 return False
         return True
+
+    def straight(self) -> Callable[[Environment], bool]:
+        """`hold` as one expression."""
+        text = Text("def hold(e):")
+        ranges = [(f"e[{place}]", *ends) for place, ends in self.ranges.items()]
+        tests = [f"{number} >= {least}" for number, least, _ in ranges if least != float("-inf")]
+        tests += [f"{number} <= {largest}" for number, _, largest in ranges if largest != float("inf")]
+        tests += [f"e[{first}] == e[{second}]" for first, second in self.pairs]
+        tests += [f"{text.name(guard)}(e)" for guard in self.others]
+        text.add(f"return {' and '.join(tests) or 'True'}")
+        return text.compiled("guards")
 
     def add(self, number: Late, compare: Callable[[Any, Any], bool], other: Any) -> bool:
         """The outcome of a comparison, which is relied on from now on."""

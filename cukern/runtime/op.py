@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cukern.runtime import arrays, gpu
+from cukern.runtime import arrays, gpu, straight
 from cukern.runtime.describe import Array, Place
 from cukern.runtime.late import Guards, Late
 from cukern.runtime.plan import Plan, Trace, follow, follow_part
@@ -37,6 +37,7 @@ OPS: dict[str, Op] = {}
 OPERATORS: dict[str, tuple[Callable[..., Any], Schemas]] = {}
 #: So many plans of an op are kept, the newest ones; and so many that differ in what they found late numbers to be.
 _MOST_PLANS, _MOST_ALTERNATIVES = 1024, 64
+_MOST_READERS = 64
 
 #: A list of more arrays than this is read as a whole.
 _MANY = 4
@@ -49,12 +50,25 @@ _LATE_MARK = object()
 class _Form:
     """The calls that give the same number of positional arguments, and the same named ones."""
 
-    __slots__ = ("kinds", "names", "plans")
+    __slots__ = ("kinds", "names", "plans", "readers")
 
     def __init__(self, names: list[str], kinds: list[int]) -> None:
         self.names = names  # of the arguments, in their order
         self.kinds = kinds
         self.plans: dict[tuple[Any, ...], Plan | list[Plan]] = {}
+        #: By the types of the arguments, where these are tensors and what is no array; None for others.
+        self.readers: dict[tuple[type, ...], Any] = {}
+
+    def find_reader(self, op: Op, values: Sequence[Any]) -> Any:
+        """What reads arguments of these types, from now on."""
+        libraries, types = [arrays.library_of(x) for x in values], tuple(map(type, values))
+        found = None
+        if not {tuple, list} & {*types} and all(x is None or x.reads_as_tensor for x in libraries):
+            rows, lates = ([bool(kind & flag) for kind in self.kinds] for flag in (_ROWS, _LATE))
+            found = straight.reader(op.name, types, [x is not None for x in libraries], rows, lates, _LATE_MARK)
+        if len(self.readers) < _MOST_READERS:
+            self.readers[types] = found
+        return found
 
 
 class Op:
@@ -335,8 +349,64 @@ def operator(schemas: str | Schemas, results: Callable[..., Any] | None = None) 
     return declare
 
 
+def _read(form: _Form, values: Sequence[Any]) -> tuple[tuple[Any, ...] | None, list[Any]]:
+    """The signature of a call, and what the environment begins with: the addresses and the late numbers."""
+    library_of = arrays.KNOWN.get
+    key: list[Any] = []
+    environment: list[Any] = []
+    lates: list[Any] = []
+    bits = 0
+    for kind, value in zip(form.kinds, values):  # noqa: B905
+        of = type(value)
+        library = library_of(of)
+        if library is not None:
+            if library.reads_as_tensor:
+                shape, address = value.shape, value.data_ptr()
+                if kind & _ROWS and shape:
+                    lates.append(shape[0])
+                    shape = shape[1:]
+                key += value.dtype, value.stride(), shape, value.get_device()
+            else:
+                address = library.read(value, key)
+                if kind & _ROWS and key[-2]:
+                    lates.append(key[-2][0])
+                    key[-2] = key[-2][1:]
+            bits |= address
+            environment.append(address)
+        elif kind & _LATE and value is not None:
+            key.append(_LATE_MARK)
+            lates.append(value)
+        elif of is int or of is str or value is None:
+            key.append(value)
+        elif of is tuple or of is list:
+            key += of, len(value)
+            if len(value) > _MANY and not kind & _ROWS and len({*map(type, value)}) == 1:
+                library = library_of(type(value[0]))
+                if library is not None:
+                    addresses = library.read_all(value, key)
+                    bits = functools.reduce(operators.or_, addresses, bits)
+                    environment += addresses
+                    continue
+            for x in value:
+                library = library_of(type(x))
+                if library is None:
+                    key += type(x), x
+                    continue
+                address = library.read(x, key)
+                bits |= address
+                environment.append(address)
+                if kind & _ROWS and key[-2]:
+                    lates.append(key[-2][0])
+                    key[-2] = key[-2][1:]
+        else:
+            key += of, value  # 1, 1.0 and True are equal
+    if bits & 15:
+        key.append(tuple([address & 15 for address in environment]))
+    return tuple(key), environment + lates
+
+
 def _call_of(op: Op, function: _F) -> _F:
-    forms, library_of = op.forms, arrays.KNOWN.get
+    forms = op.forms
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -344,65 +414,20 @@ def _call_of(op: Op, function: _F) -> _F:
         if form is None:
             form = op.form(len(args), tuple(kwargs))
         values = (*args, *kwargs.values()) if kwargs else args
-        key: list[Any] = []
-        environment: list[Any] = []
-        lates: list[Any] = []
-        bits = 0
-        for kind, value in zip(form.kinds, values):  # noqa: B905
-            of = type(value)
-            library = library_of(of)
-            if library is not None:
-                if library.reads_as_tensor:
-                    shape, address = value.shape, value.data_ptr()
-                    if kind & _ROWS and shape:
-                        lates.append(shape[0])
-                        shape = shape[1:]
-                    key += value.dtype, value.stride(), shape, value.get_device()
-                else:
-                    address = library.read(value, key)
-                    if kind & _ROWS and key[-2]:
-                        lates.append(key[-2][0])
-                        key[-2] = key[-2][1:]
-                bits |= address
-                environment.append(address)
-            elif kind & _LATE and value is not None:
-                key.append(_LATE_MARK)
-                lates.append(value)
-            elif of is int or of is str or value is None:
-                key.append(value)
-            elif of is tuple or of is list:
-                key += of, len(value)
-                if len(value) > _MANY and not kind & _ROWS and len({*map(type, value)}) == 1:
-                    library = library_of(type(value[0]))
-                    if library is not None:
-                        addresses = library.read_all(value, key)
-                        bits = functools.reduce(operators.or_, addresses, bits)
-                        environment += addresses
-                        continue
-                for x in value:
-                    library = library_of(type(x))
-                    if library is None:
-                        key += type(x), x
-                        continue
-                    address = library.read(x, key)
-                    bits |= address
-                    environment.append(address)
-                    if kind & _ROWS and key[-2]:
-                        lates.append(key[-2][0])
-                        key[-2] = key[-2][1:]
-            else:
-                key += of, value  # 1, 1.0 and True are equal
-        if bits & 15:
-            key.append(tuple([address & 15 for address in environment]))
-        signature: tuple[Any, ...] | None = tuple(key)
-        environment += lates
+        types = tuple(map(type, values))
+        try:
+            read = form.readers[types]
+        except KeyError:
+            read = form.find_reader(op, values)
+        has_read = read and read(values)
+        signature, environment = has_read or _read(form, values)
         try:
             found = form.plans.get(signature)  # type: ignore[arg-type]
         except TypeError:  # what cannot be hashed fits no plan
             found = signature = None
         if type(found) is list:
             for plan in found:
-                if plan.guards.hold(environment):  # type: ignore[union-attr]
+                if plan.holds(environment):
                     break
             else:
                 plan = None

@@ -14,14 +14,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check, template
+from cukern.runtime.arrays import Quick
 from cukern.runtime.cuda import current_device, driver, runtime
 from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, expect, type_name
 from cukern.runtime.kernel import Variant
 from cukern.runtime.late import Environment, Guards, Late, evaluator
+from cukern.runtime.straight import Text
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
 
 _PARAMETER_BYTES = 4096  # that a kernel can have
 _ALIGNMENT = 256  # bytes, of what a workspace holds
+_RUNS_BEFORE_TEXT = 4
 _MOST_MAPS = 256  # tensor maps that a plan keeps, of arrays at other addresses
 
 
@@ -231,6 +234,8 @@ class _Places:
         self.begin = begin
         self.known: list[Any] = []
         self.computed: list[Callable[[Environment], Any]] = []
+        #: Of each of them the function, the places of its numbers or None for those that are known, and these.
+        self.formulas: list[tuple[Callable[..., Any], list[int | None], Sequence[Any]]] = []
         self._seen: dict[int, tuple[int, Late]] = {}  # by the identity of the number
 
     def _of(self, value: Any) -> tuple[bool, int]:
@@ -248,13 +253,13 @@ class _Places:
         if value.place is not None:
             return value.place
         if id(value) not in self._seen:
-            compute = value.evaluate
-            if value.formula is not None:
-                function, numbers = value.formula
-                compute = _computing(
-                    function, [self._place(x) if isinstance(x, Late) else None for x in numbers], numbers
-                )
-            self.computed.append(compute)
+            function, numbers = value.formula or (value.evaluate, ())
+            places = [self._place(x) if isinstance(x, Late) else None for x in numbers]
+            if value.formula is None:
+                # Of no numbers, such as a random one.
+                function = functools.partial(value.evaluate, ())
+            self.computed.append(_computing(function, places, numbers))
+            self.formulas.append((function, places, numbers))
             self._seen[id(value)] = self.begin + len(self.computed) - 1, value
         return self._seen[id(value)][0]
 
@@ -276,6 +281,8 @@ def _computing(
     function: Callable[..., Any], places: list[int | None], numbers: Sequence[Any]
 ) -> Callable[[Environment], Any]:
     """How a number is found where the environment holds those that it is computed from."""
+    if not places:
+        return lambda environment: function()
     if len(places) == 1:
         only: Any = places[0]
         return lambda environment: function(environment[only])
@@ -376,6 +383,9 @@ class Plan:
         if not trace.steps:
             places.finder(trace.guards.checked)
         self._returned = _returned(returned, trace.first_made, workspace.kept, paths)
+        self._runs = 0
+        self._begin, self._places, self._open_steps = trace.first_made, places, open_steps
+        self.holds: Callable[[Environment], bool] = trace.guards.hold
         self._known, self._computed = places.known, places.computed
         self._steps: list[Any] = [
             _Launch(step, places.find(parts), late_sizes and places.find(late_sizes))
@@ -397,15 +407,63 @@ class Plan:
         if place.library.current_device() != place.device:
             with current_device(place.device):  # type: ignore[arg-type]
                 return self._run(values, environment, place, self._find_makers(is_current=False))
-        try:
-            devices = _thread.devices
-        except AttributeError:
-            devices = _thread.devices = set()
+        _, _, devices = _state()
         if place.device not in devices:
             # A thread that never set a device has no context, and a driver launch there would fail.
             runtime.setDevice(place.device)
             devices.add(place.device)
+        self._runs += 1
+        if self._runs == _RUNS_BEFORE_TEXT and place.library.quick is not None:
+            self.run = self._straight(place.library.quick)  # type: ignore[assignment, method-assign]
         return self._run(values, environment, place, self._makers)
+
+    def _straight(self, quick: Quick) -> Callable[[Sequence[Any], list[Any]], Any]:
+        """`run` as one piece of text, for where the device is the current one."""
+        text, slow = Text("def run(values, e):"), self.run
+        self.holds = self.guards.straight() if self.guards is not None else self.holds
+        of = [f"e{i}" for i in range(self._begin + len(self._made) + len(self._places.formulas))]
+        text.names |= {"thread": _thread, "slow": slow, "current": quick.current_device, "address_of": quick.address}
+        text.add("try: buffer, pointers, devices = thread.state")
+        text.add("except AttributeError: return slow(values, e)")
+        text.add(f"if current() != {self.place.device} or {self.place.device} not in devices: return slow(values, e)")
+        text.add(f"{', '.join(of[: self._begin])}, = e")
+        make_each, make_workspace = self._makers
+        for i, make in enumerate(make_each):
+            text.add(f"m{i} = {text.name(make)}(e)")
+        if self._layout is not None:
+            text.add(f"size, starts = {text.name(self._layout)}{'' if type(self._layout) is tuple else '(e)'}")
+            text.add(f"workspace = {text.name(make_workspace)}(size)")
+            text.add("base = address_of(workspace)")
+        starts = self._layout[1] if type(self._layout) is tuple else None
+        for i, (is_kept, which) in enumerate(self._made):
+            place = (
+                f"address_of(m{which})"
+                if is_kept
+                else f"base + {f'starts[{which}]' if starts is None else starts[which]}"
+            )
+            text.add(f"{of[self._begin + i]} = {place}")
+        for i, formula in enumerate(self._places.formulas):
+            function, places, numbers = formula
+            operands = [text.name(x) if at is None else of[at] for at, x in zip(places, numbers, strict=True)]
+            text.add(f"{of[self._begin + len(self._made) + i]} = {text.computed(function, operands)}")
+
+        def named(places: Sequence[tuple[bool, int]]) -> list[str]:
+            return [text.name(self._known[at]) if is_known else of[at] for is_known, at in places]
+
+        if self._steps:
+            text.add(f"stream = {text.name(quick.stream)}({self.place.device})")
+        for step, (_, parts, late_sizes) in zip(self._steps, self._open_steps, strict=True):
+            if type(step) is not _Launch:
+                start, size = named(parts)
+                text.add(f"{text.name(runtime.memsetAsync)}({start}, 0, {size}, stream)")
+                continue
+            sizes = [text.name(x) for x in step.sizes] if late_sizes is None else named(late_sizes)
+            text.add(f"{text.name(step.pack)}({', '.join(['buffer', '0', *named(parts)])})")
+            handle = step.function or step.variant.load(self.place.device)  # type: ignore[arg-type]
+            launch = text.name(driver.launchKernel)
+            text.add(f"{launch}({', '.join([str(handle), *sizes[:6], sizes[6], 'stream', 'pointers', '0'])})")
+        text.add(f"return {_returned_text(*self._returned, text)}")
+        return text.compiled("a plan")
 
     def _run(self, values: Sequence[Any], environment: list[Any], place: Place, makers: tuple[list[Any], Any]) -> Any:
         library, device = place.library, place.device
@@ -425,10 +483,7 @@ class Plan:
             environment.append(compute(environment))
         environment += self._known
         if self._steps:
-            try:
-                buffer, address = _thread.buffer
-            except AttributeError:
-                buffer, address = _new_buffer()
+            buffer, address, _ = _state()
             stream = library.stream(device)  # type: ignore[arg-type]
             for step in self._steps:
                 if type(step) is not _Launch:
@@ -482,6 +537,15 @@ def _take(kind: str, where: Any, values: Sequence[Any], made: list[Any], environ
     return None if kind is _NOTHING else made[where] if kind is _MADE else where(environment)
 
 
+def _returned_text(kind: str, where: Any, text: Text) -> str:
+    if kind is _TUPLE:
+        return f"({', '.join(_returned_text(kind, place, text) for kind, place in where)},)"
+    if kind is _ARGUMENT:
+        position, inner = where
+        return f"values[{position}]" + ("" if inner is None else f"[{inner}]")
+    return "None" if kind is _NOTHING else f"m{where}" if kind is _MADE else f"{text.name(where)}(e)"
+
+
 def _transposing(make: Callable[[Environment], Any]) -> Callable[[Environment], Any]:
     return lambda environment: make(environment).swapaxes(-1, -2)
 
@@ -500,10 +564,14 @@ def _shape_finder(shape: tuple[Any, ...]) -> tuple[int, ...] | Callable[[Environ
 _thread = threading.local()
 
 
-def _new_buffer() -> tuple[Any, int]:
-    """Where the launches of one thread put their parameters, and the address of what points there."""
-    buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    _thread.keep = pointers
-    _thread.buffer = buffer, ctypes.addressof(pointers)
-    return _thread.buffer
+def _state() -> tuple[Any, int, set[int]]:
+    """Of a thread: where its launches put their parameters, the address of what points there, and the devices where it
+    has a context."""
+    try:
+        return _thread.state
+    except AttributeError:
+        buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        _thread.keep = pointers
+        _thread.state = buffer, ctypes.addressof(pointers), set()
+        return _thread.state
