@@ -19,7 +19,7 @@ import cukern
 from cukern.runtime import arrays, compile, gpu
 from cukern.runtime.cuda import cupy
 from cukern.runtime.describe import Result
-from cukern.runtime.kernel import Kernel
+from cukern.runtime.kernel import KERNELS
 from cukern.runtime.op import OPERATORS, OPS, Op, op
 from cukern.runtime.plan import clear, empty, launch, note, outputs, run_twin
 from tests.buffers import OnlyDLPack
@@ -186,19 +186,15 @@ def test_arrays_of_every_library(make: Any) -> None:
 
 # --- notes, clears and compositions, of ops of these tests --------------------------------------------------
 
-_kernel = Kernel("moe_activation", "moe_activation")
+(_kernel,) = KERNELS["moe_activation"]
 FIELDS = ["counts", "x_stride", "rows", "max_tokens", "by_max_tokens"]
 FIELDS += ["columns", "tile_rows", "tile_columns", "by_threads"]
 
 
 @pytest.fixture(autouse=True)
 def _own_ops() -> Any:
-    from cukern.runtime.kernel import KERNELS
-
-    kept, ops, declared = KERNELS["moe_activation"], dict(OPS), dict(OPERATORS)
-    KERNELS["moe_activation"] = [x for x in kept if x is not _kernel]
+    ops, declared = dict(OPS), dict(OPERATORS)
     yield
-    KERNELS["moe_activation"] = kept
     for own, before in ((OPS, ops), (OPERATORS, declared)):
         own.clear()
         own.update(before)

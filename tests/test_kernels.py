@@ -14,6 +14,7 @@ from cukern.commands import resources
 from cukern.ops import _kv_cache as kv_cache_parts
 from cukern.ops import (
     _moe_permute,
+    _quantization,
     _sampling,
     decoder_attention,
     embedding,
@@ -23,7 +24,6 @@ from cukern.ops import (
     norm,
     padding,
     paged_attention,
-    quantization,
 )
 from cukern.ops import _paged_attention as paged_attention_parts
 from cukern.runtime import arrays
@@ -139,8 +139,8 @@ def _paged_attention() -> Iterator[Variant]:
     yield paged_attention._merge.variant("float", 1)
 
 
-def _quantization() -> Iterator[Variant]:
-    op = quantization
+def _quantizations() -> Iterator[Variant]:
+    op = _quantization
     yield op._groups_variant("float16", "E4M3", 4, 8)
     yield op._rows_variant("bfloat16", "INT8_AZP", 0, 1)
     yield op._magnitude_variant("float16", 1)
@@ -171,7 +171,7 @@ AT_FIRST_USE = {
     "norm": _norm,
     "padding": _padding,
     "paged_attention": _paged_attention,
-    "quantization": _quantization,
+    "quantization": _quantizations,
     "sampling": _samplers,
 }
 #: The stems of which no such variant spills.

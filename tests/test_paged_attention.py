@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from math import ceil
@@ -1078,9 +1079,8 @@ def test_the_launch_of_a_batch() -> None:
     cleared, launch_ = trace.steps
     # 512 items, of which 264 blocks take at most 776 pieces of 4 rows.
     assert launch_.grid[0] == 264 and cleared.cleared[1] == 4 * (1 + 512)
-    at = {"taken": 4096, "arrived": 4100, "partial": 4096 + 2304}
-    at["maxima"] = at["partial"] + 776 * 4 * 128 * 4
-    at["sums"] = at["maxima"] + 12544
+    at = {"taken": 4096, "arrived": 4100, "partial": 8192, "maxima": 12288, "sums": 16384}
+    assert [math.prod(shape) for shape, _ in trace.made] == [1 + 512, 776 * 4 * 128, 776 * 4, 776 * 4]
     given = zip(("query", "keys", "values", "tables", "lengths"), (query, *caches, tables, lengths), strict=True)
     want = {
         **{name: array.data_ptr() for name, array in given}, "out": out.data_ptr(), "lse": 0, "slopes": 0, **at,
@@ -1103,7 +1103,7 @@ def test_the_launch_of_v2() -> None:
     places = torch.zeros(3, 160, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     args = (out, sums, maxima, tmp_out, query, *caches, 2, 0.25, *places, 16, 2500, None, "auto", None, 2)
     trace, fields = launched(cukern.paged_attention_v2, *args, 1, 2, 3, 32, -1)
-    assert trace.made == [((), "uint8")] and [step.variant is None for step in trace.steps] == [True, False]
+    assert trace.made == [((1 + 3 * 2,), "int32")] and [step.variant is None for step in trace.steps] == [True, False]
     names = ("partial", "maxima", "sums", "taken", "arrived", "split", "max_splits", "narrow", "out_scale")
     want = (tmp_out.data_ptr(), maxima.data_ptr(), sums.data_ptr(), 4096, 4100, 512, 5, 1, 2.0)
     assert tuple(fields[name] for name in names) == want
