@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import cukern
 from cukern.runtime import check, compile, describe, gpu, template
+from cukern.runtime import op as runtime_op
 from cukern.runtime.describe import Array, Result, expect, expect_array
 from cukern.runtime.kernel import KERNELS, Kernel
 from cukern.runtime.late import Guards, Late, ceil_div, late
@@ -105,8 +106,9 @@ def test_guards_hold_exactly_where_all_outcomes_are_the_same(value: int, other: 
     same = all(
         compare(other * (1 + d), constant) is compare(value * (1 + d), constant) for compare, constant, d in asked
     )
-    assert guards.hold([value])
-    assert guards.hold([other]) is same
+    for hold in (guards.hold, guards.straight()):
+        assert hold([value])
+        assert hold([other]) is same
 
 
 def test_to_look_at_the_value_ties_the_plan_to_it() -> None:
@@ -313,6 +315,31 @@ def test_what_decides_is_part_of_the_signature(toy: Op) -> None:
         toy.call(x, 1, out=torch.zeros(3, 8))
     with pytest.raises(ValueError, match="out must be contiguous"):
         toy.call(x, 1, out=torch.zeros(8, 4).T)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (torch.zeros(4, 8), 3),
+        (torch.zeros(4, 8)[:, 1:], 3),
+        (torch.nn.Parameter(torch.zeros(4, 8)), None),
+        (torch.zeros(4), torch.zeros(())),
+        (torch.zeros(40)[3:], 2.5),
+        (torch.zeros(0, 8), np.int64(3)),
+    ],
+    ids=str,
+)
+def test_text_reads_arguments_as_the_loop_does(toy: Op, values: tuple[Any, ...]) -> None:
+    for named, more in (((), ()), (("wide", "variant"), (True, "auto")), (("out",), (torch.zeros(4, 8)[1:],))):
+        form = toy.form(2, named)
+        given = (*values, *more)
+        assert form.find_reader(toy, given)(given) == runtime_op._read(form, given)
+    form = toy.form(2, ("out",))
+    assert form.find_reader(toy, (*values, (values[0],))) is None  # tuples are left to the loop
+    assert form.find_reader(toy, (np.zeros(3), 1, None)) is None
+    form = toy.form(1, ("step",))
+    given = (torch.zeros(()), 1)
+    assert form.find_reader(toy, given)(given) is None  # without a first dimension
 
 
 def test_equal_numbers_of_other_types_are_told_apart(toy: Op) -> None:

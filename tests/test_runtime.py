@@ -1001,13 +1001,19 @@ def make_plan(gpus: FakeGPUs, device: int = 0) -> plan.Plan:
     return plan.Plan(trace, plan.follow(trace, lambda: cukern.moe_activation(x)), {0: (0, None)})
 
 
-def test_a_launch_packs_its_arguments(gpus: FakeGPUs) -> None:
+@pytest.mark.parametrize("straight", [False, True])
+def test_a_launch_packs_its_arguments(gpus: FakeGPUs, straight: bool) -> None:
     made = make_plan(gpus)
-    for step, rows in ((1, 6), (2, 5000)):
+    library = made.place.library
+    if straight:
+        library.quick = arrays.Quick(library.address, gpus.getDevice, library.stream)
+    calls = [(step, 6 if step % 2 else 5000 + step) for step in range(1, 10)]
+    for step, rows in calls:
         assert made.run([None], [0xABC0 + step, rows]) == 0xF000 + step
-    assert made.place.library.made == [((6, 32), "float32", 0), ((5000, 32), "float32", 0)]  # type: ignore[attr-defined]
+    assert ("run" in vars(made)) is straight  # its own, after a few runs
+    assert library.made == [((rows, 32), "float32", 0) for _, rows in calls]  # type: ignore[attr-defined]
     tile = tile_of(8, 2)
-    for step, rows, launch in zip((1, 2), (6, 5000), gpus.launches, strict=True):
+    for (step, rows), launch in zip(calls, gpus.launches, strict=True):
         assert (launch["function"], launch["device"]) == (100, 0)
         assert launch["geometry"] == [-(-rows // tile.rows), tile.chunks, 1, tile.threads, 1, 1]
         assert (launch["shared_bytes"], launch["stream"]) == (0, 77)
@@ -1018,11 +1024,18 @@ def test_a_launch_packs_its_arguments(gpus: FakeGPUs) -> None:
 
 def test_a_launch_goes_to_its_device_and_comes_back(gpus: FakeGPUs) -> None:
     plans = [make_plan(gpus, device) for device in (0, 1)]
-    for device in (1, 0, 1):
+    for made in plans:
+        made.place.library.quick = arrays.Quick(int, gpus.getDevice, made.place.library.stream)
+    order = (1, 0, 1, *[0] * 6, 1, 0)
+    for device in order:
         plans[device].run([None], [64, 6])
         assert gpus.getDevice() == 0
-    assert [(launch["function"], launch["device"]) for launch in gpus.launches] == [(101, 1), (100, 0), (101, 1)]
-    assert [launch["stream"] for launch in gpus.launches] == [78, 77, 78]
+    assert "run" in vars(plans[0])
+    with gpus.current_device(1):
+        plans[0].run([None], [64, 6])  # the text leaves another device to the loop
+    order += (0,)
+    assert [(launch["function"], launch["device"]) for launch in gpus.launches] == [(100 + x, x) for x in order]
+    assert [launch["stream"] for launch in gpus.launches] == [77 + x for x in order]
     # To set the device back would make a context on one that is not used.
     assert gpus.set_to == [0]
     gpus.failing = True
