@@ -242,7 +242,7 @@ class _Norm(NamedTuple):
             scale=scale,
             rows=total,
             inner=inner,
-            by_inner=divisor(inner),
+            by_inner=divisor(max(inner, 1)),
             width=self.width,
             per_width=1 / max(self.width, 1),
             epsilon=self.epsilon,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+from typing import Any
 
 from cukern.runtime.cuda import libcuda
 
@@ -11,6 +13,7 @@ __all__ = ["TENSOR_MAP_BYTES", "encode"]
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
+_MOST_DIMS = 5
 # Values of the driver's enumerations.
 _TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 _INTERLEAVE_NONE = 0
@@ -19,7 +22,28 @@ _PROMOTIONS = {128: 2, 256: 3}
 _FILL_ZERO = 0
 
 
-@functools.lru_cache(maxsize=256)
+class _Buffers(threading.local):
+    """What a thread hands to the driver, and where the driver writes the map."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)
+        here = ctypes.addressof(self.memory)
+        self.map = here + -here % _ALIGNMENT
+        self.dims, self.strides = (ctypes.c_uint64 * _MOST_DIMS)(), (ctypes.c_uint64 * _MOST_DIMS)()
+        self.box, self.steps = (ctypes.c_uint32 * _MOST_DIMS)(), (ctypes.c_uint32 * _MOST_DIMS)(*[1] * _MOST_DIMS)
+
+
+_buffers = _Buffers()
+
+
+@functools.cache
+def _encode_tiled() -> Any:
+    function = libcuda().cuTensorMapEncodeTiled
+    number, place = ctypes.c_int, ctypes.c_void_p
+    function.argtypes = [place, number, ctypes.c_uint32, place, *[place] * 4, *[number] * 4]
+    return function
+
+
 def encode(
     address: int,
     dtype: str,
@@ -39,24 +63,13 @@ def encode(
 
     What a tile has outside the array is 0. Raises RuntimeError where the driver refuses the sizes.
     """
-    rank = len(dims)
-    buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)
-    here = ctypes.addressof(buffer)
-    place = here + -here % _ALIGNMENT
-    status = libcuda().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place),
-        ctypes.c_int(_TYPES[dtype]),
-        ctypes.c_uint32(rank),
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*dims),
-        (ctypes.c_uint64 * max(rank - 1, 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        ctypes.c_int(_INTERLEAVE_NONE),
-        ctypes.c_int(_SWIZZLE_128),
-        ctypes.c_int(_PROMOTIONS[promotion]),
-        ctypes.c_int(_FILL_ZERO),
-    )
+    rank, own = len(dims), _buffers
+    own.dims[:rank], own.strides[: len(strides)], own.box[:rank] = [*dims], [*strides], [*box]
+    status = _encode_tiled()(
+        own.map, _TYPES[dtype], rank, address, ctypes.addressof(own.dims), ctypes.addressof(own.strides),
+        ctypes.addressof(own.box), ctypes.addressof(own.steps), _INTERLEAVE_NONE, _SWIZZLE_128, _PROMOTIONS[promotion],
+        _FILL_ZERO,
+    )  # fmt: skip
     if status:
         raise RuntimeError(f"no tensor map for {dtype} {dims}, strides {strides}, box {box}: CUDA error {status}")
-    return ctypes.string_at(place, TENSOR_MAP_BYTES)
+    return ctypes.string_at(own.map, TENSOR_MAP_BYTES)
