@@ -19,15 +19,6 @@ from cukern.runtime.straight import Text
 #: What a late number is found in: the addresses, sizes and scalars of a call.
 Environment = Sequence[Any]
 
-_OPPOSITE = {
-    operator.lt: operator.gt,
-    operator.le: operator.ge,
-    operator.gt: operator.lt,
-    operator.ge: operator.le,
-    operator.eq: operator.eq,
-    operator.ne: operator.ne,
-}
-
 
 class Guards:
     """The outcomes that a plan relies on."""
@@ -249,12 +240,6 @@ def parts(function: Callable[..., tuple[Any, ...]], *numbers: Any) -> tuple[Any,
 
 
 item = functools.cache(operator.itemgetter)
-
-
-def each_call(function: Callable[[], Any], like: Late | Guards) -> Late:
-    """A number that `function` gives anew for each call."""
-    guards = like.guards if isinstance(like, Late) else like
-    return Late(function(), lambda environment: function(), guards)
 
 
 def ceil_div(number: Any, divisor: Any) -> Any:

@@ -419,8 +419,7 @@ def _call_of(op: Op, function: _F) -> _F:
             read = form.readers[types]
         except KeyError:
             read = form.find_reader(op, values)
-        has_read = read and read(values)
-        signature, environment = has_read or _read(form, values)
+        signature, environment = (read and read(values)) or _read(form, values)
         try:
             found = form.plans.get(signature)  # type: ignore[arg-type]
         except TypeError:  # what cannot be hashed fits no plan
