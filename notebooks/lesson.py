@@ -3,12 +3,114 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import report
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200.json"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
+
+T = TypeVar("T")
+
+
+def read(name: str) -> list[str]:
+    """The lines of a file, whose name is that in the checkout."""
+    return (ROOT / name).read_text().splitlines()
+
+
+def the_one(found: list[T], wanted: str, name: str = "the file") -> T:
+    """The only entry of a list of what matches `wanted` in the file `name`; `LookupError` if it has none or more."""
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} places in {name} match {wanted!r}, wanted one")
+    return found[0]
+
+
+def print_lines(lines: list[str], start: int, stop: int) -> None:
+    """Print the lines from `start`, of which the first is 0, up to `stop`, each with its number in the file."""
+    print("\n".join(f"{i + 1:4}  {lines[i]}" for i in range(start, stop)).rstrip())
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a notebook prints of the sources and says of them: those of one kernel's file, unless it names another.
+
+    Names of files are those in the checkout. What is looked for has to be in one place, else it is a `LookupError`.
+    """
+
+    kernel: str
+    # The kernel is shown section by section, so its definition up to the first of them.
+    in_sections: bool = False
+    # Functions of Python are shown with the blank lines after them.
+    with_gaps: bool = False
+
+    def definition(self, text: str, name: str | None = None) -> None:
+        """Print the definition whose first line, which is not indented, has `text`, in the kernel's file or `name`.
+
+        With it comes what is above it without a gap: its comment, its decorators, the header of its template.
+        """
+        name = name or self.kernel
+        lines = read(name)
+        starts = [i for i, line in enumerate(lines) if text in line and not line.startswith((" ", "//", "#"))]
+        start = first = the_one(starts, text, name)
+        headings = _headings(lines)
+        # The second line of a template's header is indented as far as its first parameter.
+        above = ("//", "template", " " * len("template <"), "__", "@")
+        while lines[start - 1].startswith(above) and start - 1 not in headings:
+            start -= 1
+        stop = _end(lines, first, headings if self.in_sections else {})
+        while lines[first].startswith("def ") and not self.with_gaps and not lines[stop - 1]:
+            stop -= 1
+        print_lines(lines, start, stop)
+
+    def section(self, heading: str) -> None:
+        """Print the part of the kernel under the `// --- heading ---` that starts so.
+
+        It goes on to the next heading, to the bracket that ends the function, or to the end of the file. Of a heading
+        that is not indented it is the comment.
+        """
+        lines = read(self.kernel)
+        headings = _headings(lines)
+        starts = [i for i, text in headings.items() if text.startswith(heading)]
+        start = the_one(starts, f"// --- {heading}", self.kernel)
+        if lines[start].startswith("//"):
+            stop = next(i for i in range(start, len(lines)) if not lines[i].startswith("//"))
+        else:
+            ends = (i for i in range(start + 1, len(lines) - 1) if i in headings or lines[i] == "}")
+            stop = next(ends, len(lines))
+        print_lines(lines, start, stop)
+
+    def rely_on(self, *snippets: str, name: str | None = None) -> None:
+        """Fail if the kernel's file, or `name`, no longer has these lines, on which what follows in the notebook rests.
+
+        How they are broken and indented makes no difference.
+        """
+        name = name or self.kernel
+        text = " ".join(" ".join(read(name)).split())
+        for snippet in snippets:
+            if snippet not in text:
+                raise LookupError(f"{name} no longer has {snippet!r}")
+
+
+def _headings(lines: list[str]) -> dict[int, str]:
+    """Line index and text of each `// --- heading ---`."""
+    found = {i: re.match(r"\s*// ---+ (.*?)[ -]*$", line) for i, line in enumerate(lines)}
+    return {i: match[1] for i, match in found.items() if match}
+
+
+def _end(lines: list[str], first: int, headings: dict[int, str]) -> int:
+    """The index after the last line of the definition that begins with line `first`.
+
+    That is its closing bracket in the first column, or what is before a heading; of a Python function, what is before
+    the next line that is not indented.
+    """
+    if lines[first].startswith("def "):
+        return next(i for i in range(first + 1, len(lines)) if lines[i] and not lines[i].startswith((" ", ")")))
+    if lines[first].endswith(("}", ";")):
+        return first + 1
+    return next(i + 1 for i in range(first, len(lines)) if lines[i] in ("}", "};", "]", ")") or i + 1 in headings)
 
 
 def beside(*ops: str, most: int = 24) -> None:
