@@ -30,7 +30,7 @@ endif
 help:
 	@echo 'make demo       install, then route a batch of tokens through the gate'
 	@echo 'make test       install, then run the tests that need no GPU'
-	@echo 'make lint       ruff and mypy'
+	@echo 'make lint       ruff, clang-format and mypy'
 	@echo 'make notebooks SOURCES=1'
 	@echo '                let the notebooks show the sources as they are; keeps all other outputs'
 	@echo
@@ -50,6 +50,7 @@ test: .venv/dev.stamp
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find cuda_src -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
 
 gpu: $(READY)

@@ -26,9 +26,9 @@
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int LOADS = 8;        // 16-byte loads of a thread in flight
-constexpr int CAPACITY = 1024;  // keys in a block's list
-constexpr int SLACK = 64;       // beyond k so many keys are cheaper to rank than to drop
+constexpr int LOADS = 8;       // 16-byte loads of a thread in flight
+constexpr int CAPACITY = 1024; // keys in a block's list
+constexpr int SLACK = 64;      // beyond k so many keys are cheaper to rank than to drop
 constexpr int MAX_K = 128;
 constexpr int MAX_BEAMS = 64;
 constexpr int MAX_ENDS = 8;
@@ -56,8 +56,7 @@ template <int GROUPS> __device__ __forceinline__ void start(Selection<GROUPS>& s
 
 // The rank-th largest of the groups' maxima, where `mine` is the largest value of this thread. A group is
 // THREADS / GROUPS neighbouring threads.
-template <int GROUPS>
-__device__ __forceinline__ unsigned lower_bound(Selection<GROUPS>& s, unsigned mine, int rank) {
+template <int GROUPS> __device__ __forceinline__ unsigned lower_bound(Selection<GROUPS>& s, unsigned mine, int rank) {
     constexpr int MEMBERS = THREADS / GROUPS;
 #pragma unroll
     for (int step = 1; step < MEMBERS; step *= 2) mine = max(mine, __shfl_xor_sync(FULL_WARP, mine, step));
@@ -99,8 +98,10 @@ __device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, 
                                      Count count_own) {
     while (count > limit) {
         const int reached = block_sum(sums, count_own(probe));
-        if (reached >= k) low = probe, count = reached;
-        else high = probe;
+        if (reached >= k)
+            low = probe, count = reached;
+        else
+            high = probe;
         probe = low + (high - low) / 2;
     }
     return count;
@@ -110,8 +111,7 @@ __device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, 
 // f for each key of this thread that reaches `low`. At least k keys, or all there are, reach `lowest`, and no key with
 // the same value is above `highest`. Returns how many keys were ranked.
 template <int GROUPS, typename Visit, typename Place>
-__device__ __forceinline__ int select(Selection<GROUPS>& s, Key lowest, Key highest, int k, Visit visit,
-                                      Place place) {
+__device__ __forceinline__ int select(Selection<GROUPS>& s, Key lowest, Key highest, int k, Visit visit, Place place) {
     const auto append = [&](Key key) {
         const int at = atomicAdd(&s.count, 1);
         if (at < CAPACITY) s.list[at] = key;
@@ -170,13 +170,13 @@ __device__ __forceinline__ int select(Selection<GROUPS>& s, Key lowest, Key high
 // --- stage 1: the k best of each chunk -----------------------------------------------------------------
 
 struct ChunkParams {
-    const void* log_probs;  // [rows, vocab]  T
-    const float* scores;    // [rows], added to each row; may be null
-    Key* best;              // [rows, chunks, k], best first, 0 where a chunk has no more
-    int beams;              // rows of a batch entry; an id is beam * vocab + column
+    const void* log_probs; // [rows, vocab]  T
+    const float* scores;   // [rows], added to each row; may be null
+    Key* best;             // [rows, chunks, k], best first, 0 where a chunk has no more
+    int beams;             // rows of a batch entry; an id is beam * vocab + column
     int vocab;
     int chunks;
-    int vectors;            // of 16 bytes in a chunk, at most THREADS * LOADS
+    int vectors; // of 16 bytes in a chunk, at most THREADS * LOADS
     int k;
 };
 
@@ -185,7 +185,9 @@ struct ChunkParams {
 template <typename T, int GROUPS>
 __global__ void __launch_bounds__(THREADS, 4) topk_chunks(const __grid_constant__ ChunkParams p) {
     constexpr int ITEMS = 16 / sizeof(T);
-    struct alignas(16) Vector { T item[ITEMS]; };
+    struct alignas(16) Vector {
+        T item[ITEMS];
+    };
     __shared__ Selection<GROUPS> s;
     start(s);
 
@@ -202,8 +204,10 @@ __global__ void __launch_bounds__(THREADS, 4) topk_chunks(const __grid_constant_
     int edge = p.vocab;
     if (chunk == 0) {
         const int head = skipped ? min(ITEMS - skipped, p.vocab) : 0;
-        if (threadIdx.x < ITEMS) edge = threadIdx.x < head ? int(threadIdx.x) : p.vocab;
-        else if (threadIdx.x < 2 * ITEMS) edge = max(column_of(whole_to), head) + int(threadIdx.x) - ITEMS;
+        if (threadIdx.x < ITEMS)
+            edge = threadIdx.x < head ? int(threadIdx.x) : p.vocab;
+        else if (threadIdx.x < 2 * ITEMS)
+            edge = max(column_of(whole_to), head) + int(threadIdx.x) - ITEMS;
     }
 
     // fmax turns a NaN into -inf, and adding 0 turns a -0 into 0.
@@ -245,7 +249,9 @@ __global__ void __launch_bounds__(THREADS, 4) topk_chunks(const __grid_constant_
     const int last_column = chunk == 0 ? p.vocab - 1 : max(column_of(to), 1) - 1;
     const int first_column = chunk == 0 ? 0 : min(column_of(from), last_column);
     const int count = select(s, make_key(bound, first_id + last_column), make_key(bound, first_id + first_column), p.k,
-                             visit, [&](int rank, Key key) { if (rank < p.k) out[rank] = key; });
+                             visit, [&](int rank, Key key) {
+                                 if (rank < p.k) out[rank] = key;
+                             });
     for (int i = count + threadIdx.x; i < p.k; i += THREADS) out[i] = 0;
 }
 
@@ -287,25 +293,25 @@ __device__ __forceinline__ void merge(Selection<GROUPS>& s, const Key* from, int
             }
         }
     };
-    select(s, make_key(bound, 0x7fffffff), make_key(bound, 0), k, visit,
-           [&](int rank, Key key) { if (rank < k) sorted[rank] = key; });
+    select(s, make_key(bound, 0x7fffffff), make_key(bound, 0), k, visit, [&](int rank, Key key) {
+        if (rank < k) sorted[rank] = key;
+    });
     __syncthreads();
 }
 
 struct MergeParams {
-    const Key* lists;  // [rows, count, k]
-    float* values;     // [rows, k]
-    int* ids;          // [rows, k]
-    Key* best;         // [rows, k] instead of the two above if not null: what a diversity rate makes of the row
+    const Key* lists; // [rows, count, k]
+    float* values;    // [rows, k]
+    int* ids;         // [rows, k]
+    Key* best;        // [rows, k] instead of the two above if not null: what a diversity rate makes of the row
     int count;
     int k;
-    int depth;         // at which the first bound looks into the lists, from 1 on
-    int beam_depth;    // and the second one, if it is another
+    int depth;      // at which the first bound looks into the lists, from 1 on
+    int beam_depth; // and the second one, if it is another
     float diversity_rate;
 };
 
-template <int GROUPS>
-__global__ void __launch_bounds__(THREADS, 4) topk_merge(const __grid_constant__ MergeParams p) {
+template <int GROUPS> __global__ void __launch_bounds__(THREADS, 4) topk_merge(const __grid_constant__ MergeParams p) {
     __shared__ Selection<GROUPS> s;
     __shared__ Key sorted[MAX_K];
     const long long row = blockIdx.x;
@@ -336,15 +342,15 @@ __global__ void __launch_bounds__(THREADS, 4) topk_merge(const __grid_constant__
 // --- the books of a step -------------------------------------------------------------------------------
 
 struct StepParams {
-    const Key* lists;              // [batch, count, k]
-    const void* log_probs;         // [batch, beams, vocab]; read again only with a diversity rate
-    const float* scores;           // [batch, beams]; any of these may be the array of the same name below
-    const float* finished_scores;  // [batch, beams]
+    const Key* lists;             // [batch, count, k]
+    const void* log_probs;        // [batch, beams, vocab]; read again only with a diversity rate
+    const float* scores;          // [batch, beams]; any of these may be the array of the same name below
+    const float* finished_scores; // [batch, beams]
     const int* finished_lengths;
     const int* finished_ids;
     const int* finished_parents;
-    const unsigned char* done;     // [batch]
-    int* new_ids;                  // [batch, beams]
+    const unsigned char* done; // [batch]
+    int* new_ids;              // [batch, beams]
     int* new_parents;
     float* new_scores;
     float* new_finished_scores;
@@ -358,19 +364,18 @@ struct StepParams {
     int beam_depth;
     int beams;
     int vocab;
-    int dtype;                     // of log_probs: 0 float, 1 half, 2 bfloat16
+    int dtype; // of log_probs: 0 float, 1 half, 2 bfloat16
     int diverse;
-    int length;                    // of a hypothesis that ends in this step
-    int last;                      // whether all do
+    int length; // of a hypothesis that ends in this step
+    int last;   // whether all do
     int stop_when_full;
     int ends;
     int end_ids[MAX_ENDS];
-    float penalty;                 // length ** length_penalty
-    float furthest_penalty;        // the same of the length that a running beam may reach
+    float penalty;          // length ** length_penalty
+    float furthest_penalty; // the same of the length that a running beam may reach
 };
 
-template <int GROUPS>
-__global__ void __launch_bounds__(THREADS, 2) beam_step(const __grid_constant__ StepParams p) {
+template <int GROUPS> __global__ void __launch_bounds__(THREADS, 2) beam_step(const __grid_constant__ StepParams p) {
     __shared__ Selection<GROUPS> s;
     __shared__ Key sorted[MAX_K];
     __shared__ unsigned running_in_warp[WARPS];
@@ -473,12 +478,12 @@ __global__ void __launch_bounds__(THREADS, 2) beam_step(const __grid_constant__ 
 // --- the tokens of each beam ---------------------------------------------------------------------------
 
 struct TreeParams {
-    const int* ids;           // [steps, batch, beams]
-    const int* parents;       // [steps, batch, beams]
-    const int* lengths;       // [batch] or [batch, beams]; null: steps
-    const int* last_ids;      // [batch, beams], with last_parents instead of a beam's own last step; may be null
+    const int* ids;      // [steps, batch, beams]
+    const int* parents;  // [steps, batch, beams]
+    const int* lengths;  // [batch] or [batch, beams]; null: steps
+    const int* last_ids; // [batch, beams], with last_parents instead of a beam's own last step; may be null
     const int* last_parents;
-    int* out;                 // [steps, batch, beams]
+    int* out; // [steps, batch, beams]
     int steps;
     int batch;
     int beams;
@@ -540,35 +545,45 @@ __global__ void __launch_bounds__(TREE_THREADS) gather_tree(const __grid_constan
 // --- the caches follow the parents ---------------------------------------------------------------------
 
 struct CacheParams {
-    const void* keys;      // [steps, batch * beams, row] in vectors of WIDTH bytes
+    const void* keys; // [steps, batch * beams, row] in vectors of WIDTH bytes
     const void* values;
-    void* new_keys;        // the same, or the same array
+    void* new_keys; // the same, or the same array
     void* new_values;
-    const int* parents;    // [batch, beams]
-    int steps;             // that are copied
+    const int* parents; // [batch, beams]
+    int steps;          // that are copied
     int batch;
     int beams;
-    int row;               // vectors of one step of one beam: heads * dim
-    int columns;           // of them in a tile, times beams at most CACHE_THREADS * CACHE_LOADS
-    int tiles;             // across a row
+    int row;     // vectors of one step of one beam: heads * dim
+    int columns; // of them in a tile, times beams at most CACHE_THREADS * CACHE_LOADS
+    int tiles;   // across a row
 };
 
 constexpr int CACHE_THREADS = 256;
 constexpr int CACHE_LOADS = 4;
 
 template <int WIDTH> struct Bytes;
-template <> struct Bytes<16> { using type = uint4; };
-template <> struct Bytes<8> { using type = uint2; };
-template <> struct Bytes<4> { using type = unsigned; };
-template <> struct Bytes<2> { using type = unsigned short; };
-template <> struct Bytes<1> { using type = unsigned char; };
+template <> struct Bytes<16> {
+    using type = uint4;
+};
+template <> struct Bytes<8> {
+    using type = uint2;
+};
+template <> struct Bytes<4> {
+    using type = unsigned;
+};
+template <> struct Bytes<2> {
+    using type = unsigned short;
+};
+template <> struct Bytes<1> {
+    using type = unsigned char;
+};
 
 // Grid: (keys and values) * steps * batch * tiles. A block has all beams of a tile in registers before it writes the
 // first, so it may write where it has read. Then a beam that stays where it was is left alone.
 template <int WIDTH>
 __global__ void __launch_bounds__(CACHE_THREADS) reorder_cache(const __grid_constant__ CacheParams p) {
     using Vector = typename Bytes<WIDTH>::type;
-    const unsigned tile = blockIdx.x % p.tiles, entry = blockIdx.x / p.tiles;  // entry: [2, steps, batch]
+    const unsigned tile = blockIdx.x % p.tiles, entry = blockIdx.x / p.tiles; // entry: [2, steps, batch]
     const unsigned entries = unsigned(p.steps) * p.batch;
     const bool second = entry >= entries;
     const unsigned place = second ? entry - entries : entry;

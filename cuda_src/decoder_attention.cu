@@ -22,19 +22,19 @@
 constexpr int MAX_WARPS = 8;
 
 struct Params {
-    const void* q;        // [batch, heads * dim]  T, rows `q_stride` apart; so k and v
-    const void* k;        // null: there is no new entry (cross attention)
+    const void* q; // [batch, heads * dim]  T, rows `q_stride` apart; so k and v
+    const void* k; // null: there is no new entry (cross attention)
     const void* v;
-    const void* bias_q;   // [heads * dim]  float if bias_is_float, else T; null: none; so bias_k and bias_v
+    const void* bias_q; // [heads * dim]  float if bias_is_float, else T; null: none; so bias_k and bias_v
     const void* bias_k;
     const void* bias_v;
-    void* keys;           // T, an entry of row b * heads + h at s * step_stride + b * batch_stride + h * dim; so values
+    void* keys; // T, an entry of row b * heads + h at s * step_stride + b * batch_stride + h * dim; so values
     void* values;
-    const int* lengths;   // [batch] entries of each sequence, clamped to [0, entries]; null: `entries` for all
-    void* out;            // [rows, dim]  T
-    float* partial;       // [splits, rows, dim], with several splits; so `statistics`
-    float2* statistics;   // [splits, rows]: the largest score and the sum of the weights
-    long long q_stride;   // in elements, like all strides
+    const int* lengths; // [batch] entries of each sequence, clamped to [0, entries]; null: `entries` for all
+    void* out;          // [rows, dim]  T
+    float* partial;     // [splits, rows, dim], with several splits; so `statistics`
+    float2* statistics; // [splits, rows]: the largest score and the sum of the weights
+    long long q_stride; // in elements, like all strides
     long long k_stride;
     long long v_stride;
     long long batch_stride;
@@ -42,16 +42,22 @@ struct Params {
     int rows;
     int heads;
     int dim;
-    int entries;          // to be read from memory; the new one is written after them
-    int split_steps;      // entries per split, a multiple of STEPS
+    int entries;     // to be read from memory; the new one is written after them
+    int split_steps; // entries per split, a multiple of STEPS
     int bias_is_float;
-    float scale;          // * log2(e)
+    float scale; // * log2(e)
 };
 
 template <int BYTES> struct Word;
-template <> struct Word<16> { using type = uint4; };
-template <> struct Word<4> { using type = unsigned; };
-template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<16> {
+    using type = uint4;
+};
+template <> struct Word<4> {
+    using type = unsigned;
+};
+template <> struct Word<2> {
+    using type = unsigned short;
+};
 
 // The result; without weights, 0.
 __device__ __forceinline__ float quotient(float sum, float total) {
@@ -96,7 +102,7 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
     const T* const values = static_cast<const T*>(p.values) + base + (long long)split_begin * p.step_stride;
 
     // Whatever lies beyond the end is not read: it may be NaN, which times a weight of 0 is NaN.
-    const auto fetch = [&](const T* from, int first, Load (&to)[STEPS][CHUNKS]) {
+    const auto fetch = [&](const T* from, int first, Load(&to)[STEPS][CHUNKS]) {
         const T* entry = from + (long long)first * p.step_stride;
         long long stride = p.step_stride;
         // The compiler would keep the multiples of a stride that it knows in registers, which are short.
@@ -233,8 +239,10 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
 #pragma unroll 4
         for (int w = 0; w < warps; ++w)
             sum += warp_sums[w][i][lane] * fast_exp2(warp_statistics[w][lane].x - reference(largest));
-        if (gridDim.y > 1) p.partial[split_row * dim + element] = sum;
-        else static_cast<T*>(p.out)[(long long)row * dim + element] = from_float<T>(quotient(sum, total));
+        if (gridDim.y > 1)
+            p.partial[split_row * dim + element] = sum;
+        else
+            static_cast<T*>(p.out)[(long long)row * dim + element] = from_float<T>(quotient(sum, total));
     }
 }
 

@@ -15,24 +15,32 @@ template <> constexpr float LARGEST<__half> = 65504.f;
 template <> constexpr float LARGEST<__nv_bfloat16> = 0x1.fep127f;
 
 // WIDTH neighbouring items that are loaded and stored at once.
-template <typename T, int WIDTH> struct alignas(WIDTH * sizeof(T)) Pack { T item[WIDTH]; };
+template <typename T, int WIDTH> struct alignas(WIDTH * sizeof(T)) Pack {
+    T item[WIDTH];
+};
 
 // What a pack is while it only waits: as 16-bit items it would take a register each.
-template <int BYTES> struct Register { using Type = uint4; };
-template <> struct Register<4> { using Type = unsigned; };
-template <> struct Register<2> { using Type = unsigned short; };
+template <int BYTES> struct Register {
+    using Type = uint4;
+};
+template <> struct Register<4> {
+    using Type = unsigned;
+};
+template <> struct Register<2> {
+    using Type = unsigned short;
+};
 
 struct DecodingInitParams {
-    const int* start_ids;      // [batch]
-    int* word_ids;             // [batch], may be start_ids
-    int* sequence_length;      // [batch]
-    unsigned char* finished;   // [batch]
-    float* cum_log_probs;      // [batch]
-    int* offsets;              // SORTED: [batch + 1]
-    int* id_vals;              // SORTED: [batch, vocab]
+    const int* start_ids;    // [batch]
+    int* word_ids;           // [batch], may be start_ids
+    int* sequence_length;    // [batch]
+    unsigned char* finished; // [batch]
+    float* cum_log_probs;    // [batch]
+    int* offsets;            // SORTED: [batch + 1]
+    int* id_vals;            // SORTED: [batch, vocab]
     int batch;
     int vocab;
-    int slices;                // SORTED: blocks per row
+    int slices; // SORTED: blocks per row
 };
 
 // The state of each sequence before the first step. If SORTED also what a segmented sort of [batch, vocab]
@@ -75,7 +83,7 @@ struct UpdateLogitsParams {
     long long row_stride;          // of logits
     long long out_row_stride;
     int vocab;
-    int slices;                    // blocks per row
+    int slices; // blocks per row
     int end_id;
 };
 
@@ -131,9 +139,9 @@ __global__ void __launch_bounds__(THREADS) update_logits(const __grid_constant__
 
 // A parameter that is one number for all rows, or an array of one per row.
 template <typename T> struct PerRow {
-    const T* values;  // null: `value` for all rows
+    const T* values; // null: `value` for all rows
     T value;
-    int stride;       // 0: one number that lies on the device
+    int stride; // 0: one number that lies on the device
     __device__ __forceinline__ T of(int row) const { return values ? values[(long long)row * stride] : value; }
 };
 
@@ -160,27 +168,27 @@ __device__ __forceinline__ bool ends_with(const int* tokens, int length, const i
 }
 
 struct PenaltyParams {
-    const void* logits;            // [batch, vocab]  T
-    void* out;                     // [batch, vocab]  T, may be logits
-    const int* output_ids;         // [batch, max_length], may be null
-    const int* sequence_length;    // [batch], may be null: 0
-    const int* prompt_length;      // [batch], may be null: 0
-    const int* bad_words;          // [2, bad_words_size] for all rows, or one per row; may be null
+    const void* logits;         // [batch, vocab]  T
+    void* out;                  // [batch, vocab]  T, may be logits
+    const int* output_ids;      // [batch, max_length], may be null
+    const int* sequence_length; // [batch], may be null: 0
+    const int* prompt_length;   // [batch], may be null: 0
+    const int* bad_words;       // [2, bad_words_size] for all rows, or one per row; may be null
     PerRow<float> temperature;
     PerRow<float> repetition;
     PerRow<float> presence;
     PerRow<float> frequency;
     PerRow<int> min_length;
-    long long row_stride;          // of logits
+    long long row_stride; // of logits
     long long out_row_stride;
-    long long ids_row_stride;      // of output_ids
-    long long bad_words_stride;    // 0: the same for all rows
+    long long ids_row_stride;   // of output_ids
+    long long bad_words_stride; // 0: the same for all rows
     int vocab;
-    int slices;                    // blocks per row
+    int slices; // blocks per row
     int max_length;
     int bad_words_size;
     int end_id;
-    int counts;                    // some penalty depends on the tokens of the sequence
+    int counts; // some penalty depends on the tokens of the sequence
 };
 
 // With x = logits[b, i], n[i] the count of token i among the generated ones, seen[i] whether it is one of those or of
@@ -203,7 +211,7 @@ __global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant
     // A mark is the count, with these bits.
     constexpr unsigned IN_PROMPT = 1u << 30, BANNED = 1u << 31;
     constexpr int PACKS = TOKENS / THREADS / WIDTH;
-    constexpr int AT_ONCE = 4;  // tokens of the sequence that a thread waits for together
+    constexpr int AT_ONCE = 4; // tokens of the sequence that a thread waits for together
     static_assert(COUNTED || WHOLE, "nothing to do");
     static_assert(TOKENS % (THREADS * WIDTH) == 0 && TOKENS % (THREADS * 4) == 0, "whole packs");
     using Packed = Pack<T, WIDTH>;
@@ -252,8 +260,10 @@ __global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant
                 for (int i = 0; i < AT_ONCE; ++i) {
                     // As unsigned numbers, negative ids too lie past the slice.
                     if (token[i] >= tokens) continue;
-                    if (start + i * THREADS < prompt) atomicOr(&marks[token[i]], IN_PROMPT);
-                    else atomicAdd(&marks[token[i]], 1u);
+                    if (start + i * THREADS < prompt)
+                        atomicOr(&marks[token[i]], IN_PROMPT);
+                    else
+                        atomicAdd(&marks[token[i]], 1u);
                     marked = true;
                 }
             }
@@ -330,7 +340,7 @@ struct StopWordsParams {
 // Grid: a warp per row; lane l tries the words l, l + 32, ...
 template <int WARPS_PER_BLOCK>
 __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32)
-stop_words_criterion(const __grid_constant__ StopWordsParams p) {
+    stop_words_criterion(const __grid_constant__ StopWordsParams p) {
     const int row = blockIdx.x * WARPS_PER_BLOCK + threadIdx.x / 32;
     if (row >= p.batch) return;
     const int* sequence = p.output_ids + row * p.ids_row_stride;
@@ -346,9 +356,9 @@ stop_words_criterion(const __grid_constant__ StopWordsParams p) {
 }
 
 struct UpdateFinishedParams {
-    const int* word_ids;       // [batch]
-    unsigned char* finished;   // [batch]
-    int* sequence_length;      // [batch]
+    const int* word_ids;     // [batch]
+    unsigned char* finished; // [batch]
+    int* sequence_length;    // [batch]
     int batch;
     int end_id;
 };

@@ -28,9 +28,9 @@ struct Params {
     long long positions;
     long long step;
     int rows;
-    int chunks;                 // WIDTH bytes each, in a row
+    int chunks; // WIDTH bytes each, in a row
     int log2_threads_per_row;
-    int period;                 // rows per sequence
+    int period; // rows per sequence
     int ids_are_int64;
     int position_ids_are_int64;
     int one_position;
@@ -38,10 +38,18 @@ struct Params {
 };
 
 template <int BYTES> struct Word;
-template <> struct Word<16> { using type = uint4; };
-template <> struct Word<8> { using type = uint2; };
-template <> struct Word<4> { using type = unsigned; };
-template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<16> {
+    using type = uint4;
+};
+template <> struct Word<8> {
+    using type = uint2;
+};
+template <> struct Word<4> {
+    using type = unsigned;
+};
+template <> struct Word<2> {
+    using type = unsigned short;
+};
 
 __device__ __forceinline__ long long load_index(const void* indices, int at, bool is_int64) {
     return is_int64 ? static_cast<const long long*>(indices)[at] : static_cast<const int*>(indices)[at];
@@ -90,9 +98,8 @@ __global__ __launch_bounds__(THREADS) void embedding_add(const __grid_constant__
     for (int i = 0; i < ROWS_AT_ONCE; ++i) {
         const int row = min(part.first_row + i * part.distance, p.rows - 1);
         id[i] = load_index(p.ids, row, p.ids_are_int64);
-        position[i] = p.position_ids
-                          ? load_index(p.position_ids, p.one_position ? 0 : row, p.position_ids_are_int64)
-                          : row % p.period;
+        position[i] = p.position_ids ? load_index(p.position_ids, p.one_position ? 0 : row, p.position_ids_are_int64)
+                                     : row % p.period;
     }
     Load word[ROWS_AT_ONCE], added[ROWS_AT_ONCE];
     bool valid[ROWS_AT_ONCE];

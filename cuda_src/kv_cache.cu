@@ -26,13 +26,13 @@ template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
 // --- the FP8 formats -----------------------------------------------------------------------------------
 
-enum Format { SAME, E4M3, E5M2 };  // of the cache: the array's own, or one byte
+enum Format { SAME, E4M3, E5M2 }; // of the cache: the array's own, or one byte
 
 template <int FORMAT> constexpr __nv_fp8_interpretation_t INTERPRETATION = FORMAT == E4M3 ? __NV_E4M3 : __NV_E5M2;
 
 struct Scale {
-    const float* array;  // one float, or null
-    float number;        // what counts where there is no array
+    const float* array; // one float, or null
+    float number;       // what counts where there is no array
     __device__ __forceinline__ float load() const { return array ? __ldg(array) : number; }
 };
 
@@ -44,7 +44,7 @@ struct Quotient {
     __device__ __forceinline__ float operator()(float x) const {
         const float product = __fmul_rn(x, reciprocal);
         const float corrected = __fmaf_rn(__fmaf_rn(-product, scale, x), reciprocal, product);
-        return corrected == corrected ? copysignf(corrected, product) : product;  // the sign also of a zero
+        return corrected == corrected ? copysignf(corrected, product) : product; // the sign also of a zero
     }
 };
 
@@ -74,27 +74,27 @@ template <typename T, int FORMAT, int BYTES> struct Store {
 // --- rows into rows ------------------------------------------------------------------------------------
 
 struct Rows {
-    const char* src;         // [tokens, columns]
-    char* cache;             // [blocks, block_size, heads, head_columns]; [blocks, block_size, p.columns] if CONCAT
+    const char* src; // [tokens, columns]
+    char* cache;     // [blocks, block_size, heads, head_columns]; [blocks, block_size, p.columns] if CONCAT
     Scale scale;
-    long long src_stride;    // between tokens
+    long long src_stride; // between tokens
     long long block_stride;
     long long token_stride;
     long long head_stride;
-    int columns;             // units in a row
+    int columns; // units in a row
     int head_columns;
     Divisor by_head_columns;
 };
 
 struct StoreRowsParams {
-    Rows rows[2];                   // if CONCAT, without heads, and of the second only src and src_stride
-    const long long* slot_mapping;  // [tokens]
+    Rows rows[2];                  // if CONCAT, without heads, and of the second only src and src_stride
+    const long long* slot_mapping; // [tokens]
     int tokens;
-    int slots;                      // of the cache
+    int slots; // of the cache
     int block_size;
     Divisor by_block_size;
-    int columns;                    // units in a row, of both sources if CONCAT
-    int tile_rows;                  // tile_rows * tile_columns <= THREADS * ITEMS
+    int columns;   // units in a row, of both sources if CONCAT
+    int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
     int tile_columns;
     Divisor by_tile_columns;
 };
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(THREADS) store_rows(const __grid_constant__ St
             const unsigned block = p.by_block_size.quotient(unsigned(slot[i]));
             const unsigned place = unsigned(slot[i]) - block * p.block_size;
             const int head = CONCAT ? 0 : rows.by_head_columns.quotient(column[i]);
-            char* to = rows.cache + block * rows.block_stride + place * rows.token_stride + head * rows.head_stride
-                       + (long long)(column[i] - head * rows.head_columns) * Stored::OUT_BYTES;
+            char* to = rows.cache + block * rows.block_stride + place * rows.token_stride + head * rows.head_stride +
+                       (long long)(column[i] - head * rows.head_columns) * Stored::OUT_BYTES;
             *reinterpret_cast<Unit<Stored::OUT_BYTES>*>(to) = Stored::convert(unit[i], quotient);
         }
     }
@@ -143,20 +143,20 @@ __global__ void __launch_bounds__(THREADS) store_rows(const __grid_constant__ St
 
 // A token of FlashMLA's FP8 cache: E4M3 [512], float [4], one for each GROUP of those, __nv_bfloat16 [64].
 constexpr int LATENTS = 512, GROUP = 128;
-constexpr int SCALES_AT = LATENTS, ROTARY_AT = SCALES_AT + LATENTS / GROUP * 4;  // bytes
+constexpr int SCALES_AT = LATENTS, ROTARY_AT = SCALES_AT + LATENTS / GROUP * 4; // bytes
 constexpr float LARGEST_E4M3 = 448.f, SMALLEST_SCALE = 0x1p-126f;
 
 struct StoreLatentsParams {
-    const char* latents;            // T [tokens, LATENTS]
-    const char* rotary;             // T [tokens, 64]
-    char* cache;                    // [blocks, block_size, 656]
-    const long long* slot_mapping;  // [tokens]
-    long long latents_stride;       // between tokens
+    const char* latents;           // T [tokens, LATENTS]
+    const char* rotary;            // T [tokens, 64]
+    char* cache;                   // [blocks, block_size, 656]
+    const long long* slot_mapping; // [tokens]
+    long long latents_stride;      // between tokens
     long long rotary_stride;
     long long block_stride;
     long long token_stride;
     int tokens;
-    int slots;                      // of the cache
+    int slots; // of the cache
     int block_size;
     Divisor by_block_size;
 };
@@ -168,8 +168,7 @@ template <typename U, bool ALIGNED> __device__ __forceinline__ U load_unit(const
     } else {
         U unit;
 #pragma unroll
-        for (int i = 0; i < int(sizeof(U)); ++i)
-            reinterpret_cast<char*>(&unit)[i] = __ldg(from + i);
+        for (int i = 0; i < int(sizeof(U)); ++i) reinterpret_cast<char*>(&unit)[i] = __ldg(from + i);
         return unit;
     }
 }
@@ -179,8 +178,7 @@ template <bool ALIGNED, typename U> __device__ __forceinline__ void store_unit(c
         *reinterpret_cast<U*>(to) = unit;
     } else {
 #pragma unroll
-        for (int i = 0; i < int(sizeof(U)); ++i)
-            to[i] = reinterpret_cast<const char*>(&unit)[i];
+        for (int i = 0; i < int(sizeof(U)); ++i) to[i] = reinterpret_cast<const char*>(&unit)[i];
     }
 }
 
@@ -209,15 +207,14 @@ __global__ void __launch_bounds__(WARPS * 32) store_latents(const __grid_constan
     const char* rotary = p.rotary + token * p.rotary_stride + lane * int(sizeof(Pair));
     uint4 vector[LOADS];
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i)
-        vector[i] = load_unit<uint4, ALIGNED>(latents + i * 16);
+    for (int i = 0; i < LOADS; ++i) vector[i] = load_unit<uint4, ALIGNED>(latents + i * 16);
     const Pair pair = load_unit<Pair, ALIGNED>(rotary);
 
     float latent[EACH], largest = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         latent[i] = to_float(reinterpret_cast<const T*>(vector)[i]);
-        largest = fmaxf(largest, fabsf(latent[i]));  // the number, where one of them is NaN
+        largest = fmaxf(largest, fabsf(latent[i])); // the number, where one of them is NaN
     }
     const float scale = fmaxf(__fdiv_rn(lanes_max<GROUP / EACH>(largest), LARGEST_E4M3), SMALLEST_SCALE);
     if ((unsigned long long)slot >= (unsigned long long)p.slots) return;
@@ -246,20 +243,20 @@ __global__ void __launch_bounds__(WARPS * 32) store_latents(const __grid_constan
 // --- rows into blocks ----------------------------------------------------------------------------------
 
 struct Side {
-    const char* src;         // T [tokens, columns]
-    char* cache;             // [blocks, heads, head_dim / x, block_size, x], or [blocks, heads, head_dim, block_size]
+    const char* src; // T [tokens, columns]
+    char* cache;     // [blocks, heads, head_dim / x, block_size, x], or [blocks, heads, head_dim, block_size]
     Scale scale;
-    long long src_stride;    // between tokens
+    long long src_stride; // between tokens
     long long block_stride;
     long long head_stride;
 };
 
 struct StoreBlocksParams {
     Side key, value;
-    const long long* slot_mapping;  // [tokens]
+    const long long* slot_mapping; // [tokens]
     int tokens;
-    int slots;                      // of the cache
-    int columns;                    // heads * head_dim
+    int slots;   // of the cache
+    int columns; // heads * head_dim
     int head_dim;
     Divisor by_head_dim;
     int block_size;
@@ -270,7 +267,7 @@ struct StoreBlocksParams {
 constexpr int WINDOW = 32;
 // A warp's lanes take so many columns of units side by side, a cache line, for 32 / LINE tokens at a time.
 constexpr int LINE = 8;
-constexpr int RUN = 8;  // tokens that a thread turns into vectors of consecutive places
+constexpr int RUN = 8; // tokens that a thread turns into vectors of consecutive places
 static_assert(32 / LINE * RUN == WINDOW);
 
 // The token's slot, or -1.
@@ -300,13 +297,13 @@ template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
 __device__ __forceinline__ void store_keys(const StoreBlocksParams& p, int first, int part) {
     constexpr int OUT_SIZE = FORMAT == SAME ? sizeof(T) : 1, COLUMNS = 16 / OUT_SIZE;
     constexpr int LOADS = COLUMNS * sizeof(T) / 16, TOKENS = RUN / PARTS;
-    constexpr int BATCH = TOKENS < RUN / LOADS ? TOKENS : RUN / LOADS;  // RUN loads at once
+    constexpr int BATCH = TOKENS < RUN / LOADS ? TOKENS : RUN / LOADS; // RUN loads at once
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int column = ((blockIdx.y * WARPS + warp) * LINE + lane % LINE) * COLUMNS;
     if (column >= p.columns) return;
     const int head = p.by_head_dim.quotient(column);
     const char* src = p.key.src + (long long)column * sizeof(T);
-    const long long before = (long long)(column - head * p.head_dim) * p.block_size;  // elements of the head
+    const long long before = (long long)(column - head * p.head_dim) * p.block_size; // elements of the head
     char* cache = p.key.cache + head * p.key.head_stride + before * OUT_SIZE;
     const Quotient quotient(FORMAT == SAME ? 1.f : p.key.scale.load());
 
@@ -391,14 +388,12 @@ __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int fir
             const unsigned long long follows = follows_early | (unsigned long long)follows_late << 32;
             runs = begins_early | (unsigned long long)begins_late << 32;
 #pragma unroll
-            for (int i = 1; i < RUN; ++i)
-                runs &= follows >> i;
+            for (int i = 1; i < RUN; ++i) runs &= follows >> i;
         }
     }
     unsigned long long in_runs = runs;
 #pragma unroll
-    for (int step = 1; step < RUN; step *= 2)
-        in_runs |= in_runs << step;
+    for (int step = 1; step < RUN; step *= 2) in_runs |= in_runs << step;
     const unsigned valid_early = __ballot_sync(FULL_WARP, early >= 0), valid_late = __ballot_sync(FULL_WARP, late >= 0);
     const unsigned long long valid = valid_early | (unsigned long long)valid_late << 32;
     const unsigned alone = unsigned((valid & ~in_runs) >> RUN);
@@ -422,8 +417,7 @@ __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int fir
         uint4 vector[RUN];
         unsigned row[RUN][WORDS];
 #pragma unroll
-        for (int i = 0; i < RUN; ++i)
-            vector[i] = load_vector<T, ALIGNED>(src + (token + i) * p.value.src_stride);
+        for (int i = 0; i < RUN; ++i) vector[i] = load_vector<T, ALIGNED>(src + (token + i) * p.value.src_stride);
         const unsigned slot = unsigned(__ldg(p.slot_mapping + token));
         const unsigned block = p.by_block_size.quotient(slot);
         char* to = cache + block * p.value.block_stride + (slot - block * p.block_size) * OUT_SIZE;
@@ -431,16 +425,14 @@ __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int fir
         for (int i = 0; i < RUN; ++i) {
             const Converted converted = Store<T, FORMAT, 16>::convert(vector[i], quotient);
 #pragma unroll
-            for (int j = 0; j < WORDS; ++j)
-                row[i][j] = reinterpret_cast<const unsigned*>(&converted)[j];
+            for (int j = 0; j < WORDS; ++j) row[i][j] = reinterpret_cast<const unsigned*>(&converted)[j];
         }
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-            constexpr int LENGTH = RUN * OUT_SIZE / 4;  // words of a column
+            constexpr int LENGTH = RUN * OUT_SIZE / 4; // words of a column
             unsigned word[LENGTH];
 #pragma unroll
-            for (int j = 0; j < LENGTH; ++j)
-                word[j] = column_word<OUT_SIZE, WORDS>(row, c, j);
+            for (int j = 0; j < LENGTH; ++j) word[j] = column_word<OUT_SIZE, WORDS>(row, c, j);
             if constexpr (LENGTH == 2) {
                 *reinterpret_cast<uint2*>(to + c * column_stride) = make_uint2(word[0], word[1]);
             } else {
@@ -481,24 +473,26 @@ __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int fir
 // takes a PARTS-th of each thread's tokens, so that a small batch keeps the whole GPU busy; the runs are all in part 0.
 // A large batch needs its loads in flight instead: 32 warps of 8 loads per thread on a multiprocessor.
 template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
-__global__ void __launch_bounds__(WARPS * 32, ALIGNED && FORMAT == SAME && PARTS == 1 ? 32 / WARPS : 1)
+__global__ void __launch_bounds__(WARPS * 32, ALIGNED&& FORMAT == SAME && PARTS == 1 ? 32 / WARPS : 1)
     store_blocks(const __grid_constant__ StoreBlocksParams p) {
     const int first = int(blockIdx.x / PARTS) * WINDOW, part = blockIdx.x % PARTS;
-    if (blockIdx.z == 0) store_keys<T, FORMAT, ALIGNED, WARPS, PARTS>(p, first, part);
-    else store_values<T, FORMAT, ALIGNED, WARPS, PARTS>(p, first, part);
+    if (blockIdx.z == 0)
+        store_keys<T, FORMAT, ALIGNED, WARPS, PARTS>(p, first, part);
+    else
+        store_values<T, FORMAT, ALIGNED, WARPS, PARTS>(p, first, part);
 }
 
 // --- blocks into blocks --------------------------------------------------------------------------------
 
-constexpr int CACHES = 64;  // of a launch
+constexpr int CACHES = 64; // of a launch
 
 struct CopyBlocksParams {
     char* cache[CACHES];
-    const long long* block_mapping;  // [pairs, 2]: from, to
+    const long long* block_mapping; // [pairs, 2]: from, to
     long long block_stride;
-    int blocks;                      // of a cache
-    int columns;                     // units in a block
-    int parts;                       // tiles of THREADS * ITEMS units in a block
+    int blocks;  // of a cache
+    int columns; // units in a block
+    int parts;   // tiles of THREADS * ITEMS units in a block
 };
 
 // Grid: x: parts of a pair's block, pair after pair; y: caches.
@@ -524,11 +518,11 @@ __global__ void __launch_bounds__(THREADS) copy_blocks(const __grid_constant__ C
 // --- blocks into rows ----------------------------------------------------------------------------------
 
 struct GatherRowsParams {
-    const char* src;          // [blocks, block_size, columns]
-    char* dst;                // T [tokens, columns]
-    const int* block_table;   // [batch, table_columns], rows `table_stride` elements apart
-    const int* cu_seq_lens;   // [batch + 1]
-    const int* seq_starts;    // [batch], may be null
+    const char* src;        // [blocks, block_size, columns]
+    char* dst;              // T [tokens, columns]
+    const int* block_table; // [batch, table_columns], rows `table_stride` elements apart
+    const int* cu_seq_lens; // [batch + 1]
+    const int* seq_starts;  // [batch], may be null
     Scale scale;
     long long block_stride;
     long long token_stride;
@@ -540,8 +534,8 @@ struct GatherRowsParams {
     int tokens;
     int block_size;
     Divisor by_block_size;
-    int columns;              // units in a row
-    int tile_rows;            // tile_rows * tile_columns <= THREADS * ITEMS
+    int columns;   // units in a row
+    int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
     int tile_columns;
     Divisor by_tile_columns;
 };
@@ -594,8 +588,10 @@ __device__ __forceinline__ void find_rows(const GatherRowsParams& p, long long f
         int low = ends[0], high = ends[1];
         while (low < high) {
             const int middle = (low + high) / 2;
-            if (__ldg(p.cu_seq_lens + middle) <= token) low = middle + 1;
-            else high = middle;
+            if (__ldg(p.cu_seq_lens + middle) <= token)
+                low = middle + 1;
+            else
+                high = middle;
         }
         // So many sequences begin at or before the token; the last of them has it.
         const int sequence = low - 1;

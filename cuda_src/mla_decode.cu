@@ -29,7 +29,7 @@
 
 constexpr float LN_2 = 0.693147180559945309f;
 constexpr int BLOCK_TOKENS = 64; // of the plan
-constexpr int FIXED = 5; // what a visit costs besides its blocks, in blocks
+constexpr int FIXED = 5;         // what a visit costs besides its blocks, in blocks
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -37,9 +37,9 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 struct PlanParams {
     const int* lengths; // [sequences]; null: all of `length`
-    int* metadata; // [parts, 8]: first sequence, its first block, last sequence, its last block + 1, number of the
-                   // split of the first sequence, 0, 0, 0; of an unused part: sequences, 0, ...
-    int* splits; // [sequences + 1]: visits to the sequences before
+    int* metadata;      // [parts, 8]: first sequence, its first block, last sequence, its last block + 1, number of the
+                        // split of the first sequence, 0, 0, 0; of an unused part: sequences, 0, ...
+    int* splits;        // [sequences + 1]: visits to the sequences before
     int sequences, parts, length;
 };
 
@@ -72,8 +72,7 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant
         return length / BLOCK_TOKENS + (length % BLOCK_TOKENS > 0);
     };
 
-    for (int i = thread; i < p.parts * 8; i += PLAN_THREADS)
-        p.metadata[i] = i % 8 == 0 ? p.sequences : 0;
+    for (int i = thread; i < p.parts * 8; i += PLAN_THREADS) p.metadata[i] = i % 8 == 0 ? p.sequences : 0;
     if (p.sequences == 0) {
         if (thread == 0) p.splits[0] = 0;
         return;
@@ -90,8 +89,7 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant
     __syncthreads();
     total = 0;
 #pragma unroll
-    for (int warp = 0; warp < PLAN_THREADS / 32; ++warp)
-        total += totals[warp];
+    for (int warp = 0; warp < PLAN_THREADS / 32; ++warp) total += totals[warp];
     const long long share = max((total + p.parts - 1) / p.parts, (long long)FIXED + 1);
     const int least = int(min(share, 1ll << 30)) - FIXED; // of `most`
 
@@ -106,8 +104,7 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant
             if (pass == 0 || !one_chunk) {
                 if (!one_chunk) {
                     __syncthreads();
-                    for (int i = thread; i < count; i += PLAN_THREADS)
-                        blocks[i] = blocks_of(start + i);
+                    for (int i = thread; i < count; i += PLAN_THREADS) blocks[i] = blocks_of(start + i);
                     __syncthreads();
                 }
                 for (int i = thread; i < count * LOADS; i += PLAN_THREADS) {
@@ -153,7 +150,8 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant
                     } else {
                         p.splits[sequence] = earlier;
                         if (begins || sequence == 0) row[0] = sequence;
-                        if (begins) row[2 - 8] = sequence - 1, row[3 - 8] = i > 0 ? blocks[i - 1] : blocks_of(sequence - 1);
+                        if (begins)
+                            row[2 - 8] = sequence - 1, row[3 - 8] = i > 0 ? blocks[i - 1] : blocks_of(sequence - 1);
                     }
                     if (sequence == p.sequences - 1 && visit == visits - 1) {
                         row[2] = sequence, row[3] = n;
@@ -173,19 +171,19 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant
 // ------------------------------------------------------------------------------------------------- what attention needs
 
 struct Params {
-    const void* q; // [batch, query_tokens, heads, head_dim]  T
-    const void* cache; // [pages, page_size, kv_heads, head_dim]  T, or [..., 656] bytes
+    const void* q;          // [batch, query_tokens, heads, head_dim]  T
+    const void* cache;      // [pages, page_size, kv_heads, head_dim]  T, or [..., 656] bytes
     const int* block_table; // [batch, max_pages]
-    const int* lengths; // [batch]
-    const int* indices; // [batch, query_tokens, topk], may be null
-    const float* sinks; // [heads], may be null
-    const int* metadata; // [parts, 8]
-    const int* splits; // [sequences + 1]
-    void* out; // [batch, query_tokens, heads, head_dim_v]  T
-    float* lse; // [batch, heads, query_tokens]
+    const int* lengths;     // [batch]
+    const int* indices;     // [batch, query_tokens, topk], may be null
+    const float* sinks;     // [heads], may be null
+    const int* metadata;    // [parts, 8]
+    const int* splits;      // [sequences + 1]
+    void* out;              // [batch, query_tokens, heads, head_dim_v]  T
+    float* lse;             // [batch, heads, query_tokens]
     // What the visits to a sequence found, where there are several: slot 2 (splits[sequence] - sequence) + split.
-    float* partial_out; // [2 parts, kv_heads, rows, head_dim_v], divided by the row's sum
-    float* partial_lse; // [2 parts, kv_heads, rows], in powers of 2; -inf for no token, NaN for a row that is NaN
+    float* partial_out;     // [2 parts, kv_heads, rows, head_dim_v], divided by the row's sum
+    float* partial_lse;     // [2 parts, kv_heads, rows], in powers of 2; -inf for no token, NaN for a row that is NaN
     long long q_strides[3]; // batch, token, head; elements
     long long cache_strides[3]; // page, token, head; elements, bytes if 8 bits
     long long table_stride;
@@ -220,7 +218,7 @@ struct Visit {
     int sequence, batch, token; // of the query: the only one if sparse, else the first
     int length, begin, end;
     int before, splits; // visits to the sequences before, and to this one
-    bool whole; // there is room for every token
+    bool whole;         // there is room for every token
 
     // Which queries.
     __device__ __forceinline__ Visit(const Params& p, int sequence) : sequence(sequence) {
@@ -273,7 +271,7 @@ __device__ __forceinline__ void store_lse(const Params& p, const Visit& visit, c
 template <typename T> struct Destination {
     T* out;
     float* partial; // if not null
-    float factor; // of the sums
+    float factor;   // of the sums
 
     // `writes_lse`: of the lanes that share a row, one. The row's scores were summed up as total * 2^base.
     __device__ __forceinline__ Destination(const Params& p, const Part& part, const Visit& visit, int kv_head, int r,
@@ -427,7 +425,7 @@ template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM
     static constexpr int RINGS = FP8 && ROWS == 16 ? 2 : 1; // 2: groups take tiles in turn, not rows
     static constexpr int GROUP_ROWS = ROWS / GROUPS * RINGS, M = GROUP_ROWS / 16; // fragments of rows
     static constexpr int HALVES = FP8 ? 1 : 2, DEPTHS = MEMBERS / HALVES;
-    static constexpr int N = TILE / HALVES / 8; // fragments of a warp's tokens
+    static constexpr int N = TILE / HALVES / 8;                               // fragments of a warp's tokens
     static constexpr int OWN = N > DEPTHS ? N / DEPTHS : 1, OWNERS = N / OWN; // of these it exponentiates; who does
     static constexpr int SENT = N >= DEPTHS ? N - OWN : N;
 
@@ -442,9 +440,9 @@ template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM
     static constexpr int LATENT = 512, SCALE_DIMS = 128, ROTARY = 528; // of an 8-bit token: rotary part from there
     static constexpr int PITCH = FP8 ? 656 : DIMS * 2, TILE_BYTES = TILE * PITCH;
 
-    static constexpr bool APART = GROUPS == 2; // groups do not wait for each other
+    static constexpr bool APART = GROUPS == 2;              // groups do not wait for each other
     static constexpr int COPIERS = APART ? MEMBERS : WARPS; // warps that copy tiles
-    static constexpr int COPIED = TILE / COPIERS; // tokens, by each; they lie in the same page
+    static constexpr int COPIED = TILE / COPIERS;           // tokens, by each; they lie in the same page
     static constexpr bool ROW_COPIES = FP8 && HAS_ROW_COPIES;
     static constexpr int ARRIVING = ROW_COPIES ? COPIERS : COPIERS * 33; // for a tile to be there, threads
 
@@ -462,8 +460,8 @@ template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM
 
     // Fragments of a row of accumulators that one group gives the other at once, where scores and shares were.
     static constexpr int GIVEN = MAXIMA - PARTIAL_SCORES >= V * MEMBERS * 512       ? V
-                                : MAXIMA - PARTIAL_SCORES >= V / 2 * MEMBERS * 512 ? V / 2
-                                                                                   : V / 4;
+                                 : MAXIMA - PARTIAL_SCORES >= V / 2 * MEMBERS * 512 ? V / 2
+                                                                                    : V / 4;
     static_assert(RINGS == 1 || (M == 1 && MAXIMA - PARTIAL_SCORES >= GIVEN * MEMBERS * 512), "");
 
     static_assert(DIMS == LINES * 64 && LINES * 4 % DEPTHS == 0 && LINES % DEPTHS < 2 && N % 2 == 0, "");
@@ -504,8 +502,7 @@ struct alignas(16) Arrival {
 
 __device__ constexpr unsigned long long all_valid(int copiers, int copied) {
     unsigned long long all = 0;
-    for (int copier = 0; copier < copiers; ++copier)
-        all |= ((1ull << copied) - 1) << copier * (64 / copiers);
+    for (int copier = 0; copier < copiers; ++copier) all |= ((1ull << copied) - 1) << copier * (64 / copiers);
     return all;
 }
 
@@ -563,7 +560,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
     const int ring_begin = F::RINGS == 2 ? group * TILE : 0; // of a visit's tokens
     struct {
         int sequence, token, end; // the next tile
-        int entry, slot; // of this lane's token in it
+        int entry, slot;          // of this lane's token in it
         bool wanted, more;
     } ahead;
     auto enter = [&](int sequence) {
@@ -607,8 +604,8 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
             constexpr int ITEM = FP8 ? 1 : sizeof(T);
             const char* from = static_cast<const char*>(p.cache);
             if (known)
-                from += (page * p.cache_strides[0] + ahead.slot * p.cache_strides[1] + kv_head * p.cache_strides[2]) *
-                        ITEM;
+                from +=
+                    (page * p.cache_strides[0] + ahead.slot * p.cache_strides[1] + kv_head * p.cache_strides[2]) * ITEM;
             const unsigned known_lanes = __ballot_sync(FULL_WARP, known);
             const unsigned bad_lanes = __ballot_sync(FULL_WARP, bad);
             if (lane == 0) {
@@ -628,8 +625,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                 return reinterpret_cast<const char*>((unsigned long long)high << 32 | low);
             };
             if constexpr (F::ROW_COPIES) {
-                const unsigned to =
-                    shared_at + (ring + stage) * F::TILE_BYTES + (copier * F::COPIED + lane) * F::PITCH;
+                const unsigned to = shared_at + (ring + stage) * F::TILE_BYTES + (copier * F::COPIED + lane) * F::PITCH;
                 constexpr unsigned ALL = (1u << F::COPIED) - 1;
                 if (!p.indices && p.cache_strides[1] == F::PITCH && (known_lanes & ALL) == ALL) {
                     // One after the other, since pages are of multiples of 16 tokens.
@@ -637,8 +633,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                 } else if (lane < F::COPIED && known) {
                     copy_row(to, from, F::PITCH, full(stage));
                 } else if (lane < F::COPIED) {
-                    for (int i = 0; i < F::PITCH; i += 16)
-                        store_shared(to + i, make_uint4(0, 0, 0, 0));
+                    for (int i = 0; i < F::PITCH; i += 16) store_shared(to + i, make_uint4(0, 0, 0, 0));
                     publish_shared();
                 }
             } else if constexpr (FP8) {
@@ -689,8 +684,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
         enter(part.first);
         look_up();
 #pragma unroll 1
-        for (int stage = 0; stage < EARLY; ++stage)
-            copy_tile(stage);
+        for (int stage = 0; stage < EARLY; ++stage) copy_tile(stage);
     }
 
     // Where a lane's row of 16 bytes for ldmatrix lies in a tile: for the first product in fragments 2 j and 2 j + 1 of
@@ -794,8 +788,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
 #pragma unroll
             for (int m = 0; m < M; ++m) {
 #pragma unroll
-                for (int step = 0; step < F::KEPT; ++step)
-                    load(step, m, kept[step][m]);
+                for (int step = 0; step < F::KEPT; ++step) load(step, m, kept[step][m]);
                 // All halves of the tokens need the same.
 #pragma unroll 2
                 for (int step = F::KEPT + half; step < F::STEPS; step += F::HALVES) {
@@ -808,8 +801,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
 
         float out[M][V][4] = {}, base[M][2], sum[M][2] = {};
 #pragma unroll
-        for (int m = 0; m < M; ++m)
-            base[m][0] = base[m][1] = -LARGEST_FLOAT;
+        for (int m = 0; m < M; ++m) base[m][0] = base[m][1] = -LARGEST_FLOAT;
         bool bad = !visit.whole;
         const int all_see = p.causal ? causal_end(p, visit.length, group_row) : visit.length;
         // Also: none of the group still reads the last visit's sums.
@@ -838,8 +830,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                 for (int m = 0; m < M; ++m) {
                     if (step < F::KEPT) {
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            a[m][i] = kept[max(min(step, F::KEPT - 1), 0)][m][i];
+                        for (int i = 0; i < 4; ++i) a[m][i] = kept[max(min(step, F::KEPT - 1), 0)][m][i];
                     } else {
                         const uint4 four = queries[m * QUERIES_OF_M + (step - F::KEPT) * 32];
                         a[m][0] = four.x, a[m][1] = four.y, a[m][2] = four.z, a[m][3] = four.w;
@@ -942,8 +933,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
             float raised[F::OWN][2];
             bool behind = false;
 #pragma unroll
-            for (int m = 0; m < M; ++m)
-                largest[m][0] = largest[m][1] = -CUDART_INF_F;
+            for (int m = 0; m < M; ++m) largest[m][0] = largest[m][1] = -CUDART_INF_F;
             // Store the exponentials of a warp's own tokens, as fragments A.
             auto exponentiate = [&] {
 #pragma unroll
@@ -1008,8 +998,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
 #pragma unroll
                     for (int m = 0; m < M; ++m)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            scores[n][m][i] *= p.scale_log2;
+                        for (int i = 0; i < 4; ++i) scores[n][m][i] *= p.scale_log2;
                 if constexpr (FP8) {
 #pragma unroll
                     for (int n = 0; n < F::OWN; ++n)
@@ -1026,8 +1015,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
 #pragma unroll
                         for (int i = 0; i < 2; ++i) {
                             const int t = (half * N + depth * F::OWN + n) * 8 + pair * 2 + i;
-                            const bool there =
-                                arrival.valid >> (t / F::COPIED * (64 / F::COPIERS) + t % F::COPIED) & 1;
+                            const bool there = arrival.valid >> (t / F::COPIED * (64 / F::COPIERS) + t % F::COPIED) & 1;
 #pragma unroll
                             for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -1075,15 +1063,13 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                         base[m][j] = follows;
                         sum[m][j] *= fade;
 #pragma unroll
-                        for (int n = 0; n < V; ++n)
-                            out[m][n][2 * j] *= fade, out[m][n][2 * j + 1] *= fade;
+                        for (int n = 0; n < V; ++n) out[m][n][2 * j] *= fade, out[m][n][2 * j + 1] *= fade;
                     }
                 if (owner) exponentiate();
                 group_barrier();
             }
 #pragma unroll
-            for (int m = 0; m < M; ++m)
-                sum[m][0] += added[m][0], sum[m][1] += added[m][1];
+            for (int m = 0; m < M; ++m) sum[m][0] += added[m][0], sum[m][1] += added[m][1];
 
             // The second product. All steps at once would spill registers of 64 rows.
             constexpr int STEPS_AT_ONCE = M > 1 && !FP8 && __CUDA_ARCH__ < 900 ? 1 : TILE / 16;
@@ -1213,8 +1199,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                 for (int j = 0; j < 2; ++j) {
                     float total = 0.f;
 #pragma unroll
-                    for (int i = 0; i < F::MEMBERS; ++i)
-                        total += sums[i * F::GROUP_ROWS + m * 16 + j * 8 + row];
+                    for (int i = 0; i < F::MEMBERS; ++i) total += sums[i * F::GROUP_ROWS + m * 16 + j * 8 + row];
                     const Destination<T> to(p, again, visited, kv_head, group_row + m * 16 + j * 8 + row, base[m][j],
                                             total, bad, member == 0 && pair == 0);
                     if constexpr (FP8) {
@@ -1255,13 +1240,13 @@ constexpr int VISITS = 4; // how many visits something is kept of: the loaders a
 // After 27 tiles, of the queries and of two buffers.
 struct WgmmaShared {
     unsigned long long full[2][TILES]; // a tile of a buffer is here; or, not by TMA, half 0 or 1 is
-    unsigned long long empty[2][2]; // a half of a buffer is free
+    unsigned long long empty[2][2];    // a half of a buffer is free
     unsigned long long queries_full, queries_empty;
-    unsigned long long summed; // both warpgroups have their sums of a visit here
-    float base[2][WGMMA_ROWS]; // after the latest tile of a warpgroup
-    float sums[2][2][WGMMA_ROWS]; // [parity of the visit][warpgroup]
-    int bad[VISITS]; // the latest visit that found a bad page or slot
-    unsigned long long valid[2]; // of `indices`: which tokens of a buffer are there, a bit each
+    unsigned long long summed;                  // both warpgroups have their sums of a visit here
+    float base[2][WGMMA_ROWS];                  // after the latest tile of a warpgroup
+    float sums[2][2][WGMMA_ROWS];               // [parity of the visit][warpgroup]
+    int bad[VISITS];                            // the latest visit that found a bad page or slot
+    unsigned long long valid[2];                // of `indices`: which tokens of a buffer are there, a bit each
     unsigned long long tokens[4][BLOCK_TOKENS]; // where those of the next tiles are; or MISSING, OUTSIDE the cache
 };
 static_assert(3 * TILES * TILE_BYTES + sizeof(WgmmaShared) + 1024 <= 232448, "");
@@ -1288,9 +1273,9 @@ __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit
     const int lane = threadIdx.x % 32;
     // Lane i knows where this warp's i-th row is.
     const Row row(p, visit, blockIdx.y, blockIdx.x * WGMMA_ROWS + min(first + lane * LOADERS, WGMMA_ROWS - 1));
-    const unsigned long long at = reinterpret_cast<unsigned long long>(
-        static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] + row.token * p.q_strides[1] +
-        row.head * p.q_strides[2]);
+    const unsigned long long at =
+        reinterpret_cast<unsigned long long>(static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] +
+                                             row.token * p.q_strides[1] + row.head * p.q_strides[2]);
     const unsigned valid = __ballot_sync(FULL_WARP, row.valid);
 #pragma unroll(LOADERS == 4 ? 2 : 4)
     for (int i = 0; i < EACH; ++i) {
@@ -1374,7 +1359,7 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
 
 // What the tables say of a token.
 struct Entry {
-    int id; // its page, or its slot in the cache
+    int id;    // its page, or its slot in the cache
     int place; // in the page; -1: the tile has no such token
 };
 
@@ -1422,8 +1407,8 @@ template <bool GATHER> struct Ahead {
 // Where lanes find tokens.
 struct Found {
     const char* from; // of this lane's token
-    unsigned there; // whose token is there
-    bool bad; // an entry of one is outside the cache
+    unsigned there;   // whose token is there
+    bool bad;         // an entry of one is outside the cache
 
     template <bool FP8, bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry) {
         const bool wanted = entry.place >= 0;
@@ -1475,19 +1460,19 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int buffer = warp / 2, half = warp % 2;
     const Part part(p, blockIdx.z);
-    const unsigned full = shared_address(&shared.full[buffer][half]), empty = shared_address(&shared.empty[buffer][half]);
+    const unsigned full = shared_address(&shared.full[buffer][half]),
+                   empty = shared_address(&shared.empty[buffer][half]);
     const unsigned queries_full = shared_address(&shared.queries_full);
     Ahead<true> ahead(p, part);
     Entry entries[2]; // of the next tile
-    Found found[2]; // lane i knows of tokens i and i + 32
+    Found found[2];   // lane i knows of tokens i and i + 32
     auto look_up = [&] {
         entries[0] = ahead.entry(lane), entries[1] = ahead.entry(lane + 32);
         ahead.advance(), ahead.advance();
     };
     auto find = [&] {
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-            found[k].template find<false, true>(p, entries[k]);
+        for (int k = 0; k < 2; ++k) found[k].template find<false, true>(p, entries[k]);
     };
     if (buffer == 1) ahead.advance();
     look_up(), find(), look_up();
@@ -1508,7 +1493,8 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
             }
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                const unsigned tile = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + k * 32 * COLUMNS * 2;
+                const unsigned tile =
+                    key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + k * 32 * COLUMNS * 2;
 #pragma unroll 8
                 for (int i = 0; i < 32; ++i)
                     copy_async_or_zero(tile + i * COLUMNS * 2 + ((lane ^ i) & 7) * 16,
@@ -1522,7 +1508,8 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
                     for (int start = 0; start < 32; start += 4) {
                         const int i = start + lane / 8;
                         copy_async_or_zero(tile + i * COLUMNS * 2 + ((lane ^ i) & 7) * 16,
-                                           found[k].of(i) + ROTARY * COLUMNS * 2 + lane % 8 * 16, found[k].there >> i & 1);
+                                           found[k].of(i) + ROTARY * COLUMNS * 2 + lane % 8 * 16,
+                                           found[k].there >> i & 1);
                     }
                 }
             }
@@ -1634,8 +1621,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shar
     load_scale(0, 0);
     scale = next_scale;
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-        load_latent(0, 0, i);
+    for (int i = 0; i < HELD; ++i) load_latent(0, 0, i);
     find(1);
     int used = 0, visited = 0;
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
@@ -1711,8 +1697,7 @@ template <typename T, int SIDE, bool BY_TILE> struct Seesaw {
             sum[i] *= fade[i], base[i] = higher[i];
         }
 #pragma unroll
-        for (int j = 0; j < 128; ++j)
-            output[j] *= fade[j / 2 % 2];
+        for (int j = 0; j < 128; ++j) output[j] *= fade[j / 2 % 2];
     }
 
     // S = Q K' of the own buffer, tile by tile as they arrive; not waited for.
@@ -1744,8 +1729,8 @@ template <typename T, int SIDE, bool BY_TILE> struct Seesaw {
     }
 
     // P: weights as fragments. Rows see `limits` tokens of the tile, or `all`. Their base rises with the scores.
-    __device__ __forceinline__ void weigh(unsigned (&weights)[4][4], float (&scores)[32], const int (&limits)[2], bool all,
-                                          float (&higher)[2]) {
+    __device__ __forceinline__ void weigh(unsigned (&weights)[4][4], float (&scores)[32], const int (&limits)[2],
+                                          bool all, float (&higher)[2]) {
         if (!all) {
 #pragma unroll
             for (int j = 0; j < 32; ++j)
@@ -1764,13 +1749,11 @@ template <typename T, int SIDE, bool BY_TILE> struct Seesaw {
             if (lane % 4 == 0) shared.base[SIDE][row(i)] = higher[i];
         }
 #pragma unroll
-        for (int j = 0; j < 32; ++j)
-            scores[j] = fast_exp2(fmaf(scores[j], p.scale_log2, -offset[j / 2 % 2]));
+        for (int j = 0; j < 32; ++j) scores[j] = fast_exp2(fmaf(scores[j], p.scale_log2, -offset[j / 2 % 2]));
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                weights[k][i] = pack<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
+            for (int i = 0; i < 4; ++i) weights[k][i] = pack<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
     }
 
     // Slots that a sequence has not filled may hold NaN, and 0 * NaN is NaN.
@@ -1785,8 +1768,7 @@ template <typename T, int SIDE, bool BY_TILE> struct Seesaw {
     __device__ __forceinline__ void share(const unsigned (&weights)[4][4]) {
         const unsigned to = key_tile(queries, SIDE, ROTARY) + (warp * 16 + lane % 16) * COLUMNS * 2;
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-            store_matrices(to + ((2 * k + lane / 16) ^ lane % 8) * 16, weights[k]);
+        for (int k = 0; k < 4; ++k) store_matrices(to + ((2 * k + lane / 16) ^ lane % 8) * 16, weights[k]);
         publish_shared();
     }
 
@@ -1795,7 +1777,8 @@ template <typename T, int SIDE, bool BY_TILE> struct Seesaw {
 #pragma unroll
         for (int k = 0; k < 4; ++k)
             multiply_across<T>(output, weights[k],
-                               across_the_sum<TILE_BYTES>(key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2), true);
+                               across_the_sum<TILE_BYTES>(key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
+                               true);
         products_commit();
     }
 
@@ -1807,9 +1790,9 @@ template <typename T, int SIDE, bool BY_TILE> struct Seesaw {
         products_begin();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            multiply_across<T>(
-                output, along_the_sum(key_tile(queries, 1 - SIDE, ROTARY) + k * 32),
-                across_the_sum<TILE_BYTES>(key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2), true);
+            multiply_across<T>(output, along_the_sum(key_tile(queries, 1 - SIDE, ROTARY) + k * 32),
+                               across_the_sum<TILE_BYTES>(key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
+                               true);
         products_commit();
     }
 
@@ -1838,11 +1821,9 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
         const Visit visit(p, part, sequence);
         const int tiles = ceil_div(max(visit.end - visit.begin, 0), BLOCK_TOKENS);
 #pragma unroll
-        for (int j = 0; j < 128; ++j)
-            w.output[j] = 0.f;
+        for (int j = 0; j < 128; ++j) w.output[j] = 0.f;
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            w.sum[i] = 0.f, w.base[i] = -CUDART_INF_F;
+        for (int i = 0; i < 2; ++i) w.sum[i] = 0.f, w.base[i] = -CUDART_INF_F;
         if (tiles) barrier_wait(shared_address(&shared.queries_full), visited++);
         for (int tile = (used ^ SIDE) & 1; tile < tiles; tile += 2) {
             float scores[32];
@@ -1863,8 +1844,7 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
             if (!GATHER && p.causal) {
                 all = all && visit.length + first_end >= start + BLOCK_TOKENS;
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    limits[i] = min(present, visit.length + ends[i] - start);
+                for (int i = 0; i < 2; ++i) limits[i] = min(present, visit.length + ends[i] - start);
             }
             float higher[2] = {w.base[0], w.base[1]};
             unsigned weights[4][4];
@@ -1900,7 +1880,7 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
         }
         used += tiles;
 
-        float(&sums)[2][WGMMA_ROWS] = shared.sums[(sequence - part.first) & 1];
+        float (&sums)[2][WGMMA_ROWS] = shared.sums[(sequence - part.first) & 1];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             w.sum[i] = lanes_sum<4>(w.sum[i]);
@@ -1913,7 +1893,7 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
         for (int i = 0; i < 2; ++i) {
             const Destination<T> to(p, part, visit, blockIdx.y, first_row + w.row(i), w.base[i],
                                     w.sum[i] + sums[1 - SIDE][w.row(i)], bad, SIDE == 0 && lane % 4 == 0);
-            to.template store<32, 512>(p, reinterpret_cast<const float(*)[4]>(w.output), i, SIDE * 256);
+            to.template store<32, 512>(p, reinterpret_cast<const float (*)[4]>(w.output), i, SIDE * 256);
         }
     }
 }
@@ -1934,14 +1914,12 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
         for (int i = 0; i < 2; ++i) {
             for (int tile = 0; tile < TILES; ++tile)
                 barrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPGROUP / 32 : 1);
-            for (int half = 0; half < 2; ++half)
-                barrier_init(shared_address(&shared.empty[i][half]), WARPGROUP / 32);
+            for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.empty[i][half]), WARPGROUP / 32);
         }
         barrier_init(shared_address(&shared.queries_full), TMA ? WARPGROUP - 32 : WARPGROUP);
         barrier_init(shared_address(&shared.queries_empty), 2 * WARPGROUP / 32);
         barrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
-        for (int i = 0; i < VISITS; ++i)
-            shared.bad[i] = 0;
+        for (int i = 0; i < VISITS; ++i) shared.bad[i] = 0;
         barriers_ready();
     }
     __syncthreads();
@@ -2017,11 +1995,9 @@ __global__ __launch_bounds__(256, 2) void combine_parts(const __grid_constant__ 
             // Where a warp has a whole row, registers would spill from sm_100 on with several at once.
             if constexpr (TEAM == 1 && __CUDA_ARCH__ >= 1000) {
 #pragma unroll 1
-                for (int split = lane; split < count; split += 32)
-                    use(lses[split * step]);
+                for (int split = lane; split < count; split += 32) use(lses[split * step]);
             } else {
-                for (int split = lane; split < count; split += 32)
-                    use(lses[split * step]);
+                for (int split = lane; split < count; split += 32) use(lses[split * step]);
             }
         };
         each_own([&](float lse) { largest = fmaxf(largest, lse); });
@@ -2046,8 +2022,7 @@ __global__ __launch_bounds__(256, 2) void combine_parts(const __grid_constant__ 
         }
         if constexpr (TEAM > 1) {
 #pragma unroll
-            for (int i = 0; i < EACH; ++i)
-                found[warp][i * 32 + lane] = total[i];
+            for (int i = 0; i < EACH; ++i) found[warp][i * 32 + lane] = total[i];
             __syncthreads();
             if (warp > 0) return;
 #pragma unroll
@@ -2068,8 +2043,9 @@ __global__ __launch_bounds__(256, 2) void combine_parts(const __grid_constant__ 
         for (int i = 0; i < EACH; ++i) {
             const int four = first_four + i * 32;
             if (four < fours)
-                *reinterpret_cast<uint2*>(out + four * 4) = make_uint2(
-                    pack<T>(total[i].x * factor, total[i].y * factor), pack<T>(total[i].z * factor, total[i].w * factor));
+                *reinterpret_cast<uint2*>(out + four * 4) =
+                    make_uint2(pack<T>(total[i].x * factor, total[i].y * factor),
+                               pack<T>(total[i].z * factor, total[i].w * factor));
         }
     }
 }

@@ -15,16 +15,16 @@
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
 struct Params {
-    const char* x;            // [rows, 2 * inter]
-    char* out;                // [rows, inter]
-    const int* counts;        // [rows / max_tokens], may be null
-    long long x_stride;       // bytes between rows
+    const char* x;      // [rows, 2 * inter]
+    char* out;          // [rows, inter]
+    const int* counts;  // [rows / max_tokens], may be null
+    long long x_stride; // bytes between rows
     int rows;
-    int max_tokens;           // rows of one expert
+    int max_tokens; // rows of one expert
     Divisor by_max_tokens;
-    int columns;              // units in a row of out
-    int tile_rows;            // tile_rows * threads <= blockDim.x
-    int tile_columns;         // a multiple of ITEMS
+    int columns;      // units in a row of out
+    int tile_rows;    // tile_rows * threads <= blockDim.x
+    int tile_columns; // a multiple of ITEMS
     Divisor by_threads;
 };
 

@@ -37,25 +37,25 @@ struct Params {
     const void* valid_on_device; // one int32 or int64 that replaces `valid`, may be null
     long long row_stride;
     int tokens;
-    int valid;                   // tokens from this one on are padding
+    int valid; // tokens from this one on are padding
     int experts;
     int groups;
     int topk_group;
-    int topk;                    // routed experts per token
-    int shared;                  // fused shared experts, in the last columns
+    int topk;   // routed experts per token
+    int shared; // fused shared experts, in the last columns
     int scoring;
-    int group_by_two;            // dynamic only: a group's score is the sum of its two best choices, as it is with
-                                 // a bias when not dynamic; else it is its best
+    int group_by_two; // dynamic only: a group's score is the sum of its two best choices, as it is with
+                      // a bias when not dynamic; else it is its best
     int renormalize;
     int bias_is_float;
     int valid_is_int64;
-    int capacity;                // dynamic only: entries in a token's candidate list, a multiple of 4
-    int group_size;              // dynamic only, like the next two
-    int log2_lanes_per_group;    // 2 to it divides group_size
-    unsigned group_magic;        // e / group_size == e * group_magic >> 20
-    float shared_scale;          // a shared expert's weight is the routed sum times this
+    int capacity;             // dynamic only: entries in a token's candidate list, a multiple of 4
+    int group_size;           // dynamic only, like the next two
+    int log2_lanes_per_group; // 2 to it divides group_size
+    unsigned group_magic;     // e / group_size == e * group_magic >> 20
+    float shared_scale;       // a shared expert's weight is the routed sum times this
     float output_scale;
-    float softcap;               // dynamic only: logits become softcap * tanh(logits / softcap) in a softmax; 0: off
+    float softcap; // dynamic only: logits become softcap * tanh(logits / softcap) in a softmax; 0: off
 };
 
 // One 64-bit word orders the candidates: larger choice first, then lower id.
@@ -111,7 +111,9 @@ __device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&
     constexpr int BYTES = COUNT * sizeof(T);
     constexpr int WIDTH = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : sizeof(T);
     constexpr int PER_LOAD = WIDTH / sizeof(T);
-    struct alignas(WIDTH) Pack { T item[PER_LOAD]; };
+    struct alignas(WIDTH) Pack {
+        T item[PER_LOAD];
+    };
 #pragma unroll
     for (int i = 0; i < COUNT / PER_LOAD; ++i) {
         const Pack pack = reinterpret_cast<const Pack*>(from)[i];
@@ -137,10 +139,12 @@ template <typename T, int COUNT, int LANES> struct Staging {
         for (int i = 0; i < CHUNKS; ++i) {
             const int chunk = i * LANES + lane;
             // Where a round covers whole parts, the next one lies at a constant distance.
-            const uint4* to = LANES % CHUNKS ? staged + chunk / CHUNKS * PITCH + chunk % CHUNKS
-                : staged + lane / CHUNKS * PITCH + lane % CHUNKS + i * (LANES / CHUNKS * PITCH);
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                         :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from + i * LANES) : "memory");
+            const uint4* to = LANES % CHUNKS
+                                  ? staged + chunk / CHUNKS * PITCH + chunk % CHUNKS
+                                  : staged + lane / CHUNKS * PITCH + lane % CHUNKS + i * (LANES / CHUNKS * PITCH);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+                         "l"(from + i * LANES)
+                         : "memory");
         }
     }
     // The whole row has arrived.
@@ -162,12 +166,12 @@ constexpr int resident_blocks(int lanes, int values) {
 
 template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED>
 __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 32, VALUES))
-moe_gate(const __grid_constant__ Params p) {
+    moe_gate(const __grid_constant__ Params p) {
     constexpr bool DYNAMIC = EXPERTS == 0;
     constexpr int TOKENS = WARPS * 32 / LANES;
     static_assert(DYNAMIC || EXPERTS == LANES * VALUES, "a lane holds a whole number of experts");
     static_assert(DYNAMIC || LANES % GROUPS == 0, "a group is whole lanes");
-    constexpr int AT_ONCE = LANES == 8 ? 2 : 1;  // candidates a lane works on at once
+    constexpr int AT_ONCE = LANES == 8 ? 2 : 1; // candidates a lane works on at once
     static_assert(VALUES <= 32, "a lane keeps a bit for each of its values");
 
     int experts = p.experts, groups = p.groups, scoring = p.scoring, capacity = p.capacity;
@@ -191,10 +195,10 @@ moe_gate(const __grid_constant__ Params p) {
     const int row_words = padded_groups + LANES * VALUES + (padded_groups << p.log2_lanes_per_group);
     const int row_units = DYNAMIC ? (groups + 5) / 2 + (row_words + 3) / 4 : Stage::UNITS;
     uint4* own_shared = shared + BIAS_UNITS + slot * (list_units + row_units);
-    Candidate* candidates = reinterpret_cast<Candidate*>(own_shared);       // [capacity + 4]
-    float* scores = reinterpret_cast<float*>(candidates + capacity + 4);    // [capacity]
-    int* listed = reinterpret_cast<int*>(scores + capacity);                // [capacity]
-    uint2* sorted = reinterpret_cast<uint2*>(listed);                       // [capacity] scores and ids, after that
+    Candidate* candidates = reinterpret_cast<Candidate*>(own_shared);    // [capacity + 4]
+    float* scores = reinterpret_cast<float*>(candidates + capacity + 4); // [capacity]
+    int* listed = reinterpret_cast<int*>(scores + capacity);             // [capacity]
+    uint2* sorted = reinterpret_cast<uint2*>(listed);                    // [capacity] scores and ids, after that
     uint4* staged = own_shared + list_units;
 
     const auto expert_of = [&](int i) { return DYNAMIC ? i * LANES + lane : lane * VALUES + i; };
@@ -224,13 +228,15 @@ moe_gate(const __grid_constant__ Params p) {
 
     const auto bias_in_memory = [&](int e) {
         // fmax turns a NaN into -inf.
-        const float b = p.bias_is_float ? static_cast<const float*>(p.bias)[e]
-                                        : to_float(static_cast<const T*>(p.bias)[e]);
+        const float b =
+            p.bias_is_float ? static_cast<const float*>(p.bias)[e] : to_float(static_cast<const T*>(p.bias)[e]);
         return fmaxf(b, -CUDART_INF_F);
     };
     const auto bias_of = [&](unsigned e) {
-        if constexpr (BIAS_UNITS > 0) return BiasStage::part(shared, e / VALUES)[e % VALUES];
-        else return bias_in_memory(e);
+        if constexpr (BIAS_UNITS > 0)
+            return BiasStage::part(shared, e / VALUES)[e % VALUES];
+        else
+            return bias_in_memory(e);
     };
     float bias[VALUES];
     if constexpr (BIAS_UNITS > 0) {
@@ -238,11 +244,15 @@ moe_gate(const __grid_constant__ Params p) {
             BiasStage::part(shared, e / VALUES)[e % VALUES] = bias_in_memory(e);
         __syncthreads();
     } else if (DYNAMIC && biased) {
-        if (p.bias_is_float) load_column([&](int e) { return static_cast<const float*>(p.bias)[e]; }, bias);
-        else load_column([&](int e) { return to_float(static_cast<const T*>(p.bias)[e]); }, bias);
+        if (p.bias_is_float)
+            load_column([&](int e) { return static_cast<const float*>(p.bias)[e]; }, bias);
+        else
+            load_column([&](int e) { return to_float(static_cast<const T*>(p.bias)[e]); }, bias);
     } else if (biased) {
-        if (p.bias_is_float) load_floats(static_cast<const float*>(p.bias) + lane * VALUES, bias);
-        else load_floats(static_cast<const T*>(p.bias) + lane * VALUES, bias);
+        if (p.bias_is_float)
+            load_floats(static_cast<const float*>(p.bias) + lane * VALUES, bias);
+        else
+            load_floats(static_cast<const T*>(p.bias) + lane * VALUES, bias);
     }
     int valid = p.valid;
     if (p.valid_on_device)
@@ -261,8 +271,10 @@ moe_gate(const __grid_constant__ Params p) {
     }
     if constexpr (BIAS_UNITS > 0) load_floats(BiasStage::part(shared, lane), bias);
     const auto logit_of = [&](unsigned e) {
-        if constexpr (Stage::USED) return to_float(Stage::part(staged, e / VALUES)[e % VALUES]);
-        else return to_float(logits[e]);
+        if constexpr (Stage::USED)
+            return to_float(Stage::part(staged, e / VALUES)[e % VALUES]);
+        else
+            return to_float(logits[e]);
     };
 
     // A logit as the softmax takes it. The cap is monotonic, so the order of the raw logits stands.
@@ -305,9 +317,12 @@ moe_gate(const __grid_constant__ Params p) {
         }
     };
     if (biased) {
-        if (scoring == SIGMOID) choose(sigmoid);
-        else if (scoring == SOFTMAX) choose(softmax);
-        else choose(sqrtsoftplus);
+        if (scoring == SIGMOID)
+            choose(sigmoid);
+        else if (scoring == SOFTMAX)
+            choose(softmax);
+        else
+            choose(sqrtsoftplus);
     } else {
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) choice[i] = __fadd_rn(choice[i], 0.f);
@@ -326,13 +341,12 @@ moe_gate(const __grid_constant__ Params p) {
     float threshold = -CUDART_INF_F;
     if (DYNAMIC && groups > 1) {
         const int log2_split = p.log2_lanes_per_group, split = 1 << log2_split;
-        Candidate* group_list = reinterpret_cast<Candidate*>(staged);                         // [groups + 3]
-        unsigned* group_kept = reinterpret_cast<unsigned*>(staged + (groups + 5) / 2);        // [padded_groups]
+        Candidate* group_list = reinterpret_cast<Candidate*>(staged);                  // [groups + 3]
+        unsigned* group_kept = reinterpret_cast<unsigned*>(staged + (groups + 5) / 2); // [padded_groups]
         float* choice_row = reinterpret_cast<float*>(group_kept + padded_groups);
         const auto group_of = [&](int e) { return int(e * p.group_magic >> 20); };
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i)
-            choice_row[expert_of(i) + (group_of(expert_of(i)) << log2_split)] = choice[i];
+        for (int i = 0; i < VALUES; ++i) choice_row[expert_of(i) + (group_of(expert_of(i)) << log2_split)] = choice[i];
         __syncwarp();
         // The unused words put the lanes that scan neighbouring groups in different banks.
         const int part = lane & (split - 1), groups_at_once = LANES >> log2_split;
@@ -415,8 +429,7 @@ moe_gate(const __grid_constant__ Params p) {
                 if ((reached >> i & 1) && (at < 0 || choice[i] > largest_left)) largest_left = choice[i], at = i;
             Candidate best = at < 0 ? 0 : make_candidate(largest_left, expert_of(at));
 #pragma unroll
-            for (int flip = LANES / 2; flip > 0; flip /= 2)
-                best = max(best, __shfl_xor_sync(FULL_WARP, best, flip));
+            for (int flip = LANES / 2; flip > 0; flip /= 2) best = max(best, __shfl_xor_sync(FULL_WARP, best, flip));
             const int id = candidate_id(best);
             if (lane == 0) listed[k] = id;
             if (at >= 0 && id == expert_of(at)) reached &= ~(1u << at);

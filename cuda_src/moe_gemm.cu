@@ -29,15 +29,15 @@ struct GemmParams {
     // of e4m3.
     const float* a_scale;
     const void* b_scale;
-    const int* offsets;   // [experts + 1] times `offset_words`; batched: [experts], numbers of rows
-    const int* row_token; // [rows], or null
-    const float* b_global_scale; // [experts], or null
+    const int* offsets;              // [experts + 1] times `offset_words`; batched: [experts], numbers of rows
+    const int* row_token;            // [rows], or null
+    const float* b_global_scale;     // [experts], or null
     int rows, tokens, experts, n, k; // rows of out and of a; n of b
-    int offset_words; // 1: offsets are int32; 2: int64, of which the low words count
-    int max_tokens;   // batched; else 0
-    int a_scale_step; // 1: a_scale is of each token, 0: one
-    int b_scale_step; // 1: b_scale is of each row of weights, 0: of each expert
-    int together;     // gemm_wgmma: so many tiles of tokens share a tile of weights before the next
+    int offset_words;                // 1: offsets are int32; 2: int64, of which the low words count
+    int max_tokens;                  // batched; else 0
+    int a_scale_step;                // 1: a_scale is of each token, 0: one
+    int b_scale_step;                // 1: b_scale is of each row of weights, 0: of each expert
+    int together;                    // gemm_wgmma: so many tiles of tokens share a tile of weights before the next
 };
 
 // For TMA: what the boxes are is said where they are used.
@@ -71,7 +71,7 @@ __device__ __forceinline__ int source_of(const GemmParams& p, int row) {
 // Which tile of which group.
 struct GroupTile {
     int expert, begin, end; // rows of the group
-    int before, tiles; // of TOKENS rows: of the groups before, and of this one
+    int before, tiles;      // of TOKENS rows: of the groups before, and of this one
 };
 
 // The group that has the wanted one of all tiles, to shared memory; false if there are not so many. All threads of the
@@ -152,8 +152,8 @@ __device__ __forceinline__ uint4 load_shared(unsigned from) {
 // With the largest tiles the second warpgroup begins a stage behind the first, and stays there: while one writes a tile, the
 // other multiplies.
 
-constexpr int WARPGROUPS = 2;            // that multiply, each 64 weights of a tile
-constexpr int DEPTH = 64;                // numbers of 16 bits in a stage, and in a row of a tile in shared memory
+constexpr int WARPGROUPS = 2; // that multiply, each 64 weights of a tile
+constexpr int DEPTH = 64;     // numbers of 16 bits in a stage, and in a row of a tile in shared memory
 constexpr int ROW_BYTES = DEPTH * 2;
 
 // Tokens of a tile; an instance has those from a quarter of its TOKENS on.
@@ -163,11 +163,15 @@ constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 240, 25
 __host__ __device__ constexpr int box_of(int tokens) { return tokens >= 64 ? 32 : tokens >= 16 ? tokens / 2 : 8; }
 
 // Tokens whose results are transposed at once.
-__host__ __device__ constexpr int round_of(int tokens) { return tokens > 128 ? 32 : tokens == 128 ? 64 : tokens < 16 ? 8 : 16; }
+__host__ __device__ constexpr int round_of(int tokens) {
+    return tokens > 128 ? 32 : tokens == 128 ? 64 : tokens < 16 ? 8 : 16;
+}
 
 // Threads of a block. 288 tokens need 144 registers a thread for sums, more than each can have: the loading warp then is one
 // of a warpgroup, which gives its registers away.
-__host__ __device__ constexpr int gemm_threads(int tokens) { return WARPGROUPS * WARPGROUP + (tokens > 128 ? WARPGROUP : 32); }
+__host__ __device__ constexpr int gemm_threads(int tokens) {
+    return WARPGROUPS * WARPGROUP + (tokens > 128 ? WARPGROUP : 32);
+}
 
 struct alignas(16) GemmVisit {
     int row;    // the first
@@ -191,10 +195,11 @@ template <int TOKENS> struct GemmTiles {
 
     const MappedGemmParams& p;
     int weight_tiles;
-    int first = 0, before = 0; // tiles of all groups before `first`
+    int first = 0, before = 0;        // tiles of all groups before `first`
     int begin, count, tiles, through; // its rows; its tiles; and with those of all groups before it
 
-    __device__ __forceinline__ GemmTiles(const MappedGemmParams& p, int weight_tiles) : p(p), weight_tiles(weight_tiles) {
+    __device__ __forceinline__ GemmTiles(const MappedGemmParams& p, int weight_tiles)
+        : p(p), weight_tiles(weight_tiles) {
         look();
     }
 
@@ -250,7 +255,8 @@ template <int STAGES> struct GemmPlace {
 };
 
 template <bool GATED, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
-__device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<TOKENS, STAGES>& shared, unsigned stages) {
+__device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<TOKENS, STAGES>& shared,
+                                          unsigned stages) {
     using Shared = GemmShared<TOKENS, STAGES>;
     constexpr int WEIGHTS = WARPGROUPS * 64, BOX = box_of(TOKENS);
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
@@ -259,7 +265,8 @@ __device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<
     GemmPlace<STAGES> place;
     const int steps = (p.k + DEPTH - 1) / DEPTH;
     int expert, row, tokens, weight_tile;
-    for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile); tile += gridDim.x / CLUSTER) {
+    for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile);
+         tile += gridDim.x / CLUSTER) {
         if (lane == 0) {
             const int first_weight = (weight_tile * CLUSTER + rank) * WEIGHTS;
             const int boxes = (tokens + BOX - 1) / BOX;
@@ -269,8 +276,7 @@ __device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<
                 const unsigned tokens_to = weights_to + Shared::WEIGHT_TILE;
                 const int x = step * DEPTH;
                 barrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-                if (step == 0)
-                    shared.visits[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
+                if (step == 0) shared.visits[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
                 barrier_expect(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
                 if constexpr (GATED)
                     copy_tile<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
@@ -313,27 +319,37 @@ template <int WIDTH> struct Width {
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_40 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_48 NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES_80 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_80 \
+    NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+             "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES_96 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_112 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define NAMES_112 \
+    NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES_120 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define PRODUCT(columns, places, types, a_at, b_at, add_at) \
     asm volatile("{ .reg .pred add;\n" \
                  "  setp.ne.b32 add, " add_at ", 0;\n" \
-                 "  wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." types " {" NAMES_##places "}, " a_at ", " b_at \
-                 ", add, 1, 1, 0, 0; }" \
+                 "  wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." types " {" NAMES_##places \
+                 "}, " a_at ", " b_at ", add, 1, 1, 0, 0; }" \
                  : PLACES_##places \
                  : "l"(a), "l"(b), "r"(int(add)))
 #define PRODUCTS(types) \
-    if constexpr (N == 24) PRODUCT("48", 24, types, "%24", "%25", "%26"); \
-    else if constexpr (N == 40) PRODUCT("80", 40, types, "%40", "%41", "%42"); \
-    else if constexpr (N == 48) PRODUCT("96", 48, types, "%48", "%49", "%50"); \
-    else if constexpr (N == 80) PRODUCT("160", 80, types, "%80", "%81", "%82"); \
-    else if constexpr (N == 96) PRODUCT("192", 96, types, "%96", "%97", "%98"); \
-    else if constexpr (N == 112) PRODUCT("224", 112, types, "%112", "%113", "%114"); \
-    else if constexpr (N == 120) PRODUCT("240", 120, types, "%120", "%121", "%122"); \
-    else multiply_tiles<T>(c, a, b, add)
+    if constexpr (N == 24) \
+        PRODUCT("48", 24, types, "%24", "%25", "%26"); \
+    else if constexpr (N == 40) \
+        PRODUCT("80", 40, types, "%40", "%41", "%42"); \
+    else if constexpr (N == 48) \
+        PRODUCT("96", 48, types, "%48", "%49", "%50"); \
+    else if constexpr (N == 80) \
+        PRODUCT("160", 80, types, "%80", "%81", "%82"); \
+    else if constexpr (N == 96) \
+        PRODUCT("192", 96, types, "%96", "%97", "%98"); \
+    else if constexpr (N == 112) \
+        PRODUCT("224", 112, types, "%112", "%113", "%114"); \
+    else if constexpr (N == 120) \
+        PRODUCT("240", 120, types, "%120", "%121", "%122"); \
+    else \
+        multiply_tiles<T>(c, a, b, add)
 template <typename T, int N>
 __device__ __forceinline__ void multiply_width(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
     if constexpr (IS_BFLOAT16<T>) {
@@ -363,11 +379,13 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], unsigned long long
 
 // The first WIDTH columns of c: += a b, 16 along the sum. One product has at most 256.
 template <typename T, int WIDTH, int PLACES>
-__device__ __forceinline__ void gemm_multiply(float (&c)[PLACES], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void gemm_multiply(float (&c)[PLACES], unsigned long long a, unsigned long long b,
+                                              bool add) {
     constexpr int FIRST = WIDTH < 256 ? WIDTH : 256;
-    multiply_width<T>(reinterpret_cast<float(&)[FIRST / 2]>(c), a, b, add);
+    multiply_width<T>(reinterpret_cast<float (&)[FIRST / 2]>(c), a, b, add);
     if constexpr (FIRST < WIDTH)
-        multiply_width<T>(reinterpret_cast<float(&)[(WIDTH - FIRST) / 2]>(c[FIRST / 2]), a, b + (FIRST * ROW_BYTES >> 4), add);
+        multiply_width<T>(reinterpret_cast<float (&)[(WIDTH - FIRST) / 2]>(c[FIRST / 2]), a,
+                          b + (FIRST * ROW_BYTES >> 4), add);
 }
 
 // f(Width<w>()) with the smallest w of WIDTHS that this instance has and that holds `tokens`.
@@ -419,18 +437,20 @@ __device__ __forceinline__ void gemm_sum(float (&c)[PLACES], Shared& shared, Gem
         products_wait<0>();
         release(previous);
     }
-    pin(reinterpret_cast<float(&)[WIDTH / 2]>(c));
+    pin(reinterpret_cast<float (&)[WIDTH / 2]>(c));
 }
 
 // Store 8 x 8 matrices of 16 bits, transposed: what lane l holds of the i-th goes to rows 2 (l % 4) and + 1, column l / 4.
 // Lanes 8 i ... 8 i + 7 name its rows.
-template <int MATRICES> __device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
+template <int MATRICES>
+__device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
     if constexpr (MATRICES == 4)
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
                      "r"(from[1]), "r"(from[2]), "r"(from[3])
                      : "memory");
     else if constexpr (MATRICES == 2)
-        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(from[0]), "r"(from[1])
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(from[0]),
+                     "r"(from[1])
                      : "memory");
     else
         asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(from[0]) : "memory");
@@ -445,20 +465,20 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // Write what a warpgroup has of a tile. `round` counts how often it has used its two places in `staging`: a round's readers
 // are done when all have come to the barrier of the next, so that the round after that may write to their place.
 template <typename T, int ACTIVATION, int TOKENS>
-__device__ __forceinline__ void gemm_store(const MappedGemmParams& p, const float (&c)[TOKENS / 2], const GemmVisit& visit,
-                                           int warpgroup, unsigned staging, int& round) {
+__device__ __forceinline__ void gemm_store(const MappedGemmParams& p, const float (&c)[TOKENS / 2],
+                                           const GemmVisit& visit, int warpgroup, unsigned staging, int& round) {
     constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
     constexpr int ROUND = round_of(TOKENS);
-    constexpr int CHUNKS = GATED ? 4 : 8;  // of 16 bytes, that a token gets
-    constexpr int EACH = CHUNKS / 4;       // of them by a warp
+    constexpr int CHUNKS = GATED ? 4 : 8; // of 16 bytes, that a token gets
+    constexpr int EACH = CHUNKS / 4;      // of them by a warp
     constexpr int MATRICES = ROUND / 8 * EACH < 4 ? ROUND / 8 * EACH : 4;
     constexpr int GROUPS = MATRICES / EACH; // of 8 tokens, that are stored at once
     // The chunks of 8 neighbouring tokens are in different banks, if chunk i is where chunk i ^ swizzle(token) would be.
     auto swizzle = [](int token) { return GATED ? token / 2 % 4 : token % 8; };
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
     const int columns = GATED ? p.n / 2 : p.n;
-    const unsigned lane_to = (lane / 8 / EACH * 8 + lane % 8) * CHUNKS * 16 +
-                             ((warp * EACH + lane / 8 % EACH) ^ swizzle(lane % 8)) * 16;
+    const unsigned lane_to =
+        (lane / 8 / EACH * 8 + lane % 8) * CHUNKS * 16 + ((warp * EACH + lane / 8 % EACH) ^ swizzle(lane % 8)) * 16;
     const int chunk = thread % CHUNKS, column = visit.column + warpgroup * CHUNKS * 8 + chunk * 8;
     T* const out = static_cast<T*>(p.out) + (long long)visit.row * columns + column;
 #pragma unroll
@@ -490,7 +510,8 @@ __device__ __forceinline__ void gemm_store(const MappedGemmParams& p, const floa
 }
 
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
-__device__ __forceinline__ void gemm_compute(const MappedGemmParams& p, GemmShared<TOKENS, STAGES>& shared, unsigned stages) {
+__device__ __forceinline__ void gemm_compute(const MappedGemmParams& p, GemmShared<TOKENS, STAGES>& shared,
+                                             unsigned stages) {
     using Shared = GemmShared<TOKENS, STAGES>;
     constexpr int SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
     // From one lane: so the compiler knows that it is the same in all, and keeps what follows from it in uniform registers.
@@ -519,8 +540,8 @@ __device__ __forceinline__ void gemm_compute(const MappedGemmParams& p, GemmShar
 // T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS run at once on a multiprocessor. STREAMED: few tokens;
 // what counts is how many bytes are on their way, and nearly all weights are read once.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
-__global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS) CLUSTER_OF(CLUSTER) void gemm_wgmma(
-    const __grid_constant__ MappedGemmParams p) {
+__global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
+    CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     using Shared = GemmShared<TOKENS, STAGES>;
     extern __shared__ char memory[];
@@ -570,14 +591,14 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS) CLUSTER_OF(CLUSTER) v
 // of the other run. 64 rows of which none is of the group are neither loaded nor multiplied.
 
 constexpr int FP8_THREADS = 3 * WARPGROUP;
-constexpr int FP8_BOX = 64;              // rows of a box, and of a product
-constexpr int FP8_COLUMNS = 128;         // weight rows of a tile
-constexpr int FP8_K = 128;               // bytes along k of a stage, and numbers of a scale
+constexpr int FP8_BOX = 64;      // rows of a box, and of a product
+constexpr int FP8_COLUMNS = 128; // weight rows of a tile
+constexpr int FP8_K = 128;       // bytes along k of a stage, and numbers of a scale
 constexpr int FP8_BOX_BYTES = FP8_BOX * FP8_K, FP8_WEIGHT_BYTES = FP8_COLUMNS * FP8_K;
-constexpr int FP8_SCALES = 4;            // of a row, neighbours along k, that a lane reads at once
-constexpr int FP8_SCALED_ROWS = 128;     // whose scales a warp brings: 4 to a lane
-constexpr int FP8_ARRIVING = 32;         // of the lanes that brought scales: all, or 1 for all
-constexpr int FP8_STAGED_COLUMNS = 64;   // of the output, that a warp turns into whole pieces at once
+constexpr int FP8_SCALES = 4;          // of a row, neighbours along k, that a lane reads at once
+constexpr int FP8_SCALED_ROWS = 128;   // whose scales a warp brings: 4 to a lane
+constexpr int FP8_ARRIVING = 32;       // of the lanes that brought scales: all, or 1 for all
+constexpr int FP8_STAGED_COLUMNS = 64; // of the output, that a warp turns into whole pieces at once
 
 // expert, first row, rows (0: no tile is left), first column of the output.
 using Fp8Tile = int4;
@@ -585,7 +606,9 @@ using Fp8Tile = int4;
 template <int STAGES> struct Fp8GemmShared {
     unsigned long long full[STAGES], empty[STAGES];
     Fp8Tile tiles[STAGES]; // the one whose first bytes along k are in this stage
-    int4 groups[3][32]; // of neighbouring experts: first row, rows, tiles, tiles up to this one's last; of each warp that looks
+    int4 groups
+        [3]
+        [32]; // of neighbouring experts: first row, rows, tiles, tiles up to this one's last; of each warp that looks
 };
 
 // The shared memory, from a multiple of 1024 on.
@@ -609,8 +632,8 @@ template <int TOKENS, int CLUSTER, int OUT_COLUMNS> struct Fp8Tiles {
 
     const MappedGemmParams& p;
     int4 (&groups)[32]; // from expert `window` on
-    const int strips; // pieces of the columns, of a cluster's width
-    int window, ahead; // the next tile, counted from the window's first
+    const int strips;   // pieces of the columns, of a cluster's width
+    int window, ahead;  // the next tile, counted from the window's first
 
     __device__ __forceinline__ Fp8Tiles(const MappedGemmParams& p, int4 (&groups)[32])
         : p(p), groups(groups),
@@ -659,8 +682,8 @@ template <int TOKENS, int CLUSTER, int OUT_COLUMNS> struct Fp8Tiles {
 
 // The warp that loads. The first stage of a tile brings which one it is.
 template <int TOKENS, int CLUSTER, int STAGES, int ACTIVATION>
-__device__ __forceinline__ void
-load_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, unsigned ring) {
+__device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared,
+                                               unsigned ring) {
     constexpr int OUT_COLUMNS = ACTIVATION ? FP8_COLUMNS / 2 : FP8_COLUMNS;
     constexpr int STAGE_BYTES = TOKENS * FP8_K + FP8_WEIGHT_BYTES;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
@@ -708,15 +731,14 @@ load_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, unsigne
 }
 
 // Four numbers of a row from `k` on. Those from `numbers` on are not read.
-__device__ __forceinline__ void
-load_fp8_scales(float (&to)[FP8_SCALES], const float* row, int k, int numbers, bool aligned) {
+__device__ __forceinline__ void load_fp8_scales(float (&to)[FP8_SCALES], const float* row, int k, int numbers,
+                                                bool aligned) {
     if (aligned) {
         const float4 four = __ldg(reinterpret_cast<const float4*>(row + k));
         to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     } else {
 #pragma unroll
-        for (int j = 0; j < FP8_SCALES; ++j)
-            to[j] = __ldg(row + min(k + j, numbers - 1));
+        for (int j = 0; j < FP8_SCALES; ++j) to[j] = __ldg(row + min(k + j, numbers - 1));
     }
 }
 
@@ -724,8 +746,8 @@ load_fp8_scales(float (&to)[FP8_SCALES], const float* row, int k, int numbers, b
 // stage to stage as the one that loads does. It reads those for four stages before it waits for the first of them to be
 // empty, and so never later than the copies into that are started.
 template <int TOKENS, int CLUSTER, int STAGES, int ACTIVATION>
-__device__ __forceinline__ void
-bring_fp8_scales(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, unsigned scales, int part) {
+__device__ __forceinline__ void bring_fp8_scales(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared,
+                                                 unsigned scales, int part) {
     using Layout = Fp8GemmLayout<TOKENS, STAGES, true, ACTIVATION>;
     constexpr int SETS = Layout::SETS, ROWS = 4;
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, strips = (p.n + FP8_COLUMNS - 1) / FP8_COLUMNS;
@@ -757,15 +779,17 @@ bring_fp8_scales(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, unsig
             }
 #pragma unroll
             for (int j = 0; j < FP8_SCALES; ++j)
-                if (k + j < k_blocks) fill([&] {
+                if (k + j < k_blocks)
+                    fill([&] {
 #pragma unroll
-                    for (int set = 0; set < SETS; ++set) {
-                        const float by = __shfl_sync(FULL_WARP, of_weights[set], j);
-                        store_shared(scales + stage * Layout::SCALE_BYTES + (set * TOKENS + first_row) * 4,
-                                     make_uint4(__float_as_uint(of_rows[0][j] * by), __float_as_uint(of_rows[1][j] * by),
-                                                __float_as_uint(of_rows[2][j] * by), __float_as_uint(of_rows[3][j] * by)));
-                    }
-                });
+                        for (int set = 0; set < SETS; ++set) {
+                            const float by = __shfl_sync(FULL_WARP, of_weights[set], j);
+                            store_shared(
+                                scales + stage * Layout::SCALE_BYTES + (set * TOKENS + first_row) * 4,
+                                make_uint4(__float_as_uint(of_rows[0][j] * by), __float_as_uint(of_rows[1][j] * by),
+                                           __float_as_uint(of_rows[2][j] * by), __float_as_uint(of_rows[3][j] * by)));
+                        }
+                    });
         }
         __syncwarp();
     }
@@ -788,8 +812,8 @@ __device__ __forceinline__ float fp8_load_scale(unsigned from) {
 
 // The rows of a warp's product, to the output by way of shared memory, for whole 16-byte pieces.
 template <typename T, bool BLOCK_SCALED, int ACTIVATION>
-__device__ __forceinline__ void
-store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row, const float (&sums)[64], unsigned staged) {
+__device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row,
+                                               const float (&sums)[64], unsigned staged) {
     constexpr int OUT_COLUMNS = ACTIVATION ? FP8_COLUMNS / 2 : FP8_COLUMNS;
     constexpr int CHUNKS = FP8_STAGED_COLUMNS / 8, PITCH = FP8_STAGED_COLUMNS * 2; // of 16 bytes
     const int lane = threadIdx.x % 32, left = tile.z - first_row;
@@ -837,8 +861,7 @@ store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row, co
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    pairs[chunk * 2 + i] = pack<T>(results[i][0], results[i][1]);
+                for (int i = 0; i < 2; ++i) pairs[chunk * 2 + i] = pack<T>(results[i][0], results[i][1]);
             }
             store_matrices(staged + lane % 16 * PITCH + ((j + lane / 16) ^ lane % 8) * 16, pairs);
         }
@@ -857,8 +880,8 @@ store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row, co
 
 // A warpgroup that computes.
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
-__device__ __forceinline__ void
-multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, unsigned ring, int side) {
+__device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared,
+                                                   unsigned ring, int side) {
     using Layout = Fp8GemmLayout<TOKENS, STAGES, BLOCK_SCALED, ACTIVATION>;
     constexpr int BLOCKS = TOKENS / (2 * FP8_BOX); // of 64 rows, of a warpgroup
     constexpr int SETS = Layout::SETS, PIECES = FP8_K / 32;
@@ -870,7 +893,8 @@ multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, uns
     const unsigned tokens = unsigned(along_the_sum(ring + side * FP8_BOX_BYTES));
     const unsigned further_weights = (TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
     const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
-    const unsigned empty = CLUSTER == 1 ? shared_address(&shared.empty[0]) : address_in(&shared.empty[0], lane % CLUSTER);
+    const unsigned empty =
+        CLUSTER == 1 ? shared_address(&shared.empty[0]) : address_in(&shared.empty[0], lane % CLUSTER);
     int stage = 0, phase = 0;
     unsigned tokens_here = tokens, scales_here = scales; // in this stage
     auto advance = [&] {
@@ -891,8 +915,8 @@ multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, uns
     };
     // From one lane, so that the compiler knows that it is the same in all.
     auto tile_of = [&](int part) {
-        return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1), __shfl_sync(FULL_WARP, part, 2),
-                         __shfl_sync(FULL_WARP, part, 3));
+        return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1),
+                         __shfl_sync(FULL_WARP, part, 2), __shfl_sync(FULL_WARP, part, 3));
     };
     for (;;) {
         wait_full();
@@ -905,8 +929,7 @@ multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, uns
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
-            for (int i = 0; i < 64; ++i)
-                total[block][i] = 0.f;
+            for (int i = 0; i < 64; ++i) total[block][i] = 0.f;
         // Of 64 rows. The last of a stage frees it and goes on to the next.
         auto multiply = [&](int block, bool last) {
             float factors[SETS][2];
@@ -915,7 +938,8 @@ multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, uns
                 for (int set = 0; set < SETS; ++set)
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        factors[set][i] = fp8_load_scale(scales_here + (set * TOKENS + block * 2 * FP8_BOX + i * 8) * 4);
+                        factors[set][i] =
+                            fp8_load_scale(scales_here + (set * TOKENS + block * 2 * FP8_BOX + i * 8) * 4);
             }
             if (last) __syncwarp();
             products_begin();
@@ -942,8 +966,7 @@ multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, uns
             for (int k = 0; k < k_blocks; ++k) {
                 wait_full();
 #pragma unroll
-                for (int block = 0; block < BLOCKS; ++block)
-                    multiply(block, block == BLOCKS - 1);
+                for (int block = 0; block < BLOCKS; ++block) multiply(block, block == BLOCKS - 1);
             }
         } else {
             // No more than one block.
@@ -967,8 +990,8 @@ multiply_fp8_tiles(const MappedGemmParams& p, Fp8GemmShared<STAGES>& shared, uns
 
 // T: of the output. TOKENS: 256 or 128. CLUSTER: 1 or 2.
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
-__global__ CLUSTER_OF(CLUSTER) __launch_bounds__(FP8_THREADS, 1) void
-gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
+__global__ CLUSTER_OF(CLUSTER)
+    __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     using Layout = Fp8GemmLayout<TOKENS, STAGES, BLOCK_SCALED, ACTIVATION>;
     // 168 for each of 384 threads, dealt out anew.
@@ -1116,8 +1139,8 @@ template <int M, int N> struct MmaLoaded {
 // and 128 x 128 of b, so sums over 128 are multiplied; else scales are of rows.
 template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int WEIGHT_WARPS, int STEP, int STAGES,
           int BLOCKS, int ACTIVATION, bool BLOCK_SCALES>
-__global__
-__launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __grid_constant__ GemmParams p) {
+__global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
+                             BLOCKS) void gemm_mma(const __grid_constant__ GemmParams p) {
     using F = MmaTile<T, FORMAT, TOKENS, WEIGHTS, STEP, BLOCK_SCALES>;
     constexpr int THREADS = TOKEN_WARPS * WEIGHT_WARPS * 32;
     constexpr int M = TOKENS / TOKEN_WARPS / 16, N = WEIGHTS / WEIGHT_WARPS / 8; // fragments of a warp
@@ -1168,8 +1191,7 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
     const char* b_from = static_cast<const char*>(p.b) + task.expert * b_pitch * p.n + b_chunk * 16;
     int tokens[A_COPIES];
 #pragma unroll
-    for (int i = 0; i < A_COPIES; ++i)
-        tokens[i] = token_of(a_row + i * A_ROWS);
+    for (int i = 0; i < A_COPIES; ++i) tokens[i] = token_of(a_row + i * A_ROWS);
     // The rows of b go up evenly until they end.
     constexpr int B_APART = GATED ? B_ROWS / 2 : B_ROWS;
     const int weight = GATED ? b_row / 8 % 2 * half + first_column + b_row / 16 * 8 + b_row % 8 : first_column + b_row;
@@ -1196,14 +1218,13 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
 #pragma unroll
             for (int i = 0; i < A_COPIES; ++i)
                 if (TOKENS % A_ROWS == 0 || a_row + i * A_ROWS < TOKENS)
-                    copy_part_async<16>(to + a_to + i * A_ROWS * F::A_LINE,
-                                                                    a_from + tokens[i] * a_pitch, a_left > 0 ? 16 : 0);
+                    copy_part_async<16>(to + a_to + i * A_ROWS * F::A_LINE, a_from + tokens[i] * a_pitch,
+                                        a_left > 0 ? 16 : 0);
 #pragma unroll
             for (int i = 0; i < B_COPIES; ++i)
                 if (WEIGHTS % B_ROWS == 0 || b_row + i * B_ROWS < WEIGHTS)
-                    copy_part_async<16>(
-                        to + b_to + i * B_ROWS * F::B_LINE, b_from + min(weight + i * B_APART, last_weight) * b_pitch,
-                        b_left > 0 ? 16 : 0);
+                    copy_part_async<16>(to + b_to + i * B_ROWS * F::B_LINE,
+                                        b_from + min(weight + i * B_APART, last_weight) * b_pitch, b_left > 0 ? 16 : 0);
             a_from += F::A_LINE, b_from += F::B_LINE;
             const unsigned scales = shared_at + to + F::SCALES;
             if constexpr (BLOCK_SCALES) {
@@ -1229,8 +1250,7 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
     };
     constexpr unsigned LAST_STAGE = (STAGES - 1) * F::BYTES;
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i)
-        copy_step(i, i * F::BYTES);
+    for (int i = 0; i < STAGES - 1; ++i) copy_step(i, i * F::BYTES);
 
     float sums[M][N][4];
 #pragma unroll
@@ -1238,27 +1258,23 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[m][n][i] = 0.f;
+            for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.f;
 
     if constexpr (!F::FP4) {
         // 32 bytes of a row at once: 16 numbers or 32. Loaded one ahead.
         constexpr int PARTS = F::A_LINE / 32;
         MmaLoaded<M, N> loaded[2];
         const unsigned a_at = shared_at + F::a_at(token_warp * M * 16 + lane % 16, lane / 16);
-        const unsigned b_at =
-            shared_at + F::B + F::b_at(weight_warp * N * 8 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        const unsigned b_at = shared_at + F::B + F::b_at(weight_warp * N * 8 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
         auto load = [&](MmaLoaded<M, N>& to, unsigned stage_at, int part) {
             // Chunks 2 part and 2 part + 1: these bits of the place are of the chunk alone.
             const unsigned a = (a_at + stage_at) ^ part * 32, b = (b_at + stage_at) ^ part * 32;
 #pragma unroll
-            for (int m = 0; m < M; ++m)
-                load_matrices(to.a[m], a + m * 16 * F::A_LINE);
+            for (int m = 0; m < M; ++m) load_matrices(to.a[m], a + m * 16 * F::A_LINE);
 #pragma unroll
-            for (int n = 0; n < N / 2; ++n)
-                load_matrices(to.b[n], b + n * 16 * F::B_LINE);
+            for (int n = 0; n < N / 2; ++n) load_matrices(to.b[n], b + n * 16 * F::B_LINE);
         };
-        auto multiply = [&](float(&to)[M][N][4], const MmaLoaded<M, N>& from) {
+        auto multiply = [&](float (&to)[M][N][4], const MmaLoaded<M, N>& from) {
             if constexpr (FORMAT == PLAIN) {
 #pragma unroll
                 for (int n = 0; n < N; ++n)
@@ -1282,8 +1298,7 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
                         unsigned b[2];
                         to_halves<__nv_fp8_e4m3>(b, from.b[n / 2][n % 2 * 2 + i]);
 #pragma unroll
-                        for (int m = 0; m < M; ++m)
-                            multiply_add<__half>(to[m][n], a[m], b[0], b[1]);
+                        for (int m = 0; m < M; ++m) multiply_add<__half>(to[m][n], a[m], b[0], b[1]);
                     }
                 }
             }
@@ -1303,8 +1318,7 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
 #pragma unroll
                     for (int n = 0; n < N; ++n)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            of_block[m][n][i] = 0.f;
+                        for (int i = 0; i < 4; ++i) of_block[m][n][i] = 0.f;
             }
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
@@ -1318,8 +1332,7 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
                             for (int j = 0; j < 2; ++j)
                                 a_scales[m][j] = scales[(token_warp * M + m) * 16 + j * 8 + row];
 #pragma unroll
-                        for (int n = 0; n < N; ++n)
-                            b_scales[n] = scales[TOKENS + weight_warp * N + n];
+                        for (int n = 0; n < N; ++n) b_scales[n] = scales[TOKENS + weight_warp * N + n];
                     }
                     copies_wait<STAGES - 2>();
                     __syncthreads();
@@ -1414,8 +1427,7 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
                                          nibbles_to_pair<T, 2>(eight), nibbles_to_pair<T, 3>(eight)};
                         if constexpr (F::FOLDED) {
 #pragma unroll
-                            for (int i = 0; i < 4; ++i)
-                                b[i] = multiply_pairs<T>(b[i], factors[n]);
+                            for (int i = 0; i < 4; ++i) b[i] = multiply_pairs<T>(b[i], factors[n]);
 #pragma unroll
                             for (int m = 0; m < M; ++m) {
                                 multiply_add<T>(sums[m][n], a[m][0], b[0], b[1]);
@@ -1435,8 +1447,7 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
                                 multiply_add<T>(of_group, a[m][0], b[0], b[1]);
                                 multiply_add<T>(of_group, a[m][1], b[2], b[3]);
 #pragma unroll
-                                for (int i = 0; i < 4; ++i)
-                                    sums[m][n][i] += of_group[i] * factor[i % 2];
+                                for (int i = 0; i < 4; ++i) sums[m][n][i] += of_group[i] * factor[i % 2];
                             }
                         }
                     }
@@ -1451,13 +1462,13 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
     constexpr bool ROW_SCALES = FORMAT == FP8 && !BLOCK_SCALES;
     float factor = 1.f;
     if constexpr (F::FP4) {
-        constexpr float MISSING = FORMAT == MXFP4 ? (IS_BFLOAT16<T> ? 0x1p32f : 0x1p14f)
-                                                      : (IS_BFLOAT16<T> ? 0x1p32f : 0x1p7f);
+        constexpr float MISSING =
+            FORMAT == MXFP4 ? (IS_BFLOAT16<T> ? 0x1p32f : 0x1p14f) : (IS_BFLOAT16<T> ? 0x1p32f : 0x1p7f);
         factor = p.b_global_scale ? MISSING * p.b_global_scale[task.expert] : MISSING;
     }
     if constexpr (ROW_SCALES) {
-        const float* const of_expert = static_cast<const float*>(p.b_scale) +
-                                       (long long)task.expert * (p.b_scale_step ? p.n : 1);
+        const float* const of_expert =
+            static_cast<const float*>(p.b_scale) + (long long)task.expert * (p.b_scale_step ? p.n : 1);
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -1465,8 +1476,7 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
                 const int column = weight_of((weight_warp * N + n) * 8 + pair * 2 + i);
                 const float scale = of_expert[(long long)column * p.b_scale_step];
 #pragma unroll
-                for (int m = 0; m < M; ++m)
-                    sums[m][n][i] *= scale, sums[m][n][i + 2] *= scale;
+                for (int m = 0; m < M; ++m) sums[m][n][i] *= scale, sums[m][n][i + 2] *= scale;
             }
     }
     constexpr int OUT = GATED ? N / 2 : N; // fragments
@@ -1521,7 +1531,8 @@ __launch_bounds__(TOKEN_WARPS* WEIGHT_WARPS * 32, BLOCKS) void gemm_mma(const __
 
 // T: of the output, and of operands of 16 bits. FORMAT: PLAIN or FP8. BLOCK_SCALES: of FP8, a scale for every 1 x 128 numbers
 // of a and 128 x 128 of b. LOADS: of 16 bytes of each row of weights, under way at once. BLOCKS: to fit a multiprocessor.
-template <typename T, int FORMAT, bool BLOCK_SCALES, int TOKENS, int ACTIVATION, int PAIRS, int WARPS, int LOADS, int BLOCKS>
+template <typename T, int FORMAT, bool BLOCK_SCALES, int TOKENS, int ACTIVATION, int PAIRS, int WARPS, int LOADS,
+          int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_constant__ GemmParams p) {
     constexpr int PER_LOAD = FORMAT == FP8 ? 16 : 8; // numbers
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -1541,14 +1552,14 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;
     unsigned token_at[TOKENS];
 #pragma unroll
-    for (int t = 0; t < TOKENS; ++t)
-        token_at[t] = unsigned(token_of(t)) * loads;
+    for (int t = 0; t < TOKENS; ++t) token_at[t] = unsigned(token_of(t)) * loads;
 
     // By blocks: where the expert's scales are. Else what a row's are multiplied with.
     const int blocks = (p.k + 127) / 128;
     const float* const b_scale =
-        static_cast<const float*>(p.b_scale) +
-        (long long)tile.expert * (BLOCK_SCALES ? (p.n + 127) / 128 * blocks : p.b_scale_step ? p.n : 1);
+        static_cast<const float*>(p.b_scale) + (long long)tile.expert * (BLOCK_SCALES     ? (p.n + 127) / 128 * blocks
+                                                                         : p.b_scale_step ? p.n
+                                                                                          : 1);
 
     float sums[TOKENS][PAIRS][4] = {};
     for (int at = 0; at < loads; at += 32 * LOADS) {
@@ -1557,7 +1568,8 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
         for (int i = 0; i < LOADS; ++i)
 #pragma unroll
             for (int j = 0; j < 2 * PAIRS; ++j)
-                w[j][i] = load_or_zero(weights + (unsigned(weight_of(j)) * loads + at + 32 * i), at + 32 * i + lane < loads);
+                w[j][i] =
+                    load_or_zero(weights + (unsigned(weight_of(j)) * loads + at + 32 * i), at + 32 * i + lane < loads);
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             if (t > 0 && t >= count) break;
@@ -1578,15 +1590,14 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
                         multiply_add<T>(sums[t][j], high, x[i].z, x[i].w);
                     } else {
                         float part[4] = {};
-                        float(&into)[4] = BLOCK_SCALES ? part : sums[t][j];
+                        float (&into)[4] = BLOCK_SCALES ? part : sums[t][j];
                         const unsigned words[3][4] = {
                             {w0.x, w0.y, w0.z, w0.w}, {w1.x, w1.y, w1.z, w1.w}, {x[i].x, x[i].y, x[i].z, x[i].w}};
 #pragma unroll
                         for (int word = 0; word < 4; ++word) {
                             unsigned halves[3][2];
 #pragma unroll
-                            for (int row = 0; row < 3; ++row)
-                                to_halves<__nv_fp8_e4m3>(halves[row], words[row][word]);
+                            for (int row = 0; row < 3; ++row) to_halves<__nv_fp8_e4m3>(halves[row], words[row][word]);
                             const unsigned both[4] = {halves[0][0], halves[1][0], halves[0][1], halves[1][1]};
                             multiply_add<__half>(into, both, halves[2][0], halves[2][1]);
                         }

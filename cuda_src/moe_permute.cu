@@ -26,8 +26,8 @@ constexpr int SORT_THREADS = 1024, ROW_THREADS = 256;
 // --- sorting -------------------------------------------------------------------------------------------
 
 struct Pairs {
-    const void* topk_ids;   // ID [pairs]
-    const int* expert_map;  // [global_experts], may be null
+    const void* topk_ids;  // ID [pairs]
+    const int* expert_map; // [global_experts], may be null
     int pairs, global_experts, experts;
 };
 
@@ -74,16 +74,17 @@ template <int BITS> __device__ __forceinline__ unsigned lanes_of_expert(int expe
 
 struct CountParams {
     Pairs pairs;
-    int* counts;  // [blocks, experts]
+    int* counts; // [blocks, experts]
     int pairs_per_block;
 };
 
-template <typename ID> __global__ void __launch_bounds__(SORT_THREADS) count_pairs(const __grid_constant__ CountParams p) {
+template <typename ID>
+__global__ void __launch_bounds__(SORT_THREADS) count_pairs(const __grid_constant__ CountParams p) {
     constexpr int AT_ONCE = 4;
     extern __shared__ int shared[];
     const int experts = p.pairs.experts, threads = blockDim.x;
-    int* count = shared;             // [experts + 1]
-    int* map = count + experts + 1;  // [global_experts + 1]
+    int* count = shared;            // [experts + 1]
+    int* map = count + experts + 1; // [global_experts + 1]
     for (int e = threadIdx.x; e <= experts; e += threads) count[e] = 0;
     load_map(p.pairs, map);
     __syncthreads();
@@ -102,22 +103,22 @@ template <typename ID> __global__ void __launch_bounds__(SORT_THREADS) count_pai
 
 struct SortParams {
     Pairs pairs;
-    const int* counts;   // [blocks, experts] of count_pairs; null: each block counts
-    const int* id_of;    // [experts]: what group_ids calls an expert; null: by its number
+    const int* counts; // [blocks, experts] of count_pairs; null: each block counts
+    const int* id_of;  // [experts]: what group_ids calls an expert; null: by its number
     // Any of the results may be null.
-    int* offsets;        // [experts + 1]: start, and behind it the end of all rows; with `room` [experts]: its rows
+    int* offsets; // [experts + 1]: start, and behind it the end of all rows; with `room` [experts]: its rows
     long long* offsets_long;
-    int* rows;           // [capacity]
-    int* inverse;        // [pairs]
-    int* group_ids;      // [groups]: the expert of each group_rows rows
-    int* end_of_rows;    // [1]
-    int pairs_per_block, pairs_per_warp, warps;  // so many warps of a block rank its pairs
+    int* rows;                                  // [capacity]
+    int* inverse;                               // [pairs]
+    int* group_ids;                             // [groups]: the expert of each group_rows rows
+    int* end_of_rows;                           // [1]
+    int pairs_per_block, pairs_per_warp, warps; // so many warps of a block rank its pairs
     int block_size;
-    int capacity, fill;  // `rows` holds `fill` where no pair is
+    int capacity, fill; // `rows` holds `fill` where no pair is
     int group_rows, groups, group_fill;
-    int staged;          // the only block puts `rows` together in shared memory
-    int room;            // rows of each expert; 0: as many as it has pairs. With it there are no `rows` and no groups
-    Divisor topk;        // or 1, for `rows` of pairs
+    int staged;   // the only block puts `rows` together in shared memory
+    int room;     // rows of each expert; 0: as many as it has pairs. With it there are no `rows` and no groups
+    Divisor topk; // or 1, for `rows` of pairs
 };
 
 template <typename ID, int BITS>
@@ -133,8 +134,8 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const __grid_constant
     int* count = before + bins;          // [bins]
     int* start = count + bins;           // [experts + 1]
     int* of_warp = start + bins;         // [p.warps, bins] pairs of a warp, then of those before it
-    int* map = of_warp + p.warps * bins;  // [global_experts + 1]
-    int* staged = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0);  // [capacity]
+    int* map = of_warp + p.warps * bins; // [global_experts + 1]
+    int* staged = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0); // [capacity]
     for (int i = thread; i < (3 + p.warps) * bins; i += threads) shared[i] = 0;
     if (p.staged)
         for (int i = thread; i < p.capacity; i += threads) staged[i] = p.fill;
@@ -155,8 +156,10 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const __grid_constant
 #pragma unroll 8
                 for (int b = share; b < blocks; b += sharing) {
                     const int pairs = p.counts[(long long)b * experts + e];
-                    if (b < block) earlier += pairs;
-                    else others += pairs;
+                    if (b < block)
+                        earlier += pairs;
+                    else
+                        others += pairs;
                 }
                 if (earlier) atomicAdd(before + e, earlier);
                 if (others) atomicAdd(count + e, others);
@@ -243,8 +246,10 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const __grid_constant
             if (p.inverse && pair < warp_end) p.inverse[pair] = at;
             if (p.rows && at >= 0) {
                 const int value = p.topk.quotient(pair);
-                if (p.staged) staged[at] = value;
-                else p.rows[at] = value;
+                if (p.staged)
+                    staged[at] = value;
+                else
+                    p.rows[at] = value;
             }
         }
     }
@@ -282,18 +287,18 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const __grid_constant
 
 // Which token and which columns a thread has: blocks side by side in a row follow each other.
 struct Tiling {
-    int tokens, columns;  // columns in units
-    int tile_columns;     // of a block
-    int chunks;           // blocks side by side
+    int tokens, columns; // columns in units
+    int tile_columns;    // of a block
+    int chunks;          // blocks side by side
     Divisor by_chunks;
 };
 
 struct PermuteParams {
-    const void* src;        // [tokens, columns], rows `row_stride` units apart
-    const int* inverse;     // [tokens, topk]
-    void* out;              // [rows, columns]
-    const float* scale;     // [tokens, scale_columns], rows `scale_stride` apart; null: none
-    float* out_scale;       // [rows, scale_columns]
+    const void* src;    // [tokens, columns], rows `row_stride` units apart
+    const int* inverse; // [tokens, topk]
+    void* out;          // [rows, columns]
+    const float* scale; // [tokens, scale_columns], rows `scale_stride` apart; null: none
+    float* out_scale;   // [rows, scale_columns]
     long long row_stride, scale_stride;
     int topk, rows, scale_columns;
     Tiling tiling;
@@ -343,18 +348,17 @@ __global__ void __launch_bounds__(ROW_THREADS, 4) permute_rows(const __grid_cons
             const float scale = p.scale[token * p.scale_stride + column];
             for (int slot = 0; slot < p.topk; ++slot) {
                 const int row = inverse[slot];
-                if (unsigned(row) < unsigned(p.rows))
-                    p.out_scale[(long long)row * p.scale_columns + column] = scale;
+                if (unsigned(row) < unsigned(p.rows)) p.out_scale[(long long)row * p.scale_columns + column] = scale;
             }
         }
 }
 
 struct UnpermuteParams {
-    const void* src;       // T [rows, columns], rows `row_stride` units apart
-    const float* weights;  // [tokens, topk]; null: 1
-    const int* inverse;    // [tokens, topk]; null: the rows lie in the order of the pairs
-    const int* offsets;    // the end of all rows that hold anything; null: `rows`
-    void* out;             // T [tokens, columns]
+    const void* src;      // T [rows, columns], rows `row_stride` units apart
+    const float* weights; // [tokens, topk]; null: 1
+    const int* inverse;   // [tokens, topk]; null: the rows lie in the order of the pairs
+    const int* offsets;   // the end of all rows that hold anything; null: `rows`
+    void* out;            // T [tokens, columns]
     long long row_stride;
     int topk, rows;
     Tiling tiling;
@@ -368,17 +372,22 @@ template <typename T, int BYTES> struct Elements {
         unsigned words[(BYTES + 3) / 4];
     };
     __device__ __forceinline__ float get(int i) const {
-        if constexpr (sizeof(T) == 4) return __uint_as_float(words[i]);
-        else if constexpr (IS_BFLOAT16<T>) return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-        else return __half2float(__ushort_as_half((unsigned short)(words[i / 2] >> i % 2 * 16)));
+        if constexpr (sizeof(T) == 4)
+            return __uint_as_float(words[i]);
+        else if constexpr (IS_BFLOAT16<T>)
+            return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+        else
+            return __half2float(__ushort_as_half((unsigned short)(words[i / 2] >> i % 2 * 16)));
     }
     __device__ __forceinline__ void set(int i, float value) {
         if constexpr (sizeof(T) == 4) {
             words[i] = __float_as_uint(value);
         } else {
             unsigned bits;
-            if constexpr (IS_BFLOAT16<T>) bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-            else bits = __half_as_ushort(__float2half_rn(value));
+            if constexpr (IS_BFLOAT16<T>)
+                bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+            else
+                bits = __half_as_ushort(__float2half_rn(value));
             words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
         }
     }

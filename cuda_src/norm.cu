@@ -18,14 +18,14 @@
 
 constexpr int EACH = 8;
 constexpr int COLUMNS = 1024;
-constexpr int EARLY_BYTES = 64;  // of the weight, that a thread may hold while it waits for the others
+constexpr int EARLY_BYTES = 64; // of the weight, that a thread may hold while it waits for the others
 
-enum Result { PLAIN, BY_TENSOR, BY_ROW, BY_GROUP };  // a scale for each of these
+enum Result { PLAIN, BY_TENSOR, BY_ROW, BY_GROUP }; // a scale for each of these
 
 // Rows [outer, inner, width] at two distances.
 struct Rows {
     char* first;
-    long long outer_stride;  // bytes
+    long long outer_stride; // bytes
     long long inner_stride;
     __device__ __forceinline__ char* at(int outer, int inner) const {
         return first + outer * outer_stride + inner * inner_stride;
@@ -34,16 +34,16 @@ struct Rows {
 
 struct Params {
     Rows x;
-    Rows residual;           // if ADD
+    Rows residual; // if ADD
     Rows out;
-    const char* weight;      // W [width], may be null: 1
-    float* scales;           // [1], [rows] or [rows, width / GROUP]
-    Scale scale;             // BY_TENSOR
+    const char* weight; // W [width], may be null: 1
+    float* scales;      // [1], [rows] or [rows, width / GROUP]
+    Scale scale;        // BY_TENSOR
     int rows;
-    int inner;               // rows with one distance between them
+    int inner; // rows with one distance between them
     Divisor by_inner;
     int width;
-    float per_width;         // 1 / width
+    float per_width; // 1 / width
     float epsilon;
     float offset;
     float smallest;
@@ -85,16 +85,14 @@ template <typename T, int BYTES> struct Eight {
     }
     __device__ __forceinline__ void set(const float (&value)[EACH]) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            reinterpret_cast<T*>(unit)[i] = from_float<T>(value[i]);
+        for (int i = 0; i < EACH; ++i) reinterpret_cast<T*>(unit)[i] = from_float<T>(value[i]);
     }
 };
 
 __device__ __forceinline__ float sum_of_squares(const float (&value)[EACH]) {
     float sum = __fmul_rn(value[0], value[0]);
 #pragma unroll
-    for (int i = 1; i < EACH; ++i)
-        sum = __fadd_rn(sum, __fmul_rn(value[i], value[i]));
+    for (int i = 1; i < EACH; ++i) sum = __fadd_rn(sum, __fmul_rn(value[i], value[i]));
     return sum;
 }
 
@@ -103,8 +101,7 @@ template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT
 #pragma unroll
     for (int half = COUNT / 2; half > 0; half /= 2)
 #pragma unroll
-        for (int i = 0; i < half; ++i)
-            sums[i] = __fadd_rn(sums[i], sums[i + half]);
+        for (int i = 0; i < half; ++i) sums[i] = __fadd_rn(sums[i], sums[i + half]);
     return sums[0];
 }
 
@@ -117,8 +114,7 @@ template <int THREADS> __device__ __forceinline__ float row_sum(float sum) {
         __syncthreads();
         float of_warp[THREADS / 32];
 #pragma unroll
-        for (int i = 0; i < THREADS / 32; ++i)
-            of_warp[i] = of_thread[i * 32 + threadIdx.x % 32];
+        for (int i = 0; i < THREADS / 32; ++i) of_warp[i] = of_thread[i * 32 + threadIdx.x % 32];
         sum = folded(of_warp);
     }
 #pragma unroll
@@ -146,7 +142,7 @@ template <typename T, typename W, int RESULT, int GROUP, bool ADD, int WIDTH, in
 __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params p) {
     using In = Eight<T, BYTES>;
     using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;
-    constexpr int SLOTS = COLUMNS / THREADS;  // columns of a thread
+    constexpr int SLOTS = COLUMNS / THREADS; // columns of a thread
     constexpr int SUMS = ITEMS < SLOTS ? power_of_two_from(ITEMS) : SLOTS;
     constexpr bool FITS = WIDTH ? WIDTH <= THREADS * ITEMS * EACH : THREADS < COLUMNS;
     constexpr bool EARLY = ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
@@ -156,7 +152,7 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
 
     const int thread = threadIdx.x % THREADS, row = blockIdx.x * (BLOCK / THREADS) + threadIdx.x / THREADS;
     const int width = WIDTH ? WIDTH : p.width, outer = p.by_inner.quotient(row), inner = row - outer * p.inner;
-    const int end = row < p.rows ? width - thread * EACH : 0;  // threads without a row take part in shuffles
+    const int end = row < p.rows ? width - thread * EACH : 0; // threads without a row take part in shuffles
     // How many numbers unit i of this thread has, and where they begin.
     auto count = [&](int i) { return end - i * (THREADS * EACH); };
     auto place = [&](int i) { return (thread + i * THREADS) * EACH; };
@@ -177,8 +173,7 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
     Weight early[EARLY ? ITEMS : 1];
     if constexpr (EARLY) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
-            early[i] = load_weight(i);
+        for (int i = 0; i < ITEMS; ++i) early[i] = load_weight(i);
     }
 
     // The sum of squares of a unit, which with ADD first becomes the sum with its residual.
@@ -189,8 +184,7 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
             float added[EACH];
             other.get(added);
 #pragma unroll
-            for (int j = 0; j < EACH; ++j)
-                value[j] = __fadd_rn(value[j], added[j]);
+            for (int j = 0; j < EACH; ++j) value[j] = __fadd_rn(value[j], added[j]);
             in.set(value);
             in.store(residual + place(i) * int(sizeof(T)), count(i));
             in.get(value);
@@ -199,8 +193,7 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
     };
     float sums[SUMS] = {};
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-        sums[i % SLOTS] = __fadd_rn(sums[i % SLOTS], take(i, kept[i], other[ADD ? i : 0]));
+    for (int i = 0; i < ITEMS; ++i) sums[i % SLOTS] = __fadd_rn(sums[i % SLOTS], take(i, kept[i], other[ADD ? i : 0]));
     if constexpr (!FITS) {
         for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
             In in, more;
@@ -217,21 +210,21 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
         float y[EACH], factor[EACH];
         in.get(y);
 #pragma unroll
-        for (int j = 0; j < EACH; ++j)
-            y[j] = __fmul_rn(y[j], inverse);
+        for (int j = 0; j < EACH; ++j) y[j] = __fmul_rn(y[j], inverse);
         if (p.weight) {
             weight.get(factor);
 #pragma unroll
-            for (int j = 0; j < EACH; ++j)
-                y[j] = __fmul_rn(y[j], __fadd_rn(factor[j], p.offset));
+            for (int j = 0; j < EACH; ++j) y[j] = __fmul_rn(y[j], __fadd_rn(factor[j], p.offset));
         }
         f(i, y);
     };
     auto each = [&](auto f) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if constexpr (EARLY) normalize(i, kept[i], early[i], f);
-            else normalize(i, kept[i], load_weight(i), f);
+            if constexpr (EARLY)
+                normalize(i, kept[i], early[i], f);
+            else
+                normalize(i, kept[i], load_weight(i), f);
         }
         if constexpr (!FITS) {
             for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
@@ -244,8 +237,7 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
     auto put = [&](int i, const float (&y)[EACH], auto quotient) {
         float quotients[EACH];
 #pragma unroll
-        for (int j = 0; j < EACH; ++j)
-            quotients[j] = quotient(y[j]);
+        for (int j = 0; j < EACH; ++j) quotients[j] = quotient(y[j]);
         Eight<unsigned char, BYTES == 16 ? 8 : 1> bytes;
         *reinterpret_cast<uint2*>(bytes.unit) = to_bytes<E4M3, EACH>(quotients, 0.f);
         bytes.store(out + place(i), count(i));
@@ -266,7 +258,7 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
         auto larger = [](float largest, const float (&y)[EACH]) {
 #pragma unroll
             for (int j = 0; j < EACH; ++j)
-                largest = fmaxf(largest, fabsf(y[j]));  // the number, where one of them is NaN
+                largest = fmaxf(largest, fabsf(y[j])); // the number, where one of them is NaN
             return largest;
         };
         if constexpr (RESULT == BY_ROW) {

@@ -22,9 +22,9 @@
 #include "common/warp.cuh"
 
 struct Geometry {
-    int rows;         // of the array that is written
-    int columns;      // units in a row
-    int tile_rows;    // tile_rows * tile_columns <= THREADS * ITEMS
+    int rows;      // of the array that is written
+    int columns;   // units in a row
+    int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
     int tile_columns;
     Divisor by_tile_columns;
 };
@@ -72,13 +72,14 @@ struct Heads {
 };
 
 // The place, in units, of a padded row's column in [batch, heads, max_seq_len, dim].
-template <int HEAD_COLUMNS>
-__device__ __forceinline__ long long by_head(const Heads& h, unsigned row, int column) {
+template <int HEAD_COLUMNS> __device__ __forceinline__ long long by_head(const Heads& h, unsigned row, int column) {
     const int head_columns = HEAD_COLUMNS ? HEAD_COLUMNS : h.head_columns;
     const unsigned sequence = h.by_max_seq_len.quotient(row), position = row - sequence * h.max_seq_len;
     int head;
-    if constexpr (HEAD_COLUMNS) head = column / HEAD_COLUMNS;
-    else head = h.by_head_columns.quotient(column);
+    if constexpr (HEAD_COLUMNS)
+        head = column / HEAD_COLUMNS;
+    else
+        head = h.by_head_columns.quotient(column);
     const long long line = ((long long)sequence * h.heads + head) * h.max_seq_len + position;
     return line * head_columns + (column - head * head_columns);
 }
@@ -86,17 +87,17 @@ __device__ __forceinline__ long long by_head(const Heads& h, unsigned row, int c
 // --- the offsets ---------------------------------------------------------------------------------------
 
 struct BuildParams {
-    const int* lengths;   // [batch], clamped to [0, max_seq_len]
-    int* padding_offset;  // [words]
-    int* cu_seqlens;      // [batch + 1]
-    int words;            // as the caller counts them: words past the real ones belong to a sequence number `batch`
+    const int* lengths;  // [batch], clamped to [0, max_seq_len]
+    int* padding_offset; // [words]
+    int* cu_seqlens;     // [batch + 1]
+    int words;           // as the caller counts them: words past the real ones belong to a sequence number `batch`
     int batch;
     int max_seq_len;
     int words_per_block;
-    int first_step;       // the largest power of two below the sequences of a tile, at most below THREADS * LENGTHS
+    int first_step; // the largest power of two below the sequences of a tile, at most below THREADS * LENGTHS
 };
 
-constexpr int LENGTHS = 4;  // per thread and tile
+constexpr int LENGTHS = 4; // per thread and tile
 
 // Grid: a block per words_per_block words. There are few lengths, so each block sums them up itself, tile by tile, up
 // to its last word, and waits for no other. The last block goes on to the end and writes cu_seqlens.
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(THREADS) build_padding_offset(const __grid_con
     const int first = int(blockIdx.x) * p.words_per_block;
     const int end = last_block ? p.words : first + p.words_per_block;
 
-    int before = 0;  // words of all sequences before the tile
+    int before = 0; // words of all sequences before the tile
     for (int tile = 0; tile < p.batch && (before < end || last_block); tile += TILE) {
         int length[LENGTHS], sum = 0;
 #pragma unroll
@@ -152,13 +153,13 @@ __global__ void __launch_bounds__(THREADS) build_padding_offset(const __grid_con
 // --- removing ------------------------------------------------------------------------------------------
 
 struct RemoveParams {
-    const void* src;            // padded rows, `row_stride` units apart, or [batch, heads, max_seq_len, dim]
-    const int* padding_offset;  // [words]
-    void* out;                  // [words, columns]
+    const void* src;           // padded rows, `row_stride` units apart, or [batch, heads, max_seq_len, dim]
+    const int* padding_offset; // [words]
+    void* out;                 // [words, columns]
     long long row_stride;
     int padded_rows;
     Geometry geometry;
-    Heads heads;                // only if TRANSPOSED
+    Heads heads; // only if TRANSPOSED
 };
 
 template <int BYTES, int COLUMNS, bool TRANSPOSED, int HEAD_COLUMNS, int THREADS, int ITEMS>
@@ -187,8 +188,10 @@ __global__ void __launch_bounds__(THREADS) remove_padding(const __grid_constant_
         unit[i] = Unit{};
         if (from[i] < unsigned(p.padded_rows)) {
             long long at;
-            if constexpr (TRANSPOSED) at = by_head<HEAD_COLUMNS>(p.heads, from[i], column);
-            else at = from[i] * p.row_stride + column;
+            if constexpr (TRANSPOSED)
+                at = by_head<HEAD_COLUMNS>(p.heads, from[i], column);
+            else
+                at = from[i] * p.row_stride + column;
             unit[i] = __ldg(src + at);
         }
     }
@@ -235,12 +238,12 @@ __device__ __forceinline__ void find_words(const int* padding_offset, int words,
 }
 
 struct RebuildParams {
-    const void* src;            // [words, columns], rows `row_stride` units apart
-    const int* padding_offset;  // [words]
-    void* out;                  // [padded rows, columns]
+    const void* src;           // [words, columns], rows `row_stride` units apart
+    const int* padding_offset; // [words]
+    void* out;                 // [padded rows, columns]
     long long row_stride;
     int words;
-    unsigned fill;              // the element, twice if it has two bytes
+    unsigned fill; // the element, twice if it has two bytes
     Geometry geometry;
 };
 
@@ -252,9 +255,12 @@ __global__ void __launch_bounds__(THREADS) rebuild_padding(const __grid_constant
     const Unit* src = static_cast<const Unit*>(p.src);
     Unit* out = static_cast<Unit*>(p.out);
     Unit fill;
-    if constexpr (BYTES == 16) fill = make_uint4(p.fill, p.fill, p.fill, p.fill);
-    else if constexpr (BYTES == 8) fill = make_uint2(p.fill, p.fill);
-    else fill = Unit(p.fill);
+    if constexpr (BYTES == 16)
+        fill = make_uint4(p.fill, p.fill, p.fill, p.fill);
+    else if constexpr (BYTES == 8)
+        fill = make_uint2(p.fill, p.fill);
+    else
+        fill = Unit(p.fill);
     find_words<THREADS>(p.padding_offset, p.words, tile.first_row, tile.rows, word_of);
 
     Unit unit[ITEMS];
@@ -274,10 +280,10 @@ __global__ void __launch_bounds__(THREADS) rebuild_padding(const __grid_constant
 // --- rebuilding q, k and v -----------------------------------------------------------------------------
 
 struct AddBiasParams {
-    const void* src[3];         // q, k, v: T [words, columns], rows `row_stride` units apart
-    const void* bias[3];        // T [columns]
-    void* out[3];               // T [batch, heads, max_seq_len, dim]
-    const int* padding_offset;  // [words]
+    const void* src[3];        // q, k, v: T [words, columns], rows `row_stride` units apart
+    const void* bias[3];       // T [columns]
+    void* out[3];              // T [batch, heads, max_seq_len, dim]
+    const int* padding_offset; // [words]
     long long row_stride[3];
     int words;
     Geometry geometry;

@@ -24,7 +24,7 @@
 #include "common/warp.cuh"
 
 constexpr float LN_2 = 0.693147180559945309f;
-constexpr int TILE = 16; // tokens that a team of warps takes at once
+constexpr int TILE = 16;        // tokens that a team of warps takes at once
 constexpr int UNIT_TOKENS = 64; // of the plan
 
 enum Layout {
@@ -36,37 +36,37 @@ enum Layout {
 };
 
 struct Params {
-    const void* query; // [seqs, query_tokens, heads, head_dim]  T
-    const char* keys; // CACHE
-    const char* values; // CACHE
-    const int* tables; // [seqs, max_blocks]
-    const int* lengths; // [seqs]
-    const float* slopes; // [heads], may be null
-    const float* sinks; // [heads], may be null
-    const float* key_scale; // [1], may be null
+    const void* query;        // [seqs, query_tokens, heads, head_dim]  T
+    const char* keys;         // CACHE
+    const char* values;       // CACHE
+    const int* tables;        // [seqs, max_blocks]
+    const int* lengths;       // [seqs]
+    const float* slopes;      // [heads], may be null
+    const float* sinks;       // [heads], may be null
+    const float* key_scale;   // [1], may be null
     const float* value_scale; // [1], may be null
-    void* out; // [seqs, query_tokens, heads, head_dim]  T
-    float* lse; // [seqs, query_tokens, heads], may be null
-    void* partial; // [slots, head_dim]: outputs of a part of the tokens, float32, or T if `narrow`
-    float* maxima; // [slots], in powers of 2, or natural if `narrow`
-    float* sums; // [slots]: sum of exp(score - maximum)
-    int* taken; // [1]: pieces taken beyond the first of each block; 0 at the start
-    int* arrived; // [items]: pieces done; 0 at the start
+    void* out;                // [seqs, query_tokens, heads, head_dim]  T
+    float* lse;               // [seqs, query_tokens, heads], may be null
+    void* partial;            // [slots, head_dim]: outputs of a part of the tokens, float32, or T if `narrow`
+    float* maxima;            // [slots], in powers of 2, or natural if `narrow`
+    float* sums;              // [slots]: sum of exp(score - maximum)
+    int* taken;               // [1]: pieces taken beyond the first of each block; 0 at the start
+    int* arrived;             // [items]: pieces done; 0 at the start
     long long query_seq, query_token, query_head; // strides in elements
-    long long key_block, key_token, key_head; // strides in bytes; VLLM has none between tokens
+    long long key_block, key_token, key_head;     // strides in bytes; VLLM has none between tokens
     long long value_block, value_token, value_head;
     long long table_row;
     int seqs, query_tokens, heads, kv_heads, head_dim;
     int group, row_blocks; // heads / kv_heads, and blocks of ROWS rows of a kv head: divisions take their time
     int blocks, block_size, max_blocks;
-    int window; // 0: none
-    int split; // tokens of a piece, a multiple of UNIT_TOKENS; 0: plan
-    int least; // units of a piece, at least
-    int rows; // of a partial result: of those that share a kv head at most ROWS
+    int window;     // 0: none
+    int split;      // tokens of a piece, a multiple of UNIT_TOKENS; 0: plan
+    int least;      // units of a piece, at least
+    int rows;       // of a partial result: of those that share a kv head at most ROWS
     int max_splits; // of `partial`, if `narrow`
-    int narrow; // vLLM's workspace: partial results [seqs, heads, max_splits] in T, also of items in one piece
+    int narrow;     // vLLM's workspace: partial results [seqs, heads, max_splits] in T, also of items in one piece
     int sparse_local, sparse_stride, sparse_size, sparse_head_step, sparse_rank; // sparse_stride 0: dense
-    float scale; // with the key scale, if that is a number
+    float scale;   // with the key scale, if that is a number
     float softcap; // 0: none
     float out_scale;
 };
@@ -97,7 +97,7 @@ struct Segment {
     int seq, kv_head, row_block;
     int begin, end, low, length;
     int piece, pieces; // of the item
-    int index; // among the pieces of the batch
+    int index;         // among the pieces of the batch
     bool whole;
 
     __device__ bool partial(const Params& p) const { return pieces > 1 || (p.narrow && length); }
@@ -164,13 +164,12 @@ struct Quad {
 
 // What the TEAMS found for row r. In shared memory: maxima (in powers of 2) and sums [TEAMS, ROWS], outputs [TEAMS,
 // p.rows, stride].
-template <int TEAMS, int ROWS> __device__ __forceinline__ Quad merge_teams(const Params& p, const float* maxima,
-                                                                           const float* sums, const float* outputs,
-                                                                           int stride, int r, int dim) {
+template <int TEAMS, int ROWS>
+__device__ __forceinline__ Quad merge_teams(const Params& p, const float* maxima, const float* sums,
+                                            const float* outputs, int stride, int r, int dim) {
     Quad quad = {-CUDART_INF_F, 0.f, {}};
 #pragma unroll
-    for (int team = 0; team < TEAMS; ++team)
-        quad.maximum = fmaxf(quad.maximum, maxima[team * ROWS + r]);
+    for (int team = 0; team < TEAMS; ++team) quad.maximum = fmaxf(quad.maximum, maxima[team * ROWS + r]);
 #pragma unroll
     for (int team = 0; team < TEAMS; ++team) {
         const int at = team * ROWS + r;
@@ -199,21 +198,22 @@ __device__ __forceinline__ float value_scale(const Params& p) {
 }
 
 // Store four dimensions of a row: its result, once all is known, or a partial one.
-template <typename T> __device__ __forceinline__ void
-store_result(const Params& p, const Segment& segment, const Row& row, int dim, Quad quad, float out_scale) {
+template <typename T>
+__device__ __forceinline__ void store_result(const Params& p, const Segment& segment, const Row& row, int dim,
+                                             Quad quad, float out_scale) {
     const long long index = row.index(p, segment);
     float weight;
     add_sink(p, row.head, quad.maximum, quad.sum, weight);
     const float factor = quad.sum == 0.f ? 0.f : weight * out_scale / quad.sum;
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-        quad.values[j] *= factor;
+    for (int j = 0; j < 4; ++j) quad.values[j] *= factor;
     store_four(&static_cast<T*>(p.out)[index * p.head_dim + dim], quad.values);
     if (p.lse && dim == 0) p.lse[index] = log_sum(quad.maximum, quad.sum);
 }
 
-template <typename T> __device__ __forceinline__ void store_partial(const Params& p, const Segment& segment,
-                                                                    const Row& row, int r, int dim, Quad quad) {
+template <typename T>
+__device__ __forceinline__ void store_partial(const Params& p, const Segment& segment, const Row& row, int r, int dim,
+                                              Quad quad) {
     const Slots slots(p, segment, row, r);
     const long long slot = slots.first + segment.piece * slots.step;
     if (dim == 0) p.maxima[slot] = p.narrow ? quad.maximum * LN_2 : quad.maximum, p.sums[slot] = quad.sum;
@@ -224,8 +224,7 @@ template <typename T> __device__ __forceinline__ void store_partial(const Params
     // As vLLM leaves it: the attention of a partition by itself.
     const float factor = quad.sum == 0.f ? 0.f : value_scale(p) / quad.sum;
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-        quad.values[j] *= factor;
+    for (int j = 0; j < 4; ++j) quad.values[j] *= factor;
     store_four(&static_cast<T*>(p.partial)[slot * p.head_dim + dim], quad.values);
 }
 
@@ -269,9 +268,9 @@ template <int ROWS, typename T> __device__ void join(const Params& p, const Segm
 }
 
 // Merge what the teams found for the ROWS rows of a piece, and store it.
-template <int TEAMS, int ROWS, typename T> __device__ void store_segment(const Params& p, const Segment& segment,
-                                                                         const float* maxima, const float* sums,
-                                                                         const float* outputs, int stride) {
+template <int TEAMS, int ROWS, typename T>
+__device__ void store_segment(const Params& p, const Segment& segment, const float* maxima, const float* sums,
+                              const float* outputs, int stride) {
     const int quads = p.head_dim / 4;
     const bool partial = segment.partial(p);
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
@@ -335,9 +334,9 @@ struct Pieces {
     static constexpr int CLASSES = 4; // of lengths
 
     const Params& p;
-    const int items; // of a sequence
-    int piece_units = 0; // at most
-    int mean = 0; // units of a sequence
+    const int items;                    // of a sequence
+    int piece_units = 0;                // at most
+    int mean = 0;                       // units of a sequence
     int kind = 0, base = 0, before = 0; // a class, a sequence, and the pieces of those before
 
     __device__ explicit Pieces(const Params& p) : p(p), items(p.kv_heads * p.row_blocks) {}
@@ -345,8 +344,7 @@ struct Pieces {
     __device__ void plan() {
         const int lane = threadIdx.x % 32;
         int total = 0;
-        for (int seq = lane; seq < p.seqs; seq += 32)
-            total += Reach(p, seq).units;
+        for (int seq = lane; seq < p.seqs; seq += 32) total += Reach(p, seq).units;
         total = __reduce_add_sync(FULL_WARP, total);
         mean = total / p.seqs;
         if (p.split) {
@@ -360,8 +358,7 @@ struct Pieces {
         if (p.seqs * items > gridDim.x) return;
         const int tried = share + share * lane / 16;
         int pieces = 0;
-        for (int seq = 0; seq < p.seqs; ++seq)
-            pieces += ceil_div(Reach(p, seq).units, tried);
+        for (int seq = 0; seq < p.seqs; ++seq) pieces += ceil_div(Reach(p, seq).units, tried);
         const unsigned fits = __ballot_sync(FULL_WARP, pieces * items <= gridDim.x);
         if (fits) piece_units = __shfl_sync(FULL_WARP, tried, __ffs(fits) - 1);
     }
@@ -635,8 +632,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
     };
     auto start = [&](Work& work) {
 #pragma unroll
-        for (int k = 0; k < STAGES - 1; ++k)
-            start_copies(work, k);
+        for (int k = 0; k < STAGES - 1; ++k) start_copies(work, k);
     };
 
     // A block asks for its next piece a few tiles before it is done with one, and starts it before the results of that
@@ -738,8 +734,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
                 a[0] = all.x, a[1] = all.y, a[2] = all.z, a[3] = all.w;
             } else {
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    a[i] = query[step][i];
+                for (int i = 0; i < 4; ++i) a[i] = query[step][i];
             }
         };
 
@@ -860,8 +855,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
                     bases[j] = base;
                     sum[j] *= fade;
 #pragma unroll
-                    for (int n = 0; n < FRAGMENTS; ++n)
-                        out[n][2 * j] *= fade, out[n][2 * j + 1] *= fade;
+                    for (int n = 0; n < FRAGMENTS; ++n) out[n][2 * j] *= fade, out[n][2 * j + 1] *= fade;
                 }
             }
             unsigned shares[4];
@@ -923,8 +917,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
         if constexpr (CLUSTER == 1) {
             if (threadIdx.x == 0) atomicExch(&next, gridDim.x + taken);
             int index;
-            do
-                index = __shfl_sync(FULL_WARP, lane == 0 ? atomicAdd(&next, 0) : 0, 0);
+            do index = __shfl_sync(FULL_WARP, lane == 0 ? atomicAdd(&next, 0) : 0, 0);
             while (index < 0);
             more = pieces.find(index, following.segment);
             if (more) {
@@ -998,12 +991,10 @@ template <typename CACHE, bool WIDE> __device__ __forceinline__ void load_four(f
             *reinterpret_cast<unsigned*>(values) = *reinterpret_cast<const unsigned*>(from);
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            values[i] = reinterpret_cast<const CACHE*>(from)[i];
+        for (int i = 0; i < 4; ++i) values[i] = reinterpret_cast<const CACHE*>(from)[i];
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        to[i] = to_float(values[i]);
+    for (int i = 0; i < 4; ++i) to[i] = to_float(values[i]);
 }
 
 template <typename T, typename CACHE, Layout LAYOUT, bool WIDE>
@@ -1037,8 +1028,7 @@ __global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Par
         bool bad = !segment.whole;
         float maximum[ROWS], sum[ROWS] = {}, out[ROWS][DIMS_PER_LANE] = {};
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            maximum[r] = -CUDART_INF_F;
+        for (int r = 0; r < ROWS; ++r) maximum[r] = -CUDART_INF_F;
 
         for (int start = segment.begin + warp * 32; start < segment.end; start += WARPS * 32) {
             const int t = start + lane;
@@ -1060,8 +1050,7 @@ __global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Par
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            scores[r] += query[r][dim + i] * key[i];
+                        for (int i = 0; i < 4; ++i) scores[r] += query[r][dim + i] * key[i];
                 }
             }
 #pragma unroll
@@ -1079,8 +1068,7 @@ __global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Par
                 sum[r] = sum[r] * fade + share;
                 shares[warp][r][lane] = share;
 #pragma unroll
-                for (int i = 0; i < DIMS_PER_LANE; ++i)
-                    out[r][i] *= fade;
+                for (int i = 0; i < DIMS_PER_LANE; ++i) out[r][i] *= fade;
             }
             __syncwarp();
             if constexpr (LAYOUT == VLLM) {
@@ -1128,8 +1116,7 @@ __global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Par
 #pragma unroll
                         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                            for (int j = 0; j < 4; ++j)
-                                out[r][i + j] += shares[warp][r][token] * value[j];
+                            for (int j = 0; j < 4; ++j) out[r][i + j] += shares[warp][r][token] * value[j];
                     }
                 }
             }
@@ -1161,7 +1148,7 @@ __global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Par
 }
 
 struct MergeParams {
-    const void* out_a; // [rows, head_dim]  T
+    const void* out_a;  // [rows, head_dim]  T
     const float* lse_a; // [rows], natural
     const void* out_b;
     const float* lse_b;

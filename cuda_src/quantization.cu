@@ -21,11 +21,11 @@
 // --- rows and tiles ------------------------------------------------------------------------------------
 
 struct Rows {
-    const char* x;           // T [rows, k], or [rows, 2 * k] of which the second half is up
-    const int* counts;       // [rows / max_tokens], may be null
-    long long stride;        // bytes between rows
+    const char* x;     // T [rows, k], or [rows, 2 * k] of which the second half is up
+    const int* counts; // [rows / max_tokens], may be null
+    long long stride;  // bytes between rows
     int rows;
-    int max_tokens;          // rows of one expert
+    int max_tokens; // rows of one expert
     Divisor by_max_tokens;
     __device__ __forceinline__ bool counts_row(int row) const {
         if (!counts) return true;
@@ -38,9 +38,9 @@ struct Rows {
 // threads side by side have a row: thread t its columns t, t + threads, ... A thread has asked for all of them before it
 // looks at the first.
 struct Tile {
-    int columns;             // in a row
-    int tile_rows;           // tile_rows * threads <= blockDim.x
-    int tile_columns;        // a multiple of ITEMS
+    int columns;      // in a row
+    int tile_rows;    // tile_rows * threads <= blockDim.x
+    int tile_columns; // a multiple of ITEMS
     Divisor by_threads;
     template <int ITEMS> __device__ __forceinline__ int threads() const { return unsigned(tile_columns) / ITEMS; }
     // The row and the first column of this thread; whether there is such a row.
@@ -55,8 +55,12 @@ struct Tile {
 
 // Two 16-bit numbers side by side.
 template <typename T> struct PairOf;
-template <> struct PairOf<__half> { using Type = __half2; };
-template <> struct PairOf<__nv_bfloat16> { using Type = __nv_bfloat162; };
+template <> struct PairOf<__half> {
+    using Type = __half2;
+};
+template <> struct PairOf<__nv_bfloat16> {
+    using Type = __nv_bfloat162;
+};
 
 // The larger one, or NaN if one of them is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
@@ -83,8 +87,7 @@ template <typename T, int ACTIVATION, int EACH, int BYTES> struct Loaded {
             float up[EACH];
             floats(up, 1);
 #pragma unroll
-            for (int i = 0; i < EACH; ++i)
-                value[i] = activate<ACTIVATION>(value[i], up[i]);
+            for (int i = 0; i < EACH; ++i) value[i] = activate<ACTIVATION>(value[i], up[i]);
         }
     }
     __device__ __forceinline__ void floats(float (&value)[EACH], int half) const {
@@ -110,8 +113,7 @@ __device__ __forceinline__ auto picked(const Loaded<T, NO_ACTIVATION, EACH, BYTE
     const Pair* pair = reinterpret_cast<const Pair*>(loaded.unit[0]);
     Pair best = of(pair[0]);
 #pragma unroll
-    for (int i = 1; i < EACH / 2; ++i)
-        best = pick(best, of(pair[i]));
+    for (int i = 1; i < EACH / 2; ++i) best = pick(best, of(pair[i]));
     return best;
 }
 
@@ -167,7 +169,7 @@ __device__ __forceinline__ void block_max(float& first, float& second) {
 // --- a scale for each group, or each row ---------------------------------------------------------------
 
 struct Scales {
-    float* to;               // [experts, max_tokens, groups], in any order
+    float* to; // [experts, max_tokens, groups], in any order
     long long expert_stride;
     long long row_stride;
     long long group_stride;
@@ -179,10 +181,10 @@ struct Scales {
 
 struct QuantizeGroupsParams {
     Rows in;
-    char* q;                 // [rows, k]
+    char* q; // [rows, k]
     Scales scales;
     float smallest;
-    int power_of_two;        // scales are rounded up to one
+    int power_of_two; // scales are rounded up to one
     Tile tile;
 };
 
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ Q
                 loaded[i][j].values(value[j]);
 #pragma unroll
                 for (int n = 0; n < EACH; ++n)
-                    largest = fmaxf(largest, fabsf(value[j][n]));  // the number, where one of them is NaN
+                    largest = fmaxf(largest, fabsf(value[j][n])); // the number, where one of them is NaN
             } else {
                 largest = magnitude<false>(loaded[i][j], largest);
             }
@@ -230,8 +232,7 @@ __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ Q
         for (int j = 0; j < UNITS; ++j) {
             if constexpr (!ACTIVATION) loaded[i][j].values(value[j]);
 #pragma unroll
-            for (int n = 0; n < EACH; ++n)
-                value[j][n] = quotient(value[j][n]);
+            for (int n = 0; n < EACH; ++n) value[j][n] = quotient(value[j][n]);
             *reinterpret_cast<uint2*>(to + i * threads * (UNITS * EACH) + j * STEP) =
                 to_bytes<FORMAT, EACH>(value[j], 0.f);
         }
@@ -241,15 +242,15 @@ __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ Q
 
 struct QuantizeRowsParams {
     Rows in;
-    char* q;                 // [rows, groups, columns * EACH]
+    char* q; // [rows, groups, columns * EACH]
     Scales scales;
-    int* azp;                // [rows], only of INT8_AZP
-    Scale upper;             // at most so much counts as the largest
+    int* azp;    // [rows], only of INT8_AZP
+    Scale upper; // at most so much counts as the largest
     float smallest;
     int power_of_two;
-    int groups;              // in a row
+    int groups; // in a row
     Divisor by_groups;
-    int columns;             // units in a group
+    int columns; // units in a group
 };
 
 // Grid: a block has a group. Its threads keep up to ITEMS units each in registers; of more, they read the rest again.
@@ -338,8 +339,7 @@ __global__ void __launch_bounds__(1024, 1) quantize_rows(const __grid_constant__
     auto put = [&](int unit, const float (&value)[EACH]) {
         float quotients[EACH];
 #pragma unroll
-        for (int j = 0; j < EACH; ++j)
-            quotients[j] = quotient(value[j]);
+        for (int j = 0; j < EACH; ++j) quotients[j] = quotient(value[j]);
         *reinterpret_cast<Unit<EACH>*>(to + (long long)unit * EACH) = to_bytes<FORMAT, EACH>(quotients, azp);
     };
 #pragma unroll
@@ -365,9 +365,9 @@ __global__ void __launch_bounds__(1024, 1) quantize_rows(const __grid_constant__
 
 struct LargestMagnitudeParams {
     Rows in;
-    float* partial;          // [gridDim.x]
+    float* partial; // [gridDim.x]
     int tiles;
-    int chunks;              // parts of a row
+    int chunks; // parts of a row
     Tile tile;
 };
 
@@ -397,14 +397,14 @@ __global__ void __launch_bounds__(1024) largest_magnitude(const __grid_constant_
 
 struct QuantizeTensorParams {
     Rows in;
-    char* q;                 // [rows, k]
-    float* scale_out;        // one
-    int* azp_out;            // one, only of INT8_AZP
-    Scale scale;             // unless DYNAMIC
+    char* q;          // [rows, k]
+    float* scale_out; // one
+    int* azp_out;     // one, only of INT8_AZP
+    Scale scale;      // unless DYNAMIC
     const int* azp;
-    const float* partial;    // if DYNAMIC, maxima
+    const float* partial; // if DYNAMIC, maxima
     int partials;
-    Scale upper;             // at most so much counts as the largest
+    Scale upper; // at most so much counts as the largest
     float smallest;
     Tile tile;
 };
@@ -427,8 +427,7 @@ __global__ void __launch_bounds__(256, 4) quantize_tensor(const __grid_constant_
     float scale, azp = 0;
     if constexpr (DYNAMIC) {
         float largest = 0;
-        for (int i = threadIdx.x; i < p.partials; i += blockDim.x)
-            largest = fmaxf(largest, __ldg(p.partial + i));
+        for (int i = threadIdx.x; i < p.partials; i += blockDim.x) largest = fmaxf(largest, __ldg(p.partial + i));
         scale = scale_of<FORMAT>(fminf(block_max(largest), p.upper.load()), p.smallest, false);
     } else {
         scale = p.scale.load();
@@ -446,8 +445,7 @@ __global__ void __launch_bounds__(256, 4) quantize_tensor(const __grid_constant_
         float value[EACH];
         loaded[i].values(value);
 #pragma unroll
-        for (int j = 0; j < EACH; ++j)
-            value[j] = quotient(value[j]);
+        for (int j = 0; j < EACH; ++j) value[j] = quotient(value[j]);
         *reinterpret_cast<Unit<EACH>*>(to + i * threads * EACH) = to_bytes<FORMAT, EACH, false>(value, azp);
     }
 }
@@ -458,7 +456,7 @@ template <int FORMAT> constexpr int FP4_GROUP = FORMAT == MXFP4 ? 32 : 16;
 
 // The sign bits of 8 elements, each in the high bit of its nibble. `word` is how they were loaded.
 template <typename T> __device__ __forceinline__ unsigned signs(const unsigned* word) {
-    unsigned even, odd;  // the high bytes of elements 0, 2, 4, 6 and of 1, 3, 5, 7
+    unsigned even, odd; // the high bytes of elements 0, 2, 4, 6 and of 1, 3, 5, 7
     if constexpr (sizeof(T) == 2) {
         const unsigned low = __byte_perm(word[0], word[1], 0x7351), high = __byte_perm(word[2], word[3], 0x7351);
         even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
@@ -478,7 +476,7 @@ template <typename T> __device__ __forceinline__ unsigned signs(const unsigned* 
 // tie in the next one still goes to the even code.
 __device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
     constexpr float ROUNDER = 12582912.f;
-    constexpr unsigned BITS = 0x4b400000u;  // of ROUNDER
+    constexpr unsigned BITS = 0x4b400000u; // of ROUNDER
     unsigned codes = 0;
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
@@ -493,7 +491,7 @@ __device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
 
 // The same of numbers of at most 11 bits, below 4, two at a time.
 __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
-    constexpr unsigned short ROUNDER = 0x6400;  // 1024, whose last place is 1
+    constexpr unsigned short ROUNDER = 0x6400; // 1024, whose last place is 1
     // Codes 0, 2 | 1, 3 and 4, 6 | 5, 7, each in a byte, and what the ROUNDERs leave there.
     constexpr unsigned BASE = ROUNDER * 0x10001u * 0x101u;
     constexpr unsigned LOW = (BASE & 0xffff) * 0x10001u, HIGH = (BASE >> 16) * 0x10001u;
@@ -515,7 +513,7 @@ __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
 // with reciprocals are corrected to what IEEE division gives.
 __device__ __forceinline__ unsigned scale_of(float largest, float global, bool is_usual, float& half) {
     constexpr float RECIPROCAL = 1.f / 6.f;
-    constexpr unsigned SMALLEST = 37u << 23, RANGE = 217u << 23;  // 2^-90 and, from there, up to 2^127
+    constexpr unsigned SMALLEST = 37u << 23, RANGE = 217u << 23; // 2^-90 and, from there, up to 2^127
     const auto number = [](unsigned byte) {
         __nv_fp8_e4m3 scale;
         scale.__x = (__nv_fp8_storage_t)byte;
@@ -540,9 +538,9 @@ __device__ __forceinline__ unsigned scale_of(float largest, float global, bool i
 
 struct QuantizeFp4Params {
     Rows in;
-    char* packed;            // [rows, k / 2], the first of two numbers in the low half
-    unsigned char* scales;   // [rows, k / GROUP]
-    Scale global;            // of NVFP4
+    char* packed;          // [rows, k / 2], the first of two numbers in the low half
+    unsigned char* scales; // [rows, k / GROUP]
+    Scale global;          // of NVFP4
     Tile tile;
 };
 
@@ -570,7 +568,7 @@ __global__ void __launch_bounds__(256) quantize_fp4(const __grid_constant__ Quan
     for (int i = 0; i < ITEMS; ++i) {
         float largest = magnitude<FORMAT == MXFP4>(loaded[i], 0.f);
         unsigned scale;
-        float half;  // of the factor
+        float half; // of the factor
         if constexpr (FORMAT == MXFP4) {
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2)
@@ -590,23 +588,24 @@ __global__ void __launch_bounds__(256) quantize_fp4(const __grid_constant__ Quan
         for (int j = 0; j < EACH / 8; ++j) {
             float halves[8];
 #pragma unroll
-            for (int n = 0; n < 8; ++n)
-                halves[n] = __fmul_rn(fabsf(value[j * 8 + n]), half);
+            for (int n = 0; n < 8; ++n) halves[n] = __fmul_rn(fabsf(value[j * 8 + n]), half);
             codes[j] = FORMAT == MXFP4 && sizeof(T) == 2 ? to_e2m1_in_pairs(halves) : to_e2m1(halves);
             codes[j] |= signs<T>(reinterpret_cast<const unsigned*>(loaded[i].unit[0]) + j * 2 * sizeof(T));
         }
         const long long at = first + i * threads;
-        if constexpr (EACH == 16) reinterpret_cast<uint2*>(p.packed)[at] = make_uint2(codes[0], codes[1]);
-        else reinterpret_cast<unsigned*>(p.packed)[at] = codes[0];
+        if constexpr (EACH == 16)
+            reinterpret_cast<uint2*>(p.packed)[at] = make_uint2(codes[0], codes[1]);
+        else
+            reinterpret_cast<unsigned*>(p.packed)[at] = codes[0];
         if (unsigned(column) % LANES == 0) p.scales[(unsigned long long)at / LANES] = (unsigned char)scale;
     }
 }
 
 struct DequantizeFp4Params {
-    const unsigned char* packed;  // [units, 4], a unit has 8 numbers
-    const unsigned char* scales;  // [units * 8 / GROUP]
-    char* out;                    // T [units, 8]
-    Scale global;                 // of NVFP4: scales are divided by it
+    const unsigned char* packed; // [units, 4], a unit has 8 numbers
+    const unsigned char* scales; // [units * 8 / GROUP]
+    char* out;                   // T [units, 8]
+    Scale global;                // of NVFP4: scales are divided by it
     long long units;
 };
 
@@ -625,8 +624,7 @@ __global__ void __launch_bounds__(THREADS) dequantize_fp4(const __grid_constant_
         } else {
             packed[i] = 0;
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                packed[i] |= __ldg(p.packed + unit * 4 + j) << 8 * j;
+            for (int j = 0; j < 4; ++j) packed[i] |= __ldg(p.packed + unit * 4 + j) << 8 * j;
         }
         byte[i] = __ldg(p.scales + unit / LANES);
     }

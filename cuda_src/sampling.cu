@@ -26,8 +26,8 @@
 constexpr int TILE = 1024;
 constexpr int MIN_WARPS = 6, MAX_WARPS = 16;
 constexpr int MAX_TOPS = 256;
-constexpr int CAPACITY = 192;     // candidates that can be ranked, one by a thread
-constexpr int MAX_LISTED = 96;    // the largest k that is looked for among candidates
+constexpr int CAPACITY = 192;  // candidates that can be ranked, one by a thread
+constexpr int MAX_LISTED = 96; // the largest k that is looked for among candidates
 constexpr int NO_ID = 0x7fffffff;
 
 enum Mode { SOFTMAX, TOP_K_RENORM, TOP_P_RENORM, TOP_K_MASK };
@@ -86,16 +86,23 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, const fl
     uint2 bits;
     T* values = reinterpret_cast<T*>(&bits);
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-        values[c] = from_float<T>(x[c]);
+    for (int c = 0; c < 4; ++c) values[c] = from_float<T>(x[c]);
     __stcs(reinterpret_cast<uint2*>(to), bits);
 }
 
-template <typename T, Mode MODE> struct OutOf { using type = T; };
-template <typename T> struct OutOf<T, SOFTMAX> { using type = float; };
+template <typename T, Mode MODE> struct OutOf {
+    using type = T;
+};
+template <typename T> struct OutOf<T, SOFTMAX> {
+    using type = float;
+};
 
-template <typename T> struct VectorOf { using type = uint2; };
-template <> struct VectorOf<float> { using type = uint4; };
+template <typename T> struct VectorOf {
+    using type = uint2;
+};
+template <> struct VectorOf<float> {
+    using type = uint4;
+};
 
 // The random numbers of a row.
 struct Stream {
@@ -113,17 +120,17 @@ struct Tally {
 
 // The sizes that the host lays memory out by.
 struct Layout {
-    int tiles;            // of the row
+    int tiles; // of the row
     int tiles_per_block;
-    int cached_tiles;     // of a block, in shared memory; the others are read again
-    int tops_per_tile;    // a power of two
-    int topped_tiles;     // of a block: those whose lanes' largest values are kept, the first ones
+    int cached_tiles;  // of a block, in shared memory; the others are read again
+    int tops_per_tile; // a power of two
+    int topped_tiles;  // of a block: those whose lanes' largest values are kept, the first ones
 };
 
 // What one block needs to draw from sorted candidates by itself.
 struct Listed {
     float weight[MAX_LISTED];
-    float before[MAX_LISTED];  // the sum of the better ones
+    float before[MAX_LISTED]; // the sum of the better ones
     int group[MAX_LISTED];
     unsigned long long best[MAX_LISTED / 32];
     int chosen[MAX_LISTED / 32];
@@ -153,18 +160,18 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     static constexpr float LEAST = PROBS ? 0.f : -LARGEST_FLOAT;
 
     const T* values;
-    const T* second;  // added to logits, subtracted from probabilities; or null
+    const T* second; // added to logits, subtracted from probabilities; or null
     int vocab;
     Layout layout;
-    float scale;      // log2(e) / temperature
+    float scale; // log2(e) / temperature
     int lane, warp, warps, first_tile, local_tiles, turn;
-    float4* cache;               // [cached_tiles, 8, 32]
-    uint4* slots;                // [2, tiles]
-    unsigned long long* list;    // [CAPACITY]
-    float* lane_tops;            // [topped_tiles, 32]
-    float* tops;                 // [tiles, tops_per_tile]
+    float4* cache;            // [cached_tiles, 8, 32]
+    uint4* slots;             // [2, tiles]
+    unsigned long long* list; // [CAPACITY]
+    float* lane_tops;         // [topped_tiles, 32]
+    float* tops;              // [tiles, tops_per_tile]
     int* list_size;
-    float top;                   // after `find_top`
+    float top; // after `find_top`
 
     __device__ Row(const T* values, const T* second, int vocab, Layout layout, float scale, float4* shared,
                    int* list_size)
@@ -226,25 +233,23 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
             float4 four[4];
             if (local < layout.cached_tiles) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    four[j] = cache[(local * 8 + half + j) * 32 + lane];
+                for (int j = 0; j < 4; ++j) four[j] = cache[(local * 8 + half + j) * 32 + lane];
             } else if (fast) {
                 Vector bits[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     bits[j] = *reinterpret_cast<const Vector*>(values + first + 128 * (half + j));
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    four[j] = limit(unpack(bits[j]));
+                for (int j = 0; j < 4; ++j) four[j] = limit(unpack(bits[j]));
             } else {
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    four[j] = combined_at(first + 128 * (half + j));
+                for (int j = 0; j < 4; ++j) four[j] = combined_at(first + 128 * (half + j));
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int id = first + 128 * (half + j);
-                take(id, four[j].x, 0), take(id + 1, four[j].y, 1), take(id + 2, four[j].z, 2), take(id + 3, four[j].w, 3);
+                take(id, four[j].x, 0), take(id + 1, four[j].y, 1), take(id + 2, four[j].z, 2),
+                    take(id + 3, four[j].w, 3);
             }
         }
     }
@@ -346,8 +351,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     __device__ __forceinline__ void find_top() {
         // NaN is above all.
         unsigned key = 0;
-        for (int i = lane; i < layout.tiles; i += 32)
-            key = max(key, sortable(__uint_as_float(slots[i].z)));
+        for (int i = lane; i < layout.tiles; i += 32) key = max(key, sortable(__uint_as_float(slots[i].z)));
         top = from_sortable(__reduce_max_sync(FULL_WARP, key));
     }
 
@@ -407,8 +411,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         }
         const uint4* found = slots_of_pass();
         int id = NO_ID;
-        for (int i = lane; i < layout.tiles; i += 32)
-            id = min(id, int(found[i].x));
+        for (int i = lane; i < layout.tiles; i += 32) id = min(id, int(found[i].x));
         return __reduce_min_sync(FULL_WARP, id);
     }
 
@@ -519,8 +522,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         }
         const uint4* found = slots_of_pass();
         float sum = 0;
-        for (int i = lane; i < layout.tiles; i += 32)
-            sum += __uint_as_float(found[i].z);
+        for (int i = lane; i < layout.tiles; i += 32) sum += __uint_as_float(found[i].z);
         return lanes_sum<32>(sum);
     }
 
@@ -553,8 +555,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         }
         const uint4* found = slots_of_pass();
         unsigned size = 0;
-        for (int i = lane; i < layout.tiles; i += 32)
-            size += found[i].x;
+        for (int i = lane; i < layout.tiles; i += 32) size += found[i].x;
         return __reduce_add_sync(FULL_WARP, size);
     }
 
@@ -566,8 +567,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         int rank = 0;
         if (i < size) {
 #pragma unroll 8
-            for (int other = 0; other < size; ++other)
-                rank += list[other] > mine;
+            for (int other = 0; other < size; ++other) rank += list[other] > mine;
         }
         __syncthreads();
         if (i < size) list[rank] = mine;
@@ -591,8 +591,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         const unsigned least = sortable(PROBS ? 1e-45f : -LARGEST_FLOAT);
         unsigned keys[MINE];
 #pragma unroll
-        for (int n = 0; n < MINE; ++n)
-            keys[n] = 0;
+        for (int n = 0; n < MINE; ++n) keys[n] = 0;
         unsigned low = ~0u;
         for (int base = 0; base < layout.tiles * layout.tops_per_tile; base += MAX_TOPS)
 #pragma unroll
@@ -608,8 +607,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         const auto count = [&](unsigned from) {
             unsigned mine = 0;
 #pragma unroll
-            for (int n = 0; n < MINE; ++n)
-                mine += keys[n] >= from;
+            for (int n = 0; n < MINE; ++n) mine += keys[n] >= from;
             return int(__reduce_add_sync(FULL_WARP, mine));
         };
         int reach = count(low);
@@ -668,8 +666,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
             if (top_p < 1 && top_p * of_sum <= listed.weight[0]) break;
             unsigned long long winner = 0;
 #pragma unroll
-            for (int n = 0; n < MAX_LISTED / 32; ++n)
-                winner = max(winner, listed.best[n]);
+            for (int n = 0; n < MAX_LISTED / 32; ++n) winner = max(winner, listed.best[n]);
             // Of the group's ids the lowest by which the sum has passed the share, and its rank.
             int found = NO_ID;
             if (i < kept && group == int(~unsigned(winner))) {
@@ -677,7 +674,8 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
                 if (up_to < group_sum) {
                     up_to = 0;
                     for (int other = 0; other < kept; ++other)
-                        if (listed.group[other] == group && bound_at(other).id <= mine.id) up_to += listed.weight[other];
+                        if (listed.group[other] == group && bound_at(other).id <= mine.id)
+                            up_to += listed.weight[other];
                 }
                 // Where the sum is no normal number its share may round to all of it, which nothing passes.
                 const bool passed = up_to > uniform(bits.y) * group_sum || up_to == group_sum;
@@ -690,8 +688,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
             __syncthreads();
             found = NO_ID;
 #pragma unroll
-            for (int n = 0; n < MAX_LISTED / 32; ++n)
-                found = min(found, listed.chosen[n]);
+            for (int n = 0; n < MAX_LISTED / 32; ++n) found = min(found, listed.chosen[n]);
             chosen = found % 128;
             if (!(top_p < 1) || listed.before[chosen] < top_p * of_sum) break;
             kept = chosen;
@@ -709,8 +706,8 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 // shared memory. A pass takes the number of passes before it, which says whose turn the slots are.
 template <typename Row> struct Common {
     alignas(16) unsigned char row[sizeof(Row)];
-    float sum;    // of all weights
-    float low;    // what the k best reach
+    float sum; // of all weights
+    float low; // what the k best reach
     Bound drawn;
     Listed listed;
     int list_size;
@@ -789,7 +786,8 @@ template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_s
     while (low_count - high_count > CAPACITY / 2 && high - low > 1) {
         const unsigned step = max(1u, (high - low) / 3);
         const unsigned key_p = low + step, key_q = max(low + step, high - step);
-        const Tally found = tally<Row>(passes++, Bound{from_sortable(key_p), NO_ID}, Bound{from_sortable(key_q), NO_ID});
+        const Tally found =
+            tally<Row>(passes++, Bound{from_sortable(key_p), NO_ID}, Bound{from_sortable(key_q), NO_ID});
         const bool above_q = BY_COUNT ? found.count[1] >= target : found.sum[1] >= target;
         const bool above_p = BY_COUNT ? found.count[0] >= target : found.sum[0] >= target;
         if (above_q)
@@ -855,30 +853,30 @@ template <typename Row> __device__ __forceinline__ Search top_k_bound(int passes
 // --- the kernels ------------------------------------------------------------------------------------------
 
 struct SampleParams {
-    const void* values;         // [rows, vocab] T: logits, or probabilities
-    const void* second;         // a bias [vocab] T for logits; draft probabilities [batch, drafts, vocab]; or null
-    int* ids;                   // [batch]; with drafts [batch, drafts + 1]
-    unsigned char* valid;       // [batch] bool, or null
-    float* logprobs;            // [batch], or null
-    const float* temperature;   // [batch], or null for the scalar below; so are top_p and min_p
+    const void* values;       // [rows, vocab] T: logits, or probabilities
+    const void* second;       // a bias [vocab] T for logits; draft probabilities [batch, drafts, vocab]; or null
+    int* ids;                 // [batch]; with drafts [batch, drafts + 1]
+    unsigned char* valid;     // [batch] bool, or null
+    float* logprobs;          // [batch], or null
+    const float* temperature; // [batch], or null for the scalar below; so are top_p and min_p
     const float* top_p;
     const float* min_p;
-    const void* top_k;          // [batch] int32, or int64 where wide & 1
-    const void* seed;           // [batch], int64 where wide & 2
-    const void* offset;         // [batch], int64 where wide & 4
-    const void* indices;        // [batch]: the row of each; int64 where wide & 8; or null
-    unsigned char* finished;    // [batch] bool, or null
-    int* sequence_length;       // [batch], or null
-    const int* draft_ids;       // [batch, drafts], or null
-    int* accepted;              // [batch]
-    int* emitted;               // [batch]
+    const void* top_k;       // [batch] int32, or int64 where wide & 1
+    const void* seed;        // [batch], int64 where wide & 2
+    const void* offset;      // [batch], int64 where wide & 4
+    const void* indices;     // [batch]: the row of each; int64 where wide & 8; or null
+    unsigned char* finished; // [batch] bool, or null
+    int* sequence_length;    // [batch], or null
+    const int* draft_ids;    // [batch, drafts], or null
+    int* accepted;           // [batch]
+    int* emitted;            // [batch]
     long long row_stride;
     unsigned long long scalar_seed, scalar_offset;
-    int own_offsets;            // of the scalar, row i takes the i-th
+    int own_offsets; // of the scalar, row i takes the i-th
     int rows, vocab, scalar_top_k, end_id, drafts;
     Layout layout;
     int wide;
-    int single;  // the arrays that hold one number for all: top_k 1, seed 2, offset 4, temperature 8, top_p 16, min_p 32
+    int single; // the arrays that hold one number for all: top_k 1, seed 2, offset 4, temperature 8, top_p 16, min_p 32
     int joint;
     float scalar_temperature, scalar_top_p, scalar_min_p;
 };
@@ -918,8 +916,8 @@ template <bool PROBS> __device__ __forceinline__ Request request_of(const Sample
 
 // By one thread.
 template <bool PROBS, typename Row>
-__device__ __forceinline__ void write_result(const SampleParams& params, int i, long long drawn_at, const Row& x, int id,
-                                             float value, float sum) {
+__device__ __forceinline__ void write_result(const SampleParams& params, int i, long long drawn_at, const Row& x,
+                                             int id, float value, float sum) {
     params.ids[drawn_at] = id;
     if (params.valid) params.valid[i] = x.valid();
     if (params.logprobs) {
@@ -1029,7 +1027,8 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
                 if (refused == params.drafts && (inside & ~accepts)) refused = base + __ffs(inside & ~accepts) - 1;
             }
             drawn_at = row = (long long)i * (params.drafts + 1) + refused;
-            second = refused < params.drafts ? second + ((long long)i * params.drafts + refused) * params.vocab : nullptr;
+            second =
+                refused < params.drafts ? second + ((long long)i * params.drafts + refused) * params.vocab : nullptr;
             if (first_block) {
                 for (int n = threadIdx.x; n <= params.drafts; n += blockDim.x)
                     if (n != refused)
@@ -1082,16 +1081,16 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
 }
 
 struct RenormalizeParams {
-    const void* values;        // [rows, vocab] T
-    void* out;                 // [rows, vocab] T; float32 for SOFTMAX
-    const float* temperature;  // [rows], or null for the scalar; so are top_k and top_p
+    const void* values;       // [rows, vocab] T
+    void* out;                // [rows, vocab] T; float32 for SOFTMAX
+    const float* temperature; // [rows], or null for the scalar; so are top_k and top_p
     const float* top_p;
-    const void* top_k;         // int64 where wide
+    const void* top_k; // int64 where wide
     long long row_stride;
     int vocab, scalar_top_k;
     Layout layout;
     int wide;
-    int single;                // the array holds one number for all
+    int single; // the array holds one number for all
     float scalar_temperature, scalar_top_p;
 };
 
@@ -1109,16 +1108,18 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
     if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
         using RowOfT = Row<T, PROBS, CLUSTER>;
         const int i = blockIdx.x / CLUSTER;
-        const float temperature = params.temperature ? params.temperature[params.single ? 0 : i] : params.scalar_temperature;
+        const float temperature =
+            params.temperature ? params.temperature[params.single ? 0 : i] : params.scalar_temperature;
         const float top_p = params.top_p ? params.top_p[params.single ? 0 : i] : params.scalar_top_p;
         // The limit of a low temperature: all on the best.
         float scale = LOG2_E / temperature;
         if (!(scale > 0 && scale < 1e30f)) scale = 1e30f;
-        long long top_k = params.top_k ? integer_at(params.top_k, params.wide, params.single ? 0 : i) : params.scalar_top_k;
+        long long top_k =
+            params.top_k ? integer_at(params.top_k, params.wide, params.single ? 0 : i) : params.scalar_top_k;
         if (top_k < 1 || top_k > params.vocab) top_k = params.vocab;
 
-        RowOfT x(static_cast<const T*>(params.values) + i * params.row_stride, nullptr, params.vocab,
-                                 params.layout, scale, shared, &common<RowOfT>().list_size);
+        RowOfT x(static_cast<const T*>(params.values) + i * params.row_stride, nullptr, params.vocab, params.layout,
+                 scale, shared, &common<RowOfT>().list_size);
         x.template load<false>({});
         x.find_top();
         if (threadIdx.x == 0) store(x);
@@ -1145,7 +1146,8 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
         }
         using Out = typename OutOf<T, MODE>::type;
         Out* out = static_cast<Out*>(params.out) + (long long)i * params.vocab;
-        const bool vectors = params.vocab % 4 == 0 && reinterpret_cast<unsigned long long>(out) % (4 * sizeof(Out)) == 0;
+        const bool vectors =
+            params.vocab % 4 == 0 && reinterpret_cast<unsigned long long>(out) % (4 * sizeof(Out)) == 0;
         for (int local = x.warp; local < x.local_tiles; local += x.warps) {
             float y[4];
             x.for_each(local, [&](int id, float value, int c) {

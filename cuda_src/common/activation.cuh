@@ -8,7 +8,7 @@
 #pragma once
 #include "common/numeric.cuh"
 
-enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2 };  // as in cukern/runtime/activation.py
+enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2 }; // as in cukern/runtime/activation.py
 
 __device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 

@@ -37,7 +37,9 @@ template <int CLUSTER> __device__ __forceinline__ void cluster_barrier() {
 // The address of `here`, in shared memory, in the block `rank` of the cluster.
 __device__ __forceinline__ unsigned address_in(const void* here, int rank) {
     unsigned there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(unsigned(__cvta_generic_to_shared(here))), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(there)
+        : "r"(unsigned(__cvta_generic_to_shared(here))), "r"(rank));
     return there;
 }
 

@@ -46,7 +46,8 @@ template <> __device__ __forceinline__ void to_halves<__nv_fp8_e4m3>(unsigned (&
         "  mov.b32 {low, high}, %2;\n"
         "  cvt.rn.f16x2.e4m3x2 %0, low;\n"
         "  cvt.rn.f16x2.e4m3x2 %1, high; }"
-        : "=r"(pairs[0]), "=r"(pairs[1]) : "r"(four));
+        : "=r"(pairs[0]), "=r"(pairs[1])
+        : "r"(four));
 #else
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

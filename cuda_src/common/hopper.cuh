@@ -19,14 +19,15 @@
 constexpr int WARPGROUP = 128;
 
 __device__ __forceinline__ void store_shared(unsigned to, uint4 value) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
                  : "memory");
 }
 
 // The reverse of load_matrices.
 __device__ __forceinline__ void store_matrices(unsigned to, const unsigned (&from)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]), "r"(from[1]),
-                 "r"(from[2]), "r"(from[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
+                 "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 
@@ -110,29 +111,31 @@ constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x
 
 // Copy the box at (x, y, z, w) of the mapped tensor; `barrier` counts its bytes.
 template <unsigned long long POLICY = EVICT_FIRST>
-__device__ __forceinline__ void
-copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w, unsigned barrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-                 "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(POLICY)
-                 : "memory");
+__device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w,
+                                          unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(POLICY)
+        : "memory");
 }
 
 // The same for a tensor of five dimensions.
 template <unsigned long long POLICY = EVICT_FIRST>
-__device__ __forceinline__ void
-copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v, unsigned barrier) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-                 "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
-                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(barrier), "l"(POLICY)
-                 : "memory");
+__device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v,
+                                          unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(barrier), "l"(POLICY)
+        : "memory");
 }
 
 // Copy a box to the same place in every block of the cluster whose bit is set in `blocks`; the barrier at the same place in
 // each counts its bytes.
 template <unsigned long long POLICY = EVICT_NORMAL>
-__device__ __forceinline__ void
-copy_tile_to(unsigned short blocks, unsigned to, const TensorMap& map, int x, int y, int z, int w, unsigned barrier) {
+__device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned to, const TensorMap& map, int x, int y,
+                                             int z, int w, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                  ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(to),
                  "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(blocks), "l"(POLICY)
@@ -149,7 +152,8 @@ __device__ __forceinline__ unsigned long long along_the_sum(unsigned address) {
 }
 
 template <int TILE_BYTES> __device__ __forceinline__ unsigned long long across_the_sum(unsigned address) {
-    return (unsigned long long)(address >> 4 & 0x3fff) | (unsigned long long)(TILE_BYTES >> 4) << 16 | 64ull << 32 | 1ull << 62;
+    return (unsigned long long)(address >> 4 & 0x3fff) | (unsigned long long)(TILE_BYTES >> 4) << 16 | 64ull << 32 |
+           1ull << 62;
 }
 
 // Products run on their own from here; the registers that they read or write are theirs until they are waited for.
@@ -178,41 +182,51 @@ template <int N> __device__ __forceinline__ void pin(float (&c)[N]) {
 #define PLACES_32 PLACES_16, FOUR(16), FOUR(20), FOUR(24), FOUR(28)
 #define PLACES_64 PLACES_32, FOUR(32), FOUR(36), FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60)
 #define PLACES_128 \
-    PLACES_64, FOUR(64), FOUR(68), FOUR(72), FOUR(76), FOUR(80), FOUR(84), FOUR(88), FOUR(92), FOUR(96), FOUR(100), FOUR(104), \
-        FOUR(108), FOUR(112), FOUR(116), FOUR(120), FOUR(124)
+    PLACES_64, FOUR(64), FOUR(68), FOUR(72), FOUR(76), FOUR(80), FOUR(84), FOUR(88), FOUR(92), FOUR(96), FOUR(100), \
+        FOUR(104), FOUR(108), FOUR(112), FOUR(116), FOUR(120), FOUR(124)
 #define NAMES_4 "%0, %1, %2, %3"
 #define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_32 NAMES_16 ", " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64 NAMES_32 ", " \
-    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_128 NAMES_64 ", " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES_32 \
+    NAMES_16 ", " \
+             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 \
+    NAMES_32 ", " \
+             "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_128 \
+    NAMES_64 ", " \
+             "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+             "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+             "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+             "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define PRODUCT(columns, places, k, types, a_at, b_at, add_at, how, ...) \
     asm volatile("{ .reg .pred add;\n" \
                  "  setp.ne.b32 add, " add_at ", 0;\n" \
-                 "  wgmma.mma_async.sync.aligned.m64n" columns k ".f32." types " {" NAMES_##places "}, " a_at ", " b_at \
-                 ", add, 1, 1" how "; }" \
+                 "  wgmma.mma_async.sync.aligned.m64n" columns k ".f32." types " {" NAMES_##places \
+                 "}, " a_at ", " b_at ", add, 1, 1" how "; }" \
                  : PLACES_##places \
                  : __VA_ARGS__, "r"(int(add)))
 #define PRODUCT_SHARED(columns, places, k, types, a_at, b_at, add_at, how) \
     PRODUCT(columns, places, k, types, a_at, b_at, add_at, how, "l"(a), "l"(b))
 #define PRODUCT_REGISTERS(types) \
-    PRODUCT("256", 128, "k16", types, "{%128, %129, %130, %131}", "%132", "%133", ", 1", "r"(a[0]), "r"(a[1]), "r"(a[2]), \
-            "r"(a[3]), "l"(b))
+    PRODUCT("256", 128, "k16", types, "{%128, %129, %130, %131}", "%132", "%133", ", 1", "r"(a[0]), "r"(a[1]), \
+            "r"(a[2]), "r"(a[3]), "l"(b))
 #define PRODUCT_ALONG(k, types, how) \
-    if constexpr (N == 4) PRODUCT_SHARED("8", 4, k, types, "%4", "%5", "%6", how); \
-    else if constexpr (N == 8) PRODUCT_SHARED("16", 8, k, types, "%8", "%9", "%10", how); \
-    else if constexpr (N == 16) PRODUCT_SHARED("32", 16, k, types, "%16", "%17", "%18", how); \
-    else if constexpr (N == 32) PRODUCT_SHARED("64", 32, k, types, "%32", "%33", "%34", how); \
-    else if constexpr (N == 64) PRODUCT_SHARED("128", 64, k, types, "%64", "%65", "%66", how); \
-    else if constexpr (N == 128) PRODUCT_SHARED("256", 128, k, types, "%128", "%129", "%130", how); \
-    else static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
+    if constexpr (N == 4) \
+        PRODUCT_SHARED("8", 4, k, types, "%4", "%5", "%6", how); \
+    else if constexpr (N == 8) \
+        PRODUCT_SHARED("16", 8, k, types, "%8", "%9", "%10", how); \
+    else if constexpr (N == 16) \
+        PRODUCT_SHARED("32", 16, k, types, "%16", "%17", "%18", how); \
+    else if constexpr (N == 32) \
+        PRODUCT_SHARED("64", 32, k, types, "%32", "%33", "%34", how); \
+    else if constexpr (N == 64) \
+        PRODUCT_SHARED("128", 64, k, types, "%64", "%65", "%66", how); \
+    else if constexpr (N == 128) \
+        PRODUCT_SHARED("256", 128, k, types, "%128", "%129", "%130", how); \
+    else \
+        static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
 // a, b: along the sum.
 template <typename T, int N>
@@ -236,7 +250,8 @@ __device__ __forceinline__ void multiply_across(float (&c)[128], unsigned long l
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply_across(float (&c)[128], const unsigned (&a)[4], unsigned long long b, bool add) {
+__device__ __forceinline__ void multiply_across(float (&c)[128], const unsigned (&a)[4], unsigned long long b,
+                                                bool add) {
     if constexpr (IS_BFLOAT16<T>)
         PRODUCT_REGISTERS("bf16.bf16");
     else

@@ -18,7 +18,9 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
 
 // The .ftz forms are one instruction each; without it the compiler adds code for denormal arguments.
 __device__ __forceinline__ float fast_exp2(float x) {
@@ -64,7 +66,8 @@ __device__ __forceinline__ int minus_if_greater(int count, unsigned other, unsig
     asm("{ .reg .u32 difference;\n"
         "  sub.cc.u32 difference, %1, %2;\n"
         "  subc.u32 %0, %0, 0; }"
-        : "+r"(count) : "r"(mine), "r"(other));
+        : "+r"(count)
+        : "r"(mine), "r"(other));
     return count;
 }
 

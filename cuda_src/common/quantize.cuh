@@ -6,12 +6,12 @@
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4 };  // INT8_AZP: with a zero point; the last two have 4 bits
+enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4 }; // INT8_AZP: with a zero point; the last two have 4 bits
 template <int FORMAT> constexpr float LARGEST = FORMAT == E4M3 ? 448.f : 127.f;
 
 struct Scale {
-    const float* array;  // one float, or null
-    float number;        // what counts where there is no array
+    const float* array; // one float, or null
+    float number;       // what counts where there is no array
     __device__ __forceinline__ float load() const { return array ? __ldg(array) : number; }
 };
 
@@ -56,8 +56,10 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
     if constexpr (FORMAT == E4M3) {
 #pragma unroll
         for (int i = 0; i < EACH; i += 2) {
-            if constexpr (EACH == 1) word[0] = to_fp8<__NV_E4M3>(quotient[0]);
-            else word[i / 4] |= to_fp8<__NV_E4M3>(quotient[i], quotient[(i + 1) % EACH]) << i % 4 * 8;
+            if constexpr (EACH == 1)
+                word[0] = to_fp8<__NV_E4M3>(quotient[0]);
+            else
+                word[i / 4] |= to_fp8<__NV_E4M3>(quotient[i], quotient[(i + 1) % EACH]) << i % 4 * 8;
         }
     } else {
         int number[EACH];
@@ -69,7 +71,7 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
                 x = rintf(x);
                 x = __fadd_rn(x == x ? x : 0.f, azp);
             }
-            number[i] = __float2int_rn(x);  // ties to even, saturated; NaN is 0
+            number[i] = __float2int_rn(x); // ties to even, saturated; NaN is 0
             if constexpr (FORMAT == INT8_AZP && WHOLE) number[i] += added;
         }
         if constexpr (EACH == 1) {
@@ -81,8 +83,10 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
         }
     }
     Unit<EACH> out;
-    if constexpr (EACH == 8) out.x = word[0], out.y = word[1];
-    else out = (Unit<EACH>)word[0];
+    if constexpr (EACH == 8)
+        out.x = word[0], out.y = word[1];
+    else
+        out = (Unit<EACH>)word[0];
     return out;
 }
 

@@ -2,11 +2,21 @@
 #pragma once
 
 template <int BYTES> struct UnitOf;
-template <> struct UnitOf<16> { using Type = uint4; };
-template <> struct UnitOf<8> { using Type = uint2; };
-template <> struct UnitOf<4> { using Type = unsigned; };
-template <> struct UnitOf<2> { using Type = unsigned short; };
-template <> struct UnitOf<1> { using Type = unsigned char; };
+template <> struct UnitOf<16> {
+    using Type = uint4;
+};
+template <> struct UnitOf<8> {
+    using Type = uint2;
+};
+template <> struct UnitOf<4> {
+    using Type = unsigned;
+};
+template <> struct UnitOf<2> {
+    using Type = unsigned short;
+};
+template <> struct UnitOf<1> {
+    using Type = unsigned char;
+};
 
 // A number below 2^31 divided by a constant of the launch: n * multiplier >> shift.
 struct Divisor {

@@ -7,23 +7,20 @@ constexpr unsigned FULL_WARP = 0xffffffffu;
 
 template <int LANES> __device__ __forceinline__ float lanes_max(float value) {
 #pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2)
-        value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, step));
+    for (int step = LANES / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, step));
     return value;
 }
 
 template <int LANES> __device__ __forceinline__ float lanes_min(float value) {
 #pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2)
-        value = fminf(value, __shfl_xor_sync(FULL_WARP, value, step));
+    for (int step = LANES / 2; step > 0; step /= 2) value = fminf(value, __shfl_xor_sync(FULL_WARP, value, step));
     return value;
 }
 
 // Neighbours first, so that 16 lanes sum like the first 16 of 32 whose others hold 0.
 template <int LANES, typename T> __device__ __forceinline__ T lanes_sum(T value) {
 #pragma unroll
-    for (int step = 1; step < LANES; step *= 2)
-        value += __shfl_xor_sync(FULL_WARP, value, step);
+    for (int step = 1; step < LANES; step *= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
     return value;
 }
 
@@ -37,7 +34,8 @@ template <int LANES> __device__ __forceinline__ int lanes_inclusive_sum(int valu
         asm volatile("{ .reg .pred in; .reg .s32 before;\n"
                      "  shfl.sync.up.b32 before|in, %0, %1, %2, -1;\n"
                      "  @in add.s32 %0, %0, before; }"
-                     : "+r"(value) : "r"(step), "n"(SEGMENT));
+                     : "+r"(value)
+                     : "r"(step), "n"(SEGMENT));
     return value;
 }
 
