@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import re
@@ -314,7 +315,7 @@ def _launch(step: Any, arch: str, names: dict[int, str], variant: str) -> Launch
         address, size = step.cleared
         return Launch(f"none: {_bytes(_number(size))} of {names.get(address.place, 'workspace')} are set to 0")
     instance = step.variant.instance
-    layout = template.params(instance.stem, instance.function)
+    layout = template.params(instance.file, instance.function)
     fields = {}
     for _, code, value, path in template.named_leaves(layout, step.fields):
         # A null pointer says nothing, nor does what a division by another field is turned into.
@@ -338,7 +339,8 @@ def _why(instance: compile.Instance, variant: str) -> str:
     """What can be said where the op says nothing."""
     if variant != "auto":
         return f"variant={variant!r} asks for it"
-    kernel = next(x for x in KERNELS[instance.stem] if x.function == instance.function)
+    kernels = itertools.chain(*KERNELS.values())
+    kernel = next(x for x in kernels if (x.file, x.function) == (instance.file, instance.function))
     if instance in kernel.at_import:
         return "one of the instances that are compiled at import"
     return "one of the specialized instances" if instance in kernel.specialized else "no specialized instance fits"
@@ -359,7 +361,7 @@ def _field(value: Any, names: dict[int, str]) -> Any:
 
 def _expression(instance: compile.Instance) -> str:
     """A template with its arguments by name."""
-    names = _parameter_names(instance.stem, instance.function)
+    names = _parameter_names(instance.file, instance.function)
     if len(names) != len(instance.arguments):
         return instance.expression
     given = ", ".join(f"{name}={value}" for name, value in zip(names, instance.arguments, strict=True))
@@ -367,9 +369,9 @@ def _expression(instance: compile.Instance) -> str:
 
 
 @functools.cache
-def _parameter_names(stem: str, function: str) -> list[str]:
+def _parameter_names(file: str, function: str) -> list[str]:
     declared = rf"template\s*<([^;{{}}]*?)>\s*__global__[^;{{]*?\b{function}\s*\("
-    found = re.search(declared, template.text(stem))
+    found = re.search(declared, template.text(file))
     return [x.partition("=")[0].split()[-1] for x in found[1].split(",")] if found else []
 
 

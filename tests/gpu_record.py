@@ -70,7 +70,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def stems() -> list[str]:
     """Of the ops, and of what is composed of them."""
     composed = (name for name in COMPOSITIONS if (ROOT / "cukern" / name).is_dir())
-    return sorted([*(path.stem for path in (ROOT / "cuda_src").glob("*.cu")), *composed])
+    kernels = (path.relative_to(ROOT / "cuda_src") for path in (ROOT / "cuda_src").rglob("*.cu"))
+    return sorted({*(path.parts[0].removesuffix(".cu") for path in kernels), *composed})
+
+
+def templates(name: str) -> list[Path]:
+    """The files with the kernels of a stem: one, or those of its folder."""
+    folder = ROOT / "cuda_src" / name
+    return sorted(folder.glob("*.cu")) if folder.is_dir() else [p for p in [folder.with_suffix(".cu")] if p.is_file()]
 
 
 def test_files(name: str) -> list[Path]:
@@ -118,8 +125,8 @@ def _followed(files: Iterable[Path]) -> list[Path]:
         found += sorted(_imported(file) - {*found})
     ops = ROOT / "cukern" / "ops"
     names = [path.relative_to(ops).parts[0].removesuffix(".py") for path in found if path.is_relative_to(ops)]
-    templates = [ROOT / "cuda_src" / f"{name}.cu" for name in dict.fromkeys(names)]
-    kernels, _ = compile.included([path for path in templates if path.is_file()], ROOT / "cuda_src")
+    files = [path for name in dict.fromkeys(names) for path in templates(name)]
+    kernels, _ = compile.included(files, ROOT / "cuda_src")
     return found + kernels
 
 
@@ -290,7 +297,8 @@ def _kernels(stem: str) -> list[str]:
     """The names of the kernels that a stem runs."""
     from cukern.runtime import kernel
 
-    ops = {path.stem for path in sources(stem) if path.suffix == ".cu"}
+    cuda_src = ROOT / "cuda_src"
+    ops = {path.relative_to(cuda_src).parts[0].removesuffix(".cu") for path in sources(stem) if path.suffix == ".cu"}
     return [own.function for op in sorted(ops) for own in kernel.KERNELS[op]]
 
 

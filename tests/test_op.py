@@ -47,7 +47,7 @@ def packed(trace: Any, environment: list[Any]) -> list[dict[str, Any]]:
             for x in step.packing.parts
         ]
         data = step.packing.struct.pack(*parts)
-        layout = template.params(step.variant.instance.stem, step.variant.instance.function)
+        layout = template.params(step.variant.instance.file, step.variant.instance.function)
         launches.append({name: unpacked(kind, data, offset) for name, (offset, kind) in layout.fields.items()})
     return launches
 
@@ -242,9 +242,9 @@ def test_what_a_template_lacks_is_named(stem: str) -> None:
 
 
 def test_every_kernel_declares_its_struct() -> None:
-    for stem, kernels in KERNELS.items():
+    for kernels in KERNELS.values():
         for kernel in kernels:
-            assert template.params(stem, kernel.function).fields
+            assert template.params(kernel.file, kernel.function).fields
 
 
 # --- plans --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import cukern
+from tests import gpu_record
 from tests.gpu_record import COMPOSITIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +28,7 @@ ROOMS = {
     "benchmarks": "benchmarks/bench_{}.py",
     "tests": "tests/test_{}.py",
 }
-# A large op is a package in its room.
+# A large op is a package in its room, and several kernels are a folder.
 OPS_PACKAGE = "cukern/ops/{}/__init__.py"
 # What is composed of ops has a package in place of a kernel and of an op's file.
 COMPOSITION_ROOMS = {
@@ -44,6 +45,8 @@ def _stems_in(pattern: str) -> set[str]:
     stems = {path.name.removeprefix(prefix).removesuffix(suffix) for path in paths}
     if pattern == ROOMS["ops"]:
         stems |= {path.parent.name for path in ROOT.glob(OPS_PACKAGE.format("*"))}
+    if pattern == ROOMS["cuda_src"]:
+        stems |= {path.parent.name for path in ROOT.glob("cuda_src/*/*.cu")}
     return {stem for stem in stems if not stem.startswith("_")}
 
 
@@ -88,6 +91,7 @@ def test_there_are_ops() -> None:
 def test_each_room_has_each_stem(stem: str, room: str) -> None:
     path = ROOMS[room].format(stem)
     is_package = room == "ops" and (ROOT / OPS_PACKAGE.format(stem)).is_file()
+    is_package |= room == "cuda_src" and (ROOT / "cuda_src" / stem).is_dir() and bool(gpu_record.templates(stem))
     assert is_package != (ROOT / path).is_file(), f"{path} is missing, and another room has {stem}"
 
 
@@ -117,7 +121,7 @@ def test_the_package_imports_each_op(stem: str) -> None:
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_a_composition_has_no_kernels(name: str) -> None:
-    assert not (ROOT / f"cuda_src/{name}.cu").exists()
+    assert not gpu_record.templates(name)
 
 
 @pytest.mark.parametrize(("stem", "name"), FUNCTIONS)

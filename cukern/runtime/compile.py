@@ -44,9 +44,12 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Instance:
-    """One template with its arguments: `Instance("moe_gate", "moe_gate", ("float", 256))`."""
+    """The kernel `function` of `cuda_src/<file>.cu` with its template arguments.
 
-    stem: str
+    `Instance("mla_decode/plan", "plan_parts", (256,))`.
+    """
+
+    file: str
     function: str
     arguments: tuple[str | int, ...]
 
@@ -156,11 +159,10 @@ def headers_version() -> str:
 
 
 @functools.cache
-def source(stem: str) -> str:
-    """The text handed to NVRTC for a stem."""
-    file = CUDA_SRC / f"{stem}.cu"
+def source(file: str) -> str:
+    """The text handed to NVRTC for a template."""
     # NVRTC's messages then cite the file a reader can open.
-    return f'#line 1 "{stem}.cu"\n{file.read_text()}'
+    return f'#line 1 "{file}.cu"\n{(CUDA_SRC / f"{file}.cu").read_text()}'
 
 
 def included(files: Iterable[Path], root: Path) -> tuple[list[Path], list[str]]:
@@ -191,11 +193,11 @@ def _cuda_header_digest(name: str) -> str:
 
 
 @functools.cache
-def _source_digest(stem: str) -> str:
-    digest = hashlib.sha256(source(stem).encode())
+def _source_digest(file: str) -> str:
+    digest = hashlib.sha256(source(file).encode())
     # The assertions that are compiled with it follow from the text and from this file.
     digest.update(Path(template.__file__).read_bytes())
-    (_, *shared), cuda_headers = included([CUDA_SRC / f"{stem}.cu"], CUDA_SRC)
+    (_, *shared), cuda_headers = included([CUDA_SRC / f"{file}.cu"], CUDA_SRC)
     for path in sorted(shared):
         digest.update(path.relative_to(CUDA_SRC).as_posix().encode() + b"\0" + path.read_bytes())
     for name in cuda_headers:
@@ -210,7 +212,7 @@ def _options(arch: str) -> list[str]:
 
 def cached_path(instance: Instance, arch: str) -> Path:
     """Where the cubin of an instance lies, or would lie."""
-    parts = (_source_digest(instance.stem), instance.expression, *_options(arch), nvrtc_version())
+    parts = (_source_digest(instance.file), instance.expression, *_options(arch), nvrtc_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     readable = re.sub(r"[^A-Za-z0-9]+", "_", instance.expression).strip("_")
     return cache_directory() / f"{readable}-sm_{arch}-{digest}.cubin"
@@ -305,10 +307,10 @@ def _is_intact(path: Path) -> bool:
 
 def _job(instance: Instance, arch: str) -> dict[str, Any]:
     # A quoted include is looked for beside the file of this name before -I: not in the caller's working directory.
-    filename = str(CUDA_SRC / f"{instance.stem}.cu")
+    filename = str(CUDA_SRC / f"{instance.file}.cu")
     include = [f"-I{CUDA_SRC}", f"-I{cuda_include_directory()}"]
     return {
-        "source": source(instance.stem) + _LAYOUT_LINE + template.assertions(instance.stem),
+        "source": source(instance.file) + _LAYOUT_LINE + template.assertions(instance.file),
         "filename": filename,
         "expression": instance.expression,
         "options": _options(arch) + include,

@@ -57,13 +57,16 @@ class Variant:
 
 
 class Kernel:
-    """A `__global__` template `function` of `cuda_src/<stem>.cu`, which takes one struct of parameters.
+    """A `__global__` template `function` of `cuda_src/<file>.cu`, which takes one struct of parameters.
+
+    The stem is the file, or its folder: "mla_decode" of "mla_decode/plan".
 
     `compile_s` is roughly how many seconds its slowest instance takes to compile.
     """
 
-    def __init__(self, stem: str, function: str, compile_s: float = 0.3) -> None:
-        self.stem = stem
+    def __init__(self, file: str, function: str, compile_s: float = 0.3) -> None:
+        self.file = file
+        self.stem = file.partition("/")[0]
         self.function = function
         self.compile_s = compile_s
         self._variants: dict[tuple[str | int, ...], Variant] = {}
@@ -73,7 +76,7 @@ class Kernel:
         self.specialized: list[Instance] = []
         #: By architecture, those of them that none of its GPUs is given: they are not compiled for it.
         self.unused: dict[str, list[Instance]] = {}
-        KERNELS.setdefault(stem, []).append(self)
+        KERNELS.setdefault(self.stem, []).append(self)
 
     def specialize_by_arch(self, given: dict[str, list[Instance]]) -> None:
         """Specialize what the GPUs of each architecture are given, which has no use on the others."""
@@ -88,7 +91,7 @@ class Kernel:
         """
         variant = self._variants.get(arguments)
         if variant is None:
-            made = Variant(Instance(self.stem, self.function, arguments), max_shared_bytes, large_clusters)
+            made = Variant(Instance(self.file, self.function, arguments), max_shared_bytes, large_clusters)
             # Two threads may both get here: the first to store wins.
             variant = self._variants.setdefault(arguments, made)
         return variant

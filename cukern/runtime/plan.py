@@ -156,7 +156,7 @@ def launch(variant: Variant, grid: Any, block: Any, shared_bytes: Any = 0, /, **
     array, a mapping or a tuple for a struct, None or 0 for a struct of zeros. `grid` and `block` are numbers or tuples
     of up to three. Raises TemplateError for a missing or an unknown field.
     """
-    layout = template.params(variant.instance.stem, variant.instance.function)
+    layout = template.params(variant.instance.file, variant.instance.function)
     packing = template.Packing(layout, template.named_leaves(layout, fields), _is_open)
     trace = current()
     trace.steps.append(_Step(variant, _three(grid), _three(block), shared_bytes, packing, trace.notes, fields))

@@ -92,25 +92,25 @@ class Struct:
 
 
 @functools.cache
-def text(stem: str) -> str:
-    """The template of a stem with all that it includes of `cuda_src`, without comments."""
+def text(file: str) -> str:
+    """The template `cuda_src/<file>.cu` with all that it includes of `cuda_src`, without comments."""
     from cukern.runtime import compile
 
-    files, _ = compile.included([compile.CUDA_SRC / f"{stem}.cu"], compile.CUDA_SRC)
-    return "\n".join(_COMMENT.sub(" ", file.read_text()) for file in reversed(files))
+    paths, _ = compile.included([compile.CUDA_SRC / f"{file}.cu"], compile.CUDA_SRC)
+    return "\n".join(_COMMENT.sub(" ", path.read_text()) for path in reversed(paths))
 
 
 @functools.cache
-def constants(stem: str) -> Mapping[str, int]:
+def constants(file: str) -> Mapping[str, int]:
     """The integers that a template declares as `constexpr` or in an `enum`, by name."""
     found: dict[str, int] = {}
-    for declarations in _CONSTANTS.findall(text(stem)):
+    for declarations in _CONSTANTS.findall(text(file)):
         for declaration in re.split(r",(?![^(]*\))", declarations):
             name, _, value = declaration.partition("=")
             number = _evaluate(value, found)
             if number is not None and name.strip().isidentifier():
                 found[name.strip()] = number
-    for names in _ENUM.findall(text(stem)):
+    for names in _ENUM.findall(text(file)):
         number = -1
         for entry in filter(None, (x.strip() for x in names.split(","))):
             name, _, value = (part.strip() for part in entry.partition("="))
@@ -148,17 +148,17 @@ def _evaluate(expression: str, names: Mapping[str, int]) -> int | None:
 
 
 @functools.cache
-def params(stem: str, function: str) -> Struct:
+def params(file: str, function: str) -> Struct:
     """The struct that the kernel `function` of a template takes."""
-    for kernel, name in _KERNEL.findall(text(stem)):
+    for kernel, name in _KERNEL.findall(text(file)):
         if kernel == function:
-            return _struct(stem, name)
-    raise TemplateError(f"{stem}.cu has no kernel {function} with one `const __grid_constant__` struct of parameters")
+            return _struct(file, name)
+    raise TemplateError(f"{file}.cu has no kernel {function} with one `const __grid_constant__` struct of parameters")
 
 
 @functools.cache
-def _struct(stem: str, name: str) -> Struct:
-    source = text(stem)
+def _struct(file: str, name: str) -> Struct:
+    source = text(file)
     bare, _, argument = name.partition("<")
     for found in _STRUCT.finditer(source):
         if found[3] != bare:
@@ -172,15 +172,15 @@ def _struct(stem: str, name: str) -> Struct:
             body = _INNER_BLOCK.sub(";", body)
         if found[1]:
             body = re.sub(rf"\b{found[1]}\b", argument.rstrip(">"), body)
-        return _lay_out(stem, name, body, found[4], int(found[2] or 1))
-    raise TemplateError(f"{stem}.cu declares no struct {name}")
+        return _lay_out(file, name, body, found[4], int(found[2] or 1))
+    raise TemplateError(f"{file}.cu declares no struct {name}")
 
 
-def _lay_out(stem: str, name: str, body: str, base: str | None, alignment: int) -> Struct:
+def _lay_out(file: str, name: str, body: str, base: str | None, alignment: int) -> Struct:
     fields: dict[str, tuple[int, Scalar | Array | Struct]] = {}
     end = 0
     if base:
-        inherited = _struct(stem, base)
+        inherited = _struct(file, base)
         fields.update(inherited.fields)
         end, alignment = inherited.size, max(alignment, inherited.alignment)
     for statement in body.split(";"):
@@ -189,12 +189,12 @@ def _lay_out(stem: str, name: str, body: str, base: str | None, alignment: int) 
             continue  # a function
         member = _MEMBER.fullmatch(statement)
         if member is None:
-            raise TemplateError(f"{stem}.cu: cannot read `{statement}` of struct {name}")
+            raise TemplateError(f"{file}.cu: cannot read `{statement}` of struct {name}")
         for declarator in member[3].split(","):
             stars, field, count = _DECLARATOR.fullmatch(declarator).groups()  # type: ignore[union-attr]
-            kind: Scalar | Array | Struct = _type(stem, member[2], "*" in stars or "*" in member[2])
+            kind: Scalar | Array | Struct = _type(file, member[2], "*" in stars or "*" in member[2])
             if count is not None:
-                kind = Array(kind, int(count) if count.isdigit() else constants(stem)[count])
+                kind = Array(kind, int(count) if count.isdigit() else constants(file)[count])
             each = max(int(member[1] or 1), kind.alignment)
             alignment, end = max(alignment, each), -(-end // each) * each
             fields[field] = end, kind
@@ -202,21 +202,21 @@ def _lay_out(stem: str, name: str, body: str, base: str | None, alignment: int) 
     return Struct(name, fields, -(-end // alignment) * alignment, alignment)
 
 
-def _type(stem: str, words: str, is_pointer: bool) -> Scalar | Struct:
+def _type(file: str, words: str, is_pointer: bool) -> Scalar | Struct:
     if is_pointer:
         return Scalar(_POINTER)
     plain = " ".join(word for word in words.split() if word != "const")
-    return Scalar(_SCALARS[plain]) if plain in _SCALARS else _struct(stem, plain)
+    return Scalar(_SCALARS[plain]) if plain in _SCALARS else _struct(file, plain)
 
 
-def assertions(stem: str) -> str:
+def assertions(file: str) -> str:
     """Declarations that NVRTC refuses where a struct of parameters is not as it was read here."""
     lines = []
-    for name in dict.fromkeys(name for _, name in _KERNEL.findall(text(stem))):
-        layout = _struct(stem, name)
+    for name in dict.fromkeys(name for _, name in _KERNEL.findall(text(file))):
+        layout = _struct(file, name)
         lines.append(f'static_assert(sizeof({name}) == {layout.size}, "{name}");')
         for field, (offset, _) in layout.fields.items():
-            # What offsetof is defined as in CUDA's headers; NVRTC has no other way.
+            # A constant expression: NVRTC has no offsetof.
             place = f"__INTADDR__(&(({name}*)0)->{field})"
             lines.append(f'static_assert({place} == {offset}, "{name}::{field}");')
         lines += [
