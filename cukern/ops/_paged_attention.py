@@ -9,7 +9,7 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, contiguous_strides, expect, expect_array, expect_place, expect_table
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import late
+from cukern.runtime.late import checked
 from cukern.runtime.op import forget_plans
 from cukern.runtime.plan import clear, empty, launch
 
@@ -419,7 +419,7 @@ def check_call(
         **dict(zip(("query_seq", "query_token", "query_head"), query_strides, strict=True)),
         **distances,
         "table_row": table_row,
-        "scale": late(_scale_of_scores, scale, key_factor),
+        "scale": checked(_scale_of_scores, scale, key_factor),
     }
     aligned = alignment == 16 and not any(x % 16 for x in (*steps, *distances.values()))
     return Call(query, cache, layout, sizes, aligned, fields)

@@ -18,7 +18,7 @@ from cukern.runtime.describe import (
     expect_row_stride,
 )
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import late
+from cukern.runtime.late import checked
 from cukern.runtime.plan import each_call, launch, outputs, run_twin
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -141,7 +141,7 @@ def _parameters(first_name: str, first: Array, batch: Any, given: dict[str, Any]
             fields["wide"] |= (array.dtype == "int64") << i
             fields["single"] |= (not array.shape) << i
         elif value is not None:
-            number = late(functools.partial(convert, name), value)
+            number = checked(functools.partial(convert, name), value)
         fields |= {name: array, f"scalar_{name}": number}
     return fields
 

@@ -9,7 +9,7 @@ from cukern.reference import beam_search as twin
 from cukern.runtime import arrays, check, template
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous
 from cukern.runtime.kernel import Kernel
-from cukern.runtime.late import ceil_div, late
+from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import empty, launch, outputs, run_twin
 
@@ -287,13 +287,13 @@ def beam_search_step(
     k = of_beam * beams
     selection = _selection(log_probs.dtype, batch, beams, vocab, k, variant)
     max_steps = check.integer("max_steps", max_steps, 1, 2**31 - 1)
-    length = late(lambda step: check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1, step)
+    length = checked(lambda step: check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1, step)
     length_penalty = check.number("length_penalty", length_penalty)
     rate = _rate(diversity_rate)
     never = early_stopping is None or early_stopping == "never"
     if not (never or early_stopping is False or early_stopping is True):
         check.fail("early_stopping", "False, True, None or 'never'", repr(early_stopping))
-    penalty = late(lambda step: _penalty(step + 1, length_penalty), step)
+    penalty = checked(lambda step: _penalty(step + 1, length_penalty), step)
     furthest = _penalty(max_steps, length_penalty) if never and length_penalty > 0 else penalty
 
     state = (scores, finished_scores, finished_lengths, finished_ids, finished_parents)

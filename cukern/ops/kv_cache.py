@@ -37,7 +37,7 @@ from cukern.ops._kv_cache import (
 from cukern.reference import kv_cache as twin
 from cukern.runtime import check, fp8
 from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place, type_name
-from cukern.runtime.late import ceil_div, late
+from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, run_twin
 from cukern.runtime.template import constants
@@ -485,7 +485,7 @@ def gather_cache(
         expect_dimensions(name, vector, src_cache, "src_cache", ("int32",), (symbol,))
         expect_contiguous(name, vector)
     starts = None if seq_starts is None else seq_starts.shape[0]
-    batch = late(_batch, batch_size, rows, cu_seq_lens.shape[0], starts)
+    batch = checked(_batch, batch_size, rows, cu_seq_lens.shape[0], starts)
     scale = fp8.scale_of("scale", scale, src_cache, "src_cache")
     elements = math.prod(row)
     for name, count in (

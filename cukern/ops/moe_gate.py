@@ -9,7 +9,7 @@ from cukern.runtime import arrays, check, template
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, late
+from cukern.runtime.late import ceil_div, checked
 from cukern.runtime.op import forget_plans, op
 from cukern.runtime.plan import launch, outputs, run_twin
 
@@ -269,7 +269,7 @@ def _gate(
         if valid_on_device.shape not in ((), (1,)):
             check.shape("num_token_non_padded", valid_on_device.shape, (1,), "[1]")
     elif num_token_non_padded is not None:
-        valid = late(_valid_tokens, num_token_non_padded, tokens)
+        valid = checked(_valid_tokens, num_token_non_padded, tokens)
     if logits.on_host:
         return run_twin(variant, VARIANTS)
 

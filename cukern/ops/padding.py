@@ -24,7 +24,7 @@ from cukern.runtime.describe import (
     type_name,
 )
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, late
+from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import forget_plans, op
 from cukern.runtime.op import operator as declare_operator
 from cukern.runtime.plan import launch, outputs, run_twin
@@ -309,7 +309,7 @@ def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
 def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any) -> Any:
     """`build_sequence_length_padding_offset` of a known number of words."""
     rows = _check_lengths(sequence_length, max_seq_len)
-    words = late(_check_words, valid_word_num, rows)
+    words = checked(_check_words, valid_word_num, rows)
     sizes = Result((words,), "int32"), Result((sequence_length.shape[0] + 1,), "int32")
     padding_offset, cu_seqlens = outputs(None, sequence_length, "", *sizes)
     if sequence_length.on_host:
@@ -520,7 +520,7 @@ def rebuild_sequence_length_padding(
         check.shape("src", src.shape, (words, hidden), "[words, hidden]")
     if isinstance(fill, Array):
         check.fail("fill", "a number", type_name(fill), TypeError)
-    fill_bits = late(_fill_bits, fill, src.dtype)
+    fill_bits = checked(_fill_bits, fill, src.dtype)
     out = outputs(out, src, "src", _rebuilt(src, padding_offset, batch, max_seq_len))
     if src.on_host:
         return run_twin(variant, VARIANTS)

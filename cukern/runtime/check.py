@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from cukern.runtime.late import Late
+from cukern.runtime.late import Late, checked
 
 
 def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
@@ -21,7 +21,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
     if why:
         wanted += f" ({why})"
     if isinstance(value, Late):
-        return value.check(lambda each: integer(name, each, low, high, why))  # type: ignore[return-value]
+        return checked(lambda each: integer(name, each, low, high, why), value)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         fail(name, wanted, f"{value!r} ({type(value).__name__})", TypeError)
     number = value.__index__()
@@ -35,7 +35,7 @@ def number(name: str, value: Any) -> float:
     if type(value) is float and value - value == 0.0:
         return value
     if isinstance(value, Late):
-        return value.check(lambda each: number(name, each))  # type: ignore[return-value]
+        return checked(lambda each: number(name, each), value)
     try:
         result = float(value)
     except (TypeError, ValueError):

@@ -151,12 +151,6 @@ class Late:
         """What `function` makes of the number of each call."""
         return late(function, self)
 
-    def check(self, function: Callable[[Any], Any]) -> Late:
-        """What `function` makes of the number, once it has checked it; each call is checked, whatever is launched."""
-        made = self.apply(function)
-        self.guards.checked.append(made)
-        return made
-
     def _exact(self) -> Any:
         self.guards.add(self, operator.eq, self.value)
         return self.value
@@ -206,6 +200,17 @@ def late(function: Callable[..., Any], *numbers: Any) -> Any:
             made.rise = _rise(_LIMITS.get(function), right, left)
     if known is first.guards.made:
         known[key] = made
+    return made
+
+
+def checked(function: Callable[..., Any], *numbers: Any) -> Any:
+    """`late` of a function that raises where a number is not what an argument may be.
+
+    Every call computes it, also one that launches nothing which needs it.
+    """
+    made = late(function, *numbers)
+    if isinstance(made, Late):
+        made.guards.checked.append(made)
     return made
 
 

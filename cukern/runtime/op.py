@@ -421,19 +421,20 @@ def _call_of(op: Op, function: _F) -> _F:
             read = form.find_reader(op, values)
         signature, environment = (read and read(values)) or _read(form, values)
         try:
+            plan: Plan | None = None
             found = form.plans.get(signature)  # type: ignore[arg-type]
-        except TypeError:  # what cannot be hashed fits no plan
-            found = signature = None
-        if type(found) is list:
-            for plan in found:
-                if plan.holds(environment):
-                    break
+            if isinstance(found, list):
+                for one in found:
+                    if one.holds(environment):
+                        plan = one
+                        break
             else:
-                plan = None
-        else:
-            plan = found  # type: ignore[assignment]
+                plan = found
+        except TypeError:
+            # What cannot be hashed fits no plan, nor does what a guard cannot compare: a new plan's checks name it.
+            plan = signature = None
         if plan is None:
             return op.miss(form, signature, args, kwargs)
-        return plan.run(values, environment)  # type: ignore[union-attr]
+        return plan.run(values, environment)
 
     return call  # type: ignore[return-value]

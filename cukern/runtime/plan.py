@@ -380,8 +380,8 @@ class Plan:
             sizes = (*step.grid, *step.block, step.shared_bytes)
             late_sizes = places.finder(sizes) if any(isinstance(x, Late) for x in sizes) else None
             open_steps.append((step, places.finder(step.packing.parts), late_sizes))
-        if not trace.steps:
-            places.finder(trace.guards.checked)
+        # Also those of no field: each call is to be refused as the first one would have been.
+        places.finder(trace.guards.checked)
         self._returned = _returned(returned, trace.first_made, workspace.kept, paths)
         self._runs = 0
         self._begin, self._places, self._open_steps = trace.first_made, places, open_steps

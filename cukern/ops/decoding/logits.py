@@ -10,7 +10,7 @@ from cukern.reference import decoding as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, late
+from cukern.runtime.late import ceil_div, checked
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, outputs, run_twin, write_into
 
@@ -180,7 +180,7 @@ def _per_row(
         return value, off, len(shape)
     if dtype == "int32":
         return None, check.integer(name, value, int(low), 2**31 - 1), 0
-    return None, late(functools.partial(_in_range, name, low, wanted), value), 0
+    return None, checked(functools.partial(_in_range, name, low, wanted), value), 0
 
 
 _PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_length")
