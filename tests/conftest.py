@@ -6,7 +6,7 @@ import functools
 import os
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -80,3 +80,18 @@ def put(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     from tests.buffers import on_gpu
 
     return on_gpu if request.param == "gpu" else np.asarray
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the tensors of a test are."""
+    return request.param
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What torch.compile has kept is forgotten after the test."""
+    import torch
+
+    yield
+    torch.compiler.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.calls import CALLS, Call
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 #: The batches are so many times that of the call. A batch of one has graphs of its own.
 TIMES = (2, 5, 3)
@@ -107,17 +109,6 @@ VALUES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 #: Calls that have no batch which can grow.
 LEFT_OUT = {"moe_fused_gate no tokens": "has a batch of none", "moe_fused_gate strided rows": "grows by copies"}
 KEYS = [key for key in CALLS if key not in LEFT_OUT]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
 
 
 def batch_dims(name: str) -> dict[str, int]:

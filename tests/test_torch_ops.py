@@ -7,7 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,8 @@ from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS, operator
 from tests.calls import CALLS, GATE_CALLS, WITH_OUT, Call, floats, gate, outputs, topk_softmax
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 DECLARED = OPERATORS
 FUNCTIONS = [
     name
@@ -30,17 +32,6 @@ FUNCTIONS = [
     for name in getattr(module, "__all__", [])
     if inspect.isfunction(getattr(module, name))
 ]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
 
 
 #: What each backend of torch.compile is tried on: operators that write, return, do both, or return a number.
