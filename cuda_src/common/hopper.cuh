@@ -24,8 +24,8 @@ __device__ __forceinline__ void store_shared(unsigned to, uint4 value) {
                  : "memory");
 }
 
-// The reverse of load_matrices.
-__device__ __forceinline__ void store_matrices(unsigned to, const unsigned (&from)[4]) {
+// The reverse of ldmatrix.
+__device__ __forceinline__ void stmatrix(unsigned to, const unsigned (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
                  "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
@@ -48,22 +48,24 @@ __device__ __forceinline__ uint4 load_or_zero(const void* from, bool wanted) {
 }
 
 // Bring what lies there to the L2 cache.
-__device__ __forceinline__ void bring_near(const void* from) {
+__device__ __forceinline__ void prefetch_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
 // ---- barriers ----
 
 // What was initialized is seen by the copy engine.
-__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // Arrive, and let the phase wait for `bytes` from the copy engine too.
-__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Address, for the whole cluster, of the barrier that lies at the same place in block `rank`.
-__device__ __forceinline__ unsigned barrier_in_block(unsigned barrier, unsigned rank) {
+__device__ __forceinline__ unsigned map_shared_rank(unsigned barrier, unsigned rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
     return there;
@@ -71,28 +73,28 @@ __device__ __forceinline__ unsigned barrier_in_block(unsigned barrier, unsigned 
 
 // Arrive at a barrier of any block of the cluster. It tells that this block has read, not that it has written anything: a
 // release to the whole cluster would wait for memory each time.
-__device__ __forceinline__ void barrier_arrive_in(unsigned barrier) {
+__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // The 16 numbered barriers of a block: `sync` waits until `THREADS` threads came, by `sync` or by `arrive`.
-template <int ID, int THREADS> __device__ __forceinline__ void named_sync() {
+template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
-template <int ID, int THREADS> __device__ __forceinline__ void named_arrive() {
+template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_arrive() {
     asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
 // What this thread wrote to shared memory is seen by the copy engine and by wgmma after the next barrier.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // How many registers each thread of this warpgroup has from here on.
-template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-template <int REGISTERS> __device__ __forceinline__ void leave_registers() {
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
@@ -102,7 +104,7 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
@@ -111,8 +113,8 @@ constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x
 
 // Copy the box at (x, y, z, w) of the mapped tensor; `barrier` counts its bytes.
 template <unsigned long long POLICY = EVICT_FIRST>
-__device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w,
-                                          unsigned barrier) {
+__device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w,
+                                         unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
@@ -122,8 +124,8 @@ __device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int
 
 // The same for a tensor of five dimensions.
 template <unsigned long long POLICY = EVICT_FIRST>
-__device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v,
-                                          unsigned barrier) {
+__device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v,
+                                         unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
@@ -134,8 +136,8 @@ __device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int
 // Copy a box to the same place in every block of the cluster whose bit is set in `blocks`; the barrier at the same place in
 // each counts its bytes.
 template <unsigned long long POLICY = EVICT_NORMAL>
-__device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned to, const TensorMap& map, int x, int y,
-                                             int z, int w, unsigned barrier) {
+__device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap& map, int x,
+                                                   int y, int z, int w, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                  ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(to),
                  "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(blocks), "l"(POLICY)
@@ -147,26 +149,26 @@ __device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned to,
 // An operand in shared memory, as wgmma wants it described. Either the numbers of a row are neighbours along the sum: then
 // the next 8 rows are 1024 bytes on, and 16 further along the sum is 32 bytes on. Or across it, as V is in P V: the next 8
 // along the sum are 1024 bytes on, the next 64 columns a tile.
-__device__ __forceinline__ unsigned long long along_the_sum(unsigned address) {
+__device__ __forceinline__ unsigned long long k_major_descriptor(unsigned address) {
     return (unsigned long long)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-template <int TILE_BYTES> __device__ __forceinline__ unsigned long long across_the_sum(unsigned address) {
+template <int TILE_BYTES> __device__ __forceinline__ unsigned long long mn_major_descriptor(unsigned address) {
     return (unsigned long long)(address >> 4 & 0x3fff) | (unsigned long long)(TILE_BYTES >> 4) << 16 | 64ull << 32 |
            1ull << 62;
 }
 
 // Products run on their own from here; the registers that they read or write are theirs until they are waited for.
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Wait for all groups but the latest N.
-template <int N> __device__ __forceinline__ void products_wait() {
+template <int N> __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
 // What reads or writes these registers stays on its side of this line.
-template <int N> __device__ __forceinline__ void pin(float (&c)[N]) {
+template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
@@ -230,7 +232,7 @@ template <int N> __device__ __forceinline__ void pin(float (&c)[N]) {
 
 // a, b: along the sum.
 template <typename T, int N>
-__device__ __forceinline__ void multiply_tiles(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
     if constexpr (IS_BFLOAT16<T>) {
         PRODUCT_ALONG("k16", "bf16.bf16", ", 0, 0");
     } else if constexpr (sizeof(T) == 2) {
@@ -242,7 +244,7 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[N], unsigned long long
 
 // a: along the sum, from shared memory or from registers (fragments as in mma.cuh); b: across it.
 template <typename T>
-__device__ __forceinline__ void multiply_across(float (&c)[128], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void wgmma_mn_major(float (&c)[128], unsigned long long a, unsigned long long b, bool add) {
     if constexpr (IS_BFLOAT16<T>)
         PRODUCT_SHARED("256", 128, "k16", "bf16.bf16", "%128", "%129", "%130", ", 0, 1");
     else
@@ -250,8 +252,8 @@ __device__ __forceinline__ void multiply_across(float (&c)[128], unsigned long l
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply_across(float (&c)[128], const unsigned (&a)[4], unsigned long long b,
-                                                bool add) {
+__device__ __forceinline__ void wgmma_mn_major(float (&c)[128], const unsigned (&a)[4], unsigned long long b,
+                                               bool add) {
     if constexpr (IS_BFLOAT16<T>)
         PRODUCT_REGISTERS("bf16.bf16");
     else

@@ -49,7 +49,7 @@ template <int LANES> __device__ __forceinline__ float lanes_inclusive_sum(float 
 }
 
 // The rank-th largest of the lanes' keys (1: the largest), or a smaller one where keys are equal.
-template <int LANES> __device__ __forceinline__ unsigned lanes_rank_th_largest(unsigned key, int rank) {
+template <int LANES> __device__ __forceinline__ unsigned lanes_kth_largest(unsigned key, int rank) {
     if constexpr (LANES == 32) {
         // Strike out the largest, rank - 1 times; a reduction over a whole warp is one instruction.
         unsigned largest = __reduce_max_sync(FULL_WARP, key);
