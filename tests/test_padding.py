@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_padding, harness
+from cukern.ops import _padding as kernels
 from cukern.ops import padding as op
 from cukern.reference import padding as twin
 from cukern.runtime import arrays
@@ -395,36 +396,37 @@ def test_numpy_integers_are_taken() -> None:
 
 
 def test_the_models_sizes_are_specialized() -> None:
-    specialized = {*op._remove.specialized, *op._rebuild.specialized, *op._add_bias.specialized}
-    for hidden, head_dim in op.SPECIALIZED:
+    specialized = {*kernels._remove.specialized, *kernels._rebuild.specialized, *kernels._add_bias.specialized}
+    for hidden, head_dim in kernels.SPECIALIZED:
         for dtype in DTYPES:
-            for name in op._THREADS_ITEMS:
+            for name in kernels.THREADS_ITEMS:
                 dim = head_dim if name in ("transpose_remove", "add_bias") else 0
                 for variant in ("auto", "specialized"):
-                    assert op._layout(name, dtype, hidden, dim, 16, variant).variant.instance in specialized
+                    assert kernels.layout_of(name, dtype, hidden, dim, 16, variant).variant.instance in specialized
                 for variant, width in (("dynamic", 16), ("auto", 8)):
-                    assert op._layout(name, dtype, hidden, dim, width, variant).variant.instance not in specialized
+                    other = kernels.layout_of(name, dtype, hidden, dim, width, variant).variant.instance
+                    assert other not in specialized
                 with pytest.raises(ValueError, match="variant must be 'auto' or 'dynamic' here"):
-                    op._layout(name, dtype, hidden, dim, 8, "specialized")
-        other_heads = op._layout("transpose_remove", "float16", hidden, head_dim // 2, 16, "auto")
+                    kernels.layout_of(name, dtype, hidden, dim, 8, "specialized")
+        other_heads = kernels.layout_of("transpose_remove", "float16", hidden, head_dim // 2, 16, "auto")
         assert other_heads.variant.instance not in specialized
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_the_multiplication_divides(divisor: int, number: int) -> None:
-    multiplier, shift = op.divisor(divisor)
+    multiplier, shift = kernels.divisor(divisor)
     assert 0 < multiplier < 2**32
     for n in (number, number // divisor * divisor, number // divisor * divisor - 1, 2**31 - 1):
         if n >= 0:
             assert n * multiplier >> shift == n // divisor
 
 
-@given(st.sampled_from(sorted(op._THREADS_ITEMS)), st.integers(1, op.MAX_HIDDEN))
+@given(st.sampled_from(sorted(kernels.THREADS_ITEMS)), st.integers(1, op.MAX_HIDDEN))
 def test_a_tile_covers_a_row(kernel: str, hidden: int) -> None:
-    plan = op._layout(kernel, "float32", hidden, 0, 4, "dynamic")
+    plan = kernels.layout_of(kernel, "float32", hidden, 0, 4, "dynamic")
     columns, tile_rows, tile_columns = (plan.geometry[x] for x in ("columns", "tile_rows", "tile_columns"))
     assert columns == hidden and plan.chunks * tile_columns >= hidden > (plan.chunks - 1) * tile_columns
-    threads, items = op._THREADS_ITEMS[kernel]
+    threads, items = kernels.THREADS_ITEMS[kernel]
     assert tile_rows >= 1 and tile_rows * tile_columns <= threads * items
     assert plan.chunks < 2**16
 
@@ -432,18 +434,18 @@ def test_a_tile_covers_a_row(kernel: str, hidden: int) -> None:
 @pytest.fixture
 def own_configurations() -> Iterator[None]:
     """What `specialize` registers in a test is forgotten after it."""
-    before = set(op._registered)
+    before = set(kernels.registered)
     yield
-    op._registered.clear()
-    op._registered.update(before)
+    kernels.registered.clear()
+    kernels.registered.update(before)
 
 
 def test_specialize_adds_variants(own_configurations: None) -> None:
-    assert op._layout("rebuild", "float16", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
+    assert kernels.layout_of("rebuild", "float16", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
     made = op.specialize(hidden=2048, head_dim=128)
-    assert op._layout("rebuild", "float16", 2048, 0, 16, "auto").variant.instance in made
-    assert op._layout("add_bias", "float16", 2048, 128, 16, "specialized").variant.instance in made
-    assert op._layout("rebuild", "float32", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
+    assert kernels.layout_of("rebuild", "float16", 2048, 0, 16, "auto").variant.instance in made
+    assert kernels.layout_of("add_bias", "float16", 2048, 128, 16, "specialized").variant.instance in made
+    assert kernels.layout_of("rebuild", "float32", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
     compiler.compile_all([(i, "90a") for i in compiler.missing(made, "90a")])
 
 
@@ -560,8 +562,8 @@ def test_any_sizes(case: Case, dtype: str, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["specialized", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", op.SPECIALIZED, ids=lambda config: str(config.hidden))
-def test_the_models_sizes(config: op.Config, dtype: str, variant: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("config", kernels.SPECIALIZED, ids=lambda config: str(config.hidden))
+def test_the_models_sizes(config: kernels.Config, dtype: str, variant: str, rng: np.random.Generator) -> None:
     case = Case(draw_lengths(rng, 13, 50), 50, config.hidden, config.hidden // config.head_dim)
     compare(case, dtype, rng, variant)
 
