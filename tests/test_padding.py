@@ -276,17 +276,24 @@ BUILD, REMOVE, TRANSPOSE, REBUILD, ADD = (
 )
 
 
-def _bad_calls() -> Iterator[Any]:
-    """(function, changed arguments, error, message)."""
-    anything = "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
-    dtypes = "float32 or float16 or bfloat16, got float64"
-    at_one = "contiguous along its last dimension, with all rows at one distance, got strides"
-    f32 = np.float32
+ANYTHING = "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
+AT_ONE_DISTANCE = "contiguous along its last dimension, with all rows at one distance, got strides"
+SHORT = "must be of shape [words, hidden] = [5, 6], got [4, 6]"
 
-    def integers(*values: int) -> Array:
-        return np.array(values, np.int32)
 
-    yield BUILD, {"sequence_length": [1, 2]}, TypeError, f"sequence_length must be {anything}"
+def integers(*values: int) -> Array:
+    return np.array(values, np.int32)
+
+
+def floats(*shape: int) -> Array:
+    return np.zeros(shape, np.float32)
+
+
+# Calls with a bad argument: (function, changed arguments, error, message).
+
+
+def _bad_lengths() -> Iterator[Any]:
+    yield BUILD, {"sequence_length": [1, 2]}, TypeError, f"sequence_length must be {ANYTHING}"
     yield BUILD, {"sequence_length": np.zeros(3, np.int64)}, TypeError, "sequence_length must be int32, got int64"
     yield BUILD, {"sequence_length": integers(1, 2)[:, None]}, ValueError, "sequence_length must be of shape [batch]"
     yield BUILD, {"sequence_length": np.zeros(6, np.int32)[::2]}, ValueError, "sequence_length must be contiguous, got"
@@ -300,12 +307,15 @@ def _bad_calls() -> Iterator[Any]:
     yield BUILD, {"valid_word_num": 13}, ValueError, f"valid_word_num must be an integer in [0, 12] {why}, got 13"
     yield BUILD, {"valid_word_num": 5.0}, TypeError, f"valid_word_num must be an integer in [0, 12] {why}, got 5.0 (f"
 
+
+def _bad_rows_or_offsets() -> Iterator[Any]:
+    dtypes = "float32 or float16 or bfloat16, got float64"
     for name in (REMOVE, TRANSPOSE, REBUILD, ADD):
         src = "q" if name == ADD else "src"
         shape = good_arguments(name)[src].shape
-        yield name, {src: [1.0]}, TypeError, f"{src} must be {anything}"
+        yield name, {src: [1.0]}, TypeError, f"{src} must be {ANYTHING}"
         yield name, {src: np.zeros(shape)}, TypeError, f"{src} must be {dtypes}"
-        yield name, {src: np.zeros(6, f32)}, ValueError, f"{src} must be of shape [{'batch' if len(shape) > 2 else 'w'}"
+        yield name, {src: floats(6)}, ValueError, f"{src} must be of shape [{'batch' if len(shape) > 2 else 'w'}"
         yield name, {"padding_offset": integers(*OFFSETS).astype(np.int64)}, TypeError, "padding_offset must be int32"
         yield name, {"padding_offset": integers(*OFFSETS)[:, None]}, ValueError, "padding_offset must be of shape [wor"
         yield name, {"padding_offset": np.zeros(10, np.int32)[::2]}, ValueError, "padding_offset must be contiguous"
@@ -322,19 +332,18 @@ def _bad_calls() -> Iterator[Any]:
         yield name, {"variant": "dynamic"}, ValueError, host
         yield name, {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'specialized', 'dynamic', got 'f"
 
-    yield REMOVE, {"src": np.zeros((3, 6, 4), f32).swapaxes(1, 2)}, ValueError, f"src must be {at_one} (24, 1, 4)"
-    yield REMOVE, {"src": np.zeros((4, 3, 6), f32).swapaxes(0, 1)}, ValueError, f"src must be {at_one} (6, 18, 1)"
-    yield (
-        REMOVE,
-        {"out": np.zeros((5, 7), f32)},
-        ValueError,
-        "out must be of shape [words, hidden] = [5, 6], got [5, 7]",
-    )
-    yield REMOVE, {"out": np.zeros((5, 6))}, TypeError, "out must be float32, got float64"
-    yield REMOVE, {"out": np.zeros((6, 5), f32).T}, ValueError, "out must be contiguous, got strides (1, 5)"
-    yield TRANSPOSE, {"src": np.zeros((3, 4, 2, 3), f32).swapaxes(1, 2)}, ValueError, "src must be contiguous, got str"
-    yield TRANSPOSE, {"out": np.zeros((5, 7), f32)}, ValueError, "out must be of shape [words, heads * dim] = [5, 6]"
 
+def _bad_removals() -> Iterator[Any]:
+    yield REMOVE, {"src": floats(3, 6, 4).swapaxes(1, 2)}, ValueError, f"src must be {AT_ONE_DISTANCE} (24, 1, 4)"
+    yield REMOVE, {"src": floats(4, 3, 6).swapaxes(0, 1)}, ValueError, f"src must be {AT_ONE_DISTANCE} (6, 18, 1)"
+    yield REMOVE, {"out": floats(5, 7)}, ValueError, "out must be of shape [words, hidden] = [5, 6], got [5, 7]"
+    yield REMOVE, {"out": np.zeros((5, 6))}, TypeError, "out must be float32, got float64"
+    yield REMOVE, {"out": floats(6, 5).T}, ValueError, "out must be contiguous, got strides (1, 5)"
+    yield TRANSPOSE, {"src": floats(3, 4, 2, 3).swapaxes(1, 2)}, ValueError, "src must be contiguous, got str"
+    yield TRANSPOSE, {"out": floats(5, 7)}, ValueError, "out must be of shape [words, heads * dim] = [5, 6]"
+
+
+def _bad_padded_sizes() -> Iterator[Any]:
     for name in (REBUILD, ADD):
         for size in ("batch", "max_seq_len"):
             wanted = f"{size} must be an integer in [0, 2147479552], got"
@@ -343,26 +352,25 @@ def _bad_calls() -> Iterator[Any]:
             yield name, {size: -1}, ValueError, f"{wanted} -1"
         yield name, {"batch": 2**30}, ValueError, "batch * max_seq_len must be at most 2147479552, got 4294967296"
         yield name, {"batch": 1}, ValueError, "padding_offset must be of at most the 4 rows of the padded batch, got 5"
-    short = "must be of shape [words, hidden] = [5, 6], got [4, 6]"
-    yield REBUILD, {"src": np.zeros((4, 6), f32)}, ValueError, f"src {short}"
-    yield REBUILD, {"src": np.zeros((6, 5), f32).T[:, :5]}, ValueError, f"src must be {at_one} (1, 5)"
+
+
+def _bad_rebuilds() -> Iterator[Any]:
+    yield REBUILD, {"src": floats(4, 6)}, ValueError, f"src {SHORT}"
+    yield REBUILD, {"src": floats(6, 5).T[:, :5]}, ValueError, f"src must be {AT_ONE_DISTANCE} (1, 5)"
     yield REBUILD, {"fill": "0"[:0]}, TypeError, "fill must be a number, got '' (str)"
     yield REBUILD, {"fill": None}, TypeError, "fill must be a number, got None (NoneType)"
     yield REBUILD, {"fill": np.zeros(1)}, TypeError, "fill must be a number, got ndarray"
     wanted = "out must be of shape [batch, max_seq_len, hidden] = [3, 4, 6], got [12, 6]"
-    yield REBUILD, {"out": np.zeros((12, 6), f32)}, ValueError, wanted
+    yield REBUILD, {"out": floats(12, 6)}, ValueError, wanted
 
+
+def _bad_sums() -> Iterator[Any]:
     for name in ("q", "k", "v"):
-        yield ADD, {name: np.zeros((4, 6), f32)}, ValueError, f"{name} {short}"
-        yield ADD, {name: np.zeros((6, 5), f32).T}, ValueError, f"{name} must be {at_one} (1, 5)"
-        yield (
-            ADD,
-            {f"bias_{name}": np.zeros(5, f32)},
-            ValueError,
-            f"bias_{name} must be of shape [hidden] = [6], got [5]",
-        )
+        yield ADD, {name: floats(4, 6)}, ValueError, f"{name} {SHORT}"
+        yield ADD, {name: floats(6, 5).T}, ValueError, f"{name} must be {AT_ONE_DISTANCE} (1, 5)"
+        yield ADD, {f"bias_{name}": floats(5)}, ValueError, f"bias_{name} must be of shape [hidden] = [6], got [5]"
         yield ADD, {f"bias_{name}": np.zeros(6, np.float16)}, TypeError, f"bias_{name} must be float32, got float16"
-        yield ADD, {f"bias_{name}": np.zeros(12, f32)[::2]}, ValueError, f"bias_{name} must be contiguous, got"
+        yield ADD, {f"bias_{name}": floats(12)[::2]}, ValueError, f"bias_{name} must be contiguous, got"
         yield ADD, {f"bias_{name}": None}, TypeError, f"bias_{name} must be a NumPy array like q, got"
     for name in ("k", "v"):
         yield ADD, {name: np.zeros((5, 6), np.float16)}, TypeError, f"{name} must be float32, got float16"
@@ -370,14 +378,24 @@ def _bad_calls() -> Iterator[Any]:
     yield ADD, {"heads": 4}, ValueError, "heads must be a divisor of the hidden size 6, got 4"
     yield ADD, {"heads": 0}, ValueError, "heads must be an integer of at least 1, got 0"
     yield ADD, {"heads": 2.0}, TypeError, "heads must be an integer of at least 1, got 2.0 (float)"
-    out = [np.zeros((3, 2, 4, 3), f32) for _ in range(3)]
+    out = [floats(3, 2, 4, 3) for _ in range(3)]
     yield ADD, {"out": out[:2]}, TypeError, "out must be a triple (q, k, v), got list"
     yield ADD, {"out": out[0]}, TypeError, "out must be a triple (q, k, v), got ndarray"
     message = "out[1] must be of shape [batch, heads, max_seq_len, dim] = [3, 2, 4, 3], got [3, 4, 2, 3]"
     yield ADD, {"out": [out[0], out[1].reshape(3, 4, 2, 3), out[2]]}, ValueError, message
 
 
-@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+BAD_CALLS = [
+    *_bad_lengths(),
+    *_bad_rows_or_offsets(),
+    *_bad_removals(),
+    *_bad_padded_sizes(),
+    *_bad_rebuilds(),
+    *_bad_sums(),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), BAD_CALLS)
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = good_arguments(name)
     getattr(cukern, name)(**arguments)
@@ -404,8 +422,9 @@ def test_the_models_sizes_are_specialized() -> None:
                 for variant in ("auto", "specialized"):
                     assert kernels.layout_of(name, dtype, hidden, dim, 16, variant).variant.instance in specialized
                 for variant, width in (("dynamic", 16), ("auto", 8)):
-                    other = kernels.layout_of(name, dtype, hidden, dim, width, variant).variant.instance
-                    assert other not in specialized
+                    assert (
+                        kernels.layout_of(name, dtype, hidden, dim, width, variant).variant.instance not in specialized
+                    )
                 with pytest.raises(ValueError, match="variant must be 'auto' or 'dynamic' here"):
                     kernels.layout_of(name, dtype, hidden, dim, 8, "specialized")
         other_heads = kernels.layout_of("transpose_remove", "float16", hidden, head_dim // 2, 16, "auto")
