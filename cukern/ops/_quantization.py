@@ -20,12 +20,12 @@ VARIANTS = ("auto", "vector", "scalar")
 #: Groups that a few lanes of a warp quantize; a block takes one of any other size.
 GROUPS = (8, 16, 32, 64, 128, 256)
 
-_groups = Kernel("quantization", "quantize_groups")
-_rows = Kernel("quantization", "quantize_rows")
-_magnitude = Kernel("quantization", "largest_magnitude")
-_tensor = Kernel("quantization", "quantize_tensor")
-_fp4 = Kernel("quantization", "quantize_fp4")
-_read_fp4 = Kernel("quantization", "dequantize_fp4")
+_groups = Kernel("quantization/quantize_groups", "quantize_groups")
+_rows = Kernel("quantization/quantize_rows", "quantize_rows")
+_magnitude = Kernel("quantization/largest_magnitude", "largest_magnitude")
+_tensor = Kernel("quantization/quantize_tensor", "quantize_tensor")
+_fp4 = Kernel("quantization/quantize_fp4", "quantize_fp4")
+_read_fp4 = Kernel("quantization/dequantize_fp4", "dequantize_fp4")
 
 _EACH = 8  # numbers that a thread takes at a time, where sizes and addresses allow it
 _GROUP_UNITS = 2  # so many times of a group, which then computes its scale less often
