@@ -4,6 +4,13 @@
 
 #include "common/numeric.cuh"
 
+// The scale of a quantized array, in memory or by value.
+struct Scale {
+    const float* array; // one float; null: `number` is the scale
+    float number;
+    __device__ __forceinline__ float load() const { return array ? __ldg(array) : number; }
+};
+
 __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return float(x); }
 __device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return float(x); }
 

@@ -12,12 +12,6 @@ enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4 };
 // The largest number of an 8-bit format.
 template <int FORMAT> constexpr float LARGEST = FORMAT == E4M3 ? 448.f : 127.f;
 
-struct Scale {
-    const float* array; // one float, or null
-    float number;       // what counts where there is no array
-    __device__ __forceinline__ float load() const { return array ? __ldg(array) : number; }
-};
-
 // What Quotient may rely on.
 //
 //   SMALL   |x| <= 448 scale. The scale is infinite, or such that remainders are exact and its reciprocal is a normal

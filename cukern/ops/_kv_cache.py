@@ -28,12 +28,12 @@ _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
 MAX_COUNT = 2**31 - 2**12
 WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit; what the alignment of a call allows
 
-_store_rows = Kernel("kv_cache", "store_rows")
-_store_blocks = Kernel("kv_cache", "store_blocks")
-_copy_blocks = Kernel("kv_cache", "copy_blocks")
-_gather_rows = Kernel("kv_cache", "gather_rows")
-_store_latents = Kernel("kv_cache", "store_latents")
-_gather_latents = Kernel("kv_cache", "gather_latents")
+_store_rows = Kernel("kv_cache/store_rows", "store_rows")
+_store_blocks = Kernel("kv_cache/store_blocks", "store_blocks")
+_copy_blocks = Kernel("kv_cache/copy_blocks", "copy_blocks")
+_gather_rows = Kernel("kv_cache/gather_rows", "gather_rows")
+_store_latents = Kernel("kv_cache/store_latents", "store_latents")
+_gather_latents = Kernel("kv_cache/gather_latents", "gather_latents")
 
 THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
 WARPS = 2

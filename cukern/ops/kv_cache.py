@@ -126,8 +126,8 @@ def reshape_and_cache(
     aligned = alignment == 16 and not any(step % 16 for step in steps)
     parts = PARTS if slots.tokens <= FEW_TOKENS else 1
     # The keys of an FP8 cache have longer units than the values, and fewer of them.
-    units, line = columns * key.item_size // 16, constants("kv_cache")["LINE"]
-    window = constants("kv_cache")["WINDOW"]
+    units, line = columns * key.item_size // 16, constants("kv_cache/store_blocks")["LINE"]
+    window = constants("kv_cache/store_blocks")["WINDOW"]
     launch(
         blocks_variant(key.dtype, cache_format, aligned, parts),
         (late(lambda tokens: -(-tokens // window) * parts, slots.tokens), -(-units // (WARPS * line)), 2),
@@ -376,7 +376,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
         check.fail(like, f"of blocks of at most {MAX_COUNT * width} bytes", block_bytes)
     if pairs > MAX_COUNT // parts:
         check.fail("block_mapping", f"of at most {MAX_COUNT // parts} pairs for blocks of this size", pairs)
-    most = constants("kv_cache")["CACHES"]
+    most = constants("kv_cache/copy_blocks")["CACHES"]
     for i in range(0, len(every), most):
         some = every[i : i + most]
         launch(
