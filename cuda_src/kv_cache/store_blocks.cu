@@ -136,7 +136,7 @@ struct Runs {
 // belongs to the window in which it begins, also where it ends in the next one, so that it does not matter where in the
 // batch a sequence begins.
 template <bool ALIGNED> __device__ __forceinline__ Runs find_runs(const StoreBlocksParams& p, int first, int lane) {
-    // Bit i stands for token first - RUN + i.
+    // Slots of 64 tokens, two to a lane; in the masks, bit i stands for token first - RUN + i.
     const int early = slot_of(p, first - RUN + lane), late = slot_of(p, first - RUN + 32 + lane);
     unsigned long long runs = 0;
     if constexpr (ALIGNED) {
