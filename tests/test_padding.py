@@ -66,7 +66,7 @@ def offsets(case: Case) -> Array:
 
 
 def same_values(got: Any, want: Array) -> None:
-    """As `same_bits`, but a NaN is a NaN: which one a sum gives is not defined."""
+    """As `same_bits`, but any NaN equals any other: the bits of a NaN that a sum gives are not defined."""
     got = arrays.library_of(got).to_numpy(got)
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     with np.errstate(invalid="ignore"):
@@ -452,7 +452,7 @@ def test_a_tile_covers_a_row(kernel: str, hidden: int) -> None:
 
 @pytest.fixture
 def own_configurations() -> Iterator[None]:
-    """What `specialize` registers in a test is forgotten after it."""
+    """Forgets, after a test, what it registered by `specialize`."""
     before = set(kernels.registered)
     yield
     kernels.registered.clear()
@@ -507,7 +507,7 @@ def test_the_baselines_compute_the_same() -> None:
 
 
 def compare(case: Case, dtype: str, rng: np.random.Generator, variant: str = "auto") -> None:
-    """All kernels give the twin's bits; the padding they read around is NaN."""
+    """Check that all kernels give the twin's bits. Padding, which they must not read, is NaN."""
     batch, seq, hidden, heads, words = case.batch, case.seq, case.hidden, case.heads, case.words
     lengths = np.array(case.lengths, np.int32)
     want = twin.build_sequence_length_padding_offset(lengths, seq)
@@ -629,7 +629,7 @@ def test_random_sizes(data: st.DataObject) -> None:
     [(1, 100_000), (255, 9), (256, 9), (257, 9), (1023, 5), (1024, 5), (1025, 5), (4096, 3), (4097, 3), (65536, 40)],
 )
 def test_offsets_of_many_sequences(batch: int, seq: int, rng: np.random.Generator) -> None:
-    # Around the sizes of a tile of lengths, of either block.
+    # Sizes around that of a tile of lengths, for blocks of 256 and of 1024 threads.
     lengths = rng.integers(0, seq + 1, batch).astype(np.int32)
     total = int(lengths.sum())
     for words in (None, total, max(total - 1000, 0), min(total + 1000, batch * seq)):
@@ -713,8 +713,8 @@ def test_sums_of_special_values(dtype: str, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [1024, 1025])
 def test_more_than_2_31_elements(hidden: int) -> None:
-    """Sequences whose words lie elsewhere before and after."""
-    # Not for the sanitizer, which would take minutes. The last sequence lies past the boundary on both sides.
+    """The last sequence lies past 2^31 elements both in the padded batch and among the words."""
+    # Not for the sanitizer, which would take minutes.
     batch, seq = 9, 2**18
     lengths = torch.full((batch,), seq, dtype=torch.int32, device="cuda")
     lengths[3] = seq - 5
