@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Twice as many as it takes; each token of a decoding step lies in a block of its own."""
+        """Blocks of the cache: twice as many as needed. Each token of a decoding step has a block of its own."""
         return 2 * (self.tokens if self.slots == "decode" else -(-self.tokens // BLOCK_SIZE))
 
     @property
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
     @property
     def moved(self) -> int:
-        """Bytes of an element that are read and written."""
+        """Bytes read and written per element."""
         return ITEM_SIZE[self.dtype] + (1 if self.cache != "auto" else ITEM_SIZE[self.dtype])
 
 
@@ -45,7 +45,7 @@ PREFILL, DECODE = Sizes(8192), Sizes(64, slots="decode")
 
 
 def slot_mapping(sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
-    """Blocks in any order. Of a prefill each is full, and one of "ragged" begins at any token of the batch."""
+    """Slots in blocks of any order. In a prefill each block is full; in "ragged" sequences end inside a block."""
     device = generator.device
     blocks = torch.randperm(sizes.blocks, generator=generator, device=device)
     if sizes.slots == "decode":
@@ -53,7 +53,7 @@ def slot_mapping(sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
         return blocks[: sizes.tokens] * BLOCK_SIZE + places
     tokens = torch.arange(sizes.tokens, device=device)
     if sizes.slots == "ragged":
-        # Sequences of 1003 tokens, the last block of each of which is not full.
+        # Sequences of 1003 tokens, each with a last block that is not full.
         within = tokens % 1003
         return blocks[tokens // 1003 * 63 + within // BLOCK_SIZE] * BLOCK_SIZE + within % BLOCK_SIZE
     return blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
@@ -71,7 +71,7 @@ def _stored(x: torch.Tensor, kind: torch.dtype, scale: torch.Tensor) -> torch.Te
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    # Indexing does not know FP8.
+    # torch cannot index or compare FP8 arrays.
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -108,7 +108,7 @@ def _case(
 
 
 def _vllm(name: str) -> Callable[..., Any]:
-    """A function of vLLM 0.26; ImportError where it is not there."""
+    """A function of vLLM 0.26. Raises ImportError where this version has none."""
     function = getattr(importlib.import_module("vllm._custom_ops"), name, None)
     if function is None:
         raise ImportError(f"this version of vLLM has no {name}")
@@ -216,7 +216,7 @@ def _mla_with_scales(of: Sizes) -> Case:
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         kv_c, k_pe = (_random(generator, sizes, sizes.tokens, n) for n in (LATENTS, ROTARY))
         cache = torch.zeros(sizes.blocks, BLOCK_SIZE, ENTRY, dtype=torch.uint8, device=generator.device)
-        # Divided by a number, torch multiplies by its reciprocal.
+        # An array, since torch divides by a Python number by multiplying with its reciprocal.
         return kv_c, k_pe, cache, slot_mapping(sizes, generator), torch.full((1,), 448.0, device=generator.device)
 
     def call(kv_c: Any, k_pe: Any, cache: Any, slots: Any, largest: Any) -> Any:

@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Half of the rows, whatever the lengths."""
+        """Half of the rows: `lengths` are drawn so that their sum is this."""
         return self.rows // 2
 
     @property
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 
 
 def random_batch(sizes: Sizes, generator: torch.Generator) -> Batch:
-    """Uniform lengths: each has a partner that makes up for it, so that exactly half of the rows hold words."""
+    """Uniform lengths in pairs that add up to `length`, so that exactly half of the rows hold words."""
     device = generator.device
     half = torch.randint(0, sizes.length + 1, (sizes.batch // 2,), generator=generator, device=device)
     order = torch.randperm(sizes.batch, generator=generator, device=device)
@@ -73,7 +73,7 @@ def _random(generator: torch.Generator, sizes: Sizes, *shape: int) -> torch.Tens
 
 
 def _on(src: torch.Tensor, variant: str) -> str:
-    """The variant to ask for: on the CPU, where the tests run this, there are none."""
+    """The variant to force; "auto" on the CPU, where the tests run this and the twin has no variants."""
     return variant if src.is_cuda else "auto"
 
 
@@ -90,7 +90,7 @@ def _compiled(function: Callable[..., Any]) -> Baseline:
 
 
 def agree(ours: Any, theirs: Any) -> bool:
-    """The same values in all places; there is nothing to round twice."""
+    """Equality: each element is rounded once in both."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs)
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -128,7 +128,7 @@ def _remove(sizes: Sizes, variant: str, compared: bool) -> Case:
         return src.view(sizes.rows, sizes.hidden).index_select(0, batch.index)
 
     def from_mask(src: torch.Tensor, batch: Batch) -> torch.Tensor:
-        # src[mask] would wait for the GPU to learn how many there are, which a CUDA graph cannot.
+        # Not src[mask]: it waits for the GPU to count the words, which a CUDA graph cannot hold.
         index = torch.nonzero_static(batch.mask.view(-1), size=sizes.words)[:, 0]
         return src.view(sizes.rows, sizes.hidden).index_select(0, index)
 

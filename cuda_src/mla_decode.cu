@@ -532,8 +532,8 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
     __shared__ unsigned long long meeting;
     int met = 0;
     auto both_groups = [&] {
-        barrier_arrive(shared_address(&meeting));
-        barrier_wait(shared_address(&meeting), met++);
+        mbarrier_arrive(shared_address(&meeting));
+        mbarrier_wait(shared_address(&meeting), met++);
     };
     const int ring = F::RINGS == 2 ? group * STAGES : 0; // the first of the group's stages
     auto full = [&](int stage) { return shared_at + F::BARRIERS + (ring + stage) * 16; };
@@ -542,14 +542,14 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
         if (threadIdx.x == 0)
             for (int i = 0; i < F::RINGS * STAGES; ++i) {
                 const unsigned at = shared_at + F::BARRIERS + i * 16;
-                barrier_init(at, F::ARRIVING);
-                barrier_init(at + 8, F::WARPS / F::RINGS);
+                mbarrier_init(at, F::ARRIVING);
+                mbarrier_init(at + 8, F::WARPS / F::RINGS);
             }
         if constexpr (F::RINGS == 2) {
-            if (threadIdx.x == 0) barrier_init(shared_address(&meeting), F::WARPS * 32);
+            if (threadIdx.x == 0) mbarrier_init(shared_address(&meeting), F::WARPS * 32);
         }
         if constexpr (F::ROW_COPIES) {
-            if (threadIdx.x == 0) barriers_ready();
+            if (threadIdx.x == 0) fence_mbarrier_init();
         }
         __syncthreads();
     }
@@ -634,7 +634,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                     copy_row(to, from, F::PITCH, full(stage));
                 } else if (lane < F::COPIED) {
                     for (int i = 0; i < F::PITCH; i += 16) store_shared(to + i, make_uint4(0, 0, 0, 0));
-                    publish_shared();
+                    fence_proxy_async();
                 }
             } else if constexpr (FP8) {
                 // As the cache is: copies are much slower when a line of it is spread over several here.
@@ -667,17 +667,17 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
             if (ahead.token >= ahead.end) enter(ahead.sequence + 1);
             look_up();
             if constexpr (F::APART) {
-                if constexpr (!F::ROW_COPIES) barrier_arrive_after_copies(full(stage));
+                if constexpr (!F::ROW_COPIES) cp_async_mbarrier_arrive(full(stage));
                 __syncwarp();
                 if constexpr (F::ROW_COPIES) {
                     const int there = __popc(known_lanes & ((1u << F::COPIED) - 1));
-                    if (lane == 0) barrier_expect(full(stage), there * F::PITCH);
+                    if (lane == 0) mbarrier_arrive_expect_tx(full(stage), there * F::PITCH);
                 } else {
-                    if (lane == 0) barrier_arrive(full(stage));
+                    if (lane == 0) mbarrier_arrive(full(stage));
                 }
             }
         }
-        if constexpr (!F::APART) copies_commit();
+        if constexpr (!F::APART) cp_async_commit_group();
     };
     constexpr int EARLY = F::APART ? STAGES : STAGES - 1; // tiles on their way at the start
     if (copies) {
@@ -811,10 +811,10 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
         for (int token = visit.begin + ring_begin; token < visit.end; token += F::RINGS * TILE) {
             Arrival arrival;
             if constexpr (F::APART) {
-                barrier_wait(full(stage), phase);
+                mbarrier_wait(full(stage), phase);
                 arrival = arrivals[stage];
             } else {
-                copies_wait<STAGES - 2>();
+                cp_async_wait_group<STAGES - 2>();
                 // No warp is busy with the last tile any more.
                 __syncthreads();
                 arrival = arrivals[stage];
@@ -847,8 +847,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                     for (int first = 0; first < N; first += JOINT) {
                         unsigned words[JOINT][4];
 #pragma unroll
-                        for (int n = 0; n < JOINT; ++n)
-                            load_matrices(words[n], tile_at + of_tokens[first + n] + quad * 16);
+                        for (int n = 0; n < JOINT; ++n) ldmatrix(words[n], tile_at + of_tokens[first + n] + quad * 16);
 #pragma unroll
                         for (int step = 0; step < 4; ++step) {
                             unsigned a[M][4];
@@ -859,7 +858,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                                 to_halves<__nv_fp8_e4m3>(b, words[n][step]);
 #pragma unroll
                                 for (int m = 0; m < M; ++m)
-                                    multiply_add<__half>(scores[first + n][m], a[m], b[0], b[1]);
+                                    mma_m16n8k16<__half>(scores[first + n][m], a[m], b[0], b[1]);
                             }
                         }
                     }
@@ -882,8 +881,8 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
 #pragma unroll
                 for (int n = 0; n < N; n += 2) {
                     unsigned b[4];
-                    load_matrices(b, tile_at + of_tokens[n + 1] + (lane & 16 ? 0 : of_tokens[n] - of_tokens[n + 1]) +
-                                         to_rotary);
+                    ldmatrix(b, tile_at + of_tokens[n + 1] + (lane & 16 ? 0 : of_tokens[n] - of_tokens[n + 1]) +
+                                    to_rotary);
                     if constexpr (!IS_BFLOAT16<T>) {
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
@@ -891,8 +890,8 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                     }
 #pragma unroll
                     for (int m = 0; m < M; ++m) {
-                        multiply_add<T>(scores[n][m], a[m], b[0], b[1]);
-                        multiply_add<T>(scores[n + 1][m], a[m], b[2], b[3]);
+                        mma_m16n8k16<T>(scores[n][m], a[m], b[0], b[1]);
+                        mma_m16n8k16<T>(scores[n + 1][m], a[m], b[2], b[3]);
                     }
                 }
             } else {
@@ -905,13 +904,13 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                     for (int j = 0; j < N / 2; ++j) {
                         const unsigned from = tile_at + of_tokens[j];
                         if (step < F::LINE_STEPS)
-                            load_matrices(b, (from ^ step % 4 * 32) + step / 4 * 128);
+                            ldmatrix(b, (from ^ step % 4 * 32) + step / 4 * 128);
                         else
-                            load_matrices(b, ((from + rest_of_step) ^ flip_of_step ^ (step - F::LINE_STEPS) * 32));
+                            ldmatrix(b, ((from + rest_of_step) ^ flip_of_step ^ (step - F::LINE_STEPS) * 32));
 #pragma unroll
                         for (int m = 0; m < M; ++m) {
-                            multiply_add<T>(scores[2 * j][m], a[m], b[0], b[1]);
-                            multiply_add<T>(scores[2 * j + 1][m], a[m], b[2], b[3]);
+                            mma_m16n8k16<T>(scores[2 * j][m], a[m], b[0], b[1]);
+                            mma_m16n8k16<T>(scores[2 * j + 1][m], a[m], b[2], b[3]);
                         }
                     }
                 }
@@ -1086,7 +1085,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
 #pragma unroll
                 for (int n = 0; FP8 && n < V; n += 4) {
                     unsigned words[4];
-                    load_transposed(words, tokens_at + of_columns + n * 8);
+                    ldmatrix_trans(words, tokens_at + of_columns + n * 8);
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         // Of two tokens each, first the number in the even column, then in the odd one.
@@ -1097,7 +1096,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                         for (int odd = 0; odd < 2; ++odd)
 #pragma unroll
                             for (int m = 0; m < M; ++m)
-                                multiply_add<__half>(out[m][min(n + 2 * i + odd, V - 1)], a[m], low[odd], high[odd]);
+                                mma_m16n8k16<__half>(out[m][min(n + 2 * i + odd, V - 1)], a[m], low[odd], high[odd]);
                     }
                 }
 #pragma unroll
@@ -1105,22 +1104,22 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                     if (!DIM_V && F::column_of(member, n) >= head_dim_v) continue;
                     unsigned b[4];
                     if (n < F::LINE_V)
-                        load_transposed(b, ((tokens_at + of_columns) ^ n % 8 * 16) + n / 8 * 128);
+                        ldmatrix_trans(b, ((tokens_at + of_columns) ^ n % 8 * 16) + n / 8 * 128);
                     else
-                        load_transposed(b, tokens_at + F::chunk_at(lane % 16, F::column_of(member, n) / 8));
+                        ldmatrix_trans(b, tokens_at + F::chunk_at(lane % 16, F::column_of(member, n) / 8));
 #pragma unroll
                     for (int m = 0; m < M; ++m) {
-                        multiply_add<T>(out[m][n], a[m], b[0], b[1]);
-                        if (n + 1 < V) multiply_add<T>(out[m][min(n + 1, V - 1)], a[m], b[2], b[3]);
+                        mma_m16n8k16<T>(out[m][n], a[m], b[0], b[1]);
+                        if (n + 1 < V) mma_m16n8k16<T>(out[m][min(n + 1, V - 1)], a[m], b[2], b[3]);
                     }
                 }
             }
 
             if constexpr (F::APART) {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(empty(stage));
+                if (lane == 0) mbarrier_arrive(empty(stage));
                 if (copies) {
-                    if (ahead.more) barrier_wait(empty(stage), phase);
+                    if (ahead.more) mbarrier_wait(empty(stage), phase);
                     copy_tile(stage);
                 }
             }
@@ -1288,7 +1287,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit
         copy_async_or_zero(to + 4 * TILE_BYTES, from + 4 * COLUMNS, wanted);
         if (lane < 8) copy_async_or_zero(to + 8 * TILE_BYTES, from + 8 * COLUMNS, wanted);
     }
-    copies_commit();
+    cp_async_commit_group();
 }
 
 // By TMA: warp 0 brings the keys, the others the queries.
@@ -1326,18 +1325,18 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
                 for (int i = 0; i < 2; ++i) {
                     // The half that the other warpgroup reads has the weights beside it, and is free last.
                     const int half = i ^ buffer;
-                    barrier_wait(shared_address(&shared.empty[buffer][half]), phase);
+                    mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);
                     // Not before: the result of the visit VISITS ago might not be known yet.
                     if (i == 1 && bad) shared.bad[count % VISITS] = count;
                     __syncwarp();
                     for (int j = 0; j < 4 + i; ++j) {
                         const int tile = j == 4 ? ROTARY : half * 4 + j;
                         const unsigned full = shared_address(&shared.full[buffer][tile]);
-                        if (lane == 0) barrier_expect(full, brought * box * COLUMNS * 2);
+                        if (lane == 0) mbarrier_arrive_expect_tx(full, brought * box * COLUMNS * 2);
                         __syncwarp();
                         if (mine)
-                            copy_tile(key_tile(queries, buffer, tile) + lane * box * COLUMNS * 2, params.map,
-                                      tile * COLUMNS, kv_head, slot, page, full);
+                            tma_load(key_tile(queries, buffer, tile) + lane * box * COLUMNS * 2, params.map,
+                                     tile * COLUMNS, kv_head, slot, page, full);
                     }
                 }
                 page = next_page, slot = next_slot;
@@ -1348,11 +1347,11 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
         for (int sequence = part.first; sequence <= part.last; ++sequence) {
             const Visit visit(p, part, sequence);
             if (visit.begin >= visit.end) continue;
-            barrier_wait(shared_address(&shared.queries_empty), ++visited);
+            mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
             load_queries<T, WARPGROUP / 32 - 1>(p, visit, queries, warp - 1);
-            copies_wait<0>();
-            publish_shared();
-            barrier_arrive(shared_address(&shared.queries_full));
+            cp_async_wait_group<0>();
+            fence_proxy_async();
+            mbarrier_arrive(shared_address(&shared.queries_full));
         }
     }
 }
@@ -1441,16 +1440,16 @@ struct Found {
         for (int start = 0; start < ALL; start += 32) {
             const int i = start + threadIdx.x % 32, t = min(i / PIECES, TOKENS - 1);
             const char* const its = of(t) + (i - t * PIECES) * PIECE;
-            if (i < ALL && there >> t & 1) bring_near(its);
+            if (i < ALL && there >> t & 1) prefetch_l2(its);
         }
     }
 };
 
 // What this warp brought can be used.
 __device__ __forceinline__ void arrive_published(unsigned barrier) {
-    publish_shared();
+    fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
 // By indices: a warp for each half of each buffer, which brings it again as soon as it is free, so that none waits for
@@ -1480,12 +1479,12 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
-        barrier_wait(shared_address(&shared.queries_empty), ++visited);
+        mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
         load_queries<T, WARPGROUP / 32>(p, visit, queries, warp);
         bool first = true;
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;
-            barrier_wait(empty, used / 2 + 1);
+            mbarrier_wait(empty, used / 2 + 1);
             // One of the two warps of a buffer tells those who weigh its tokens.
             if (half == buffer && lane == 0) {
                 shared.valid[buffer] = found[0].there | (unsigned long long)found[1].there << 32;
@@ -1513,24 +1512,24 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
                     }
                 }
             }
-            copies_commit();
+            cp_async_commit_group();
             find(), look_up();
             if (first) {
-                copies_wait<1>();
-                publish_shared();
-                barrier_arrive(queries_full);
+                cp_async_wait_group<1>();
+                fence_proxy_async();
+                mbarrier_arrive(queries_full);
                 first = false;
             }
-            copies_wait<0>();
+            cp_async_wait_group<0>();
             arrive_published(full);
 #pragma unroll
             for (int k = 0; k < 2; ++k)
                 if (k == half) found[k].bring<32, TILES * COLUMNS * 2>();
         }
         if (first) { // the only tile is in the other buffer
-            copies_wait<0>();
-            publish_shared();
-            barrier_arrive(queries_full);
+            cp_async_wait_group<0>();
+            fence_proxy_async();
+            mbarrier_arrive(queries_full);
         }
     }
 }
@@ -1627,14 +1626,14 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shar
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
-        barrier_wait(shared_address(&shared.queries_empty), ++visited);
+        mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
         load_queries<T, WARPS>(p, visit, queries, warp);
         const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
         for (; used < before + tiles; ++used) {
             // First the half that the warpgroup of this buffer has.
             const int buffer = used & 1, phase = used / 2 + 1;
             find(used + 2);
-            barrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
+            mbarrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
             const unsigned long long its = place_of(used, own);
             if constexpr (GATHER) {
                 const unsigned there = __ballot_sync(FULL_WARP, its > OUTSIDE);
@@ -1649,13 +1648,13 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shar
             }
             scale = next_scale;
             if (used == before) {
-                copies_wait<0>();
-                publish_shared();
-                barrier_arrive(shared_address(&shared.queries_full));
+                cp_async_wait_group<0>();
+                fence_proxy_async();
+                mbarrier_arrive(shared_address(&shared.queries_full));
             }
             arrive_published(shared_address(&shared.full[buffer][buffer]));
 
-            barrier_wait(shared_address(&shared.empty[buffer][1 - buffer]), phase);
+            mbarrier_wait(shared_address(&shared.empty[buffer][1 - buffer]), phase);
             load_scale(used + 1, 1 - buffer);
 #pragma unroll
             for (int i = 0; i < HELD; ++i) {
@@ -1702,20 +1701,20 @@ template <typename T, int SIDE, bool BY_TILE> struct Seesaw {
 
     // S = Q K' of the own buffer, tile by tile as they arrive; not waited for.
     __device__ __forceinline__ void score(float (&scores)[32], int phase) {
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             const int tile = i == ROTARY ? ROTARY : (i + SIDE * 4) % VALUE_TILES; // as they are loaded
             if constexpr (BY_TILE)
-                barrier_wait(shared_address(&shared.full[SIDE][tile]), phase);
+                mbarrier_wait(shared_address(&shared.full[SIDE][tile]), phase);
             else if (i == 0 || i == 4)
-                barrier_wait(shared_address(&shared.full[SIDE][i == 0 ? SIDE : 1 - SIDE]), phase);
+                mbarrier_wait(shared_address(&shared.full[SIDE][i == 0 ? SIDE : 1 - SIDE]), phase);
 #pragma unroll
             for (int k = 0; k < COLUMNS / 16; ++k)
-                multiply_tiles<T>(scores, along_the_sum(queries + tile * TILE_BYTES + k * 32),
-                                  along_the_sum(key_tile(queries, SIDE, tile) + k * 32), i + k > 0);
+                wgmma_k_major<T>(scores, k_major_descriptor(queries + tile * TILE_BYTES + k * 32),
+                                 k_major_descriptor(key_tile(queries, SIDE, tile) + k * 32), i + k > 0);
         }
-        products_commit();
+        wgmma_commit_group();
     }
 
     // Leave out the tokens that `indices` skip.
@@ -1762,47 +1761,47 @@ template <typename T, int SIDE, bool BY_TILE> struct Seesaw {
 #pragma unroll
             for (int tile = 0; tile < VALUE_TILES; ++tile)
                 store_shared(key_tile(queries, SIDE, tile) + i * 16, make_uint4(0, 0, 0, 0));
-        publish_shared();
+        fence_proxy_async();
     }
 
     __device__ __forceinline__ void share(const unsigned (&weights)[4][4]) {
         const unsigned to = key_tile(queries, SIDE, ROTARY) + (warp * 16 + lane % 16) * COLUMNS * 2;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) store_matrices(to + ((2 * k + lane / 16) ^ lane % 8) * 16, weights[k]);
-        publish_shared();
+        for (int k = 0; k < 4; ++k) stmatrix(to + ((2 * k + lane / 16) ^ lane % 8) * 16, weights[k]);
+        fence_proxy_async();
     }
 
     __device__ __forceinline__ void add_own(const unsigned (&weights)[4][4]) {
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            multiply_across<T>(output, weights[k],
-                               across_the_sum<TILE_BYTES>(key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
-                               true);
-        products_commit();
+            wgmma_mn_major<T>(output, weights[k],
+                              mn_major_descriptor<TILE_BYTES>(key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
+                              true);
+        wgmma_commit_group();
     }
 
     // Of the tile in the other buffer, when its weights are there; not waited for.
     __device__ __forceinline__ void add_other() {
-        named_sync<SIDE == 0 ? SHARED_1 : SHARED_0, 2 * WARPGROUP>();
+        named_barrier_sync<SIDE == 0 ? SHARED_1 : SHARED_0, 2 * WARPGROUP>();
         const float higher[2] = {shared.base[1 - SIDE][row(0)], shared.base[1 - SIDE][row(1)]};
         follow(higher);
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            multiply_across<T>(output, along_the_sum(key_tile(queries, 1 - SIDE, ROTARY) + k * 32),
-                               across_the_sum<TILE_BYTES>(key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
-                               true);
-        products_commit();
+            wgmma_mn_major<T>(
+                output, k_major_descriptor(key_tile(queries, 1 - SIDE, ROTARY) + k * 32),
+                mn_major_descriptor<TILE_BYTES>(key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2), true);
+        wgmma_commit_group();
     }
 
     // This warpgroup's half of a buffer is free.
     __device__ __forceinline__ void release(int buffer) {
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[buffer][SIDE]));
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[buffer][SIDE]));
     }
 
     __device__ __forceinline__ void release_queries() {
-        if (lane == 0) barrier_arrive(shared_address(&shared.queries_empty));
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.queries_empty));
     }
 };
 
@@ -1824,17 +1823,17 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
         for (int j = 0; j < 128; ++j) w.output[j] = 0.f;
 #pragma unroll
         for (int i = 0; i < 2; ++i) w.sum[i] = 0.f, w.base[i] = -CUDART_INF_F;
-        if (tiles) barrier_wait(shared_address(&shared.queries_full), visited++);
+        if (tiles) mbarrier_wait(shared_address(&shared.queries_full), visited++);
         for (int tile = (used ^ SIDE) & 1; tile < tiles; tile += 2) {
             float scores[32];
             w.score(scores, (used + tile) / 2);
             if (tile > 0) {
                 w.add_other();
-                products_wait<1>();
+                wgmma_wait_group<1>();
             } else {
-                products_wait<0>();
+                wgmma_wait_group<0>();
             }
-            pin(scores);
+            wgmma_fence_operand(scores);
             if (tile + 2 >= tiles) w.release_queries();
 
             const int start = visit.begin + tile * BLOCK_TOKENS, present = visit.end - start;
@@ -1849,14 +1848,14 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
             float higher[2] = {w.base[0], w.base[1]};
             unsigned weights[4][4];
             w.weigh(weights, scores, limits, all, higher);
-            products_wait<0>();
-            pin(w.output);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(w.output);
             if (tile > 0) w.release(1 - SIDE);
             if (BY_TILE && present < BLOCK_TOKENS) w.clear_from(present);
             // No warp is at the rotary part of the keys any more, and all see what was cleared.
-            named_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
+            named_barrier_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
             w.share(weights);
-            named_arrive<SIDE == 0 ? SHARED_0 : SHARED_1, 2 * WARPGROUP>();
+            named_barrier_arrive<SIDE == 0 ? SHARED_0 : SHARED_1, 2 * WARPGROUP>();
             w.follow(higher);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -1867,15 +1866,15 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
                 w.sum[i] += part_sum[0] + part_sum[1];
             }
             w.add_own(weights);
-            products_wait<0>();
-            pin(w.output);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(w.output);
             w.release(SIDE);
         }
         if (tiles && ((used + tiles - 1) & 1) != SIDE) { // the last tile was the other's
             if (tiles == 1) w.release_queries();
             w.add_other();
-            products_wait<0>();
-            pin(w.output);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(w.output);
             w.release(1 - SIDE);
         }
         used += tiles;
@@ -1886,8 +1885,8 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
             w.sum[i] = lanes_sum<4>(w.sum[i]);
             if (lane % 4 == 0) sums[SIDE][w.row(i)] = w.sum[i];
         }
-        barrier_arrive(shared_address(&shared.summed));
-        barrier_wait(shared_address(&shared.summed), sequence - part.first);
+        mbarrier_arrive(shared_address(&shared.summed));
+        mbarrier_wait(shared_address(&shared.summed), sequence - part.first);
         const bool bad = !visit.whole || (tiles && shared.bad[visited % VISITS] == visited);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -1909,29 +1908,29 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned queries = shared_address(memory) + misplaced;
     WgmmaShared& shared = *reinterpret_cast<WgmmaShared*>(memory + misplaced + 3 * TILES * TILE_BYTES);
-    if (TMA && threadIdx.x == WARPGROUP) prefetch_map(params.map);
+    if (TMA && threadIdx.x == WARPGROUP) prefetch_tensormap(params.map);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
             for (int tile = 0; tile < TILES; ++tile)
-                barrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPGROUP / 32 : 1);
-            for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.empty[i][half]), WARPGROUP / 32);
+                mbarrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPGROUP / 32 : 1);
+            for (int half = 0; half < 2; ++half) mbarrier_init(shared_address(&shared.empty[i][half]), WARPGROUP / 32);
         }
-        barrier_init(shared_address(&shared.queries_full), TMA ? WARPGROUP - 32 : WARPGROUP);
-        barrier_init(shared_address(&shared.queries_empty), 2 * WARPGROUP / 32);
-        barrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
+        mbarrier_init(shared_address(&shared.queries_full), TMA ? WARPGROUP - 32 : WARPGROUP);
+        mbarrier_init(shared_address(&shared.queries_empty), 2 * WARPGROUP / 32);
+        mbarrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
         for (int i = 0; i < VISITS; ++i) shared.bad[i] = 0;
-        barriers_ready();
+        fence_mbarrier_init();
     }
     __syncthreads();
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
-        take_registers<COMPUTING>();
+        setmaxnreg_inc<COMPUTING>();
         compute<T, FP8, GATHER, 0>(params.p, shared, queries);
     } else if (warpgroup == 1) {
-        take_registers<COMPUTING>();
+        setmaxnreg_inc<COMPUTING>();
         compute<T, FP8, GATHER, 1>(params.p, shared, queries);
     } else {
-        leave_registers<LOADING>();
+        setmaxnreg_dec<LOADING>();
         if constexpr (FP8)
             convert_tiles<T, GATHER>(params.p, shared, queries);
         else if constexpr (GATHER)

@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
             if (alive >> i & 1) best = fmaxf(best, choice[i]);
-        threshold = from_sortable(lanes_rank_th_largest<LANES>(sortable(best), topk));
+        threshold = from_sortable(lanes_kth_largest<LANES>(sortable(best), topk));
     }
 
     // --- candidates: the choices that reach the threshold ----------------------------------------------

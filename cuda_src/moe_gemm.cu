@@ -275,28 +275,28 @@ __device__ __forceinline__ void gemm_load(const MappedGemmParams& p, GemmShared<
                 const unsigned weights_to = stages + place.stage * Shared::STAGE;
                 const unsigned tokens_to = weights_to + Shared::WEIGHT_TILE;
                 const int x = step * DEPTH;
-                barrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+                mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
                 if (step == 0) shared.visits[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
-                barrier_expect(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
+                mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
                 if constexpr (GATED)
-                    copy_tile<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
+                    tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
                 else
-                    copy_tile<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
+                    tma_load<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
                 for (int box = rank; box < boxes; box += CLUSTER) {
                     const unsigned to = tokens_to + box * BOX * ROW_BYTES;
                     if constexpr (CLUSTER == 1)
-                        copy_tile<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
+                        tma_load<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
                     else
-                        copy_tile_to((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
+                        tma_load_multicast((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
                 }
             }
         }
         __syncwarp();
     }
     if (lane == 0) {
-        barrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+        mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
         shared.visits[place.stage].tokens = 0;
-        barrier_arrive(shared_address(&shared.full[place.stage]));
+        mbarrier_arrive(shared_address(&shared.full[place.stage]));
     }
     __syncwarp();
 }
@@ -305,7 +305,7 @@ template <int WIDTH> struct Width {
     static constexpr int value = WIDTH;
 };
 
-// multiply_tiles of other widths.
+// wgmma_k_major of other widths.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 #define PLACES_24 EIGHT(0), EIGHT(8), EIGHT(16)
@@ -349,7 +349,7 @@ template <int WIDTH> struct Width {
     else if constexpr (N == 120) \
         PRODUCT("240", 120, types, "%120", "%121", "%122"); \
     else \
-        multiply_tiles<T>(c, a, b, add)
+        wgmma_k_major<T>(c, a, b, add)
 template <typename T, int N>
 __device__ __forceinline__ void multiply_width(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
     if constexpr (IS_BFLOAT16<T>) {
@@ -407,37 +407,37 @@ __device__ __forceinline__ void gemm_sum(float (&c)[PLACES], Shared& shared, Gem
     auto release = [&](int stage) {
         const unsigned empty = shared_address(&shared.empty[stage]);
         if constexpr (CLUSTER == 1) {
-            if (lane == 0) barrier_arrive(empty);
+            if (lane == 0) mbarrier_arrive(empty);
         } else {
-            if (lane < CLUSTER) barrier_arrive_in(barrier_in_block(empty, lane));
+            if (lane < CLUSTER) mbarrier_arrive_cluster(map_shared_rank(empty, lane));
         }
     };
     int previous = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(shared_address(&shared.full[place.stage]), place.phase);
+        mbarrier_wait(shared_address(&shared.full[place.stage]), place.phase);
         const unsigned long long at = place.stage * (Shared::STAGE >> 4);
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; ++i) // 16 numbers are 32 bytes
             gemm_multiply<T, WIDTH>(c, a + at + (i * 32 >> 4), b + at + (i * 32 >> 4), i > 0 || step > 0);
-        products_commit();
+        wgmma_commit_group();
         if constexpr (STREAMED) { // the next stage is awaited from memory: meanwhile this one can be on its way again
-            products_wait<0>();
+            wgmma_wait_group<0>();
             release(place.stage);
         } else { // the tensor cores shall never wait
-            products_wait<1>();
+            wgmma_wait_group<1>();
             if (step > 0) release(previous);
         }
-        if (step == skewed_after && lane == 0) barrier_arrive(shared_address(&shared.skewed));
+        if (step == skewed_after && lane == 0) mbarrier_arrive(shared_address(&shared.skewed));
         previous = place.stage;
         place.advance();
     }
     if constexpr (!STREAMED) {
-        products_wait<0>();
+        wgmma_wait_group<0>();
         release(previous);
     }
-    pin(reinterpret_cast<float (&)[WIDTH / 2]>(c));
+    wgmma_fence_operand(reinterpret_cast<float (&)[WIDTH / 2]>(c));
 }
 
 // Store 8 x 8 matrices of 16 bits, transposed: what lane l holds of the i-th goes to rows 2 (l % 4) and + 1, column l / 4.
@@ -458,8 +458,8 @@ __device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&f
 
 // Wait for all threads of warpgroup `warpgroup`.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
-    if (warpgroup < 1) return named_sync<1, WARPGROUP>();
-    named_sync<2, WARPGROUP>();
+    if (warpgroup < 1) return named_barrier_sync<1, WARPGROUP>();
+    named_barrier_sync<2, WARPGROUP>();
 }
 
 // Write what a warpgroup has of a tile. `round` counts how often it has used its two places in `staging`: a round's readers
@@ -516,8 +516,8 @@ __device__ __forceinline__ void gemm_compute(const MappedGemmParams& p, GemmShar
     constexpr int SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
     // From one lane: so the compiler knows that it is the same in all, and keeps what follows from it in uniform registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
-    const unsigned long long a = along_the_sum(stages + warpgroup * 64 * ROW_BYTES);
-    const unsigned long long b = along_the_sum(stages + Shared::WEIGHT_TILE);
+    const unsigned long long a = k_major_descriptor(stages + warpgroup * 64 * ROW_BYTES);
+    const unsigned long long b = k_major_descriptor(stages + Shared::WEIGHT_TILE);
     const unsigned staging = stages + STAGES * Shared::STAGE + warpgroup * 2 * Shared::STAGING;
     const int steps = (p.k + DEPTH - 1) / DEPTH;
     GemmPlace<STAGES> place;
@@ -525,10 +525,10 @@ __device__ __forceinline__ void gemm_compute(const MappedGemmParams& p, GemmShar
     int skewed_after = SKEW && warpgroup == 0 ? min(SKEW, steps) - 1 : -1;
     float c[TOKENS / 2];
     for (bool first = true;; first = false) {
-        barrier_wait(shared_address(&shared.full[place.stage]), place.phase);
+        mbarrier_wait(shared_address(&shared.full[place.stage]), place.phase);
         const GemmVisit visit = shared.visits[place.stage];
         if (visit.tokens == 0) break;
-        if (SKEW && first && warpgroup > 0) barrier_wait(shared_address(&shared.skewed), 0);
+        if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
         with_width<TOKENS>(visit.tokens, [&](auto width) {
             gemm_sum<T, decltype(width)::value, CLUSTER, STREAMED>(c, shared, place, steps, skewed_after, a, b);
         });
@@ -550,27 +550,27 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
     Shared& shared =
         *reinterpret_cast<Shared*>(memory + misplaced + STAGES * Shared::STAGE + WARPGROUPS * 2 * Shared::STAGING);
     if (threadIdx.x == 0) {
-        prefetch_map(p.b_map);
-        prefetch_map(p.a_map);
+        prefetch_tensormap(p.b_map);
+        prefetch_tensormap(p.a_map);
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&shared.full[i]), 1);
-            barrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
+            mbarrier_init(shared_address(&shared.full[i]), 1);
+            mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
         }
-        barrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
-        barriers_ready();
+        mbarrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
+        fence_mbarrier_init();
     }
-    cluster_barrier<CLUSTER>();
+    cluster_sync<CLUSTER>();
     constexpr bool DEAL = TOKENS > 128;
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
-        if constexpr (DEAL) take_registers<224>();
+        if constexpr (DEAL) setmaxnreg_inc<224>();
         gemm_compute<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     } else {
-        if constexpr (DEAL) leave_registers<56>();
+        if constexpr (DEAL) setmaxnreg_dec<56>();
         if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
             gemm_load<ACTIVATION != NO_ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }
     // Until here the other blocks may write here.
-    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
 #endif
 }
 
@@ -691,7 +691,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, Fp8Gem
     Fp8Tiles<TOKENS, CLUSTER, OUT_COLUMNS> tiles(p, shared.groups[0]);
     unsigned used = 0;
     // A stage is empty when no block of the cluster needs what it has: their copies come from here, too.
-    auto wait_empty = [&](int stage) { barrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
+    auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
     Fp8Tile tile;
     while (tiles.next(tile)) {
         const unsigned before = used;
@@ -704,18 +704,18 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, Fp8Gem
                 const unsigned full = shared_address(&shared.full[stage]);
                 wait_empty(stage);
                 if (i == 0) shared.tiles[stage] = tile;
-                barrier_expect(full, bytes);
+                mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll 1
                 for (int box = rank; box < boxes; box += CLUSTER) {
                     const int row = tile.y + box * FP8_BOX;
                     if constexpr (CLUSTER == 1)
-                        copy_tile<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
+                        tma_load<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
                     else
-                        copy_tile_to((1 << CLUSTER) - 1, to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
+                        tma_load_multicast((1 << CLUSTER) - 1, to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
                 }
-                copy_tile<EVICT_NORMAL>(weights, p.b_map, k, tile.w, tile.x, 0, full);
+                tma_load<EVICT_NORMAL>(weights, p.b_map, k, tile.w, tile.x, 0, full);
                 if constexpr (ACTIVATION != 0)
-                    copy_tile<EVICT_NORMAL>(weights + FP8_WEIGHT_BYTES / 2, p.b_map, k, half + tile.w, tile.x, 0, full);
+                    tma_load<EVICT_NORMAL>(weights + FP8_WEIGHT_BYTES / 2, p.b_map, k, half + tile.w, tile.x, 0, full);
             }
         }
         __syncwarp();
@@ -725,7 +725,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, Fp8Gem
         const int stage = used % STAGES;
         wait_empty(stage);
         shared.tiles[stage].z = 0;
-        barrier_arrive(shared_address(&shared.full[stage]));
+        mbarrier_arrive(shared_address(&shared.full[stage]));
     }
     __syncwarp();
 }
@@ -756,10 +756,10 @@ __device__ __forceinline__ void bring_fp8_scales(const MappedGemmParams& p, Fp8G
     Fp8Tiles<TOKENS, CLUSTER, ACTIVATION ? FP8_COLUMNS / 2 : FP8_COLUMNS> tiles(p, shared.groups[1 + part]);
     int stage = 0, phase = 1;
     auto fill = [&](auto&& write) {
-        barrier_wait(shared_address(&shared.empty[stage]), phase);
+        mbarrier_wait(shared_address(&shared.empty[stage]), phase);
         write();
         if constexpr (FP8_ARRIVING == 1) __syncwarp();
-        if (lane < FP8_ARRIVING) barrier_arrive(shared_address(&shared.full[stage]));
+        if (lane < FP8_ARRIVING) mbarrier_arrive(shared_address(&shared.full[stage]));
         if (++stage == STAGES) stage = 0, phase ^= 1;
     };
     Fp8Tile tile;
@@ -797,7 +797,7 @@ __device__ __forceinline__ void bring_fp8_scales(const MappedGemmParams& p, Fp8G
     __syncwarp();
 }
 
-// An operand along the sum, as along_the_sum describes it, from the lower half of that. Only this half has to be computed.
+// An operand along the sum, as k_major_descriptor describes it, from the lower half of that. Only this half has to be computed.
 __device__ __forceinline__ unsigned long long fp8_operand(unsigned lower) {
     unsigned long long operand;
     asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | 64u));
@@ -863,7 +863,7 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
 #pragma unroll
                 for (int i = 0; i < 2; ++i) pairs[chunk * 2 + i] = pack<T>(results[i][0], results[i][1]);
             }
-            store_matrices(staged + lane % 16 * PITCH + ((j + lane / 16) ^ lane % 8) * 16, pairs);
+            stmatrix(staged + lane % 16 * PITCH + ((j + lane / 16) ^ lane % 8) * 16, pairs);
         }
         __syncwarp();
 #pragma unroll
@@ -890,11 +890,11 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, Fp
     const int first_row = side * FP8_BOX + warp % 4 * 16; // of this warp, in the first block
     const unsigned staged = ring + Layout::STAGED + warp * Layout::STAGED_BYTES;
     // In the first stage: the operands, the scales of this lane's rows, the barrier to free it (of every block of the cluster).
-    const unsigned tokens = unsigned(along_the_sum(ring + side * FP8_BOX_BYTES));
+    const unsigned tokens = unsigned(k_major_descriptor(ring + side * FP8_BOX_BYTES));
     const unsigned further_weights = (TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
     const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
     const unsigned empty =
-        CLUSTER == 1 ? shared_address(&shared.empty[0]) : address_in(&shared.empty[0], lane % CLUSTER);
+        CLUSTER == 1 ? shared_address(&shared.empty[0]) : map_shared_rank(&shared.empty[0], lane % CLUSTER);
     int stage = 0, phase = 0;
     unsigned tokens_here = tokens, scales_here = scales; // in this stage
     auto advance = [&] {
@@ -903,14 +903,14 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, Fp
         tokens_here = tokens + stage * (Layout::STAGE_BYTES / 16);
         scales_here = scales + stage * Layout::SCALE_BYTES;
     };
-    auto wait_full = [&] { barrier_wait(shared_address(&shared.full[stage]), phase); };
+    auto wait_full = [&] { mbarrier_wait(shared_address(&shared.full[stage]), phase); };
     // When the products have been waited for, and after a __syncwarp behind the last read of a scale.
     auto release = [&](unsigned used) {
         if (lane < CLUSTER) {
             if constexpr (CLUSTER == 1)
-                barrier_arrive(used);
+                mbarrier_arrive(used);
             else
-                barrier_arrive_in(used);
+                mbarrier_arrive_cluster(used);
         }
     };
     // From one lane, so that the compiler knows that it is the same in all.
@@ -942,16 +942,16 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, Fp
                             fp8_load_scale(scales_here + (set * TOKENS + block * 2 * FP8_BOX + i * 8) * 4);
             }
             if (last) __syncwarp();
-            products_begin();
+            wgmma_fence();
 #pragma unroll
             for (int i = 0; i < PIECES; ++i)
-                multiply_tiles<__nv_fp8_e4m3>(sums, fp8_operand(tokens_here + block * (2 * FP8_BOX_BYTES / 16) + i * 2),
-                                              fp8_operand(tokens_here + further_weights + i * 2), i > 0);
-            products_commit();
+                wgmma_k_major<__nv_fp8_e4m3>(sums, fp8_operand(tokens_here + block * (2 * FP8_BOX_BYTES / 16) + i * 2),
+                                             fp8_operand(tokens_here + further_weights + i * 2), i > 0);
+            wgmma_commit_group();
             const unsigned used = empty + stage * 8;
             if (last) advance();
-            products_wait<0>();
-            pin(sums);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(sums);
             if (last) release(used);
 #pragma unroll
             for (int i = 0; i < 64; ++i)
@@ -1002,23 +1002,23 @@ __global__ CLUSTER_OF(CLUSTER)
     auto& shared = *reinterpret_cast<Fp8GemmShared<STAGES>*>(memory + misplaced + Layout::REST);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&shared.full[i]), 1 + Layout::SCALE_WARPS * FP8_ARRIVING);
-            barrier_init(shared_address(&shared.empty[i]), CLUSTER * 2 * WARPGROUP / 32);
+            mbarrier_init(shared_address(&shared.full[i]), 1 + Layout::SCALE_WARPS * FP8_ARRIVING);
+            mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * 2 * WARPGROUP / 32);
         }
-        barriers_ready();
+        fence_mbarrier_init();
     } else if (threadIdx.x == 2 * WARPGROUP) {
-        prefetch_map(p.a_map), prefetch_map(p.b_map);
+        prefetch_tensormap(p.a_map), prefetch_tensormap(p.b_map);
     }
     __syncthreads();
     // No block may copy to, or arrive at, one that has not begun or has ended.
-    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
     // From one lane: so the compiler knows that it is the same in all.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     if (warpgroup < 2) {
-        take_registers<COMPUTING>();
+        setmaxnreg_inc<COMPUTING>();
         multiply_fp8_tiles<T, TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>(p, shared, ring, warpgroup);
     } else {
-        leave_registers<LOADING>();
+        setmaxnreg_dec<LOADING>();
         const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x % WARPGROUP / 32), 0);
         if (warp == 0)
             load_fp8_tiles<TOKENS, CLUSTER, STAGES, ACTIVATION>(p, shared, ring);
@@ -1026,7 +1026,7 @@ __global__ CLUSTER_OF(CLUSTER)
             if (warp <= Layout::SCALE_WARPS)
                 bring_fp8_scales<TOKENS, CLUSTER, STAGES, ACTIVATION>(p, shared, ring + Layout::SCALES, warp - 1);
     }
-    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
 #endif
 }
 
@@ -1246,7 +1246,7 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
                 }
             }
         }
-        copies_commit();
+        cp_async_commit_group();
     };
     constexpr unsigned LAST_STAGE = (STAGES - 1) * F::BYTES;
 #pragma unroll
@@ -1270,9 +1270,9 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
             // Chunks 2 part and 2 part + 1: these bits of the place are of the chunk alone.
             const unsigned a = (a_at + stage_at) ^ part * 32, b = (b_at + stage_at) ^ part * 32;
 #pragma unroll
-            for (int m = 0; m < M; ++m) load_matrices(to.a[m], a + m * 16 * F::A_LINE);
+            for (int m = 0; m < M; ++m) ldmatrix(to.a[m], a + m * 16 * F::A_LINE);
 #pragma unroll
-            for (int n = 0; n < N / 2; ++n) load_matrices(to.b[n], b + n * 16 * F::B_LINE);
+            for (int n = 0; n < N / 2; ++n) ldmatrix(to.b[n], b + n * 16 * F::B_LINE);
         };
         auto multiply = [&](float (&to)[M][N][4], const MmaLoaded<M, N>& from) {
             if constexpr (FORMAT == PLAIN) {
@@ -1280,7 +1280,7 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
                 for (int n = 0; n < N; ++n)
 #pragma unroll
                     for (int m = 0; m < M; ++m)
-                        multiply_add<T>(to[m][n], from.a[m], from.b[n / 2][n % 2 * 2], from.b[n / 2][n % 2 * 2 + 1]);
+                        mma_m16n8k16<T>(to[m][n], from.a[m], from.b[n / 2][n % 2 * 2], from.b[n / 2][n % 2 * 2 + 1]);
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -1298,13 +1298,13 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
                         unsigned b[2];
                         to_halves<__nv_fp8_e4m3>(b, from.b[n / 2][n % 2 * 2 + i]);
 #pragma unroll
-                        for (int m = 0; m < M; ++m) multiply_add<__half>(to[m][n], a[m], b[0], b[1]);
+                        for (int m = 0; m < M; ++m) mma_m16n8k16<__half>(to[m][n], a[m], b[0], b[1]);
                     }
                 }
             }
         };
 
-        copies_wait<STAGES - 2>();
+        cp_async_wait_group<STAGES - 2>();
         __syncthreads();
         unsigned stage_at = 0;
         load(loaded[0], stage_at, 0);
@@ -1334,7 +1334,7 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
 #pragma unroll
                         for (int n = 0; n < N; ++n) b_scales[n] = scales[TOKENS + weight_warp * N + n];
                     }
-                    copies_wait<STAGES - 2>();
+                    cp_async_wait_group<STAGES - 2>();
                     __syncthreads();
                     stage_at = stage_at == LAST_STAGE ? 0 : stage_at + F::BYTES;
                 }
@@ -1366,7 +1366,7 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
         unsigned stage_at = 0;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            copies_wait<STAGES - 2>();
+            cp_async_wait_group<STAGES - 2>();
             __syncthreads();
             copy_step(step + STAGES - 1, stage_at == 0 ? LAST_STAGE : stage_at - F::BYTES);
             const char* const stage = shared + stage_at;
@@ -1430,8 +1430,8 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
                             for (int i = 0; i < 4; ++i) b[i] = multiply_pairs<T>(b[i], factors[n]);
 #pragma unroll
                             for (int m = 0; m < M; ++m) {
-                                multiply_add<T>(sums[m][n], a[m][0], b[0], b[1]);
-                                multiply_add<T>(sums[m][n], a[m][1], b[2], b[3]);
+                                mma_m16n8k16<T>(sums[m][n], a[m][0], b[0], b[1]);
+                                mma_m16n8k16<T>(sums[m][n], a[m][1], b[2], b[3]);
                             }
                         } else {
                             float factor[2]; // of columns 2 pair and 2 pair + 1
@@ -1444,8 +1444,8 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
 #pragma unroll
                             for (int m = 0; m < M; ++m) {
                                 float of_group[4] = {0.f, 0.f, 0.f, 0.f};
-                                multiply_add<T>(of_group, a[m][0], b[0], b[1]);
-                                multiply_add<T>(of_group, a[m][1], b[2], b[3]);
+                                mma_m16n8k16<T>(of_group, a[m][0], b[0], b[1]);
+                                mma_m16n8k16<T>(of_group, a[m][1], b[2], b[3]);
 #pragma unroll
                                 for (int i = 0; i < 4; ++i) sums[m][n][i] += of_group[i] * factor[i % 2];
                             }
@@ -1586,8 +1586,8 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
                     const uint4 w0 = w[2 * j][i], w1 = w[2 * j + 1][i];
                     if constexpr (FORMAT != FP8) {
                         const unsigned low[4] = {w0.x, w1.x, w0.y, w1.y}, high[4] = {w0.z, w1.z, w0.w, w1.w};
-                        multiply_add<T>(sums[t][j], low, x[i].x, x[i].y);
-                        multiply_add<T>(sums[t][j], high, x[i].z, x[i].w);
+                        mma_m16n8k16<T>(sums[t][j], low, x[i].x, x[i].y);
+                        mma_m16n8k16<T>(sums[t][j], high, x[i].z, x[i].w);
                     } else {
                         float part[4] = {};
                         float (&into)[4] = BLOCK_SCALES ? part : sums[t][j];
@@ -1599,7 +1599,7 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
 #pragma unroll
                             for (int row = 0; row < 3; ++row) to_halves<__nv_fp8_e4m3>(halves[row], words[row][word]);
                             const unsigned both[4] = {halves[0][0], halves[1][0], halves[0][1], halves[1][1]};
-                            multiply_add<__half>(into, both, halves[2][0], halves[2][1]);
+                            mma_m16n8k16<__half>(into, both, halves[2][0], halves[2][1]);
                         }
                         if constexpr (BLOCK_SCALES) {
                             // The four lanes of a stretch are within one block of 128.

@@ -305,7 +305,7 @@ __device__ void store_shared_segment(const Params& p, const Segment& segment, co
             make_float4(quad.values[0], quad.values[1], quad.values[2], quad.values[3]);
         if (dim == 0) statistics[r] = make_float2(quad.maximum, quad.sum);
     }
-    cluster_barrier<CLUSTER>();
+    cluster_sync<CLUSTER>();
     for (int i = threadIdx.x * CLUSTER + cluster_rank<CLUSTER>(); i < ROWS * quads; i += blockDim.x * CLUSTER) {
         const int r = i / quads, dim = i % quads * 4;
         const Row row(p, segment, segment.row_block * ROWS + r);
@@ -314,18 +314,18 @@ __device__ void store_shared_segment(const Params& p, const Segment& segment, co
         Quad quad = {-CUDART_INF_F, 0.f, {}};
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; ++rank) {
-            of_rank[rank] = load_from<CLUSTER>(rank, &statistics[r]);
+            of_rank[rank] = dsmem_load<CLUSTER>(rank, &statistics[r]);
             quad.maximum = fmaxf(quad.maximum, of_rank[rank].x);
         }
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; ++rank) {
-            const float4 part = load_from<CLUSTER>(rank, reinterpret_cast<const float4*>(&merged[r * stride + dim]));
+            const float4 part = dsmem_load<CLUSTER>(rank, reinterpret_cast<const float4*>(&merged[r * stride + dim]));
             quad.add(of_rank[rank].x, of_rank[rank].y, part, quad.maximum);
         }
         store_result<T>(p, segment, row, dim, quad, value_scale(p));
     }
     // A block's memory must outlive the others' reading.
-    cluster_barrier<CLUSTER>();
+    cluster_sync<CLUSTER>();
 }
 
 // The pieces of the batch. Every warp finds them by itself, from the lengths. Long sequences come first, so that there
@@ -594,7 +594,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
                 const unsigned key_to = keys_to + Form::token_chunk(chunk, t) * 16;
 #pragma unroll
                 for (int i = 0; i < CHUNKS; i += LANES / TILE)
-                    if (chunk + i < chunks) copy_async(key_to + i * TILE * 16, keys + i * block_size * 16);
+                    if (chunk + i < chunks) cp_async(key_to + i * TILE * 16, keys + i * block_size * 16);
                 constexpr int HALVES = FP8 ? 1 : 2;
                 const int half = lane_of_team % HALVES, dim = lane_of_team / HALVES;
                 values += (slot + dim * block_size) * int(sizeof(CACHE)) + half * 16;
@@ -602,7 +602,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
 #pragma unroll
                 for (int i = 0; i < DIMS; i += LANES / HALVES)
                     if (dim + i < head_dim)
-                        copy_async(value_to + i * HALVES * 16, values + i * block_size * int(sizeof(CACHE)));
+                        cp_async(value_to + i * HALVES * 16, values + i * block_size * int(sizeof(CACHE)));
             } else {
                 // Lanes that share a token: a power of two, so that no division is needed.
                 constexpr int ACROSS = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;
@@ -613,13 +613,13 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
                 for (int i = 0; i < TILE; i += LANES / ACROSS) {
                     const int t = i + lane_of_team / ACROSS;
                     if (chunk < chunks && t < TILE) {
-                        copy_async(keys_to + Form::token_chunk(chunk, t) * 16, keys + t * p.key_token);
-                        copy_async(values_to + Form::token_chunk(chunk, t) * 16, values + t * p.value_token);
+                        cp_async(keys_to + Form::token_chunk(chunk, t) * 16, keys + t * p.key_token);
+                        cp_async(values_to + Form::token_chunk(chunk, t) * 16, values + t * p.value_token);
                     }
                 }
             }
         }
-        copies_commit();
+        cp_async_commit_group();
     };
 
     // Find the blocks of a segment, whose first entries are `entry` if that is `known`.
@@ -756,7 +756,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
         const int all_to = segment.length - p.query_tokens + 1;
 
         for (int k = 0; k < work.tiles; ++k) {
-            copies_wait<STAGES - 2>();
+            cp_async_wait_group<STAGES - 2>();
             team_barrier();
             start_copies(work, k + STAGES - 1);
             if (CLUSTER == 1 && threadIdx.x == 0 && k == work.tiles - 1 - AHEAD) taken = atomicAdd(p.taken, 1);
@@ -791,12 +791,12 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
                 for (int step = 0; step < STEPS; ++step) {
                     unsigned a[4], bytes[2];
                     query_of(step, a);
-                    load_matrices(bytes, keys_at + Form::token_chunk(step, t) * 16);
+                    ldmatrix(bytes, keys_at + Form::token_chunk(step, t) * 16);
 #pragma unroll
                     for (int n = 0; n < 2; ++n) {
                         unsigned b[2];
                         to_halves<CACHE>(b, bytes[n]);
-                        multiply_add<Math>(scores[n], a, b[0], b[1]);
+                        mma_m16n8k16<Math>(scores[n], a, b[0], b[1]);
                     }
                 }
             } else {
@@ -805,9 +805,9 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
                 for (int step = 0; step < STEPS; ++step) {
                     unsigned a[4], b[4];
                     query_of(step, a);
-                    load_matrices(b, keys_at + Form::token_chunk(step * 2 + lane / 8 % 2, t) * 16);
-                    multiply_add<Math>(scores[0], a, b[0], b[1]);
-                    multiply_add<Math>(scores[1], a, b[2], b[3]);
+                    ldmatrix(b, keys_at + Form::token_chunk(step * 2 + lane / 8 % 2, t) * 16);
+                    mma_m16n8k16<Math>(scores[0], a, b[0], b[1]);
+                    mma_m16n8k16<Math>(scores[1], a, b[2], b[3]);
                 }
             }
 
@@ -874,29 +874,29 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
 #pragma unroll
                 for (int n = 0; n < FRAGMENTS; n += 2) {
                     unsigned b[4];
-                    load_matrices(b, values_at + Form::dim_chunk((n + lane / 16) * 8 + lane % 8, half) * 16);
-                    multiply_add<Math>(out[n], shares, b[0], b[1]);
-                    multiply_add<Math>(out[n + 1], shares, b[2], b[3]);
+                    ldmatrix(b, values_at + Form::dim_chunk((n + lane / 16) * 8 + lane % 8, half) * 16);
+                    mma_m16n8k16<Math>(out[n], shares, b[0], b[1]);
+                    mma_m16n8k16<Math>(out[n + 1], shares, b[2], b[3]);
                 }
             } else if constexpr (!FP8) {
                 const int t = lane % 8 + lane / 8 % 2 * 8;
 #pragma unroll
                 for (int n = 0; n < FRAGMENTS; n += 2) {
                     unsigned b[4];
-                    load_transposed(b, values_at + Form::token_chunk(n + lane / 16, t) * 16);
-                    multiply_add<Math>(out[n], shares, b[0], b[1]);
-                    multiply_add<Math>(out[n + 1], shares, b[2], b[3]);
+                    ldmatrix_trans(b, values_at + Form::token_chunk(n + lane / 16, t) * 16);
+                    mma_m16n8k16<Math>(out[n], shares, b[0], b[1]);
+                    mma_m16n8k16<Math>(out[n + 1], shares, b[2], b[3]);
                 }
             } else {
 #pragma unroll
                 for (int n = 0; n < FRAGMENTS; n += 2) {
                     unsigned bytes[2];
                     if constexpr (LAYOUT == VLLM) {
-                        load_matrices(bytes, values_at + Form::dim_chunk(n * 8 + lane % 16, 0) * 16);
+                        ldmatrix(bytes, values_at + Form::dim_chunk(n * 8 + lane % 16, 0) * 16);
                     } else {
                         // Two tokens by two dimensions in a register; then four tokens of one.
                         unsigned both[2];
-                        load_transposed(both, values_at + Form::token_chunk(n / 2, lane % 16) * 16);
+                        ldmatrix_trans(both, values_at + Form::token_chunk(n / 2, lane % 16) * 16);
                         bytes[0] = __byte_perm(both[0], both[1], 0x6420),
                         bytes[1] = __byte_perm(both[0], both[1], 0x7531);
                     }
@@ -904,7 +904,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
                     for (int i = 0; i < 2; ++i) {
                         unsigned b[2];
                         to_halves<CACHE>(b, bytes[i]);
-                        multiply_add<Math>(out[n + i], shares, b[0], b[1]);
+                        mma_m16n8k16<Math>(out[n + i], shares, b[0], b[1]);
                     }
                 }
             }

@@ -336,7 +336,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
             for (int base = 0; base < CLUSTER * parts; base += 32) {
                 const int at = base + lane;
                 const float value = __shfl_sync(FULL_WARP, part_top, at % parts * part_lanes);
-                if (at < CLUSTER * parts) store_in<CLUSTER>(at / parts, &tops[tile * parts + at % parts], value);
+                if (at < CLUSTER * parts) dsmem_store<CLUSTER>(at / parts, &tops[tile * parts + at % parts], value);
             }
         }
         if (!started) cluster_wait<CLUSTER>();
@@ -379,12 +379,12 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     // --- what tiles leave for all ---------------------------------------------------------------------
 
     __device__ __forceinline__ void leave(int tile, uint4 found) {
-        if (lane < CLUSTER) store_in<CLUSTER>(lane, &slots[turn * layout.tiles + tile], found);
+        if (lane < CLUSTER) dsmem_store<CLUSTER>(lane, &slots[turn * layout.tiles + tile], found);
     }
 
     // Wait for the slots of a pass. The next pass writes the others: a slow block may still read these.
     __device__ __forceinline__ const uint4* slots_of_pass() {
-        cluster_barrier<CLUSTER>();
+        cluster_sync<CLUSTER>();
         const uint4* read = slots + turn * layout.tiles;
         turn ^= 1;
         return read;
@@ -542,11 +542,11 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
                 for_each(local, [&](int id, float x, int c) {
                     wanted |= unsigned(x >= low && x < high && id < vocab) << ((id - first) / 32 + c);
                 });
-                int position = wanted ? add_in<CLUSTER>(0, list_size, __popc(wanted)) : 0;
+                int position = wanted ? dsmem_atomic_add<CLUSTER>(0, list_size, __popc(wanted)) : 0;
                 for (unsigned left = wanted; left && position < CAPACITY; left &= left - 1, ++position) {
                     const int id = id_of(first_tile + local, lane, __ffs(left) - 1);
                     for (int rank = 0; rank < blocks; ++rank)
-                        store_in<CLUSTER>(rank, &list[position], candidate(at(id), id));
+                        dsmem_store<CLUSTER>(rank, &list[position], candidate(at(id), id));
                 }
             }
             const unsigned mine = __popc(wanted);
@@ -819,7 +819,7 @@ template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_s
         return {{value, first}, passes};
     }
     x.clear_list();
-    cluster_barrier<CLUSTER>();
+    cluster_sync<CLUSTER>();
     const int size = gather<Row>(passes++, CLUSTER, value, from_sortable(high));
     x.sort_list(size);
     if (BY_COUNT) return {x.bound_at(max(0, min(size, int(target) - high_count) - 1)), passes};
@@ -1074,7 +1074,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
             if (!PROBS || !x.second || stored<RowOfT>().valid()) break;
             x.second = nullptr;
             x.turn = 0;
-            cluster_barrier<CLUSTER>();
+            cluster_sync<CLUSTER>();
         }
         if (!plain) sample_filtered<PROBS, RowOfT>(params, i, drawn_at, winner);
     }

@@ -1,4 +1,4 @@
-"""The command line: `python -m cukern COMMAND`."""
+"""The command line: `cukern COMMAND`, or `python -m cukern COMMAND`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import cukern
@@ -16,8 +17,8 @@ COMMANDS = {
     "demo": ("cukern.commands.demo", "route a batch of tokens through a model's gate and show where they go"),
     "doctor": ("cukern.commands.doctor", "say what works here and what does not, with the command that fixes it"),
     "compile": ("cukern.commands.compile", "compile kernels into the cache ahead of use, also without a GPU"),
-    "profile": ("cukern.commands.profile", "trace one forward pass of the fused mixture-of-experts layer"),
-    "bench": ("cukern.bench", "measure the ops on this GPU against their floors and the alternatives"),
+    "profile-moe": ("cukern.commands.profile_moe", "trace one forward pass of the fused mixture-of-experts layer"),
+    "bench": ("cukern.commands.bench", "measure the ops on this GPU against their floors and the alternatives"),
 }
 
 
@@ -28,7 +29,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
     """The parser with the arguments of `command`; the other commands are only named."""
-    parser = _Parser(prog="python -m cukern", description=cukern.__doc__, allow_abbrev=False)
+    # The script is called by its name, the module by its file.
+    prog = "python -m cukern" if Path(sys.argv[0]).name == "__main__.py" else "cukern"
+    parser = _Parser(prog=prog, description=cukern.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"cukern {cukern.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():

@@ -1,19 +1,62 @@
-"""What the notebooks share."""
+"""What the notebooks share: how one begins, its arrays, and how it shows the sources. Times are in `speed.py`."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import report
+import matplotlib.pyplot as plt
+import ml_dtypes
+import numpy as np
+
+from cukern.runtime import arrays, kernel, template
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 
 T = TypeVar("T")
+_on_gpu = False
+
+
+def begin(*, with_torch: bool = False) -> bool:
+    """Set up the pictures and the printing of a notebook, and say where it runs.
+
+    Returns whether there is a GPU; `with_torch`: one that PyTorch can use.
+    """
+    global _on_gpu
+    _on_gpu = kernel.device_count() > 0
+    if with_torch:
+        import torch
+
+        _on_gpu = _on_gpu and torch.cuda.is_available()
+    np.set_printoptions(precision=4, suppress=True, linewidth=120)
+    plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    if _on_gpu:
+        from cupy.cuda import runtime
+
+        print("Running on", runtime.getDeviceProperties(0)["name"].decode())
+    else:
+        print("No GPU can be used here: the NumPy twin does the work, on smaller sizes.")
+    return _on_gpu
+
+
+def on_device(array: Any) -> Any:
+    """A NumPy array on the GPU, where there is one; None stays None.
+
+    CuPy has no FP8, and takes its bytes.
+    """
+    if array is None or not _on_gpu:
+        return array
+    import cupy
+
+    is_fp8 = array.dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    return cupy.asarray(array.view(np.uint8) if is_fp8 else array)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """An array of any library in NumPy."""
+    return arrays.library_of(array).to_numpy(array)
 
 
 def read(name: str) -> list[str]:
@@ -28,70 +71,114 @@ def the_one(found: list[T], wanted: str, name: str = "the file") -> T:
     return found[0]
 
 
-def print_lines(lines: list[str], start: int, stop: int) -> None:
-    """Print the lines from `start`, of which the first is 0, up to `stop`, each with its number in the file."""
-    print("\n".join(f"{i + 1:4}  {lines[i]}" for i in range(start, stop)).rstrip())
+def print_lines(lines: list[str], start: int, stop: int, name: str = "") -> None:
+    """Print the lines from `start`, of which the first is 0, up to `stop`, each with its number in the file `name`."""
+    while stop > start and not lines[stop - 1].strip():
+        stop -= 1
+    if name:
+        print(name)
+    print("\n".join(f"{i + 1:4}  {lines[i]}" for i in range(start, stop)))
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a notebook prints of the sources and says of them: those of one kernel's file, unless it names another.
+    """What a notebook prints of the sources and says of them: those of one stem's kernels, unless it names a file.
 
-    Names of files are those in the checkout. What is looked for has to be in one place, else it is a `LookupError`.
+    `kernel` is a file or a folder of the checkout, such as "cuda_src/moe_gate.cu" or "cuda_src/mla_decode"; so is
+    `name` below. What is looked for has to be in one place of them, else it is a `LookupError`.
     """
 
     kernel: str
     # The kernel is shown section by section, so its definition up to the first of them.
     in_sections: bool = False
-    # Functions of Python are shown with the blank lines after them.
-    with_gaps: bool = False
+
+    def files(self, name: str | None = None) -> list[str]:
+        """The files of the kernel, or of `name`."""
+        place = ROOT / (name or self.kernel)
+        paths = sorted(place.glob("*.cu*")) if place.is_dir() else [place]
+        return [path.relative_to(ROOT).as_posix() for path in paths]
 
     def definition(self, text: str, name: str | None = None) -> None:
-        """Print the definition whose first line, which is not indented, has `text`, in the kernel's file or `name`.
+        """Print the definition whose first line, which is not indented, has `text`.
 
         With it comes what is above it without a gap: its comment, its decorators, the header of its template.
         """
-        name = name or self.kernel
-        lines = read(name)
-        starts = [i for i, line in enumerate(lines) if text in line and not line.startswith((" ", "//", "#"))]
-        start = first = the_one(starts, text, name)
+        file, first = self._find(lambda line: text in line and not line.startswith((" ", "//", "#")), text, name)
+        lines, start = read(file), first
         headings = _headings(lines)
         # The second line of a template's header is indented as far as its first parameter.
         above = ("//", "template", " " * len("template <"), "__", "@")
         while lines[start - 1].startswith(above) and start - 1 not in headings:
             start -= 1
-        stop = _end(lines, first, headings if self.in_sections else {})
-        while lines[first].startswith("def ") and not self.with_gaps and not lines[stop - 1]:
-            stop -= 1
-        print_lines(lines, start, stop)
+        print_lines(lines, start, _end(lines, first, headings if self.in_sections else {}), file)
 
-    def section(self, heading: str) -> None:
-        """Print the part of the kernel under the `// --- heading ---` that starts so.
+    def member(self, text: str, name: str | None = None) -> None:
+        """Print the member function of a struct whose first line has `text`, with the comment above it."""
+        file, first = self._find(lambda line: text in line and bool(re.match(r"    [\w~]", line)), text, name)
+        lines, start = read(file), first
+        while lines[start - 1].startswith(("    //", "    template", "    __")):
+            start -= 1
+        is_short = lines[first].endswith("}")
+        stop = first if is_short else next(i for i in range(first, len(lines)) if lines[i] == "    }")
+        print_lines(lines, start, stop + 1, file)
+
+    def section(self, heading: str, name: str | None = None) -> None:
+        """Print the part under the `// --- heading ---` that starts so.
 
         It goes on to the next heading, to the bracket that ends the function, or to the end of the file. Of a heading
         that is not indented it is the comment.
         """
-        lines = read(self.kernel)
+
+        def starts(line: str) -> bool:
+            return any(text.startswith(heading) for text in _headings([line]).values())
+
+        file, start = self._find(starts, f"// --- {heading}", name)
+        lines = read(file)
         headings = _headings(lines)
-        starts = [i for i, text in headings.items() if text.startswith(heading)]
-        start = the_one(starts, f"// --- {heading}", self.kernel)
         if lines[start].startswith("//"):
             stop = next(i for i in range(start, len(lines)) if not lines[i].startswith("//"))
         else:
             ends = (i for i in range(start + 1, len(lines) - 1) if i in headings or lines[i] == "}")
             stop = next(ends, len(lines))
-        print_lines(lines, start, stop)
+        print_lines(lines, start, stop, file)
+
+    def opening(self, name: str | None = None) -> None:
+        """Print the comment that opens the only file of `name`: what it computes, who does what, its bound."""
+        (file,) = self.files(name)
+        lines = read(file)
+        print_lines(lines, 0, next(i for i, line in enumerate(lines) if not line.startswith("//")), file)
+
+    def excerpt(self, first: str, last: str, name: str | None = None, *, through: bool = False) -> None:
+        """Print from the one line that has `first` up to the next one that has `last`; `through`: with that line."""
+        file, start = self._find(lambda line: first in line, first, name)
+        lines = read(file)
+        stop = next(i for i in range(start + 1, len(lines)) if last in lines[i])
+        print_lines(lines, start, stop + through, file)
+
+    def constant(self, name: str) -> Any:
+        """The number to which the kernels give this name."""
+        found = set()
+        for file in self.files():
+            stem = Path(file).relative_to("cuda_src").with_suffix("").as_posix()
+            if file.endswith(".cu") and name in template.constants(stem):
+                found.add(template.constants(stem)[name])
+            found.update(float(x) for x in re.findall(rf"constexpr float {name} = ([\d.]+)f;", "\n".join(read(file))))
+        return the_one(sorted(found), f"constexpr {name}", self.kernel)
 
     def rely_on(self, *snippets: str, name: str | None = None) -> None:
-        """Fail if the kernel's file, or `name`, no longer has these lines, on which what follows in the notebook rests.
+        """Fail if the sources no longer have these lines, on which what follows in the notebook rests.
 
         How they are broken and indented makes no difference.
         """
-        name = name or self.kernel
-        text = " ".join(" ".join(read(name)).split())
+        texts = [" ".join(" ".join(read(file)).split()) for file in self.files(name)]
         for snippet in snippets:
-            if snippet not in text:
-                raise LookupError(f"{name} no longer has {snippet!r}")
+            if not any(" ".join(snippet.split()) in text for text in texts):
+                raise LookupError(f"{name or self.kernel} no longer has {snippet!r}")
+
+    def _find(self, wanted: Any, text: str, name: str | None) -> tuple[str, int]:
+        """The file and the index of the one line for which `wanted` holds."""
+        found = [(file, i) for file in self.files(name) for i, line in enumerate(read(file)) if wanted(line)]
+        return the_one(found, text, name or self.kernel)
 
 
 def _headings(lines: list[str]) -> dict[int, str]:
@@ -111,64 +198,3 @@ def _end(lines: list[str], first: int, headings: dict[int, str]) -> int:
     if lines[first].endswith(("}", ";")):
         return first + 1
     return next(i + 1 for i in range(first, len(lines)) if lines[i] in ("}", "};", "]", ")") or i + 1 in headings)
-
-
-def beside(*ops: str, most: int = 24) -> None:
-    """Print and draw how long the kernels of other libraries take, of the results kept of one run on an H200.
-
-    At most so many cases are shown, and among them those in which an op does worst.
-    """
-    content = json.loads(RESULTS.read_text())
-    rows = [row for row in content["rows"] if row["op"] in ops and report.peers_of(row)]
-    dates = sorted({content["ops"][op]["date"][:10] for op in ops if op in content["ops"]})
-    rows.sort(key=_best_ratio)
-    behind = sum(_best_ratio(row) < 1 for row in rows)
-    print(
-        f"{content['gpu']}, {' and '.join(dates)}: {len(rows)} cases, in {behind} of them another library is faster\n"
-    )
-    print(f"{'us':>9}  {'ratio':>5}  {'fastest other library':32} case")
-    for row in rows[:most]:
-        peers = report.peers_of(row)
-        best = min(peers, key=peers.__getitem__)
-        named = f"{best} {peers[best]:.2f}"
-        print(f"{row['us']:9.2f}  {_best_ratio(row):5.2f}  {named:32} {_words(row)}")
-    if len(rows) > most:
-        print(f"and {len(rows) - most} more, in which the ratio is {_best_ratio(rows[most]):.2f} or more")
-    _draw(rows[:most], dict.fromkeys(name for row in rows[:most] for name in report.peers_of(row)))
-
-
-def _best_ratio(row: dict[str, Any]) -> float:
-    return min(report.peers_of(row).values()) / row["us"]
-
-
-def _words(row: dict[str, Any]) -> str:
-    """An op and its sizes, without those that say that nothing is special."""
-    usual = {"ragged": "false", "causal": "false", "topk": 0, "query_tokens": 1, "layout": "vllm", "page_size": 64}
-    sizes = [f"{name} {value}" for name, value in row["case"].items() if usual.get(name) != value]
-    return f"{row['op']} {' '.join(sizes)}"
-
-
-def _draw(rows: list[dict[str, Any]], names: dict[str, None]) -> None:
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    _, ax = plt.subplots(figsize=(11, 1.3 + 0.26 * len(rows)), layout="constrained")
-    ax.axvline(1, color="0.2", linewidth=1)
-    largest = smallest = 1.0
-    for i, name in enumerate(names):
-        found = [(report.peers_of(row).get(name), y, row["us"]) for y, row in enumerate(rows)]
-        points = [(us / own, y) for us, y, own in found if us is not None]
-        ax.plot(*zip(*points, strict=True), "o^svDPX*h<>d"[i % 12], color=f"C{i}", markersize=6, label=name)
-        largest, smallest = max(largest, *(x for x, _ in points)), min(smallest, *(x for x, _ in points))
-    ax.axvspan(smallest / 1.15, 1, color="C3", alpha=0.07)
-    ax.set_xscale("log")
-    ax.set_xlim(smallest / 1.15, largest * 1.15)
-    ax.xaxis.set_major_locator(FixedLocator([0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    ax.set_yticks(range(len(rows)), [_words(row) for row in rows], fontsize=7)
-    ax.set_xlabel("time of another library's kernel by the time of cukern's; shaded: the other one is faster")
-    ax.invert_yaxis()
-    ax.grid(axis="x", alpha=0.3)
-    ax.legend(frameon=False, fontsize=8)
-    plt.show()

@@ -38,8 +38,8 @@ from benchmarks import (
     start_up,
 )
 from benchmarks.harness import Baseline, Case, Ceilings
-from cukern import bench
 from cukern.__main__ import main
+from cukern.commands import bench
 from cukern.runtime import kernel
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -681,7 +681,7 @@ def test_profile_writes_a_trace(
     monkeypatch.setattr(kernel, "device_count", lambda: 0)
     path = tmp_path / "trace.json"
     sizes = [f"--{name}={value}" for name, value in {"tokens": 5, "experts": 3, "inter": 128, "hidden": 128}.items()]
-    arguments = ["profile", "--pf-type", pf_name, "--experts-type", experts_name, "--trace", str(path), *sizes]
+    arguments = ["profile-moe", "--pf-type", pf_name, "--experts-type", experts_name, "--trace", str(path), *sizes]
     assert main(arguments) == 0
     assert f"wrote {path}: " in capsys.readouterr().out
     events = json.loads(path.read_text())["traceEvents"]
@@ -712,7 +712,7 @@ def test_profile_writes_a_trace(
 )
 def test_profile_refuses(changes: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "GroupedGemmExperts"]
-    assert main(["profile", *given, "--trace", str(tmp_path / "trace.json"), *changes]) == 2
+    assert main(["profile-moe", *given, "--trace", str(tmp_path / "trace.json"), *changes]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -855,5 +855,5 @@ def test_layers_of_any_shape(
 def test_profile_traces_the_kernels(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     arguments = ["--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "AutoExperts", "--trace", str(path)]
-    assert main(["profile", *arguments]) == 0
+    assert main(["profile-moe", *arguments]) == 0
     assert "sort_pairs" in path.read_text()

@@ -22,9 +22,9 @@ from cukern.ops import (
     moe_activation,
     moe_gemm,
     norm,
-    padding,
     paged_attention,
 )
+from cukern.ops import _padding as padding_parts
 from cukern.ops import _paged_attention as paged_attention_parts
 from cukern.runtime import arrays
 from cukern.runtime.compile import Instance
@@ -121,9 +121,9 @@ def _norm() -> Iterator[Variant]:
 
 
 def _padding() -> Iterator[Variant]:
-    for name, dtype in itertools.product(padding._THREADS_ITEMS, DTYPES):
+    for name, dtype in itertools.product(padding_parts.THREADS_ITEMS, DTYPES):
         for width in _kinds(dtype):
-            yield padding._variant(name, dtype, width)
+            yield padding_parts.variant_of(name, dtype, width)
 
 
 def _paged_attention() -> Iterator[Variant]:

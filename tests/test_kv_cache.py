@@ -90,7 +90,7 @@ class Case:
     kind: str
     extra: int = 0  # rows of the keys past the tokens
     skip: int = 0  # elements between a 256-byte boundary and each array
-    gap: int = 0  # heads of the caches that are not ours
+    gap: int = 0  # heads between those of the caches, which must stay as they are
 
     @property
     def blocks(self) -> int:
@@ -140,7 +140,7 @@ def test_an_mla_cache_and_its_gathering_by_hand(put: Callable[[Any], Any]) -> No
 
 
 def test_fp8_by_hand(put: Callable[[Any], Any]) -> None:
-    # Ties to even, saturation, the smallest numbers; 0x08 * 2 = 16 is 1.0 * 2**4 after the scale of 0.5.
+    # Ties to even, saturation, and the smallest numbers, with a scale of 0.5.
     numbers = [8, 17, 19, 1e6, -1e6, 2**-10, 3 * 2**-10, np.inf]
     key = put(np.array(numbers, np.float32).reshape(1, 1, 8))
     for name, want in {
@@ -196,9 +196,9 @@ def test_latents_with_scales_by_hand(put: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_no_number_in_a_group(put: Callable[[Any], Any], dtype: str) -> None:
     kv_c = np.full((1, 512), 2, arrays.numpy_dtype(dtype))
-    kv_c[0, [3, 9]] = -np.nan, 448  # NaN does not count for the scale,
-    kv_c[0, 128:256] = np.nan  # also where there is nothing else;
-    kv_c[0, [300, 301]] = -np.inf, np.nan  # an infinity is it
+    kv_c[0, [3, 9]] = -np.nan, 448  # NaN is left out of the scale,
+    kv_c[0, 128:256] = np.nan  # also where a group has nothing else;
+    kv_c[0, [300, 301]] = -np.inf, np.nan  # an infinity makes the scale infinite
     k_pe = np.full((1, 64), 3, kv_c.dtype)
     k_pe[0, :2] = np.nan, -np.inf
     cache = put(np.zeros((1, 1, 656), np.uint8))
@@ -246,7 +246,7 @@ def test_empty_calls(put: Callable[[Any], Any]) -> None:
 
 
 def stored(x: torch.Tensor, name: str, scale: float) -> torch.Tensor:
-    """Another way to FP8: torch's rounding."""
+    """What an FP8 cache stores, by torch's rounding."""
     if name == "auto":
         return x
     kind = torch.float8_e5m2 if name.endswith("e5m2") else torch.float8_e4m3fn
@@ -292,7 +292,7 @@ def test_the_twin_against_indexing(data: st.DataObject) -> None:
 
 
 def draw_latents(rng: np.random.Generator, tokens: int, dtype: str) -> tuple[Array, Array]:
-    """Groups of every magnitude that the dtype has, with ratios that lie in the middle of two numbers of E4M3."""
+    """Groups of every magnitude of the dtype, whose quotients are halfway between two numbers of E4M3."""
     low, high = (-24, 15) if dtype == "float16" else (-148, 120)
     shape = (tokens, 4, 128)
     largest = rng.integers(1, 256, (tokens, 4, 1)) * np.exp2(rng.integers(low, high - 7, (tokens, 4, 1)))
@@ -316,7 +316,7 @@ def test_latents_with_scales_against_torch(dtype: str, rng: np.random.Generator)
     slots = torch.from_numpy(rng.permutation(64 * 9)[:500])
     for kind in (torch.uint8, torch.float8_e4m3fn):
         both = torch.zeros(9, 2, 64, 656, dtype=torch.uint8).view(kind)
-        # Blocks that are not side by side, a row of k_pe more dimensions than it needs, and a scale that is not used.
+        # Blocks apart in memory, k_pe with a dimension of size 1, and a scale that is not used.
         scale = torch.full((1,), 3.0)
         cukern.concat_and_cache_mla(kv_c, k_pe[:, None], both[:, 1], slots, SCALED, scale)
         want = torch.zeros(64 * 9, 656, dtype=torch.uint8)
@@ -427,37 +427,42 @@ def good_arguments(name: str) -> dict[str, Any]:
     }[name]  # fmt: skip
 
 
-def _bad_calls() -> Iterator[Any]:
-    """(function, changed arguments, error, message)."""
-    anything = "must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
-    f32, f16 = np.float32, np.float16
+ANYTHING = "must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
+ONE_ELEMENT = "must be a number or an array of one element, got an array of shape"
+
+
+def floats(*shape: int) -> Array:
+    return np.zeros(shape, np.float32)
+
+
+def halves(*shape: int) -> Array:
+    return np.zeros(shape, np.float16)
+
+
+def octets(*shape: int) -> Array:
+    return np.zeros(shape, np.uint8)
+
+
+# Calls with a bad argument: (function, changed arguments, error, message).
+
+
+def _bad_keys_and_values() -> Iterator[Any]:
+    for name in (BLOCKS, FLASH):
+        yield name, {"key": [1.0]}, TypeError, f"key {ANYTHING}"
+        yield name, {"key": np.zeros((3, 2, 8))}, TypeError, "key must be float32 or float16 or bfloat16, got float64"
+        yield name, {"key": floats(3, 16)}, ValueError, "key must be of shape [tokens, kv_heads, head_dim], got"
+        yield name, {"key": floats(3, 8, 2).swapaxes(1, 2)}, ValueError, "key must be contiguous within each row"
+        yield name, {"value": halves(3, 2, 8)}, TypeError, "value must be float32, got float16"
+        yield name, {"value": floats(3, 2, 4)}, ValueError, "value must be of shape [tokens, kv_heads, head_dim]"
+        yield name, {"value": torch.zeros(3, 2, 8)}, TypeError, "value must be a NumPy array like key, got torch.Tensor"
+
+
+def _bad_caches() -> Iterator[Any]:
     for name in (BLOCKS, FLASH):
         good = good_arguments(name)
         key_cache, value_cache = good["key_cache"], good["value_cache"]
-        yield name, {"key": [1.0]}, TypeError, f"key {anything}"
-        yield name, {"key": np.zeros((3, 2, 8))}, TypeError, "key must be float32 or float16 or bfloat16, got float64"
-        yield (
-            name,
-            {"key": np.zeros((3, 16), f32)},
-            ValueError,
-            "key must be of shape [tokens, kv_heads, head_dim], got",
-        )
-        yield (
-            name,
-            {"key": np.zeros((3, 8, 2), f32).swapaxes(1, 2)},
-            ValueError,
-            "key must be contiguous within each row",
-        )
-        yield name, {"value": np.zeros((3, 2, 8), f16)}, TypeError, "value must be float32, got float16"
-        yield (
-            name,
-            {"value": np.zeros((3, 2, 4), f32)},
-            ValueError,
-            "value must be of shape [tokens, kv_heads, head_dim]",
-        )
-        yield name, {"value": torch.zeros(3, 2, 8)}, TypeError, "value must be a NumPy array like key, got torch.Tensor"
         wanted = "key_cache must be float32 or float8_e4m3fn or float8_e5m2, got"
-        yield name, {"key_cache": key_cache.astype(f16)}, TypeError, f"{wanted} float16"
+        yield name, {"key_cache": key_cache.astype(np.float16)}, TypeError, f"{wanted} float16"
         yield name, {"key_cache": key_cache.astype(np.uint8)}, TypeError, f"{wanted} uint8"
         yield name, {"kv_cache_dtype": "fp8"}, TypeError, "key_cache must be uint8 or float8_e4m3fn, got float32"
         yield name, {"kv_cache_dtype": "fp8_e5m2"}, TypeError, "key_cache must be uint8 or float8_e5m2, got float32"
@@ -467,28 +472,29 @@ def _bad_calls() -> Iterator[Any]:
         yield name, {"key_cache": key_cache[0]}, ValueError, "key_cache must be of shape [blocks, "
         yield name, {"key_cache": key_cache[:, :, :1]}, ValueError, "key_cache must be of shape [blocks, "
         yield name, {"value_cache": value_cache[:3]}, ValueError, "value_cache must be of shape [blocks, "
-        yield name, {"value_cache": value_cache.astype(f16)}, TypeError, "value_cache must be float32, got float16"
+        yield name, {"value_cache": value_cache.astype(np.float16)}, TypeError, "value_cache must be float32, got"
         yield name, {"key_cache": np.repeat(key_cache, 2, -1)[..., ::2]}, ValueError, "key_cache must be contiguous but"
         repeated = np.broadcast_to(value_cache[:1], value_cache.shape)
         wanted = (
             "value_cache must be an array with memory of its own for each element, got one that repeats its elements"
         )
         yield name, {"value_cache": repeated}, ValueError, wanted
-        yield name, {"k_scale": "1"[:0]}, TypeError, "k_scale must be a number, got '' (str)"
-        yield (
-            name,
-            {"v_scale": np.ones(2, f32)},
-            ValueError,
-            "v_scale must be a number or an array of one element, got an array of shape [2]",
-        )
-        yield name, {"v_scale": np.ones(1)}, TypeError, "v_scale must be float32, got float64"
-        yield name, {"k_scale": torch.ones(1)}, TypeError, "k_scale must be a NumPy array like key, got torch.Tensor"
-        yield name, {"v_scale": np.nan}, ValueError, "v_scale must be a finite number, got nan"
-    yield BLOCKS, {"key_cache": np.zeros((4, 2, 1, 8, 8), f32)}, ValueError, "[4, 2, 2, 8, 4], got [4, 2, 1, 8, 8]"
-    odd = {"key": np.zeros((3, 2, 6), f32), "value": np.zeros((3, 2, 6), f32)}
+    yield BLOCKS, {"key_cache": floats(4, 2, 1, 8, 8)}, ValueError, "[4, 2, 2, 8, 4], got [4, 2, 1, 8, 8]"
+    odd = {"key": floats(3, 2, 6), "value": floats(3, 2, 6)}
     wanted = "key must be of a head_dim that is a multiple of the 4 elements in 16 bytes of key_cache, got 6"
     yield BLOCKS, odd, ValueError, wanted
 
+
+def _bad_scales() -> Iterator[Any]:
+    for name in (BLOCKS, FLASH):
+        yield name, {"k_scale": "1"[:0]}, TypeError, "k_scale must be a number, got '' (str)"
+        yield name, {"v_scale": floats(2)}, ValueError, f"v_scale {ONE_ELEMENT} [2]"
+        yield name, {"v_scale": np.ones(1)}, TypeError, "v_scale must be float32, got float64"
+        yield name, {"k_scale": torch.ones(1)}, TypeError, "k_scale must be a NumPy array like key, got torch.Tensor"
+        yield name, {"v_scale": np.nan}, ValueError, "v_scale must be a finite number, got nan"
+
+
+def _bad_slots() -> Iterator[Any]:
     for name, like, rows in ((BLOCKS, "key", 3), (FLASH, "key", 3), (MLA, "kv_c", 3)):
         yield name, {"slot_mapping": np.zeros(3, np.int32)}, TypeError, "slot_mapping must be int64, got int32"
         yield name, {"slot_mapping": np.zeros((3, 1), np.int64)}, ValueError, "slot_mapping must be of shape [tokens]"
@@ -497,82 +503,63 @@ def _bad_calls() -> Iterator[Any]:
         yield name, {"slot_mapping": np.zeros(4, np.int64)}, ValueError, wanted
         yield name, {"slot_mapping": [0, 1, 2]}, TypeError, f"slot_mapping must be a NumPy array like {like}"
 
-    yield MLA, {"kv_c": np.zeros((3, 8))}, TypeError, "kv_c must be float32 or float16 or bfloat16, got float64"
-    yield MLA, {"k_pe": np.zeros((3, 4), f16)}, TypeError, "k_pe must be float32, got float16"
-    yield (
-        MLA,
-        {"k_pe": np.zeros((2, 4), f32)},
-        ValueError,
-        "k_pe must be of shape [tokens, rope_dim] = [3, 4], got [2, 4]",
-    )
-    yield MLA, {"k_pe": np.zeros((3, 2, 4), f32)}, ValueError, "k_pe must be of shape [tokens, rope_dim], got [3, 2, 4]"
-    yield (
-        MLA,
-        {"k_pe": np.zeros((4, 3), f32).T},
-        ValueError,
-        "k_pe must be contiguous within each row, got strides (1, 3)",
-    )
-    wanted = "kv_cache must be of shape [blocks, block_size, kv_lora_rank + rope_dim] = [4, 8, 12], got [4, 8, 13]"
-    yield MLA, {"kv_cache": np.zeros((4, 8, 13), f32)}, ValueError, wanted
-    yield (
-        MLA,
-        {"kv_cache": np.zeros((32, 12), f32)},
-        ValueError,
-        "kv_cache must be of shape [blocks, block_size, kv_lora",
-    )
-    yield (
-        MLA,
-        {"scale": np.ones(3, f32)},
-        ValueError,
-        "scale must be a number or an array of one element, got an array of shape [3]",
-    )
 
-    scaled = {"kv_c": np.zeros((3, 512), f16), "k_pe": np.zeros((3, 64), f16), "kv_cache_dtype": SCALED}
-    scaled["kv_cache"] = np.zeros((4, 8, 656), np.uint8)
+def _bad_latents() -> Iterator[Any]:
+    yield MLA, {"kv_c": np.zeros((3, 8))}, TypeError, "kv_c must be float32 or float16 or bfloat16, got float64"
+    yield MLA, {"k_pe": halves(3, 4)}, TypeError, "k_pe must be float32, got float16"
+    yield MLA, {"k_pe": floats(2, 4)}, ValueError, "k_pe must be of shape [tokens, rope_dim] = [3, 4], got [2, 4]"
+    yield MLA, {"k_pe": floats(3, 2, 4)}, ValueError, "k_pe must be of shape [tokens, rope_dim], got [3, 2, 4]"
+    yield MLA, {"k_pe": floats(4, 3).T}, ValueError, "k_pe must be contiguous within each row, got strides (1, 3)"
+    wanted = "kv_cache must be of shape [blocks, block_size, kv_lora_rank + rope_dim] = [4, 8, 12], got [4, 8, 13]"
+    yield MLA, {"kv_cache": floats(4, 8, 13)}, ValueError, wanted
+    yield MLA, {"kv_cache": floats(32, 12)}, ValueError, "kv_cache must be of shape [blocks, block_size, kv_lora"
+    yield MLA, {"scale": floats(3)}, ValueError, f"scale {ONE_ELEMENT} [3]"
+
+
+def _bad_latents_with_scales() -> Iterator[Any]:
+    scaled = {"kv_c": halves(3, 512), "k_pe": halves(3, 64), "kv_cache_dtype": SCALED}
+    scaled["kv_cache"] = octets(4, 8, 656)
     many = "kv_cache_dtype must be one of 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', 'fp8_ds_mla', got 'fp8_mla'"
     for changes, error, message in (
-        ({"kv_c": np.zeros((3, 256), f16)}, ValueError, "kv_c must be of a kv_lora_rank of 512 for 'fp8_ds_mla', got"),
-        ({"k_pe": np.zeros((3, 32), f16)}, ValueError, "k_pe must be of a rope_dim of 64 for 'fp8_ds_mla', got 32"),
-        ({"kv_cache": np.zeros((4, 8, 656), f16)}, TypeError, "kv_cache must be uint8 or float8_e4m3fn, got float16"),
-        ({"kv_cache": np.zeros((4, 8, 576), np.uint8)}, ValueError, "[blocks, block_size, 656] = [4, 8, 656], got [4"),
-        ({"kv_cache": np.zeros((4, 8, 1, 656), np.uint8)}, ValueError, "of shape [blocks, block_size, 656], got [4, 8"),
-        ({"kv_cache": np.zeros((4, 8, 1312), np.uint8)[..., ::2]}, ValueError, "kv_cache must be contiguous but for"),
+        ({"kv_c": halves(3, 256)}, ValueError, "kv_c must be of a kv_lora_rank of 512 for 'fp8_ds_mla', got"),
+        ({"k_pe": halves(3, 32)}, ValueError, "k_pe must be of a rope_dim of 64 for 'fp8_ds_mla', got 32"),
+        ({"kv_cache": halves(4, 8, 656)}, TypeError, "kv_cache must be uint8 or float8_e4m3fn, got float16"),
+        ({"kv_cache": octets(4, 8, 576)}, ValueError, "[blocks, block_size, 656] = [4, 8, 656], got [4"),
+        ({"kv_cache": octets(4, 8, 1, 656)}, ValueError, "of shape [blocks, block_size, 656], got [4, 8"),
+        ({"kv_cache": octets(4, 8, 1312)[..., ::2]}, ValueError, "kv_cache must be contiguous but for"),
         ({"kv_cache_dtype": "fp8_mla"}, ValueError, many),
         ({"scale": "one"}, TypeError, "scale must be a number, got 'one' (str)"),
     ):  # fmt: skip
         yield MLA, scaled | changes, error, message
-    scaled = {"src_cache": np.zeros((4, 8, 656), np.uint8), "dst": np.zeros((5, 576), f16), "kv_cache_dtype": SCALED}
+    scaled = {"src_cache": octets(4, 8, 656), "dst": halves(5, 576), "kv_cache_dtype": SCALED}
     for changes, error, message in (
-        ({"src_cache": np.zeros((4, 8, 640), np.uint8)}, ValueError, "[4, 8, 656], got [4, 8, 640]"),
+        ({"src_cache": octets(4, 8, 640)}, ValueError, "[4, 8, 656], got [4, 8, 640]"),
         ({"src_cache": np.zeros((4, 8, 656), FP8["fp8_e5m2"])}, TypeError, "src_cache must be uint8 or float8_e4m3fn"),
-        ({"dst": np.zeros((5, 656), f16)}, ValueError, "dst must be of shape [tokens, 576] = [5, 576], got [5, 656]"),
-        ({"dst": np.zeros((5, 576), np.uint8)}, ValueError, "dst must be of shape [tokens, ...] = ['tokens', 656]"),
+        ({"dst": halves(5, 656)}, ValueError, "dst must be of shape [tokens, 576] = [5, 576], got [5, 656]"),
+        ({"dst": octets(5, 576)}, ValueError, "dst must be of shape [tokens, ...] = ['tokens', 656]"),
         ({"dst": np.zeros((5, 576))}, TypeError, "dst must be uint8 or float32 or float16 or bfloat16, got float64"),
     ):  # fmt: skip
         yield GATHER, scaled | changes, error, message
 
+
+def _bad_copies() -> Iterator[Any]:
     caches = good_arguments(COPY)["key_caches"]
     yield COPY, {"key_caches": caches[0]}, TypeError, "key_caches must be a list of arrays, one per layer, got ndarray"
     yield COPY, {"value_caches": caches[:1]}, ValueError, "value_caches must be of the 2 layers of key_caches, got 1"
-    yield COPY, {"key_caches": [[1], [2]]}, TypeError, f"key_caches[0] {anything}"
+    yield COPY, {"key_caches": [[1], [2]]}, TypeError, f"key_caches[0] {ANYTHING}"
     yield (
         COPY,
-        {"key_caches": [caches[0], caches[0].astype(f16)]},
+        {"key_caches": [caches[0], caches[0].astype(np.float16)]},
         TypeError,
         "key_caches[1] must be float32, got float16",
     )
     wanted = "key_caches[0] must be float32 or float16 or bfloat16 or uint8 or float8_e4m3fn or float8_e5m2, got int64"
     yield COPY, {"key_caches": [caches[0].astype(np.int64)] * 2}, TypeError, wanted
     wanted = "value_caches[1] must be of 4 blocks of 6 elements like key_caches[0], got shape [4, 7]"
-    yield COPY, {"value_caches": [caches[0], np.zeros((4, 7), f32)]}, ValueError, wanted
+    yield COPY, {"value_caches": [caches[0], floats(4, 7)]}, ValueError, wanted
     wanted = "value_caches[0] must be with its blocks at the distance of those of key_caches[0], got strides (12, 1)"
-    yield COPY, {"value_caches": [np.zeros((4, 12), f32)[:, :6], caches[0]]}, ValueError, wanted
-    yield (
-        COPY,
-        {"key_caches": [np.zeros((6, 4), f32).T] * 2},
-        ValueError,
-        "key_caches[0] must be contiguous within each",
-    )
+    yield COPY, {"value_caches": [floats(4, 12)[:, :6], caches[0]]}, ValueError, wanted
+    yield COPY, {"key_caches": [floats(6, 4).T] * 2}, ValueError, "key_caches[0] must be contiguous within each"
     yield COPY, {"block_mapping": np.zeros((1, 2), np.int32)}, TypeError, "block_mapping must be int64, got int32"
     yield COPY, {"block_mapping": np.zeros((1, 3), np.int64)}, ValueError, "block_mapping must be of shape [pairs, 2]"
     yield (
@@ -582,23 +569,20 @@ def _bad_calls() -> Iterator[Any]:
         "block_mapping must be of shape [pairs, 2], got [2]",
     )
 
+
+def _bad_gathers() -> Iterator[Any]:
     yield (
         GATHER,
         {"src_cache": np.zeros((4, 8, 6))},
         TypeError,
         "src_cache must be float32 or float16 or bfloat16 or uint8",
     )
-    yield GATHER, {"src_cache": np.zeros(4, f32)}, ValueError, "src_cache must be of shape [blocks, block_size, ...]"
-    yield (
-        GATHER,
-        {"dst": np.zeros((5, 7), f32)},
-        ValueError,
-        "dst must be of shape [tokens, ...] = ['tokens', 6] like src",
-    )
-    yield GATHER, {"dst": np.zeros((5, 6), f16)}, TypeError, "dst must be float32, got float16"
-    yield GATHER, {"dst": np.zeros((6, 5), f32).T}, ValueError, "dst must be contiguous within each row"
+    yield GATHER, {"src_cache": floats(4)}, ValueError, "src_cache must be of shape [blocks, block_size, ...]"
+    yield GATHER, {"dst": floats(5, 7)}, ValueError, "dst must be of shape [tokens, ...] = ['tokens', 6] like src"
+    yield GATHER, {"dst": halves(5, 6)}, TypeError, "dst must be float32, got float16"
+    yield GATHER, {"dst": floats(6, 5).T}, ValueError, "dst must be contiguous within each row"
     wanted = "src_cache must be float16 or float8_e4m3fn or float8_e5m2, got uint8"
-    yield GATHER, {"src_cache": np.zeros((4, 8, 6), np.uint8), "dst": np.zeros((5, 6), f16)}, TypeError, wanted
+    yield GATHER, {"src_cache": octets(4, 8, 6), "dst": halves(5, 6)}, TypeError, wanted
     yield (
         GATHER,
         {"kv_cache_dtype": "int8"},
@@ -625,13 +609,25 @@ def _bad_calls() -> Iterator[Any]:
     )
     yield (
         GATHER,
-        {"scale": np.ones(2, f32)},
+        {"scale": floats(2)},
         ValueError,
-        "scale must be a number or an array of one element, got an array of shape [2]",
+        f"scale {ONE_ELEMENT} [2]",
     )
 
 
-@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+BAD_CALLS = [
+    *_bad_keys_and_values(),
+    *_bad_caches(),
+    *_bad_scales(),
+    *_bad_slots(),
+    *_bad_latents(),
+    *_bad_latents_with_scales(),
+    *_bad_copies(),
+    *_bad_gathers(),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), BAD_CALLS)
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = good_arguments(name)
     getattr(cukern, name)(**arguments)
@@ -713,7 +709,7 @@ def test_the_baselines_compute_the_same() -> None:
     assert len([b for case in cases for b in case.baselines.values() if b.slow]) <= 2
     for case in bench_kv_cache.cases(small=True):
         ours = case.call(*harness.inputs(case, 0, "cpu"))
-        # A slow one is torch.compile of another; the C++ compiler behind it takes seconds.
+        # Slow baselines are torch.compile of others, whose C++ compiler takes seconds.
         baselines = [b for b in case.baselines.values() if not b.slow]
         assert baselines
         for baseline in baselines:
@@ -736,19 +732,19 @@ class Buffer:
         self.device = self._device[first : first + size].view(kind).reshape(shape)
 
     def check(self) -> None:
-        """The same bits on both sides, also around the array."""
+        """Check that both sides have the same bits, also around the array."""
         np.testing.assert_array_equal(cupy.asnumpy(self._device), self._host)
 
 
 def place(values: Array, skip: int = 0) -> Any:
-    """`values` on the GPU, off alignment."""
+    """`values` on the GPU, `skip` elements past a 256-byte boundary."""
     buffer = Buffer(values.shape, values.dtype.name, skip)
     buffer.device[...] = cupy.asarray(values)
     return buffer.device
 
 
 def compare(case: Case, dtype: str, how: str, rng: np.random.Generator) -> None:
-    """Both layouts get the twin's bits, and nothing else changes."""
+    """Check that both layouts get the twin's bits, and that nothing else changes."""
     tokens, heads, dim, size = case.tokens, case.heads, case.head_dim, case.block_size
     kind = dtype if how == "auto" else "uint8"
     x = 16 // arrays.ITEM_SIZE[kind]
@@ -988,7 +984,7 @@ def test_gathering(
     src = src.view(arrays.numpy_dtype(kind))
     starts = rng.integers(0, 40, batch).astype(np.int32) if batch != 5 else None
     table = rng.integers(0, 60, (batch, 140 // block_size + 2)).astype(np.int32)
-    # Entries that no token needs, and one in ten that some do.
+    # One entry in ten lies outside of the cache, whether a token needs it or not.
     table[rng.random(table.shape) < 0.1] = 2147480000
     dst = Buffer((int(cu_seq_lens[-1]) + 5, *entry), dtype)
     wide = cupy.full((batch, table.shape[1] + 3), -1, cupy.int32)

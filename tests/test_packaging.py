@@ -90,6 +90,13 @@ def test_the_source_distribution_holds_the_tests(distributions: Path) -> None:
     assert {path.name for path in ROOT.glob("constraints*.txt")} == {n for n in names if n.startswith("constraints")}
 
 
+def test_the_wheel_installs_the_command(clean_python: Path, tmp_path: Path) -> None:
+    settings = {"CUKERN_CACHE_DIR": str(tmp_path / "cache"), "CUKERN_COMPILE": "lazy"}
+    version = _run(clean_python, "-m", "cukern", "--version", cwd=tmp_path, **settings)
+    assert version.startswith("cukern ")
+    assert _run(clean_python.parent / "cukern", "--version", cwd=tmp_path, **settings) == version
+
+
 def test_the_wheel_compiles_kernels_outside_the_checkout(clean_python: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     settings = {"CUKERN_CACHE_DIR": str(cache), "CUKERN_COMPILE": "lazy"}

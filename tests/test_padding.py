@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_padding, harness
+from cukern.ops import _padding as kernels
 from cukern.ops import padding as op
 from cukern.reference import padding as twin
 from cukern.runtime import arrays
@@ -65,7 +66,7 @@ def offsets(case: Case) -> Array:
 
 
 def same_values(got: Any, want: Array) -> None:
-    """As `same_bits`, but a NaN is a NaN: which one a sum gives is not defined."""
+    """As `same_bits`, but any NaN equals any other: the bits of a NaN that a sum gives are not defined."""
     got = arrays.library_of(got).to_numpy(got)
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     with np.errstate(invalid="ignore"):
@@ -275,17 +276,24 @@ BUILD, REMOVE, TRANSPOSE, REBUILD, ADD = (
 )
 
 
-def _bad_calls() -> Iterator[Any]:
-    """(function, changed arguments, error, message)."""
-    anything = "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
-    dtypes = "float32 or float16 or bfloat16, got float64"
-    at_one = "contiguous along its last dimension, with all rows at one distance, got strides"
-    f32 = np.float32
+ANYTHING = "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
+AT_ONE_DISTANCE = "contiguous along its last dimension, with all rows at one distance, got strides"
+SHORT = "must be of shape [words, hidden] = [5, 6], got [4, 6]"
 
-    def integers(*values: int) -> Array:
-        return np.array(values, np.int32)
 
-    yield BUILD, {"sequence_length": [1, 2]}, TypeError, f"sequence_length must be {anything}"
+def integers(*values: int) -> Array:
+    return np.array(values, np.int32)
+
+
+def floats(*shape: int) -> Array:
+    return np.zeros(shape, np.float32)
+
+
+# Calls with a bad argument: (function, changed arguments, error, message).
+
+
+def _bad_lengths() -> Iterator[Any]:
+    yield BUILD, {"sequence_length": [1, 2]}, TypeError, f"sequence_length must be {ANYTHING}"
     yield BUILD, {"sequence_length": np.zeros(3, np.int64)}, TypeError, "sequence_length must be int32, got int64"
     yield BUILD, {"sequence_length": integers(1, 2)[:, None]}, ValueError, "sequence_length must be of shape [batch]"
     yield BUILD, {"sequence_length": np.zeros(6, np.int32)[::2]}, ValueError, "sequence_length must be contiguous, got"
@@ -299,12 +307,15 @@ def _bad_calls() -> Iterator[Any]:
     yield BUILD, {"valid_word_num": 13}, ValueError, f"valid_word_num must be an integer in [0, 12] {why}, got 13"
     yield BUILD, {"valid_word_num": 5.0}, TypeError, f"valid_word_num must be an integer in [0, 12] {why}, got 5.0 (f"
 
+
+def _bad_rows_or_offsets() -> Iterator[Any]:
+    dtypes = "float32 or float16 or bfloat16, got float64"
     for name in (REMOVE, TRANSPOSE, REBUILD, ADD):
         src = "q" if name == ADD else "src"
         shape = good_arguments(name)[src].shape
-        yield name, {src: [1.0]}, TypeError, f"{src} must be {anything}"
+        yield name, {src: [1.0]}, TypeError, f"{src} must be {ANYTHING}"
         yield name, {src: np.zeros(shape)}, TypeError, f"{src} must be {dtypes}"
-        yield name, {src: np.zeros(6, f32)}, ValueError, f"{src} must be of shape [{'batch' if len(shape) > 2 else 'w'}"
+        yield name, {src: floats(6)}, ValueError, f"{src} must be of shape [{'batch' if len(shape) > 2 else 'w'}"
         yield name, {"padding_offset": integers(*OFFSETS).astype(np.int64)}, TypeError, "padding_offset must be int32"
         yield name, {"padding_offset": integers(*OFFSETS)[:, None]}, ValueError, "padding_offset must be of shape [wor"
         yield name, {"padding_offset": np.zeros(10, np.int32)[::2]}, ValueError, "padding_offset must be contiguous"
@@ -321,19 +332,18 @@ def _bad_calls() -> Iterator[Any]:
         yield name, {"variant": "dynamic"}, ValueError, host
         yield name, {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'specialized', 'dynamic', got 'f"
 
-    yield REMOVE, {"src": np.zeros((3, 6, 4), f32).swapaxes(1, 2)}, ValueError, f"src must be {at_one} (24, 1, 4)"
-    yield REMOVE, {"src": np.zeros((4, 3, 6), f32).swapaxes(0, 1)}, ValueError, f"src must be {at_one} (6, 18, 1)"
-    yield (
-        REMOVE,
-        {"out": np.zeros((5, 7), f32)},
-        ValueError,
-        "out must be of shape [words, hidden] = [5, 6], got [5, 7]",
-    )
-    yield REMOVE, {"out": np.zeros((5, 6))}, TypeError, "out must be float32, got float64"
-    yield REMOVE, {"out": np.zeros((6, 5), f32).T}, ValueError, "out must be contiguous, got strides (1, 5)"
-    yield TRANSPOSE, {"src": np.zeros((3, 4, 2, 3), f32).swapaxes(1, 2)}, ValueError, "src must be contiguous, got str"
-    yield TRANSPOSE, {"out": np.zeros((5, 7), f32)}, ValueError, "out must be of shape [words, heads * dim] = [5, 6]"
 
+def _bad_removals() -> Iterator[Any]:
+    yield REMOVE, {"src": floats(3, 6, 4).swapaxes(1, 2)}, ValueError, f"src must be {AT_ONE_DISTANCE} (24, 1, 4)"
+    yield REMOVE, {"src": floats(4, 3, 6).swapaxes(0, 1)}, ValueError, f"src must be {AT_ONE_DISTANCE} (6, 18, 1)"
+    yield REMOVE, {"out": floats(5, 7)}, ValueError, "out must be of shape [words, hidden] = [5, 6], got [5, 7]"
+    yield REMOVE, {"out": np.zeros((5, 6))}, TypeError, "out must be float32, got float64"
+    yield REMOVE, {"out": floats(6, 5).T}, ValueError, "out must be contiguous, got strides (1, 5)"
+    yield TRANSPOSE, {"src": floats(3, 4, 2, 3).swapaxes(1, 2)}, ValueError, "src must be contiguous, got str"
+    yield TRANSPOSE, {"out": floats(5, 7)}, ValueError, "out must be of shape [words, heads * dim] = [5, 6]"
+
+
+def _bad_padded_sizes() -> Iterator[Any]:
     for name in (REBUILD, ADD):
         for size in ("batch", "max_seq_len"):
             wanted = f"{size} must be an integer in [0, 2147479552], got"
@@ -342,26 +352,25 @@ def _bad_calls() -> Iterator[Any]:
             yield name, {size: -1}, ValueError, f"{wanted} -1"
         yield name, {"batch": 2**30}, ValueError, "batch * max_seq_len must be at most 2147479552, got 4294967296"
         yield name, {"batch": 1}, ValueError, "padding_offset must be of at most the 4 rows of the padded batch, got 5"
-    short = "must be of shape [words, hidden] = [5, 6], got [4, 6]"
-    yield REBUILD, {"src": np.zeros((4, 6), f32)}, ValueError, f"src {short}"
-    yield REBUILD, {"src": np.zeros((6, 5), f32).T[:, :5]}, ValueError, f"src must be {at_one} (1, 5)"
+
+
+def _bad_rebuilds() -> Iterator[Any]:
+    yield REBUILD, {"src": floats(4, 6)}, ValueError, f"src {SHORT}"
+    yield REBUILD, {"src": floats(6, 5).T[:, :5]}, ValueError, f"src must be {AT_ONE_DISTANCE} (1, 5)"
     yield REBUILD, {"fill": "0"[:0]}, TypeError, "fill must be a number, got '' (str)"
     yield REBUILD, {"fill": None}, TypeError, "fill must be a number, got None (NoneType)"
     yield REBUILD, {"fill": np.zeros(1)}, TypeError, "fill must be a number, got ndarray"
     wanted = "out must be of shape [batch, max_seq_len, hidden] = [3, 4, 6], got [12, 6]"
-    yield REBUILD, {"out": np.zeros((12, 6), f32)}, ValueError, wanted
+    yield REBUILD, {"out": floats(12, 6)}, ValueError, wanted
 
+
+def _bad_sums() -> Iterator[Any]:
     for name in ("q", "k", "v"):
-        yield ADD, {name: np.zeros((4, 6), f32)}, ValueError, f"{name} {short}"
-        yield ADD, {name: np.zeros((6, 5), f32).T}, ValueError, f"{name} must be {at_one} (1, 5)"
-        yield (
-            ADD,
-            {f"bias_{name}": np.zeros(5, f32)},
-            ValueError,
-            f"bias_{name} must be of shape [hidden] = [6], got [5]",
-        )
+        yield ADD, {name: floats(4, 6)}, ValueError, f"{name} {SHORT}"
+        yield ADD, {name: floats(6, 5).T}, ValueError, f"{name} must be {AT_ONE_DISTANCE} (1, 5)"
+        yield ADD, {f"bias_{name}": floats(5)}, ValueError, f"bias_{name} must be of shape [hidden] = [6], got [5]"
         yield ADD, {f"bias_{name}": np.zeros(6, np.float16)}, TypeError, f"bias_{name} must be float32, got float16"
-        yield ADD, {f"bias_{name}": np.zeros(12, f32)[::2]}, ValueError, f"bias_{name} must be contiguous, got"
+        yield ADD, {f"bias_{name}": floats(12)[::2]}, ValueError, f"bias_{name} must be contiguous, got"
         yield ADD, {f"bias_{name}": None}, TypeError, f"bias_{name} must be a NumPy array like q, got"
     for name in ("k", "v"):
         yield ADD, {name: np.zeros((5, 6), np.float16)}, TypeError, f"{name} must be float32, got float16"
@@ -369,14 +378,24 @@ def _bad_calls() -> Iterator[Any]:
     yield ADD, {"heads": 4}, ValueError, "heads must be a divisor of the hidden size 6, got 4"
     yield ADD, {"heads": 0}, ValueError, "heads must be an integer of at least 1, got 0"
     yield ADD, {"heads": 2.0}, TypeError, "heads must be an integer of at least 1, got 2.0 (float)"
-    out = [np.zeros((3, 2, 4, 3), f32) for _ in range(3)]
+    out = [floats(3, 2, 4, 3) for _ in range(3)]
     yield ADD, {"out": out[:2]}, TypeError, "out must be a triple (q, k, v), got list"
     yield ADD, {"out": out[0]}, TypeError, "out must be a triple (q, k, v), got ndarray"
     message = "out[1] must be of shape [batch, heads, max_seq_len, dim] = [3, 2, 4, 3], got [3, 4, 2, 3]"
     yield ADD, {"out": [out[0], out[1].reshape(3, 4, 2, 3), out[2]]}, ValueError, message
 
 
-@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+BAD_CALLS = [
+    *_bad_lengths(),
+    *_bad_rows_or_offsets(),
+    *_bad_removals(),
+    *_bad_padded_sizes(),
+    *_bad_rebuilds(),
+    *_bad_sums(),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), BAD_CALLS)
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = good_arguments(name)
     getattr(cukern, name)(**arguments)
@@ -395,55 +414,57 @@ def test_numpy_integers_are_taken() -> None:
 
 
 def test_the_models_sizes_are_specialized() -> None:
-    specialized = {*op._remove.specialized, *op._rebuild.specialized, *op._add_bias.specialized}
-    for hidden, head_dim in op.SPECIALIZED:
+    specialized = {*kernels._remove.specialized, *kernels._rebuild.specialized, *kernels._add_bias.specialized}
+    for hidden, head_dim in kernels.SPECIALIZED:
         for dtype in DTYPES:
-            for name in op._THREADS_ITEMS:
+            for name in kernels.THREADS_ITEMS:
                 dim = head_dim if name in ("transpose_remove", "add_bias") else 0
                 for variant in ("auto", "specialized"):
-                    assert op._layout(name, dtype, hidden, dim, 16, variant).variant.instance in specialized
+                    assert kernels.layout_of(name, dtype, hidden, dim, 16, variant).variant.instance in specialized
                 for variant, width in (("dynamic", 16), ("auto", 8)):
-                    assert op._layout(name, dtype, hidden, dim, width, variant).variant.instance not in specialized
+                    assert (
+                        kernels.layout_of(name, dtype, hidden, dim, width, variant).variant.instance not in specialized
+                    )
                 with pytest.raises(ValueError, match="variant must be 'auto' or 'dynamic' here"):
-                    op._layout(name, dtype, hidden, dim, 8, "specialized")
-        other_heads = op._layout("transpose_remove", "float16", hidden, head_dim // 2, 16, "auto")
+                    kernels.layout_of(name, dtype, hidden, dim, 8, "specialized")
+        other_heads = kernels.layout_of("transpose_remove", "float16", hidden, head_dim // 2, 16, "auto")
         assert other_heads.variant.instance not in specialized
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_the_multiplication_divides(divisor: int, number: int) -> None:
-    multiplier, shift = op.divisor(divisor)
+    multiplier, shift = kernels.divisor(divisor)
     assert 0 < multiplier < 2**32
     for n in (number, number // divisor * divisor, number // divisor * divisor - 1, 2**31 - 1):
         if n >= 0:
             assert n * multiplier >> shift == n // divisor
 
 
-@given(st.sampled_from(sorted(op._THREADS_ITEMS)), st.integers(1, op.MAX_HIDDEN))
+@given(st.sampled_from(sorted(kernels.THREADS_ITEMS)), st.integers(1, op.MAX_HIDDEN))
 def test_a_tile_covers_a_row(kernel: str, hidden: int) -> None:
-    plan = op._layout(kernel, "float32", hidden, 0, 4, "dynamic")
+    plan = kernels.layout_of(kernel, "float32", hidden, 0, 4, "dynamic")
     columns, tile_rows, tile_columns = (plan.geometry[x] for x in ("columns", "tile_rows", "tile_columns"))
     assert columns == hidden and plan.chunks * tile_columns >= hidden > (plan.chunks - 1) * tile_columns
-    threads, items = op._THREADS_ITEMS[kernel]
+    threads, items = kernels.THREADS_ITEMS[kernel]
     assert tile_rows >= 1 and tile_rows * tile_columns <= threads * items
     assert plan.chunks < 2**16
 
 
 @pytest.fixture
 def own_configurations() -> Iterator[None]:
-    """What `specialize` registers in a test is forgotten after it."""
-    before = set(op._registered)
+    """Forgets, after a test, what it registered by `specialize`."""
+    before = set(kernels.registered)
     yield
-    op._registered.clear()
-    op._registered.update(before)
+    kernels.registered.clear()
+    kernels.registered.update(before)
 
 
 def test_specialize_adds_variants(own_configurations: None) -> None:
-    assert op._layout("rebuild", "float16", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
+    assert kernels.layout_of("rebuild", "float16", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
     made = op.specialize(hidden=2048, head_dim=128)
-    assert op._layout("rebuild", "float16", 2048, 0, 16, "auto").variant.instance in made
-    assert op._layout("add_bias", "float16", 2048, 128, 16, "specialized").variant.instance in made
-    assert op._layout("rebuild", "float32", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
+    assert kernels.layout_of("rebuild", "float16", 2048, 0, 16, "auto").variant.instance in made
+    assert kernels.layout_of("add_bias", "float16", 2048, 128, 16, "specialized").variant.instance in made
+    assert kernels.layout_of("rebuild", "float32", 2048, 0, 16, "auto").variant.instance.arguments[1] == 0
     compiler.compile_all([(i, "90a") for i in compiler.missing(made, "90a")])
 
 
@@ -486,7 +507,7 @@ def test_the_baselines_compute_the_same() -> None:
 
 
 def compare(case: Case, dtype: str, rng: np.random.Generator, variant: str = "auto") -> None:
-    """All kernels give the twin's bits; the padding they read around is NaN."""
+    """Check that all kernels give the twin's bits. Padding, which they must not read, is NaN."""
     batch, seq, hidden, heads, words = case.batch, case.seq, case.hidden, case.heads, case.words
     lengths = np.array(case.lengths, np.int32)
     want = twin.build_sequence_length_padding_offset(lengths, seq)
@@ -560,8 +581,8 @@ def test_any_sizes(case: Case, dtype: str, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["specialized", "dynamic"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", op.SPECIALIZED, ids=lambda config: str(config.hidden))
-def test_the_models_sizes(config: op.Config, dtype: str, variant: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("config", kernels.SPECIALIZED, ids=lambda config: str(config.hidden))
+def test_the_models_sizes(config: kernels.Config, dtype: str, variant: str, rng: np.random.Generator) -> None:
     case = Case(draw_lengths(rng, 13, 50), 50, config.hidden, config.hidden // config.head_dim)
     compare(case, dtype, rng, variant)
 
@@ -608,7 +629,7 @@ def test_random_sizes(data: st.DataObject) -> None:
     [(1, 100_000), (255, 9), (256, 9), (257, 9), (1023, 5), (1024, 5), (1025, 5), (4096, 3), (4097, 3), (65536, 40)],
 )
 def test_offsets_of_many_sequences(batch: int, seq: int, rng: np.random.Generator) -> None:
-    # Around the sizes of a tile of lengths, of either block.
+    # Sizes around that of a tile of lengths, for blocks of 256 and of 1024 threads.
     lengths = rng.integers(0, seq + 1, batch).astype(np.int32)
     total = int(lengths.sum())
     for words in (None, total, max(total - 1000, 0), min(total + 1000, batch * seq)):
@@ -692,8 +713,8 @@ def test_sums_of_special_values(dtype: str, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [1024, 1025])
 def test_more_than_2_31_elements(hidden: int) -> None:
-    """Sequences whose words lie elsewhere before and after."""
-    # Not for the sanitizer, which would take minutes. The last sequence lies past the boundary on both sides.
+    """The last sequence lies past 2^31 elements both in the padded batch and among the words."""
+    # Not for the sanitizer, which would take minutes.
     batch, seq = 9, 2**18
     lengths = torch.full((batch,), seq, dtype=torch.int32, device="cuda")
     lengths[3] = seq - 5

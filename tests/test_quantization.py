@@ -54,7 +54,7 @@ WAYS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 
 
 def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, special: bool = False) -> Array:
-    """Rows of different magnitudes, with what is no number in some."""
+    """Rows of different magnitudes; if `special`, with NaN, infinities, zeros and tiny numbers in some places."""
     size = np.exp2(rng.integers(-8, 8, (*shape[:-1], 1)))
     x = (rng.standard_normal(shape) * size).astype(arrays.numpy_dtype(dtype))
     if special and x.size:
@@ -323,14 +323,14 @@ def test_bad_input_is_refused(
 
 
 def plan(op: Op, *args: Any, **options: Any) -> tuple[Trace, list[Any]]:
-    """What a plan says on an H200, and the environment that it was made from: its arrays lie side by side."""
+    """The trace of a plan on an H200, and an environment to evaluate it in, with an address for each array."""
     trace, _, reader = op.say(op.form(len(args), tuple(options)), (*args, *options.values()), gpu.of_arch("90a"))
     made = [1 << 20 | i << 16 for i in range(len(trace.made))]
     return trace, [*(i << 12 for i in range(len(reader.addresses))), *reader.lates, *made]
 
 
 def said(trace: Trace, environment: list[Any]) -> list[Any]:
-    """What is launched in an environment."""
+    """The launches of a trace in an environment: variant, grid, block and packed parameters."""
 
     def find(value: Any) -> Any:
         value = value.address if isinstance(value, Described) else value
@@ -430,7 +430,7 @@ def test_the_benchmark_compares_the_same_thing() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_kernel_is_the_twin(way: str, dtype: str, rng: np.random.Generator) -> None:
-    # One tile, several in a row, rows past the registers of a block, a vector, and rows of nothing whole.
+    # One tile; several tiles in a row; rows longer than a block's registers hold; one row; rows of no whole unit.
     name, args, options = WAYS[way]
     for shape in ((1, 768), (3, 5, 768), (130, 2304), (3, 36864), (768,), (6, 77)):
         if not fits(way, shape[-1]) or ("column_major_scales" in options and len(shape) < 2):

@@ -1,4 +1,4 @@
-// The activations of a gated feed-forward layer. What a token's gate and up projections become, in float32:
+// Activations of a gated feed-forward layer, in float32, of a token's gate and up projections:
 //
 //   silu        gate / (1 + exp(-gate)) * up
 //   gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
@@ -15,8 +15,8 @@ __device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.f, 1.
 template <int ACTIVATION> __device__ __forceinline__ float activate(float gate, float up) {
     if constexpr (ACTIVATION == SILU) return gate * sigmoid_of(gate) * up;
     if constexpr (ACTIVATION == GELU) {
-        // The normal distribution below -|gate|, (1 - erf(|gate| / sqrt(2))) / 2, as a power of two. The polynomial is
-        // a minimax one for that times |gate|, good to 2e-8 of the larger one of 1 and |gate|.
+        // tail = (1 - erf(|gate| / sqrt(2))) / 2, the normal distribution below -|gate|, as a power of two. The
+        // exponent is a minimax polynomial: the error of tail * |gate| is at most 2e-8 max(1, |gate|).
         const float x = fabsf(gate);
         float exponent = -1.84005739e-06f;
         exponent = fmaf(exponent, x, 2.74955746e-05f);
@@ -30,11 +30,11 @@ template <int ACTIVATION> __device__ __forceinline__ float activate(float gate, 
         const float tail = fast_exp2(exponent);
         return gate * (gate < 0.f ? tail : 1.f - tail) * up;
     }
-    // (1 + tanh(z)) / 2 is the sigmoid of 2 z, which keeps its digits where tanh is near -1.
+    // (1 + tanh(z)) / 2 = sigmoid(2 z), which loses no digits where tanh is near -1.
     if constexpr (ACTIVATION == GELU_TANH)
         return gate * sigmoid_of(1.5957691f * (gate + .044715f * gate * gate * gate)) * up;
     if constexpr (ACTIVATION == SWIGLUOAI) {
-        // Comparisons, not fminf: NaN stays NaN.
+        // Comparisons instead of fminf, so that NaN stays NaN.
         gate = gate > 7.f ? 7.f : gate;
         up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
         return gate * sigmoid_of(1.702f * gate) * (up + 1.f);

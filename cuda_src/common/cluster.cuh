@@ -1,5 +1,5 @@
-// What the blocks of a cluster share: CLUSTER blocks, which read and write each other's shared memory. CLUSTER == 1
-// is a plain block, on any GPU; more need sm_90.
+// Clusters: CLUSTER blocks that read and write each other's shared memory (distributed shared memory, DSMEM).
+// CLUSTER == 1 is a plain block, on any GPU; larger ones need sm_90.
 #pragma once
 
 #if __CUDA_ARCH__ >= 900
@@ -17,7 +17,8 @@ template <int CLUSTER> __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
-// The two halves of a barrier: what was written before `arrive`, also to other blocks, is seen after `wait`.
+// The two halves of a barrier of all threads of the cluster: writes before `arrive`, also to other blocks, are visible
+// after `wait`.
 template <int CLUSTER> __device__ __forceinline__ void cluster_arrive() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -29,13 +30,13 @@ template <int CLUSTER> __device__ __forceinline__ void cluster_wait() {
         __syncthreads();
 }
 
-template <int CLUSTER> __device__ __forceinline__ void cluster_barrier() {
+template <int CLUSTER> __device__ __forceinline__ void cluster_sync() {
     cluster_arrive<CLUSTER>();
     cluster_wait<CLUSTER>();
 }
 
-// The address of `here`, in shared memory, in the block `rank` of the cluster.
-__device__ __forceinline__ unsigned address_in(const void* here, int rank) {
+// Cluster address of what lies in block `rank` where `here` lies in this block's shared memory.
+__device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) {
     unsigned there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"
         : "=r"(there)
@@ -43,59 +44,59 @@ __device__ __forceinline__ unsigned address_in(const void* here, int rank) {
     return there;
 }
 
-// *here = value in the block `rank`.
-template <int CLUSTER> __device__ __forceinline__ void store_in(int rank, float* here, float value) {
+// *here = value, in block `rank`.
+template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, float* here, float value) {
     if constexpr (CLUSTER == 1)
         *here = value;
     else
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(here, rank)), "f"(value) : "memory");
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(map_shared_rank(here, rank)), "f"(value) : "memory");
 }
 
 template <int CLUSTER>
-__device__ __forceinline__ void store_in(int rank, unsigned long long* here, unsigned long long value) {
+__device__ __forceinline__ void dsmem_store(int rank, unsigned long long* here, unsigned long long value) {
     if constexpr (CLUSTER == 1)
         *here = value;
     else
-        asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address_in(here, rank)), "l"(value) : "memory");
+        asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(map_shared_rank(here, rank)), "l"(value) : "memory");
 }
 
-template <int CLUSTER> __device__ __forceinline__ void store_in(int rank, uint4* here, uint4 value) {
+template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, uint4* here, uint4 value) {
     if constexpr (CLUSTER == 1)
         *here = value;
     else
-        asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(here, rank)), "r"(value.x),
-                     "r"(value.y), "r"(value.z), "r"(value.w)
+        asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(map_shared_rank(here, rank)),
+                     "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
                      : "memory");
 }
 
-// atomicAdd(here, value) in the block `rank`.
-template <int CLUSTER> __device__ __forceinline__ int add_in(int rank, int* here, int value) {
+// atomicAdd(here, value), in block `rank`.
+template <int CLUSTER> __device__ __forceinline__ int dsmem_atomic_add(int rank, int* here, int value) {
     if constexpr (CLUSTER == 1) return atomicAdd(here, value);
     int before;
     asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;"
                  : "=r"(before)
-                 : "r"(address_in(here, rank)), "r"(value)
+                 : "r"(map_shared_rank(here, rank)), "r"(value)
                  : "memory");
     return before;
 }
 
-// here[0 ... 3] in the block `rank`.
-template <int CLUSTER> __device__ __forceinline__ float4 load_from(int rank, const float4* here) {
+// *here, in block `rank`.
+template <int CLUSTER> __device__ __forceinline__ float4 dsmem_load(int rank, const float4* here) {
     if constexpr (CLUSTER == 1) return *here;
     float4 value;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address_in(here, rank))
+                 : "r"(map_shared_rank(here, rank))
                  : "memory");
     return value;
 }
 
-template <int CLUSTER> __device__ __forceinline__ float2 load_from(int rank, const float2* here) {
+template <int CLUSTER> __device__ __forceinline__ float2 dsmem_load(int rank, const float2* here) {
     if constexpr (CLUSTER == 1) return *here;
     float2 value;
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
                  : "=f"(value.x), "=f"(value.y)
-                 : "r"(address_in(here, rank))
+                 : "r"(map_shared_rank(here, rank))
                  : "memory");
     return value;
 }

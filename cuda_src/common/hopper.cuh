@@ -1,8 +1,11 @@
-// Hopper's own: tiles copied by the tensor memory accelerator (TMA) and products of a warpgroup (wgmma), and what they
-// are waited for with. Only for code compiled for sm_90a.
+// Hopper's asynchronous instructions: tiles copied by the tensor memory accelerator (TMA), products of a warpgroup
+// (wgmma), and the barriers and fences that order them. Only for code compiled for sm_90a.
 //
-// A tile in shared memory is rows of 128 bytes whose 16-byte chunks are swizzled, as TMA writes and wgmma reads them:
-// chunk c of row r lies where chunk c ^ (r % 8) would. A tile begins at a multiple of 1024 bytes.
+// Swizzled tiles. A tile in shared memory is rows of 128 bytes, which is all 32 banks: without a swizzle, the same
+// 16-byte chunk of eight rows would lie in the same four banks, and eight lanes that access it, one per row, would take
+// turns. So TMA writes, and wgmma reads, chunk c of row r in place c ^ (r % 8) of its row, which gives the eight lanes
+// eight different places. The hardware derives the place from bits of the address (bits 4 to 6, XOR bits 7 to 9), so a
+// tile begins at a multiple of 1024 bytes, eight rows.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,7 +19,9 @@
 #define HAS_WGMMA 0
 #endif
 
-constexpr int WARPGROUP = 128;
+constexpr int WARPGROUP = 128; // threads
+
+// ---- shared and global memory ----
 
 __device__ __forceinline__ void store_shared(unsigned to, uint4 value) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
@@ -24,14 +29,14 @@ __device__ __forceinline__ void store_shared(unsigned to, uint4 value) {
                  : "memory");
 }
 
-// The reverse of load_matrices.
-__device__ __forceinline__ void store_matrices(unsigned to, const unsigned (&from)[4]) {
+// The reverse of ldmatrix (common/mma.cuh): fragments of four matrices to the rows that the lanes name.
+__device__ __forceinline__ void stmatrix(unsigned to, const unsigned (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
                  "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 
-// 16 bytes that are needed once, or zeros if not `wanted`.
+// 16 read-only bytes, not kept in L1 since they are read once; zeros, and no access, if not `wanted`.
 __device__ __forceinline__ uint4 load_or_zero(const void* from, bool wanted) {
     uint4 value;
     asm volatile("{ .reg .pred wanted;\n"
@@ -47,72 +52,79 @@ __device__ __forceinline__ uint4 load_or_zero(const void* from, bool wanted) {
     return value;
 }
 
-// Bring what lies there to the L2 cache.
-__device__ __forceinline__ void bring_near(const void* from) {
+// The cache line of `from`, to L2.
+__device__ __forceinline__ void prefetch_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
-// ---- barriers ----
+// ---- barriers and fences ----
 
-// What was initialized is seen by the copy engine.
-__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes the barriers that this thread initialized visible to TMA and to the other blocks of the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
-// Arrive, and let the phase wait for `bytes` from the copy engine too.
-__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+// Arrives, and keeps the phase from completing until TMA has written `bytes` more.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Address, for the whole cluster, of the barrier that lies at the same place in block `rank`.
-__device__ __forceinline__ unsigned barrier_in_block(unsigned barrier, unsigned rank) {
+// Cluster address of the barrier that has the same shared address in block `rank` of the cluster.
+__device__ __forceinline__ unsigned map_shared_rank(unsigned barrier, unsigned rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
     return there;
 }
 
-// Arrive at a barrier of any block of the cluster. It tells that this block has read, not that it has written anything: a
-// release to the whole cluster would wait for memory each time.
-__device__ __forceinline__ void barrier_arrive_in(unsigned barrier) {
+// Arrives at a barrier of any block of the cluster, by its cluster address. The release is to this block only (PTX's
+// default), which suffices to say that this block has read a buffer; it publishes no writes to the other blocks. A
+// release to the cluster would wait for outstanding memory accesses each time.
+__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The 16 numbered barriers of a block: `sync` waits until `THREADS` threads came, by `sync` or by `arrive`.
-template <int ID, int THREADS> __device__ __forceinline__ void named_sync() {
+// Named barriers, of which a block has 16: `sync` waits until THREADS threads have come, by `sync` or by `arrive`;
+// `arrive` does not wait.
+template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
-template <int ID, int THREADS> __device__ __forceinline__ void named_arrive() {
+template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_arrive() {
     asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
-// What this thread wrote to shared memory is seen by the copy engine and by wgmma after the next barrier.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes this thread's writes to shared memory visible to the async proxy, which is TMA and wgmma. Each writer calls it
+// before the barrier that tells the reader.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// How many registers each thread of this warpgroup has from here on.
-template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+// Registers per thread of this warpgroup from here on; all its warps call it. `dec` gives registers back to the block,
+// and `inc` waits until so many are free.
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-template <int REGISTERS> __device__ __forceinline__ void leave_registers() {
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// ---- tiles ----
+// ---- tiles by TMA ----
 
+// CUtensorMap of the driver: the tensor's address, shape, strides, box and swizzle.
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// What L2 does with a tile when it lacks room.
+// L2 eviction policies of the lines that a tile is read through, as createpolicy encodes them.
 constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000;
 
-// Copy the box at (x, y, z, w) of the mapped tensor; `barrier` counts its bytes.
+// Starts the copy of the box at coordinates (x, y, z, w) of the mapped tensor; its bytes count at `barrier`.
 template <unsigned long long POLICY = EVICT_FIRST>
-__device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w,
-                                          unsigned barrier) {
+__device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w,
+                                         unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
@@ -122,8 +134,8 @@ __device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int
 
 // The same for a tensor of five dimensions.
 template <unsigned long long POLICY = EVICT_FIRST>
-__device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v,
-                                          unsigned barrier) {
+__device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v,
+                                         unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
@@ -131,58 +143,77 @@ __device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& map, int
         : "memory");
 }
 
-// Copy a box to the same place in every block of the cluster whose bit is set in `blocks`; the barrier at the same place in
-// each counts its bytes.
+// Starts the copy of a box to the same shared address in each block of the cluster whose bit is set in `blocks`; its
+// bytes count at the barrier of that block which has the same shared address as `barrier`.
 template <unsigned long long POLICY = EVICT_NORMAL>
-__device__ __forceinline__ void copy_tile_to(unsigned short blocks, unsigned to, const TensorMap& map, int x, int y,
-                                             int z, int w, unsigned barrier) {
+__device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap& map, int x,
+                                                   int y, int z, int w, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                  ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(to),
                  "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(blocks), "l"(POLICY)
                  : "memory");
 }
 
-// ---- products ----
+// ---- products by wgmma ----
 //
-// An operand in shared memory, as wgmma wants it described. Either the numbers of a row are neighbours along the sum: then
-// the next 8 rows are 1024 bytes on, and 16 further along the sum is 32 bytes on. Or across it, as V is in P V: the next 8
-// along the sum are 1024 bytes on, the next 64 columns a tile.
-__device__ __forceinline__ unsigned long long along_the_sum(unsigned address) {
+// Descriptors. wgmma finds an operand in shared memory by 64 bits: the address / 16 (bits 0 to 13), the leading (16 to
+// 29) and the stride byte offset (32 to 45), both / 16, and the layout (62 and 63; 1 is the 128-byte swizzle). What the
+// offsets mean depends on which dimension is contiguous, in the product of A [M x K] and B [K x N]:
+//
+//   K-major    A row of the tile is one row of A or column of B, and holds 128 bytes along K. The stride offset leads
+//              to the next 8 rows (1024 bytes); the leading one is not used. The next 32 bytes along K, one product,
+//              are the same descriptor with the address 32 bytes further: the swizzle is of the address, so that it
+//              stays right within a tile.
+//   MN-major   A row of the tile is one step along K, and holds 64 numbers along M or N, as V does in P V. The stride
+//              offset leads to the next 8 steps along K (1024 bytes), the leading one to the next 64 numbers along M
+//              or N, which are another tile (TILE_BYTES).
+__device__ __forceinline__ unsigned long long k_major_descriptor(unsigned address) {
     return (unsigned long long)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-template <int TILE_BYTES> __device__ __forceinline__ unsigned long long across_the_sum(unsigned address) {
+template <int TILE_BYTES> __device__ __forceinline__ unsigned long long mn_major_descriptor(unsigned address) {
     return (unsigned long long)(address >> 4 & 0x3fff) | (unsigned long long)(TILE_BYTES >> 4) << 16 | 64ull << 32 |
            1ull << 62;
 }
 
-// Products run on their own from here; the registers that they read or write are theirs until they are waited for.
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Orders earlier accesses to the registers before the products that follow. From here until they are waited for, the
+// registers that these read or write belong to them.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Wait for all groups but the latest N.
-template <int N> __device__ __forceinline__ void products_wait() {
+// Closes the group of all products since the last one.
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits for all groups but the latest N.
+template <int N> __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// What reads or writes these registers stays on its side of this line.
-template <int N> __device__ __forceinline__ void pin(float (&c)[N]) {
+// Compiler fence for accumulators: code that reads or writes `c` stays on its side of this line. The compiler does not
+// know that a product goes on writing `c` after its instruction was issued.
+template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// c = a b, or c += a b with `add`, by a warpgroup: 64 rows; 32 bytes along the sum (16 numbers of 16 bits, 32 of 8); 8, 16,
-// 32, 64, 128 or 256 columns, twice as many as c has places. Warp w of it has rows 16 w ... 16 w + 15 of c, and a lane, of row
-// lane / 4, columns 8 j + 2 (lane % 4) and the next in c[4 j], c[4 j + 1], and of row lane / 4 + 8 the same in c[4 j + 2],
-// c[4 j + 3].
+// c = a b, or c += a b if `accumulate`, by a warpgroup:
+//
+//   64 rows: warp w of the warpgroup has rows 16 w ... 16 w + 15
+//   8, 16, 32, 64, 128 or 256 columns: twice the registers of c
+//   32 bytes along K: 16 numbers of 16 bits, or 32 of 8
+//
+// A lane has columns 8 j + 2 (lane % 4) and the next, of row lane / 4 in c[4 j] and c[4 j + 1], and of row lane / 4 + 8
+// in c[4 j + 2] and c[4 j + 3].
+//
+// The macros write the instruction out, which has each register of c as an operand: REGISTERS_n are n of them as
+// operands of the asm, NAMES_n their names in its text. `how` is PTX's transposition of A and of B, 1 where MN-major.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define PLACES_4 FOUR(0)
-#define PLACES_8 PLACES_4, FOUR(4)
-#define PLACES_16 PLACES_8, FOUR(8), FOUR(12)
-#define PLACES_32 PLACES_16, FOUR(16), FOUR(20), FOUR(24), FOUR(28)
-#define PLACES_64 PLACES_32, FOUR(32), FOUR(36), FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60)
-#define PLACES_128 \
-    PLACES_64, FOUR(64), FOUR(68), FOUR(72), FOUR(76), FOUR(80), FOUR(84), FOUR(88), FOUR(92), FOUR(96), FOUR(100), \
+#define REGISTERS_4 FOUR(0)
+#define REGISTERS_8 REGISTERS_4, FOUR(4)
+#define REGISTERS_16 REGISTERS_8, FOUR(8), FOUR(12)
+#define REGISTERS_32 REGISTERS_16, FOUR(16), FOUR(20), FOUR(24), FOUR(28)
+#define REGISTERS_64 REGISTERS_32, FOUR(32), FOUR(36), FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60)
+#define REGISTERS_128 \
+    REGISTERS_64, FOUR(64), FOUR(68), FOUR(72), FOUR(76), FOUR(80), FOUR(84), FOUR(88), FOUR(92), FOUR(96), FOUR(100), \
         FOUR(104), FOUR(108), FOUR(112), FOUR(116), FOUR(120), FOUR(124)
 #define NAMES_4 "%0, %1, %2, %3"
 #define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
@@ -200,78 +231,80 @@ template <int N> __device__ __forceinline__ void pin(float (&c)[N]) {
              "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
              "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
              "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define PRODUCT(columns, places, k, types, a_at, b_at, add_at, how, ...) \
-    asm volatile("{ .reg .pred add;\n" \
-                 "  setp.ne.b32 add, " add_at ", 0;\n" \
-                 "  wgmma.mma_async.sync.aligned.m64n" columns k ".f32." types " {" NAMES_##places \
-                 "}, " a_at ", " b_at ", add, 1, 1" how "; }" \
-                 : PLACES_##places \
-                 : __VA_ARGS__, "r"(int(add)))
-#define PRODUCT_SHARED(columns, places, k, types, a_at, b_at, add_at, how) \
-    PRODUCT(columns, places, k, types, a_at, b_at, add_at, how, "l"(a), "l"(b))
-#define PRODUCT_REGISTERS(types) \
-    PRODUCT("256", 128, "k16", types, "{%128, %129, %130, %131}", "%132", "%133", ", 1", "r"(a[0]), "r"(a[1]), \
-            "r"(a[2]), "r"(a[3]), "l"(b))
-#define PRODUCT_ALONG(k, types, how) \
+#define WGMMA(columns, registers, k, types, a_at, b_at, accumulate_at, how, ...) \
+    asm volatile("{ .reg .pred accumulate;\n" \
+                 "  setp.ne.b32 accumulate, " accumulate_at ", 0;\n" \
+                 "  wgmma.mma_async.sync.aligned.m64n" columns k ".f32." types " {" NAMES_##registers \
+                 "}, " a_at ", " b_at ", accumulate, 1, 1" how "; }" \
+                 : REGISTERS_##registers \
+                 : __VA_ARGS__, "r"(int(accumulate)))
+#define WGMMA_SHARED(columns, registers, k, types, a_at, b_at, accumulate_at, how) \
+    WGMMA(columns, registers, k, types, a_at, b_at, accumulate_at, how, "l"(a), "l"(b))
+#define WGMMA_REGISTERS(types) \
+    WGMMA("256", 128, "k16", types, "{%128, %129, %130, %131}", "%132", "%133", ", 1", "r"(a[0]), "r"(a[1]), \
+          "r"(a[2]), "r"(a[3]), "l"(b))
+#define WGMMA_COLUMNS(k, types, how) \
     if constexpr (N == 4) \
-        PRODUCT_SHARED("8", 4, k, types, "%4", "%5", "%6", how); \
+        WGMMA_SHARED("8", 4, k, types, "%4", "%5", "%6", how); \
     else if constexpr (N == 8) \
-        PRODUCT_SHARED("16", 8, k, types, "%8", "%9", "%10", how); \
+        WGMMA_SHARED("16", 8, k, types, "%8", "%9", "%10", how); \
     else if constexpr (N == 16) \
-        PRODUCT_SHARED("32", 16, k, types, "%16", "%17", "%18", how); \
+        WGMMA_SHARED("32", 16, k, types, "%16", "%17", "%18", how); \
     else if constexpr (N == 32) \
-        PRODUCT_SHARED("64", 32, k, types, "%32", "%33", "%34", how); \
+        WGMMA_SHARED("64", 32, k, types, "%32", "%33", "%34", how); \
     else if constexpr (N == 64) \
-        PRODUCT_SHARED("128", 64, k, types, "%64", "%65", "%66", how); \
+        WGMMA_SHARED("128", 64, k, types, "%64", "%65", "%66", how); \
     else if constexpr (N == 128) \
-        PRODUCT_SHARED("256", 128, k, types, "%128", "%129", "%130", how); \
+        WGMMA_SHARED("256", 128, k, types, "%128", "%129", "%130", how); \
     else \
         static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
-// a, b: along the sum.
+// a, b: descriptors, both K-major.
 template <typename T, int N>
-__device__ __forceinline__ void multiply_tiles(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long a, unsigned long long b,
+                                              bool accumulate) {
     if constexpr (IS_BFLOAT16<T>) {
-        PRODUCT_ALONG("k16", "bf16.bf16", ", 0, 0");
+        WGMMA_COLUMNS("k16", "bf16.bf16", ", 0, 0");
     } else if constexpr (sizeof(T) == 2) {
-        PRODUCT_ALONG("k16", "f16.f16", ", 0, 0");
+        WGMMA_COLUMNS("k16", "f16.f16", ", 0, 0");
     } else {
-        PRODUCT_ALONG("k32", "e4m3.e4m3", "");
+        WGMMA_COLUMNS("k32", "e4m3.e4m3", "");
     }
 }
 
-// a: along the sum, from shared memory or from registers (fragments as in mma.cuh); b: across it.
+// a: a K-major descriptor, or fragments in registers as in common/mma.cuh; b: an MN-major descriptor.
 template <typename T>
-__device__ __forceinline__ void multiply_across(float (&c)[128], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void wgmma_mn_major(float (&c)[128], unsigned long long a, unsigned long long b,
+                                               bool accumulate) {
     if constexpr (IS_BFLOAT16<T>)
-        PRODUCT_SHARED("256", 128, "k16", "bf16.bf16", "%128", "%129", "%130", ", 0, 1");
+        WGMMA_SHARED("256", 128, "k16", "bf16.bf16", "%128", "%129", "%130", ", 0, 1");
     else
-        PRODUCT_SHARED("256", 128, "k16", "f16.f16", "%128", "%129", "%130", ", 0, 1");
+        WGMMA_SHARED("256", 128, "k16", "f16.f16", "%128", "%129", "%130", ", 0, 1");
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply_across(float (&c)[128], const unsigned (&a)[4], unsigned long long b,
-                                                bool add) {
+__device__ __forceinline__ void wgmma_mn_major(float (&c)[128], const unsigned (&a)[4], unsigned long long b,
+                                               bool accumulate) {
     if constexpr (IS_BFLOAT16<T>)
-        PRODUCT_REGISTERS("bf16.bf16");
+        WGMMA_REGISTERS("bf16.bf16");
     else
-        PRODUCT_REGISTERS("f16.f16");
+        WGMMA_REGISTERS("f16.f16");
 }
 
 #undef FOUR
-#undef PLACES_4
-#undef PLACES_8
-#undef PLACES_16
-#undef PLACES_32
-#undef PLACES_64
-#undef PLACES_128
+#undef REGISTERS_4
+#undef REGISTERS_8
+#undef REGISTERS_16
+#undef REGISTERS_32
+#undef REGISTERS_64
+#undef REGISTERS_128
 #undef NAMES_4
 #undef NAMES_8
 #undef NAMES_16
 #undef NAMES_32
 #undef NAMES_64
 #undef NAMES_128
-#undef PRODUCT
-#undef PRODUCT_SHARED
-#undef PRODUCT_REGISTERS
-#undef PRODUCT_ALONG
+#undef WGMMA
+#undef WGMMA_SHARED
+#undef WGMMA_REGISTERS
+#undef WGMMA_COLUMNS

@@ -1,10 +1,10 @@
-// Tensor cores through mma.sync and what feeds them, on every GPU from sm_80 on.
+// Tensor cores by mma.sync, and ldmatrix and cp.async which feed them, on every GPU from sm_80 on.
 //
-// In an m16n8k16 product a lane is in row `lane / 4` (and that + 8) and in column pair `lane % 4` of the fragments:
+// Fragments of an m16n8k16 product, A [16 x 16] B [16 x 8]: with row = lane / 4 and pair = lane % 4, a lane has
 //
 //   A [16 x 16]  a[0]: (row, 2 pair), a[1]: (row + 8, 2 pair), a[2]: (row, 2 pair + 8), a[3]: (row + 8, 2 pair + 8)
-//   B [16 x 8]   b[0]: (2 pair, row), b[1]: (2 pair + 8, row)            each of these holds two neighbours along k
-//   C [16 x 8]   c[0], c[1]: (row, 2 pair), (row, 2 pair + 1)    c[2], c[3]: the same in row + 8
+//   B [16 x 8]   b[0]: (2 pair, row), b[1]: (2 pair + 8, row)            each with its next neighbour along k
+//   C [16 x 8]   c[0], c[1]: (row, 2 pair), (row, 2 pair + 1)    c[2], c[3]: the same of row + 8
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,43 +13,45 @@ __device__ __forceinline__ unsigned shared_address(const void* here) {
     return unsigned(__cvta_generic_to_shared(here));
 }
 
-// Start a copy of 16 bytes from global to shared memory. What this thread started is grouped by `copies_commit`;
-// `copies_wait<N>` returns when all groups but the latest N have arrived, for this thread's own eyes.
-__device__ __forceinline__ void copy_async(unsigned to, const void* from) {
+// Starts a copy of 16 bytes from global to shared memory. cp_async_commit_group closes a group of all copies that this
+// thread has started since the last one; cp_async_wait_group<N> waits for all of its groups but the latest N. Other
+// threads see the bytes only after a barrier.
+__device__ __forceinline__ void cp_async(unsigned to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-template <int N> __device__ __forceinline__ void copies_wait() {
+template <int N> __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Matrices of 8 rows of 16 bytes; lanes 8 i ... 8 i + 7 name the rows of the i-th. Lane l gets bytes
-// 4 (l % 4) ... + 3 of row l / 4, which is a B fragment of 16-bit numbers where rows are columns of B.
-__device__ __forceinline__ void load_matrices(unsigned (&to)[2], unsigned from) {
+// Loads matrices of 8 rows of 16 bytes each: lanes 8 i ... 8 i + 7 give the addresses of the rows of matrix i, and lane
+// l gets bytes 4 (l % 4) ... 4 (l % 4) + 3 of row l / 4 of each. Of 16-bit numbers that is a fragment of A, whose rows
+// these are, or of B, whose columns they are.
+__device__ __forceinline__ void ldmatrix(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])
                  : "r"(from)
                  : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) {
+__device__ __forceinline__ void ldmatrix(unsigned (&to)[4], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(from)
                  : "memory");
 }
 
-// The same of the transposed matrices: lane l gets the 16-bit numbers in column l / 4 of rows 2 (l % 4) and + 1.
-__device__ __forceinline__ void load_transposed(unsigned (&to)[2], unsigned from) {
+// The same, transposed: lane l gets the 16-bit numbers of column l / 4 in rows 2 (l % 4) and 2 (l % 4) + 1 of each.
+__device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])
                  : "r"(from)
                  : "memory");
 }
 
-__device__ __forceinline__ void load_transposed(unsigned (&to)[4], unsigned from) {
+__device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[4], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(from)
@@ -58,10 +60,10 @@ __device__ __forceinline__ void load_transposed(unsigned (&to)[4], unsigned from
 
 // c += a b, of 16-bit numbers of type T.
 template <typename T>
-__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
 template <>
-__device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
                                                             unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -70,14 +72,14 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&c)[4], const
 }
 
 template <>
-__device__ __forceinline__ void multiply_add<__half>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+__device__ __forceinline__ void mma_m16n8k16<__half>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two neighbours as a register of a fragment.
+// Two neighbours along k, rounded to the nearest T, as one register of a fragment; the first in the low half.
 template <typename T> __device__ __forceinline__ unsigned pack(float low, float high);
 
 template <> __device__ __forceinline__ unsigned pack<__nv_bfloat16>(float low, float high) {

@@ -1,5 +1,5 @@
-// Philox4x32-10, a counter-based generator of random numbers: a bijection of 128 bits, so that any number of any
-// stream is had without its predecessors. (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.)
+// Philox4x32-10, a counter-based generator of random numbers: a bijection of 128 bits, so that any number of any stream
+// is computed without those before it. (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.)
 #pragma once
 
 __device__ __forceinline__ uint4 philox(uint4 counter, unsigned long long key) {

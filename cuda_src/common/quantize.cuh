@@ -1,55 +1,58 @@
-// Quantization to 8 bits: quotients as IEEE division has them, and their bytes. Every number is the same in any other
-// implementation of IEEE arithmetic.
+// Quantization to 8 bits: quotients, rounded as IEEE division rounds them, and their bytes. Any other implementation of
+// IEEE arithmetic gives the same bits.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/units.cuh"
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4 }; // INT8_AZP: with a zero point; the last two have 4 bits
+// INT8_AZP is asymmetric: it has a zero point. MXFP4 and NVFP4 have 4 bits.
+enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4 };
+
+// The largest number of an 8-bit format.
 template <int FORMAT> constexpr float LARGEST = FORMAT == E4M3 ? 448.f : 127.f;
 
-struct Scale {
-    const float* array; // one float, or null
-    float number;       // what counts where there is no array
-    __device__ __forceinline__ float load() const { return array ? __ldg(array) : number; }
-};
-
-// What is known of x / scale. SMALL: x is no larger than 448 times the scale, which may be infinite; LARGE: x may be;
-// ANY: neither, and the scale may be so small or large that a remainder is not exact, or its reciprocal no normal number.
+// What Quotient may rely on.
+//
+//   SMALL   |x| <= 448 scale. The scale is infinite, or such that remainders are exact and its reciprocal is a normal
+//           number.
+//   LARGE   The same, but x may be larger, or infinite.
+//   ANY     x and the scale may be anything.
 enum Size { SMALL, LARGE, ANY };
 
-// x / scale from the reciprocal: an exact remainder corrects the product to the quotient rounded to nearest. Where that
-// is no number (infinities, overflow, a scale of zero) the product is already what the division would give.
+// x / scale by a product with the reciprocal instead of a division. An fma gives the remainder of the product exactly,
+// and correcting by it gives the quotient rounded to nearest. Where the corrected one is NaN (infinities, overflow, a
+// scale of 0), the product is already what the division would give.
 template <int SIZE> struct Quotient {
-    float scale, reciprocal, raise = 1.f;
+    float scale, reciprocal;
+    float raise = 1.f; // power of two that keeps scale and remainders normal; both x and scale are multiplied by it
     __device__ __forceinline__ explicit Quotient(float s) {
-        // A power of two on both sides changes nothing.
         if constexpr (SIZE == ANY) {
             raise = fabsf(s) < 0x1p-64f ? 0x1p64f : fabsf(s) > 0x1p64f ? 0x1p-64f : 1.f;
             s = __fmul_rn(s, raise);
         }
         reciprocal = __frcp_rn(s);
-        // Times 0 instead of infinity, the correction is 0 as well.
+        // An infinite scale gives products of 0; with a scale of 0 in the remainder, the correction is 0 too, not NaN.
         scale = SIZE == SMALL && s == CUDART_INF_F ? 0.f : s;
     }
     __device__ __forceinline__ float operator()(float x) const {
         if constexpr (SIZE == ANY) x = __fmul_rn(x, raise);
         const float product = __fmul_rn(x, reciprocal);
-        // In this order a zero keeps its sign.
+        // The signs are arranged so that a zero keeps its own.
         const float corrected = __fmaf_rn(-__fmaf_rn(product, scale, -x), reciprocal, product);
         return SIZE == SMALL || corrected == corrected ? corrected : product;
     }
 };
 
-// Two integers between -128 and 127, the nearest ones, in the bytes of the low half, and the low half of `above` above.
+// x and y, saturated to -128 ... 127, in the two low bytes; the low half of `above` in the two high ones.
 __device__ __forceinline__ unsigned to_int8(int x, int y, unsigned above) {
     unsigned bytes;
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(y), "r"(x), "r"(above));
     return bytes;
 }
 
-// EACH numbers as FORMAT, from their quotients. WHOLE: those are below 2^24, and so is azp.
+// Bytes of EACH numbers in FORMAT, from their quotients, rounded to nearest, ties to even, and saturated. azp: the zero
+// point, added after rounding. WHOLE: quotients and azp are below 2^24, so that the addition can be of integers.
 template <int FORMAT, int EACH, bool WHOLE = true>
 __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], float azp) {
     unsigned word[(EACH + 3) / 4] = {};
@@ -90,9 +93,10 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
     return out;
 }
 
+// max(largest, smallest) / LARGEST, rounded as by IEEE division; rounded up to a power of two if wanted.
 template <int FORMAT> __device__ __forceinline__ float scale_of(float largest, float smallest, bool power_of_two) {
     constexpr float RECIPROCAL = 1.f / LARGEST<FORMAT>;
-    // As in Quotient.
+    // By the corrected product with the reciprocal, as in Quotient.
     const float x = fmaxf(largest, smallest), product = __fmul_rn(x, RECIPROCAL);
     const float corrected = __fmaf_rn(-__fmaf_rn(product, LARGEST<FORMAT>, -x), RECIPROCAL, product);
     const float scale = corrected == corrected ? corrected : product;

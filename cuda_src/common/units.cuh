@@ -1,5 +1,7 @@
-// Units of so many bytes, in which rows of any type are moved, and the division that tells which row a unit is of.
+// Units of 1 to 16 bytes, in which rows of any type are moved, and the division that finds the row of a unit.
 #pragma once
+
+// Unsigned type of BYTES bytes.
 
 template <int BYTES> struct UnitOf;
 template <> struct UnitOf<16> {
@@ -18,7 +20,7 @@ template <> struct UnitOf<1> {
     using Type = unsigned char;
 };
 
-// A number below 2^31 divided by a constant of the launch: n * multiplier >> shift.
+// Division of a number below 2^31 by a constant of the launch: n * multiplier >> shift.
 struct Divisor {
     unsigned multiplier;
     int shift;

@@ -1,5 +1,5 @@
-// Reductions and scans over LANES neighbouring lanes of a warp (a power of two): a warp that works on
-// several rows at once gives each row its own LANES lanes. Every lane of the warp must take part.
+// Reductions and scans over LANES neighbouring lanes of a warp, a power of two: a warp that works on several rows at
+// once gives each row LANES lanes. All 32 lanes of the warp must call them.
 #pragma once
 #include "common/numeric.cuh"
 
@@ -17,20 +17,21 @@ template <int LANES> __device__ __forceinline__ float lanes_min(float value) {
     return value;
 }
 
-// Neighbours first, so that 16 lanes sum like the first 16 of 32 whose others hold 0.
+// Sum, of neighbours first: 16 lanes give the same bits as 32 of which the upper 16 hold 0.
 template <int LANES, typename T> __device__ __forceinline__ T lanes_sum(T value) {
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
     return value;
 }
 
-// The sum of `value` over this lane and those before it.
+// Sum over this lane and those before it.
 template <int LANES> __device__ __forceinline__ int lanes_inclusive_sum(int value) {
-    // The last lane of a segment, and in the high byte which bits of the lane number name the segment.
+    // Operand c of shfl: bits 8 to 12 say which bits of a lane's number name its segment, and 0 in bits 0 to 4 lets
+    // `up` read from the segment's first lane on.
     constexpr int SEGMENT = (32 - LANES) << 8;
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2)
-        // The shuffle's own predicate says whether there is such a lane, so that no comparison is needed.
+        // The predicate that shfl returns says whether the segment has that lane, which saves a comparison.
         asm volatile("{ .reg .pred in; .reg .s32 before;\n"
                      "  shfl.sync.up.b32 before|in, %0, %1, %2, -1;\n"
                      "  @in add.s32 %0, %0, before; }"
@@ -48,23 +49,24 @@ template <int LANES> __device__ __forceinline__ float lanes_inclusive_sum(float 
     return value;
 }
 
-// The rank-th largest of the lanes' keys (1: the largest), or a smaller one where keys are equal.
-template <int LANES> __device__ __forceinline__ unsigned lanes_rank_th_largest(unsigned key, int rank) {
+// The k-th largest of the lanes' keys (1: the largest). Where keys are equal it may be a smaller one: equal keys count
+// once over a whole warp.
+template <int LANES> __device__ __forceinline__ unsigned lanes_kth_largest(unsigned key, int k) {
     if constexpr (LANES == 32) {
-        // Strike out the largest, rank - 1 times; a reduction over a whole warp is one instruction.
+        // Strike out the largest, k - 1 times; a reduction over a whole warp is one instruction.
         unsigned largest = __reduce_max_sync(FULL_WARP, key);
-        for (int i = 1; i < rank; ++i) {
+        for (int i = 1; i < k; ++i) {
             if (key == largest) key = 0;
             largest = __reduce_max_sync(FULL_WARP, key);
         }
         return largest;
     } else {
-        // Count the larger keys; the smallest of those that fewer than `rank` beat is the one.
+        // Each lane counts the keys larger than its own; the smallest key with fewer than k larger ones is the result.
         int minus_larger = 0;
 #pragma unroll
         for (int flip = 1; flip < LANES; ++flip)
             minus_larger = minus_if_greater(minus_larger, __shfl_xor_sync(FULL_WARP, key, flip), key);
-        unsigned smallest = -minus_larger < rank ? key : ~0u;
+        unsigned smallest = -minus_larger < k ? key : ~0u;
 #pragma unroll
         for (int step = LANES / 2; step > 0; step /= 2)
             smallest = min(smallest, __shfl_xor_sync(FULL_WARP, smallest, step));

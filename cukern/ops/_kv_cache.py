@@ -1,4 +1,4 @@
-"""What the functions of the paged KV cache share: the variants of their kernels, tiles, and checks."""
+"""The kernels of `kv_cache`: their variants and tiles, and the checks that its functions share."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from cukern.runtime.units import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)
-#: FORMAT of the templates.
+#: FORMAT of the templates: SAME where the cache has the bits of T, else by the cache's dtype.
 SAME = "SAME"
-#: The `kv_cache_dtype` of FlashMLA's FP8 cache, for which there are templates apart.
+FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
+#: The `kv_cache_dtype` of FlashMLA's FP8 cache, which has kernels of its own.
 DS_MLA = "fp8_ds_mla"
 MLA_CACHE_DTYPES = (*fp8.KV_CACHE_DTYPES, DS_MLA)
-FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
-#: T of the templates where nothing is converted, by size.
+#: T of the templates where nothing is converted, by bytes of an element.
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
 
-#: Tokens, slots, and units of a row or a block: the kernels count in 31 bits, and round up to whole tiles.
+#: Most tokens, slots, and units of a row or a block: the kernels count in 31 bits, and round up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
-WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit; what the alignment of a call allows
+WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit: a call takes the widest it is aligned for
 
-_store_rows = Kernel("kv_cache", "store_rows")
-_store_blocks = Kernel("kv_cache", "store_blocks")
-_copy_blocks = Kernel("kv_cache", "copy_blocks")
-_gather_rows = Kernel("kv_cache", "gather_rows")
-_store_latents = Kernel("kv_cache", "store_latents")
-_gather_latents = Kernel("kv_cache", "gather_latents")
+_store_rows = Kernel("kv_cache/store_rows", "store_rows")
+_store_blocks = Kernel("kv_cache/store_blocks", "store_blocks")
+_copy_blocks = Kernel("kv_cache/copy_blocks", "copy_blocks")
+_gather_rows = Kernel("kv_cache/gather_rows", "gather_rows")
+_store_latents = Kernel("kv_cache/store_latents", "store_latents")
+_gather_latents = Kernel("kv_cache/gather_latents", "gather_latents")
 
+#: Threads of a block and units of each.
 THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
-WARPS = 2
-LATENTS_WARPS = 4
-#: Up to so many tokens a window is shared among 8 blocks: each is then in a run of its own, or alone.
+WARPS = 2  # of a block of store_blocks
+LATENTS_WARPS = 4  # of a block of store_latents
+#: Up to FEW_TOKENS tokens, PARTS blocks share a window, so that each thread has one token.
 FEW_TOKENS, PARTS = 512, 8
 
 
@@ -69,7 +70,7 @@ def copy_variant(width: int) -> Variant:
     return _copy_blocks.variant(width, *THREADS_ITEMS["copy_blocks"])
 
 
-# FP8 caches, float32 and narrower units are compiled when they are first used.
+# Compiled at first use: FP8 caches, float32 and narrower units.
 for _kernel, _variants in (
     (_store_rows, [rows_variant("bfloat16", SAME, WIDTHS[0], concat) for concat in (False, True)]),
     (_store_blocks, [blocks_variant("bfloat16", SAME, True, parts) for parts in (1, PARTS)]),
@@ -83,7 +84,7 @@ for _kernel, _variants in (
 
 
 class Tile(NamedTuple):
-    """How a block lays its units over rows."""
+    """A tile of a block: rows, or parts of long ones."""
 
     threads: int
     rows: int
@@ -102,7 +103,7 @@ def tile_of(kernel: str, columns: int) -> Tile:
 
 
 def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
-    """FORMAT for elements of `dtype` and a cache, the argument `name`."""
+    """FORMAT for elements of `dtype` in a cache, which is the argument `name`."""
     if kv_cache_dtype == "auto":
         check.dtype(name, cache.dtype, (dtype, *fp8.DTYPES))
         return SAME if cache.dtype == dtype else FORMAT[cache.dtype]
@@ -116,13 +117,13 @@ def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
 def expect_dimensions(
     name: str, array: Any, like: Array, like_name: str, dtypes: Sequence[str], symbols: tuple[str, ...]
 ) -> None:
-    """`array` is where `like` is, of one of these dtypes and with the dimensions `symbols`."""
+    """Check that `array` is where `like` is, of one of these dtypes and with the dimensions `symbols`."""
     expect_place(name, array, like, like_name)
     expect_array(name, array, dtypes, symbols)
 
 
 def distances(name: str, array: Array, outer: int, written: bool = False) -> tuple[int, ...]:
-    """The strides of the first `outer` dimensions in bytes, 0 where there is nothing to step to.
+    """The strides of the first `outer` dimensions in bytes; 0 where a dimension has one element or none.
 
     Raises ValueError unless the other dimensions lie in C order without gaps, and unless an array that is written has
     memory of its own for each element of the first ones.
@@ -140,7 +141,7 @@ def distances(name: str, array: Array, outer: int, written: bool = False) -> tup
 
 
 class Slots(NamedTuple):
-    """Where tokens go."""
+    """The slots of the new tokens of a call."""
 
     tokens: Any
     fields: dict[str, Any]  # of the kernels' parameters
@@ -148,7 +149,7 @@ class Slots(NamedTuple):
 
 
 def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, blocks: int, block_size: int) -> Slots:
-    """The slots of some tokens, of which `like` may have more, in the cache `name`."""
+    """The slots, in the cache `name`, of the first tokens of `like`, which may have more."""
     slots = blocks * block_size
     if slots > MAX_COUNT:
         check.fail(name, f"of at most {MAX_COUNT} slots", f"{blocks} blocks of {block_size}")
@@ -164,7 +165,7 @@ def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, block
 
 
 def check_keys_and_values(key: Any, value: Any, key_cache: Any, kv_cache_dtype: str) -> tuple[tuple[int, ...], str]:
-    """The distances between tokens, of keys and of values, in bytes; and FORMAT of their cache."""
+    """The bytes between tokens, of keys and of values, and FORMAT of their cache."""
     symbols = ("tokens", "kv_heads", "head_dim")
     expect_array("key", key, DTYPES, symbols)
     expect_dimensions("value", value, key, "key", (key.dtype,), symbols)

@@ -1,4 +1,4 @@
-"""The launches of `cukern.ops.quantization`, on rows that are checked."""
+"""The kernels of `quantization`: their variants, and their launches on rows that are checked."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ VARIANTS = ("auto", "vector", "scalar")
 #: Groups that a few lanes of a warp quantize; a block takes one of any other size.
 GROUPS = (8, 16, 32, 64, 128, 256)
 
-_groups = Kernel("quantization", "quantize_groups")
-_rows = Kernel("quantization", "quantize_rows")
-_magnitude = Kernel("quantization", "largest_magnitude")
-_tensor = Kernel("quantization", "quantize_tensor")
-_fp4 = Kernel("quantization", "quantize_fp4")
-_read_fp4 = Kernel("quantization", "dequantize_fp4")
+_groups = Kernel("quantization/quantize_groups", "quantize_groups")
+_rows = Kernel("quantization/quantize_rows", "quantize_rows")
+_magnitude = Kernel("quantization/largest_magnitude", "largest_magnitude")
+_tensor = Kernel("quantization/quantize_tensor", "quantize_tensor")
+_fp4 = Kernel("quantization/quantize_fp4", "quantize_fp4")
+_read_fp4 = Kernel("quantization/dequantize_fp4", "dequantize_fp4")
 
-_EACH = 8  # numbers that a thread takes at a time, where sizes and addresses allow it
-_GROUP_UNITS = 2  # so many times of a group, which then computes its scale less often
-_FP4_ITEMS = 4  # units of a thread, of 16 numbers or, of float32, 8
+_EACH = 8  # numbers of a unit, where sizes and addresses allow it; else 1
+_GROUP_UNITS = 2  # most units of a group to a thread, which computes their scale once
+_FP4_ITEMS = 4  # units of a thread; a unit has 16 numbers or, of float32, 8
 _BLOCKS_PER_MULTIPROCESSOR, _MAGNITUDE_THREADS = 2, 1024
 _READ_THREADS, _READ_ITEMS = 256, 4
 #: A scale: an array, or None and a number.
@@ -38,12 +38,12 @@ _NO_BOUND: Scale = (None, float("inf"))
 
 
 def _items(dtype: str, activation: int, each: int) -> int:
-    """So many units of a thread are 64 bytes to load."""
+    """Units of a thread: as many as are 64 bytes to load."""
     return 4 if each == 1 else max(1, 64 // (each * arrays.ITEM_SIZE[dtype] * (2 if activation else 1)))
 
 
 def _group_units(dtype: str, activation: int, group: int) -> int:
-    """So many units of a group a thread takes: eight neighbours still load whole lines."""
+    """Units of a group to a thread: few enough that eight neighbours load whole lines of 128 bytes."""
     return max(1, min(_GROUP_UNITS, group // (8 * _EACH), _items(dtype, activation, _EACH)))
 
 
@@ -80,7 +80,7 @@ def _read_fp4_variant(dtype: str, form: str, aligned: bool) -> Variant:
 
 
 def _list_instances() -> None:
-    # What FP8 layers call. All else is compiled when it is first used.
+    # At import: what FP8 layers call. All else is compiled at its first use.
     silu, bfloat16 = activations.number("silu"), "bfloat16"
     _groups.at_import = [_groups_variant(bfloat16, "E4M3", activation, 128).instance for activation in (0, silu)]
     _rows.at_import = [_rows_variant(bfloat16, "E4M3", activation, _EACH).instance for activation in (0, silu)]
@@ -118,13 +118,13 @@ class Input(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As the structs of parameters have them."""
+        """The template's Rows."""
         rows, batch = self.rows, late(max, self.rows.batch, 1)
         distance = rows.distance * self.x.item_size
         return {"in": (self.x, rows.counts, distance, rows.total, batch, late(divisor, batch))}
 
     def each(self, q: Array, group: int) -> int:
-        """How many numbers a thread takes at a time. Raises ValueError for a variant that cannot be had."""
+        """Numbers of a unit, 8 or 1. Raises ValueError for a variant that does not take these arrays."""
         x, name = self.x, self.name
         wide = x.alignment == 16 and q.alignment >= _EACH and self.rows.distance * x.item_size % 16 == 0
         wide = wide and (self.k | group) % _EACH == 0
@@ -141,7 +141,7 @@ def quantize_groups(
     of: Input, form: str, group: int, q: Array, s: Array, smallest: float, *, power_of_two: bool = False,
     column_major: bool = False, upper: Scale | None = None, azp: Array | None = None,
 ) -> None:  # fmt: skip
-    """Give each `group` neighbours of a row, or with 0 each row, a scale of their own."""
+    """Quantize with a scale for each `group` neighbours of a row or, where `group` is 0, for each row."""
     dtype, activation, k, total = of.x.dtype, of.activation, of.k, of.rows.total
     if total == 0 or (group and k == 0):
         check.one_of("variant", of.variant, VARIANTS)
@@ -171,7 +171,7 @@ def quantize_tensor(
     of: Input, form: str, q: Array, s: Array, scale: Scale | None, *, upper: Scale | None = None,
     azp: Array | None = None, azp_out: Array | None = None,
 ) -> None:  # fmt: skip
-    """Quantize rows with `scale`, or without one with that of the largest magnitude."""
+    """Quantize with one scale: `scale` or, where it is None, that of the largest magnitude."""
     dtype, activation, k, total, fields = of.x.dtype, of.activation, of.k, of.rows.total, of.fields
     each = of.each(q, 0)
     items, columns = _items(dtype, activation, each), k // each
@@ -206,7 +206,7 @@ def quantize_fp4(of: Input, form: str, group: int, packed: Array, scales: Array,
 
 
 def dequantize_fp4(packed: Array, scales: Array, form: str, out: Array, global_scale: Scale) -> None:
-    """Write the numbers of packed ones."""
+    """Write to `out` the numbers that are packed in 4 bits."""
     units = packed.size // (_EACH // 2)
     if units == 0:
         return

@@ -1,4 +1,4 @@
-"""The paged KV cache: new keys and values into their slots, blocks copied, sequences gathered."""
+"""The paged KV cache: store new keys and values in their slots, copy blocks, gather sequences."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def reshape_and_cache(
             needs.
         k_scale, v_scale: float32 arrays of one element on the device of `key`, read by the kernel, or floats, or None
             for 1. An FP8 cache holds key / k_scale, computed in float32, rounded to the nearest number of the format
-            (ties to even), or to its largest where that is too small. Not used for other caches.
+            (ties to even), and saturated. Not used for other caches.
 
     Arrays in host memory go through the NumPy twin.
 
@@ -96,7 +96,7 @@ def reshape_and_cache(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `reshape_and_cache`. There each element is written by itself; here the kernel turns up to 8
+    The function is vLLM's `reshape_and_cache`. There each element is written by itself; here the kernel transposes 8
     tokens whose slots follow each other in registers, and writes whole vectors of values.
     """
     strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
@@ -120,14 +120,14 @@ def reshape_and_cache(
     columns = heads * head_dim
     if slots.is_empty or columns == 0:
         return
-    # The rows themselves are whole units: head_dim is a multiple of x.
+    # Rows are whole units in any case, since head_dim is a multiple of x.
     steps = (*strides, *key_steps, *value_steps)
     alignment = min(array.alignment for array in (key, value, key_cache, value_cache))
     aligned = alignment == 16 and not any(step % 16 for step in steps)
     parts = PARTS if slots.tokens <= FEW_TOKENS else 1
     # The keys of an FP8 cache have longer units than the values, and fewer of them.
-    units, line = columns * key.item_size // 16, constants("kv_cache")["LINE"]
-    window = constants("kv_cache")["WINDOW"]
+    units, line = columns * key.item_size // 16, constants("kv_cache/store_blocks")["LINE"]
+    window = constants("kv_cache/store_blocks")["WINDOW"]
     launch(
         blocks_variant(key.dtype, cache_format, aligned, parts),
         (late(lambda tokens: -(-tokens // window) * parts, slots.tokens), -(-units // (WARPS * line)), 2),
@@ -206,6 +206,38 @@ def reshape_and_cache_flash(
     )
 
 
+def _check_latents(kv_c: Any, k_pe: Any) -> None:
+    expect_array("kv_c", kv_c, DTYPES, ("tokens", "kv_lora_rank"))
+    expect_place("k_pe", k_pe, kv_c, "kv_c")
+    symbols = ("tokens", "1", "rope_dim") if len(k_pe.shape) == 3 and k_pe.shape[1] == 1 else ("tokens", "rope_dim")
+    expect_array("k_pe", k_pe, (kv_c.dtype,), symbols)
+    rows, rope_dim = kv_c.shape[0], k_pe.shape[-1]
+    if k_pe.shape[0] is not rows and k_pe.shape[0] != rows:
+        check.shape("k_pe", (k_pe.shape[0], rope_dim), (rows, rope_dim), "[tokens, rope_dim]")
+
+
+def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype: str) -> str:
+    """FORMAT of a cache of latents; SAME for FlashMLA's, which has kernels of its own."""
+    rank, rope_dim = kv_c.shape[1], k_pe.shape[-1]
+    expect_place("kv_cache", kv_cache, kv_c, "kv_c")
+    check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
+    scaled = kv_cache_dtype == DS_MLA
+    if scaled:
+        check.dtype("kv_cache", kv_cache.dtype, DS_MLA_DTYPES)
+        if rank != twin.LATENTS:
+            check.fail("kv_c", f"of a kv_lora_rank of {twin.LATENTS} for {DS_MLA!r}", rank)
+        if rope_dim != twin.ROTARY:
+            check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} for {DS_MLA!r}", rope_dim)
+    cache_format = SAME if scaled else format_of(kv_c.dtype, "kv_cache", kv_cache, kv_cache_dtype)
+    last, entry = (str(twin.ENTRY), twin.ENTRY) if scaled else ("kv_lora_rank + rope_dim", rank + rope_dim)
+    check.dimensions("kv_cache", kv_cache.shape, ("blocks", "block_size", last))
+    blocks, block_size, _ = kv_cache.shape
+    check.shape("kv_cache", kv_cache.shape, (blocks, block_size, entry), f"[blocks, block_size, {last}]")
+    if entry > MAX_COUNT:
+        check.fail("kv_c", f"of at most {MAX_COUNT} elements per token", entry)
+    return cache_format
+
+
 @op(
     twin.concat_and_cache_mla,
     "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
@@ -216,7 +248,7 @@ def reshape_and_cache_flash(
 def concat_and_cache_mla(
     kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, kv_cache_dtype: str, scale: Any
 ) -> None:
-    """Store the latents and the rotated parts of new tokens, side by side, in their slots of an MLA cache.
+    """Store the latents and the rotary parts of new tokens, side by side, in their slots of an MLA cache.
 
     For slot = slot_mapping[token]: kv_cache[slot // block_size, slot % block_size] = [kv_c[token], k_pe[token]],
     divided by the scale in an FP8 cache.
@@ -238,29 +270,10 @@ def concat_and_cache_mla(
 
     The function is vLLM's `concat_and_cache_mla`.
     """
-    expect_array("kv_c", kv_c, DTYPES, ("tokens", "kv_lora_rank"))
-    expect_place("k_pe", k_pe, kv_c, "kv_c")
-    symbols = ("tokens", "1", "rope_dim") if len(k_pe.shape) == 3 and k_pe.shape[1] == 1 else ("tokens", "rope_dim")
-    expect_array("k_pe", k_pe, (kv_c.dtype,), symbols)
-    (rows, rank), rope_dim = kv_c.shape, k_pe.shape[-1]
-    if k_pe.shape[0] is not rows and k_pe.shape[0] != rows:
-        check.shape("k_pe", (k_pe.shape[0], rope_dim), (rows, rope_dim), "[tokens, rope_dim]")
-    expect_place("kv_cache", kv_cache, kv_c, "kv_c")
-    check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
-    scaled = kv_cache_dtype == DS_MLA
-    if scaled:
-        check.dtype("kv_cache", kv_cache.dtype, DS_MLA_DTYPES)
-        if rank != twin.LATENTS:
-            check.fail("kv_c", f"of a kv_lora_rank of {twin.LATENTS} for {DS_MLA!r}", rank)
-        if rope_dim != twin.ROTARY:
-            check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} for {DS_MLA!r}", rope_dim)
-    cache_format = SAME if scaled else format_of(kv_c.dtype, "kv_cache", kv_cache, kv_cache_dtype)
-    last, entry = (str(twin.ENTRY), twin.ENTRY) if scaled else ("kv_lora_rank + rope_dim", rank + rope_dim)
-    check.dimensions("kv_cache", kv_cache.shape, ("blocks", "block_size", last))
-    blocks, block_size, _ = kv_cache.shape
-    check.shape("kv_cache", kv_cache.shape, (blocks, block_size, entry), f"[blocks, block_size, {last}]")
-    if entry > MAX_COUNT:
-        check.fail("kv_c", f"of at most {MAX_COUNT} elements per token", entry)
+    _check_latents(kv_c, k_pe)
+    cache_format = _check_latent_cache(kv_c, k_pe, kv_cache, kv_cache_dtype)
+    blocks, block_size, entry = kv_cache.shape
+    rank, rope_dim = kv_c.shape[1], k_pe.shape[-1]
     block_stride, token_stride = distances("kv_cache", kv_cache, 2, written=True)
     (kv_c_stride,), (k_pe_stride,) = distances("kv_c", kv_c, 1), distances("k_pe", k_pe, 1)
     slots = check_slots(slot_mapping, kv_c, "kv_c", "kv_cache", blocks, block_size)
@@ -272,7 +285,7 @@ def concat_and_cache_mla(
     sources = [array for array, size in ((kv_c, rank), (k_pe, rope_dim)) if size]
     mask = functools.reduce(int.__or__, (array.alignment for array in sources), kv_c_stride | k_pe_stride)
     cache_mask = kv_cache.alignment | block_stride | token_stride
-    if scaled:
+    if kv_cache_dtype == DS_MLA:
         launch(
             store_latents_variant(kv_c.dtype, (mask | cache_mask) % 16 == 0),
             ceil_div(slots.tokens, LATENTS_WARPS),
@@ -305,6 +318,32 @@ def concat_and_cache_mla(
     )
 
 
+_FIRST_CACHE = "key_caches[0]"
+
+
+def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int:
+    """Bytes between blocks, which are the same in all caches."""
+    first, like = key_caches[0], _FIRST_CACHE
+    expect_array(like, first, CACHE_DTYPES)
+    if not first.shape:
+        check.dimensions(like, (), ("blocks", "..."))
+    blocks, block_elements = first.shape[0], math.prod(first.shape[1:])
+    (block_stride,) = distances(like, first, 1, written=True)
+    for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
+        for i, cache in enumerate(caches):
+            expect_place(f"{name}[{i}]", cache, first, like)
+            check.dtype(f"{name}[{i}]", cache.dtype, (first.dtype,))
+            if (cache.shape, cache.strides) == (first.shape, first.strides):
+                continue
+            if not cache.shape or (cache.shape[0], math.prod(cache.shape[1:])) != (blocks, block_elements):
+                wanted = f"of {blocks} blocks of {block_elements} elements like {like}"
+                check.fail(f"{name}[{i}]", wanted, f"shape {list(cache.shape)}")
+            if distances(f"{name}[{i}]", cache, 1, written=True) != (block_stride,):
+                distance = f"with its blocks at the distance of those of {like}"
+                check.fail(f"{name}[{i}]", distance, f"strides {cache.strides} (in elements)")
+    return block_stride
+
+
 @op(
     twin.copy_blocks,
     "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
@@ -315,11 +354,11 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
 
     Args:
         key_caches, value_caches: lists of arrays [blocks, ...], one per layer, all of one dtype that a cache may have,
-            with as many blocks of as many elements, in any layout. A block must be contiguous; all caches have their
-            blocks at one distance.
+            with equally many blocks of equally many elements, in any layout. A block must be contiguous; the distance
+            between blocks is the same in all caches.
         block_mapping: int64 [pairs, 2], on the device of the caches. A pair with a block that is not in the cache is
-            left out. The pairs are copied at the same time: what becomes of a block that one pair writes and another
-            one reads or writes is undefined.
+            left out. The pairs are copied at the same time: the result is undefined for a block that one pair writes
+            and another one reads or writes.
 
     One launch copies 64 caches, 32 layers of keys and values; nothing but block_mapping has to be on the device.
     Arrays in host memory go through the NumPy twin.
@@ -339,24 +378,9 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
         if not isinstance(block_mapping, Array) or block_mapping.on_host:
             run_twin()
         return
-    first, like = key_caches[0], "key_caches[0]"
-    expect_array(like, first, CACHE_DTYPES)
-    if not first.shape:
-        check.dimensions(like, (), ("blocks", "..."))
+    first, like = key_caches[0], _FIRST_CACHE
+    block_stride = _check_caches(key_caches, value_caches)
     blocks, block_elements = first.shape[0], math.prod(first.shape[1:])
-    (block_stride,) = distances(like, first, 1, written=True)
-    for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
-        for i, cache in enumerate(caches):
-            expect_place(f"{name}[{i}]", cache, first, like)
-            check.dtype(f"{name}[{i}]", cache.dtype, (first.dtype,))
-            if (cache.shape, cache.strides) == (first.shape, first.strides):
-                continue
-            if not cache.shape or (cache.shape[0], math.prod(cache.shape[1:])) != (blocks, block_elements):
-                wanted = f"of {blocks} blocks of {block_elements} elements like {like}"
-                check.fail(f"{name}[{i}]", wanted, f"shape {list(cache.shape)}")
-            if distances(f"{name}[{i}]", cache, 1, written=True) != (block_stride,):
-                distance = f"with its blocks at the distance of those of {like}"
-                check.fail(f"{name}[{i}]", distance, f"strides {cache.strides} (in elements)")
     expect_dimensions("block_mapping", block_mapping, first, like, ("int64",), ("pairs", "2"))
     pairs = block_mapping.shape[0]
     if block_mapping.shape[1] != 2:
@@ -376,7 +400,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
         check.fail(like, f"of blocks of at most {MAX_COUNT * width} bytes", block_bytes)
     if pairs > MAX_COUNT // parts:
         check.fail("block_mapping", f"of at most {MAX_COUNT // parts} pairs for blocks of this size", pairs)
-    most = constants("kv_cache")["CACHES"]
+    most = constants("kv_cache/copy_blocks")["CACHES"]
     for i in range(0, len(every), most):
         some = every[i : i + most]
         launch(
@@ -393,12 +417,56 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
 
 
 def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
-    """How many sequences to gather, with so many rows of the table, cu_seq_lens and seq_starts."""
+    """The checked batch_size, for so many rows of the table and elements of cu_seq_lens and seq_starts."""
     batch = check.integer("batch_size", batch_size, 0, rows, "the rows of block_table")
     for name, least, found in (("cu_seq_lens", batch + 1, lengths), ("seq_starts", batch, starts)):
         if found is not None and found < least:
             check.fail(name, f"of at least {least} elements for batch_size {batch}", found)
     return batch
+
+
+def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
+    """FORMAT of the cache; SAME where `dst` gets its bits."""
+    expect_array("src_cache", src_cache, CACHE_DTYPES)
+    if len(src_cache.shape) < 2:
+        check.dimensions("src_cache", src_cache.shape, ("blocks", "block_size", "..."))
+    (blocks, block_size), entry = src_cache.shape[:2], src_cache.shape[2:]
+    expect_place("dst", dst, src_cache, "src_cache")
+    check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
+    scaled = kv_cache_dtype == DS_MLA and dst.dtype != src_cache.dtype
+    if dst.dtype == src_cache.dtype:
+        cache_format = SAME
+    elif src_cache.item_size > 1 or dst.dtype not in DTYPES:
+        convertible = () if src_cache.item_size > 1 else DTYPES
+        check.dtype("dst", dst.dtype, (src_cache.dtype, *convertible))
+    elif scaled:
+        check.dtype("src_cache", src_cache.dtype, DS_MLA_DTYPES)
+        if entry != (twin.ENTRY,):
+            wanted = blocks, block_size, twin.ENTRY
+            check.shape("src_cache", src_cache.shape, wanted, f"[blocks, block_size, {twin.ENTRY}]")
+        cache_format = FORMAT["float8_e4m3fn"]
+    else:
+        cache_format = format_of(dst.dtype, "src_cache", src_cache, kv_cache_dtype)
+    row = (twin.LATENTS + twin.ROTARY,) if scaled else entry
+    if not dst.shape or dst.shape[1:] != row:
+        if scaled:
+            tokens = dst.shape[0] if dst.shape else 0
+            check.shape("dst", dst.shape, (tokens, *row), f"[tokens, {row[0]}]")
+        check.fail("dst", f"of shape [tokens, ...] = {['tokens', *row]} like src_cache", list(dst.shape))
+    return cache_format
+
+
+def _check_sequences(src_cache: Array, block_table: Any, cu_seq_lens: Any, batch_size: Any, seq_starts: Any) -> Any:
+    """The number of sequences to gather."""
+    expect_dimensions("block_table", block_table, src_cache, "src_cache", ("int32",), ("batch", "max_blocks"))
+    vectors = [("cu_seq_lens", cu_seq_lens, "batch + 1")]
+    if seq_starts is not None:
+        vectors.append(("seq_starts", seq_starts, "batch"))
+    for name, vector, symbol in vectors:
+        expect_dimensions(name, vector, src_cache, "src_cache", ("int32",), (symbol,))
+        expect_contiguous(name, vector)
+    starts = None if seq_starts is None else seq_starts.shape[0]
+    return checked(_batch, batch_size, block_table.shape[0], cu_seq_lens.shape[0], starts)
 
 
 @op(
@@ -419,7 +487,7 @@ def gather_cache(
     kv_cache_dtype: str = "auto",
     scale: Any = None,
 ) -> None:
-    """The tokens of sequences, one after the other, out of a paged cache.
+    """Gather the tokens of sequences, one after the other, out of a paged cache.
 
     For sequence b and t < cu_seq_lens[b + 1] - cu_seq_lens[b]: dst[cu_seq_lens[b] + t] =
     src_cache[block_table[b, seq_starts[b] // block_size + t // block_size], t % block_size].
@@ -447,47 +515,16 @@ def gather_cache(
     The function is vLLM's `gather_cache`, with the conversions of `gather_and_maybe_dequant_cache` and
     `cp_gather_and_upconvert_fp8_kv_cache`.
     """
-    expect_array("src_cache", src_cache, CACHE_DTYPES)
-    if len(src_cache.shape) < 2:
-        check.dimensions("src_cache", src_cache.shape, ("blocks", "block_size", "..."))
-    (blocks, block_size), entry = src_cache.shape[:2], src_cache.shape[2:]
-    expect_place("dst", dst, src_cache, "src_cache")
-    check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
-    scaled = kv_cache_dtype == DS_MLA and dst.dtype != src_cache.dtype
-    if dst.dtype == src_cache.dtype:
-        cache_format = SAME
-    elif src_cache.item_size > 1 or dst.dtype not in DTYPES:
-        convertible = () if src_cache.item_size > 1 else DTYPES
-        check.dtype("dst", dst.dtype, (src_cache.dtype, *convertible))
-    elif scaled:
-        check.dtype("src_cache", src_cache.dtype, DS_MLA_DTYPES)
-        if entry != (twin.ENTRY,):
-            wanted = blocks, block_size, twin.ENTRY
-            check.shape("src_cache", src_cache.shape, wanted, f"[blocks, block_size, {twin.ENTRY}]")
-        cache_format = FORMAT["float8_e4m3fn"]
-    else:
-        cache_format = format_of(dst.dtype, "src_cache", src_cache, kv_cache_dtype)
-    tokens = dst.shape[0] if dst.shape else 0
-    row = (twin.LATENTS + twin.ROTARY,) if scaled else entry
-    if not dst.shape or dst.shape[1:] != row:
-        if scaled:
-            check.shape("dst", dst.shape, (tokens, *row), f"[tokens, {row[0]}]")
-        check.fail("dst", f"of shape [tokens, ...] = {['tokens', *row]} like src_cache", list(dst.shape))
+    cache_format = _check_gathered(src_cache, dst, kv_cache_dtype)
+    scaled = kv_cache_dtype == DS_MLA and cache_format != SAME
+    (blocks, block_size), tokens = src_cache.shape[:2], dst.shape[0]
     block_stride, token_stride = distances("src_cache", src_cache, 2)
     (dst_stride,) = distances("dst", dst, 1, written=True)
-    expect_dimensions("block_table", block_table, src_cache, "src_cache", ("int32",), ("batch", "max_blocks"))
-    rows, table_columns = block_table.shape
+    batch = _check_sequences(src_cache, block_table, cu_seq_lens, batch_size, seq_starts)
+    table_columns = block_table.shape[1]
     (table_stride,) = distances("block_table", block_table, 1)
-    vectors = [("cu_seq_lens", cu_seq_lens, "batch + 1")]
-    if seq_starts is not None:
-        vectors.append(("seq_starts", seq_starts, "batch"))
-    for name, vector, symbol in vectors:
-        expect_dimensions(name, vector, src_cache, "src_cache", ("int32",), (symbol,))
-        expect_contiguous(name, vector)
-    starts = None if seq_starts is None else seq_starts.shape[0]
-    batch = checked(_batch, batch_size, rows, cu_seq_lens.shape[0], starts)
     scale = fp8.scale_of("scale", scale, src_cache, "src_cache")
-    elements = math.prod(row)
+    elements = math.prod(dst.shape[1:])
     for name, count in (
         ("src_cache", blocks),
         ("src_cache", elements),
@@ -499,7 +536,7 @@ def gather_cache(
     if src_cache.on_host:
         return run_twin()
     is_empty = tokens == 0 or elements == 0 or batch_size == 0 or blocks * block_size * table_columns == 0
-    if is_empty and batch >= 0:  # compared, so that the plan checks the batch of each call
+    if is_empty and batch >= 0:  # the comparison makes the plan check the batch of each call
         return
     item_size = dst.item_size
     mask, dst_mask = src_cache.alignment | block_stride | token_stride, dst.alignment | dst_stride

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from cukern.ops._padding import (
+    DTYPES,
+    VARIANTS,
+    fill_bits,
+    launch_build,
+    layout_of,
+    specialize,  # noqa: F401  (found here by `cukern.specialize`)
+)
 from cukern.reference import padding as twin
-from cukern.runtime import arrays, check, template
-from cukern.runtime.compile import Instance
+from cukern.runtime import check
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -23,13 +29,12 @@ from cukern.runtime.describe import (
     same_shape,
     type_name,
 )
-from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, checked, late
-from cukern.runtime.op import forget_plans, op
+from cukern.runtime.late import ceil_div, checked
+from cukern.runtime.op import op
 from cukern.runtime.op import operator as declare_operator
 from cukern.runtime.plan import launch, outputs, run_twin
 from cukern.runtime.rows import MAX_ROWS, rows_of
-from cukern.runtime.units import divisor, unit_width
+from cukern.runtime.units import unit_width
 
 __all__ = [
     "add_qkv_bias_rebuild_padding",
@@ -39,163 +44,7 @@ __all__ = [
     "transpose_remove_padding",
 ]
 
-DTYPES = ("float32", "float16", "bfloat16")
-VARIANTS = ("auto", "specialized", "dynamic")
 MAX_HIDDEN = 2**24
-WIDTHS = (16, 8, 4, 2)  # bytes of a load, a store and a unit; what the alignment of a call allows
-
-
-class Config(NamedTuple):
-    """Sizes worth variants of their own."""
-
-    hidden: int
-    head_dim: int
-
-
-SPECIALIZED = [
-    Config(768, 64),  # BERT-base, RoBERTa-base, ViT-B
-    Config(1024, 64),  # BERT-large, XLM-RoBERTa-large, BGE-M3
-    Config(4096, 128),  # Llama-3-8B and the embedding models made of Mistral-7B
-]
-
-_build = Kernel("padding", "build_padding_offset")
-_remove = Kernel("padding", "remove_padding")
-_rebuild = Kernel("padding", "rebuild_padding")
-_add_bias = Kernel("padding", "add_bias_rebuild_padding")
-
-# Measured on an H200.
-_THREADS_ITEMS = {"remove": (256, 2), "transpose_remove": (256, 2), "rebuild": (256, 2), "add_bias": (128, 4)}
-_MAX_COLUMNS = 1024  # of a specialized row, in units of 16 bytes
-_FEW_SEQUENCES = 1024  # which a small block scans in one tile
-_BUILD_BLOCKS = 256  # at most so many blocks sum the lengths up
-
-
-def _shape(kernel: str, columns: int) -> tuple[int, int]:
-    """Threads and loads of each; a specialized row of so many units is one tile wide."""
-    threads, items = _THREADS_ITEMS[kernel]
-    while threads * items < columns:
-        threads *= 2
-    return threads, items
-
-
-def _variant(kernel: str, dtype: str, width: int, columns: int = 0, head_columns: int = 0) -> Variant:
-    shape = _shape(kernel, columns)
-    if kernel == "add_bias":
-        return _add_bias.variant(arrays.CUDA_TYPE[dtype], width, columns, head_columns, *shape)
-    if kernel == "rebuild":
-        return _rebuild.variant(width, columns, *shape)
-    if kernel == "remove":
-        return _remove.variant(width, columns, "false", 0, *shape)
-    return _remove.variant(width, columns, "true", head_columns, *shape)
-
-
-def _variants(config: Config, dtype: str) -> list[Instance]:
-    per_unit = WIDTHS[0] // arrays.ITEM_SIZE[dtype]
-    columns, head_columns = config.hidden // per_unit, config.head_dim // per_unit
-    return [_variant(kernel, dtype, WIDTHS[0], columns, head_columns).instance for kernel in _THREADS_ITEMS]
-
-
-_registered: set[tuple[Config, int]] = set()  # with the size of an element
-
-
-def _list_instances() -> None:
-    by_function: dict[str, dict[Instance, None]] = {}
-    for dtype in DTYPES:
-        dynamic = [_variant(kernel, dtype, WIDTHS[0]).instance for kernel in _THREADS_ITEMS]
-        # Other widths, and float32 in the models' sizes, are compiled when they are first used.
-        specialized = [i for config in SPECIALIZED for i in _variants(config, dtype)]
-        _registered.update((config, arrays.ITEM_SIZE[dtype]) for config in SPECIALIZED)
-        for instance in dynamic + (specialized if dtype != "float32" else []):
-            by_function.setdefault(instance.function, {})[instance] = None
-        for kernel in (_remove, _rebuild, _add_bias):
-            own = [i for i in specialized if i.function == kernel.function and i not in kernel.specialized]
-            kernel.specialized = kernel.specialized + own
-    for kernel in (_remove, _rebuild, _add_bias):
-        kernel.at_import = list(by_function[kernel.function])
-    _build.at_import = [_build.variant(threads).instance for threads in (256, 1024)]
-
-
-_list_instances()
-
-
-def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> list[Instance]:
-    """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
-
-    Raises ValueError where the specialized kernels cannot lay the rows out: hidden must be whole heads, a head whole
-    units of 16 bytes, and a row at most 1024 of them.
-    """
-    check.one_of("dtype", dtype, DTYPES)
-    check.integer("hidden", hidden, 1)
-    check.integer("head_dim", head_dim, 1, hidden)
-    item_size = arrays.ITEM_SIZE[dtype]
-    most = _MAX_COLUMNS * WIDTHS[0] // item_size
-    if hidden > most or hidden % head_dim or head_dim * item_size % WIDTHS[0]:
-        wanted = f"a multiple of head_dim up to {most}, and head_dim one of {WIDTHS[0] // item_size}"
-        check.fail("hidden", wanted, f"{hidden} with head_dim {head_dim}")
-    config = Config(hidden, head_dim)
-    _registered.add((config, item_size))
-    forget_plans()
-    return _variants(config, dtype)
-
-
-# --- what the sizes decide ----------------------------------------------------------------------------
-
-
-class _Layout(NamedTuple):
-    """A kernel, and how rows of a size are laid out over its blocks."""
-
-    variant: Variant
-    threads: int
-    tile_rows: int
-    chunks: int  # tiles side by side in a row
-    geometry: dict[str, Any]  # fields of the template's Geometry, but for `rows`
-    head_columns: int
-
-    def heads(self, heads: Any, max_seq_len: Any) -> dict[str, Any]:
-        """The template's Heads."""
-        by_sizes = {"by_max_seq_len": divisor(max_seq_len), "by_head_columns": divisor(max(self.head_columns, 1))}
-        return {"heads": heads, "max_seq_len": max_seq_len, "head_columns": self.head_columns} | by_sizes
-
-
-def _layout(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, variant: str) -> _Layout:
-    """Choose the variant; `head_dim` is 0 where the layout is not by heads."""
-    check.one_of("variant", variant, VARIANTS)
-    item_size = arrays.ITEM_SIZE[dtype]
-    columns, head_columns = hidden * item_size // width, head_dim * item_size // width
-    known = width == WIDTHS[0] and any(
-        size == item_size and config.hidden == hidden and head_dim in (0, config.head_dim)
-        for config, size in _registered
-    )
-    if variant == "specialized" and not known:
-        by_head = f" in heads of {head_dim}" if head_dim else ""
-        why = f"there is none for hidden {hidden}{by_head} in {dtype}, or the rows are not 16-byte aligned"
-        check.fail("variant", "'auto' or 'dynamic' here", f"'specialized': {why} (cukern.specialize adds one)")
-    fixed = known and variant != "dynamic"
-    chosen = _variant(kernel, dtype, width, columns, head_columns) if fixed else _variant(kernel, dtype, width)
-    threads, items = _shape(kernel, columns if fixed else 0)
-    chunks = -(-columns // (threads * items))
-    tile_columns = -(-columns // chunks)
-    tile_rows = threads * items // tile_columns
-    geometry: dict[str, Any] = {"columns": columns, "tile_rows": tile_rows, "tile_columns": tile_columns}
-    geometry["by_tile_columns"] = divisor(tile_columns)
-    return _Layout(chosen, threads, tile_rows, chunks, geometry, head_columns)
-
-
-def _fill_bits(fill: Any, dtype: str) -> int:
-    """`fill` as the kernel takes it: the element, twice if it has two bytes."""
-    try:
-        fill = float(fill)
-    except (TypeError, ValueError):
-        check.fail("fill", "a number", f"{fill!r} ({type(fill).__name__})", TypeError)
-    return _element_bits(fill, math.copysign(1, fill), dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _element_bits(fill: float, sign: float, dtype: str) -> int:
-    """0.0 and -0.0 are equal, and differ in their `sign`."""
-    with np.errstate(over="ignore"):
-        element = np.full(4 // arrays.ITEM_SIZE[dtype], fill, arrays.numpy_dtype(dtype))
-    return int(element.view(np.uint32)[0])
 
 
 # --- checks -------------------------------------------------------------------------------------------
@@ -218,7 +67,7 @@ def _padded_rows(batch: Any, max_seq_len: Any) -> Any:
 
 
 def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
-    """How many words there are, once `padding_offset` has been checked."""
+    """The number of words: the length of `padding_offset`, which is checked."""
     expect_place("padding_offset", padding_offset, like, like_name)
     check.dimensions("padding_offset", padding_offset.shape, ("words",))
     words = padding_offset.shape[0]
@@ -237,7 +86,7 @@ def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) ->
 
 
 def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
-    """The rows of the padded batch."""
+    """The rows of the padded batch, whose arguments are checked."""
     expect_array("sequence_length", sequence_length, (), ("batch",))
     batch = sequence_length.shape[0]
     expect("sequence_length", sequence_length, sequence_length, "sequence_length", ("int32",), (batch,), "[batch]")
@@ -246,43 +95,8 @@ def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
     return _padded_rows(batch, check.integer("max_seq_len", max_seq_len, 0, MAX_ROWS))
 
 
-def _launch_build(
-    sequence_length: Array, max_seq_len: Any, padding_offset: Array | None, cu_seqlens: Array, words: Any
-) -> None:
-    batch = sequence_length.shape[0]
-    threads = 256 if batch <= _FEW_SEQUENCES else 1024
-    words_per_block = late(_words_per_block, words, threads)
-    launch(
-        _build.variant(threads),
-        late(_blocks, words, words_per_block),
-        threads,
-        lengths=sequence_length,
-        padding_offset=padding_offset,
-        cu_seqlens=cu_seqlens,
-        words=words,
-        batch=batch,
-        max_seq_len=max_seq_len,
-        words_per_block=words_per_block,
-        first_step=late(_first_step, batch, threads * template.constants("padding")["LENGTHS"]),
-    )
-
-
-def _words_per_block(words: int, threads: int) -> int:
-    return threads * max(1, -(-words // (threads * _BUILD_BLOCKS)))
-
-
-def _blocks(words: int, words_per_block: int) -> int:
-    return max(1, -(-words // words_per_block))
-
-
-def _first_step(batch: int, tile: int) -> int:
-    """The largest power of two below the sequences of a tile."""
-    in_tile = min(batch, tile)
-    return 1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0
-
-
 def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None) -> Any:
-    """The twin, for lengths that can be looked at."""
+    """The twin, after checks of the lengths' values, which only host memory allows."""
     outside = np.flatnonzero((sequence_length < 0) | (sequence_length > max_seq_len))
     if len(outside):
         wanted = f"in [0, {max_seq_len}] (max_seq_len)"
@@ -295,13 +109,13 @@ def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: in
 
 @op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1], {}, late=("max_seq_len",))
 def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
-    """The words before each sequence, and of all."""
+    """cu_seqlens alone, whose last element is the number of words."""
     expect_array("sequence_length", sequence_length)
     _check_lengths(sequence_length, max_seq_len)
     cu_seqlens = outputs(None, sequence_length, "", Result((sequence_length.shape[0] + 1,), "int32"))
     if sequence_length.on_host:
         return run_twin()
-    _launch_build(sequence_length, max_seq_len, None, cu_seqlens, 0)
+    launch_build(sequence_length, max_seq_len, None, cu_seqlens, 0)
     return cu_seqlens
 
 
@@ -314,7 +128,7 @@ def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: An
     padding_offset, cu_seqlens = outputs(None, sequence_length, "", *sizes)
     if sequence_length.on_host:
         return run_twin()
-    _launch_build(sequence_length, max_seq_len, padding_offset, cu_seqlens, words)
+    launch_build(sequence_length, max_seq_len, padding_offset, cu_seqlens, words)
     return padding_offset, cu_seqlens, words
 
 
@@ -339,7 +153,7 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
 def build_sequence_length_padding_offset(
     sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None
 ) -> tuple[Any, Any, int]:
-    """Where each word of a padded batch lies: word w in row w + padding_offset[w], for all functions that follow.
+    """Where each word of a padded batch lies: word w in row w + padding_offset[w], as the other functions take it.
 
     With `valid_word_num`, a launch and no host synchronization. Without it the host must learn how large
     `padding_offset` is: two launches, and between them it waits for the stream and reads one number (so the call cannot
@@ -356,7 +170,7 @@ def build_sequence_length_padding_offset(
 
     Returns:
         padding_offset int32 [valid_word_num]: for word w of sequence b, b * max_seq_len - cu_seqlens[b].
-        cu_seqlens int32 [batch + 1]: the words before each sequence, and of all, as variable-length attention takes it.
+        cu_seqlens int32 [batch + 1]: the words before each sequence, then all, as variable-length attention takes it.
         valid_word_num: an int.
 
     Raises:
@@ -421,7 +235,7 @@ def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
     rows={"batch": ("src",), "words": ("padding_offset", "out")},
 )
 def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, variant: str = "auto") -> Any:
-    """What attention returns by heads, as rows of words without padding.
+    """Rows of words without padding, from what attention returns by heads.
 
     out[w, h * dim + d] = src[b, h, s, d], with b * seq + s = w + padding_offset[w].
 
@@ -444,7 +258,7 @@ def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, 
 def _remove_rows(
     kernel: str, src: Array, padding_offset: Any, rows: Any, row_stride: int, heads: int, out: Any, variant: str
 ) -> Any:
-    """Launch either function that removes; `heads` is 0 where the layout is not by heads."""
+    """The body of both functions that remove; `heads` is 0 where the layout is not by heads."""
     words = _words(padding_offset, src, "src", rows)
     result = _removed_by_head(src, padding_offset) if heads else _removed(src, padding_offset)
     out = outputs(out, src, "src", result)
@@ -455,7 +269,7 @@ def _remove_rows(
     if words == 0 or hidden == 0:
         return out
     width = _width("src", item_size, dim * item_size, row_stride * item_size, arrays=(src, out))
-    layout = _layout(kernel, src.dtype, hidden, dim if heads else 0, width, variant)
+    layout = layout_of(kernel, src.dtype, hidden, dim if heads else 0, width, variant)
     launch(
         layout.variant,
         (ceil_div(words, layout.tile_rows), layout.chunks),
@@ -493,7 +307,7 @@ def rebuild_sequence_length_padding(
     out: Any = None,
     variant: str = "auto",
 ) -> Any:
-    """Rows of words back in their places in a padded batch, in one launch that writes every element.
+    """Rows of words, put back into their rows of a padded batch; one launch writes every element.
 
     Args:
         src: [words, hidden], float32, float16 or bfloat16; rows may be strided.
@@ -520,7 +334,7 @@ def rebuild_sequence_length_padding(
         check.shape("src", src.shape, (words, hidden), "[words, hidden]")
     if isinstance(fill, Array):
         check.fail("fill", "a number", type_name(fill), TypeError)
-    fill_bits = checked(_fill_bits, fill, src.dtype)
+    fill_word = checked(fill_bits, fill, src.dtype)
     out = outputs(out, src, "src", _rebuilt(src, padding_offset, batch, max_seq_len))
     if src.on_host:
         return run_twin(variant, VARIANTS)
@@ -529,7 +343,7 @@ def rebuild_sequence_length_padding(
         return out
     item_size = src.item_size
     width = _width("src", item_size, hidden * item_size, row_stride * item_size, arrays=(src, out))
-    layout = _layout("rebuild", src.dtype, hidden, 0, width, variant)
+    layout = layout_of("rebuild", src.dtype, hidden, 0, width, variant)
     launch(
         layout.variant,
         (ceil_div(rows, layout.tile_rows), layout.chunks),
@@ -539,7 +353,7 @@ def rebuild_sequence_length_padding(
         out=out,
         row_stride=row_stride * item_size // width,
         words=words,
-        fill=fill_bits,
+        fill=fill_word,
         geometry=layout.geometry | {"rows": rows},
     )
     return out
@@ -621,7 +435,7 @@ def add_qkv_bias_rebuild_padding(
         return out
     dim, biases = hidden // heads, (bias_q, bias_k, bias_v)
     width = _width("q", item_size, dim * item_size, *row_strides, arrays=(q, k, v, *biases, *out))
-    layout = _layout("add_bias", q.dtype, hidden, dim, width, variant)
+    layout = layout_of("add_bias", q.dtype, hidden, dim, width, variant)
     launch(
         layout.variant,
         (ceil_div(rows, layout.tile_rows), layout.chunks, 3),

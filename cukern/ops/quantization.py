@@ -1,4 +1,4 @@
-"""Quantization to 8 bits, FP8 or int8, with one scale, one for each row or one for each group; and to 4 bits."""
+"""Quantization to 8 bits (FP8, int8), with a scale for all, for each row or for each group; and to 4 bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: Below it a quotient might not be rounded exactly.
+#: The least eps: with smaller scales a quotient might not be rounded exactly.
 MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
 
@@ -64,7 +64,7 @@ def scaled_fp8_quant(
 ) -> tuple[Any, Any]:  # fmt: skip
     """FP8 (e4m3) with one scale, given or found, or one for each token.
 
-        largest = min(max |input|, scale_ub), over all of it or over a token; NaN does not count
+        largest = min(max |input|, scale_ub), over all of it or over a token; NaN is left out
         scale   = max(largest, 1 / 512) / 448
         out     = e4m3(input / scale), to nearest, ties to even, 448 at most; NaN stays NaN
 
@@ -125,7 +125,7 @@ def _group_results(dtype: str) -> Any:
 
 
 def _group_op(function: Any, dtype: str, more: str) -> Any:
-    """Declare a function that quantizes groups; `more` is what its schema has besides."""
+    """Declare a function that quantizes groups; `more`: further arguments of its schema."""
     schema = (
         f"{function.__name__}(Tensor x, int group_size, float eps=1e-10, *, bool column_major_scales=False, {more}"
         "Tensor? expert_num_tokens=None, Tensor(a!)? out_q=None, Tensor(b!)? out_s=None, str variant='auto') "
@@ -168,7 +168,7 @@ def per_token_group_quant_fp8(
 ) -> tuple[Any, Any]:  # fmt: skip
     """FP8 (e4m3) with a scale for each group of neighbours of a token.
 
-        scale = max(max |x|, eps) / 448, over a group; NaN does not count
+        scale = max(max |x|, eps) / 448, over a group; NaN is left out
         x_q   = e4m3(x / scale), to nearest, ties to even, 448 at most; NaN stays NaN
 
     Args:
@@ -178,8 +178,8 @@ def per_token_group_quant_fp8(
         column_major_scales: scales with the tokens side by side in memory: x_s is a transposed view, of [..., k /
             group_size, tokens].
         use_ue8m0: scales are rounded up to a power of two.
-        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, k]: how many tokens of each expert count.
-            Those past them are neither read nor written.
+        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, k]: the tokens of each expert. Rows past
+            them are neither read nor written.
         out_q, out_s: arrays to write into and return; out_q float8_e4m3fn, or uint8 for its bytes.
         variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
             the same bits.
@@ -240,7 +240,7 @@ def scaled_int8_quant(
                     azp = round(-128 - min input / scale)
 
     The second bound keeps input / scale, where all of a token is about the same, among the integers that float32 has.
-    Rounding is to the nearest, ties to even. NaN does not count, and becomes what 0 does.
+    Rounding is to the nearest, ties to even. NaN is left out of the scale, and quantized as 0 is.
 
     Args:
         input: [..., hidden], float32, float16 or bfloat16; rows may be strided, all by one distance.
@@ -321,8 +321,8 @@ def silu_and_mul_quant(
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
         group_size: divides inter; powers of two from 8 to 256 are the fast ones. None: one scale for each token.
         scale: a number, or a float32 array of one element on the device of `x`: the scale of all, without groups.
-        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: how many tokens of each expert
-            count. Those past them are neither read nor written.
+        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the tokens of each expert. Rows
+            past them are neither read nor written.
         out_q, out_s: arrays to write into and return; out_q float8_e4m3fn, or uint8 for its bytes.
         variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
             the same bits.
@@ -417,7 +417,7 @@ def quantize_mxfp4(x: Any) -> tuple[Any, Any]:
 def scaled_fp4_quant(input: Any, input_global_scale: Any) -> tuple[Any, Any]:
     """NVFP4: 4-bit floats (e2m1) with an FP8 scale for each 16 neighbours, and one for all.
 
-        scale = e4m3(input_global_scale * (max |input| / 6)), over a group; NaN does not count
+        scale = e4m3(input_global_scale * (max |input| / 6)), over a group; NaN is left out
         value = e2m1(input * (input_global_scale / scale)): 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign, the nearest, ties
                 to the even code, 0 where the scale is 0; NaN becomes 0
 

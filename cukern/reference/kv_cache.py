@@ -29,7 +29,7 @@ _FP8 = {
 
 
 def _dtype(cache: Array, kv_cache_dtype: str) -> np.dtype[Any]:
-    """What the bytes of a cache mean."""
+    """The dtype of the numbers in a cache, which may be given as bytes."""
     return _FP8[kv_cache_dtype] if kv_cache_dtype != "auto" and cache.dtype.itemsize == 1 else cache.dtype
 
 
@@ -38,7 +38,7 @@ def _factor(scale: Any) -> np.float32:
 
 
 def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
-    """`x` as the cache holds it: itself, or x / scale in float32, saturated and rounded once."""
+    """`x` as the cache stores it: itself, or x / scale in float32, saturated and rounded once."""
     dtype = _dtype(cache, kv_cache_dtype)
     if dtype == x.dtype:
         return x
@@ -52,18 +52,18 @@ def _scaled(latents: Array, rotary: Array) -> Array:
     """The bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]."""
     groups = latents.astype(np.float32).reshape(-1, LATENTS // GROUP, GROUP)
     with np.errstate(all="ignore"):
-        # fmax takes the number where the other one is NaN.
+        # fmax leaves NaN out.
         largest = np.fmax.reduce(np.abs(groups), axis=2, initial=0)
         scales = np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny)
         quotients = np.clip(groups / scales[..., None], -448, 448)
-        quotients[np.isnan(quotients)] = np.nan  # without a sign
+        quotients[np.isnan(quotients)] = np.nan  # positive, as the kernel has it
         stored = quotients.astype(ml_dtypes.float8_e4m3fn).reshape(-1, LATENTS)
         parts = stored, scales, rotary.astype(ml_dtypes.bfloat16)
     return np.concatenate([x.view(np.uint8) for x in parts], axis=1)
 
 
 def _unscaled(row: Array, dtype: np.dtype[Any]) -> Array:
-    """A token of FlashMLA's FP8 cache, [ENTRY] bytes, as [LATENTS + ROTARY] numbers."""
+    """The [LATENTS + ROTARY] numbers of a token in FlashMLA's FP8 cache, [ENTRY] bytes."""
     row = np.ascontiguousarray(row).view(np.uint8)
     stored, rotary = row[:SCALES_AT].view(ml_dtypes.float8_e4m3fn), row[ROTARY_AT:].view(ml_dtypes.bfloat16)
     scales = row[SCALES_AT:ROTARY_AT].view(np.float32).repeat(GROUP)

@@ -17,10 +17,9 @@ Array = NDArray[Any]
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 INT8 = np.dtype(np.int8)
-#: The largest number of each, to which the largest of a scale's numbers is mapped.
+#: The largest number of each format, which the largest magnitude of a row or group becomes.
 LARGEST = {E4M3: np.float32(448), INT8: np.float32(127)}
-#: What counts as the largest number where a row has none as large, with scales for whole rows of FP8 (1 / 512 is
-#: vLLM's) and with any other.
+#: The least magnitudes that a scale is made from: in FP8 for whole rows and tensors (vLLM's), and for all else.
 SMALLEST_FP8, SMALLEST = np.float32(1 / 512), np.float32(1e-10)
 
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
@@ -33,12 +32,12 @@ def _number(scale: Any) -> np.float32:
 
 
 def _largest(x: Array) -> Array:
-    """The largest magnitude along the last axis, which stays, of size 1; NaN does not count."""
+    """The largest magnitude along the last axis, which is kept with size 1; NaN is left out."""
     return np.fmax.reduce(np.abs(x), axis=-1, keepdims=True, initial=0)
 
 
 def _quantized(x: Array, scale: Any, dtype: np.dtype[Any], azp: Any = None) -> Array:
-    """x / scale + azp, rounded to nearest, ties to even, and saturated. NaN is 0x7f in FP8, and as 0 in int8."""
+    """round(x / scale) + azp, to nearest, ties to even, saturated. NaN is 0x7f in FP8, and quantized as 0 in int8."""
     with np.errstate(all="ignore"):
         quotient = x.astype(np.float32) / scale
         if dtype == E4M3:
@@ -70,7 +69,7 @@ def _by_groups(
 def _results(
     shape: tuple[int, ...], scales: tuple[int, ...], dtype: np.dtype[Any], out_q: Array | None, out_s: Array | None
 ) -> tuple[Array, Array]:
-    """What to write: zeros, or the arrays that were given, of which the first one may have its bytes under any name."""
+    """The arrays to write to: those that were given, or new ones. out_q may be uint8 for its bytes."""
     q = np.zeros(shape, dtype) if out_q is None else out_q
     return q, np.zeros(scales, np.float32) if out_s is None else out_s
 
@@ -171,7 +170,7 @@ def scaled_int8_quant(
         low = np.fmin.reduce(x, axis=-1, keepdims=True, initial=np.inf)
         high = np.fmax.reduce(x, axis=-1, keepdims=True, initial=-np.inf)
         low, high = np.where(low > high, np.float32(0), low), np.where(low > high, np.float32(0), high)
-        # The second one keeps quotients small enough to be whole numbers, where all of a row is about the same.
+        # The second bound, for a row of nearly equal numbers, keeps x / scale where float32 has all integers.
         scales = np.maximum((high - low) / np.float32(255), largest * np.float32(2**-22))
         zeros = np.rint(np.float32(-128) - low / scales)
         zeros[np.isnan(zeros)] = 0

@@ -11,13 +11,18 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
 from cukern.runtime import check
 from cukern.runtime.cuda import cupy, current_device, runtime
+
+#: An array that the public functions take: NumPy's, CuPy's, PyTorch's, or one of a library whose arrays are exchanged
+#: by DLPack, such as JAX. Results are of the arguments' library. For a type checker it is Any: no library declares what
+#: these have in common, and only NumPy must be installed.
+AnyArray: TypeAlias = Any
 
 #: A shape, or a function that finds it in a call's environment.
 Shape = tuple[int, ...] | Callable[[Sequence[Any]], tuple[int, ...]]

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cukern.commands import UserError
 from cukern.runtime import kernel
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _REPLAYS, _QUICK_REPLAYS = 11, 3
 _IMPORT = "import"
 # Without a terminal, rich would fold the tables at 80 characters.

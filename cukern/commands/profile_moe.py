@@ -1,4 +1,4 @@
-"""`python -m cukern profile`: a trace of one forward pass of the fused mixture-of-experts layer."""
+"""`python -m cukern profile-moe`: a trace of one forward pass of the fused mixture-of-experts layer."""
 
 from __future__ import annotations
 

@@ -1,0 +1,84 @@
+// Where the rows of gathered sequences lie in a paged cache.
+//
+//   row cu_seq_lens[b] + t of dst is place t % block_size of block block_table[b, first + t / block_size],
+//   with first = seq_starts[b] / block_size
+//
+// A row is left out that belongs to no sequence, to an entry outside of the table or to a block outside of the cache,
+// so that whatever the arrays hold, nothing is read or written outside of them.
+#pragma once
+#include "common/warp.cuh"
+#include "kv_cache/format.cuh"
+
+struct GatherRowsParams {
+    const char* src;        // [blocks, block_size, columns]
+    char* dst;              // T [tokens, columns]
+    const int* block_table; // [batch, table_columns], rows `table_stride` elements apart
+    const int* cu_seq_lens; // [batch + 1]
+    const int* seq_starts;  // [batch], may be null
+    Scale scale;
+    long long block_stride;
+    long long token_stride;
+    long long dst_stride;
+    long long table_stride;
+    int blocks;
+    int table_columns;
+    int batch;
+    int tokens;
+    int block_size;
+    Divisor by_block_size;
+    int columns;   // units in a row
+    int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
+    int tile_columns;
+    Divisor by_tile_columns;
+};
+
+// How many of the values, which never decrease, are at most `limit`; by a whole warp: 32 probes at once leave a 32nd of
+// them.
+__device__ __forceinline__ int count_up_to(const int* values, int count, long long limit, int lane) {
+    int low = 0, high = count;
+    while (low < high) {
+        const int step = (high - low - 1) / 32 + 1;
+        const long long probe = low + (lane + 1LL) * step - 1;
+        const bool counts = probe < high && __ldg(values + probe) <= limit;
+        low += __popc(__ballot_sync(FULL_WARP, counts)) * step;
+        high = int(min((long long)high, (long long)low + step - 1));
+    }
+    return low;
+}
+
+// Offset in src of row `token` of dst, or -1. At least `low` and at most `high` sequences begin at or before it.
+__device__ __forceinline__ long long find_row(const GatherRowsParams& p, long long token, int low, int high) {
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (__ldg(p.cu_seq_lens + middle) <= token)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    // The last sequence that begins at or before the token has it.
+    const int sequence = low - 1;
+    if (sequence < 0 || sequence >= p.batch) return -1;
+    const unsigned t = unsigned(token - __ldg(p.cu_seq_lens + sequence));
+    const unsigned block_of = p.by_block_size.quotient(t);
+    long long entry = block_of;
+    if (p.seq_starts) entry += __ldg(p.seq_starts + sequence) / p.block_size;
+    if (entry < 0 || entry >= p.table_columns) return -1;
+    const int block = __ldg(p.block_table + sequence * p.table_stride + entry);
+    if (unsigned(block) >= unsigned(p.blocks)) return -1;
+    return block * p.block_stride + (t - block_of * p.block_size) * p.token_stride;
+}
+
+// Offsets in src of the rows of a tile, from[r], or -1. All threads call it. Two warps find the sequences of the tile's
+// first and last row, between which each row finds its own.
+template <int THREADS>
+__device__ __forceinline__ void find_rows(const GatherRowsParams& p, long long first, int rows, long long* from) {
+    __shared__ int ends[2];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (warp < 2) {
+        const int found = count_up_to(p.cu_seq_lens, p.batch + 1, warp == 0 ? first : first + rows - 1, lane);
+        if (lane == 0) ends[warp] = found;
+    }
+    __syncthreads();
+    for (int r = threadIdx.x; r < rows; r += THREADS) from[r] = find_row(p, first + r, ends[0], ends[1]);
+    __syncthreads();
+}

@@ -1,0 +1,43 @@
+// Gather the tokens of sequences out of a paged cache, one after the other, converted from the cache's format.
+//
+//   dst[cu_seq_lens[b] + t] = read(src[block_table[b, first + t / block_size], t % block_size])
+//
+// with first = seq_starts[b] / block_size: see kv_cache/gather.cuh; read: see kv_cache/format.cuh.
+//
+// Grid: x: tiles of tokens of dst; y: parts of a row. Once it is known where the rows are, the threads move units as in
+// store_rows.
+//
+// Speed of light: memory, each row read once and written once. An H200 reaches 81% of the bandwidth of a copy at 8
+// sequences of 4096 rows of 576 bfloat16, and 73% from an FP8 cache.
+#include "kv_cache/gather.cuh"
+
+template <typename T, int FORMAT, int BYTES, int THREADS, int ITEMS>
+__global__ void __launch_bounds__(THREADS) gather_rows(const __grid_constant__ GatherRowsParams p) {
+    using Values = Read<T, FORMAT, BYTES>;
+    __shared__ long long from[THREADS * ITEMS];
+    const long long first = (long long)blockIdx.x * p.tile_rows;
+    const int rows = int(min((long long)p.tile_rows, p.tokens - first));
+    find_rows<THREADS>(p, first, rows, from);
+
+    Unit<Values::IN_BYTES> unit[ITEMS];
+    const float scale = FORMAT == SAME ? 1.f : p.scale.load();
+    auto locate = [&](int i, int& row, int& column) {
+        const int local = threadIdx.x + i * THREADS;
+        row = p.by_tile_columns.quotient(local);
+        column = blockIdx.y * p.tile_columns + local - row * p.tile_columns;
+        return row < rows && column < p.columns && from[row] >= 0;
+    };
+    int row, column;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        if (locate(i, row, column)) {
+            const char* at = p.src + from[row] + (long long)column * Values::IN_BYTES;
+            unit[i] = __ldg(reinterpret_cast<const Unit<Values::IN_BYTES>*>(at));
+        }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        if (locate(i, row, column)) {
+            char* at = p.dst + (first + row) * p.dst_stride + (long long)column * BYTES;
+            *reinterpret_cast<Unit<BYTES>*>(at) = Values::convert(unit[i], scale);
+        }
+}

@@ -1,0 +1,79 @@
+// Store the rows of new tokens in a paged cache that has rows: FlashAttention's layout or, if CONCAT, MLA's.
+//
+//   cache[slot, head, d] = stored(src[token, head, d])              stored: see kv_cache/format.cuh
+//   cache[slot] = [stored(src0[token]), stored(src1[token])]        if CONCAT: latents and rotary parts
+//
+// A cache has blocks of block_size tokens. slot_mapping gives each new token its slot: block slot / block_size, place
+// slot % block_size in it. A token whose slot is outside of the cache, such as -1, is left out.
+//
+// Grid: a block takes a tile of tokens, or of parts of long rows. Thread t takes units t, t + THREADS, ..., ITEMS of
+// them, and has asked for all of them, and for their slots, before it stores the first. x: tiles of tokens; y: parts of
+// a row; z: keys, values. If CONCAT, the columns of a token are those of both sources, and z is 0.
+//
+// Speed of light: memory, each row read once and written once. An H200 reaches 84% of the bandwidth of a copy at 8192
+// tokens of 8 heads of 128 in bfloat16 and 65% with an FP8 cache; with CONCAT, at 8192 tokens of 512 + 64, 67% and 40%.
+// A decoding step of 64 tokens takes 1.9 us, where an empty kernel takes 0.5.
+#include "kv_cache/format.cuh"
+
+struct Rows {
+    const char* src; // [tokens, columns]
+    char* cache;     // [blocks, block_size, heads, head_columns]; [blocks, block_size, p.columns] if CONCAT
+    Scale scale;
+    long long src_stride; // between tokens
+    long long block_stride;
+    long long token_stride;
+    long long head_stride;
+    int columns; // units in a row
+    int head_columns;
+    Divisor by_head_columns;
+};
+
+struct StoreRowsParams {
+    Rows rows[2];                  // keys, values. If CONCAT, two sources, without heads, of one cache: that of rows[0]
+    const long long* slot_mapping; // [tokens]
+    int tokens;
+    int slots; // of the cache
+    int block_size;
+    Divisor by_block_size;
+    int columns;   // units in a row, of both sources if CONCAT
+    int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
+    int tile_columns;
+    Divisor by_tile_columns;
+};
+
+template <typename T, int FORMAT, int BYTES, bool CONCAT, int THREADS, int ITEMS>
+__global__ void __launch_bounds__(THREADS) store_rows(const __grid_constant__ StoreRowsParams p) {
+    using Stored = Store<T, FORMAT, BYTES>;
+    Unit<BYTES> unit[ITEMS];
+    long long slot[ITEMS];
+    int column[ITEMS];
+    const Rows& rows = p.rows[CONCAT ? 0 : blockIdx.z];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        const int local = threadIdx.x + i * THREADS, row = p.by_tile_columns.quotient(local);
+        const int within = local - row * p.tile_columns;
+        const int token = blockIdx.x * p.tile_rows + row;
+        column[i] = blockIdx.y * p.tile_columns + within;
+        slot[i] = -1;
+        if (row < p.tile_rows && token < p.tokens && column[i] < p.columns) {
+            slot[i] = __ldg(p.slot_mapping + token);
+            const bool second = CONCAT && column[i] >= rows.columns;
+            const char* src = second ? p.rows[1].src : rows.src;
+            const long long src_stride = second ? p.rows[1].src_stride : rows.src_stride;
+            const long long at = second ? column[i] - rows.columns : column[i];
+            unit[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(src + token * src_stride + at * BYTES));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if ((unsigned long long)slot[i] < (unsigned long long)p.slots) {
+            const Quotient quotient(FORMAT == SAME ? 1.f : rows.scale.load());
+            const unsigned block = p.by_block_size.quotient(unsigned(slot[i]));
+            const unsigned place = unsigned(slot[i]) - block * p.block_size;
+            const int head = CONCAT ? 0 : rows.by_head_columns.quotient(column[i]);
+            char* to = rows.cache + block * rows.block_stride + place * rows.token_stride + head * rows.head_stride +
+                       (long long)(column[i] - head * rows.head_columns) * Stored::OUT_BYTES;
+            *reinterpret_cast<Unit<Stored::OUT_BYTES>*>(to) = Stored::convert(unit[i], quotient);
+        }
+    }
+}

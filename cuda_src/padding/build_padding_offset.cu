@@ -1,0 +1,99 @@
+// Where the words of a padded batch lie.
+//
+// A padded batch has batch * max_seq_len rows, of which the first lengths[b] of sequence b hold words. The words alone,
+// one sequence after the other, are `words` rows.
+//
+//   cu_seqlens[b]     = lengths[0] + ... + lengths[b - 1]
+//   padding_offset[w] = b * max_seq_len - cu_seqlens[b], for a word w of sequence b, whose padded row is then
+//                       w + padding_offset[w]
+//
+// Grid: a block per words_per_block words. There are few lengths, so each block sums them up itself, tile by tile, up
+// to its last word, and waits for no other block. The last block goes on to the end and writes cu_seqlens.
+//
+// Speed of light: launch latency, then the chain of a load, a scan and a binary search; only 4 bytes are written per
+// word. On an H200 16384 words of 64 sequences take 2.2 us, four times as long as an empty kernel.
+#include "common/warp.cuh"
+
+struct BuildParams {
+    const int* lengths;  // [batch], clamped to [0, max_seq_len]
+    int* padding_offset; // [words]
+    int* cu_seqlens;     // [batch + 1]
+    int words;           // as the caller counts them: words past the sum of the lengths get a row past the padded batch
+    int batch;
+    int max_seq_len;
+    int words_per_block;
+    int first_step; // the largest power of two below the sequences of a tile, at most below THREADS * LENGTHS
+};
+
+constexpr int LENGTHS = 4; // per thread and tile
+
+// Tiles of THREADS * LENGTHS sequences.
+template <int THREADS> struct Sequences {
+    static constexpr int TILE = THREADS * LENGTHS, WARPS = THREADS / 32;
+    const BuildParams& p;
+    int (&starts)[TILE]; // words before each sequence of the tile
+    int (&warp_sums)[WARPS];
+    const int lane, warp;
+    const bool last_block;
+
+    // Fills `starts` of the tile that begins with sequence `tile`, before which lie `before` words, and returns the
+    // words up to its end. The last block also writes cu_seqlens.
+    __device__ __forceinline__ int scan(int tile, int before) const {
+        int length[LENGTHS], sum = 0;
+#pragma unroll
+        for (int i = 0; i < LENGTHS; ++i) {
+            const int sequence = tile + threadIdx.x * LENGTHS + i;
+            length[i] = sequence < p.batch ? min(max(p.lengths[sequence], 0), p.max_seq_len) : 0;
+            sum += length[i];
+        }
+        const int inclusive = lanes_inclusive_sum<32>(sum);
+        if (lane == 31) warp_sums[warp] = inclusive;
+        __syncthreads();
+        const int sums = lanes_inclusive_sum<32>(lane < WARPS ? warp_sums[lane] : 0);
+        const int after = before + __shfl_sync(FULL_WARP, sums, WARPS - 1);
+        const int of_warps_before = __shfl_sync(FULL_WARP, sums, max(warp - 1, 0));
+        int start = before + (warp ? of_warps_before : 0) + inclusive - sum;
+#pragma unroll
+        for (int i = 0; i < LENGTHS; ++i) {
+            const int sequence = tile + threadIdx.x * LENGTHS + i;
+            starts[threadIdx.x * LENGTHS + i] = start;
+            start += length[i];
+            if (last_block && sequence < p.batch) p.cu_seqlens[sequence + 1] = start;
+        }
+        __syncthreads();
+        return after;
+    }
+    // The sequence of a word, counted from the tile's first: the last one that starts at or before it. Empty sequences
+    // that start there too come before it.
+    __device__ __forceinline__ int find(int word) const {
+        int sequence = 0;
+        for (int step = p.first_step; step > 0; step /= 2)
+            if (starts[sequence + step] <= word) sequence += step;
+        return sequence;
+    }
+};
+
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS) build_padding_offset(const __grid_constant__ BuildParams p) {
+    using Tiles = Sequences<THREADS>;
+    __shared__ int starts[Tiles::TILE];
+    __shared__ int warp_sums[Tiles::WARPS];
+    const bool last_block = blockIdx.x == gridDim.x - 1;
+    const Tiles sequences{p, starts, warp_sums, int(threadIdx.x % 32), int(threadIdx.x / 32), last_block};
+    const int first = int(blockIdx.x) * p.words_per_block;
+    const int end = last_block ? p.words : first + p.words_per_block;
+
+    int before = 0; // words of all sequences before the tile
+    for (int tile = 0; tile < p.batch && (before < end || last_block); tile += Tiles::TILE) {
+        const int after = sequences.scan(tile, before);
+        for (int word = max(first, before) + threadIdx.x; word < min(end, after); word += THREADS) {
+            const int sequence = sequences.find(word);
+            p.padding_offset[word] = (tile + sequence) * p.max_seq_len - starts[sequence];
+        }
+        before = after;
+        __syncthreads();
+    }
+    for (int word = max(first, before) + threadIdx.x; word < end; word += THREADS)
+        p.padding_offset[word] = p.batch * p.max_seq_len - before;
+    if (last_block && threadIdx.x == 0) p.cu_seqlens[0] = 0;
+}

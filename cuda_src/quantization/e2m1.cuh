@@ -1,0 +1,98 @@
+// 4-bit floats (e2m1), MXFP4 and NVFP4: the numbers 0, .5, 1, 1.5, 2, 3, 4 and 6 with a sign.
+#pragma once
+#include "common/quantize.cuh"
+
+// Numbers that share a scale.
+template <int FORMAT> constexpr int FP4_GROUP = FORMAT == MXFP4 ? 32 : 16;
+
+// The sign bits of 8 elements, each in the high bit of its nibble. `word`: the elements as they were loaded.
+template <typename T> __device__ __forceinline__ unsigned signs(const unsigned* word) {
+    unsigned even, odd; // the high bytes of elements 0, 2, 4, 6 and of 1, 3, 5, 7
+    if constexpr (sizeof(T) == 2) {
+        const unsigned low = __byte_perm(word[0], word[1], 0x7351), high = __byte_perm(word[2], word[3], 0x7351);
+        even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
+    } else {
+        even = __byte_perm(__byte_perm(word[0], word[2], 0x73), __byte_perm(word[4], word[6], 0x73), 0x5410);
+        odd = __byte_perm(__byte_perm(word[1], word[3], 0x73), __byte_perm(word[5], word[7], 0x73), 0x5410);
+    }
+    return (even >> 4 & 0x08080808) | (odd & 0x80808080);
+}
+
+// The codes of 8 numbers 2 * half[i] >= 0, one in a nibble: of the nearest number of e2m1, ties to the even code, at
+// most 6; NaN gives 0.
+//
+// Rounding without comparisons. The codes of 0, .5, 1, 1.5, 2, 3, 4 and 6 are 0 to 7, so a code is how many steps lie
+// below a number, and the steps are equal in three stretches: four from 0 to 2, two from 2 to 4, one from 4 to 6. A
+// saturating addition cuts the number to its part in a stretch, at no cost, and adding that, in steps, to ROUNDER,
+// whose unit in the last place is 1, rounds it to nearest even. Each stretch begins with an even code, so that a tie in
+// it goes to the even code, too.
+__device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
+    constexpr float ROUNDER = 12582912.f;
+    constexpr unsigned BITS = 0x4b400000u; // of ROUNDER
+    unsigned codes = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+        const float x = half[i];
+        float code = __fmaf_rn(__saturatef(x), 4.f, ROUNDER);
+        code = __fmaf_rn(__saturatef(__fadd_rn(x, -1.f)), 2.f, code);
+        code = __fadd_rn(__saturatef(__fadd_rn(x, -2.f)), code);
+        codes = codes * 16 + __float_as_uint(code);
+    }
+    return codes - BITS * 0x11111111u;
+}
+
+// The same, two at a time in float16, of halves of at most 11 significant bits, below 4, which float16 holds exactly.
+__device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
+    constexpr unsigned short ROUNDER = 0x6400; // 1024, whose unit in the last place is 1
+    // What the ROUNDERs leave in the bytes of codes 0, 2 | 1, 3 and 4, 6 | 5, 7; it is subtracted at the end.
+    constexpr unsigned BASE = ROUNDER * 0x10001u * 0x101u;
+    constexpr unsigned LOW = (BASE & 0xffff) * 0x10001u, HIGH = (BASE >> 16) * 0x10001u;
+    const auto number = [](float x) { return __float2half2_rn(x); };
+    unsigned word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const __half2 x = __floats2half2_rn(half[2 * i], half[2 * i + 1]);
+        __half2 code = __hfma2(__hadd2_sat(x, number(0.f)), number(4.f), __half2(__half2_raw{ROUNDER, ROUNDER}));
+        code = __hfma2(__hadd2_sat(x, number(-1.f)), number(2.f), code);
+        code = __hadd2(__hadd2_sat(x, number(-2.f)), code);
+        word[i] = reinterpret_cast<const unsigned&>(code);
+    }
+    const unsigned first = word[0] + word[1] * 256, second = word[2] + word[3] * 256;
+    return __byte_perm(first, second, 0x5410) + __byte_perm(first, second, 0x7632) * 16 - (LOW + HIGH * 16);
+}
+
+// The scale of an MXFP4 group (E8M0), and half of its reciprocal; largest: max |x|, or NaN.
+__device__ __forceinline__ unsigned mxfp4_scale(float largest, float& half) {
+    const int exponent = max(int(__float_as_uint(largest) >> 23) - 2, 0);
+    const bool number = exponent < 253;
+    half = number ? __uint_as_float(unsigned(253 - exponent) << 23) : 0.f;
+    return number ? exponent : 255;
+}
+
+// The scale of an NVFP4 group, the byte of an e4m3 number, and half of global / scale, 0 if the scale is. is_usual:
+// `global` is neither so small nor so large that a remainder could be inexact or overflow. Then, for a usual `largest`,
+// products with reciprocals, corrected by their remainders, replace two IEEE divisions and give the same bits.
+__device__ __forceinline__ unsigned nvfp4_scale(float largest, float global, bool is_usual, float& half) {
+    constexpr float RECIPROCAL = 1.f / 6.f;
+    constexpr unsigned SMALLEST = 37u << 23, RANGE = 217u << 23; // 2^-90 and, from there, up to 2^127
+    const auto number = [](unsigned byte) {
+        __nv_fp8_e4m3 scale;
+        scale.__x = (__nv_fp8_storage_t)byte;
+        return to_float(scale);
+    };
+    if (is_usual && __float_as_uint(largest) - SMALLEST < RANGE) {
+        const float part = __fmul_rn(largest, RECIPROCAL);
+        const float sixth = __fmaf_rn(-__fmaf_rn(part, 6.f, -largest), RECIPROCAL, part);
+        const unsigned byte = to_fp8<__NV_E4M3>(__fmul_rn(global, sixth));
+        const float scale = number(byte), guess = fast_reciprocal(scale);
+        const float reciprocal = __fmaf_rn(__fmaf_rn(-guess, scale, 1.f), guess, guess);
+        const float product = __fmul_rn(.5f * global, reciprocal);
+        const float quotient = __fmaf_rn(-__fmaf_rn(product, scale, -.5f * global), reciprocal, product);
+        half = byte == 0 ? 0.f : quotient;
+        return byte;
+    }
+    const unsigned byte = to_fp8<__NV_E4M3>(__fmul_rn(global, __fdiv_rn(largest, 6.f)));
+    const float scale = number(byte);
+    half = scale == 0 ? 0.f : .5f * __fdiv_rn(global, scale);
+    return byte;
+}

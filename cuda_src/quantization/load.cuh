@@ -1,0 +1,78 @@
+// Rows to quantize: which of them a block and its threads take, and the numbers that a thread has loaded.
+//
+// T: the elements of x. EACH: numbers of a unit, 8 or, where sizes or addresses do not allow that, 1; with 4 bits also
+// 16. ITEMS: units of a thread, or groups of units. BYTES: the width of a load.
+#pragma once
+#include "common/activation.cuh"
+#include "common/quantize.cuh"
+
+struct Rows {
+    const char* x;     // T [rows, k], or [rows, 2 * k] of which the second half is up
+    const int* counts; // [rows / max_tokens], may be null
+    long long stride;  // bytes between rows
+    int rows;
+    int max_tokens; // rows of one expert
+    Divisor by_max_tokens;
+    // Whether a row is one of the tokens of its expert. Rows past them are neither read nor written.
+    __device__ __forceinline__ bool is_counted(int row) const {
+        if (!counts) return true;
+        const int expert = by_max_tokens.quotient(row);
+        return row - expert * max_tokens < __ldg(counts + expert);
+    }
+};
+
+// A block takes a tile of rows, or of parts of long rows. Grid, x: tiles of rows; y: parts of a row. `threads`
+// neighbours have a row: thread t columns t, t + threads, ..., ITEMS of them. A thread has asked for all of them before
+// it looks at the first. A column is a unit or, in quantize_groups, what a lane has of a group.
+struct Tile {
+    int columns;      // in a row
+    int tile_rows;    // tile_rows * threads <= blockDim.x
+    int tile_columns; // a multiple of ITEMS
+    Divisor by_threads;
+    template <int ITEMS> __device__ __forceinline__ int threads() const { return unsigned(tile_columns) / ITEMS; }
+    // Row and first column of this thread in tile (x, y). False if there is no such row, or it is not counted.
+    template <int ITEMS>
+    __device__ __forceinline__ bool locate(const Rows& in, int x, int y, int& row, int& column) const {
+        const int tile_row = by_threads.quotient(threadIdx.x);
+        row = x * tile_rows + tile_row;
+        column = y * tile_columns + threadIdx.x - tile_row * threads<ITEMS>();
+        return tile_row < tile_rows && row < in.rows && in.is_counted(row);
+    }
+};
+
+// EACH neighbours of a row as they were loaded; with an activation, of both halves of a row, gate and up.
+template <typename T, int ACTIVATION, int EACH, int BYTES> struct Loaded {
+    static constexpr int HALVES = ACTIVATION ? 2 : 1, LOADS = EACH * int(sizeof(T)) / BYTES;
+    alignas(BYTES < 4 ? 4 : BYTES) Unit<BYTES> unit[HALVES][LOADS];
+
+    // up: bytes from the gate half to the up half.
+    __device__ __forceinline__ void load(const char* from, long long up) {
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i)
+                unit[half][i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from + half * up) + i);
+    }
+    // What is quantized: the numbers, or their activation.
+    __device__ __forceinline__ void values(float (&value)[EACH]) const {
+        floats(value, 0);
+        if constexpr (ACTIVATION) {
+            float up[EACH];
+            floats(up, 1);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) value[i] = activate<ACTIVATION>(value[i], up[i]);
+        }
+    }
+    __device__ __forceinline__ void floats(float (&value)[EACH], int half) const {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if constexpr (IS_BFLOAT16<T> && EACH % 2 == 0) {
+                // A bfloat16 is the high half of a float.
+                const unsigned pair = reinterpret_cast<const unsigned*>(unit[half])[i / 2];
+                value[i] = __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+            } else {
+                value[i] = to_float(reinterpret_cast<const T*>(unit[half])[i]);
+            }
+        }
+    }
+};

@@ -1,0 +1,83 @@
+// The largest magnitude of what a thread has loaded, and of a block.
+#pragma once
+#include "common/warp.cuh"
+#include "quantization/load.cuh"
+
+// The type of two 16-bit neighbours.
+template <typename T> struct PairOf;
+template <> struct PairOf<__half> {
+    using Type = __half2;
+};
+template <> struct PairOf<__nv_bfloat16> {
+    using Type = __nv_bfloat162;
+};
+
+// The larger one, or NaN if one of them is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+// Whether numbers are compared in pairs, while they have 16 bits: one instruction drops two signs, one compares two.
+template <typename T, int EACH> constexpr bool IN_PAIRS = sizeof(T) == 2 && EACH % 2 == 0;
+
+// combine(combine(map(pair 0), map(pair 1)), map(pair 2)) ..., of the pairs that were loaded.
+template <typename Map, typename Combine, typename T, int EACH, int BYTES>
+__device__ __forceinline__ auto reduce_pairs(const Loaded<T, NO_ACTIVATION, EACH, BYTES>& loaded, Map map,
+                                             Combine combine) {
+    using Pair = typename PairOf<T>::Type;
+    const Pair* pair = reinterpret_cast<const Pair*>(loaded.unit[0]);
+    Pair best = map(pair[0]);
+#pragma unroll
+    for (int i = 1; i < EACH / 2; ++i) best = combine(best, map(pair[i]));
+    return best;
+}
+
+// max(largest, max |loaded|). NaN is left out or, if NANS, is the result.
+template <bool NANS, typename T, int EACH, int BYTES>
+__device__ __forceinline__ float magnitude(const Loaded<T, NO_ACTIVATION, EACH, BYTES>& loaded, float largest) {
+    if constexpr (IN_PAIRS<T, EACH>) {
+        const auto best = reduce_pairs(
+            loaded, [](auto a) { return __habs2(a); },
+            [](auto a, auto b) { return NANS ? __hmax2_nan(a, b) : __hmax2(a, b); });
+        const float low = to_float(best.x), high = to_float(best.y);
+        return NANS ? max_or_nan(largest, max_or_nan(low, high)) : fmaxf(largest, fmaxf(low, high));
+    } else {
+        float value[EACH];
+        loaded.values(value);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            largest = NANS ? max_or_nan(largest, fabsf(value[i])) : fmaxf(largest, fabsf(value[i]));
+        return largest;
+    }
+}
+
+// The largest of a block's values, none of them negative or NaN. All threads call it, and all get the result.
+__device__ __forceinline__ float block_max(float value) {
+    __shared__ unsigned of_warp[32];
+    unsigned largest = __reduce_max_sync(FULL_WARP, __float_as_uint(value));
+    if (blockDim.x > 32) {
+        if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+        __syncthreads();
+        const unsigned lane = threadIdx.x % 32;
+        largest = __reduce_max_sync(FULL_WARP, lane < blockDim.x / 32 ? of_warp[lane] : 0);
+    }
+    return __uint_as_float(largest);
+}
+
+// The largest `first` and the largest `second` of a block; they may be negative, but not NaN.
+__device__ __forceinline__ void block_max(float& first, float& second) {
+    __shared__ uint2 of_warp[32];
+    uint2 key;
+    key.x = __reduce_max_sync(FULL_WARP, sortable(first)), key.y = __reduce_max_sync(FULL_WARP, sortable(second));
+    if (blockDim.x > 32) {
+        const int lane = threadIdx.x % 32;
+        if (lane == 0) of_warp[threadIdx.x / 32] = key;
+        __syncthreads();
+        const bool there = lane < blockDim.x / 32;
+        key.x = __reduce_max_sync(FULL_WARP, there ? of_warp[lane].x : 0);
+        key.y = __reduce_max_sync(FULL_WARP, there ? of_warp[lane].y : 0);
+    }
+    first = from_sortable(key.x), second = from_sortable(key.y);
+}

@@ -1,0 +1,214 @@
+"""The kernels of `padding`: their variants, and how rows are laid out over their blocks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukern.runtime import arrays, check, template
+from cukern.runtime.compile import Instance
+from cukern.runtime.describe import Array
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import late
+from cukern.runtime.op import forget_plans
+from cukern.runtime.plan import launch
+from cukern.runtime.units import divisor
+
+DTYPES = ("float32", "float16", "bfloat16")
+VARIANTS = ("auto", "specialized", "dynamic")
+WIDTHS = (16, 8, 4, 2)  # bytes of a unit, which a load or a store moves: a call takes the widest it is aligned for
+
+
+class Config(NamedTuple):
+    """Sizes of a model, fixed at compile time."""
+
+    hidden: int
+    head_dim: int
+
+
+SPECIALIZED = [
+    Config(768, 64),  # BERT-base, RoBERTa-base, ViT-B
+    Config(1024, 64),  # BERT-large, XLM-RoBERTa-large, BGE-M3
+    Config(4096, 128),  # Llama-3-8B and the embedding models made of Mistral-7B
+]
+
+_build = Kernel("padding/build_padding_offset", "build_padding_offset")
+_remove = Kernel("padding/remove_padding", "remove_padding")
+_rebuild = Kernel("padding/rebuild_padding", "rebuild_padding")
+_add_bias = Kernel("padding/add_bias_rebuild_padding", "add_bias_rebuild_padding")
+
+# Threads of a block and units of a thread, measured on an H200.
+THREADS_ITEMS = {"remove": (256, 2), "transpose_remove": (256, 2), "rebuild": (256, 2), "add_bias": (128, 4)}
+_MAX_COLUMNS = 1024  # of a specialized row, in units of 16 bytes
+_FEW_SEQUENCES = 1024  # up to so many are one tile of a block of 256 threads
+_MAX_BUILD_BLOCKS = 256
+
+
+def _shape(kernel: str, columns: int) -> tuple[int, int]:
+    """Threads of a block and units of each. A tile is at least as wide as a specialized row, of so many units."""
+    threads, items = THREADS_ITEMS[kernel]
+    while threads * items < columns:
+        threads *= 2
+    return threads, items
+
+
+def variant_of(kernel: str, dtype: str, width: int, columns: int = 0, head_columns: int = 0) -> Variant:
+    shape = _shape(kernel, columns)
+    if kernel == "add_bias":
+        return _add_bias.variant(arrays.CUDA_TYPE[dtype], width, columns, head_columns, *shape)
+    if kernel == "rebuild":
+        return _rebuild.variant(width, columns, *shape)
+    if kernel == "remove":
+        return _remove.variant(width, columns, "false", 0, *shape)
+    return _remove.variant(width, columns, "true", head_columns, *shape)
+
+
+def _variants(config: Config, dtype: str) -> list[Instance]:
+    per_unit = WIDTHS[0] // arrays.ITEM_SIZE[dtype]
+    columns, head_columns = config.hidden // per_unit, config.head_dim // per_unit
+    return [variant_of(kernel, dtype, WIDTHS[0], columns, head_columns).instance for kernel in THREADS_ITEMS]
+
+
+#: Specialized sizes of this process, each with the bytes of an element.
+registered: set[tuple[Config, int]] = set()
+
+
+def _list_instances() -> None:
+    by_function: dict[str, dict[Instance, None]] = {}
+    for dtype in DTYPES:
+        dynamic = [variant_of(kernel, dtype, WIDTHS[0]).instance for kernel in THREADS_ITEMS]
+        # Compiled at first use: other widths, and float32 in the models' sizes.
+        specialized = [i for config in SPECIALIZED for i in _variants(config, dtype)]
+        registered.update((config, arrays.ITEM_SIZE[dtype]) for config in SPECIALIZED)
+        for instance in dynamic + (specialized if dtype != "float32" else []):
+            by_function.setdefault(instance.function, {})[instance] = None
+        for kernel in (_remove, _rebuild, _add_bias):
+            own = [i for i in specialized if i.function == kernel.function and i not in kernel.specialized]
+            kernel.specialized = kernel.specialized + own
+    for kernel in (_remove, _rebuild, _add_bias):
+        kernel.at_import = list(by_function[kernel.function])
+    _build.at_import = [_build.variant(threads).instance for threads in (256, 1024)]
+
+
+_list_instances()
+
+
+def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> list[Instance]:
+    """Register variants for these sizes in this process, and return their instances; see `cukern.specialize`.
+
+    Raises ValueError where the specialized kernels cannot lay the rows out: hidden must be whole heads, a head whole
+    units of 16 bytes, and a row at most 1024 of them.
+    """
+    check.one_of("dtype", dtype, DTYPES)
+    check.integer("hidden", hidden, 1)
+    check.integer("head_dim", head_dim, 1, hidden)
+    item_size = arrays.ITEM_SIZE[dtype]
+    most = _MAX_COLUMNS * WIDTHS[0] // item_size
+    if hidden > most or hidden % head_dim or head_dim * item_size % WIDTHS[0]:
+        wanted = f"a multiple of head_dim up to {most}, and head_dim one of {WIDTHS[0] // item_size}"
+        check.fail("hidden", wanted, f"{hidden} with head_dim {head_dim}")
+    config = Config(hidden, head_dim)
+    registered.add((config, item_size))
+    forget_plans()
+    return _variants(config, dtype)
+
+
+# --- layouts ------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """A variant, and how rows of a size are laid out over its blocks."""
+
+    variant: Variant
+    threads: int
+    tile_rows: int
+    chunks: int  # tiles side by side in a row
+    geometry: dict[str, Any]  # fields of the template's Geometry, but for `rows`
+    head_columns: int
+
+    def heads(self, heads: Any, max_seq_len: Any) -> dict[str, Any]:
+        """The template's Heads."""
+        by_sizes = {"by_max_seq_len": divisor(max_seq_len), "by_head_columns": divisor(max(self.head_columns, 1))}
+        return {"heads": heads, "max_seq_len": max_seq_len, "head_columns": self.head_columns} | by_sizes
+
+
+def layout_of(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, variant: str) -> Layout:
+    """The variant and layout for rows of `hidden` elements; `head_dim` is 0 where they are not laid out by heads."""
+    check.one_of("variant", variant, VARIANTS)
+    item_size = arrays.ITEM_SIZE[dtype]
+    columns, head_columns = hidden * item_size // width, head_dim * item_size // width
+    known = width == WIDTHS[0] and any(
+        size == item_size and config.hidden == hidden and head_dim in (0, config.head_dim)
+        for config, size in registered
+    )
+    if variant == "specialized" and not known:
+        by_head = f" in heads of {head_dim}" if head_dim else ""
+        why = f"there is none for hidden {hidden}{by_head} in {dtype}, or the rows are not 16-byte aligned"
+        check.fail("variant", "'auto' or 'dynamic' here", f"'specialized': {why} (cukern.specialize adds one)")
+    fixed = known and variant != "dynamic"
+    chosen = variant_of(kernel, dtype, width, columns, head_columns) if fixed else variant_of(kernel, dtype, width)
+    threads, items = _shape(kernel, columns if fixed else 0)
+    chunks = -(-columns // (threads * items))
+    tile_columns = -(-columns // chunks)
+    tile_rows = threads * items // tile_columns
+    geometry: dict[str, Any] = {"columns": columns, "tile_rows": tile_rows, "tile_columns": tile_columns}
+    geometry["by_tile_columns"] = divisor(tile_columns)
+    return Layout(chosen, threads, tile_rows, chunks, geometry, head_columns)
+
+
+def fill_bits(fill: Any, dtype: str) -> int:
+    """The bits of `fill` in this dtype, in a 32-bit word: twice where the dtype has two bytes."""
+    try:
+        fill = float(fill)
+    except (TypeError, ValueError):
+        check.fail("fill", "a number", f"{fill!r} ({type(fill).__name__})", TypeError)
+    return _element_bits(fill, math.copysign(1, fill), dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _element_bits(fill: float, sign: float, dtype: str) -> int:
+    """`sign` is that of `fill`: 0.0 and -0.0 are equal, so the cache would take one for the other."""
+    with np.errstate(over="ignore"):
+        element = np.full(4 // arrays.ITEM_SIZE[dtype], fill, arrays.numpy_dtype(dtype))
+    return int(element.view(np.uint32)[0])
+
+
+# --- the launch of build_padding_offset -----------------------------------------------------------------
+
+
+def launch_build(
+    sequence_length: Array, max_seq_len: Any, padding_offset: Array | None, cu_seqlens: Array, words: Any
+) -> None:
+    batch = sequence_length.shape[0]
+    threads = 256 if batch <= _FEW_SEQUENCES else 1024
+    words_per_block = late(_words_per_block, words, threads)
+    launch(
+        _build.variant(threads),
+        late(_blocks, words, words_per_block),
+        threads,
+        lengths=sequence_length,
+        padding_offset=padding_offset,
+        cu_seqlens=cu_seqlens,
+        words=words,
+        batch=batch,
+        max_seq_len=max_seq_len,
+        words_per_block=words_per_block,
+        first_step=late(_first_step, batch, threads * template.constants("padding/build_padding_offset")["LENGTHS"]),
+    )
+
+
+def _words_per_block(words: int, threads: int) -> int:
+    return threads * max(1, -(-words // (threads * _MAX_BUILD_BLOCKS)))
+
+
+def _blocks(words: int, words_per_block: int) -> int:
+    return max(1, -(-words // words_per_block))
+
+
+def _first_step(batch: int, tile: int) -> int:
+    """The largest power of two below the sequences of a tile."""
+    in_tile = min(batch, tile)
+    return 1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0

@@ -1,0 +1,292 @@
+"""What the notebooks share of times: measuring them, and drawing them beside their floor and other kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+
+from benchmarks import report
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200.json"
+
+Row = dict[str, Any]
+
+#: Sizes that say that nothing is special, which a case's name leaves out.
+_USUAL = {"ragged": "false", "causal": "false", "topk": 0, "query_tokens": 1, "layout": "vllm", "page_size": 64}
+_USUAL_VARIANTS = ("auto", "specialized", "vector")
+_STYLES = {"cukern": "C0o-", "torch": "C3v-", "torch.compile": "C4^-", "floor": "k--"}
+_OTHER_STYLES = ("C1s-", "C2D-", "C5P-", "C6X-", "C7*-", "C8h-")
+
+
+# --- axes ---------------------------------------------------------------------------------------------
+
+
+def round_ticks(ax: Axes, *which: str, at: Iterable[float] | None = None) -> None:
+    """Make the axes named, "x" or "y", logarithmic with plain numbers at 1, 2, 5, 10, 20 and so on, or `at` these."""
+    for name in which:
+        axis = getattr(ax, f"{name}axis")
+        getattr(ax, f"set_{name}scale")("log")
+        low, high = sorted(getattr(ax, f"get_{name}lim")())
+        if at is None:
+            decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+            steps = (1, 2, 5) if math.log10(high / low) < 2.6 else (1,) if math.log10(high / low) > 5 else (1, 3)
+            ticks = [step * 10.0**decade for decade in decades for step in steps]
+        else:
+            ticks = list(at)
+        axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
+def curves(
+    ax: Axes,
+    lines: Mapping[str, Mapping[float, float]],
+    *,
+    xlabel: str,
+    title: str = "",
+    ylabel: str = "microseconds per call",
+    at: Iterable[float] | None = None,
+) -> None:
+    """Draw each line, a mapping from a size to a time, over logarithmic axes whose ticks are round.
+
+    `at`: the ticks of the sizes; the sizes themselves where there are few.
+    """
+    others = iter(_OTHER_STYLES)
+    for name, line in lines.items():
+        if line:
+            ax.plot(list(line), list(line.values()), _STYLES.get(name) or next(others), markersize=4, label=name)
+    sizes = sorted({size for line in lines.values() for size in line})
+    round_ticks(ax, "y")
+    round_ticks(ax, "x", at=at if at is not None else sizes if len(sizes) <= 9 else None)
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    ax.grid(which="major", alpha=0.3)
+    ax.legend(frameon=False)
+
+
+# --- times of this run --------------------------------------------------------------------------------
+
+
+class Clock:
+    """Times cases of the benchmarks, each beside its floor and what else a user would call.
+
+    It has `is_here`, whether there is a GPU and PyTorch to time on; else it says so, and measures nothing.
+    """
+
+    def __init__(self, on_gpu: bool, *, matrix: bool = False) -> None:
+        try:
+            import torch
+        except ImportError:
+            self.is_here = False
+        else:
+            self.is_here = on_gpu and torch.cuda.is_available()
+        if not self.is_here:
+            print("Nothing was timed: that takes a GPU and PyTorch, and a time of the twin says nothing of the kernel.")
+            return
+        from benchmarks import harness
+
+        self.timer = harness.Timer(replays=7)
+        self.ceilings = self.timer.ceilings(matrix=matrix)
+        print(
+            f"an empty kernel takes {self.ceilings.kernel_us:.2f} us, a copy moves {self.ceilings.copy_tb_s:.2f} TB/s"
+        )
+        if matrix:
+            print(f"a large product of matrices in bfloat16 makes {self.ceilings.matmul_tflop_s:.0f} TFLOP/s")
+
+    def row(self, case: Any, baselines: Sequence[str] = ("torch",), peers: Sequence[str] = ()) -> Row:
+        """The measured row of one case, as the results of the benchmarks have them, with these baselines and peers."""
+        from benchmarks import harness
+
+        case = dataclasses.replace(
+            case,
+            baselines={name: case.baselines[name] for name in baselines if name in case.baselines},
+            peers={name: case.peers[name] for name in peers if name in case.peers},
+            host=False,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.compile's advice
+            measured = harness.measure(case, self.timer, self.ceilings)
+        print(*measured.problems, sep="\n", end="\n" * len(measured.problems))
+        return measured.row
+
+    def rows(
+        self,
+        cases: Iterable[Any],
+        baselines: Sequence[str] = ("torch",),
+        peers: Sequence[str] = (),
+        name_of: Callable[[Row], str] | None = None,
+    ) -> list[Row]:
+        """The rows of many cases, printed as a table. Without a GPU there are none."""
+        if not self.is_here:
+            return []
+        rows = [self.row(case, baselines, peers) for case in cases]
+        print_rows(rows, name_of or words)
+        return rows
+
+
+def print_rows(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> None:
+    """Print a table of rows: time, floor, the share of the floor that is reached, and each baseline."""
+    named = [(name_of or words)(row) for row in rows]
+    wide = max(map(len, named), default=0)
+    others = list(dict.fromkeys(name for row in rows for name in row["baselines"]))
+    heads = "".join(f" {name:>{max(9, len(name))}}" for name in others)
+    print(f"\n{'microseconds':{wide}} {'us':>8} {'floor':>8} {'share':>6}{heads}")
+    for name, row in zip(named, rows, strict=True):
+        cells = (row["baselines"].get(other) for other in others)
+        told = "".join(
+            f" {'' if us is None else report.figure(us):>{max(9, len(other))}}"
+            for us, other in zip(cells, others, strict=True)
+        )
+        share = f"{row['floor_us'] / row['us']:.0%}"
+        print(f"{name:{wide}} {report.figure(row['us']):>8} {report.figure(row['floor_us']):>8} {share:>6}{told}")
+
+
+def bars(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> None:
+    """Draw the times of rows as bars, each with its floor and its baselines."""
+    if not rows:
+        print("There are no times to plot.")
+        return
+    others = list(dict.fromkeys(name for row in rows for name in row["baselines"]))
+    names = ["cukern", *others]
+    height = 0.8 / len(names)
+    _, ax = plt.subplots(figsize=(11, 0.9 + (0.13 + 0.11 * len(names)) * len(rows)), layout="constrained")
+    for i, name in enumerate(names):
+        found = [(y, row["us"] if i == 0 else row["baselines"].get(name)) for y, row in enumerate(rows)]
+        places = [(y + (i - len(others) / 2) * height, us) for y, us in found if us is not None]
+        color = _STYLES.get(name, _OTHER_STYLES[i % len(_OTHER_STYLES)])[:2]
+        ax.barh(*zip(*places, strict=True), height=height, color=color, label=name)
+    y = [place - len(others) / 2 * height for place in range(len(rows))]
+    ax.scatter([row["floor_us"] for row in rows], y, marker="|", s=90, color="0", zorder=3, label="floor")
+    ax.set_xlim(min(row["floor_us"] for row in rows) / 1.6)
+    ax.set_ylim(-0.7, len(rows) - 0.3)
+    round_ticks(ax, "x")
+    ax.set(xlabel="microseconds per call")
+    ax.set_yticks(range(len(rows)), [(name_of or words)(row) for row in rows], fontsize=7)
+    ax.invert_yaxis()
+    ax.grid(axis="x", alpha=0.3)
+    ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    plt.show()
+
+
+# --- kept results -------------------------------------------------------------------------------------
+
+
+def words(row: Row) -> str:
+    """An op and its sizes, without those that say that nothing is special."""
+    sizes = [f"{name} {value}" for name, value in row["case"].items() if _USUAL.get(name) != value]
+    return " ".join([row["op"], *sizes, *([row["variant"]] if row["variant"] not in _USUAL_VARIANTS else [])])
+
+
+def kept(*ops: str) -> tuple[str, list[Row]]:
+    """The GPU and the days on which these ops were measured, and their rows, of the results kept in the checkout."""
+    content = json.loads(RESULTS.read_text())
+    rows = [row for row in content["rows"] if row["op"] in ops]
+    days = sorted({content["ops"][op]["date"][:10] for op in ops if op in content["ops"]})
+    return f"{content['gpu']}, {' and '.join(days)}", rows
+
+
+def roofline(*ops: str, most: int = 20) -> None:
+    """Print and draw the times of ops against their floors, and the fastest that was measured beside them.
+
+    The floor is the longer of two times: of the bytes at the speed of a copy, and of the products at the speed of a
+    large product of matrices; both speeds were measured in the same run. At most so many cases are printed, with
+    those farthest from their floor first; all are drawn.
+    """
+    where, rows = kept(*ops)
+    rows.sort(key=_share)
+    print(f"{where}: {len(rows)} cases\n")
+    print(f"{'us':>9} {'floor':>9} {'share':>6}  {'fastest other':32} {'ratio':>5}  case")
+    for row in rows[:most]:
+        told, ratio = _fastest(row)
+        figures = f"{report.figure(row['us']):>9} {report.figure(row['floor_us']):>9} {_share(row):6.0%}"
+        print(f"{figures}  {told:32} {ratio:>5}  {words(row)}")
+    if len(rows) > most:
+        print(f"and {len(rows) - most} more, which reach {_share(rows[most]):.0%} or more of their floor")
+    _draw_roofline(rows, [op for op in ops if any(row["op"] == op for row in rows)])
+
+
+def _share(row: Row) -> float:
+    return row["floor_us"] / row["us"]
+
+
+def _fastest(row: Row) -> tuple[str, str]:
+    """The fastest baseline with its time, and how many times as long it takes; nothing where there is none."""
+    if not row["baselines"]:
+        return "", ""
+    best = min(row["baselines"], key=row["baselines"].__getitem__)
+    return f"{best} {report.figure(row['baselines'][best])}", f"{row['baselines'][best] / row['us']:.2f}"
+
+
+def _draw_roofline(rows: list[Row], ops: Sequence[str]) -> None:
+    _, ax = plt.subplots(figsize=(9, 4.4), layout="constrained")
+    for row in rows:
+        if row["baselines"]:
+            best = row["floor_us"] / min(row["baselines"].values())
+            ax.plot([row["floor_us"]] * 2, [_share(row), best], color="0.85", linewidth=0.9, zorder=1)
+            ax.plot(row["floor_us"], best, "_", color="0.35", markersize=8, zorder=2)
+    for i, op in enumerate(ops):
+        points = [(row["floor_us"], _share(row)) for row in rows if row["op"] == op]
+        ax.plot(*zip(*points, strict=True), "os^DvPX*h"[i // 10 % 9], color=f"C{i % 10}", markersize=5, label=op)
+    ax.plot([], [], "_", color="0.35", label="fastest other")
+    ax.axhline(1, color="0", linewidth=0.9)
+    low, high = (limit(row["floor_us"] for row in rows) for limit in (min, max))
+    ax.set_xlim(low / 1.5, high * 1.5)
+    round_ticks(ax, "x")
+    ax.set_ylim(0, 1.1)
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    ax.set(xlabel="floor, microseconds", ylabel="floor by time", title="The share of the floor that is reached")
+    ax.grid(which="major", alpha=0.3)
+    ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    plt.show()
+
+
+def beside(*ops: str, most: int = 24) -> None:
+    """Print and draw how long the kernels of other libraries take, of the results kept of one run on an H200.
+
+    At most so many cases are shown, and among them those in which an op does worst.
+    """
+    where, rows = kept(*ops)
+    rows = sorted((row for row in rows if report.peers_of(row)), key=_best_ratio)
+    behind = sum(_best_ratio(row) < 1 for row in rows)
+    print(f"{where}: {len(rows)} cases, in {behind} of them another library is faster\n")
+    print(f"{'us':>9}  {'ratio':>5}  {'fastest other library':32} case")
+    for row in rows[:most]:
+        peers = report.peers_of(row)
+        best = min(peers, key=peers.__getitem__)
+        named = f"{best} {peers[best]:.2f}"
+        print(f"{row['us']:9.2f}  {_best_ratio(row):5.2f}  {named:32} {words(row)}")
+    if len(rows) > most:
+        print(f"and {len(rows) - most} more, in which the ratio is {_best_ratio(rows[most]):.2f} or more")
+    _draw_ratios(rows[:most], dict.fromkeys(name for row in rows[:most] for name in report.peers_of(row)))
+
+
+def _best_ratio(row: Row) -> float:
+    return min(report.peers_of(row).values()) / row["us"]
+
+
+def _draw_ratios(rows: list[Row], names: Mapping[str, None]) -> None:
+    _, ax = plt.subplots(figsize=(11, 1.3 + 0.26 * len(rows)), layout="constrained")
+    ax.axvline(1, color="0.2", linewidth=1)
+    largest = smallest = 1.0
+    for i, name in enumerate(names):
+        found = [(report.peers_of(row).get(name), y, row["us"]) for y, row in enumerate(rows)]
+        points = [(us / own, y) for us, y, own in found if us is not None]
+        ax.plot(*zip(*points, strict=True), "o^svDPX*h<>d"[i % 12], color=f"C{i}", markersize=6, label=name)
+        largest, smallest = max(largest, *(x for x, _ in points)), min(smallest, *(x for x, _ in points))
+    ax.axvspan(smallest / 1.15, 1, color="C3", alpha=0.07)
+    ax.set_xlim(smallest / 1.15, largest * 1.15)
+    round_ticks(ax, "x", at=[0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50])
+    ax.set_yticks(range(len(rows)), [words(row) for row in rows], fontsize=7)
+    ax.set_xlabel("time of another library's kernel by the time of cukern's; shaded: the other one is faster")
+    ax.invert_yaxis()
+    ax.grid(axis="x", alpha=0.3)
+    ax.legend(frameon=False, fontsize=8)
+    plt.show()
