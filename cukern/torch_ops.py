@@ -26,10 +26,14 @@ The operators are those that the functions declare with `cukern.runtime.op`. The
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.machinery
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from string import ascii_lowercase
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +41,9 @@ import torch
 from cukern.runtime import check
 from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS
+
+#: The module of torch.compile that takes graphs.
+_COMPILER = "torch._dynamo"
 
 # The operators live as long as this object, and a reload of the module must leave them to those who hold them.
 if "_library" not in globals():
@@ -174,14 +181,50 @@ def _as_results(found: Any) -> list[Any]:
     return [found] if isinstance(found, Result) else list(found)
 
 
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `function` right after the module `name` has been imported."""
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        self.name = name
+        self.function = function
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next((x for x in (finder.find_spec(fullname, path, target) for finder in others) if x), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self.function()
+
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+
 def _register_all() -> None:
-    for name, (function, schemas) in OPERATORS.items():
-        if not hasattr(torch.ops.cukern, name):
-            _register_op(function, name, schemas)
+    """Register the operators of all functions that have none yet."""
+    new = {name: entry for name, entry in OPERATORS.items() if not hasattr(torch.ops.cukern, name)}
+    out_names = {name: _register_op(function, name, schemas) for name, (function, schemas) in new.items()}
+
+    def keep_in_graph() -> None:
+        for name, (function, _) in new.items():
+            _keep_in_graph(function, getattr(torch.ops.cukern, name), out_names[name])
+
+    # torch.compile and torch.export alone import the compiler, which takes over a second.
+    if _COMPILER in sys.modules:
+        keep_in_graph()
+    elif new:
+        sys.meta_path.insert(0, _AfterImport(_COMPILER, keep_in_graph))
 
 
-def _register_op(function: Callable[..., Any], name: str, schemas: Mapping[str, Any]) -> None:
-    """Register the operator of a function, with all its overloads."""
+def _register_op(function: Callable[..., Any], name: str, schemas: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Register the operator of a function, with all its overloads.
+
+    Returns the results that `out` stands for, by overload.
+    """
     out_names = {}
     for schema, results in schemas.items():
         found, _, flag = schema.split("(", 1)[0].partition(".")
@@ -194,7 +237,7 @@ def _register_op(function: Callable[..., Any], name: str, schemas: Mapping[str, 
             _register(call, _out_schema(schema), None, out_names[flag])
         if functional := _functional_schema(schema):
             _register(call, functional, results)
-    _keep_in_graph(function, getattr(torch.ops.cukern, name), out_names)
+    return out_names
 
 
 _register_all()

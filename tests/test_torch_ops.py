@@ -200,6 +200,19 @@ def test_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("first", ["cukern.torch_ops", "torch._dynamo"])
+def test_the_compiler_is_imported_when_it_is_used(first: str) -> None:
+    code = f"""
+import sys, torch, {first}
+import cukern.torch_ops
+assert ("torch._dynamo" in sys.modules) == ({first!r} == "torch._dynamo")
+logits, bias = torch.zeros(3, 8), torch.arange(8.0)
+route = torch.compile(lambda *args: cukern.moe_fused_gate(*args, 2, 1, 2), fullgraph=True, backend="eager")
+assert route(logits, bias)[1].tolist() == [[7, 6]] * 3
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # --- eager --------------------------------------------------------------------------------------------
 
 
