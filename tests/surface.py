@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,18 @@ def _schemas() -> dict[str, str]:
     return {f"{x.name}.{x.overload_name}".rstrip("."): str(x) for x in schemas}
 
 
+def _arguments(function: Callable[..., Any]) -> str:
+    """The names, kinds and defaults of the arguments: no program relies on the annotations."""
+    signature = inspect.signature(function)
+    bare = [x.replace(annotation=inspect.Parameter.empty) for x in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
 def _signatures() -> dict[str, str]:
     functions = {name: getattr(cukern, name) for name in cukern.__all__}
     # An exception has no signature of its own.
     return {
-        name: str(inspect.signature(x)) if inspect.isfunction(x) else f"class({x.__base__.__name__})"
+        name: _arguments(x) if inspect.isfunction(x) else f"class({x.__base__.__name__})"
         for name, x in functions.items()
     }
 
@@ -52,7 +60,7 @@ def _variants() -> dict[str, list[str]]:
 
 def _specialize() -> dict[str, str]:
     functions = {stem: getattr(sys.modules[f"cukern.ops.{stem}"], "specialize", None) for stem in KERNELS}
-    return {stem: str(inspect.signature(function)) for stem, function in functions.items() if function}
+    return {stem: _arguments(function) for stem, function in functions.items() if function}
 
 
 def surface() -> dict[str, dict[str, Any]]:
