@@ -18,7 +18,8 @@ from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
 from tests.buffers import OnlyDLPack, same_bits
-from tests.calls import CALLS, LARGE_CALLS, NO_OPS, Call, as_list, copied, floats, poisoned
+from tests.calls import CALLS, NO_OPS, Call, as_list, copied, floats, poisoned
+from tests.large_calls import LARGE_CALLS
 
 HOST, GPU = ("numpy", "cpu", "foreign"), ("cupy", "cuda", "foreign cuda")
 ALL = {**CALLS, **LARGE_CALLS}
