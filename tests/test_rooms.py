@@ -1,4 +1,4 @@
-"""The rule of the rooms: an op has one file in each room, under one stem."""
+"""The rule of the rooms: an op has one file in each room, under one stem; a kernel has a file, and a function a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import cukern
-from tests import gpu_record
+from tests import function_lengths, gpu_record
 from tests.gpu_record import COMPOSITIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +142,102 @@ def test_each_function_has_a_row_in_the_readme(stem: str, name: str) -> None:
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
     found = [row for row in rows if re.search(rf"`(cukern\.)?{name}\b", row.split("|")[1])]
     assert found, f"no table of README.md has a row that starts with `{name}`"
+
+
+# --- one kernel a file, functions of a page -----------------------------------------------------------
+
+CUDA_FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "cuda_src").rglob("*.cu*"))
+PYTHON_FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("cukern", "tests", "benchmarks", "notebooks")
+    for path in (ROOT / folder).rglob("*.py")
+)
+MOST_LINES = 120
+
+
+@pytest.mark.parametrize("file", CUDA_FILES)
+def test_a_cu_file_has_one_kernel_and_a_header_none(file: str) -> None:
+    lines = (line.partition("//")[0] for line in (ROOT / file).read_text().splitlines())
+    assert sum(len(re.findall(r"\b__global__\b", line)) for line in lines) == file.endswith(".cu")
+
+
+@pytest.mark.parametrize("folder", sorted({str(Path(x).parent) for x in CUDA_FILES} - {"cuda_src", "cuda_src/common"}))
+def test_a_folder_has_several_kernels(folder: str) -> None:
+    # One alone is a file of the stem's name.
+    assert len(list((ROOT / folder).glob("*.cu"))) > 1
+
+
+@pytest.mark.parametrize("file", [*CUDA_FILES, *PYTHON_FILES])
+def test_functions_are_no_longer_than_a_page(file: str) -> None:
+    source = (ROOT / file).read_text()
+    functions = function_lengths.of_python(source) if file.endswith(".py") else function_lengths.of_cuda(source)
+    assert not [f"{file}:{x.line} {x.head[-60:]}: {x.length} lines" for x in functions if x.length > MOST_LINES]
+
+
+PYTHON = """\
+@cached
+def f():
+    return 1
+
+
+class C:
+    async def g(self):
+        def h(): pass
+        return h
+"""
+
+
+def test_the_lines_of_a_python_function_are_counted() -> None:
+    functions = function_lengths.of_python(PYTHON)
+    assert [(x.head, x.line, x.length) for x in functions] == [("f", 2, 2), ("g", 7, 3), ("h", 8, 1)]
+
+
+CUDA = """\
+// Comments { with braces
+#define TWICE(x) \\
+    { x; x; }
+constexpr int TABLE[] = {
+    1,
+};
+namespace shapes {
+template <typename T> struct Tile {
+    int rows;
+    __device__ int size() const { return rows; }
+    /* not
+       counted */
+    template <int N>
+    __device__ void load(const T* from, // a comment in the head
+                         int stride) {
+        for (int i = 0; i < N; i++) {
+            get(i);
+        }
+    }
+};
+} // namespace shapes
+template <int N>
+__global__ void __launch_bounds__(N)
+    fill(const __grid_constant__ Params p) {
+    auto each = [&](int i) {
+        p.out[i] = 0;
+    };
+#pragma unroll
+
+    each(threadIdx.x);
+}
+"""
+
+
+def test_the_lines_of_a_cuda_function_are_counted_from_its_head_to_its_end() -> None:
+    load, fill = function_lengths.of_cuda(CUDA)
+    assert load.head == "template <int N> __device__ void load(const T* from, int stride) {"
+    assert (load.line, load.length) == (13, 7)
+    assert fill.head.endswith("fill(const __grid_constant__ Params p) {")
+    assert (fill.line, fill.length) == (22, 10)
+
+
+def test_a_cuda_function_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the body after `fill\(.* has no end"):
+        list(function_lengths.of_cuda(CUDA.rstrip("}\n")))
 
 
 def test_notebooks_are_small() -> None:
