@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+#: The stems whose kernels are a folder.
+FOLDERS = sorted({path.parent.name for path in (ROOT / "cuda_src").glob("*/*.cu")})
 
 
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -66,8 +68,10 @@ def _sources(folder: str) -> set[str]:
 
 def test_the_wheel_holds_the_package_and_the_templates_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert {"cukern/cuda_src/moe_gate.cu", "cukern/py.typed"} <= names
-    assert any(name.startswith("cukern/cuda_src/common/") for name in names)
+    assert "cukern/py.typed" in names
+    assert {f"cukern/cuda_src/{folder}" for folder in ("common", *FOLDERS)} <= {
+        name.rpartition("/")[0] for name in names
+    }
     assert names == _sources("cukern") | {f"cukern/{name}" for name in _sources("cuda_src")}
 
 
@@ -85,7 +89,7 @@ def test_the_source_distribution_holds_the_tests(distributions: Path) -> None:
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "Makefile", "cuda_src/moe_gate.cu", "tests/test_packaging.py"} <= names
+    assert {"LICENSE", "README.md", "Makefile", "tests/test_packaging.py"} | _sources("cuda_src") <= names
     # Without its pins the Makefile installs nothing.
     assert {path.name for path in ROOT.glob("constraints*.txt")} == {n for n in names if n.startswith("constraints")}
 
@@ -108,3 +112,20 @@ def test_the_wheel_compiles_kernels_outside_the_checkout(clean_python: Path, tmp
     cubins = list(cache.rglob("*.cubin"))
     assert cubins
     assert all(path.read_bytes().startswith(b"\x7fELF") for path in cubins)
+
+
+def test_the_wheel_compiles_a_kernel_of_each_folder(clean_python: Path, tmp_path: Path) -> None:
+    code = f"""
+import os, cukern
+from cukern.runtime import compile
+from cukern.runtime.kernel import KERNELS
+for stem in {FOLDERS}:
+    own = min((x for x in KERNELS[stem] if x.at_import and "/" in x.file), key=lambda x: x.compile_s)
+    path, _ = compile.cubin(own.at_import[0], "80")
+    print(stem, own.file, os.path.relpath(compile.CUDA_SRC, os.path.dirname(cukern.__file__)))
+"""
+    settings = {"CUKERN_CACHE_DIR": str(tmp_path / "cache"), "CUKERN_COMPILE": "lazy"}
+    lines = [line.split() for line in _run(clean_python, "-c", code, cwd=tmp_path, **settings).splitlines()]
+    assert FOLDERS and [stem for stem, _, _ in lines] == FOLDERS
+    for stem, file, source in lines:
+        assert file.startswith(f"{stem}/") and source == "cuda_src"

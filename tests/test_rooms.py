@@ -1,4 +1,4 @@
-"""The rule of the rooms: an op has one file in each room, under one stem; a kernel has a file, and a function a page."""
+"""The rule of the rooms: an op has one file in each room, under one stem; a kernel has a file, a function a page."""
 
 from __future__ import annotations
 
