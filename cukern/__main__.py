@@ -12,7 +12,7 @@ from typing import NoReturn
 import cukern
 from cukern.commands import UserError
 
-# Each module has `add_arguments(parser)` and `run(args) -> int`, and is imported when its command is called.
+# Modules and summaries. A module has `add_arguments(parser)` and `run(args) -> int`; only its own command imports it.
 COMMANDS = {
     "demo": ("cukern.commands.demo", "route a batch of tokens through a model's gate and show where they go"),
     "doctor": ("cukern.commands.doctor", "say what works here and what does not, with the command that fixes it"),
@@ -28,8 +28,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser with the arguments of `command`; the other commands are only named."""
-    # The script is called by its name, the module by its file.
+    """The parser, with the arguments of `command`; of the other commands it knows only the names."""
+    # `python -m cukern` runs this file, the script `cukern` has its own name.
     prog = "python -m cukern" if Path(sys.argv[0]).name == "__main__.py" else "cukern"
     parser = _Parser(prog=prog, description=cukern.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"cukern {cukern.__version__}")
@@ -50,7 +50,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for input that cannot be used, said in one line on stderr."""
+    """Run a command. Returns its exit status: 2 for input that cannot be used, with one line on stderr."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     command = next((a for a in arguments if not a.startswith("-")), None)
     try:

@@ -1,4 +1,4 @@
-"""`python -m cukern`: what each command prints, and how it says no."""
+"""The command `cukern`: what its commands print, and how they refuse input."""
 
 from __future__ import annotations
 

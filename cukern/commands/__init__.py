@@ -1,4 +1,4 @@
-"""The commands of `python -m cukern`, one module each, and what they share."""
+"""The commands of `cukern`, one module each, and the functions that they share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import cukern.runtime.compile as compiler
 from cukern.runtime import nvrtc
 
-#: Brings CuPy and NVRTC to a machine that has neither.
+#: The command that installs CuPy and NVRTC.
 INSTALL = 'pip install "cukern[cuda13]"'
 
 
@@ -18,14 +18,14 @@ class UserError(Exception):
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes of a GPU, per thread."""
+    """The registers of each thread of a compiled kernel, and the bytes that it spills."""
 
     registers: int
     spill_bytes: int
 
 
 def resources(note: dict[str, Any]) -> Resources:
-    """Read from the log of ptxas in a cache note."""
+    """The resources of a kernel, from the log of ptxas in a cache note."""
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", note["log"])), default=0)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", note["log"]))
     return Resources(registers, spilled)
@@ -51,7 +51,7 @@ def require_nvrtc() -> None:
 
 
 def cache_problem() -> str | None:
-    """Why the cache folder cannot be used, without the warning: a command says it in its own place."""
+    """Why the cache folder cannot be used, or None. Without the warning, because a command reports it itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return compiler.cache_problem()

@@ -1,4 +1,4 @@
-"""`python -m cukern bench`: measure the ops on this GPU. The benchmarks themselves are in the repository only."""
+"""`cukern bench`: measure the ops on this GPU. The benchmarks themselves are in the repository only."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _functions_by_stem() -> dict[str, list[str]]:
     """The public functions of each family that has a bench file."""
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
-        # A composition of ops is a package of its own.
+        # A composition of ops is a package beside `cukern.ops`.
         is_op = importlib.util.find_spec(f"cukern.ops.{stem}") is not None
         module = importlib.import_module(f"cukern.ops.{stem}" if is_op else f"cukern.{stem}")
         functions[stem] = [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
@@ -73,13 +73,13 @@ def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, 
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raises UserError for what would otherwise fail only after all has been measured, or has no GPU to run on."""
+    """Raises UserError where there is no GPU to measure on, and for arguments that would fail only after measuring."""
     if args.quick and args.results:
         raise UserError("--results keeps figures, and --quick takes them with too few replays for that")
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder {args.json.parent}")
     if not kernel.device_count():
-        raise UserError("there is no NVIDIA GPU here to measure on (`python -m cukern doctor` says why)")
+        raise UserError("there is no NVIDIA GPU here to measure on (`cukern doctor` says why)")
     for module, extra in (("torch", "torch"), *([("matplotlib", "bench")] if args.results else [])):
         if importlib.util.find_spec(module) is None:
             raise UserError(f'{module} is needed and not installed: pip install "cukern[{extra}]"')
@@ -97,11 +97,11 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.ops, families)
     _require(args)
 
-    # Another package may have a folder of that name on the path.
+    # First on the path, on which another package may have a folder `benchmarks`.
     sys.path.insert(0, str(_ROOT))
     harness: Any = importlib.import_module("benchmarks.harness")
     report: Any = importlib.import_module("benchmarks.report")
-    # Before the GPU is in use, which would slow it.
+    # First, because a GPU in use would slow the import.
     of_import = importlib.import_module("benchmarks.start_up").rows() if chosen.pop(_IMPORT, None) else []
     cases = []
     for stem, functions in chosen.items():
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
     timer = harness.Timer(_QUICK_REPLAYS if args.quick else _REPLAYS)
     rows, problems, failed = {}, [], []
-    # Host times come first: what torch.compile starts for a baseline (threads, processes, hooks) slows the host.
+    # Cases with host times come first: torch.compile, for a baseline, starts threads and processes that slow the host.
     order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, bool(cases[i].baselines or cases[i].peers)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -1,4 +1,4 @@
-"""`python -m cukern compile`: fill the cache ahead of use."""
+"""`cukern compile`: fill the cache ahead of use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "The cache is CUKERN_CACHE_DIR, or the user's cache folder. For a container image:\n"
-        "  CUKERN_CACHE_DIR=/opt/cukern python -m cukern compile --arch 80,90a"
+        "  CUKERN_CACHE_DIR=/opt/cukern cukern compile --arch 80,90a"
     )
 
 
@@ -46,7 +46,7 @@ def _archs(given: list[str] | None) -> list[str]:
         number, suffix = int(match[1]), match[2]
         if number < _OLDEST:
             raise UserError(f"--arch must be {_OLDEST} or later, got {text.strip()!r}")
-        # From 90 on the GPUs look for the target with their own instructions.
+        # From 90 on GPUs load the target with the suffix "a", which has their own instructions.
         archs[f"{number}{suffix}" if suffix else compile.arch_of(divmod(number, 10))] = None
     for arch in archs:
         if reason := refusal(arch):
@@ -67,7 +67,7 @@ def _stems(given: list[str] | None) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what is missing, and show what there is."""
+    """Compile the kernels that the cache lacks, and show those that it has then."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`python -m cukern demo`: real routing on real numbers."""
+"""`cukern demo`: route tokens through a model's gate, and show where they go."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 class Model(NamedTuple):
-    """A router: how many experts there are and which of them a token goes to."""
+    """A model's router: its sizes, and how it scores experts."""
 
     name: str
     experts: int
@@ -50,7 +50,7 @@ _HIDDEN = 512
 _TOPICS = 16
 _BALANCED_ON = 4096
 _SHOWN = 5
-# The twin runs in chunks of this many tokens, which bounds its memory; so many are compared with the kernel.
+# Tokens that the twin takes at once, which bounds its memory, and that are compared with the kernel.
 _CHUNK = 8192
 
 
@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
     """A source of logits [n, experts] as a router sees them.
 
-    Hidden states of unit variance, each a topic and a part of its own, times a router weight. Some topics are more
-    frequent than others and all have something in common, so that some experts are wanted more.
+    Hidden states of unit variance, each a topic plus noise, times a router weight. Some topics are more frequent than
+    others and all have a common part, so that some experts get more tokens.
     """
     common = rng.standard_normal(_HIDDEN, np.float32)
     topics = 0.8 * rng.standard_normal((_TOPICS, _HIDDEN), np.float32) + 0.6 * common
@@ -104,7 +104,8 @@ def balancing_bias(model: Model, logits: Array, steps: int = 30) -> Array:
     """A correction bias [experts] that evens out the load, found on the sample `logits`.
 
     DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664): route, then raise the bias of each
-    expert below the mean load by a step and lower the others'. Its fixed step suits a long training; here it shrinks.
+    expert below the mean load by a step and lower the others'. The step is fixed there, over a long training; it
+    shrinks here.
     """
     bias = np.zeros(model.experts, np.float32)
     here = _place(logits)
@@ -126,7 +127,7 @@ def _read(path: Path) -> tuple[Any, Any]:
     """The logits of a file and its bias, which may be None."""
     suffix = path.suffix.lower()
     if suffix in (".npy", ".npz"):
-        # Mapped, since --tokens may want the first few of many.
+        # Mapped into memory: with --tokens only the first rows are read.
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(loaded, np.lib.npyio.NpzFile):
             return loaded, None
@@ -153,7 +154,7 @@ def _read(path: Path) -> tuple[Any, Any]:
 
 
 def _regular(name: str, array: Any, notes: list[str]) -> Array:
-    """The array as its op takes it: native, contiguous, of one of its dtypes."""
+    """The array as the gate takes it: contiguous, in native byte order, of one of its dtypes."""
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.fields is None:
         # NumPy's own files keep the bits of bfloat16 but not its name.
         array = array.view(arrays.numpy_dtype("bfloat16"))
@@ -166,9 +167,9 @@ def _regular(name: str, array: Any, notes: list[str]) -> Array:
 
 
 def _load_file(path: Path, tokens: int | None) -> tuple[Array, Array | None, str]:
-    """Logits [tokens, experts], the bias if there is one, and what they are in words.
+    """Logits [tokens, experts], the bias if there is one, and a description of both.
 
-    Raises UserError for a file that holds no such thing.
+    Raises UserError for a file that has no such arrays.
     """
     notes: list[str] = []
     try:
@@ -194,7 +195,7 @@ def _load_file(path: Path, tokens: int | None) -> tuple[Array, Array | None, str
 
 
 def _model_for(experts: int, biased: bool) -> Model:
-    """The router for logits that came without a name."""
+    """The router for logits of which only the number of experts is known, and whether there is a bias."""
     for model in MODELS.values():
         if model.experts == experts and (model.biased or not biased):
             return model
@@ -238,7 +239,7 @@ def _load(ids: Any, experts: int) -> Array:
     return np.bincount(library.to_numpy(ids).ravel(), minlength=experts)
 
 
-# --- what is shown ------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------
 
 
 def _first_tokens(model: Model, weights: Array, ids: Array) -> Any:
@@ -320,7 +321,7 @@ def _instance(model: Model, dtype: str) -> compile.Instance:
 
 
 def _build(model: Model, dtype: str, arch: str = "90a") -> str:
-    """Compile the model's kernel, and say what came of it."""
+    """Compile the model's kernel. Returns its time, registers and spills in words."""
     if reason := compile.available():
         return f"Nor can a kernel be compiled here ({reason.splitlines()[0]}): {INSTALL}"
     instance = _instance(model, dtype)
@@ -341,7 +342,7 @@ def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
 
     stream = cupy.cuda.Stream(non_blocking=True)
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    # What made the arguments ran on another stream.
+    # The arguments were made on another stream.
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
         for call in calls:
@@ -357,7 +358,7 @@ def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
             stop.record(stream)
             stop.synchronize()
             times.append(cupy.cuda.get_elapsed_time(start, stop))
-    # The first replays upload the graph and wake the clocks.
+    # Without the first replays, in which the graph is uploaded and the clocks rise.
     return float(np.median(times[3:])) / len(calls) * 1000
 
 
@@ -370,7 +371,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
     l2 = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
     free, _ = runtime.memGetInfo()
 
-    # Inputs that together exceed the cache, as many as there is use and room for.
+    # Inputs that together exceed the L2 cache, as far as memory allows.
     count = max(1, min(-(-2 * l2 // logits.nbytes), 1024, free // (4 * logits.nbytes)))
     shape = (len(logits), model.topk)
     sets = [(logits.copy(), (cupy.empty(shape, np.float32), cupy.empty(shape, np.int32))) for _ in range(count)]
@@ -378,7 +379,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
 
     size = min(1 << 30, free // 8)
     source, target = cupy.zeros(size, np.uint8), cupy.empty(size, np.uint8)
-    # Not in a graph, whose memory nodes are slower; and so large that the launch does not matter.
+    # Not in a graph, whose memory nodes are slower. So large that the launch does not matter.
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     times = []
     for _ in range(8):
@@ -406,7 +407,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
 
 
 def _choice(model: Model, logits: Array, bias: Array | None) -> Array:
-    """What the experts are ordered by."""
+    """The numbers by which the experts of each token are ordered."""
     x = logits.astype(np.float64)
     return x if bias is None else 1 / (1 + np.exp(-x)) + bias.astype(np.float64)
 
@@ -414,7 +415,7 @@ def _choice(model: Model, logits: Array, bias: Array | None) -> Array:
 def agreement(
     model: Model, logits: Array, bias: Array | None, weights: Array, ids: Array, twin: tuple[Array, Array]
 ) -> str:
-    """How far the kernel's (weights, ids) are from the twin's, in words."""
+    """The difference between the kernel's (weights, ids) and the twin's, in words."""
     twin_weights, twin_ids = twin
     equal = (ids == twin_ids).all(axis=1)
     difference = np.abs(weights - twin_weights)[equal].max(initial=0)
@@ -427,7 +428,7 @@ def agreement(
 
 
 def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
-    """The router, logits, the bias if there is one, and what they are in words."""
+    """The router, logits, the bias if there is one, and a description of them."""
     if args.tokens is not None and args.tokens < 1:
         raise UserError(f"--tokens must be at least 1, got {args.tokens}")
     if args.seed < 0:
@@ -462,7 +463,7 @@ def run(args: argparse.Namespace) -> int:
 
     model, logits, bias, words = _input(args)
     zeros = np.zeros(model.experts, np.float32)
-    # A biased router whose logits came without a bias routes by the scores alone.
+    # Without a bias in the file, a biased router routes by the scores alone.
     used = zeros if model.biased and bias is None else bias
     placed, placed_bias = _place(logits), None if used is None else _place(used)
     on_gpu = kernel.device_count() > 0

@@ -1,4 +1,4 @@
-"""`python -m cukern doctor`: what works here, what does not, and what to do about it. Makes no CUDA context."""
+"""`cukern doctor`: what works on this machine, what does not, and the command that mends it. Makes no CUDA context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGE_OF_CUDA = {12: "cukern[cuda12]", 13: "cukern[cuda13]"}
 
 
 class Finding(NamedTuple):
-    """One line of the report. `fix` is a command or an advice; a problem needs it, a note may do without."""
+    """One line of the report. `fix` is a command or advice; a problem has one, a note may have none."""
 
     subject: str
     state: str
@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver as it presents itself: `error` says why it cannot be used."""
+    """The NVIDIA driver: its CUDA version (None: there is no driver), its GPUs, and why it cannot be used, if so."""
 
     cuda: tuple[int, int] | None
     gpus: list[Gpu]
@@ -49,7 +49,7 @@ class Driver(NamedTuple):
 
 
 def driver() -> Driver:
-    """Ask the driver itself, which needs no CuPy and makes no context."""
+    """The driver's own answers, for which neither CuPy nor a context is needed."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -121,7 +121,7 @@ def look_at_driver(found: Driver) -> list[Finding]:
 
 
 def cupy_packages() -> list[tuple[str, str]]:
-    """Name and version of each installed distribution that brings CuPy."""
+    """Name and version of each installed distribution of CuPy."""
     found = set()
     for distribution in importlib.metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower()
@@ -131,13 +131,13 @@ def cupy_packages() -> list[tuple[str, str]]:
 
 
 def look_at_cupy(found: Driver, packages: list[tuple[str, str]], failure: Exception | None) -> list[Finding]:
-    """`failure` is why CuPy cannot be imported, None when it can."""
+    """Findings on CuPy; `failure` is the error of its import, None where it can be imported."""
     words = ", ".join(f"{name} {version}" for name, version in packages)
     if not packages and failure:
         kind = "problem" if found.gpus else "note"
         return [Finding("CuPy", "not installed: kernels can neither compile nor run", kind, _extra_for(found))]
     if failure:
-        # CuPy makes its own cache folder when it is imported.
+        # An OSError comes from the cache folder that CuPy makes when it is imported.
         fix = "export CUPY_CACHE_DIR=/a/folder/of/yours" if isinstance(failure, OSError) else _extra_for(found)
         reason = " ".join(str(failure).split()) or repr(failure)
         return [Finding("CuPy", f"{words} does not import: {reason}", "problem", fix)]
@@ -159,7 +159,7 @@ def look_at_nvrtc(found: Driver) -> list[Finding]:
     version = compile.nvrtc_version()
     findings = [Finding("NVRTC", version)]
     if tuple(map(int, version.split(".")[:2])) < _OLDEST_NVRTC:
-        state = f"{version}: older than {_text(_OLDEST_NVRTC)}, the oldest that the kernels are tried with"
+        state = f"{version}: older than {_text(_OLDEST_NVRTC)}, the oldest that the kernels are tested with"
         findings = [Finding("NVRTC", state, "note", _extra_for(found))]
     for arch in sorted({gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST}):
         if why := refusal(arch):
@@ -174,7 +174,7 @@ def look_at_nvrtc(found: Driver) -> list[Finding]:
 
 
 def torch_build() -> tuple[str, str | None] | None:
-    """The installed torch's version and the CUDA it was built for, read without importing it."""
+    """The version of the installed torch and the CUDA that it was built for, read without importing it."""
     try:
         version = importlib.metadata.version("torch")
         spec = importlib.util.find_spec("torch")
@@ -214,7 +214,7 @@ def look_at_cache() -> list[Finding]:
 
 
 def _cached() -> Counter[tuple[str, str]]:
-    """How many cubins of each (stem, arch) are in the cache, of whatever version."""
+    """The number of cubins in the cache by (stem, arch), of all versions of the sources."""
     stem_of = {k.function: stem for stem, kernels in kernel.KERNELS.items() for k in kernels}
     counts: Counter[tuple[str, str]] = Counter()
     for path in compile.cache_directory().glob("*.cubin"):
@@ -226,7 +226,7 @@ def _cached() -> Counter[tuple[str, str]]:
 
 
 def look_at_kernels(found: Driver) -> tuple[list[tuple[str, str, int, int, int]], list[Finding]]:
-    """Rows (op, arch, current kernels in the cache, of how many, others in the cache), and what is missing here."""
+    """Rows (stem, arch, cached kernels of these sources, how many there are, cached ones of others), and findings."""
     counts = _cached()
     here = {gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST}
     rows: list[tuple[str, str, int, int, int]] = []
@@ -285,7 +285,7 @@ def _show_combinations() -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at everything, print it, and say whether it will do."""
+    """Print all findings; 1 if there is a problem."""
     if args.moe:
         _show_combinations()
         return 0

@@ -1,4 +1,4 @@
-"""`python -m cukern profile-moe`: a trace of one forward pass of the fused mixture-of-experts layer."""
+"""`cukern profile-moe`: a trace of one forward pass of the fused mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"default: {value}")
     parser.epilog = (
         "With a GPU and PyTorch, the trace is torch.profiler's and has the kernels. Else it has the host's time in\n"
-        "each stage and op: that of the calls on a GPU, that of the NumPy twins without one."
+        "each stage and op: of the calls with a GPU, of the NumPy twins without one."
     )
 
 
 def _layer(args: argparse.Namespace) -> Layer:
-    """The arguments of the layer, in NumPy. Raises UserError for a pair, or sizes, that make none."""
+    """The arguments of the layer, in NumPy. Raises UserError for a pair of classes or sizes that make no layer."""
     able, why_not = quantizations_of(args.pf_type, args.experts_type)
     if not able:
         raise UserError(why_not)
@@ -71,10 +71,7 @@ def _layer(args: argparse.Namespace) -> Layer:
 
 
 class HostTrace:
-    """The time that the host spends in the functions of cukern, as events of a Chrome trace.
-
-    Functions are those of `cukern.ops` that are public, and the methods of the layer's parts.
-    """
+    """The host's time in the public functions of `cukern.ops` and in the layer's stages, as a Chrome trace."""
 
     _STAGES = ("forward", "prepare", "prepare_no_receive", "workspace_shapes", "apply", "finalize")
 
@@ -118,7 +115,7 @@ class HostTrace:
 
 
 def _torch_with_gpu() -> Any:
-    """torch, if it is installed and can use a GPU that is here."""
+    """The module torch, if it is installed and can use a GPU of this machine; else None."""
     if not kernel.device_count():
         return None
     try:
@@ -129,7 +126,7 @@ def _torch_with_gpu() -> Any:
 
 
 def _place(torch: Any) -> Callable[[Any], Any]:
-    """Puts an array where the layer shall run: on the GPU for torch, or for CuPy, or nowhere else."""
+    """A function that moves an array to where the layer runs: torch's GPU, else CuPy's, else host memory."""
     if torch is not None:
         like = torch.empty(0, device="cuda")
         library: Any = arrays.library_of(like)
@@ -137,7 +134,7 @@ def _place(torch: Any) -> Callable[[Any], Any]:
     if kernel.device_count():
         from cukern.runtime.cuda import cupy
 
-        # CuPy has no FP8, and takes its bytes.
+        # CuPy has no FP8: it takes the bytes.
         return lambda array: cupy.asarray(array.view(np.uint8) if "float8" in array.dtype.name else array)
     return lambda array: array
 

@@ -1,1 +1,1 @@
-"""What every op stands on: arrays, validation, compilation and launch."""
+"""The parts that all ops share: arrays, validation, compilation and launch."""

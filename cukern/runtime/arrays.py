@@ -1,8 +1,8 @@
-"""What array is this, where does it live, and how is one like it made.
+"""Arrays of the caller's libraries: what they are, where they are, and how one like them is made.
 
-Each library the caller may use is a `Library`: the same few questions, answered with that library's own
-attributes, so that a call costs no conversion. `library_of` finds it from the array's type. An array of
-any other library enters through DLPack and leaves through it.
+Each library that is known here is a `Library`: it answers the same few questions with its arrays' own attributes, so
+that a call costs no conversion. `library_of` finds it by the array's type. An array of any other library enters and
+leaves by DLPack.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of an array in C order without gaps, in elements."""
+    """Strides in elements of an array in C order without gaps."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(shape[i], 1)
@@ -66,7 +66,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Quick(NamedTuple):
-    """What a library is asked at every call, by functions that are called without an object."""
+    """What a plan's text asks a library at every call: functions that need no `Library` to be called."""
 
     address: Callable[[Any], int]
     current_device: Callable[[], int]
@@ -78,20 +78,21 @@ class Library:
 
     name: str
     array_type: type
-    #: Whether its arrays are read as tensors, where a call to `read` would take a tenth of the time of a call.
+    #: Whether `op` and `straight` read its arrays themselves, as tensors: `read` would be a tenth of a call's time.
     reads_as_tensor = False
-    #: None where the questions below are all there is.
+    #: None: plans of this library have no text.
     quick: Quick | None = None
 
     def read(self, array: Any, signature: list[Any]) -> int:
-        """The address of an array; what else there is to know of it joins a call's signature, its shape last but one.
+        """The address of an array; all else that a plan may know of it is added to a call's signature.
 
-        The words are the library's own, which its types keep apart from those of the others.
+        The shape is last but one of what is added. All of it is as the library has it: the types keep the words of two
+        libraries apart.
         """
         raise NotImplementedError
 
     def read_all(self, arrays: Sequence[Any], signature: list[Any]) -> list[int]:
-        """`read` of many arrays of one type."""
+        """`read` for many arrays of one type."""
         return [self.read(array, signature) for array in arrays]
 
     def maker(
@@ -99,7 +100,7 @@ class Library:
     ) -> Callable[[Sequence[Any]], Any]:
         """A function of a call's environment that allocates an array on `device`.
 
-        Unless `is_current`, the library itself may have another current one.
+        Unless `is_current`, the library's own current device may be another one.
         """
         raise NotImplementedError
 
@@ -175,7 +176,7 @@ class _CuPy(Library):
     def maker(
         self, shape: Shape, dtype: str, device: int | None, is_current: bool = True
     ) -> Callable[[Sequence[Any]], Any]:
-        empty, kind = cupy.empty, numpy_dtype("uint8" if dtype.startswith("float8") else dtype)  # it has no FP8
+        empty, kind = cupy.empty, numpy_dtype("uint8" if dtype.startswith("float8") else dtype)  # CuPy has no FP8
         if callable(shape):
             return lambda environment: empty(shape(environment), kind)
         return lambda environment: empty(shape, kind)
@@ -209,7 +210,7 @@ class _CuPy(Library):
 
 
 _TENSOR_FACTS = operator.attrgetter("dtype", "shape", "device")
-#: So many lists of tensors of one length are kept to compare others to.
+#: Lists of tensors of one length that are kept, to compare others with.
 _MOST_LISTS = 8
 
 
@@ -229,10 +230,10 @@ class _Torch(Library):
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
         # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
         self._stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        # What torch.compile's own code allocates with, in two thirds of the time of torch.empty.
+        # The allocation of torch.compile's own code, which takes two thirds of the time of torch.empty.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
-        # What torch.compile's guards are: they compare many tensors to others in a fifth of the time of reading them.
+        # The guards of torch.compile, which compare many tensors with others in a fifth of the time of reading them.
         self._guards: Callable[..., Any] | None = getattr(guards, "TensorGuards", None)
         self._lists: dict[int, list[tuple[Callable[..., bool], tuple[Any, ...]]]] = {}
         if hasattr(torch._C, "_cuda_getDevice") and self._stream is not None:
@@ -253,7 +254,7 @@ class _Torch(Library):
                 signature += words
                 break
         else:
-            # Most often all are alike, as the caches of all layers: then one stands for all, which hashes faster.
+            # Usually all are alike, such as the caches of all layers: then one stands for all, which hashes faster.
             facts = [*zip(map(_TENSOR_FACTS, arrays), map(tensor.stride, arrays), strict=True)]
             words = (facts[0], "all") if facts.count(facts[0]) == len(facts) else (*facts,)
             if self._guards is not None and len(known) < _MOST_LISTS:
@@ -328,17 +329,17 @@ class _Torch(Library):
 
 NUMPY = _NumPy()
 CUPY = _CuPy()
-#: The library of each type that was met: None where it is no array, or only DLPack can tell.
+#: The library of each type seen so far; None for what is no array, or known by DLPack alone.
 KNOWN: dict[type, Library | None] = {np.ndarray: NUMPY}
 
 
 def _find(kind: type) -> Library | None:
-    """The library of an array type seen for the first time; None when only DLPack can tell."""
+    """The library of a type seen for the first time; None for what is no array, or known by DLPack alone."""
     if issubclass(kind, np.ndarray):
         return NUMPY
     if cupy is not None and issubclass(kind, cupy.ndarray):
         return CUPY
-    # An array can only be a tensor when its library is loaded: importing torch here would cost seconds.
+    # There are tensors only where torch has been imported; to import it here would take seconds.
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
         return next((x for x in KNOWN.values() if isinstance(x, _Torch)), None) or _Torch()
@@ -346,7 +347,7 @@ def _find(kind: type) -> Library | None:
 
 
 def library_of(array: Any) -> Library | None:
-    """The library of an array, or None for an object that must enter through DLPack."""
+    """The library of an array; None for what is no array, or known by DLPack alone."""
     kind = type(array)
     try:
         return KNOWN[kind]
@@ -382,14 +383,14 @@ def enter(name: str, array: Any) -> Any:
 
 
 def leave(array: Any, like: Any) -> Any:
-    """`array` in the library of the foreign array `like`, if that can take it by DLPack."""
+    """`array` in the library of the foreign array `like`, if that library takes arrays by DLPack."""
     namespace = getattr(like, "__array_namespace__", None)
     take = getattr(namespace(), "from_dlpack", None) if namespace else None
     return take(array) if take else array
 
 
 def enter_all(name: str, value: Any) -> Any:
-    """`value` with every array in it that DLPack alone knows in a library known here."""
+    """`value`, in which arrays that are known by DLPack alone are replaced by those that `enter` makes of them."""
     if isinstance(value, (tuple, list)):
         return type(value)(enter_all(name, x) for x in value)
     return enter(name, value) if hasattr(value, "__dlpack__") else value

@@ -9,12 +9,15 @@ from cukern.runtime.late import Late, checked
 
 
 def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise `error` in the words every message of the library uses."""
+    """Raise `error` in the form of all messages of the library."""
     raise error(f"{name} must be {wanted}, got {got}")
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
-    """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not. Late, it is checked late."""
+    """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not.
+
+    A late value is checked at each call.
+    """
     if type(value) is int and low <= value and (high is None or value <= high):
         return value
     wanted = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
@@ -31,7 +34,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a finite float. Late, it is checked late."""
+    """`value` as a finite float. A late value is checked at each call."""
     if type(value) is float and value - value == 0.0:
         return value
     if isinstance(value, Late):
@@ -54,7 +57,7 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
 
 
 def host_variant(variant: str, variants: Iterable[str]) -> None:
-    """The variant asked for arrays in host memory is "auto": there the NumPy twin runs, which has no others."""
+    """The variant for arrays in host memory is "auto": the NumPy twin runs, which has no variants."""
     if variant != "auto":
         one_of("variant", variant, variants)
         fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))

@@ -1,8 +1,8 @@
 """From a template in `cuda_src` to a cubin in the cache.
 
-A cubin is named by the digest of all that determines it: the template's text, the headers it includes, CUDA's own
-among them, the template arguments, the options, NVRTC's version and the architecture. So a cached file never goes
-stale, and no two machines or checkouts can mix theirs up. Nothing here touches a CUDA context.
+A cubin is named by the digest of all that determines it: the text of the template, the headers that it includes (CUDA's
+too), the template arguments, the options, the version of NVRTC and the architecture. So a cached file is never stale,
+and machines and checkouts can share a cache. Nothing here touches a CUDA context.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the sources lie inside the package, in a checkout beside it.
 CUDA_SRC = _PACKAGE / "cuda_src" if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent / "cuda_src"
 
-#: What NVRTC's messages cite where a struct of parameters is not as the host reads it.
+#: The file that NVRTC's messages cite where a struct of parameters is not as the host reads it.
 _LAYOUT_LINE = '\n#line 1 "the structs of parameters as cukern.runtime.template reads them"\n'
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
-# Kernels that need Hopper's (or a later chip's) own instructions are refused by the plain target.
+# From here on a GPU has instructions that only the target with the suffix "a" accepts.
 _ARCH_SPECIFIC_FROM = 90
 
 
@@ -93,8 +93,8 @@ def _nvrtc_library() -> Path | None:
 def nvrtc_version() -> str:
     """NVRTC's version with its build, such as "13.0.88".
 
-    NVRTC names its build only in what it compiles, which would take a tenth of a warm import: the cache folder keeps
-    the answer for a library file of this path, size and time.
+    The build is written only in NVRTC's output, and to compile something would take a tenth of a warm import. So the
+    cache folder keeps the answer, by the path, size and time of the library file.
     """
     from cupy_backends.cuda.libs import nvrtc as binding
 
@@ -160,15 +160,14 @@ def headers_version() -> str:
 
 @functools.cache
 def source(file: str) -> str:
-    """The text handed to NVRTC for a template."""
-    # NVRTC's messages then cite the file a reader can open.
+    """The text of a template for NVRTC, whose messages then cite the file in `cuda_src`."""
     return f'#line 1 "{file}.cu"\n{(CUDA_SRC / f"{file}.cu").read_text()}'
 
 
 def included(files: Iterable[Path], root: Path) -> tuple[list[Path], list[str]]:
-    """What `files` include, followed through.
+    """The files that `files` include, directly or through others.
 
-    Returns `files` and the files below `root`, from which quoted includes are written; and the names of CUDA's headers.
+    Returns `files` and the included files below `root`, where quoted includes start; and the names of CUDA's headers.
     """
     found, headers = list(files), set()
     for file in found:
@@ -176,14 +175,14 @@ def included(files: Iterable[Path], root: Path) -> tuple[list[Path], list[str]]:
             path = root / quoted
             if bracketed:
                 headers.add(bracketed)
-            elif path not in found and path.is_file():  # NVRTC says what is missing
+            elif path not in found and path.is_file():  # a missing one is for NVRTC to report
                 found.append(path)
     return found, sorted(headers)
 
 
 @functools.cache
 def _cuda_header_digest(name: str) -> str:
-    """Of one of CUDA's headers and its inline definitions; empty where the header is not found."""
+    """The digest of one of CUDA's headers and its inline definitions; empty where the header is not found."""
     try:
         header = Path(cuda_include_directory(), name)
     except RuntimeError:
@@ -195,7 +194,7 @@ def _cuda_header_digest(name: str) -> str:
 @functools.cache
 def _source_digest(file: str) -> str:
     digest = hashlib.sha256(source(file).encode())
-    # The assertions that are compiled with it follow from the text and from this file.
+    # The module that writes the assertions, which are compiled with the template.
     digest.update(Path(template.__file__).read_bytes())
     (_, *shared), cuda_headers = included([CUDA_SRC / f"{file}.cu"], CUDA_SRC)
     for path in sorted(shared):
@@ -206,12 +205,12 @@ def _source_digest(file: str) -> str:
 
 
 def _options(arch: str) -> list[str]:
-    # Without -default-device NVRTC takes a generic lambda for a host function.
+    # -default-device: else NVRTC takes a generic lambda for a host function.
     return [f"-arch=sm_{arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
 
 
 def cached_path(instance: Instance, arch: str) -> Path:
-    """Where the cubin of an instance lies, or would lie."""
+    """The path of the cubin of an instance in the cache, whether it is there or not."""
     parts = (_source_digest(instance.file), instance.expression, *_options(arch), nvrtc_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     readable = re.sub(r"[^A-Za-z0-9]+", "_", instance.expression).strip("_")
@@ -230,7 +229,7 @@ def _default_cache_directory() -> Path:
 
 
 def _problem_with(folder: Path) -> str | None:
-    """Make `folder` a private folder of this user; the reason when it cannot be."""
+    """Make `folder` a private folder of this user. Returns the reason if that fails, else None."""
     if not folder.is_absolute():
         return "it is not an absolute path (is HOME set?)"
     try:
@@ -267,7 +266,7 @@ def _cache(wanted: Path) -> tuple[Path, str | None, tempfile.TemporaryDirectory[
 
 def cache_directory() -> Path:
     """The folder of the compiled kernels; a temporary one when the user's cannot be used."""
-    # Two threads that came first would each make a temporary folder, and one would vanish under its user.
+    # Locked: else each of two threads could make a temporary folder, of which one is deleted while it is in use.
     with _cache_lock:
         return _cache(_default_cache_directory())[0]
 
@@ -283,7 +282,7 @@ def _owned_by_user(path: Path) -> bool:
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """The note beside a cubin, or None when there is none to trust."""
+    """The note beside a cubin, or None where there is none that can be trusted."""
     note = path.with_name(path.name + ".json")
     try:
         if not (_owned_by_user(path) and _owned_by_user(note)):
@@ -306,7 +305,7 @@ def _is_intact(path: Path) -> bool:
 
 
 def _job(instance: Instance, arch: str) -> dict[str, Any]:
-    # A quoted include is looked for beside the file of this name before -I: not in the caller's working directory.
+    # Absolute: NVRTC looks for quoted includes first beside this file, which must not be the working directory.
     filename = str(CUDA_SRC / f"{instance.file}.cu")
     include = [f"-I{CUDA_SRC}", f"-I{cuda_include_directory()}"]
     return {
@@ -321,7 +320,7 @@ def _job(instance: Instance, arch: str) -> dict[str, Any]:
 
 
 def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
-    """The path of an intact cubin and the kernel's name in it, compiled now if need be.
+    """The path of an intact cubin, compiled now if need be, and the kernel's name in it.
 
     Raises CompileError when NVRTC refuses the template.
     """
@@ -339,7 +338,7 @@ def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
 def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
     """The instances whose cubin is not in the cache.
 
-    Looks at names only, so that a warm import stays fast; `cubin` checks the content before it is loaded.
+    Only names are compared, so that a warm import stays fast; `cubin` checks the content before it is loaded.
     """
     try:
         present = set(os.listdir(cache_directory()))
@@ -350,7 +349,7 @@ def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
 
 def _worker_count(jobs: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # A worker pays for starting Python and CuPy, about as much as a few small kernels.
+    # To start Python and CuPy takes a worker as long as to compile a few small kernels.
     return max(1, min(cores, jobs // 2, 32))
 
 
@@ -367,7 +366,7 @@ def _start_worker() -> subprocess.Popen[str]:
 
 
 def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
-    """Have a worker do a job; the error's text when it failed."""
+    """Have a worker do a job. Returns the text of the error if it failed, else None."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(job) + "\n")
@@ -375,7 +374,7 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
         answer = worker.stdout.readline()
     except OSError:
         answer = ""
-        # What is still in the buffer would be tried again, and fail, where the worker's pipes are closed in the end.
+        # Closed here: else the line in the buffer would be written once more, and fail, when the worker is released.
         with contextlib.suppress(OSError):
             worker.stdin.close()
     if not answer:
@@ -386,8 +385,8 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
 def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None = None) -> None:
     """Compile (instance, arch) pairs into the cache, on worker processes where there are cores.
 
-    `progress` is called after each, from whichever thread drove it.
-    Raises CompileError with the first failure after all have been tried.
+    `progress` is called after each, from any thread.
+    Raises CompileError, with the messages of all failures, after all have been tried.
     """
     pending: queue.SimpleQueue[tuple[Instance, str]] = queue.SimpleQueue()
     for item in work:
@@ -413,7 +412,7 @@ def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instan
                 try:
                     error = _ask(worker, _job(instance, arch))
                 except ChildProcessError:
-                    # No worker can run here (an embedded Python, a process limit): do its share ourselves.
+                    # No worker can run here (an embedded Python, a process limit): this thread does its share.
                     worker = None
                     error = here(instance, arch)
             if error:

@@ -19,13 +19,13 @@ _cupy_cache: tempfile.TemporaryDirectory[str] | None = None
 
 
 def _ensure_cupy_cache() -> None:
-    """CuPy makes its cache folder while it is imported, and would fail where that cannot be made."""
+    """Give CuPy a cache folder that it can make: its import makes that folder, and fails where it cannot."""
     global _cupy_cache
     folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        # Lives as long as this process; the processes that it starts find it in the environment.
+        # The folder lives as long as this process; the processes that it starts find it in the environment.
         _cupy_cache = tempfile.TemporaryDirectory(prefix="cukern-cupy-", ignore_cleanup_errors=True)
         os.environ["CUPY_CACHE_DIR"] = _cupy_cache.name
         warnings.warn(
@@ -47,7 +47,7 @@ except ImportError:
 
 @functools.cache
 def libcuda() -> ctypes.CDLL:
-    """The driver, for what CuPy does not call."""
+    """The driver's library, for functions that CuPy does not have."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -68,10 +68,10 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 @contextlib.contextmanager
 def current_device(device: int) -> Iterator[None]:
-    """Make `device` the current one of this thread.
+    """Make `device` the current one of this thread, and afterwards the one before.
 
-    `cudaSetDevice` back to the device that was current would make a context there, though nothing may ever run on it;
-    the driver's stack of contexts goes back to none.
+    By the driver's stack of contexts: `cudaSetDevice`, called to go back, would make a context on a device on which
+    nothing may ever run.
     """
     _call("cuCtxPushCurrent_v2", _primary_context(device))
     try:

@@ -1,4 +1,4 @@
-"""What a plan sees of the arrays of a call: descriptions, and the checks of them.
+"""Descriptions of arrays, which a plan is given in place of a call's arrays, and their checks.
 
 Each failure names the argument, what was wanted and what came.
 """
@@ -15,12 +15,12 @@ from cukern.runtime import arrays, check
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.late import Guards, Late, late
 
-#: Bytes at a multiple of which every library allocates, at least; more does not matter to any plan.
+#: Alignment in bytes that every library's allocations have at least; a larger one matters to no plan.
 ALLOCATED_ALIGNMENT = 16
 
 
 class Place(NamedTuple):
-    """Where arrays are: a library, and a CUDA device or None for host memory; and the GPU there."""
+    """Where arrays are: their library, the CUDA device or None for host memory, and the GPU there."""
 
     library: arrays.Library
     device: int | None
@@ -31,11 +31,11 @@ class Place(NamedTuple):
 
 
 class NoNumbers(TypeError):
-    """A plan asks for what is in an array, which is known only once it has run."""
+    """A plan asks for an element of an array: there is none before the kernels have run."""
 
 
 class Array:
-    """The description of an array: what a plan may know of it. It is also how a launch says which array it means.
+    """The description of an array: all that a plan may know of it. In a launch it stands for the array.
 
     `strides` are in elements; `alignment` is a power of two of at most 16 that divides the address.
     """
@@ -53,11 +53,11 @@ class Array:
     ) -> None:
         self.dtype = dtype
         self.shape = tuple(shape)
-        self._has_no_gaps = strides is None  # known without a look at sizes that may be late
+        self._has_no_gaps = strides is None  # known without comparing sizes, which may be late
         self.strides = contiguous_strides(shape) if strides is None else tuple(strides)
         self.alignment = alignment
         self.place = place
-        #: Of the addresses of the call, the one that this begins at, `offset` bytes further on.
+        #: Index of an address of the call; this array begins `offset` bytes after it.
         self.source = source
         self.offset = offset
         self._guards = guards
@@ -70,7 +70,7 @@ class Array:
 
     @property
     def on_host(self) -> bool:
-        """Whether it lies in host memory: there the NumPy twin runs."""
+        """Whether it is in host memory, where the NumPy twin runs."""
         return self.place.device is None
 
     @property
@@ -79,12 +79,12 @@ class Array:
 
     @property
     def size(self) -> Any:
-        """How many elements there are."""
+        """The number of elements."""
         return functools.reduce(operator.mul, self.shape, 1)
 
     @property
     def address(self) -> Late:
-        """The address, late; while the plan is made that of an array which will be allocated is 0."""
+        """The address, late. While the plan is made, an array that is still to be allocated has the address 0."""
         known = self._guards.addresses
         root = Late.at(self.source, known[self.source] if self.source < len(known) else 0, self._guards)
         return root if type(self.offset) is int and not self.offset else late(operator.add, root, self.offset)
@@ -96,7 +96,7 @@ class Array:
             return True
         wanted: Any = 1
         for i in reversed(range(len(self.shape))):
-            # The size is looked at last: it may be late.
+            # The size is compared last: it may be late.
             if self.strides[i] != wanted and self.shape[i] != 1:
                 return any(size == 0 for size in self.shape)
             if i:
@@ -104,7 +104,7 @@ class Array:
         return True
 
     def view(self, shape: Sequence[Any], dtype: str | None = None, offset: Any = 0) -> Array:
-        """An array without gaps in the memory of this one, from `offset` bytes on (a multiple of 16)."""
+        """A contiguous array in the memory of this one, `offset` bytes from its start (a multiple of 16)."""
         return self._part(dtype or self.dtype, shape, None, self.alignment, offset)
 
     def _part(
@@ -114,20 +114,20 @@ class Array:
         return Array(dtype, shape, strides, alignment, self.place, self.source, self._guards, start)
 
     def reshape(self, *shape: Any) -> Array:
-        """The same elements in another shape, of an array without gaps; -1 for what is left."""
+        """The same elements of a contiguous array in another shape; -1 is the size that the others leave."""
         known = functools.reduce(operator.mul, (n for n in shape if type(n) is not int or n >= 0), 1)
         return self.view([self.size // known if type(n) is int and n < 0 else n for n in shape])
 
     @property
     def transposed(self) -> Array:
-        """With the last two dimensions the other way round."""
+        """The array with its last two dimensions exchanged."""
         shape, strides = ((*of[:-2], of[-1], of[-2]) for of in (self.shape, self.strides))
         return self._part(self.dtype, shape, strides, self.alignment, 0)
 
     def __getitem__(self, rows: slice) -> Array:
-        """The rows from `rows.start` on, or those before `rows.stop`. Raises NoNumbers for an index."""
+        """The rows from `rows.start` up to `rows.stop`. Raises NoNumbers for an index."""
         if not isinstance(rows, slice):
-            raise NoNumbers("a plan knows no numbers of an array")
+            raise NoNumbers("a plan cannot read the elements of an array")
         first, stop = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
         between = self.strides[0] * self.item_size
         alignment = self.alignment if type(first) is int and first == 0 else math.gcd(self.alignment, between)
@@ -136,7 +136,7 @@ class Array:
 
 
 def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Of an array in C order without gaps, in elements."""
+    """Strides in elements of an array in C order without gaps."""
     strides: list[Any] = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * late(_at_least_one, shape[i])
@@ -148,29 +148,30 @@ def _at_least_one(size: int) -> int:
 
 
 class Result(NamedTuple):
-    """An array that an op returns: contiguous, where its first array is. `symbols` is its shape in messages.
+    """An array that an op returns, contiguous, in the library and on the device of its first array.
 
-    Sizes may be symbols of torch.compile: a function that says what an op returns must not look at them.
+    `symbols` is its shape in messages. Sizes may be symbols of torch.compile, so a function that gives the results of
+    an op must not compare them.
     """
 
     shape: tuple[Any, ...]
     dtype: str
     symbols: str = ""
-    transposed: bool = False  # contiguous with the last two dimensions, and `symbols`, the other way round
+    transposed: bool = False  # contiguous if its last two dimensions, and those of `symbols`, are exchanged
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What an array that is given for it may be: FP8 numbers, or their bytes."""
+        """The dtypes that an `out` for it may have; for FP8 numbers also that of their bytes."""
         return (self.dtype, "uint8") if self.dtype == "float8_e4m3fn" else (self.dtype,)
 
 
 def dtype_name(array: Any) -> str:
-    """The dtype's name of a description, or of a tensor as torch traces it."""
+    """The name of the dtype of a description, or of a tensor that torch traces."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def type_name(value: Any) -> str:
-    """The name of a value's type as the caller knows it."""
+    """The name of the type of the caller's value, which may be described."""
     return (value.place.library.array_type if isinstance(value, Array) else type(value)).__name__
 
 
@@ -178,9 +179,9 @@ def type_name(value: Any) -> str:
 
 
 def expect_array(name: str, array: Any, dtypes: Collection[str] = (), symbols: tuple[str, ...] | None = None) -> Array:
-    """`array` is one, the first of a call, of one of these dtypes and with the dimensions `symbols`.
+    """`array`, the first of a call, is an array of one of these dtypes with the dimensions `symbols`.
 
-    Raises TypeError for what is no array and for a dtype, ValueError for another number of dimensions.
+    Raises TypeError for a value that is no array and for another dtype, ValueError for other dimensions.
     """
     if not isinstance(array, Array):
         wanted = "an array (NumPy, CuPy, torch, or any with __dlpack__)"
@@ -193,7 +194,7 @@ def expect_array(name: str, array: Any, dtypes: Collection[str] = (), symbols: t
 
 
 def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
-    """`array` is of the library and on the device of the argument `like`.
+    """`array` is of the library and on the device of the argument `like`, which messages call `like_name`.
 
     Raises TypeError for another library, ValueError for another device.
     """
@@ -207,7 +208,7 @@ def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
 
 
 def same_shape(array: Array, shape: Sequence[Any]) -> bool:
-    """Whether an array has a shape, of late sizes too."""
+    """Whether an array has this shape; sizes may be late."""
     pairs = zip(array.shape, shape, strict=False)
     return len(array.shape) == len(shape) and all(a is b or a == b for a, b in pairs)
 
@@ -221,7 +222,7 @@ def expect(
     shape: Sequence[Any],
     symbols: str,
 ) -> Array:
-    """`array` is a contiguous one where the argument `like` is, of this shape and dtype.
+    """`array` is contiguous, of this shape and of one of these dtypes, in the library and on the device of `like`.
 
     Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
     """
@@ -251,7 +252,7 @@ def expect_row_stride(name: str, matrix: Array) -> Any:
 
 
 def expect_table(name: str, array: Any, like: Array, like_name: str, rows: Any, symbols: tuple[str, str]) -> Any:
-    """How many columns an int32 matrix of `rows` rows has, and the distance between its rows, in elements.
+    """The number of columns of an int32 matrix of `rows` rows, and the distance between its rows, in elements.
 
     Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
     """

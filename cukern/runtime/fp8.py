@@ -1,4 +1,4 @@
-"""The FP8 formats of a cache, and the scales of what it holds."""
+"""The FP8 formats of a cache, and the scales of its numbers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place
 from cukern.runtime.late import Late
 
-#: The dtype that the bytes of a cache have by its `kv_cache_dtype`; "auto" leaves it to the array.
+#: The dtype of a cache's bytes, by `kv_cache_dtype`; with "auto" it is the array's own.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPES = tuple(dict.fromkeys(FORMATS.values()))
 KV_CACHE_DTYPES = ("auto", *FORMATS)
 
 
 def scale_of(name: str, value: Any, like: Array, like_name: str) -> tuple[Array | None, Any]:
-    """A scale as the kernels take it: the array of one float32, or None; and the number that counts without it.
+    """A scale as the kernels take it: an array of one float32 or None, and the number to use where that is None.
 
-    None is 1. Raises TypeError and ValueError for what is neither a finite number nor a float32 array of one element
-    where the argument `like` is.
+    The value None is 1. Raises TypeError and ValueError for a value that is neither a finite number nor a float32 array
+    of one element in the library and on the device of `like`.
     """
     if value is None:
         return None, 1.0

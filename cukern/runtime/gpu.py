@@ -1,4 +1,4 @@
-"""What a plan may know of the GPU that it is made for."""
+"""The properties of a GPU on which a plan may depend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cukern.runtime import check
 from cukern.runtime.cuda import runtime
 from cukern.runtime.kernel import arch_of_device
 
-# The driver's attributes of a device.
+# Numbers of the driver's device attributes.
 _MULTIPROCESSORS, _SHARED_PER_MULTIPROCESSOR, _SHARED_PER_BLOCK = 16, 81, 97
 
 
@@ -23,11 +23,11 @@ class Gpu(NamedTuple):
 
     @property
     def compute_capability(self) -> int:
-        """10 times the major number plus the minor one."""
+        """10 times the major version plus the minor one."""
         return int(self.arch.rstrip("a"))
 
 
-#: A GPU of each architecture, for plans that are made where there is none.
+#: A GPU of each architecture, for plans that are explained on a machine without one.
 BY_ARCH = {
     "80": Gpu("80", 108, 164 << 10, 163 << 10),  # A100
     "86": Gpu("86", 84, 100 << 10, 99 << 10),  # A40

@@ -1,7 +1,7 @@
 """The kernels of the library, and their instances on each device.
 
-A `Kernel` is one `__global__` template of `cuda_src`. It hands out `Variant`s, one per set of template arguments, which
-load themselves on each device at their first launch there; `cukern.runtime.plan` launches them.
+A `Kernel` is one `__global__` template of `cuda_src`. It has a `Variant` for each set of template arguments, which is
+loaded on a device at its first launch there; `cukern.runtime.plan` launches it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cukern.runtime.cuda import cupy, driver, runtime
 KERNELS: dict[str, list[Kernel]] = {}
 
 _load_lock = threading.Lock()
-_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # the driver's attribute of a function
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 
 
 class Variant:
-    """A template instance that can be launched on any device it was, or can be, compiled for."""
+    """A template instance, to launch on any device for which it can be compiled."""
 
     __slots__ = ("_functions", "_modules", "instance", "large_clusters", "max_shared_bytes")
 
@@ -41,7 +41,7 @@ class Variant:
         return f"Variant({self.instance})"
 
     def load(self, device: int) -> int:
-        """The driver's handle of the kernel on the current device, which is `device`."""
+        """The driver's handle of the kernel, loaded on `device` if need be, which must be the current one."""
         with _load_lock:
             if device not in self._functions:
                 path, name = compile.cubin(self.instance, arch_of_device(device))
@@ -59,9 +59,8 @@ class Variant:
 class Kernel:
     """A `__global__` template `function` of `cuda_src/<file>.cu`, which takes one struct of parameters.
 
-    The stem is the file, or its folder: "mla_decode" of "mla_decode/plan".
-
-    `compile_s` is roughly how many seconds its slowest instance takes to compile.
+    Its stem is the folder of the file, or the file where it is in none: "mla_decode" for "mla_decode/plan". `compile_s`
+    is roughly how many seconds the slowest instance takes to compile.
     """
 
     def __init__(self, file: str, function: str, compile_s: float = 0.3) -> None:
@@ -70,29 +69,29 @@ class Kernel:
         self.function = function
         self.compile_s = compile_s
         self._variants: dict[tuple[str | int, ...], Variant] = {}
-        #: Compiled when cukern is imported on a machine with a GPU.
+        #: Instances compiled when cukern is imported on a machine with a GPU.
         self.at_import: list[Instance] = []
-        #: Instances whose registers must not spill; the tests hold them to it.
+        #: Instances for well-known sizes; the tests check that their registers do not spill.
         self.specialized: list[Instance] = []
-        #: By architecture, those of them that none of its GPUs is given: they are not compiled for it.
+        #: Specialized instances that no plan takes on an architecture, by architecture: they are not compiled for it.
         self.unused: dict[str, list[Instance]] = {}
         KERNELS.setdefault(self.stem, []).append(self)
 
     def specialize_by_arch(self, given: dict[str, list[Instance]]) -> None:
-        """Specialize what the GPUs of each architecture are given, which has no use on the others."""
+        """Specialize the instances that plans take on each architecture; others do not compile them."""
         self.specialized = list(dict.fromkeys(instance for instances in given.values() for instance in instances))
         self.unused = {arch: [i for i in self.specialized if i not in instances] for arch, instances in given.items()}
 
     def variant(self, *arguments: str | int, max_shared_bytes: int = 0, large_clusters: bool = False) -> Variant:
         """The variant with these template arguments, the same object at every call.
 
-        A kernel that takes more than 48 KiB of dynamic shared memory must say how much at most, and one of clusters of
-        more than 8 blocks that it is.
+        `max_shared_bytes` is required for more than 48 KiB of dynamic shared memory, `large_clusters` for clusters of
+        more than 8 blocks.
         """
         variant = self._variants.get(arguments)
         if variant is None:
             made = Variant(Instance(self.file, self.function, arguments), max_shared_bytes, large_clusters)
-            # Two threads may both get here: the first to store wins.
+            # Of two threads that get here, both take the variant that is stored first.
             variant = self._variants.setdefault(arguments, made)
         return variant
 
@@ -151,10 +150,10 @@ def _archs_from_nvml() -> list[str] | None:
 
 
 def present_archs() -> list[str]:
-    """The compile targets of the GPUs that are here.
+    """The compile targets of the GPUs of this machine.
 
-    Starting CUDA to find out costs a fifth of a second and some memory of each GPU, so NVML is asked first. It knows
-    nothing of CUDA_VISIBLE_DEVICES, whose only use here is to hide all GPUs.
+    To ask CUDA takes a fifth of a second and some memory of each GPU, so NVML is asked first. NVML ignores
+    CUDA_VISIBLE_DEVICES, which is looked at only for whether it hides all GPUs.
     """
     if cupy is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
@@ -165,17 +164,17 @@ def present_archs() -> list[str]:
 
 
 def instances(stem: str | None = None) -> Iterator[Instance]:
-    """The instances compiled at import, of one stem or of all; the slowest first, so that none is waited for alone."""
+    """The instances compiled at import, of one stem or of all; the slowest first, so that workers end together."""
     kernels = KERNELS[stem] if stem else [own for kernels in KERNELS.values() for own in kernels]
     for kernel in sorted(kernels, key=lambda kernel: -kernel.compile_s):
         yield from kernel.at_import
 
 
 def compile_at_import() -> None:
-    """Make sure that every instance is in the cache for every GPU of this machine.
+    """Make sure that the cache has every instance of `instances()` for every GPU of this machine.
 
-    `CUKERN_COMPILE=lazy` leaves each to its first launch. A failure is a warning here: the op that needs
-    the kernel reports it again, as an error.
+    With `CUKERN_COMPILE=lazy` each is compiled at its first launch instead. A failure is only a warning: the op that
+    needs the kernel raises it as an error.
     """
     mode = os.environ.get("CUKERN_COMPILE", "import")
     if mode not in ("import", "lazy"):
@@ -184,7 +183,7 @@ def compile_at_import() -> None:
         return
     try:
         archs = present_archs()
-        # In a folder that dies with the process, compiling ahead would be paid at every start.
+        # Without a cache folder that lasts, every start would compile all of them again.
         if not archs or compile.cache_problem():
             return
         work = [(i, arch) for arch in archs for i in compile.missing(instances(), arch)]

@@ -1,10 +1,10 @@
-"""Numbers that a plan leaves open, so that it serves calls which differ in them alone.
+"""Late numbers, which a plan leaves open, so that it serves calls which differ in them alone.
 
-A plan is made from one call. What the op calls late, such as the number of tokens, is then a `Late`: it has the value
-of that call, and knows how to find the value of another one. Arithmetic gives further late numbers. To compare one
-decides something for the plan, so the outcome is kept as a guard: the plan serves the calls with the same outcomes. To
-use one as an integer (`int`, `range`, an index) ties the plan to its value. So no plan is used for a call that it would
-not have been made for, whatever it does with its numbers.
+A plan is made from one call. A number that the op declares late, such as the number of tokens, is then a `Late`: it has
+the value of that call, and knows how to find the value of another one. Arithmetic gives further late numbers. A
+comparison decides something for the plan, so its outcome is kept as a guard: the plan serves only calls with the same
+outcomes. A late number that is used as an integer (`int`, `range`, an index) ties the plan to its value. So a plan
+serves a call only if the call would have made the same plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from cukern.runtime.straight import Text
 
-#: What a late number is found in: the addresses, sizes and scalars of a call.
+#: The numbers of a call that late numbers are found in: addresses, sizes and scalars.
 Environment = Sequence[Any]
 
 
@@ -24,16 +24,17 @@ class Guards:
     """The outcomes that a plan relies on."""
 
     def __init__(self, addresses: Sequence[int] = ()) -> None:
-        #: Of the call that the plan is made from.
+        #: Addresses of the arrays of the call that the plan is made from.
         self.addresses = addresses
-        #: Of numbers that the environment holds, by their place there: the least and the largest that will do.
+        #: The least and the largest value allowed of a number, by its place in the environment.
         self.ranges: dict[int, list[float]] = {}
-        #: Places of two numbers that are equal.
+        #: Places of two numbers that must be equal.
         self.pairs: list[tuple[int, int]] = []
+        #: Outcomes that are neither ranges nor pairs.
         self.others: list[Callable[[Environment], bool]] = []
-        #: Numbers that raise where they are not what an argument may be.
+        #: Numbers whose evaluation raises for a value that an argument may not have.
         self.checked: list[Late] = []
-        #: What was computed, by function and numbers: to compute it again gives the same late number.
+        #: Computed numbers, by function and operands: the same computation gives the same late number.
         self.made: dict[tuple[Any, ...], Late] = {}
 
     def __bool__(self) -> bool:
@@ -53,7 +54,7 @@ class Guards:
         return True
 
     def straight(self) -> Callable[[Environment], bool]:
-        """`hold` as one expression."""
+        """`hold`, written out as one expression."""
         text = Text("def hold(e):")
         ranges = [(f"e[{place}]", *ends) for place, ends in self.ranges.items()]
         tests = [f"{number} >= {least}" for number, least, _ in ranges if least != float("-inf")]
@@ -64,7 +65,7 @@ class Guards:
         return text.compiled("guards")
 
     def add(self, number: Late, compare: Callable[[Any, Any], bool], other: Any) -> bool:
-        """The outcome of a comparison, which is relied on from now on."""
+        """The outcome of a comparison, kept as a guard."""
         outcome = compare(number.value, other.value if isinstance(other, Late) else other)
         ends = number.place, other.place if isinstance(other, Late) else None
         if outcome and compare is operator.eq and None not in ends:
@@ -76,7 +77,7 @@ class Guards:
         return outcome
 
     def _narrow(self, number: Late, compare: Callable[[Any, Any], bool], other: Any, outcome: bool) -> bool:
-        """Keep the outcome as a range, where it is one of integers."""
+        """Keep the outcome as a range, if it is a comparison of integers that a range can express."""
         if type(number.value) is not int or type(other) is not int:
             return False
         if number.place is None:
@@ -109,7 +110,7 @@ class Guards:
         other: int,
         outcome: bool,
     ) -> bool:
-        """The same of a number that rises with `root`, and is `value`."""
+        """`_narrow` for a number that rises with `root`: the range is one of the root."""
         if compare is operator.le or compare is operator.gt:
             return self._narrow(root, operator.le, limit(other), outcome is (compare is operator.le))
         if compare is operator.lt or compare is operator.ge:
@@ -122,11 +123,11 @@ class Guards:
 
 
 class Late:
-    """A number of the call that a plan is made from, and of each call that the plan will serve.
+    """A number that each call of a plan has its own value of; `value` is that of the call that the plan is made from.
 
-    `place` is where the environment holds it; None for what is computed. `rise` is then, where it never falls as
-    another one rises which the environment holds, that one, and a function: of a limit the largest that keeps to it.
-    `formula` is the function and the numbers that it is computed from.
+    `place` is its place in the environment; None for a computed number, which has a `formula`: a function and the
+    numbers that it is computed from. `rise` is for a computed number that never falls while another one, its root in
+    the environment, rises: the root, and a function from a limit of the number to the largest root that keeps it.
     """
 
     __slots__ = ("evaluate", "formula", "guards", "place", "rise", "value")
@@ -148,7 +149,7 @@ class Late:
         return cls(value, operator.itemgetter(place), guards, place)
 
     def apply(self, function: Callable[[Any], Any]) -> Late:
-        """What `function` makes of the number of each call."""
+        """`function` of the number, late."""
         return late(function, self)
 
     def _exact(self) -> Any:
@@ -187,7 +188,7 @@ def late(function: Callable[..., Any], *numbers: Any) -> Any:
     try:
         if key in known:
             return known[key]
-    except TypeError:  # a number that is a list
+    except TypeError:  # an operand that cannot be hashed
         known = {}
     value = function(*(x.value if isinstance(x, Late) else x for x in numbers))
     made = Late(value, evaluator(function, numbers), first.guards)
@@ -204,9 +205,9 @@ def late(function: Callable[..., Any], *numbers: Any) -> Any:
 
 
 def checked(function: Callable[..., Any], *numbers: Any) -> Any:
-    """`late` of a function that raises where a number is not what an argument may be.
+    """`late` for a function that raises where an argument has a value that it may not have.
 
-    Every call computes it, also one that launches nothing which needs it.
+    Every call evaluates it, also where nothing that is launched needs the number.
     """
     made = late(function, *numbers)
     if isinstance(made, Late):
@@ -215,7 +216,7 @@ def checked(function: Callable[..., Any], *numbers: Any) -> Any:
 
 
 def evaluator(function: Callable[..., Any], numbers: Sequence[Any]) -> Callable[[Environment], Any]:
-    """How a number is found without those that it is computed from."""
+    """A function that finds a computed number in the environment, operands included."""
     if len(numbers) == 1:
         of = numbers[0].evaluate
         return lambda environment: function(of(environment))
@@ -227,16 +228,16 @@ def evaluator(function: Callable[..., Any], numbers: Sequence[Any]) -> Callable[
 
 
 def _name(number: Any) -> Any:
-    """What tells a number from others; 1 and 1.0 are two."""
+    """The identity of a number, for which 1 and 1.0 are two."""
     if not isinstance(number, Late):
         return type(number), number
     return id(number) if number.place is None else ("at", number.place)
 
 
 def parts(function: Callable[..., tuple[Any, ...]], *numbers: Any) -> tuple[Any, ...]:
-    """The numbers of the tuple that `function` makes of `numbers`, each of them late where one of those is.
+    """The elements of the tuple that `function` returns for `numbers`, each of them late where one of those is.
 
-    A launch finds the tuple once for all of them.
+    A call computes the tuple once for all elements.
     """
     whole = late(function, *numbers)
     if not isinstance(whole, Late):
@@ -256,7 +257,7 @@ def _ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-#: Of functions of a number and a positive integer: the largest number with which the result keeps to a limit.
+#: For a function of a number and a positive integer: the largest number whose result keeps to a limit.
 _LIMITS: dict[Callable[..., Any], Callable[[int, int], int]] = {
     operator.add: lambda limit, more: limit - more,
     operator.sub: lambda limit, less: limit + less,
@@ -268,7 +269,7 @@ _SYMMETRIC = (operator.add, operator.mul)
 
 
 def _rise(limit_of: Callable[[int, int], int] | None, number: Late, by: Any) -> Any:
-    """How a result rises with `number`; see `Late`."""
+    """The `rise` of a result of `number` and `by`; see `Late`."""
     if limit_of is None or type(by) is not int or by <= 0:
         return None
     if number.place is not None:

@@ -1,8 +1,7 @@
-"""One NVRTC compilation, in this process or as a worker process.
+"""One NVRTC compilation, in this process or in a worker process.
 
-NVRTC serializes inside a process, so `cukern.runtime.compile` runs this file as a script in several
-processes. For that it imports nothing of cukern: a worker that imported the package would compile at
-import again.
+NVRTC compiles for one thread at a time, so `cukern.runtime.compile` runs this file as a script in several processes.
+For that it imports nothing of cukern, which compiles when it is imported.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ def _compile(source: str, filename: str, expression: str, options: list[str]) ->
             raise RuntimeError(f"{expression}: {error}\n{log}") from None
         name = nvrtc.getLoweredName(program, expression)
         log = nvrtc.getProgramLog(program).rstrip("\x00\n ")
-        # CuPy takes the last byte for the end of a string and drops it. It is the high byte of a number, always 0.
+        # CuPy drops the last byte, which it takes for the end of a string: the high byte of a number, always 0.
         return nvrtc.getCUBIN(program) + b"\0", name, log
     finally:
         nvrtc.destroyProgram(program)
 
 
 def build() -> str:
-    """NVRTC's version with its build, such as "13.0.88", as it stands in all that it compiles."""
+    """NVRTC's version with its build, such as "13.0.88", read from what it compiles."""
     with LOCK:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -65,7 +64,7 @@ def build() -> str:
 
 
 def write_atomically(path: str, data: bytes) -> None:
-    """Readers see the old file, no file or the whole new one, whoever else writes at the same time."""
+    """Write a file, of which readers see either the whole new content or the state before, whoever else writes it."""
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".writing-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -93,7 +92,7 @@ def compile_to_cache(job: dict[str, Any]) -> None:
 
 def main() -> None:
     """Compile the jobs that arrive on stdin, one JSON object a line; answer each with a line."""
-    # The answers keep the real stdout; whatever a library prints goes to stderr.
+    # Only answers go to stdout; what a library prints goes to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -105,6 +104,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The script's own folder would make cukern's modules importable under the wrong names.
+    # The script's own folder, from which cukern's modules could be imported under wrong names.
     sys.path.pop(0)
     main()

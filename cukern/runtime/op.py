@@ -35,20 +35,21 @@ Schemas = Mapping[str, Callable[..., Any] | None]
 OPS: dict[str, Op] = {}
 #: Every torch operator: its function, and the results by schema; see `op`.
 OPERATORS: dict[str, tuple[Callable[..., Any], Schemas]] = {}
-#: So many plans of an op are kept, the newest ones; and so many that differ in what they found late numbers to be.
+#: Plans that an op keeps at most, the newest ones; and those of one signature, which differ in their guards.
 _MOST_PLANS, _MOST_ALTERNATIVES = 1024, 64
+#: Readers that a form keeps at most.
 _MOST_READERS = 64
 
-#: A list of more arrays than this is read as a whole.
+#: Lists of more arrays than this are read as a whole.
 _MANY = 4
 
-# What an argument is: plain, or late as a size where it is an array, as a number where it is none, or both.
+# Bits of an argument's kind: an array has a late first dimension; a number is late.
 _ROWS, _LATE = 1, 2
 _LATE_MARK = object()
 
 
 class _Form:
-    """The calls that give the same number of positional arguments, and the same named ones."""
+    """Calls with the same number of positional arguments and the same named ones."""
 
     __slots__ = ("kinds", "names", "plans", "readers")
 
@@ -56,11 +57,11 @@ class _Form:
         self.names = names  # of the arguments, in their order
         self.kinds = kinds
         self.plans: dict[tuple[Any, ...], Plan | list[Plan]] = {}
-        #: By the types of the arguments, where these are tensors and what is no array; None for others.
+        #: Readers by the types of the arguments; None leaves these to `_read`.
         self.readers: dict[tuple[type, ...], Any] = {}
 
     def find_reader(self, op: Op, values: Sequence[Any]) -> Any:
-        """What reads arguments of these types, from now on."""
+        """The reader of arguments of these types, if it can be written out: all arrays are tensors, none in a list."""
         libraries, types = [arrays.library_of(x) for x in values], tuple(map(type, values))
         found = None
         if not {tuple, list} & {*types} and all(x is None or x.reads_as_tensor for x in libraries):
@@ -114,11 +115,11 @@ class Op:
         values = (*args, *kwargs.values())
         flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else (value,))]
         if any(isinstance(x, Array) for x in flat):
-            return follow_part(lambda: self.plan(*args, **kwargs))  # in the plan of another op
+            return follow_part(lambda: self.plan(*args, **kwargs))  # called in the plan of another op
         known = len(arrays.KNOWN)
         libraries = [arrays.library_of(x) for x in flat]
         if len(arrays.KNOWN) > known:
-            return self.call(*args, **kwargs)  # the key was made as if new types of arrays were none
+            return self.call(*args, **kwargs)  # the key took arrays of a new type for plain values
         if self.leader:
             first = dict(zip(form.names, values, strict=True)).get(self.leader)
         else:
@@ -129,7 +130,7 @@ class Op:
         if trace.is_host_call:
             return self._run_twin(trace, returned, reader, form, values)
         plan = Plan(trace, returned, reader.paths)
-        # A key of an array that DLPack alone knows would keep it alive.
+        # A key that holds a foreign array would keep it alive.
         if key is not None and not any(
             of is None and hasattr(x, "__dlpack__") for x, of in zip(flat, libraries, strict=True)
         ):
@@ -137,9 +138,9 @@ class Op:
         return plan.run(values, [*reader.addresses, *reader.lates])
 
     def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Form, values: Sequence[Any]) -> Any:
-        """What the NumPy twin makes of arrays in host memory, in their library, or in `out`.
+        """The results of the NumPy twin for arrays in host memory, in the library of these or in `out`.
 
-        The arrays reach the twin with their own memory, so that what it writes into them arrives.
+        The twin is given views of the caller's memory, so that the caller sees what it writes.
         """
         assert self.twin is not None
         library = trace.place.library
@@ -158,7 +159,7 @@ class Op:
         arguments = self._defaults | dict(zip(form.names, values, strict=True))
         taken = {name for name in arguments if name in takes or (takes_all and name not in ("out", "variant"))}
         results = self.twin(**{name: to_numpy(x) for name, x in arguments.items() if name in taken})
-        if returned is not None:  # arguments that were written
+        if returned is not None:  # the plan returns arguments that the twin has written
             return tuple(map(given, returned)) if isinstance(returned, tuple) else given(returned)
         if results is None:
             return None
@@ -186,7 +187,7 @@ class Op:
         return tuple(found) if isinstance(results, tuple) else found[0]
 
     def _foreign(self, first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call on arrays that are known by DLPack alone; new results leave in the library of the first one."""
+        """A call on arrays that are known by DLPack alone; new results are of the library of the first one."""
         values = [*zip(self.signature.parameters, args, strict=False), *kwargs.items()]
         entered = [arrays.enter_all(name, value) for name, value in values]
         results = self.call(*entered[: len(args)], **dict(zip(kwargs, entered[len(args) :], strict=True)))
@@ -225,7 +226,7 @@ class Op:
                 form.plans.clear()
 
     def say(self, form: _Form, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
-        """What the plan says and returns for these arguments; with `on` as if they were on such a GPU."""
+        """What the plan says and returns for these arguments; `on` is a GPU to take them to be on."""
         reader = _Reader(self, on)
         given = {
             name: reader.read(i, name, kind, value)
@@ -238,7 +239,7 @@ class Op:
 
 
 def forget_plans() -> None:
-    """Forget the plans of all ops: what they chose among has changed."""
+    """Forget the plans of all ops, because the variants that they choose among have changed."""
     for op in OPS.values():
         op.forget()
 
@@ -255,11 +256,11 @@ class _Reader:
         self.first: Array | None = None
         self.paths: dict[int, tuple[int, int | None]] = {}
         self._numbers: list[Late] = []
-        self._sizes: dict[str, Late] = {}  # the first of each name
-        self._same: list[tuple[Late, Late]] = []
+        self._sizes: dict[str, Late] = {}  # by their name in `rows`, the first of each
+        self._same: list[tuple[Late, Late]] = []  # sizes of one name that are equal in this call
 
     def read(self, position: int, name: str, kind: int, value: Any) -> Any:
-        """What the plan is given for an argument."""
+        """The value that the plan is given for an argument."""
         if type(value) in (tuple, list) and any(arrays.library_of(x) is not None for x in value):
             return type(value)(self._describe(position, i, name, kind, x) for i, x in enumerate(value))
         if arrays.library_of(value) is not None:
@@ -299,7 +300,7 @@ class _Reader:
         return made
 
     def finish(self) -> None:
-        """Give the late numbers their places."""
+        """Give the late numbers their places in the environment, now that all addresses before them are known."""
         for i, number in enumerate(self._numbers):
             number.place = len(self.addresses) + i
             number.evaluate = operators.itemgetter(number.place)
@@ -319,15 +320,15 @@ def op(
     """Declare an op by the function that is its public signature, its docstring and its plan.
 
     Args:
-        twin: the NumPy function that defines it, with the same arguments but for `variant` and, where it does not
-            matter what `out` held, `out`.
-        schemas: its torch operator, if any, without the overloads that `cukern.torch_ops` derives; or several, each
-            with its `results`.
-        results: gives, for the arguments of the schema, the `Result`s; a number is a result itself. None: nothing is
-            returned but arguments that are written.
-        rows: by the name of a size, the arrays that have it as their first dimension; it is late.
-        late: scalars that are late; one that may also be an array is in `rows` too.
-        leader: the array that decides where a call runs; by default the first one.
+        twin: the NumPy function that defines it, with the same arguments except `variant`. It takes `out` only where
+            what `out` held matters.
+        schemas: the schema of its torch operator, if any, without the overloads that `cukern.torch_ops` derives; or
+            several schemas, each with its `results`.
+        results: a function of the schema's arguments that gives the `Result`s; a number in place of one is returned as
+            it is. None: the op returns nothing, or arguments that it writes.
+        rows: late sizes by name, each with the arrays that have it as their first dimension.
+        late: late scalars; one that may also be an array is in `rows` too.
+        leader: the array that decides the library and the device of a call; by default the first one.
     """
 
     def declare(function: _F) -> _F:
@@ -350,7 +351,7 @@ def operator(schemas: str | Schemas, results: Callable[..., Any] | None = None) 
 
 
 def _read(form: _Form, values: Sequence[Any]) -> tuple[tuple[Any, ...] | None, list[Any]]:
-    """The signature of a call, and what the environment begins with: the addresses and the late numbers."""
+    """The signature of a call, and the start of its environment: the addresses, then the late numbers."""
     library_of = arrays.KNOWN.get
     key: list[Any] = []
     environment: list[Any] = []
@@ -399,7 +400,7 @@ def _read(form: _Form, values: Sequence[Any]) -> tuple[tuple[Any, ...] | None, l
                     lates.append(key[-2][0])
                     key[-2] = key[-2][1:]
         else:
-            key += of, value  # 1, 1.0 and True are equal
+            key += of, value  # with the type, since 1 == 1.0 == True
     if bits & 15:
         key.append(tuple([address & 15 for address in environment]))
     return tuple(key), environment + lates
@@ -431,7 +432,7 @@ def _call_of(op: Op, function: _F) -> _F:
             else:
                 plan = found
         except TypeError:
-            # What cannot be hashed fits no plan, nor does what a guard cannot compare: a new plan's checks name it.
+            # A value that cannot be hashed or compared fits no plan: the checks of a new one name the argument.
             plan = signature = None
         if plan is None:
             return op.miss(form, signature, args, kwargs)

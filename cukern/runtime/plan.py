@@ -1,7 +1,7 @@
-"""What a plan says, and how it runs.
+"""What the body of an op says, and the plan that is made of it.
 
-The functions here are the vocabulary of a plan's body: `outputs`, `empty`, `launch`, `clear`, `run_twin`, `note`. They
-are written down; a `Plan` is made of them that allocates, packs and launches in a few microseconds.
+The functions here are the vocabulary of such a body: `outputs`, `empty`, `launch`, `clear`, `run_twin`, `note`. What
+they say is recorded in a `Trace`, from which a `Plan` is made: it allocates, packs and launches in a few microseconds.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from cukern.runtime.late import Environment, Guards, Late, evaluator
 from cukern.runtime.straight import Text
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
 
-_PARAMETER_BYTES = 4096  # that a kernel can have
-_ALIGNMENT = 256  # bytes, of what a workspace holds
+_PARAMETER_BYTES = 4096  # of a kernel, at most
+_ALIGNMENT = 256  # of the parts of a workspace, in bytes
 _RUNS_BEFORE_TEXT = 4
-_MOST_MAPS = 256  # tensor maps that a plan keeps, of arrays at other addresses
+_MOST_MAPS = 256  # tensor maps that a plan keeps, of arrays at different addresses
 
 
 class _Step(NamedTuple):
-    """A launch as a plan says it, or a part of a workspace to clear."""
+    """A launch with the numbers that are late, or a part of a workspace to clear."""
 
     variant: Variant | None
     grid: tuple[Any, Any, Any]
     block: tuple[Any, Any, Any]
     shared_bytes: Any
     packing: template.Packing | None
-    notes: dict[str, Any]  # of the op that says it
+    notes: dict[str, Any]  # of the op whose body says it
     fields: Mapping[str, Any] = {}
     cleared: tuple[Any, Any] = (0, 0)  # address and bytes
 
 
 class Trace:
-    """What a plan has said so far."""
+    """What the body of an op has said so far."""
 
     def __init__(self, place: Place, addresses: int, guards: Guards, lates: int) -> None:
         self.place = place
         self.guards = guards
         self.steps: list[_Step] = []
-        self.first_made = addresses + lates  # place of the address of the first array that is made
-        self.made: list[tuple[tuple[Any, ...], str]] = []
-        self.transposed: set[int] = set()  # sources of those whose last two dimensions are turned then
+        self.first_made = addresses + lates  # place of the first made array's address in the environment
+        self.made: list[tuple[tuple[Any, ...], str]] = []  # shapes and dtypes of the arrays to allocate
+        self.transposed: set[int] = set()  # sources of made arrays that are returned transposed
         self.is_host_call = False
         self.outputs: list[Array | None] = []
         self.notes: dict[str, Any] = {}
@@ -65,12 +65,12 @@ _tracing = threading.local()
 
 
 def current() -> Trace:
-    """What the plan that is being made has said so far."""
+    """The trace of the plan that this thread is making."""
     return _tracing.trace
 
 
 def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
-    """What `plan` returns; what it says goes to `trace`."""
+    """The result of `plan`, which records what it says in `trace`."""
     previous = getattr(_tracing, "trace", None)
     _tracing.trace = trace
     try:
@@ -80,7 +80,7 @@ def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
 
 
 def follow_part(plan: Callable[[], Any]) -> Any:
-    """What the plan of an op returns that is called in the one of another op; the notes are its own."""
+    """The result of the body of an op that another op's body calls: it has notes of its own."""
     trace = current()
     outer, trace.notes = trace.notes, {}
     try:
@@ -92,11 +92,11 @@ def follow_part(plan: Callable[[], Any]) -> Any:
 def outputs(
     out: Any, first: Array, first_name: str, *results: Result | Array | None, names: str | Sequence[str] = ""
 ) -> Any:
-    """Where an op writes its results: `out` where that is given, else new arrays; one alone, or a tuple.
+    """The arrays for the results of an op, one or a tuple: those of `out`, or new ones where it is None or holds None.
 
-    `names` is what the message calls an `out` of several, such as "a pair (weights, ids)"; None in it is a new array.
-    Where each has an argument of its own, `names` are theirs. What is no `Result`, such as an argument that is written
-    or None, is a result itself.
+    `names` is what messages call an `out` of several arrays, such as "a pair (weights, ids)"; if each array has an
+    argument of its own, `names` are those of the arguments. A result that is no `Result`, such as an argument that is
+    written or None, is returned as it is.
     Raises TypeError and ValueError for an `out` that does not fit.
     """
     trace, single = current(), len(results) == 1
@@ -130,14 +130,14 @@ def outputs(
 
 
 def write_into(*results: Array) -> None:
-    """Name the arguments that get the results, of an op that checks its `out` itself, for the NumPy twin."""
+    """Tell the NumPy twin which arguments get its results, in an op that checks `out` itself."""
     current().outputs = list(results)
 
 
 def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> Any:
-    """Leave the rest to the NumPy twin, for arrays in host memory, once they are checked.
+    """Leave arrays in host memory, which are checked by now, to the NumPy twin.
 
-    What a plan returns then is nothing, or arguments that the twin writes and that the op returns.
+    The body then returns nothing, or arguments that the twin writes and the op returns.
     """
     check.host_variant(variant, variants)
     current().is_host_call = True
@@ -145,16 +145,16 @@ def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> An
 
 
 def empty(shape: Sequence[Any], dtype: str) -> Array:
-    """Room for what lies between two launches. One workspace holds all that a plan makes and does not return."""
+    """An array for what one launch leaves to the next. All those of a plan are parts of one workspace."""
     return current().make(tuple(shape), dtype)
 
 
 def launch(variant: Variant, grid: Any, block: Any, shared_bytes: Any = 0, /, **fields: Any) -> None:
     """Launch a kernel, with the fields of its struct of parameters by name.
 
-    A field is a number, late or not; an Array, which stands for its address; None, a null pointer; a sequence for an
-    array, a mapping or a tuple for a struct, None or 0 for a struct of zeros. `grid` and `block` are numbers or tuples
-    of up to three. Raises TemplateError for a missing or an unknown field.
+    A field is a number, late or not; an Array, for its address; None, for a null pointer. For an array in the struct it
+    is a sequence, for an inner struct a mapping or a tuple, or None or 0 for zeros. `grid` and `block` are numbers or
+    tuples of up to three. Raises TemplateError for a missing or an unknown field.
     """
     layout = template.params(variant.instance.file, variant.instance.function)
     packing = template.Packing(layout, template.named_leaves(layout, fields), _is_open)
@@ -163,7 +163,7 @@ def launch(variant: Variant, grid: Any, block: Any, shared_bytes: Any = 0, /, **
 
 
 def clear(array: Array) -> None:
-    """Set all bytes of an array without gaps to 0, after the launches before and before those after."""
+    """Set all bytes of a contiguous array to 0, between the launches before and those after this."""
     trace, cleared = current(), (array.address, array.size * array.item_size)
     trace.steps.append(_Step(None, (0, 0, 0), (0, 0, 0), 0, None, trace.notes, cleared=cleared))
 
@@ -193,19 +193,19 @@ def tensor_map(
             made = encoded[key] = encode(key[0], dtype, tuple(known[:rank]), tuple(known[rank:]), box, promotion)
         return made
 
-    # Without a look at the address, which a plan need not have, and at the driver.
+    # Not encoded here: an explained call may have no address, and the machine no driver.
     made = Late(bytes(TENSOR_MAP_BYTES), evaluator(find, numbers), current().guards)
     made.formula = find, numbers
     return made
 
 
 def note(**facts: Any) -> None:
-    """Say for `cukern.explain` why a variant was chosen (`why`), and what bytes are moved and flops done."""
+    """Facts for `cukern.explain`: why a variant was chosen (`why`), the bytes moved, the flops done."""
     current().notes.update(facts)
 
 
 def each_call(function: Callable[[], Any]) -> Late:
-    """A number that `function` gives anew for each call."""
+    """A number that `function` is asked for at each call, such as a random one."""
     return Late(function(), lambda environment: function(), current().guards)
 
 
@@ -224,22 +224,22 @@ _Finder = Callable[[Environment], tuple[Any, ...]]
 
 
 class _Places:
-    """Where the environment holds what a plan needs.
+    """The places of a plan's numbers in the environment.
 
-    It begins with the addresses and the late numbers of a call and the addresses of what was made for it; then comes
-    what is computed, each number once, then what is known.
+    It holds, in this order: the addresses and the late numbers of the call; the addresses of the arrays made for it;
+    the computed numbers, each once; the numbers that are known ahead.
     """
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
         self.known: list[Any] = []
         self.computed: list[Callable[[Environment], Any]] = []
-        #: Of each of them the function, the places of its numbers or None for those that are known, and these.
+        #: For each computed number: the function, the places of its operands (None: known ahead), and the operands.
         self.formulas: list[tuple[Callable[..., Any], list[int | None], Sequence[Any]]] = []
         self._seen: dict[int, tuple[int, Late]] = {}  # by the identity of the number
 
     def _of(self, value: Any) -> tuple[bool, int]:
-        """Whether a value is known, and its place there or in the environment."""
+        """Whether a value is known ahead, and its place in `known` or in the environment."""
         if isinstance(value, Array):
             if type(value.offset) is int and not value.offset:
                 return False, value.source
@@ -256,7 +256,7 @@ class _Places:
             function, numbers = value.formula or (value.evaluate, ())
             places = [self._place(x) if isinstance(x, Late) else None for x in numbers]
             if value.formula is None:
-                # Of no numbers, such as a random one.
+                # Of no operands, such as a random number.
                 function = functools.partial(value.evaluate, ())
             self.computed.append(_computing(function, places, numbers))
             self.formulas.append((function, places, numbers))
@@ -264,7 +264,7 @@ class _Places:
         return self._seen[id(value)][0]
 
     def finder(self, values: Sequence[Any]) -> list[tuple[bool, int]]:
-        """Where the values will be, for `find` once all are known."""
+        """The places of values, for `find` once those of all values are fixed."""
         return [self._of(value) for value in values]
 
     def find(self, places: list[tuple[bool, int]]) -> _Finder:
@@ -280,7 +280,7 @@ class _Places:
 def _computing(
     function: Callable[..., Any], places: list[int | None], numbers: Sequence[Any]
 ) -> Callable[[Environment], Any]:
-    """How a number is found where the environment holds those that it is computed from."""
+    """A function that computes a number from operands that the environment holds."""
     if not places:
         return lambda environment: function()
     if len(places) == 1:
@@ -300,26 +300,26 @@ def _computing(
 
 
 class Workspace:
-    """What a plan makes and does not return: it lies side by side in one allocation."""
+    """The arrays that a plan makes and does not return, side by side in one allocation."""
 
     def __init__(self, trace: Trace, returned: Any) -> None:
         kept = {x.source - trace.first_made for x in _arrays_in(returned)}
-        #: Of what is made: what is returned, and what is not.
+        #: Indices of the made arrays that are returned, and of the others.
         self.kept = [i for i in range(len(trace.made)) if i in kept]
         self.parts = [i for i in range(len(trace.made)) if i not in kept]
         made = [trace.made[i] for i in self.parts]
-        #: Bytes of each part, late where its shape is.
+        #: Bytes of each part; late if its shape is.
         self.sizes: list[Any] = [
             functools.reduce(operator.mul, shape, arrays.ITEM_SIZE[dtype]) for shape, dtype in made
         ]
 
     @property
     def bytes(self) -> int:
-        """Of the call that the plan was made from."""
+        """The size for the call that the plan was made from."""
         return _lay_out([x.value if isinstance(x, Late) else x for x in self.sizes])[0]
 
     def layout(self) -> tuple[int, list[int]] | Callable[[Environment], tuple[int, list[int]]]:
-        """The bytes of all parts and where each begins, or how they are found for each call."""
+        """The size and the offset of each part, or a function that finds them for each call."""
         if not any(isinstance(x, Late) for x in self.sizes):
             return _lay_out(self.sizes)
         finders = [x.evaluate if isinstance(x, Late) else (lambda environment, x=x: x) for x in self.sizes]
@@ -341,7 +341,7 @@ def _arrays_in(returned: Any) -> list[Array]:
 
 
 class _Launch:
-    """A launch as it runs."""
+    """A launch of a plan that runs."""
 
     __slots__ = ("function", "late_sizes", "pack", "parameters", "sizes", "variant")
 
@@ -356,7 +356,7 @@ class _Launch:
 
 
 class Plan:
-    """What a call of one signature does."""
+    """All that a call of one signature does: allocate, launch, return."""
 
     def __init__(self, trace: Trace, returned: Any, paths: Mapping[int, tuple[int, int | None]]) -> None:
         self.place = trace.place
@@ -366,7 +366,7 @@ class Plan:
         self._transposed = {i for i, x in enumerate(workspace.kept) if x + trace.first_made in trace.transposed}
         self._makers = self._find_makers(is_current=True)
         self._layout = workspace.layout() if workspace.parts else None
-        #: For each address that is made: that it is of what is kept, and which; or a part of the workspace, and which.
+        #: For each made array: whether it is returned, and its index among those; else its index in the workspace.
         self._made = [
             (True, workspace.kept.index(i)) if i in workspace.kept else (False, workspace.parts.index(i))
             for i in range(len(trace.made))
@@ -380,7 +380,7 @@ class Plan:
             sizes = (*step.grid, *step.block, step.shared_bytes)
             late_sizes = places.finder(sizes) if any(isinstance(x, Late) for x in sizes) else None
             open_steps.append((step, places.finder(step.packing.parts), late_sizes))
-        # Also those of no field: each call is to be refused as the first one would have been.
+        # Also those that no field needs: an argument is refused at any call as at the first one.
         places.finder(trace.guards.checked)
         self._returned = _returned(returned, trace.first_made, workspace.kept, paths)
         self._runs = 0
@@ -395,21 +395,21 @@ class Plan:
         ]
 
     def _find_makers(self, is_current: bool) -> tuple[list[Any], Any]:
-        """What makes each array that is kept, and the workspace."""
+        """The functions that allocate each returned array, and the workspace."""
         make, device = self.place.library.maker, self.place.device
         found = [make(shape, dtype, device, is_current) for shape, dtype in self._kept]
         found = [_transposing(x) if i in self._transposed else x for i, x in enumerate(found)]
         return found, make(_one_dimension, "uint8", device, is_current)
 
     def run(self, values: Sequence[Any], environment: list[Any]) -> Any:
-        """Allocate and launch, for the arguments `values` with these addresses and late numbers."""
+        """Allocate, launch and return, for the arguments `values` with the addresses and late numbers `environment`."""
         place = self.place
         if place.library.current_device() != place.device:
             with current_device(place.device):  # type: ignore[arg-type]
                 return self._run(values, environment, place, self._find_makers(is_current=False))
         _, _, devices = _state()
         if place.device not in devices:
-            # A thread that never set a device has no context, and a driver launch there would fail.
+            # A thread that never set a device has no context, and a launch by the driver would fail.
             runtime.setDevice(place.device)
             devices.add(place.device)
         self._runs += 1
@@ -418,7 +418,7 @@ class Plan:
         return self._run(values, environment, place, self._makers)
 
     def _straight(self, quick: Quick) -> Callable[[Sequence[Any], list[Any]], Any]:
-        """`run` as one piece of text, for where the device is the current one."""
+        """`run`, written out as text for calls whose device is the current one; other calls go to `slow`."""
         text, slow = Text("def run(values, e):"), self.run
         self.holds = self.guards.straight() if self.guards is not None else self.holds
         of = [f"e{i}" for i in range(self._begin + len(self._made) + len(self._places.formulas))]
@@ -474,7 +474,7 @@ class Plan:
             environment += map(address_of, made)
         else:
             size, starts = self._layout if type(self._layout) is tuple else self._layout(environment)  # type: ignore[operator]
-            # Held until the last launch: else another thread that uses the stream could be given it before.
+            # Held until the last launch: else the allocator could give it to another thread on this stream.
             workspace = make_workspace(size)
             base = address_of(workspace)
             for is_kept, i in self._made:
@@ -508,14 +508,14 @@ _NOTHING, _MADE, _ARGUMENT, _VALUE, _TUPLE = "nothing", "made", "argument", "val
 def _returned(
     returned: Any, first_made: int, kept: list[int], paths: Mapping[int, tuple[int, int | None]]
 ) -> tuple[str, Any]:
-    """How each thing that a plan returns is found: as a made array, by its path among the arguments, or as a number."""
+    """How a returned value is found: among the made arrays, by its path in the arguments, or as a number."""
     if returned is None:
         return _NOTHING, None
     if isinstance(returned, (tuple, list)):
         found = [_returned(x, first_made, kept, paths) for x in returned]
         arguments = [where for kind, where in found if kind is _ARGUMENT]
         if len(arguments) == len(found) > 0 and arguments == [(arguments[0][0], i) for i in range(len(found))]:
-            return _ARGUMENT, (arguments[0][0], None)  # a tuple that was given
+            return _ARGUMENT, (arguments[0][0], None)  # the caller's own tuple
         return _TUPLE, found
     if isinstance(returned, Array):
         if returned.source >= first_made:
@@ -551,7 +551,7 @@ def _transposing(make: Callable[[Environment], Any]) -> Callable[[Environment], 
 
 
 def _shape_finder(shape: tuple[Any, ...]) -> tuple[int, ...] | Callable[[Environment], tuple[int, ...]]:
-    """A shape, or how it is found for each call."""
+    """A shape, or a function that finds it for each call."""
     if not any(isinstance(size, Late) for size in shape):
         return shape
     if not any(isinstance(size, Late) for size in shape[1:]):
@@ -565,8 +565,7 @@ _thread = threading.local()
 
 
 def _state() -> tuple[Any, int, set[int]]:
-    """Of a thread: where its launches put their parameters, the address of what points there, and the devices where it
-    has a context."""
+    """The thread's buffer for parameters, the address of the pointer to it, and the devices with a context."""
     try:
         return _thread.state
     except AttributeError:

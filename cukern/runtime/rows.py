@@ -1,4 +1,4 @@
-"""Rows of one length at one distance, and how a kernel that treats each number alone lays them out over its blocks."""
+"""Rows of one length at one distance, and their tiles in kernels that treat each element alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cukern.runtime.units import divisor
 
 #: Rows are counted in 31 bits and rounded up to whole tiles.
 MAX_ROWS = 2**31 - 2**12
-#: A grid has so many parts of a row of 256 units.
+#: Elements of a row: a grid has at most 2^16 - 1 chunks of 256 units.
 MAX_ROW = (2**16 - 1) * 256
 
 
@@ -21,9 +21,9 @@ class Rows(NamedTuple):
 
     total: Any
     size: int
-    distance: Any  # of neighbours, in elements
-    batch: Any  # so many have an index before the last but one in common, where they are counted
-    counts: Array | None  # how many of each `batch` count, int32; None: all do
+    distance: Any  # from a row to the next, in elements
+    batch: Any  # rows of each expert with `counts`, else 1
+    counts: Array | None  # int32 [experts], the rows of each expert that are in use; None: all rows are
 
 
 def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
@@ -38,7 +38,7 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
     size = distance = int(shape[-1])  # late where there is but one dimension
     if size > MAX_ROW:
         check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
-    # Without the dimensions of size 1, whose strides say nothing, a late size is compared only where it has to be.
+    # Dimensions of size 1 are left out: their strides mean nothing. A late size is compared only where it must be.
     outer = [(n, stride) for n, stride in zip(shape[:-1], array.strides, strict=False) if type(n) is not int or n != 1]
     lengths, strides = [n for n, _ in outer], [*(stride for _, stride in outer), array.strides[-1]]
     count = functools.reduce(operator.mul, lengths, 1) if len(lengths) != 1 else lengths[0]
@@ -66,7 +66,7 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
 
 
 class Tile(NamedTuple):
-    """What a block takes: `rows` of them, or one of `chunks` parts of a long one."""
+    """The part of the rows that a block takes: `rows` whole ones, or one of `chunks` parts of a long one."""
 
     threads: int
     rows: int
@@ -75,7 +75,7 @@ class Tile(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As a struct of parameters names them."""
+        """The geometry by the names of a struct of parameters."""
         columns, tile_rows, tile_columns, *by_threads = self.geometry
         return {
             "columns": columns,
@@ -87,7 +87,7 @@ class Tile(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tile(columns: int, items: int, lanes: int = 1, most_threads: int = 256) -> Tile:
-    """The tile of rows of `columns` units, of which a thread takes `items`, and `lanes` neighbours stay together."""
+    """The tile of rows of `columns` units. A thread takes `items` units; a row has a multiple of `lanes` threads."""
     chunks = max(1, -(-columns // (most_threads * items)))
     row_threads = max(1, -(-columns // (chunks * items * lanes))) * lanes
     rows = most_threads // row_threads if chunks == 1 else 1

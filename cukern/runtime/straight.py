@@ -1,8 +1,7 @@
-"""Straight-line Python for what is done again and again: to read the arguments of a call, and to run a plan.
+"""Straight-line Python for the two steps of every call: reading its arguments, and running its plan.
 
-What `op` and `plan` do in loops over what they find is written out here as the text of a function, for one sequence of
-argument types or one plan, and compiled: it does the same in half the time. Plans get it once they have run a few
-times.
+The loops of `op` and `plan` are written out here, for one sequence of argument types or for one plan, as the text of a
+function, which is compiled: it does the same in half the time. A plan gets its text after a few runs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SIGNS = {
 
 
 class Text:
-    """The lines of a function, and the objects that they name."""
+    """The lines of a function, and the objects that they refer to by name."""
 
     def __init__(self, header: str) -> None:
         self.lines = [header]
@@ -37,7 +36,7 @@ class Text:
         self.lines.append("    " + line)
 
     def name(self, value: Any) -> str:
-        """An expression of a value that does not change."""
+        """An expression for an object that is the same in every call."""
         if type(value) is int or value is None:
             return repr(value)
         name = f"k{len(self.names)}"
@@ -45,7 +44,7 @@ class Text:
         return name
 
     def computed(self, function: Callable[..., Any], numbers: Sequence[str]) -> str:
-        """An expression of a function of numbers, given as expressions."""
+        """An expression for `function` of numbers, which are expressions too."""
         if function in _SIGNS and len(numbers) == 2:
             return f"({numbers[0]} {_SIGNS[function]} {numbers[1]})"
         return f"{self.name(function)}({', '.join(numbers)})"
@@ -65,10 +64,10 @@ def reader(
     are_late: Sequence[bool],
     late_mark: object,
 ) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], list[Any]] | None]:
-    """A function of the values of a call that gives its signature and what the environment begins with.
+    """A function of a call's values that gives the call's signature and the start of its environment.
 
-    It is for values of these types, of which some are tensors and the others no arrays; None from it leaves the call to
-    the loop.
+    It serves values of these types, of which those of `are_tensors` are tensors and no other is an array. Where it
+    returns None, the loop of `op` reads the call.
     """
     text = Text("def read(values):")
     key, addresses, lates = [], [], []

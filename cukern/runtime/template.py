@@ -1,7 +1,7 @@
-"""What a template declares for the host: the struct of parameters of each kernel, and constants.
+"""The declarations of a template that the host shares: each kernel's struct of parameters, and constants.
 
-The struct is read from the text of the `.cu` and of what it includes, so that a launch names its fields and nobody
-counts bytes. `assertions` goes to NVRTC with every instance: the compiler confirms each offset that was read here.
+They are read from the text of the `.cu` and of the files that it includes, so that a launch names the fields of the
+struct. `assertions` is compiled with every instance: the compiler confirms each offset that was read here.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _ENUM = re.compile(r"^enum\s*(?:\w+\s*)?\{([^}]*)\}", re.MULTILINE)
 
 
 class TemplateError(RuntimeError):
-    """A template declares something that the host cannot read; a mistake of this library, never of its caller."""
+    """A declaration in a template that the host cannot read: a mistake of this library, never of its caller."""
 
 
 @dataclass(frozen=True)
 class Scalar:
     """A number or a pointer."""
 
-    code: str  # of the module `struct`
+    code: str  # its format character in the module `struct`
 
     @property
     def size(self) -> int:
@@ -65,7 +65,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Array:
-    """So many of a type, side by side."""
+    """`count` values of one type, side by side."""
 
     of: Scalar | Array | Struct
     count: int
@@ -93,7 +93,7 @@ class Struct:
 
 @functools.cache
 def text(file: str) -> str:
-    """The template `cuda_src/<file>.cu` with all that it includes of `cuda_src`, without comments."""
+    """The template `cuda_src/<file>.cu` and all files of `cuda_src` that it includes, without comments."""
     from cukern.runtime import compile
 
     paths, _ = compile.included([compile.CUDA_SRC / f"{file}.cu"], compile.CUDA_SRC)
@@ -123,13 +123,13 @@ _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # of integers, in C++
+    ast.Div: operator.floordiv,  # C++ divides integers so
     ast.LShift: operator.lshift,
 }
 
 
 def _evaluate(expression: str, names: Mapping[str, int]) -> int | None:
-    """The value of an expression of integers; None for another one."""
+    """The value of an expression of integers and `names`; None for any other expression."""
 
     def value(node: ast.expr) -> int | None:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -210,13 +210,13 @@ def _type(file: str, words: str, is_pointer: bool) -> Scalar | Struct:
 
 
 def assertions(file: str) -> str:
-    """Declarations that NVRTC refuses where a struct of parameters is not as it was read here."""
+    """Static assertions of the layout of each struct of parameters as it was read here."""
     lines = []
     for name in dict.fromkeys(name for _, name in _KERNEL.findall(text(file))):
         layout = _struct(file, name)
         lines.append(f'static_assert(sizeof({name}) == {layout.size}, "{name}");')
         for field, (offset, _) in layout.fields.items():
-            # A constant expression: NVRTC has no offsetof.
+            # NVRTC has no offsetof; this is a constant expression too.
             place = f"__INTADDR__(&(({name}*)0)->{field})"
             lines.append(f'static_assert({place} == {offset}, "{name}::{field}");')
         lines += [
@@ -240,7 +240,7 @@ _Leaf = tuple[int, str, Any, str]
 
 
 def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -> None:
-    """Offset, code, value and name of every number of a field; bytes stand for all of it."""
+    """Append offset, code, value and name of every number of a field; bytes are the value of a whole field."""
     if isinstance(kind, Scalar):
         leaves.append((offset, kind.code, 0 if value is None else value, path))
         return
@@ -269,10 +269,10 @@ def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, 
 
 
 def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, prefix: str = "") -> list[_Leaf]:
-    """Offset, code of the module `struct`, value and name of every number of a struct, in their order.
+    """Offset, format character, value and name of every number of a struct, in their order.
 
-    `values` has every field by name: a number; None or 0 for nothing at all; for a struct a mapping, a tuple in the
-    order of its fields, or its bytes; for an array a sequence. Raises TemplateError for a missing or an unknown name.
+    `values` has every field by name: a number; for a struct a mapping, a tuple in the order of its fields, or its
+    bytes; for an array a sequence; None or 0 for zeros. Raises TemplateError for a missing or an unknown name.
     """
     if values.keys() != layout.fields.keys():
         wrong = [f"no {name}" for name in layout.fields if name not in values]
@@ -285,7 +285,7 @@ def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, pre
 
 
 class Packing:
-    """How the bytes of a struct are put together from those that are known ahead and from the numbers of each call."""
+    """The format by which a struct is packed, of bytes that are known ahead and the numbers of each call."""
 
     def __init__(self, layout: Struct, leaves: list[_Leaf], is_open: Any) -> None:
         known, opened = bytearray(layout.size), []
@@ -298,7 +298,7 @@ class Packing:
             except struct.error as error:
                 raise TemplateError(f"{layout.name}::{path}: {error}, got {value!r}") from None
         codes, at = "=", 0
-        #: What is packed, in order: bytes, and the open values.
+        #: The values to pack, in order: bytes known ahead, and open values.
         self.parts: list[Any] = []
         for offset, code, value in [*opened, (layout.size, "", None)]:
             if offset > at:

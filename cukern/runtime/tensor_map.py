@@ -1,4 +1,4 @@
-"""Tensor maps: how the tensor memory accelerator of Hopper and later GPUs finds tiles of an array."""
+"""Tensor maps: the descriptions of arrays by which the tensor memory accelerator (TMA) loads tiles, from Hopper on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILL_ZERO = 0
 
 
 class _Buffers(threading.local):
-    """What a thread hands to the driver, and where the driver writes the map."""
+    """The memory of a thread for the driver's arguments and for the map that it writes."""
 
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)
@@ -59,9 +59,9 @@ def encode(
         dims: elements along each dimension, the innermost first.
         strides: bytes between neighbours along the second dimension and on, multiples of 16.
         box: elements of a tile along each dimension; 128 bytes along the innermost.
-        promotion: bytes that L2 fetches at least, 128 or 256.
+        promotion: the least number of bytes that L2 fetches, 128 or 256.
 
-    What a tile has outside the array is 0. Raises RuntimeError where the driver refuses the sizes.
+    Elements of a tile outside the array are 0. Raises RuntimeError where the driver refuses the sizes.
     """
     rank, own = len(dims), _buffers
     own.dims[:rank], own.strides[: len(strides)], own.box[:rank] = [*dims], [*strides], [*box]

@@ -1,4 +1,4 @@
-"""The host's side of `common/units.cuh`."""
+"""Units and divisors as `common/units.cuh` has them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def divisor(number: int) -> tuple[int, int]:
 
 
 def unit_width(name: str, mask: int, item_size: int) -> int:
-    """The widest unit, of at most 16 bytes, that divides all of the addresses and distances that make up `mask`."""
+    """The widest unit, at most 16 bytes, that divides all addresses and distances; `mask` is their bitwise or."""
     if mask % 16 == 0:
         return 16
     widest = mask & -mask
