@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -18,7 +19,10 @@ import cukern.commands
 import cukern.runtime.compile as compiler
 from cukern.__main__ import COMMANDS, main
 from cukern.commands import demo, doctor
+from cukern.commands.profile_moe import HostTrace
+from cukern.reference import norm as reference
 from cukern.runtime import arrays, kernel
+from cukern.runtime.op import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
 HOPPER = doctor.Gpu("H200", (9, 0), 141 << 30)
@@ -628,6 +632,28 @@ def test_doctor_names_the_families_that_are_not_compiled(
     assert [f.fix for f in findings] == ["python -m cukern compile --op moe_gate --op padding --arch 80"]
     monkeypatch.setattr(kernel, "KERNELS", {STEM: kernel.KERNELS[STEM]})
     assert doctor.look_at_kernels(ampere)[1] == []
+
+
+# --- profile-moe --------------------------------------------------------------------------------------
+
+
+def test_the_host_trace_has_the_time_of_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, own = HostTrace(), OPS["rms_norm"]
+    assert own.twin is not None
+    inside: list[list[str]] = []
+
+    @functools.wraps(own.twin)
+    def twin(*args: Any, **kwargs: Any) -> Any:
+        inside.append([name for _, name, _ in trace._open])
+        return reference.rms_norm(*args, **kwargs)
+
+    monkeypatch.setattr(own, "twin", twin)
+    with trace.running():
+        for _ in range(2):
+            cukern.rms_norm(np.ones((3, 8), np.float32), None)
+            cukern.build_sequence_length_padding_offset(np.array([2, 1], np.int32), 4)
+    assert inside == [["rms_norm"]] * 2
+    assert [event["name"] for event in trace.events] == ["rms_norm", "build_sequence_length_padding_offset"] * 2
 
 
 # --- the README ---------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from cukern.fused_moe.combinations import (
 from cukern.fused_moe.config import GROUP, QUANTIZATIONS
 from cukern.fused_moe.example import Layer, random_layer
 from cukern.runtime import arrays, kernel
+from cukern.runtime.op import OPS
 
 _SIZES = {"tokens": 256, "experts": 8, "inter": 512, "hidden": 1024, "topk": 2}
 
@@ -81,8 +82,12 @@ class HostTrace:
 
     def _name(self, frame: FrameType) -> str | None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module == "cukern.runtime.op":
+            # The body of an op runs only where a plan is made.
+            called = frame.f_locals["op"].name if name == "call" else "_"
+            return None if called.startswith("_") else called
         if module.startswith("cukern.ops."):
-            return name if name in frame.f_globals.get("__all__", ()) else None
+            return name if name in frame.f_globals.get("__all__", ()) and name not in OPS else None
         own = frame.f_locals.get("self")
         if name in self._STAGES and module.startswith("cukern.fused_moe."):
             return f"{type(own).__name__}.{name}"
