@@ -1,4 +1,4 @@
-"""What a call of an op would do, in words: `cukern.explain`."""
+"""`cukern.explain`: what a call of an op would do, in words."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _WIDTH, _INDENT = 120, 14
 
 
 class Ceilings(NamedTuple):
-    """What a GPU reached in the benchmarks; `benchmarks/harness.py` says how each is measured."""
+    """The rates that a GPU reached in the benchmarks, as `benchmarks/harness.py` measures them."""
 
     gpu: str
     kernel_us: float  # an empty kernel
     copy_tb_s: float
-    matmul_tflop_s: float | None  # of 16-bit numbers
+    matmul_tflop_s: float | None  # in 16 bits
 
     def floor(self, bytes: float, flops: float) -> tuple[float, str]:
-        """The least time in microseconds, and what sets it."""
+        """The least time in microseconds, and the rate that sets it, in words."""
         copied = f"{self.copy_tb_s:.2f} TB/s, a copy on an {self.gpu}"
         floors = [(self.kernel_us, f"an empty kernel on an {self.gpu}"), (bytes / self.copy_tb_s / 1e6, copied)]
         if flops and self.matmul_tflop_s:
@@ -45,22 +45,22 @@ class Ceilings(NamedTuple):
         return max(floors)
 
 
-#: Kept with the package, which comes without the benchmarks' results.
+#: Ceilings for the installed package, which has no results of the benchmarks.
 CEILINGS = {"NVIDIA H200": Ceilings("NVIDIA H200", 0.53, 4.26, 801.0)}
 #: The GPU whose ceilings stand for an architecture.
 _STANDS_FOR = {"90a": "NVIDIA H200"}
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel, or of none: bytes that are set to 0."""
+    """A launch of a kernel; or a clearing of bytes, which has no grid."""
 
-    kernel: str  # with its template arguments by name
-    why: str = ""  # that kernel, or that instance of it
+    kernel: str  # its name, with its template arguments by name
+    why: str = ""  # the reason for this kernel and this instance of it
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     shared_bytes: int = 0
-    fields: Mapping[str, Any] = {}  # of its struct, but for null pointers
-    resources: Resources | None = None  # where it is compiled
+    fields: Mapping[str, Any] = {}  # the fields of its struct, except null pointers
+    resources: Resources | None = None  # None: not compiled yet
 
     def lines(self) -> Iterator[tuple[str, str]]:
         yield "kernel", self.kernel
@@ -81,9 +81,9 @@ class Launch(NamedTuple):
 class Explanation(NamedTuple):
     """What a call of an op would do; `str` says it in words.
 
-    On arrays in host memory `twin` says what runs there, and there is no `gpu`. Bytes and flops are those that the op
-    cannot avoid, and give the floor, in microseconds, where the GPU was measured. Where the op does not say its bytes,
-    `moves_all`, each argument and result counts once, also if it is read in part.
+    On arrays in host memory there is no `gpu`; `twin` is the function that runs. `bytes` and `flops` are those that
+    the op cannot avoid; they give the floor, in microseconds, for a GPU that was measured. With `moves_all` the op does
+    not say its bytes: each argument and result counts once, also one that is read in part.
     """
 
     op: str
@@ -132,7 +132,7 @@ def _wrapped(word: str, text: str) -> str:
 
 
 def _trimmed(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Without the ones at the end."""
+    """Sizes without the ones at their end."""
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes = sizes[:-1]
     return sizes
@@ -157,8 +157,8 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
 
     Returns:
         an `Explanation`, to print: the kernels with their template arguments, the grid, the block, the fields of the
-        struct of parameters, registers where it is compiled, what is allocated, and the floor: the time that the GPU
-        needs for the bytes that must be moved and the flops that must be done.
+        struct of parameters, the registers if it is compiled, what is allocated, and the floor: the time that the GPU
+        needs to move the bytes and to compute the flops that the op cannot avoid.
 
     Raises:
         TypeError: `function` is no op of cukern, or several for these arguments.
@@ -203,7 +203,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
 
 
 class _Call:
-    """A call, whose arrays are replaced by their descriptions; so the function may be a plan or call several."""
+    """A call whose arrays are replaced by descriptions, so that its function may be an op or call several."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [*inspect.signature(function).parameters]
@@ -220,7 +220,7 @@ class _Call:
             _replaced(value, name, lambda path, array: self.arrays.setdefault(path, array))
 
     def trace(self, on: gpu.Gpu | None) -> tuple[Trace, Any]:
-        """What the call says, and what it returns."""
+        """The trace of the call, and what it returns."""
 
         def plan(**described: Any) -> Any:
             values = {
@@ -230,7 +230,7 @@ class _Call:
             try:
                 return self.function(*positional, **values)
             except TypeError:
-                if current().is_host_call:  # the first of several ops was left to its twin, and gave nothing
+                if current().is_host_call:  # the first of several ops was left to its twin and returned None
                     return None
                 raise
 
@@ -239,7 +239,7 @@ class _Call:
         return trace, returned
 
     def names_of(self, trace: Trace, returned: Any) -> dict[int, str]:
-        """What the arrays are called, by their source."""
+        """The names of arrays, by their source."""
         names = dict(enumerate(self.arrays))
         found = list(_returned(returned))
         called = _result_names(self.function.__name__, len(found)) or [f"result {i}" for i in range(len(found))]
@@ -251,7 +251,7 @@ class _Call:
         return names
 
     def bytes_of(self, trace: Trace, returned: Any) -> int:
-        """Of all arguments and results, each once."""
+        """The bytes of all arguments and results, each counted once."""
         given = [(tuple(x.shape), _library(x).dtype(x)) for x in self.arrays.values()]
         made = [(x.shape, x.dtype) for x in _returned(returned) if x.source >= trace.first_made]
         return sum(_size(*each) for each in [*given, *made])
@@ -266,7 +266,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
-    """`value` with `change` of each array in it, and of its path; also in lists and in configurations."""
+    """`value` with each array replaced by `change(path, array)`, also in lists and in dataclasses."""
     if arrays.library_of(value) is not None:
         return change(path, value)
     if type(value) in (tuple, list):
@@ -298,7 +298,7 @@ def _returned(returned: Any) -> Iterator[Array]:
 
 
 def _result_names(name: str, count: int) -> list[str] | None:
-    """As the schema calls so many results."""
+    """The names of the results in the schema that has `count` of them."""
     for schema in OPERATORS.get(name, ("", {}))[1]:
         results = schema.rsplit("-> ", 1)[1].strip("()").split(", ")
         names = [result.split()[-1] for result in results if result.startswith("Tensor")]
@@ -318,7 +318,7 @@ def _launch(step: Any, arch: str, names: dict[int, str], variant: str) -> Launch
     layout = template.params(instance.file, instance.function)
     fields = {}
     for _, code, value, path in template.named_leaves(layout, step.fields):
-        # A null pointer says nothing, nor does what a division by another field is turned into.
+        # Left out: null pointers, and the multiplier and shift that stand for a division by another field.
         if (code == "Q" and type(value) is int and value == 0) or path.endswith((".multiplier", ".shift")):
             continue
         text = _field(value, names)
@@ -336,7 +336,7 @@ def _launch(step: Any, arch: str, names: dict[int, str], variant: str) -> Launch
 
 
 def _why(instance: compile.Instance, variant: str) -> str:
-    """What can be said where the op says nothing."""
+    """The reason for an instance, for an op that gives none."""
     if variant != "auto":
         return f"variant={variant!r} asks for it"
     kernels = itertools.chain(*KERNELS.values())
@@ -347,7 +347,7 @@ def _why(instance: compile.Instance, variant: str) -> str:
 
 
 def _field(value: Any, names: dict[int, str]) -> Any:
-    """A field as it is shown; an empty string for nothing at all."""
+    """A field as it is shown; an empty string for bytes that are all 0."""
     if isinstance(value, Array):
         offset = _number(value.offset)
         return names[value.source] + (f"+{offset}" if offset else "")
@@ -360,7 +360,7 @@ def _field(value: Any, names: dict[int, str]) -> Any:
 
 
 def _expression(instance: compile.Instance) -> str:
-    """A template with its arguments by name."""
+    """An instance with its template arguments by name."""
     names = _parameter_names(instance.file, instance.function)
     if len(names) != len(instance.arguments):
         return instance.expression
@@ -390,7 +390,7 @@ def _name_of(device: int | None) -> str:
 
 
 def _ceilings(name: str | None, op: str) -> Ceilings | None:
-    """Those of a GPU: from the results of the benchmarks, where this is a clone, else from the table."""
+    """The ceilings of a GPU: from the results of the benchmarks in a clone, else from `CEILINGS`."""
     kept = CEILINGS.get(name or "")
     measured = _measured(name) if name else None
     if name is None or measured is None:

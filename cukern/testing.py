@@ -1,4 +1,4 @@
-"""How closely results must match: the one table of tolerances, and the comparison that reads it."""
+"""The table of tolerances of all results, and the comparison that reads it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cukern.runtime import arrays
 
 
 class Tolerance(NamedTuple):
-    """A value may differ from the wanted one by absolute + relative * |wanted|."""
+    """The allowed difference of a value from the wanted one: absolute + relative * |wanted|."""
 
     relative: float
     absolute: float
 
 
-#: By `stem.result`, then by the result's dtype. Integers and booleans are exact and have no entry.
+#: Tolerances by `stem.result`, then by the result's dtype. Integers and booleans are exact and have no entry.
 TOLERANCES = {
     # The kernel's exp2, log2 and reciprocal are the hardware's approximations: each is good to about 2**-22, and a
     # logit's rounding on its way into exp2 counts as often as the logit is large.
@@ -28,39 +28,40 @@ TOLERANCES = {
         "float16": Tolerance(relative=2**-10, absolute=4e-5),
         "bfloat16": Tolerance(relative=2**-7, absolute=4e-5),
     },
-    # Weights are rounded to float16 or bfloat16 before they meet the values, which changes a result by up to half a
-    # unit in the last place of the largest value, 1 in the tests. The result itself, near a rounding boundary, may fall
-    # on the other side of it. In float32 the error is that of the scores.
+    # Weights are rounded to float16 or bfloat16 before their product with the values, which changes a result by up to
+    # half a unit in the last place of the largest value, 1 in the tests. A result near a rounding boundary may fall on
+    # the other side of it. In float32 the error is that of the scores.
     "paged_attention.out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-11),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-8),
     },
-    # The sum of weights that are not rounded, so with the error of the scores: float32 sums of head_dim products, which
-    # exp2 takes. One token that is missing among some thousand shows.
+    # The logarithm of a sum of weights that are not rounded, so with the error of the scores: float32 sums of head_dim
+    # products, and exp2. One missing token among some thousand exceeds it.
     "paged_attention.lse": {"float32": Tolerance(relative=2e-6, absolute=3e-5)},
-    # The sum behind it, with the error of the largest score once more.
+    # The sum of that logarithm, which has the error of the largest score once more.
     "paged_attention.exp_sums": {"float32": Tolerance(relative=6e-5, absolute=0)},
-    # Two weights in float32, rounded once at the end. Of nearly equal terms of either sign little remains.
+    # Two weights in float32, rounded once at the end. Nearly equal terms of opposite signs cancel.
     "paged_attention.merged": {
         "float32": Tolerance(relative=2e-6, absolute=2e-6),
         "float16": Tolerance(relative=2**-10, absolute=2e-6),
         "bfloat16": Tolerance(relative=2**-7, absolute=2e-6),
     },
-    # The field's own tolerances (FlashMLA's tests have them too), for latents of magnitude 0.1: weights are rounded to
-    # the query's dtype before they meet the values, and the result once more. The tests also bound the cosine of all.
+    # The tolerances of FlashMLA's tests, for latents of magnitude 0.1: weights are rounded to the query's dtype before
+    # their product with the values, and the result once more. The tests also bound the cosine of all results.
     "mla_decode.out": dict.fromkeys(("float16", "bfloat16"), Tolerance(relative=2.01 / 128, absolute=8e-4)),
-    # The logarithm of a sum of weights that are not rounded; of an lse near 0 the error of its largest score remains:
-    # 576 products, 16 at a time in a tensor core that cuts off below 2^-23 of a sum of magnitude 100, times 1 / 24.
+    # The logarithm of a sum of weights that are not rounded. An lse near 0 keeps the error of its largest score: a sum
+    # of 576 products, added 16 at a time by a tensor core that drops bits below 2^-23 of a sum of magnitude 100, times
+    # 1 / 24.
     "mla_decode.lse": {"float32": Tolerance(relative=1e-5, absolute=4e-5)},
-    # Sums of float32 products in another order, of terms whose sum is of magnitude 1; or sums that are exact, and an
-    # activation by the hardware's exp2 and reciprocal. A value near a rounding boundary may fall on the other side.
+    # Float32 sums of magnitude 1, in another order; or exact sums, and an activation by the hardware's exp2 and
+    # reciprocal. A value near a rounding boundary may fall on the other side of it.
     "moe_gemm.out": {
         "float16": Tolerance(relative=2**-10, absolute=1e-4),
         "bfloat16": Tolerance(relative=2**-7, absolute=1e-4),
     },
-    # The same of FP8: Hopper adds up 128 products with 14 bits, of terms whose sum is of magnitude 1 (on an H200, off
-    # by up to 0.005 in some hundred thousand).
+    # The same for FP8: Hopper adds up 128 products with 14 bits, to a sum of magnitude 1 (on an H200, of some hundred
+    # thousand results none is off by more than 0.005).
     "moe_gemm.fp8_out": {
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-7),
@@ -71,32 +72,33 @@ TOLERANCES = {
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-4),
     },
-    # A rounding to FP8 that falls on the other side changes one of the terms of a sum by up to an eighth of it. Terms
-    # are of magnitude 2 / sqrt(inter), 0.2 in the tests, some of a million are five times as large, and several may
-    # fall so (on an H200, 0.19 was the most). The tests also bound the norm of all differences.
+    # An activation near a rounding boundary of FP8 that falls on the other side of it changes one term of a sum by up
+    # to an eighth. Terms are of magnitude 2 / sqrt(inter), 0.2 in the tests, a few of a million five times as large,
+    # and several of a sum may change so (on an H200, by 0.19 at most). The tests also bound the norm of all
+    # differences.
     "fused_moe.fp8_out": {
         "float16": Tolerance(relative=2**-7, absolute=2**-2),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-2),
     },
     # exp2, the reciprocal and the polynomial of gelu are approximations, good to about 2**-21 together; the argument of
-    # exp2 is rounded, which counts as often as it is large. Of the twin's 1 + erf near -1 little remains, and its error
-    # is 2**-26 of gate * up, at most 60 there in the tests; the kernel's polynomial is off by at most 2**-24 of up. A
-    # value near a rounding boundary of float16 or bfloat16 may fall on its other side.
+    # exp2 is rounded, an error that grows with it. Where erf is near -1, the twin's 1 + erf cancels: its error is
+    # 2**-26 of gate * up, at most 60 there in the tests; the kernel's polynomial is off by at most 2**-24 of up. A
+    # value near a rounding boundary of float16 or bfloat16 may fall on the other side of it.
     "moe_activation.out": {
         "float32": Tolerance(relative=2e-5, absolute=5e-6),
         "float16": Tolerance(relative=2**-10, absolute=5e-6),
         "bfloat16": Tolerance(relative=2**-7, absolute=5e-6),
     },
-    # IEEE arithmetic in the same order on both sides, the one over the root included; which NaN it is does not count.
+    # IEEE arithmetic in the same order on both sides, the reciprocal root included; all NaN count as equal.
     "norm.out": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
     "norm.quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "norm.scales": {"float32": Tolerance(relative=0, absolute=0)},
-    # IEEE arithmetic in the same order on both sides; which NaN it is does not count.
+    # IEEE arithmetic in the same order on both sides; all NaN count as equal.
     "quantization.quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "quantization.scales": {"float32": Tolerance(relative=0, absolute=0)},
     "quantization.numbers": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
-    # An activation's error moves the largest of a group, and may move a quotient to the other side of a rounding
-    # boundary, which is one unit of three bits away, or the smallest number of FP8.
+    # An activation's error changes the largest magnitude of a group, and may move a quotient over a rounding boundary:
+    # to the next number of three bits, or by the smallest number of FP8.
     "quantization.activated": {"float8_e4m3fn": Tolerance(relative=2**-3, absolute=2**-9)},
     "quantization.activated_scales": {"float32": Tolerance(relative=2e-5, absolute=0)},
     # One addition and one division, in IEEE arithmetic on either side: less than a unit in the last place, so exact.
@@ -106,8 +108,8 @@ TOLERANCES = {
     "beam_search.finished_scores": {"float32": Tolerance(relative=2**-30, absolute=0)},
     # Copied, or one float32 product and one sum rounded to the dtype, not fused: IEEE arithmetic on both sides.
     "embedding.rows": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
-    # A logit's distance from the largest, in powers of two at most 126, is rounded four times on its way into exp2 (on
-    # an H200, 6e-6 in all for logits of magnitude 16); what exp2 gives below 2**-126 is 0.
+    # The argument of exp2, a logit's distance from the largest, at most 126, is rounded four times (on an H200, 6e-6 in
+    # all for logits of magnitude 16). Results of exp2 below 2**-126 are 0.
     "sampling.probs": {"float32": Tolerance(relative=3e-5, absolute=2e-38)},
     # Logarithms of numbers from 2**-149 to 2**128 by the hardware, each good to 2**-22 of itself: one of a probability,
     # one of a sum. The sum itself adds 1e-6.
@@ -119,7 +121,7 @@ TOLERANCES = {
         "float16": Tolerance(relative=2**-10, absolute=6e-8),
         "bfloat16": Tolerance(relative=2**-7, absolute=1e-40),
     },
-    # Copied, or one float32 quotient rounded once to FP8, the same on both sides; which NaN it is does not count.
+    # Copied, or one float32 quotient rounded once to FP8, the same on both sides; all NaN count as equal.
     "kv_cache.cache": dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), Tolerance(relative=0, absolute=0)),
     # Each product, sum and quotient is IEEE arithmetic in float32, not fused, in the same order on both sides.
     "decoding.values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),

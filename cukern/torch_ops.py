@@ -1,26 +1,26 @@
 """PyTorch operators: `import cukern.torch_ops` registers the functions of cukern as `torch.ops.cukern.*`.
 
-An operator is its function where the dispatcher can see it, for `torch.compile(fullgraph=True)`, `torch.export` and
-whoever looks an operator up by name: the same arguments, results and errors, on CUDA tensors and, through the NumPy
-twin, on CPU tensors. What differs:
+An operator is its function in torch's dispatcher, for `torch.compile(fullgraph=True)`, `torch.export` and programs that
+find an operator by its name. It has the same arguments, results and errors, on CUDA tensors and, by the NumPy twin, on
+CPU tensors. The differences:
 
-- An argument that is an array must be a tensor, also where the function takes a number as well.
-- A function with `out=` has a second overload instead, which takes its results one by one and returns nothing:
+- An argument that may be an array must be a tensor, also if the function takes a number too.
+- In place of `out=` there is a second overload, which takes the results one by one and returns nothing:
   `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. A function that returns only arguments it
   writes into returns nothing either.
-- A function that writes into optional arguments alone, as `sample` does, has an overload without them too,
-  `torch.ops.cukern.sample.functional`: where none is given, inductor can compile only that.
-- A function with a flag such as `return_lse` has the result that it adds in an overload instead,
+- A function that writes only into optional arguments, such as `sample`, also has an overload without these,
+  `torch.ops.cukern.sample.functional`: the one that inductor can compile where none of them is given.
+- In place of a flag such as `return_lse` there is an overload with the additional result,
   `torch.ops.cukern.paged_attention.lse` (with `out=`: `.lse_out`).
-- There is no backward. A tensor that requires grad raises RuntimeError where grad mode is on, at the call or as it is
-  traced, since without its gradient a model would train wrongly; `torch.no_grad()` or `.detach()` says that none
-  is wanted. To forward-mode differentiation and the transforms of `torch.func` the results are constants.
+- There is no backward. In grad mode a tensor that requires grad raises RuntimeError, in a call and in tracing: without
+  its gradient a model would train wrongly. `torch.no_grad()` or `.detach()` say that no gradient is wanted. For
+  forward-mode differentiation and the transforms of `torch.func` the results are constants.
 
-The functions take tensors without this module, but only with it does `torch.compile` keep a call of one, such as
-`cukern.moe_fused_gate(...)`, in the graph: as its operator.
+The functions take tensors without this module too, but only with it does `torch.compile` keep a call such as
+`cukern.moe_fused_gate(...)` in the graph, as its operator.
 
-The operators are those that the functions declare with `cukern.runtime.op`. The results have names in the schema, which
-`.out` takes over.
+The schemas are declared with the functions, by `cukern.runtime.op`. They name the results, and so the arguments of
+`.out`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from cukern.runtime.op import OPERATORS
 #: The module of torch.compile that takes graphs.
 _COMPILER = "torch._dynamo"
 
-# The operators live as long as this object, and a reload of the module must leave them to those who hold them.
+# Kept over a reload of the module: the operators live as long as this object, and others may hold them.
 if "_library" not in globals():
     _library = torch.library.Library("cukern", "FRAGMENT")
 
@@ -76,7 +76,7 @@ def _out_schema(schema: str) -> str:
 
 
 def _functional_schema(schema: str) -> str | None:
-    """The schema of the overload without the arguments that may be written; None where some must be, or none can."""
+    """The schema of the overload without written arguments; None unless there are some and all are optional."""
     name, rest = schema.split("(", 1)
     rest, count = re.subn(r"Tensor\([a-z]!\)\? \w+=None, ", "", rest)
     return f"{name}.functional({rest}" if count and "!" not in rest else None
@@ -89,7 +89,7 @@ def _written(operator: Any) -> list[tuple[int, str]]:
 
 
 def _empty(like: torch.Tensor, result: Any) -> Any:
-    """A tensor for a result, where `like` is; what is no `Result` is a result itself."""
+    """An empty tensor for a result, on the device of `like`; a result that is no `Result` is returned as it is."""
     if not isinstance(result, Result):
         return result
     shape, dtype = result.shape, getattr(torch, result.dtype)
@@ -124,7 +124,7 @@ def _register(
         if out_names:
             kwargs["out"] = _one_or_all([kwargs.pop(name) for name in out_names])
         returned = function(*args, **kwargs)
-        # Autograd may have saved what was in them.
+        # Autograd may have saved these tensors: it must see that they were written.
         for tensor in tensors:
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)
@@ -140,15 +140,15 @@ def _register(
 
     for device in ("CPU", "CUDA"):
         _library.impl(name, write if written else call, device)
-    # Autograd's default for an operator without a backward costs time to warn of what has been refused.
+    # Instead of autograd's own kernel for operators without a backward, which takes time to warn of refused calls.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
 
 
 def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: dict[str, list[str]]) -> None:
-    """Let torch.compile take a call of `function` as one of its operator.
+    """Make torch.compile replace a call of `function` by one of its operator.
 
-    `out_names` are the results that `out` stands for, by overload ("" is the default one).
+    `out_names` are the names of the results in `out`, by overload ("" is the default one).
     """
     written = _written(packet.default)
     returns = bool(packet.default._schema.returns)
@@ -223,7 +223,7 @@ def _register_all() -> None:
 def _register_op(function: Callable[..., Any], name: str, schemas: Mapping[str, Any]) -> dict[str, list[str]]:
     """Register the operator of a function, with all its overloads.
 
-    Returns the results that `out` stands for, by overload.
+    Returns the names of the results in `out`, by overload.
     """
     out_names = {}
     for schema, results in schemas.items():
