@@ -1,14 +1,14 @@
-"""Time an op on the GPU: what every `bench_<stem>.py` is measured with.
+"""The clock of the benchmarks: it times the cases of every `bench_<stem>.py` on the GPU.
 
 A bench file has a function `cases()` that returns a list of `Case`s; `python -m cukern bench` measures them.
 
 - The GPU time of a call is that of a CUDA graph of many calls, divided by their number: the median of several
   replays. Each call has inputs and results of its own, and before a replay the L2 cache is filled with other
-  data, so that a call finds in L2 only what all calls share.
+  data, so that a call finds in L2 only data that all calls share.
 - The floor of a case is what the hardware allows: the time of an empty kernel, or of moving the case's bytes at the
   bandwidth of a copy, or of computing its flops at the rate of a large product, whichever is longest. All three
   are measured in the same run.
-- The host time is that of an eager call whose result nobody waits for.
+- The host time is that of an eager call, without waiting for its result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import cupy
 import torch
 
-#: Calls with inputs of their own in one graph, where the inputs are so small that filling L2 would take more.
+#: Calls with inputs of their own in one graph, at most, also where it takes more such inputs to exceed L2.
 MAX_SETS = 256
 MIN_REPLAY_US = 300.0
 _L2_TIMES = 3
@@ -38,15 +38,15 @@ _HOST_BATCHES = 21
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a user would call instead of the op.
+    """A function that a user could call instead of the op.
 
     Args:
         load: imports or compiles it and returns a function of the case's inputs. ImportError, from here or from the
             first call, says that it is not installed.
         slow: it takes seconds to get ready.
-        prepared: the function returns one without arguments, and only that one is timed: what is made ahead of it (a
-            plan, repacked weights, workspaces) a user makes once for many calls.
-        agree: in place of the case's, where its result may differ in another way.
+        prepared: the function returns another one without arguments, and only that one is timed. Before it, the first
+            makes what a user makes once for many calls: a plan, repacked weights, workspaces.
+        agree: replaces the case's, for a result that may differ in another way.
     """
 
     load: Callable[[], Callable[..., Any]]
@@ -63,16 +63,16 @@ class Case:
         op: the name of the public function.
         case: named sizes, in the vocabulary of the templates, and the dtype.
         variant: the kernel that is measured.
-        inputs: makes the arguments of `call`, random, on the device of the generator it is given. Whatever a call
-            reads or writes in bulk belongs here, since the arguments are what rotates.
+        inputs: makes random arguments for `call`, on the device of the generator it is given. All large arrays that a
+            call reads or writes belong here, because only the arguments differ from call to call.
         call: runs the op on them.
         bytes: the least the op must read and write.
         flops: the floating-point operations it cannot avoid, if they are a matrix product's; 0 leaves them out.
-        baselines: by name, what PyTorch or Triton can do.
+        baselines: by name, the same in PyTorch or Triton.
         peers: by name, the kernels of other libraries.
-        agree: whether a baseline's result says the same as the op's; a baseline that disagrees is not timed.
-        right: whether a result is one of the right ones for the inputs, where there are several; asked of the op and
-            of the baselines.
+        agree: whether a baseline's result agrees with the op's; a baseline that disagrees is not timed.
+        right: for ops with several right results, whether a result is one of them for these inputs; it is asked of the
+            op's and of the baselines' results.
         host: measure the host time too.
     """
 
@@ -95,7 +95,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the GPU reached in this run."""
+    """The rates that the GPU reached in this run."""
 
     kernel_us: float
     copy_tb_s: float
@@ -214,7 +214,7 @@ class Timer:
         return statistics.median(batches[1:]) / _HOST_BATCH * 1e6
 
     def ceilings(self, matrix: bool) -> Ceilings:
-        """Measure what floors are made of; the matrix rate only if `matrix`."""
+        """Measure the rates that floors are computed from; that of matrix products only if `matrix`."""
         empty = cupy.RawKernel('extern "C" __global__ void empty() {}', "empty")
         kernel_us = self.gpu_us(lambda: empty((1,), (32,), ()), [()] * MAX_SETS)
 
@@ -225,7 +225,7 @@ class Timer:
 
         tflop_s = None
         if matrix:
-            # On zeros the power, and so the clock, would flatter.
+            # Random: zeros take less power, so that the clock would be too high.
             sets = [
                 tuple(torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
                 for _ in range(2)

@@ -1,4 +1,4 @@
-"""Whether the kernels' machine code is that of another checkout: a change that only moves code need not be timed.
+"""Compare the kernels' machine code with that of another checkout: a change that leaves it equal need not be timed.
 
     python -m benchmarks.machine_code OTHER_CHECKOUT [--arch 90a] [--op STEM ...]
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Sections whose bytes are the kernel: its instructions, and the constants that the compiler made for them.
+# Sections with the kernel's instructions, and with the constants that the compiler made for them.
 _KERNEL_SECTIONS = ".text.", ".nv.constant2.", ".nv.constant3", ".nv.constant4."
 
 
@@ -49,7 +49,7 @@ def code_digest(cubin: Path) -> str:
 
 
 def instances(arch: str, ops: Sequence[str]) -> dict[str, list[Any]]:
-    """By stem and expression: the digest of the code of this checkout's instances, their registers, bytes spilled."""
+    """The digest of the code, registers and spilled bytes of this checkout's instances, by stem and expression."""
     import cukern
     from cukern.commands import resources
     from cukern.runtime import compile
@@ -74,7 +74,7 @@ def instances(arch: str, ops: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _of(checkout: Path, arch: str, ops: Sequence[str]) -> dict[str, list[Any]]:
-    """`instances` of a checkout, which is asked in a process of its own."""
+    """`instances` of a checkout, found in a process of its own."""
     program = (
         f"import json, sys; sys.path[:0] = [{str(checkout)!r}]; import importlib.util as u;"
         f"s = u.spec_from_file_location('machine_code', {str(Path(__file__).resolve())!r});"

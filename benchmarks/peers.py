@@ -1,7 +1,7 @@
-"""Products of other libraries, for several families: vLLM's Marlin and its kernel in Triton, and triton_kernels.
+"""Products of other libraries, for several benchmarks: vLLM's Marlin and its kernel in Triton, and triton_kernels.
 
-Written to vLLM 0.26 and the triton_kernels that it carries (3.5). All that a user makes once for many calls is made by
-the functions here, which return the rest as a function without arguments.
+For the interfaces of vLLM 0.26 and the triton_kernels in it (3.5). The functions here make what a user makes once for
+many calls, and return the product as a function without arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _GROUP = 32
 
 
 def rows_by_expert(experts: int, each: int, device: torch.device) -> torch.Tensor:
-    """The ids [rows, 1] of rows that lie one expert after the other."""
+    """The expert ids [rows, 1] of `each` rows for each expert, one expert after the other."""
     return torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(each)[:, None].contiguous()
 
 
@@ -29,7 +29,7 @@ class MarlinWeights(NamedTuple):
 
 
 def marlin_weights(numbers: torch.Tensor, scales: torch.Tensor) -> MarlinWeights:
-    """From uint8 [experts, n, k / 2] and [experts, n, k / 32], as vLLM repacks the weights of a model."""
+    """Weights from uint8 [experts, n, k / 2] and scales [experts, n, k / 32], repacked as vLLM does for a model."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_scales
     from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import mxfp4_marlin_process_scales
@@ -96,7 +96,7 @@ def marlin_workspace(device: torch.device) -> torch.Tensor:
 
 
 def marlin_grouped(a: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The product of as many rows for each expert, one expert after the other."""
+    """The grouped product of equally many rows for each expert, one expert after the other."""
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 
     rows, experts = len(a), len(numbers)
@@ -113,7 +113,7 @@ def marlin_grouped(a: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor)
 
 
 def triton_kernels_grouped(a: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The same by triton_kernels' `matmul_ogs`, with weights swizzled and unsplit as vLLM has them on Hopper."""
+    """The grouped product by triton_kernels' `matmul_ogs`, weights swizzled and without split-k, as in vLLM."""
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig, matmul_ogs
     from triton_kernels.matmul_ogs_details.opt_flags import update_opt_flags_constraints
     from triton_kernels.numerics import InFlexData
@@ -141,7 +141,7 @@ def triton_kernels_grouped(a: torch.Tensor, numbers: torch.Tensor, scales: torch
 
 
 def vllm_triton_grouped(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The same in 16 bits by the kernel of vLLM's fused experts, with the tiles that it takes for a first product."""
+    """The grouped product in 16 bits by the kernel of vLLM's fused experts, with the tiles of its first product."""
     import triton.language as tl
     from vllm.model_executor.layers.fused_moe import fused_moe
 

@@ -1,4 +1,4 @@
-"""The results: what is kept of a measurement, where, and how it is shown.
+"""The results of measurements: their files, tables and plots.
 
 A results file is one GPU's. At its top level it describes the latest run; `ops` says the same of the run in which each
 op was measured, which may be an older one; `rows` holds the figures:
@@ -38,7 +38,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 _SOURCE_SUFFIXES = {".py", ".cu", ".cuh"}
 _ROW = ("op", "case", "variant", "us", "floor_us", "baselines", "host_us")
 _RUN = ("driver", "cuda", "versions", "digest", "date", "ceilings")
-#: Modules, and the distributions that have them.
+#: The names of the distributions of each module.
 _LIBRARIES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -50,7 +50,7 @@ _LIBRARIES = {
     "deep_gemm": ("deep-gemm", "deep_gemm"),
     "triton_kernels": ("triton-kernels", "triton_kernels"),
 }
-#: What baselines are called that are no other library's kernels.
+#: Prefixes of the baselines that are no kernels of another library.
 _COMPOSITIONS = ("torch", "Triton")
 
 Document = dict[str, Any]
@@ -58,7 +58,7 @@ Row = dict[str, Any]
 
 
 def digest(*paths: Path, root: Path = ROOT) -> str:
-    """A digest of source files and of all those in folders, by name and content; what is not there adds nothing."""
+    """A digest of source files and of those in folders, by name and content; missing paths add nothing."""
     files: set[Path] = set()
     for path in paths:
         found = path.rglob("*") if path.is_dir() else [path]
@@ -101,7 +101,7 @@ def machine() -> dict[str, Any]:
 
 
 def library_version(name: str) -> str | None:
-    """The version of a library, or None where it is not installed; without metadata, what the module says itself."""
+    """The version of a library by its metadata, else by its module; None where it is not installed."""
     for distribution in _LIBRARIES[name]:
         try:
             return metadata.version(distribution)
@@ -126,7 +126,7 @@ def document(machine: dict[str, Any], ceilings: dict[str, float | None], rows: S
 
 
 def merge(old: Document, new: Document) -> Document:
-    """`new`, and what `old` has on the ops that are not in it."""
+    """`new`, with the rows of `old` for ops that `new` has not measured."""
     kept = {op: run for op, run in old["ops"].items() if op not in new["ops"]}
     rows = [row for row in old["rows"] if row["op"] in kept]
     return {**new, "ops": {**kept, **new["ops"]}, "rows": rows + new["rows"]}
@@ -227,14 +227,14 @@ def figure(us: float) -> str:
 
 
 def _ratio(us: float, row: Row) -> str:
-    """How many times as long as the op; bold where it is less long, which two digits must not hide."""
+    """A time as a multiple of the op's, with two decimals near 1 and below, and in bold below."""
     ratio = us / row["us"]
     return f"{ratio:.1f}×" if ratio >= 1.05 else f"{ratio:.2f}×" if ratio >= 1 else f"**{ratio:.2f}×**"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """An op beside the fastest of the other libraries in each of its cases: how many times as long that takes."""
+    """An op beside the fastest other library in each of its cases: that library's times as multiples of the op's."""
 
     op: str
     ratios: list[float]
@@ -259,7 +259,7 @@ def peers_of(row: Row) -> dict[str, float]:
 
 
 def standings(rows: Iterable[Row]) -> list[Standing]:
-    """Of the ops that were measured beside another library."""
+    """The standings of the ops that were measured beside another library."""
     by_op: dict[str, list[tuple[float, str, Row]]] = {}
     for row in rows:
         if peers := peers_of(row):
@@ -273,7 +273,7 @@ def standings(rows: Iterable[Row]) -> list[Standing]:
 
 
 def sections(rows: Iterable[Row]) -> list[Section]:
-    """Rows in the order they came in, put together where only one size differs: the one with the most values."""
+    """Rows in their order, grouped if they differ in one size alone: the one with the most values."""
     by_op: dict[str, list[Row]] = {}
     for row in rows:
         by_op.setdefault(row["op"], []).append(row)
@@ -428,7 +428,7 @@ def _plot(of_op: Sequence[Section], path: Path) -> bool:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=7)
     canvas.suptitle(drawn[0].op)
-    # Without the version of matplotlib in it, the file changes only with the figures.
+    # The version of matplotlib is left out, so that the file changes only with the figures.
     canvas.savefig(path, dpi=80, metadata={"Software": None})
     return True
 

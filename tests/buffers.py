@@ -36,7 +36,7 @@ class Buffer:
 
 
 def place(values: Array, skip: int = 0, apart: int = 0) -> Any:
-    """`values` on the GPU, off alignment, their rows apart; between and behind them NaN."""
+    """`values` on the GPU, `skip` elements past a 256-byte boundary, with `apart` NaN after each row."""
     wide = np.full((*values.shape[:-1], values.shape[-1] + apart), np.nan, values.dtype)
     wide[..., : values.shape[-1]] = values
     buffer = Buffer(wide.shape, values.dtype.name, skip)
@@ -45,9 +45,9 @@ def place(values: Array, skip: int = 0, apart: int = 0) -> Any:
 
 
 def on_gpu(array: Any, skip: int = 0) -> Any:
-    """`array` on the GPU, `skip` elements past an address that is a multiple of 16 bytes; what is no array as it is.
+    """`array` on the GPU, `skip` elements past a multiple of 16 bytes; a value that is no array is returned as it is.
 
-    FP8 comes as bytes, as which CuPy has it.
+    FP8 arrays become bytes, since CuPy has no FP8.
     """
     if not isinstance(array, np.ndarray):
         return array
@@ -84,7 +84,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Array:
 
 
 def same_bits(got: Any, want: Array) -> None:
-    """Of one dtype and shape, and the same bits, NaN included."""
+    """`got` has the dtype, the shape and the bits of `want`, NaN included."""
     got = to_numpy(got)
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     got, want = (np.ascontiguousarray(x).view(f"u{want.itemsize}") for x in (got, want))

@@ -1,4 +1,4 @@
-"""Calls of every public function: small ones, on whose arguments the contract and the operators are tested."""
+"""Small calls of every public function, with which the contract and the operators are tested."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from tests.buffers import OnlyDLPack
 
-#: Where a call can have its arrays. Tensors and CuPy arrays may be on another GPU: "cuda:1", "cupy:1". An array of
-#: "foreign" or "foreign cuda" is known by DLPack alone.
+#: Places of a call's arrays. Tensors and CuPy arrays may be on another GPU: "cuda:1", "cupy:1". Arrays of "foreign" and
+#: "foreign cuda" are known by DLPack alone.
 PLACES = ("numpy", "cpu", "foreign", "cupy", "cuda", "foreign cuda")
 
 
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
     @property
     def results(self) -> list[str]:
-        """The names of what the operator returns: none if that is only what it writes."""
+        """The names of the operator's results; none if it only writes arguments."""
         return [result.name for result in self.operator()._schema.returns]
 
     @property
@@ -88,7 +88,7 @@ class Call(NamedTuple):
         return (as_list(returned) if self.results else []) + self.writes
 
     def outcome(self, function: Callable[..., Any] | None = None) -> list[Any]:
-        """The same of a call that leaves the arguments as they are: what it writes are tensors of its own."""
+        """`run` on copies of the arguments that are written, so that those of this call stay as they are."""
         return self.changed(lambda name, x: _copied(x, x.device) if name in self.written else x).run(function)
 
     def expected(self) -> list[Any]:
@@ -96,7 +96,7 @@ class Call(NamedTuple):
         return self.outcome()
 
     def poisoned_results(self) -> dict[str, torch.Tensor]:
-        """For the overload that writes its results."""
+        """Tensors for the results of the overload `.out`, poisoned."""
         return {name: poisoned(x) for name, x in zip(self.results, self.expected(), strict=False)}
 
 
@@ -114,7 +114,7 @@ def poisoned(wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """A copy of `tensor` with its strides; between its elements bytes that are NaN or -1."""
+    """A copy of `tensor` with its strides; the bytes between its elements are NaN or -1."""
     if tensor.is_contiguous():
         return tensor.to(device, copy=True)
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -160,7 +160,7 @@ def drawn(high: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.int3
 
 
 def outputs(tokens: int, topk: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of a gate, poisoned, so that what is not written shows."""
+    """Weights and ids of a gate, poisoned, so that an element that is not written shows."""
     weights = torch.full((tokens, topk), torch.nan, device=device)
     return weights, torch.full((tokens, topk), -7, dtype=torch.int32, device=device)
 

@@ -1,4 +1,4 @@
-"""What every test relies on: a kernel cache, a GPU where it asks for one, and repeatable randomness."""
+"""The ground of all tests: a kernel cache, a GPU for tests that ask for one, repeatable random numbers, fixtures."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 @pytest.fixture(params=["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
 def put(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     """Puts an array where the function shall run."""
-    # Importing cukern looks for its kernel cache.
+    # Not at the top: importing cukern looks for its kernel cache.
     from tests.buffers import on_gpu
 
     return on_gpu if request.param == "gpu" else np.asarray
@@ -90,7 +90,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """What torch.compile has kept is forgotten after the test."""
+    """Forget the compiled graphs of torch.compile after the test."""
     import torch
 
     yield

@@ -1,8 +1,8 @@
-"""The GPU record: what was proved on a GPU, and on which sources.
+"""The GPU record: the tests that passed on a GPU, and the sources that they passed on.
 
     python -m tests.gpu_record run        GPU tests, sanitizer and benchmarks; writes tests/gpu_record.json
     python -m tests.gpu_record sanitize   the sanitizer alone
-    python -m tests.gpu_record check      what is unproved, or was proved on other sources than today's
+    python -m tests.gpu_record check      lists what is unproved, or was proved on other sources than today's
 
 Each takes `--ops "STEM ..."`. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every op,
 those marked `stem("<stem>")`; all other tests with the marker `gpu` are proved together, as `runtime`. The sanitizer
@@ -43,13 +43,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SHARED = "runtime"
-# Far beyond what any of them takes: a kernel that hangs must not hold the machine for ever.
+# Far longer than any run takes, for a kernel that hangs.
 _TIMEOUT_S = 1800
 _ERRORS_FOUND = 99
 
-#: What is made of ops and has no kernels of its own: a package in `cukern`.
+#: Packages of `cukern` that are made of ops and have no kernels of their own.
 COMPOSITIONS = ("fused_moe",)
-#: Tests every op; the tests of a stem's functions belong to the proof of the stem.
+#: The file that tests every op; its tests of a stem's functions belong to the proof of the stem.
 CONTRACT = "test_contract.py"
 # Most of a test's time, and of the sanitizer's, is the host's.
 _STEMS_AT_ONCE_PER_GPU = 2
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def stems() -> list[str]:
-    """Of the ops, and of what is composed of them."""
+    """The stems of the ops and of the compositions."""
     composed = (name for name in COMPOSITIONS if (ROOT / "cukern" / name).is_dir())
     kernels = (path.relative_to(ROOT / "cuda_src") for path in (ROOT / "cuda_src").rglob("*.cu"))
     return sorted({*(path.parts[0].removesuffix(".cu") for path in kernels), *composed})
@@ -81,7 +81,7 @@ def templates(name: str) -> list[Path]:
 
 
 def test_files(name: str) -> list[Path]:
-    """The files with the GPU tests of a stem, or of all that belongs to none."""
+    """The files with the GPU tests of a stem; for `SHARED` those that belong to no stem."""
     folder = ROOT / "tests"
     contract = [path for path in [folder / CONTRACT] if path.is_file()]
     if name in COMPOSITIONS:
@@ -131,7 +131,7 @@ def _followed(files: Iterable[Path]) -> list[Path]:
 
 
 def sources(name: str) -> list[Path]:
-    """What a proof is about: a change to any of these ends it."""
+    """The files that a stem's proof covers: a change to any of them ends it."""
     package = ROOT / "cukern"
     if name == SHARED:
         rooms = [package / "ops", package / "reference", *(package / composition for composition in COMPOSITIONS)]
@@ -176,7 +176,7 @@ _record_lock = threading.Lock()
 
 
 def write_entry(name: str, entry: Entry, machine: dict[str, Any]) -> None:
-    """Store what is known of one stem; the others keep what they had."""
+    """Store the entry of one stem; those of the others stay."""
     date = now()
     with _record_lock:
         entries = read_record()["stems"]
@@ -254,7 +254,7 @@ def run(command: Sequence[str | Path], show: bool = False, **environment: str) -
 
 
 def counts(report: Path) -> dict[str, int] | None:
-    """Passed, failed and skipped in a JUnit file; None when the run did not live to write it."""
+    """Passed, failed and skipped in a JUnit file; None if the run ended before it was written."""
     if not report.exists():
         return None
     total = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
@@ -288,7 +288,7 @@ def sanitizer() -> str | None:
 
 
 def errors_in(output: str) -> int | None:
-    """The number of errors a tool reports at its end; None when it did not get there."""
+    """The number of errors that a tool reports at its end; None if it ended before."""
     found = re.findall(r"RACECHECK SUMMARY: (\d+) hazards?|ERROR SUMMARY: (\d+) errors?", output)
     return sum(int(hazards or errors) for hazards, errors in found) if found else None
 
@@ -316,7 +316,7 @@ def _run_tool(stem: str, tool: str, environment: dict[str, str]) -> int | None:
     settings = {"CUKERN_COMPILE": "lazy", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     status, output = run(command, **settings, **environment)
     errors = errors_in(output)
-    # Status 0 or the tool's own; a failed or missing test has another, and then nothing is proved.
+    # Status 0 or the tool's own. After a failed or missing test it is another one, and nothing is proved.
     finished = status in (0, _ERRORS_FOUND) and errors is not None
     lines = output.strip().splitlines()
     shown = lines[-1:] if finished and not errors else lines[-200:]
@@ -325,7 +325,7 @@ def _run_tool(stem: str, tool: str, environment: dict[str, str]) -> int | None:
 
 
 def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | None]:
-    """Errors by tool, all tools at once: each spends most of its time on the host."""
+    """The errors by tool. All tools run at once, since each spends most of its time on the host."""
     if sanitizer() is None:
         print("compute-sanitizer was not found: it comes with the CUDA toolkit", file=sys.stderr)
         return dict.fromkeys(TOOLS)
@@ -338,12 +338,12 @@ def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | Non
 
 
 def prove(names: Sequence[str]) -> int:
-    """Test, sanitize and measure; the record is written stem by stem, whatever happens to the next one."""
+    """Test, sanitize and measure. The entry of each stem is written as soon as it is known."""
     described = machine()
     print(f"{gpu_count()} GPUs", flush=True)
 
     def prove_one(name: str, environment: dict[str, str]) -> None:
-        # Taken before, so that a change made meanwhile leaves the proof stale.
+        # Computed before the run, so that a change made during it leaves the proof stale.
         of_sources = digest(*sources(name), root=ROOT)
         entry: Entry = {"digest": of_sources, **run_tests(name, environment), "sanitizer": {}}
         if name != SHARED:
@@ -360,7 +360,7 @@ def prove(names: Sequence[str]) -> int:
 
 
 def sanitize(names: Sequence[str]) -> int:
-    """Run the sanitizer alone. The record takes the outcome where its tests were of the same sources."""
+    """Run the sanitizer alone. The record takes the outcome if its tests were run on the same sources."""
     described, outcomes = machine(), {}
 
     def sanitize_one(name: str, environment: dict[str, str]) -> None:
@@ -376,7 +376,7 @@ def sanitize(names: Sequence[str]) -> int:
 
 
 def check(names: Sequence[str]) -> int:
-    """Say of each stem whether it is proved on today's sources; 1 if any is not."""
+    """Print for each stem whether it is proved on today's sources; 1 if any is not."""
     entries = read_record()["stems"]
     status = 0
     for name in names:

@@ -1,7 +1,8 @@
-"""The surface that programs hold on to: schemas, signatures, the names of variants, and the sizes to specialize.
+"""The surface on which programs rely: schemas, signatures, the names of variants, and the sizes to specialize.
 
-An exported program keeps the operators with their schemas, and code the names and defaults of arguments, so none of it
-moves unseen: `tests/surface.json` holds it all. Where it is meant to move, `python -m tests.surface` writes it anew.
+Exported programs hold the schemas of operators, and code has the names and defaults of arguments, so that none of it
+may change unnoticed: `tests/surface.json` has all of it. For an intended change, `python -m tests.surface` writes it
+anew.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _signatures() -> dict[str, str]:
 
 
 def _variants() -> dict[str, list[str]]:
-    """What `variant=` takes, by function: each names them all where it is given none of them."""
+    """The values of `variant=` by function, read from the error that lists them."""
     variants = {}
     for call in CALLS.values():
         if call.name in variants or "variant" not in inspect.signature(call.function).parameters:

@@ -30,12 +30,12 @@ ROOMS = {
 }
 # A large op is a package in its room, and several kernels are a folder.
 OPS_PACKAGE = "cukern/ops/{}/__init__.py"
-# What is composed of ops has a package in place of a kernel and of an op's file.
+# A composition of ops has a package in place of kernels and an op's file.
 COMPOSITION_ROOMS = {
     **{room: pattern for room, pattern in ROOMS.items() if room not in ("cuda_src", "ops")},
     "package": "cukern/{}/__init__.py",
 }
-# What only the launch needs and the definition of correct does not.
+# Arguments of a launch that its twin need not have.
 LAUNCH_ONLY = {"out", "variant"}
 
 
