@@ -174,7 +174,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
         trace, returned = call.trace(on)
     except NoNumbers:
         wanted = "one op for these arguments"
-        check.fail("function", wanted, f"{name}, which reads what one wrote before it calls the next", TypeError)
+        check.fail("function", wanted, f"{name}, which reads the results of one op before it calls the next", TypeError)
     if trace.is_host_call:
         _, *parts = function.__module__.split(".")
         stem = parts[1] if parts[0] == "ops" else parts[0]

@@ -149,7 +149,7 @@ def test_what_is_no_function_of_cukern_is_refused(function: Any) -> None:
 def test_several_ops_in_turn_are_refused() -> None:
     lengths = np.array([3, 5], np.int32)
     function = cukern.build_sequence_length_padding_offset
-    with pytest.raises(TypeError, match=r"one op for these arguments, got build_\w+, which reads what one wrote"):
+    with pytest.raises(TypeError, match=r"one op for these arguments, got build_\w+, which reads the results of one"):
         cukern.explain(function, lengths, 7, arch="90a")
     said = cukern.explain(function, lengths, 7, valid_word_num=8, arch="90a")
     assert said.results == ("padding_offset: int32 [8]", "cu_seqlens: int32 [3]")
