@@ -283,7 +283,8 @@ def _draw_ratios(rows: list[Row], names: Mapping[str, None]) -> None:
         largest, smallest = max(largest, *(x for x, _ in points)), min(smallest, *(x for x, _ in points))
     ax.axvspan(smallest / 1.15, 1, color="C3", alpha=0.07)
     ax.set_xlim(smallest / 1.15, largest * 1.15)
-    round_ticks(ax, "x", at=[0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50])
+    near_one = [0.75, 0.9, 1, 1.1, 1.25] if largest < 7 * smallest else [1]
+    round_ticks(ax, "x", at=[0.25, 0.5, *near_one, 1.5, 2, 3, 5, 10, 20, 50])
     ax.set_yticks(range(len(rows)), [words(row) for row in rows], fontsize=7)
     ax.set_xlabel("time of another library's kernel by the time of cukern's; shaded: the other one is faster")
     ax.invert_yaxis()
