@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import warnings
@@ -179,10 +180,17 @@ def bars(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> No
 # --- kept results -------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _variants(op: str) -> set[str]:
+    """The variants in which an op was measured, of the results kept in the checkout."""
+    return {row["variant"] for row in json.loads(RESULTS.read_text())["rows"] if row["op"] == op}
+
+
 def words(row: Row) -> str:
-    """An op and its sizes, without those that say that nothing is special."""
+    """An op and its sizes, without those that say that nothing is special; of several variants an unusual one."""
     sizes = [f"{name} {value}" for name, value in row["case"].items() if _USUAL.get(name) != value]
-    return " ".join([row["op"], *sizes, *([row["variant"]] if row["variant"] not in _USUAL_VARIANTS else [])])
+    is_special = row["variant"] not in _USUAL_VARIANTS and len(_variants(row["op"])) > 1
+    return " ".join([row["op"], *sizes, *([row["variant"]] if is_special else [])])
 
 
 def kept(*ops: str) -> tuple[str, list[Row]]:
