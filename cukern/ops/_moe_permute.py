@@ -26,10 +26,10 @@ SPECIALIZED = [
     8,  # DeepSeek-V3, Qwen3, Kimi-K2, OLMoE
 ]
 
-_count = Kernel("moe_permute", "count_pairs")
-_sort = Kernel("moe_permute", "sort_pairs")
-_permute = Kernel("moe_permute", "permute_rows")
-_unpermute = Kernel("moe_permute", "unpermute_rows")
+_count = Kernel("moe_permute/count_pairs", "count_pairs")
+_sort = Kernel("moe_permute/sort_pairs", "sort_pairs")
+_permute = Kernel("moe_permute/permute_rows", "permute_rows")
+_unpermute = Kernel("moe_permute/unpermute_rows", "unpermute_rows")
 
 _MAX_SHARED_BYTES = 96 * 2**10
 _STAGED_ROWS = 2**13  # at most so many are put together in shared memory
@@ -146,7 +146,7 @@ def launch_sort(
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
     most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
-    threads = template.constants("moe_permute")["SORT_THREADS"]
+    threads = template.constants("moe_permute/sort_pairs")["SORT_THREADS"]
     mapped = 0 if expert_map is None else global_experts
     split = Split(*parts(functools.partial(split_pairs, experts, mapped, padding, one_block, threads), pairs))
     of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
@@ -226,7 +226,7 @@ def launch_permute(
     width = _width("hidden_states", x, out, hidden, row_stride)
     columns = hidden * x.item_size // width
     items = 1 if not columns or tokens < -(-_FEW_UNITS // columns) else _PERMUTE_ITEMS
-    tiles = tile_rows(tokens, columns, template.constants("moe_permute")["ROW_THREADS"], items)
+    tiles = tile_rows(tokens, columns, template.constants("moe_permute/permute_rows")["ROW_THREADS"], items)
     launch(
         permute_variant(width, items),
         tiles.blocks,

@@ -1,0 +1,97 @@
+// The weighted sum of the rows of each token.
+//
+//   out[t] = sum over s of weights[t, s] * src[inverse[t, s]]         in float32, slot by slot, each step rounded
+//
+// TODO
+#include "common/numeric.cuh"
+#include "moe_permute/rows.cuh"
+
+struct Params {
+    const void* src;      // T [rows, columns], rows `row_stride` units apart
+    const float* weights; // [tokens, topk]; null: 1
+    const int* inverse;   // [tokens, topk]; null: the rows lie in the order of the pairs
+    const int* offsets;   // the end of all rows that hold anything; null: `rows`
+    void* out;            // T [tokens, columns]
+    long long row_stride;
+    int topk, rows;
+    Tiling tiling;
+};
+
+// A unit as its elements. They are taken out of whole words: as halves of their own they would fill twice the registers.
+template <typename T, int BYTES> struct Elements {
+    static constexpr int COUNT = BYTES / sizeof(T);
+    union {
+        typename UnitOf<BYTES>::Type unit;
+        unsigned words[(BYTES + 3) / 4];
+    };
+    __device__ __forceinline__ float get(int i) const {
+        if constexpr (sizeof(T) == 4)
+            return __uint_as_float(words[i]);
+        else if constexpr (IS_BFLOAT16<T>)
+            return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+        else
+            return __half2float(__ushort_as_half((unsigned short)(words[i / 2] >> i % 2 * 16)));
+    }
+    __device__ __forceinline__ void set(int i, float value) {
+        if constexpr (sizeof(T) == 4) {
+            words[i] = __float_as_uint(value);
+        } else {
+            unsigned bits;
+            if constexpr (IS_BFLOAT16<T>)
+                bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+            else
+                bits = __half_as_ushort(__float2half_rn(value));
+            words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
+        }
+    }
+};
+
+template <typename T, int BYTES, int TOPK>
+__global__ void __launch_bounds__(ROW_THREADS, 4) unpermute_rows(const __grid_constant__ Params p) {
+    using Unit = typename UnitOf<BYTES>::Type;
+    using Of = Elements<T, BYTES>;
+    constexpr int SLOTS = TOPK && TOPK < 8 ? TOPK : 8;
+    const int topk = TOPK ? TOPK : p.topk;
+    const int token = p.tiling.token(), column = p.tiling.chunk() * p.tiling.tile_columns + int(threadIdx.x);
+    if (token >= p.tiling.tokens || column >= p.tiling.columns) return;
+    const Unit* src = static_cast<const Unit*>(p.src) + column;
+    const int rows = p.offsets ? min(*p.offsets, p.rows) : p.rows;
+
+    float sum[Of::COUNT];
+#pragma unroll
+    for (int i = 0; i < Of::COUNT; ++i) sum[i] = 0.f;
+#pragma unroll
+    for (int slot = 0; slot < topk; slot += SLOTS) {
+        Of part[SLOTS];
+        float weight[SLOTS];
+        int row[SLOTS];
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s) {
+            const long long pair = (long long)token * topk + slot + s;
+            row[s] = -1;
+            weight[s] = 1.f;
+            if (slot + s < topk) {
+                row[s] = p.inverse ? p.inverse[pair] : int(pair);
+                if (p.weights) weight[s] = p.weights[pair];
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s) {
+            // A row that is absent adds 0: its weight, which may be NaN, does not count.
+            const bool there = row[s] >= 0 && row[s] < rows;
+            if (!there) weight[s] = 0.f;
+            part[s] = Of{};
+            if (there) part[s].unit = src[row[s] * p.row_stride];
+        }
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s)
+#pragma unroll
+            for (int i = 0; i < Of::COUNT; ++i)
+                // Not fused, so that the sum is the same wherever it is computed.
+                sum[i] = __fadd_rn(sum[i], __fmul_rn(weight[s], part[s].get(i)));
+    }
+    Of result;
+#pragma unroll
+    for (int i = 0; i < Of::COUNT; ++i) result.set(i, sum[i]);
+    static_cast<Unit*>(p.out)[(long long)token * p.tiling.columns + column] = result.unit;
+}
