@@ -55,7 +55,7 @@ SPECIALIZED = [
     Config(8, 1, "any", biased=False),  # Mixtral
 ]
 
-_kernel = Kernel("moe_gate", "moe_gate", compile_s=1.3)
+_kernel = Kernel("moe_gate/moe_gate", "moe_gate", compile_s=1.3)
 
 
 def _fits(config: Config, lanes: int) -> bool:
@@ -138,7 +138,7 @@ _Sizes = tuple[int, int, int, int]
 
 
 def _of_template(name: str) -> int:
-    return template.constants("moe_gate")[name]
+    return template.constants("moe_gate/moe_gate")[name]
 
 
 def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
