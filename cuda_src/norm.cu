@@ -7,23 +7,24 @@
 //           = e4m3(y / scale), scale = max(max |y|, smallest) / 448 of a row                                   BY_ROW
 //                                                                or of each GROUP columns of a row           BY_GROUP
 //
-// Each product and each sum is rounded as IEEE says, and the order of the sum of squares does not depend on the number of
-// threads, so all instances give the same bits. That order: the EACH squares of a unit one after the other; of the sums
-// of units, those COLUMNS units apart one after the other; then the second half of what remains is added to the first
-// half, until one is left.
+// Each product and each sum is rounded as IEEE says, and the order of the sum of squares does not depend on the number
+// of threads, so all instances give the same bits. That order: the EACH squares of a unit one after the other; of the
+// sums of units, those COLUMNS units apart one after the other; then the second half of what remains is added to the
+// first half, until one is left.
 //
-// T: the elements. W: the weight's, T or float. WIDTH: the width of a row, 0: dynamic. BYTES: the width of a load, 16 or
-// one element. THREADS per row, a power of two: a block, or at most a warp. ITEMS: units that a thread keeps in registers.
-// BLOCK: threads per block.
+// T: the elements. W: the weight's, T or float. WIDTH: the width of a row, 0: dynamic. BYTES: the width of a load, 16
+// or one element. THREADS per row, a power of two: a block, or at most a warp. ITEMS: units that a thread keeps in
+// registers. BLOCK: threads per block.
 //
-// Grid: BLOCK / THREADS rows per block. Thread t of a row has its units t, t + THREADS, ... of EACH elements. Of those it
-// keeps the first ITEMS in registers, from their load to the result; further units, which only rows of COLUMNS threads
-// have, it loads a second time.
+// Grid: BLOCK / THREADS rows per block. Thread t of a row has its units t, t + THREADS, ... of EACH elements. Of those
+// it keeps the first ITEMS in registers, from their load to the result; further units, which only rows of COLUMNS
+// threads have, it loads a second time.
 //
 // Speed of light: memory. A row is read once and written once, and so is its residual; some ten flops per element are
-// nothing beside that. For few rows, the chain of load, reduction and store bounds it. On an H200 with bfloat16, 8192 rows
-// of 7168 take 62 us, 90% of a copy's bandwidth, with a residual 119 us, 93%; 8192 rows of 1536 take 15 us, 78%. e4m3
-// results have fewer bytes to write but take as long: 63 us, 66%. 32 rows take 2.8 us, where an empty kernel takes 0.54 us.
+// nothing beside that. For few rows, the chain of load, reduction and store bounds it. On an H200 with bfloat16, 8192
+// rows of 7168 take 62 us, 90% of a copy's bandwidth, with a residual 119 us, 93%; 8192 rows of 1536 take 15 us, 78%.
+// e4m3 results have fewer bytes to write but take as long: 63 us, 66%. 32 rows take 2.8 us, where an empty kernel takes
+// 0.54 us.
 #include "common/quantize.cuh"
 #include "common/warp.cuh"
 
@@ -160,8 +161,8 @@ constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_o
 
 // --- a row ----------------------------------------------------------------------------------------------
 
-// A thread's part of its row. The units themselves are arrays of the kernel: a struct that held them beside these numbers
-// would keep all of it out of registers until the loops over the units are unrolled.
+// A thread's part of its row: where its units are, and what is done with each. The units are arrays of the kernel and
+// not members: loops index them, and until these are unrolled the compiler could keep no member in a register.
 template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK> struct Row {
     using In = Eight<T, BYTES>;
     using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;

@@ -6,8 +6,8 @@
 //   ids       = the topk experts of the kept groups with the largest choice, best first
 //   weights   = score[ids] (/ their sum if renormalize) * output_scale
 //
-// Ties go to the lower group and the lower expert. An expert whose logit or choice is NaN or -inf ranks last (by id) and
-// has weight 0.
+// Ties go to the lower group and the lower expert. An expert whose logit or choice is NaN or -inf ranks last (by id)
+// and has weight 0.
 //
 // Striking out the best, topk times, would scan the row topk times. Instead:
 //   1. one pass finds a threshold that at least topk choices reach, and few more;
@@ -16,15 +16,16 @@
 //
 // EXPERTS > 0 fixes experts and groups: lane l holds the VALUES = EXPERTS / LANES experts from l * VALUES on, so that a
 // group is one or more whole neighbouring lanes. EXPERTS == 0 is dynamic, sizes are arguments: lane l holds experts l,
-// l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless dynamic.
-// No sum depends on which lane holds an expert, so all instances return the same bits.
+// l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless
+// dynamic. No sum depends on which lane holds an expert, so all instances return the same bits.
 //
 // Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS warps per block.
 //
-// Speed of light: for many tokens memory would bound it, a row of logits in and topk weights and ids out. What does bound
-// it is the chain of dependent steps of a token: shuffles, shared memory, and the exponentials of all its experts. On an
-// H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 26 us, 64% of a copy's bandwidth, and of
-// bfloat16 as long, 35%. 1 token takes 2.7 us and 1024 take 3.4 us, where an empty kernel takes 0.54 us.
+// Speed of light: for many tokens memory would bound it, a row of logits in and topk weights and ids out. What does
+// bound it is the chain of dependent steps of a token: shuffles, shared memory, and the exponentials of all its
+// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 26 us, 64% of a copy's
+// bandwidth, and of bfloat16 as long, 35%. 1 token takes 2.7 us and 1024 take 3.4 us, where an empty kernel takes 0.54
+// us.
 #include "moe_gate/selection.cuh"
 
 constexpr int WARPS = 2;
@@ -48,14 +49,14 @@ struct Params {
     int topk;   // routed experts per token
     int shared; // fused shared experts, in the last columns
     int scoring;
-    int group_by_two; // dynamic only: a group's score is the sum of its two best choices, else its best choice; not
-                      // dynamic, it is the sum with a bias and the best without
+    int group_by_two; // dynamic only: a group's score is the sum of its two best choices, else its best choice. Not
+                      // dynamic, it is the sum with a bias, and the best without
     int renormalize;
     int bias_is_float;
     int valid_is_int64;
     int capacity;             // dynamic only: entries in a token's candidate list, a multiple of 4
     int group_size;           // dynamic only, like the next two
-    int log2_lanes_per_group; // 2 to it divides group_size
+    int log2_lanes_per_group; // 2 to the power of this divides group_size
     unsigned group_magic;     // e / group_size == e * group_magic >> 20
     float shared_scale;       // a shared expert's weight is the routed sum times this
     float output_scale;
@@ -64,9 +65,10 @@ struct Params {
 
 // --- scores ---------------------------------------------------------------------------------------------
 
-// Scores of logits. The products and sums are rounded one by one (no fused multiply-add), in every instance alike.
+// Scores of logits. No multiply and add are fused, which the compiler might do in one instance and not in another.
 template <bool DYNAMIC> struct Scores {
     const Params& p;
+    int scoring;
     float inverse_sum = 1.f, largest = 0.f; // of a row's exponentials and logits, for a softmax
 
     // A logit as the softmax takes it. The cap is monotonic, so the order of the raw logits stands.
@@ -75,8 +77,8 @@ template <bool DYNAMIC> struct Scores {
             if (p.softcap != 0.f) return p.softcap * tanhf(x / p.softcap);
         return fmaxf(fminf(x, LARGEST_FLOAT), -LARGEST_FLOAT);
     }
-    // Find `largest` and `inverse_sum` of a row. The sum is in fixed point, where the order of its terms, and so the number
-    // of lanes, cannot change it.
+    // Find `largest` and `inverse_sum` of a row. The sum is in fixed point, where the order of its terms, and so the
+    // number of lanes, cannot change it.
     template <int LANES, int VALUES>
     __device__ __forceinline__ void sum_exponentials(const float (&logit)[VALUES], unsigned existing) {
         largest = -CUDART_INF_F;
@@ -97,7 +99,7 @@ template <bool DYNAMIC> struct Scores {
         return __fmul_rn(fast_exp2(__fmul_rn(__fsub_rn(softmax_argument(x), largest), LOG2_E)), inverse_sum);
     }
     __device__ __forceinline__ float sqrtsoftplus(float x) const { return sqrtf(softplus(fminf(x, LARGEST_FLOAT))); }
-    __device__ __forceinline__ float of(int scoring, float x) const {
+    __device__ __forceinline__ float of(float x) const {
         return scoring == SIGMOID ? sigmoid(x) : scoring == SOFTMAX ? softmax(x) : sqrtsoftplus(x);
     }
 };
@@ -121,10 +123,10 @@ __device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&
     }
 }
 
-// A row on its way from global memory to the lanes. If each lane read its own COUNT values from global memory, every load
-// of a warp would touch a cache line per lane or two. So the lanes copy the row in whole lines to shared memory, and there
-// each reads its part. Parts of an even number of 16-byte chunks are kept one chunk apart, which puts the reads of 8
-// neighbouring lanes in different banks.
+// A row on its way from global memory to the lanes. If each lane read its own COUNT values from global memory, every
+// load of a warp would touch a cache line per lane or two. So the lanes copy the row in whole lines to shared memory,
+// and there each reads its part. Parts of an even number of 16-byte chunks are kept one chunk apart, which puts the
+// reads of 8 neighbouring lanes in different banks.
 // The dynamic variant needs no staging: its lanes read neighbouring experts.
 template <typename T, int COUNT, int LANES> struct Staging {
     static constexpr int CHUNKS = COUNT * sizeof(T) / 16;
@@ -169,6 +171,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
     uint4* staged;      // of the token, if Stage::USED
     const T* logits;
     int experts, lane;
+    bool biased;
 
     __device__ __forceinline__ int expert_of(int i) const { return DYNAMIC ? i * LANES + lane : lane * VALUES + i; }
     __device__ __forceinline__ int group_of(int e) const { return int(e * p.group_magic >> 20); }
@@ -177,8 +180,8 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
     __device__ __forceinline__ int load_expert_of(int i) const {
         return DYNAMIC ? min(expert_of(i), experts - 1) : expert_of(i);
     }
-    // load(e) of each value. Where none is past the last expert, the addresses differ by constants, and each load is one
-    // instruction.
+    // load(e) of each value. Where none is past the last expert, the addresses differ by constants, and each load is
+    // one instruction.
     template <typename Load> __device__ __forceinline__ void load_each(Load load, float (&to)[VALUES]) const {
         if (experts == LANES * VALUES) {
 #pragma unroll
@@ -201,9 +204,9 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
         else
             return load_bias_of(e);
     }
-    // The bias of each value; NaN still in it. Where rows are staged, the block stages the bias for all its tokens, and
-    // `load` reads it from there.
-    __device__ __forceinline__ void load_bias(float (&bias)[VALUES], bool biased) const {
+    // Load the bias of each value, with the NaNs in it. Where rows are staged, stage the bias instead, once for all
+    // tokens of the block: `load` then reads it from there.
+    __device__ __forceinline__ void load_bias(float (&bias)[VALUES]) const {
         if constexpr (BIAS_UNITS > 0) {
             for (int e = threadIdx.x; e < EXPERTS; e += WARPS * 32)
                 BiasStage::part(bias_staged, e / VALUES)[e % VALUES] = load_bias_of(e);
@@ -220,7 +223,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
                 load_floats(static_cast<const T*>(p.bias) + lane * VALUES, bias);
         }
     }
-    // The logit of each value, and the staged bias.
+    // Load the logit of each value, and the bias if it is staged.
     __device__ __forceinline__ void load(float (&logit)[VALUES], float (&bias)[VALUES]) const {
         if constexpr (Stage::USED) {
             Stage::wait();
@@ -240,7 +243,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
     }
 };
 
-// The bits of a lane's values that are experts.
+// A mask of the values of a lane that are experts: all, but for the last ones of a dynamic lane.
 template <bool DYNAMIC, int LANES, int VALUES>
 __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
     unsigned existing = VALUES < 32 ? (1u << (VALUES % 32)) - 1 : ~0u;
@@ -264,8 +267,8 @@ __device__ __forceinline__ int load_valid(const Params& p) {
 
 // Turn the lanes' logits into choices. Returns whether a row of the warp has a NaN or an infinity among its logits.
 template <typename Row, typename Scores, int VALUES>
-__device__ __forceinline__ bool choose(const Row& row, const Scores& scores, int scoring, bool biased,
-                                       const float (&bias)[VALUES], float (&choice)[VALUES]) {
+__device__ __forceinline__ bool choose(const Row& row, const Scores& scores, const float (&bias)[VALUES],
+                                       float (&choice)[VALUES]) {
     // x * 0 is NaN for a NaN or an infinity: one multiply-add per value finds the rows with one. The bias has no NaN.
     float irregular = 0.f;
 #pragma unroll
@@ -279,10 +282,10 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, int
             choice[i] = __fadd_rn(score_of(choice[i]), regular_bias);
         }
     };
-    if (biased) {
-        if (scoring == SIGMOID)
+    if (row.biased) {
+        if (scores.scoring == SIGMOID)
             add_bias([&](float x) { return scores.sigmoid(x); });
-        else if (scoring == SOFTMAX)
+        else if (scores.scoring == SOFTMAX)
             add_bias([&](float x) { return scores.softmax(x); });
         else
             add_bias([&](float x) { return scores.sqrtsoftplus(x); });
@@ -302,16 +305,16 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, int
 // Make the candidates of the listed experts, and their scores.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void score_candidates(const Row& row, const Scores& scores, const int* listed, int count,
-                                                 int lane, int scoring, bool biased, bool any_irregular,
-                                                 Candidate* candidates, float* score) {
+                                                 bool any_irregular, Candidate* candidates, float* score) {
+    const int lane = row.lane;
 #pragma unroll 1
     for (int first = lane; first < count; first += LANES * AT_ONCE<LANES>) {
 #pragma unroll
         for (int k = 0; k < AT_ONCE<LANES>; ++k) {
             const int i = first + k * LANES, id = listed[min(i, count - 1)];
             const float x = row.logit_of(id);
-            float own = scores.of(scoring, x);
-            float choice = __fadd_rn(biased ? own : x, biased ? row.bias_of(id) : 0.f);
+            float own = scores.of(x);
+            float choice = __fadd_rn(row.biased ? own : x, row.biased ? row.bias_of(id) : 0.f);
             if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
             if (choice == -CUDART_INF_F) own = 0.f;
             if (i < count) {
@@ -375,9 +378,8 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     const int topk = p.topk, columns = topk + p.shared;
     const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
 
-    // Shared memory, in 16-byte units. Of the block: the bias, when rows are staged. Of each token: the list
-    // (candidates, and the scores and ids of its entries); when staged the row; when dynamic the groups, the kept
-    // flags and the row of choices, each group of them followed by lanes_per_group unused words.
+    // Shared memory, in 16-byte units. Per block: the bias, where rows are staged. Per token: the list (candidates,
+    // scores and ids); the row, where it is staged; if dynamic, what keep_groups needs.
     extern __shared__ uint4 shared[];
     const int list_units = capacity + capacity / 4 + 2;
     // A dynamic lane's last values may lie past the last expert; they have places in shared memory all the same.
@@ -396,23 +398,23 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     const int token = blockIdx.x * (WARPS * 32 / LANES) + slot;
     const bool live = token < p.tokens;
     const T* logits = static_cast<const T*>(p.logits) + min(token, p.tokens - 1) * p.row_stride;
-    const OwnRow row{p, shared, staged, logits, experts, lane};
+    const OwnRow row{p, shared, staged, logits, experts, lane, biased};
     if constexpr (Stage::USED) Stage::start(logits, staged, lane);
     float bias[VALUES], choice[VALUES];
-    row.load_bias(bias, biased);
+    row.load_bias(bias);
     const int valid = load_valid(p);
     row.load(choice, bias);
 
-    Scores<DYNAMIC> scores{p};
+    Scores<DYNAMIC> scores{p, scoring};
     if (scoring == SOFTMAX && (biased || !p.renormalize)) scores.template sum_exponentials<LANES>(choice, existing);
-    const bool any_irregular = choose(row, scores, scoring, biased, bias, choice);
+    const bool any_irregular = choose(row, scores, bias, choice);
 
     unsigned alive = existing; // the values that may be chosen
     // Each kept group has two choices that reach its second best, which gives a threshold for free.
     const bool threshold_from_groups = !DYNAMIC && GROUPS > 1 && EXPERTS > GROUPS && topk <= 2 * p.topk_group;
     float threshold = -CUDART_INF_F;
     if (DYNAMIC && groups > 1) {
-        alive = keep_groups<LANES>(p, row, choice, alive, lane, groups, padded_groups, staged);
+        alive = keep_groups<LANES>(p, row, choice, alive, groups, padded_groups, staged);
     } else if constexpr (!DYNAMIC && GROUPS > 1) {
         float second;
         if (!keeps_group<LANES, GROUPS, (BIASED && EXPERTS > GROUPS)>(choice, lane, p.topk_group, second)) alive = 0;
@@ -420,7 +422,7 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     }
     if (!threshold_from_groups && topk <= LANES) threshold = lane_threshold<LANES>(choice, alive, topk);
 
-    const int count = list_candidates<LANES>(row, choice, alive, threshold, lane, topk, capacity, listed);
+    const int count = list_candidates<LANES>(row, choice, alive, threshold, topk, capacity, listed);
     if (scoring == SOFTMAX && !biased && p.renormalize) {
         // Any common factor cancels in the normalization; the largest logit keeps exp in range.
         float best = -CUDART_INF_F;
@@ -428,7 +430,7 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
         for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));
         scores.largest = scores.softmax_argument(lanes_max<LANES>(best));
     }
-    score_candidates<LANES>(row, scores, listed, count, lane, scoring, biased, any_irregular, candidates, score);
+    score_candidates<LANES>(row, scores, listed, count, any_irregular, candidates, score);
     sort_candidates<LANES>(candidates, score, count, lane, topk, sorted);
     write_results<LANES>(p, sorted, lane, token, live, valid, topk, columns, experts);
 }

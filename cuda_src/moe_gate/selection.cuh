@@ -1,5 +1,5 @@
-// The choice of experts from a row of choice values that lies in the registers of LANES lanes, VALUES in each: which groups
-// are kept, which choices reach a threshold, and in what order these are.
+// The choice of experts from a row of choice values that lies in the registers of LANES lanes, VALUES in each: which
+// groups are kept, which choices reach a threshold, and in what order these are.
 //
 // `row` tells which experts a lane holds (Row of moe_gate.cu). A mask has a bit for each value of a lane.
 #pragma once
@@ -17,8 +17,8 @@ __device__ __forceinline__ int candidate_id(Candidate candidate) { return ~int(u
 // Candidates that a lane ranks at once.
 template <int LANES> constexpr int AT_ONCE = LANES == 8 ? 2 : 1;
 
-// The rank of each of `own`: how many of the list's `count` entries are greater. Three zeros must follow the entries, for
-// the list is read four at a time.
+// The rank of each of `own`: how many of the list's `count` entries are greater. Three zeros must follow the entries,
+// for the list is read four at a time.
 template <int COUNT>
 __device__ __forceinline__ void rank_in(const Candidate* list, int count, const Candidate (&own)[COUNT],
                                         int (&rank)[COUNT]) {
@@ -58,8 +58,8 @@ struct TopTwo {
     }
 };
 
-// Whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. BY_TWO: its score is the sum of
-// its two best choices, else its best. `second` becomes its second best choice.
+// Whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. BY_TWO: its score is the sum
+// of its two best choices, else its best. `second` becomes its second best choice.
 //
 // A group's rank is the number of groups that beat it, from one shuffle per other group.
 template <int LANES, int GROUPS, bool BY_TWO, int VALUES>
@@ -85,14 +85,14 @@ __device__ __forceinline__ bool keeps_group(const float (&choice)[VALUES], int l
     return -minus_rank < topk_group;
 }
 
-// `alive` without the values whose group is not kept, where each lane holds experts of all groups: by way of shared memory.
-// `split` lanes scan a group. Behind each group `split` words are unused, which puts the lanes that scan neighbouring
-// groups in different banks.
+// `alive` without the values whose group is not kept, where each lane holds experts of many groups: dynamic.
+//
+// The choices go to shared memory, where `split` lanes scan a group. Behind each group `split` words stay unused, which
+// puts the lanes that scan neighbouring groups in different banks.
 template <int LANES, typename Params, typename Row, int VALUES>
 __device__ __forceinline__ unsigned keep_groups(const Params& p, const Row& row, const float (&choice)[VALUES],
-                                                unsigned alive, int lane, int groups, int padded_groups,
-                                                uint4* shared) {
-    const int log2_split = p.log2_lanes_per_group, split = 1 << log2_split;
+                                                unsigned alive, int groups, int padded_groups, uint4* shared) {
+    const int lane = row.lane, log2_split = p.log2_lanes_per_group, split = 1 << log2_split;
     Candidate* group_list = reinterpret_cast<Candidate*>(shared);                  // [groups + 3]
     unsigned* group_kept = reinterpret_cast<unsigned*>(shared + (groups + 5) / 2); // [padded_groups] all bits or none
     float* choice_row = reinterpret_cast<float*>(group_kept + padded_groups);
@@ -145,8 +145,8 @@ __device__ __forceinline__ float lane_threshold(const float (&choice)[VALUES], u
 
 // The slow way to the list: take the best of `reached` topk times.
 template <int LANES, typename Row, int VALUES>
-__device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[VALUES], unsigned reached, int lane,
-                                          int topk, int* listed) {
+__device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[VALUES], unsigned reached, int topk,
+                                          int* listed) {
     for (int k = 0; k < topk; ++k) {
         float largest_left = -CUDART_INF_F;
         int at = -1;
@@ -157,16 +157,16 @@ __device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[
 #pragma unroll
         for (int flip = LANES / 2; flip > 0; flip /= 2) best = max(best, __shfl_xor_sync(FULL_WARP, best, flip));
         const int id = candidate_id(best);
-        if (lane == 0) listed[k] = id;
+        if (row.lane == 0) listed[k] = id;
         if (at >= 0 && id == row.expert_of(at)) reached &= ~(1u << at);
     }
 }
 
-// List the experts whose choices reach the threshold; returns how many there are. Many equal choices or a row in the worst
-// order overflow the list: then it gets the best topk.
+// List the experts whose choices reach the threshold; returns how many there are. Many equal choices or a row in the
+// worst order overflow the list: then it gets the best topk.
 template <int LANES, typename Row, int VALUES>
 __device__ __forceinline__ int list_candidates(const Row& row, const float (&choice)[VALUES], unsigned alive,
-                                               float threshold, int lane, int topk, int capacity, int* listed) {
+                                               float threshold, int topk, int capacity, int* listed) {
     // The sign of choice - threshold says which is larger. A funnel shift collects it in one instruction.
     unsigned below = 0;
 #pragma unroll
@@ -177,7 +177,7 @@ __device__ __forceinline__ int list_candidates(const Row& row, const float (&cho
     const int up_to_own = lanes_inclusive_sum<LANES>(own_count);
     int count = __shfl_sync(FULL_WARP, up_to_own, LANES - 1, LANES);
     if (__any_sync(FULL_WARP, count > capacity)) {
-        list_topk<LANES>(row, choice, reached, lane, topk, listed);
+        list_topk<LANES>(row, choice, reached, topk, listed);
         count = topk;
     } else {
         for (int* at = listed + up_to_own - own_count; reached; reached &= reached - 1)

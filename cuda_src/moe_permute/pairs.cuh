@@ -15,8 +15,8 @@ struct Pairs {
 };
 
 // The experts of the pairs first, first + step, ...; p.experts for a pair without one, and for those from `end` on. All
-// ids are loaded before the first is used, so that NUMBER loads are in flight. ID is unsigned: a negative id is past all
-// experts.
+// ids are loaded before the first is used, so that NUMBER loads are in flight. ID is unsigned: a negative id is past
+// all experts.
 template <typename ID, int NUMBER>
 __device__ __forceinline__ void load_experts(const Pairs& p, const int* map, int first, int step, int end,
                                              int (&expert)[NUMBER]) {

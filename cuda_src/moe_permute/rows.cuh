@@ -4,8 +4,8 @@
 
 constexpr int ROW_THREADS = 256;
 
-// A block has blockDim.y tokens and tile_columns of their columns; `chunks` blocks side by side have whole rows, and follow
-// each other in the grid.
+// A block has blockDim.y tokens and tile_columns of their columns; `chunks` blocks side by side have whole rows, and
+// follow each other in the grid.
 struct Tiling {
     int tokens;
     int columns;      // of a row, in units

@@ -11,21 +11,21 @@
 //
 // ID: an unsigned type of the size of an id. BITS: enough bits for any expert.
 //
-// Grid: a block ranks pairs_per_block consecutive pairs, each of its first p.warps warps pairs_per_warp of them, 32 at a
-// time. "Pairs of expert e before p" is a sum of three counts:
+// Grid: a block ranks pairs_per_block consecutive pairs, each of its first p.warps warps pairs_per_warp of them, 32 at
+// a time. "Pairs of expert e before p" is a sum of three counts:
 //
 //   in earlier blocks    counted by each block itself from all ids, or read from the counts of count_pairs
 //   in earlier warps     counted by each warp, then added up over the warps; and this warp's earlier turns of 32
 //   in earlier lanes     from one vote per bit of the expert
 //
-// Blocks never wait for each other: counting all ids again, which are in the L2 cache, is cheaper than memory that has to
-// be zero before the launch. Votes and plain additions make the order of the pairs the order of the rows; a counter that
-// atomicAdd hands out would make it the order of arrival.
+// Blocks never wait for each other: counting all ids again, which are in the L2 cache, is cheaper than memory that has
+// to be zero before the launch. Votes and plain additions make the order of the pairs the order of the rows; a counter
+// that atomicAdd hands out would make it the order of arrival.
 //
 // Speed of light: 12 bytes per pair (its id, its entry of inverse and of rows) take less time than an empty kernel, and
 // there is no arithmetic to speak of. What bounds it is a chain of latencies: the launch, the ids, the barriers between
-// the stages, and the turns of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7 us
-// and 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of its rate).
+// the stages, and the turns of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7
+// us and 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of the time).
 #include "moe_permute/pairs.cuh"
 
 struct Params {
@@ -166,8 +166,8 @@ template <typename ID, int BITS> struct Sort {
         return (warp ? of_warps_before : 0) + inclusive - own;
     }
 
-    // Turn the counts into rows: `start`, and in `before` the row of this block's first pair of each expert. Returns the
-    // end of all rows.
+    // Turn the counts into rows: `start`, and in `before` the row of this block's first pair of each expert. Returns
+    // the end of all rows.
     __device__ __forceinline__ int add_up() const {
         // A thread has some consecutive experts.
         const int per_thread = (experts - 1) / threads + 1;
@@ -266,10 +266,12 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const __grid_constant
     const Sort<ID, BITS> sort(p, shared);
     sort.initialize();
     __syncthreads();
-    if (p.counts)
-        sort.add_counts();
-    else if (sort.blocks > 1)
-        sort.count_all_pairs();
+    if (sort.blocks > 1) {
+        if (p.counts)
+            sort.add_counts();
+        else
+            sort.count_all_pairs();
+    }
     sort.count_own_pairs();
     __syncthreads();
     const int total = sort.add_up();

@@ -1,23 +1,34 @@
-// The weighted sum of the rows of each token.
+// Sum up the rows of each token, with weights.
 //
-//   out[t] = sum over s of weights[t, s] * src[inverse[t, s]]         in float32, slot by slot, each step rounded
+//   out[t] = sum over s of weights[t, s] * src[inverse[t, s]]
 //
-// TODO
+// in float32, each product and each sum rounded, from the first slot to the last. A slot whose row is not in [0, rows),
+// or is past the end in `offsets`, adds nothing.
+//
+// T: the elements. BYTES: a unit of a row, the width of a load. TOPK: slots per token, 0: dynamic.
+//
+// Grid: a block has blockDim.y tokens and a part of their columns (Tiling). A thread sums up one unit of a token: it
+// loads that unit of up to 8 slots before it adds the first, so that the loads are in flight together.
+//
+// Speed of light: memory. topk rows are read and one is written per token; two flops per element that is read. On an
+// H200, with 8 slots of 7168 bfloat16, 1024 tokens take 33 us, 94% of a copy's bandwidth, and 8192 take 242 us, 103%:
+// it reads more than it writes, and a copy writes as much as it reads. 64 tokens take 4.3 us, 45%.
 #include "common/numeric.cuh"
 #include "moe_permute/rows.cuh"
 
 struct Params {
-    const void* src;      // T [rows, columns], rows `row_stride` units apart
+    const void* src;      // [rows, columns]  T, rows `row_stride` units apart
     const float* weights; // [tokens, topk]; null: 1
-    const int* inverse;   // [tokens, topk]; null: the rows lie in the order of the pairs
-    const int* offsets;   // the end of all rows that hold anything; null: `rows`
-    void* out;            // T [tokens, columns]
+    const int* inverse;   // [tokens, topk]; null: row t * topk + s
+    const int* offsets;   // [1]: the end of all rows; null: `rows`
+    void* out;            // [tokens, columns]  T
     long long row_stride;
-    int topk, rows;
+    int topk;
+    int rows;
     Tiling tiling;
 };
 
-// A unit as its elements. They are taken out of whole words: as halves of their own they would fill twice the registers.
+// A unit as its elements. They are taken out of 32-bit words: 16-bit variables would take a register each.
 template <typename T, int BYTES> struct Elements {
     static constexpr int COUNT = BYTES / sizeof(T);
     union {
