@@ -781,16 +781,26 @@ def good_arguments(name: str) -> dict[str, Any]:
     return arguments
 
 
-def _bad_calls() -> Iterator[Any]:
-    """(function, changed arguments, error, message)."""
+#: The functions that take a bias.
+BIASED = tuple(name for name in FUNCTIONS if name in BIAS)
+#: The functions that write into arguments.
+WRITING = tuple(name for name in FUNCTIONS if name.startswith("topk_"))
 
-    def bad(names: Any, changes: dict[str, Any], error: type[Exception], message: str, what: str) -> Iterator[Any]:
-        for name in (names,) if isinstance(names, str) else names:
-            # LOGITS and BIAS stand for what the function calls them.
-            own = {{"LOGITS": LOGITS[name], "BIAS": BIAS.get(name)}.get(k, k): v for k, v in changes.items()}
-            text = message.replace("LOGITS", LOGITS[name]).replace("BIAS", BIAS.get(name, ""))
-            yield pytest.param(name, own, error, text, id=f"{name}: {what}")
 
+def bad(
+    names: str | tuple[str, ...], changes: dict[str, Any], error: type[Exception], message: str, what: str
+) -> Iterator[Any]:
+    """Calls of these functions with changed arguments, their error and its message.
+
+    LOGITS and BIAS stand for the names that these arguments have in each function.
+    """
+    for name in (names,) if isinstance(names, str) else names:
+        own = {{"LOGITS": LOGITS[name], "BIAS": BIAS.get(name)}.get(k, k): v for k, v in changes.items()}
+        text = message.replace("LOGITS", LOGITS[name]).replace("BIAS", BIAS.get(name, ""))
+        yield pytest.param(name, own, error, text, id=f"{name}: {what}")
+
+
+def _bad_logits() -> Iterator[Any]:
     def logits(value: Any, error: type[Exception], message: str, what: str) -> Iterator[Any]:
         yield from bad(FUNCTIONS, {"LOGITS": value}, error, f"LOGITS must be {message}", what)
 
@@ -814,10 +824,11 @@ def _bad_calls() -> Iterator[Any]:
     for experts in (0, 1025):
         message = f"the number of experts must be in [1, 1024], got {experts}"
         changes = {"LOGITS": zeros(5, experts), "BIAS": zeros(experts)}
-        yield from bad([n for n in FUNCTIONS if n in BIAS], changes, ValueError, message, f"{experts} experts")
+        yield from bad(BIASED, changes, ValueError, message, f"{experts} experts")
         yield from bad("grouped_topk", {"LOGITS": zeros(5, experts)}, ValueError, message, f"{experts} experts")
 
-    # Integers.
+
+def _bad_sizes() -> Iterator[Any]:
     for name, low in (("num_expert_group", 1), ("topk_group", 1), ("topk", 1), ("num_fused_shared_experts", 0)):
         for value in (2.0, True, "2", np.float32(2)):
             message = f"{name} must be an integer of at least {low}, got {value!r} ({type(value).__name__})"
@@ -852,7 +863,8 @@ def _bad_calls() -> Iterator[Any]:
     message = "num_fused_shared_experts must be an integer of at least 0, got -1"
     yield from bad(GROUPED, {"num_fused_shared_experts": -1}, ValueError, message, "-1 shared experts")
 
-    # Numbers.
+
+def _bad_numbers_and_names() -> Iterator[Any]:
     for value in ("x", [2.5]):
         message = f"routed_scaling_factor must be a number, got {value!r} ({type(value).__name__})"
         yield from bad(GROUPED, {"routed_scaling_factor": value}, TypeError, message, f"scaling {value!r}")
@@ -868,8 +880,6 @@ def _bad_calls() -> Iterator[Any]:
     yield from bad("topk_softmax", {"moe_softcapping": "x"}, TypeError, message, "softcap 'x'")
     message = "moe_softcapping must be a finite number, got inf"
     yield from bad("topk_softmax", {"moe_softcapping": INF}, ValueError, message, "softcap inf")
-
-    # Names.
     message = "scoring_func must be one of 'sigmoid', 'softmax', 'sqrtsoftplus', got 'tanh'"
     yield from bad(GROUPED, {"scoring_func": "tanh"}, ValueError, message, "scoring tanh")
     message = "variant must be one of 'auto', 'specialized', 'dynamic', got 'fast'"
@@ -878,8 +888,8 @@ def _bad_calls() -> Iterator[Any]:
         message = f"variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got '{variant}'"
         yield from bad(FUNCTIONS, {"variant": variant}, ValueError, message, f"variant {variant} in host memory")
 
-    # The bias.
-    biased = [name for name in FUNCTIONS if name in BIAS]
+
+def _bad_biases() -> Iterator[Any]:
     for value, error, message, what in (
         (zeros(256, dtype=np.float64), TypeError, "float32, got float64", "float64"),
         (zeros(256, dtype=np.float16), TypeError, "float32, got float16", "half for float32 logits"),
@@ -889,14 +899,15 @@ def _bad_calls() -> Iterator[Any]:
         (torch.zeros(256), TypeError, "a NumPy array like LOGITS, got torch.Tensor", "of another library"),
         ([0.0] * 256, TypeError, "a NumPy array like LOGITS, got builtins.list", "a list"),
     ):
-        yield from bad(biased, {"BIAS": value}, error, f"BIAS must be {message}", f"bias {what}")
+        yield from bad(BIASED, {"BIAS": value}, error, f"BIAS must be {message}", f"bias {what}")
     half = {"LOGITS": zeros(5, 256, dtype=np.float16), "BIAS": zeros(256, dtype=arrays.numpy_dtype("bfloat16"))}
     message = "BIAS must be float32 or float16, got bfloat16"
-    yield from bad(biased, half, TypeError, message, "bias bfloat16 for float16 logits")
+    yield from bad(BIASED, half, TypeError, message, "bias bfloat16 for float16 logits")
     for name in ("moe_fused_gate", "biased_grouped_topk"):
         yield from bad(name, {"BIAS": None}, TypeError, "BIAS must be an array [experts], got None", "no bias")
 
-    # The count of valid tokens.
+
+def _bad_counts_of_tokens() -> Iterator[Any]:
     for value, error, message in (
         (-1, ValueError, "an integer in [0, 5] (tokens), got -1"),
         (6, ValueError, "an integer in [0, 5] (tokens), got 6"),
@@ -910,7 +921,8 @@ def _bad_calls() -> Iterator[Any]:
         changes = {"num_token_non_padded": value}
         yield from bad(FUNCTIONS, changes, error, f"num_token_non_padded must be {message}", what)
 
-    # Where the results go.
+
+def _bad_results() -> Iterator[Any]:
     results = {
         "weights": [
             (zeros(5, 8, dtype=np.float64), TypeError, "float32, got float64", "float64"),
@@ -931,25 +943,30 @@ def _bad_calls() -> Iterator[Any]:
             name = f"out[{index}]"
             yield from bad(GROUPED, {"out": pair}, error, f"{name} must be {message}", f"{name} {what}")
             name = f"topk_{result}"
-            functions = [n for n in FUNCTIONS if n.startswith("topk_")]
-            yield from bad(functions, {name: value}, error, f"{name} must be {message}", f"{name} {what}")
+            yield from bad(WRITING, {name: value}, error, f"{name} must be {message}", f"{name} {what}")
     for value in (out[0], (out[0],), 3):
         message = f"out must be a pair (weights, ids), got {type(value).__name__}"
         yield from bad(GROUPED, {"out": value}, TypeError, message, f"out a {type(value).__name__}")
     for value in (None, zeros(8, dtype=np.int32)):
         message = "topk_ids must be an int32 array [tokens, topk], got"
-        functions = [n for n in FUNCTIONS if n.startswith("topk_")]
-        yield from bad(functions, {"topk_ids": value}, TypeError, message, f"topk_ids {type(value).__name__}")
+        yield from bad(WRITING, {"topk_ids": value}, TypeError, message, f"topk_ids {type(value).__name__}")
     foreign = {"LOGITS": OnlyDLPack(zeros(5, 256)), "out": 7}
     yield from bad(GROUPED, foreign, TypeError, "out must be a pair (weights, ids), got int", "no pair")
 
-    # The hidden states, of which only the number counts.
+
+def _bad_hidden_states() -> Iterator[Any]:
     message = "hidden_states must be of 5 tokens like gating_output, got 4"
     changes = {"hidden_states": zeros(4, 7)}
     yield from bad(("biased_grouped_topk", "grouped_topk"), changes, ValueError, message, "hidden states of 4 tokens")
 
 
-@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+BAD_CALLS = [
+    *_bad_logits(), *_bad_sizes(), *_bad_numbers_and_names(), *_bad_biases(), *_bad_counts_of_tokens(), *_bad_results(),
+    *_bad_hidden_states(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), BAD_CALLS)
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = good_arguments(name)
     results = arguments.get("out") or (arguments["topk_weights"], arguments["topk_ids"])
@@ -1239,7 +1256,7 @@ def model_cases(config: op.Config) -> Iterator[Case]:
     """The ways to use a specialized configuration: each path through the kernel, each scoring it takes."""
     experts, groups, fixed, biased = config[:4]
     _, topk_group, topk = MODELS[config[:4]]
-    capacity = template.constants("moe_gate")["CAPACITY"]
+    capacity = template.constants(op._kernel.file)["CAPACITY"]
     ways = {
         (topk_group, topk): "as the model does",
         (1, 1): "the least",

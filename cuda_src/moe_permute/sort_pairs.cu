@@ -7,7 +7,8 @@
 //   inverse[p]       = start[e] + pairs of expert e before p; -1 where p has no row
 //   rows[inverse[p]] = p / topk (its token), or p itself
 //
-// Where every expert has `room` rows instead, inverse[p] = e * room + pairs of expert e before p, and -1 past the room.
+// In batches, where every expert has max_tokens rows, inverse[p] = e * max_tokens + pairs of expert e before p, and -1
+// where that is past the expert's rows.
 //
 // ID: an unsigned type of the size of an id. BITS: enough bits for any expert.
 //
@@ -33,8 +34,8 @@ struct Params {
     const int* counts; // [blocks, experts] of count_pairs; null: each block counts
     const int* id_of;  // [experts]: the id that group_ids has for an expert; null: its number
     // Results, each may be null.
-    int* offsets; // [experts + 1]: start, and last the end of all rows; with `room` [experts]: rows of each expert
-    long long* offsets_long; // the same, without `room`
+    int* offsets;            // [experts + 1]: start, and last the end of all rows; in batches [experts]: rows taken
+    long long* offsets_long; // [experts + 1]: start, not in batches
     int* rows;               // [capacity]
     int* inverse;            // [pairs]
     int* group_ids;          // [groups]: the expert of each group of group_rows rows
@@ -49,7 +50,7 @@ struct Params {
     int groups;
     int group_fill; // what `group_ids` holds past the end of all rows
     int staged;     // 1: there is one block, and it puts `rows` together in shared memory
-    int room;       // rows of each expert; 0: as many as it has pairs. With it there are no `rows` and no groups
+    int max_tokens; // in batches, rows per expert, with neither `rows` nor `group_ids`; 0: not in batches
     Divisor topk;   // 1 for `rows` of pairs
 };
 
@@ -218,9 +219,9 @@ template <typename ID, int BITS> struct Sort {
         if (has_expert && rank == 0) earlier_of[e] = earlier + __popc(lanes);
         __syncwarp();
         int row = has_expert ? before[e] + earlier + rank : -1;
-        if (p.room && has_expert) {
+        if (p.max_tokens && has_expert) {
             const int of_expert = row - start[e];
-            row = of_expert < p.room ? e * p.room + of_expert : -1;
+            row = of_expert < p.max_tokens ? e * p.max_tokens + of_expert : -1;
         }
         if (p.inverse && pair < warp_end) p.inverse[pair] = row;
         if (p.rows && row >= 0) {
@@ -250,8 +251,8 @@ template <typename ID, int BITS> struct Sort {
     }
 
     __device__ __forceinline__ void write_offsets(int total) const {
-        if (p.offsets && p.room)
-            for (int e = thread; e < experts; e += threads) p.offsets[e] = min(count[e], p.room);
+        if (p.offsets && p.max_tokens)
+            for (int e = thread; e < experts; e += threads) p.offsets[e] = min(count[e], p.max_tokens);
         else if (p.offsets)
             for (int e = thread; e <= experts; e += threads) p.offsets[e] = start[e];
         if (p.offsets_long)
