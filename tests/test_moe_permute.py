@@ -36,7 +36,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Case:
-    """A routing: `skew` is the share of the ids that name one and the same expert; `local` experts are here."""
+    """A routing: `skew` is the share of ids that name the same expert; `local` experts are here."""
 
     tokens: int
     topk: int
@@ -76,7 +76,7 @@ def test_the_sort_by_hand(put: Callable[[Any], Any]) -> None:
 
 
 def test_the_sort_with_a_map_by_hand(put: Callable[[Any], Any]) -> None:
-    # Experts 3 and 1 are here, as 0 and 1; the map's 7 is none of the two.
+    # Experts 3 and 1 are here, as 0 and 1; the 7 in the map is no local expert.
     expert_map = put(np.array([7, 1, -1, 0], np.int32))
     offsets, row_token, inverse = cukern.moe_sort(put(IDS), 4, expert_map=expert_map, num_local_experts=2)
     same_bits(offsets, np.array([0, 2, 3], np.int32))
@@ -88,7 +88,7 @@ def test_the_batched_sort_by_hand(put: Callable[[Any], Any]) -> None:
     counts, positions = cukern.moe_sort_batched(put(IDS), 4, 2)
     same_bits(counts, np.array([1, 1, 0, 2], np.int32))
     same_bits(positions, np.array([[6, -1], [0, -1], [7, 2]], np.int32))
-    # There is room for one row each, and the second of expert 3 is left out.
+    # Each expert has one row, so the second pair of expert 3 is left out.
     expert_map = put(np.array([7, 1, -1, 0], np.int32))
     out = put(np.full(2, 9, np.int32)), put(np.full((3, 2), 9, np.int32))
     options = {"expert_map": expert_map, "num_local_experts": 2, "out": out}
@@ -153,7 +153,7 @@ def test_a_scale_of_the_whole_tensor_is_returned(put: Callable[[Any], Any]) -> N
 
 
 def test_sums_are_rounded_in_turn(put: Callable[[Any], Any]) -> None:
-    # 2**24 + 1 is no float32: added one by one the ones vanish, while their sum would not.
+    # 2**24 + 1 is not a float32: added one after the other the ones are rounded away, added first they are not.
     rows = np.array([[[2**24], [1], [1]]], np.float32)
     same_bits(cukern.moe_sum(put(rows)), np.array([[2**24]], np.float32))
     same_bits(cukern.moe_sum(put(rows[:, ::-1].copy())), np.array([[2**24 + 2]], np.float32))
@@ -236,15 +236,15 @@ def test_the_blocks_are_those_of_a_loop(
 
 
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(1, 7), st.integers(1, 6), st.integers(0, 2**31))
-def test_the_batches_are_those_of_a_loop(tokens: int, topk: int, experts: int, room: int, seed: int) -> None:
+def test_the_batches_are_those_of_a_loop(tokens: int, topk: int, experts: int, max_tokens: int, seed: int) -> None:
     ids, _ = Case(tokens, topk, experts).draw(np.random.default_rng(seed))
     taken = [0] * experts
     wanted = []
     for expert in ids.ravel().tolist():
-        there = 0 <= expert < experts and taken[expert] < room
-        wanted.append(expert * room + taken[expert] if there else -1)
+        there = 0 <= expert < experts and taken[expert] < max_tokens
+        wanted.append(expert * max_tokens + taken[expert] if there else -1)
         taken[expert if there else 0] += there
-    counts, positions = cukern.moe_sort_batched(ids, experts, room)
+    counts, positions = cukern.moe_sort_batched(ids, experts, max_tokens)
     assert counts.tolist() == taken
     assert positions.ravel().tolist() == wanted
 
@@ -252,7 +252,7 @@ def test_the_batches_are_those_of_a_loop(tokens: int, topk: int, experts: int, r
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("align", [None, 4])
 def test_a_layer_through_its_rows(dtype: str, align: int | None, rng: np.random.Generator) -> None:
-    """Experts that scale: what comes together again is the weighted sum of what each expert made of the token."""
+    """With experts that multiply by a constant, the way there and back gives the weighted sum of their products."""
     tokens, topk, experts, hidden = 11, 3, 5, 12
     ids = torch.from_numpy(rng.integers(-1, experts, (tokens, topk)))
     x = torch.from_numpy(normal(rng, (tokens, hidden), "float32")).to(getattr(torch, dtype))
@@ -314,7 +314,8 @@ ANYTHING = "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
 
 def _bad_ids_and_experts() -> Iterator[Any]:
     """Calls of all that sort: function, changed arguments, error, message."""
-    for name, experts in ((SORT, "num_experts"), (BATCHED, "num_experts"), (ALIGN, "num_experts"), (PERMUTE, "n_expert")):
+    for name in (SORT, BATCHED, ALIGN, PERMUTE):
+        experts = "n_expert" if name == PERMUTE else "num_experts"
         if name != PERMUTE:
             yield name, {"topk_ids": [[1]]}, TypeError, f"topk_ids must be {ANYTHING}"
         yield (
@@ -481,7 +482,7 @@ def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int])
 
 
 def launches_of(name: str, *args: Any, **options: Any) -> tuple[Any, Callable[[int], list[tuple[int, ...]]]]:
-    """What a plan says for an H200, and the grids and blocks of its launches by the number of tokens.
+    """The trace of a plan on an H200, and a function from tokens to the grids and blocks of its launches.
 
     Of all sizes of the arrays, only this one is late.
     """
@@ -547,7 +548,7 @@ def test_a_permutation_is_one_plan() -> None:
 
 @pytest.fixture
 def own_configurations() -> Iterator[None]:
-    """What `specialize` registers in a test is forgotten after it."""
+    """Restore the registered configurations after a test that specializes some."""
     before = set(kernels.registered)
     yield
     kernels.registered.clear()
@@ -594,7 +595,7 @@ def test_the_baselines_compute_the_same() -> None:
 
 
 def compare_sorts(case: Case, rng: np.random.Generator, variant: str, block_size: int = 16) -> None:
-    """All that the sort makes, exactly, between guards where it writes into arrays given to it."""
+    """Assert that all results of the sort are the twin's, and that nothing is written beside arrays given to it."""
     ids, expert_map = case.draw(rng)
     on_device, mapping = cupy.asarray(ids), None if expert_map is None else cupy.asarray(expert_map)
     options = sort_options(case, mapping)
@@ -604,11 +605,12 @@ def compare_sorts(case: Case, rng: np.random.Generator, variant: str, block_size
     assert cukern.moe_sort(on_device, case.experts, **options, out=given, variant=variant) is given
     for out, expected in zip(outs, want, strict=True):
         same_bits(out.numpy(), expected)
-    for room in (1, 1 + case.tokens * case.topk // case.experts, case.tokens + 1):
-        want_batched = twin.moe_sort_batched(ids, case.experts, room, **sort_options(case, expert_map))
+    for max_tokens in (1, 1 + case.tokens * case.topk // case.experts, case.tokens + 1):
+        want_batched = twin.moe_sort_batched(ids, case.experts, max_tokens, **sort_options(case, expert_map))
         outs = [Buffer(x.shape, "int32") for x in want_batched]
         given = tuple(out.array for out in outs)
-        assert cukern.moe_sort_batched(on_device, case.experts, room, **options, out=given, variant=variant) is given
+        got = cukern.moe_sort_batched(on_device, case.experts, max_tokens, **options, out=given, variant=variant)
+        assert got is given
         for out, expected in zip(outs, want_batched, strict=True):
             same_bits(out.numpy(), expected)
     for ignore, pad in ((False, True), (True, False)):
@@ -675,7 +677,7 @@ def compare_rows(
     apart: int = 0,
     align: int | None = None,
 ) -> None:
-    """Rows there and back: the twin's bits, nothing else written, and nothing read of the rows that no pair has."""
+    """Assert that rows permuted and summed up have the twin's bits, and that rows without a pair are not touched."""
     ids, expert_map = case.draw(rng)
     x, scale = normal(rng, (case.tokens, hidden), dtype), rng.random((case.tokens, 3), np.float32)
     local, mapping = case.local or -1, None if expert_map is None else cupy.asarray(expert_map)
