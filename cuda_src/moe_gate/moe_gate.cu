@@ -49,8 +49,8 @@ struct Params {
     int topk;   // routed experts per token
     int shared; // fused shared experts, in the last columns
     int scoring;
-    int group_by_two; // dynamic only: a group's score is the sum of its two best choices, else its best choice. Not
-                      // dynamic, it is the sum with a bias, and the best without
+    int group_by_two; // dynamic only: a group's score is the sum of its two best choices, not its best one; other
+                      // instances take the sum if BIASED
     int renormalize;
     int bias_is_float;
     int valid_is_int64;
@@ -273,7 +273,7 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, con
     float irregular = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) irregular = __fmaf_rn(choice[i], 0.f, irregular);
-    // A sum is never -0, which would reach a threshold of +0 by value but not by the sign of their difference.
+    // No choice is -0: the sign of -0 - 0 would put it below a threshold of 0, which it reaches.
     const auto add_bias = [&](auto score_of) {
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
