@@ -66,7 +66,7 @@ def _sources(folder: str) -> set[str]:
 
 def test_the_wheel_holds_the_package_and_the_templates_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert {"cukern/cuda_src/moe_gate.cu", "cukern/py.typed"} <= names
+    assert {"cukern/cuda_src/moe_gate/moe_gate.cu", "cukern/py.typed"} <= names
     assert any(name.startswith("cukern/cuda_src/common/") for name in names)
     assert names == _sources("cukern") | {f"cukern/{name}" for name in _sources("cuda_src")}
 
@@ -85,7 +85,7 @@ def test_the_source_distribution_holds_the_tests(distributions: Path) -> None:
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "Makefile", "cuda_src/moe_gate.cu", "tests/test_packaging.py"} <= names
+    assert {"LICENSE", "README.md", "Makefile", "cuda_src/moe_gate/moe_gate.cu", "tests/test_packaging.py"} <= names
     # Without its pins the Makefile installs nothing.
     assert {path.name for path in ROOT.glob("constraints*.txt")} == {n for n in names if n.startswith("constraints")}
 
