@@ -190,7 +190,7 @@ def test_a_plan_covers_the_row(hidden: int, alignment: int, dtype: str, variant:
     assert fields["chunks"] * width == hidden * item_size and alignment % width == 0
     row_threads = 1 << fields["log2_threads_per_row"]
     assert parts * row_threads >= fields["chunks"] > (parts - 1) * row_threads
-    assert blocks * (threads // row_threads * template.constants("embedding")["ROWS_AT_ONCE"]) >= 1000
+    assert blocks * (threads // row_threads * template.constants(kernel.instance.file)["ROWS_AT_ONCE"]) >= 1000
     if variant == "narrow":
         assert width == item_size
 

@@ -34,8 +34,8 @@ MAX_HIDDEN = 2**22
 MAX_POSITION = 2**62
 _WIDEST = 16
 
-_copy = Kernel("embedding", "embedding_copy")
-_add = Kernel("embedding", "embedding_add")
+_copy = Kernel("embedding/embedding_copy", "embedding_copy")
+_add = Kernel("embedding/embedding_add", "embedding_add")
 
 
 def _variant(dtype: str, width: int, add: bool) -> Variant:
@@ -106,7 +106,7 @@ def _lookup(
         return run_twin(variant, VARIANTS)
 
     check.one_of("variant", variant, VARIANTS)
-    constants = template.constants("embedding")
+    constants = template.constants(_copy.file)
     threads, row_bytes = constants["THREADS"], hidden * first.item_size
     alignment = min(x.alignment for x in (first, out, position_table) if x is not None)
     width = math.gcd(row_bytes, alignment)
