@@ -23,8 +23,8 @@ _THREADS = 256
 _PACKS = 4
 _TOKENS = 8192
 
-_update_logits = Kernel("decoding", "update_logits")
-_apply_penalties = Kernel("decoding", "apply_penalties")
+_update_logits = Kernel("decoding/update_logits", "update_logits")
+_apply_penalties = Kernel("decoding/apply_penalties", "apply_penalties")
 
 
 def _wide(dtype: str) -> int:

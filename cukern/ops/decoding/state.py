@@ -29,9 +29,9 @@ _THREADS = 256
 _WARPS_PER_BLOCK = 4
 _ITEMS = 8
 
-_decoding_init = Kernel("decoding", "decoding_init")
-_stop_words_criterion = Kernel("decoding", "stop_words_criterion")
-_update_finished = Kernel("decoding", "update_finished")
+_decoding_init = Kernel("decoding/decoding_init", "decoding_init")
+_stop_words_criterion = Kernel("decoding/stop_words_criterion", "stop_words_criterion")
+_update_finished = Kernel("decoding/update_finished", "update_finished")
 
 
 def _init_variant(sorted_: bool) -> Variant:
