@@ -59,98 +59,147 @@ struct PenaltyParams {
     int counts; // some penalty depends on the tokens of the sequence
 };
 
-template <typename T, int WIDTH, int THREADS, int TOKENS, bool COUNTED, bool WHOLE>
-__global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant__ PenaltyParams p) {
-    // A mark is the count, with these bits.
-    constexpr unsigned IN_PROMPT = 1u << 30, BANNED = 1u << 31;
-    constexpr int PACKS = TOKENS / THREADS / WIDTH;
-    constexpr int AT_ONCE = 4; // tokens of the sequence that a thread waits for together
-    static_assert(COUNTED || WHOLE, "nothing to do");
-    static_assert(TOKENS % (THREADS * WIDTH) == 0 && TOKENS % (THREADS * 4) == 0, "whole packs");
-    using Packed = Pack<T, WIDTH>;
-    using Raw = RawPack<T, WIDTH>;
+// A block's work: `tokens` neighbouring tokens of the vocabulary, from `base` on, of one row.
+template <int TOKENS> struct Slice {
+    int row, base;
+    unsigned tokens;
 
-    const int row = blockIdx.x / p.slices;
-    const int base = (blockIdx.x - row * p.slices) * TOKENS;
-    const unsigned tokens = min(TOKENS, p.vocab - base);
-    const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride + base;
-    T* out = static_cast<T*>(p.out) + row * p.out_row_stride + base;
-    const auto column_of = [&](int i) { return (i * THREADS + threadIdx.x) * WIDTH; };
-
-    // The logits are on their way while the sequence is walked.
-    Raw packs[WHOLE ? PACKS : 1];
-    if constexpr (WHOLE) {
-#pragma unroll
-        for (int i = 0; i < PACKS; ++i)
-            if (column_of(i) < tokens) packs[i] = *reinterpret_cast<const Raw*>(logits + column_of(i));
+    __device__ __forceinline__ explicit Slice(const PenaltyParams& p) {
+        row = blockIdx.x / p.slices;
+        base = (blockIdx.x - row * p.slices) * TOKENS;
+        tokens = min(TOKENS, p.vocab - base);
     }
 
-    alignas(32) __shared__ unsigned marks[COUNTED ? TOKENS : 1];
+    // The place of a token in the slice. Unsigned, so that whatever is before the slice, a negative id too, is no less
+    // than `tokens`.
+    __device__ __forceinline__ unsigned place_of(int id) const { return id - unsigned(base); }
+};
+
+// The tokens that a row holds already: the first `prompt` are the prompt, the others were generated.
+struct Sequence {
+    const int* ids;
+    int given_length; // may be more than there is room for in `ids`
+    int length;       // of what is in `ids`
+    int prompt;       // may be more than the length
+
+    __device__ __forceinline__ Sequence(const PenaltyParams& p, int row) {
+        given_length = p.sequence_length ? max(p.sequence_length[row], 0) : 0;
+        prompt = p.prompt_length ? max(p.prompt_length[row], 0) : 0;
+        length = min(given_length, p.max_length);
+        ids = p.output_ids + row * p.ids_row_stride;
+    }
+
+    __device__ __forceinline__ int generated() const { return max(given_length - prompt, 0); }
+};
+
+// --- marks: what the sequence says of the tokens of the slice -------------------------------------------
+
+// A mark is the count of a token among the generated ones, with these bits.
+constexpr unsigned IN_PROMPT = 1u << 30, BANNED = 1u << 31;
+
+template <int THREADS, int TOKENS> struct Marks {
+    static_assert(TOKENS % (THREADS * 4) == 0, "whole vectors to clear");
+    unsigned* mark; // [TOKENS], in shared memory
+    const Slice<TOKENS>& slice;
+    bool any = false; // whether this thread has marked a token
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < TOKENS / THREADS / 4; ++i)
+            reinterpret_cast<uint4*>(mark)[i * THREADS + threadIdx.x] = make_uint4(0, 0, 0, 0);
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void count(const Sequence& sequence) {
+        constexpr int AT_ONCE = 4; // tokens of the sequence whose loads a thread has in flight
+        for (int start = threadIdx.x; start < sequence.length; start += AT_ONCE * THREADS) {
+            unsigned place[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int at = start + i * THREADS;
+                place[i] = at < sequence.length ? slice.place_of(sequence.ids[at]) : ~0u;
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (place[i] >= slice.tokens) continue;
+                if (start + i * THREADS < sequence.prompt)
+                    atomicOr(&mark[place[i]], IN_PROMPT);
+                else
+                    atomicAdd(&mark[place[i]], 1u);
+                any = true;
+            }
+        }
+    }
+
+    // Ban the last token of each word whose other tokens end the sequence.
+    __device__ __forceinline__ void ban_words(const Sequence& sequence, const Words& words) {
+        for (int w = threadIdx.x; w < words.size; w += THREADS) {
+            int begin, end;
+            if (!words.find(w, begin, end)) continue;
+            const unsigned last = slice.place_of(words.ids[end - 1]);
+            if (last >= slice.tokens) continue;
+            if (!ends_with(sequence.ids, sequence.length, words.ids + begin, end - 1 - begin)) continue;
+            atomicOr(&mark[last], BANNED);
+            any = true;
+        }
+    }
+
+    // Ban end_id before min_length tokens were generated.
+    __device__ __forceinline__ void ban_end(const Sequence& sequence, int end_id, const PerRow<int>& min_length) {
+        const unsigned place = slice.place_of(end_id);
+        if (threadIdx.x == 0 && place < slice.tokens && sequence.generated() < min_length.of(slice.row)) {
+            atomicOr(&mark[place], BANNED);
+            any = true;
+        }
+    }
+};
+
+// --- logits --------------------------------------------------------------------------------------------
+
+struct Penalties {
     float repetition = 1.f, inverse_repetition = 1.f, presence = 0.f, frequency = 0.f;
-    bool marked = false;
-    if constexpr (COUNTED) {
+
+    __device__ __forceinline__ void load(const PenaltyParams& p, int row) {
         repetition = p.repetition.of(row);
         inverse_repetition = __fdiv_rn(1.f, repetition);
         presence = p.presence.of(row);
         frequency = p.frequency.of(row);
-#pragma unroll
-        for (int i = 0; i < TOKENS / THREADS / 4; ++i)
-            reinterpret_cast<uint4*>(marks)[i * THREADS + threadIdx.x] = make_uint4(0, 0, 0, 0);
-        __syncthreads();
-
-        const int generated_to = p.sequence_length ? max(p.sequence_length[row], 0) : 0;
-        const int prompt = p.prompt_length ? max(p.prompt_length[row], 0) : 0;
-        const int length = min(generated_to, p.max_length);
-        const int* sequence = p.output_ids + row * p.ids_row_stride;
-        if (p.counts) {
-            for (int start = threadIdx.x; start < length; start += AT_ONCE * THREADS) {
-                unsigned token[AT_ONCE];
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i)
-                    token[i] = start + i * THREADS < length ? sequence[start + i * THREADS] - unsigned(base) : ~0u;
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    // As unsigned numbers, negative ids too lie past the slice.
-                    if (token[i] >= tokens) continue;
-                    if (start + i * THREADS < prompt)
-                        atomicOr(&marks[token[i]], IN_PROMPT);
-                    else
-                        atomicAdd(&marks[token[i]], 1u);
-                    marked = true;
-                }
-            }
-        }
-        if (p.bad_words) {
-            const Words words(p.bad_words + row * p.bad_words_stride, p.bad_words_size);
-            for (int w = threadIdx.x; w < words.size; w += THREADS) {
-                int begin, end;
-                if (!words.find(w, begin, end)) continue;
-                const unsigned last = words.ids[end - 1] - unsigned(base);
-                if (last >= tokens || !ends_with(sequence, length, words.ids + begin, end - 1 - begin)) continue;
-                atomicOr(&marks[last], BANNED);
-                marked = true;
-            }
-        }
-        const unsigned end_token = p.end_id - unsigned(base);
-        if (threadIdx.x == 0 && end_token < tokens && max(generated_to - prompt, 0) < p.min_length.of(row)) {
-            atomicOr(&marks[end_token], BANNED);
-            marked = true;
-        }
-        marked = __syncthreads_or(marked);
     }
-    // Without contraction to fused multiply-adds, so that each product is rounded, as it is elsewhere.
-    const auto penalized = [&](float x, unsigned mark) {
+
+    // A logit with a mark that is not 0. No fused multiply-adds: each product is rounded, as in the twin.
+    __device__ __forceinline__ float apply(float x, unsigned mark) const {
         if (mark & BANNED) return -CUDART_INF_F;
         x = __fmul_rn(x, x > 0.f ? inverse_repetition : repetition);
         const unsigned count = mark & (IN_PROMPT - 1);
         return count ? __fsub_rn(__fsub_rn(x, __fmul_rn(frequency, float(count))), presence) : x;
-    };
+    }
+};
 
-    if constexpr (WHOLE) {
-        // What is smaller than the normal numbers has no finite reciprocal, and an infinity's would make NaN of -inf.
-        const float temperature = p.temperature.of(row);
-        const bool divides = temperature >= 0x1p-126f && temperature <= LARGEST_FLOAT;
-        const float scale = divides ? __fdiv_rn(1.f, temperature) : 1.f;
+// The reciprocal of the temperature, or 1 where that is no positive normal number: the reciprocal of a smaller one would
+// be infinite, and that of infinity, 0, would turn -inf into NaN.
+__device__ __forceinline__ float scale_of(float temperature) {
+    const bool divides = temperature >= 0x1p-126f && temperature <= LARGEST_FLOAT;
+    return divides ? __fdiv_rn(1.f, temperature) : 1.f;
+}
+
+// The logits of a slice, all of which are read and written. A thread has every THREADS-th pack.
+template <typename T, int WIDTH, int THREADS, int TOKENS> struct Logits {
+    static constexpr int PACKS = TOKENS / THREADS / WIDTH;
+    static_assert(TOKENS % (THREADS * WIDTH) == 0, "whole packs");
+    RawPack<T, WIDTH> packs[PACKS];
+
+    static __device__ __forceinline__ unsigned column_of(int i) { return (i * THREADS + threadIdx.x) * WIDTH; }
+
+    __device__ __forceinline__ void load(const T* from, unsigned tokens) {
+#pragma unroll
+        for (int i = 0; i < PACKS; ++i)
+            if (column_of(i) < tokens) packs[i] = *reinterpret_cast<const RawPack<T, WIDTH>*>(from + column_of(i));
+    }
+
+    // `marked`: some token has a mark. Otherwise `marks` is not read.
+    __device__ __forceinline__ void write(T* to, unsigned tokens, bool marked, const unsigned* marks,
+                                          const Penalties& penalties, float scale) const {
+        using Packed = Pack<T, WIDTH>;
 #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
             if (column_of(i) >= tokens) continue;
@@ -158,18 +207,50 @@ __global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant
             float x[WIDTH];
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j) x[j] = to_float(pack.item[j]);
-            if (COUNTED && marked) {
+            if (marked) {
                 const auto mark = *reinterpret_cast<const Pack<unsigned, WIDTH>*>(marks + column_of(i));
 #pragma unroll
                 for (int j = 0; j < WIDTH; ++j)
-                    if (mark.item[j]) x[j] = penalized(x[j], mark.item[j]);
+                    if (mark.item[j]) x[j] = penalties.apply(x[j], mark.item[j]);
             }
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j) pack.item[j] = from_float<T>(__fmul_rn(x[j], scale));
-            *reinterpret_cast<Packed*>(out + column_of(i)) = pack;
+            *reinterpret_cast<Packed*>(to + column_of(i)) = pack;
         }
+    }
+};
+
+template <typename T, int WIDTH, int THREADS, int TOKENS, bool COUNTED, bool WHOLE>
+__global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant__ PenaltyParams p) {
+    static_assert(COUNTED || WHOLE, "nothing to do");
+    const Slice<TOKENS> slice(p);
+    const T* logits = static_cast<const T*>(p.logits) + slice.row * p.row_stride + slice.base;
+    T* out = static_cast<T*>(p.out) + slice.row * p.out_row_stride + slice.base;
+
+    // The logits are on their way while the sequence is walked.
+    Logits<T, WIDTH, THREADS, TOKENS> whole;
+    if constexpr (WHOLE) whole.load(logits, slice.tokens);
+
+    alignas(32) __shared__ unsigned marks[COUNTED ? TOKENS : 1];
+    Penalties penalties;
+    bool marked = false;
+    if constexpr (COUNTED) {
+        penalties.load(p, slice.row);
+        Marks<THREADS, TOKENS> found{marks, slice};
+        found.clear();
+        const Sequence sequence(p, slice.row);
+        if (p.counts) found.count(sequence);
+        if (p.bad_words)
+            found.ban_words(sequence, Words(p.bad_words + slice.row * p.bad_words_stride, p.bad_words_size));
+        found.ban_end(sequence, p.end_id, p.min_length);
+        marked = __syncthreads_or(found.any);
+    }
+
+    if constexpr (WHOLE) {
+        const float scale = scale_of(p.temperature.of(slice.row));
+        whole.write(out, slice.tokens, COUNTED && marked, marks, penalties, scale);
     } else if (marked) {
-        for (unsigned i = threadIdx.x; i < tokens; i += THREADS)
-            if (marks[i]) out[i] = from_float<T>(penalized(to_float(logits[i]), marks[i]));
+        for (unsigned i = threadIdx.x; i < slice.tokens; i += THREADS)
+            if (marks[i]) out[i] = from_float<T>(penalties.apply(to_float(logits[i]), marks[i]));
     }
 }
