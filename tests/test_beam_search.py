@@ -39,7 +39,7 @@ RESULTS = {
     "gather_tree": ("tokens",),
     "update_kv_cache": ("keys", "values"),
 }
-CONSTANTS = template.constants("beam_search")
+CONSTANTS = template.constants("beam_search/topk_chunks")
 POISON = {"float32": NAN, "float16": NAN, "bfloat16": NAN, "int32": 12345, "bool": True, "uint8": 77}
 
 

@@ -32,11 +32,11 @@ _VECTORS_PER_LINE = 8
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
 
-_chunks = Kernel("beam_search", "topk_chunks")
-_merge = Kernel("beam_search", "topk_merge")
-_step = Kernel("beam_search", "beam_step")
-_tree = Kernel("beam_search", "gather_tree")
-_cache = Kernel("beam_search", "reorder_cache")
+_chunks = Kernel("beam_search/topk_chunks", "topk_chunks")
+_merge = Kernel("beam_search/topk_merge", "topk_merge")
+_step = Kernel("beam_search/beam_step", "beam_step")
+_tree = Kernel("beam_search/gather_tree", "gather_tree")
+_cache = Kernel("beam_search/reorder_cache", "reorder_cache")
 
 for _name, (_groups, _) in _GROUPS.items():
     _chunks.specialized += [_chunks.variant(arrays.CUDA_TYPE[dtype], _groups).instance for dtype in DTYPES]
@@ -49,9 +49,9 @@ for _kernel in (_chunks, _merge, _step, _tree):
 _cache.at_import = [_cache.variant(16).instance]
 
 
-def _constant(name: str) -> int:
-    """A constant of the template."""
-    return template.constants("beam_search")[name]
+def _constant(kernel: Kernel, name: str) -> int:
+    """A constant that the file of `kernel` has."""
+    return template.constants(kernel.file)[name]
 
 
 def _depth(k: int, lists: int) -> int:
@@ -72,14 +72,14 @@ def _selection(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: 
     check.one_of("variant", variant, TOPK_VARIANTS)
     if beams < 1 or vocab < 1 or beams * vocab > MAX_CANDIDATES:
         check.fail("log_probs", f"of 1 to {MAX_CANDIDATES} candidates (beams * vocab)", f"{beams} * {vocab}")
-    most = _constant("MAX_K")
+    most = _constant(_step, "MAX_K")
     check.integer("k", k, 1, min(most, beams * vocab), f"the candidates, at most {most}")
     name = ("narrow" if k <= _GROUPS["narrow"][1] else "wide") if variant == "auto" else variant
     groups, most = _GROUPS[name]
     if k > most:
         check.fail("variant", f"'wide' for more than {most} results", repr(variant))
-    threads, rows, whole = _constant("THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
-    fewest, finest = ceil_div(whole, threads * _constant("LOADS")), ceil_div(whole, threads)
+    threads, rows, whole = _constant(_chunks, "THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
+    fewest, finest = ceil_div(whole, threads * _constant(_chunks, "LOADS")), ceil_div(whole, threads)
     chunks = max(1, fewest, min(ceil_div(_BLOCKS_WANTED, max(rows, 1)), finest))
     vectors = max(1, ceil_div(whole, chunks * _VECTORS_PER_LINE)) * _VECTORS_PER_LINE
     chunks = max(1, ceil_div(whole, vectors))
@@ -108,7 +108,7 @@ def _outputs(out: Any, first: Array, first_name: str, results: list[Result], nam
 
 def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selection, rate: float) -> dict[str, Any]:
     """Launch what comes before the beams are merged; how the lists of keys lie."""
-    (batch, beams, vocab), threads, chunks = log_probs.shape, _constant("THREADS"), selection.chunks
+    (batch, beams, vocab), threads, chunks = log_probs.shape, _constant(_chunks, "THREADS"), selection.chunks
     rows = batch * beams
     keys = empty((rows * chunks * k,), "int64")
     launch(
@@ -173,7 +173,7 @@ def beam_topk(
     if batch:
         lists = _select(log_probs, None, k, selection, rate)
         launch(
-            _merge.variant(selection.groups), batch, _constant("THREADS"),
+            _merge.variant(selection.groups), batch, _constant(_merge, "THREADS"),
             **lists, values=values, ids=ids, best=None, k=k, diversity_rate=0.0,
         )  # fmt: skip
     return values, ids
@@ -198,7 +198,7 @@ def _step_results(log_probs: Any, *_: Any, **__: Any) -> list[Result]:
 def _check_ends(end_id: Any) -> tuple[int, ...]:
     if hasattr(end_id, "__index__"):
         return (check.integer("end_id", end_id, -(2**31), 2**31 - 1),)
-    most = _constant("MAX_ENDS")
+    most = _constant(_step, "MAX_ENDS")
     if not isinstance(end_id, (tuple, list)) or not 1 <= len(set(end_id)) <= most:
         wanted = f"an integer, or a tuple or list of 1 to {most} of them"
         check.fail("end_id", wanted, f"{end_id!r} ({type(end_id).__name__})", TypeError)
@@ -276,7 +276,7 @@ def beam_search_step(
     """
     _check_log_probs(log_probs)
     batch, beams, vocab = log_probs.shape
-    ends, max_k, max_beams = _check_ends(end_id), _constant("MAX_K"), _constant("MAX_BEAMS")
+    ends, max_k, max_beams = _check_ends(end_id), _constant(_step, "MAX_K"), _constant(_step, "MAX_BEAMS")
     if not 1 <= beams <= max_beams:
         check.fail("log_probs", f"of 1 to {max_beams} beams", beams)
     if vocab <= max(1, len(ends)):
@@ -307,13 +307,13 @@ def beam_search_step(
     if batch:
         lists = _select(log_probs, scores, k, selection, rate)
         launch(
-            _step.variant(selection.groups), batch, _constant("THREADS"),
+            _step.variant(selection.groups), batch, _constant(_step, "THREADS"),
             **lists, log_probs=log_probs, **dict(zip(names[2:], (*state, done), strict=True)),
             **{f"new_{name}": array for name, array in zip(names, out, strict=True)},
             k=k, beams=beams, vocab=vocab, dtype=DTYPES.index(log_probs.dtype), diverse=rate != 0,
             length=length, last=late(lambda step: int(step + 1 == max_steps), step),
             stop_when_full=early_stopping is True, ends=len(ends),
-            end_ids=(*ends, *(0,) * (_constant("MAX_ENDS") - len(ends))),
+            end_ids=(*ends, *(0,) * (_constant(_step, "MAX_ENDS") - len(ends))),
             penalty=penalty, furthest_penalty=furthest,
         )  # fmt: skip
     return out
@@ -349,7 +349,7 @@ def gather_tree(
     `gather_tree`, `lengths` its `max_sequence_lengths`. Raises ValueError or TypeError for what does not fit.
     """
     shape = expect_array("ids", ids, symbols=("max_steps", "batch", "beams")).shape
-    (max_steps, batch, beams), most = shape, _constant("MAX_BEAMS")
+    (max_steps, batch, beams), most = shape, _constant(_tree, "MAX_BEAMS")
     if not 1 <= beams <= most:
         check.fail("ids", f"of 1 to {most} beams", beams)
     if max(max_steps, batch) > 2**31 - 1:
@@ -372,7 +372,7 @@ def gather_tree(
         return run_twin()
     if max_steps and batch:
         launch(
-            _tree.variant(_TREE_ENTRIES), batch, _constant("TREE_THREADS"),
+            _tree.variant(_TREE_ENTRIES), batch, _constant(_tree, "THREADS"),
             ids=ids, parents=parents, lengths=lengths, last_ids=last_ids, last_parents=last_parents, out=out,
             steps=max_steps, batch=batch, beams=beams, length_per_beam=per_beam, end_id=end_id,
         )  # fmt: skip
@@ -428,7 +428,7 @@ def update_kv_cache(
     symbols = ("max_steps", "batch * beams", "heads", "dim")
     max_steps, _, heads, dim = expect_array("key_cache", key_cache, CACHE_DTYPES, symbols).shape
     check.dimensions("parents", getattr(parents, "shape", ()), ("batch", "beams"))
-    (batch, beams), most = parents.shape, _constant("MAX_BEAMS")
+    (batch, beams), most = parents.shape, _constant(_cache, "MAX_BEAMS")
     if not 1 <= beams <= most:
         check.fail("parents", f"of 1 to {most} beams", beams)
     shape, dtypes = (max_steps, batch * beams, heads, dim), (key_cache.dtype,)
@@ -457,8 +457,8 @@ def update_kv_cache(
         width = item_size
     row = row_bytes // width
     if row and batch and step:
-        threads = _constant("CACHE_THREADS")
-        columns = min(row, threads * _constant("CACHE_LOADS") // beams)
+        threads = _constant(_cache, "THREADS")
+        columns = min(row, threads * _constant(_cache, "LOADS") // beams)
         tiles = ceil_div(row, columns)
         blocks_per_step = 2 * batch * tiles
         if step > _MAX_BLOCKS // blocks_per_step or beams * row > 2**31 - 1:
