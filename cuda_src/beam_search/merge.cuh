@@ -19,7 +19,7 @@ __device__ __forceinline__ void merge(Selection<GROUPS>& s, const Key* from, int
             mine = max(mine, key_value(from[(long long)list * k + depth - 1]));
         return lower_bound(s, mine, (k + depth - 1) / depth);
     };
-    start(s);
+    s.start();
     for (int i = threadIdx.x; i < k; i += THREADS) sorted[i] = 0;
     unsigned bound = bound_by(depth);
     if (beam_depth != depth) {

@@ -29,18 +29,30 @@ __device__ __forceinline__ Key make_key(unsigned value, int id) { return (Key(va
 __device__ __forceinline__ unsigned key_value(Key key) { return unsigned(key >> 32); }
 __device__ __forceinline__ int key_id(Key key) { return ~int(unsigned(key)); }
 
+// What a block needs in shared memory to select.
 template <int GROUPS> struct Selection {
     alignas(16) unsigned maxima[GROUPS];
     Key list[CAPACITY];
     int sums[WARPS];
-    int count;
+    int count; // of keys that were to be appended, which may be more than the list holds
     unsigned bound;
-};
 
-// To be called before the first use of `s`, with a barrier between.
-template <int GROUPS> __device__ __forceinline__ void start(Selection<GROUPS>& s) {
-    if (threadIdx.x == 0) s.count = 0, s.bound = ~0u;
-}
+    // To be called before the first use, with a barrier between.
+    __device__ __forceinline__ void start() {
+        if (threadIdx.x == 0) count = 0, bound = ~0u;
+    }
+
+    __device__ __forceinline__ void append(Key key) {
+        const int at = atomicAdd(&count, 1);
+        if (at < CAPACITY) list[at] = key;
+    }
+
+    __device__ __forceinline__ void restart() {
+        __syncthreads();
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+    }
+};
 
 // The rank-th largest of the groups' maxima: a lower bound of the rank-th largest of all values. `mine` is the largest
 // value of this thread. A group is THREADS / GROUPS neighbouring threads.
@@ -97,56 +109,55 @@ __device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, 
     return count;
 }
 
-// Call place(rank, key) for some of the largest keys, the k largest among them, and return for how many. `visit(low, f)`
-// calls f for each key of this thread that reaches `low`. `lowest` is a lower bound: k keys reach it, or all that there
-// are. `highest` is the largest key of the same value.
+// The list had no room for what reaches `lowest`: raise the bound and fill it again. Returns the length of the list.
+template <int GROUPS, typename Visit>
+__device__ __forceinline__ int fill_again(Selection<GROUPS>& s, Key& low, Key& high, Key highest, int k, Visit visit) {
+    // The first probe leaves out all ties at the bound, which is what fills a list most often.
+    raise(s.sums, low, high, highest + 1, s.count, k, CAPACITY, [&](Key key) {
+        int own = 0;
+        visit(key, [&](Key) { ++own; });
+        return own;
+    });
+    s.restart();
+    visit(low, [&](Key key) { s.append(key); });
+    __syncthreads();
+    return s.count;
+}
+
+// The list is long: drop what is not among the largest k + SLACK. Returns the length of the list.
+template <int GROUPS>
+__device__ __forceinline__ int shorten(Selection<GROUPS>& s, Key low, Key high, int k, int count) {
+    Key own[CAPACITY / THREADS];
+#pragma unroll
+    for (int i = 0; i < CAPACITY / THREADS; ++i) {
+        const int at = i * THREADS + threadIdx.x;
+        own[i] = at < count ? s.list[at] : 0;
+    }
+    raise(s.sums, low, high, low + (high - low) / 2, count, k, k + SLACK, [&](Key key) {
+        int reached = 0;
+#pragma unroll
+        for (int i = 0; i < CAPACITY / THREADS; ++i) reached += own[i] >= key;
+        return reached;
+    });
+    s.restart();
+#pragma unroll
+    for (int i = 0; i < CAPACITY / THREADS; ++i)
+        if (own[i] >= low) s.append(own[i]);
+    __syncthreads();
+    return s.count;
+}
+
+// Call place(rank, key) for the k largest keys, and maybe for some of the next; return for how many. `visit(low, f)` calls
+// f for each key of this thread that reaches `low`. At least k keys reach `lowest`, or all that there are. No key with
+// the same value is above `highest`.
 template <int GROUPS, typename Visit, typename Place>
 __device__ __forceinline__ int select(Selection<GROUPS>& s, Key lowest, Key highest, int k, Visit visit, Place place) {
-    const auto append = [&](Key key) {
-        const int at = atomicAdd(&s.count, 1);
-        if (at < CAPACITY) s.list[at] = key;
-    };
-    const auto restart = [&] {
-        __syncthreads();
-        if (threadIdx.x == 0) s.count = 0;
-        __syncthreads();
-    };
     Key low = lowest, high = ~Key(0);
-    visit(low, append);
+    visit(low, [&](Key key) { s.append(key); });
     __syncthreads();
     int count = s.count;
-    if (count > CAPACITY) {
-        // The first probe leaves out all ties at the bound, which is what fills a list most often.
-        raise(s.sums, low, high, highest + 1, count, k, CAPACITY, [&](Key key) {
-            int own = 0;
-            visit(key, [&](Key) { ++own; });
-            return own;
-        });
-        restart();
-        visit(low, append);
-        __syncthreads();
-        count = s.count;
-    }
-    if (count > k + SLACK) {
-        Key own[CAPACITY / THREADS];
-#pragma unroll
-        for (int i = 0; i < CAPACITY / THREADS; ++i) {
-            const int at = i * THREADS + threadIdx.x;
-            own[i] = at < count ? s.list[at] : 0;
-        }
-        raise(s.sums, low, high, low + (high - low) / 2, count, k, k + SLACK, [&](Key key) {
-            int reached = 0;
-#pragma unroll
-            for (int i = 0; i < CAPACITY / THREADS; ++i) reached += own[i] >= key;
-            return reached;
-        });
-        restart();
-#pragma unroll
-        for (int i = 0; i < CAPACITY / THREADS; ++i)
-            if (own[i] >= low) append(own[i]);
-        __syncthreads();
-        count = s.count;
-    }
+    if (count > CAPACITY) count = fill_again(s, low, high, highest, k, visit);
+    if (count > k + SLACK) count = shorten(s, low, high, k, count);
     for (int i = threadIdx.x; i < count; i += THREADS) {
         const Key own = s.list[i];
         int minus_rank = 0;

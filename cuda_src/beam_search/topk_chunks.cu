@@ -28,58 +28,74 @@ struct ChunkParams {
     int k;
 };
 
-// A row starts anywhere: what lies before its first and after its last whole vector, its edges, is read one value per
-// thread by the block of the first chunk.
-template <typename T, int GROUPS>
-__global__ void __launch_bounds__(THREADS, 4) topk_chunks(const __grid_constant__ ChunkParams p) {
-    constexpr int ITEMS = 16 / sizeof(T);
+// A chunk of a row, as the block and this thread see it.
+//
+// A row starts at any address, so vectors are counted from the 16 bytes that hold column 0, which is item `skipped`. The
+// edges of a row, the values before its first whole vector and after its last, are read one per thread by the block of
+// the first chunk.
+template <typename T> struct Chunk {
+    static constexpr int ITEMS = 16 / sizeof(T);
     struct alignas(16) Vector {
         T item[ITEMS];
     };
-    __shared__ Selection<GROUPS> s;
-    start(s);
 
-    const int row = blockIdx.x / p.chunks, chunk = blockIdx.x - row * p.chunks;
-    const T* values = static_cast<const T*>(p.log_probs) + (long long)row * p.vocab;
-    const float score = p.scores ? p.scores[row] : 0.f;
-    // Columns are those of `values`; vectors are counted from the 16 bytes that hold column 0, at item `skipped`.
-    const int skipped = int(reinterpret_cast<size_t>(values) % 16 / sizeof(T));
-    const Vector* vectors = reinterpret_cast<const Vector*>(values - skipped);
-    const int whole_from = skipped > 0;
-    const int whole_to = int(((long long)p.vocab + skipped) / ITEMS);
-    const int from = whole_from + chunk * p.vectors, to = min(from + p.vectors, whole_to);
-    const auto column_of = [&](int vector) { return vector * ITEMS - skipped; };
-    int edge = p.vocab;
-    if (chunk == 0) {
-        const int head = skipped ? min(ITEMS - skipped, p.vocab) : 0;
-        if (threadIdx.x < ITEMS)
-            edge = threadIdx.x < head ? int(threadIdx.x) : p.vocab;
-        else if (threadIdx.x < 2 * ITEMS)
-            edge = max(column_of(whole_to), head) + int(threadIdx.x) - ITEMS;
+    const ChunkParams& p;
+    int row;
+    const T* values; // [vocab], the row
+    const Vector* vectors;
+    float score;           // of the beam
+    int skipped, from, to; // the chunk is the vectors from ... to - 1
+    int edge;              // the column of the edge that this thread reads; none if it is not below vocab
+    bool is_first;
+
+    __device__ __forceinline__ explicit Chunk(const ChunkParams& p) : p(p) {
+        row = blockIdx.x / p.chunks;
+        const int chunk = blockIdx.x - row * p.chunks;
+        values = static_cast<const T*>(p.log_probs) + (long long)row * p.vocab;
+        score = p.scores ? p.scores[row] : 0.f;
+        skipped = int(reinterpret_cast<size_t>(values) % 16 / sizeof(T));
+        vectors = reinterpret_cast<const Vector*>(values - skipped);
+        const int whole_from = skipped > 0;
+        const int whole_to = int(((long long)p.vocab + skipped) / ITEMS);
+        from = whole_from + chunk * p.vectors, to = min(from + p.vectors, whole_to);
+        is_first = chunk == 0;
+        edge = p.vocab;
+        if (is_first) {
+            const int head = skipped ? min(ITEMS - skipped, p.vocab) : 0;
+            if (threadIdx.x < ITEMS)
+                edge = threadIdx.x < head ? int(threadIdx.x) : p.vocab;
+            else if (threadIdx.x < 2 * ITEMS)
+                edge = max(column_of(whole_to), head) + int(threadIdx.x) - ITEMS;
+        }
     }
+
+    __device__ __forceinline__ int column_of(int vector) const { return vector * ITEMS - skipped; }
 
     // fmax turns a NaN into -inf, and adding 0 turns a -0 into 0.
-    const auto total = [&](T value) { return fmaxf(to_float(value) + score, -CUDART_INF_F); };
-    Vector loaded[LOADS];
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-        const int vector = from + i * THREADS + threadIdx.x;
-        if (vector < to) loaded[i] = vectors[vector];
-    }
-    float best = -CUDART_INF_F;
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-        if (from + i * THREADS + int(threadIdx.x) >= to) break;
-#pragma unroll
-        for (int j = 0; j < ITEMS; ++j) best = fmaxf(best, to_float(loaded[i].item[j]) + score);
-    }
-    if (edge < p.vocab) best = fmaxf(best, total(values[edge]));
-    const unsigned mine = sortable(best);
+    __device__ __forceinline__ float total(T value) const { return fmaxf(to_float(value) + score, -CUDART_INF_F); }
 
-    const int first_id = row % p.beams * p.vocab;
-    // The second look at the values is of few threads, and finds them in L1 or L2.
-    const auto visit = [&](Key low, auto f) {
-        if (mine < key_value(low)) return;
+    // The largest total of this thread, whose loads are all in flight before the first is used.
+    __device__ __forceinline__ float best() const {
+        Vector loaded[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int vector = from + i * THREADS + threadIdx.x;
+            if (vector < to) loaded[i] = vectors[vector];
+        }
+        float best = -CUDART_INF_F;
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            if (from + i * THREADS + int(threadIdx.x) >= to) break;
+#pragma unroll
+            for (int j = 0; j < ITEMS; ++j) best = fmaxf(best, to_float(loaded[i].item[j]) + score);
+        }
+        if (edge < p.vocab) best = fmaxf(best, total(values[edge]));
+        return best;
+    }
+
+    // Call f for each key of this thread that reaches `low`. It reads the values again: few threads do, and find them in
+    // L1 or L2.
+    template <typename F> __device__ __forceinline__ void visit(Key low, int first_id, F f) const {
         const auto look = [&](T value, int column) {
             const Key key = make_key(sortable(total(value)), first_id + column);
             if (key >= low) f(key);
@@ -91,14 +107,29 @@ __global__ void __launch_bounds__(THREADS, 4) topk_chunks(const __grid_constant_
             for (int j = 0; j < ITEMS; ++j) look(again.item[j], column_of(vector) + j);
         }
         if (edge < p.vocab) look(values[edge], edge);
+    }
+
+    // The columns of the chunk lie between these, those of the edges too.
+    __device__ __forceinline__ int last_column() const { return is_first ? p.vocab - 1 : max(column_of(to), 1) - 1; }
+    __device__ __forceinline__ int first_column(int last) const { return is_first ? 0 : min(column_of(from), last); }
+};
+
+template <typename T, int GROUPS>
+__global__ void __launch_bounds__(THREADS, 4) topk_chunks(const __grid_constant__ ChunkParams p) {
+    __shared__ Selection<GROUPS> s;
+    s.start();
+    const Chunk<T> chunk(p);
+    const unsigned mine = sortable(chunk.best());
+    const int first_id = chunk.row % p.beams * p.vocab; // of column 0
+    const auto visit = [&](Key low, auto f) {
+        if (mine >= key_value(low)) chunk.visit(low, first_id, f);
     };
     Key* out = p.best + (long long)blockIdx.x * p.k;
+    const auto place = [&](int rank, Key key) {
+        if (rank < p.k) out[rank] = key;
+    };
     const unsigned bound = lower_bound(s, mine, p.k);
-    const int last_column = chunk == 0 ? p.vocab - 1 : max(column_of(to), 1) - 1;
-    const int first_column = chunk == 0 ? 0 : min(column_of(from), last_column);
-    const int count = select(s, make_key(bound, first_id + last_column), make_key(bound, first_id + first_column), p.k,
-                             visit, [&](int rank, Key key) {
-                                 if (rank < p.k) out[rank] = key;
-                             });
+    const int last = chunk.last_column(), first = chunk.first_column(last);
+    const int count = select(s, make_key(bound, first_id + last), make_key(bound, first_id + first), p.k, visit, place);
     for (int i = count + threadIdx.x; i < p.k; i += THREADS) out[i] = 0;
 }

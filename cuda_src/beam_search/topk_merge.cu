@@ -17,11 +17,10 @@ struct MergeParams {
     const Key* lists; // [rows, count, k]
     float* values;    // [rows, k]
     int* ids;         // [rows, k]
-    Key* best;        // [rows, k] instead of the two above if not null: what a diversity rate makes of the row
-    int count;
+    Key* best;        // [rows, k], or null; written with a diversity rate, instead of the two above
+    int count;        // lists per row
     int k;
-    int depth;      // at which the first bound looks into the lists, from 1 on
-    int beam_depth; // and the second one, if it is another
+    int depth, beam_depth; // as in merge
     float diversity_rate;
 };
 
@@ -47,7 +46,7 @@ template <int GROUPS> __global__ void __launch_bounds__(THREADS, 4) topk_merge(c
     __syncthreads();
     if (i < k) sorted[i] = own;
     __syncthreads();
-    // A positive rate may have changed the order. Keys that are 0 all get the rank of the first of them.
+    // A rate above 0 may have changed the order. Where keys are 0 the place decides, so that each rank is written once.
     int rank = 0;
     for (int other = 0; other < k; ++other) rank += sorted[other] > own || (sorted[other] == own && other < i);
     if (i < k) p.best[row * k + rank] = own;
