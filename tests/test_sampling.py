@@ -1192,7 +1192,7 @@ def test_without_a_seed_each_call_draws_one() -> None:
 
 
 def test_the_tile_is_the_templates() -> None:
-    assert template.constants("sampling")["TILE"] == twin.TILE
+    assert template.constants("sampling/sample")["TILE"] == twin.TILE
 
 
 MODES = ("SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK")

@@ -32,8 +32,8 @@ CLUSTER = 8
 _MAX_SHARED_BYTES = 96 * 1024
 _SHARED_BYTES_OF_MANY = 44 * 1024
 
-_sample = Kernel("sampling", "sample", compile_s=1.6)
-_renormalize = Kernel("sampling", "renormalize", compile_s=0.6)
+_sample = Kernel("sampling/sample", "sample", compile_s=1.6)
+_renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
 def sampler(dtype: str, probs: bool, cluster: int) -> Variant:
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
     """`cache` says whether blocks keep what they can of a row, to read it again."""
     check.one_of("variant", variant, VARIANTS)
-    gpu, constants = values.gpu, template.constants("sampling")
+    gpu, constants = values.gpu, template.constants(_sample.file)
     clusters = gpu.compute_capability >= 90
     if variant == "cluster" and not clusters:
         check.fail("variant", "'auto' or 'block' on a GPU without clusters (before sm_90)", "'cluster'")
@@ -235,7 +235,7 @@ def draw(
     k, p, least = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
     by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
     # A small k leaves little to read again; without filters there is nothing to.
-    is_large = fields["top_k"] is not None or k > template.constants("sampling")["MAX_LISTED"]
+    is_large = fields["top_k"] is not None or k > template.constants(_sample.file)["MAX_LISTED"]
     again = is_large and (by_row or k < vocab or p < 1 or least > 0)
     if indices is not None:
         fields["wide"] |= (indices.dtype == "int64") << 3

@@ -1,0 +1,249 @@
+// Draw a token from each row of logits or probabilities, of those that top-k, top-p and min-p leave.
+//
+//   weight(i) = exp((x[i] - max x) / temperature)        of logits
+//   weight(i) = max(x[i], 0)                             of probabilities
+//   kept      = a prefix of the tokens in order of x, largest first, ties by the lower id
+//   token     = i with probability weight(i) / sum of the kept weights
+//
+// The draw has two steps, so that it needs few random numbers and no running sums over the row. The vocabulary is cut
+// into groups of 32 ids. First the groups race: group g, whose kept weights sum to W[g], arrives after an
+// exponentially distributed time of rate W[g], so the first is g with probability W[g] / sum W. Then one of its ids is
+// drawn by its share. Both random numbers come from Philox at (seed, offset, g), so that the token depends on nothing
+// else, and on no order of execution.
+//
+// Top-p is had by rejection (as in FlashInfer, but with the race): a drawn token is kept if what weighs more sums to
+// less than p; else it and all behind it go, and the draw is repeated. That is the distribution over the kept set,
+// without its bound, after 1 + ln(1 / p) rounds at most on average.
+//
+// Grid: CLUSTER blocks per row. A warp takes tiles of 1024 ids; lane l holds in tile t the group
+// {1024 t + 128 j + 4 l + c : j < 8, c < 4}, which it alone reads, once from global memory and then from shared
+// memory, as far as that holds the row. What a pass over the row finds, a warp leaves in a slot per tile, in every
+// block of the cluster; whoever needs the sum then adds up its block's own slots, always in the same order.
+#include "sampling/draw_listed.cuh"
+#include "sampling/first_pass.cuh"
+#include "sampling/params.cuh"
+#include "sampling/search.cuh"
+
+struct SampleParams {
+    const void* values;       // [rows, vocab] T: logits, or probabilities
+    const void* second;       // a bias [vocab] T for logits; draft probabilities [batch, drafts, vocab]; or null
+    int* ids;                 // [batch]; with drafts [batch, drafts + 1]
+    unsigned char* valid;     // [batch] bool, or null
+    float* logprobs;          // [batch], or null
+    const float* temperature; // [batch], or null for the scalar below; so are top_p and min_p
+    const float* top_p;
+    const float* min_p;
+    const void* top_k;       // [batch] int32, or int64 where wide & 1
+    const void* seed;        // [batch], int64 where wide & 2
+    const void* offset;      // [batch], int64 where wide & 4
+    const void* indices;     // [batch]: the row of each; int64 where wide & 8; or null
+    unsigned char* finished; // [batch] bool, or null
+    int* sequence_length;    // [batch], or null
+    const int* draft_ids;    // [batch, drafts], or null
+    int* accepted;           // [batch]
+    int* emitted;            // [batch]
+    long long row_stride;
+    unsigned long long scalar_seed, scalar_offset;
+    int own_offsets; // of the scalar, row i takes the i-th
+    int rows, vocab, scalar_top_k, end_id, drafts;
+    Layout layout;
+    int wide;
+    int single; // the arrays that hold one number for all: top_k 1, seed 2, offset 4, temperature 8, top_p 16, min_p 32
+    int joint;
+    float scalar_temperature, scalar_top_p, scalar_min_p;
+};
+
+// What a row is asked for.
+struct Request {
+    Stream stream;
+    float scale, top_p, min_p;
+    int top_k;
+    bool greedy;
+};
+
+template <bool PROBS> __device__ __forceinline__ Request request_of(const SampleParams& params, int i) {
+    const auto place = [&](int bit) { return params.single & bit ? 0 : i; };
+    Request asked;
+    asked.stream.seed = params.seed ? integer_at(params.seed, params.wide & 2, place(2)) : params.scalar_seed;
+    asked.stream.offset = params.offset ? integer_at(params.offset, params.wide & 4, place(4))
+                                        : params.scalar_offset + (params.own_offsets ? i : 0);
+    const float temperature = params.temperature ? params.temperature[place(8)] : params.scalar_temperature;
+    asked.top_p = params.top_p ? params.top_p[place(16)] : params.scalar_top_p;
+    asked.min_p = params.min_p ? params.min_p[place(32)] : params.scalar_min_p;
+    const long long k = params.top_k ? integer_at(params.top_k, params.wide & 1, place(1)) : params.scalar_top_k;
+    asked.top_k = k < 1 || k > params.vocab ? params.vocab : k;
+    asked.scale = LOG2_E / temperature;
+    asked.greedy = asked.top_k == 1;
+    if (!PROBS && !(asked.scale > 0 && asked.scale < 1e30f)) {
+        // No temperature, or next to none, leaves the best.
+        asked.greedy = true;
+        asked.scale = 1e30f;
+    }
+    return asked;
+}
+
+// By one thread.
+template <bool PROBS, typename Row>
+__device__ __forceinline__ void write_result(const SampleParams& params, int i, long long drawn_at, const Row& x,
+                                             int id, float value, float sum) {
+    params.ids[drawn_at] = id;
+    if (params.valid) params.valid[i] = x.valid();
+    if (params.logprobs) {
+        const float log2_prob = (PROBS ? x.log2_of(value) : (value - x.top) * x.scale) - x.log2_of(sum);
+        params.logprobs[i] = x.valid() ? log2_prob / LOG2_E : -CUDART_INF_F;
+    }
+    if (params.sequence_length) params.sequence_length[i] += 1;
+    if (params.finished) params.finished[i] = id == params.end_id;
+}
+
+// After the first pass: what the filters leave.
+template <bool PROBS, typename Row>
+__device__ __forceinline__ void sample_filtered(const SampleParams& params, int i, long long drawn_at, int winner) {
+    const Request asked = request_of<PROBS>(params, i);
+    Common<Row>& shared = common<Row>();
+    const Row& x = stored<Row>();
+    const bool first_block = cluster_rank<Row::BLOCKS>() == 0;
+    int passes = 1;
+    Bound drawn = {x.top, 0};
+    if (x.valid()) {
+        const float top_p = asked.top_p;
+        const float p = fminf(asked.min_p, 1.f);
+        const float least = !(p > 0) ? -CUDART_INF_F : PROBS ? x.top * p : x.top + fast_log2(p) / x.scale;
+        bool done = false;
+        if (asked.greedy) {
+            drawn.id = best<Row>(passes++);
+            done = true;
+        } else if (asked.top_k < params.vocab && x.lists(asked.top_k)) {
+            const int size = gather<Row>(passes++, 1, shared.low, CUDART_INF_F);
+            if (size <= CAPACITY) {
+                if (!first_block) return;
+                const float all_sum = params.joint && top_p < 1 ? shared.sum : 0.f;
+                drawn = draw_listed<Row>(size, asked.top_k, least, top_p, all_sum, asked.stream);
+                done = true;
+            }
+        }
+        if (!done) {
+            Bound bound = {-CUDART_INF_F, NO_ID};
+            if (asked.top_k < params.vocab) {
+                const Search found = bound_by_search<Row, true>(passes, asked.top_k);
+                bound = found.bound, passes = found.passes;
+            }
+            float of_sum = shared.sum;
+            if (top_p < 1 && !params.joint && bound.value > -CUDART_INF_F) of_sum = mass<Row>(passes++, bound);
+            if (least > -CUDART_INF_F) bound = tighter(bound, {least, NO_ID});
+            // So little is wanted that the best token is enough.
+            if (top_p < 1 && !(top_p * of_sum > (PROBS ? x.top : 1.f))) {
+                drawn.id = best<Row>(passes++);
+                done = true;
+            }
+            for (unsigned round = 0; !done; ++round) {
+                const bool all = !(bound.value > -CUDART_INF_F);
+                const Bound its = draw_round<Row>(passes, bound, all ? winner : -1, round, asked.stream);
+                if (!all) ++passes;
+                if (threadIdx.x == 0) shared.drawn = its;
+                __syncthreads();
+                drawn = shared.drawn;
+                if (!(top_p < 1)) break;
+                bound = {drawn.value, drawn.id - 1};
+                done = mass<Row>(passes++, bound) < top_p * of_sum;
+            }
+        }
+    }
+    if (first_block && threadIdx.x == 0) write_result<PROBS>(params, i, drawn_at, x, drawn.id, drawn.value, shared.sum);
+}
+
+extern __shared__ float4 shared[];
+
+template <typename T, bool PROBS, int CLUSTER>
+__global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
+    sample(const __grid_constant__ SampleParams params) {
+    if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
+        const int i = blockIdx.x / CLUSTER;
+        const bool first_block = cluster_rank<CLUSTER>() == 0;
+        if (params.finished && params.finished[i]) {
+            if (first_block && threadIdx.x == 0) {
+                params.ids[i] = params.end_id;
+                if (params.valid) params.valid[i] = true;
+                if (params.logprobs) params.logprobs[i] = 0;
+            }
+            return;
+        }
+        long long row = params.indices ? integer_at(params.indices, params.wide & 8, i) : i;
+        row = max(0ll, min(row, (long long)params.rows - 1));
+        const T* second = static_cast<const T*>(params.second);
+        long long drawn_at = i;
+        const Request asked = request_of<PROBS>(params, i);
+        if (PROBS && params.draft_ids) {
+            // A draft is accepted with probability target / draft; the first refused one ends the row.
+            int refused = params.drafts, accepted = 0;
+            for (int base = 0; base < params.drafts; base += 32) {
+                const int n = base + threadIdx.x % 32;
+                bool accept = false;
+                if (n < params.drafts) {
+                    const long long at = (long long)i * params.drafts + n;
+                    const int id = params.draft_ids[at];
+                    if (id >= 0 && id < params.vocab) {
+                        const float draft = to_float(second[at * params.vocab + id]);
+                        const float target =
+                            to_float(static_cast<const T*>(params.values)[(at + i) * params.vocab + id]);
+                        accept = uniform(asked.stream.at(n, ~0u).z) * draft < target;
+                    }
+                }
+                const unsigned inside = params.drafts - base >= 32 ? ~0u : (1u << (params.drafts - base)) - 1;
+                const unsigned accepts = __ballot_sync(FULL_WARP, accept);
+                accepted += __popc(accepts);
+                if (refused == params.drafts && (inside & ~accepts)) refused = base + __ffs(inside & ~accepts) - 1;
+            }
+            drawn_at = row = (long long)i * (params.drafts + 1) + refused;
+            second =
+                refused < params.drafts ? second + ((long long)i * params.drafts + refused) * params.vocab : nullptr;
+            if (first_block) {
+                for (int n = threadIdx.x; n <= params.drafts; n += blockDim.x)
+                    if (n != refused)
+                        params.ids[(long long)i * (params.drafts + 1) + n] =
+                            n < refused ? params.draft_ids[(long long)i * params.drafts + n] : -1;
+                if (threadIdx.x == 0) params.accepted[i] = accepted, params.emitted[i] = refused;
+            }
+        }
+
+        using RowOfT = Row<T, PROBS, CLUSTER>;
+        Common<RowOfT>& in_common = common<RowOfT>();
+        RowOfT x(static_cast<const T*>(params.values) + row * params.row_stride, second, params.vocab, params.layout,
+                 asked.scale, shared, &in_common.list_size);
+        const bool listing = !asked.greedy && asked.top_k < params.vocab && x.lists(asked.top_k);
+        const bool plain = !asked.greedy && asked.top_k == params.vocab && !(asked.top_p < 1) && !(asked.min_p > 0);
+        int winner = 0;
+        while (true) {
+            load<true>(x, asked.stream);
+            if (x.warp == 0) {
+                float sum = 0;
+                x.top = find_top(x);
+                if (!listing || (params.joint && asked.top_p < 1) || params.logprobs) digest(x, sum, winner);
+                // Draft and target may agree but for rounding: then the target alone is drawn from.
+                const bool again = PROBS && x.second && !x.valid();
+                if (plain && first_block && !again) {
+                    int id = 0;
+                    float value = 0;
+                    const Bound all = {-CUDART_INF_F, NO_ID};
+                    if (x.valid()) id = draw(x, winner, all, 0, asked.stream, value);
+                    if (x.lane == 0) write_result<PROBS>(params, i, drawn_at, x, id, value, sum);
+                }
+                if (x.lane == 0) {
+                    in_common.sum = sum;
+                    store(x);
+                }
+                if (listing && x.valid()) {
+                    const float low = reached_by(x, asked.top_k);
+                    if (x.lane == 0) in_common.low = low;
+                }
+            }
+            if (plain && !x.second) return;
+            __syncthreads();
+            if (!PROBS || !x.second || stored<RowOfT>().valid()) break;
+            x.second = nullptr;
+            x.turn = 0;
+            cluster_barrier<CLUSTER>();
+        }
+        if (!plain) sample_filtered<PROBS, RowOfT>(params, i, drawn_at, winner);
+    }
+}
