@@ -10,11 +10,90 @@
 // The reference for weights relative to `top`: a difference of infinities would be NaN.
 __device__ __forceinline__ float reference_of(float top) { return fmaxf(top, -LARGEST_FLOAT); }
 
-// Each warp leaves its tiles' largest value, sum of weights and first group of the race, and in `tops` the largest values
-// of parts of the tile. RACE: whether groups race.
+// What a lane finds in its group of a tile.
+struct Group {
+    float top;          // the largest value
+    float part[4] = {}; // the sum of the weights relative to it, in four parts
+    float early = 0;    // the group's random number in the race
+
+    __device__ __forceinline__ float sum() const { return (part[0] + part[1]) + (part[2] + part[3]); }
+};
+
+// Read a lane's group of a tile of whole vectors, and write it to the cache if `cached`.
+template <bool RACE, typename T, bool PROBS, int CLUSTER>
+__device__ __forceinline__ void read_vectors(const Row<T, PROBS, CLUSTER>& x, int tile, bool cached, float4* to,
+                                             Stream stream, Group& found) {
+    using Vector = typename VectorOf<T>::type;
+    Vector bits[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) bits[j] = *reinterpret_cast<const Vector*>(x.values + x.id_of(tile, x.lane, 4 * j));
+    // While the values are on their way.
+    if (RACE) found.early = earliness(stream.at(tile * 32 + x.lane, 0).x);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float4 four = x.limit(x.unpack(bits[j]));
+        found.top = max_or_nan(found.top, x.largest(four));
+        if (cached) to[32 * j] = four;
+    }
+    const float reference = reference_of(found.top);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float4 four = x.limit(x.unpack(bits[j]));
+        found.part[0] += x.relative(four.x, reference), found.part[1] += x.relative(four.y, reference);
+        found.part[2] += x.relative(four.z, reference), found.part[3] += x.relative(four.w, reference);
+    }
+}
+
+// The same value by value, for all other tiles.
+template <bool RACE, typename Row>
+__device__ __forceinline__ void read_values(const Row& x, int local, bool cached, float4* to, Stream stream,
+                                            Group& found) {
+    const int tile = x.first_tile + local;
+#pragma unroll 2
+    for (int j = 0; j < 8; ++j) {
+        const float4 four = x.combined_at(x.id_of(tile, x.lane, 4 * j));
+        found.top = max_or_nan(found.top, x.largest(four));
+        if (cached) to[32 * j] = four;
+    }
+    if (RACE) found.early = earliness(stream.at(tile * 32 + x.lane, 0).x);
+    const float reference = reference_of(found.top);
+    x.for_each(local, [&](int, float value, int c) { found.part[c] += x.relative(value, reference); });
+}
+
+// Leave what the lanes found in a tile: in its slot the first group of the race with its key, the largest value and the
+// sum of the weights; in `tops` the largest values of parts of the tile. `started`: the blocks of the cluster have all
+// started, so that they can be written to.
+template <typename T, bool PROBS, int CLUSTER>
+__device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, const Group& group, bool& started) {
+    const int parts = x.layout.tops_per_tile, part_lanes = 32 / parts;
+    float tile_top = group.top;
+    for (int step = 1; step < part_lanes; step *= 2)
+        tile_top = max_or_nan(tile_top, __shfl_xor_sync(FULL_WARP, tile_top, step));
+    const float part_top = tile_top;
+    for (int step = part_lanes; step < 32; step *= 2)
+        tile_top = max_or_nan(tile_top, __shfl_xor_sync(FULL_WARP, tile_top, step));
+    const float mine = group.sum();
+    const float distance = x.shift(reference_of(group.top), reference_of(tile_top));
+    const float tile_sum = lanes_sum<32>(PROBS ? mine : mine * fast_exp2(distance));
+    const float key = mine > 0 ? x.log2_of(mine) + distance + group.early : -CUDART_INF_F;
+    const unsigned first = __reduce_max_sync(FULL_WARP, sortable(key));
+    const int first_lane = __ffs(__ballot_sync(FULL_WARP, sortable(key) == first)) - 1;
+    if (!started) {
+        cluster_wait<CLUSTER>();
+        started = true;
+    }
+    x.leave(tile, make_uint4(__float_as_uint(from_sortable(first)), tile * 32 + first_lane, __float_as_uint(tile_top),
+                             __float_as_uint(tile_sum)));
+    for (int base = 0; base < CLUSTER * parts; base += 32) {
+        const int at = base + x.lane;
+        const float value = __shfl_sync(FULL_WARP, part_top, at % parts * part_lanes);
+        if (at < CLUSTER * parts) store_in<CLUSTER>(at / parts, &x.tops[tile * parts + at % parts], value);
+    }
+}
+
+// Load the row, and leave for all blocks what its tiles have. RACE: whether groups race.
 template <bool RACE, typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
-    using Vector = typename VectorOf<T>::type;
     x.clear_list();
     cluster_arrive<CLUSTER>();
     // One block waits for nobody else, and its barrier must be where its warps are together.
@@ -24,65 +103,13 @@ __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
         const int tile = x.first_tile + local;
         float4* to = x.cache + local * (TILE / 4) + x.lane;
         const bool cached = local < x.layout.cached_tiles;
-        float most = PROBS ? 0.f : -CUDART_INF_F, part[4] = {}, early = 0;
-        if (x.whole(x.values, tile) && !x.second) {
-            Vector bits[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j)
-                bits[j] = *reinterpret_cast<const Vector*>(x.values + x.id_of(tile, x.lane, 4 * j));
-            // While the values are on their way.
-            if (RACE) early = earliness(stream.at(tile * 32 + x.lane, 0).x);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float4 four = x.limit(x.unpack(bits[j]));
-                most = max_or_nan(most, x.largest(four));
-                if (cached) to[32 * j] = four;
-            }
-            const float reference = reference_of(most);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float4 four = x.limit(x.unpack(bits[j]));
-                part[0] += x.relative(four.x, reference), part[1] += x.relative(four.y, reference);
-                part[2] += x.relative(four.z, reference), part[3] += x.relative(four.w, reference);
-            }
-        } else {
-#pragma unroll 2
-            for (int j = 0; j < 8; ++j) {
-                const float4 four = x.combined_at(x.id_of(tile, x.lane, 4 * j));
-                most = max_or_nan(most, x.largest(four));
-                if (cached) to[32 * j] = four;
-            }
-            if (RACE) early = earliness(stream.at(tile * 32 + x.lane, 0).x);
-            const float reference = reference_of(most);
-            x.for_each(local, [&](int, float value, int c) { part[c] += x.relative(value, reference); });
-        }
-        if (local < x.layout.topped_tiles) x.lane_tops[local * 32 + x.lane] = most;
-
-        const int parts = x.layout.tops_per_tile, part_lanes = 32 / parts;
-        float tile_top = most;
-        for (int step = 1; step < part_lanes; step *= 2)
-            tile_top = max_or_nan(tile_top, __shfl_xor_sync(FULL_WARP, tile_top, step));
-        const float part_top = tile_top;
-        for (int step = part_lanes; step < 32; step *= 2)
-            tile_top = max_or_nan(tile_top, __shfl_xor_sync(FULL_WARP, tile_top, step));
-        const float mine = (part[0] + part[1]) + (part[2] + part[3]);
-        const float distance = x.shift(reference_of(most), reference_of(tile_top));
-        const float tile_sum = lanes_sum<32>(PROBS ? mine : mine * fast_exp2(distance));
-        const float key = mine > 0 ? x.log2_of(mine) + distance + early : -CUDART_INF_F;
-        const unsigned first = __reduce_max_sync(FULL_WARP, sortable(key));
-        const int first_lane = __ffs(__ballot_sync(FULL_WARP, sortable(key) == first)) - 1;
-        if (!started) {
-            // The blocks of the cluster have all started, so that they can be written to.
-            cluster_wait<CLUSTER>();
-            started = true;
-        }
-        x.leave(tile, make_uint4(__float_as_uint(from_sortable(first)), tile * 32 + first_lane,
-                                 __float_as_uint(tile_top), __float_as_uint(tile_sum)));
-        for (int base = 0; base < CLUSTER * parts; base += 32) {
-            const int at = base + x.lane;
-            const float value = __shfl_sync(FULL_WARP, part_top, at % parts * part_lanes);
-            if (at < CLUSTER * parts) store_in<CLUSTER>(at / parts, &x.tops[tile * parts + at % parts], value);
-        }
+        Group group{PROBS ? 0.f : -CUDART_INF_F};
+        if (x.whole(x.values, tile) && !x.second)
+            read_vectors<RACE>(x, tile, cached, to, stream, group);
+        else
+            read_values<RACE>(x, local, cached, to, stream, group);
+        if (local < x.layout.topped_tiles) x.lane_tops[local * 32 + x.lane] = group.top;
+        leave_tile(x, tile, group, started);
     }
     if (!started) cluster_wait<CLUSTER>();
     x.slots_of_pass();
