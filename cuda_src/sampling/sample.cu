@@ -151,7 +151,40 @@ __device__ __forceinline__ void write_drafts(const SampleParams& params, int i, 
 
 // --- the draw ---------------------------------------------------------------------------------------------
 
-// After the first pass: what the filters leave.
+// Draw a token of what top-k, top-p and min-p leave, by rounds over the row, if none is `done`. Min-p keeps the tokens from
+// `min_p_value` on. `winner` is the group that wins the first round among all.
+template <bool PROBS, typename Row>
+__device__ __forceinline__ void draw_by_rounds(const SampleParams& params, const Request& asked, const Row& x,
+                                               float min_p_value, int winner, int passes, Bound& drawn, bool& done) {
+    Common<Row>& shared = common<Row>();
+    const float top_p = asked.top_p;
+    Bound bound = {-CUDART_INF_F, NO_ID};
+    if (asked.top_k < params.vocab) {
+        const Search found = bound_by_search<Row, true>(passes, asked.top_k);
+        bound = found.bound, passes = found.passes;
+    }
+    float of_sum = shared.sum;
+    if (top_p < 1 && !params.joint && bound.value > -CUDART_INF_F) of_sum = mass<Row>(passes++, bound);
+    if (min_p_value > -CUDART_INF_F) bound = tighter(bound, {min_p_value, NO_ID});
+    // The best token alone reaches top_p.
+    if (top_p < 1 && !(top_p * of_sum > (PROBS ? x.top : 1.f))) {
+        drawn.id = best<Row>(passes++);
+        done = true;
+    }
+    for (unsigned round = 0; !done; ++round) {
+        const bool all = !(bound.value > -CUDART_INF_F);
+        const Bound its = draw_round<Row>(passes, bound, all ? winner : -1, round, asked.stream);
+        if (!all) ++passes;
+        if (threadIdx.x == 0) shared.drawn = its;
+        __syncthreads();
+        drawn = shared.drawn;
+        if (!(top_p < 1)) break;
+        bound = {drawn.value, drawn.id - 1};
+        done = mass<Row>(passes++, bound) < top_p * of_sum;
+    }
+}
+
+// The draw with filters, after the first pass.
 template <bool PROBS, typename Row>
 __device__ __forceinline__ void sample_filtered(const SampleParams& params, int i, long long drawn_at, int winner) {
     const Request asked = request_of<PROBS>(params, i);
@@ -161,9 +194,10 @@ __device__ __forceinline__ void sample_filtered(const SampleParams& params, int 
     int passes = 1;
     Bound drawn = {x.top, 0};
     if (x.valid()) {
-        const float top_p = asked.top_p;
-        const float p = fminf(asked.min_p, 1.f);
-        const float least = !(p > 0) ? -CUDART_INF_F : PROBS ? x.top * p : x.top + fast_log2(p) / x.scale;
+        const float min_p = fminf(asked.min_p, 1.f);
+        const float min_p_value = !(min_p > 0) ? -CUDART_INF_F
+                                  : PROBS      ? x.top * min_p
+                                               : x.top + fast_log2(min_p) / x.scale;
         bool done = false;
         if (asked.greedy) {
             drawn.id = best<Row>(passes++);
@@ -172,39 +206,25 @@ __device__ __forceinline__ void sample_filtered(const SampleParams& params, int 
             const int size = gather<Row>(passes++, 1, shared.low, CUDART_INF_F);
             if (size <= CAPACITY) {
                 if (!first_block) return;
-                const float all_sum = params.joint && top_p < 1 ? shared.sum : 0.f;
-                drawn = draw_listed<Row>(size, asked.top_k, least, top_p, all_sum, asked.stream);
+                const float all_sum = params.joint && asked.top_p < 1 ? shared.sum : 0.f;
+                drawn = draw_listed<Row>(size, asked.top_k, min_p_value, asked.top_p, all_sum, asked.stream);
                 done = true;
             }
         }
-        if (!done) {
-            Bound bound = {-CUDART_INF_F, NO_ID};
-            if (asked.top_k < params.vocab) {
-                const Search found = bound_by_search<Row, true>(passes, asked.top_k);
-                bound = found.bound, passes = found.passes;
-            }
-            float of_sum = shared.sum;
-            if (top_p < 1 && !params.joint && bound.value > -CUDART_INF_F) of_sum = mass<Row>(passes++, bound);
-            if (least > -CUDART_INF_F) bound = tighter(bound, {least, NO_ID});
-            // So little is wanted that the best token is enough.
-            if (top_p < 1 && !(top_p * of_sum > (PROBS ? x.top : 1.f))) {
-                drawn.id = best<Row>(passes++);
-                done = true;
-            }
-            for (unsigned round = 0; !done; ++round) {
-                const bool all = !(bound.value > -CUDART_INF_F);
-                const Bound its = draw_round<Row>(passes, bound, all ? winner : -1, round, asked.stream);
-                if (!all) ++passes;
-                if (threadIdx.x == 0) shared.drawn = its;
-                __syncthreads();
-                drawn = shared.drawn;
-                if (!(top_p < 1)) break;
-                bound = {drawn.value, drawn.id - 1};
-                done = mass<Row>(passes++, bound) < top_p * of_sum;
-            }
-        }
+        if (!done) draw_by_rounds<PROBS>(params, asked, x, min_p_value, winner, passes, drawn, done);
     }
     if (first_block && threadIdx.x == 0) write_result<PROBS>(params, i, drawn_at, x, drawn.id, drawn.value, shared.sum);
+}
+
+// The draw without filters, by one warp: of the winner of the race of all groups.
+template <bool PROBS, typename Row>
+__device__ __forceinline__ void draw_unfiltered(const SampleParams& params, Stream stream, int i, long long drawn_at,
+                                                const Row& x, int winner, float sum) {
+    int id = 0;
+    float value = 0;
+    const Bound all = {-CUDART_INF_F, NO_ID};
+    if (x.valid()) id = draw(x, winner, all, 0, stream, value);
+    if (x.lane == 0) write_result<PROBS>(params, i, drawn_at, x, id, value, sum);
 }
 
 extern __shared__ float4 shared[];
@@ -248,13 +268,8 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
                 if (!listing || (params.joint && asked.top_p < 1) || params.logprobs) digest(x, sum, winner);
                 // Draft and target may agree but for rounding: then the target alone is drawn from.
                 const bool again = PROBS && x.second && !x.valid();
-                if (plain && first_block && !again) {
-                    int id = 0;
-                    float value = 0;
-                    const Bound all = {-CUDART_INF_F, NO_ID};
-                    if (x.valid()) id = draw(x, winner, all, 0, asked.stream, value);
-                    if (x.lane == 0) write_result<PROBS>(params, i, drawn_at, x, id, value, sum);
-                }
+                if (plain && first_block && !again)
+                    draw_unfiltered<PROBS>(params, asked.stream, i, drawn_at, x, winner, sum);
                 if (x.lane == 0) {
                     in_common.sum = sum;
                     store(x);
