@@ -5,8 +5,8 @@
 //
 // Where they are given, last_ids and last_parents stand for the token and the parent of beam j in step length - 1.
 //
-// Grid: a block per batch entry, a thread per beam. A beam's way back is one dependent load per step, so the block first
-// copies the steps to shared memory, as many at once as ENTRIES hold, from the last to the first.
+// Grid: a block per batch entry, a thread per beam. A beam's way back is one dependent load per step, so the block
+// first copies the steps to shared memory, as many at once as ENTRIES hold, from the last to the first.
 //
 // Speed of light: latency, of one dependent load from shared memory per step: 128 steps of 32 batch entries of 4 beams
 // take 6.5 us on an H200, where the bytes alone would take less than a launch does.

@@ -5,9 +5,9 @@
 // The k largest keys of `lists` sorted lists of k, into `sorted`, largest first; 0 where there are no more.
 //
 // For the bound, a list of the first stage is a group whose maximum is known. Where there are fewer lists than results,
-// or where few lists have nearly all of them (those of one beam, in the first step), the entries at place `depth` of the
-// lists (from 1 on) say more: m * depth keys reach the m-th largest of them. Two depths are tried: `depth` suits results
-// spread over all lists, `beam_depth` results in the lists of one beam.
+// or where few lists have nearly all of them (those of one beam, in the first step), the entries at place `depth` of
+// the lists (from 1 on) say more: m * depth keys reach the m-th largest of them. Two depths are tried: `depth` suits
+// results spread over all lists, `beam_depth` results in the lists of one beam.
 template <int GROUPS>
 __device__ __forceinline__ void merge(Selection<GROUPS>& s, const Key* from, int lists, int k, int depth,
                                       int beam_depth, Key* sorted) {

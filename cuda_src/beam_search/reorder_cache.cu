@@ -7,7 +7,8 @@
 // WIDTH: the bytes of a vector, a power of two up to 16 that divides the rows and the addresses.
 //
 // Speed of light: memory, each number read once and written once. On an H200 512 steps of 32 beams of 16 heads of 64
-// bfloat16 take 30 us, no more than a copy of as many bytes: of random parents some are read twice, from L2, and others not at all.
+// bfloat16 take 30 us, the bandwidth of a copy: of random parents some are read twice, the second time from L2, and
+// others not at all.
 #include "beam_search/beams.cuh"
 #include "common/units.cuh"
 

@@ -10,8 +10,8 @@
 //      reach it to a list in shared memory.
 //   3. rank: the list is sorted by counting, for each of its keys, the larger ones.
 //
-// Where more reach the bound than the list holds (a masked row, a sorted one), the bound is raised by bisection over the
-// keys until they fit.
+// Where more reach the bound than the list holds (a masked row, a sorted one), the bound is raised by bisection over
+// the keys until they fit.
 //
 // GROUPS == 32: up to 16 results; each warp finds the bound for itself. GROUPS == THREADS: more results.
 #pragma once
@@ -92,8 +92,8 @@ __device__ __forceinline__ int block_sum(int* sums, int own) {
     return total;
 }
 
-// Raise `low`, which `count` keys reach, until at most `limit` and at least k keys do, and return how many. Fewer than k
-// keys reach `high`; count_own(key) is how many keys of this thread reach `key`. The bisection ends because keys are
+// Raise `low`, which `count` keys reach, until at most `limit` and at least k keys do, and return how many. Fewer than
+// k keys reach `high`; count_own(key) is how many keys of this thread reach `key`. The bisection ends because keys are
 // distinct.
 template <typename Count>
 __device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, int count, int k, int limit,
@@ -147,9 +147,9 @@ __device__ __forceinline__ int shorten(Selection<GROUPS>& s, Key low, Key high, 
     return s.count;
 }
 
-// Call place(rank, key) for the k largest keys, and maybe for some of the next; return for how many. `visit(low, f)` calls
-// f for each key of this thread that reaches `low`. At least k keys reach `lowest`, or all that there are. No key with
-// the same value is above `highest`.
+// Call place(rank, key) for the k largest keys, and maybe for some of the next; return for how many. `visit(low, f)`
+// calls f for each key of this thread that reaches `low`. At least k keys reach `lowest`, or all that there are. No key
+// with the same value is above `highest`.
 template <int GROUPS, typename Visit, typename Place>
 __device__ __forceinline__ int select(Selection<GROUPS>& s, Key lowest, Key highest, int k, Visit visit, Place place) {
     Key low = lowest, high = ~Key(0);

@@ -10,9 +10,9 @@
 // GROUPS: 32 for up to 16 results, THREADS for more.
 //
 // Speed of light: memory, each value read once; the second look of a few threads finds its values in L1 or L2. On an
-// H200 both stages together take 24 us for 32 requests of 4 beams of 128256 float32 (k = 4), of which reading at the
-// speed of a copy takes 66%. One request of 4 beams of 32000 takes 5.1 us: the latency of two launches, each a chain of a
-// load, a bound, a list and its ranks.
+// H200 both stages together take 24 us for 32 requests of 4 beams of 128256 float32 (k = 4), 66% of the bandwidth of a
+// copy. For one request of 4 beams of 32000 the bound is latency, of two launches and in each a chain of a load, a
+// bound, a list and its ranks: 5.1 us.
 #include "beam_search/selection.cuh"
 
 constexpr int LOADS = 8; // 16-byte loads of a thread in flight
@@ -30,9 +30,9 @@ struct ChunkParams {
 
 // A chunk of a row, as the block and this thread see it.
 //
-// A row starts at any address, so vectors are counted from the 16 bytes that hold column 0, which is item `skipped`. The
-// edges of a row, the values before its first whole vector and after its last, are read one per thread by the block of
-// the first chunk.
+// A row starts at any address, so vectors are counted from the 16 bytes that hold column 0, which is item `skipped`.
+// The edges of a row, the values before its first whole vector and after its last, are read one per thread by the block
+// of the first chunk.
 template <typename T> struct Chunk {
     static constexpr int ITEMS = 16 / sizeof(T);
     struct alignas(16) Vector {
@@ -93,8 +93,8 @@ template <typename T> struct Chunk {
         return best;
     }
 
-    // Call f for each key of this thread that reaches `low`. It reads the values again: few threads do, and find them in
-    // L1 or L2.
+    // Call f for each key of this thread that reaches `low`. It reads the values again: few threads do, and find them
+    // in L1 or L2.
     template <typename F> __device__ __forceinline__ void visit(Key low, int first_id, F f) const {
         const auto look = [&](T value, int column) {
             const Key key = make_key(sortable(total(value)), first_id + column);

@@ -1,7 +1,7 @@
 // Merge the lists of the chunks of a row: the second stage of a top-k.
 //
 //   values, ids = the k largest keys of the lists, best first, ties to the lower id
-//   best        = with a diversity rate, instead of these: the same as keys, the r-th with + diversity_rate * r (from 0)
+//   best        = instead of these with a diversity rate: the keys, sorted anew with + diversity_rate * r for the r-th
 //
 // A diversity rate ranks the candidates of each beam by themselves, so the kernel first runs with a row per beam; the
 // lists that it leaves are then merged as those of chunks are.
@@ -9,8 +9,9 @@
 // Grid: a block per row, which is a batch entry or, for a diversity rate, a beam.
 // GROUPS: 32 for up to 16 results, THREADS for more.
 //
-// Speed of light: latency. The lists are k keys per chunk of 4 to 32 KB, so the time is that of a launch and of a chain:
-// a load of the maxima, a bound, a load of what reaches it, the ranks. topk_chunks.cu has the time of both stages.
+// Speed of light: latency. The lists are k keys per chunk of 4 to 32 KB, so the time is that of a launch and of a
+// chain: a load of the maxima, a bound, a load of what reaches it, the ranks. topk_chunks.cu has the time of both
+// stages.
 #include "beam_search/merge.cuh"
 
 struct MergeParams {

@@ -8,8 +8,8 @@
 //
 // Grid: a thread per sequence. With SORTED `slices` blocks per sequence, of which each thread writes ITEMS ids.
 //
-// Speed of light: the latency of a launch, for a few numbers per sequence; with SORTED memory, 4 bytes written per token
-// of the vocabulary and none read.
+// Speed of light: the latency of a launch, for a few numbers per sequence; with SORTED memory, 4 bytes written per
+// token of the vocabulary and none read.
 
 struct DecodingInitParams {
     const int* start_ids;    // [batch]

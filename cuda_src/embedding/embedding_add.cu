@@ -10,8 +10,8 @@
 // addresses.
 //
 // Speed of light: memory. Each row is read once and written once; the rows of the positions are few and stay in L2. On
-// an H200 8192 rows of 4096 bfloat16 reach 81% of the speed of a copy of as many bytes, rows of 1024 65%, where the
-// launch weighs more. 64 rows take 2.5 us: a launch and the chain of two dependent loads, the index and the row.
+// an H200 8192 rows of 4096 bfloat16 take 39 us, 81% of the bandwidth of a copy; rows of 1024 take 12 us, 65% of it.
+// For 64 rows the bound is latency, of a launch and two dependent loads, the index and the row: 2.5 us.
 #include "common/numeric.cuh"
 #include "embedding/rows.cuh"
 

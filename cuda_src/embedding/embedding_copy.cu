@@ -8,8 +8,8 @@
 // WIDTH: the bytes per load, a power of two up to 16 that divides the rows and the addresses. No type of the elements:
 // a copy keeps their bits.
 //
-// Speed of light: memory. Each row is read once and written once. 8192 rows of 4096 bfloat16 take 34 us on an H200; a
-// plain copy of as many bytes takes 93% of that.
+// Speed of light: memory. Each row is read once and written once. On an H200 8192 rows of 4096 bfloat16 take 34 us, 93%
+// of the bandwidth of a copy.
 #include "embedding/rows.cuh"
 
 template <int WIDTH> __global__ __launch_bounds__(THREADS) void embedding_copy(const __grid_constant__ Params p) {

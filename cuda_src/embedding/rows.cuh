@@ -1,9 +1,9 @@
 // What both lookups share: the struct of parameters, the indices, and which rows and chunk a thread has.
 //
-// Grid: x over groups of rows, y over parts of a row. A row is `chunks` chunks of WIDTH bytes. Neighbouring threads have
-// neighbouring chunks of a row, as many threads as a row needs, at most the block; where rows are short several share a
-// block. A thread has the same chunk of ROWS_AT_ONCE rows. It loads all of them before it stores the first, so that it
-// waits once for its indices and once for its rows.
+// Grid: x over groups of rows, y over parts of a row. A row is `chunks` chunks of WIDTH bytes. Neighbouring threads
+// have neighbouring chunks of a row, as many threads as a row needs, at most the block; where rows are short several
+// share a block. A thread has the same chunk of ROWS_AT_ONCE rows. It loads all of them before it stores the first, so
+// that it waits once for its indices and once for its rows.
 #pragma once
 #include "common/units.cuh"
 

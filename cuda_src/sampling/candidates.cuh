@@ -2,8 +2,8 @@
 #pragma once
 #include "sampling/shared.cuh"
 
-// Put the tokens with low <= x < high into the lists of the first `blocks` blocks, in one order, if they fit. Returns
-// how many there are. `passes` is the number of passes before.
+// Put the tokens with low <= x < high into the lists of the first `blocks` blocks, the same in each, as far as they
+// fit; return how many there are. The order is that of arrival. `passes` is the number of passes before.
 template <typename Row> __device__ __forceinline__ int gather(int passes, int blocks, float low, float high) {
     Row x = recall<Row>(passes);
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
@@ -32,7 +32,7 @@ template <typename Row> __device__ __forceinline__ int gather(int passes, int bl
 
 // Sort the list, largest first.
 template <typename Row> __device__ __forceinline__ void sort_list(const Row& x, int size) {
-    static_assert(CAPACITY <= 32 * MIN_WARPS, "a thread has one");
+    static_assert(CAPACITY <= 32 * MIN_WARPS, "one candidate per thread");
     const int i = threadIdx.x;
     const unsigned long long mine = i < size ? x.list[i] : 0;
     int rank = 0;
@@ -45,10 +45,10 @@ template <typename Row> __device__ __forceinline__ void sort_list(const Row& x, 
     __syncthreads();
 }
 
-// A value that at least k tokens reach, and few more: nearly the k-th largest of the tops. By one warp.
+// A value that at least k tokens reach, and few more: the k-th largest of the tops or a little less. By one warp.
 template <typename Row> __device__ __forceinline__ float reached_by(const Row& x, int k) {
     constexpr int MINE = MAX_TOPS / 32, SPARE = 16;
-    // Tokens that weigh nothing are never drawn: without k others, all others are kept.
+    // Tokens that weigh nothing are never drawn, so they need not be candidates: of fewer than k others all are.
     const unsigned least = sortable(Row::IS_PROBS ? 1e-45f : -LARGEST_FLOAT);
     unsigned keys[MINE];
 #pragma unroll

@@ -1,5 +1,5 @@
-// The draw from a list of candidates by one block: the rounds of a draw over the row, with the same random numbers and so
-// with the same token.
+// The draw from a list of candidates by one block: the rounds of a draw over the row, with the same random numbers and
+// so with the same token.
 //
 // Thread i has the i-th best token. Its group is that of the row, as far as its tokens are listed.
 #pragma once
@@ -8,8 +8,8 @@
 
 __device__ __forceinline__ int group_of(int id) { return id / TILE * 32 + id / 4 % 32; }
 
-// Whether the weights of a token's group, summed up in the order of ids as far as the token, pass the share of the sum that
-// `bits` draw. That holds for all ids of the group from some id on, and that id is the one drawn.
+// Whether the weights of a token's group, summed up in the order of ids as far as the token, pass the share of the sum
+// that `bits` draw. That holds for all ids of the group from some id on, and that id is the one drawn.
 template <typename Row>
 __device__ __forceinline__ bool reaches_share(const Row& x, const Listed& listed, int rank, int id, int group,
                                               unsigned bits, float group_sum, int kept) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ int smallest_found(const Listed& listed) {
 
 // --- the draw ---
 
-// A token of the k best of the list. Those below `least` are not drawn, but count for top-p. `all_sum` is what top-p is a
-// share of; 0 for the sum of the k best.
+// A token of the k best of the list. Those below `least` are not drawn, but count for top-p. `all_sum` is what top-p is
+// a share of; 0 for the sum of the k best.
 template <typename Row>
 __device__ __forceinline__ Bound draw_listed(int size, int k, float least, float top_p, float all_sum, Stream stream) {
     const Row x = recall<Row>(0);
@@ -88,11 +88,11 @@ __device__ __forceinline__ Bound draw_listed(int size, int k, float least, float
             float before = 0;
 #pragma unroll 4
             for (int other = 0; other < best; ++other) {
-                const float its = listed.weight[other];
-                if (other < i) before += its;
-                if (other < kept && listed.group[other] == group) group_sum += its;
+                const float weight = listed.weight[other];
+                if (other < i) before += weight;
+                if (other < kept && listed.group[other] == group) group_sum += weight;
             }
-            // The same in each round; a slow thread may still be reading it.
+            // The same in each round, so it is written once: a slow thread may still be reading it.
             if (round == 0) listed.before[i] = before;
             if (i < kept && group_sum > 0) key = sortable(x.log2_of(group_sum) + earliness(bits.x));
         }

@@ -1,20 +1,21 @@
 // The first pass over a row: load it, and find its largest value, the sum of its weights and the winner of the race of
 // all groups.
 //
-// Weights are relative to the largest value of the row, which is not known yet. So each lane takes the largest value of
-// its group instead, each tile that of the tile, and whoever adds up the slots scales them to that of the row.
+// Weights are relative to the largest value of the row, which is not known yet. So the weights of a group are relative
+// to the largest value of the group, the sums in the slots to that of the tile, and adding up the slots scales the
+// sums.
 #pragma once
 #include "sampling/random.cuh"
 #include "sampling/row.cuh"
 
-// The reference for weights relative to `top`: a difference of infinities would be NaN.
+// The reference of weights, from a largest value, which may be -inf: a difference of infinities would be NaN.
 __device__ __forceinline__ float reference_of(float top) { return fmaxf(top, -LARGEST_FLOAT); }
 
 // What a lane finds in its group of a tile.
 struct Group {
     float top;          // the largest value
-    float part[4] = {}; // the sum of the weights relative to it, in four parts
-    float early = 0;    // the group's random number in the race
+    float part[4] = {}; // the sum of the weights, relative to `top`, in four parts
+    float early = 0;    // the earliness of the group in the race
 
     __device__ __forceinline__ float sum() const { return (part[0] + part[1]) + (part[2] + part[3]); }
 };
@@ -27,7 +28,7 @@ __device__ __forceinline__ void read_vectors(const Row<T, PROBS, CLUSTER>& x, in
     Vector bits[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) bits[j] = *reinterpret_cast<const Vector*>(x.values + x.id_of(tile, x.lane, 4 * j));
-    // While the values are on their way.
+    // The random number is computed while the values are on their way.
     if (RACE) found.early = earliness(stream.at(tile * 32 + x.lane, 0).x);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void read_vectors(const Row<T, PROBS, CLUSTER>& x, in
     }
 }
 
-// The same value by value, for all other tiles.
+// The same for all other tiles, value by value.
 template <bool RACE, typename Row>
 __device__ __forceinline__ void read_values(const Row& x, int local, bool cached, float4* to, Stream stream,
                                             Group& found) {
@@ -60,9 +61,9 @@ __device__ __forceinline__ void read_values(const Row& x, int local, bool cached
     x.for_each(local, [&](int, float value, int c) { found.part[c] += x.relative(value, reference); });
 }
 
-// Leave what the lanes found in a tile: in its slot the first group of the race with its key, the largest value and the
-// sum of the weights; in `tops` the largest values of parts of the tile. `started`: the blocks of the cluster have all
-// started, so that they can be written to.
+// Leave what the lanes found in a tile: in its slot the key of the first group of the race, that group, the largest
+// value and the sum of the weights; in `tops` the largest values of parts of the tile. Blocks can be written to once
+// they have all `started`.
 template <typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, const Group& group, bool& started) {
     const int parts = x.layout.tops_per_tile, part_lanes = 32 / parts;
@@ -91,12 +92,12 @@ __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, 
     }
 }
 
-// Load the row, and leave for all blocks what its tiles have. RACE: whether groups race.
+// Load the row, and leave in all blocks what its tiles have. RACE: whether groups race.
 template <bool RACE, typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
     x.clear_list();
     cluster_arrive<CLUSTER>();
-    // One block waits for nobody else, and its barrier must be where its warps are together.
+    // A single block has no other to wait for; its barrier must be here, where its warps are together.
     if (CLUSTER == 1) __syncthreads();
     bool started = CLUSTER == 1;
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
     x.slots_of_pass();
 }
 
-// The largest value of the row, for x.top. NaN is above all.
+// The largest value of the row, for x.top. NaN is larger than all.
 template <typename Row> __device__ __forceinline__ float find_top(const Row& x) {
     unsigned key = 0;
     for (int i = x.lane; i < x.layout.tiles; i += 32) key = max(key, sortable(__uint_as_float(x.slots[i].z)));
@@ -123,16 +124,16 @@ template <typename Row> __device__ __forceinline__ float find_top(const Row& x) 
 }
 
 // The sum of all weights, and the group that wins the first round among all.
-template <typename Row> __device__ __forceinline__ void digest(const Row& x, float& sum, int& winner) {
+template <typename Row> __device__ __forceinline__ void find_sum_and_winner(const Row& x, float& sum, int& winner) {
     unsigned key = 0, group = 0;
     sum = 0;
     for (int i = x.lane; i < x.layout.tiles; i += 32) {
         const uint4 slot = x.slots[i];
         const float distance = x.shift(reference_of(__uint_as_float(slot.z)), x.top);
-        const float weighs = __uint_as_float(slot.w);
-        sum += Row::IS_PROBS ? weighs : weighs * fast_exp2(distance);
-        const unsigned its = sortable(__uint_as_float(slot.x) + distance);
-        if (its > key) key = its, group = slot.y;
+        const float tile_sum = __uint_as_float(slot.w);
+        sum += Row::IS_PROBS ? tile_sum : tile_sum * fast_exp2(distance);
+        const unsigned tile_key = sortable(__uint_as_float(slot.x) + distance);
+        if (tile_key > key) key = tile_key, group = slot.y;
     }
     sum = lanes_sum<32>(sum);
     const unsigned first = __reduce_max_sync(FULL_WARP, key);

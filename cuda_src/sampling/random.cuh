@@ -12,8 +12,8 @@ struct Stream {
     }
 };
 
-// -log2(an exponentially distributed time, in units of ln 2). Where the time is short, 1 - v would round its digits away,
-// so a series takes over.
+// -log2(an exponentially distributed time, in units of ln 2). Where the time is short, 1 - v would round its digits
+// away, so a series takes over.
 __device__ __forceinline__ float earliness(unsigned bits) {
     const float v = fmaf(float(bits), 0x1p-32f, 0x1p-33f);
     const float series = v * fmaf(v, fmaf(v, fmaf(v, 0.25f, 1.f / 3), 0.5f), 1.f) * LOG2_E;

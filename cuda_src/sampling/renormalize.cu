@@ -2,7 +2,7 @@
 //
 //   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature)
 //   TOP_K_RENORM  the k largest probabilities / their sum, 0 elsewhere
-//   TOP_P_RENORM  the fewest largest probabilities whose sum reaches top_p times that of the row / their sum, 0 elsewhere
+//   TOP_P_RENORM  the fewest largest probabilities with the share top_p of the row's sum / their sum, 0 elsewhere
 //   TOP_K_MASK    the k largest logits, -inf elsewhere
 //
 // Ties go to the lower id. Rows with nothing to normalize become 0, rows with NaN become NaN; with TOP_K_MASK both stay
@@ -10,10 +10,10 @@
 //
 // Grid: CLUSTER blocks per row, which share it as row.cuh says.
 //
-// Speed of light: memory, each value read once and written once; what shared memory does not hold is read again from L2.
-// On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, in which a copy of as many bytes takes 68%; top-k takes
-// 125 us. Top-p has a chain of passes, each with a barrier of the cluster, for the search of its bound: 51 us for one row,
-// 525 us for 256.
+// Speed of light: memory, each value read once and written once; what shared memory does not hold is read again from
+// L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, 68% of the bandwidth of a copy; top-k takes 125
+// us. For one row the bound is latency: 7 us for the softmax. So it is for top-p, whose search is a chain of passes,
+// each with a barrier of the cluster: 51 us for one row, 525 us for 256.
 #include "sampling/first_pass.cuh"
 #include "sampling/params.cuh"
 #include "sampling/search.cuh"
@@ -44,7 +44,7 @@ struct RenormalizeParams {
     void* out;                // [rows, vocab] T; float32 for SOFTMAX
     const float* temperature; // [rows], or null for the scalar; so are top_p and top_k
     const float* top_p;
-    const void* top_k; // int64 where wide
+    const void* top_k; // int32, or int64 if wide
     long long row_stride;
     int vocab, scalar_top_k;
     Layout layout;
@@ -53,17 +53,14 @@ struct RenormalizeParams {
     float scalar_temperature, scalar_top_p;
 };
 
-// The scale of the smallest temperatures, and of 0: the limit of the softmax, all on the best token.
-constexpr float BEST_ALONE = 1e30f;
-
 __device__ __forceinline__ float scale_of(float temperature) {
     float scale = LOG2_E / temperature;
     if (!(scale > 0 && scale < BEST_ALONE)) scale = BEST_ALONE;
     return scale;
 }
 
-// Find what becomes of a row. A token gets weight * factor * inverse if the bound keeps it, otherwise 0. Where the row is not
-// valid, all tokens get `inverse`.
+// Find what becomes of a row. A token gets weight * factor * inverse if the bound keeps it, otherwise 0. In a row that
+// is not valid all tokens get `inverse`.
 template <Mode MODE, typename Row>
 __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top_k, float top_p, bool& valid,
                                           Bound& bound, float& factor, float& inverse) {
@@ -73,7 +70,7 @@ __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top
     if (valid) {
         float sum;
         int winner;
-        digest(x, sum, winner);
+        find_sum_and_winner(x, sum, winner);
         Search found = {bound, 1};
         if (MODE == SOFTMAX && x.scale == BEST_ALONE) found.bound = {x.top, best<Row>(found.passes++)};
         if ((MODE == TOP_K_RENORM || MODE == TOP_K_MASK) && top_k < vocab)

@@ -1,13 +1,13 @@
-// A row of logits or probabilities as a cluster of blocks holds it: which values a thread reads, from where, and how the
-// blocks tell each other what they found.
+// A row of logits or probabilities as a cluster of blocks holds it: which values a thread reads, from where, and how
+// the blocks tell each other what they found.
 //
-// The vocabulary is cut into tiles of TILE ids, which are shared out to the blocks of the cluster and there to the warps.
-// A warp reads a tile: lane l holds in tile t the group of 32 ids {1024 t + 128 j + 4 l + c : j < 8, c < 4}, which it alone
-// reads, first from global memory and then from shared memory, as far as that holds the row.
+// The vocabulary is cut into tiles of TILE ids, which are shared out to the blocks of the cluster and there to the
+// warps. A warp reads a tile: lane l holds in tile t the group of 32 ids {1024 t + 128 j + 4 l + c : j < 8, c < 4},
+// which it alone reads, first from global memory and then from shared memory, as far as that holds the row.
 //
-// What a pass over the row finds, such as a sum, a warp writes into a slot per tile, in the shared memory of every block
-// of the cluster. After a barrier each warp adds up all slots of its own block, always in the same order: nobody has to
-// hand the result out, and all get the same bits.
+// What a pass over the row finds, such as a sum, a warp writes into a slot per tile, in the shared memory of every
+// block of the cluster. After a barrier each warp adds up all slots of its own block, always in the same order: nobody
+// has to hand the result out, and all get the same bits.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/warp.cuh"
@@ -15,7 +15,7 @@
 
 constexpr int TILE = 1024;
 constexpr int MIN_WARPS = 6, MAX_WARPS = 16;
-constexpr int MAX_TOPS = 256;
+constexpr int MAX_TOPS = 256;  // largest values of parts of tiles, of a whole row
 constexpr int CAPACITY = 192;  // candidates that can be ranked, one by a thread
 constexpr int MAX_LISTED = 96; // the largest k that is looked for among candidates
 
@@ -37,8 +37,8 @@ template <> struct VectorOf<float> {
 
 template <bool PROBS> __device__ __forceinline__ float combine(float x, float y) { return PROBS ? x - y : x + y; }
 
-// The four values from `id` on, where they do not lie as a vector, or where another row is combined with them. What lies
-// behind the end of the row weighs nothing. Not inlined: it would be compiled dozens of times.
+// The four values from `id` on, where they cannot be read as a vector, or are combined with those of another row.
+// Values behind the end of the row weigh nothing. Not inlined: it would be compiled dozens of times.
 template <typename T, bool PROBS>
 __device__ __noinline__ float4 slow_four(const T* values, const T* second, int vocab, int id) {
     float x[4];
@@ -50,25 +50,26 @@ __device__ __noinline__ float4 slow_four(const T* values, const T* second, int v
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-// A row in float32. PROBS: of probabilities, otherwise of logits. The passes over a row are functions of the files that
-// include this one.
+// A row in float32, of probabilities (PROBS) or logits. The passes over it are in the files that include this one.
 template <typename T, bool PROBS, int CLUSTER> struct Row {
     using Vector = typename VectorOf<T>::type;
     static constexpr bool IS_PROBS = PROBS;
     static constexpr int BLOCKS = CLUSTER;
-    static constexpr float LEAST = PROBS ? 0.f : -LARGEST_FLOAT;
+    static constexpr float LEAST = PROBS ? 0.f : -LARGEST_FLOAT; // the smallest finite value
 
     const T* values;
     const T* second; // added to logits, subtracted from probabilities; or null
     int vocab;
     Layout layout;
     float scale; // log2(e) / temperature
-    int lane, warp, warps, first_tile, local_tiles, turn;
-    float4* cache;            // [cached_tiles, 8, 32]
-    uint4* slots;             // [2, tiles]
-    unsigned long long* list; // [CAPACITY]
-    float* lane_tops;         // [topped_tiles, 32]
-    float* tops;              // [tiles, tops_per_tile]
+    int lane, warp, warps;
+    int first_tile, local_tiles; // of this block
+    int turn;                    // the half of the slots that the next pass writes
+    float4* cache;               // [cached_tiles, 8, 32]
+    uint4* slots;                // [2, tiles]
+    unsigned long long* list;    // [CAPACITY]
+    float* lane_tops;            // [topped_tiles, 32], the largest values of the groups
+    float* tops;                 // [tiles, tops_per_tile], the largest values of parts of all tiles
     int* list_size;
     float top; // the largest value, after `find_top`
 
@@ -101,8 +102,8 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
     }
 
-    // Logits up to the largest float: a difference of infinities would be NaN. Probabilities from 0 on: what is negative
-    // weighs nothing.
+    // Logits up to the largest float: a difference of infinities would be NaN. Probabilities from 0 on: what is
+    // negative weighs nothing.
     __device__ __forceinline__ float limit(float x) const {
         return PROBS ? max_or_nan(x, 0.f) : min_or_nan(x, LARGEST_FLOAT);
     }
@@ -192,7 +193,8 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return {from_sortable(unsigned(found >> 32)), int(~unsigned(found))};
     }
 
-    // Whether the k best are looked for among candidates; the same for all variants, whose sums differ in rounding.
+    // Whether the k best are looked for among candidates. It is the same for all variants: the two ways round their
+    // sums differently.
     __device__ __forceinline__ bool lists(int k) const {
         return k <= MAX_LISTED && 2 * k <= layout.tiles * layout.tops_per_tile;
     }
