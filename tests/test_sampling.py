@@ -228,9 +228,10 @@ def test_softmax_is_torchs(dtype: str, temperature: float | None, run: Place, rn
     x[0, ::3] = -INF
     want = torch.softmax(torch.from_numpy(x.astype(np.float64)) / (temperature or 1), dim=1).float()
     assert_matches("sampling.probs", run("softmax", x, temperature), want)
-    heats = np.array([0.5, 1, 3], np.float32)
-    want = torch.softmax(torch.from_numpy(x.astype(np.float64) / heats[:, None].astype(np.float64)), dim=1).float()
-    assert_matches("sampling.probs", run("softmax", x, heats), want)
+    temperatures = np.array([0.5, 1, 3], np.float32)
+    scaled = x.astype(np.float64) / temperatures[:, None].astype(np.float64)
+    want = torch.softmax(torch.from_numpy(scaled), dim=1).float()
+    assert_matches("sampling.probs", run("softmax", x, temperatures), want)
 
 
 # --- distributions ----------------------------------------------------------------------------------------
@@ -325,10 +326,10 @@ def distribution(weights: Array, name: str, params: Options) -> tuple[Array, Arr
     with np.errstate(divide="ignore"):
         x = (weights / 64 if probs else np.log(weights)).astype(np.float32)
     options = dict(params)
-    heat = options.pop("temperature", 1.0)
+    temperature = options.pop("temperature", 1.0)
     joint = options.pop("filter_apply_order", "") == "joint"
     values = torch.from_numpy(x)
-    w = values.double() if probs else torch.softmax(values.double() / heat, dim=0)
+    w = values.double() if probs else torch.softmax(values.double() / temperature, dim=0)
     kept = kept_by_torch(values, w, joint=joint, **options)
     return x, torch.where(kept, w / w[kept].sum(), 0).numpy()
 
@@ -1621,7 +1622,7 @@ SANITIZED = {
     "the search": ("top_k_sampling_from_probs", {"top_k": 700}, "flat", 2999),
     "the search, with ties": ("top_k_sampling_from_probs", {"top_k": 700}, "all equal", 2999),
     "rounds": ("top_p_sampling_from_probs", {"top_p": 0.3}, "flat", 3000),
-    "a least": ("min_p_sampling_from_probs", {"min_p": 0.2}, "flat", 1100),
+    "a min_p": ("min_p_sampling_from_probs", {"min_p": 0.2}, "flat", 1100),
     "greedy": ("sample", {"temperature": 0}, "many ties", 2100),
     "all": ("sample", {"temperature": 0.7, "top_k": 900, "top_p": 0.8, "min_p": 0.001}, "peaked", 3000),
 }
