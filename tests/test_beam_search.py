@@ -138,7 +138,7 @@ def test_the_twin_is_torchs_topk(shape: tuple[int, ...], rng: np.random.Generato
 def test_the_twins_diversity_is_a_composition_of_torchs_topk(rng: np.random.Generator) -> None:
     log_probs = _distinct(rng, (5, 4, 30)) / 64
     own = torch.from_numpy(log_probs).topk(6, dim=-1)
-    # Thirds of a rank can tie with nothing.
+    # The values are multiples of 1/64, of which thirds make no ties.
     values = own.values - torch.arange(6) / 3
     ids = own.indices + 30 * torch.arange(4)[:, None]
     best = values.flatten(1).topk(6)
@@ -196,7 +196,7 @@ def test_two_steps_by_hand(run: Callable[..., Any]) -> None:
     assert (last_ids.tolist(), last_parents.tolist()) == ([[END, END]], [[0, 1]])
     # -5 / 2 cannot better -1.625.
     assert done.tolist() == [True]
-    # From then on the pool stays as it is, whatever comes.
+    # The pool of a search that is done stays as it is.
     again = run("beam_search_step", np.zeros((1, 2, 5), np.float32), *results[2:], 2, 3, END)
     for before, after in zip(results[3:], again[3:], strict=True):
         np.testing.assert_array_equal(after, before)
@@ -285,7 +285,7 @@ def tiny_model(seed: int, vocab: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    # A wide initialization, for logits that differ.
+    # A wide initialization makes logits that differ.
     config = GPT2Config(
         vocab_size=vocab, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.6,
         bos_token_id=None, eos_token_id=None, use_cache=False,
@@ -470,7 +470,7 @@ def test_only_the_steps_so_far_are_written(run: Callable[..., Any], rng: np.rand
 
 
 def good_arguments(name: str) -> dict[str, Any]:
-    """By keyword, so that the names are tested as well."""
+    """Arguments by keyword, so that their names are tested as well."""
     rng = np.random.default_rng(0)
     log_probs = rng.normal(size=(2, 3, 20)).astype(np.float32)
     if name == "beam_topk":
@@ -677,7 +677,7 @@ def test_numpy_integers_are_taken() -> None:
 
 
 def said(name: str, **options: Any) -> tuple[Any, list[Any]]:
-    """What the plan of an op says for arrays as if they were on a GPU, and what its late numbers are found in."""
+    """The plan of a call as if its arrays were on a GPU, and the environment that its late numbers are in."""
     made = OPS[name]
     trace, _, reader = made.say(made.form(0, tuple(options)), [*options.values()], on=gpu.of_arch("90a"))
     return trace, [*reader.addresses, *reader.lates]
@@ -796,7 +796,7 @@ def test_topk(sizes: tuple[int, int, int, int], dtype: str, rng: np.random.Gener
 
 
 def difficult(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> Array:
-    """Values that fill a block's list, or come close to it."""
+    """Rows whose best values fill the list of a block, or nearly."""
     x = rng.normal(size=shape)
     if kind == "all equal":
         x[:] = 1.5
@@ -857,7 +857,7 @@ def test_topk_of_random_sizes(data: st.DataObject) -> None:
 
 
 def random_state(rng: np.random.Generator, batch: int, beams: int) -> tuple[Array, ...]:
-    """A pool in every condition: empty, part full, full, done."""
+    """A state whose pools are empty, part full, full, and of searches that are done."""
     scores = -np.sort(rng.exponential(4, (batch, beams))).astype(np.float32)
     lengths = rng.integers(1, 9, (batch, beams), np.int32)
     lengths[np.arange(beams) >= rng.integers(0, beams + 2, (batch, 1))] = 0
@@ -898,7 +898,7 @@ def test_step(sizes: tuple[int, int, int, Any, int], dtype: str, rng: np.random.
         if vocab > 10000 and i % 5:
             continue
         x = rng.normal(size=(batch, beams, vocab)) * 3
-        # Ends that matter.
+        # End tokens are likely, so that hypotheses end.
         x[..., list(ends) if isinstance(ends, tuple) else [ends]] += rng.choice([0.0, 6.0], (batch, beams, 1))
         x[rng.random(x.shape) < 0.05] = -INF
         x = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True))).astype(arrays.numpy_dtype(dtype))
