@@ -324,7 +324,7 @@ def agree_with_transformers(device: str, beams: int, seed: int, **options: Any) 
     model = tiny_model(seed, vocab).to(device)
     prompt = torch.randint(vocab, (3, 4), generator=torch.Generator().manual_seed(seed)).to(device)
     greedy = beams == 1
-    # No token, except that a greedy search gives it to the model.
+    # What fills the result after the end: no token, but a greedy search of transformers passes it to the model.
     fill = end_id if greedy else vocab
     tokens, lengths, scores = search(model, prompt, beams, max_steps, end_id, fill, **options)
     generated = model.generate(
