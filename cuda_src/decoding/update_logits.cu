@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS) update_logits(const __grid_constant__
         }
         return;
     }
-    // All loads come before the first store: the compiler must take a store for one to what is loaded later.
+    // All loads come before the first store: the compiler moves no load above a store that may be to the same memory.
     Raw packs[PACKS], added[PACKS];
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
