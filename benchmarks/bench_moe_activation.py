@@ -55,7 +55,7 @@ def _vllm(name: str) -> Callable[..., Any]:
 
 
 def _peers(name: str, dtype: str) -> dict[str, Baseline]:
-    """Of vLLM 0.26 and sglang-kernel 0.4. Their swigluoai takes the gate and the other half by turns."""
+    """The kernels of vLLM 0.26 and sglang-kernel 0.4. None for swigluoai: theirs takes gate and up interleaved."""
     if name not in ("silu", "gelu", "gelu_tanh"):
         return {}
     peers = {"vLLM": Baseline(lambda: _vllm(name))}
@@ -65,7 +65,7 @@ def _peers(name: str, dtype: str) -> dict[str, Baseline]:
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """PyTorch rounds each step to the dtype of its arguments."""
+    """Whether results are near: PyTorch rounds each step to the dtype of its arguments."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2**-5, atol=2**-5)
 
 

@@ -23,13 +23,13 @@ Baselines = dict[str, Baseline]
 
 TOKENS = (1, 64, 1024, 8192, 65536)
 VARIANTS = ("specialized", "dynamic")
-# A baseline may round otherwise than the op, and so choose another expert in a few near ties.
+# A baseline that rounds differently may choose another expert in a few near ties.
 _MATCHED_TOKENS = 0.99
 _SHARED_EXPERTS = 0.97
 
 
 def eager(logits: torch.Tensor, bias: torch.Tensor, groups: int, topk_group: int, topk: int) -> Routing:
-    """The biased grouped top-k as a composition of torch operators, after the formulas of the DeepSeek-V3 report."""
+    """The biased grouped top-k, composed of torch operators by the formulas of the DeepSeek-V3 report."""
     tokens, experts = logits.shape
     scores = logits.float().sigmoid()
     choice = scores + bias
@@ -74,8 +74,8 @@ if triton is not None:
         TOPK_GROUP: tl.constexpr,
         TOPK: tl.constexpr,
         SOFTMAX: tl.constexpr,
-        COLUMNS: tl.constexpr,  # EXPERTS, up to a power of two
-        SLOTS: tl.constexpr,  # TOPK, up to a power of two
+        COLUMNS: tl.constexpr,  # EXPERTS rounded up to a power of two
+        SLOTS: tl.constexpr,  # TOPK rounded up to a power of two
         BLOCK: tl.constexpr,
     ):
         """One program per BLOCK tokens: keep the best groups, then take the best expert TOPK times."""
@@ -168,7 +168,7 @@ def _gate_baselines(groups: int, topk_group: int, topk: int, compiled: bool) -> 
 
 
 def _gate_peers(experts: int, groups: int, topk_group: int, topk: int, dtype: str) -> Baselines:
-    """As of sglang-kernel 0.4.2, SGLang 0.5.17 and vLLM 0.26."""
+    """The kernels of sglang-kernel 0.4.2, SGLang 0.5.17 and vLLM 0.26."""
 
     def sglang() -> Callable[..., Any]:
         from sgl_kernel import moe_fused_gate
@@ -237,9 +237,9 @@ def _topk_peers(op: str) -> Baselines:
 
 
 def agree(ours: Routing, theirs: Routing) -> bool:
-    """Nearly all tokens go to the same experts with the same weights, in whatever order.
+    """Whether nearly all tokens go to the same experts with the same weights, in any order.
 
-    Experts that tie, as many do in bfloat16, may be chosen for each other: their weights then say enough.
+    Experts that tie, as many do in bfloat16, may be exchanged: then equal weights are enough.
     """
     (our_weights, our_ids), (their_weights, their_ids) = ours, theirs
     same_expert = our_ids[:, :, None] == their_ids[:, None, :]
@@ -250,7 +250,7 @@ def agree(ours: Routing, theirs: Routing) -> bool:
 
 
 def _traffic(tokens: int, experts: int, topk: int, dtype: str, biased: bool) -> int:
-    """Bytes: the logits and the bias in, a float32 and an int32 per slot out."""
+    """A case whose bytes are the logits and the bias, and a float32 and an int32 per slot."""
     return tokens * (experts * ITEM_SIZE[dtype] + topk * 8) + (experts * 4 if biased else 0)
 
 

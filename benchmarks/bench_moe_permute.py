@@ -1,4 +1,4 @@
-"""Grouping tokens by expert and bringing them together, against compositions in PyTorch, and SGLang and vLLM."""
+"""The permutation of tokens by expert and the way back, against compositions in PyTorch, and SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BLOCK_SIZE = 64
 
 
 def random_ids(sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
-    """Different experts for each token, all as likely."""
+    """topk different experts per token, all equally likely."""
     scores = torch.rand(sizes.tokens, sizes.experts, generator=generator, device=generator.device)
     return scores.topk(sizes.topk).indices.int()
 
@@ -81,14 +81,14 @@ def torch_align(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[
 
 
 def agree(ours: Any, theirs: Any) -> bool:
-    """The same values in all places."""
+    """Whether all values are equal."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs)
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def agree_nearly(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Sums in another order, rounded once or after each slot."""
+    """Whether sums are near, which may be in another order and rounded once or after each slot."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=5e-2)
 
 
@@ -102,7 +102,7 @@ def _vllm_align(sizes: Sizes) -> Callable[..., Any]:
 
 
 def _sglang_align(sizes: Sizes) -> Callable[..., Any]:
-    """With an expert more, as SGLang has it for the ids of other ranks."""
+    """SGLang's function, which wants one expert more, for the ids of other ranks."""
     from sgl_kernel import moe_align_block_size
 
     experts = sizes.experts + 1
@@ -227,7 +227,7 @@ def _align(sizes: Sizes) -> Case:
     baselines = {"torch": Baseline(lambda: lambda ids: torch_align(ids, BLOCK_SIZE, sizes.experts))}
 
     def agree_by_experts(ours: Any, theirs: Any) -> bool:
-        # The order within an expert may be another.
+        # The order of rows within an expert may differ.
         used = int(ours[2])
         same = torch.equal(ours[2], theirs[2]) and torch.equal(
             ours[1][: used // BLOCK_SIZE], theirs[1][: used // BLOCK_SIZE]

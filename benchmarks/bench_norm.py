@@ -51,13 +51,13 @@ def quantized_by_torch(how: str) -> Call:
 
 
 def _near(ours: Any, theirs: Any) -> bool:
-    """But for what is rounded more than once."""
+    """Whether results are near: others round more than once."""
     pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
     return all(torch.allclose(a.float(), b.float(), rtol=2**-6, atol=2**-6) for a, b in pairs)
 
 
 def _quantized_alike(ours: Any, theirs: Any) -> bool:
-    """The same numbers but for the last bit, where the norm is rounded to 16 bits before it is quantized."""
+    """Whether numbers are equal up to the last bit: others round the norm to 16 bits before they quantize it."""
     (our_bytes, our_scales), (their_bytes, their_scales) = ours, theirs
     same = (our_bytes.view(torch.uint8) == their_bytes.view(torch.uint8)).float().mean()
     numbers, others = our_bytes.float(), their_bytes.float()

@@ -21,9 +21,9 @@ BATCHES = (1, 64, 256)
 VOCAB, SMALL_VOCAB = 128256, 32000
 TOP_K, TOP_P, TEMPERATURE = 40, 0.9, 0.8
 SEED = 1
-# Of the probability, what the order of a sum may decide.
+# The share of a probability that the order of a sum may decide.
 _LAST_TOKEN = 1e-3
-# Of a mean of uniform numbers.
+# How many standard deviations the mean of uniform numbers may be off.
 _DEVIATIONS = 6
 _WHOLE_ROWS = ("softmax", "top_k_renorm_probs", "top_p_renorm_probs")
 
@@ -105,7 +105,7 @@ def _compiled(function: Call) -> Baseline:
 
 
 def _flashinfer(call: Callable[[Any, torch.Tensor], torch.Tensor]) -> Baseline:
-    """`call` gets the module `flashinfer.sampling`."""
+    """A baseline of FlashInfer: `call` gets the module `flashinfer.sampling`."""
 
     def load() -> Call:
         from flashinfer import sampling
@@ -131,7 +131,7 @@ FLASHINFER: Mapping[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 def _flashinfer_sample() -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-    """A decoding step, with a `top_k` for each row as a server has it."""
+    """FlashInfer's decoding step, with a `top_k` for each row as a server has it."""
     from flashinfer import sampling
 
     def prepare(logits: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -154,7 +154,7 @@ def _sglang_top_p_renorm() -> Call:
     return lambda probs: top_p_renorm_prob(probs, TOP_P)
 
 
-#: Of FlashInfer 0.7 and sglang-kernel 0.4.
+#: The kernels of FlashInfer 0.7 and sglang-kernel 0.4.
 PEERS: Mapping[str, Mapping[str, Baseline]] = {
     **{op: {"FlashInfer": _flashinfer(call)} for op, call in FLASHINFER.items()},
     "sample": {"FlashInfer": Baseline(_flashinfer_sample, prepared=True)},
@@ -180,19 +180,19 @@ def same_probabilities(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def same_but_for_one(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Of a sum that ends just at p, the last token may be in or out."""
+    """Whether probabilities agree, but for a last token that rounding of the sum may keep or not."""
     return bool((ours - theirs).abs().sum(dim=-1).max() < _LAST_TOKEN)
 
 
 def kept_probabilities(op: str, values: torch.Tensor) -> torch.Tensor:
-    """What the op draws from: the probabilities of the tokens that its filters keep, 0 elsewhere."""
+    """The probabilities of the tokens that the filters of the op keep, 0 elsewhere."""
     probs = values.float()
     if not op.endswith("_from_probs"):
         probs = (probs / TEMPERATURE if op == "sample" else probs).softmax(dim=-1)
     best, ids = probs.sort(dim=-1, descending=True)
     kept = best
     if "top_k" in op or op == "sample":
-        # Those that tie with the last may be chosen for it.
+        # A token that ties with the last one may be kept for it.
         kept = best * (best >= best[:, TOP_K - 1 : TOP_K])
     if "top_p" in op or op == "sample":
         of = kept / kept.sum(dim=-1, keepdim=True) if op == "sample" else best
@@ -203,9 +203,9 @@ def kept_probabilities(op: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def plausible(op: str) -> Callable[[tuple[Any, ...], torch.Tensor], bool]:
-    """Whether tokens can have been drawn from what the op keeps.
+    """Whether the tokens may have been drawn from what the op keeps.
 
-    Which ones are drawn is each library's own affair. But the share of the probability that is above a drawn token's
+    Each library draws its own tokens. But the share of the probability that is above a drawn token's
     is uniform between 0 and 1, so that its mean over the rows is 1/2 and cannot be far from it. With one seed `sample`
     has the same share in all rows, so that its mean says nothing.
     """
@@ -282,7 +282,7 @@ def _case(op: str, batch: int, vocab: int = VOCAB, dtype: str = "float32", varia
 
 
 def _variant() -> str:
-    """The kernel for large vocabularies on this GPU."""
+    """The variant for large vocabularies on this GPU."""
     clusters = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
     return "cluster" if clusters else "block"
 

@@ -1,13 +1,17 @@
-// What the two halves of a feed-forward layer's first projection become.
+// The gated activation between the two projections of a feed-forward layer.
 //
 //   out[r, c] = activate(x[r, c], x[r, inter + c])                 the formulas are in common/activation.cuh
 //
-// In the layout [experts, max_tokens, 2 * inter], rows from the count of their expert on are neither read nor written.
+// With counts, x is [experts, max_tokens, 2 * inter]; rows of an expert from its count on are neither read nor written.
 //
-// T: the elements. BYTES: a unit of them, the width of a load.
+// T: the elements. BYTES: a unit of them, the width of a load. ITEMS: units per thread.
 //
-// Grid: x: tiles of rows; y: parts of long rows. tile_columns / ITEMS threads side by side have a row: thread t its
-// units t, t + threads, ... A thread has asked for all of them before it computes the first.
+// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns / ITEMS neighbouring threads; thread
+// t has its units t, t + threads, ... and loads all of them before it computes the first.
+//
+// Speed of light: memory. Three elements are moved per result, two read and one written, for some ten flops. On an H200
+// with bfloat16, 8192 tokens of inter 2048 take 25 us, 93% of a copy's bandwidth, and 4096 of 14336 take 85 us, 97%;
+// which activation it is makes no difference. 64 tokens take 2.3 us, where an empty kernel takes 0.54 us.
 #include "common/activation.cuh"
 #include "common/units.cuh"
 #include "common/warp.cuh"
@@ -22,9 +26,9 @@ struct Params {
     int rows;
     int max_tokens; // rows of one expert
     Divisor by_max_tokens;
-    int columns;      // units in a row of out
+    int columns;      // of out, in units
     int tile_rows;    // tile_rows * threads <= blockDim.x
-    int tile_columns; // a multiple of ITEMS
+    int tile_columns; // in units, a multiple of ITEMS
     Divisor by_threads;
 };
 

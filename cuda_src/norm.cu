@@ -2,27 +2,39 @@
 //
 //   z[r, c] = x[r, c]; if ADD, x[r, c] + residual[r, c] rounded to T, which also becomes residual[r, c]
 //   y[r, c] = z[r, c] * rsqrt(sum of z[r, :]^2 / width + epsilon) * (weight[c] + offset)                    in float32
-//   out     = y rounded to T; or e4m3(y / scale), with one scale that is given, or max(max |y|, smallest) / 448 for each
-//             row or for each GROUP neighbours of one
+//   out     = y rounded to T                                                                                    PLAIN
+//           = e4m3(y / scale), the scale given                                                              BY_TENSOR
+//           = e4m3(y / scale), scale = max(max |y|, smallest) / 448 of a row                                   BY_ROW
+//                                                                or of each GROUP columns of a row           BY_GROUP
 //
-// Each product and each sum is rounded as IEEE says, and the order of the sum is the same however a row is dealt out:
-// EACH neighbours one after the other; of these sums those COLUMNS apart, one after the other; and then the second half
-// of what there is is added to the first, until one is left. So all instances give the same bits.
+// Each product and each sum is rounded as IEEE says, and the order of the sum of squares does not depend on the number
+// of threads, so all instances give the same bits. That order: the EACH squares of a unit one after the other; of the
+// sums of units, those COLUMNS units apart one after the other; then the second half of what remains is added to the
+// first half, until one is left.
 //
-// T: the elements. W: those of the weight, T or float. WIDTH: of a row, 0: dynamic. BYTES: the width of a load, 16 or one
-// element. THREADS: have a row, a power of two: a block, or up to a warp of one. A thread has units of EACH neighbours, t,
-// t + THREADS, ..., and keeps ITEMS of them in registers; those past them, which only rows of COLUMNS threads have, it
-// reads again. Grid: rows, BLOCK / THREADS of them in a block.
+// T: the elements. W: the weight's, T or float. WIDTH: the width of a row, 0: dynamic. BYTES: the width of a load, 16
+// or one element. THREADS per row, a power of two: a block, or at most a warp. ITEMS: units that a thread keeps in
+// registers. BLOCK: threads per block.
+//
+// Grid: BLOCK / THREADS rows per block. Thread t of a row has its units t, t + THREADS, ... of EACH elements. Of those
+// it keeps the first ITEMS in registers, from their load to the result; further units, which only rows of COLUMNS
+// threads have, it loads a second time.
+//
+// Speed of light: memory. A row is read once and written once, and so is its residual; some ten flops per element are
+// nothing beside that. For few rows, the chain of load, reduction and store bounds it. On an H200 with bfloat16, 8192
+// rows of 7168 take 62 us, 90% of a copy's bandwidth, with a residual 119 us, 93%; 8192 rows of 1536 take 15 us, 78%.
+// e4m3 results have fewer bytes to write but take as long: 63 us, 66%. 32 rows take 2.8 us, where an empty kernel takes
+// 0.54 us.
 #include "common/quantize.cuh"
 #include "common/warp.cuh"
 
 constexpr int EACH = 8;
 constexpr int COLUMNS = 1024;
-constexpr int EARLY_BYTES = 64; // of the weight, that a thread may hold while it waits for the others
+constexpr int EARLY_BYTES = 64; // bytes of the weight that a thread may hold during the sum of squares
 
-enum Result { PLAIN, BY_TENSOR, BY_ROW, BY_GROUP }; // a scale for each of these
+enum Result { PLAIN, BY_TENSOR, BY_ROW, BY_GROUP };
 
-// Rows [outer, inner, width] at two distances.
+// Rows [outer, inner, width] with a stride for each of the first two dimensions.
 struct Rows {
     char* first;
     long long outer_stride; // bytes
@@ -33,14 +45,14 @@ struct Rows {
 };
 
 struct Params {
-    Rows x;
-    Rows residual; // if ADD
-    Rows out;
-    const char* weight; // W [width], may be null: 1
-    float* scales;      // [1], [rows] or [rows, width / GROUP]
+    Rows x;             // T
+    Rows residual;      // T if ADD
+    Rows out;           // T if PLAIN, else e4m3
+    const char* weight; // [width]  W, may be null: 1
+    float* scales;      // [1] if BY_TENSOR, [rows] if BY_ROW, [rows, width / GROUP] if BY_GROUP
     Scale scale;        // BY_TENSOR
     int rows;
-    int inner; // rows with one distance between them
+    int inner; // rows per outer index
     Divisor by_inner;
     int width;
     float per_width; // 1 / width
@@ -49,18 +61,18 @@ struct Params {
     float smallest;
 };
 
-// EACH neighbours of a row.
+// EACH consecutive elements of a row, in loads of BYTES bytes.
 template <typename T, int BYTES> struct Eight {
     static constexpr int LOADS = EACH * int(sizeof(T)) / BYTES, IN_LOAD = BYTES / int(sizeof(T));
     alignas(16) Unit<BYTES> unit[LOADS];
 
-    // The first `count` of them; the others are 0. Not by the way for constants: x may be written by this kernel.
+    // The first `count` elements; the others are 0. Not through the read-only cache: this kernel may write to `from`.
     __device__ __forceinline__ void load(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
             unit[i] = i * IN_LOAD < count ? __ldcs(reinterpret_cast<const Unit<BYTES>*>(from) + i) : Unit<BYTES>{};
     }
-    // The same of what all rows share.
+    // The same of what all rows share, through the read-only cache.
     __device__ __forceinline__ void load_shared(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
@@ -75,7 +87,7 @@ template <typename T, int BYTES> struct Eight {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             if constexpr (IS_BFLOAT16<T> && BYTES > 2) {
-                // Its high half is a float already, but for the low one.
+                // A bfloat16 is the high half of its float: a mask or a shift converts it, taken from a whole word.
                 const unsigned pair = reinterpret_cast<const unsigned*>(unit)[i / 2];
                 value[i] = __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
             } else {
@@ -89,6 +101,8 @@ template <typename T, int BYTES> struct Eight {
     }
 };
 
+// --- reductions -----------------------------------------------------------------------------------------
+
 __device__ __forceinline__ float sum_of_squares(const float (&value)[EACH]) {
     float sum = __fmul_rn(value[0], value[0]);
 #pragma unroll
@@ -96,7 +110,14 @@ __device__ __forceinline__ float sum_of_squares(const float (&value)[EACH]) {
     return sum;
 }
 
-// The second half is added to the first, until one is left.
+// The larger of `largest` and the magnitudes of a unit. fmax passes a NaN over.
+__device__ __forceinline__ float largest_with(float largest, const float (&value)[EACH]) {
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) largest = fmaxf(largest, fabsf(value[j]));
+    return largest;
+}
+
+// The sum: the second half is added to the first half, until one is left.
 template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT]) {
 #pragma unroll
     for (int half = COUNT / 2; half > 0; half /= 2)
@@ -105,10 +126,11 @@ template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT
     return sums[0];
 }
 
-// The sums of THREADS threads folded, in each of them.
+// The sums of the THREADS threads of a row, folded; every thread gets the result.
 template <int THREADS> __device__ __forceinline__ float row_sum(float sum) {
     if constexpr (THREADS > 32) {
-        // Warps first: halves of the threads are added before neighbours are.
+        // In the order of folding, warps come before lanes. Each thread adds up its lane's sums of all warps, so one
+        // exchange through shared memory is enough.
         __shared__ float of_thread[THREADS];
         of_thread[threadIdx.x] = sum;
         __syncthreads();
@@ -123,7 +145,7 @@ template <int THREADS> __device__ __forceinline__ float row_sum(float sum) {
     return sum;
 }
 
-// The largest of the values of THREADS threads, none of them negative or NaN, in each of them.
+// The largest value of the THREADS threads of a row; every thread gets it. No value may be negative or NaN.
 template <int THREADS> __device__ __forceinline__ float row_max(float value) {
     value = lanes_max<(THREADS > 32 ? 32 : THREADS)>(value);
     if constexpr (THREADS > 32) {
@@ -137,47 +159,60 @@ template <int THREADS> __device__ __forceinline__ float row_max(float value) {
 
 constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
 
-template <typename T, typename W, int RESULT, int GROUP, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES,
-          int BLOCK>
-__global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params p) {
+// --- a row ----------------------------------------------------------------------------------------------
+
+// A thread's part of its row: where its units are, and what is done with each. The units are arrays of the kernel and
+// not members: loops index them, and until these are unrolled the compiler could keep no member in a register.
+template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK> struct Row {
     using In = Eight<T, BYTES>;
     using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;
-    constexpr int SLOTS = COLUMNS / THREADS; // columns of a thread
-    constexpr int SUMS = ITEMS < SLOTS ? power_of_two_from(ITEMS) : SLOTS;
-    constexpr bool FITS = WIDTH ? WIDTH <= THREADS * ITEMS * EACH : THREADS < COLUMNS;
-    constexpr bool EARLY = ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
-    static_assert(FITS || SLOTS == 1, "a thread that reads again has one column");
-    static_assert(THREADS <= 32 || THREADS == BLOCK, "a row is in a warp, or has a block");
-    static_assert(RESULT != BY_GROUP || GROUP / EACH <= THREADS, "neighbouring threads have a group");
+    static constexpr int SLOTS = COLUMNS / THREADS; // sums that a thread keeps apart
+    static constexpr int SUMS = ITEMS < SLOTS ? power_of_two_from(ITEMS) : SLOTS;
+    static constexpr bool FITS = WIDTH ? WIDTH <= THREADS * ITEMS * EACH : THREADS < COLUMNS;
+    static constexpr bool EARLY = ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
+    static constexpr int OTHERS = ADD ? ITEMS : 1, EARLIES = EARLY ? ITEMS : 1;
+    static_assert(FITS || SLOTS == 1, "a thread that loads units twice has one sum");
+    static_assert(THREADS <= 32 || THREADS == BLOCK, "a row has lanes of a warp, or a block");
 
-    const int thread = threadIdx.x % THREADS, row = blockIdx.x * (BLOCK / THREADS) + threadIdx.x / THREADS;
-    const int width = WIDTH ? WIDTH : p.width, outer = p.by_inner.quotient(row), inner = row - outer * p.inner;
-    const int end = row < p.rows ? width - thread * EACH : 0; // threads without a row take part in shuffles
-    // How many numbers unit i of this thread has, and where they begin.
-    auto count = [&](int i) { return end - i * (THREADS * EACH); };
-    auto place = [&](int i) { return (thread + i * THREADS) * EACH; };
-    const char* x = p.x.at(outer, inner);
-    char *residual = p.residual.at(outer, inner), *out = p.out.at(outer, inner);
+    const Params& p;
+    int thread, row, width, end;
+    const char* x;
+    char *residual, *out;
 
-    In kept[ITEMS], other[ADD ? ITEMS : 1];
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        kept[i].load(x + place(i) * int(sizeof(T)), count(i));
-        if constexpr (ADD) other[i].load(residual + place(i) * int(sizeof(T)), count(i));
+    __device__ __forceinline__ explicit Row(const Params& p) : p(p) {
+        thread = threadIdx.x % THREADS, row = blockIdx.x * (BLOCK / THREADS) + threadIdx.x / THREADS;
+        width = WIDTH ? WIDTH : p.width;
+        const int outer = p.by_inner.quotient(row), inner = row - outer * p.inner;
+        end = row < p.rows ? width - thread * EACH : 0; // threads past the last row take part in shuffles
+        x = p.x.at(outer, inner);
+        residual = p.residual.at(outer, inner), out = p.out.at(outer, inner);
     }
-    auto load_weight = [&](int i) {
+
+    // The elements of unit i that are in the row (none if not positive), and the column of the first.
+    __device__ __forceinline__ int count(int i) const { return end - i * (THREADS * EACH); }
+    __device__ __forceinline__ int column(int i) const { return (thread + i * THREADS) * EACH; }
+
+    __device__ __forceinline__ Weight load_weight(int i) const {
         Weight weight;
-        if (p.weight) weight.load_shared(p.weight + place(i) * int(sizeof(W)), width - place(i));
+        if (p.weight) weight.load_shared(p.weight + column(i) * int(sizeof(W)), width - column(i));
         return weight;
-    };
-    Weight early[EARLY ? ITEMS : 1];
-    if constexpr (EARLY) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) early[i] = load_weight(i);
     }
 
-    // The sum of squares of a unit, which with ADD first becomes the sum with its residual.
-    auto take = [&](int i, In& in, const In& other) {
+    // All loads are started before anything is computed. The weight comes with the row where registers allow.
+    __device__ __forceinline__ void load(In (&kept)[ITEMS], In (&other)[OTHERS], Weight (&early)[EARLIES]) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            kept[i].load(x + column(i) * int(sizeof(T)), count(i));
+            if constexpr (ADD) other[i].load(residual + column(i) * int(sizeof(T)), count(i));
+        }
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) early[i] = load_weight(i);
+        }
+    }
+
+    // The sum of squares of a unit. With ADD, `in` first becomes its sum with `other`, which is stored.
+    __device__ __forceinline__ float add_and_square(int i, In& in, const In& other) const {
         float value[EACH];
         in.get(value);
         if constexpr (ADD) {
@@ -186,27 +221,34 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
 #pragma unroll
             for (int j = 0; j < EACH; ++j) value[j] = __fadd_rn(value[j], added[j]);
             in.set(value);
-            in.store(residual + place(i) * int(sizeof(T)), count(i));
+            in.store(residual + column(i) * int(sizeof(T)), count(i));
             in.get(value);
         }
         return sum_of_squares(value);
-    };
-    float sums[SUMS] = {};
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) sums[i % SLOTS] = __fadd_rn(sums[i % SLOTS], take(i, kept[i], other[ADD ? i : 0]));
-    if constexpr (!FITS) {
-        for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
-            In in, more;
-            in.load(x + place(i) * int(sizeof(T)), count(i));
-            if constexpr (ADD) more.load(residual + place(i) * int(sizeof(T)), count(i));
-            sums[0] = __fadd_rn(sums[0], take(i, in, more));
-        }
     }
-    const float mean = __fmul_rn(row_sum<THREADS>(folded(sums)), p.per_width);
-    const float inverse = __frsqrt_rn(__fadd_rn(mean, p.epsilon));
 
-    // f(i, y) for each unit of this thread.
-    auto normalize = [&](int i, const In& in, const Weight& weight, auto f) {
+    // One over the root of the mean of squares of the row.
+    __device__ __forceinline__ float inverse_rms(In (&kept)[ITEMS], const In (&other)[OTHERS]) const {
+        float sums[SUMS] = {};
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            sums[i % SLOTS] = __fadd_rn(sums[i % SLOTS], add_and_square(i, kept[i], other[ADD ? i : 0]));
+        if constexpr (!FITS) {
+            for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
+                In in, more;
+                in.load(x + column(i) * int(sizeof(T)), count(i));
+                if constexpr (ADD) more.load(residual + column(i) * int(sizeof(T)), count(i));
+                sums[0] = __fadd_rn(sums[0], add_and_square(i, in, more));
+            }
+        }
+        const float mean = __fmul_rn(row_sum<THREADS>(folded(sums)), p.per_width);
+        return __frsqrt_rn(__fadd_rn(mean, p.epsilon));
+    }
+
+    // write(i, y) with the results y of unit i.
+    template <typename Write>
+    __device__ __forceinline__ void normalize(int i, const In& in, const Weight& weight, float inverse,
+                                              Write write) const {
         float y[EACH], factor[EACH];
         in.get(y);
 #pragma unroll
@@ -216,66 +258,80 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
 #pragma unroll
             for (int j = 0; j < EACH; ++j) y[j] = __fmul_rn(y[j], __fadd_rn(factor[j], p.offset));
         }
-        f(i, y);
-    };
-    auto each = [&](auto f) {
+        write(i, y);
+    }
+
+    // write(i, y) for each unit of this thread.
+    template <typename Write>
+    __device__ __forceinline__ void normalize_each(const In (&kept)[ITEMS], const Weight (&early)[EARLIES],
+                                                   float inverse, Write write) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if constexpr (EARLY)
-                normalize(i, kept[i], early[i], f);
+                normalize(i, kept[i], early[i], inverse, write);
             else
-                normalize(i, kept[i], load_weight(i), f);
+                normalize(i, kept[i], load_weight(i), inverse, write);
         }
         if constexpr (!FITS) {
             for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
                 In in;
-                in.load((ADD ? residual : x) + place(i) * int(sizeof(T)), count(i));
-                normalize(i, in, load_weight(i), f);
+                in.load((ADD ? residual : x) + column(i) * int(sizeof(T)), count(i));
+                normalize(i, in, load_weight(i), inverse, write);
             }
         }
-    };
-    auto put = [&](int i, const float (&y)[EACH], auto quotient) {
+    }
+
+    __device__ __forceinline__ void store(int i, const float (&y)[EACH]) const {
+        In result;
+        result.set(y);
+        result.store(out + column(i) * int(sizeof(T)), count(i));
+    }
+
+    // e4m3(quotient(y)).
+    template <typename Q>
+    __device__ __forceinline__ void store_quotients(int i, const float (&y)[EACH], Q quotient) const {
         float quotients[EACH];
 #pragma unroll
         for (int j = 0; j < EACH; ++j) quotients[j] = quotient(y[j]);
         Eight<unsigned char, BYTES == 16 ? 8 : 1> bytes;
         *reinterpret_cast<uint2*>(bytes.unit) = to_bytes<E4M3, EACH>(quotients, 0.f);
-        bytes.store(out + place(i), count(i));
-    };
+        bytes.store(out + column(i), count(i));
+    }
+};
 
+template <typename T, typename W, int RESULT, int GROUP, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES,
+          int BLOCK>
+__global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params p) {
+    static_assert(RESULT != BY_GROUP || GROUP / EACH <= THREADS, "a group is neighbouring threads");
+    using OwnRow = Row<T, W, ADD, WIDTH, THREADS, ITEMS, BYTES, BLOCK>;
+    const OwnRow row(p);
+    typename OwnRow::In kept[ITEMS], other[OwnRow::OTHERS];
+    typename OwnRow::Weight early[OwnRow::EARLIES];
+    row.load(kept, other, early);
+    const float inverse = row.inverse_rms(kept, other);
+    const auto each = [&](auto write) { row.normalize_each(kept, early, inverse, write); };
     if constexpr (RESULT == PLAIN) {
-        each([&](int i, const float (&y)[EACH]) {
-            In result;
-            result.set(y);
-            result.store(out + place(i) * int(sizeof(T)), count(i));
-        });
+        each([&](int i, const float (&y)[EACH]) { row.store(i, y); });
     } else if constexpr (RESULT == BY_TENSOR) {
         const float scale = p.scale.load();
         if (blockIdx.x == 0 && threadIdx.x == 0) *p.scales = scale;
         const Quotient<ANY> quotient(scale);
-        each([&](int i, const float (&y)[EACH]) { put(i, y, quotient); });
+        each([&](int i, const float (&y)[EACH]) { row.store_quotients(i, y, quotient); });
+    } else if constexpr (RESULT == BY_ROW) {
+        // The results are computed twice: kept beside the units until the scale is known, they would take registers.
+        float largest = 0;
+        each([&](int i, const float (&y)[EACH]) { largest = largest_with(largest, y); });
+        const float scale = scale_of<E4M3>(row_max<THREADS>(largest), p.smallest, false);
+        if (row.thread == 0 && row.row < p.rows) p.scales[row.row] = scale;
+        const Quotient<SMALL> quotient(scale);
+        each([&](int i, const float (&y)[EACH]) { row.store_quotients(i, y, quotient); });
     } else {
-        auto larger = [](float largest, const float (&y)[EACH]) {
-#pragma unroll
-            for (int j = 0; j < EACH; ++j)
-                largest = fmaxf(largest, fabsf(y[j])); // the number, where one of them is NaN
-            return largest;
-        };
-        if constexpr (RESULT == BY_ROW) {
-            float largest = 0;
-            each([&](int i, const float (&y)[EACH]) { largest = larger(largest, y); });
-            const float scale = scale_of<E4M3>(row_max<THREADS>(largest), p.smallest, false);
-            if (thread == 0 && row < p.rows) p.scales[row] = scale;
-            const Quotient<SMALL> quotient(scale);
-            each([&](int i, const float (&y)[EACH]) { put(i, y, quotient); });
-        } else {
-            constexpr int LANES = GROUP / EACH;
-            float* scales = p.scales + (long long)row * (width / GROUP);
-            each([&](int i, const float (&y)[EACH]) {
-                const float scale = scale_of<E4M3>(lanes_max<LANES>(larger(0.f, y)), p.smallest, false);
-                if (thread % LANES == 0 && count(i) > 0) scales[place(i) / GROUP] = scale;
-                put(i, y, Quotient<SMALL>(scale));
-            });
-        }
+        constexpr int LANES = GROUP / EACH; // neighbouring lanes have a group
+        float* scales = p.scales + (long long)row.row * (row.width / GROUP);
+        each([&](int i, const float (&y)[EACH]) {
+            const float scale = scale_of<E4M3>(lanes_max<LANES>(largest_with(0.f, y)), p.smallest, false);
+            if (row.thread % LANES == 0 && row.count(i) > 0) scales[row.column(i) / GROUP] = scale;
+            row.store_quotients(i, y, Quotient<SMALL>(scale));
+        });
     }
 }

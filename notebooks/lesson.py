@@ -148,6 +148,13 @@ class Lesson:
         lines = read(file)
         print_lines(lines, 0, next(i for i, line in enumerate(lines) if not line.startswith("//")), file)
 
+    def contents(self, name: str | None = None) -> None:
+        """Print each file of the kernel, or of `name`, with the first sentence of the comment that opens it."""
+        told = {Path(file).name: _first_sentence(read(file)) for file in self.files(name)}
+        wide = max(map(len, told))
+        for file, sentence in told.items():
+            print(f"{file:{wide}}  {sentence}")
+
     def excerpt(self, first: str, last: str, name: str | None = None, *, through: bool = False) -> None:
         """Print from the one line that has `first` up to the next one that has `last`; `through`: with that line."""
         file, start = self._find(lambda line: first in line, first, name)
@@ -179,6 +186,12 @@ class Lesson:
         """The file and the index of the one line for which `wanted` holds."""
         found = [(file, i) for file in self.files(name) for i, line in enumerate(read(file)) if wanted(line)]
         return the_one(found, text, name or self.kernel)
+
+
+def _first_sentence(lines: list[str]) -> str:
+    """The first sentence of the comment that opens a file."""
+    comment = " ".join(line[2:].strip() for line in lines[: next(i for i, x in enumerate(lines) if x in ("", "//"))])
+    return re.split(r"(?<=\.) ", comment)[0].removesuffix(".")
 
 
 def _headings(lines: list[str]) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import warnings
@@ -179,10 +180,17 @@ def bars(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> No
 # --- kept results -------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _variants(op: str) -> set[str]:
+    """The variants in which an op was measured, of the results kept in the checkout."""
+    return {row["variant"] for row in json.loads(RESULTS.read_text())["rows"] if row["op"] == op}
+
+
 def words(row: Row) -> str:
-    """An op and its sizes, without those that say that nothing is special."""
+    """An op and its sizes, without those that say that nothing is special; of several variants an unusual one."""
     sizes = [f"{name} {value}" for name, value in row["case"].items() if _USUAL.get(name) != value]
-    return " ".join([row["op"], *sizes, *([row["variant"]] if row["variant"] not in _USUAL_VARIANTS else [])])
+    is_special = row["variant"] not in _USUAL_VARIANTS and len(_variants(row["op"])) > 1
+    return " ".join([row["op"], *sizes, *([row["variant"]] if is_special else [])])
 
 
 def kept(*ops: str) -> tuple[str, list[Row]]:
@@ -283,7 +291,8 @@ def _draw_ratios(rows: list[Row], names: Mapping[str, None]) -> None:
         largest, smallest = max(largest, *(x for x, _ in points)), min(smallest, *(x for x, _ in points))
     ax.axvspan(smallest / 1.15, 1, color="C3", alpha=0.07)
     ax.set_xlim(smallest / 1.15, largest * 1.15)
-    round_ticks(ax, "x", at=[0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50])
+    near_one = [0.75, 0.9, 1, 1.1, 1.25] if largest < 7 * smallest else [1]
+    round_ticks(ax, "x", at=[0.25, 0.5, *near_one, 1.5, 2, 3, 5, 10, 20, 50])
     ax.set_yticks(range(len(rows)), [words(row) for row in rows], fontsize=7)
     ax.set_xlabel("time of another library's kernel by the time of cukern's; shaded: the other one is faster")
     ax.invert_yaxis()

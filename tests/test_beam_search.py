@@ -39,7 +39,7 @@ RESULTS = {
     "gather_tree": ("tokens",),
     "update_kv_cache": ("keys", "values"),
 }
-CONSTANTS = template.constants("beam_search")
+CONSTANTS = template.constants("beam_search/topk_chunks")
 POISON = {"float32": NAN, "float16": NAN, "bfloat16": NAN, "int32": 12345, "bool": True, "uint8": 77}
 
 
@@ -138,7 +138,7 @@ def test_the_twin_is_torchs_topk(shape: tuple[int, ...], rng: np.random.Generato
 def test_the_twins_diversity_is_a_composition_of_torchs_topk(rng: np.random.Generator) -> None:
     log_probs = _distinct(rng, (5, 4, 30)) / 64
     own = torch.from_numpy(log_probs).topk(6, dim=-1)
-    # Thirds of a rank can tie with nothing.
+    # The values are multiples of 1/64, of which thirds make no ties.
     values = own.values - torch.arange(6) / 3
     ids = own.indices + 30 * torch.arange(4)[:, None]
     best = values.flatten(1).topk(6)
@@ -196,7 +196,7 @@ def test_two_steps_by_hand(run: Callable[..., Any]) -> None:
     assert (last_ids.tolist(), last_parents.tolist()) == ([[END, END]], [[0, 1]])
     # -5 / 2 cannot better -1.625.
     assert done.tolist() == [True]
-    # From then on the pool stays as it is, whatever comes.
+    # The pool of a search that is done stays as it is.
     again = run("beam_search_step", np.zeros((1, 2, 5), np.float32), *results[2:], 2, 3, END)
     for before, after in zip(results[3:], again[3:], strict=True):
         np.testing.assert_array_equal(after, before)
@@ -285,7 +285,7 @@ def tiny_model(seed: int, vocab: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    # A wide initialization, for logits that differ.
+    # A wide initialization makes logits that differ.
     config = GPT2Config(
         vocab_size=vocab, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.6,
         bos_token_id=None, eos_token_id=None, use_cache=False,
@@ -324,7 +324,7 @@ def agree_with_transformers(device: str, beams: int, seed: int, **options: Any) 
     model = tiny_model(seed, vocab).to(device)
     prompt = torch.randint(vocab, (3, 4), generator=torch.Generator().manual_seed(seed)).to(device)
     greedy = beams == 1
-    # No token, except that a greedy search gives it to the model.
+    # What fills the result after the end: no token, but a greedy search of transformers passes it to the model.
     fill = end_id if greedy else vocab
     tokens, lengths, scores = search(model, prompt, beams, max_steps, end_id, fill, **options)
     generated = model.generate(
@@ -470,7 +470,7 @@ def test_only_the_steps_so_far_are_written(run: Callable[..., Any], rng: np.rand
 
 
 def good_arguments(name: str) -> dict[str, Any]:
-    """By keyword, so that the names are tested as well."""
+    """Arguments by keyword, so that their names are tested as well."""
     rng = np.random.default_rng(0)
     log_probs = rng.normal(size=(2, 3, 20)).astype(np.float32)
     if name == "beam_topk":
@@ -500,20 +500,20 @@ def outs(name: str, change: Callable[[Array], Any] = lambda x: x) -> Any:
 # --- bad arguments --------------------------------------------------------------------------------------
 
 
-def _bad_calls() -> Iterator[Any]:
-    """(function, changed arguments, error, message)."""
+def bad(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> Any:
+    """A call of a function with changed arguments, and its error."""
+    return pytest.param(name, changes, error, message, id=f"{name} {message[:60]}")
 
-    def bad(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> Any:
-        return pytest.param(name, changes, error, message, id=f"{name} {message[:60]}")
 
-    zeros = np.zeros
+def _bad_selections() -> Iterator[Any]:
+    """Calls of `beam_topk` and `beam_search_step`, of what they have in common."""
     for name in ("beam_topk", "beam_search_step"):
-        log_probs = zeros((2, 3, 20), np.float32)
+        log_probs = np.zeros((2, 3, 20), np.float32)
         for value, error, message in (
             ([1.0], TypeError, "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"),
             (log_probs.astype(np.float64), TypeError, "float32 or float16 or bfloat16, got float64"),
             (log_probs[0], ValueError, "of shape [batch, beams, vocab], got [3, 20]"),
-            (zeros((2, 3, 40), np.float32)[..., ::2], ValueError, "contiguous, got strides (120, 40, 2)"),
+            (np.zeros((2, 3, 40), np.float32)[..., ::2], ValueError, "contiguous, got strides (120, 40, 2)"),
         ):
             yield bad(name, {"log_probs": value}, error, f"log_probs must be {message}")
         message = "diversity_rate must be a finite number, got nan"
@@ -532,27 +532,33 @@ def _bad_calls() -> Iterator[Any]:
         wrong = (*outs(name)[:-1], outs(name)[-1][:1])
         yield bad(name, {"out": wrong}, ValueError, f"out[{count - 1}] must be of shape [batch")
 
+
+def _bad_topks() -> Iterator[Any]:
+    """Calls of `beam_topk`."""
     span = "k must be an integer in [1, 60] (the candidates, at most 128), got"
     for value in (0, -1, 61):
         yield bad("beam_topk", {"k": value}, ValueError, f"{span} {value}")
     yield bad("beam_topk", {"k": 2.0}, TypeError, "k must be an integer of at least 1, got 2.0 (float)")
-    changes: dict[str, Any] = {"log_probs": zeros((1, 2, 100), np.float32), "k": 129}
+    changes: dict[str, Any] = {"log_probs": np.zeros((1, 2, 100), np.float32), "k": 129}
     yield bad(
         "beam_topk", changes, ValueError, "k must be an integer in [1, 128] (the candidates, at most 128), got 129"
     )
-    changes = {"log_probs": zeros((1, 2, 100), np.float32), "k": 17, "variant": "narrow"}
+    changes = {"log_probs": np.zeros((1, 2, 100), np.float32), "k": 17, "variant": "narrow"}
     yield bad("beam_topk", changes, ValueError, "variant must be 'wide' for more than 16 results, got 'narrow'")
-    huge = np.broadcast_to(zeros(1, np.float32), (0, 2, 2**30))
+    huge = np.broadcast_to(np.zeros(1, np.float32), (0, 2, 2**30))
     message = f"log_probs must be of 1 to {2**31 - 1} candidates (beams * vocab), got 2 * {2**30}"
     yield bad("beam_topk", {"log_probs": huge}, ValueError, message)
     for shape in ((2, 0, 5), (2, 5, 0)):
         message = f"log_probs must be of 1 to {2**31 - 1} candidates (beams * vocab), got {shape[1]} * {shape[2]}"
-        yield bad("beam_topk", {"log_probs": zeros(shape, np.float32)}, ValueError, message)
+        yield bad("beam_topk", {"log_probs": np.zeros(shape, np.float32)}, ValueError, message)
 
+
+def _bad_steps() -> Iterator[Any]:
+    """Calls of `beam_search_step`."""
     step = "beam_search_step"
     for name, kind in (*op._STATE, ("done", "bool")):
         good = good_arguments(step)[name]
-        yield bad(step, {name: zeros(good.shape, np.int64)}, TypeError, f"{name} must be {kind}, got int64")
+        yield bad(step, {name: np.zeros(good.shape, np.int64)}, TypeError, f"{name} must be {kind}, got int64")
         shape = "[batch] = [2]" if name == "done" else "[batch, beams] = [2, 3]"
         message = f"{name} must be of shape {shape}, got {[1, *good.shape[1:]]}"
         yield bad(step, {name: good[:1]}, ValueError, message)
@@ -573,7 +579,7 @@ def _bad_calls() -> Iterator[Any]:
     message = "early_stopping must be False, True, None or 'never', got 'always'"
     yield bad(step, {"early_stopping": "always"}, ValueError, message)
     yield bad(step, {"early_stopping": 1}, ValueError, "early_stopping must be False, True, None or 'never', got 1")
-    message = "length_penalty must be such that 5 to it is in [1e-30, 1e+30], got"
+    message = "length_penalty must be such that 5 ** length_penalty is in [1e-30, 1e+30], got"
     for value in (1e4, -60.0):
         changes = {"step": 4, "length_penalty": value}
         yield bad(step, changes, ValueError, f"{message} {value}")
@@ -583,31 +589,37 @@ def _bad_calls() -> Iterator[Any]:
         (43, (1, 2), "of at most 42 beams with 2 end ids, got 43"),
     ):
         state = dict(zip(list(good_arguments(step))[1:7], first_state(2, beams), strict=True))
-        changes = {"log_probs": zeros((2, beams, 20), np.float32), **state, "end_id": ends}
+        changes = {"log_probs": np.zeros((2, beams, 20), np.float32), **state, "end_id": ends}
         yield bad(step, changes, ValueError, f"log_probs must be {message}")
-    changes = {"log_probs": zeros((2, 3, 2), np.float32), "end_id": (0, 1)}
+    changes = {"log_probs": np.zeros((2, 3, 2), np.float32), "end_id": (0, 1)}
     message = "log_probs must be of more than 2 tokens in the vocabulary (end_id), got 2"
     yield bad(step, changes, ValueError, message)
 
+
+def _bad_trees() -> Iterator[Any]:
+    """Calls of `gather_tree`."""
     tree = "gather_tree"
     ids = good_arguments(tree)["ids"]
     for name, value, error, message in (
         ("ids", ids[0], ValueError, "of shape [max_steps, batch, beams], got [2, 3]"),
         ("ids", ids.astype(np.int64), TypeError, "int32, got int64"),
         ("ids", "x", TypeError, "an array"),
-        ("ids", zeros((5, 2, 65), np.int32), ValueError, "of 1 to 64 beams, got 65"),
+        ("ids", np.zeros((5, 2, 65), np.int32), ValueError, "of 1 to 64 beams, got 65"),
         ("parents", ids[:4], ValueError, "of shape [max_steps, batch, beams] = [5, 2, 3], got [4, 2, 3]"),
-        ("parents", zeros((5, 2, 6), np.int32)[..., ::2], ValueError, "contiguous, got strides"),
-        ("lengths", zeros(3, np.int32), ValueError, "of shape [batch] = [2], got [3]"),
-        ("lengths", zeros((2, 2), np.int32), ValueError, "of shape [batch, beams] = [2, 3], got [2, 2]"),
+        ("parents", np.zeros((5, 2, 6), np.int32)[..., ::2], ValueError, "contiguous, got strides"),
+        ("lengths", np.zeros(3, np.int32), ValueError, "of shape [batch] = [2], got [3]"),
+        ("lengths", np.zeros((2, 2), np.int32), ValueError, "of shape [batch, beams] = [2, 3], got [2, 2]"),
         ("lengths", 4, TypeError, "a NumPy array like ids, got builtins.int"),
-        ("last_parents", zeros((2, 3), np.int32), ValueError, ""),
-        ("out", zeros((5, 2, 3), np.int64), TypeError, "int32, got int64"),
+        ("last_parents", np.zeros((2, 3), np.int32), ValueError, ""),
+        ("out", np.zeros((5, 2, 3), np.int64), TypeError, "int32, got int64"),
         ("end_id", 1.5, TypeError, "an integer in [-2147483648, 2147483647], got 1.5 (float)"),
     ):
         text = f"{name} must be {message}" if message else "last_ids must be given where the other one of last_ids"
         yield bad(tree, {name: value}, error, text)
 
+
+def _bad_caches() -> Iterator[Any]:
+    """Calls of `update_kv_cache`."""
     cache = "update_kv_cache"
     keys = good_arguments(cache)["key_cache"]
     symbols = "[max_steps, batch * beams, heads, dim]"
@@ -616,9 +628,9 @@ def _bad_calls() -> Iterator[Any]:
         ("key_cache", keys.astype(np.int64), TypeError, "float32 or float16 or bfloat16 or"),
         ("value_cache", keys.astype(np.float16), TypeError, "float32, got float16"),
         ("value_cache", keys[:4], ValueError, f"of shape {symbols} = [5, 6, 2, 4], got [4, 6, 2, 4]"),
-        ("parents", zeros(6, np.int32), ValueError, "of shape [batch, beams], got [6]"),
-        ("parents", zeros((2, 3), np.int64), TypeError, "int32, got int64"),
-        ("parents", zeros((1, 65), np.int32), ValueError, "of 1 to 64 beams, got 65"),
+        ("parents", np.zeros(6, np.int32), ValueError, "of shape [batch, beams], got [6]"),
+        ("parents", np.zeros((2, 3), np.int64), TypeError, "int32, got int64"),
+        ("parents", np.zeros((1, 65), np.int32), ValueError, "of 1 to 64 beams, got 65"),
         ("step", 6, ValueError, "an integer in [0, 5] (max_steps), got 6"),
         ("variant", "fast", ValueError, "one of 'auto', 'vector', 'scalar', got 'fast'"),
         ("variant", "vector", ValueError, "'auto' for arrays in host memory"),
@@ -626,7 +638,7 @@ def _bad_calls() -> Iterator[Any]:
     ):
         yield bad(cache, {name: value}, error, f"{name} must be {message}")
     message = f"key_cache must be of shape {symbols} = [5, 4, 2, 4], got [5, 6, 2, 4]"
-    yield bad(cache, {"parents": zeros((2, 2), np.int32)}, ValueError, message)
+    yield bad(cache, {"parents": np.zeros((2, 2), np.int32)}, ValueError, message)
     both = np.zeros((6, 6, 2, 4), np.float32)
     spare = np.zeros((5, 6, 2, 4), np.float32)
     overlap = "the cache itself or clear of both caches and of the other result, got an overlap"
@@ -638,7 +650,10 @@ def _bad_calls() -> Iterator[Any]:
     yield bad(cache, changes, ValueError, f"out[1] must be {overlap}")
 
 
-@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+BAD_CALLS = [*_bad_selections(), *_bad_topks(), *_bad_steps(), *_bad_trees(), *_bad_caches()]
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), BAD_CALLS)
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {"out": outs(name)} | good_arguments(name) | changes
     out = arguments["out"] if isinstance(arguments["out"], tuple) else ()
@@ -662,7 +677,7 @@ def test_numpy_integers_are_taken() -> None:
 
 
 def said(name: str, **options: Any) -> tuple[Any, list[Any]]:
-    """What the plan of an op says for arrays as if they were on a GPU, and what its late numbers are found in."""
+    """The plan of a call as if its arrays were on a GPU, and the environment that its late numbers are in."""
     made = OPS[name]
     trace, _, reader = made.say(made.form(0, tuple(options)), [*options.values()], on=gpu.of_arch("90a"))
     return trace, [*reader.addresses, *reader.lates]
@@ -781,7 +796,7 @@ def test_topk(sizes: tuple[int, int, int, int], dtype: str, rng: np.random.Gener
 
 
 def difficult(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> Array:
-    """Values that fill a block's list, or come close to it."""
+    """Rows whose best values fill the list of a block, or nearly."""
     x = rng.normal(size=shape)
     if kind == "all equal":
         x[:] = 1.5
@@ -842,7 +857,7 @@ def test_topk_of_random_sizes(data: st.DataObject) -> None:
 
 
 def random_state(rng: np.random.Generator, batch: int, beams: int) -> tuple[Array, ...]:
-    """A pool in every condition: empty, part full, full, done."""
+    """A state whose pools are empty, part full, full, and of searches that are done."""
     scores = -np.sort(rng.exponential(4, (batch, beams))).astype(np.float32)
     lengths = rng.integers(1, 9, (batch, beams), np.int32)
     lengths[np.arange(beams) >= rng.integers(0, beams + 2, (batch, 1))] = 0
@@ -883,7 +898,7 @@ def test_step(sizes: tuple[int, int, int, Any, int], dtype: str, rng: np.random.
         if vocab > 10000 and i % 5:
             continue
         x = rng.normal(size=(batch, beams, vocab)) * 3
-        # Ends that matter.
+        # End tokens are likely, so that hypotheses end.
         x[..., list(ends) if isinstance(ends, tuple) else [ends]] += rng.choice([0.0, 6.0], (batch, beams, 1))
         x[rng.random(x.shape) < 0.05] = -INF
         x = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True))).astype(arrays.numpy_dtype(dtype))

@@ -53,7 +53,7 @@ i32 = lambda *values: np.array(values, np.int32)  # noqa: E731
 
 @pytest.fixture(params=[None, *(pytest.param(v, marks=pytest.mark.gpu) for v in ("wide", "narrow"))])
 def call(request: pytest.FixtureRequest) -> Any:
-    """A function with NumPy arrays, there or on the GPU; what it changes in place is changed."""
+    """Call a function with NumPy arrays, in host memory or on the GPU; those that it changes in place are changed."""
 
     def run(name: str, *args: Any, **options: Any) -> Any:
         function = getattr(cukern, name)
@@ -108,7 +108,7 @@ def test_the_bias_is_added_in_float32(call: Any) -> None:
 def test_penalties_by_hand(call: Any) -> None:
     logits = np.array([[1, -1, 2, -2, 3, 0, 5, 6]], np.float32)
     sequence = {"output_ids": np.array([[0, 1, 2, 1, 2, 2, 7]], np.int32), "sequence_length": i32(6)}
-    # Token 7 lies past the end. 0, 1 and 2 were seen, 1, 2 and 3 times.
+    # Token 7 lies past the end. Tokens 0, 1 and 2 were seen 1, 2 and 3 times.
     got = call("apply_penalties", logits, repetition_penalty=2.0, **sequence)
     assert_same(got, np.array([[0.5, -2, 1, -2, 3, 0, 5, 6]], np.float32))
     got = call("apply_penalties", logits, presence_penalty=0.5, **sequence)
@@ -126,7 +126,7 @@ def test_penalties_by_hand(call: Any) -> None:
         **sequence,
     )
     assert_same(got, np.array([[-0.5, -6, -0.5, -4, 6, 0, 10, 12]], np.float32))
-    # Of the prompt only the repetition penalty knows; token 1 is in both.
+    # Only the repetition penalty counts the prompt; token 1 is in both parts.
     got = call(
         "apply_penalties", logits, repetition_penalty=2.0, frequency_penalty=0.25, prompt_length=i32(3), **sequence
     )
@@ -151,7 +151,7 @@ def test_bad_words_by_hand(call: Any) -> None:
     want[...] = 1
     want[0, [7, 1]] = want[1, 2] = want[2, 5] = -INF
     assert_same(call("apply_penalties", logits, bad_words=per_row, **sequence), want)
-    # What is no token of the vocabulary, what is not well formed, and an empty list ban nothing.
+    # Tokens outside of the vocabulary, words that are not well formed, and an empty list ban nothing.
     malformed = np.array([[1, 2, 3, 6], [1, 0, 9, 4]], np.int32)
     for bad, banned in ((word_list([[8], [-5]]), []), (malformed, [1]), (np.zeros((2, 0), np.int32), [])):
         want[...] = 1
@@ -166,7 +166,7 @@ def test_the_minimum_length_by_hand(call: Any) -> None:
     assert np.isneginf(got).nonzero()[0].tolist() == [0, 1] and np.isneginf(got[:2, 6]).all()
     got = call("apply_penalties", logits, min_length=i32(0, 3, 4, 9), prompt_length=i32(0, 0, 0, 1), **lengths)
     assert np.isneginf(got).nonzero()[0].tolist() == [1, 2, 3]
-    # A mask stays one, whatever comes with it.
+    # A logit of -inf stays -inf, whatever is applied to it.
     got = call("apply_penalties", np.full((4, 8), NAN, np.float32), min_length=3, temperature=0.5, **lengths)
     assert np.isneginf(got[:2, 6]).all() and np.isnan(got[2:]).all()
 
@@ -387,7 +387,7 @@ def test_a_bad_argument_is_named(
 
 
 def said(name: str, **options: Any) -> tuple[Any, list[Any]]:
-    """What the plan of an op says for arrays as if they were on a GPU, and what its late numbers are found in."""
+    """The plan of a call as if its arrays were on a GPU, and the environment that its late numbers are in."""
     made = OPS[name]
     trace, _, reader = made.say(made.form(0, tuple(options)), [*options.values()], on=gpu.of_arch("90a"))
     return trace, [*reader.addresses, *reader.lates]
@@ -401,7 +401,7 @@ def test_penalties_write_all_tokens_unless_they_are_in_place_without_a_temperatu
     for temperature, launches in ((None, 0), (1.0, 0), (0.0, 0), (0.5, 1)):
         trace, _ = said("apply_penalties", logits=x, temperature=temperature, out=x)
         assert len(trace.steps) == launches
-        # Such a plan serves calls of the same kind alone.
+        # The plan of a call in place serves calls in place alone, with the same temperature.
         for other, results in ((1.0, x), (0.5, x), (1.0, y)):
             if temperature is not None:
                 _, environment = said("apply_penalties", logits=x, temperature=other, out=results)
@@ -430,7 +430,7 @@ def test_one_plan_serves_other_numbers_and_batches() -> None:
 
 
 def draw(rng: np.random.Generator, batch: int, vocab: int, max_length: int, dtype: str) -> dict[str, Any]:
-    """Logits, and sequences with many repeated tokens, what is no token, and tokens past the end."""
+    """Logits, and sequences with many repeated tokens, ids outside of the vocabulary, and tokens past the end."""
     values = rng.normal(0, 3, (batch, vocab)).astype(arrays.numpy_dtype(dtype))
     for value in (NAN, INF, -INF, 0.0):
         values.flat[rng.integers(0, values.size, 1 + values.size // 500)] = value
@@ -473,7 +473,7 @@ FEATURES = (
 
 
 def check_penalties(case: dict[str, Any], features: tuple[str, ...] | None, variant: str) -> None:
-    """Into a new array, in place, and between rows that are apart."""
+    """Compare with the twin: into a new array, in place, and into rows that are apart."""
     options = {k: v for k, v in case.items() if k != "logits" and (features is None or k in features)}
     batch, vocab = case["logits"].shape
     if "min_length" in options:
@@ -638,7 +638,7 @@ def test_the_state_of_sequences(batch: int, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("case", bench_decoding.cases(), ids=str)
 def test_the_baselines_of_the_benchmark_compute_the_same(case: harness.Case) -> None:
-    # As the benchmark does it, on sizes for the CPU and without compiling.
+    # The benchmark's own cases, on sizes for the CPU and without compiling.
     sizes = {"batch": 2, "vocab": 600, "length": 40}
     small = (
         bench_decoding._update(sizes["batch"], sizes["vocab"])

@@ -160,7 +160,7 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 
 
 def launched(table: Array, *args: Any, **options: Any) -> Any:
-    """How the kernel is launched for these arrays, were they on an H200."""
+    """How the kernel is launched for these arrays, as if on an H200."""
     made = OPS["embedding_lookup"]
     with patch.object(op, "launch") as launch:
         made.say(made.form(1 + len(args), tuple(options)), (table, *args, *options.values()), on=gpu.of_arch("90a"))
@@ -190,7 +190,7 @@ def test_a_plan_covers_the_row(hidden: int, alignment: int, dtype: str, variant:
     assert fields["chunks"] * width == hidden * item_size and alignment % width == 0
     row_threads = 1 << fields["log2_threads_per_row"]
     assert parts * row_threads >= fields["chunks"] > (parts - 1) * row_threads
-    assert blocks * (threads // row_threads * template.constants("embedding")["ROWS_AT_ONCE"]) >= 1000
+    assert blocks * (threads // row_threads * template.constants(kernel.instance.file)["ROWS_AT_ONCE"]) >= 1000
     if variant == "narrow":
         assert width == item_size
 
@@ -248,7 +248,7 @@ def launch(name: str, *arguments: Any, skip: int = 0, **options: Any) -> Array:
 
 
 def compare(table: Array, positions: Array, ids: Array, step: int, position_ids: Array | None = None) -> None:
-    """Every variant and every function gives what the twin gives."""
+    """Check that every variant of every function gives what the twin gives."""
     wide = table.shape[1] * table.itemsize % 16 == 0
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ("embedding_lookup", (table, ids), {}),
@@ -263,7 +263,7 @@ def compare(table: Array, positions: Array, ids: Array, step: int, position_ids:
             assert_matches(ROWS, launch(name, *arguments, **options, skip=1), want)
 
 
-#: hidden, shape of the ids; and why.
+#: hidden, the shape of the ids, and why the case is there.
 SIZES = {
     "a part of a block": (64, (5,)),
     "one block": (1024, (64,)),
@@ -319,7 +319,7 @@ def test_random_sizes(data: st.DataObject) -> None:
 
 @pytest.mark.gpu
 def test_more_than_2_31_elements() -> None:
-    """Rows of a large table, each told by its bits, and as many results."""
+    """A large table whose rows are told apart by their bits, and as many results."""
     # Not for the sanitizer, which would take minutes.
     rows, hidden = 2**31 // 1024 + 100, 1024
     table = torch.arange(rows, device="cuda", dtype=torch.int32).view(torch.float32)[:, None].repeat(1, hidden // 2)

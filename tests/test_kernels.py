@@ -168,6 +168,7 @@ AT_FIRST_USE = {
     "mla_decode": _mla_decode,
     "moe_activation": _moe_activation,
     "moe_gemm": _moe_gemm,
+    "moe_permute": _permutations,
     "norm": _norm,
     "padding": _padding,
     "paged_attention": _paged_attention,

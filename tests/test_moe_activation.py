@@ -41,7 +41,7 @@ def matches(got: Any, want: Array) -> None:
 
 
 def by_torch(name: str, x: torch.Tensor) -> torch.Tensor:
-    """In float64."""
+    """torch's activation, in float64."""
     gate, up = x.double().chunk(2, -1)
     functional = torch.nn.functional
     if name == "swigluoai":
@@ -73,7 +73,7 @@ def test_by_hand(put: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_number(put: Callable[[Any], Any], name: str) -> None:
+def test_nan_and_infinities(put: Callable[[Any], Any], name: str) -> None:
     special = np.array([np.nan, np.inf, -np.inf, 0, -100, 100, 1], np.float32)
     gate, up = np.meshgrid(special, special)
     x = np.concatenate([gate, up], axis=1)
@@ -121,7 +121,7 @@ def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], me
         cukern.moe_activation(**{"x": X} | change)
 
 
-def test_the_hosts_only_variant() -> None:
+def test_host_memory_has_only_the_variant_auto() -> None:
     with pytest.raises(ValueError, match="variant must be 'auto' for arrays in host memory"):
         cukern.moe_activation(X, variant="scalar")
 

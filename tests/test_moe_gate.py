@@ -41,7 +41,7 @@ POISON = {"float32": NAN, "int32": 12345}
 
 @dataclass(frozen=True)
 class Case:
-    """A way to route; `topk` counts the shared experts too."""
+    """Sizes and options of a routing; `topk` includes the shared experts."""
 
     experts: int
     groups: int = 1
@@ -55,7 +55,7 @@ class Case:
     scale_output: bool = False
 
     def route(self, module: Any, logits: Any, bias: Any, **options: Any) -> tuple[Any, Any]:
-        """Through the functions of `module`: cukern, or the twin."""
+        """The routing by `module`: cukern, or the twin."""
         rest = (self.shared, self.scaling, self.scale_output)
         options |= {"scoring_func": self.scoring}
         if self.biased:
@@ -67,9 +67,9 @@ class Case:
 
 # --- inputs whose ids are certain -----------------------------------------------------------------------
 #
-# The GPU's exp2 and reciprocal are approximations, so two choices a few units in the last place apart may change
-# places. Rows where that could matter are drawn again, so that ids can be compared exactly. What stays are exact
-# ties: equal logits with equal biases give equal bits on either side.
+# The GPU's exp2 and reciprocal are approximations, so two choices a few units in the last place apart may swap their
+# order. Rows where that could change the ids are drawn again, so that ids can be compared exactly. Exact ties stay:
+# equal logits with equal biases give equal bits in the kernel and in the twin.
 
 MARGIN = 1e-5
 
@@ -89,13 +89,13 @@ def exact_scores(logits: Array, scoring: str) -> Array:
 
 
 def is_certain(logits: Array, bias: Array, case: Case, margin: float) -> Array:
-    """For each row: no decision of a biased routing hangs on less than `margin`, unless it is an exact tie."""
+    """Whether no decision about the ids of a row hangs on less than `margin`, exact ties apart: bool [tokens]."""
     tokens = len(logits)
     x, b = logits.astype(np.float64), np.broadcast_to(bias.astype(np.float64), logits.shape)
     with np.errstate(invalid="ignore"):
         choice = np.where(np.isnan(x) | np.isneginf(x), -INF, exact_scores(logits, case.scoring) + b)
     choice[np.isnan(choice)] = -INF
-    # What the choice is made of; experts at -inf are ordered by their ids alone.
+    # Logit and bias of each choice: equal ones tie exactly. Experts at -inf are ordered by their ids alone.
     made_of = np.zeros(choice.shape, complex)
     made_of.real, made_of.imag = np.where(choice > -INF, (x, b), 0)
 
@@ -143,14 +143,14 @@ def draw(
     bias_dtype: str = "float32",
     sample: Callable[[int], Array] | None = None,
 ) -> Routing:
-    """Logits [tokens, experts] and a bias [experts] that leave no doubt about the ids.
+    """Logits [tokens, experts] and a bias [experts] whose ids are certain.
 
-    `sample(count)` gives so many rows of logits.
+    `sample(count)` draws `count` rows of logits.
     """
     if sample is None:
         sample = lambda count: rng.normal(0, 1.5, (count, case.experts))  # noqa: E731
     if bias is None:
-        # Many slots need a wide spread, or some two of the chosen would always be close.
+        # With many slots and a narrow spread, some two of the chosen would always be close.
         spread = 3 if case.topk >= 64 else 0.05 if case.scoring == "softmax" else 0.2
         bias = rng.normal(0, spread, case.experts)
     bias = bias.astype(arrays.numpy_dtype(bias_dtype))
@@ -179,7 +179,7 @@ def test_a_row_that_rounding_decides_is_not_certain() -> None:
     bias = np.zeros(4, np.float32)
     rows = np.array([[0, 1e-6, -3, -4], [0, 0, -3, -4], [0, 1, -4, -4 + 1e-6], [0, 1, 2, 2.1]], np.float32)
     assert is_certain(rows, bias, Case(4, topk=2), MARGIN).tolist() == [False, True, True, True]
-    # The two groups are as close as that, or exactly as good, or their sums are equal by chance.
+    # The scores of the two groups differ by less than the margin; tie exactly; or are equal sums of other parts.
     rows = np.array([[2, 0, 2, 1e-6], [2, 0, 2, 0], [2, 0, 1, 1]], np.float32)
     assert is_certain(rows, bias, Case(4, 2, 1, 1), MARGIN).tolist() == [False, True, True]
     bias = np.array([0.25, 0, 0, 0.25], np.float32)
@@ -192,7 +192,7 @@ def test_a_row_that_rounding_decides_is_not_certain() -> None:
 
 @contextlib.contextmanager
 def forced(form: str | int) -> Iterator[str]:
-    """The `variant` to ask for, to get a variant by its name, or one of the specialized kernels by its position.
+    """The `variant` argument that gives a variant by its name, or a specialized kernel by its position.
 
     A specialized configuration has several, for few tokens up to many.
     """
@@ -212,13 +212,13 @@ def forced(form: str | int) -> Iterator[str]:
 
 
 def forget() -> None:
-    """Let the next calls make their plans anew."""
+    """Drop the plans, so that the next calls make new ones."""
     for name in FUNCTIONS:
         OPS[name].forget()
 
 
 class Place(NamedTuple):
-    """Calls a function with NumPy arrays, there or on the GPU, and gives its results in NumPy."""
+    """A caller of functions: takes and returns NumPy arrays, and runs the twin or, with a form, the kernel."""
 
     form: str | int | None
 
@@ -237,7 +237,7 @@ class Place(NamedTuple):
 
 @pytest.fixture(params=[None, pytest.param("dynamic", marks=pytest.mark.gpu)], ids=["numpy", "dynamic"])
 def route(request: pytest.FixtureRequest) -> Place:
-    """Any sizes."""
+    """The twin and the dynamic kernel, which take any sizes."""
     return Place(request.param)
 
 
@@ -246,7 +246,7 @@ def route(request: pytest.FixtureRequest) -> Place:
     ids=["numpy", "specialized for few tokens", "specialized for many tokens", "dynamic"],
 )
 def route_model(request: pytest.FixtureRequest) -> Place:
-    """The sizes of a model, which have a specialized variant too: 256 experts in 8 groups, or 128 or 256 in one."""
+    """The twin and all kernels: for sizes with specialized ones, 256 experts in 8 groups, or 128 or 256 in one."""
     return Place(request.param)
 
 
@@ -304,7 +304,7 @@ def test_sqrtsoftplus_by_hand(route: Place) -> None:
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
 def test_small_scores_keep_their_digits(route: Place, scoring: str) -> None:
-    # Far below 1, 1 + exp(x) has lost what exp(x) says.
+    # Where exp(x) is far below 1, 1 + exp(x) rounds most of its digits away.
     logits = np.array([[-2, -3, -4, -6, -8, -9, -10, -12]], np.float32)
     weights, ids = route("grouped_topk", None, logits, 8, False, scoring_func=scoring)
     assert ids.tolist() == [list(range(8))]
@@ -315,7 +315,7 @@ def test_small_scores_keep_their_digits(route: Place, scoring: str) -> None:
 
 
 def test_softcapping_by_hand(route: Place) -> None:
-    # 2 tanh(x / 2) of 2 artanh(log(3) / 2) is log(3), and of a huge logit 2.
+    # 2 tanh(x / 2) is log(3) for x = 2 artanh(log(3) / 2), and 2 for a huge logit.
     logits = np.array([[0, 2 * np.arctanh(log(3) / 2), 1e30]], np.float32)
     got = route("topk_softmax", logits, False, 2.0, topk=3)
     weights = np.array([[e**2, 3, 1]]) / (1 + 3 + e**2)
@@ -363,7 +363,7 @@ def test_ties_go_to_the_lower_expert_and_the_lower_group(route_model: Place) -> 
 
 @pytest.mark.parametrize("first", [0.0, -0.0])
 def test_zeros_of_both_signs_tie(route_model: Place, first: float) -> None:
-    # Four lanes of the specialized variant hold one sign, and so do four of the dynamic one.
+    # Patterns that put the zeros of one sign into whole lanes of the specialized and of the dynamic kernel.
     for others in ([0, 1, 2, 3], list(range(64)), list(range(0, 256, 32)), list(range(1, 256, 2))):
         logits = row(256, dict.fromkeys(others, first), others=-first)
         _, ids = route_model("topk_softmax", logits[None], topk=8)
@@ -377,7 +377,7 @@ def test_zeros_of_both_signs_tie_between_groups(route: Place) -> None:
 
 
 @pytest.mark.parametrize("value", [NAN, -INF], ids=str)
-def test_what_is_no_number_ranks_last_and_weighs_nothing(route_model: Place, value: float) -> None:
+def test_nan_and_minus_infinity_rank_last_with_weight_0(route_model: Place, value: float) -> None:
     # Fewer than topk experts are left: the lowest of the others fill up.
     logits = row(256, {7: 1.0, 100: 2.0, 33: 0.0}, others=value)
     for name in ("topk_softmax", "topk_sigmoid"):
@@ -385,7 +385,7 @@ def test_what_is_no_number_ranks_last_and_weighs_nothing(route_model: Place, val
         assert ids.tolist() == [[100, 7, 33, 0, 1, 2, 3, 4]]
         assert weights[0, 3:].tolist() == [0] * 5
         assert weights[0, :3].sum() == pytest.approx(1)
-    # Groups 0, 1 and 3 have one expert to offer, so their two best sum to -inf, like those of all the others.
+    # Groups 0, 1 and 3 have one number each, so their scores are -inf, like those of all other groups.
     weights, ids = deepseek(route_model, logits)
     assert ids.tolist() == [[100, 7, 33, 0, 1, 2, 3, 4]]
     assert weights[0, 3:].tolist() == [0] * 5
@@ -396,12 +396,12 @@ def test_a_group_without_two_numbers_is_not_preferred(route_model: Place) -> Non
     logits = row(256, dict.fromkeys(range(224, 255), NAN) | {255: 9.0})
     _, ids = deepseek(route_model, logits)
     assert ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    # Nor is it worse than groups with none, however large its one choice.
+    # A group with one number ties with groups without any, even if that number is infinite.
     _, ids = deepseek(route_model, row(256, {3: 0.0}, others=NAN), row(256, {3: INF}))
     assert ids.tolist() == [[3, 0, 1, 2, 4, 5, 6, 7]]
 
 
-def test_what_is_no_number_in_a_kept_group_comes_before_the_other_groups(route: Place) -> None:
+def test_nan_in_a_kept_group_comes_before_the_other_groups(route: Place) -> None:
     logits = np.array([[-1, -2, -3, 5, 4, NAN]], np.float32)
     _, ids = route("moe_fused_gate", logits, np.zeros(6, np.float32), 2, 1, 3)
     assert ids.tolist() == [[3, 4, 5]]
@@ -454,7 +454,7 @@ def test_infinity_in_the_models_sizes(route_model: Place) -> None:
     assert_matches("moe_gate.weights", weights, np.array([[1] + [0.5] * 7], np.float32))
 
 
-def test_a_bias_that_is_no_number(route_model: Place) -> None:
+def test_a_bias_of_nan_and_infinities(route_model: Place) -> None:
     bias = row(256, {0: NAN, 1: -INF, 2: INF, 200: -1.0})
     weights, ids = deepseek(route_model, np.zeros(256, np.float32), bias)
     assert ids.tolist() == [[2, 3, 4, 5, 6, 7, 8, 9]]
@@ -503,7 +503,7 @@ def test_the_bias_chooses_and_does_not_weigh(route_model: Place) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_float32_bias_is_not_rounded_to_the_input(route_model: Place, dtype: str) -> None:
-    # 1 + 2**-12 is 1 in either; and so would be the sum of score and bias.
+    # 1 + 2**-12 rounds to 1 in both dtypes, and the sum of score and bias to that of the others.
     bias = row(256, {100: 1 + 2**-12}, others=1.0)
     _, ids = deepseek(route_model, np.zeros((1, 256), arrays.numpy_dtype(dtype)), bias)
     assert ids.tolist() == [[100, 0, 1, 2, 3, 4, 5, 6]]
@@ -578,7 +578,7 @@ def test_topk_softmax_takes_a_bias_for_the_choice(route: Place, rng: np.random.G
 
 
 def test_a_softcap_leaves_the_order_of_the_logits(route: Place, rng: np.random.Generator) -> None:
-    # Past the cap's reach tanh is 1 in float32 for all of these.
+    # So far above the cap, tanh of all these is 1 in float32.
     logits = rng.permuted(np.tile(np.arange(1000, 1040, dtype=np.float32), (5, 1)), axis=1)
     weights, ids = route("topk_softmax", logits, True, 5.0, topk=8)
     np.testing.assert_array_equal(ids, np.argsort(-logits)[:, :8])
@@ -595,7 +595,7 @@ _TORCH_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def composed(case: Case, logits: Array, bias: Array) -> Routing:
-    """The routing in float64, as one would put it together from torch's operators."""
+    """The routing in float64, composed of torch's operators."""
     scores = _TORCH_SCORES[case.scoring](torch.from_numpy(logits.astype(np.float64)))
     choice = scores + torch.from_numpy(bias.astype(np.float64)) if case.biased else scores
     if case.groups > 1:
@@ -638,7 +638,7 @@ COMPOSED = {
 @pytest.mark.parametrize("case", COMPOSED.values(), ids=COMPOSED)
 def test_the_twin_is_what_torch_computes(case: Case, dtype: str, rng: np.random.Generator) -> None:
     if not case.biased:
-        # torch breaks ties as it likes, so no two logits of a row may round to the same.
+        # torch does not define the order of ties, so the logits of a row must differ after rounding.
         values = np.linspace(-4, 4, case.experts).astype(arrays.numpy_dtype(dtype))
         values = np.unique(values.astype(np.float32))
         case = replace(case, experts=len(values) // case.groups * case.groups)
@@ -660,7 +660,7 @@ def test_the_twin_is_what_torch_computes_for_any_sizes(data: st.DataObject) -> N
 
 @st.composite
 def cases(draw: st.DrawFn, max_experts: int) -> Case:
-    """Any sizes that are allowed, so that no row of them is always doubtful."""
+    """Any allowed sizes with at most 48 routed slots, so that `draw` finds certain rows."""
     experts = draw(st.integers(1, max_experts))
     groups = draw(st.sampled_from([g for g in range(1, experts + 1) if experts % g == 0]))
     topk_group = draw(st.integers(1, groups))
@@ -692,7 +692,7 @@ def test_topk_softmax_is_torchs_softmax_and_topk(rng: np.random.Generator) -> No
 
 
 class WithNamespace(OnlyDLPack):
-    """As the array API has it: results can be handed back to the library."""
+    """An array of a library with the array API's `from_dlpack`, which takes results back."""
 
     def __array_namespace__(self) -> Any:
         return SimpleNamespace(from_dlpack=lambda array: ("theirs", np.from_dlpack(array)))
@@ -766,7 +766,7 @@ BIAS = dict.fromkeys(set(FUNCTIONS) - {"grouped_topk"}, "correction_bias") | {"m
 
 
 def good_arguments(name: str) -> dict[str, Any]:
-    """By keyword, so that the names are tested as well."""
+    """Arguments that `name` takes, by keyword, so that the names are tested as well."""
     logits, bias = np.zeros((5, 256), np.float32), np.zeros(256, np.float32)
     out = np.full((5, 8), POISON["float32"], np.float32), np.full((5, 8), POISON["int32"], np.int32)
     if not name.startswith("topk_"):
@@ -781,16 +781,26 @@ def good_arguments(name: str) -> dict[str, Any]:
     return arguments
 
 
-def _bad_calls() -> Iterator[Any]:
-    """(function, changed arguments, error, message)."""
+#: The functions that take a bias.
+BIASED = tuple(name for name in FUNCTIONS if name in BIAS)
+#: The functions that write into arguments.
+WRITING = tuple(name for name in FUNCTIONS if name.startswith("topk_"))
 
-    def bad(names: Any, changes: dict[str, Any], error: type[Exception], message: str, what: str) -> Iterator[Any]:
-        for name in (names,) if isinstance(names, str) else names:
-            # LOGITS and BIAS stand for what the function calls them.
-            own = {{"LOGITS": LOGITS[name], "BIAS": BIAS.get(name)}.get(k, k): v for k, v in changes.items()}
-            text = message.replace("LOGITS", LOGITS[name]).replace("BIAS", BIAS.get(name, ""))
-            yield pytest.param(name, own, error, text, id=f"{name}: {what}")
 
+def bad(
+    names: str | tuple[str, ...], changes: dict[str, Any], error: type[Exception], message: str, what: str
+) -> Iterator[Any]:
+    """Calls of these functions with changed arguments, their error and its message.
+
+    LOGITS and BIAS stand for the names that these arguments have in each function.
+    """
+    for name in (names,) if isinstance(names, str) else names:
+        own = {{"LOGITS": LOGITS[name], "BIAS": BIAS.get(name)}.get(k, k): v for k, v in changes.items()}
+        text = message.replace("LOGITS", LOGITS[name]).replace("BIAS", BIAS.get(name, ""))
+        yield pytest.param(name, own, error, text, id=f"{name}: {what}")
+
+
+def _bad_logits() -> Iterator[Any]:
     def logits(value: Any, error: type[Exception], message: str, what: str) -> Iterator[Any]:
         yield from bad(FUNCTIONS, {"LOGITS": value}, error, f"LOGITS must be {message}", what)
 
@@ -814,10 +824,11 @@ def _bad_calls() -> Iterator[Any]:
     for experts in (0, 1025):
         message = f"the number of experts must be in [1, 1024], got {experts}"
         changes = {"LOGITS": zeros(5, experts), "BIAS": zeros(experts)}
-        yield from bad([n for n in FUNCTIONS if n in BIAS], changes, ValueError, message, f"{experts} experts")
+        yield from bad(BIASED, changes, ValueError, message, f"{experts} experts")
         yield from bad("grouped_topk", {"LOGITS": zeros(5, experts)}, ValueError, message, f"{experts} experts")
 
-    # Integers.
+
+def _bad_sizes() -> Iterator[Any]:
     for name, low in (("num_expert_group", 1), ("topk_group", 1), ("topk", 1), ("num_fused_shared_experts", 0)):
         for value in (2.0, True, "2", np.float32(2)):
             message = f"{name} must be an integer of at least {low}, got {value!r} ({type(value).__name__})"
@@ -852,7 +863,8 @@ def _bad_calls() -> Iterator[Any]:
     message = "num_fused_shared_experts must be an integer of at least 0, got -1"
     yield from bad(GROUPED, {"num_fused_shared_experts": -1}, ValueError, message, "-1 shared experts")
 
-    # Numbers.
+
+def _bad_numbers_and_names() -> Iterator[Any]:
     for value in ("x", [2.5]):
         message = f"routed_scaling_factor must be a number, got {value!r} ({type(value).__name__})"
         yield from bad(GROUPED, {"routed_scaling_factor": value}, TypeError, message, f"scaling {value!r}")
@@ -868,8 +880,6 @@ def _bad_calls() -> Iterator[Any]:
     yield from bad("topk_softmax", {"moe_softcapping": "x"}, TypeError, message, "softcap 'x'")
     message = "moe_softcapping must be a finite number, got inf"
     yield from bad("topk_softmax", {"moe_softcapping": INF}, ValueError, message, "softcap inf")
-
-    # Names.
     message = "scoring_func must be one of 'sigmoid', 'softmax', 'sqrtsoftplus', got 'tanh'"
     yield from bad(GROUPED, {"scoring_func": "tanh"}, ValueError, message, "scoring tanh")
     message = "variant must be one of 'auto', 'specialized', 'dynamic', got 'fast'"
@@ -878,8 +888,8 @@ def _bad_calls() -> Iterator[Any]:
         message = f"variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got '{variant}'"
         yield from bad(FUNCTIONS, {"variant": variant}, ValueError, message, f"variant {variant} in host memory")
 
-    # The bias.
-    biased = [name for name in FUNCTIONS if name in BIAS]
+
+def _bad_biases() -> Iterator[Any]:
     for value, error, message, what in (
         (zeros(256, dtype=np.float64), TypeError, "float32, got float64", "float64"),
         (zeros(256, dtype=np.float16), TypeError, "float32, got float16", "half for float32 logits"),
@@ -889,14 +899,15 @@ def _bad_calls() -> Iterator[Any]:
         (torch.zeros(256), TypeError, "a NumPy array like LOGITS, got torch.Tensor", "of another library"),
         ([0.0] * 256, TypeError, "a NumPy array like LOGITS, got builtins.list", "a list"),
     ):
-        yield from bad(biased, {"BIAS": value}, error, f"BIAS must be {message}", f"bias {what}")
+        yield from bad(BIASED, {"BIAS": value}, error, f"BIAS must be {message}", f"bias {what}")
     half = {"LOGITS": zeros(5, 256, dtype=np.float16), "BIAS": zeros(256, dtype=arrays.numpy_dtype("bfloat16"))}
     message = "BIAS must be float32 or float16, got bfloat16"
-    yield from bad(biased, half, TypeError, message, "bias bfloat16 for float16 logits")
+    yield from bad(BIASED, half, TypeError, message, "bias bfloat16 for float16 logits")
     for name in ("moe_fused_gate", "biased_grouped_topk"):
         yield from bad(name, {"BIAS": None}, TypeError, "BIAS must be an array [experts], got None", "no bias")
 
-    # The count of valid tokens.
+
+def _bad_counts_of_tokens() -> Iterator[Any]:
     for value, error, message in (
         (-1, ValueError, "an integer in [0, 5] (tokens), got -1"),
         (6, ValueError, "an integer in [0, 5] (tokens), got 6"),
@@ -910,7 +921,8 @@ def _bad_calls() -> Iterator[Any]:
         changes = {"num_token_non_padded": value}
         yield from bad(FUNCTIONS, changes, error, f"num_token_non_padded must be {message}", what)
 
-    # Where the results go.
+
+def _bad_results() -> Iterator[Any]:
     results = {
         "weights": [
             (zeros(5, 8, dtype=np.float64), TypeError, "float32, got float64", "float64"),
@@ -931,25 +943,30 @@ def _bad_calls() -> Iterator[Any]:
             name = f"out[{index}]"
             yield from bad(GROUPED, {"out": pair}, error, f"{name} must be {message}", f"{name} {what}")
             name = f"topk_{result}"
-            functions = [n for n in FUNCTIONS if n.startswith("topk_")]
-            yield from bad(functions, {name: value}, error, f"{name} must be {message}", f"{name} {what}")
+            yield from bad(WRITING, {name: value}, error, f"{name} must be {message}", f"{name} {what}")
     for value in (out[0], (out[0],), 3):
         message = f"out must be a pair (weights, ids), got {type(value).__name__}"
         yield from bad(GROUPED, {"out": value}, TypeError, message, f"out a {type(value).__name__}")
     for value in (None, zeros(8, dtype=np.int32)):
         message = "topk_ids must be an int32 array [tokens, topk], got"
-        functions = [n for n in FUNCTIONS if n.startswith("topk_")]
-        yield from bad(functions, {"topk_ids": value}, TypeError, message, f"topk_ids {type(value).__name__}")
+        yield from bad(WRITING, {"topk_ids": value}, TypeError, message, f"topk_ids {type(value).__name__}")
     foreign = {"LOGITS": OnlyDLPack(zeros(5, 256)), "out": 7}
     yield from bad(GROUPED, foreign, TypeError, "out must be a pair (weights, ids), got int", "no pair")
 
-    # The hidden states, of which only the number counts.
+
+def _bad_hidden_states() -> Iterator[Any]:
     message = "hidden_states must be of 5 tokens like gating_output, got 4"
     changes = {"hidden_states": zeros(4, 7)}
     yield from bad(("biased_grouped_topk", "grouped_topk"), changes, ValueError, message, "hidden states of 4 tokens")
 
 
-@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+BAD_CALLS = [
+    *_bad_logits(), *_bad_sizes(), *_bad_numbers_and_names(), *_bad_biases(), *_bad_counts_of_tokens(), *_bad_results(),
+    *_bad_hidden_states(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), BAD_CALLS)
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = good_arguments(name)
     results = arguments.get("out") or (arguments["topk_weights"], arguments["topk_ids"])
@@ -989,7 +1006,7 @@ class Model(NamedTuple):
     topk: int
 
 
-#: What each of SPECIALIZED is for, and how it is used.
+#: For each of SPECIALIZED, the model or the reason, and how many groups and experts that model chooses.
 MODELS = {
     (256, 8, "sigmoid", True): Model("DeepSeek-V3", 4, 8),
     (256, 16, "sigmoid", True): Model("a group for each lane", 8, 8),
@@ -1024,7 +1041,7 @@ def choices(case: Case, dtype: str = "float32", softcap: bool = False) -> Any:
 
 
 def forms_of(case: Case, dtype: str = "float32") -> list[str | int]:
-    """Every kernel there is for a case, as `forced` takes it."""
+    """All kernels for a case, as `forced` takes them."""
     return [*range(len(choices(case, dtype).specialized)), "dynamic"]
 
 
@@ -1042,14 +1059,14 @@ def test_the_variant_follows_from_the_sizes() -> None:
     for other in (Case(256, 4, 2, 8), Case(255, topk=8), Case(256, 8, 4, 8, "softmax"), Case(256, 8, 4, 33)):
         assert forms_of(other) == ["dynamic"]
     assert not choices(without, softcap=True).specialized
-    # The dynamic variant that is taken can hold the experts.
+    # The dynamic variant that is chosen holds all experts.
     for experts in range(1, op.MAX_EXPERTS + 1):
         *_, lanes, values, _ = choices(Case(experts, topk=1)).dynamic.variant.instance.arguments
         assert lanes * values >= experts
 
 
 def trace_of(logits: Array, bias: Array, **options: Any) -> Any:
-    """What the plan of a DeepSeek-V3 layer says for an H200."""
+    """The trace of a plan of a DeepSeek-V3 layer on an H200."""
     gate = OPS["moe_fused_gate"]
     values = (logits, bias, 8, 4, 8, *options.values())
     return gate.say(gate.form(5, tuple(options)), values, on=gpu.of_arch("90a"))[0]
@@ -1091,7 +1108,7 @@ def test_a_kernel_of_wide_loads_takes_aligned_rows() -> None:
 def test_the_tokens_that_count_are_checked_at_every_call() -> None:
     trace = trace_of(rows_apart(9), rows_apart(1)[0], num_token_non_padded=5)
     (valid,) = [x for x in trace.steps[0].packing.parts if isinstance(x, Late) and x.value == 5]
-    # Two addresses, the tokens, and how many of them count.
+    # Two addresses, the tokens, and the number that is not padding.
     assert valid.evaluate([0, 0, 9, 9]) == 9
     with pytest.raises(ValueError, match=r"num_token_non_padded must be an integer in \[0, 9\] \(tokens\), got 10"):
         valid.evaluate([0, 0, 9, 10])
@@ -1106,14 +1123,14 @@ def _all_sizes() -> Iterator[tuple[int, int]]:
 
 @pytest.fixture
 def own_configurations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test adds to the specialized configurations ends with it."""
+    """Restore the specialized configurations after a test that adds some."""
     monkeypatch.setattr(op, "_registered", set(op._registered))
     yield
     forget()
 
 
 def test_no_variant_asks_for_more_shared_memory_than_it_may_have(own_configurations: None) -> None:
-    # What a kernel gets without asking, and what every GPU grants one that does.
+    # Dynamic shared memory of a block without the driver's attribute, and the most with it on every GPU.
     granted, most = 48 * 1024, 99 * 1024
     for experts, groups in _all_sizes():
         case = Case(experts, groups, groups, min(experts, op.MAX_TOPK))
@@ -1132,7 +1149,7 @@ def test_specialize_lays_the_experts_out(own_configurations: None) -> None:
         try:
             made = op.specialize(experts=experts, groups=groups)
         except ValueError:
-            # Whole lanes of at most 32 experts cannot make up these groups.
+            # No number of lanes has whole groups and at most 32 experts per lane.
             assert not any(experts % n == 0 and n % groups == 0 and experts <= 32 * n for n in (4, 8, 16, 32))
             continue
         accepted += 1
@@ -1196,7 +1213,7 @@ GUARD = 64
 
 
 class Results:
-    """Poisoned arrays to write into, each between words that must stay as they are."""
+    """Poisoned arrays to write into, each between guard words that must not change."""
 
     def __init__(self, tokens: int, topk: int, skip: int = 0) -> None:
         self._shape = tokens, topk
@@ -1206,7 +1223,7 @@ class Results:
         self.out = tuple(buffer[self._from : self._to].reshape(self._shape) for buffer in self._buffers)
 
     def numpy(self) -> Routing:
-        """What was written, after a look at the words around it."""
+        """The results, after a check of the guard words."""
         results = []
         for buffer, poison in zip(self._buffers, POISON.values(), strict=True):
             words = cupy.asnumpy(buffer)
@@ -1227,7 +1244,7 @@ def launch(case: Case, logits: Any, bias: Any, form: str | int = "auto", **optio
 
 
 def compare(case: Case, logits: Array, bias: Array, **options: Any) -> Routing:
-    """Every kernel gives what the twin gives, and all of them the same bits."""
+    """Assert that every kernel matches the twin, and that all kernels return the same bits."""
     got = launch(case, logits, bias, **options)
     assert_routing(got, case.route(twin, logits, bias, **options))
     for form in forms_of(case):
@@ -1236,10 +1253,10 @@ def compare(case: Case, logits: Array, bias: Array, **options: Any) -> Routing:
 
 
 def model_cases(config: op.Config) -> Iterator[Case]:
-    """The ways to use a specialized configuration: each path through the kernel, each scoring it takes."""
+    """Uses of a specialized configuration that take each path through the kernel, with each scoring."""
     experts, groups, fixed, biased = config[:4]
     _, topk_group, topk = MODELS[config[:4]]
-    capacity = template.constants("moe_gate")["CAPACITY"]
+    capacity = template.constants(op._kernel.file)["CAPACITY"]
     ways = {
         (topk_group, topk): "as the model does",
         (1, 1): "the least",
@@ -1303,7 +1320,7 @@ def test_any_sizes(case: Case, rng: np.random.Generator) -> None:
     dtypes = itertools.cycle(op.DTYPES)
     for scoring, biased in itertools.product(op.SCORING, (True, False)):
         way = replace(case, scoring=scoring, biased=biased, renormalize=biased)
-        # A half precision input has too few values for so many certain places.
+        # A half precision input has too few values for so many certain slots.
         dtype = "float32" if case.topk >= 64 else next(dtypes)
         compare(way, *draw(way, 45, rng, dtype))
 
@@ -1335,7 +1352,7 @@ PATHS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", PATHS.values(), ids=PATHS)
 def test_each_path_stays_inside_its_arrays(case: Case, dtype: str, rng: np.random.Generator) -> None:
-    # The last tokens are part of a tile, and their rows the end of the allocation.
+    # The last block is not full, and the last rows end where the allocation ends.
     logits, bias = draw(case, 13, rng, dtype)
     count = np.array([11], "int32" if dtype == "float32" else "int64")
     compare(case, logits, bias, num_token_non_padded=count)
@@ -1360,7 +1377,7 @@ DIFFICULT = {
 def test_rows_with_nan_and_infinities(case: Case, dtype: str, rng: np.random.Generator) -> None:
     def sample(count: int) -> Array:
         x = rng.normal(0, 1.5, (count, case.experts))
-        # From a few to nearly all, another share in each row.
+        # A random share of each row, from few to nearly all.
         share = rng.random((count, 1))
         x = np.where(rng.random(x.shape) < share, rng.choice([NAN, -INF], x.shape), x)
         x[rng.random(x.shape) < 0.5 / case.experts] = INF
@@ -1429,7 +1446,7 @@ def test_the_variants_agree_bit_for_bit_on_anything(config: op.Config, dtype: st
             weights, ids = launch(case, logits, bias, "dynamic")
             for form in forms_of(case, dtype):
                 assert_same_bits(launch(case, logits, bias, form), (weights, ids))
-            # Whatever comes in, what comes out can be used as an index and a factor.
+            # For any input, ids are valid indices and weights finite factors.
             assert np.isfinite(weights).all() and (weights >= 0).all()
             in_order = np.sort(ids, axis=1)
             assert (np.diff(in_order, axis=1) > 0).all()
@@ -1442,7 +1459,7 @@ def test_the_variants_agree_bit_for_bit_on_anything(config: op.Config, dtype: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [Case(256, 8, 4, 8), Case(8, 1, 1, 2, biased=False)], ids=["DeepSeek-V3", "Mixtral"])
 def test_few_tokens(case: Case, rng: np.random.Generator) -> None:
-    # Around the number of tokens of a warp and of a block, whatever the layout.
+    # Around the number of tokens of a warp and of a block in each layout.
     for tokens in (*range(1, 10), 15, 16, 17, 31, 32, 33):
         compare(case, *draw(case, tokens, rng))
 
@@ -1450,7 +1467,7 @@ def test_few_tokens(case: Case, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", op.DTYPES)
 def test_many_tokens(dtype: str, rng: np.random.Generator) -> None:
-    # More than all blocks of a large GPU take at once, and not a whole number of blocks.
+    # More tokens than all resident blocks of a large GPU take, and not a whole number of blocks.
     tokens = 40_003
     for case in (Case(256, 8, 4, 8), Case(128, 1, 1, 8, "softmax", biased=False)):
         rows, bias = draw(case, 997, rng, dtype)
@@ -1596,7 +1613,7 @@ def test_tensors(dtype: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-def test_threads_do_not_meet(rng: np.random.Generator) -> None:
+def test_threads_do_not_interfere(rng: np.random.Generator) -> None:
     cases = [Case(256, 8, 4, 8), Case(256, 8, 2, 5, shared=1, scaling=2.5), Case(250, 10, 3, 20), Case(384, topk=8)]
     inputs = [draw(case, 50 + 10 * i, rng) for i, case in enumerate(cases)]
     wants = [launch(case, *x) for case, x in zip(cases, inputs, strict=True)]

@@ -36,7 +36,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Case:
-    """A routing: `skew` is the share of the ids that name one and the same expert; `local` experts are here."""
+    """A routing: `skew` is the share of ids that name the same expert; `local` experts are here."""
 
     tokens: int
     topk: int
@@ -76,7 +76,7 @@ def test_the_sort_by_hand(put: Callable[[Any], Any]) -> None:
 
 
 def test_the_sort_with_a_map_by_hand(put: Callable[[Any], Any]) -> None:
-    # Experts 3 and 1 are here, as 0 and 1; the map's 7 is none of the two.
+    # Experts 3 and 1 are here, as 0 and 1; the 7 in the map is no local expert.
     expert_map = put(np.array([7, 1, -1, 0], np.int32))
     offsets, row_token, inverse = cukern.moe_sort(put(IDS), 4, expert_map=expert_map, num_local_experts=2)
     same_bits(offsets, np.array([0, 2, 3], np.int32))
@@ -88,7 +88,7 @@ def test_the_batched_sort_by_hand(put: Callable[[Any], Any]) -> None:
     counts, positions = cukern.moe_sort_batched(put(IDS), 4, 2)
     same_bits(counts, np.array([1, 1, 0, 2], np.int32))
     same_bits(positions, np.array([[6, -1], [0, -1], [7, 2]], np.int32))
-    # There is room for one row each, and the second of expert 3 is left out.
+    # Each expert has one row, so the second pair of expert 3 is left out.
     expert_map = put(np.array([7, 1, -1, 0], np.int32))
     out = put(np.full(2, 9, np.int32)), put(np.full((3, 2), 9, np.int32))
     options = {"expert_map": expert_map, "num_local_experts": 2, "out": out}
@@ -153,7 +153,7 @@ def test_a_scale_of_the_whole_tensor_is_returned(put: Callable[[Any], Any]) -> N
 
 
 def test_sums_are_rounded_in_turn(put: Callable[[Any], Any]) -> None:
-    # 2**24 + 1 is no float32: added one by one the ones vanish, while their sum would not.
+    # 2**24 + 1 is not a float32: added one after the other the ones are rounded away, added first they are not.
     rows = np.array([[[2**24], [1], [1]]], np.float32)
     same_bits(cukern.moe_sum(put(rows)), np.array([[2**24]], np.float32))
     same_bits(cukern.moe_sum(put(rows[:, ::-1].copy())), np.array([[2**24 + 2]], np.float32))
@@ -236,15 +236,15 @@ def test_the_blocks_are_those_of_a_loop(
 
 
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(1, 7), st.integers(1, 6), st.integers(0, 2**31))
-def test_the_rooms_are_those_of_a_loop(tokens: int, topk: int, experts: int, room: int, seed: int) -> None:
+def test_the_batches_are_those_of_a_loop(tokens: int, topk: int, experts: int, max_tokens: int, seed: int) -> None:
     ids, _ = Case(tokens, topk, experts).draw(np.random.default_rng(seed))
     taken = [0] * experts
     wanted = []
     for expert in ids.ravel().tolist():
-        there = 0 <= expert < experts and taken[expert] < room
-        wanted.append(expert * room + taken[expert] if there else -1)
+        there = 0 <= expert < experts and taken[expert] < max_tokens
+        wanted.append(expert * max_tokens + taken[expert] if there else -1)
         taken[expert if there else 0] += there
-    counts, positions = cukern.moe_sort_batched(ids, experts, room)
+    counts, positions = cukern.moe_sort_batched(ids, experts, max_tokens)
     assert counts.tolist() == taken
     assert positions.ravel().tolist() == wanted
 
@@ -252,7 +252,7 @@ def test_the_rooms_are_those_of_a_loop(tokens: int, topk: int, experts: int, roo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("align", [None, 4])
 def test_a_layer_through_its_rows(dtype: str, align: int | None, rng: np.random.Generator) -> None:
-    """Experts that scale: what comes together again is the weighted sum of what each expert made of the token."""
+    """With experts that multiply by a constant, the way there and back gives the weighted sum of their products."""
     tokens, topk, experts, hidden = 11, 3, 5, 12
     ids = torch.from_numpy(rng.integers(-1, experts, (tokens, topk)))
     x = torch.from_numpy(normal(rng, (tokens, hidden), "float32")).to(getattr(torch, dtype))
@@ -286,7 +286,7 @@ def test_results_go_into_out(rng: np.random.Generator) -> None:
 
 # --- bad arguments --------------------------------------------------------------------------------------
 
-SORT, ROOMS, ALIGN, ROWS, PERMUTE, UNPERMUTE, SUM = (
+SORT, BATCHED, ALIGN, ROWS, PERMUTE, UNPERMUTE, SUM = (
     "moe_sort", "moe_sort_batched", "moe_align_block_size", "permute_rows", "moe_permute", "moe_unpermute", "moe_sum",
 )  # fmt: skip
 
@@ -295,7 +295,7 @@ def good_arguments(name: str) -> dict[str, Any]:
     x, f32 = np.zeros((3, 4), np.float32), np.float32
     arguments: dict[str, dict[str, Any]] = {
         SORT: {"topk_ids": IDS, "num_experts": 4},
-        ROOMS: {"topk_ids": IDS, "num_experts": 4, "max_tokens": 3},
+        BATCHED: {"topk_ids": IDS, "num_experts": 4, "max_tokens": 3},
         ALIGN: {"topk_ids": IDS, "block_size": 4, "num_experts": 4},
         ROWS: {"hidden_states": x, "inverse": np.arange(6, dtype=np.int32).reshape(3, 2)},
         PERMUTE: {"hidden_states": x, "a1q_scale": np.zeros((3, 2), f32), "topk_ids": IDS, "n_expert": 4},
@@ -308,13 +308,16 @@ def good_arguments(name: str) -> dict[str, Any]:
     return arguments[name]
 
 
-def _bad_calls() -> Iterator[Any]:
-    """(function, changed arguments, error, message)."""
-    anything = "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
-    f32, i32 = np.float32, np.int32
-    for name, experts in ((SORT, "num_experts"), (ROOMS, "num_experts"), (ALIGN, "num_experts"), (PERMUTE, "n_expert")):
+F32, I32 = np.float32, np.int32
+ANYTHING = "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
+
+
+def _bad_ids_and_experts() -> Iterator[Any]:
+    """Calls of all that sort: function, changed arguments, error, message."""
+    for name in (SORT, BATCHED, ALIGN, PERMUTE):
+        experts = "n_expert" if name == PERMUTE else "num_experts"
         if name != PERMUTE:
-            yield name, {"topk_ids": [[1]]}, TypeError, f"topk_ids must be {anything}"
+            yield name, {"topk_ids": [[1]]}, TypeError, f"topk_ids must be {ANYTHING}"
         yield (
             name,
             {"topk_ids": IDS.astype(np.int16)},
@@ -327,28 +330,31 @@ def _bad_calls() -> Iterator[Any]:
         yield name, {experts: 0}, ValueError, f"{experts} must be an integer in [1, 4096], got 0"
         yield name, {experts: 4097}, ValueError, f"{experts} must be an integer in [1, 4096], got 4097"
         yield name, {experts: 4.0}, TypeError, f"{experts} must be an integer in [1, 4096], got 4.0 (float)"
-        more = {"num_local_experts": 2} if name in (SORT, ROOMS) else {}
+        more = {"num_local_experts": 2} if name in (SORT, BATCHED) else {}
         short = f"expert_map must be of shape [{experts}] = [4], got [3]"
-        yield name, {"expert_map": np.zeros(3, i32), **more}, ValueError, short
+        yield name, {"expert_map": np.zeros(3, I32), **more}, ValueError, short
         yield name, {"expert_map": np.zeros(4, np.int64), **more}, TypeError, "expert_map must be int32, got int64"
         yield name, {"expert_map": torch.zeros(4), **more}, TypeError, "expert_map must be a NumPy array like topk_ids"
         host = "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'counted'"
         yield name, {"variant": "counted"}, ValueError, host
         names = "variant must be one of 'auto', 'one_block', 'many_blocks', 'counted', got 'fast'"
         yield name, {"variant": "fast"}, ValueError, names
-    for name in (SORT, ROOMS):
+
+
+def _bad_sorts() -> Iterator[Any]:
+    for name in (SORT, BATCHED):
         wanted = "num_local_experts must be given with expert_map, got None"
-        yield name, {"expert_map": np.zeros(4, i32)}, TypeError, wanted
+        yield name, {"expert_map": np.zeros(4, I32)}, TypeError, wanted
         for value in (0, 5):
             wanted = f"num_local_experts must be an integer in [1, 4] (num_experts), got {value}"
             yield name, {"num_local_experts": value}, ValueError, wanted
     for value in (0, 2**28 + 1):
         wanted = f"max_tokens must be an integer in [1, 268435456], got {value}"
-        yield ROOMS, {"max_tokens": value}, ValueError, wanted
-    yield ROOMS, {"out": [IDS]}, TypeError, "out must be a pair (expert_num_tokens, positions), got list"
-    rooms = [np.zeros(4, i32), np.zeros((3, 2), i32)]
-    yield ROOMS, {"out": [rooms[1], rooms[1]]}, ValueError, "out[0] must be of shape [experts] = [4], got [3, 2]"
-    triple = [np.zeros(5, i32), np.zeros(6, i32), np.zeros((3, 2), i32)]
+        yield BATCHED, {"max_tokens": value}, ValueError, wanted
+    yield BATCHED, {"out": [IDS]}, TypeError, "out must be a pair (expert_num_tokens, positions), got list"
+    batched = [np.zeros(4, I32), np.zeros((3, 2), I32)]
+    yield BATCHED, {"out": [batched[1], batched[1]]}, ValueError, "out[0] must be of shape [experts] = [4], got [3, 2]"
+    triple = [np.zeros(5, I32), np.zeros(6, I32), np.zeros((3, 2), I32)]
     wanted = "out must be a triple (expert_offsets, row_token, inverse), got"
     yield SORT, {"out": triple[:2]}, TypeError, f"{wanted} list"
     yield SORT, {"out": triple[0]}, TypeError, f"{wanted} ndarray"
@@ -358,25 +364,30 @@ def _bad_calls() -> Iterator[Any]:
         yield ALIGN, {"block_size": value}, ValueError, f"block_size must be an integer in [1, 32768], got {value}"
     yield ALIGN, {"block_size": 4.0}, TypeError, "block_size must be an integer in [1, 32768], got 4.0 (float)"
 
+
+def _bad_rows() -> Iterator[Any]:
     for name in (ROWS, PERMUTE):
-        yield name, {"hidden_states": [1.0]}, TypeError, f"hidden_states must be {anything}"
+        yield name, {"hidden_states": [1.0]}, TypeError, f"hidden_states must be {ANYTHING}"
         yield name, {"hidden_states": np.zeros((3, 4), complex)}, TypeError, "hidden_states must be float32 or"
-        yield name, {"hidden_states": np.zeros(3, f32)}, ValueError, "hidden_states must be of shape [tokens, hidden]"
+        yield name, {"hidden_states": np.zeros(3, F32)}, ValueError, "hidden_states must be of shape [tokens, hidden]"
         strides = "hidden_states must be contiguous along its last dimension, got strides (1, 3)"
-        yield name, {"hidden_states": np.zeros((4, 3), f32).T}, ValueError, strides
+        yield name, {"hidden_states": np.zeros((4, 3), F32).T}, ValueError, strides
     both = "inverse must be of shape [tokens, topk] or [tokens * topk]"
-    yield ROWS, {"inverse": np.zeros((2, 3), i32)}, ValueError, f"{both} = [3, 3], got [2, 3]"
-    yield ROWS, {"inverse": np.zeros(4, i32)}, ValueError, f"{both} = [3, 1], got [4]"
+    yield ROWS, {"inverse": np.zeros((2, 3), I32)}, ValueError, f"{both} = [3, 3], got [2, 3]"
+    yield ROWS, {"inverse": np.zeros(4, I32)}, ValueError, f"{both} = [3, 1], got [4]"
     yield ROWS, {"inverse": np.zeros((3, 2), np.int64)}, TypeError, "inverse must be int32, got int64"
     yield ROWS, {"inverse": [0]}, TypeError, "inverse must be a NumPy array like hidden_states, got builtins.list"
     yield ROWS, {"rows": -1}, ValueError, "rows must be an integer in [0, 1073741824], got -1"
     yield ROWS, {"rows": 6.0}, TypeError, "rows must be an integer in [0, 1073741824], got 6.0 (float)"
-    yield ROWS, {"out": np.zeros((5, 4), f32)}, ValueError, "out must be of shape [rows, hidden] = [6, 4], got [5, 4]"
+    yield ROWS, {"out": np.zeros((5, 4), F32)}, ValueError, "out must be of shape [rows, hidden] = [6, 4], got [5, 4]"
     yield ROWS, {"out": np.zeros((6, 4))}, TypeError, "out must be float32, got float64"
+
+
+def _bad_permutations() -> Iterator[Any]:
     yield PERMUTE, {"topk_ids": IDS[:2]}, ValueError, "topk_ids must be of shape [tokens, topk] = [3, 2], got [2, 2]"
     yield PERMUTE, {"topk_ids": torch.from_numpy(IDS)}, TypeError, "topk_ids must be a NumPy array like hidden_states"
     wanted = "a1q_scale must be of shape [tokens, groups] = [3, 2], got [2, 2]"
-    yield PERMUTE, {"a1q_scale": np.zeros((2, 2), f32)}, ValueError, wanted
+    yield PERMUTE, {"a1q_scale": np.zeros((2, 2), F32)}, ValueError, wanted
     yield PERMUTE, {"a1q_scale": np.zeros((3, 2))}, TypeError, "a1q_scale must be float32 or int32, got float64"
     yield (
         PERMUTE,
@@ -392,26 +403,28 @@ def _bad_calls() -> Iterator[Any]:
     wanted = "fill_invalid_expert must be an integer in [-2147483648, 2147483647], got 0.5 (float)"
     yield PERMUTE, {"align_block_size": 2, "fill_invalid_expert": 0.5}, TypeError, wanted
     wanted = "permuted_hidden_states must be of shape [rows, hidden] = [6, 4], got [5, 4]"
-    yield PERMUTE, {"permuted_hidden_states": np.zeros((5, 4), f32)}, ValueError, wanted
+    yield PERMUTE, {"permuted_hidden_states": np.zeros((5, 4), F32)}, ValueError, wanted
 
-    yield UNPERMUTE, {"out": [0.0]}, TypeError, f"out must be {anything}"
-    yield UNPERMUTE, {"out": np.zeros((3, 4), i32)}, TypeError, "out must be float32 or float16 or bfloat16, got int32"
-    yield UNPERMUTE, {"out": np.zeros((4, 3), f32).T}, ValueError, "out must be contiguous, got strides (1, 3)"
+
+def _bad_sums() -> Iterator[Any]:
+    yield UNPERMUTE, {"out": [0.0]}, TypeError, f"out must be {ANYTHING}"
+    yield UNPERMUTE, {"out": np.zeros((3, 4), I32)}, TypeError, "out must be float32 or float16 or bfloat16, got int32"
+    yield UNPERMUTE, {"out": np.zeros((4, 3), F32).T}, ValueError, "out must be contiguous, got strides (1, 3)"
     name = "permuted_hidden_states"
     yield UNPERMUTE, {name: np.zeros((6, 4), np.float16)}, TypeError, f"{name} must be float32, got float16"
-    yield UNPERMUTE, {name: np.zeros((6, 5), f32)}, ValueError, f"{name} must be of shape [rows, hidden] = [6, 4], got"
-    yield UNPERMUTE, {name: np.zeros(6, f32)}, ValueError, f"{name} must be of shape [rows, hidden], got [6]"
+    yield UNPERMUTE, {name: np.zeros((6, 5), F32)}, ValueError, f"{name} must be of shape [rows, hidden] = [6, 4], got"
+    yield UNPERMUTE, {name: np.zeros(6, F32)}, ValueError, f"{name} must be of shape [rows, hidden], got [6]"
     wanted = "topk_weights must be of shape [tokens, topk] = [3, 2], got [3, 3]"
-    yield UNPERMUTE, {"topk_weights": np.zeros((3, 3), f32)}, ValueError, wanted
+    yield UNPERMUTE, {"topk_weights": np.zeros((3, 3), F32)}, ValueError, wanted
     yield UNPERMUTE, {"topk_weights": np.zeros((3, 2))}, TypeError, "topk_weights must be float32, got float64"
     wanted = "inv_permuted_idx must be of shape [tokens, topk] or [tokens * topk] = [3, 1], got [5]"
-    yield UNPERMUTE, {"inv_permuted_idx": np.zeros(5, i32)}, ValueError, wanted
+    yield UNPERMUTE, {"inv_permuted_idx": np.zeros(5, I32)}, ValueError, wanted
     name = "expert_first_token_offset"
-    yield UNPERMUTE, {name: np.zeros(0, i32)}, ValueError, f"{name} must be of shape [experts + 1], got [0]"
-    yield UNPERMUTE, {name: np.zeros(5, f32)}, TypeError, f"{name} must be int64 or int32, got float32"
-    yield SUM, {"input": np.zeros((3, 2), f32)}, ValueError, "input must be of shape [tokens, topk, hidden], got [3, 2]"
-    yield SUM, {"input": np.zeros((2, 3, 4), f32).swapaxes(0, 1)}, ValueError, "input must be contiguous, got strides"
-    yield SUM, {"output": np.zeros((3, 5), f32)}, ValueError, "output must be of shape [tokens, hidden] = [3, 4], got"
+    yield UNPERMUTE, {name: np.zeros(0, I32)}, ValueError, f"{name} must be of shape [experts + 1], got [0]"
+    yield UNPERMUTE, {name: np.zeros(5, F32)}, TypeError, f"{name} must be int64 or int32, got float32"
+    yield SUM, {"input": np.zeros((3, 2), F32)}, ValueError, "input must be of shape [tokens, topk, hidden], got [3, 2]"
+    yield SUM, {"input": np.zeros((2, 3, 4), F32).swapaxes(0, 1)}, ValueError, "input must be contiguous, got strides"
+    yield SUM, {"output": np.zeros((3, 5), F32)}, ValueError, "output must be of shape [tokens, hidden] = [3, 4], got"
     for name in (UNPERMUTE, SUM):
         host = "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'dynamic'"
         yield name, {"variant": "dynamic"}, ValueError, host
@@ -423,7 +436,10 @@ def _bad_calls() -> Iterator[Any]:
         )
 
 
-@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+BAD_CALLS = [*_bad_ids_and_experts(), *_bad_sorts(), *_bad_rows(), *_bad_permutations(), *_bad_sums()]
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), BAD_CALLS)
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = good_arguments(name)
     getattr(cukern, name)(**arguments)
@@ -466,7 +482,7 @@ def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int])
 
 
 def launches_of(name: str, *args: Any, **options: Any) -> tuple[Any, Callable[[int], list[tuple[int, ...]]]]:
-    """What a plan says for an H200, and the grids and blocks of its launches by the number of tokens.
+    """The trace of a plan on an H200, and a function from tokens to the grids and blocks of its launches.
 
     Of all sizes of the arrays, only this one is late.
     """
@@ -532,7 +548,7 @@ def test_a_permutation_is_one_plan() -> None:
 
 @pytest.fixture
 def own_configurations() -> Iterator[None]:
-    """What `specialize` registers in a test is forgotten after it."""
+    """Restore the registered configurations after a test that specializes some."""
     before = set(kernels.registered)
     yield
     kernels.registered.clear()
@@ -579,7 +595,7 @@ def test_the_baselines_compute_the_same() -> None:
 
 
 def compare_sorts(case: Case, rng: np.random.Generator, variant: str, block_size: int = 16) -> None:
-    """All that the sort makes, exactly, between guards where it writes into arrays given to it."""
+    """Assert that all results of the sort are the twin's, and that nothing is written beside arrays given to it."""
     ids, expert_map = case.draw(rng)
     on_device, mapping = cupy.asarray(ids), None if expert_map is None else cupy.asarray(expert_map)
     options = sort_options(case, mapping)
@@ -589,11 +605,12 @@ def compare_sorts(case: Case, rng: np.random.Generator, variant: str, block_size
     assert cukern.moe_sort(on_device, case.experts, **options, out=given, variant=variant) is given
     for out, expected in zip(outs, want, strict=True):
         same_bits(out.numpy(), expected)
-    for room in (1, 1 + case.tokens * case.topk // case.experts, case.tokens + 1):
-        want_batched = twin.moe_sort_batched(ids, case.experts, room, **sort_options(case, expert_map))
+    for max_tokens in (1, 1 + case.tokens * case.topk // case.experts, case.tokens + 1):
+        want_batched = twin.moe_sort_batched(ids, case.experts, max_tokens, **sort_options(case, expert_map))
         outs = [Buffer(x.shape, "int32") for x in want_batched]
         given = tuple(out.array for out in outs)
-        assert cukern.moe_sort_batched(on_device, case.experts, room, **options, out=given, variant=variant) is given
+        got = cukern.moe_sort_batched(on_device, case.experts, max_tokens, **options, out=given, variant=variant)
+        assert got is given
         for out, expected in zip(outs, want_batched, strict=True):
             same_bits(out.numpy(), expected)
     for ignore, pad in ((False, True), (True, False)):
@@ -660,7 +677,7 @@ def compare_rows(
     apart: int = 0,
     align: int | None = None,
 ) -> None:
-    """Rows there and back: the twin's bits, nothing else written, and nothing read of the rows that no pair has."""
+    """Assert that rows permuted and summed up have the twin's bits, and that rows without a pair are not touched."""
     ids, expert_map = case.draw(rng)
     x, scale = normal(rng, (case.tokens, hidden), dtype), rng.random((case.tokens, 3), np.float32)
     local, mapping = case.local or -1, None if expert_map is None else cupy.asarray(expert_map)

@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, special: bool = False) -> Array:
-    """Rows of different magnitudes, with what is no number in some."""
+    """Rows of different magnitudes; if `special`, with NaN, infinities, huge numbers and a row of zeros."""
     size = np.exp2(rng.integers(-8, 8, (*shape[:-1], 1)))
     x = (rng.standard_normal(shape) * size).astype(arrays.numpy_dtype(dtype))
     if special and x.size:
@@ -61,7 +61,7 @@ def matches(got: Any, want: Array) -> None:
 
 
 def same(got: Any, want: Any) -> None:
-    """The same FP8 numbers and the same scales."""
+    """Assert that FP8 numbers and scales are the same."""
     assert_matches("norm.quantized", to_numpy(got[0]).view(E4M3), want[0])
     assert_matches("norm.scales", got[1], want[1])
 
@@ -75,7 +75,7 @@ def fits(way: str, width: int) -> bool:
 
 
 def by_torch(x: Array, weight: Array | None, epsilon: float, offset: float = 0.0) -> Array:
-    """In float64."""
+    """torch's norm, in float64."""
     of_torch = None if weight is None else torch.from_numpy(weight.astype(np.float64) + offset)
     x = torch.from_numpy(x.astype(np.float64))
     return torch.nn.functional.rms_norm(x, x.shape[-1:], of_torch, epsilon).numpy()
@@ -115,7 +115,7 @@ def test_by_hand(put: Callable[[Any], Any]) -> None:
     assert to_numpy(given)[0].tolist() == [np.float32(1.2), np.float32(-3.2), 0, 0]
 
 
-def test_what_is_no_number(put: Callable[[Any], Any]) -> None:
+def test_nan_infinities_and_overflow(put: Callable[[Any], Any]) -> None:
     x = np.ones((5, 40), np.float32)
     x[0, 3], x[1, 4], x[2, 5], x[3, 6] = np.nan, np.inf, -np.inf, 2e19  # whose square is past the largest float32
     got = to_numpy(cukern.rms_norm(put(x), None))
@@ -129,7 +129,7 @@ def test_what_is_no_number(put: Callable[[Any], Any]) -> None:
     np.testing.assert_array_equal(to_numpy(s)[:4, 0], np.float32(1 / 512) / np.float32(448))
 
 
-def test_a_norm_is_added_and_quantized_as_it_is(rng: np.random.Generator) -> None:
+def test_the_added_and_quantized_norms_are_compositions(rng: np.random.Generator) -> None:
     x, residual, weight = draw(rng, (6, 256), "bfloat16"), draw(rng, (6, 256), "bfloat16"), draw(rng, (256,), "float32")
     total = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
     given, added = x.copy(), residual.copy()
@@ -151,7 +151,7 @@ def test_a_norm_is_added_and_quantized_as_it_is(rng: np.random.Generator) -> Non
 
 
 def dealt_out(x: Array, threads: int) -> np.float32:
-    """The sum of squares of a row as so many threads of the kernel add it up."""
+    """The sum of squares of a row in the order in which `threads` threads of the kernel add it up."""
     units = -(-len(x) // twin.EACH)
     padded = np.zeros((-(-units // threads) * threads, twin.EACH), np.float32)
     padded.reshape(-1)[: len(x)] = x
@@ -312,7 +312,7 @@ def test_the_models_widths_are_specialized() -> None:
 
 
 def planned(name: str, *args: Any, **options: Any) -> Any:
-    """The one launch that a plan for an H100 has."""
+    """The one launch of a plan on an H100."""
     of = OPS[name]
     form = of.form(len(args), tuple(options))
     trace, *_ = of.say(form, (*args, *options.values()), on=gpu.of_arch("90a"))
@@ -344,17 +344,17 @@ def test_plans() -> None:
             planned("rms_norm", x[:, 1:65], None, variant=bad)
 
 
-def test_rows_at_two_distances() -> None:
+def test_rows_with_two_strides() -> None:
     product = torch.zeros(7, 8 * 128, dtype=torch.bfloat16)
     heads = product.view(7, 8, 128)
-    total, inner, distances = rows_of(input=heads[:, 4:6], residual=None, out=torch.zeros(7, 2, 128))
-    assert (total, inner, distances) == (14, 2, [(1024, 128), None, (256, 128)])
+    total, inner, strides = rows_of(input=heads[:, 4:6], residual=None, out=torch.zeros(7, 2, 128))
+    assert (total, inner, strides) == (14, 2, [(1024, 128), None, (256, 128)])
     assert rows_of(input=heads)[1:] == (1, [(128, 0)])
     assert rows_of(input=heads.transpose(0, 1))[1:] == (7, [(128, 1024)])
     assert rows_of(input=torch.zeros(2, 3, 4, 96)[..., :64])[1:] == (1, [(96, 0)])
     assert rows_of(input=torch.zeros(2, 3, 4, 64)[:, :, :2])[1:] == (2, [(256, 64)])
     assert rows_of(input=torch.zeros(64))[1:] == (1, [(0, 0)])
-    with pytest.raises(ValueError, match="input must be of rows at one distance, or at two like those of the others"):
+    with pytest.raises(ValueError, match="input must be of rows with at most two strides"):
         rows_of(input=torch.zeros(2, 3, 4, 64)[:, :2, :3])
 
 

@@ -743,7 +743,7 @@ def test_a_file_of_someone_else_is_compiled_again(templates: Path, monkeypatch: 
     assert compiler._is_intact(path)
 
 
-@pytest.mark.parametrize("where", ["moe_gate.cu", "common/warp.cuh"])
+@pytest.mark.parametrize("where", ["moe_gate/moe_gate.cu", "common/warp.cuh"])
 def test_an_error_cites_the_file_and_the_line(where: str, templates: Path) -> None:
     file = templates / where
     lines = file.read_text().splitlines()

@@ -72,12 +72,12 @@ def test_each_function_is_tested_here() -> None:
 
 
 def forms() -> tuple[str, ...]:
-    """The variants of the GPU that is here."""
+    """The variants that this GPU has."""
     return ("cluster", "block") if int(arch_of_device(0).rstrip("a")) >= 90 else ("block",)
 
 
 class Place(NamedTuple):
-    """Calls a function with NumPy arrays, there or on the GPU, and gives its results in NumPy."""
+    """Calls a function with NumPy arrays, in host memory or with a variant on the GPU; its results are NumPy arrays."""
 
     form: str | None
 
@@ -118,17 +118,17 @@ def run(request: pytest.FixtureRequest) -> Place:
 def test_philox_gives_the_published_numbers(counter: str, key: str, want: str) -> None:
     words, (low, high), wanted = ([int(x, 16) for x in text.split()] for text in (counter, key, want))
     assert twin.philox(np.array(words, np.uint32), high << 32 | low).tolist() == wanted
-    # Of many counters at once each is as by itself.
+    # Many counters at once give what each gives alone.
     many = np.array([[0, 0, 0, 0], words], np.uint32)
     assert twin.philox(many, high << 32 | low)[1].tolist() == wanted
 
 
-def test_the_counter_is_the_place_the_round_and_the_offset() -> None:
+def test_the_counter_is_the_group_the_round_and_the_offset() -> None:
     seed, offset = 0x299F31D0A4093822, 0x0370734413198A2E
     assert twin.random_bits(np.array([0x243F6A88]), 0x85A308D3, seed, offset).tolist() == [
         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
     ]
-    # Negative numbers are those of the same bits.
+    # A negative number counts as the unsigned one of the same bits.
     assert np.array_equal(
         twin.random_bits(np.arange(9), 0, -1, -2), twin.random_bits(np.arange(9), 0, 2**64 - 1, 2**64 - 2)
     )
@@ -168,15 +168,15 @@ def kept_by_torch(
 
 
 def last_of(weights: Array, *_: Any) -> int:
-    """Instead of a draw: the least likely token that can be drawn."""
+    """The least likely token that can be drawn, in place of `race`."""
     order = twin.order(weights)
     return int(order[weights[order] > 0][-1])
 
 
-# Weights and shares whose sums and products are exact, and as many ties.
+# Weights and shares whose sums and products are exact, so that many tie.
 WEIGHTS = st.lists(st.integers(0, 5), min_size=1, max_size=40).filter(any)
 SIXTEENTHS = st.integers(0, 16).map(lambda n: n / 16)
-#: With this temperature a logit is a power of two.
+#: With this temperature the weight of an integer logit is a power of two.
 BINARY = float(np.log2(np.e))
 
 
@@ -192,8 +192,8 @@ def test_the_kept_set_is_torchs(
         w = torch.where(w > 0, 2.0**w, 0)
         x = np.where(x > 0, x, -INF).astype(np.float32)
     wanted = kept_by_torch(torch.from_numpy(x), w, top_k, top_p, min_p, joint)
-    # Refused by top-p until it fits: the race that always gives the last one ends at the last one kept, and what is
-    # kept is a prefix in the order.
+    # Top-p refuses tokens until one is kept. If the race always gives the last token, that is the last one kept, and
+    # what is kept is a prefix of the order.
     with patch.object(twin, "race", last_of):
         got = twin.draw(x, BINARY if logits else None, top_k, top_p, min_p, 0, 0, joint)
     order = torch.sort(torch.from_numpy(x), descending=True, stable=True).indices
@@ -228,16 +228,17 @@ def test_softmax_is_torchs(dtype: str, temperature: float | None, run: Place, rn
     x[0, ::3] = -INF
     want = torch.softmax(torch.from_numpy(x.astype(np.float64)) / (temperature or 1), dim=1).float()
     assert_matches("sampling.probs", run("softmax", x, temperature), want)
-    heats = np.array([0.5, 1, 3], np.float32)
-    want = torch.softmax(torch.from_numpy(x.astype(np.float64) / heats[:, None].astype(np.float64)), dim=1).float()
-    assert_matches("sampling.probs", run("softmax", x, heats), want)
+    temperatures = np.array([0.5, 1, 3], np.float32)
+    scaled = x.astype(np.float64) / temperatures[:, None].astype(np.float64)
+    want = torch.softmax(torch.from_numpy(scaled), dim=1).float()
+    assert_matches("sampling.probs", run("softmax", x, temperatures), want)
 
 
 # --- distributions ----------------------------------------------------------------------------------------
 
 
 def p_value(counts: Array, probs: Array) -> float:
-    """How likely a draw from `probs` has a chi-squared statistic as large as that of `counts`."""
+    """The probability that draws from `probs` have a chi-squared statistic as large as that of `counts`, or larger."""
     possible = probs > 0
     if counts[~possible].any():
         return 0.0
@@ -259,7 +260,7 @@ def test_the_p_value_is_that_of_tables() -> None:
 
 
 def biased(probs: Array, share: float) -> Array:
-    """`probs` with that share of all moved from the most to the least likely."""
+    """`probs` with `share` of their sum moved from the most to the least likely token."""
     probs = probs / probs.sum()
     least = np.where(probs > 0, probs, INF).argmin()
     moved = probs.copy()
@@ -270,7 +271,7 @@ def biased(probs: Array, share: float) -> Array:
 
 
 def assert_distributed(ids: Array, probs: Array, share: float) -> None:
-    """The ids come from `probs`, and are enough to tell that from a bias of a few percent."""
+    """Check that the ids come from `probs`, and that they are enough to tell it from a bias of a few percent."""
     counts = np.bincount(ids, minlength=len(probs)).astype(np.float64)
     assert len(counts) == len(probs)
     assert p_value(counts, probs) > 1e-4
@@ -280,7 +281,7 @@ def assert_distributed(ids: Array, probs: Array, share: float) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """Where in a vocabulary the tokens lie that can be drawn; ids are counted modulo `bins`."""
+    """A vocabulary, and the ids in it that can be drawn; draws are counted by id modulo `bins`."""
 
     vocab: int
     ids: tuple[int, ...] | None = None
@@ -315,7 +316,7 @@ DISTRIBUTIONS: list[tuple[str, Options]] = [
     ("top_k_top_p_sampling_from_probs", {"top_k": 8, "top_p": 0.6, "filter_apply_order": "joint"}),
     ("sample", {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.2}),
 ]
-#: On the GPU a tenth of the twin's time gives twenty times the draws.
+#: Draws of a case, and the share that a bias must have to be seen. On the GPU they are many more, in less time.
 DRAWS = {None: (1500, 0.06), "cluster": (2**16, 0.015), "block": (2**16, 0.015)}
 
 
@@ -325,10 +326,10 @@ def distribution(weights: Array, name: str, params: Options) -> tuple[Array, Arr
     with np.errstate(divide="ignore"):
         x = (weights / 64 if probs else np.log(weights)).astype(np.float32)
     options = dict(params)
-    heat = options.pop("temperature", 1.0)
+    temperature = options.pop("temperature", 1.0)
     joint = options.pop("filter_apply_order", "") == "joint"
     values = torch.from_numpy(x)
-    w = values.double() if probs else torch.softmax(values.double() / heat, dim=0)
+    w = values.double() if probs else torch.softmax(values.double() / temperature, dim=0)
     kept = kept_by_torch(values, w, joint=joint, **options)
     return x, torch.where(kept, w / w[kept].sum(), 0).numpy()
 
@@ -358,7 +359,7 @@ def test_the_distribution_over_seeds_and_offsets(randomness: str, run: Place) ->
     options = {
         "seeds": {"seed": numbers, "offset": 5},
         "offsets": {"seed": -3, "offset": (7 * numbers + 100).astype(np.int32)},
-        # Where the low words are equal the high ones must do.
+        # Many of them differ in their high words alone.
         "wide offsets": {"seed": 11, "offset": (numbers // 16 << 32) + numbers % 16},
     }[randomness]
     ids = run("sampling_from_probs", x[None], indices=np.zeros(draws, np.int64), **options)
@@ -366,7 +367,7 @@ def test_the_distribution_over_seeds_and_offsets(randomness: str, run: Place) ->
 
 
 def test_each_round_of_top_p_draws_anew(run: Place) -> None:
-    # Half of the draws are refused, within one group: with the same numbers again they would fall on the first token.
+    # Half of the draws are refused, in one group: with the same random numbers again they would give the first token.
     draws, share = (6000, 0.06) if run.form is None else (2**16, 0.02)
     x, probs = distribution(np.arange(1.0, 5.0), "top_p_sampling_from_probs", {"top_p": 0.5})
     ids = run("top_p_sampling_from_probs", x[None], 0.5, indices=np.zeros(draws, np.int32), seed=2)
@@ -374,7 +375,7 @@ def test_each_round_of_top_p_draws_anew(run: Place) -> None:
 
 
 def test_draws_do_not_depend_on_each_other(run: Place) -> None:
-    # Of pairs at neighbouring offsets, and of the same offset in two streams.
+    # Pairs of draws at neighbouring offsets, and at the same offset of two streams.
     draws = 1500 if run.form is None else 2**15
     x, probs = distribution(np.arange(1.0, 6.0), "sampling_from_probs", {})
     both = np.outer(probs, probs).ravel()
@@ -409,10 +410,10 @@ def different_rows(rng: np.random.Generator, rows: int, vocab: int) -> tuple[Arr
 def test_a_token_depends_on_its_own_row_alone(vocab: int, run: Place, rng: np.random.Generator) -> None:
     x, params = different_rows(rng, 12, vocab)
     want = run("sample", x, **params)
-    # The batch size and the place in it.
+    # At another place of the batch.
     order = rng.permutation(12)
     assert np.array_equal(run("sample", x[order], **{k: v[order] for k, v in params.items()}), want[order])
-    # By index; both widths of integers.
+    # By `indices`, in batches of another size, with integers of both widths.
     for dtype in (np.int32, np.int64):
         chosen = order[:7].astype(dtype)
         mine = {k: v[chosen].astype(np.int64) if k in ("top_k", "offset") else v[chosen] for k, v in params.items()}
@@ -433,7 +434,7 @@ def test_rows_have_their_own_offsets_unless_told(run: Place, rng: np.random.Gene
     assert len(set(run("sampling_from_logits", x, seed=3, offset=9).tolist())) == 1
     for other in ({"seed": 4}, {"seed": 3, "offset": np.arange(300) + 300}, {"seed": 3 + 2**32}):
         assert np.count_nonzero(ids == run("sampling_from_logits", x, **other)) < 10
-    # Without a seed each call takes another.
+    # Without a seed each call takes another one.
     assert np.count_nonzero(run("sampling_from_logits", x) == run("sampling_from_logits", x)) < 10
 
 
@@ -494,7 +495,7 @@ def test_none_keeps_all(name: str, run: Place, rng: np.random.Generator) -> None
 
 
 def test_min_p_of_one_leaves_the_best(run: Place) -> None:
-    # All those that tie are as good.
+    # All best tokens that tie are left.
     x = np.array([[0.25, 1, 0.5, 1]], np.float32)
     for name, values in (("min_p_sampling_from_probs", x), ("sample", x)):
         ids = run(name, values, min_p=1, indices=np.zeros(100, np.int32), seed=2)
@@ -575,14 +576,14 @@ def test_probabilities_of_the_smallest_numbers(run: Place) -> None:
         ("top_p_sampling_from_probs", {"top_p": 0.5}),
     ):
         got = run(name, x, **params, **options)
-        # Powers of two change nothing.
+        # A factor of the row that is a power of two changes nothing.
         want = run(name, weights.astype(np.float32)[None], **params, **options)
         np.testing.assert_array_equal(got[0], want[0])
         assert got[1].all()
 
 
 def test_sums_that_are_no_normal_numbers_still_draw(run: Place) -> None:
-    # A share of the smallest number rounds to all of it, and the sum of the largest is infinite.
+    # A share of the smallest number rounds to all of it, and the sum of the largest numbers is infinite.
     for weight in (1e-45, 3e38):
         x = np.zeros((1, 3000), np.float32)
         x[0, [4, 5, 6]] = weight  # one group
@@ -612,7 +613,7 @@ def test_log_probabilities(name: str, run: Place, rng: np.random.Generator) -> N
     x = rng.standard_normal((20, 1500)).astype(np.float32) * 2
     values = np.exp(x) if takes_probs(name) else x
     ids, logprobs = run(name, values, **params, seed=1, return_logprobs=True)
-    # Of the row before any filter, after the temperature.
+    # The probability is that in the row before any filter, after the temperature.
     want = torch.log_softmax(torch.from_numpy(x.astype(np.float64)) / params.get("temperature", 1), dim=1)
     want = want[torch.arange(20), torch.from_numpy(ids).long()].float()
     assert_matches("sampling.logprobs", logprobs, want)
@@ -650,7 +651,7 @@ def test_the_bookkeeping_of_a_step(run: Place) -> None:
     x[1] = NAN
     assert run("sample", x, seed=1, **bookkeeping).tolist() == [7, 1099, 1099, 1099, 0]
     assert to_numpy(length).tolist() == [6, 1, 9, 2, 2**31 - 3]
-    # Lengths alone count every row.
+    # Without `finished` every row counts as going on.
     run("sample", x, seed=1, sequence_length=length)
     assert to_numpy(length).tolist() == [7, 2, 10, 3, 2**31 - 2]
     # An end that is not drawn ends nothing.
@@ -681,7 +682,7 @@ def test_renormalizing_by_hand(run: Place) -> None:
     for top_p, want in ((0, [0, 1, 0, 0]), (0.5, [0, 1, 0, 0]), (0.51, [0, 4 / 6, 0, 2 / 6]), (0.8, [1, 4, 0, 2])):
         wanted = np.array([want], np.float32)
         assert_matches("sampling.renormalized", run("top_p_renorm_probs", x, top_p), wanted / wanted.sum())
-    # A row is a share of its own sum.
+    # top_p is a share of the row's own sum.
     assert_matches("sampling.renormalized", run("top_p_renorm_probs", 40 * x, 0.6), run("top_p_renorm_probs", x, 0.6))
     many = np.repeat(x, 3, axis=0)
     for dtype in (np.int32, np.int64):
@@ -748,14 +749,14 @@ def test_a_chain_by_hand(run: Place) -> None:
         ([2, 1, 3], [2, 0, -1, -1], 2, 1),
         ([2, 0, 0], [2, 0, 3, -1], 2, 2),
         ([0, 1, 0], [2, -1, -1, -1], 0, 0),
-        # Not in the vocabulary.
+        # A draft outside of the vocabulary is refused.
         ([2, 4, 3], [2, 0, -1, -1], 2, 1),
         ([-1, 0, 2**31 - 1], [2, -1, -1, -1], 1, 0),
     ):
         got = run(CHAIN, draft[None], np.array([drafted], np.int32), target[None], seed=1)
         assert [r.dtype.name for r in got] == ["int32"] * 3
         assert [r.tolist() for r in got] == [[ids], [accepted], [emitted]], drafted
-    # Without drafts a token of the target is all.
+    # Without drafts a token is drawn from the target.
     got = run(CHAIN, np.zeros((1, 0, 4), np.float32), np.zeros((1, 0), np.int32), target[None, :1], seed=1)
     assert [r.tolist() for r in got] == [[[2]], [0], [0]]
 
@@ -766,7 +767,7 @@ def test_drafts_like_the_target_are_all_accepted(run: Place, rng: np.random.Gene
     ids, accepted, emitted = run(CHAIN, probs[:, :5].copy(), drafted, probs, seed=1)
     assert np.array_equal(ids[:, :5], drafted) and (ids[:, 5] >= 0).all()
     assert accepted.tolist() == emitted.tolist() == [5] * 20
-    # Refused only since they are not in the vocabulary, where nothing makes up for: the target alone is drawn from.
+    # Refused for being outside of the vocabulary, where target - draft is 0 everywhere: the target alone is drawn from.
     drafted[:, 2] = 300
     ids, accepted, emitted = run(CHAIN, probs[:, :5].copy(), drafted, probs, seed=1)
     assert accepted.tolist() == [4] * 20 and emitted.tolist() == [2] * 20
@@ -873,7 +874,7 @@ def test_strided_rows_in_host_memory(rng: np.random.Generator) -> None:
 
 
 def good_arguments(name: str) -> Options:
-    """All that the function takes, but for `out` and what depends on others."""
+    """All arguments of the function but `out` and those that need others."""
     if name == CHAIN:
         return {
             "draft_probs": np.ones((3, 2, 6), np.float32),
@@ -893,7 +894,7 @@ def good_arguments(name: str) -> Options:
 
 
 def _bad_numbers(name: str) -> Iterator[Any]:
-    """Of the parameters of sampling that the function `name` takes."""
+    """Bad values of the parameters of sampling that the function `name` takes."""
     first, f32 = first_argument(name), np.float32
     named = SAMPLERS.get(name) or (WHOLE_ROWS.get(name, ""),)
     for p in ("top_p", "min_p", "temperature"):
@@ -932,7 +933,7 @@ def _bad_numbers(name: str) -> Iterator[Any]:
 
 
 def _bad_rows(name: str) -> Iterator[Any]:
-    """Of the first argument, and of `variant`."""
+    """Bad values of the first argument, and of `variant`."""
     first, f32 = first_argument(name), np.float32
     anything = "an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
     yield {first: [[1.0, 2.0]]}, TypeError, f"{first} must be {anything}"
@@ -980,7 +981,7 @@ def _bad_samplers(name: str) -> Iterator[Any]:
         f"indices must be a NumPy array like {first}, got torch.Tensor",
     )
     yield {first: np.ones((0, 6), f32), "indices": np.zeros(3, np.int32)}, ValueError, "of at least one row for the ind"
-    # The count is that of the tokens.
+    # The batch is that of the tokens, here of the indices.
     yield {"indices": np.zeros(4, np.int32)}, ValueError, "offset must be of shape [batch] = [4], got [3]"
     ids, valid, logprobs = np.zeros(3, np.int32), np.zeros(3, bool), np.zeros(3, f32)
     yield {"out": ids.astype(np.int64)}, TypeError, "out must be int32, got int64"
@@ -1033,7 +1034,7 @@ def _bad_calls() -> Iterator[Any]:
     for name in SAMPLERS:
         for bad in (_bad_rows(name), _bad_numbers(name), _bad_streams(first_argument(name)), _bad_samplers(name)):
             for changes, error, message in bad:
-                # Indices stand for the rows.
+                # With indices the values have rows of their own.
                 rows = message.replace("[batch, vocab]", "[rows, vocab]") if "indices" in changes else message
                 yield name, changes, error, rows
         if name == "sample" or name.startswith("top_k_top_p"):
@@ -1131,7 +1132,7 @@ def test_a_plan_covers_the_row() -> None:
 
 
 def said(name: str, *args: Any, **options: Any) -> tuple[Guards, list[Any], list[Any]]:
-    """Of the plan of a call, were its arrays on an H200: what it relies on, what it packs, and where both look."""
+    """The plan of a call as if on an H200: what it relies on, what it packs, and the numbers that both look up."""
     made = OPS[name]
     trace, _, reader = made.say(made.form(len(args), tuple(options)), (*args, *options.values()), on=of_arch("90a"))
     late = [part for part in trace.steps[0].packing.parts if isinstance(part, Late)]
@@ -1166,7 +1167,7 @@ def test_a_plan_serves_other_numbers_and_batches() -> None:
     assert served_by("top_p_sampling_from_probs", [((x, 0.5), {}), ((x, 1.0), {}), ((x, 1), {})]) == 2
     assert served_by("top_k_sampling_from_probs", [((x, k), {}) for k in (1, 96, 97, 50000, 50257)]) == 3
     assert served_by("softmax", [((x, i / 3), {}) for i in range(9)]) == 1
-    # With room for all blocks at once, for nearly all, and for few.
+    # Batches whose blocks all run at once, of which nearly all do, and of which few do.
     batches = [np.broadcast_to(x[:1], (n, 50257)) for n in (*range(1, 300, 7), 10_000)]
     assert served_by("top_p_sampling_from_probs", [((b, 0.5), {}) for b in batches]) == 3
     own = [{"top_p": b[:, 0].copy(), "seed": np.arange(len(b)), "finished": b[:, 0] < 0, "end_id": 3} for b in batches]
@@ -1192,14 +1193,14 @@ def test_without_a_seed_each_call_draws_one() -> None:
 
 
 def test_the_tile_is_the_templates() -> None:
-    assert template.constants("sampling")["TILE"] == twin.TILE
+    assert template.constants("sampling/sample")["TILE"] == twin.TILE
 
 
 MODES = ("SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK")
 
 
 def all_instances(clusters: tuple[int, ...] = (1, op.CLUSTER)) -> list[Any]:
-    """Every kernel that a call can come to."""
+    """Every instance that a call can launch."""
     found = [op.sampler(dtype, probs, cluster) for dtype in DTYPES for probs in (False, True) for cluster in clusters]
     found += [op.renormalizer(dtype, mode, cluster) for dtype in DTYPES for mode in MODES for cluster in clusters]
     return [variant.instance for variant in found]
@@ -1230,7 +1231,7 @@ def test_a_compiled_step(device: str) -> None:
 
 
 class Tally:
-    """Counts the rows in which rounding may have decided."""
+    """Counts rows, and those with another id than the twin's, where rounding may have decided."""
 
     def __init__(self) -> None:
         self.rows = self.other = 0
@@ -1268,14 +1269,14 @@ def compare(
                 tally.rows += batch
                 tally.other += int(np.count_nonzero(~same))
         np.testing.assert_array_equal(ids, first)
-        # No rounding makes a token of what is none.
+        # Whatever rounding does, an id is in the vocabulary.
         assert (ids >= 0).all() and (ids < values.shape[1]).all()
         np.testing.assert_array_equal(valid, want[1])
         assert_matches("sampling.logprobs", logprobs[same], want[2][same])
 
 
 def compare_rows(name: str, values: Array, value: Any, *, skip: int = 0, apart: int = 0) -> None:
-    """A function of whole rows gives the twin's, but for the length of a nucleus where its sum is all but p."""
+    """A function of whole rows gives the twin's, but for the length of a nucleus where rounding decides it."""
     with np.errstate(all="ignore"):
         want = getattr(twin, name)(values, value)
     x, value_there = place(values, skip, apart), on_gpu(value)
@@ -1360,7 +1361,7 @@ LOGITS: dict[str, Distribution] = {
 PROBS: dict[str, Distribution] = {
     "flat": lambda rng, n, v: softmax_of(rng.standard_normal((n, v))),
     "peaked": lambda rng, n, v: softmax_of(rng.standard_normal((n, v)) * 4),
-    # Of a power of two, so that sums are exact.
+    # A power of two, so that sums are exact.
     "all equal": lambda rng, n, v: np.full((n, v), 2.0**-10),
     "many ties": lambda rng, n, v: rng.integers(0, 4, (n, v)) / 4,
     "one-hot": hot,
@@ -1374,7 +1375,7 @@ PROBS: dict[str, Distribution] = {
 
 
 def cases(vocab: int) -> list[tuple[str, Options]]:
-    """The samplers with their parameters; what a path needs is in the comments of the kernel."""
+    """The samplers with parameters for each path through the kernels."""
     counts = [k for k in (1, 2, 8, 16, 40, 96, 97, 500, vocab - 1, vocab) if 1 <= k <= vocab]
     found: list[tuple[str, Options]] = [("sampling_from_logits", {}), ("sampling_from_probs", {})]
     found += [("top_k_sampling_from_probs", {"top_k": k}) for k in counts]
@@ -1423,13 +1424,13 @@ def draw(rng: np.random.Generator, name: str, kind: int, rows: int, vocab: int, 
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """All kernels, on all cores."""
+    """Compile all instances, on all cores."""
     arch = arch_of_device(0)
     clusters = (1, op.CLUSTER) if "cluster" in forms() else (1,)
     compiler.compile_all([(i, arch) for i in compiler.missing(all_instances(clusters), arch)])
 
 
-#: Of each vocabulary, how many distributions each case meets, and the batch. The twin takes 20 ms for a row of 128256.
+#: By vocabulary, how many distributions each case meets, and the batch. The twin takes 20 ms for a row of 128256.
 SIZES = {
     1: (3, 2),
     7: (11, 3),
@@ -1450,7 +1451,7 @@ def test_samplers(vocab: int, dtype: str, compiled: None, rng: np.random.Generat
     tally = Tally()
     for i, (name, params) in enumerate(cases(vocab)):
         for n in range(kinds):
-            # Step by step through all pairs.
+            # Over all cases and dtypes each distribution is met.
             values = draw(rng, name, i * kinds + n + DTYPES.index(dtype), batch, vocab, dtype)
             compare(name, values, params, tally)
     tally.check()
@@ -1469,7 +1470,7 @@ def test_the_largest_vocabularies(vocab: int, compiled: None, rng: np.random.Gen
             ("min_p_sampling_from_probs", {"min_p": 0.01}),
         ]
     ):
-        # From the last dtype on a fresh distribution for each.
+        # Each dtype, and with each another distribution.
         dtype = DTYPES[i % 3]
         compare(name, draw(rng, name, i % 2, 1 if vocab == 2**20 else 2, vocab, dtype), params)
     compare("top_k_sampling_from_probs", np.full((1, vocab), 2.0**-10, np.float32), {"top_k": vocab // 2})
@@ -1495,7 +1496,7 @@ def test_whole_rows(vocab: int, dtype: str, compiled: None, rng: np.random.Gener
 def test_parameters_per_row(vocab: int, dtype: str, compiled: None, rng: np.random.Generator) -> None:
     x, params = different_rows(rng, 40, vocab)
     x = x.astype(arrays.numpy_dtype(dtype))
-    # Each of the paths meets each other in one launch.
+    # Rows of all paths in one launch.
     params["top_k"][:8] = [1, 2, 16, 40, 96, 97, vocab - 1, vocab]
     params["top_p"][8:12] = [0, 1, 0.5, 1]
     params["min_p"][12:14] = [0, 1]
@@ -1571,7 +1572,7 @@ def compare_chain(rng: np.random.Generator, batch: int, drafts: int, vocab: int,
     kind = arrays.numpy_dtype(dtype)
     target = softmax_of(rng.standard_normal((batch, drafts + 1, vocab))).astype(kind)
     draft = softmax_of(rng.standard_normal((batch, drafts, vocab))).astype(kind)
-    # Where draft and target agree, all is accepted; where an id is none, refused.
+    # Where draft and target agree, drafts are accepted; where an id is outside of the vocabulary, they are refused.
     same = rng.random((batch, drafts)) < alike
     draft[same] = target[:, :drafts][same]
     ids = rng.integers(0, vocab, (batch, drafts)).astype(np.int32)
@@ -1621,7 +1622,7 @@ SANITIZED = {
     "the search": ("top_k_sampling_from_probs", {"top_k": 700}, "flat", 2999),
     "the search, with ties": ("top_k_sampling_from_probs", {"top_k": 700}, "all equal", 2999),
     "rounds": ("top_p_sampling_from_probs", {"top_p": 0.3}, "flat", 3000),
-    "a least": ("min_p_sampling_from_probs", {"min_p": 0.2}, "flat", 1100),
+    "a min_p": ("min_p_sampling_from_probs", {"min_p": 0.2}, "flat", 1100),
     "greedy": ("sample", {"temperature": 0}, "many ties", 2100),
     "all": ("sample", {"temperature": 0.7, "top_k": 900, "top_p": 0.8, "min_p": 0.001}, "peaked", 3000),
 }
@@ -1678,7 +1679,7 @@ def test_random_sizes_and_parameters(data: st.DataObject) -> None:
     kind = data.draw(st.integers(0, 10))
     skip, apart = data.draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (0, 8), (2, 6)]))
     values = draw(rng, name, kind, data.draw(st.integers(1, 3)), vocab, dtype)
-    # Shares that are no number a sum of equal or few values has, so that none is a tie by rounding.
+    # No sum of equal values, or of few, has such a share, so that rounding decides no tie.
     shares = st.sampled_from([0.0, 0.0837, 0.3141, 0.5772, 0.9173, 1.0])
     params = {
         "temperature": data.draw(st.sampled_from([0.0, 0.37, 1.0, 2.71])),
@@ -1692,7 +1693,7 @@ def test_random_sizes_and_parameters(data: st.DataObject) -> None:
     chosen: Options = {key: params[key] for key in SAMPLERS[name]}
     if "top_k" in chosen and "top_p" in chosen:
         chosen["filter_apply_order"] = data.draw(st.sampled_from(op.ORDERS))
-    # What is so unlikely that rounding decides is not told from an error here, so the seed is one.
+    # A rare draw in which rounding decides would look like an error, so there are few seeds.
     compare(name, values, chosen | {"seed": data.draw(st.integers(0, 999))}, skip=skip, apart=apart)
 
 

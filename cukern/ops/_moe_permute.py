@@ -1,4 +1,4 @@
-"""The launches of `moe_permute`: how its kernels split their work over blocks and warps."""
+"""The launches of `moe_permute`: its kernels, and the split of their work over blocks and warps."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ SPECIALIZED = [
     8,  # DeepSeek-V3, Qwen3, Kimi-K2, OLMoE
 ]
 
-_count = Kernel("moe_permute", "count_pairs")
-_sort = Kernel("moe_permute", "sort_pairs")
-_permute = Kernel("moe_permute", "permute_rows")
-_unpermute = Kernel("moe_permute", "unpermute_rows")
+_count = Kernel("moe_permute/count_pairs", "count_pairs")
+_sort = Kernel("moe_permute/sort_pairs", "sort_pairs")
+_permute = Kernel("moe_permute/permute_rows", "permute_rows")
+_unpermute = Kernel("moe_permute/unpermute_rows", "unpermute_rows")
 
 _MAX_SHARED_BYTES = 96 * 2**10
-_STAGED_ROWS = 2**13  # at most so many are put together in shared memory
-# For tuning on a GPU.
-_ONE_BLOCK_PAIRS = 2048  # up to so many, one block sorts
-_COUNT_AGAIN_PAIRS = 2**15  # up to so many, each of many blocks counts all pairs itself
+_STAGED_ROWS = 2**13  # most rows that a block puts together in shared memory
+# Parameters to tune on a GPU.
+_ONE_BLOCK_PAIRS = 2048  # most pairs that one block sorts
+_COUNT_AGAIN_PAIRS = 2**15  # most pairs that each of many blocks counts itself
 _PAIRS_PER_BLOCK = 1024
-_ROUNDS = 2  # of 32 pairs, that a warp ranks; more where there are not enough warps
+_TURNS = 2  # turns of 32 pairs that a warp ranks; more where there are not enough warps
 _MAX_BLOCKS = 128
-_PERMUTE_ITEMS = 4
-_FEW_UNITS = 2**19  # with fewer, a thread of permute_rows has one
+_PERMUTE_ITEMS = 4  # units per thread of permute_rows
+_FEW_UNITS = 2**19  # with fewer units than these, one per thread
 _UNPERMUTE_THREADS = 128
 
 _ID_TYPE = {4: "unsigned", 8: "unsigned long long"}
@@ -89,9 +89,9 @@ class Split(NamedTuple):
     shared_bytes: int
     pairs_per_block: int
     pairs_per_warp: int
-    warps: int  # so many of a block rank its pairs
+    warps: int  # warps of a block that rank pairs
     capacity: int
-    staged: int
+    staged: int  # 1: one block puts `rows` together in shared memory
 
 
 @functools.lru_cache(maxsize=4096)
@@ -100,8 +100,8 @@ def split_pairs(
 ) -> Split:
     """The split of `pairs` pairs.
 
-    `mapped` is how many ids the map has that the kernel reads, 0 without; `padding` the last arguments of
-    `aligned_rows` where the kernel writes rows.
+    `mapped` is the size of the map, 0 without one; `padding` the last two arguments of `aligned_rows` where the kernel
+    writes `rows`, else None.
     """
     capacity = aligned_rows(pairs, experts, *padding) if padding else 0
     bins = experts + 1
@@ -113,7 +113,7 @@ def split_pairs(
     else:
         per_block = max(_PAIRS_PER_BLOCK, -(-pairs // (_MAX_BLOCKS * 32)) * 32)
         blocks = max(1, -(-pairs // per_block))
-        warps = min(most_warps, -(-per_block // (32 * _ROUNDS)))
+        warps = min(most_warps, -(-per_block // (32 * _TURNS)))
     per_warp = -(-per_block // (32 * warps)) * 32
     threads = most_threads if blocks > 1 else min(most_threads, max(warps * 32, -(-experts // 32) * 32, 128))
     ints = fixed + warps * bins
@@ -122,10 +122,10 @@ def split_pairs(
     return Split(blocks, threads, shared_bytes, per_block, per_warp, warps, capacity, int(staged))
 
 
-#: The fields of SortParams that not every function needs.
+#: The fields of sort_pairs' Params that not every function needs.
 _NO_RESULTS = {
     **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
-    **dict.fromkeys(("fill", "groups", "group_fill", "room"), 0),
+    **dict.fromkeys(("fill", "groups", "group_fill", "max_tokens"), 0),
     "block_size": 1,
     "group_rows": 1,
     "topk": divisor(1),
@@ -141,12 +141,12 @@ def launch_sort(
     padding: tuple[int, bool] | None = None,
     **results: Any,
 ) -> None:
-    """Sort pairs; `padding` as in `split_pairs`, `results` and what they need are fields of SortParams."""
+    """Sort pairs. `padding` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
     check.one_of("variant", variant, SORT_VARIANTS)
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
     most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
-    threads = template.constants("moe_permute")["SORT_THREADS"]
+    threads = template.constants(_sort.file)["SORT_THREADS"]
     mapped = 0 if expert_map is None else global_experts
     split = Split(*parts(functools.partial(split_pairs, experts, mapped, padding, one_block, threads), pairs))
     of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
@@ -184,7 +184,7 @@ def launch_sort(
 
 
 class Tiles(NamedTuple):
-    """How rows are split over blocks, and the Tiling that says so."""
+    """The split of rows over blocks, and the Tiling of the template."""
 
     blocks: Any
     threads: tuple[int, Any]
@@ -192,7 +192,7 @@ class Tiles(NamedTuple):
 
 
 def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
-    """Blocks of at most `threads`, each with `items` units of one token."""
+    """Blocks of at most `threads` threads, each with `items` units of one token."""
     chunks = max(1, -(-columns // (threads * items)))
     tile_columns = max(1, -(-columns // chunks))
     x = -(-tile_columns // items)
@@ -205,7 +205,7 @@ def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
 
 
 def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) -> int:
-    """The bytes of a unit of rows of two arrays, the first of which lie `row_stride` elements apart."""
+    """The bytes of a unit of the rows of two arrays, which lie `row_stride` elements apart in the first."""
     mask = one.alignment | other.alignment | (hidden | row_stride) * one.item_size
     return unit_width(name, mask, one.item_size)
 
@@ -219,14 +219,14 @@ def launch_permute(
     scale: Array | None = None,
     out_scale: Array | None = None,
 ) -> None:
-    """Copy rows of at least one token, which has at least one slot."""
+    """Copy the rows of at least one token, of at least one slot, to where `inverse` says."""
     tokens, hidden = x.shape
     if not hidden and scale is None:
         return
     width = _width("hidden_states", x, out, hidden, row_stride)
     columns = hidden * x.item_size // width
     items = 1 if not columns or tokens < -(-_FEW_UNITS // columns) else _PERMUTE_ITEMS
-    tiles = tile_rows(tokens, columns, template.constants("moe_permute")["ROW_THREADS"], items)
+    tiles = tile_rows(tokens, columns, template.constants(_permute.file)["ROW_THREADS"], items)
     launch(
         permute_variant(width, items),
         tiles.blocks,
@@ -257,7 +257,7 @@ def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
 def launch_sum(
     name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
 ) -> None:
-    """The sums of rows that lie `row_stride` elements apart."""
+    """Sum up the rows of each token, which lie `row_stride` elements apart; `arrays` are fields of the template."""
     check.one_of("variant", variant, SUM_VARIANTS)
     tokens, hidden = out.shape
     if not hidden or tokens == 0:

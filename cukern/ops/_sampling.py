@@ -28,12 +28,12 @@ ORDERS = ("top_k_first", "joint")
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
 CLUSTER = 8
-# What every GPU from sm_80 on grants a block; and what lets five blocks run at once on an H200.
+#: Shared memory of a block: what every GPU from sm_80 on grants, and with how much an H200 runs five blocks at once.
 _MAX_SHARED_BYTES = 96 * 1024
 _SHARED_BYTES_OF_MANY = 44 * 1024
 
-_sample = Kernel("sampling", "sample", compile_s=1.6)
-_renormalize = Kernel("sampling", "renormalize", compile_s=0.6)
+_sample = Kernel("sampling/sample", "sample", compile_s=1.6)
+_renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
 def sampler(dtype: str, probs: bool, cluster: int) -> Variant:
@@ -45,8 +45,8 @@ def renormalizer(dtype: str, mode: str, cluster: int) -> Variant:
     return _renormalize.variant(arrays.CUDA_TYPE[dtype], mode, cluster, max_shared_bytes=_MAX_SHARED_BYTES)
 
 
-# Blocks of clusters for what models give: logits in float32 or bfloat16, probabilities in float32. All else is compiled
-# at its first use.
+# The common ones, with clusters: logits in float32 and bfloat16, probabilities in float32. All else is compiled at its
+# first use.
 _sample.at_import = [
     sampler(dtype, probs, CLUSTER).instance
     for dtype, probs in (("float32", False), ("bfloat16", False), ("float32", True))
@@ -57,32 +57,32 @@ _renormalize.at_import = [renormalizer("float32", "SOFTMAX", CLUSTER).instance]
 class Plan(NamedTuple):
     """How the blocks of a row share it."""
 
-    cluster: int
+    cluster: int  # blocks per row
     threads: int
     shared_bytes: int
     layout: dict[str, int]
 
 
 def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
-    """`cache` says whether blocks keep what they can of a row, to read it again."""
+    """The plan for `batch` rows; `cache`: blocks keep as much of a row in shared memory as fits, to read it again."""
     check.one_of("variant", variant, VARIANTS)
-    gpu, constants = values.gpu, template.constants("sampling")
+    gpu, constants = values.gpu, template.constants(_sample.file)
     clusters = gpu.compute_capability >= 90
     if variant == "cluster" and not clusters:
         check.fail("variant", "'auto' or 'block' on a GPU without clusters (before sm_90)", "'cluster'")
     most_warps, least_warps, tile = constants["MAX_WARPS"], constants["MIN_WARPS"], constants["TILE"]
     tiles = -(-values.shape[-1] // tile)
-    # One block has a warp for each of so few tiles.
+    # Of so few tiles one block can give each a warp.
     cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= most_warps) else CLUSTER
     tiles_per_block = -(-tiles // cluster)
-    # Nearly a warp per tile, while there is room for all blocks at once: two per multiprocessor.
+    # A warp per tile, or nearly, as long as all blocks run at once, two per multiprocessor.
     few = batch <= 2 * gpu.multiprocessors // cluster
     warps = most_warps if few else least_warps if not cache or batch <= 5 * gpu.multiprocessors // cluster else 8
     warps = min(warps, max(tiles_per_block, least_warps))
     tops_per_tile = 32
     while tops_per_tile > 1 and tiles * tops_per_tile > constants["MAX_TOPS"]:
         tops_per_tile //= 2
-    # Of many rows only a part is kept, so that enough blocks run at once; the rest is read again from L2.
+    # Of many rows only a part is cached, so that enough blocks run at once; the rest is read again from L2.
     limit = _MAX_SHARED_BYTES if few else _SHARED_BYTES_OF_MANY
     room = _MAX_SHARED_BYTES - 2 * tiles * 16 - constants["CAPACITY"] * 8 - tiles * tops_per_tile * 4
     topped = min(tiles_per_block, room // 128)
@@ -99,6 +99,8 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
 
 
 def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
+    """The check of a number in [low, high], by its name and value."""
+
     def convert(name: str, value: Any) -> float:
         found = check.number(name, value)
         if not low <= found <= high:
@@ -109,12 +111,12 @@ def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]
 
 
 def _word(name: str, value: Any) -> int:
-    """A 64-bit number, of either sign."""
+    """The 64 bits of an integer, signed or unsigned."""
     return check.integer(name, value, -(2**63), 2**64 - 1) & (2**64 - 1)
 
 
 _share = _within(0, 1, "in [0, 1]")
-#: Of each parameter but top_k its dtypes as an array, its check as a number, and what None means.
+#: Each parameter but top_k: its dtypes as an array, its check as a number, and the number that None stands for.
 _RULES: dict[str, tuple[tuple[str, ...], Callable[[str, Any], Any], Any]] = {
     "seed": (INTEGERS, _word, 0),
     "offset": (INTEGERS, _word, 0),
@@ -122,24 +124,23 @@ _RULES: dict[str, tuple[tuple[str, ...], Callable[[str, Any], Any], Any]] = {
     "top_p": (("float32",), _share, 1.0),
     "min_p": (("float32",), _share, 0.0),
 }
-#: In the order of their bits in `wide` and `single`.
 PARAMETERS = ("top_k", *_RULES)
 
 
 def _parameters(first_name: str, first: Array, batch: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the parameters: arrays, or numbers for all rows."""
-    vocab = first.shape[-1]
+    """The fields of the parameters: an array, or a number for all rows."""
+    vocab, bits = first.shape[-1], template.constants(_sample.file)
 
     def count(name: str, value: Any) -> int:
         return check.integer(name, value, 1, vocab, "the vocabulary")
 
     fields: dict[str, Any] = {"wide": 0, "single": 0}
-    for i, (name, (dtypes, convert, number)) in enumerate({"top_k": (INTEGERS, count, vocab), **_RULES}.items()):
+    for name, (dtypes, convert, number) in {"top_k": (INTEGERS, count, vocab), **_RULES}.items():
         value, array = given.get(name), None
         if isinstance(value, Array):
             array = expect(name, value, first, first_name, dtypes, value.shape and (batch,), "[batch]")
-            fields["wide"] |= (array.dtype == "int64") << i
-            fields["single"] |= (not array.shape) << i
+            fields["wide"] |= bits[name.upper()] * (array.dtype == "int64")
+            fields["single"] |= bits[name.upper()] * (not array.shape)
         elif value is not None:
             number = checked(functools.partial(convert, name), value)
         fields |= {name: array, f"scalar_{name}": number}
@@ -147,6 +148,7 @@ def _parameters(first_name: str, first: Array, batch: Any, given: dict[str, Any]
 
 
 def _seed(seed: Any) -> Any:
+    """The seed; for None another one at each call."""
     return each_call(lambda: random.getrandbits(64)) if seed is None else seed
 
 
@@ -160,13 +162,13 @@ def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[Any, int
     return rows, vocab, expect_row_stride(name, values)
 
 
-#: The fields that only some samplers have.
+#: The fields that only some samplers give.
 _OPTIONAL: tuple[str, ...] = ("second", "valid", "logprobs", "indices", "finished", "sequence_length", "joint")
 _OPTIONAL += ("draft_ids", "accepted", "emitted", "drafts")
 
 
 def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again: bool, **fields: Any) -> None:
-    """Launch the kernel that draws; `again` says whether it reads rows more than once."""
+    """Launch the kernel that draws; `again`: it reads rows more than once."""
     plan = plan_of(values, batch, variant, again)
     if not batch:
         return
@@ -180,6 +182,57 @@ def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again:
         layout=plan.layout,
         **dict.fromkeys(_OPTIONAL) | fields,
     )
+
+
+def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
+    """The batch: the rows, or with `indices` as many as these."""
+    if indices is None:
+        return rows
+    shape = getattr(indices, "shape", type(indices).__name__)
+    if not isinstance(shape, tuple) or len(shape) != 1:
+        check.fail("indices", "an integer array [batch]", shape, TypeError)
+    batch = expect("indices", indices, values, name, INTEGERS, shape, "[batch]").shape[0]
+    if batch and not rows:
+        check.fail(name, "of at least one row for the indices", f"{rows} rows")
+    return batch
+
+
+def _check_step(
+    name: str, values: Array, batch: Any, bias: Any, finished: Any, end_id: int | None, sequence_length: Any
+) -> int:
+    """Check what `sample` takes beside the parameters; the id of the end, -1 for none."""
+    vocab = values.shape[-1]
+    if bias is not None:
+        expect("bias", bias, values, name, (values.dtype,), (vocab,), "[vocab]")
+    if (finished is None) != (end_id is None):
+        check.fail("end_id", "given together with finished", repr(end_id))
+    if finished is not None:
+        expect("finished", finished, values, name, ("bool",), (batch,), "[batch]")
+        end_id = check.integer("end_id", end_id, 0, vocab - 1, "the vocabulary")
+    if sequence_length is not None:
+        expect("sequence_length", sequence_length, values, name, ("int32",), (batch,), "[batch]")
+    return -1 if end_id is None else end_id
+
+
+_RESULTS = {"ids": "int32", "valid": "bool", "logprobs": "float32"}
+
+
+def _results(name: str, values: Array, batch: Any, wanted: list[str], out: Any) -> list[Array]:
+    """The arrays of the `wanted` results [batch]: new ones, or those of `out`, which is one array or several."""
+    given = out if out is None or isinstance(out, (tuple, list)) else [out]
+    if given is not None and len(given) != len(wanted):
+        check.fail("out", " and ".join(wanted), f"{len(given)} arrays")
+    results = [Result((batch,), _RESULTS[label], "[batch]") for label in wanted]
+    made = outputs(given[0] if given and len(given) == 1 else given, values, name, *results)
+    return list(made) if len(results) > 1 else [made]
+
+
+def _reads_again(fields: dict[str, Any], vocab: int) -> bool:
+    """Whether a draw reads rows more than once: not without filters, and hardly with a small k, whose list is short."""
+    top_k, top_p, min_p = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
+    by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
+    is_large = fields["top_k"] is not None or top_k > template.constants(_sample.file)["MAX_LISTED"]
+    return is_large and (by_row or top_k < vocab or top_p < 1 or min_p > 0)
 
 
 def draw(
@@ -199,67 +252,37 @@ def draw(
     sequence_length: Any = None,
     **filters: Any,
 ) -> Any:
-    """The plan of all samplers of one token per row."""
+    """The plan of all functions that draw one token per row."""
     rows, vocab, stride = _check_rows(name, values, "batch" if indices is None else "rows")
     joint = check.one_of("filter_apply_order", filter_apply_order, ORDERS) == "joint"
-    batch = rows
-    if indices is not None:
-        shape = getattr(indices, "shape", type(indices).__name__)
-        if not isinstance(shape, tuple) or len(shape) != 1:
-            check.fail("indices", "an integer array [batch]", shape, TypeError)
-        batch = expect("indices", indices, values, name, INTEGERS, shape, "[batch]").shape[0]
-        if batch and not rows:
-            check.fail(name, "of at least one row for the indices", f"{rows} rows")
+    batch = _batch_of(name, values, rows, indices)
     fields = _parameters(name, values, batch, {"seed": _seed(seed), "offset": offset, **filters})
-    if bias is not None:
-        expect("bias", bias, values, name, (values.dtype,), (vocab,), "[vocab]")
-    if (finished is None) != (end_id is None):
-        check.fail("end_id", "given together with finished", repr(end_id))
-    if finished is not None:
-        expect("finished", finished, values, name, ("bool",), (batch,), "[batch]")
-        end_id = check.integer("end_id", end_id, 0, vocab - 1, "the vocabulary")
-    if sequence_length is not None:
-        expect("sequence_length", sequence_length, values, name, ("int32",), (batch,), "[batch]")
-
-    results = [Result((batch,), "int32", "[batch]")]
-    results += [Result((batch,), "bool", "[batch]")] * return_valid
-    results += [Result((batch,), "float32", "[batch]")] * return_logprobs
-    given = out if out is None or isinstance(out, (tuple, list)) else [out]
-    if given is not None and len(given) != len(results):
-        labels = ["ids", *["valid"] * return_valid, *["logprobs"] * return_logprobs]
-        check.fail("out", " and ".join(labels), f"{len(given)} arrays")
-    made = outputs(given[0] if given and len(given) == 1 else given, values, name, *results)
+    end_id = _check_step(name, values, batch, bias, finished, end_id, sequence_length)
+    wanted = ["ids", *["valid"] * return_valid, *["logprobs"] * return_logprobs]
+    made = _results(name, values, batch, wanted, out)
     if values.on_host:
         return run_twin(variant, VARIANTS)
-    drawn, *more = made if len(results) > 1 else (made,)
-    k, p, least = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
-    by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
-    # A small k leaves little to read again; without filters there is nothing to.
-    is_large = fields["top_k"] is not None or k > template.constants("sampling")["MAX_LISTED"]
-    again = is_large and (by_row or k < vocab or p < 1 or least > 0)
     if indices is not None:
-        fields["wide"] |= (indices.dtype == "int64") << 3
+        fields["wide"] |= template.constants(_sample.file)["INDICES"] * (indices.dtype == "int64")
     _launch_sampler(
         values,
         name == "probs",
         batch,
         variant,
-        again,
+        _reads_again(fields, vocab),
         second=bias,
-        ids=drawn,
-        valid=more[0] if return_valid else None,
-        logprobs=more[-1] if return_logprobs else None,
         indices=indices,
         finished=finished,
         sequence_length=sequence_length,
         row_stride=stride,
         own_offsets=offset is None,
         rows=rows,
-        end_id=-1 if end_id is None else end_id,
+        end_id=end_id,
         joint=joint,
+        **dict(zip(wanted, made, strict=True)),
         **fields,
     )
-    return [made] if len(results) == 1 and isinstance(out, (tuple, list)) else made
+    return tuple(made) if len(made) > 1 else made if isinstance(out, (tuple, list)) else made[0]
 
 
 def ids_of(values: Any, *_: Any, indices: Any = None, **__: Any) -> Result:
@@ -275,7 +298,7 @@ def probabilities_of(values: Any, *_: Any, **__: Any) -> Result:
 
 
 def whole_rows(mode: str, name: str, values: Any, parameter: str, value: Any, out: Any, variant: str) -> Any:
-    """The plan of the functions that return rows."""
+    """The plan of all functions that return rows."""
     batch, vocab, stride = _check_rows(name, values)
     fields = _parameters(name, values, batch, {parameter: value})
     out = outputs(out, values, name, probabilities_of(values) if mode == "SOFTMAX" else like_rows(values))
@@ -337,7 +360,7 @@ def verify(
         False,
         second=first,
         ids=ids,
-        # Even without any drafts this says that there are some to verify.
+        # Non-null even without drafts: null means that no drafts are verified.
         draft_ids=draft_token_ids if drafts else ids,
         accepted=accepted,
         emitted=emitted,

@@ -1,4 +1,4 @@
-"""Beam search: the best continuations of all beams, the books of a step, and what follows from the parents."""
+"""Beam search: the best continuations of all beams, the state after a step, and what follows from the parents."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ CACHE_VARIANTS = ("auto", "vector", "scalar")
 MAX_CANDIDATES = 2**31 - 1  # ids into beams * vocab are int32
 _MAX_BLOCKS = 2**31 - 1
 _TREE_ENTRIES = 2048
-#: Groups of threads from whose maxima the bound is found, and the most results they are good for.
-_GROUPS = {"narrow": (32, 16), "wide": (256, 128)}  # "wide": THREADS, MAX_K of the template
-#: Few rows are cut into more chunks, until so many blocks keep a GPU busy.
+#: Groups of threads from whose largest values a bound is found, and the most results that they suit, by variant.
+_GROUPS = {"narrow": (32, 16), "wide": (256, 128)}  # "wide": THREADS and MAX_K of the template
+#: Blocks that keep a GPU busy: few rows are cut into more chunks to have as many.
 _BLOCKS_WANTED = 512
-#: Whole lines of memory.
+#: 16-byte vectors in a line of memory, of which a chunk has a whole number.
 _VECTORS_PER_LINE = 8
-#: float32 holds these and their inverses with room to spare.
+#: Divisors of scores: in float32 there is room beyond these and their inverses.
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
 
-_chunks = Kernel("beam_search", "topk_chunks")
-_merge = Kernel("beam_search", "topk_merge")
-_step = Kernel("beam_search", "beam_step")
-_tree = Kernel("beam_search", "gather_tree")
-_cache = Kernel("beam_search", "reorder_cache")
+_chunks = Kernel("beam_search/topk_chunks", "topk_chunks")
+_merge = Kernel("beam_search/topk_merge", "topk_merge")
+_step = Kernel("beam_search/beam_step", "beam_step")
+_tree = Kernel("beam_search/gather_tree", "gather_tree")
+_cache = Kernel("beam_search/reorder_cache", "reorder_cache")
 
 for _name, (_groups, _) in _GROUPS.items():
     _chunks.specialized += [_chunks.variant(arrays.CUDA_TYPE[dtype], _groups).instance for dtype in DTYPES]
@@ -49,18 +49,18 @@ for _kernel in (_chunks, _merge, _step, _tree):
 _cache.at_import = [_cache.variant(16).instance]
 
 
-def _constant(name: str) -> int:
-    """A constant of the template."""
-    return template.constants("beam_search")[name]
+def _constant(kernel: Kernel, name: str) -> int:
+    """A constant that the file of `kernel` has."""
+    return template.constants(kernel.file)[name]
 
 
 def _depth(k: int, lists: int) -> int:
-    """How deep in `lists` lists of k entries the entries tell most about the k-th of all."""
+    """The place, from 1 on, in `lists` sorted lists of k keys whose keys give the best bound of the k-th of all."""
     return min(max(1, ceil_div(2 * k, lists)), k)
 
 
 class _Selection(NamedTuple):
-    """How the candidates of a batch entry are cut up, and by which variants they are selected."""
+    """How the rows are cut into chunks, and the template argument of the kernels that select."""
 
     chunks: int  # of a row
     vectors: int  # of 16 bytes in a chunk
@@ -68,18 +68,18 @@ class _Selection(NamedTuple):
 
 
 def _selection(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: str) -> _Selection:
-    """Check the sizes against each other, and choose."""
+    """Check the sizes against each other, and choose the chunks and the variant."""
     check.one_of("variant", variant, TOPK_VARIANTS)
     if beams < 1 or vocab < 1 or beams * vocab > MAX_CANDIDATES:
         check.fail("log_probs", f"of 1 to {MAX_CANDIDATES} candidates (beams * vocab)", f"{beams} * {vocab}")
-    most = _constant("MAX_K")
+    most = _constant(_step, "MAX_K")
     check.integer("k", k, 1, min(most, beams * vocab), f"the candidates, at most {most}")
     name = ("narrow" if k <= _GROUPS["narrow"][1] else "wide") if variant == "auto" else variant
     groups, most = _GROUPS[name]
     if k > most:
         check.fail("variant", f"'wide' for more than {most} results", repr(variant))
-    threads, rows, whole = _constant("THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
-    fewest, finest = ceil_div(whole, threads * _constant("LOADS")), ceil_div(whole, threads)
+    threads, rows, whole = _constant(_chunks, "THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
+    fewest, finest = ceil_div(whole, threads * _constant(_chunks, "LOADS")), ceil_div(whole, threads)
     chunks = max(1, fewest, min(ceil_div(_BLOCKS_WANTED, max(rows, 1)), finest))
     vectors = max(1, ceil_div(whole, chunks * _VECTORS_PER_LINE)) * _VECTORS_PER_LINE
     chunks = max(1, ceil_div(whole, vectors))
@@ -107,8 +107,8 @@ def _outputs(out: Any, first: Array, first_name: str, results: list[Result], nam
 
 
 def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selection, rate: float) -> dict[str, Any]:
-    """Launch what comes before the beams are merged; how the lists of keys lie."""
-    (batch, beams, vocab), threads, chunks = log_probs.shape, _constant("THREADS"), selection.chunks
+    """Launch what comes before the beams are merged; the fields of its lists of keys."""
+    (batch, beams, vocab), threads, chunks = log_probs.shape, _constant(_chunks, "THREADS"), selection.chunks
     rows = batch * beams
     keys = empty((rows * chunks * k,), "int64")
     launch(
@@ -119,7 +119,7 @@ def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selectio
     depth = _depth(k, chunks)
     if not rate:
         return {"lists": keys, "count": beams * chunks, "depth": _depth(k, beams * chunks), "beam_depth": depth}
-    # A beam's candidates get their bonus by rank, so each beam is merged by itself first.
+    # The term of a candidate depends on its rank in its beam, so each beam is merged by itself first.
     ranked = empty((rows * k,), "int64")
     launch(
         _merge.variant(selection.groups), rows, threads,
@@ -173,7 +173,7 @@ def beam_topk(
     if batch:
         lists = _select(log_probs, None, k, selection, rate)
         launch(
-            _merge.variant(selection.groups), batch, _constant("THREADS"),
+            _merge.variant(selection.groups), batch, _constant(_merge, "THREADS"),
             **lists, values=values, ids=ids, best=None, k=k, diversity_rate=0.0,
         )  # fmt: skip
     return values, ids
@@ -196,23 +196,38 @@ def _step_results(log_probs: Any, *_: Any, **__: Any) -> list[Result]:
 
 
 def _check_ends(end_id: Any) -> tuple[int, ...]:
+    """The ids of the end, sorted, each once."""
     if hasattr(end_id, "__index__"):
         return (check.integer("end_id", end_id, -(2**31), 2**31 - 1),)
-    most = _constant("MAX_ENDS")
+    most = _constant(_step, "MAX_ENDS")
     if not isinstance(end_id, (tuple, list)) or not 1 <= len(set(end_id)) <= most:
         wanted = f"an integer, or a tuple or list of 1 to {most} of them"
         check.fail("end_id", wanted, f"{end_id!r} ({type(end_id).__name__})", TypeError)
     return tuple(sorted({check.integer("end_id", e, -(2**31), 2**31 - 1) for e in end_id}))
 
 
+def _candidates(beams: int, vocab: int, ends: int) -> int:
+    """How many candidates of a batch entry a step needs: so many that at least `beams` of them do not end."""
+    max_k, max_beams = _constant(_step, "MAX_K"), _constant(_step, "MAX_BEAMS")
+    if not 1 <= beams <= max_beams:
+        check.fail("log_probs", f"of 1 to {max_beams} beams", beams)
+    if vocab <= max(1, ends):
+        check.fail("log_probs", f"of more than {max(1, ends)} tokens in the vocabulary (end_id)", vocab)
+    of_beam = max(2, 1 + ends)
+    if of_beam * beams > max_k:
+        check.fail("log_probs", f"of at most {max_k // of_beam} beams with {ends} end ids", beams)
+    return of_beam * beams
+
+
 def _penalty(length: int, length_penalty: float) -> float:
+    """What the log-probability of a hypothesis of this length is divided by."""
     try:
         penalty = float(length) ** length_penalty
     except OverflowError:
         penalty = float("inf")
     low, high = _PENALTY_RANGE
     if not low <= penalty <= high:
-        check.fail("length_penalty", f"such that {length} to it is in [{low}, {high}]", length_penalty)
+        check.fail("length_penalty", f"such that {length} ** length_penalty is in [{low}, {high}]", length_penalty)
     return penalty
 
 
@@ -220,7 +235,7 @@ def _penalty(length: int, length_penalty: float) -> float:
     twin.beam_search_step,
     "beam_search_step(Tensor log_probs, Tensor scores, Tensor finished_scores, Tensor finished_lengths, "
     "Tensor finished_ids, Tensor finished_parents, Tensor done, int step, int max_steps, int[1] end_id, *, "
-    # The `early_stopping` "never" is None here.
+    # None is the operator's word for the `early_stopping` "never".
     "float length_penalty=1.0, bool? early_stopping=False, float diversity_rate=0.0, str variant='auto') "
     "-> (Tensor ids, Tensor parents, Tensor new_scores, Tensor new_finished_scores, Tensor new_finished_lengths, "
     "Tensor new_finished_ids, Tensor new_finished_parents, Tensor new_done)",
@@ -276,15 +291,8 @@ def beam_search_step(
     """
     _check_log_probs(log_probs)
     batch, beams, vocab = log_probs.shape
-    ends, max_k, max_beams = _check_ends(end_id), _constant("MAX_K"), _constant("MAX_BEAMS")
-    if not 1 <= beams <= max_beams:
-        check.fail("log_probs", f"of 1 to {max_beams} beams", beams)
-    if vocab <= max(1, len(ends)):
-        check.fail("log_probs", f"of more than {max(1, len(ends))} tokens in the vocabulary (end_id)", vocab)
-    of_beam = max(2, 1 + len(ends))
-    if of_beam * beams > max_k:
-        check.fail("log_probs", f"of at most {max_k // of_beam} beams with {len(ends)} end ids", beams)
-    k = of_beam * beams
+    ends = _check_ends(end_id)
+    k = _candidates(beams, vocab, len(ends))
     selection = _selection(log_probs.dtype, batch, beams, vocab, k, variant)
     max_steps = check.integer("max_steps", max_steps, 1, 2**31 - 1)
     length = checked(lambda step: check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1, step)
@@ -307,13 +315,13 @@ def beam_search_step(
     if batch:
         lists = _select(log_probs, scores, k, selection, rate)
         launch(
-            _step.variant(selection.groups), batch, _constant("THREADS"),
+            _step.variant(selection.groups), batch, _constant(_step, "THREADS"),
             **lists, log_probs=log_probs, **dict(zip(names[2:], (*state, done), strict=True)),
             **{f"new_{name}": array for name, array in zip(names, out, strict=True)},
             k=k, beams=beams, vocab=vocab, dtype=DTYPES.index(log_probs.dtype), diverse=rate != 0,
             length=length, last=late(lambda step: int(step + 1 == max_steps), step),
             stop_when_full=early_stopping is True, ends=len(ends),
-            end_ids=(*ends, *(0,) * (_constant("MAX_ENDS") - len(ends))),
+            end_ids=(*ends, *(0,) * (_constant(_step, "MAX_ENDS") - len(ends))),
             penalty=penalty, furthest_penalty=furthest,
         )  # fmt: skip
     return out
@@ -349,7 +357,7 @@ def gather_tree(
     `gather_tree`, `lengths` its `max_sequence_lengths`. Raises ValueError or TypeError for what does not fit.
     """
     shape = expect_array("ids", ids, symbols=("max_steps", "batch", "beams")).shape
-    (max_steps, batch, beams), most = shape, _constant("MAX_BEAMS")
+    (max_steps, batch, beams), most = shape, _constant(_tree, "MAX_BEAMS")
     if not 1 <= beams <= most:
         check.fail("ids", f"of 1 to {most} beams", beams)
     if max(max_steps, batch) > 2**31 - 1:
@@ -372,7 +380,7 @@ def gather_tree(
         return run_twin()
     if max_steps and batch:
         launch(
-            _tree.variant(_TREE_ENTRIES), batch, _constant("TREE_THREADS"),
+            _tree.variant(_TREE_ENTRIES), batch, _constant(_tree, "THREADS"),
             ids=ids, parents=parents, lengths=lengths, last_ids=last_ids, last_parents=last_parents, out=out,
             steps=max_steps, batch=batch, beams=beams, length_per_beam=per_beam, end_id=end_id,
         )  # fmt: skip
@@ -384,7 +392,10 @@ def _overlap(one: int, other: int, size: int) -> bool:
 
 
 def _misplaced(size: int, keys: int, values: int, *results: int) -> int:
-    """Which of the results, by address, is neither its cache nor clear of all else; -1 for none."""
+    """The place of a result that overlaps a cache or another result, and is not its own cache; -1 for none.
+
+    All are addresses of `size` bytes.
+    """
     caches = keys, values
     for i, address in enumerate(results):
         in_place = address == caches[i] and not _overlap(address, caches[1 - i], size)
@@ -428,7 +439,7 @@ def update_kv_cache(
     symbols = ("max_steps", "batch * beams", "heads", "dim")
     max_steps, _, heads, dim = expect_array("key_cache", key_cache, CACHE_DTYPES, symbols).shape
     check.dimensions("parents", getattr(parents, "shape", ()), ("batch", "beams"))
-    (batch, beams), most = parents.shape, _constant("MAX_BEAMS")
+    (batch, beams), most = parents.shape, _constant(_cache, "MAX_BEAMS")
     if not 1 <= beams <= most:
         check.fail("parents", f"of 1 to {most} beams", beams)
     shape, dtypes = (max_steps, batch * beams, heads, dim), (key_cache.dtype,)
@@ -457,8 +468,8 @@ def update_kv_cache(
         width = item_size
     row = row_bytes // width
     if row and batch and step:
-        threads = _constant("CACHE_THREADS")
-        columns = min(row, threads * _constant("CACHE_LOADS") // beams)
+        threads = _constant(_cache, "THREADS")
+        columns = min(row, threads * _constant(_cache, "LOADS") // beams)
         tiles = ceil_div(row, columns)
         blocks_per_step = 2 * batch * tiles
         if step > _MAX_BLOCKS // blocks_per_step or beams * row > 2**31 - 1:

@@ -34,8 +34,8 @@ MAX_HIDDEN = 2**22
 MAX_POSITION = 2**62
 _WIDEST = 16
 
-_copy = Kernel("embedding", "embedding_copy")
-_add = Kernel("embedding", "embedding_add")
+_copy = Kernel("embedding/embedding_copy", "embedding_copy")
+_add = Kernel("embedding/embedding_add", "embedding_add")
 
 
 def _variant(dtype: str, width: int, add: bool) -> Variant:
@@ -53,6 +53,62 @@ def _looked_up(embedding_table: Any, word_ids: Any, *_: Any, **__: Any) -> Resul
     return Result(shape, dtype_name(embedding_table), "[*word_ids.shape, hidden]")
 
 
+def _check_words(word_ids: Any, table: Array) -> tuple[Any, int]:
+    """How many words there are, and how many a sequence has."""
+    if not isinstance(word_ids, Array) or not word_ids.shape:
+        got = [] if isinstance(word_ids, Array) else type_name(word_ids)
+        check.fail("word_ids", "an array [batch] or [batch, ...]", got, TypeError)
+    batch, *others = word_ids.shape
+    expect("word_ids", word_ids, table, "embedding_table", INDEX_DTYPES, word_ids.shape, "")
+    if batch > MAX_ROWS // max(math.prod(others), 1):
+        check.fail("word_ids", f"of at most {MAX_ROWS} ids", batch * math.prod(others))
+    return batch * math.prod(others) if others else batch, others[-1] if others else 1
+
+
+def _check_positions(
+    name: str, position_table: Any, step: Any, position_ids: Any, table: Array, word_ids: Array, period: int
+) -> tuple[int, Any, bool]:
+    """How many positions the table has, the checked step, and whether one position is for all words.
+
+    `name` is that of the argument `position_table`.
+    """
+    if position_table is None:
+        if position_ids is not None:
+            check.fail("position_ids", "None without a position_table", type_name(position_ids))
+        if late(operator.ne, step, 0):
+            check.fail("step", "0 without a position_table", step)
+        return 0, step, False
+    like, hidden = "embedding_table", table.shape[1]
+    expect_place(name, position_table, table, like)
+    check.dimensions(name, position_table.shape, ("positions", "hidden"))
+    positions = position_table.shape[0]
+    expect(name, position_table, table, like, (table.dtype,), (positions, hidden), "[positions, hidden]")
+    if position_ids is None:
+        high = positions - max(period, 1)
+        if high < 0:
+            check.fail(name, f"of at least {max(period, 1)} positions", positions)
+        return positions, check.integer("step", step, 0, high, "positions, less those of a sequence"), False
+    step = check.integer("step", step, 0, MAX_POSITION)
+    expect_place("position_ids", position_ids, table, like)
+    one_position = not same_shape(position_ids, word_ids.shape) and same_shape(position_ids, (1,))
+    shape = (1,) if one_position else word_ids.shape
+    expect("position_ids", position_ids, table, like, INDEX_DTYPES, shape, "that of word_ids, or [1]")
+    return positions, step, one_position
+
+
+def _width(variant: str, table: Array, row_bytes: int, *others: Array | None) -> int:
+    """The bytes per load of a variant, for rows of the table and of `others` that are not None."""
+    check.one_of("variant", variant, VARIANTS)
+    if variant == "narrow":
+        return table.item_size
+    alignment = min(x.alignment for x in (table, *others) if x is not None)
+    width = math.gcd(row_bytes, alignment)
+    if variant == "wide" and width < _WIDEST:
+        why = f"rows of {row_bytes} bytes at addresses that are multiples of {alignment}"
+        check.fail("variant", "'auto' or 'narrow' here", f"'wide': {why}")
+    return width
+
+
 def _lookup(
     embedding_table: Any,
     word_ids: Any,
@@ -65,67 +121,33 @@ def _lookup(
     variant: str,
 ) -> Any:
     """The plan of both functions."""
-    first, like = expect_array("embedding_table", embedding_table, DTYPES, ("vocab", "hidden")), "embedding_table"
-    vocab, hidden = first.shape
+    table = expect_array("embedding_table", embedding_table, DTYPES, ("vocab", "hidden"))
+    vocab, hidden = table.shape
     if hidden > MAX_HIDDEN:
         check.fail("embedding_table", f"of a hidden size of at most {MAX_HIDDEN}", hidden)
-    expect_contiguous("embedding_table", first)
-    if not isinstance(word_ids, Array) or not word_ids.shape:
-        got = [] if isinstance(word_ids, Array) else type_name(word_ids)
-        check.fail("word_ids", "an array [batch] or [batch, ...]", got, TypeError)
-    batch, *others = word_ids.shape
-    expect("word_ids", word_ids, first, like, INDEX_DTYPES, word_ids.shape, "")
-    if batch > MAX_ROWS // max(math.prod(others), 1):
-        check.fail("word_ids", f"of at most {MAX_ROWS} ids", batch * math.prod(others))
-    period = others[-1] if others else 1
-
-    positions, one_position = 0, False
-    if position_table is not None:
-        expect_place(position_name, position_table, first, like)
-        check.dimensions(position_name, position_table.shape, ("positions", "hidden"))
-        positions = position_table.shape[0]
-        shape = positions, hidden
-        expect(position_name, position_table, first, like, (first.dtype,), shape, "[positions, hidden]")
-        if position_ids is None:
-            high = positions - max(period, 1)
-            if high < 0:
-                check.fail(position_name, f"of at least {max(period, 1)} positions", positions)
-            step = check.integer("step", step, 0, high, "positions, less those of a sequence")
-        else:
-            step = check.integer("step", step, 0, MAX_POSITION)
-            expect_place("position_ids", position_ids, first, like)
-            one_position = not same_shape(position_ids, word_ids.shape) and same_shape(position_ids, (1,))
-            shape = (1,) if one_position else word_ids.shape
-            expect("position_ids", position_ids, first, like, INDEX_DTYPES, shape, "that of word_ids, or [1]")
-    elif position_ids is not None:
-        check.fail("position_ids", "None without a position_table", type_name(position_ids))
-    elif late(operator.ne, step, 0):
-        check.fail("step", "0 without a position_table", step)
-    out = outputs(out, first, like, _looked_up(first, word_ids))
-    if first.on_host:
+    expect_contiguous("embedding_table", table)
+    rows, period = _check_words(word_ids, table)
+    positions, step, one_position = _check_positions(
+        position_name, position_table, step, position_ids, table, word_ids, period
+    )
+    out = outputs(out, table, "embedding_table", _looked_up(table, word_ids))
+    if table.on_host:
         return run_twin(variant, VARIANTS)
 
-    check.one_of("variant", variant, VARIANTS)
-    constants = template.constants("embedding")
-    threads, row_bytes = constants["THREADS"], hidden * first.item_size
-    alignment = min(x.alignment for x in (first, out, position_table) if x is not None)
-    width = math.gcd(row_bytes, alignment)
-    if variant == "wide" and width < _WIDEST:
-        why = f"rows of {row_bytes} bytes at addresses that are multiples of {alignment}"
-        check.fail("variant", "'auto' or 'narrow' here", f"'wide': {why}")
-    if variant == "narrow":
-        width = first.item_size
+    row_bytes = hidden * table.item_size
+    width = _width(variant, table, row_bytes, out, position_table)
     if hidden == 0 or not all(word_ids.shape):
         return out
+    constants = template.constants(_copy.file)
+    threads = constants["THREADS"]
     chunks = row_bytes // width  # loads per row
     log2_threads_per_row = min((chunks - 1).bit_length(), threads.bit_length() - 1)
-    rows = batch * math.prod(others) if others else batch
     rows_per_block = (threads >> log2_threads_per_row) * constants["ROWS_AT_ONCE"]
     launch(
-        _variant(first.dtype, width, position_table is not None),
+        _variant(table.dtype, width, position_table is not None),
         (ceil_div(rows, rows_per_block), -(-chunks >> log2_threads_per_row)),
         threads,
-        table=first,
+        table=table,
         ids=word_ids,
         position_table=position_table,
         position_ids=position_ids,

@@ -1,4 +1,4 @@
-"""The activation between the two products of a gated feed-forward layer."""
+"""The gated activation between the two projections of a feed-forward layer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _variant(dtype: str, activation: int, width: int) -> Variant:
     return _kernel.variant(arrays.CUDA_TYPE[dtype], activation, width, _ITEMS)
 
 
-# Other activations and dtypes, and rows that are not aligned, are compiled when they are first used.
+# Other activations and dtypes, and rows that are not aligned, are compiled at their first use.
 _kernel.at_import = [_variant("bfloat16", activations.number("silu"), 16).instance]
 _kernel.specialized = [
     _variant(dtype, activations.number(name), 16).instance for name in activations.ACTIVATIONS for dtype in DTYPES
@@ -43,7 +43,7 @@ _kernel.specialized = [
 
 
 def check_halves(name: str, array: Array) -> int:
-    """The size of one of the two halves of the rows of `array`. Raises ValueError where they are not even."""
+    """The size of each half of the rows of `array`. Raises ValueError for rows of an odd size."""
     if not array.shape or int(array.shape[-1]) % 2:
         check.fail(name, "of shape [..., 2 * inter]", list(array.shape))
     return int(array.shape[-1]) // 2
@@ -63,21 +63,21 @@ def _activated(x: Any, *_: Any, **__: Any) -> Result:
 def moe_activation(
     x: Any, activation: str = "silu", *, expert_num_tokens: Any = None, out: Any = None, variant: str = "auto"
 ) -> Any:
-    """What the gate and the up projection of each token become: activate(gate) * up.
+    """Activate the gate of each token and multiply it with the up projection: activate(gate) * up.
 
-    The first half of a row of `x` is the gate, the second one the up projection:
+    The first half of a row of `x` is the gate, the second half the up projection:
 
         silu        gate * sigmoid(gate) * up
         gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
-        gelu_tanh   the same with tanh(sqrt(2 / pi) * (gate + 0.044715 * gate**3)) for the erf
+        gelu_tanh   gate * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate**3))) / 2 * up
         swigluoai   min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clamp(up, -7, 7) + 1)
         relu2       max(gate, 0)**2 * up
 
     Args:
-        x: [..., 2 * inter], float32, float16 or bfloat16; rows may be strided, all by one distance.
+        x: [..., 2 * inter], float32, float16 or bfloat16; rows may be strided, with one stride for all.
         activation: one of the names above.
-        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: how many rows of each expert
-            count. Those past them are neither read nor written.
+        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the rows of each expert that
+            hold tokens, the first ones. Rows after them are neither read nor written.
         out: an array to write into and return.
         variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
             the same bits.

@@ -1,4 +1,4 @@
-"""MoE gates: which experts each token goes to, and with what weights."""
+"""The MoE gates: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ VARIANTS = ("auto", "specialized", "dynamic")
 MAX_EXPERTS = 1024
 MAX_TOPK = 512
 MAX_TOKENS = 2**30
-# What every GPU from sm_80 on grants a block; the largest sizes the dynamic variant takes need nearly all.
+# The shared memory that a block can have on every GPU from sm_80 on. The largest sizes of the dynamic variant need
+# nearly all.
 _MAX_SHARED_BYTES = 99 * 1024
-#: Up to so many tokens, so many lanes per token are faster than fewer (measured on an H200; the bits are the same).
+#: By lanes per token, the most tokens for which they are faster than fewer lanes (measured on an H200; the bits are the
+#: same).
 _UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS}
-#: Lanes per token and experts per lane of the dynamic variants; the first that holds a call is taken.
+#: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
 
 
 class Config(NamedTuple):
-    """Sizes worth variants of their own. With a bias the scoring decides the order, so it is fixed too."""
+    """Sizes with variants of their own. With a bias the scoring decides the order, so it is fixed too."""
 
     experts: int
     groups: int
-    scoring: str  # "any" where there is no bias: the logits order the experts
+    scoring: str  # "any" without a bias: the logits order the experts
     biased: bool
 
 
@@ -55,7 +57,7 @@ SPECIALIZED = [
     Config(8, 1, "any", biased=False),  # Mixtral
 ]
 
-_kernel = Kernel("moe_gate", "moe_gate", compile_s=1.3)
+_kernel = Kernel("moe_gate/moe_gate", "moe_gate", compile_s=1.3)
 
 
 def _fits(config: Config, lanes: int) -> bool:
@@ -66,9 +68,9 @@ def _fits(config: Config, lanes: int) -> bool:
 def _lanes(config: Config) -> tuple[int, ...]:
     """Lanes per token, from few tokens to many; none where nothing fits.
 
-    A whole warp per token has the shortest way through the kernel. Several tokens per warp share the instructions of
-    all but the pass over the experts. Without groups the threshold comes from the lanes, so that fewer than 16 would
-    let too many candidates through, and more than 16 experts per lane take too many registers.
+    A whole warp per token takes the fewest steps. Several tokens per warp share the instructions of all phases but the
+    pass over the experts. Without groups the threshold comes from the lanes: fewer than 16 would let too many
+    candidates through, and more than 16 experts per lane take too many registers.
     """
     fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
     fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
@@ -99,8 +101,8 @@ _registered = set(SPECIALIZED)
 def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", biased: bool = True) -> list[Instance]:
     """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
 
-    Raises ValueError where the specialized kernel cannot lay the experts out: for some power of two up to 32, a
-    multiple of groups, experts must be a multiple of it and at most 32 times it.
+    Raises ValueError where the specialized kernel cannot lay the experts out: there must be a number of lanes (4, 8, 16
+    or 32) that is a multiple of groups, divides experts, and is at least experts / 32.
     """
     check.integer("experts", experts, 1, MAX_EXPERTS)
     check.integer("groups", groups, 1, experts)
@@ -118,7 +120,7 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
 
 
 class _Choice(NamedTuple):
-    """A variant with what its launch depends on."""
+    """A variant, its lanes per token, and its shared memory per block."""
 
     variant: Variant
     lanes: int
@@ -126,29 +128,29 @@ class _Choice(NamedTuple):
 
 
 class _Choices(NamedTuple):
-    """What the scalar arguments decide."""
+    """The variants for the scalar arguments of a call."""
 
     dynamic: _Choice
     specialized: list[_Choice]  # from few tokens to many
-    fields: dict[str, int]  # of the struct of parameters, for the dynamic variant
+    fields: dict[str, int]  # of Params, for the dynamic variant
 
 
-#: Of the groups, those that are kept, the slots and those of shared experts.
+#: groups, topk_group, topk with shared experts, shared experts.
 _Sizes = tuple[int, int, int, int]
 
 
 def _of_template(name: str) -> int:
-    return template.constants("moe_gate")[name]
+    return template.constants(_kernel.file)[name]
 
 
 def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
-    """Bytes of shared memory of a block, as the template lays them out in units of 16."""
+    """Bytes of shared memory per block, as the template lays them out in units of 16."""
     list_units = capacity + capacity // 4 + 2
     return (block_units + (list_units + row_units) * _of_template("WARPS") * (32 // lanes)) * 16
 
 
 def _staged_units(values: int, lanes: int, item_size: int) -> int:
-    """Units that the values of `lanes` lanes take (`Staging` of the template)."""
+    """Units of a staged row (`Staging` of the template)."""
     chunks = values * item_size // 16
     return lanes * (chunks if chunks % 2 else chunks + 1)
 
@@ -182,7 +184,7 @@ def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, biased: bool,
 
     routed = topk - shared
     capacity = max(64, -(-routed // 4) * 4)
-    # Without as many lanes as there are ranks, no threshold spares the lanes the slow way.
+    # With fewer lanes than ranks there is no threshold, and most rows would overflow the list.
     lanes, values = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
     log2_lanes_per_group = 0
     while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
@@ -197,7 +199,7 @@ def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, biased: bool,
     config = Config(experts, groups, scoring if biased else "any", biased)
     specialized = []
     if config in _registered and not softcap:
-        # The order of the weights' sum is that of the other layouts for up to two ranks per lane.
+        # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
         most = _of_template("CAPACITY")
         specialized = [_specialized(dtype, config, n) for n in _lanes(config) if routed <= min(most, 2 * n)]
     fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
@@ -209,7 +211,7 @@ def _valid_tokens(count: Any, tokens: int) -> int:
 
 
 class _Call(NamedTuple):
-    """What all five gates have, with the names that two arrays have in messages."""
+    """The arguments that all five gates have, and the names of two of them in messages."""
 
     name: str
     logits: Any
@@ -219,6 +221,52 @@ class _Call(NamedTuple):
     scoring: str
     num_token_non_padded: Any
     variant: str
+
+
+def _check_sizes(sizes: tuple[Any, ...]) -> _Sizes:
+    low = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
+    groups, topk_group, topk, shared = (
+        n if type(n) is int else check.integer(x, n, low[x]) for x, n in zip(low, sizes, strict=True)
+    )
+    return groups, topk_group, topk, shared
+
+
+def _check_valid(call: _Call) -> tuple[Any, Array | None]:
+    """The first token that is padding: a number, and the array on the device that replaces it."""
+    tokens, count = call.logits.shape[0], call.num_token_non_padded
+    if count is None:
+        return tokens, None
+    if not isinstance(count, Array):
+        return checked(_valid_tokens, count, tokens), None
+    on_device = expect_place("num_token_non_padded", count, call.logits, call.name)
+    check.dtype("num_token_non_padded", on_device.dtype, ("int32", "int64"))
+    if on_device.shape not in ((), (1,)):
+        check.shape("num_token_non_padded", on_device.shape, (1,), "[1]")
+    return tokens, on_device
+
+
+def _select(choices: _Choices, call: _Call, row_stride: Any, groups: int) -> _Choice:
+    """The variant of a call. Raises ValueError for "specialized" where there is none."""
+    logits, bias = call.logits, call.bias
+    # Wide loads need aligned rows; the number of tokens is looked at last, for it is late.
+    aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
+    if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
+        if call.variant == "dynamic":
+            return choices.dynamic
+        chosen = choices.specialized[0]
+        for fewer_lanes in choices.specialized[1:]:
+            if logits.shape[0] > _UP_TO_TOKENS[chosen.lanes]:
+                chosen = fewer_lanes
+        return chosen
+    if call.variant == "specialized":
+        check.fail(
+            "variant",
+            "'auto' or 'dynamic' here",
+            f"'specialized': there is none for {logits.shape[1]} experts in {groups} groups with scoring "
+            f"{call.scoring} {'without' if bias is None else 'with'} a bias, or the rows are not 16-byte aligned "
+            "(cukern.specialize adds one)",
+        )
+    return choices.dynamic
 
 
 def _gate(
@@ -233,27 +281,24 @@ def _gate(
 ) -> Any:
     """Check, choose a variant, launch.
 
-    `sizes` are those of `_Sizes`; `scaling` is a factor and whether the weights are multiplied by it; `by_two`: the
-    score of a group is that of its two best; `written` are the results by name, where they are arguments.
+    `sizes` are those of `_Sizes`; `scaling` is the scaling factor, and whether it multiplies the weights; `by_two`: a
+    group's score is the sum of its two best choices; `written` are the results by name, where they are arguments.
     """
-    name, logits, bias_name, bias, renormalize, scoring, num_token_non_padded, variant = call
+    name, logits, bias = call.name, call.logits, call.bias
     expect_array(name, logits, DTYPES, ("tokens", "experts"))
     tokens, experts = logits.shape
     if tokens > MAX_TOKENS:
         check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
     row_stride = expect_row_stride(name, logits)
-    low = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
-    groups, topk_group, topk, shared = (
-        n if type(n) is int else check.integer(x, n, low[x]) for x, n in zip(low, sizes, strict=True)
-    )
+    groups, topk_group, topk, shared = sizes = _check_sizes(sizes)
     biased = bias is not None
-    choices = _choose(logits.dtype, experts, (groups, topk_group, topk, shared), scoring, biased, softcap != 0)
+    choices = _choose(logits.dtype, experts, sizes, call.scoring, biased, softcap != 0)
     factor = check.number("routed_scaling_factor", scaling[0])
     if shared and factor == 0:
         check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
-    check.one_of("variant", variant, VARIANTS)
+    check.one_of("variant", call.variant, VARIANTS)
     if biased:
-        expect(bias_name, bias, logits, name, ("float32", logits.dtype), (experts,), "[experts]")
+        expect(call.bias_name, bias, logits, name, ("float32", logits.dtype), (experts,), "[experts]")
     results = _results(logits, topk)
     if written is None:
         weights, ids = outputs(out, logits, name, *results, names="a pair (weights, ids)")
@@ -262,41 +307,17 @@ def _gate(
             expect(own, array, logits, name, (result.dtype,), result.shape, result.symbols)
             for (own, array), result in zip(written.items(), results, strict=True)
         )
-    valid, valid_on_device = tokens, None
-    if isinstance(num_token_non_padded, Array):
-        valid_on_device = expect_place("num_token_non_padded", num_token_non_padded, logits, name)
-        check.dtype("num_token_non_padded", valid_on_device.dtype, ("int32", "int64"))
-        if valid_on_device.shape not in ((), (1,)):
-            check.shape("num_token_non_padded", valid_on_device.shape, (1,), "[1]")
-    elif num_token_non_padded is not None:
-        valid = checked(_valid_tokens, num_token_non_padded, tokens)
+    valid, valid_on_device = _check_valid(call)
     if logits.on_host:
-        return run_twin(variant, VARIANTS)
-
-    chosen = choices.dynamic
-    # Wide loads need aligned rows; the number of tokens is looked at last, for it is late.
-    aligned = min(logits.alignment, bias.alignment if biased else 16) == 16
-    if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or tokens <= 1):
-        if variant != "dynamic":
-            chosen = choices.specialized[0]
-            for fewer_lanes in choices.specialized[1:]:
-                if tokens > _UP_TO_TOKENS[chosen.lanes]:
-                    chosen = fewer_lanes
-    elif variant == "specialized":
-        check.fail(
-            "variant",
-            "'auto' or 'dynamic' here",
-            f"'specialized': there is none for {experts} experts in {groups} groups with scoring {scoring} "
-            f"{'with' if biased else 'without'} a bias, or the rows are not 16-byte aligned "
-            "(cukern.specialize adds one)",
-        )
+        return run_twin(call.variant, VARIANTS)
+    chosen = _select(choices, call, row_stride, groups)
     if tokens == 0:
         return weights, ids
-    warps = _of_template("WARPS")
+    threads = _of_template("WARPS") * 32
     launch(
         chosen.variant,
-        ceil_div(tokens, warps * 32 // chosen.lanes),
-        warps * 32,
+        ceil_div(tokens, threads // chosen.lanes),
+        threads,
         chosen.shared_bytes,
         logits=logits,
         bias=bias,
@@ -311,9 +332,9 @@ def _gate(
         topk_group=topk_group,
         topk=topk - shared,
         shared=shared,
-        scoring=_of_template(scoring.upper()),
+        scoring=_of_template(call.scoring.upper()),
         group_by_two=by_two,
-        renormalize=renormalize,
+        renormalize=call.renormalize,
         bias_is_float=biased and bias.dtype == "float32",
         valid_is_int64=valid_on_device is not None and valid_on_device.dtype == "int64",
         shared_scale=1 / factor if shared else 0.0,
@@ -357,11 +378,11 @@ def moe_fused_gate(
 ) -> tuple[Any, Any]:
     """Route tokens to experts with DeepSeek-V3's biased grouped top-k, in one kernel.
 
-    The scores are `scoring_func` of the logits, in float32 whatever the input. The choice is score + bias. A
-    group's score is the sum of its two best choices (of its one, if it has one). Of the experts of the
-    `topk_group` best groups, the best choices are routed to, best first. Their weights are the scores without
-    the bias, divided by their sum if `renormalize`. Ties go to the lower group and the lower expert. An expert
-    whose logit is NaN or -inf, or whose bias is, ranks last and weighs 0; a row of them gets the lowest ids.
+    The scores are `scoring_func` of the logits, in float32 whatever the dtype. The choice is score + bias. A group's
+    score is the sum of its two best choices (of its only one, if it has one expert). Each token goes to the experts of
+    its `topk_group` best groups with the best choices, best first. Their weights are the scores without the bias,
+    divided by their sum if `renormalize`. Ties go to the lower group and the lower expert. An expert whose logit or
+    bias is NaN or -inf ranks last and has weight 0; a row of such experts gets the lowest ids.
 
     Fused shared experts take the last slots of `topk`, with ids `experts + j` and, before the division, the
     weight sum(routed) / routed_scaling_factor.
@@ -373,13 +394,13 @@ def moe_fused_gate(
         num_expert_group: groups of neighbouring experts; divides experts. 1 for no groups.
         topk_group: groups kept per token.
         topk: slots per token, shared experts included.
-        num_fused_shared_experts: how many of the slots are shared experts.
+        num_fused_shared_experts: slots of shared experts.
         routed_scaling_factor: the model's scaling of the routed experts' output.
         apply_routed_scaling_factor_on_output: multiply the weights by it.
         renormalize: divide the weights by the sum of the routed ones.
         scoring_func: "sigmoid", "softmax" or "sqrtsoftplus".
-        num_token_non_padded: rows from this one on are padding: ids -1, weights 0. An int, or one int32 or int64
-            on the device of `input`, read by the kernel.
+        num_token_non_padded: the number of tokens that are not padding; those after them get ids -1 and weights 0. An
+            int, or an array of one int32 or int64 on the device of `input`, which the kernel reads.
         out: a pair (weights, ids) to write into and return.
         variant: "auto", or a kernel by name: "specialized" (sizes fixed at compile time) or "dynamic". Both return
             the same bits.
@@ -408,7 +429,7 @@ def _or_one(number: Any) -> Any:
 
 
 def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
-    """Only their number counts, so they may be anywhere."""
+    """Check the number of tokens. The array itself is not read, so it may be on any device."""
     if hidden_states is None:
         return
     if not hasattr(hidden_states, "shape"):
@@ -449,9 +470,9 @@ def biased_grouped_topk(
 ) -> tuple[Any, Any]:
     """`moe_fused_gate` under the name and argument order of the reference function in SGLang's `topk.py`.
 
-    `hidden_states` [tokens, ...] only has its number of tokens checked, and may be None; no groups means one, no
-    scaling factor 1. The rest, and what is returned and raised, is as in `moe_fused_gate` with `gating_output` for
-    `input` and `correction_bias` for `bias`.
+    Of `hidden_states` [tokens, ...], which may be None, only the number of tokens is checked. Without
+    `num_expert_group` and `topk_group` there is one group; without `routed_scaling_factor` it is 1. Other arguments,
+    results and errors are those of `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
     """
     _check_hidden_states(hidden_states, gating_output)
     if correction_bias is None:
@@ -493,9 +514,9 @@ def grouped_topk(
 ) -> tuple[Any, Any]:
     """Grouped top-k without a bias, as DeepSeek-V2's: a group's score is its best expert's.
 
-    The logits themselves order groups and experts, which every scoring function preserves, so experts that only
-    rounding would tie stay in order. Arguments, results and errors are as in `biased_grouped_topk` (SGLang's
-    `grouped_topk`); the method is that of the DeepSeek-V2 paper (arXiv:2405.04434).
+    Groups and experts are ordered by their logits. Every scoring function preserves that order, but its rounding would
+    make ties. Arguments, results and errors are those of `biased_grouped_topk` (SGLang's `grouped_topk`); the method is
+    that of the DeepSeek-V2 paper (arXiv:2405.04434).
     """
     _check_hidden_states(hidden_states, gating_output)
     names = "gating_output", gating_output, "", None
@@ -536,10 +557,10 @@ def topk_softmax(
 
     Args:
         topk_weights: float32 [tokens, topk], written.
-        topk_ids: int32 [tokens, topk], written; its width is the number of experts per token.
+        topk_ids: int32 [tokens, topk], written.
         gating_output: router logits [tokens, experts], float32, float16 or bfloat16.
         renormalize: divide the weights by their sum.
-        moe_softcapping: if not 0, the softmax is of cap * tanh(logits / cap).
+        moe_softcapping: a cap; if not 0, the softmax is of cap * tanh(logits / cap).
         correction_bias: [experts], added to the softmax for the choice but not for the weights.
 
     Returns (topk_weights, topk_ids). The other arguments, ties, NaN and the errors are as in `moe_fused_gate`;

@@ -1,4 +1,4 @@
-"""Tokens grouped by expert for the grouped products of an MoE layer, and brought together again after them."""
+"""The permutation of tokens by expert, for the grouped products of an MoE layer, and the way back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 ID_DTYPES = ("int32", "int64", "uint32")
 ROW_DTYPES = tuple(name for name in arrays.ITEM_SIZE if name != "bool")
-#: Their counts, of each warp of a block, and the map of all must fit into shared memory.
+#: The counts of each warp of a block, and the map, must fit into shared memory.
 MAX_EXPERTS = 4096
 MAX_BLOCK_SIZE = 2**15
 MAX_HIDDEN = 2**24
@@ -57,7 +57,7 @@ def specialize(*, topk: int, dtype: str = "bfloat16") -> list[Instance]:
 
 
 def _check_ids(topk_ids: Any) -> tuple[Any, int]:
-    """The sizes of topk_ids, once it has been checked."""
+    """Check topk_ids; returns its tokens and topk."""
     tokens, topk = expect_array("topk_ids", topk_ids, ID_DTYPES, ("tokens", "topk")).shape
     if not topk:
         check.fail("topk_ids", "of at least one expert for each token", f"shape {list(topk_ids.shape)}")
@@ -73,7 +73,7 @@ def _check_map(expert_map: Any, topk_ids: Array, num_experts: int, name: str = "
 
 
 def _check_experts(topk_ids: Array, num_experts: Any, expert_map: Any, num_local_experts: Any) -> tuple[int, int]:
-    """How many experts there are, and how many of them are here, once that has been checked."""
+    """Check the numbers of experts; returns that of all and that of those here."""
     num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
     _check_map(expert_map, topk_ids, num_experts)
     if num_local_experts is not None:
@@ -109,25 +109,25 @@ def moe_sort(
     out: tuple[Any, Any, Any] | None = None,
     variant: str = "auto",
 ) -> tuple[Any, Any, Any]:
-    """The pairs (token, slot) in the order of their experts, and of the pairs of one expert in their own order.
+    """Sort the pairs (token, slot) by expert, stably: pairs of one expert stay in their order.
 
-    One launch, a parallel counting sort; a second one that counts, where there are many pairs.
+    One launch of a parallel counting sort; where there are many pairs, a launch before it that counts.
 
     Args:
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
             no expert.
-        num_experts: how many experts the ids name, at most 4096.
-        expert_map: int32 [num_experts]: the number here of each expert; one outside of [0, num_local_experts), such
-            as -1, is not here.
-        num_local_experts: how many experts are here; required with expert_map. Without it all are: num_experts.
+        num_experts: the number of experts that the ids name, at most 4096.
+        expert_map: int32 [num_experts]: the local number of each expert. An expert with a number outside of
+            [0, num_local_experts), such as -1, is not here.
+        num_local_experts: the number of experts here; required with expert_map, else num_experts.
         out: a triple to write into and return.
-        variant: "auto", or by name: "one_block", "many_blocks" (each of which counts all pairs itself) or "counted"
-            (the launch before counts). All give the same.
+        variant: "auto", or by name: "one_block", "many_blocks" (each counts all pairs itself) or "counted" (by the
+            launch before). All give the same.
 
     Returns:
-        expert_offsets int32 [experts + 1]: expert e has the rows from expert_offsets[e] to expert_offsets[e + 1].
-        row_token int32 [tokens * topk]: the token of each row; 0 at and past expert_offsets[-1].
-        inverse int32 [tokens, topk]: the row of each pair, -1 for one whose expert is not here.
+        expert_offsets int32 [experts + 1]: the first row of each expert, and last the end of all rows.
+        row_token int32 [tokens * topk]: the token of each row; 0 from expert_offsets[-1] on.
+        inverse int32 [tokens, topk]: the row of each pair; -1 if its expert is not here.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -169,17 +169,17 @@ def moe_sort_batched(
     out: tuple[Any, Any] | None = None,
     variant: str = "auto",
 ) -> tuple[Any, Any]:
-    """Where the pairs (token, slot) go when every expert has room for `max_tokens` rows, in their own order.
+    """Sort the pairs (token, slot) by expert, stably, into batches: every expert has `max_tokens` rows.
 
     Args:
         topk_ids, num_experts, expert_map, num_local_experts, variant: as in `moe_sort`.
-        max_tokens: the rows of each expert. Pairs for which an expert has no room are left out, the last ones first.
+        max_tokens: the rows of each expert. Where an expert has more pairs, its last ones are left out.
         out: a pair to write into and return.
 
     Returns:
-        expert_num_tokens int32 [experts]: how many rows of each expert are taken.
-        positions int32 [tokens, topk]: the row of each pair in [experts * max_tokens], -1 for one that has none. It is
-            what `permute_rows` and `moe_unpermute` take.
+        expert_num_tokens int32 [experts]: the rows of each expert that pairs have.
+        positions int32 [tokens, topk]: the row of each pair in [0, experts * max_tokens), -1 if it has none; the
+            `inverse` of `permute_rows` and `moe_unpermute`.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -187,12 +187,13 @@ def moe_sort_batched(
     """
     _check_ids(topk_ids)
     num_experts, experts = _check_experts(topk_ids, num_experts, expert_map, num_local_experts)
-    room = check.integer("max_tokens", max_tokens, 1, MAX_PAIRS // experts)
-    results = _sorted_batched(topk_ids, experts, room)
+    max_tokens = check.integer("max_tokens", max_tokens, 1, MAX_PAIRS // experts)
+    results = _sorted_batched(topk_ids, experts, max_tokens)
     out = outputs(out, topk_ids, "topk_ids", *results, names="a pair (expert_num_tokens, positions)")
     if topk_ids.on_host:
         return run_twin(variant, SORT_VARIANTS)
-    kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, offsets=out[0], inverse=out[1], room=room)
+    fields = {"offsets": out[0], "inverse": out[1], "max_tokens": max_tokens}
+    kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, **fields)
     return out
 
 
@@ -222,21 +223,21 @@ def moe_align_block_size(
     ignore_invalid_experts: bool = False,
     variant: str = "auto",
 ) -> tuple[Any, Any, Any]:
-    """The pairs in the order of their experts, those of each expert padded to whole blocks of block_size rows.
+    """Sort the pairs by expert, stably, those of each expert padded to whole blocks of block_size rows.
 
     Args:
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
             no expert and is left out.
         block_size: rows of a block, at most 32768.
-        num_experts: how many experts the ids name, at most 4096.
-        expert_map: int32 [num_experts]: what expert_ids calls each expert, such as -1 for one that is not here.
+        num_experts: the number of experts that the ids name, at most 4096.
+        expert_map: int32 [num_experts]: the number of each expert in expert_ids, such as -1 for one that is not here.
         pad_sorted_ids: make sorted_token_ids a whole number of blocks.
-        ignore_invalid_experts: with expert_map, leave out the pairs of an expert that it maps outside of
-            [0, num_experts), instead of giving them blocks. The others then follow each other by their number here.
+        ignore_invalid_experts: with expert_map, leave out the pairs of experts that it maps outside of
+            [0, num_experts), instead of giving them blocks; the blocks are then ordered by mapped number.
         variant: as in `moe_sort`; all give the same.
 
     Returns:
-        sorted_token_ids int32 [rows]: the pair token * topk + slot of each row, and tokens * topk for one that pads.
+        sorted_token_ids int32 [rows]: the pair token * topk + slot of each row; tokens * topk for padding.
             rows = tokens * topk + num_experts * (block_size - 1) is enough for any ids; with fewer pairs than experts,
             tokens * topk * block_size where that is less.
         expert_ids int32 [ceil(rows / block_size)]: the expert of each block, -1 past the last.
@@ -276,12 +277,12 @@ def _check_hidden(name: str, hidden: int) -> None:
 
 
 def _slots(pairs: int, tokens: int) -> int:
-    """The slots of each token; -1 where the tokens do not have as many each."""
+    """The slots of each token; -1 if not all tokens have the same number."""
     return pairs // tokens if tokens and pairs % tokens == 0 else -1
 
 
 def _topk_of(name: str, inverse: Any, like: Array, like_name: str) -> int:
-    """The slots of each token of `like`, once the array of the rows of all pairs has been checked."""
+    """Check the rows of all pairs, [tokens, topk] or flat; returns the slots of each token of `like`."""
     expect_place(name, inverse, like, like_name)
     shape, tokens = inverse.shape, like.shape[0]
     topk = shape[1] if len(shape) == 2 else 1
@@ -309,16 +310,15 @@ def _permuted_rows(hidden_states: Any, inverse: Any, rows: Any = None) -> Result
     late=("rows",),
 )
 def permute_rows(hidden_states: Any, inverse: Any, rows: int | None = None, *, out: Any = None) -> Any:
-    """Each row of a matrix in all the rows that its token has: out[inverse[t, s]] = hidden_states[t].
+    """Copy the row of each token to the rows of its pairs: out[inverse[t, s]] = hidden_states[t].
 
-    The rows are written from where they lie, so each of them is read once, whatever topk is. Rows of `out` that no
-    pair has are not written.
+    Each row is read once, whatever topk is. Rows of `out` that no pair has are not written.
 
     Args:
         hidden_states: [tokens, hidden] of any dtype, such as activations, or the scales of quantized ones; rows may
             be strided.
         inverse: int32 [tokens, topk] or [tokens * topk], from `moe_sort`. An entry outside of [0, rows) is left out.
-        rows: how many rows the result has; tokens * topk by default.
+        rows: the rows of the result; tokens * topk by default.
         out: [rows, hidden] to write into and return.
 
     Returns:
@@ -373,6 +373,21 @@ def _permuted(
     return [permuted, scale, Result((experts + 1,), "int64"), Result((pairs,), "int32"), m_indices]
 
 
+def _check_scale(a1q_scale: Any, hidden_states: Array) -> bool:
+    """Check the scales of hidden_states; returns whether they have rows to permute."""
+    if a1q_scale is None:
+        return False
+    expect_place("a1q_scale", a1q_scale, hidden_states, "hidden_states")
+    if len(a1q_scale.shape) <= 1:
+        return False
+    check.dtype("a1q_scale", a1q_scale.dtype, ("float32", "int32"))
+    shape = (hidden_states.shape[0], a1q_scale.shape[-1])
+    if not same_shape(a1q_scale, shape):
+        check.shape("a1q_scale", a1q_scale.shape, shape, "[tokens, groups]")
+    expect_row_stride("a1q_scale", a1q_scale)
+    return True
+
+
 @op(
     twin.moe_permute,
     "moe_permute(Tensor hidden_states, Tensor? a1q_scale, Tensor topk_ids, int n_expert, int n_local_expert=-1, "
@@ -395,37 +410,37 @@ def moe_permute(
     *,
     variant: str = "auto",
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """The rows of all pairs (token, slot), grouped by expert: a sort, and one launch that copies rows and scales.
+    """Group the rows of all pairs (token, slot) by expert: a sort, and one launch that copies rows and scales.
 
     Args:
         hidden_states: [tokens, hidden] of any dtype; rows may be strided.
-        a1q_scale: float32 or int32 [tokens, groups], the scales of quantized hidden_states, which go with their rows;
-            or one of fewer dimensions, as of the whole tensor, which is returned as it is; or None.
+        a1q_scale: float32 or int32 [tokens, groups], the scales of quantized hidden_states, which are permuted like
+            them; or of fewer dimensions, for the whole tensor, and returned as it is; or None.
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, n_expert), such as -1, has no
             row.
-        n_expert: how many experts the ids name, at most 4096.
-        n_local_expert: how many experts are here; -1: n_expert.
-        expert_map: int32 [n_expert]: the number here of each expert; one outside of [0, n_local_expert), such as -1, is
-            not here.
-        align_block_size: pad the rows of each expert to a multiple of this, as DeepGEMM's contiguous layout wants it.
-        fill_invalid_expert: what m_indices says of rows past the last expert's.
+        n_expert: the number of experts that the ids name, at most 4096.
+        n_local_expert: the number of experts here; -1: n_expert.
+        expert_map: int32 [n_expert]: the local number of each expert. An expert with a number outside of
+            [0, n_local_expert), such as -1, is not here.
+        align_block_size: pad the rows of each expert to a multiple of this, as DeepGEMM's contiguous layout requires.
+        fill_invalid_expert: the value of m_indices for rows past the last expert's.
         permuted_hidden_states: [rows, hidden] to write into and return.
         variant: of the sort, as in `moe_sort`; all give the same.
 
     Returns:
         permuted_hidden_states [rows, hidden], with rows = tokens * topk; with align_block_size,
-            tokens * topk + n_expert * (align_block_size - 1) rounded up to its next multiple. Rows that pad, and those
-            past the last expert's, are not written.
+            tokens * topk + n_expert * (align_block_size - 1) rounded up to its next multiple. Rows of padding, and
+            those past the last expert's, are not written.
         a1q_scale [rows, groups], likewise; None if it was.
-        expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert; last, the end of all.
-        inv_permuted_idx int32 [tokens * topk]: the row of each pair, -1 for one whose expert is not here.
+        expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert, and last the end of all.
+        inv_permuted_idx int32 [tokens * topk]: the row of each pair; -1 if its expert is not here.
         m_indices int32 [rows]: the expert of each row, padding included; None without align_block_size.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `moe_permute`, whose pairs without an expert here have rows past the last expert's instead.
+    The function is vLLM's `moe_permute`. There, pairs without an expert here have rows past the last expert's.
     """
     tokens, hidden = expect_array("hidden_states", hidden_states, ROW_DTYPES, ("tokens", "hidden")).shape
     _check_hidden("hidden_states", hidden)
@@ -438,15 +453,7 @@ def moe_permute(
     if n_local_expert != -1:
         experts = check.integer("n_local_expert", n_local_expert, 1, n_expert, "n_expert")
     _check_map(expert_map, topk_ids, n_expert, "n_expert")
-    permutes_scale = False
-    if a1q_scale is not None:
-        expect_place("a1q_scale", a1q_scale, hidden_states, "hidden_states")
-        permutes_scale = len(a1q_scale.shape) > 1
-    if permutes_scale:
-        check.dtype("a1q_scale", a1q_scale.dtype, ("float32", "int32"))
-        if not same_shape(a1q_scale, (tokens, a1q_scale.shape[-1])):
-            check.shape("a1q_scale", a1q_scale.shape, (tokens, a1q_scale.shape[-1]), "[tokens, groups]")
-        expect_row_stride("a1q_scale", a1q_scale)
+    permutes_scale = _check_scale(a1q_scale, hidden_states)
     block_size, group_fill = 1, 0
     if align_block_size is not None:
         block_size = check.integer("align_block_size", align_block_size, 1, MAX_BLOCK_SIZE)
@@ -476,6 +483,35 @@ def moe_permute(
     return found
 
 
+def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
+    """Check weights and rows of the slots, at least one of which is given; returns topk."""
+    tokens = out.shape[0]
+    if inv_permuted_idx is None and topk_weights is not None:
+        expect_place("topk_weights", topk_weights, out, "out")
+        check.dimensions("topk_weights", topk_weights.shape, ("tokens", "topk"))
+        topk = topk_weights.shape[1]
+    else:
+        topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
+    if topk_weights is not None:
+        shape: tuple[Any, ...] = getattr(topk_weights, "shape", ())
+        # Without tokens, a flat inv_permuted_idx has no elements and does not say what topk is.
+        if len(shape) == 2 and shape[1] != topk and not tokens:
+            topk = shape[1]
+        expect("topk_weights", topk_weights, out, "out", ("float32",), (tokens, topk), "[tokens, topk]")
+    return topk
+
+
+def _end_of_rows(offsets: Any, out: Array) -> Array:
+    """The last number of expert_first_token_offset, [1], once that has been checked."""
+    name = "expert_first_token_offset"
+    expect_place(name, offsets, out, "out")
+    if len(offsets.shape) != 1 or not offsets.shape[0]:
+        check.fail(name, "of shape [experts + 1]", list(offsets.shape))
+    expect(name, offsets, out, "out", ("int64", "int32"), offsets.shape, "[experts + 1]")
+    # The kernel reads an int32: of an int64 the low word.
+    return offsets[offsets.shape[0] - 1 :]
+
+
 @op(
     twin.moe_unpermute,
     "moe_unpermute(Tensor(a!) out, Tensor permuted_hidden_states, Tensor? topk_weights, Tensor inv_permuted_idx, "
@@ -491,19 +527,19 @@ def moe_unpermute(
     *,
     variant: str = "auto",
 ) -> Any:
-    """The weighted sum of the rows of each token: out[t] = sum over s of topk_weights[t, s] * row[inv[t, s]].
+    """Sum up the rows of each token, with weights: out[t] = sum over s of topk_weights[t, s] * row[inv[t, s]].
 
-    Each product and each sum is rounded to float32, slot by slot from the first to the last, and the result once more:
-    the bits do not depend on the variant.
+    Each product and each sum is rounded to float32, from the first slot to the last, and the result to the dtype: the
+    bits do not depend on the variant.
 
     Args:
         out: [tokens, hidden], written: float32, float16 or bfloat16.
         permuted_hidden_states: [rows, hidden], of the same dtype; rows may be strided.
         topk_weights: float32 [tokens, topk]; None: all are 1.
         inv_permuted_idx: int32 [tokens, topk] or [tokens * topk], from `moe_permute` or `moe_sort`. A slot whose row is
-            outside of [0, rows), such as -1, adds nothing, whatever its weight is. None, with topk_weights: the rows
-            lie in the order of the slots, token by token.
-        expert_first_token_offset: int64 or int32 [experts + 1], from the same; with it, rows at or past its last number
+            outside of [0, rows), such as -1, adds nothing, even if its weight is NaN. None, with topk_weights: token t
+            has the rows from t * topk on.
+        expert_first_token_offset: int64 or int32 [experts + 1], from the same function. Rows from its last number on
             add nothing either.
         variant: "auto", or a kernel by name: "specialized" (topk fixed at compile time) or "dynamic".
 
@@ -516,7 +552,7 @@ def moe_unpermute(
 
     The function is vLLM's `moe_unpermute`.
     """
-    tokens, hidden = expect_array("out", out, SUM_DTYPES, ("tokens", "hidden")).shape
+    _, hidden = expect_array("out", out, SUM_DTYPES, ("tokens", "hidden")).shape
     _check_hidden("out", hidden)
     expect_contiguous("out", out)
     src = expect_place("permuted_hidden_states", permuted_hidden_states, out, "out")
@@ -528,26 +564,8 @@ def moe_unpermute(
     if rows > MAX_PAIRS:
         check.fail("permuted_hidden_states", f"of at most {MAX_PAIRS} rows", rows)
     row_stride = expect_row_stride("permuted_hidden_states", src)
-    if inv_permuted_idx is None and topk_weights is not None:
-        expect_place("topk_weights", topk_weights, out, "out")
-        check.dimensions("topk_weights", topk_weights.shape, ("tokens", "topk"))
-        topk = topk_weights.shape[1]
-    else:
-        topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
-    if topk_weights is not None:
-        shape: tuple[Any, ...] = getattr(topk_weights, "shape", ())
-        if len(shape) == 2 and shape[1] != topk and not tokens:
-            topk = shape[1]
-        expect("topk_weights", topk_weights, out, "out", ("float32",), (tokens, topk), "[tokens, topk]")
-    end = None
-    if expert_first_token_offset is not None:
-        name, offsets = "expert_first_token_offset", expert_first_token_offset
-        expect_place(name, offsets, out, "out")
-        if len(offsets.shape) != 1 or not offsets.shape[0]:
-            check.fail(name, "of shape [experts + 1]", list(offsets.shape))
-        expect(name, offsets, out, "out", ("int64", "int32"), offsets.shape, "[experts + 1]")
-        # Of an int64, the kernel reads the low word.
-        end = offsets[offsets.shape[0] - 1 :]
+    topk = _check_slots(topk_weights, inv_permuted_idx, out)
+    end = None if expert_first_token_offset is None else _end_of_rows(expert_first_token_offset, out)
     if out.on_host:
         run_twin(variant, SUM_VARIANTS)
         return out
@@ -568,7 +586,7 @@ def _summed(input: Any, output: Any = None, **_: Any) -> Any:
     rows={"tokens": ("input", "output")},
 )
 def moe_sum(input: Any, output: Any = None, *, variant: str = "auto") -> Any:
-    """The sum over the slots of each token: output[t] = sum over s of input[t, s], in float32 and rounded once.
+    """Sum up the slots of each token: output[t] = sum over s of input[t, s], in float32, then rounded to the dtype.
 
     Args:
         input: [tokens, topk, hidden], float32, float16 or bfloat16, contiguous.

@@ -1,4 +1,4 @@
-"""RMS norm of rows, with a residual added before and FP8 numbers after it."""
+"""RMS norm of rows, with a residual added before it and FP8 quantization after it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from cukern.runtime.units import divisor
 __all__ = ["fused_add_rms_norm", "fused_add_rms_norm_quant", "rms_norm", "rms_norm_quant"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "specialized": of a width known ahead, and "dynamic": of any, 16 bytes at a time; "scalar": one element at a time.
+#: "specialized" has a fixed width and "dynamic" takes any; both load 16 bytes at a time, "scalar" one element.
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 FP8 = "float8_e4m3fn"
-#: Numbers that share a scale, a few lanes of a warp.
+#: Columns that share a scale: those of a few lanes of a warp.
 GROUPS = (32, 64, 128)
 
-#: Widths worth variants of their own. Rows of a head or of a latent have no residual.
+#: Widths with variants of their own; those of heads and latents have no residual.
 SPECIALIZED_HEADS = [
     128,  # the heads of q and k in Qwen3
     512,  # DeepSeek-V3's kv_a
@@ -45,12 +45,12 @@ SPECIALIZED = [
 
 _kernel = Kernel("norm", "rms_norm", compile_s=0.8)
 _WARP = 32
-_NARROW_THREADS = 256  # of a block whose warps have rows of their own
-_ITEMS = 4  # units that a thread keeps, of rows of more than a few
+_NARROW_THREADS = 256  # threads of a block where a row has at most a warp
+_ITEMS = 4  # units per thread, where a row has more than a warp
 
 
 class _Form(NamedTuple):
-    """What a variant computes."""
+    """The dtypes of a variant, and what it computes."""
 
     dtype: str
     weight_dtype: str
@@ -60,17 +60,17 @@ class _Form(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """How rows are dealt out."""
+    """The threads of a variant."""
 
-    threads: int  # of a row
-    items: int  # units that each of them keeps in registers
-    block: int  # threads
+    threads: int  # per row
+    items: int  # units that a thread keeps in registers
+    block: int  # threads per block
 
 
 def _tile(form: _Form, width: int, fixed: bool, wide: bool) -> _Tile:
     units = max(1, -(-width // twin.EACH))
     if units > twin.COLUMNS:
-        # Loaded one by one, elements take a register each, as those of float32 do.
+        # Elements that are loaded one by one take a register each, as float32 does.
         return _Tile(twin.COLUMNS, 2 if wide and arrays.ITEM_SIZE[form.dtype] == 2 else 1, twin.COLUMNS)
     columns = 1 << (units - 1).bit_length()
     threads = columns // 2 if columns <= 2 * _WARP else max(columns // _ITEMS, _WARP)
@@ -104,7 +104,7 @@ def _variants(width: int, dtype: str, adds: tuple[bool, ...] = (False, True)) ->
 def _list_instances() -> None:
     adds = dict.fromkeys(SPECIALIZED_HEADS, (False,)) | dict.fromkeys(SPECIALIZED, (False, True))
     _registered.update(adds)
-    # Other dtypes, weights of float32, FP8 and widths that are not known are compiled when they are first used.
+    # Other dtypes, weights of float32, FP8 and other widths are compiled at their first use.
     _kernel.at_import = [x for width in adds for x in _variants(width, "bfloat16", adds[width])]
     fp8 = [
         _Form("bfloat16", "bfloat16", add, result, group)
@@ -141,29 +141,29 @@ def specialize(*, width: int, dtype: str = "bfloat16") -> list[Instance]:
 
 
 class _Rows(NamedTuple):
-    """Arrays [..., width] as rows at two distances, those of `inner` neighbours and the others."""
+    """Arrays [..., width] as rows [outer, inner, width] with two strides."""
 
-    total: Any
+    total: Any  # outer * inner
     inner: int
-    distances: list[tuple[int, int] | None]  # outer and inner, in elements
+    strides: list[tuple[int, int] | None]  # of each array, outer and inner, in elements
 
 
-def _distance(lengths: tuple[Any, ...], strides: tuple[int, ...]) -> int | None:
-    """What lies between neighbours, if it is the same over all dimensions; None if not."""
-    distance, span = 0, None
+def _common_stride(lengths: tuple[Any, ...], strides: tuple[int, ...]) -> int | None:
+    """The stride of dimensions taken as one; None if they cannot be."""
+    common, span = 0, None
     for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if type(length) is int and length == 1:
             continue
         if span is None:
-            distance = stride
+            common = stride
         elif stride != span:
             return None
         span = stride * length
-    return distance
+    return common
 
 
 def _rows(**given: Array | None) -> _Rows:
-    """The rows of arrays of one shape. Raises ValueError where they do not lie at two distances."""
+    """The rows of arrays of one shape. Raises ValueError where two strides are not enough."""
     first = next(array for array in given.values() if array is not None)
     lengths = first.shape[:-1]
     total = lengths[0] if len(lengths) == 1 else functools.reduce(operator.mul, lengths, 1)
@@ -174,22 +174,24 @@ def _rows(**given: Array | None) -> _Rows:
             if array is None:
                 found.append(None)
                 continue
-            parts = [_distance(lengths[i:j], array.strides[i:j]) for i, j in ((0, split), (split, len(lengths)))]
+            halves = (0, split), (split, len(lengths))
+            parts = [_common_stride(lengths[i:j], array.strides[i:j]) for i, j in halves]
             if None in parts:
                 break
             found.append((parts[0], parts[1]))  # type: ignore[arg-type]
         if len(found) == len(given):
             return _Rows(total, functools.reduce(operator.mul, lengths[split:], 1), found)
     name, array = next((name, x) for name, x in given.items() if x is not None and not x.is_contiguous)
-    check.fail(name, "of rows at one distance, or at two like those of the others", f"strides {array.strides}")
+    wanted = "of rows with at most two strides, and those over the same dimensions as in the other arrays"
+    check.fail(name, wanted, f"strides {array.strides}")
 
 
 def _expect_rows(name: str, array: Array, written: bool = False) -> None:
-    """Raises ValueError unless rows are contiguous, and for what is written if they lie over one another."""
+    """Raises ValueError unless each row is contiguous and, if they are written, no two rows overlap."""
     width, strides = array.shape[-1], array.strides
     apart = strides[-1] != 1 and width > 1
     overlap = written and any(abs(x) < width and n != 1 for x, n in zip(strides[:-1], array.shape[:-1], strict=True))
-    if (apart or overlap) and all(n != 0 for n in array.shape):  # strides say nothing where there is nothing
+    if (apart or overlap) and all(n != 0 for n in array.shape):  # the strides of an empty array mean nothing
         wanted = "contiguous along its last dimension" if apart else "of rows that do not overlap"
         check.fail(name, wanted, f"strides {strides} (in elements)")
 
@@ -198,7 +200,7 @@ def _expect_rows(name: str, array: Array, written: bool = False) -> None:
 
 
 class _Norm(NamedTuple):
-    """What is normalized, once it has been checked."""
+    """The checked arguments of a norm."""
 
     input: Array
     residual: Array | None
@@ -211,17 +213,17 @@ class _Norm(NamedTuple):
     def launch(
         self, out: Array, result: str = "PLAIN", group: int = 0, scales: Array | None = None, scale: Any = (None, 0.0)
     ) -> None:
-        """Write the norm to `out`, and `scales` to where there are any."""
+        """Write the norm to `out` and, if quantized, its scales to `scales`; `scale` is a given one."""
         weight_dtype = self.input.dtype if self.weight is None else self.weight.dtype
         form = _Form(self.input.dtype, weight_dtype, self.residual is not None, result, group)
-        total, inner, distances = _rows(input=self.input, residual=self.residual, out=out)
+        total, inner, strides = _rows(input=self.input, residual=self.residual, out=out)
         if total > MAX_ROWS:
             check.fail("input", f"of at most {MAX_ROWS} rows", total)
         if (total == 0 or self.width == 0) and result == "PLAIN":
             return
         fields: list[Any] = []
         wide = self.width % twin.EACH == 0 and (self.weight is None or self.weight.alignment == 16)
-        for array, apart in zip((self.input, self.residual, out), distances, strict=True):
+        for array, apart in zip((self.input, self.residual, out), strides, strict=True):
             if array is None or apart is None:
                 fields.append(None)
                 continue
@@ -251,7 +253,7 @@ class _Norm(NamedTuple):
         )
 
     def _is_fixed(self, wide: bool) -> bool:
-        """Whether the variant is one of the width. Raises ValueError for a variant that cannot be had."""
+        """Whether the variant has a fixed width. Raises ValueError for a variant that there is not."""
         known = wide and self.width in _registered
         if self.variant == "specialized" and not known:
             why = f"there is none for width {self.width}, or rows are not 16-byte aligned (cukern.specialize adds one)"
@@ -269,7 +271,7 @@ def _blocks(rows: int, rows_of_block: int) -> int:
 def _check(
     input: Any, residual: Any, weight: Any, epsilon: float, weight_offset: float, variant: str, adds: bool
 ) -> _Norm:
-    """Raises TypeError and ValueError for arguments that do not fit."""
+    """Check the arguments that all norms have."""
     expect_array("input", input, DTYPES)
     if not input.shape:
         check.dimensions("input", input.shape, ("...", "width"))
@@ -288,7 +290,7 @@ def _check(
 
 
 def _expect_like(name: str, array: Any, input: Array) -> Array:
-    """An array that is written, of the shape of `input`. Raises TypeError and ValueError for what does not fit."""
+    """Check an array that is written, of the shape and dtype of `input`."""
     expect_place(name, array, input, "input")
     check.dtype(name, array.dtype, (input.dtype,))
     if not same_shape(array, input.shape):
@@ -320,26 +322,26 @@ def rms_norm(
     out: Any = None,
     variant: str = "auto",
 ) -> Any:
-    """Rows divided by the root of the mean of their squares, times a weight.
+    """Divide rows by the root of the mean of their squares, and multiply them by a weight.
 
         out = input * (1 / sqrt(mean(input**2) + epsilon)) * (weight + weight_offset)
 
     Args:
-        input: [..., width], float32, float16 or bfloat16. Rows are contiguous, at one distance or at two, such as those
-            of tokens and heads where q is a part of the product for q, k and v.
+        input: [..., width], float32, float16 or bfloat16. Each row is contiguous; rows may have two strides, such as
+            those of tokens and heads where q is a part of the product for q, k and v.
         weight: [width], in the dtype of `input` or float32; None: 1.
         epsilon: at least 0.
-        weight_offset: 1 for models that store the weight less 1, as Gemma does.
-        out: an array to write into and return, of rows as `input` may have them; `input` itself, for one.
+        weight_offset: 1 for models that store the weight minus 1, as Gemma does.
+        out: an array to write into and return, with strides as `input` may have them; may be `input` itself.
         variant: "auto", or a kernel by name: "specialized" (a width of `cukern.ops.norm.SPECIALIZED` or added by
             `cukern.specialize`), "dynamic" (any multiple of 8, from aligned rows) or "scalar". All give the same bits.
 
     Returns:
         [..., width], in the dtype and library and on the device of `input`. It is computed in float32 and rounded once,
-        at the end, as FlashInfer's and PyTorch's norms are; vLLM's, and Llama's in transformers, round the normalized
-        numbers once more before they meet the weight. A row depends on nothing but itself: not on its batch. One with
-        NaN becomes NaN; in one with an infinity, that becomes NaN and all else 0, as it does where the sum of squares
-        is past the largest float32. Arrays in host memory go through the NumPy twin.
+        at the end, as by FlashInfer and PyTorch; vLLM, and Llama in transformers, also round before the multiplication
+        by the weight. The bits of a row do not depend on the other rows. A row with NaN becomes NaN. In a row with an
+        infinity, that becomes NaN and all else 0; where the sum of squares overflows float32, all becomes 0. Arrays in
+        host memory go through the NumPy twin.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -379,7 +381,7 @@ def fused_add_rms_norm(
 ) -> tuple[Any, Any]:
     """`rms_norm` of a sum, in place: `residual` becomes input + residual, and `input` the norm of that.
 
-    The sum is rounded to the dtype, and what is rounded is normalized: the bits are those of the two steps.
+    The norm is that of the rounded sum: the bits are those of the two steps.
 
     Args:
         input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them. Both
@@ -462,18 +464,19 @@ def rms_norm_quant(
     out_s: Any = None,
     variant: str = "auto",
 ) -> tuple[Any, Any]:
-    """FP8 (e4m3) of `rms_norm`, which is not rounded in between.
+    """Quantize `rms_norm` to FP8 (e4m3), without rounding it to the dtype in between.
 
-    What is quantized is the norm in float32, with the scales of `cukern.silu_and_mul_quant`:
+    The norm in float32 is quantized with the scales of `cukern.silu_and_mul_quant`:
 
         scale = max(max |norm|, 1e-10) / 448 over a group, or max(max |norm|, 1 / 512) / 448 over a row, or `scale`
         q     = e4m3(norm / scale), to nearest, ties to even, 448 at most; NaN stays NaN
 
     Args:
         input, weight, epsilon, weight_offset, variant: as in `rms_norm`.
-        group_size: 32, 64 or 128, a divisor of the width. None: one scale for each row.
-        scale: a number, or a float32 array of one element on the device of `input`: the scale of all, without groups.
-        out_q, out_s: arrays to write into and return; out_q float8_e4m3fn, or uint8 for its bytes.
+        group_size: 32, 64 or 128, a divisor of the width; None: one scale per row.
+        scale: one scale for all, in place of groups: a number, or a float32 array of one element on the device of
+            `input`.
+        out_q, out_s: arrays to write into and return; out_q is float8_e4m3fn, or uint8 for its bytes.
 
     Returns:
         q [..., width] in float8_e4m3fn, in CuPy uint8, and scales float32 [..., width / group_size], [..., 1] or [1].

@@ -165,7 +165,7 @@ def top_p_sampling_from_probs(
             the most probable one; ties go to the lower id. None keeps all.
 
     The other arguments, results and errors are as in `sampling_from_logits`. The method is that of "The curious case of
-    neural text degeneration" (arXiv:1904.09751), had by rejection as in FlashInfer.
+    neural text degeneration" (arXiv:1904.09751), by rejection as in FlashInfer.
     """
     return draw("probs", probs, seed, offset, indices, return_valid, return_logprobs, out, variant, top_p=top_p)
 

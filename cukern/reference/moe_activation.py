@@ -27,7 +27,7 @@ def activate(name: str, gate: Array, up: Array) -> Array:
             return half * gate * (one + _erf(gate * np.float32(math.sqrt(0.5)))) * up
         if name == "gelu_tanh":
             inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
-            # (1 + tanh(z)) / 2, which keeps its digits where tanh is near -1.
+            # 1 / (1 + exp(-2 z)) is (1 + tanh(z)) / 2, without its cancellation where tanh is near -1.
             return gate / (one + np.exp(-2 * inner)) * up
         if name == "swigluoai":
             gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
@@ -39,7 +39,7 @@ def activate(name: str, gate: Array, up: Array) -> Array:
 
 
 def valid_rows(shape: tuple[int, ...], expert_num_tokens: Array | None) -> Array:
-    """Which rows of an array of `shape` count, bool [...]: all, or those before the count of their expert."""
+    """The rows of an array of `shape` that hold tokens, bool [...]: all, or the first ones of each expert."""
     if expert_num_tokens is None:
         return np.ones(shape[:-1], bool)
     return np.arange(shape[1]) < expert_num_tokens[:, None]

@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 
 def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
-    """Float32 logits to scores; NaN and -inf score 0."""
+    """The scores of float32 logits; 0 for NaN and -inf."""
     regular = logits > -np.inf
     limit = np.finfo(np.float32).max
     x = np.clip(np.where(regular, logits, -limit), -limit, limit).astype(np.float64)
@@ -29,7 +29,7 @@ def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
             scores = np.divide(scores, total, out=np.zeros_like(scores), where=total > 0)
         else:
             scores = np.sqrt(np.logaddexp(0, x))
-    # Below the normal float32 numbers a score is 0, as the hardware's exp and reciprocal have it.
+    # A score below the normal float32 numbers is 0, as by the hardware's exp and reciprocal.
     return np.where(regular & (scores >= np.finfo(np.float32).tiny), scores, 0).astype(np.float32)
 
 
@@ -70,7 +70,7 @@ def gate(
     kept = np.zeros((tokens, groups), bool)
     np.put_along_axis(kept, _best_first(group_score)[:, :topk_group], True, axis=-1)
 
-    # Experts of the other groups sort behind all others, also behind those at -inf.
+    # Experts of groups that are not kept sort behind all others, even behind those at -inf.
     outside = np.repeat(~kept, experts // groups, axis=-1)
     routed = topk - shared
     ids = np.lexsort((np.broadcast_to(np.arange(experts), choice.shape), -choice, outside), axis=-1)[:, :routed]

@@ -1,4 +1,4 @@
-"""Grouping tokens by expert, and bringing them together again, in NumPy.
+"""The permutation of tokens by expert and the way back, in NumPy.
 
 The arguments are those of `cukern.ops.moe_permute`, already checked there.
 """
@@ -23,7 +23,7 @@ def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local:
 
 
 def _sort(experts: Array, local: int, block_size: int = 1) -> tuple[Array, Array]:
-    """The first row of each expert, and of what follows the last; and the row of each pair, or -1."""
+    """The first row of each expert, and last the end of all rows; and the row of each pair, -1 if it has none."""
     counts = np.bincount(experts, minlength=local + 1)[:local]
     starts = np.concatenate([[0], np.cumsum(-(-counts // block_size) * block_size)])
     order = np.argsort(experts, kind="stable")[: counts.sum()]
@@ -64,7 +64,7 @@ def moe_sort_batched(
 
 
 def aligned_rows(pairs: int, num_experts: int, block_size: int, whole_blocks: bool) -> int:
-    """The most rows that pairs take when those of each expert are padded to whole blocks."""
+    """The most rows of all pairs, where those of each expert are padded to whole blocks."""
     rows = pairs + num_experts * (block_size - 1)
     if whole_blocks:
         rows = -(-rows // block_size) * block_size
@@ -95,7 +95,7 @@ def moe_align_block_size(
 
 
 def _by_token(inverse: Array, tokens: int) -> Array:
-    """[tokens, topk], also of the flat form."""
+    """`inverse` as [tokens, topk], where it may be flat."""
     return inverse.reshape(tokens, inverse.size // max(tokens, 1))
 
 

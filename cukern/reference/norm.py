@@ -1,6 +1,6 @@
 """RMS norm, in NumPy. The arguments are those of `cukern.ops.norm`, already checked there.
 
-Everything is float32 in IEEE arithmetic, in an order that is stated here: the kernels give the same bits.
+All is float32 in IEEE arithmetic, in the order that is written here: the kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from cukern.reference import quantization
 
 Array = NDArray[Any]
 
-#: Neighbours whose squares are added up one after the other, and so many of these sums that are folded in the end.
+#: Elements of a unit, whose squares are added up one after the other; and the most sums of units that are folded.
 EACH, COLUMNS = 8, 1024
 
 
 def sum_of_squares(x: Array) -> Array:
-    """The sum of the squares of float32 numbers along the last axis, which stays, of size 1.
+    """The sum of the squares of float32 numbers along the last axis, which stays with size 1.
 
-    Of the sums of eight neighbours those 1024 apart are added up, one after the other; then the second half of what
-    there is is added to the first, until one is left.
+    The squares of each unit of 8 elements are added up one after the other; then, one after the other, the sums of
+    units that are 1024 units apart; then the second half of the sums is added to the first half, until one is left.
     """
     units = max(-(-x.shape[-1] // EACH), 1)
     columns = min(1 << (units - 1).bit_length(), COLUMNS)
@@ -38,7 +38,7 @@ def sum_of_squares(x: Array) -> Array:
 
 
 def _one_by_one(x: Array, axis: int) -> Array:
-    """The sum along an axis, from its begin to its end."""
+    """The sum along an axis, one after the other from its start."""
     first, *others = np.moveaxis(x, axis, 0)
     total = first.copy()
     for one in others:
@@ -58,7 +58,7 @@ def normalized(x: Array, weight: Array | None, epsilon: float, weight_offset: fl
 
 
 def _add(input: Array, residual: Array) -> Array:
-    """Their sum, rounded to their dtype, which `residual` becomes."""
+    """Add `input` to `residual`, in float32 and rounded to their dtype; returns `residual`."""
     with np.errstate(all="ignore"):
         residual[...] = (input.astype(np.float32) + residual.astype(np.float32)).astype(residual.dtype)
     return residual

@@ -1,4 +1,4 @@
-"""NumPy twins of the sampling functions: the definition of correct for `cuda_src/sampling.cu`."""
+"""NumPy twins of the sampling functions: the definition of correct for `cuda_src/sampling`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def philox(counter: Array, key: int) -> Array:
     return np.stack([x, y, z, w], axis=-1).astype(np.uint32)
 
 
-def random_bits(places: Array, round: int, seed: int, offset: int) -> Array:
-    """Four 32-bit random numbers [n, 4] for each of `places` [n]."""
+def random_bits(groups: Array, round: int, seed: int, offset: int) -> Array:
+    """Four 32-bit random numbers [n, 4] for each of `groups` [n]."""
     seed, offset = seed & (2**64 - 1), offset & (2**64 - 1)
-    counter = np.empty((len(places), 4), np.uint32)
+    counter = np.empty((len(groups), 4), np.uint32)
     counter[:] = [0, round, offset & 0xFFFFFFFF, offset >> 32]
-    counter[:, 0] = places
+    counter[:, 0] = groups
     return philox(counter, seed)
 
 
@@ -63,7 +63,7 @@ def order(x: Array) -> Array:
 
 
 def race(weights: Array, round: int, seed: int, offset: int) -> int:
-    """An id drawn with probability weights[id] / sum(weights): its group wins a race, in which it wins its share."""
+    """An id drawn with probability weights[id] / sum(weights): its group wins the race, it the draw in its group."""
     tiles = -(-len(weights) // TILE)
     padded = np.zeros(tiles * TILE)
     padded[: len(weights)] = weights
@@ -94,7 +94,7 @@ def draw(
     top = float(x.max())
     if np.isnan(top) or not (0 < top <= LARGEST if probs else top >= -LARGEST):
         return Drawn(0, False, -np.inf)
-    # Above 1e30 the kernel's exponents overflow: next to no temperature is none.
+    # Above 1e30 the kernel's exponents would overflow, so such a temperature counts as 0.
     scale = 0.0 if probs else np.log2(np.e) / temperature if temperature else np.inf
     greedy = top_k == 1 or (not probs and not 0 < scale < 1e30)
     ids = order(x)
@@ -108,11 +108,11 @@ def draw(
     rank = np.empty(len(x), np.int64)
     rank[ids] = np.arange(len(x))
     round = 0
-    # Where the best token is enough, nothing is drawn.
+    # Where the best token alone reaches top_p, nothing is drawn.
     while not greedy and not (top_p < 1 and top_p * total <= weights[ids[0]]):
         id = race(np.where(kept, weights, 0), round, seed, offset)
         better = rank < rank[id]
-        # What weighs more must not reach p yet.
+        # The better tokens must not reach top_p by themselves.
         if not top_p < 1 or weights[better].sum() < top_p * total:
             break
         kept &= better
@@ -138,9 +138,9 @@ def step(
     end_id: int | None = None,
     sequence_length: Array | None = None,
 ) -> Any:
-    """A token of each row [rows, vocab] of logits, or of probabilities if `probs`: what all the functions do."""
-    places = np.arange(len(values)) if indices is None else np.clip(indices, 0, len(values) - 1)
-    batch, vocab = len(places), values.shape[1]
+    """A token of each row [rows, vocab] of logits, or of probabilities if `probs`: what all functions of tokens do."""
+    rows = np.arange(len(values)) if indices is None else np.clip(indices, 0, len(values) - 1)
+    batch, vocab = len(rows), values.shape[1]
     ids, valid, logprobs = np.zeros(batch, np.int32), np.ones(batch, bool), np.zeros(batch, np.float32)
     parameters = (
         1.0 if temperature is None else temperature,
@@ -150,18 +150,18 @@ def step(
         np.random.default_rng().integers(2**63) if seed is None else seed,
         np.arange(batch) if offset is None else offset,
     )
-    own = [np.broadcast_to(np.asarray(p, object), batch) for p in parameters]
+    by_row = [np.broadcast_to(np.asarray(parameter, object), batch) for parameter in parameters]
     for i in range(batch):
         if finished is not None and finished[i]:
             ids[i] = -1 if end_id is None else end_id
             continue
-        x = values[places[i]].astype(np.float32)
+        x = values[rows[i]].astype(np.float32)
         if bias is not None:
             x = x + bias.astype(np.float32)
-        heat, k, p, least, row_seed, row_offset = (parameter[i] for parameter in own)
-        ids[i], valid[i], logprobs[i] = draw(
-            x, None if probs else heat, int(k), float(p), float(least), int(row_seed), int(row_offset), joint
-        )
+        own_temperature, k, p, own_min_p, own_seed, own_offset = (parameter[i] for parameter in by_row)
+        kept = int(k), float(p), float(own_min_p)
+        stream = int(own_seed), int(own_offset)
+        ids[i], valid[i], logprobs[i] = draw(x, None if probs else own_temperature, *kept, *stream, joint)
         if sequence_length is not None:
             sequence_length[i] += 1
         if finished is not None:
@@ -364,12 +364,12 @@ def sample(
 def softmax(logits: Array, temperature: Any = None) -> Array:
     """See `cukern.softmax`."""
     result = np.empty(logits.shape, np.float32)
-    heats = np.broadcast_to(1.0 if temperature is None else temperature, len(logits))
-    for i, heat in enumerate(heats):
+    temperatures = np.broadcast_to(1.0 if temperature is None else temperature, len(logits))
+    for i, own_temperature in enumerate(temperatures):
         target = result[i]
         x = np.minimum(logits[i].astype(np.float32), LARGEST).astype(np.float64)
         top = x.max()
-        scale = np.log2(np.e) / heat if heat else np.inf
+        scale = np.log2(np.e) / own_temperature if own_temperature else np.inf
         if np.isnan(top) or top < -LARGEST:
             target[:] = top if np.isnan(top) else 0
         elif not 0 < scale < 1e30:
@@ -406,7 +406,7 @@ def top_p_renorm_probs(probs: Array, top_p: Any) -> Array:
     shares = np.broadcast_to(1.0 if top_p is None else top_p, len(probs))
 
     def count(i: int, x: Array) -> int:
-        # What is before a token must not reach p yet.
+        # The better tokens must not reach top_p by themselves.
         return max(1, int(np.sum(x.cumsum() - x < shares[i] * x.sum()))) if shares[i] < 1 else len(x)
 
     return _renormalized(probs, count)
@@ -440,12 +440,12 @@ def chain_speculative_sampling(
         bits = random_bits(np.arange(drafts), 0xFFFFFFFF, int(seeds[i]), int(offsets[i]))
         accept = np.zeros(drafts, bool)
         for n, id in enumerate(draft_token_ids[i]):
-            # A draft is taken with probability target / draft.
+            # A draft is accepted with probability min(1, target / draft).
             accept[n] = 0 <= id < vocab and uniform(bits[n, 2]) * draft[n, id] < target[n, id]
         accepted[i] = accept.sum()
         emitted[i] = n = drafts if accept.all() else int(np.argmin(accept))
         ids[i, :n] = draft_token_ids[i, :n]
-        # The last token makes up for what the drafts took too often.
+        # By how much the draft model proposes each token too rarely; the target itself where no draft is refused.
         rest = np.maximum(target[n] - draft[n], 0) if n < drafts else target[n]
         drawn = draw(rest, None, vocab, 1.0, 0.0, int(seeds[i]), int(offsets[i]), False)
         if not drawn.valid and n < drafts:

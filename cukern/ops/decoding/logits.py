@@ -18,17 +18,17 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")
 _LARGEST_FLOAT = 3.4028234663852886e38
 _SMALLEST_FLOAT = 2.0**-126  # the smallest normal number: it has a finite reciprocal
-# The template parameters of these names.
+# Template arguments, by the names of the parameters.
 _THREADS = 256
 _PACKS = 4
 _TOKENS = 8192
 
-_update_logits = Kernel("decoding", "update_logits")
-_apply_penalties = Kernel("decoding", "apply_penalties")
+_update_logits = Kernel("decoding/update_logits", "update_logits")
+_apply_penalties = Kernel("decoding/apply_penalties", "apply_penalties")
 
 
 def _wide(dtype: str) -> int:
-    """Tokens in 16 bytes."""
+    """The tokens in 16 bytes."""
     return 16 // arrays.ITEM_SIZE[dtype]
 
 
@@ -38,7 +38,7 @@ def _update_variant(dtype: str, width: int) -> Variant:
 
 def _penalty_variant(dtype: str, width: int, counted: bool, whole: bool) -> Variant:
     flags = ("true" if counted else "false", "true" if whole else "false")
-    # Where single tokens are written there are no packs.
+    # Where only marked tokens are written there are no packs.
     return _apply_penalties.variant(arrays.CUDA_TYPE[dtype], width if whole else 1, _THREADS, _TOKENS, *flags)
 
 
@@ -54,7 +54,7 @@ _apply_penalties.at_import = [_penalty_variant(d, _wide(d), True, True).instance
 
 
 def _check_logits(logits: Any) -> tuple[Any, int]:
-    """Batch and vocabulary."""
+    """The batch and the vocabulary."""
     batch, vocab = expect_array("logits", logits, DTYPES, ("batch", "vocab")).shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail("the vocabulary of logits", f"in [1, {MAX_VOCAB}]", vocab)
@@ -78,7 +78,7 @@ def _logits_out(out: Any, logits: Array) -> Array:
 
 
 def _width(variant: str, logits: Array, out: Array, *others: Array) -> int:
-    """Tokens per load and store."""
+    """The tokens per load and store."""
     if variant == "narrow":
         return 1
     width, (batch, vocab) = _wide(logits.dtype), logits.shape
@@ -159,6 +159,7 @@ def update_logits(
 
 
 def _in_range(name: str, low: float, wanted: str, value: Any) -> float:
+    """A finite float32 of at least `low`."""
     number = check.number(name, value)
     if not low <= number <= _LARGEST_FLOAT:
         check.fail(name, wanted, number)
@@ -168,9 +169,9 @@ def _in_range(name: str, low: float, wanted: str, value: Any) -> float:
 def _per_row(
     name: str, value: Any, off: float, low: float, wanted: str, logits: Array, dtype: str = "float32"
 ) -> tuple[Any, Any, int]:
-    """Array, number and stride of a parameter that is a number or an array, as `PerRow` of the template has them.
+    """The fields of `PerRow` for a parameter: an array or None, a number, and the stride of the array.
 
-    `off` stands for None; a number must be at least `low`.
+    None stands for the number `off`; a number must be at least `low`.
     """
     if value is None:
         return None, off, 0
@@ -181,6 +182,25 @@ def _per_row(
     if dtype == "int32":
         return None, check.integer(name, value, int(low), 2**31 - 1), 0
     return None, checked(functools.partial(_in_range, name, low, wanted), value), 0
+
+
+def _check_sequences(
+    logits: Array, output_ids: Any, sequence_length: Any, prompt_length: Any, need_ids: bool, need_length: bool
+) -> tuple[int, int]:
+    """The columns and the row stride of the sequences, 0 where there are none; those that are needed must be given."""
+    batch, found = logits.shape[0], (0, 0)
+    if output_ids is not None:
+        found = check_output_ids(output_ids, logits, "logits")
+    elif need_ids:
+        check.fail(
+            "output_ids", "given with repetition, presence or frequency penalties or bad words", "None", TypeError
+        )
+    for name, lengths in (("sequence_length", sequence_length), ("prompt_length", prompt_length)):
+        if lengths is not None:
+            expect(name, lengths, logits, "logits", ("int32",), (batch,), "[batch]")
+    if sequence_length is None and (need_length or output_ids is not None or prompt_length is not None):
+        check.fail("sequence_length", "given with output_ids, min_length or prompt_length", "None", TypeError)
+    return found
 
 
 _PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_length")
@@ -255,22 +275,14 @@ def apply_penalties(
     frequency = per_row("frequency_penalty", frequency_penalty, 0.0, -_LARGEST_FLOAT, "a float32")
     min_lengths = per_row("min_length", min_length, 0, 0, "", dtype="int32")
 
-    max_length = ids_row_stride = words_stride = words_size = 0
-    if output_ids is not None:
-        max_length, ids_row_stride = check_output_ids(output_ids, logits, "logits")
-    elif counts or bad_words is not None:
-        check.fail(
-            "output_ids", "given with repetition, presence or frequency penalties or bad words", "None", TypeError
-        )
-    for name, lengths in (("sequence_length", sequence_length), ("prompt_length", prompt_length)):
-        if lengths is not None:
-            expect(name, lengths, logits, "logits", ("int32",), (batch,), "[batch]")
-    if sequence_length is None and not (output_ids is None and min_length is None and prompt_length is None):
-        check.fail("sequence_length", "given with output_ids, min_length or prompt_length", "None", TypeError)
+    max_length, ids_row_stride = _check_sequences(
+        logits, output_ids, sequence_length, prompt_length, counts or bad_words is not None, min_length is not None
+    )
     if end_id is not None:
         end_id = check.integer("end_id", end_id, 0, vocab - 1)
     elif min_length is not None:
         check.fail("end_id", "an integer where min_length is given", "None", TypeError)
+    words_stride = words_size = 0
     if bad_words is not None:
         words_stride, words_size = check_words("bad_words", bad_words, logits, "logits"), bad_words.shape[-1]
     given, out = out, _logits_out(out, logits)

@@ -22,16 +22,16 @@ from cukern.runtime.plan import launch, outputs, run_twin
 
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
-#: The mark of a token holds its count in 30 bits.
+#: Counts of tokens have 30 bits in the kernel.
 MAX_LENGTH = 2**30 - 1
-# The template parameters of these names.
+# Template arguments, by the names of the parameters.
 _THREADS = 256
 _WARPS_PER_BLOCK = 4
 _ITEMS = 8
 
-_decoding_init = Kernel("decoding", "decoding_init")
-_stop_words_criterion = Kernel("decoding", "stop_words_criterion")
-_update_finished = Kernel("decoding", "update_finished")
+_decoding_init = Kernel("decoding/decoding_init", "decoding_init")
+_stop_words_criterion = Kernel("decoding/stop_words_criterion", "stop_words_criterion")
+_update_finished = Kernel("decoding/update_finished", "update_finished")
 
 
 def _init_variant(sorted_: bool) -> Variant:
@@ -50,13 +50,13 @@ def check_batch(name: str, batch: Any) -> Any:
 
 
 def _check_ids(name: str, ids: Any) -> Any:
-    """The batch of an array [batch] of int32 that leads a call."""
+    """The batch of the first argument, int32 [batch]."""
     expect_contiguous(name, expect_array(name, ids, ("int32",), ("batch",)))
     return check_batch(name, ids.shape[0])
 
 
 def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
-    """How far the lists of two rows are apart: 0 where all have the same."""
+    """The distance between the lists of two rows; 0 where all rows have the same list."""
     expect_place(name, words, like, like_name)
     check.dtype(name, words.dtype, ("int32",))
     shape, batch = words.shape, like.shape[0]
@@ -69,7 +69,7 @@ def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
 
 
 def check_output_ids(output_ids: Any, like: Array, like_name: str) -> tuple[int, int]:
-    """Columns and row stride of the array of the sequences."""
+    """The columns and the row stride of the sequences."""
     expect_place("output_ids", output_ids, like, like_name)
     check.dtype("output_ids", output_ids.dtype, ("int32",))
     shape, batch = output_ids.shape, like.shape[0]
@@ -94,7 +94,7 @@ def _sort_state(start_ids: Any, vocab: int) -> list[Result]:
 
 
 def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
-    """decoding_init, and with a vocabulary topp_init."""
+    """The plan of `decoding_init`, and with a vocabulary of `topp_init`."""
     batch, names = start_ids.shape[0], [name for name, _ in _STATE]
     results = _state(start_ids)
     if vocab is not None:
@@ -190,7 +190,7 @@ def topp_init(start_ids: Any, vocab: int, *, out: Any = None) -> tuple[Any, Any,
     rows={"batch": ("output_ids", "sequence_length", "finished")},
 )
 def stop_words_criterion(output_ids: Any, sequence_length: Any, stop_words: Any, finished: Any) -> Any:
-    """Note which sequences end with a stop word, in place: `finished` becomes True there.
+    """Note which sequences end with a stop word, in place: their `finished` becomes True.
 
     Args:
         output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided.

@@ -1,0 +1,169 @@
+// Select the k largest of n keys by one block, without a sort and without k passes.
+//
+// A key is 64 bits: the value above, as an unsigned integer that orders like the float, and the complement of the id
+// below. So keys are distinct, and larger keys are larger values or, where values tie, lower ids.
+//
+//   1. bound: each group of threads has the largest of its values. The k-th largest of these is a lower bound of the
+//      k-th largest of all, and few values lie between: with n values spread over G groups about k + k * k / (2 * G)
+//      reach it.
+//   2. list: only threads whose own largest value reaches the bound look at their values again, and append those that
+//      reach it to a list in shared memory.
+//   3. rank: the list is sorted by counting, for each of its keys, the larger ones.
+//
+// Where more reach the bound than the list holds (a masked row, a sorted one), the bound is raised by bisection over
+// the keys until they fit.
+//
+// GROUPS == 32: up to 16 results; each warp finds the bound for itself. GROUPS == THREADS: more results.
+#pragma once
+#include "common/warp.cuh"
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int CAPACITY = 1024; // keys in a block's list
+constexpr int SLACK = 64;      // so many keys beyond k are cheaper to rank than to drop
+constexpr int MAX_K = 128;
+
+using Key = unsigned long long;
+
+__device__ __forceinline__ Key make_key(unsigned value, int id) { return (Key(value) << 32) | unsigned(~id); }
+__device__ __forceinline__ unsigned key_value(Key key) { return unsigned(key >> 32); }
+__device__ __forceinline__ int key_id(Key key) { return ~int(unsigned(key)); }
+
+// What a block needs in shared memory to select.
+template <int GROUPS> struct Selection {
+    alignas(16) unsigned maxima[GROUPS];
+    Key list[CAPACITY];
+    int sums[WARPS];
+    int count; // of keys that were to be appended, which may be more than the list holds
+    unsigned bound;
+
+    // To be called before the first use, with a barrier between.
+    __device__ __forceinline__ void start() {
+        if (threadIdx.x == 0) count = 0, bound = ~0u;
+    }
+
+    __device__ __forceinline__ void append(Key key) {
+        const int at = atomicAdd(&count, 1);
+        if (at < CAPACITY) list[at] = key;
+    }
+
+    __device__ __forceinline__ void restart() {
+        __syncthreads();
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+    }
+};
+
+// The rank-th largest of the groups' maxima: a lower bound of the rank-th largest of all values. `mine` is the largest
+// value of this thread. A group is THREADS / GROUPS neighbouring threads.
+template <int GROUPS> __device__ __forceinline__ unsigned lower_bound(Selection<GROUPS>& s, unsigned mine, int rank) {
+    constexpr int MEMBERS = THREADS / GROUPS;
+#pragma unroll
+    for (int step = 1; step < MEMBERS; step *= 2) mine = max(mine, __shfl_xor_sync(FULL_WARP, mine, step));
+    if (threadIdx.x % MEMBERS == 0) s.maxima[threadIdx.x / MEMBERS] = mine;
+    __syncthreads();
+    const unsigned own = s.maxima[threadIdx.x % GROUPS];
+    const uint4* maxima = reinterpret_cast<const uint4*>(s.maxima);
+    int minus_larger = 0;
+#pragma unroll 8
+    for (int i = 0; i < GROUPS / 4; ++i) {
+        const uint4 others = maxima[i];
+        minus_larger = minus_if_greater(minus_larger, others.x, own);
+        minus_larger = minus_if_greater(minus_larger, others.y, own);
+        minus_larger = minus_if_greater(minus_larger, others.z, own);
+        minus_larger = minus_if_greater(minus_larger, others.w, own);
+    }
+    const unsigned smallest = __reduce_min_sync(FULL_WARP, -minus_larger < rank ? own : ~0u);
+    if constexpr (GROUPS == 32) return smallest;
+    if (threadIdx.x % 32 == 0) atomicMin(&s.bound, smallest);
+    __syncthreads();
+    return s.bound;
+}
+
+// The sum over the threads of the block.
+__device__ __forceinline__ int block_sum(int* sums, int own) {
+    own = __reduce_add_sync(FULL_WARP, own);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = own;
+    __syncthreads();
+    int total = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    return total;
+}
+
+// Raise `low`, which `count` keys reach, until at most `limit` and at least k keys do, and return how many. Fewer than
+// k keys reach `high`; count_own(key) is how many keys of this thread reach `key`. The bisection ends because keys are
+// distinct.
+template <typename Count>
+__device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, int count, int k, int limit,
+                                     Count count_own) {
+    while (count > limit) {
+        const int reached = block_sum(sums, count_own(probe));
+        if (reached >= k)
+            low = probe, count = reached;
+        else
+            high = probe;
+        probe = low + (high - low) / 2;
+    }
+    return count;
+}
+
+// The list had no room for what reaches `lowest`: raise the bound and fill it again. Returns the length of the list.
+template <int GROUPS, typename Visit>
+__device__ __forceinline__ int fill_again(Selection<GROUPS>& s, Key& low, Key& high, Key highest, int k, Visit visit) {
+    // The first probe leaves out all ties at the bound, which is what fills a list most often.
+    raise(s.sums, low, high, highest + 1, s.count, k, CAPACITY, [&](Key key) {
+        int own = 0;
+        visit(key, [&](Key) { ++own; });
+        return own;
+    });
+    s.restart();
+    visit(low, [&](Key key) { s.append(key); });
+    __syncthreads();
+    return s.count;
+}
+
+// The list is long: drop what is not among the largest k + SLACK. Returns the length of the list.
+template <int GROUPS>
+__device__ __forceinline__ int shorten(Selection<GROUPS>& s, Key low, Key high, int k, int count) {
+    Key own[CAPACITY / THREADS];
+#pragma unroll
+    for (int i = 0; i < CAPACITY / THREADS; ++i) {
+        const int at = i * THREADS + threadIdx.x;
+        own[i] = at < count ? s.list[at] : 0;
+    }
+    raise(s.sums, low, high, low + (high - low) / 2, count, k, k + SLACK, [&](Key key) {
+        int reached = 0;
+#pragma unroll
+        for (int i = 0; i < CAPACITY / THREADS; ++i) reached += own[i] >= key;
+        return reached;
+    });
+    s.restart();
+#pragma unroll
+    for (int i = 0; i < CAPACITY / THREADS; ++i)
+        if (own[i] >= low) s.append(own[i]);
+    __syncthreads();
+    return s.count;
+}
+
+// Call place(rank, key) for the k largest keys, and maybe for some of the next; return for how many. `visit(low, f)`
+// calls f for each key of this thread that reaches `low`. At least k keys reach `lowest`, or all that there are. No key
+// with the same value is above `highest`.
+template <int GROUPS, typename Visit, typename Place>
+__device__ __forceinline__ int select(Selection<GROUPS>& s, Key lowest, Key highest, int k, Visit visit, Place place) {
+    Key low = lowest, high = ~Key(0);
+    visit(low, [&](Key key) { s.append(key); });
+    __syncthreads();
+    int count = s.count;
+    if (count > CAPACITY) count = fill_again(s, low, high, highest, k, visit);
+    if (count > k + SLACK) count = shorten(s, low, high, k, count);
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const Key own = s.list[i];
+        int minus_rank = 0;
+#pragma unroll 4
+        for (int other = 0; other < count; ++other) minus_rank = minus_if_greater(minus_rank, s.list[other], own);
+        place(-minus_rank, own);
+    }
+    return count;
+}

@@ -1,0 +1,135 @@
+// Find the k best of each chunk of a row: the first stage of a top-k over beams * vocab candidates.
+//
+//   total[b, i] = log_probs[b, i] + score of the beam     i runs over beams * vocab; the score may be absent
+//   best        = the k largest keys of a chunk, best first; ties to the lower i; NaN counts as -inf
+//
+// A row of the vocabulary is long and k is small, so a chunk's list is short, and the second stage (topk_merge.cu,
+// beam_step.cu) has little to read.
+//
+// Grid: rows * chunks, a block per chunk. How a block selects: selection.cuh.
+// GROUPS: 32 for up to 16 results, THREADS for more.
+//
+// Speed of light: memory, each value read once; the second look of a few threads finds its values in L1 or L2. On an
+// H200 both stages together take 24 us for 32 requests of 4 beams of 128256 float32 (k = 4), 66% of the bandwidth of a
+// copy. For one request of 4 beams of 32000 the bound is latency, of two launches and in each a chain of a load, a
+// bound, a list and its ranks: 5.1 us.
+#include "beam_search/selection.cuh"
+
+constexpr int LOADS = 8; // 16-byte loads of a thread in flight
+
+struct ChunkParams {
+    const void* log_probs; // [rows, vocab]  T
+    const float* scores;   // [rows], added to each row; may be null
+    Key* best;             // [rows, chunks, k], best first, 0 where a chunk has no more
+    int beams;             // rows of a batch entry; an id is beam * vocab + column
+    int vocab;
+    int chunks;
+    int vectors; // of 16 bytes in a chunk, at most THREADS * LOADS
+    int k;
+};
+
+// A chunk of a row, as the block and this thread see it.
+//
+// A row starts at any address, so vectors are counted from the 16 bytes that hold column 0, which is item `skipped`.
+// The edges of a row, the values before its first whole vector and after its last, are read one per thread by the block
+// of the first chunk.
+template <typename T> struct Chunk {
+    static constexpr int ITEMS = 16 / sizeof(T);
+    struct alignas(16) Vector {
+        T item[ITEMS];
+    };
+
+    const ChunkParams& p;
+    int row;
+    const T* values; // [vocab], the row
+    const Vector* vectors;
+    float score;           // of the beam
+    int skipped, from, to; // the chunk is the vectors from ... to - 1
+    int edge;              // the column of the edge that this thread reads; none if it is not below vocab
+    bool is_first;
+
+    __device__ __forceinline__ explicit Chunk(const ChunkParams& p) : p(p) {
+        row = blockIdx.x / p.chunks;
+        const int chunk = blockIdx.x - row * p.chunks;
+        values = static_cast<const T*>(p.log_probs) + (long long)row * p.vocab;
+        score = p.scores ? p.scores[row] : 0.f;
+        skipped = int(reinterpret_cast<size_t>(values) % 16 / sizeof(T));
+        vectors = reinterpret_cast<const Vector*>(values - skipped);
+        const int whole_from = skipped > 0;
+        const int whole_to = int(((long long)p.vocab + skipped) / ITEMS);
+        from = whole_from + chunk * p.vectors, to = min(from + p.vectors, whole_to);
+        is_first = chunk == 0;
+        edge = p.vocab;
+        if (is_first) {
+            const int head = skipped ? min(ITEMS - skipped, p.vocab) : 0;
+            if (threadIdx.x < ITEMS)
+                edge = threadIdx.x < head ? int(threadIdx.x) : p.vocab;
+            else if (threadIdx.x < 2 * ITEMS)
+                edge = max(column_of(whole_to), head) + int(threadIdx.x) - ITEMS;
+        }
+    }
+
+    __device__ __forceinline__ int column_of(int vector) const { return vector * ITEMS - skipped; }
+
+    // fmax turns a NaN into -inf, and adding 0 turns a -0 into 0.
+    __device__ __forceinline__ float total(T value) const { return fmaxf(to_float(value) + score, -CUDART_INF_F); }
+
+    // The largest total of this thread, whose loads are all in flight before the first is used.
+    __device__ __forceinline__ float best() const {
+        Vector loaded[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int vector = from + i * THREADS + threadIdx.x;
+            if (vector < to) loaded[i] = vectors[vector];
+        }
+        float best = -CUDART_INF_F;
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            if (from + i * THREADS + int(threadIdx.x) >= to) break;
+#pragma unroll
+            for (int j = 0; j < ITEMS; ++j) best = fmaxf(best, to_float(loaded[i].item[j]) + score);
+        }
+        if (edge < p.vocab) best = fmaxf(best, total(values[edge]));
+        return best;
+    }
+
+    // Call f for each key of this thread that reaches `low`. It reads the values again: few threads do, and find them
+    // in L1 or L2.
+    template <typename F> __device__ __forceinline__ void visit(Key low, int first_id, F f) const {
+        const auto look = [&](T value, int column) {
+            const Key key = make_key(sortable(total(value)), first_id + column);
+            if (key >= low) f(key);
+        };
+#pragma unroll 1
+        for (int vector = from + threadIdx.x; vector < to; vector += THREADS) {
+            const Vector again = vectors[vector];
+#pragma unroll
+            for (int j = 0; j < ITEMS; ++j) look(again.item[j], column_of(vector) + j);
+        }
+        if (edge < p.vocab) look(values[edge], edge);
+    }
+
+    // The columns of the chunk lie between these, those of the edges too.
+    __device__ __forceinline__ int last_column() const { return is_first ? p.vocab - 1 : max(column_of(to), 1) - 1; }
+    __device__ __forceinline__ int first_column(int last) const { return is_first ? 0 : min(column_of(from), last); }
+};
+
+template <typename T, int GROUPS>
+__global__ void __launch_bounds__(THREADS, 4) topk_chunks(const __grid_constant__ ChunkParams p) {
+    __shared__ Selection<GROUPS> s;
+    s.start();
+    const Chunk<T> chunk(p);
+    const unsigned mine = sortable(chunk.best());
+    const int first_id = chunk.row % p.beams * p.vocab; // of column 0
+    const auto visit = [&](Key low, auto f) {
+        if (mine >= key_value(low)) chunk.visit(low, first_id, f);
+    };
+    Key* out = p.best + (long long)blockIdx.x * p.k;
+    const auto place = [&](int rank, Key key) {
+        if (rank < p.k) out[rank] = key;
+    };
+    const unsigned bound = lower_bound(s, mine, p.k);
+    const int last = chunk.last_column(), first = chunk.first_column(last);
+    const int count = select(s, make_key(bound, first_id + last), make_key(bound, first_id + first), p.k, visit, place);
+    for (int i = count + threadIdx.x; i < p.k; i += THREADS) out[i] = 0;
+}

@@ -1,0 +1,54 @@
+// Merge the lists of the chunks of a row: the second stage of a top-k.
+//
+//   values, ids = the k largest keys of the lists, best first, ties to the lower id
+//   best        = instead of these with a diversity rate: the keys, sorted anew with + diversity_rate * r for the r-th
+//
+// A diversity rate ranks the candidates of each beam by themselves, so the kernel first runs with a row per beam; the
+// lists that it leaves are then merged as those of chunks are.
+//
+// Grid: a block per row, which is a batch entry or, for a diversity rate, a beam.
+// GROUPS: 32 for up to 16 results, THREADS for more.
+//
+// Speed of light: latency. The lists are k keys per chunk of 4 to 32 KB, so the time is that of a launch and of a
+// chain: a load of the maxima, a bound, a load of what reaches it, the ranks. topk_chunks.cu has the time of both
+// stages.
+#include "beam_search/merge.cuh"
+
+struct MergeParams {
+    const Key* lists; // [rows, count, k]
+    float* values;    // [rows, k]
+    int* ids;         // [rows, k]
+    Key* best;        // [rows, k], or null; written with a diversity rate, instead of the two above
+    int count;        // lists per row
+    int k;
+    int depth, beam_depth; // as in merge
+    float diversity_rate;
+};
+
+template <int GROUPS> __global__ void __launch_bounds__(THREADS, 4) topk_merge(const __grid_constant__ MergeParams p) {
+    __shared__ Selection<GROUPS> s;
+    __shared__ Key sorted[MAX_K];
+    const long long row = blockIdx.x;
+    const int k = p.k;
+    merge(s, p.lists + row * p.count * k, p.count, k, p.depth, p.beam_depth, sorted);
+    const int i = threadIdx.x;
+    if (!p.best) {
+        if (i < k) {
+            p.values[row * k + i] = from_sortable(key_value(sorted[i]));
+            p.ids[row * k + i] = key_id(sorted[i]);
+        }
+        return;
+    }
+    Key own = i < k ? sorted[i] : 0;
+    if (own) {
+        const float value = __fadd_rn(from_sortable(key_value(own)), __fmul_rn(p.diversity_rate, float(i)));
+        own = make_key(sortable(fmaxf(value, -CUDART_INF_F)), key_id(own));
+    }
+    __syncthreads();
+    if (i < k) sorted[i] = own;
+    __syncthreads();
+    // A rate above 0 may have changed the order. Where keys are 0 the place decides, so that each rank is written once.
+    int rank = 0;
+    for (int other = 0; other < k; ++other) rank += sorted[other] > own || (sorted[other] == own && other < i);
+    if (i < k) p.best[row * k + rank] = own;
+}

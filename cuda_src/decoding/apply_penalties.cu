@@ -1,0 +1,256 @@
+// Change the logits by what the sequence already holds, then divide them by the temperature.
+//
+// With x = logits[b, i], n[i] the count of token i among the generated ones, seen[i] whether it is one of those or of
+// the prompt:
+//
+//   x = seen[i] ? x * (x > 0 ? 1 / repetition : repetition) : x
+//   x = n[i] > 0 ? x - frequency * n[i] - presence : x
+//   x = -inf   where token i would complete a bad word, or is end_id before min_length tokens were generated
+//   out[b, i] = x * (1 / temperature)   (x where the temperature is no positive normal number)
+//
+// Grid: `slices` blocks per row, each for TOKENS neighbouring tokens of the vocabulary. A block marks what it learns of
+// its tokens in a table in shared memory: it walks the row's sequence, whatever its length, and counts with integer
+// atomics, whose order does not matter. So each token is penalized once, by one thread, with its exact count.
+//
+// COUNTED: there may be marks; otherwise the temperature is all there is to apply. WHOLE: all tokens are written;
+// otherwise `out` is `logits`, the temperature is 1, and only the marked tokens are read and written.
+// WIDTH > 1 needs aligned rows of a multiple of WIDTH tokens.
+//
+// `logits` and `out` are [batch, vocab], each with a row stride of its own, and may be the same array: the thread that
+// writes a logit is the one that has read it.
+//
+// Speed of light: memory if WHOLE, each logit read once and written once. On an H200 64 rows of 128256 float32 with
+// histories of 512 tokens take 20 us, 77% of the bandwidth of a copy. In place the bytes are few, and what
+// is left is latency: each block clears its table, then goes through the chain of the length, the sequence, the atomics
+// and the marked logits; 14 us for these rows.
+#include "common/numeric.cuh"
+#include "decoding/pack.cuh"
+#include "decoding/words.cuh"
+
+// A parameter that is one number for all rows, or an array of one per row.
+template <typename T> struct PerRow {
+    const T* values; // null: `value` for all rows
+    T value;
+    int stride; // 0: one number that lies on the device
+    __device__ __forceinline__ T of(int row) const { return values ? values[(long long)row * stride] : value; }
+};
+
+struct PenaltyParams {
+    const void* logits;         // [batch, vocab]  T
+    void* out;                  // [batch, vocab]  T, may be logits
+    const int* output_ids;      // [batch, max_length], may be null
+    const int* sequence_length; // [batch], may be null: 0
+    const int* prompt_length;   // [batch], may be null: 0
+    const int* bad_words;       // [2, bad_words_size] for all rows, or one per row; may be null
+    PerRow<float> temperature;
+    PerRow<float> repetition;
+    PerRow<float> presence;
+    PerRow<float> frequency;
+    PerRow<int> min_length;
+    long long row_stride; // of logits
+    long long out_row_stride;
+    long long ids_row_stride;   // of output_ids
+    long long bad_words_stride; // 0: the same for all rows
+    int vocab;
+    int slices; // blocks per row
+    int max_length;
+    int bad_words_size;
+    int end_id;
+    int counts; // some penalty depends on the tokens of the sequence
+};
+
+// A block's work: `tokens` neighbouring tokens of the vocabulary, from `base` on, of one row.
+template <int TOKENS> struct Slice {
+    int row, base;
+    unsigned tokens;
+
+    __device__ __forceinline__ explicit Slice(const PenaltyParams& p) {
+        row = blockIdx.x / p.slices;
+        base = (blockIdx.x - row * p.slices) * TOKENS;
+        tokens = min(TOKENS, p.vocab - base);
+    }
+
+    // The place of a token in the slice. Unsigned, so that whatever is before the slice, a negative id too, is no less
+    // than `tokens`.
+    __device__ __forceinline__ unsigned place_of(int id) const { return id - unsigned(base); }
+};
+
+// The tokens that a row holds already: the first `prompt` are the prompt, the others were generated.
+struct Sequence {
+    const int* ids;
+    int given_length; // may be more than there is room for in `ids`
+    int length;       // of what is in `ids`
+    int prompt;       // may be more than the length
+
+    __device__ __forceinline__ Sequence(const PenaltyParams& p, int row) {
+        given_length = p.sequence_length ? max(p.sequence_length[row], 0) : 0;
+        prompt = p.prompt_length ? max(p.prompt_length[row], 0) : 0;
+        length = min(given_length, p.max_length);
+        ids = p.output_ids + row * p.ids_row_stride;
+    }
+
+    __device__ __forceinline__ int generated() const { return max(given_length - prompt, 0); }
+};
+
+// --- marks: what the sequence says of the tokens of the slice -------------------------------------------
+
+// A mark is the count of a token among the generated ones, with these bits.
+constexpr unsigned IN_PROMPT = 1u << 30, BANNED = 1u << 31;
+
+template <int THREADS, int TOKENS> struct Marks {
+    static_assert(TOKENS % (THREADS * 4) == 0, "whole vectors to clear");
+    unsigned* mark; // [TOKENS], in shared memory
+    const Slice<TOKENS>& slice;
+    bool any = false; // whether this thread has marked a token
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < TOKENS / THREADS / 4; ++i)
+            reinterpret_cast<uint4*>(mark)[i * THREADS + threadIdx.x] = make_uint4(0, 0, 0, 0);
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void count(const Sequence& sequence) {
+        constexpr int AT_ONCE = 4; // tokens of the sequence whose loads a thread has in flight
+        for (int start = threadIdx.x; start < sequence.length; start += AT_ONCE * THREADS) {
+            unsigned place[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int at = start + i * THREADS;
+                place[i] = at < sequence.length ? slice.place_of(sequence.ids[at]) : ~0u;
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (place[i] >= slice.tokens) continue;
+                if (start + i * THREADS < sequence.prompt)
+                    atomicOr(&mark[place[i]], IN_PROMPT);
+                else
+                    atomicAdd(&mark[place[i]], 1u);
+                any = true;
+            }
+        }
+    }
+
+    // Ban the last token of each word whose other tokens end the sequence.
+    __device__ __forceinline__ void ban_words(const Sequence& sequence, const Words& words) {
+        for (int w = threadIdx.x; w < words.size; w += THREADS) {
+            int begin, end;
+            if (!words.find(w, begin, end)) continue;
+            const unsigned last = slice.place_of(words.ids[end - 1]);
+            if (last >= slice.tokens) continue;
+            if (!ends_with(sequence.ids, sequence.length, words.ids + begin, end - 1 - begin)) continue;
+            atomicOr(&mark[last], BANNED);
+            any = true;
+        }
+    }
+
+    // Ban end_id before min_length tokens were generated.
+    __device__ __forceinline__ void ban_end(const Sequence& sequence, int end_id, const PerRow<int>& min_length) {
+        const unsigned place = slice.place_of(end_id);
+        if (threadIdx.x == 0 && place < slice.tokens && sequence.generated() < min_length.of(slice.row)) {
+            atomicOr(&mark[place], BANNED);
+            any = true;
+        }
+    }
+};
+
+// --- logits --------------------------------------------------------------------------------------------
+
+struct Penalties {
+    float repetition = 1.f, inverse_repetition = 1.f, presence = 0.f, frequency = 0.f;
+
+    __device__ __forceinline__ void load(const PenaltyParams& p, int row) {
+        repetition = p.repetition.of(row);
+        inverse_repetition = __fdiv_rn(1.f, repetition);
+        presence = p.presence.of(row);
+        frequency = p.frequency.of(row);
+    }
+
+    // A logit with a mark that is not 0. No fused multiply-adds: each product is rounded, as in the twin.
+    __device__ __forceinline__ float apply(float x, unsigned mark) const {
+        if (mark & BANNED) return -CUDART_INF_F;
+        x = __fmul_rn(x, x > 0.f ? inverse_repetition : repetition);
+        const unsigned count = mark & (IN_PROMPT - 1);
+        return count ? __fsub_rn(__fsub_rn(x, __fmul_rn(frequency, float(count))), presence) : x;
+    }
+};
+
+// The reciprocal of the temperature, or 1 where that is no positive normal number: the reciprocal of a smaller one
+// would be infinite, and that of infinity, 0, would turn -inf into NaN.
+__device__ __forceinline__ float scale_of(float temperature) {
+    const bool divides = temperature >= 0x1p-126f && temperature <= LARGEST_FLOAT;
+    return divides ? __fdiv_rn(1.f, temperature) : 1.f;
+}
+
+// The logits of a slice, all of which are read and written. A thread has every THREADS-th pack.
+template <typename T, int WIDTH, int THREADS, int TOKENS> struct Logits {
+    static constexpr int PACKS = TOKENS / THREADS / WIDTH;
+    static_assert(TOKENS % (THREADS * WIDTH) == 0, "whole packs");
+    RawPack<T, WIDTH> packs[PACKS];
+
+    static __device__ __forceinline__ unsigned column_of(int i) { return (i * THREADS + threadIdx.x) * WIDTH; }
+
+    __device__ __forceinline__ void load(const T* from, unsigned tokens) {
+#pragma unroll
+        for (int i = 0; i < PACKS; ++i)
+            if (column_of(i) < tokens) packs[i] = *reinterpret_cast<const RawPack<T, WIDTH>*>(from + column_of(i));
+    }
+
+    // `marked`: some token has a mark. Otherwise `marks` is not read.
+    __device__ __forceinline__ void write(T* to, unsigned tokens, bool marked, const unsigned* marks,
+                                          const Penalties& penalties, float scale) const {
+        using Packed = Pack<T, WIDTH>;
+#pragma unroll
+        for (int i = 0; i < PACKS; ++i) {
+            if (column_of(i) >= tokens) continue;
+            Packed pack = reinterpret_cast<const Packed&>(packs[i]);
+            float x[WIDTH];
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) x[j] = to_float(pack.item[j]);
+            if (marked) {
+                const auto mark = *reinterpret_cast<const Pack<unsigned, WIDTH>*>(marks + column_of(i));
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j)
+                    if (mark.item[j]) x[j] = penalties.apply(x[j], mark.item[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) pack.item[j] = from_float<T>(__fmul_rn(x[j], scale));
+            *reinterpret_cast<Packed*>(to + column_of(i)) = pack;
+        }
+    }
+};
+
+template <typename T, int WIDTH, int THREADS, int TOKENS, bool COUNTED, bool WHOLE>
+__global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant__ PenaltyParams p) {
+    static_assert(COUNTED || WHOLE, "nothing to do");
+    const Slice<TOKENS> slice(p);
+    const T* logits = static_cast<const T*>(p.logits) + slice.row * p.row_stride + slice.base;
+    T* out = static_cast<T*>(p.out) + slice.row * p.out_row_stride + slice.base;
+
+    // The logits are on their way while the sequence is walked.
+    Logits<T, WIDTH, THREADS, TOKENS> whole;
+    if constexpr (WHOLE) whole.load(logits, slice.tokens);
+
+    alignas(32) __shared__ unsigned marks[COUNTED ? TOKENS : 1];
+    Penalties penalties;
+    bool marked = false;
+    if constexpr (COUNTED) {
+        penalties.load(p, slice.row);
+        Marks<THREADS, TOKENS> found{marks, slice};
+        found.clear();
+        const Sequence sequence(p, slice.row);
+        if (p.counts) found.count(sequence);
+        if (p.bad_words)
+            found.ban_words(sequence, Words(p.bad_words + slice.row * p.bad_words_stride, p.bad_words_size));
+        found.ban_end(sequence, p.end_id, p.min_length);
+        marked = __syncthreads_or(found.any);
+    }
+
+    if constexpr (WHOLE) {
+        const float scale = scale_of(p.temperature.of(slice.row));
+        whole.write(out, slice.tokens, COUNTED && marked, marks, penalties, scale);
+    } else if (marked) {
+        for (unsigned i = threadIdx.x; i < slice.tokens; i += THREADS)
+            if (marks[i]) out[i] = from_float<T>(penalties.apply(to_float(logits[i]), marks[i]));
+    }
+}

@@ -1,0 +1,27 @@
+// Lists of words of one or more tokens, and whether a sequence ends with one of them.
+#pragma once
+
+// A list of words as FasterTransformer lays it out, [2, size]: the tokens of all words one after the other, then the
+// end of each word in them. The rest of the second row is -1.
+struct Words {
+    const int* ids;
+    const int* ends;
+    int size;
+
+    __device__ __forceinline__ Words(const int* list, int size) : ids(list), ends(list + size), size(size) {}
+
+    // Word `w` is ids[begin], ..., ids[end - 1]; false where the list has no such word.
+    __device__ __forceinline__ bool find(int w, int& begin, int& end) const {
+        begin = w ? ends[w - 1] : 0;
+        end = ends[w];
+        return 0 <= begin && begin < end && end <= size;
+    }
+};
+
+// Whether the last `count` of the `length` tokens are those of `word`.
+__device__ __forceinline__ bool ends_with(const int* tokens, int length, const int* word, int count) {
+    if (count > length) return false;
+    for (int i = 0; i < count; ++i)
+        if (tokens[length - count + i] != word[i]) return false;
+    return true;
+}

@@ -1,0 +1,436 @@
+// Route each token to its top-k experts (DeepSeek-V3's biased grouped top-k, and the plainer gates).
+//
+//   score[e]  = sigmoid | softmax | sqrt(softplus) of logits[t, e], in float32
+//   choice[e] = score[e] + bias[e]; without a bias the logit itself, which has the order of the score
+//   kept      = the topk_group groups with the largest sum of their two best choices (or best choice)
+//   ids       = the topk experts of the kept groups with the largest choice, best first
+//   weights   = score[ids] (/ their sum if renormalize) * output_scale
+//
+// Ties go to the lower group and the lower expert. An expert whose logit or choice is NaN or -inf ranks last (by id)
+// and has weight 0.
+//
+// Striking out the best, topk times, would scan the row topk times. Instead:
+//   1. one pass finds a threshold that at least topk choices reach, and few more;
+//   2. the choices that reach it (a dozen of 256) go to a list in shared memory;
+//   3. each lane ranks its entry of the list by counting the entries that beat it.
+//
+// EXPERTS > 0 fixes experts and groups: lane l holds the VALUES = EXPERTS / LANES experts from l * VALUES on, so that a
+// group is one or more whole neighbouring lanes. EXPERTS == 0 is dynamic, sizes are arguments: lane l holds experts l,
+// l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless
+// dynamic. No sum depends on which lane holds an expert, so all instances return the same bits.
+//
+// Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS warps per block.
+//
+// Speed of light: for many tokens memory would bound it, a row of logits in and topk weights and ids out. What does
+// bound it is the chain of dependent steps of a token: shuffles, shared memory, and the exponentials of all its
+// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 26 us, 64% of a copy's
+// bandwidth, and of bfloat16 as long, 35%. 1 token takes 2.7 us and 1024 take 3.4 us, where an empty kernel takes 0.54
+// us.
+#include "moe_gate/selection.cuh"
+
+constexpr int WARPS = 2;
+constexpr int CAPACITY = 28;     // entries in a token's candidate list, unless dynamic
+constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
+
+enum Scoring { ANY, SIGMOID, SOFTMAX, SQRTSOFTPLUS };
+
+struct Params {
+    const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
+    const void* bias;            // [experts]  float if bias_is_float, else T; null: unbiased
+    float* weights;              // [tokens, topk + shared]
+    int* ids;                    // [tokens, topk + shared]
+    const void* valid_on_device; // one int32 or int64 that replaces `valid`, may be null
+    long long row_stride;
+    int tokens;
+    int valid; // tokens from this one on are padding
+    int experts;
+    int groups;
+    int topk_group;
+    int topk;   // routed experts per token
+    int shared; // fused shared experts, in the last columns
+    int scoring;
+    int group_by_two; // dynamic only: a group's score is the sum of its two best choices, not its best one; other
+                      // instances take the sum if BIASED
+    int renormalize;
+    int bias_is_float;
+    int valid_is_int64;
+    int capacity;             // dynamic only: entries in a token's candidate list, a multiple of 4
+    int group_size;           // dynamic only, like the next two
+    int log2_lanes_per_group; // 2 to the power of this divides group_size
+    unsigned group_magic;     // e / group_size == e * group_magic >> 20
+    float shared_scale;       // a shared expert's weight is the routed sum times this
+    float output_scale;
+    float softcap; // dynamic only: logits become softcap * tanh(logits / softcap) in a softmax; 0: off
+};
+
+// --- scores ---------------------------------------------------------------------------------------------
+
+// Scores of logits. No multiply and add are fused, which the compiler might do in one instance and not in another.
+template <bool DYNAMIC> struct Scores {
+    const Params& p;
+    int scoring;
+    float inverse_sum = 1.f, largest = 0.f; // of a row's exponentials and logits, for a softmax
+
+    // A logit as the softmax takes it. The cap is monotonic, so the order of the raw logits stands.
+    __device__ __forceinline__ float softmax_argument(float x) const {
+        if constexpr (DYNAMIC)
+            if (p.softcap != 0.f) return p.softcap * tanhf(x / p.softcap);
+        return fmaxf(fminf(x, LARGEST_FLOAT), -LARGEST_FLOAT);
+    }
+    // Find `largest` and `inverse_sum` of a row. The sum is in fixed point, where the order of its terms, and so the
+    // number of lanes, cannot change it.
+    template <int LANES, int VALUES>
+    __device__ __forceinline__ void sum_exponentials(const float (&logit)[VALUES], unsigned existing) {
+        largest = -CUDART_INF_F;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) largest = fmaxf(largest, logit[i]);
+        largest = softmax_argument(lanes_max<LANES>(largest));
+        unsigned long long sum = 0;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            if (existing >> i & 1 && logit[i] > -CUDART_INF_F)
+                sum += __float2uint_rn(fast_exp2((softmax_argument(logit[i]) - largest) * LOG2_E) * 0x1p31f);
+        inverse_sum = __fdividef(0x1p31f, float(lanes_sum<LANES>(sum)));
+    }
+    __device__ __forceinline__ float sigmoid(float x) const {
+        return fast_reciprocal(__fadd_rn(1.f, fast_exp2(__fmul_rn(x, -LOG2_E))));
+    }
+    __device__ __forceinline__ float softmax(float x) const {
+        return __fmul_rn(fast_exp2(__fmul_rn(__fsub_rn(softmax_argument(x), largest), LOG2_E)), inverse_sum);
+    }
+    __device__ __forceinline__ float sqrtsoftplus(float x) const { return sqrtf(softplus(fminf(x, LARGEST_FLOAT))); }
+    __device__ __forceinline__ float of(float x) const {
+        return scoring == SIGMOID ? sigmoid(x) : scoring == SOFTMAX ? softmax(x) : sqrtsoftplus(x);
+    }
+};
+
+// --- loads ----------------------------------------------------------------------------------------------
+
+// Consecutive values of type T as floats, in loads as wide as their count allows.
+template <typename T, int COUNT>
+__device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&to)[COUNT]) {
+    constexpr int BYTES = COUNT * sizeof(T);
+    constexpr int WIDTH = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : sizeof(T);
+    constexpr int PER_LOAD = WIDTH / sizeof(T);
+    struct alignas(WIDTH) Pack {
+        T item[PER_LOAD];
+    };
+#pragma unroll
+    for (int i = 0; i < COUNT / PER_LOAD; ++i) {
+        const Pack pack = reinterpret_cast<const Pack*>(from)[i];
+#pragma unroll
+        for (int j = 0; j < PER_LOAD; ++j) to[i * PER_LOAD + j] = to_float(pack.item[j]);
+    }
+}
+
+// A row on its way from global memory to the lanes. If each lane read its own COUNT values from global memory, every
+// load of a warp would touch a cache line per lane or two. So the lanes copy the row in whole lines to shared memory,
+// and there each reads its part. Parts of an even number of 16-byte chunks are kept one chunk apart, which puts the
+// reads of 8 neighbouring lanes in different banks.
+// The dynamic variant needs no staging: its lanes read neighbouring experts.
+template <typename T, int COUNT, int LANES> struct Staging {
+    static constexpr int CHUNKS = COUNT * sizeof(T) / 16;
+    static constexpr bool USED = LANES <= STAGED_LANES && COUNT > 1 && COUNT * sizeof(T) % 16 == 0;
+    static constexpr int PITCH = CHUNKS % 2 ? CHUNKS : CHUNKS + 1;
+    static constexpr int UNITS = USED ? LANES * PITCH : 0;
+
+    static __device__ __forceinline__ void start(const T* row, uint4* staged, int lane) {
+        const uint4* from = reinterpret_cast<const uint4*>(row) + lane;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            const int chunk = i * LANES + lane;
+            // Where a round covers whole parts, the next round lies at a constant distance.
+            const uint4* to = LANES % CHUNKS
+                                  ? staged + chunk / CHUNKS * PITCH + chunk % CHUNKS
+                                  : staged + lane / CHUNKS * PITCH + lane % CHUNKS + i * (LANES / CHUNKS * PITCH);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+                         "l"(from + i * LANES)
+                         : "memory");
+        }
+    }
+    // Returns when the whole row has arrived.
+    static __device__ __forceinline__ void wait() {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncwarp();
+    }
+    // The first of a lane's values in the staged row.
+    static __device__ __forceinline__ T* part(uint4* staged, int lane) {
+        return reinterpret_cast<T*>(staged + lane * PITCH);
+    }
+};
+
+// A lane's view of its token's row: the experts it holds, their logits and their biases.
+template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Row {
+    static constexpr bool DYNAMIC = EXPERTS == 0;
+    using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES>;
+    using BiasStage = Staging<float, VALUES, LANES>;
+    static constexpr int BIAS_UNITS = Stage::USED && BIASED ? BiasStage::UNITS : 0;
+
+    const Params& p;
+    uint4* bias_staged; // of the block, if BIAS_UNITS
+    uint4* staged;      // of the token, if Stage::USED
+    const T* logits;
+    int experts, lane;
+    bool biased;
+
+    __device__ __forceinline__ int expert_of(int i) const { return DYNAMIC ? i * LANES + lane : lane * VALUES + i; }
+    __device__ __forceinline__ int group_of(int e) const { return int(e * p.group_magic >> 20); }
+
+    // The expert whose logit a lane loads as value i. Past the last expert it repeats that one.
+    __device__ __forceinline__ int load_expert_of(int i) const {
+        return DYNAMIC ? min(expert_of(i), experts - 1) : expert_of(i);
+    }
+    // load(e) of each value. Where none is past the last expert, the addresses differ by constants, and each load is
+    // one instruction.
+    template <typename Load> __device__ __forceinline__ void load_each(Load load, float (&to)[VALUES]) const {
+        if (experts == LANES * VALUES) {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) to[i] = load(expert_of(i));
+        } else {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) to[i] = load(load_expert_of(i));
+        }
+    }
+
+    // One expert's bias, from global memory. fmax turns a NaN into -inf.
+    __device__ __forceinline__ float load_bias_of(int e) const {
+        const float b =
+            p.bias_is_float ? static_cast<const float*>(p.bias)[e] : to_float(static_cast<const T*>(p.bias)[e]);
+        return fmaxf(b, -CUDART_INF_F);
+    }
+    __device__ __forceinline__ float bias_of(unsigned e) const {
+        if constexpr (BIAS_UNITS > 0)
+            return BiasStage::part(bias_staged, e / VALUES)[e % VALUES];
+        else
+            return load_bias_of(e);
+    }
+    // Load the bias of each value, with the NaNs in it. Where rows are staged, stage the bias instead, once for all
+    // tokens of the block: `load` then reads it from there.
+    __device__ __forceinline__ void load_bias(float (&bias)[VALUES]) const {
+        if constexpr (BIAS_UNITS > 0) {
+            for (int e = threadIdx.x; e < EXPERTS; e += WARPS * 32)
+                BiasStage::part(bias_staged, e / VALUES)[e % VALUES] = load_bias_of(e);
+            __syncthreads();
+        } else if (DYNAMIC && biased) {
+            if (p.bias_is_float)
+                load_each([&](int e) { return static_cast<const float*>(p.bias)[e]; }, bias);
+            else
+                load_each([&](int e) { return to_float(static_cast<const T*>(p.bias)[e]); }, bias);
+        } else if (biased) {
+            if (p.bias_is_float)
+                load_floats(static_cast<const float*>(p.bias) + lane * VALUES, bias);
+            else
+                load_floats(static_cast<const T*>(p.bias) + lane * VALUES, bias);
+        }
+    }
+    // Load the logit of each value, and the bias if it is staged.
+    __device__ __forceinline__ void load(float (&logit)[VALUES], float (&bias)[VALUES]) const {
+        if constexpr (Stage::USED) {
+            Stage::wait();
+            load_floats<T, VALUES>(Stage::part(staged, lane), logit);
+        } else if constexpr (DYNAMIC) {
+            load_each([&](int e) { return to_float(logits[e]); }, logit);
+        } else {
+            load_floats(logits + lane * VALUES, logit);
+        }
+        if constexpr (BIAS_UNITS > 0) load_floats(BiasStage::part(bias_staged, lane), bias);
+    }
+    __device__ __forceinline__ float logit_of(unsigned e) const {
+        if constexpr (Stage::USED)
+            return to_float(Stage::part(staged, e / VALUES)[e % VALUES]);
+        else
+            return to_float(logits[e]);
+    }
+};
+
+// A mask of the values of a lane that are experts: all, but for the last ones of a dynamic lane.
+template <bool DYNAMIC, int LANES, int VALUES>
+__device__ __forceinline__ unsigned existing_values(int experts, int lane) {
+    unsigned existing = VALUES < 32 ? (1u << (VALUES % 32)) - 1 : ~0u;
+    if constexpr (DYNAMIC) {
+        const int own = (experts - lane + LANES - 1) / LANES;
+        if (own < VALUES) existing = (1u << max(own, 0)) - 1;
+    }
+    return existing;
+}
+
+// The first token that is padding.
+__device__ __forceinline__ int load_valid(const Params& p) {
+    int valid = p.valid;
+    if (p.valid_on_device)
+        valid = p.valid_is_int64 ? int(min(*static_cast<const long long*>(p.valid_on_device), (long long)p.tokens))
+                                 : *static_cast<const int*>(p.valid_on_device);
+    return valid;
+}
+
+// --- phases ---------------------------------------------------------------------------------------------
+
+// Turn the lanes' logits into choices. Returns whether a row of the warp has a NaN or an infinity among its logits.
+template <typename Row, typename Scores, int VALUES>
+__device__ __forceinline__ bool choose(const Row& row, const Scores& scores, const float (&bias)[VALUES],
+                                       float (&choice)[VALUES]) {
+    // x * 0 is NaN for a NaN or an infinity: one multiply-add per value finds the rows with one. The bias has no NaN.
+    float irregular = 0.f;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) irregular = __fmaf_rn(choice[i], 0.f, irregular);
+    // No choice is -0: the sign of -0 - 0 would put it below a threshold of 0, which it reaches.
+    const auto add_bias = [&](auto score_of) {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            // Here and not at the load, which would wait for the bias before the logits are asked for.
+            const float regular_bias = Row::BIAS_UNITS > 0 ? bias[i] : fmaxf(bias[i], -CUDART_INF_F);
+            choice[i] = __fadd_rn(score_of(choice[i]), regular_bias);
+        }
+    };
+    if (row.biased) {
+        if (scores.scoring == SIGMOID)
+            add_bias([&](float x) { return scores.sigmoid(x); });
+        else if (scores.scoring == SOFTMAX)
+            add_bias([&](float x) { return scores.softmax(x); });
+        else
+            add_bias([&](float x) { return scores.sqrtsoftplus(x); });
+    } else {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) choice[i] = __fadd_rn(choice[i], 0.f);
+    }
+    const bool any_irregular = __any_sync(FULL_WARP, irregular != 0.f);
+    if (any_irregular) {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            if (!(row.logit_of(row.load_expert_of(i)) > -CUDART_INF_F)) choice[i] = -CUDART_INF_F;
+    }
+    return any_irregular;
+}
+
+// Make the candidates of the listed experts, and their scores.
+template <int LANES, typename Row, typename Scores>
+__device__ __forceinline__ void score_candidates(const Row& row, const Scores& scores, const int* listed, int count,
+                                                 bool any_irregular, Candidate* candidates, float* score) {
+    const int lane = row.lane;
+#pragma unroll 1
+    for (int first = lane; first < count; first += LANES * AT_ONCE<LANES>) {
+#pragma unroll
+        for (int k = 0; k < AT_ONCE<LANES>; ++k) {
+            const int i = first + k * LANES, id = listed[min(i, count - 1)];
+            const float x = row.logit_of(id);
+            float own = scores.of(x);
+            float choice = __fadd_rn(row.biased ? own : x, row.biased ? row.bias_of(id) : 0.f);
+            if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
+            if (choice == -CUDART_INF_F) own = 0.f;
+            if (i < count) {
+                candidates[i] = make_candidate(choice, id);
+                score[i] = own;
+            }
+        }
+    }
+    for (int i = lane; i < 3; i += LANES) candidates[count + i] = 0;
+    __syncwarp();
+}
+
+// Write a token's weights and ids: those in `sorted`, and those of the shared experts.
+template <int LANES>
+__device__ __forceinline__ void write_results(const Params& p, const uint2* sorted, int lane, int token, bool live,
+                                              int valid, int topk, int columns, int experts) {
+    // lanes_sum adds neighbours first and blocks of LANES last, so the order of the sum does not depend on LANES.
+    float sum = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < topk; first += LANES)
+        sum += lanes_sum<LANES>(first + lane < topk ? __uint_as_float(sorted[first + lane].x) : 0.f);
+    float scale = p.output_scale;
+    if (p.renormalize) scale = sum > 0.f ? scale * fast_reciprocal(sum) : 0.f;
+    if (live) {
+        const long long out = (long long)token * columns;
+        const bool padding = token >= valid;
+#pragma unroll 1
+        for (int k = lane; k < columns; k += LANES) {
+            int id = experts + k - topk;
+            float weight = sum * p.shared_scale;
+            if (k < topk) {
+                const uint2 routed = sorted[k];
+                id = routed.y, weight = __uint_as_float(routed.x);
+            }
+            p.weights[out + k] = padding ? 0.f : weight * scale;
+            p.ids[out + k] = padding ? -1 : id;
+        }
+    }
+}
+
+// Blocks that a multiprocessor should hold at once, which bounds the registers.
+constexpr int resident_blocks(int lanes, int values) {
+    // With 32 values, 14 blocks would spill registers from sm_100 on.
+    return lanes > STAGED_LANES ? 1 : values <= 16 ? 16 : __CUDA_ARCH__ >= 1000 ? 12 : 14;
+}
+
+template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED>
+__global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 32, VALUES))
+    moe_gate(const __grid_constant__ Params p) {
+    constexpr bool DYNAMIC = EXPERTS == 0;
+    static_assert(DYNAMIC || EXPERTS == LANES * VALUES, "a lane holds a whole number of experts");
+    static_assert(DYNAMIC || LANES % GROUPS == 0, "a group is whole lanes");
+    static_assert(VALUES <= 32, "a lane keeps a bit for each of its values");
+    using OwnRow = Row<T, EXPERTS, LANES, VALUES, BIASED>;
+    using Stage = typename OwnRow::Stage;
+
+    int experts = p.experts, groups = p.groups, scoring = p.scoring, capacity = p.capacity;
+    bool biased = p.bias != nullptr;
+    if constexpr (!DYNAMIC) experts = EXPERTS, groups = GROUPS, capacity = CAPACITY, biased = BIASED;
+    if constexpr (SCORING != ANY) scoring = SCORING;
+    const int topk = p.topk, columns = topk + p.shared;
+    const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
+
+    // Shared memory, in 16-byte units. Per block: the bias, where rows are staged. Per token: the list (candidates,
+    // scores and ids); the row, where it is staged; if dynamic, what keep_groups needs.
+    extern __shared__ uint4 shared[];
+    const int list_units = capacity + capacity / 4 + 2;
+    // A dynamic lane's last values may lie past the last expert; they have places in shared memory all the same.
+    const int padded_groups = DYNAMIC ? int((LANES * VALUES - 1) * p.group_magic >> 20) + 1 : 0;
+    const int row_words = padded_groups + LANES * VALUES + (padded_groups << p.log2_lanes_per_group);
+    const int row_units = DYNAMIC ? (groups + 5) / 2 + (row_words + 3) / 4 : Stage::UNITS;
+    uint4* own_shared = shared + OwnRow::BIAS_UNITS + slot * (list_units + row_units);
+    Candidate* candidates = reinterpret_cast<Candidate*>(own_shared);   // [capacity + 4]
+    float* score = reinterpret_cast<float*>(candidates + capacity + 4); // [capacity]
+    int* listed = reinterpret_cast<int*>(score + capacity);             // [capacity]
+    uint2* sorted = reinterpret_cast<uint2*>(listed);                   // [capacity] scores and ids, in its place
+    uint4* staged = own_shared + list_units;
+
+    const unsigned existing = existing_values<DYNAMIC, LANES, VALUES>(experts, lane);
+    // A lane past the last token works on the last one again, for a warp's shuffles need all lanes, and writes nothing.
+    const int token = blockIdx.x * (WARPS * 32 / LANES) + slot;
+    const bool live = token < p.tokens;
+    const T* logits = static_cast<const T*>(p.logits) + min(token, p.tokens - 1) * p.row_stride;
+    const OwnRow row{p, shared, staged, logits, experts, lane, biased};
+    if constexpr (Stage::USED) Stage::start(logits, staged, lane);
+    float bias[VALUES], choice[VALUES];
+    row.load_bias(bias);
+    const int valid = load_valid(p);
+    row.load(choice, bias);
+
+    Scores<DYNAMIC> scores{p, scoring};
+    if (scoring == SOFTMAX && (biased || !p.renormalize)) scores.template sum_exponentials<LANES>(choice, existing);
+    const bool any_irregular = choose(row, scores, bias, choice);
+
+    unsigned alive = existing; // the values that may be chosen
+    // Each kept group has two choices that reach its second best, which gives a threshold for free.
+    const bool threshold_from_groups = !DYNAMIC && GROUPS > 1 && EXPERTS > GROUPS && topk <= 2 * p.topk_group;
+    float threshold = -CUDART_INF_F;
+    if (DYNAMIC && groups > 1) {
+        alive = keep_groups<LANES>(p, row, choice, alive, groups, padded_groups, staged);
+    } else if constexpr (!DYNAMIC && GROUPS > 1) {
+        float second;
+        if (!keeps_group<LANES, GROUPS, (BIASED && EXPERTS > GROUPS)>(choice, lane, p.topk_group, second)) alive = 0;
+        if (threshold_from_groups) threshold = lanes_min<LANES>(alive ? second : CUDART_INF_F);
+    }
+    if (!threshold_from_groups && topk <= LANES) threshold = lane_threshold<LANES>(choice, alive, topk);
+
+    const int count = list_candidates<LANES>(row, choice, alive, threshold, topk, capacity, listed);
+    if (scoring == SOFTMAX && !biased && p.renormalize) {
+        // Any common factor cancels in the normalization; the largest logit keeps exp in range.
+        float best = -CUDART_INF_F;
+#pragma unroll 1
+        for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));
+        scores.largest = scores.softmax_argument(lanes_max<LANES>(best));
+    }
+    score_candidates<LANES>(row, scores, listed, count, any_irregular, candidates, score);
+    sort_candidates<LANES>(candidates, score, count, lane, topk, sorted);
+    write_results<LANES>(p, sorted, lane, token, live, valid, topk, columns, experts);
+}

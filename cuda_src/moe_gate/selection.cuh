@@ -1,0 +1,209 @@
+// The choice of experts from a row of choice values that lies in the registers of LANES lanes, VALUES in each: which
+// groups are kept, which choices reach a threshold, and in what order these are.
+//
+// `row` tells which experts a lane holds (Row of moe_gate.cu). A mask has a bit for each value of a lane.
+#pragma once
+#include "common/numeric.cuh"
+#include "common/warp.cuh"
+
+// One 64-bit word that orders candidates: the larger choice first, then the lower id.
+using Candidate = unsigned long long;
+
+__device__ __forceinline__ Candidate make_candidate(float choice, int id) {
+    return (Candidate(sortable(choice)) << 32) | unsigned(~id);
+}
+__device__ __forceinline__ int candidate_id(Candidate candidate) { return ~int(unsigned(candidate)); }
+
+// Candidates that a lane ranks at once.
+template <int LANES> constexpr int AT_ONCE = LANES == 8 ? 2 : 1;
+
+// The rank of each of `own`: how many of the list's `count` entries are greater. Three zeros must follow the entries,
+// for the list is read four at a time.
+template <int COUNT>
+__device__ __forceinline__ void rank_in(const Candidate* list, int count, const Candidate (&own)[COUNT],
+                                        int (&rank)[COUNT]) {
+    const ulonglong2* pairs = reinterpret_cast<const ulonglong2*>(list);
+    int minus_rank[COUNT] = {};
+#pragma unroll 1
+    for (int i = 0; i < count; i += 4, pairs += 2) {
+        const ulonglong2 a = pairs[0], b = pairs[1];
+        const Candidate others[4] = {a.x, a.y, b.x, b.y};
+#pragma unroll
+        for (Candidate other : others)
+#pragma unroll
+            for (int k = 0; k < COUNT; ++k) minus_rank[k] = minus_if_greater(minus_rank[k], other, own[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) rank[k] = -minus_rank[k];
+}
+
+// --- groups ---------------------------------------------------------------------------------------------
+
+// The two largest of the values seen so far.
+struct TopTwo {
+    float best = -CUDART_INF_F, second = -CUDART_INF_F;
+    __device__ __forceinline__ void add(float x) {
+        second = fmaxf(second, fminf(best, x));
+        best = fmaxf(best, x);
+    }
+    __device__ __forceinline__ void merge_with_lane(int step) {
+        const float other_best = __shfl_xor_sync(FULL_WARP, best, step);
+        const float other_second = __shfl_xor_sync(FULL_WARP, second, step);
+        second = fmaxf(fminf(best, other_best), fmaxf(second, other_second));
+        best = fmaxf(best, other_best);
+    }
+    // fmax turns the NaN of -inf + inf into -inf.
+    __device__ __forceinline__ float group_score(bool by_two) const {
+        return by_two ? fmaxf(best + second, -CUDART_INF_F) : best;
+    }
+};
+
+// Whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. BY_TWO: its score is the sum
+// of its two best choices, else its best. `second` becomes its second best choice.
+//
+// A group's rank is the number of groups that beat it, from one shuffle per other group.
+template <int LANES, int GROUPS, bool BY_TWO, int VALUES>
+__device__ __forceinline__ bool keeps_group(const float (&choice)[VALUES], int lane, int topk_group, float& second) {
+    constexpr int LANES_PER_GROUP = LANES / GROUPS;
+    TopTwo top;
+    top.best = choice[0];
+#pragma unroll
+    for (int i = 1; i < VALUES; ++i) top.add(choice[i]);
+#pragma unroll
+    for (int step = LANES_PER_GROUP / 2; step > 0; step /= 2) top.merge_with_lane(step);
+    const unsigned score = sortable(top.group_score(BY_TWO));
+    const int group = lane / LANES_PER_GROUP;
+    int minus_rank = 0;
+#pragma unroll
+    for (int flip = 1; flip < GROUPS; ++flip) {
+        const unsigned theirs = __shfl_xor_sync(FULL_WARP, score, flip * LANES_PER_GROUP);
+        // The other group is the lower one if ours has the highest bit of `flip`: then it wins a tie as well.
+        const unsigned lower = group >> (31 - __clz(flip)) & 1;
+        minus_rank = minus_if_greater(minus_rank, theirs, score - lower);
+    }
+    second = top.second;
+    return -minus_rank < topk_group;
+}
+
+// `alive` without the values whose group is not kept, where each lane holds experts of many groups: dynamic.
+//
+// The choices go to shared memory, where `split` lanes scan a group. Behind each group `split` words stay unused, which
+// puts the lanes that scan neighbouring groups in different banks.
+template <int LANES, typename Params, typename Row, int VALUES>
+__device__ __forceinline__ unsigned keep_groups(const Params& p, const Row& row, const float (&choice)[VALUES],
+                                                unsigned alive, int groups, int padded_groups, uint4* shared) {
+    const int lane = row.lane, log2_split = p.log2_lanes_per_group, split = 1 << log2_split;
+    Candidate* group_list = reinterpret_cast<Candidate*>(shared);                  // [groups + 3]
+    unsigned* group_kept = reinterpret_cast<unsigned*>(shared + (groups + 5) / 2); // [padded_groups] all bits or none
+    float* choice_row = reinterpret_cast<float*>(group_kept + padded_groups);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+        choice_row[row.expert_of(i) + (row.group_of(row.expert_of(i)) << log2_split)] = choice[i];
+    __syncwarp();
+    const int part = lane & (split - 1), groups_at_once = LANES >> log2_split;
+#pragma unroll 1
+    for (int first = 0; first < groups; first += groups_at_once) {
+        const int group = first + (lane >> log2_split);
+        TopTwo top;
+        if (group < groups) {
+            const float* member = choice_row + group * (p.group_size + split) + part;
+            const float* end = member + p.group_size;
+#pragma unroll 4
+            for (; member < end; member += split) top.add(*member);
+        }
+#pragma unroll 1
+        for (int flip = split / 2; flip > 0; flip /= 2) top.merge_with_lane(flip);
+        if (group < groups && part == 0)
+            group_list[group] = make_candidate(top.group_score(p.group_by_two && p.group_size > 1), group);
+    }
+    for (int i = lane; i < 3; i += LANES) group_list[groups + i] = 0;
+    __syncwarp();
+#pragma unroll 1
+    for (int group = lane; group < groups; group += LANES) {
+        const Candidate own[1] = {group_list[group]};
+        int rank[1];
+        rank_in(group_list, groups, own, rank);
+        group_kept[group] = rank[0] < p.topk_group ? ~0u : 0;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) alive &= group_kept[row.group_of(row.expert_of(i))] | ~(1u << i);
+    return alive;
+}
+
+// --- candidates -----------------------------------------------------------------------------------------
+
+// A threshold that at least topk choices reach: the topk-th largest of the lanes' best choices. For topk <= LANES.
+template <int LANES, int VALUES>
+__device__ __forceinline__ float lane_threshold(const float (&choice)[VALUES], unsigned alive, int topk) {
+    float best = -CUDART_INF_F;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+        if (alive >> i & 1) best = fmaxf(best, choice[i]);
+    return from_sortable(lanes_kth_largest<LANES>(sortable(best), topk));
+}
+
+// The slow way to the list: take the best of `reached` topk times.
+template <int LANES, typename Row, int VALUES>
+__device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[VALUES], unsigned reached, int topk,
+                                          int* listed) {
+    for (int k = 0; k < topk; ++k) {
+        float largest_left = -CUDART_INF_F;
+        int at = -1;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            if ((reached >> i & 1) && (at < 0 || choice[i] > largest_left)) largest_left = choice[i], at = i;
+        Candidate best = at < 0 ? 0 : make_candidate(largest_left, row.expert_of(at));
+#pragma unroll
+        for (int flip = LANES / 2; flip > 0; flip /= 2) best = max(best, __shfl_xor_sync(FULL_WARP, best, flip));
+        const int id = candidate_id(best);
+        if (row.lane == 0) listed[k] = id;
+        if (at >= 0 && id == row.expert_of(at)) reached &= ~(1u << at);
+    }
+}
+
+// List the experts whose choices reach the threshold; returns how many there are. Many equal choices or a row in the
+// worst order overflow the list: then it gets the best topk.
+template <int LANES, typename Row, int VALUES>
+__device__ __forceinline__ int list_candidates(const Row& row, const float (&choice)[VALUES], unsigned alive,
+                                               float threshold, int topk, int capacity, int* listed) {
+    // The sign of choice - threshold says which is larger. A funnel shift collects it in one instruction.
+    unsigned below = 0;
+#pragma unroll
+    for (int i = VALUES - 1; i >= 0; --i)
+        below = __funnelshift_l(__float_as_uint(__fsub_rn(choice[i], threshold)), below, 1);
+    unsigned reached = alive & ~below;
+    const int own_count = __popc(reached);
+    const int up_to_own = lanes_inclusive_sum<LANES>(own_count);
+    int count = __shfl_sync(FULL_WARP, up_to_own, LANES - 1, LANES);
+    if (__any_sync(FULL_WARP, count > capacity)) {
+        list_topk<LANES>(row, choice, reached, topk, listed);
+        count = topk;
+    } else {
+        for (int* at = listed + up_to_own - own_count; reached; reached &= reached - 1)
+            *at++ = row.expert_of(__ffs(reached) - 1);
+    }
+    __syncwarp();
+    return count;
+}
+
+// Move each candidate of rank below topk, and its score, to its place: `sorted` has scores and ids, best first.
+template <int LANES>
+__device__ __forceinline__ void sort_candidates(const Candidate* candidates, const float* scores, int count, int lane,
+                                                int topk, uint2* sorted) {
+    constexpr int OWN = AT_ONCE<LANES>;
+    // Nearly always a lane has OWN entries or fewer: loops, but not worth unrolling.
+#pragma unroll 1
+    for (int first = lane; first < count; first += LANES * OWN) {
+        Candidate own[OWN];
+        int rank[OWN];
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) own[k] = candidates[min(first + k * LANES, count)];
+        rank_in(candidates, count, own, rank);
+#pragma unroll
+        for (int k = 0; k < OWN; ++k)
+            if (rank[k] < topk)
+                sorted[rank[k]] = make_uint2(__float_as_uint(scores[first + k * LANES]), candidate_id(own[k]));
+    }
+    __syncwarp();
+}

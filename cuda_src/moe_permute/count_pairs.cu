@@ -1,0 +1,41 @@
+// Count the pairs of each expert in each block of sort_pairs.
+//
+//   counts[b, e] = pairs of expert e among the pairs_per_block pairs from b * pairs_per_block on
+//
+// Launched before sort_pairs where there are so many pairs that each of its blocks should not count them all again.
+//
+// ID: an unsigned type of the size of an id.
+// Grid: the blocks of sort_pairs. A block counts in shared memory; bin `experts` takes the pairs without an expert.
+//
+// Speed of light: it reads each id once and writes experts counts per block, which takes less than a launch does; the
+// chain of one load of an id, one of the map and one atomic in shared memory bounds it. It has no row of its own in the
+// benchmarks.
+#include "moe_permute/pairs.cuh"
+
+struct Params {
+    Pairs pairs;
+    int* counts; // [blocks, experts]
+    int pairs_per_block;
+};
+
+template <typename ID> __global__ void __launch_bounds__(SORT_THREADS) count_pairs(const __grid_constant__ Params p) {
+    constexpr int AT_ONCE = 4;
+    extern __shared__ int shared[];
+    const int experts = p.pairs.experts, threads = blockDim.x;
+    int* count = shared;            // [experts + 1]
+    int* map = count + experts + 1; // [global_experts + 1]
+    for (int e = threadIdx.x; e <= experts; e += threads) count[e] = 0;
+    load_map(p.pairs, map);
+    __syncthreads();
+    const int first = int(blockIdx.x) * p.pairs_per_block;
+    const int end = min(first + p.pairs_per_block, p.pairs.pairs);
+    for (int i = first + int(threadIdx.x); i < end; i += threads * AT_ONCE) {
+        int expert[AT_ONCE];
+        load_experts<ID>(p.pairs, map, i, threads, end, expert);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) atomicAdd(count + expert[j], 1);
+    }
+    __syncthreads();
+    int* counts = p.counts + (long long)blockIdx.x * experts;
+    for (int e = threadIdx.x; e < experts; e += threads) counts[e] = count[e];
+}

@@ -1,0 +1,45 @@
+// Pairs (token, slot) and their experts, as count_pairs and sort_pairs read them.
+#pragma once
+#include "common/units.cuh"
+#include "common/warp.cuh"
+
+constexpr int SORT_THREADS = 1024;
+
+// Pair p = token * topk + slot asks for expert topk_ids[p]; with a map, for expert_map[topk_ids[p]].
+struct Pairs {
+    const void* topk_ids;  // [pairs]  ID
+    const int* expert_map; // [global_experts], may be null
+    int pairs;
+    int global_experts; // experts that the ids name
+    int experts;        // experts here, 0 .. experts - 1
+};
+
+// The experts of the pairs first, first + step, ...; p.experts for a pair without one, and for those from `end` on. All
+// ids are loaded before the first is used, so that NUMBER loads are in flight. ID is unsigned: a negative id is past
+// all experts.
+template <typename ID, int NUMBER>
+__device__ __forceinline__ void load_experts(const Pairs& p, const int* map, int first, int step, int end,
+                                             int (&expert)[NUMBER]) {
+    ID id[NUMBER];
+#pragma unroll
+    for (int j = 0; j < NUMBER; ++j) {
+        const int pair = first + j * step;
+        id[j] = ID(p.global_experts);
+        if (pair < end) id[j] = static_cast<const ID*>(p.topk_ids)[pair];
+    }
+#pragma unroll
+    for (int j = 0; j < NUMBER; ++j) expert[j] = int(min(id[j], ID(p.global_experts)));
+    if (p.expert_map) {
+#pragma unroll
+        for (int j = 0; j < NUMBER; ++j) expert[j] = map[expert[j]];
+    }
+#pragma unroll
+    for (int j = 0; j < NUMBER; ++j) expert[j] = int(min(unsigned(expert[j]), unsigned(p.experts)));
+}
+
+// Copy the map to shared memory: [global_experts + 1], where the last entry serves all ids that name no expert.
+__device__ __forceinline__ void load_map(const Pairs& p, int* map) {
+    if (p.expert_map)
+        for (int i = threadIdx.x; i <= p.global_experts; i += int(blockDim.x))
+            map[i] = i < p.global_experts ? p.expert_map[i] : -1;
+}

@@ -1,0 +1,76 @@
+// Copy the row of each token to the rows of all its slots.
+//
+//   out[inverse[t, s]]       = src[t]           where 0 <= inverse[t, s] < rows
+//   out_scale[inverse[t, s]] = scale[t]
+//
+// A gather would read a token's row once per slot; here it is read once and written topk times.
+//
+// BYTES: a unit of a row, the width of a load. ITEMS: units of a row that a thread holds.
+//
+// Grid: a block has blockDim.y tokens and a part of their columns (Tiling). Thread (x, y) has the units x, x +
+// blockDim.x, ... of that part of token y.
+//
+// Speed of light: memory. A token's row is read once and written topk times, (1 + topk) * hidden elements; there is no
+// arithmetic. On an H200 it reaches 86% to 87% of a copy's bandwidth from 1024 tokens of 8 slots and 7168 bfloat16 on
+// (284 us for 8192 of them); 64 tokens take 3.7 us, 53%.
+#include "moe_permute/rows.cuh"
+
+struct Params {
+    const void* src;    // [tokens, columns], rows `row_stride` units apart
+    const int* inverse; // [tokens, topk]
+    void* out;          // [rows, columns]
+    const float* scale; // [tokens, scale_columns], rows `scale_stride` apart; null: none
+    float* out_scale;   // [rows, scale_columns]
+    long long row_stride, scale_stride;
+    int topk;
+    int rows;
+    int scale_columns;
+    Tiling tiling;
+};
+
+template <int BYTES, int ITEMS>
+__global__ void __launch_bounds__(ROW_THREADS, 4) permute_rows(const __grid_constant__ Params p) {
+    using Unit = typename UnitOf<BYTES>::Type;
+    constexpr int SLOTS = 8;
+    const int chunk = p.tiling.chunk(), token = p.tiling.token();
+    if (token >= p.tiling.tokens) return;
+    const int first = chunk * p.tiling.tile_columns + int(threadIdx.x);
+    const int end = min((chunk + 1) * p.tiling.tile_columns, p.tiling.columns);
+    const Unit* src = static_cast<const Unit*>(p.src) + token * p.row_stride;
+    const int* inverse = p.inverse + (long long)token * p.topk;
+
+    Unit unit[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        const int column = first + i * int(blockDim.x);
+        if (column < end) unit[i] = src[column];
+    }
+    const bool all = first + (ITEMS - 1) * int(blockDim.x) < end;
+    for (int slot = 0; slot < p.topk; slot += SLOTS) {
+        int row[SLOTS];
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s) row[s] = slot + s < p.topk ? inverse[slot + s] : -1;
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s) {
+            if (unsigned(row[s]) >= unsigned(p.rows)) continue;
+            Unit* out = static_cast<Unit*>(p.out) + (long long)row[s] * p.tiling.columns + first;
+            // Nearly every thread has all its units in the row: one test for all of them.
+            if (all) {
+#pragma unroll
+                for (int i = 0; i < ITEMS; ++i) out[i * int(blockDim.x)] = unit[i];
+            } else {
+#pragma unroll
+                for (int i = 0; i < ITEMS - 1; ++i)
+                    if (first + i * int(blockDim.x) < end) out[i * int(blockDim.x)] = unit[i];
+            }
+        }
+    }
+    if (p.scale && chunk == 0)
+        for (int column = threadIdx.x; column < p.scale_columns; column += int(blockDim.x)) {
+            const float scale = p.scale[token * p.scale_stride + column];
+            for (int slot = 0; slot < p.topk; ++slot) {
+                const int row = inverse[slot];
+                if (unsigned(row) < unsigned(p.rows)) p.out_scale[(long long)row * p.scale_columns + column] = scale;
+            }
+        }
+}

@@ -1,0 +1,139 @@
+// Normalize or filter whole rows of logits or probabilities.
+//
+//   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature)
+//   TOP_K_RENORM  the k largest probabilities / their sum, 0 elsewhere
+//   TOP_P_RENORM  the fewest largest probabilities with the share top_p of the row's sum / their sum, 0 elsewhere
+//   TOP_K_MASK    the k largest logits, -inf elsewhere
+//
+// Ties go to the lower id. Rows with nothing to normalize become 0, rows with NaN become NaN; with TOP_K_MASK both stay
+// as they are.
+//
+// Grid: CLUSTER blocks per row, which share it as row.cuh says.
+//
+// Speed of light: memory, each value read once and written once; what shared memory does not hold is read again from
+// L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, 68% of the bandwidth of a copy; top-k takes 125
+// us. For one row the bound is latency: 7 us for the softmax. So it is for top-p, whose search is a chain of passes,
+// each with a barrier of the cluster: 51 us for one row, 525 us for 256.
+#include "sampling/first_pass.cuh"
+#include "sampling/params.cuh"
+#include "sampling/search.cuh"
+
+enum Mode { SOFTMAX, TOP_K_RENORM, TOP_P_RENORM, TOP_K_MASK };
+
+__device__ __forceinline__ void store_four(float* to, const float* x) {
+    __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+}
+
+template <typename T> __device__ __forceinline__ void store_four(T* to, const float* x) {
+    uint2 bits;
+    T* values = reinterpret_cast<T*>(&bits);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) values[c] = from_float<T>(x[c]);
+    __stcs(reinterpret_cast<uint2*>(to), bits);
+}
+
+template <typename T, Mode MODE> struct OutOf {
+    using type = T;
+};
+template <typename T> struct OutOf<T, SOFTMAX> {
+    using type = float;
+};
+
+struct RenormalizeParams {
+    const void* values;       // [rows, vocab] T
+    void* out;                // [rows, vocab] T; float32 for SOFTMAX
+    const float* temperature; // [rows], or null for the scalar; so are top_p and top_k
+    const float* top_p;
+    const void* top_k; // int32, or int64 if wide
+    long long row_stride;
+    int vocab, scalar_top_k;
+    Layout layout;
+    int wide;
+    int single; // the array holds one number for all rows
+    float scalar_temperature, scalar_top_p;
+};
+
+__device__ __forceinline__ float scale_of(float temperature) {
+    float scale = LOG2_E / temperature;
+    if (!(scale > 0 && scale < BEST_ALONE)) scale = BEST_ALONE;
+    return scale;
+}
+
+// Find what becomes of a row. A token gets weight * factor * inverse if the bound keeps it, otherwise 0. In a row that
+// is not valid all tokens get `inverse`.
+template <Mode MODE, typename Row>
+__device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top_k, float top_p, bool& valid,
+                                          Bound& bound, float& factor, float& inverse) {
+    valid = x.valid();
+    bound = {-CUDART_INF_F, NO_ID};
+    inverse = 0, factor = 1;
+    if (valid) {
+        float sum;
+        int winner;
+        find_sum_and_winner(x, sum, winner);
+        Search found = {bound, 1};
+        if (MODE == SOFTMAX && x.scale == BEST_ALONE) found.bound = {x.top, best<Row>(found.passes++)};
+        if ((MODE == TOP_K_RENORM || MODE == TOP_K_MASK) && top_k < vocab)
+            found = top_k_bound<Row>(found.passes, top_k);
+        if (MODE == TOP_P_RENORM && top_p < 1) found = bound_by_search<Row, false>(found.passes, top_p * sum);
+        bound = found.bound;
+        if (bound.value > -CUDART_INF_F && MODE != TOP_K_MASK) sum = mass<Row>(found.passes, bound);
+        // The reciprocal of the smallest sums is no float, that of the sum times `factor` is.
+        if (Row::IS_PROBS && sum < 0x1p-100f) factor = 0x1p100f;
+        inverse = 1 / (sum * factor);
+    } else if (MODE != TOP_K_MASK) {
+        inverse = x.top != x.top ? CUDART_NAN_F : 0.f;
+    }
+}
+
+extern __shared__ float4 shared[];
+
+template <typename T, Mode MODE, int CLUSTER>
+__global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
+    renormalize(const __grid_constant__ RenormalizeParams params) {
+    if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
+        using RowOfT = Row<T, MODE == TOP_K_RENORM || MODE == TOP_P_RENORM, CLUSTER>;
+        const int i = blockIdx.x / CLUSTER;
+        const float temperature =
+            params.temperature ? params.temperature[params.single ? 0 : i] : params.scalar_temperature;
+        const float top_p = params.top_p ? params.top_p[params.single ? 0 : i] : params.scalar_top_p;
+        const float scale = scale_of(temperature);
+        long long top_k =
+            params.top_k ? integer_at(params.top_k, params.wide, params.single ? 0 : i) : params.scalar_top_k;
+        if (top_k < 1 || top_k > params.vocab) top_k = params.vocab;
+
+        RowOfT x(static_cast<const T*>(params.values) + i * params.row_stride, nullptr, params.vocab, params.layout,
+                 scale, shared, &common<RowOfT>().list_size);
+        load<false>(x, {});
+        x.top = find_top(x);
+        if (threadIdx.x == 0) store(x);
+        __syncthreads();
+        bool valid;
+        Bound bound;
+        float factor, inverse;
+        find_norm<MODE>(x, params.vocab, top_k, top_p, valid, bound, factor, inverse);
+
+        using Out = typename OutOf<T, MODE>::type;
+        Out* out = static_cast<Out*>(params.out) + (long long)i * params.vocab;
+        const bool vectors =
+            params.vocab % 4 == 0 && reinterpret_cast<unsigned long long>(out) % (4 * sizeof(Out)) == 0;
+        for (int local = x.warp; local < x.local_tiles; local += x.warps) {
+            float y[4];
+            x.for_each(local, [&](int id, float value, int c) {
+                const bool kept = keeps(bound, value, id);
+                if (MODE == TOP_K_MASK)
+                    // The passes see +inf as the largest float; the result has it again.
+                    y[c] = !(kept || !valid) ? -CUDART_INF_F : value == LARGEST_FLOAT ? x.at_memory(id) : value;
+                else if (valid)
+                    y[c] = kept ? x.weight(value) * factor * inverse : 0.f;
+                else
+                    y[c] = inverse;
+                if (vectors) {
+                    if (c == 3 && id < params.vocab) store_four(out + id - 3, y);
+                } else if (id < params.vocab) {
+                    out[id] = from_float<Out>(y[c]);
+                }
+            });
+        }
+    }
+}

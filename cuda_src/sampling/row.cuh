@@ -1,0 +1,221 @@
+// A row of logits or probabilities as a cluster of blocks holds it: which values a thread reads, from where, and how
+// the blocks tell each other what they found.
+//
+// The vocabulary is cut into tiles of TILE ids, which are shared out to the blocks of the cluster and there to the
+// warps. A warp reads a tile: lane l holds in tile t the group of 32 ids {1024 t + 128 j + 4 l + c : j < 8, c < 4},
+// which it alone reads, first from global memory and then from shared memory, as far as that holds the row.
+//
+// What a pass over the row finds, such as a sum, a warp writes into a slot per tile, in the shared memory of every
+// block of the cluster. After a barrier each warp adds up all slots of its own block, always in the same order: nobody
+// has to hand the result out, and all get the same bits.
+#pragma once
+#include "common/cluster.cuh"
+#include "common/warp.cuh"
+#include "sampling/order.cuh"
+
+constexpr int TILE = 1024;
+constexpr int MIN_WARPS = 6, MAX_WARPS = 16;
+constexpr int MAX_TOPS = 256;  // largest values of parts of tiles, of a whole row
+constexpr int CAPACITY = 192;  // candidates that can be ranked, one by a thread
+constexpr int MAX_LISTED = 96; // the largest k that is looked for among candidates
+
+// The sizes that the host lays shared memory out by.
+struct Layout {
+    int tiles; // of the row
+    int tiles_per_block;
+    int cached_tiles;  // of a block, in shared memory; the others are read again
+    int tops_per_tile; // a power of two
+    int topped_tiles;  // of a block, the first ones: those whose lanes' largest values are kept
+};
+
+template <typename T> struct VectorOf {
+    using type = uint2;
+};
+template <> struct VectorOf<float> {
+    using type = uint4;
+};
+
+template <bool PROBS> __device__ __forceinline__ float combine(float x, float y) { return PROBS ? x - y : x + y; }
+
+// The four values from `id` on, where they cannot be read as a vector, or are combined with those of another row.
+// Values behind the end of the row weigh nothing. Not inlined: it would be compiled dozens of times.
+template <typename T, bool PROBS>
+__device__ __noinline__ float4 slow_four(const T* values, const T* second, int vocab, int id) {
+    float x[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        x[c] = id + c < vocab ? to_float(values[id + c]) : PROBS ? 0.f : -CUDART_INF_F;
+        if (second && id + c < vocab) x[c] = combine<PROBS>(x[c], to_float(second[id + c]));
+    }
+    return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+// A row in float32, of probabilities (PROBS) or logits. The passes over it are in the files that include this one.
+template <typename T, bool PROBS, int CLUSTER> struct Row {
+    using Vector = typename VectorOf<T>::type;
+    static constexpr bool IS_PROBS = PROBS;
+    static constexpr int BLOCKS = CLUSTER;
+    static constexpr float LEAST = PROBS ? 0.f : -LARGEST_FLOAT; // the smallest finite value
+
+    const T* values;
+    const T* second; // added to logits, subtracted from probabilities; or null
+    int vocab;
+    Layout layout;
+    float scale; // log2(e) / temperature
+    int lane, warp, warps;
+    int first_tile, local_tiles; // of this block
+    int turn;                    // the half of the slots that the next pass writes
+    float4* cache;               // [cached_tiles, 8, 32]
+    uint4* slots;                // [2, tiles]
+    unsigned long long* list;    // [CAPACITY]
+    float* lane_tops;            // [topped_tiles, 32], the largest values of the groups
+    float* tops;                 // [tiles, tops_per_tile], the largest values of parts of all tiles
+    int* list_size;
+    float top; // the largest value, after `find_top`
+
+    __device__ Row(const T* values, const T* second, int vocab, Layout layout, float scale, float4* shared,
+                   int* list_size)
+        : values(values), second(second), vocab(vocab), layout(layout), scale(scale), lane(threadIdx.x % 32),
+          warp(threadIdx.x / 32), warps(blockDim.x / 32), turn(0), cache(shared), list_size(list_size) {
+        first_tile = cluster_rank<CLUSTER>() * layout.tiles_per_block;
+        local_tiles = max(0, min(layout.tiles_per_block, layout.tiles - first_tile));
+        slots = reinterpret_cast<uint4*>(cache + layout.cached_tiles * (TILE / 4));
+        list = reinterpret_cast<unsigned long long*>(slots + 2 * layout.tiles);
+        lane_tops = reinterpret_cast<float*>(list + CAPACITY);
+        tops = lane_tops + layout.topped_tiles * 32;
+    }
+
+    // --- reading --------------------------------------------------------------------------------------
+
+    // The e-th id of a lane's group.
+    __device__ __forceinline__ int id_of(int tile, int in_lane, int e) const {
+        return tile * TILE + 128 * (e / 4) + 4 * in_lane + e % 4;
+    }
+
+    // Whether all of a tile's values can be read as vectors.
+    __device__ __forceinline__ bool whole(const T* from, int tile) const {
+        return reinterpret_cast<unsigned long long>(from) % sizeof(Vector) == 0 && (tile + 1) * TILE <= vocab;
+    }
+
+    __device__ __forceinline__ float4 unpack(Vector bits) const {
+        const T* x = reinterpret_cast<const T*>(&bits);
+        return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
+    }
+
+    // Logits up to the largest float: a difference of infinities would be NaN. Probabilities from 0 on: what is
+    // negative weighs nothing.
+    __device__ __forceinline__ float limit(float x) const {
+        return PROBS ? max_or_nan(x, 0.f) : min_or_nan(x, LARGEST_FLOAT);
+    }
+
+    __device__ __forceinline__ float4 limit(float4 x) const {
+        return make_float4(limit(x.x), limit(x.y), limit(x.z), limit(x.w));
+    }
+
+    __device__ __forceinline__ float largest(float4 x) const {
+        return max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
+    }
+
+    // A value as it lies in global memory.
+    __device__ __forceinline__ float at_memory(int id) const { return to_float(values[id]); }
+
+    // A value as the passes see it.
+    __device__ __forceinline__ float at(int id) const {
+        const float x = at_memory(id);
+        return limit(second ? combine<PROBS>(x, to_float(second[id])) : x);
+    }
+
+    __device__ __forceinline__ float4 combined_at(int id) const {
+        return limit(slow_four<T, PROBS>(values, second, vocab, id));
+    }
+
+    // Call take(id, value, c) for the values of this lane's group of a tile; c is the value's place in its four.
+    template <typename Take> __device__ __forceinline__ void for_each(int local, Take take) const {
+        const int tile = first_tile + local;
+        const int first = id_of(tile, lane, 0);
+        const bool fast = whole(values, tile) && !second;
+        // In two halves: 32 values at once would fill the registers.
+#pragma unroll 1
+        for (int half = 0; half < 8; half += 4) {
+            float4 four[4];
+            if (local < layout.cached_tiles) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) four[j] = cache[(local * 8 + half + j) * 32 + lane];
+            } else if (fast) {
+                Vector bits[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    bits[j] = *reinterpret_cast<const Vector*>(values + first + 128 * (half + j));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) four[j] = limit(unpack(bits[j]));
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) four[j] = combined_at(first + 128 * (half + j));
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int id = first + 128 * (half + j);
+                take(id, four[j].x, 0), take(id + 1, four[j].y, 1), take(id + 2, four[j].z, 2),
+                    take(id + 3, four[j].w, 3);
+            }
+        }
+    }
+
+    // --- weights --------------------------------------------------------------------------------------
+
+    // exp of a value's distance from a reference, which must be finite; a probability as it is.
+    __device__ __forceinline__ float relative(float x, float reference) const {
+        return PROBS ? x : fast_exp2((x - reference) * scale);
+    }
+
+    __device__ __forceinline__ float weight(float x) const { return relative(x, top); }
+
+    // Probabilities may be so small that fast_log2 would take them for 0.
+    __device__ __forceinline__ float log2_of(float x) const { return PROBS ? __log2f(x) : fast_log2(x); }
+
+    // log2 of the factor from a weight relative to `from` to the same relative to `to`.
+    __device__ __forceinline__ float shift(float from, float to) const { return PROBS ? 0.f : (from - to) * scale; }
+
+    // Whether there is something to draw, and no NaN; once `top` is known.
+    __device__ __forceinline__ bool valid() const {
+        return PROBS ? top > 0 && top <= LARGEST_FLOAT : top >= -LARGEST_FLOAT;
+    }
+
+    // --- candidates -----------------------------------------------------------------------------------
+
+    // By one thread: the list is empty.
+    __device__ __forceinline__ void clear_list() {
+        if (threadIdx.x == 0) *list_size = 0;
+    }
+
+    __device__ __forceinline__ Bound bound_at(int rank) const {
+        const unsigned long long found = list[rank];
+        return {from_sortable(unsigned(found >> 32)), int(~unsigned(found))};
+    }
+
+    // Whether the k best are looked for among candidates. It is the same for all variants: the two ways round their
+    // sums differently.
+    __device__ __forceinline__ bool lists(int k) const {
+        return k <= MAX_LISTED && 2 * k <= layout.tiles * layout.tops_per_tile;
+    }
+
+    // --- slots ----------------------------------------------------------------------------------------
+
+    // Leave what a pass has found in a tile, in every block. All lanes must have it.
+    __device__ __forceinline__ void leave(int tile, uint4 found) {
+        if (lane < CLUSTER) dsmem_store<CLUSTER>(lane, &slots[turn * layout.tiles + tile], found);
+    }
+
+    // Wait for the slots of a pass. The next pass writes the others: a slow block may still read these.
+    __device__ __forceinline__ const uint4* slots_of_pass() {
+        cluster_sync<CLUSTER>();
+        const uint4* read = slots + turn * layout.tiles;
+        turn ^= 1;
+        return read;
+    }
+
+    // An upper bound of the values of this lane's group.
+    __device__ __forceinline__ float lane_top(int local) const {
+        return local < layout.topped_tiles ? lane_tops[local * 32 + lane] : CUDART_INF_F;
+    }
+};

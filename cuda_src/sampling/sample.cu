@@ -1,0 +1,298 @@
+// Draw a token from each row of logits or probabilities, of those that top-k, top-p and min-p leave.
+//
+//   weight(i) = exp((x[i] - max x) / temperature)        of logits
+//   weight(i) = max(x[i], 0)                             of probabilities
+//   kept      = a prefix of the tokens in order of x, largest first, ties by the lower id
+//   token     = i with probability weight(i) / sum of the kept weights
+//
+// The draw has two steps, so that it needs few random numbers and no running sums over the row. The vocabulary is cut
+// into groups of 32 ids. First the groups race: group g, whose kept weights sum to W[g], arrives after an exponentially
+// distributed time of rate W[g], so the first is g with probability W[g] / sum W (the Gumbel-max trick, for groups).
+// Then one of its ids is drawn by its share. Both random numbers come from Philox at (seed, offset, round, g), so that
+// the token depends on nothing else, and on no order of execution.
+//
+// Top-p is drawn by rejection (as in FlashInfer, but with the race): a drawn token is taken if the tokens before it, in
+// order, have less than the share top_p of the sum; otherwise it and all behind it are dropped, and the draw is
+// repeated. That gives the distribution over the kept set without a search for its bound, in at most 1 + ln(1 / top_p)
+// rounds on average.
+//
+// With drafts the kernel verifies a chain of draft tokens first (speculative sampling), and draws from the row of the
+// first one that is refused.
+//
+// Grid: CLUSTER blocks per row, which share it as row.cuh says. PROBS: rows of probabilities, otherwise of logits.
+//
+// Speed of light: memory, each value read once; filters read again, from L2, what shared memory does not hold. On an
+// H200 256 rows of 128256 float32 logits take 52 us without filters, 59% of the bandwidth of a copy, and 80 us with
+// top-k 40 and top-p 0.9. For one row the bound is latency, of the load, the barriers of the cluster and the draw: 7.6
+// us, and 13 us with these filters.
+#include "sampling/draw_listed.cuh"
+#include "sampling/first_pass.cuh"
+#include "sampling/params.cuh"
+#include "sampling/search.cuh"
+
+// The bits of the parameters in SampleParams::wide (an array of int64, not int32) and ::single (one number for all
+// rows).
+enum Parameter { TOP_K = 1, SEED = 2, OFFSET = 4, TEMPERATURE = 8, TOP_P = 16, MIN_P = 32 };
+constexpr int INDICES = 8; // in `wide` alone, where TEMPERATURE has no use
+
+struct SampleParams {
+    const void* values;       // [rows, vocab] T: logits, or probabilities
+    const void* second;       // the bias [vocab] T of logits; draft probabilities [batch, drafts, vocab] T; or null
+    int* ids;                 // [batch]; with drafts [batch, drafts + 1]
+    unsigned char* valid;     // [batch] bool, or null
+    float* logprobs;          // [batch], or null
+    const float* temperature; // [batch], or null for the scalar below; so are the parameters up to `offset`
+    const float* top_p;
+    const float* min_p;
+    const void* top_k;
+    const void* seed;
+    const void* offset;
+    const void* indices;     // [batch]: the row of each, or null
+    unsigned char* finished; // [batch] bool, or null
+    int* sequence_length;    // [batch], or null
+    const int* draft_ids;    // [batch, drafts], or null
+    int* accepted;           // [batch]
+    int* emitted;            // [batch]
+    long long row_stride;
+    unsigned long long scalar_seed, scalar_offset;
+    int own_offsets; // the offset of row i is scalar_offset + i
+    int rows, vocab, scalar_top_k, end_id, drafts;
+    Layout layout;
+    int wide;
+    int single;
+    int joint; // top_p is a share of the sum of the whole row, not of what top-k keeps
+    float scalar_temperature, scalar_top_p, scalar_min_p;
+};
+
+// The parameters of a row.
+struct Request {
+    Stream stream;
+    float scale, top_p, min_p; // scale: log2(e) / temperature
+    int top_k;
+    bool greedy; // the best token
+};
+
+template <bool PROBS> __device__ __forceinline__ Request request_of(const SampleParams& params, int i) {
+    const auto place = [&](int bit) { return params.single & bit ? 0 : i; };
+    Request request;
+    request.stream.seed = params.seed ? integer_at(params.seed, params.wide & SEED, place(SEED)) : params.scalar_seed;
+    request.stream.offset = params.offset ? integer_at(params.offset, params.wide & OFFSET, place(OFFSET))
+                                          : params.scalar_offset + (params.own_offsets ? i : 0);
+    const float temperature = params.temperature ? params.temperature[place(TEMPERATURE)] : params.scalar_temperature;
+    request.top_p = params.top_p ? params.top_p[place(TOP_P)] : params.scalar_top_p;
+    request.min_p = params.min_p ? params.min_p[place(MIN_P)] : params.scalar_min_p;
+    const long long k =
+        params.top_k ? integer_at(params.top_k, params.wide & TOP_K, place(TOP_K)) : params.scalar_top_k;
+    request.top_k = k < 1 || k > params.vocab ? params.vocab : k;
+    request.scale = LOG2_E / temperature;
+    request.greedy = request.top_k == 1;
+    if (!PROBS && !(request.scale > 0 && request.scale < BEST_ALONE)) {
+        request.greedy = true;
+        request.scale = BEST_ALONE;
+    }
+    return request;
+}
+
+// Write the results of a sequence that was finished before; by one thread.
+__device__ __forceinline__ void write_finished(const SampleParams& params, int i) {
+    params.ids[i] = params.end_id;
+    if (params.valid) params.valid[i] = true;
+    if (params.logprobs) params.logprobs[i] = 0;
+}
+
+// Write the results of a row, by one thread: the drawn id, whose place in the ids is `drawn_at`, and its
+// log-probability from its value and the sum of all weights of the row.
+template <bool PROBS, typename Row>
+__device__ __forceinline__ void write_result(const SampleParams& params, int i, long long drawn_at, const Row& x,
+                                             int id, float value, float sum) {
+    params.ids[drawn_at] = id;
+    if (params.valid) params.valid[i] = x.valid();
+    if (params.logprobs) {
+        const float log2_prob = (PROBS ? x.log2_of(value) : (value - x.top) * x.scale) - x.log2_of(sum);
+        params.logprobs[i] = x.valid() ? log2_prob / LOG2_E : -CUDART_INF_F;
+    }
+    if (params.sequence_length) params.sequence_length[i] += 1;
+    if (params.finished) params.finished[i] = id == params.end_id;
+}
+
+// --- speculative sampling ---------------------------------------------------------------------------------
+
+// Find the first draft that is refused, `drafts` if none is, and how many are accepted, each for itself. A draft is
+// accepted with probability min(1, target / draft) of its token. Each warp goes through all drafts, so no barrier is
+// needed.
+template <typename T>
+__device__ __forceinline__ void verify_drafts(const SampleParams& params, int i, Stream stream, int& refused,
+                                              int& accepted) {
+    refused = params.drafts, accepted = 0;
+    for (int base = 0; base < params.drafts; base += 32) {
+        const int n = base + threadIdx.x % 32;
+        bool accept = false;
+        if (n < params.drafts) {
+            const long long at = (long long)i * params.drafts + n;
+            const int id = params.draft_ids[at];
+            if (id >= 0 && id < params.vocab) {
+                const float draft = to_float(static_cast<const T*>(params.second)[at * params.vocab + id]);
+                const float target = to_float(static_cast<const T*>(params.values)[(at + i) * params.vocab + id]);
+                accept = uniform(stream.at(n, ~0u).z) * draft < target;
+            }
+        }
+        const unsigned inside = params.drafts - base >= 32 ? ~0u : (1u << (params.drafts - base)) - 1;
+        const unsigned accepts = __ballot_sync(FULL_WARP, accept);
+        accepted += __popc(accepts);
+        if (refused == params.drafts && (inside & ~accepts)) refused = base + __ffs(inside & ~accepts) - 1;
+    }
+}
+
+// Write the ids of a row but for the one that is drawn, at `refused`; by one block.
+__device__ __forceinline__ void write_drafts(const SampleParams& params, int i, int refused, int accepted) {
+    for (int n = threadIdx.x; n <= params.drafts; n += blockDim.x)
+        if (n != refused)
+            params.ids[(long long)i * (params.drafts + 1) + n] =
+                n < refused ? params.draft_ids[(long long)i * params.drafts + n] : -1;
+    if (threadIdx.x == 0) params.accepted[i] = accepted, params.emitted[i] = refused;
+}
+
+// --- the draw ---------------------------------------------------------------------------------------------
+
+// Draw a token of what top-k, top-p and min-p leave, by rounds over the row. `done` is false before and true after.
+// Min-p keeps the values from `min_p_value` on. `winner` is the group that wins the first round if nothing is filtered
+// before it.
+template <bool PROBS, typename Row>
+__device__ __forceinline__ void draw_by_rounds(const SampleParams& params, const Request& request, const Row& x,
+                                               float min_p_value, int winner, int passes, Bound& drawn, bool& done) {
+    Common<Row>& shared = common<Row>();
+    const float top_p = request.top_p;
+    Bound bound = {-CUDART_INF_F, NO_ID};
+    if (request.top_k < params.vocab) {
+        const Search found = bound_by_search<Row, true>(passes, request.top_k);
+        bound = found.bound, passes = found.passes;
+    }
+    float of_sum = shared.sum; // what top_p is a share of
+    if (top_p < 1 && !params.joint && bound.value > -CUDART_INF_F) of_sum = mass<Row>(passes++, bound);
+    if (min_p_value > -CUDART_INF_F) bound = tighter(bound, {min_p_value, NO_ID});
+    // The best token alone reaches top_p.
+    if (top_p < 1 && !(top_p * of_sum > (PROBS ? x.top : 1.f))) {
+        drawn.id = best<Row>(passes++);
+        done = true;
+    }
+    for (unsigned round = 0; !done; ++round) {
+        const bool all = !(bound.value > -CUDART_INF_F);
+        const Bound found = draw_round<Row>(passes, bound, all ? winner : -1, round, request.stream);
+        if (!all) ++passes;
+        if (threadIdx.x == 0) shared.drawn = found;
+        __syncthreads();
+        drawn = shared.drawn;
+        if (!(top_p < 1)) break;
+        bound = {drawn.value, drawn.id - 1};
+        done = mass<Row>(passes++, bound) < top_p * of_sum;
+    }
+}
+
+// Draw with filters, after the first pass.
+template <bool PROBS, typename Row>
+__device__ __forceinline__ void sample_filtered(const SampleParams& params, int i, long long drawn_at, int winner) {
+    const Request request = request_of<PROBS>(params, i);
+    Common<Row>& shared = common<Row>();
+    const Row& x = stored<Row>();
+    const bool first_block = cluster_rank<Row::BLOCKS>() == 0;
+    int passes = 1;
+    Bound drawn = {x.top, 0};
+    if (x.valid()) {
+        const float min_p = fminf(request.min_p, 1.f);
+        const float min_p_value = !(min_p > 0) ? -CUDART_INF_F
+                                  : PROBS      ? x.top * min_p
+                                               : x.top + fast_log2(min_p) / x.scale;
+        bool done = false;
+        if (request.greedy) {
+            drawn.id = best<Row>(passes++);
+            done = true;
+        } else if (request.top_k < params.vocab && x.lists(request.top_k)) {
+            const int size = gather<Row>(passes++, 1, shared.low, CUDART_INF_F);
+            if (size <= CAPACITY) {
+                if (!first_block) return;
+                const float all_sum = params.joint && request.top_p < 1 ? shared.sum : 0.f;
+                drawn = draw_listed<Row>(size, request.top_k, min_p_value, request.top_p, all_sum, request.stream);
+                done = true;
+            }
+        }
+        if (!done) draw_by_rounds<PROBS>(params, request, x, min_p_value, winner, passes, drawn, done);
+    }
+    if (first_block && threadIdx.x == 0) write_result<PROBS>(params, i, drawn_at, x, drawn.id, drawn.value, shared.sum);
+}
+
+// Draw without filters, by one warp: a token of the group that won the race.
+template <bool PROBS, typename Row>
+__device__ __forceinline__ void draw_unfiltered(const SampleParams& params, Stream stream, int i, long long drawn_at,
+                                                const Row& x, int winner, float sum) {
+    int id = 0;
+    float value = 0;
+    const Bound all = {-CUDART_INF_F, NO_ID};
+    if (x.valid()) id = draw(x, winner, all, 0, stream, value);
+    if (x.lane == 0) write_result<PROBS>(params, i, drawn_at, x, id, value, sum);
+}
+
+extern __shared__ float4 shared[];
+
+template <typename T, bool PROBS, int CLUSTER>
+__global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
+    sample(const __grid_constant__ SampleParams params) {
+    if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
+        const int i = blockIdx.x / CLUSTER;
+        const bool first_block = cluster_rank<CLUSTER>() == 0;
+        if (params.finished && params.finished[i]) {
+            if (first_block && threadIdx.x == 0) write_finished(params, i);
+            return;
+        }
+        long long row = params.indices ? integer_at(params.indices, params.wide & INDICES, i) : i;
+        row = max(0ll, min(row, (long long)params.rows - 1));
+        const T* second = static_cast<const T*>(params.second);
+        long long drawn_at = i;
+        const Request request = request_of<PROBS>(params, i);
+        if (PROBS && params.draft_ids) {
+            int refused, accepted;
+            verify_drafts<T>(params, i, request.stream, refused, accepted);
+            drawn_at = row = (long long)i * (params.drafts + 1) + refused;
+            second =
+                refused < params.drafts ? second + ((long long)i * params.drafts + refused) * params.vocab : nullptr;
+            if (first_block) write_drafts(params, i, refused, accepted);
+        }
+
+        using RowOfT = Row<T, PROBS, CLUSTER>;
+        Common<RowOfT>& in_common = common<RowOfT>();
+        RowOfT x(static_cast<const T*>(params.values) + row * params.row_stride, second, params.vocab, params.layout,
+                 request.scale, shared, &in_common.list_size);
+        const bool listing = !request.greedy && request.top_k < params.vocab && x.lists(request.top_k);
+        const bool plain =
+            !request.greedy && request.top_k == params.vocab && !(request.top_p < 1) && !(request.min_p > 0);
+        int winner = 0;
+        while (true) {
+            load<true>(x, request.stream);
+            if (x.warp == 0) {
+                float sum = 0;
+                x.top = find_top(x);
+                if (!listing || (params.joint && request.top_p < 1) || params.logprobs)
+                    find_sum_and_winner(x, sum, winner);
+                // The target may be the draft but for rounding, so that nothing is left: then the target alone is drawn
+                // from.
+                const bool again = PROBS && x.second && !x.valid();
+                if (plain && first_block && !again)
+                    draw_unfiltered<PROBS>(params, request.stream, i, drawn_at, x, winner, sum);
+                if (x.lane == 0) {
+                    in_common.sum = sum;
+                    store(x);
+                }
+                if (listing && x.valid()) {
+                    const float low = reached_by(x, request.top_k);
+                    if (x.lane == 0) in_common.low = low;
+                }
+            }
+            if (plain && !x.second) return;
+            __syncthreads();
+            if (!PROBS || !x.second || stored<RowOfT>().valid()) break;
+            x.second = nullptr;
+            x.turn = 0;
+            cluster_sync<CLUSTER>();
+        }
+        if (!plain) sample_filtered<PROBS, RowOfT>(params, i, drawn_at, winner);
+    }
+}
