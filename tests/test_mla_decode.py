@@ -742,7 +742,7 @@ def test_every_gpu_has_the_shared_memory() -> None:
         f'== {f.shared_bytes}, "");'
         for f in sorted(forms())
     ]
-    source = compiler.source("mla_decode") + "\n".join([*lines, "template <int N> __global__ void probe() {}"])
+    source = compiler.source("mla_decode/attend_mma") + "\n".join([*lines, "template <int N> __global__ void probe() {}"])
     options = ["-arch=sm_90a", "-std=c++17", f"-I{compiler.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
     nvrtc.compile_cubin(source, "mla_decode.cu", "probe<0>", options)
 

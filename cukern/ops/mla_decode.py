@@ -57,10 +57,10 @@ _FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
 _WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its multiprocessor
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
-_plan_kernel = Kernel("mla_decode", "plan_parts")
-_attend = Kernel("mla_decode", "attend_mma")
-_wgmma = Kernel("mla_decode", "attend_wgmma", compile_s=2.5)
-_combine = Kernel("mla_decode", "combine_parts")
+_plan_kernel = Kernel("mla_decode/plan", "plan_parts")
+_attend = Kernel("mla_decode/attend_mma", "attend_mma")
+_wgmma = Kernel("mla_decode/attend_wgmma", "attend_wgmma", compile_s=2.5)
+_combine = Kernel("mla_decode/combine", "combine_parts")
 
 
 class _Form(NamedTuple):
@@ -310,7 +310,7 @@ def _launch_plan(lengths: Array | None, metadata: Array, splits: Array, topk: in
 
 
 def _launch_wgmma(work: _Work, k_cache: Array, fields: dict[str, Any]) -> None:
-    constants = template.constants("mla_decode")
+    constants = template.constants(_wgmma.file)
     pages, page_size, kv_heads, head_dim = k_cache.shape
     tiles, box_tokens = None, 0
     # Tokens that are converted, or lie anywhere, are not copied by tiles.
