@@ -587,7 +587,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                                 largest[m][j] =
                                     fmaxf(largest[m][j], scores[n][m][2 * j + i] + (FP8 ? raised[n][i] : 0.f));
                         largest[m][j] = lanes_max<4>(largest[m][j]);
-                        behind |= largest[m][j] > base[m][j] + FAR;
+                        behind |= largest[m][j] > base[m][j] + BASE_LAG;
                     }
                 exponentiate();
             }

@@ -7,10 +7,10 @@
 
 constexpr float LN_2 = 0.693147180559945309f;
 
-// Row r of those that share a kv head.
+// The query of row r.
 struct Row {
-    int token, head; // of the query
-    bool valid;
+    int token, head;
+    bool valid; // there is such a row
 
     __device__ __forceinline__ Row(const Params& p, const Visit& visit, int kv_head, int r) {
         const int group = p.group(), of_token = r < group ? 0 : r / group;
@@ -26,7 +26,7 @@ __device__ __forceinline__ int causal_end(const Params& p, int length, int r) {
     return length - p.query_tokens + 1 + (r < group ? 0 : r / group);
 }
 
-// What the result of a row is multiplied by for its sink; lse in powers of 2.
+// The factor exp(lse) / (exp(lse) + exp(sink)) of a row's result; lse is in powers of 2.
 __device__ __forceinline__ float sink_factor(const Params& p, int head, float lse) {
     if (!p.sinks || lse == -CUDART_INF_F) return 1.f;
     return 1.f / (1.f + exp2f(p.sinks[head] * LOG2_E - lse));
@@ -37,13 +37,14 @@ __device__ __forceinline__ void store_lse(const Params& p, const Visit& visit, c
         lse == -CUDART_INF_F ? CUDART_INF_F : lse * LN_2;
 }
 
-// Where row r of a visit goes: to the caller, or to a slot of the partial results.
+// Where row r of a visit goes: to `out`, or to a slot of the partial results. Both are null if there is no such row.
 template <typename T> struct Destination {
     T* out;
-    float* partial; // if not null
-    float factor;   // of the sums
+    float* partial;
+    float factor; // of the sums over the tokens
 
-    // `writes_lse`: of the lanes that share a row, one. The row's scores were summed up as total * 2^base.
+    // The exponentials of the row's scores sum up to total * 2^base. `writes_lse` holds for one of the lanes that share the
+    // row.
     __device__ __forceinline__ Destination(const Params& p, const Part& part, const Visit& visit, int kv_head, int r,
                                            float base, float total, bool bad, bool writes_lse)
         : out(nullptr), partial(nullptr), factor(0.f) {
@@ -67,8 +68,8 @@ template <typename T> struct Destination {
         }
     }
 
-    // Store 8 N columns of the row from `first` on. A lane and its three neighbours have them in half `half` of the
-    // accumulators `sums`, N fragments C.
+    // Store 8 N columns of the row from column `first` on, from half `half` of N fragments C, which a lane and its three
+    // neighbours have.
     template <int N, int DIM_V>
     __device__ __forceinline__ void store(const Params& p, const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4, head_dim_v = DIM_V ? DIM_V : p.head_dim_v;
@@ -79,7 +80,8 @@ template <typename T> struct Destination {
                     *reinterpret_cast<float2*>(partial + first + n * 8 + pair * 2) =
                         make_float2(sums[n][half * 2] * factor, sums[n][half * 2 + 1] * factor);
         }
-        // Four fragments are transposed among the four lanes, so that each stores the 16 bytes of one.
+        // In a fragment each lane has only 4 bytes of a row. Four fragments are transposed among the four lanes, so that each
+        // lane has, and stores, the 16 bytes of one.
         if (!__any_sync(FULL_WARP, out != nullptr)) return;
 #pragma unroll
         for (int base = 0; base < N; base += 4) {
@@ -105,7 +107,7 @@ template <typename T> struct Destination {
         }
     }
 
-    // The same where fragments 2 k and 2 k + 1 have the even and the odd ones of 16 columns.
+    // The same, where fragment 2 k has the even columns of 16 and fragment 2 k + 1 the odd ones.
     template <int N>
     __device__ __forceinline__ void store_interleaved(const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4;
@@ -121,6 +123,6 @@ template <typename T> struct Destination {
     }
 };
 
-// Scores of a row are exponentiated relative to a base that follows their maximum only when this is so far ahead (in
-// powers of 2): nothing overflows before, and the accumulators are seldom rescaled.
-constexpr float FAR = 8.f;
+// How far, in powers of 2, the maximum of a row's scores may be ahead of the base that is subtracted from them. Up to there
+// nothing overflows and no digit is lost, and the accumulators are seldom rescaled.
+constexpr float BASE_LAG = 8.f;

@@ -1,53 +1,58 @@
-// What the warpgroups of attend_wgmma share.
+// What the warpgroups of attend_wgmma share: sizes, shared memory, barriers, and the loading of queries.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
 #include "common/warp.cuh"
 #include "mla_decode/copies.cuh"
+#include "mla_decode/parts.cuh"
 #include "mla_decode/rows.cuh"
 
 constexpr int WGMMA_ROWS = 64;
 constexpr int WGMMA_THREADS = 3 * WARPGROUP;
-constexpr int COLUMNS = 64; // of a tile in shared memory: 128 bytes
+// A tile in shared memory: 64 rows of 64 columns, which are 128 bytes.
+constexpr int COLUMNS = 64;
 constexpr int TILE_BYTES = 64 * COLUMNS * 2;
-constexpr int TILES = 9, VALUE_TILES = 8, ROTARY = 8; // of a token: four for each half of the values, the rotary part
-constexpr int VISITS = 4; // how many visits something is kept of: the loaders are up to two ahead
+// The tiles of 64 queries or tokens: four for each half of the value columns, then the rotary part.
+constexpr int TILES = 9, VALUE_TILES = 8, ROTARY_TILE = 8;
+constexpr int VISITS = 4; // of which `bad` is kept: the loading warps are up to two visits ahead
 
-// After 27 tiles, of the queries and of two buffers.
+// What lies behind 27 tiles, which are the queries and two buffers of keys.
 struct WgmmaShared {
-    unsigned long long full[2][TILES]; // a tile of a buffer is here; or, not by TMA, half 0 or 1 is
-    unsigned long long empty[2][2];    // a half of a buffer is free
-    unsigned long long queries_full, queries_empty;
-    unsigned long long summed;                  // both warpgroups have their sums of a visit here
-    float base[2][WGMMA_ROWS];                  // after the latest tile of a warpgroup
-    float sums[2][2][WGMMA_ROWS];               // [parity of the visit][warpgroup]
-    int bad[VISITS];                            // the latest visit that found a bad page or slot
-    unsigned long long valid[2];                // of `indices`: which tokens of a buffer are there, a bit each
-    unsigned long long tokens[4][BLOCK_TOKENS]; // where those of the next tiles are; or MISSING, OUTSIDE the cache
+    unsigned long long full[2][TILES];             // a tile of a buffer is here; where TMA cannot copy: half 0 or 1 is
+    unsigned long long empty[2][2];                // a half of a buffer is free
+    unsigned long long queries_full;               // the queries of a visit are here
+    unsigned long long queries_empty;              // their place is free
+    unsigned long long summed;                     // both warpgroups have stored their sums of a visit
+    float base[2][WGMMA_ROWS];                     // after the latest tile of a warpgroup
+    float sums[2][2][WGMMA_ROWS];                  // [parity of the visit][warpgroup]
+    int bad[VISITS];                               // the latest visit that found a bad page or slot
+    unsigned long long valid[2];                   // with `indices`: the tokens of a buffer that are there, a bit each
+    unsigned long long addresses[4][BLOCK_TOKENS]; // of the tokens of the next tiles; or MISSING, OUTSIDE
 };
 static_assert(3 * TILES * TILE_BYTES + sizeof(WgmmaShared) + 1024 <= 232448, "");
 
 struct alignas(64) WgmmaParams {
-    // Of the cache [pages, page_size, kv_heads, 576], for boxes of 64 columns of `box_tokens` tokens of a head. Unused
-    // with FP8 or GATHER.
+    // The cache [pages, page_size, kv_heads, 576], for boxes of 64 columns of `box_tokens` tokens of a head. Unused with
+    // FP8 or GATHER.
     TensorMap map;
     Params p;
     int box_tokens; // divides 64 and page_size
 };
 
-// The numbered barriers.
-enum { SHARED_0 = 1, SHARED_1, WARPGROUP_0, WARPGROUP_1 };
+// Numbered barriers: the probabilities of the tile in a buffer are here; all threads of a warpgroup are.
+enum { PROBABILITIES_0 = 1, PROBABILITIES_1, WARPGROUP_0, WARPGROUP_1 };
 
+// The address of a tile of a buffer of keys.
 __device__ __forceinline__ unsigned key_tile(unsigned queries, int buffer, int tile) {
     return queries + ((buffer + 1) * TILES + tile) * TILE_BYTES;
 }
 
-// Start copying every LOADERS-th row of the queries.
+// Start copying every LOADERS-th row of the queries, from row `first` on.
 template <typename T, int LOADERS>
 __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit, unsigned queries, int first) {
     constexpr int EACH = (WGMMA_ROWS + LOADERS - 1) / LOADERS;
     const int lane = threadIdx.x % 32;
-    // Lane i knows where this warp's i-th row is.
+    // Lane i finds this warp's i-th row.
     const Row row(p, visit, blockIdx.y, blockIdx.x * WGMMA_ROWS + min(first + lane * LOADERS, WGMMA_ROWS - 1));
     const unsigned long long at =
         reinterpret_cast<unsigned long long>(static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] +
@@ -65,4 +70,19 @@ __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit
         if (lane < 8) copy_async_or_zero(to + 8 * TILE_BYTES, from + 8 * COLUMNS, wanted);
     }
     copies_commit();
+}
+
+// Tell the computing warpgroups that this thread's copies of the queries are here, but for the latest LATER groups of
+// copies, which are of keys.
+template <int LATER> __device__ __forceinline__ void publish_queries(WgmmaShared& shared) {
+    copies_wait<LATER>();
+    publish_shared();
+    barrier_arrive(shared_address(&shared.queries_full));
+}
+
+// Arrive at a barrier for a warp whose threads have all written their share of the keys.
+__device__ __forceinline__ void publish_keys(unsigned barrier) {
+    publish_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
