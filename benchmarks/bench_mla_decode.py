@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cukern
 from benchmarks.harness import Baseline, Case
-from cukern.ops import mla_decode
+from cukern.ops import _mla_decode as mla_decode
 from cukern.runtime.arrays import ITEM_SIZE
 from cukern.runtime.kernel import Variant, arch_of_device, device_count
 from cukern.runtime.op import OPS, Op
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Of the sequences: all equal, or spread evenly from 1/8 of the mean to 15/8, in no order."""
+        """Tokens of the sequences: all equal, or spread evenly from 1/8 of the mean to 15/8, in no order."""
         if not self.ragged:
             return [self.length] * self.batch
         order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
@@ -59,12 +59,12 @@ class Sizes(NamedTuple):
 
     @property
     def pages(self) -> list[int]:
-        """Of the sequences."""
+        """Pages of the sequences."""
         return [-(-length // self.page_size) for length in self.lengths]
 
     @property
     def bytes(self) -> int:
-        """Each token of the cache that is attended to once, the queries and the results."""
+        """Bytes of the tokens that are attended to, each once, of the queries and of the results."""
         tokens = sum(self.lengths)
         if self.topk:
             missed = (1 - self.topk / self.length) ** (self.batch * self.query_tokens)
@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of both products, over the tokens that a query sees."""
+        """Operations of both products, over the tokens that a query sees."""
         if self.topk:
             seen = self.batch * self.query_tokens * self.topk
         else:
@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
 
     @property
     def small(self) -> Sizes:
-        """As many as the NumPy twin can do."""
+        """Smaller sizes, for the NumPy twin."""
         few = {"batch": min(self.batch, 3), "heads": min(self.heads, 4)}
         return self._replace(**few, length=max(self.length // 32, 128), topk=min(self.topk, 24))
 
@@ -110,14 +110,14 @@ SPARSE = Sizes(64, 1, 128, 65536, topk=2048)
 
 @dataclass
 class Elsewhere:
-    """What the baselines take instead. No tuple, so that it does not count among what rotates."""
+    """Inputs of the baselines alone. No tuple, so that it is not among the inputs that rotate."""
 
     dense: torch.Tensor | None  # [batch, length, 576]: the cache without pages
     hidden: torch.Tensor | None  # bool [batch, query_tokens, 1, length]: what a query must not see
 
 
 class Inputs(NamedTuple):
-    """Of a call, or of a baseline."""
+    """Arguments of a call, or of a baseline."""
 
     query: torch.Tensor
     cache: torch.Tensor
@@ -274,7 +274,7 @@ def _flash_mla_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _flash_mla(sizes: Sizes) -> Callable[[], Callable[[Inputs], torch.Tensor]]:
-    """Planned in the first call, which the inputs of all others share: their lengths are equal."""
+    """FlashMLA, planned in the first call: all calls share the plan, because their lengths are equal."""
 
     def load() -> Callable[[Inputs], torch.Tensor]:
         get_metadata, function = _flash_mla_functions()
@@ -459,7 +459,7 @@ def _portable_peers(sizes: Sizes) -> dict[str, Baseline]:
 
 
 def agree(ours: tuple[torch.Tensor, torch.Tensor], theirs: torch.Tensor) -> bool:
-    """But for rounding in between, which some do of the weights and some of the scores."""
+    """Whether results agree up to rounding in between: some round the probabilities, some the scores."""
     out, theirs = ours[0].float(), theirs.float()
     return bool((out - theirs).abs().max() <= _TOLERANCE * theirs.abs().max())
 
@@ -473,7 +473,7 @@ def combining_twice() -> Callable[..., Any]:
     declared = OPS["flash_mla_with_kvcache"]
 
     def launch_again(variant: Variant, *args: Any, **fields: Any) -> None:
-        for _ in range(1 + (variant.instance.function == mla_decode._combine.function)):
+        for _ in range(1 + (variant.instance.function == mla_decode.combine.function)):
             launch(variant, *args, **fields)
 
     @functools.wraps(declared.plan)
@@ -492,7 +492,7 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
 
     Args:
         how: PLANNING leaves the plan to the call, OPERATOR calls the operator. TWICE launches `combine_parts` twice,
-            which finds the same again: by as much as that takes longer, so long does the kernel take.
+            which finds the same again: the call takes longer by the time of the kernel.
     """
     function = combining_twice() if how == TWICE else cukern.flash_mla_with_kvcache
     if how == OPERATOR:
@@ -552,7 +552,7 @@ def metadata(batch: int, heads: int = 128, length: int = 4096, host: bool = Fals
 
 
 def has_wgmma() -> bool:
-    """Where there is no GPU at all, its cases are listed."""
+    """Whether cases of variant "wgmma" are listed: on Hopper, and where there is no GPU at all."""
     return not device_count() or arch_of_device(0) == "90a"
 
 

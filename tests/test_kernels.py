@@ -12,13 +12,13 @@ import pytest
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
 from cukern.ops import _kv_cache as kv_cache_parts
+from cukern.ops import _mla_decode as mla_decode_parts
 from cukern.ops import (
     _moe_permute,
     _quantization,
     _sampling,
     decoder_attention,
     embedding,
-    mla_decode,
     moe_activation,
     moe_gemm,
     norm,
@@ -74,12 +74,12 @@ def _kv_cache() -> Iterator[Variant]:
 
 
 def _mla_decode() -> Iterator[Variant]:
-    op = mla_decode
+    op = mla_decode_parts
     for rows, most in itertools.product((16, 32), SHARED_BYTES.values()):
-        yield op._attend_variant(op._form("bfloat16", False, rows, (0, 0), most))
-    yield op._attend_variant(op._form("float16", True, 16, (576, 512), SHARED_BYTES["227 KiB"]))
-    yield op._wgmma_variant("float16", False, False)
-    yield op._combine_variant("float16", 0, op._BLOCK)
+        yield op.mma_variant(op.best_form("bfloat16", False, rows, (0, 0), most))
+    yield op.mma_variant(op.best_form("float16", True, 16, (576, 512), SHARED_BYTES["227 KiB"]))
+    yield op.wgmma_variant("float16", False, False)
+    yield op.combine_variant("float16", 0, op.ONE_BLOCK)
 
 
 def _moe_activation() -> Iterator[Variant]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.ops import mla_decode as op
+from cukern.ops import _mla_decode as op
 from cukern.reference import mla_decode as twin
 from cukern.runtime import arrays, gpu, nvrtc
 from cukern.runtime import plan as runtime_plan
@@ -37,9 +37,9 @@ OUT, LSE = "mla_decode.out", "mla_decode.lse"
 DTYPES = ("bfloat16", "float16")
 #: 1 - cosine similarity of all results of a call, as FlashMLA's own tests bound it.
 COSINE = 5e-6
-#: Of a part; more than these are not dealt out as they should be.
+#: Blocks of a part up to which the plan must be the twin's.
 MOST_BLOCKS = 2**30 - 2**10
-#: What stands in block tables where nothing may be read.
+#: Entries of block tables that may not be read.
 JUNK = (2147480000, -1, -2147480000, 2**31 - 1)
 
 
@@ -63,7 +63,7 @@ class Case(NamedTuple):
         return twin.flash_mla_with_kvcache(*inputs, None, None, **self.options)
 
     def wanted(self, variant: str = "auto") -> tuple[Array, Array]:
-        """What a variant should give: the twin's, over an 8-bit cache whose values it rounds of the rounded ones."""
+        """The twin's results, of rounded values where the variant rounds those of an 8-bit cache."""
         if not self.options.get("is_fp8_kvcache") or not rounds(self, variant):
             return self.twin()
         with np.errstate(over="ignore", invalid="ignore"):
@@ -635,7 +635,7 @@ def test_good_arguments_are_taken(name: str) -> None:
 
 
 class Sizes(NamedTuple):
-    """What is chosen by; unless told otherwise, DeepSeek-V3's on an H200."""
+    """Sizes and options that a variant is chosen by; by default DeepSeek-V3's on an H200."""
 
     dtype: str = "bfloat16"
     variant: str = "auto"
@@ -657,7 +657,7 @@ H200 = gpu.of_arch("90a")
 
 
 def shaped(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None) -> Array:
-    """What looks like an array, whose elements are not there."""
+    """An array of this shape without the memory for it."""
     kind = arrays.numpy_dtype(dtype)
     apart = np.cumprod((1, *shape[:0:-1]))[::-1] if strides is None else np.array(strides)
     return np.lib.stride_tricks.as_strided(np.empty(16, kind), shape, tuple(apart * kind.itemsize))
@@ -716,35 +716,35 @@ def launches_of(x: Sizes, on: gpu.Gpu = H200) -> Launches:
 def test_a_gpu_is_given_what_is_compiled_for_it(arch: str) -> None:
     calls = [Sizes(variant="mma", heads=heads, is_fp8=is_fp8) for heads in (16, 32, 64) for is_fp8 in (False, True)]
     given = {launches_of(x, gpu.of_arch(arch)).attend.variant.instance for x in calls}
-    assert given == {*op._attend.specialized} - {*op._attend.unused[arch]}
+    assert given == {*op.attend_mma.specialized} - {*op.attend_mma.unused[arch]}
 
 
 def forms() -> set[Any]:
     dims = [(576, 512), (0, 0)]
     return {
-        op._form("bfloat16", is_fp8, rows, of_head, most)
+        op.best_form("bfloat16", is_fp8, rows, of_head, most)
         for of_head in dims
         for is_fp8 in ((False, True) if of_head == (576, 512) else (False,))
         for rows in (1, 16, 17, 32, 33, 64, 1000)
-        for most in map(op._shared_bytes, gpu.BY_ARCH.values())
+        for most in map(op.mma_shared_bytes, gpu.BY_ARCH.values())
     }
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
     # Those that a GPU is given fit it; and the template takes as much as the host says.
-    for most in map(op._shared_bytes, gpu.BY_ARCH.values()):
+    for most in map(op.mma_shared_bytes, gpu.BY_ARCH.values()):
         for rows in (16, 32, 64):
             for is_fp8 in (False, True):
-                assert op._form("bfloat16", is_fp8, rows, (576, 512), most).shared_bytes <= most
+                assert op.best_form("bfloat16", is_fp8, rows, (576, 512), most).shared_bytes <= most
     kinds = {"bfloat16": "__nv_bfloat16"}
     lines = [
         f"static_assert(Form<{kinds[f.dtype]}, {str(f.is_fp8).lower()}, {', '.join(map(str, f[2:]))}>::BYTES "
         f'== {f.shared_bytes}, "");'
         for f in sorted(forms())
     ]
-    source = compiler.source("mla_decode") + "\n".join([*lines, "template <int N> __global__ void probe() {}"])
+    source = "\n".join(['#include "mla_decode/mma_form.cuh"', *lines, "template <int N> __global__ void probe() {}"])
     options = ["-arch=sm_90a", "-std=c++17", f"-I{compiler.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
-    nvrtc.compile_cubin(source, "mla_decode.cu", "probe<0>", options)
+    nvrtc.compile_cubin(source, "probe.cu", "probe<0>", options)
 
 
 BF16 = "__nv_bfloat16"
@@ -1347,7 +1347,7 @@ def test_what_is_off_alignment_is_refused(rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 def test_a_wrong_plan_stays_inside_its_arrays(rng: np.random.Generator) -> None:
-    # What it gives is undefined; that it writes nothing outside of its results is not, nor that the next call is right.
+    # The results are undefined, but nothing may be written outside of them, and the next call must be right.
     x = paged(rng, [700, 0, 100], 16, query_tokens=2)
     given, want = there(x), x.twin()
     for variant in variants_of(x):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from cukern.ops._mla_decode import MAX_DIM, VARIANTS, Work, launch_attention, launch_plan, no_wgmma, takes_wgmma
 from cukern.reference import mla_decode as twin
-from cukern.runtime import arrays, check, gpu, template
+from cukern.runtime import check, gpu
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -17,149 +18,26 @@ from cukern.runtime.describe import (
     expect_place,
     expect_table,
 )
-from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
-from cukern.runtime.plan import empty, launch, outputs, run_twin, tensor_map
+from cukern.runtime.plan import empty, outputs, run_twin
 
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 DTYPES = ("bfloat16", "float16")
-#: Of an 8-bit cache: only its bytes count.
+#: Dtypes of an 8-bit cache, of which only the bytes count.
 FP8_DTYPES = ("uint8", "int8", "float8_e4m3fn")
-VARIANTS = ("auto", "wgmma", "mma", "dynamic")
-MAX_DIM = 576
 MAX_PAGE_SIZE = 2**16
-#: Of rows, sequences and slots: the kernels count them in 31 bits, and round up to whole tiles.
+#: The most rows, sequences or slots: the kernels count them in 31 bits, and round up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
-MAX_GRID = 2**16 - 1  # along y and z
+MAX_GRID = 2**16 - 1  # blocks along y or z
 _LARGEST_SCALE = 1e30
-#: Of variant "wgmma", which takes the largest product for the largest score, and multiplies what it left out by it.
-_SMALLEST_SCALE = 1e-30
-_THREADS = 256  # of plan_parts, attend_mma and combine_parts
-#: How parts of a row are put together, as template arguments TEAM and EACH: by all warps of a block or by one, in so
-#: many times 128 columns. The first for so few rows that it takes several blocks for each to keep the GPU busy.
-_MANY_BLOCKS, _BLOCK, _WARP = (8, 1), (8, 4), (1, 4)
-_FEW_COMBINED_ROWS = 64, 512
-_COMBINING_BLOCKS = 2  # per multiprocessor, at once
-
-#: head_dim and head_dim_v that have variants of their own.
-SPECIALIZED = [
-    (576, 512),  # DeepSeek-V2, V3 and R1, Kimi-K2
-]
-#: Query rows that a block of threads may have; the most only where dimensions are specialized.
-_ROWS = (16, 32, 64)
-_MOST_STAGES = 4
-#: Tokens of a tile, the better first; with the most rows more of 8 bits need too many registers.
-_TILES, _FP8_TILES = (64, 32), {16: (64, 32, 16), 32: (64, 32), 64: (32,)}
-
-#: With which `attend_mma` is faster, measured on an H200: over a cache of 16 and of 8 bits.
-_FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
-_WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its multiprocessor
-_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
-
-_plan_kernel = Kernel("mla_decode", "plan_parts")
-_attend = Kernel("mla_decode", "attend_mma")
-_wgmma = Kernel("mla_decode", "attend_wgmma", compile_s=2.5)
-_combine = Kernel("mla_decode", "combine_parts")
-
-
-class _Form(NamedTuple):
-    """Template arguments of `attend_mma`, and the shared memory that follows from them (`Form` there)."""
-
-    dtype: str
-    is_fp8: bool
-    rows: int
-    tile: int
-    stages: int
-    head_dim: int  # 0: dynamic
-    head_dim_v: int
-
-    @property
-    def shared_bytes(self) -> int:
-        dims = self.head_dim or MAX_DIM
-        groups = 2 if self.is_fp8 or self.rows == 64 else 1
-        rings = 2 if self.is_fp8 and self.rows == 16 else 1
-        group_rows, halves = self.rows // groups * rings, 1 if self.is_fp8 else 2
-        fragments_of_rows, depths = group_rows // 16, 8 // groups // halves
-        fragments = self.tile // halves // 8  # of a warp's tokens
-        own = max(fragments // depths, 1)
-        sent = fragments - own if fragments >= depths else fragments
-        steps = dims // 16 // depths
-        kept = steps if fragments_of_rows == 1 or groups == 1 else 0 if self.is_fp8 else 4
-        tiles = rings * self.stages * (self.tile * (twin.SLOT_BYTES if self.is_fp8 else dims * 2) + 32)
-        queries = self.rows // 16 * depths * (steps - kept) * 512
-        scores = 8 * sent * fragments_of_rows * 512
-        shares = groups * group_rows * self.tile * 2 * (twin.LATENT // twin.TILE if self.is_fp8 else 1)
-        return tiles + queries + scores + shares + 2 * 8 * group_rows * 4
-
-
-def _form(dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], most_shared_bytes: int) -> _Form:
-    """The best form for so many rows of a kv head and a block that can have so much shared memory.
-
-    `dims` are 0 where they are dynamic.
-    """
-    wanted = next((rows for rows in _ROWS if rows >= group_rows), _ROWS[-1])
-    most = _ROWS[-1] if dims[0] else _ROWS[-2]
-    for rows in (rows for rows in reversed(_ROWS) if rows <= min(wanted, most)):
-        for tile in _FP8_TILES[rows] if is_fp8 else _TILES:
-            # A tile must come while another is in use.
-            for stages in range(_MOST_STAGES, 1, -1):
-                form = _Form(dtype, is_fp8, rows, tile, stages, *dims)
-                if form.shared_bytes <= most_shared_bytes:
-                    return form
-    raise AssertionError("the smallest form fits every GPU")
-
-
-def _attend_variant(form: _Form) -> Variant:
-    arguments = str(form.is_fp8).lower(), *form[2:]
-    return _attend.variant(arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes)
-
-
-def _wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
-    flags = str(is_fp8).lower(), str(is_sparse).lower()
-    return _wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=_WGMMA_SHARED_BYTES)
-
-
-def _combine_variant(dtype: str, head_dim_v: int, form: tuple[int, int]) -> Variant:
-    team, each = form
-    # All columns, also where they are dynamic.
-    return _combine.variant(arrays.CUDA_TYPE[dtype], head_dim_v, team, each if head_dim_v or each == 1 else 5)
-
-
-def _shared_bytes(of: gpu.Gpu) -> int:
-    """What a block of `attend_mma` takes of shared memory at most."""
-    # The form that takes more than that spills on sm_100, not on sm_90.
-    return min(of.shared_per_block, 220 << 10) if of.arch.startswith("10") else of.shared_per_block
-
-
-# Both formats compile to the same instructions but for constants.
-_attend.specialize_by_arch(
-    {
-        arch: [
-            _attend_variant(_form("bfloat16", is_fp8, rows, dims, _shared_bytes(of))).instance
-            for dims in SPECIALIZED
-            for is_fp8 in (False, True)
-            for rows in _ROWS
-        ]
-        for arch, of in gpu.BY_ARCH.items()
-    }
-)
-_wgmma.specialized = [
-    _wgmma_variant("bfloat16", is_fp8, is_sparse).instance for is_fp8 in (False, True) for is_sparse in (False, True)
-]
-_combine.specialized = [_combine_variant("bfloat16", 512, form).instance for form in (_MANY_BLOCKS, _BLOCK, _WARP)]
-_plan_kernel.specialized = [_plan_kernel.variant().instance]
-# The rest is compiled at its first use: what is best depends on the GPU.
-_wgmma.at_import = _wgmma.specialized[:1]
-_combine.at_import = _combine.specialized
-_plan_kernel.at_import = _plan_kernel.specialized
 
 
 # --- checks -------------------------------------------------------------------------------------------
 
 
 def _strides(name: str, array: Array) -> tuple[int, ...]:
-    """The distances along all dimensions but the last, in elements; 0 between what there is only one of.
+    """Strides of all dimensions but the last, in elements; 0 where the size is 1.
 
     Raises ValueError unless the last dimension is contiguous.
     """
@@ -169,7 +47,7 @@ def _strides(name: str, array: Array) -> tuple[int, ...]:
 
 
 def _check_alignment(name: str, array: Array, strides: tuple[int, ...] = ()) -> None:
-    """Raises ValueError unless an array begins at a multiple of 16 bytes, and so all rows that are so far apart."""
+    """Check that an array begins at a multiple of 16 bytes, and so do its rows at these strides."""
     if array.alignment < 16 or any(stride * array.item_size % 16 for stride in strides):
         wanted, got = "at a multiple of 16 bytes", f"address at a multiple of {array.alignment}"
         if strides:
@@ -187,8 +65,8 @@ def _check_cache(q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool) -> Non
         check.fail("q", f"of a head_dim that is a multiple of 16 in [16, {MAX_DIM}]", head_dim)
     if is_fp8 and head_dim != MAX_DIM:
         check.fail("q", f"of a head_dim of {MAX_DIM} with is_fp8_kvcache", head_dim)
-    if is_fp8 and head_dim_v != twin.LATENT:
-        check.fail("head_dim_v", f"{twin.LATENT} with is_fp8_kvcache", head_dim_v)
+    if is_fp8 and head_dim_v != twin.LATENT_DIMS:
+        check.fail("head_dim_v", f"{twin.LATENT_DIMS} with is_fp8_kvcache", head_dim_v)
     if head_dim_v % 16 or not 16 <= head_dim_v <= head_dim:
         check.fail("head_dim_v", f"a multiple of 16 in [16, {head_dim}] (head_dim of q)", head_dim_v)
     pages, page_size, kv_heads, _ = k_cache.shape
@@ -207,7 +85,7 @@ def _check_cache(q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool) -> Non
 
 
 def _check_indices(indices: Any, q: Array) -> int:
-    """How many slots each query token names."""
+    """Check indices; the number of slots that each query token names."""
     expect_place("indices", indices, q, "q")
     check.dtype("indices", indices.dtype, ("int32",))
     check.dimensions("indices", indices.shape, ("batch", "query_tokens", "topk"))
@@ -218,8 +96,46 @@ def _check_indices(indices: Any, q: Array) -> int:
     return topk
 
 
+class _Tokens(NamedTuple):
+    """Where the tokens lie that the queries attend to."""
+
+    block_table: Array | None  # None with indices
+    lengths: Array | None
+    indices: Array | None
+    max_pages: int
+    table_stride: int
+    topk: int
+    indices_strides: tuple[int, ...]
+
+
+def _check_tokens(block_table: Any, cache_seqlens: Any, indices: Any, causal: bool, q: Array, pages: int) -> _Tokens:
+    """Check what says where tokens lie: block_table and cache_seqlens, or indices."""
+    if indices is not None:
+        topk = _check_indices(indices, q)
+        strides = _strides("indices", indices)
+        if causal:
+            check.fail("causal", "False with indices", True)
+        return _Tokens(None, None, indices, 0, 0, topk, strides)
+    for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+        if array is None:
+            check.fail(name, "an array, unless there are indices", None, TypeError)
+    batch = q.shape[0]
+    max_pages, stride = expect_table("block_table", block_table, q, "q", batch, ("batch", "max_pages"))
+    expect("cache_seqlens", cache_seqlens, q, "q", ("int32",), (batch,), "[batch]")
+    # A cache without pages has room for no token.
+    return _Tokens(block_table, cache_seqlens, None, max_pages if pages else 0, stride, 0, (0, 0))
+
+
+def _check_scale(softmax_scale: Any, head_dim: int) -> float:
+    """Check the scale; head_dim ** -0.5 by default."""
+    scale = head_dim**-0.5 if softmax_scale is None else check.number("softmax_scale", softmax_scale)
+    if abs(scale) > _LARGEST_SCALE:
+        check.fail("softmax_scale", f"of at most {_LARGEST_SCALE:g}", scale)
+    return scale
+
+
 def _check_plan(metadata: Any, num_splits: Any, sequences: int, q: Array) -> int:
-    """How many parts the caller's plan has."""
+    """Check the caller's plan; the number of its parts."""
     if metadata is None or num_splits is None:
         given, missing = ("num_splits", "tile_scheduler_metadata")[:: 1 if metadata is None else -1]
         check.fail(missing, f"given, like {given} (or neither)", None, TypeError)
@@ -245,88 +161,11 @@ def _outputs(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
     return attended, lse
 
 
-# --- how a call runs ----------------------------------------------------------------------------------
-
-
-class _Work(NamedTuple):
-    """What a call does; what depends on the lengths is left to the device."""
-
-    dtype: str
-    is_fp8: bool
-    is_sparse: bool  # of indices: each query token is a sequence of its own
-    dims: tuple[int, int]  # head_dim and head_dim_v
-    kv_heads: int
-    rows: int  # of queries that share a kv head of a sequence
-    sequences: int
-    parts: int
-
-
-def _no_wgmma(work: _Work, k_cache: Array, strides: tuple[int, ...], scale: float, arch: str) -> str:
-    """Why the kernel for Hopper cannot do it, if so."""
-    if arch != "90a":
-        return f"this GPU is of sm_{arch}, not sm_90a"
-    if work.dims != (MAX_DIM, twin.LATENT):
-        return f"heads are of {work.dims[0]} and {work.dims[1]}, not {MAX_DIM} and {twin.LATENT}"
-    if not (work.is_fp8 or work.is_sparse):
-        if not k_cache.shape[0]:
-            return "the cache has no pages"
-        for size, stride in zip(k_cache.shape[2::-1], reversed(strides), strict=True):
-            if size > 1 and not 0 < 2 * stride < _LARGEST_STRIDE:
-                return f"k_cache has a stride of {stride} elements"
-    return "" if scale >= _SMALLEST_SCALE else f"softmax_scale is below {_SMALLEST_SCALE:g}"
-
-
-def _takes_wgmma(work: _Work, variant: str, reason: str) -> bool:
-    """Whether the kernel for Hopper does it; `reason` says why it cannot. Raises ValueError for a variant."""
-    check.one_of("variant", variant, VARIANTS)
-    if variant == "wgmma" and reason:
-        check.fail("variant", "'auto', 'mma' or 'dynamic' here", f"'wgmma': {reason}")
-    if variant == "mma" and work.dims not in SPECIALIZED:
-        got = f"'mma': there is none for heads of {work.dims[0]} and {work.dims[1]}"
-        check.fail("variant", "'auto' or 'dynamic' here", got)
-    # Few rows leave most of a product of 64 unused, and memory is what takes the time.
-    is_many = work.rows > (_FEW_ROWS_FP8 if work.is_fp8 else _FEW_ROWS)
-    return variant == "wgmma" or (variant == "auto" and not reason and is_many)
-
-
-def _combining(work: _Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """How parts of a row are put together, and the grid for that."""
-    rows = work.sequences * work.rows
-    if rows * work.kv_heads <= _FEW_COMBINED_ROWS[0]:
-        return _MANY_BLOCKS, (rows, work.kv_heads, -(-work.dims[1] // 128))
-    if rows * work.kv_heads <= _FEW_COMBINED_ROWS[1]:
-        return _BLOCK, (rows, work.kv_heads, 1)
-    # Where there are about as many sequences as parts, few are in several of them: most blocks have nothing to do.
-    most = -(-work.rows // 8)
-    if 2 * work.sequences > work.parts:
-        most = min(most, _COMBINING_BLOCKS * multiprocessors // (work.parts * work.kv_heads))
-    return _WARP, (max(most, 1), work.kv_heads, work.parts)
-
-
-def _launch_plan(lengths: Array | None, metadata: Array, splits: Array, topk: int) -> None:
-    """Make a plan of the lengths, or of `topk` tokens for each sequence."""
-    sizes = {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0], "length": topk}
-    launch(_plan_kernel.variant(), 1, _THREADS, 0, lengths=lengths, metadata=metadata, splits=splits, **sizes)
-
-
-def _launch_wgmma(work: _Work, k_cache: Array, fields: dict[str, Any]) -> None:
-    constants = template.constants("mla_decode")
-    pages, page_size, kv_heads, head_dim = k_cache.shape
-    tiles, box_tokens = None, 0
-    # Tokens that are converted, or lie anywhere, are not copied by tiles.
-    if not (work.is_fp8 or work.is_sparse):
-        box_tokens = math.gcd(page_size, twin.BLOCK_TOKENS)
-        # Where there is only one, any stride does but 0.
-        strides = tuple(2 * (stride or head_dim) for stride in reversed(fields["cache_strides"]))
-        dims, box = (head_dim, kv_heads, page_size, pages), (constants["COLUMNS"], 1, box_tokens, 1)
-        tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
-    variant, threads = _wgmma_variant(work.dtype, work.is_fp8, work.is_sparse), constants["WGMMA_THREADS"]
-    grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
-    launch(variant, grid, threads, _WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
+# --- the functions -----------------------------------------------------------------------------------
 
 
 def _multiprocessors(array: Any) -> int:
-    """Of the GPU of an array, or of a tensor as torch traces it; those of an H200 for host memory."""
+    """Multiprocessors of the GPU of an array, or of a tensor that torch traces; those of an H200 for host memory."""
     if isinstance(array, Array):
         return twin.MULTIPROCESSORS if array.on_host else array.gpu.multiprocessors
     return gpu.of_device(array.get_device()).multiprocessors if array.is_cuda else twin.MULTIPROCESSORS
@@ -368,7 +207,7 @@ def get_mla_metadata(
     from the lengths of its time. The plan holds for all layers of a decoding step.
 
     Args:
-        cache_seqlens: int32 [batch], tokens in the cache; less than 0 is 0.
+        cache_seqlens: int32 [batch], tokens in the cache; a negative number counts as 0.
         num_heads_per_head_k: query rows that share a kv head: query tokens * query heads // kv heads.
         num_heads_k: kv heads.
         num_heads_q: query heads; needed with `topk`.
@@ -412,7 +251,7 @@ def get_mla_metadata(
     made = outputs(out, cache_seqlens, "cache_seqlens", *results, names="a pair (tile_scheduler_metadata, num_splits)")
     if cache_seqlens.on_host:
         return run_twin()
-    _launch_plan(cache_seqlens if topk is None else None, made[0], made[1], topk or 0)
+    launch_plan(cache_seqlens if topk is None else None, made[0], made[1], topk or 0)
     return made
 
 
@@ -423,6 +262,47 @@ def _attention_results(
     attended = batch, query_tokens, heads, head_dim_v
     lse = Result((batch, heads, query_tokens), "float32", "[batch, heads, query_tokens]")
     return [Result(attended, dtype_name(q), "[batch, query_tokens, heads, head_dim_v]"), lse]
+
+
+def _work(
+    q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, tokens: _Tokens, metadata: Any, num_splits: Any
+) -> Work:
+    """What the call does, in as many parts as the caller's plan has, which is checked, or as keep the GPU busy."""
+    batch, query_tokens, heads, head_dim = q.shape
+    kv_heads, is_sparse = k_cache.shape[2], tokens.indices is not None
+    rows, sequences = heads // kv_heads * query_tokens, batch
+    if is_sparse:
+        rows, sequences = heads // kv_heads, batch * query_tokens
+    if metadata is None and num_splits is None:
+        parts = twin.parts_of(rows, kv_heads, _multiprocessors(q))
+    else:
+        parts = _check_plan(metadata, num_splits, sequences, q)
+    return Work(q.dtype, is_fp8, is_sparse, (head_dim, head_dim_v), kv_heads, rows, sequences, parts)
+
+
+def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, Any]:
+    """The fields of the struct Params that follow from the inputs alone."""
+    return {
+        "q": q,
+        "cache": k_cache,
+        "block_table": tokens.block_table,
+        "lengths": tokens.lengths,
+        # Non-null even when empty: null means the block table.
+        "indices": tokens.indices if tokens.topk else q if work.is_sparse else None,
+        "table_stride": tokens.table_stride,
+        "indices_strides": tokens.indices_strides,
+        "batch": q.shape[0],
+        "query_tokens": q.shape[1],
+        "heads": q.shape[2],
+        "kv_heads": work.kv_heads,
+        "head_dim": work.dims[0],
+        "head_dim_v": work.dims[1],
+        "pages": k_cache.shape[0],
+        "page_size": k_cache.shape[1],
+        "max_pages": tokens.max_pages,
+        "topk": tokens.topk,
+        "parts": work.parts,
+    }
 
 
 @op(
@@ -460,8 +340,9 @@ def flash_mla_with_kvcache(
 
     over all tokens t of the sequence; if `causal`, query token i of s stands at position cache_seqlens[b] - s + i and
     sees the tokens up to it. Token t is slot t % page_size of page block_table[b, t // page_size]. Sums are in float32;
-    the weights are rounded to the query's dtype before they meet the values (with an 8-bit cache, times a value's scale
-    to float16; variant "wgmma" rounds the values of such a cache to the query's dtype instead).
+    the probabilities are rounded to the query's dtype before they meet the values. With an 8-bit cache they are
+    multiplied by the scale of a value and rounded to float16; variant "wgmma" rounds the values to the query's dtype
+    instead.
 
     Args:
         q: [batch, query_tokens, heads, head_dim], bfloat16 or float16, contiguous along the last dimension, which is a
@@ -472,10 +353,10 @@ def flash_mla_with_kvcache(
             as bytes): 512 numbers in float8_e4m3fn, 4 float32 scales (each for 128 of them: value = number * scale)
             and 64 rotary numbers in bfloat16, whatever q's dtype, rounded to it; head_dim is then 576 and head_dim_v
             512.
-        block_table: int32 [batch, max_pages]; rows may be strided. Entries for tokens that a sequence has not are not
+        block_table: int32 [batch, max_pages]; rows may be strided. Entries beyond the tokens of a sequence are not
             used. May be None with `indices`.
-        cache_seqlens: int32 [batch], tokens in the cache, those of q included. Up to 0: no tokens. May be None with
-            `indices`.
+        cache_seqlens: int32 [batch], tokens in the cache, those of q included; a negative number counts as 0. May be
+            None with `indices`.
         head_dim_v: a multiple of 16, at most head_dim.
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` gave for these lengths, or None both: then the call
             plans by itself.
@@ -509,92 +390,37 @@ def flash_mla_with_kvcache(
     is_fp8 = bool(check.one_of("is_fp8_kvcache", is_fp8_kvcache, (False, True)))
     _check_cache(q, k_cache, head_dim_v, is_fp8)
     q_strides, cache_strides = _strides("q", q), _strides("k_cache", k_cache)
-    batch, query_tokens, heads, head_dim = q.shape
-    pages, page_size, kv_heads, _ = k_cache.shape
     check.one_of("causal", causal, (False, True))
-    scale = head_dim**-0.5 if softmax_scale is None else check.number("softmax_scale", softmax_scale)
-    if abs(scale) > _LARGEST_SCALE:
-        check.fail("softmax_scale", f"of at most {_LARGEST_SCALE:g}", scale)
-    is_sparse = indices is not None
-    rows, sequences = heads // kv_heads * query_tokens, batch
-    max_pages = table_stride = topk = 0
-    indices_strides: tuple[int, ...] = (0, 0)
-    if is_sparse:
-        topk, indices_strides = _check_indices(indices, q), _strides("indices", indices)
-        if causal:
-            check.fail("causal", "False with indices", True)
-        rows, sequences = heads // kv_heads, batch * query_tokens
-        block_table = cache_seqlens = None
-    else:
-        for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
-            if array is None:
-                check.fail(name, "an array, unless there are indices", None, TypeError)
-        max_pages, table_stride = expect_table("block_table", block_table, q, "q", batch, ("batch", "max_pages"))
-        expect("cache_seqlens", cache_seqlens, q, "q", ("int32",), (batch,), "[batch]")
+    scale = _check_scale(softmax_scale, q.shape[3])
+    tokens = _check_tokens(block_table, cache_seqlens, indices, causal, q, k_cache.shape[0])
     if attn_sink is not None:
-        expect("attn_sink", attn_sink, q, "q", ("float32",), (heads,), "[heads]")
-    is_planned = not (tile_scheduler_metadata is None and num_splits is None)
-    if is_planned:
-        parts = _check_plan(tile_scheduler_metadata, num_splits, sequences, q)
-    else:
-        parts = twin.parts_of(rows, kv_heads, _multiprocessors(q))
+        expect("attn_sink", attn_sink, q, "q", ("float32",), (q.shape[2],), "[heads]")
+    work = _work(q, k_cache, head_dim_v, is_fp8, tokens, tile_scheduler_metadata, num_splits)
     attended, lse = _outputs(out, q, _attention_results(q, k_cache, block_table, cache_seqlens, head_dim_v))
     if q.on_host:
         return run_twin(variant, VARIANTS)
 
-    work = _Work(q.dtype, is_fp8, is_sparse, (head_dim, head_dim_v), kv_heads, rows, sequences, parts)
-    is_wgmma = _takes_wgmma(work, variant, _no_wgmma(work, k_cache, cache_strides, scale, q.gpu.arch))
+    is_wgmma = takes_wgmma(work, variant, no_wgmma(work, k_cache, cache_strides, scale, q.gpu.arch))
     _check_alignment("q", q, q_strides)
     _check_alignment("k_cache", k_cache, cache_strides)
-    if not sequences * query_tokens:
+    if not work.sequences * q.shape[1]:
         return attended, lse
-    slots = 2 * parts, kv_heads, rows
-    partial_out, partial_lse = empty((*slots, head_dim_v), "float32"), empty(slots, "float32")
-    if not is_planned:
-        tile_scheduler_metadata, num_splits = empty((parts, 8), "int32"), empty((sequences + 1,), "int32")
-        _launch_plan(cache_seqlens, tile_scheduler_metadata, num_splits, topk)
-    fields = {
-        "q": q,
-        "cache": k_cache,
-        "block_table": block_table,
-        "lengths": cache_seqlens,
-        # That they are there counts, also if they are empty.
-        "indices": indices if topk else q if is_sparse else None,
+    slots = 2 * work.parts, work.kv_heads, work.rows
+    fields = _fields(q, k_cache, tokens, work) | {
         "sinks": attn_sink,
-        "metadata": tile_scheduler_metadata,
-        "splits": num_splits,
         "out": attended,
         "lse": lse,
-        "partial_out": partial_out,
-        "partial_lse": partial_lse,
+        "partial_out": empty((*slots, head_dim_v), "float32"),
+        "partial_lse": empty(slots, "float32"),
         "q_strides": q_strides,
         "cache_strides": cache_strides,
-        "table_stride": table_stride,
-        "indices_strides": indices_strides,
-        "batch": batch,
-        "query_tokens": query_tokens,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "pages": pages,
-        "page_size": page_size,
-        # A cache without pages has room for no token.
-        "max_pages": max_pages if pages else 0,
-        "topk": topk,
         "causal": bool(causal),
-        "parts": parts,
         "scale_log2": scale * math.log2(math.e),
     }
-    is_special = work.dims in SPECIALIZED and variant != "dynamic"
-    if is_wgmma:
-        _launch_wgmma(work, k_cache, fields)
-    else:
-        # An 8-bit cache is of one kind.
-        dims = work.dims if is_special or is_fp8 else (0, 0)
-        form = _form(q.dtype, is_fp8, rows, dims, _shared_bytes(q.gpu))
-        launch(_attend_variant(form), (-(-rows // form.rows), kv_heads, parts), _THREADS, form.shared_bytes, **fields)
-    if parts > 1:
-        combining, grid = _combining(work, q.gpu.multiprocessors)
-        launch(_combine_variant(q.dtype, head_dim_v if is_special else 0, combining), grid, _THREADS, 0, **fields)
+    if tile_scheduler_metadata is None:
+        tile_scheduler_metadata = empty((work.parts, 8), "int32")
+        num_splits = empty((work.sequences + 1,), "int32")
+        launch_plan(tokens.lengths, tile_scheduler_metadata, num_splits, tokens.topk)
+    fields |= {"metadata": tile_scheduler_metadata, "splits": num_splits}
+    launch_attention(work, variant, is_wgmma, k_cache, q.gpu, fields)
     return attended, lse

@@ -17,18 +17,18 @@ Array = NDArray[Any]
 #: Where there is no GPU, the work is dealt out as for an H200.
 MULTIPROCESSORS = 132
 BLOCK_TOKENS = 64
-#: Query rows that a block of threads has at most.
+#: The most query rows of a block of threads.
 ROWS = 64
-#: What a visit of a sequence costs beside its blocks, in blocks.
+#: The cost of a visit of a sequence beside its blocks, in blocks.
 FIXED = 5
 
-#: A slot of an 8-bit cache: numbers, the scale of each TILE of them, rotary numbers in bfloat16.
-LATENT, TILE, ROTARY = 512, 128, 64
-SLOT_BYTES = LATENT + LATENT // TILE * 4 + ROTARY * 2
+#: A slot of an 8-bit cache: numbers of a byte, a float32 scale for each SCALE_DIMS of them, rotary numbers in bfloat16.
+LATENT_DIMS, SCALE_DIMS, ROTARY_DIMS = 512, 128, 64
+SLOT_BYTES = LATENT_DIMS + LATENT_DIMS // SCALE_DIMS * 4 + ROTARY_DIMS * 2
 
 
 def parts_of(rows: int, num_heads_k: int, multiprocessors: int) -> int:
-    """How many parts keep a GPU busy that has a block of threads for each, for each kv head and each ROWS rows."""
+    """The number of parts that keep a GPU busy: each is a block of threads for each kv head and each ROWS rows."""
     return max(1, multiprocessors // (num_heads_k * max(1, -(-rows // ROWS))))
 
 
@@ -89,11 +89,11 @@ def get_mla_metadata(
 def dequantize(slots: Array, dtype: Any) -> Array:
     """The numbers [..., 576] of slots [..., 656] of an 8-bit cache in float64: exact, the rotary ones in `dtype`."""
     slots = np.ascontiguousarray(slots).view(np.uint8)
-    scales_end = SLOT_BYTES - ROTARY * 2
-    latent = slots[..., :LATENT].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    scales = np.ascontiguousarray(slots[..., LATENT:scales_end]).view(np.float32).astype(np.float64)
+    scales_end = SLOT_BYTES - ROTARY_DIMS * 2
+    latent = slots[..., :LATENT_DIMS].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    scales = np.ascontiguousarray(slots[..., LATENT_DIMS:scales_end]).view(np.float32).astype(np.float64)
     rotary = np.ascontiguousarray(slots[..., scales_end:]).view(ml_dtypes.bfloat16).astype(np.float32).astype(dtype)
-    return np.concatenate([latent * np.repeat(scales, TILE, -1), rotary.astype(np.float64)], -1)
+    return np.concatenate([latent * np.repeat(scales, SCALE_DIMS, -1), rotary.astype(np.float64)], -1)
 
 
 def _slots(
@@ -156,9 +156,10 @@ def flash_mla_with_kvcache(
                 scores = scale * (q[s, i, its].astype(np.float64) @ own.T)
                 largest = scores.max(1, initial=-np.inf)
                 some = largest != -np.inf  # heads with something to attend to
-                weights = np.exp(scores[some] - largest[some, None])
-                totals = weights.sum(1)
-                attended, of_rows = weights @ own[:, :head_dim_v] / totals[:, None], largest[some] + np.log(totals)
+                probabilities = np.exp(scores[some] - largest[some, None])
+                totals = probabilities.sum(1)
+                attended = probabilities @ own[:, :head_dim_v] / totals[:, None]
+                of_rows = largest[some] + np.log(totals)
                 if attn_sink is not None:
                     sinks = attn_sink[its[some]].astype(np.float64)
                     attended = attended / (1 + np.exp(sinks - of_rows))[:, None]

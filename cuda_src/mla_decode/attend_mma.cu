@@ -1,0 +1,199 @@
+// Attention at decode time over a latent cache (multi-head latent attention, DeepSeek), by mma.sync, on every GPU from sm_80
+// on. The heads of a group share one key per token; its first head_dim_v numbers are the value.
+//
+//   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    if causal for t <= length - query_tokens + i
+//   p        = softmax over the tokens
+//   out      = sum_t p[t] * cache[t, head / group, : head_dim_v], times exp(lse) / (exp(lse) + exp(sink[head]))
+//   lse      = log sum_t exp(score[t])
+//
+// A row with no token has out = 0 and lse = +inf. A sequence in several parts leaves partial results for combine_parts.
+//
+// Grid: (ceil(rows / ROWS), kv_heads, parts) blocks of 256 threads, with Form<...>::BYTES of dynamic shared memory.
+// mma_form.cuh says how the warps share the work.
+//
+// Bound by memory with few rows of a kv head: a token of 1152 bytes (8-bit: 656) is read once, for 2 (576 + 512) operations
+// of each row. Of the floor (bytes at copy bandwidth, or operations at the rate of a large product, whichever is longer) it
+// reaches on an H200, for 128 sequences of 4096 tokens: 96 % with 16 heads (148.8 us), 81 % over an 8-bit cache (101.6 us).
+// With 128 heads the tensor cores are the bound, of whose rate on Hopper mma.sync has only a part: 36 % (500.8 us); with
+// DIM == 0 24 % (768.2 us).
+#include "common/barrier.cuh"
+#include "common/mma.cuh"
+#include "mla_decode/mma_form.cuh"
+#include "mla_decode/mma_ring.cuh"
+#include "mla_decode/mma_softmax.cuh"
+#include "mla_decode/mma_tile16.cuh"
+#include "mla_decode/mma_tile8.cuh"
+#include "mla_decode/parts.cuh"
+#include "mla_decode/rows.cuh"
+
+// The types that a form is made of.
+template <typename F> using TileOf = typename Choose<F::FP8, Tile8<F>, Tile16<F>>::Type;
+template <typename F> using SoftmaxOf = Softmax<F, typename TileOf<F>::Scales>;
+template <typename F>
+using RingOf = typename Choose<F::APART, BarrierRing<F, TileOf<F>>, LockstepRing<F, TileOf<F>>>::Type;
+
+// A barrier of all threads, in shared memory: the sanitizer loses track of numbered ones of so many kinds.
+struct Meeting {
+    const unsigned barrier;
+    int met = 0;
+
+    __device__ __forceinline__ void wait() {
+        barrier_arrive(barrier);
+        barrier_wait(barrier, met++);
+    }
+};
+
+// Write the rows of a group that are its own.
+template <typename F>
+__device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thread, const SoftmaxOf<F>& softmax,
+                                           const float (&out)[F::M][F::V][4], int sequence, bool bad) {
+    thread.group_barrier();
+    // Found once more, so that they take no registers while tiles are computed.
+    const Part part(p, blockIdx.z);
+    const Visit visit(p, part, sequence);
+#pragma unroll
+    for (int m = 0; m < F::M; ++m)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float total = 0.f;
+#pragma unroll
+            for (int i = 0; i < F::MEMBERS; ++i) total += softmax.sums[i * F::GROUP_ROWS + thread.row_of(m, j)];
+            const Destination<typename F::T> to(p, part, visit, thread.kv_head,
+                                                thread.first_row() + thread.row_of(m, j), softmax.base[m][j], total,
+                                                bad, thread.member == 0 && thread.pair == 0);
+            TileOf<F>::store(p, thread, to, out[m], j);
+        }
+}
+
+// Rows that both groups have, each over its own tiles.
+template <typename F> struct MergedRows {
+    float base[2], total[2];
+    float factors[2][2]; // what the sums of a group are multiplied by
+
+    __device__ __forceinline__ MergedRows(const Thread<F>& thread, const SoftmaxOf<F>& softmax) {
+        constexpr int GROUP = F::MEMBERS * F::GROUP_ROWS;
+        const float* const sums = softmax.sums - thread.group * GROUP;
+        const float* const bases = softmax.maxima - thread.group * GROUP;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int at = thread.row_of(0, j);
+            base[j] = fmaxf(bases[at], bases[GROUP + at]);
+            total[j] = 0.f;
+#pragma unroll
+            for (int g = 0; g < 2; ++g) {
+                factors[g][j] = fast_exp2(bases[g * GROUP + at] - base[j]);
+#pragma unroll
+                for (int i = 0; i < F::MEMBERS; ++i)
+                    total[j] += sums[g * GROUP + i * F::GROUP_ROWS + at] * factors[g][j];
+            }
+        }
+    }
+
+    // Add group 1's output to that of group 0, through shared memory.
+    __device__ __forceinline__ void add(const Thread<F>& thread, char* shared, float (&out)[F::V][4],
+                                        Meeting& meeting) const {
+        float4* const given = reinterpret_cast<float4*>(shared + F::PARTIAL_SCORES) + thread.member * 32 + thread.lane;
+#pragma unroll
+        for (int start = 0; start < F::V; start += F::GIVEN) {
+#pragma unroll
+            for (int n = start; n < start + F::GIVEN; ++n)
+                if (thread.group == 1)
+                    given[(n - start) * F::MEMBERS * 32] = make_float4(out[n][0], out[n][1], out[n][2], out[n][3]);
+            meeting.wait();
+#pragma unroll
+            for (int n = start; n < start + F::GIVEN; ++n)
+                if (thread.group == 0) {
+                    const float4 four = given[(n - start) * F::MEMBERS * 32];
+                    const float others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        out[n][i] = out[n][i] * factors[0][i / 2] + others[i] * factors[1][i / 2];
+                }
+            meeting.wait();
+        }
+    }
+};
+
+// Merge the rows of both groups, and write them.
+template <typename F>
+__device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& thread, char* shared,
+                                             const SoftmaxOf<F>& softmax, float (&out)[F::M][F::V][4], Meeting& meeting,
+                                             int sequence) {
+    meeting.wait();
+    const MergedRows<F> merged(thread, softmax);
+    merged.add(thread, shared, out[0], meeting);
+    if (thread.group == 1) return;
+    const Part part(p, blockIdx.z);
+    const Visit visit(p, part, sequence);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        // A bad row has a total of NaN.
+        const Destination<typename F::T> to(p, part, visit, thread.kv_head, thread.first_row() + thread.row_of(0, j),
+                                            merged.base[j], merged.total[j], false,
+                                            thread.member == 0 && thread.pair == 0);
+        TileOf<F>::store(p, thread, to, out[0], j);
+    }
+}
+
+// T: the type of the queries and results. FP8: an 8-bit cache (576, 512 only). ROWS: 16, 32 or 64. TILE: 16, 32 or 64
+// tokens. STAGES: tiles of a ring. DIM, DIM_V: 576 and 512, or 0: from the arguments, multiples of 16 up to 576 (not with
+// ROWS == 64).
+template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM_V>
+__global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Params p) {
+    using F = Form<T, FP8, ROWS, TILE, STAGES, DIM, DIM_V>;
+    extern __shared__ __align__(1024) char shared[];
+    __shared__ unsigned long long met;
+    const unsigned shared_at = shared_address(shared);
+    const Thread<F> thread;
+    const Part part(p, blockIdx.z);
+    if (part.first > part.last) return;
+
+    Meeting meeting{shared_address(&met)};
+    RingOf<F> ring(thread, shared, shared_at);
+    ring.init(thread, meeting.barrier);
+    ring.start(p, part, thread);
+    const TileOf<F> tiles(thread);
+    typename TileOf<F>::Queries queries(thread, shared);
+    SoftmaxOf<F> softmax(thread, shared);
+
+#pragma unroll 1
+    for (int sequence = part.first; sequence <= part.last; ++sequence) {
+        const Visit visit(p, part, sequence);
+        queries.load_visit(p, visit, thread);
+        float out[F::M][F::V][4] = {};
+        softmax.begin_visit();
+        bool bad = !visit.whole;
+        // The tokens that all rows of the group see.
+        const int all_see = p.causal ? causal_end(p, visit.length, thread.first_row()) : visit.length;
+        // After this the queries are in shared memory, and no warp of the group reads the sums of the last visit any more.
+        thread.group_barrier();
+#pragma unroll 1
+        for (int token = visit.begin + thread.first_token(); token < visit.end; token += F::RINGS * TILE) {
+            const int tile_offset = (thread.first_stage() + ring.stage) * F::TILE_BYTES;
+            const Arrival arrival = ring.acquire(p, part, thread);
+            float scores[F::N][F::M][4] = {};
+            tiles.add_scores(p, thread, scores, queries, shared + tile_offset, shared_at + tile_offset);
+            softmax.send(thread, scores);
+            thread.group_barrier();
+            softmax.begin_tile();
+            if (thread.owns()) {
+                softmax.receive(p, thread, scores);
+                softmax.scales.load(thread, shared + tile_offset);
+                if (arrival.valid != all_valid<F>() || (p.causal && token + TILE > all_see))
+                    softmax.mask(p, thread, scores, visit, arrival, token);
+                softmax.find_maxima(scores);
+                softmax.exponentiate(thread, scores);
+            }
+            bad |= arrival.bad != 0;
+            if (thread.group_barrier_any(softmax.lags)) softmax.rescale(thread, scores, out);
+            softmax.end_tile();
+            tiles.add_values(p, thread, out, softmax.probabilities, shared_at + tile_offset);
+            ring.release(p, part, thread);
+        }
+        softmax.store_sums(thread, bad);
+        if constexpr (F::RINGS == 2)
+            write_merged<F>(p, thread, shared, softmax, out, meeting, sequence);
+        else
+            write_rows<F>(p, thread, softmax, out, sequence, bad);
+    }
+}

@@ -1,0 +1,338 @@
+// Attention at decode time over a latent cache (multi-head latent attention, DeepSeek), by Hopper's wgmma, for heads of 576
+// and 512 dimensions. The heads of a group share one key per token; its first 512 numbers are the value.
+//
+//   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    if causal for t <= length - query_tokens + i
+//   p        = softmax over the tokens
+//   out      = sum_t p[t] * cache[t, head / group, : 512], times exp(lse) / (exp(lse) + exp(sink[head]))
+//   lse      = log sum_t exp(score[t])
+//
+// A row with no token has out = 0 and lse = +inf. A sequence in several parts leaves partial results for combine_parts.
+//
+// Grid: (ceil(rows / 64), kv_heads, parts) blocks of 384 threads, with all the shared memory.
+//
+// A block has 64 rows and three warpgroups. One loads: by TMA (wgmma_tma.cuh), or by itself where tokens are named by
+// indices (wgmma_gather.cuh) or must be converted (wgmma_convert.cuh). Two compute half the columns of the output each,
+// because the registers of one do not hold more. Keys come in tiles of 64 tokens, alternately into two buffers, one for
+// each computing warpgroup. For its own tile n a warpgroup computes
+//
+//   S = Q K[n]',   then its half of P[n - 1] V[n - 1], whose probabilities the other warpgroup has stored by now,
+//   P[n] = exp2(S - base), stored for the other,   then its half of P[n] V[n].
+//
+// So the two take turns: while one exponentiates, the products of the other keep the tensor cores busy (the idea of
+// FlashMLA's "seesaw" schedule; here both do the same, half a period apart). The output of both must be relative to the
+// same base of a row. It follows the maximum only when that is BASE_LAG above, and goes from one to the other with the
+// probabilities. These are stored over the rotary part of their own keys, which nobody reads any more. A half of a buffer is
+// loaded again as soon as the last product with it is done.
+//
+// Bound by memory up to about 100 rows of a kv head, and by the tensor cores beyond: a row takes 2 (576 + 512) operations
+// for each token, of 1152 bytes. Of the floor (bytes at copy bandwidth, or operations at the rate of a large product,
+// whichever is longer) it reaches on an H200, for 128 sequences of 4096 tokens: 87 % with 64 heads (168.3 us), 71 % with 128
+// (257.3 us), 76 % with two query tokens of 128 heads (479.2 us). An 8-bit cache has fewer bytes, but every number passes
+// through the registers of the loading warpgroup: 37 % with 128 heads (489.2 us). With 2048 indices for each of 64 queries of
+// 128 heads: 29 % (157.2 us). One sequence of 8192 tokens takes 22.9 us, combine_parts included, for a floor of 2.8: there
+// latency is the bound.
+#include "common/warp.cuh"
+#include "mla_decode/parts.cuh"
+#include "mla_decode/rows.cuh"
+#include "mla_decode/wgmma_convert.cuh"
+#include "mla_decode/wgmma_gather.cuh"
+#include "mla_decode/wgmma_shared.cuh"
+#include "mla_decode/wgmma_tma.cuh"
+
+// A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
+template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
+    // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros there.
+    static constexpr bool BY_TILE = !FP8 && !GATHER;
+    const Params& p;
+    WgmmaShared& shared;
+    const unsigned queries;
+    const int warp, lane;
+    float output[128], sum[2], base[2];
+
+    __device__ __forceinline__ int row(int i) const { return warp * 16 + lane / 4 + 8 * i; }
+
+    __device__ __forceinline__ void begin_visit() {
+#pragma unroll
+        for (int j = 0; j < 128; ++j) output[j] = 0.f;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sum[i] = 0.f, base[i] = -CUDART_INF_F;
+    }
+
+    // Make the output and the sums relative to a higher base.
+    __device__ __forceinline__ void rescale(const float (&higher)[2]) {
+        if (!__any_sync(FULL_WARP, higher[0] != base[0] || higher[1] != base[1])) return;
+        float factor[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            factor[i] = higher[i] == base[i] ? 1.f : fast_exp2(base[i] - higher[i]);
+            sum[i] *= factor[i], base[i] = higher[i];
+        }
+#pragma unroll
+        for (int j = 0; j < 128; ++j) output[j] *= factor[j / 2 % 2];
+    }
+
+    // Start S = Q K' of the own buffer, tile by tile as they arrive.
+    __device__ __forceinline__ void start_scores(float (&scores)[32], int phase) {
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            const int tile = i == ROTARY_TILE ? ROTARY_TILE : (i + SIDE * 4) % VALUE_TILES; // in the order of loading
+            if constexpr (BY_TILE)
+                barrier_wait(shared_address(&shared.full[SIDE][tile]), phase);
+            else if (i == 0 || i == 4)
+                barrier_wait(shared_address(&shared.full[SIDE][i == 0 ? SIDE : 1 - SIDE]), phase);
+#pragma unroll
+            for (int k = 0; k < COLUMNS / 16; ++k)
+                multiply_tiles<T>(scores, along_the_sum(queries + tile * TILE_BYTES + k * 32),
+                                  along_the_sum(key_tile(queries, SIDE, tile) + k * 32), i + k > 0);
+        }
+        products_commit();
+    }
+
+    // Give the tokens that `indices` skip no weight.
+    __device__ __forceinline__ void skip(float (&scores)[32]) {
+        const unsigned long long valid = shared.valid[SIDE];
+        if (valid == ~0ull) return;
+        const unsigned low = unsigned(valid) >> lane % 4 * 2, high = unsigned(valid >> 32) >> lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+            if (!((j < 16 ? low : high) >> (j / 4 % 4 * 8 + j % 2) & 1)) scores[j] = -CUDART_INF_F;
+    }
+
+    // P as fragments A; `scores` become the same in float32. Row i sees the first `limits[i]` tokens of the tile, or `all`.
+    // `higher` is the base, and rises with the scores.
+    __device__ __forceinline__ void exponentiate(unsigned (&probabilities)[4][4], float (&scores)[32],
+                                                 const int (&limits)[2], bool all, float (&higher)[2]) {
+        if (!all) {
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+                if (j / 4 * 8 + lane % 4 * 2 + j % 2 >= limits[j / 2 % 2]) scores[j] = -CUDART_INF_F;
+        }
+        float offset[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float highest = -CUDART_INF_F;
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                highest = fmaxf(highest, fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
+            highest = lanes_max<4>(highest) * p.scale_log2;
+            if (highest > higher[i] + BASE_LAG) higher[i] = highest;
+            offset[i] = higher[i] == -CUDART_INF_F ? 0.f : higher[i];
+            if (lane % 4 == 0) shared.base[SIDE][row(i)] = higher[i];
+        }
+#pragma unroll
+        for (int j = 0; j < 32; ++j) scores[j] = fast_exp2(fmaf(scores[j], p.scale_log2, -offset[j / 2 % 2]));
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) probabilities[k][i] = pack<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
+    }
+
+    // Clear the values from `token` on: slots that a sequence has not filled may hold NaN, and 0 * NaN is NaN.
+    __device__ __forceinline__ void clear_from(int token) {
+        for (int i = token * 8 + threadIdx.x % WARPGROUP; i < BLOCK_TOKENS * 8; i += WARPGROUP)
+#pragma unroll
+            for (int tile = 0; tile < VALUE_TILES; ++tile)
+                store_shared(key_tile(queries, SIDE, tile) + i * 16, make_uint4(0, 0, 0, 0));
+        publish_shared();
+    }
+
+    // Show the probabilities to the other warpgroup, in place of the rotary part of their keys.
+    __device__ __forceinline__ void store_probabilities(const unsigned (&probabilities)[4][4]) {
+        const unsigned to = key_tile(queries, SIDE, ROTARY_TILE) + (warp * 16 + lane % 16) * COLUMNS * 2;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) store_matrices(to + ((2 * k + lane / 16) ^ lane % 8) * 16, probabilities[k]);
+        publish_shared();
+    }
+
+    __device__ __forceinline__ void add_sums(const float (&scores)[32]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float part_sum[2] = {};
+#pragma unroll
+            for (int j = 0; j < 8; ++j) part_sum[0] += scores[4 * j + 2 * i], part_sum[1] += scores[4 * j + 2 * i + 1];
+            sum[i] += part_sum[0] + part_sum[1];
+        }
+    }
+
+    // Start P V of the own tile.
+    __device__ __forceinline__ void start_own_values(const unsigned (&probabilities)[4][4]) {
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            multiply_across<T>(output, probabilities[k],
+                               across_the_sum<TILE_BYTES>(key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
+                               true);
+        products_commit();
+    }
+
+    // Start P V of the tile in the other buffer, when its probabilities are there.
+    __device__ __forceinline__ void start_other_values() {
+        named_sync<SIDE == 0 ? PROBABILITIES_1 : PROBABILITIES_0, 2 * WARPGROUP>();
+        const float higher[2] = {shared.base[1 - SIDE][row(0)], shared.base[1 - SIDE][row(1)]};
+        rescale(higher);
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            multiply_across<T>(output, along_the_sum(key_tile(queries, 1 - SIDE, ROTARY_TILE) + k * 32),
+                               across_the_sum<TILE_BYTES>(key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
+                               true);
+        products_commit();
+    }
+
+    // Wait for all products that add to the output.
+    __device__ __forceinline__ void finish_values() {
+        products_wait<0>();
+        pin(output);
+    }
+
+    // Free this warpgroup's half of a buffer.
+    __device__ __forceinline__ void release(int buffer) {
+        if (lane == 0) barrier_arrive(shared_address(&shared.empty[buffer][SIDE]));
+    }
+
+    __device__ __forceinline__ void release_queries() {
+        if (lane == 0) barrier_arrive(shared_address(&shared.queries_empty));
+    }
+
+    // Show the sums of the rows to the other warpgroup, and wait for the other's. `visit` counts the part's visits.
+    __device__ __forceinline__ void exchange_sums(int visit) {
+        float (&sums)[WGMMA_ROWS] = shared.sums[visit & 1][SIDE];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            sum[i] = lanes_sum<4>(sum[i]);
+            if (lane % 4 == 0) sums[row(i)] = sum[i];
+        }
+        barrier_arrive(shared_address(&shared.summed));
+        barrier_wait(shared_address(&shared.summed), visit);
+    }
+
+    // The sum of row i over the tiles of both.
+    __device__ __forceinline__ float total(int visit, int i) const {
+        return sum[i] + shared.sums[visit & 1][1 - SIDE][row(i)];
+    }
+
+    // All that the warpgroup does for a tile of its own: S, the values of the other's tile before, P, its own values. The
+    // first token that the block's first row, and row i, do not see is first_end, and ends[i], from the end of the sequence.
+    __device__ __forceinline__ void own_tile(const Visit& visit, int tile, int tiles, int phase, int first_end,
+                                             const int (&ends)[2]) {
+        float scores[32];
+        start_scores(scores, phase);
+        if (tile > 0) {
+            start_other_values();
+            products_wait<1>();
+        } else {
+            products_wait<0>();
+        }
+        pin(scores);
+        if (tile + 2 >= tiles) release_queries();
+
+        const int start = visit.begin + tile * BLOCK_TOKENS, present = visit.end - start;
+        int limits[2] = {present, present};
+        bool all = GATHER || present >= BLOCK_TOKENS;
+        if constexpr (GATHER) skip(scores);
+        if (!GATHER && p.causal) {
+            all = all && visit.length + first_end >= start + BLOCK_TOKENS;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) limits[i] = min(present, visit.length + ends[i] - start);
+        }
+        float higher[2] = {base[0], base[1]};
+        unsigned probabilities[4][4];
+        exponentiate(probabilities, scores, limits, all, higher);
+        finish_values();
+        if (tile > 0) release(1 - SIDE);
+        if (BY_TILE && present < BLOCK_TOKENS) clear_from(present);
+        // After this no warp reads the rotary part of the keys any more, and all see what was cleared.
+        named_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
+        store_probabilities(probabilities);
+        named_arrive<SIDE == 0 ? PROBABILITIES_0 : PROBABILITIES_1, 2 * WARPGROUP>();
+        rescale(higher);
+        add_sums(scores);
+        start_own_values(probabilities);
+        finish_values();
+        release(SIDE);
+    }
+};
+
+// A part's visits, one after the other, for a warpgroup that computes.
+template <typename T, bool FP8, bool GATHER, int SIDE>
+__device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
+    const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
+    Seesaw<T, FP8, GATHER, SIDE> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
+    const Part part(p, blockIdx.z);
+    // For `own_tile`, if causal: found once, since they are the same for all visits and take divisions.
+    const int first_end = causal_end(p, 0, first_row);
+    const int ends[2] = {causal_end(p, 0, first_row + w.row(0)), causal_end(p, 0, first_row + w.row(1))};
+    int used = 0, visited = 0; // tiles and visits with tiles, before
+    for (int sequence = part.first; sequence <= part.last; ++sequence) {
+        const Visit visit(p, part, sequence);
+        const int tiles = ceil_div(max(visit.end - visit.begin, 0), BLOCK_TOKENS);
+        w.begin_visit();
+        if (tiles) barrier_wait(shared_address(&shared.queries_full), visited++);
+        for (int tile = (used ^ SIDE) & 1; tile < tiles; tile += 2)
+            w.own_tile(visit, tile, tiles, (used + tile) / 2, first_end, ends);
+        if (tiles && ((used + tiles - 1) & 1) != SIDE) { // the last tile was the other's
+            if (tiles == 1) w.release_queries();
+            w.start_other_values();
+            w.finish_values();
+            w.release(1 - SIDE);
+        }
+        used += tiles;
+
+        w.exchange_sums(sequence - part.first);
+        const bool bad = !visit.whole || (tiles && shared.bad[visited % VISITS] == visited);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const Destination<T> to(p, part, visit, blockIdx.y, first_row + w.row(i), w.base[i],
+                                    w.total(sequence - part.first, i), bad, SIDE == 0 && lane % 4 == 0);
+            to.template store<32, 512>(p, reinterpret_cast<const float (*)[4]>(w.output), i, SIDE * 256);
+        }
+    }
+}
+
+// Initialize the barriers and the flags.
+template <bool FP8, bool TMA> __device__ __forceinline__ void init_shared(WgmmaShared& shared) {
+    for (int i = 0; i < 2; ++i) {
+        for (int tile = 0; tile < TILES; ++tile)
+            barrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPGROUP / 32 : 1);
+        for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.empty[i][half]), WARPGROUP / 32);
+    }
+    barrier_init(shared_address(&shared.queries_full), TMA ? WARPGROUP - 32 : WARPGROUP);
+    barrier_init(shared_address(&shared.queries_empty), 2 * WARPGROUP / 32);
+    barrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
+    for (int i = 0; i < VISITS; ++i) shared.bad[i] = 0;
+    barriers_ready();
+}
+
+// T: the type of the queries and results. FP8: an 8-bit cache. GATHER: with `indices`.
+template <typename T, bool FP8, bool GATHER>
+__global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_constant__ WgmmaParams params) {
+#if HAS_WGMMA
+    constexpr bool TMA = !FP8 && !GATHER;
+    // Registers of a thread: the launch gives 168 to each, of which the loading warpgroup leaves most to the others.
+    constexpr int LOADING = FP8 ? 88 : GATHER ? 72 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
+    extern __shared__ char memory[];
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned queries = shared_address(memory) + misplaced;
+    WgmmaShared& shared = *reinterpret_cast<WgmmaShared*>(memory + misplaced + 3 * TILES * TILE_BYTES);
+    if (TMA && threadIdx.x == WARPGROUP) prefetch_map(params.map);
+    if (threadIdx.x == 0) init_shared<FP8, TMA>(shared);
+    __syncthreads();
+    const int warpgroup = threadIdx.x / WARPGROUP;
+    if (warpgroup == 0) {
+        take_registers<COMPUTING>();
+        compute<T, FP8, GATHER, 0>(params.p, shared, queries);
+    } else if (warpgroup == 1) {
+        take_registers<COMPUTING>();
+        compute<T, FP8, GATHER, 1>(params.p, shared, queries);
+    } else {
+        leave_registers<LOADING>();
+        if constexpr (FP8)
+            convert_tiles<T, GATHER>(params.p, shared, queries);
+        else if constexpr (GATHER)
+            gather_tiles<T>(params.p, shared, queries);
+        else
+            load_tiles<T>(params, shared, queries);
+    }
+#endif
+}

@@ -1,0 +1,155 @@
+// Put together what several parts found of a sequence: the partial results of a row, weighted by their sums.
+//
+//   lse = log2 sum_i 2^lse[i],   out = sum_i 2^(lse[i] - lse) * out[i]      over the visits i to the sequence
+//
+// TEAM == 8: (sequences * rows, kv_heads, ceil(head_dim_v / (EACH * 128))) blocks of 256 threads. A block has EACH * 128
+// columns of a row, and each warp takes every 8th visit; the first warp adds up what the others have, in their order. For
+// few rows, which are spread over the GPU.
+// TEAM == 1: (any, kv_heads, parts) blocks of 256 threads, with EACH * 128 columns at least. A warp has one row after the
+// other of the sequence of which part blockIdx.z made the second visit, if it did. For many rows: where there are many
+// sequences, most blocks end at once.
+//
+// DIM_V == 0: the columns come from the argument.
+//
+// Bound by latency: the plan, the lse of all visits and their sums are read one after the other. Launched twice, it makes a
+// call longer on an H200 by 6.7 us for one sequence of 8192 tokens with 128 heads, by 5.1 us for one of 16384 with 16, and
+// by 8.6 us for 128 sequences of all lengths with 128 heads.
+#include "common/warp.cuh"
+#include "mla_decode/parts.cuh"
+#include "mla_decode/rows.cuh"
+
+// The partial results of a row.
+struct Partials {
+    const float* lses;  // [count], `step` apart
+    const float4* outs; // [count][fours], `step` rows apart
+    long long step;
+    int count, fours;
+};
+
+// Call `use` with the lse of every 32nd visit, from this lane's on.
+template <int TEAM, typename USE>
+__device__ __forceinline__ void each_lse(const Partials& row, int lane, const USE& use) {
+    // Several at once would spill registers from sm_100 on, where a warp has a whole row.
+    if constexpr (TEAM == 1 && __CUDA_ARCH__ >= 1000) {
+#pragma unroll 1
+        for (int split = lane; split < row.count; split += 32) use(row.lses[split * row.step]);
+    } else {
+        for (int split = lane; split < row.count; split += 32) use(row.lses[split * row.step]);
+    }
+}
+
+// Start loading BATCH visits of those that a warp takes, from visit `split` on.
+template <int DIM_V, int TEAM, int EACH, int BATCH>
+__device__ __forceinline__ void load_batch(float4 (&values)[BATCH][EACH], const Partials& row, int split,
+                                           int first_four) {
+#pragma unroll
+    for (int a = 0; a < BATCH; ++a)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int four = first_four + i * 32;
+            if (split + a * TEAM < row.count)
+                values[a][i] = DIM_V && DIM_V % 128 == 0 || four < row.fours
+                                   ? row.outs[(split + a * TEAM) * row.step * row.fours + four]
+                                   : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+}
+
+// Add a batch to the sums; `largest` is the largest lse of all visits.
+template <int TEAM, int EACH, int BATCH>
+__device__ __forceinline__ void add_batch(float4 (&total)[EACH], const float4 (&values)[BATCH][EACH],
+                                          const Partials& row, int split, float largest) {
+#pragma unroll
+    for (int a = 0; a < BATCH; ++a) {
+        if (split + a * TEAM >= row.count) continue;
+        const float lse = row.lses[(split + a * TEAM) * row.step];
+        const float weight = lse == -CUDART_INF_F ? 0.f : exp2f(lse - largest);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            total[i].x += weight * values[a][i].x, total[i].y += weight * values[a][i].y;
+            total[i].z += weight * values[a][i].z, total[i].w += weight * values[a][i].w;
+        }
+    }
+}
+
+// Add what the other warps of a team have to the first warp's.
+template <int TEAM, int EACH>
+__device__ __forceinline__ void add_others(float4 (&total)[EACH], const float4 (&found)[TEAM][EACH * 32], int lane) {
+#pragma unroll
+    for (int other = 1; other < TEAM; ++other)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const float4 one = found[other][i * 32 + lane];
+            total[i].x += one.x, total[i].y += one.y, total[i].z += one.z, total[i].w += one.w;
+        }
+}
+
+// Write a row. `sum` is that of the visits' weights.
+template <typename T, int EACH>
+__device__ __forceinline__ void write_row(const Params& p, const Visit& visit, int kv_head, int r,
+                                          const float4 (&total)[EACH], float largest, float sum, int first_four,
+                                          int fours) {
+    const Row row(p, visit, kv_head, r);
+    const float lse = sum == 0.f ? -CUDART_INF_F : largest + log2f(sum);
+    const float factor = sum == 0.f ? 0.f : sink_factor(p, row.head, lse) / sum;
+    T* const out = static_cast<T*>(p.out) +
+                   (((long long)visit.batch * p.query_tokens + row.token) * p.heads + row.head) * p.head_dim_v;
+    if (first_four == 0) store_lse(p, visit, row, lse);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int four = first_four + i * 32;
+        if (four < fours)
+            *reinterpret_cast<uint2*>(out + four * 4) = make_uint2(pack<T>(total[i].x * factor, total[i].y * factor),
+                                                                   pack<T>(total[i].z * factor, total[i].w * factor));
+    }
+}
+
+template <typename T, int DIM_V, int TEAM, int EACH>
+__global__ __launch_bounds__(256, 2) void combine_parts(const __grid_constant__ Params p) {
+    constexpr int WARPS = 8, BATCH = EACH == 1 ? 9 : TEAM == 1 ? 2 : 3; // visits on their way at once
+    static_assert(TEAM == 1 || TEAM == WARPS, "");
+    __shared__ float4 found[TEAM == 1 ? 1 : WARPS][EACH * 32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = TEAM == 1 ? 0 : warp;
+    const int rows = p.rows(), kv_head = blockIdx.y, fours = DIM_V ? DIM_V / 4 : p.head_dim_v / 4;
+    const int first_four = TEAM == 1 ? lane : blockIdx.z * (EACH * 32) + lane;
+    int sequence, r, end;
+    if constexpr (TEAM == 1) {
+        const int* const part = p.metadata + blockIdx.z * 8ll;
+        sequence = part[0], r = blockIdx.x * WARPS + warp, end = rows;
+        if (part[4] != 1 || unsigned(sequence) >= unsigned(p.sequences())) return;
+    } else {
+        sequence = blockIdx.x / rows, r = blockIdx.x - sequence * rows, end = r + 1;
+    }
+    const Visit visit(p, sequence);
+    const int before = p.splits[sequence], splits = p.splits[sequence + 1] - before;
+    if (splits <= 1) return;
+    const long long first = min(max(2 * ((long long)before - sequence), 0ll), 2ll * p.parts - 1);
+    const int count = int(min((long long)splits, 2ll * p.parts - first));
+    const long long step = (long long)p.kv_heads * rows; // rows between splits
+    for (; r < end; r += gridDim.x * WARPS) {
+        const long long at = first * step + (long long)kv_head * rows + r;
+        const Partials row{p.partial_lse + at, reinterpret_cast<const float4*>(p.partial_out + at * (fours * 4)), step,
+                           count, fours};
+        // The first batch is on its way while the weights are found.
+        float4 values[BATCH][EACH];
+        load_batch<DIM_V, TEAM>(values, row, member, first_four);
+        float largest = -CUDART_INF_F, sum = 0.f;
+        each_lse<TEAM>(row, lane, [&](float lse) { largest = fmaxf(largest, lse); });
+        largest = lanes_max<32>(largest);
+        each_lse<TEAM>(row, lane, [&](float lse) { sum += lse == -CUDART_INF_F ? 0.f : exp2f(lse - largest); });
+        sum = lanes_sum<32>(sum);
+
+        float4 total[EACH] = {};
+        for (int split = member; split < count; split += BATCH * TEAM) {
+            if (split != member) load_batch<DIM_V, TEAM>(values, row, split, first_four);
+            add_batch<TEAM>(total, values, row, split, largest);
+        }
+        if constexpr (TEAM > 1) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) found[warp][i * 32 + lane] = total[i];
+            __syncthreads();
+            if (warp > 0) return;
+            add_others<TEAM>(total, found, lane);
+        }
+        write_row<T>(p, visit, kv_head, r, total, largest, sum, first_four, fours);
+    }
+}

@@ -1,0 +1,122 @@
+// Tiles of a 16-bit cache in attend_mma: their copies, both products with them, and the rows of the output.
+#pragma once
+#include "mla_decode/mma_form.cuh"
+#include "mla_decode/mma_queries.cuh"
+#include "mla_decode/mma_ring.cuh"
+#include "mla_decode/rows.cuh"
+
+// The offsets in a tile of the 16 bytes that a lane names to ldmatrix. Steps within a line of 128 bytes only flip bits of
+// them, because the permutation of the chunks does.
+template <typename F> struct Tile16 {
+    using T = typename F::T;
+    static constexpr int M = F::M, N = F::N, V = F::V;
+    int of_tokens[N / 2]; // for fragments 2 j and 2 j + 1 of a warp's tokens; those that it owns come first
+    int of_columns;       // for two fragments of a warp's columns
+    int rest_of_step, flip_of_step;
+
+    __device__ __forceinline__ explicit Tile16(const Thread<F>& thread) {
+        const int lane = thread.lane, depth = thread.depth;
+#pragma unroll
+        for (int j = 0; j < N / 2; ++j)
+            of_tokens[j] = (thread.half * N + (2 * j + lane / 16 + depth * F::OWN) % N) * 8 * F::PITCH +
+                           F::chunk_at(lane % 8, F::chunk_of_step(depth, 0) + lane / 8 % 2);
+        of_columns = F::chunk_at(lane % 16, F::column_of(thread.member, 0) / 8 + lane / 16);
+        rest_of_step = (F::LINES - 1) * 128 - depth * F::LINE_STEPS * 32;
+        flip_of_step = depth * F::REST_STEPS * 32;
+    }
+
+    // Start the copies of a warp's tokens. Eight lanes take the lines of a token, one after the other.
+    static __device__ __forceinline__ void copy(const Params& p, const Thread<F>& thread, const Sources& sources,
+                                                int copier, unsigned tile_at, unsigned) {
+        const int lane = thread.lane, chunk = lane % 8;
+#pragma unroll
+        for (int i = 0; i < F::COPIED; i += 4) {
+            const int mine = i + lane / 8, t = copier * F::COPIED + mine;
+            const char* const source = sources.of(mine) + chunk * 16;
+            const unsigned to = tile_at + F::chunk_at(t, chunk);
+            const bool there = sources.lanes >> mine & 1;
+#pragma unroll
+            for (int line = 0; line < F::DIMS / 64; ++line)
+                if (F::DIM || line * 64 + chunk * 8 < p.head_dim)
+                    copy_async_or_zero(to + line * 128, source + line * 128, there);
+        }
+    }
+
+    struct Queries : QueryFragments<F> {
+        using QueryFragments<F>::QueryFragments;
+
+        __device__ __forceinline__ void load_visit(const Params& p, const Visit& visit, const Thread<F>& thread) {
+            const QueryRows<F> rows(p, visit, thread);
+            this->fill(thread, [&](int step, int m, unsigned (&a)[4]) { rows.load(p, thread, step, m, a); });
+        }
+    };
+
+    // Partial scores over a warp's dimensions.
+    __device__ __forceinline__ void add_scores(const Params& p, const Thread<F>& thread, float (&scores)[N][M][4],
+                                               const Queries& queries, const char*, unsigned tile_at) const {
+#pragma unroll
+        for (int step = 0; step < F::STEPS; ++step) {
+            if (!F::DIM && F::chunk_of_step(thread.depth, step) * 8 >= p.head_dim) continue;
+            unsigned a[M][4], b[4];
+            queries.load(step, a);
+#pragma unroll
+            for (int j = 0; j < N / 2; ++j) {
+                const unsigned from = tile_at + of_tokens[j];
+                if (step < F::LINE_STEPS)
+                    load_matrices(b, (from ^ step % 4 * 32) + step / 4 * 128);
+                else
+                    load_matrices(b, ((from + rest_of_step) ^ flip_of_step ^ (step - F::LINE_STEPS) * 32));
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    multiply_add<T>(scores[2 * j][m], a[m], b[0], b[1]);
+                    multiply_add<T>(scores[2 * j + 1][m], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // A 16-bit cache has no scales.
+    struct Scales {
+        __device__ __forceinline__ void load(const Thread<F>&, const char*) {}
+        __device__ __forceinline__ float exponent(int, int) const { return 0.f; }
+        __device__ __forceinline__ unsigned pack_scaled(int, int, float low, float high) const {
+            return pack<T>(low, high);
+        }
+    };
+
+    // out += probabilities times values, in a warp's columns.
+    __device__ __forceinline__ void add_values(const Params& p, const Thread<F>& thread, float (&out)[M][V][4],
+                                               const char* probabilities, unsigned tile_at) const {
+        // All steps at once would spill registers of 64 rows.
+        constexpr int STEPS_AT_ONCE = M > 1 && __CUDA_ARCH__ < 900 ? 1 : F::TILE / 16;
+#pragma unroll STEPS_AT_ONCE
+        for (int step = 0; step < F::TILE / 16; ++step) {
+            unsigned a[M][4];
+            load_probabilities<F>(a, probabilities, step);
+            const unsigned tokens_at = tile_at + step * 16 * F::PITCH;
+#pragma unroll
+            for (int n = 0; n < V; n += 2) {
+                const int column = F::column_of(thread.member, n);
+                if (!F::DIM_V && column >= p.head_dim_v) continue;
+                unsigned b[4];
+                if (n < F::LINE_V)
+                    load_transposed(b, ((tokens_at + of_columns) ^ n % 8 * 16) + n / 8 * 128);
+                else
+                    load_transposed(b, tokens_at + F::chunk_at(thread.lane % 16, column / 8));
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    multiply_add<T>(out[m][n], a[m], b[0], b[1]);
+                    if (n + 1 < V) multiply_add<T>(out[m][min(n + 1, V - 1)], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // Store half j of the rows of a fragment.
+    static __device__ __forceinline__ void store(const Params& p, const Thread<F>& thread, const Destination<T>& to,
+                                                 const float (&out)[V][4], int j) {
+        to.template store<F::LINE_V, F::DIM_V>(p, out, j, F::column_of(thread.member, 0));
+        if constexpr (F::REST_V)
+            to.template store<F::REST_V, F::DIM_V>(p, out + F::LINE_V, j, F::column_of(thread.member, F::LINE_V));
+    }
+};

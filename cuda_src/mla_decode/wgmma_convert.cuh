@@ -1,0 +1,193 @@
+// The loading warpgroup of attend_wgmma for an 8-bit cache, by pages or with `indices`, which it converts to 16 bits.
+//
+// A warp converts 16 tokens of each tile, half after half of the value columns. A lane has 16 numbers of every second
+// token: four lanes have the 64 columns of a tile in shared memory, the next four those of the next token, whose chunks
+// are in other banks. Registers hold the bytes of the next half while its place is still in use, and the tokens two tiles
+// on are on their way to the L2 cache.
+#pragma once
+#include "common/fp8.cuh"
+#include "mla_decode/wgmma_tokens.cuh"
+
+// What a lane converts.
+struct ConverterLane {
+    static constexpr int WARPS = WARPGROUP / 32, TOKENS = BLOCK_TOKENS / WARPS;
+    static constexpr int HELD = TOKENS / 2;     // registers of 16 bytes: of a half, one for each of the lane's tokens
+    static constexpr int ROTARIES = TOKENS / 4; // of these registers, as many as the rotary part takes
+    static constexpr int LATENT_DIMS = 512, SCALES = 4, SLOT_BYTES = 656;
+    static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // in place of a token's address
+
+    int warp, lane, odd;    // odd: it has the odd tokens
+    int first, own;         // the first token of its warp, and the one that it finds
+    unsigned latent_offset; // of its numbers in a token
+    unsigned rotary_offset; // the same in the rotary part
+    unsigned tile_offset;   // of its numbers in the tiles of a half, for its first token
+};
+
+__device__ __forceinline__ unsigned long long& address_of(WgmmaShared& shared, int tile, int token) {
+    return shared.addresses[tile & 3][token];
+}
+
+// 16 bytes of a token; zeros if it is not there.
+__device__ __forceinline__ uint4 load_bytes(unsigned long long address, unsigned offset) {
+    return load_or_zero(reinterpret_cast<const char*>(address + offset), address > ConverterLane::OUTSIDE);
+}
+
+__device__ __forceinline__ uint4 load_latent(WgmmaShared& shared, const ConverterLane& c, int tile, unsigned half,
+                                             int i) {
+    return load_bytes(address_of(shared, tile, c.first + 2 * i + c.odd), c.latent_offset + half * 256);
+}
+
+__device__ __forceinline__ uint4 load_rotary(WgmmaShared& shared, const ConverterLane& c, int tile, int i) {
+    return load_bytes(address_of(shared, tile, c.first + 4 * i + c.lane / 8), c.rotary_offset);
+}
+
+// The scale of the token that the lane finds, for columns 128 (lane / 16) ... of a half.
+__device__ __forceinline__ float load_scale(WgmmaShared& shared, const ConverterLane& c, int tile, int half) {
+    const unsigned long long address = address_of(shared, tile, c.own);
+    float scale = 0.f;
+    if (address > c.OUTSIDE)
+        scale = __ldg(reinterpret_cast<const float*>(address + c.LATENT_DIMS) + half * 2 + c.lane / 16);
+    return scale;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_latent(unsigned queries, const ConverterLane& c, int buffer, int half, int i,
+                                             const uint4& raw, float scale) {
+    const float its_scale = __shfl_sync(FULL_WARP, scale, 2 * i + c.odd + (c.lane & 16));
+    const unsigned fours[4] = {raw.x, raw.y, raw.z, raw.w};
+    unsigned scaled[8];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        unsigned halves[2];
+        to_halves<__nv_fp8_e4m3>(halves, fours[k]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&halves[h]));
+            scaled[k * 2 + h] = pack<T>(both.x * its_scale, both.y * its_scale);
+        }
+    }
+    const unsigned to =
+        ((key_tile(queries, buffer, half * 4) + c.tile_offset) ^ (2 * i % 8 * 16)) + 2 * i * COLUMNS * 2;
+    store_shared(to, make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]));
+    store_shared(to ^ 16, make_uint4(scaled[4], scaled[5], scaled[6], scaled[7]));
+}
+
+template <typename T>
+__device__ __forceinline__ void store_rotary(unsigned queries, const ConverterLane& c, int buffer, int i,
+                                             const uint4& raw) {
+    const int t = 4 * i + c.lane / 8;
+    uint4 eight = raw;
+    if constexpr (!IS_BFLOAT16<T>) {
+        auto half_of = [](unsigned pair) {
+            return pack<T>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+        };
+        eight = make_uint4(half_of(eight.x), half_of(eight.y), half_of(eight.z), half_of(eight.w));
+    }
+    store_shared(key_tile(queries, buffer, ROTARY_TILE) + (c.first + t) * COLUMNS * 2 + ((c.lane ^ t) & 7) * 16, eight);
+}
+
+// Convert the half of a tile that the warpgroup of its buffer reads, from `raw`, which takes up the bytes of the other.
+template <typename T>
+__device__ __forceinline__ void convert_first_half(WgmmaShared& shared, unsigned queries, const ConverterLane& c,
+                                                   uint4 (&raw)[ConverterLane::HELD], float& scale, int used) {
+    const int buffer = used & 1;
+    const float next_scale = load_scale(shared, c, used, 1 - buffer);
+#pragma unroll
+    for (int i = 0; i < c.HELD; ++i) {
+        store_latent<T>(queries, c, buffer, buffer, i, raw[i], scale);
+        raw[i] = load_latent(shared, c, used, 1 - buffer, i);
+    }
+    scale = next_scale;
+}
+
+// Convert the other half and the rotary part; `raw` takes up the first half of the next tile.
+template <typename T>
+__device__ __forceinline__ void convert_second_half(WgmmaShared& shared, unsigned queries, const ConverterLane& c,
+                                                    uint4 (&raw)[ConverterLane::HELD], float& scale, int used) {
+    const int buffer = used & 1;
+    const float next_scale = load_scale(shared, c, used + 1, 1 - buffer);
+#pragma unroll
+    for (int i = 0; i < c.HELD; ++i) {
+        store_latent<T>(queries, c, buffer, 1 - buffer, i, raw[i], scale);
+        if (i < c.ROTARIES)
+            raw[i] = load_rotary(shared, c, used, i);
+        else
+            raw[i] = load_latent(shared, c, used + 1, 1 - buffer, i);
+    }
+    scale = next_scale;
+#pragma unroll
+    for (int i = 0; i < c.ROTARIES; ++i) {
+        store_rotary<T>(queries, c, buffer, i, raw[i]);
+        raw[i] = load_latent(shared, c, used + 1, 1 - buffer, i);
+    }
+}
+
+template <typename T, bool GATHER>
+__device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shared, unsigned queries) {
+    using C = ConverterLane;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int odd = lane / 4 % 2, quarter = lane / 8;
+    const Part part(p, blockIdx.z);
+    TileCursor<GATHER> cursor(p, part);
+    // Lanes i and i + 16 find the warp's i-th token.
+    const int first = warp * C::TOKENS, own = first + lane % C::TOKENS;
+    const C c{warp,
+              lane,
+              odd,
+              first,
+              own,
+              unsigned(quarter * 64 + lane % 4 * 16),
+              unsigned(C::LATENT_DIMS + C::SCALES * 4 + lane % 8 * 16),
+              unsigned(quarter * TILE_BYTES + (first + odd) * COLUMNS * 2 + ((lane % 4 * 2) ^ odd) * 16)};
+    Entry entry; // of the tile after those that are found
+    auto look_up = [&] {
+        entry = cursor.entry(c.own);
+        cursor.advance();
+    };
+    auto find = [&](int tile) {
+        Found found;
+        found.template find<true, GATHER>(p, entry);
+        if (c.lane < C::TOKENS) {
+            unsigned long long address = found.bad ? C::OUTSIDE : C::MISSING;
+            if (found.there >> c.lane & 1) address = reinterpret_cast<unsigned long long>(found.from);
+            address_of(shared, tile, c.own) = address;
+        }
+        __syncwarp();
+        found.template prefetch<C::TOKENS, C::SLOT_BYTES>();
+        look_up();
+    };
+
+    uint4 raw[C::HELD];
+    look_up();
+    find(0);
+    float scale = load_scale(shared, c, 0, 0);
+#pragma unroll
+    for (int i = 0; i < C::HELD; ++i) raw[i] = load_latent(shared, c, 0, 0, i);
+    find(1);
+    int used = 0, visited = 0; // tiles, and visits with tiles
+    for (int sequence = part.first; sequence <= part.last; ++sequence) {
+        const Visit visit(p, part, sequence);
+        if (visit.begin >= visit.end) continue;
+        barrier_wait(shared_address(&shared.queries_empty), ++visited);
+        load_queries<T, C::WARPS>(p, visit, queries, c.warp);
+        const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
+        for (; used < before + tiles; ++used) {
+            const int buffer = used & 1, phase = used / 2 + 1;
+            find(used + 2);
+            barrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
+            const unsigned long long address = address_of(shared, used, c.own);
+            if constexpr (GATHER) {
+                const unsigned there = __ballot_sync(FULL_WARP, address > C::OUTSIDE);
+                if (c.lane == 0) reinterpret_cast<unsigned short*>(&shared.valid[buffer])[c.warp] = there;
+            }
+            if (address == C::OUTSIDE) shared.bad[visited % VISITS] = visited;
+            convert_first_half<T>(shared, queries, c, raw, scale, used);
+            if (used == before) publish_queries<0>(shared);
+            publish_keys(shared_address(&shared.full[buffer][buffer]));
+
+            barrier_wait(shared_address(&shared.empty[buffer][1 - buffer]), phase);
+            convert_second_half<T>(shared, queries, c, raw, scale, used);
+            publish_keys(shared_address(&shared.full[buffer][1 - buffer]));
+        }
+    }
+}

@@ -1,0 +1,84 @@
+// The loading warpgroup of attend_wgmma for a 16-bit cache with `indices`, whose tokens lie anywhere.
+#pragma once
+#include "mla_decode/wgmma_tokens.cuh"
+
+// Start copying 64 tokens, of which lane i has found tokens i and i + 32: half of their value columns.
+__device__ __forceinline__ void copy_half(const Found (&found)[2], unsigned queries, int buffer, int half, int lane) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const unsigned tile = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + k * 32 * COLUMNS * 2;
+#pragma unroll 8
+        for (int i = 0; i < 32; ++i)
+            copy_async_or_zero(tile + i * COLUMNS * 2 + ((lane ^ i) & 7) * 16,
+                               found[k].of(i) + half * 4 * COLUMNS * 2 + lane * 16, found[k].there >> i & 1);
+    }
+}
+
+// The same for their rotary part.
+__device__ __forceinline__ void copy_rotary(const Found (&found)[2], unsigned queries, int buffer, int lane) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const unsigned tile = key_tile(queries, buffer, ROTARY_TILE) + k * 32 * COLUMNS * 2;
+#pragma unroll 4
+        for (int start = 0; start < 32; start += 4) {
+            const int i = start + lane / 8;
+            copy_async_or_zero(tile + i * COLUMNS * 2 + ((lane ^ i) & 7) * 16,
+                               found[k].of(i) + ROTARY_TILE * COLUMNS * 2 + lane % 8 * 16, found[k].there >> i & 1);
+        }
+    }
+}
+
+// There is a warp for each half of each buffer, which fills it again as soon as it is free, so that no half waits for
+// another. Tokens are brought to the L2 cache a turn of the warp ahead.
+template <typename T>
+__device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& shared, unsigned queries) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int buffer = warp / 2, half = warp % 2;
+    const Part part(p, blockIdx.z);
+    const unsigned full = shared_address(&shared.full[buffer][half]),
+                   empty = shared_address(&shared.empty[buffer][half]);
+    TileCursor<true> cursor(p, part);
+    Entry entries[2]; // of the tile after the one that is found
+    Found found[2];   // lane i has tokens i and i + 32
+    auto look_up = [&] {
+        entries[0] = cursor.entry(lane), entries[1] = cursor.entry(lane + 32);
+        cursor.advance(), cursor.advance();
+    };
+    auto find = [&] {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) found[k].template find<false, true>(p, entries[k]);
+    };
+    if (buffer == 1) cursor.advance();
+    look_up(), find(), look_up();
+    int used = 0, visited = 0; // tiles, and visits with tiles
+    for (int sequence = part.first; sequence <= part.last; ++sequence) {
+        const Visit visit(p, part, sequence);
+        if (visit.begin >= visit.end) continue;
+        barrier_wait(shared_address(&shared.queries_empty), ++visited);
+        load_queries<T, WARPGROUP / 32>(p, visit, queries, warp);
+        bool first = true;
+        for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
+            if ((used & 1) != buffer) continue;
+            barrier_wait(empty, used / 2 + 1);
+            // One of a buffer's two warps says which of its tokens are there.
+            if (half == buffer && lane == 0) {
+                shared.valid[buffer] = found[0].there | (unsigned long long)found[1].there << 32;
+                if (found[0].bad || found[1].bad) shared.bad[visited % VISITS] = visited;
+            }
+            copy_half(found, queries, buffer, half, lane);
+            if (half != buffer) copy_rotary(found, queries, buffer, lane);
+            copies_commit();
+            find(), look_up();
+            if (first) {
+                publish_queries<1>(shared);
+                first = false;
+            }
+            copies_wait<0>();
+            publish_keys(full);
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                if (k == half) found[k].prefetch<32, TILES * COLUMNS * 2>();
+        }
+        if (first) publish_queries<0>(shared); // the only tile is in the other buffer
+    }
+}

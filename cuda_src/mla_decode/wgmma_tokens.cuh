@@ -1,0 +1,93 @@
+// Where the tokens of attend_wgmma lie in the cache, for the loading warpgroups that TMA cannot serve.
+#pragma once
+#include "mla_decode/wgmma_shared.cuh"
+
+// A token, as the block table or `indices` names it.
+struct Entry {
+    int id;   // its page, or its slot in the cache
+    int slot; // in the page; -1: the tile has no such token
+};
+
+// The tiles of all visits of a part, one after the other.
+template <bool GATHER> struct TileCursor {
+    const Params& p;
+    const Part& part;
+    int sequence, token, end;
+
+    __device__ __forceinline__ TileCursor(const Params& p, const Part& part) : p(p), part(part) { enter(part.first); }
+
+    // Go to the first tile of sequence `first`, or of the first one after it that has tokens here.
+    __device__ __forceinline__ void enter(int first) {
+        for (sequence = first; sequence <= part.last; ++sequence) {
+            const Visit visit(p, part, sequence);
+            token = visit.begin, end = visit.end;
+            if (token < end) return;
+        }
+        token = end = 0;
+    }
+
+    __device__ __forceinline__ void advance() {
+        if (sequence > part.last) return;
+        token += BLOCK_TOKENS;
+        if (token >= end) enter(sequence + 1);
+    }
+
+    // The i-th token of the tile.
+    __device__ __forceinline__ Entry entry(int i) const {
+        const int at = token + i;
+        Entry entry{0, -1};
+        if (at >= end) return entry;
+        if constexpr (GATHER) {
+            const Visit which(p, sequence);
+            entry.id = p.indices[which.batch * p.indices_strides[0] + which.token * p.indices_strides[1] + at];
+            entry.slot = 0;
+        } else {
+            const int page = unsigned(at) / unsigned(p.page_size);
+            entry.id = p.block_table[sequence * p.table_stride + page];
+            entry.slot = at - page * p.page_size;
+        }
+        return entry;
+    }
+};
+
+// The tokens of a warp in the cache, one for each lane.
+struct Found {
+    const char* from; // this lane's token
+    unsigned there;   // lanes whose token is there
+    bool bad;         // an entry of one of them is outside the cache
+
+    template <bool FP8, bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry) {
+        const bool wanted = entry.slot >= 0;
+        bool known;
+        int page = entry.id, slot = entry.slot;
+        if constexpr (GATHER) {
+            known = wanted && entry.id >= 0 && entry.id < (long long)p.pages * p.page_size;
+            bad = __any_sync(FULL_WARP, wanted && entry.id >= 0 && !known);
+            page = unsigned(entry.id) / unsigned(p.page_size), slot = entry.id - page * p.page_size;
+        } else {
+            known = wanted && unsigned(entry.id) < unsigned(p.pages);
+            bad = __any_sync(FULL_WARP, wanted && !known);
+        }
+        from = static_cast<const char*>(p.cache);
+        if (known)
+            from += (page * p.cache_strides[0] + slot * p.cache_strides[1] + blockIdx.y * p.cache_strides[2]) *
+                    (FP8 ? 1 : 2);
+        there = __ballot_sync(FULL_WARP, known);
+    }
+
+    // The token of lane i.
+    __device__ __forceinline__ const char* of(int i) const {
+        return reinterpret_cast<const char*>(__shfl_sync(FULL_WARP, reinterpret_cast<unsigned long long>(from), i));
+    }
+
+    // Bring the tokens of the first TOKENS lanes, of BYTES each, to the L2 cache.
+    template <int TOKENS, int BYTES> __device__ __forceinline__ void prefetch() const {
+        constexpr int PIECE = 64, PIECES = (BYTES + PIECE - 1) / PIECE, ALL = TOKENS * PIECES;
+#pragma unroll 1
+        for (int start = 0; start < ALL; start += 32) {
+            const int i = start + threadIdx.x % 32, t = min(i / PIECES, TOKENS - 1);
+            const char* const piece = of(t) + (i - t * PIECES) * PIECE;
+            if (i < ALL && there >> t & 1) bring_near(piece);
+        }
+    }
+};

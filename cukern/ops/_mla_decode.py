@@ -1,0 +1,248 @@
+"""How the calls of latent attention run: the forms and variants of their kernels, and their launches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from cukern.reference import mla_decode as twin
+from cukern.runtime import arrays, check, gpu, template
+from cukern.runtime.describe import Array
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.plan import launch, tensor_map
+
+VARIANTS = ("auto", "wgmma", "mma", "dynamic")
+MAX_DIM = 576
+THREADS = 256  # of plan_parts, attend_mma and combine_parts
+
+#: head_dim and head_dim_v that have variants of their own.
+SPECIALIZED = [
+    (576, 512),  # DeepSeek-V2, V3 and R1, Kimi-K2
+]
+#: ROWS of `attend_mma`; the most only where dimensions are specialized.
+_ROWS = (16, 32, 64)
+_MOST_STAGES = 4
+#: TILE of `attend_mma`, the better first. With the most rows, larger tiles of an 8-bit cache need too many registers.
+_TILES, _FP8_TILES = (64, 32), {16: (64, 32, 16), 32: (64, 32), 64: (32,)}
+
+#: Rows of a kv head up to which `attend_mma` is faster, measured on an H200: over a cache of 16 and of 8 bits.
+_FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
+WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its multiprocessor
+#: `attend_wgmma` looks for the largest product of a row before it multiplies by the scale, which must then be positive.
+_SMALLEST_WGMMA_SCALE = 1e-30
+_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
+
+#: TEAM and EACH of `combine_parts`: several blocks put a row together, or one block, or one warp.
+MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
+#: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
+_FEW_COMBINED_ROWS = 64, 512
+_COMBINING_BLOCKS = 2  # per multiprocessor, at once
+
+plan_kernel = Kernel("mla_decode/plan", "plan_parts")
+attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
+attend_wgmma = Kernel("mla_decode/attend_wgmma", "attend_wgmma", compile_s=2.5)
+combine = Kernel("mla_decode/combine", "combine_parts")
+
+
+# --- variants -----------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """Template arguments of `attend_mma`."""
+
+    dtype: str
+    is_fp8: bool
+    rows: int
+    tile: int
+    stages: int
+    head_dim: int  # 0: dynamic
+    head_dim_v: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """The shared memory of a block, computed as in the struct `Form` of the template."""
+        dims = self.head_dim or MAX_DIM
+        groups = 2 if self.is_fp8 or self.rows == 64 else 1
+        rings = 2 if self.is_fp8 and self.rows == 16 else 1
+        group_rows, halves = self.rows // groups * rings, 1 if self.is_fp8 else 2
+        fragments_of_rows, depths = group_rows // 16, 8 // groups // halves
+        fragments = self.tile // halves // 8  # of a warp's tokens
+        own = max(fragments // depths, 1)
+        sent = fragments - own if fragments >= depths else fragments
+        steps = dims // 16 // depths
+        kept_steps = steps if fragments_of_rows == 1 or groups == 1 else 0 if self.is_fp8 else 4
+        scales = twin.LATENT_DIMS // twin.SCALE_DIMS if self.is_fp8 else 1
+        tiles = rings * self.stages * (self.tile * (twin.SLOT_BYTES if self.is_fp8 else dims * 2) + 32)
+        queries = self.rows // 16 * depths * (steps - kept_steps) * 512
+        partial_scores = 8 * sent * fragments_of_rows * 512
+        probabilities = groups * group_rows * self.tile * 2 * scales
+        maxima_and_sums = 2 * 8 * group_rows * 4
+        return tiles + queries + partial_scores + probabilities + maxima_and_sums
+
+
+def best_form(dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], most_shared_bytes: int) -> Form:
+    """The best form for `group_rows` rows of a kv head, with at most `most_shared_bytes` for a block.
+
+    `dims` are 0 where they are dynamic.
+    """
+    wanted = next((rows for rows in _ROWS if rows >= group_rows), _ROWS[-1])
+    most = _ROWS[-1] if dims[0] else _ROWS[-2]
+    for rows in (rows for rows in reversed(_ROWS) if rows <= min(wanted, most)):
+        for tile in _FP8_TILES[rows] if is_fp8 else _TILES:
+            # At least two: a tile must come while another is in use.
+            for stages in range(_MOST_STAGES, 1, -1):
+                form = Form(dtype, is_fp8, rows, tile, stages, *dims)
+                if form.shared_bytes <= most_shared_bytes:
+                    return form
+    raise AssertionError("the smallest form fits every GPU")
+
+
+def mma_variant(form: Form) -> Variant:
+    arguments = str(form.is_fp8).lower(), *form[2:]
+    return attend_mma.variant(arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes)
+
+
+def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
+    flags = str(is_fp8).lower(), str(is_sparse).lower()
+    return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
+
+
+def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
+    """The variant of `combine_parts`; `head_dim_v` is 0 where it is dynamic."""
+    team, each = team_each
+    # Where a row's columns are not divided among blocks, EACH is enough for the most of them.
+    return combine.variant(arrays.CUDA_TYPE[dtype], head_dim_v, team, each if head_dim_v or each == 1 else 5)
+
+
+def mma_shared_bytes(of: gpu.Gpu) -> int:
+    """The most shared memory that a block of `attend_mma` takes."""
+    # The form that takes more than that spills on sm_100, not on sm_90.
+    return min(of.shared_per_block, 220 << 10) if of.arch.startswith("10") else of.shared_per_block
+
+
+# Both formats compile to the same instructions but for constants.
+attend_mma.specialize_by_arch(
+    {
+        arch: [
+            mma_variant(best_form("bfloat16", is_fp8, rows, dims, mma_shared_bytes(of))).instance
+            for dims in SPECIALIZED
+            for is_fp8 in (False, True)
+            for rows in _ROWS
+        ]
+        for arch, of in gpu.BY_ARCH.items()
+    }
+)
+attend_wgmma.specialized = [
+    wgmma_variant("bfloat16", is_fp8, is_sparse).instance for is_fp8 in (False, True) for is_sparse in (False, True)
+]
+combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
+plan_kernel.specialized = [plan_kernel.variant().instance]
+# The rest is compiled at its first use: what is best depends on the GPU.
+attend_wgmma.at_import = attend_wgmma.specialized[:1]
+combine.at_import = combine.specialized
+plan_kernel.at_import = plan_kernel.specialized
+
+
+# --- the choice of a variant --------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """What a call does; what depends on the lengths is left to the device."""
+
+    dtype: str
+    is_fp8: bool
+    is_sparse: bool  # with indices: each query token is a sequence of its own
+    dims: tuple[int, int]  # head_dim and head_dim_v
+    kv_heads: int
+    rows: int  # query rows that share a kv head of a sequence
+    sequences: int
+    parts: int
+
+
+def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float, arch: str) -> str:
+    """The reason why `attend_wgmma` cannot do it; empty where it can."""
+    if arch != "90a":
+        return f"this GPU is of sm_{arch}, not sm_90a"
+    if work.dims != (MAX_DIM, twin.LATENT_DIMS):
+        return f"heads are of {work.dims[0]} and {work.dims[1]}, not {MAX_DIM} and {twin.LATENT_DIMS}"
+    if not (work.is_fp8 or work.is_sparse):
+        if not k_cache.shape[0]:
+            return "the cache has no pages"
+        for size, stride in zip(k_cache.shape[2::-1], reversed(strides), strict=True):
+            if size > 1 and not 0 < 2 * stride < _LARGEST_STRIDE:
+                return f"k_cache has a stride of {stride} elements"
+    return "" if scale >= _SMALLEST_WGMMA_SCALE else f"softmax_scale is below {_SMALLEST_WGMMA_SCALE:g}"
+
+
+def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
+    """Whether `attend_wgmma` does it; `reason` says why it cannot.
+
+    Raises ValueError for a variant that cannot do it.
+    """
+    check.one_of("variant", variant, VARIANTS)
+    if variant == "wgmma" and reason:
+        check.fail("variant", "'auto', 'mma' or 'dynamic' here", f"'wgmma': {reason}")
+    if variant == "mma" and work.dims not in SPECIALIZED:
+        got = f"'mma': there is none for heads of {work.dims[0]} and {work.dims[1]}"
+        check.fail("variant", "'auto' or 'dynamic' here", got)
+    # Few rows leave most of a product of 64 unused, and memory is what takes the time.
+    is_many = work.rows > (_FEW_ROWS_FP8 if work.is_fp8 else _FEW_ROWS)
+    return variant == "wgmma" or (variant == "auto" and not reason and is_many)
+
+
+# --- launches -----------------------------------------------------------------------------------------
+
+
+def launch_plan(lengths: Array | None, metadata: Array, splits: Array, topk: int) -> None:
+    """Make a plan of the lengths, or of `topk` tokens for each sequence."""
+    sizes = {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0], "length": topk}
+    launch(plan_kernel.variant(), 1, THREADS, 0, lengths=lengths, metadata=metadata, splits=splits, **sizes)
+
+
+def launch_attention(
+    work: Work, variant: str, is_wgmma: bool, k_cache: Array, of: gpu.Gpu, fields: dict[str, Any]
+) -> None:
+    """Attend, and put together what several parts found; `fields` are those of the struct Params."""
+    is_special = work.dims in SPECIALIZED and variant != "dynamic"
+    if is_wgmma:
+        _launch_wgmma(work, k_cache, fields)
+    else:
+        # For an 8-bit cache there are no others.
+        dims = work.dims if is_special or work.is_fp8 else (0, 0)
+        form = best_form(work.dtype, work.is_fp8, work.rows, dims, mma_shared_bytes(of))
+        grid = -(-work.rows // form.rows), work.kv_heads, work.parts
+        launch(mma_variant(form), grid, THREADS, form.shared_bytes, **fields)
+    if work.parts > 1:
+        team_each, grid = _combining(work, of.multiprocessors)
+        head_dim_v = work.dims[1] if is_special else 0
+        launch(combine_variant(work.dtype, head_dim_v, team_each), grid, THREADS, 0, **fields)
+
+
+def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
+    constants = template.constants(attend_wgmma.file)
+    pages, page_size, kv_heads, head_dim = k_cache.shape
+    tiles, box_tokens = None, 0
+    # TMA can copy neither tokens that must be converted nor tokens that lie anywhere.
+    if not (work.is_fp8 or work.is_sparse):
+        box_tokens = math.gcd(page_size, twin.BLOCK_TOKENS)
+        # Any stride but 0 will do along a dimension of size 1.
+        strides = tuple(2 * (stride or head_dim) for stride in reversed(fields["cache_strides"]))
+        dims, box = (head_dim, kv_heads, page_size, pages), (constants["COLUMNS"], 1, box_tokens, 1)
+        tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
+    variant, threads = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse), constants["WGMMA_THREADS"]
+    grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
+    launch(variant, grid, threads, WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
+
+
+def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """TEAM and EACH of `combine_parts`, and its grid."""
+    rows = work.sequences * work.rows
+    if rows * work.kv_heads <= _FEW_COMBINED_ROWS[0]:
+        return MANY_BLOCKS, (rows, work.kv_heads, -(-work.dims[1] // 128))
+    if rows * work.kv_heads <= _FEW_COMBINED_ROWS[1]:
+        return ONE_BLOCK, (rows, work.kv_heads, 1)
+    # Where there are about as many sequences as parts, few are in several of them: most blocks have nothing to do.
+    most = -(-work.rows // 8)
+    if 2 * work.sequences > work.parts:
+        most = min(most, _COMBINING_BLOCKS * multiprocessors // (work.parts * work.kv_heads))
+    return ONE_WARP, (max(most, 1), work.kv_heads, work.parts)
