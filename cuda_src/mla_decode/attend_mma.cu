@@ -38,8 +38,8 @@ struct Meeting {
     int met = 0;
 
     __device__ __forceinline__ void wait() {
-        barrier_arrive(barrier);
-        barrier_wait(barrier, met++);
+        mbarrier_arrive(barrier);
+        mbarrier_wait(barrier, met++);
     }
 };
 

@@ -73,20 +73,20 @@ template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
 
     // Start S = Q K' of the own buffer, tile by tile as they arrive.
     __device__ __forceinline__ void start_scores(float (&scores)[32], int phase) {
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             const int tile = i == ROTARY_TILE ? ROTARY_TILE : (i + SIDE * 4) % VALUE_TILES; // in the order of loading
             if constexpr (BY_TILE)
-                barrier_wait(shared_address(&shared.full[SIDE][tile]), phase);
+                mbarrier_wait(shared_address(&shared.full[SIDE][tile]), phase);
             else if (i == 0 || i == 4)
-                barrier_wait(shared_address(&shared.full[SIDE][i == 0 ? SIDE : 1 - SIDE]), phase);
+                mbarrier_wait(shared_address(&shared.full[SIDE][i == 0 ? SIDE : 1 - SIDE]), phase);
 #pragma unroll
             for (int k = 0; k < COLUMNS / 16; ++k)
-                multiply_tiles<T>(scores, along_the_sum(queries + tile * TILE_BYTES + k * 32),
-                                  along_the_sum(key_tile(queries, SIDE, tile) + k * 32), i + k > 0);
+                wgmma_k_major<T>(scores, k_major_descriptor(queries + tile * TILE_BYTES + k * 32),
+                                 k_major_descriptor(key_tile(queries, SIDE, tile) + k * 32), i + k > 0);
         }
-        products_commit();
+        wgmma_commit_group();
     }
 
     // Give the tokens that `indices` skip no weight.
@@ -134,15 +134,15 @@ template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
 #pragma unroll
             for (int tile = 0; tile < VALUE_TILES; ++tile)
                 store_shared(key_tile(queries, SIDE, tile) + i * 16, make_uint4(0, 0, 0, 0));
-        publish_shared();
+        fence_proxy_async();
     }
 
     // Show the probabilities to the other warpgroup, in place of the rotary part of their keys.
     __device__ __forceinline__ void store_probabilities(const unsigned (&probabilities)[4][4]) {
         const unsigned to = key_tile(queries, SIDE, ROTARY_TILE) + (warp * 16 + lane % 16) * COLUMNS * 2;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) store_matrices(to + ((2 * k + lane / 16) ^ lane % 8) * 16, probabilities[k]);
-        publish_shared();
+        for (int k = 0; k < 4; ++k) stmatrix(to + ((2 * k + lane / 16) ^ lane % 8) * 16, probabilities[k]);
+        fence_proxy_async();
     }
 
     __device__ __forceinline__ void add_sums(const float (&scores)[32]) {
@@ -157,42 +157,42 @@ template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
 
     // Start P V of the own tile.
     __device__ __forceinline__ void start_own_values(const unsigned (&probabilities)[4][4]) {
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            multiply_across<T>(output, probabilities[k],
-                               across_the_sum<TILE_BYTES>(key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
-                               true);
-        products_commit();
+            wgmma_mn_major<T>(output, probabilities[k],
+                              mn_major_descriptor<TILE_BYTES>(key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
+                              true);
+        wgmma_commit_group();
     }
 
     // Start P V of the tile in the other buffer, when its probabilities are there.
     __device__ __forceinline__ void start_other_values() {
-        named_sync<SIDE == 0 ? PROBABILITIES_1 : PROBABILITIES_0, 2 * WARPGROUP>();
+        named_barrier_sync<SIDE == 0 ? PROBABILITIES_1 : PROBABILITIES_0, 2 * WARPGROUP>();
         const float higher[2] = {shared.base[1 - SIDE][row(0)], shared.base[1 - SIDE][row(1)]};
         rescale(higher);
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            multiply_across<T>(output, along_the_sum(key_tile(queries, 1 - SIDE, ROTARY_TILE) + k * 32),
-                               across_the_sum<TILE_BYTES>(key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2),
-                               true);
-        products_commit();
+            wgmma_mn_major<T>(
+                output, k_major_descriptor(key_tile(queries, 1 - SIDE, ROTARY_TILE) + k * 32),
+                mn_major_descriptor<TILE_BYTES>(key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2), true);
+        wgmma_commit_group();
     }
 
     // Wait for all products that add to the output.
     __device__ __forceinline__ void finish_values() {
-        products_wait<0>();
-        pin(output);
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(output);
     }
 
     // Free this warpgroup's half of a buffer.
     __device__ __forceinline__ void release(int buffer) {
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[buffer][SIDE]));
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[buffer][SIDE]));
     }
 
     __device__ __forceinline__ void release_queries() {
-        if (lane == 0) barrier_arrive(shared_address(&shared.queries_empty));
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.queries_empty));
     }
 
     // Show the sums of the rows to the other warpgroup, and wait for the other's. `visit` counts the part's visits.
@@ -203,8 +203,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
             sum[i] = lanes_sum<4>(sum[i]);
             if (lane % 4 == 0) sums[row(i)] = sum[i];
         }
-        barrier_arrive(shared_address(&shared.summed));
-        barrier_wait(shared_address(&shared.summed), visit);
+        mbarrier_arrive(shared_address(&shared.summed));
+        mbarrier_wait(shared_address(&shared.summed), visit);
     }
 
     // The sum of row i over the tiles of both.
@@ -220,11 +220,11 @@ template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
         start_scores(scores, phase);
         if (tile > 0) {
             start_other_values();
-            products_wait<1>();
+            wgmma_wait_group<1>();
         } else {
-            products_wait<0>();
+            wgmma_wait_group<0>();
         }
-        pin(scores);
+        wgmma_fence_operand(scores);
         if (tile + 2 >= tiles) release_queries();
 
         const int start = visit.begin + tile * BLOCK_TOKENS, present = visit.end - start;
@@ -243,9 +243,9 @@ template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
         if (tile > 0) release(1 - SIDE);
         if (BY_TILE && present < BLOCK_TOKENS) clear_from(present);
         // After this no warp reads the rotary part of the keys any more, and all see what was cleared.
-        named_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
+        named_barrier_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
         store_probabilities(probabilities);
-        named_arrive<SIDE == 0 ? PROBABILITIES_0 : PROBABILITIES_1, 2 * WARPGROUP>();
+        named_barrier_arrive<SIDE == 0 ? PROBABILITIES_0 : PROBABILITIES_1, 2 * WARPGROUP>();
         rescale(higher);
         add_sums(scores);
         start_own_values(probabilities);
@@ -268,7 +268,7 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
         const Visit visit(p, part, sequence);
         const int tiles = ceil_div(max(visit.end - visit.begin, 0), BLOCK_TOKENS);
         w.begin_visit();
-        if (tiles) barrier_wait(shared_address(&shared.queries_full), visited++);
+        if (tiles) mbarrier_wait(shared_address(&shared.queries_full), visited++);
         for (int tile = (used ^ SIDE) & 1; tile < tiles; tile += 2)
             w.own_tile(visit, tile, tiles, (used + tile) / 2, first_end, ends);
         if (tiles && ((used + tiles - 1) & 1) != SIDE) { // the last tile was the other's
@@ -294,14 +294,14 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
 template <bool FP8, bool TMA> __device__ __forceinline__ void init_shared(WgmmaShared& shared) {
     for (int i = 0; i < 2; ++i) {
         for (int tile = 0; tile < TILES; ++tile)
-            barrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPGROUP / 32 : 1);
-        for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.empty[i][half]), WARPGROUP / 32);
+            mbarrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPGROUP / 32 : 1);
+        for (int half = 0; half < 2; ++half) mbarrier_init(shared_address(&shared.empty[i][half]), WARPGROUP / 32);
     }
-    barrier_init(shared_address(&shared.queries_full), TMA ? WARPGROUP - 32 : WARPGROUP);
-    barrier_init(shared_address(&shared.queries_empty), 2 * WARPGROUP / 32);
-    barrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
+    mbarrier_init(shared_address(&shared.queries_full), TMA ? WARPGROUP - 32 : WARPGROUP);
+    mbarrier_init(shared_address(&shared.queries_empty), 2 * WARPGROUP / 32);
+    mbarrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
     for (int i = 0; i < VISITS; ++i) shared.bad[i] = 0;
-    barriers_ready();
+    fence_mbarrier_init();
 }
 
 // T: the type of the queries and results. FP8: an 8-bit cache. GATHER: with `indices`.
@@ -315,18 +315,18 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned queries = shared_address(memory) + misplaced;
     WgmmaShared& shared = *reinterpret_cast<WgmmaShared*>(memory + misplaced + 3 * TILES * TILE_BYTES);
-    if (TMA && threadIdx.x == WARPGROUP) prefetch_map(params.map);
+    if (TMA && threadIdx.x == WARPGROUP) prefetch_tensormap(params.map);
     if (threadIdx.x == 0) init_shared<FP8, TMA>(shared);
     __syncthreads();
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
-        take_registers<COMPUTING>();
+        setmaxnreg_inc<COMPUTING>();
         compute<T, FP8, GATHER, 0>(params.p, shared, queries);
     } else if (warpgroup == 1) {
-        take_registers<COMPUTING>();
+        setmaxnreg_inc<COMPUTING>();
         compute<T, FP8, GATHER, 1>(params.p, shared, queries);
     } else {
-        leave_registers<LOADING>();
+        setmaxnreg_dec<LOADING>();
         if constexpr (FP8)
             convert_tiles<T, GATHER>(params.p, shared, queries);
         else if constexpr (GATHER)

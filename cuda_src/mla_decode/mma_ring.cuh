@@ -125,13 +125,13 @@ template <typename F, typename TILE> struct LockstepRing {
 
     __device__ __forceinline__ void init(const Thread<F>&, unsigned) {}
 
-    __device__ __forceinline__ void copy_tile(const Params& p, const Part& part, const Thread<F>& thread, int stage) {
+    __device__ __forceinline__ void tma_load(const Params& p, const Part& part, const Thread<F>& thread, int stage) {
         if (cursor.more) {
             const Sources sources = cursor.find(p, thread, stage);
             TILE::copy(p, thread, sources, cursor.copier, shared_at + stage * F::TILE_BYTES, 0);
             cursor.advance(p, part, thread);
         }
-        copies_commit();
+        cp_async_commit_group();
     }
 
     // Start the copies of the first tiles.
@@ -139,16 +139,16 @@ template <typename F, typename TILE> struct LockstepRing {
         cursor.enter(p, part, thread, part.first);
         cursor.look_up(p, thread);
 #pragma unroll 1
-        for (int stage = 0; stage < F::STAGES - 1; ++stage) copy_tile(p, part, thread, stage);
+        for (int stage = 0; stage < F::STAGES - 1; ++stage) tma_load(p, part, thread, stage);
     }
 
     // Wait for the next tile.
     __device__ __forceinline__ Arrival acquire(const Params& p, const Part& part, const Thread<F>& thread) {
-        copies_wait<F::STAGES - 2>();
+        cp_async_wait_group<F::STAGES - 2>();
         // After it no warp uses the tile before any more.
         __syncthreads();
         const Arrival arrival = cursor.arrivals[stage];
-        copy_tile(p, part, thread, stage == 0 ? F::STAGES - 1 : stage - 1);
+        tma_load(p, part, thread, stage == 0 ? F::STAGES - 1 : stage - 1);
         return arrival;
     }
 
@@ -179,16 +179,16 @@ template <typename F, typename TILE> struct BarrierRing {
         if (threadIdx.x == 0) {
             for (int i = 0; i < F::RINGS * F::STAGES; ++i) {
                 const unsigned at = shared_at + F::BARRIERS + i * 16;
-                barrier_init(at, F::ARRIVALS_OF_TILE);
-                barrier_init(at + 8, F::WARPS / F::RINGS);
+                mbarrier_init(at, F::ARRIVALS_OF_TILE);
+                mbarrier_init(at + 8, F::WARPS / F::RINGS);
             }
-            if constexpr (F::RINGS == 2) barrier_init(meeting, F::WARPS * 32);
-            if constexpr (F::ROW_COPIES) barriers_ready();
+            if constexpr (F::RINGS == 2) mbarrier_init(meeting, F::WARPS * 32);
+            if constexpr (F::ROW_COPIES) fence_mbarrier_init();
         }
         __syncthreads();
     }
 
-    __device__ __forceinline__ void copy_tile(const Params& p, const Part& part, const Thread<F>& thread, int stage) {
+    __device__ __forceinline__ void tma_load(const Params& p, const Part& part, const Thread<F>& thread, int stage) {
         if (!cursor.more) return;
         const Sources sources = cursor.find(p, thread, stage);
         TILE::copy(p, thread, sources, cursor.copier, shared_at + (thread.first_stage() + stage) * F::TILE_BYTES,
@@ -197,11 +197,11 @@ template <typename F, typename TILE> struct BarrierRing {
         if constexpr (F::ROW_COPIES) {
             __syncwarp();
             const int there = __popc(sources.lanes & ((1u << F::COPIED) - 1));
-            if (thread.lane == 0) barrier_expect(full(thread, stage), there * F::PITCH);
+            if (thread.lane == 0) mbarrier_arrive_expect_tx(full(thread, stage), there * F::PITCH);
         } else {
-            barrier_arrive_after_copies(full(thread, stage));
+            cp_async_mbarrier_arrive(full(thread, stage));
             __syncwarp();
-            if (thread.lane == 0) barrier_arrive(full(thread, stage));
+            if (thread.lane == 0) mbarrier_arrive(full(thread, stage));
         }
     }
 
@@ -211,22 +211,22 @@ template <typename F, typename TILE> struct BarrierRing {
         cursor.enter(p, part, thread, part.first);
         cursor.look_up(p, thread);
 #pragma unroll 1
-        for (int stage = 0; stage < F::STAGES; ++stage) copy_tile(p, part, thread, stage);
+        for (int stage = 0; stage < F::STAGES; ++stage) tma_load(p, part, thread, stage);
     }
 
     // Wait for the next tile.
     __device__ __forceinline__ Arrival acquire(const Params&, const Part&, const Thread<F>& thread) {
-        barrier_wait(full(thread, stage), phase);
+        mbarrier_wait(full(thread, stage), phase);
         return cursor.arrivals[stage];
     }
 
     // This warp no longer uses the tile; if it is one that copies, it fills the stage again as soon as no other does.
     __device__ __forceinline__ void release(const Params& p, const Part& part, const Thread<F>& thread) {
         __syncwarp();
-        if (thread.lane == 0) barrier_arrive(empty(thread, stage));
+        if (thread.lane == 0) mbarrier_arrive(empty(thread, stage));
         if (cursor.copies) {
-            if (cursor.more) barrier_wait(empty(thread, stage), phase);
-            copy_tile(p, part, thread, stage);
+            if (cursor.more) mbarrier_wait(empty(thread, stage), phase);
+            tma_load(p, part, thread, stage);
         }
         if (++stage == F::STAGES) stage = 0, phase ^= 1;
     }

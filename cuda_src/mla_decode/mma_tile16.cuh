@@ -63,13 +63,13 @@ template <typename F> struct Tile16 {
             for (int j = 0; j < N / 2; ++j) {
                 const unsigned from = tile_at + of_tokens[j];
                 if (step < F::LINE_STEPS)
-                    load_matrices(b, (from ^ step % 4 * 32) + step / 4 * 128);
+                    ldmatrix(b, (from ^ step % 4 * 32) + step / 4 * 128);
                 else
-                    load_matrices(b, ((from + rest_of_step) ^ flip_of_step ^ (step - F::LINE_STEPS) * 32));
+                    ldmatrix(b, ((from + rest_of_step) ^ flip_of_step ^ (step - F::LINE_STEPS) * 32));
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
-                    multiply_add<T>(scores[2 * j][m], a[m], b[0], b[1]);
-                    multiply_add<T>(scores[2 * j + 1][m], a[m], b[2], b[3]);
+                    mma_m16n8k16<T>(scores[2 * j][m], a[m], b[0], b[1]);
+                    mma_m16n8k16<T>(scores[2 * j + 1][m], a[m], b[2], b[3]);
                 }
             }
         }
@@ -100,13 +100,13 @@ template <typename F> struct Tile16 {
                 if (!F::DIM_V && column >= p.head_dim_v) continue;
                 unsigned b[4];
                 if (n < F::LINE_V)
-                    load_transposed(b, ((tokens_at + of_columns) ^ n % 8 * 16) + n / 8 * 128);
+                    ldmatrix_trans(b, ((tokens_at + of_columns) ^ n % 8 * 16) + n / 8 * 128);
                 else
-                    load_transposed(b, tokens_at + F::chunk_at(thread.lane % 16, column / 8));
+                    ldmatrix_trans(b, tokens_at + F::chunk_at(thread.lane % 16, column / 8));
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
-                    multiply_add<T>(out[m][n], a[m], b[0], b[1]);
-                    if (n + 1 < V) multiply_add<T>(out[m][min(n + 1, V - 1)], a[m], b[2], b[3]);
+                    mma_m16n8k16<T>(out[m][n], a[m], b[0], b[1]);
+                    if (n + 1 < V) mma_m16n8k16<T>(out[m][min(n + 1, V - 1)], a[m], b[2], b[3]);
                 }
             }
         }

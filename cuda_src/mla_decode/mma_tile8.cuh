@@ -56,7 +56,7 @@ template <typename F> struct Tile8 {
             copy_row(to, sources.from, F::PITCH, full);
         } else if (thread.lane < F::COPIED) {
             for (int i = 0; i < F::PITCH; i += 16) store_shared(to + i, make_uint4(0, 0, 0, 0));
-            publish_shared();
+            fence_proxy_async();
         }
     }
 
@@ -153,7 +153,7 @@ template <typename F> struct Tile8 {
             for (int first = 0; first < N; first += JOINT) {
                 unsigned words[JOINT][4];
 #pragma unroll
-                for (int n = 0; n < JOINT; ++n) load_matrices(words[n], tile_at + of_tokens[first + n] + quad * 16);
+                for (int n = 0; n < JOINT; ++n) ldmatrix(words[n], tile_at + of_tokens[first + n] + quad * 16);
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
                     unsigned a[M][4];
@@ -163,7 +163,7 @@ template <typename F> struct Tile8 {
                         unsigned b[2];
                         to_halves<__nv_fp8_e4m3>(b, words[n][step]);
 #pragma unroll
-                        for (int m = 0; m < M; ++m) multiply_add<__half>(scores[first + n][m], a[m], b[0], b[1]);
+                        for (int m = 0; m < M; ++m) mma_m16n8k16<__half>(scores[first + n][m], a[m], b[0], b[1]);
                     }
                 }
             }
@@ -193,8 +193,8 @@ template <typename F> struct Tile8 {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned b[4];
-            load_matrices(b, tile_at + of_tokens[n + 1] + (thread.lane & 16 ? 0 : of_tokens[n] - of_tokens[n + 1]) +
-                                 to_rotary);
+            ldmatrix(b,
+                     tile_at + of_tokens[n + 1] + (thread.lane & 16 ? 0 : of_tokens[n] - of_tokens[n + 1]) + to_rotary);
             if constexpr (!IS_BFLOAT16<T>) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
@@ -202,8 +202,8 @@ template <typename F> struct Tile8 {
             }
 #pragma unroll
             for (int m = 0; m < M; ++m) {
-                multiply_add<T>(scores[n][m], a[m], b[0], b[1]);
-                multiply_add<T>(scores[n + 1][m], a[m], b[2], b[3]);
+                mma_m16n8k16<T>(scores[n][m], a[m], b[0], b[1]);
+                mma_m16n8k16<T>(scores[n + 1][m], a[m], b[2], b[3]);
             }
         }
     }
@@ -244,7 +244,7 @@ template <typename F> struct Tile8 {
 #pragma unroll
             for (int n = 0; n < V; n += 4) {
                 unsigned words[4];
-                load_transposed(words, tokens_at + of_columns + n * 8);
+                ldmatrix_trans(words, tokens_at + of_columns + n * 8);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     // A word has two neighbouring columns of two tokens: `low` and `high` take them apart, of each first
@@ -256,7 +256,7 @@ template <typename F> struct Tile8 {
                     for (int odd = 0; odd < 2; ++odd)
 #pragma unroll
                         for (int m = 0; m < M; ++m)
-                            multiply_add<__half>(out[m][min(n + 2 * i + odd, V - 1)], a[m], low[odd], high[odd]);
+                            mma_m16n8k16<__half>(out[m][min(n + 2 * i + odd, V - 1)], a[m], low[odd], high[odd]);
                 }
             }
         }

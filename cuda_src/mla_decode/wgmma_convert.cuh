@@ -168,13 +168,13 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shar
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
-        barrier_wait(shared_address(&shared.queries_empty), ++visited);
+        mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
         load_queries<T, C::WARPS>(p, visit, queries, c.warp);
         const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
         for (; used < before + tiles; ++used) {
             const int buffer = used & 1, phase = used / 2 + 1;
             find(used + 2);
-            barrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
+            mbarrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
             const unsigned long long address = address_of(shared, used, c.own);
             if constexpr (GATHER) {
                 const unsigned there = __ballot_sync(FULL_WARP, address > C::OUTSIDE);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shar
             if (used == before) publish_queries<0>(shared);
             publish_keys(shared_address(&shared.full[buffer][buffer]));
 
-            barrier_wait(shared_address(&shared.empty[buffer][1 - buffer]), phase);
+            mbarrier_wait(shared_address(&shared.empty[buffer][1 - buffer]), phase);
             convert_second_half<T>(shared, queries, c, raw, scale, used);
             publish_keys(shared_address(&shared.full[buffer][1 - buffer]));
         }

@@ -54,12 +54,12 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
-        barrier_wait(shared_address(&shared.queries_empty), ++visited);
+        mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
         load_queries<T, WARPGROUP / 32>(p, visit, queries, warp);
         bool first = true;
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;
-            barrier_wait(empty, used / 2 + 1);
+            mbarrier_wait(empty, used / 2 + 1);
             // One of a buffer's two warps says which of its tokens are there.
             if (half == buffer && lane == 0) {
                 shared.valid[buffer] = found[0].there | (unsigned long long)found[1].there << 32;
@@ -67,13 +67,13 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
             }
             copy_half(found, queries, buffer, half, lane);
             if (half != buffer) copy_rotary(found, queries, buffer, lane);
-            copies_commit();
+            cp_async_commit_group();
             find(), look_up();
             if (first) {
                 publish_queries<1>(shared);
                 first = false;
             }
-            copies_wait<0>();
+            cp_async_wait_group<0>();
             publish_keys(full);
 #pragma unroll
             for (int k = 0; k < 2; ++k)

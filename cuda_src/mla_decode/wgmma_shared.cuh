@@ -69,20 +69,20 @@ __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit
         copy_async_or_zero(to + 4 * TILE_BYTES, from + 4 * COLUMNS, wanted);
         if (lane < 8) copy_async_or_zero(to + 8 * TILE_BYTES, from + 8 * COLUMNS, wanted);
     }
-    copies_commit();
+    cp_async_commit_group();
 }
 
 // Tell the computing warpgroups that this thread's copies of the queries are here, but for the latest LATER groups of
 // copies, which are of keys.
 template <int LATER> __device__ __forceinline__ void publish_queries(WgmmaShared& shared) {
-    copies_wait<LATER>();
-    publish_shared();
-    barrier_arrive(shared_address(&shared.queries_full));
+    cp_async_wait_group<LATER>();
+    fence_proxy_async();
+    mbarrier_arrive(shared_address(&shared.queries_full));
 }
 
 // Arrive at a barrier for a warp whose threads have all written their share of the keys.
 __device__ __forceinline__ void publish_keys(unsigned barrier) {
-    publish_shared();
+    fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }

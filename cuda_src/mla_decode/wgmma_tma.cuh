@@ -10,7 +10,7 @@ __device__ __forceinline__ void load_queries_of_visits(const Params& p, const Pa
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
-        barrier_wait(shared_address(&shared.queries_empty), ++visited);
+        mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
         load_queries<T, WARPGROUP / 32 - 1>(p, visit, queries, warp - 1);
         publish_queries<0>(shared);
     }
@@ -55,18 +55,18 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
                 // The half that the other warpgroup reads comes second: it is free last, like the rotary tile, where the
                 // probabilities are.
                 const int half = i ^ buffer;
-                barrier_wait(shared_address(&shared.empty[buffer][half]), phase);
+                mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);
                 // Only now: before, the visit VISITS ago may still be about to read its flag.
                 if (i == 1 && bad) shared.bad[visited % VISITS] = visited;
                 __syncwarp();
                 for (int j = 0; j < 4 + i; ++j) {
                     const int tile = j == 4 ? ROTARY_TILE : half * 4 + j;
                     const unsigned full = shared_address(&shared.full[buffer][tile]);
-                    if (lane == 0) barrier_expect(full, present * box * COLUMNS * 2);
+                    if (lane == 0) mbarrier_arrive_expect_tx(full, present * box * COLUMNS * 2);
                     __syncwarp();
                     if (mine)
-                        copy_tile(key_tile(queries, buffer, tile) + lane * box * COLUMNS * 2, params.map,
-                                  tile * COLUMNS, kv_head, slot, page, full);
+                        tma_load(key_tile(queries, buffer, tile) + lane * box * COLUMNS * 2, params.map, tile * COLUMNS,
+                                 kv_head, slot, page, full);
                 }
             }
             page = next_page, slot = next_slot;

@@ -87,7 +87,7 @@ struct Found {
         for (int start = 0; start < ALL; start += 32) {
             const int i = start + threadIdx.x % 32, t = min(i / PIECES, TOKENS - 1);
             const char* const piece = of(t) + (i - t * PIECES) * PIECE;
-            if (i < ALL && there >> t & 1) bring_near(piece);
+            if (i < ALL && there >> t & 1) prefetch_l2(piece);
         }
     }
 };
