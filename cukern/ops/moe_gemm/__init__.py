@@ -51,7 +51,7 @@ def _why_not(variant: str, x: Product) -> str:
             return "rows are gathered"
         if x.weights in ("MXFP4", "NVFP4"):
             return "weights are of 4 bits"
-        box = kernels.constant("FP8_BOX")
+        box = kernels.constant(kernels._fp8_wgmma, "FP8_BOX")
         if x.activation and x.is_by_blocks and x.n % (2 * box):
             return f"the halves of n ({x.n}) are no multiples of {box}, with scales by blocks"
     return kernels.why_not_stream(x) if variant == "stream" else ""

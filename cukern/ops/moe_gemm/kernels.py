@@ -17,10 +17,10 @@ from cukern.runtime.plan import launch, tensor_map
 #: as many it is the fastest for two, and of those with up to four, most of which have fewer, too.
 STREAM_ROWS, STREAM_MEAN = 4, 2
 
-_wgmma = Kernel("moe_gemm", "gemm_wgmma", compile_s=1.5)
-_fp8_wgmma = Kernel("moe_gemm", "gemm_fp8_wgmma")
-_mma = Kernel("moe_gemm", "gemm_mma")
-_stream = Kernel("moe_gemm", "gemm_stream")
+_wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
+_fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
+_mma = Kernel("moe_gemm/mma", "gemm_mma")
+_stream = Kernel("moe_gemm/stream", "gemm_stream")
 
 _ACTIVATIONS_AHEAD = 0, activations.number("silu")  # that are compiled ahead
 _HOPPER_BYTES = gpu.BY_ARCH["90a"].shared_per_block
@@ -120,9 +120,9 @@ class Product(NamedTuple):
         }
 
 
-def constant(name: str) -> int:
-    """What the template calls so."""
-    return template.constants("moe_gemm")[name]
+def constant(kernel: Kernel, name: str) -> int:
+    """The integer that a kernel's file, or what it includes, declares under this name."""
+    return template.constants(kernel.file)[name]
 
 
 def _flag(value: bool) -> str:
@@ -148,10 +148,10 @@ class Wgmma(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
-        rows = self.stages * (_wgmma_weights() + self.tokens) + constant("WARPGROUPS") * 2 * staged_rows
+        rows = self.stages * (_wgmma_weights() + self.tokens) + constant(_wgmma, "WARPGROUPS") * 2 * staged_rows
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
         # The tiles begin at a multiple of 1024 bytes.
-        return 1024 + rows * constant("ROW_BYTES") + barriers
+        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers
 
     def variant(self, dtype: str, activation: int) -> Variant:
         arguments = *self[:4], _flag(self.is_streamed)
@@ -173,7 +173,7 @@ _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _AC
 
 
 def _wgmma_weights() -> int:
-    return constant("WARPGROUPS") * 64
+    return constant(_wgmma, "WARPGROUPS") * 64
 
 
 @functools.cache
@@ -202,7 +202,8 @@ def wgmma(x: Product) -> None:
     launch(
         form.variant(x.a.dtype, x.activation),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        constant("WARPGROUPS") * constant("WARPGROUP") + (constant("WARPGROUP") if form.tokens > 128 else 32),
+        constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP")
+        + (constant(_wgmma, "WARPGROUP") if form.tokens > 128 else 32),
         form.shared_bytes,
         **x.fields(_TOGETHER),
         **maps,
@@ -233,7 +234,7 @@ _fp8_wgmma.specialized = [
 
 def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
     """`strips`: of columns that a tile computes."""
-    box, experts = constant("FP8_BOX"), x.experts
+    box, experts = constant(_fp8_wgmma, "FP8_BOX"), x.experts
     # The blocks of a cluster share rows; an odd strip leaves one without work.
     cluster = 2 if (strips % 2 == 0 or strips >= 16) and not x.expects(box) else 1
 
@@ -251,17 +252,17 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
 def fp8_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
     # Of the result; with an activation a tile has as many gates, and ups.
-    columns = constant("FP8_COLUMNS") // (2 if x.activation else 1)
+    columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.activation else 1)
     strips = -(-x.out.shape[-1] // columns)
     form = _fp8_wgmma_form(x, strips, count)
     blocks = x.tiles(form.tokens, -(-strips // form.cluster) * form.cluster)
     launch(
         form.variant(x.out.dtype, x.is_by_blocks, x.activation),
         late(min, blocks, max(count // form.cluster, 1) * form.cluster),
-        constant("FP8_THREADS"),
+        constant(_fp8_wgmma, "FP8_THREADS"),
         _HOPPER_BYTES,
         **x.fields(),
-        **x.maps(columns, constant("FP8_BOX")),
+        **x.maps(columns, constant(_fp8_wgmma, "FP8_BOX")),
     )
 
 
