@@ -1,29 +1,30 @@
-// The tiles of gemm_fp8_wgmma.
+// The scheduler of gemm_fp8_wgmma: which tiles a cluster has, in which order.
 #pragma once
 #include "common/cluster.cuh"
 #include "moe_gemm/fp8_layout.cuh"
 #include "moe_gemm/groups.cuh"
 
-// The tiles of a cluster, for a warp.
-template <int TOKENS, int CLUSTER, int OUT_COLUMNS> struct Fp8Tiles {
-    // So many tiles of rows go with the same weights before the next weights: about a square of tiles is under way at once,
-    // whose operands fit in the L2 cache.
-    static constexpr int BAND = 2048 / TOKENS;
-    static constexpr int MOST = (1 << 26) - 1; // tiles of an expert, so that 32 can be added
+// The tiles of a cluster, as each of its warps that loads finds them for itself.
+template <class Layout> struct Fp8Tiles {
+    // Tiles of rows that go with the same weights before the next weights: what all clusters work on at once is about a
+    // square of tiles, whose operands fit in L2.
+    static constexpr int BAND = 2048 / Layout::TOKENS;
+    static constexpr int MOST = (1 << 26) - 1; // tiles of an expert, of which 32 can be added
+    static constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, OUT_COLUMNS = Layout::OUT_COLUMNS;
 
     const MappedGemmParams& p;
-    int4 (&groups)[32]; // from expert `window` on
-    const int strips;   // pieces of the columns, of a cluster's width
-    int window, ahead;  // the next tile, counted from the window's first
+    int4 (&groups)[32]; // of the experts from `window` on, as Fp8Shared has them
+    const int strips;   // the columns of the result, by those of a cluster
+    int window, ahead;  // ahead: the next tile, counted from the window's first
 
     __device__ __forceinline__ Fp8Tiles(const MappedGemmParams& p, int4 (&groups)[32])
         : p(p), groups(groups),
           strips(((OUT_COLUMNS < FP8_COLUMNS ? p.n / 2 : p.n) + OUT_COLUMNS * CLUSTER - 1) / (OUT_COLUMNS * CLUSTER)),
           window(0), ahead(blockIdx.x / CLUSTER) {
-        look();
+        read_window();
     }
 
-    __device__ __forceinline__ void look() {
+    __device__ __forceinline__ void read_window() {
         const int lane = threadIdx.x % 32, expert = window + lane;
         int4 group = make_int4(0, 0, 0, 0);
         if (expert < p.experts) {
@@ -37,14 +38,14 @@ template <int TOKENS, int CLUSTER, int OUT_COLUMNS> struct Fp8Tiles {
         __syncwarp();
     }
 
-    // False if none is left.
+    // Find the next tile; false if there is none.
     __device__ __forceinline__ bool next(Fp8Tile& tile) {
         unsigned beyond;
         while (!(beyond = __ballot_sync(FULL_WARP, groups[threadIdx.x % 32].w > ahead))) {
             ahead -= groups[31].w;
             window += 32;
             if (window >= p.experts) return false;
-            look();
+            read_window();
         }
         const int at = __ffs(beyond) - 1;
         const int4 group = groups[at];

@@ -10,7 +10,7 @@ __device__ __forceinline__ uint4 load_shared(unsigned from) {
     return value;
 }
 
-__device__ __forceinline__ float fp8_load_scale(unsigned from) {
+__device__ __forceinline__ float load_shared_float(unsigned from) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
     return value;
