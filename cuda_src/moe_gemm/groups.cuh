@@ -1,9 +1,9 @@
-// The groups of rows, and which tile of which group a block has.
+// The rows of each expert's group, and the tile of a block.
 #pragma once
 #include "common/warp.cuh"
 #include "moe_gemm/params.cuh"
 
-// The rows of an expert. Offsets outside of the rows count as their ends.
+// The rows of an expert's group. Offsets outside of the rows count as their ends.
 struct GroupRows {
     int first, count;
 };
@@ -21,19 +21,19 @@ __device__ __forceinline__ GroupRows rows_of(const GemmParams& p, int expert) {
     return group;
 }
 
-// The row of `a` that is row `row` of the product.
+// The row of `a` for row `row` of the product. A number that names no token counts as the nearest that does.
 __device__ __forceinline__ int source_of(const GemmParams& p, int row) {
     return p.row_token ? min(max(p.row_token[row], 0), p.tokens - 1) : row;
 }
 
-// Which tile of which group.
+// The group that a block's tile is of.
 struct GroupTile {
-    int expert, begin, end; // rows of the group
-    int before, tiles;      // of TOKENS rows: of the groups before, and of this one
+    int expert, begin, end; // begin, end: its rows
+    int before, tiles;      // tiles of TOKENS rows: of all groups before, and of this one
 };
 
-// The group that has the wanted one of all tiles, to shared memory; false if there are not so many. All threads of the
-// block call this.
+// Find the group that has tile `wanted` of all groups' tiles; false if there are not so many. All threads of the block call
+// this, and `found` is in shared memory.
 template <int TOKENS, int THREADS>
 __device__ __forceinline__ bool find_tile(const GemmParams& p, int wanted, GroupTile& found) {
     constexpr int WARPS = THREADS / 32;

@@ -1,4 +1,4 @@
-// Reads of shared memory by its address.
+// Loads from shared memory by address.
 #pragma once
 
 __device__ __forceinline__ uint4 load_shared(unsigned from) {

@@ -1,15 +1,15 @@
-// Products of as many columns as a tile has tokens.
+// Products by wgmma of as many columns as a tile has tokens.
 #pragma once
 #include "moe_gemm/wgmma_layout.cuh"
 
-// Tokens of a tile; an instance has those from a quarter of its TOKENS on.
+// Columns of a product, so many tokens of a tile. An instance has those from a quarter of its TOKENS on.
 constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 240, 256, 272, 288};
 
 template <int WIDTH> struct Width {
     static constexpr int value = WIDTH;
 };
 
-// multiply_tiles of other widths.
+// The macros of common/hopper.cuh for further widths: c += a b, or c = a b without `add`, of 2 N columns.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 #define PLACES_24 EIGHT(0), EIGHT(8), EIGHT(16)
@@ -81,9 +81,9 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], unsigned long long
 #undef PRODUCT
 #undef PRODUCTS
 
-// The first WIDTH columns of c: += a b, 16 along the sum. One product has at most 256.
-template <typename T, int WIDTH, int PLACES>
-__device__ __forceinline__ void gemm_multiply(float (&c)[PLACES], unsigned long long a, unsigned long long b,
+// The first WIDTH columns of c += a b, or = a b without `add`; 16 numbers along k. A product has at most 256 columns.
+template <typename T, int WIDTH, int REGISTERS>
+__device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
                                               bool add) {
     constexpr int FIRST = WIDTH < 256 ? WIDTH : 256;
     multiply_width<T>(reinterpret_cast<float (&)[FIRST / 2]>(c), a, b, add);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void gemm_multiply(float (&c)[PLACES], unsigned long 
                           b + (FIRST * ROW_BYTES >> 4), add);
 }
 
-// f(Width<w>()) with the smallest w of WIDTHS that this instance has and that holds `tokens`.
+// Call f(Width<w>()) with the smallest w that this instance has and that holds `tokens`.
 template <int TOKENS, int I = 0, typename F> __device__ __forceinline__ void with_width(int tokens, const F& f) {
     constexpr int WIDTH = WIDTHS[I];
     if constexpr (WIDTH == TOKENS)
