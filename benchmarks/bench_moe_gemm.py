@@ -16,7 +16,7 @@ from cukern.runtime.kernel import arch_of_device, device_count
 
 FP8 = "float8_e4m3fn"
 _BLOCK = 128
-#: Rows that there is room for in a batch, for each that is there.
+#: A batch has room for so many times its rows.
 _ROOM = 4
 _TOLERANCE = 0.02
 
@@ -28,12 +28,12 @@ class Sizes(NamedTuple):
     m: int
     n: int
     k: int
-    dtype: str = "bfloat16"  # of the rows and, but for `weights`, of the weights
+    dtype: str = "bfloat16"  # of the rows, and of the weights unless `weights` names their format
     batched: bool = False
-    scales: str = "block"  # of FP8: "block", or "row" for one of each row and one of each column
+    scales: str = "block"  # of FP8: "block", or "row" for one of each row and one of each row of weights
     weights: str = ""  # "mxfp4" or "nvfp4"
     activation: str | None = None
-    gathered: int = 0  # times that a token occurs among the rows, if they are gathered
+    gathered: int = 0  # rows that each token has, where they are gathered
 
     @property
     def op(self) -> str:
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def case(self) -> dict[str, int | str]:
-        """The sizes, and what is not as usual."""
+        """The sizes, and what differs from the defaults."""
         usual = Sizes(0, 0, 0, 0)._asdict()
         sizes = {key: self._asdict()[key] for key in ("experts", "m", "n", "k", "dtype")}
         named = ("scales", "weights", "activation", "gathered")
@@ -53,12 +53,12 @@ class Sizes(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Rows of `a` that are read."""
+        """The rows of `a`."""
         return self.rows // self.gathered if self.gathered else self.rows
 
     @property
     def bytes(self) -> int:
-        """Each weight and each token once, the results, and the scales of both."""
+        """The bytes of each weight and each token once, of the result, and of the scales."""
         item = ITEM_SIZE[self.dtype]
         columns = self.n // (2 if self.activation else 1)
         weights = self.experts * self.n * self.k
@@ -77,12 +77,12 @@ class Sizes(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """That take as long as those of a product in bfloat16: of 8 bits, twice as many do."""
+        """Operations at the rate of bfloat16; those of FP8, at twice the rate, count half."""
         return 2 * self.rows * self.n * self.k // (2 if self.dtype == FP8 else 1)
 
     @property
     def small(self) -> Sizes:
-        """As many as the NumPy twin can do."""
+        """Sizes for the NumPy twin."""
         return self._replace(
             experts=min(self.experts, 3), m=min(self.m, 4), n=256, k=256, gathered=min(self.gathered, 2)
         )
@@ -97,7 +97,7 @@ LARGE_FP8 = (
     Sizes(4, 256, 4096, 7168, FP8, batched=True),
     Sizes(4, 256, 7168, 2048, FP8, batched=True),
 )
-#: Of one token: Mixtral's two experts of 8, and eight of Qwen3-30B-A3B's, up and down.
+#: One token: two of Mixtral's 8 experts and eight of Qwen3-30B-A3B's, up and down.
 ONE_TOKEN = (
     Sizes(2, 1, 28672, 4096),
     Sizes(2, 1, 4096, 14336),
@@ -107,14 +107,14 @@ ONE_TOKEN = (
 
 
 class Inputs(NamedTuple):
-    """Of a call, or of a baseline."""
+    """The inputs of a call, or of a baseline."""
 
     a: torch.Tensor
     b: torch.Tensor
     offsets: torch.Tensor
     scales: dict[str, torch.Tensor]
     row_token: torch.Tensor | None
-    rowwise: tuple[torch.Tensor, torch.Tensor] | None  # the same scales of FP8 as one a row, and one a column
+    rowwise: tuple[torch.Tensor, torch.Tensor] | None  # the scales of FP8, of each row and of each row of weights
 
 
 def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
@@ -130,7 +130,7 @@ def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor
 def _fp8_scales(
     sizes: Sizes, generator: torch.Generator, shape: tuple[int, ...]
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """Those of a row are the same along k, so that who knows only one a row computes the same."""
+    """Scales of FP8, which are the same along k: so baselines that take scales of rows alone compute the same."""
     device, blocks = generator.device, -(-sizes.k // _BLOCK)
     of_rows = torch.rand(shape, generator=generator, device=device) + 0.5
     of_blocks = torch.rand(sizes.experts, -(-sizes.n // _BLOCK), generator=generator, device=device) + 0.5
@@ -157,7 +157,7 @@ def inputs_of(sizes: Sizes) -> Callable[[torch.Generator], tuple[Inputs]]:
             random = {"generator": generator, "device": device, "dtype": torch.uint8}
             b = torch.randint(0, 256, (experts, sizes.n, sizes.k // 2), **random)
             group = {"mxfp4": 32, "nvfp4": 16}[sizes.weights]
-            # Powers of two about 1, or e4m3's numbers about 1.
+            # About 1: powers of two, or numbers of e4m3.
             low, high = {"mxfp4": (125, 130), "nvfp4": (0x30, 0x40)}[sizes.weights]
             scales["b_scale"] = torch.randint(low, high, (experts, sizes.n, sizes.k // group), **random)
             if sizes.weights == "nvfp4":
@@ -189,20 +189,20 @@ def grouped_mm(given: Inputs) -> torch.Tensor:
 
 
 def scaled_grouped_mm(given: Inputs) -> torch.Tensor:
-    """PyTorch's grouped product of FP8, with one scale a row and a column."""
+    """PyTorch's grouped product of FP8, with scales of rows."""
     assert given.rowwise is not None
     options = {"offs": _ends(given), "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return torch._scaled_grouped_mm(given.a, given.b.transpose(1, 2), *given.rowwise, **options)
 
 
 def _of_expert(given: Inputs, sizes: Sizes, expert: int) -> tuple[Any, ...]:
-    """Its rows, and where those are in the batch or among all."""
+    """An expert's rows, and their place in `a`."""
     place = (expert, slice(sizes.m)) if sizes.batched else (slice(expert * sizes.m, (expert + 1) * sizes.m),)
     return given.a[place], place
 
 
 def _loop(sizes: Sizes) -> Callable[[Inputs], torch.Tensor]:
-    """A product for each expert, of rows whose number the host knows."""
+    """A loop over the experts on the host, which must know each group's rows."""
 
     def multiply(given: Inputs) -> torch.Tensor:
         out = given.a.new_empty(*given.a.shape[:-1], sizes.n, dtype=torch.bfloat16)
@@ -220,7 +220,7 @@ def _loop(sizes: Sizes) -> Callable[[Inputs], torch.Tensor]:
 
 
 def _baselines(sizes: Sizes) -> dict[str, Baseline]:
-    """None where torch has nothing for it but several steps."""
+    """The baselines of PyTorch: none where it would need several steps."""
     if sizes.weights or sizes.activation or sizes.gathered:
         return {}
     baselines = {"torch loop": Baseline(lambda: _loop(sizes))}
@@ -235,7 +235,7 @@ Prepare = Callable[[Inputs], Run]
 
 
 def _deep_gemm(sizes: Sizes) -> Callable[[], Prepare]:
-    """DeepGEMM 2.5: groups of whole blocks of rows, or a mask; the scales of rows in its layout."""
+    """DeepGEMM 2.5: its contiguous layout where groups are whole blocks of rows, else its masked one."""
 
     def load() -> Prepare:
         import deep_gemm
@@ -270,7 +270,7 @@ def _deep_gemm(sizes: Sizes) -> Callable[[], Prepare]:
 
 
 def _vllm_cutlass(sizes: Sizes) -> Callable[[], Prepare]:
-    """vLLM 0.26's CUTLASS product, with one scale a row and a column."""
+    """vLLM 0.26's CUTLASS product, with scales of rows."""
 
     def load() -> Prepare:
         from vllm import _custom_ops as ops
@@ -296,7 +296,7 @@ def _vllm_cutlass(sizes: Sizes) -> Callable[[], Prepare]:
 
 
 def _sglang_cutlass(sizes: Sizes) -> Callable[[], Prepare]:
-    """sglang-kernel 0.4's CUTLASS product, with scales in blocks."""
+    """sglang-kernel 0.4's CUTLASS product, with scales by blocks."""
 
     def load() -> Prepare:
         from sgl_kernel import fp8_blockwise_scaled_grouped_mm
@@ -338,7 +338,7 @@ def _vllm_triton() -> Prepare:
 
 
 def _peers(sizes: Sizes) -> dict[str, Baseline]:
-    """None for what they have only in several steps."""
+    """The kernels of other libraries: none where they would need several steps."""
     if sizes.activation or sizes.gathered or sizes.dtype == "float16" or sizes.weights == "nvfp4":
         return {}
     if sizes.weights:
@@ -347,7 +347,7 @@ def _peers(sizes: Sizes) -> dict[str, Baseline]:
             "triton_kernels": _of_four_bits("triton_kernels", peers.triton_kernels_grouped),
         }
     found = {}
-    # It compiles its kernels, for each shape. Fewer rows than a block of 8 are no task of it.
+    # DeepGEMM compiles a kernel for each shape, and takes whole blocks of 8 rows.
     if sizes.scales == "block" and sizes.m >= 8:
         found["DeepGEMM"] = Baseline(_deep_gemm(sizes), slow=True, prepared=True)
     if sizes.dtype == FP8 and not sizes.batched:
@@ -360,7 +360,7 @@ def _peers(sizes: Sizes) -> dict[str, Baseline]:
 
 
 def _agree(sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """But for rounding, in the rows that are there."""
+    """Whether the rows of the groups agree, up to rounding."""
 
     def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         rows = slice(sizes.m) if sizes.batched else slice(None)
@@ -381,7 +381,7 @@ def product(sizes: Sizes, variant: str = "auto", compared: bool = False, host: b
         options: dict[str, Any] = {**given.scales, "activation": sizes.activation}
         if given.row_token is not None:
             options["row_token"] = given.row_token
-        # On the CPU, where the tests run this, there are no variants.
+        # The tests run this on the CPU, which has no variants.
         return function(given.a, given.b, given.offsets, **options, variant=variant if given.a.is_cuda else "auto")
 
     return Case(
@@ -400,12 +400,12 @@ def product(sizes: Sizes, variant: str = "auto", compared: bool = False, host: b
 
 
 def has_wgmma() -> bool:
-    """Where there is no GPU at all, its cases are listed."""
+    """Whether "wgmma" is measured: on Hopper, and listed where there is no GPU."""
     return not device_count() or arch_of_device(0) == "90a"
 
 
 def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
-    """Sizes, variant, whether it is compared with others, and whether the host is timed."""
+    """Sizes, variant, whether baselines are measured too, and whether the host is timed."""
     for sizes in (*LARGE, *FEW_ROWS, *LARGE_FP8):
         yield sizes, "auto", True, False
     for sizes in ONE_TOKEN:
@@ -422,7 +422,7 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
     yield ONE_TOKEN[2]._replace(activation="silu"), "auto", False, False
     yield LARGE[0]._replace(dtype="float16"), "auto", False, False
     yield LARGE_FP8[1]._replace(scales="row"), "auto", True, False
-    # The same rows as of the masked batches, one group after the other.
+    # The rows of the batches, one group after the other.
     for sizes in LARGE_FP8[2:]:
         yield sizes._replace(batched=False), "auto", True, False
     yield Sizes(8, 1024, 4096, 7168, batched=True), "auto", True, False
@@ -433,7 +433,7 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Many rows of each expert and few, in 16 bits, 8 and 4; of sizes for the twin if `small`."""
+    """The cases: many rows of each expert and few, in 16, 8 and 4 bits; `small`: of sizes for the twin."""
     return [
         product(sizes.small if small else sizes, variant, compared, host)
         for sizes, variant, compared, host in _all_cases()

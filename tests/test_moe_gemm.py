@@ -36,17 +36,17 @@ Array = NDArray[Any]
 NAN = np.nan
 DTYPES = ("bfloat16", "float16")
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
-#: How `a` and `b` are given: of 16 bits; of 8 with scales by blocks, rows and columns, one each, mixed; b of 4 bits.
+#: Forms of `a` and `b`: 16 bits; FP8 with scales by blocks, of rows ("column": of rows of weights) or one; b of 4 bits.
 WEIGHTS = ("16", "fp8 block", "fp8 row column", "fp8 one one", "fp8 one column", "fp8 row one", "mxfp4", "nvfp4")
-#: Row numbers of tokens where none may be read.
+#: The token of a row of no expert, where none may be read.
 JUNK = 2**31 - 1
 
 
 class Case(NamedTuple):
-    """A call; what may not be read is NaN, and the weights of experts without rows are, too."""
+    """A call. Rows that may not be read are NaN, and so are the weights of experts without rows."""
 
     arguments: dict[str, Any]
-    rows: Array  # bool: which rows of the result are written, of all its dimensions but the last
+    rows: Array  # bool, of the result's shape but its last dimension: the rows that are written
 
     @property
     def is_batched(self) -> bool:
@@ -82,17 +82,58 @@ class Case(NamedTuple):
 
 
 def drawn(rng: np.random.Generator, shape: tuple[int, ...], whole: bool, scale: float = 1.0) -> Array:
-    """Normal numbers times `scale`, or whole ones from -2 to 2, in float32."""
+    """Normal numbers times `scale`, or whole numbers from -2 to 2, in float32."""
     if whole:
         return rng.integers(-2, 3, shape).astype(np.float32)
     return rng.standard_normal(shape, np.float32) * np.float32(scale)
 
 
 def scales(rng: np.random.Generator, shape: tuple[int, ...], whole: bool, scale: float = 1.0) -> Array:
-    """About `scale`, or powers of two, in float32."""
+    """Scales about `scale`, or powers of two, in float32."""
     if whole:
         return np.exp2(rng.integers(-2, 3, shape)).astype(np.float32)
     return (rng.uniform(0.5, 2, shape) * scale).astype(np.float32)
+
+
+def _weights_of_16_bits(
+    rng: np.random.Generator, shape: tuple[int, int, int], weights: str, dtype: str, whole: bool, share: Any
+) -> dict[str, Array]:
+    """`b` of 16 bits, or of FP8 without its scales."""
+    fp8 = weights.startswith("fp8")
+    b = drawn(rng, shape, whole, 1 if fp8 else shape[2] ** -0.5)
+    return {"b": (b if fp8 or not whole else b * share).astype(E4M3 if fp8 else arrays.numpy_dtype(dtype))}
+
+
+def _weights_of_4_bits(
+    rng: np.random.Generator, shape: tuple[int, int, int], weights: str, whole: bool, share: Any
+) -> dict[str, Array]:
+    """`b` of MXFP4 or NVFP4 with its scales, which are not bytes yet."""
+    experts, n, k = shape
+    b = rng.integers(0, 256, (experts, n, k // 2)).astype(np.uint8)
+    group = 32 if weights == "mxfp4" else 16
+    b_scale = scales(rng, (experts, n, k // group), whole or group == 32)
+    if group == 32:
+        return {"b": b, "b_scale": (b_scale * share / 2).astype(E8M0)}
+    global_scale = scales(rng, (experts,), whole, 0.25 * k**-0.5) * (share / 2 if whole else 1)
+    return {"b": b, "b_scale": b_scale.astype(E4M3), "b_global_scale": global_scale}
+
+
+def _fp8_scales(
+    rng: np.random.Generator,
+    rows: tuple[int, ...],
+    shape: tuple[int, int, int],
+    weights: str,
+    whole: bool,
+    share: Any,
+) -> dict[str, Array]:
+    """The scales of FP8 for so many rows."""
+    experts, n, k = shape
+    of_a, of_b = ["block"] * 2 if weights == "fp8 block" else weights.split()[1:]
+    blocks = -(-k // 128)
+    a_shape = {"block": (*rows, blocks), "row": rows, "one": (1,)}[of_a]
+    b_shape = {"block": (experts, -(-n // 128), blocks), "column": (experts, n), "one": (experts,)}[of_b]
+    a_scale = scales(rng, a_shape, whole)
+    return {"a_scale": a_scale, "b_scale": scales(rng, b_shape, whole, k**-0.5) * (share if whole else 1)}
 
 
 def made(
@@ -112,74 +153,61 @@ def made(
     """A call with so many rows of each expert.
 
     Args:
-        dtype: of `a` where that is of 16 bits, else of the result.
+        dtype: the dtype of `a` where that has 16 bits, else of the result.
         max_tokens: batched, with room for so many.
         tokens: gathered from so many.
-        whole: whole numbers, but for powers of two: their sums, about as large, are exact, whatever their order.
+        whole: whole numbers times powers of two: their sums, about as large, are exact, whatever their order.
         spare: rows of no expert, behind all others.
     """
-    experts, rows = len(counts), sum(counts) + spare
-    kind = arrays.numpy_dtype(dtype)
+    experts, rows, fp8 = len(counts), sum(counts) + spare, weights.startswith("fp8")
     offsets = np.cumsum([0, *counts]).astype(offsets_dtype)
     if max_tokens is not None:
         is_row = np.arange(max_tokens) < np.array(counts)[:, None]
     else:
         is_row = np.arange(rows) < offsets[-1]
     a_shape = is_row.shape if tokens is None else (tokens,)
-    a_is_used = is_row if tokens is None else np.ones(tokens, bool)
-    unused = np.array(counts) == 0
-    x: dict[str, Any] = {}
-    fp8 = weights.startswith("fp8")
+    unread = ~is_row if tokens is None else np.zeros(tokens, bool)
     share = np.exp2(np.round(-np.log2(2 * k**0.5)), dtype=np.float32)
-    a = drawn(rng, (*a_shape, k), whole).astype(E4M3 if fp8 else kind)
-    a[~a_is_used] = NAN
-    if weights in ("16",) or fp8:
-        b = drawn(rng, (experts, n, k), whole, 1 if fp8 else k**-0.5)
-        b = (b if fp8 or not whole else b * share).astype(E4M3 if fp8 else kind)
-        b[unused] = NAN
+    a = drawn(rng, (*a_shape, k), whole).astype(E4M3 if fp8 else arrays.numpy_dtype(dtype))
+    a[unread] = NAN
+    shape = experts, n, k
+    if weights == "16" or fp8:
+        of_b = _weights_of_16_bits(rng, shape, weights, dtype, whole, share)
     else:
-        b = rng.integers(0, 256, (experts, n, k // 2)).astype(np.uint8)
-        group = 32 if weights == "mxfp4" else 16
-        b_scale = scales(rng, (experts, n, k // group), whole or group == 32)
-        if group == 32:
-            b_scale = (b_scale * share / 2).astype(E8M0)
-        else:
-            b_scale = b_scale.astype(E4M3)
-            x["b_global_scale"] = scales(rng, (experts,), whole, 0.25 * k**-0.5) * (share / 2 if whole else 1)
-            x["b_global_scale"][unused] = NAN
-        b_scale[unused] = NAN
-        x["b_scale"] = b_scale.view(np.uint8)
+        of_b = _weights_of_4_bits(rng, shape, weights, whole, share)
+    x: dict[str, Any] = {}
     if fp8:
-        of_a, of_b = ["block"] * 2 if weights == "fp8 block" else weights.split()[1:]
-        blocks = -(-k // 128)
-        x["a_scale"] = scales(rng, {"block": (*a_shape, blocks), "row": a_shape, "one": (1,)}[of_a], whole)
-        b_shape = {"block": (experts, -(-n // 128), blocks), "column": (experts, n), "one": (experts,)}[of_b]
-        x["b_scale"] = scales(rng, b_shape, whole, k**-0.5) * (share if whole else 1)
-        x["b_scale"][unused] = NAN
-        if of_a != "one":
-            x["a_scale"][~a_is_used] = NAN
-        x["out_dtype"] = dtype
+        found = _fp8_scales(rng, a_shape, shape, weights, whole, share)
+        x, of_b["b_scale"] = {"a_scale": found["a_scale"], "out_dtype": dtype}, found["b_scale"]
+        if weights.split()[1] != "one":
+            x["a_scale"][unread] = NAN
+    for array in of_b.values():
+        if array.dtype != np.uint8:
+            array[np.array(counts) == 0] = NAN
+    if weights.endswith("4"):
+        of_b["b_scale"] = of_b["b_scale"].view(np.uint8)
+    x |= of_b
     if tokens is not None:
         x["row_token"] = np.where(is_row, rng.integers(0, max(tokens, 1), rows), JUNK).astype(np.int32)
     if activation is not None:
         x["activation"] = activation
     if max_tokens is not None:
-        return Case({"a": a, "b": b, "expert_num_tokens": np.array(counts, np.int32), **x}, is_row)
-    return Case({"a": a, "b": b, "expert_offsets": offsets, **x}, is_row)
+        return Case({"a": a, "expert_num_tokens": np.array(counts, np.int32), **x}, is_row)
+    return Case({"a": a, "expert_offsets": offsets, **x}, is_row)
 
 
 # --- the twin against torch -----------------------------------------------------------------------------
 
 
 def of_4_bits(codes: torch.Tensor) -> torch.Tensor:
-    """By the definition of e2m1: a sign, two bits of exponent with bias 1, one of mantissa."""
+    """The numbers of e2m1: a sign, two bits of exponent with bias 1, one of mantissa."""
     exponent, mantissa = (codes >> 1 & 3).double(), (codes & 1).double()
     size = torch.where(exponent > 0, (1 + mantissa / 2) * 2 ** (exponent - 1), mantissa / 2)
     return torch.where(codes >= 8, -size, size)
 
 
 def weights_by_torch(x: dict[str, Any], k: int) -> torch.Tensor:
-    """[experts, n, k] in float64."""
+    """The weights [experts, n, k] in float64."""
     b = as_torch(x["b"])
     if "b_scale" not in x:
         return b.double()
@@ -210,7 +238,7 @@ ACTIVATED = {
 
 
 def by_torch(x: Case) -> Array:
-    """All rows in float64, 0 where none is written."""
+    """The result in float64; rows that are not written are 0."""
     given = x.arguments
     a, k = as_torch(given["a"]).double(), given["a"].shape[-1]
     if "a_scale" in given:
@@ -237,7 +265,7 @@ def by_torch(x: Case) -> Array:
     return out.numpy()
 
 
-#: Counts, n, k, then what else differs from a call in bfloat16; and why.
+#: Calls by their reason: counts, n, k, and other arguments of `made`.
 TORCH_TOO: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "plain": ([3, 0, 1, 5], 24, 40, {}),
     "float16": ([3, 0, 1, 5], 24, 40, {"dtype": "float16"}),
@@ -292,7 +320,7 @@ def test_cpu_tensors_and_foreign_arrays_go_through_the_twin(weights: str, rng: n
         assert tensors.run(out=out) is out
         same_bits(to_numpy(out)[x.rows], want[x.rows])
         assert to_numpy(out[torch.from_numpy(~x.rows)].isnan()).all()
-        # FP8 by its bytes; with `out` its dtype tells which to give.
+        # FP8 as bytes; `out` tells the dtype of the result.
         if x.is_fp8:
             by_bytes = x.replaced(a=x.arguments["a"].view(np.uint8), b=x.arguments["b"].view(np.uint8))
             same_bits(by_bytes.run(), want)
@@ -308,7 +336,7 @@ def test_scales_of_one_shape_or_the_other(rng: np.random.Generator) -> None:
     x = made(rng, [3, 0, 4], 16, 48, "fp8 row column")
     a_scale = x.arguments["a_scale"]
     same_bits(x.replaced(a_scale=a_scale[:, None]).run(), x.twin())
-    # Of one row: by rows and one for all are the same, and so are blocks of one column.
+    # Of one row, scales by row and one scale for all are the same.
     x = made(rng, [1, 0], 16, 48, "fp8 row one", spare=0)
     same_bits(x.replaced(a_scale=x.arguments["a_scale"][:, None]).run(), x.run())
     x = made(rng, [3, 2], 16, 48, "fp8 row column", max_tokens=5)
@@ -353,7 +381,7 @@ def zeros(*shape: int, dtype: Any = "bfloat16") -> Array:
 
 
 def good(name: str) -> dict[str, Any]:
-    """Arguments that are taken; each test changes one."""
+    """Arguments that are accepted; each test changes one."""
     batched, _, kind = name.partition(" ")
     a, b = (2, 4, 256), (2, 16, 256)
     x: dict[str, Any] = {"a": zeros(*(a if batched == "batched" else (8, 256))), "b": zeros(*b)}
@@ -497,7 +525,7 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 
 
 def unreal(*shape: int, dtype: Any = "bfloat16") -> Array:
-    """An array of any size, whose memory is not there."""
+    """An array of any size, without its memory."""
     kind = np.dtype(arrays.numpy_dtype(dtype))
     strides = [kind.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return np.lib.stride_tricks.as_strided(np.empty(64, np.uint8).view(kind), shape, strides)
@@ -515,7 +543,7 @@ def shaped(
     activation: str | None = None,
     expected_m: int | None = -1,
 ) -> dict[str, Any]:
-    """A call on so many rows, in all or, batched, of each expert; -1: as many are expected as all groups have."""
+    """A call on so many rows; batched, of each expert. expected_m -1: the mean."""
     if expected_m == -1:
         expected_m = rows if how == "batched" else -(-rows // experts)
     a_shape, blocks = ((experts, rows) if how == "batched" else (rows,)), -(-k // 128)
@@ -541,7 +569,7 @@ def shaped(
 
 
 class Planned(NamedTuple):
-    """The launch of a call, and what is late in it for this call."""
+    """The launch of a call, and the late values of this call."""
 
     step: Any
     guards: Any
@@ -552,12 +580,12 @@ class Planned(NamedTuple):
         return self.step.variant.instance.function
 
     def found(self, value: Any, environment: list[Any] | None = None) -> Any:
-        """A number or an array of the plan, for this call or another one."""
+        """A value of the plan, for this call or another one."""
         value = value.address if isinstance(value, describe.Array) else value
         return value.evaluate(environment or self.environment) if isinstance(value, late.Late) else value
 
     def launch(self, environment: list[Any] | None = None) -> tuple[Any, ...]:
-        """All that the driver is given, but for the address of the result."""
+        """The arguments of the driver's launch, without the address of the result."""
         parts = [self.found(x, [*(environment or self.environment), 0]) for x in self.step.packing.parts]
         grid = tuple(self.found(x, environment) for x in self.step.grid)
         return (
@@ -570,7 +598,7 @@ class Planned(NamedTuple):
 
 
 def planned(x: dict[str, Any], variant: str = "auto", on: str | Gpu = "90a") -> Planned | None:
-    """How a call would be launched on a GPU; None: not at all."""
+    """The launch of a call on a GPU; None: there is none."""
     function = OPS["moe_gemm_batched" if "expert_num_tokens" in x else "moe_gemm"]
     given = {**x, "variant": variant}
     where = gpu.of_arch(on) if isinstance(on, str) else on
@@ -715,7 +743,7 @@ def test_the_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     b_map, a_map = maps_of(shaped(8192, weights="fp8 block", activation="silu"))
     assert b_map == ("uint8", (7168, 4096, 8, 1), (7168, 7168 * 4096, 7168 * 4096 * 8), (128, 64, 1, 1), 256)
     assert a_map == ("uint8", (7168, 8192, 1, 1), (7168, 7168 * 8192, 7168 * 8192), (128, 64, 1, 1), 256)
-    # What is streamed is fetched in lines, not pairs of them.
+    # Streamed weights are fetched to L2 by 128 bytes, not 256.
     assert [x[-1] for x in maps_of(shaped(64))] == [128, 128]
 
 
@@ -741,7 +769,7 @@ def test_few_plans_serve_any_rows(weights: str, how: str, arch: str, monkeypatch
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_few_plans_of_a_layer_serve_any_tokens(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products within the plan of another op, whose sizes it computes."""
+    """Products within the plan of another op, which computes their sizes."""
     monkeypatch.setattr(plan, "encode", lambda *arguments: repr(arguments).encode()[-128:].ljust(128))
     monkeypatch.setattr(declared, "OPS", {})
     experts, inter, hidden, topk = 64, 1024, 256, 8
@@ -794,7 +822,7 @@ def test_a_hint_is_checked_at_each_call() -> None:
 
 
 def variants_of(x: Case) -> list[str]:
-    """What can be asked for."""
+    """The variants that a call can ask for."""
     found = []
     for variant in op.VARIANTS:
         with contextlib.suppress(ValueError):
@@ -804,7 +832,7 @@ def variants_of(x: Case) -> list[str]:
 
 
 def there(x: Case) -> Case:
-    """The same on the GPU; FP8 as bytes, which CuPy has."""
+    """The case with its arrays on the GPU; FP8 as bytes, as CuPy has no such dtype."""
     moved = {
         key: on_gpu(v.view(np.uint8) if arrays.is_array(v) and v.dtype in (E4M3, E8M0) else v)
         for key, v in x.arguments.items()
@@ -813,7 +841,7 @@ def there(x: Case) -> Case:
 
 
 def launch(x: Case, variant: str = "auto") -> Array:
-    """The result on the GPU, in NumPy, of a case that is there; what is no row stays as it was."""
+    """The result of a case on the GPU, in NumPy. Rows of no expert must stay as they were."""
     out = Buffer(x.out_shape, x.out_dtype)
     assert x.run(out=out.array, variant=variant) is out.array
     got = out.numpy()
@@ -822,7 +850,7 @@ def launch(x: Case, variant: str = "auto") -> Array:
 
 
 def compare(x: Case, whole: bool = True) -> None:
-    """Every variant gives what the twin gives, in the rows that are there; the same bits of sums that are exact."""
+    """Compare every variant with the twin, in the rows that are written; bit by bit where sums are exact."""
     want, given = x.twin()[x.rows], there(x)
     for variant in variants_of(x):
         got = launch(given, variant)[x.rows]
@@ -835,7 +863,7 @@ def compare(x: Case, whole: bool = True) -> None:
 EDGES = [0, 1, 7, 8, 9, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 0]
 LONG = [191, 192, 193, 255, 256, 257, 0, 320, 513]
 
-#: Counts, n, k, then what else; and why.
+#: Calls by their reason: counts, n, k, and other arguments of `made`.
 CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "tile edges": (EDGES, 264, 200, {}),
     "long tile edges": (LONG, 264, 72, {}),
@@ -899,7 +927,7 @@ ACTIVATED_CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
-    """Compile in parallel what the GPU tests would compile one by one, where many of them run."""
+    """Compile in parallel what the GPU tests would compile one by one, if many of them run."""
     own = [item for item in request.session.items if item.path == request.path and item.get_closest_marker("gpu")]
     if len(own) < 50:
         return
@@ -955,7 +983,7 @@ def test_bad_offsets_stay_inside_the_rows(weights: str, rng: np.random.Generator
         [low, low, low, low, low], [-7, -3, 300, -1, 1 << 30],
     ):  # fmt: skip
         for variant in variants_of(x):
-            # What is written is of no interest, but for where: the buffer's guards are looked at.
+            # Only where it writes matters: `numpy` checks the buffer's guards.
             out = Buffer(x.out_shape, x.out_dtype)
             given.replaced(expert_offsets=on_gpu(np.array(bad, np.int32))).run(out=out.array, variant=variant)
             out.numpy()
@@ -981,7 +1009,7 @@ def test_nan_stays_in_its_row_and_column(weights: str, rng: np.random.Generator)
     want, given = x.twin()[x.rows], there(x)
     assert np.isnan(want.astype(np.float32)).sum() == 2 * 136 + 90 - 1
     for variant in variants_of(x):
-        # Which NaN it is does not count.
+        # Any NaN will do.
         assert_matches("moe_gemm.out", launch(given, variant)[x.rows], want)
 
 
@@ -998,7 +1026,7 @@ def test_every_size_of_tiles(weights: str, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_every_width_of_a_tile(activation: str | None, rng: np.random.Generator) -> None:
-    # At either side of what a width of the largest tiles holds; two tiles from 289 rows on, three from 513.
+    # Either side of each width of the largest tiles. From 289 rows on there are two tiles, from 513 on three.
     counts = [64, 65, 128, 129, 160, 161, 192, 193, 224, 225, 240, 241, 256, 257, 272, 273, 288, 289, 577]
     x = made(rng, counts, 272, 160, activation=activation, whole=True)
     for expected_m in (2, 8, 20, 40, 90, 2000):
@@ -1081,7 +1109,7 @@ def test_a_cuda_graph_follows_the_offsets(weights: str, rng: np.random.Generator
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
-    # None of the first expert's weights are NaN, but all of the second's.
+    # The second expert's weights are NaN, the others' are not.
     for offsets in ([0, 50, 50, 200], [0, 0, 0, 0], [0, 199, 199, 199], [0, 0, 0, 1], [0, 7, 7, 64]):
         x.arguments["expert_offsets"][:] = offsets
         given.arguments["expert_offsets"].copy_(as_torch(x.arguments["expert_offsets"]))
@@ -1098,10 +1126,9 @@ def test_a_cuda_graph_follows_the_offsets(weights: str, rng: np.random.Generator
 @pytest.mark.parametrize("weights", ["16", "fp8 block"])
 def test_more_than_2_31_elements(weights: str, rng: np.random.Generator) -> None:
     """The last of many weights, and the last of many rows."""
-    # Not for the sanitizer, which would take minutes.
+    # Not marked for the sanitizer, which would take minutes.
     if torch.cuda.mem_get_info()[0] < 2**34:
         pytest.skip("too little memory is free")
-    # The last of so many weights.
     small = made(rng, [3, 5], 1024, 8192, weights, whole=True, spare=0)
     given, experts = tensors(small), 2**31 // (1024 * 8192) + 4
     more: dict[str, Any] = {}
@@ -1116,7 +1143,7 @@ def test_more_than_2_31_elements(weights: str, rng: np.random.Generator) -> None
     for variant in variants_of(small):
         same_bits(to_numpy(given.replaced(**more, expert_offsets=offsets).run(variant=variant)), want)
     del more, of_two
-    # The last of so many rows; the kernel for few rows would take a second over the others.
+    # The kernel for few rows would take a second for the rows before the last ones.
     small = made(rng, [0, 100], 4096, 4096, weights, whole=True, spare=0)
     given, rows = tensors(small), 2**19 + 300
     a = torch.zeros(rows, 4096, dtype=given.arguments["a"].dtype, device="cuda")
@@ -1166,7 +1193,7 @@ def test_the_baselines_compute_the_same() -> None:
         inputs = harness.inputs(case, 0, "cpu")
         ours = case.call(*inputs)
         for name, baseline in case.baselines.items():
-            # This one needs a GPU.
+            # torch's product of FP8 needs a GPU.
             if name == "torch grouped" and inputs[0].a.dtype == torch.float8_e4m3fn:
                 continue
             assert case.agree is not None and case.agree(ours, baseline.load()(*harness.inputs(case, 0, "cpu")))
@@ -1182,5 +1209,5 @@ def test_the_bytes_and_the_flops_of_a_benchmark() -> None:
             arrays_used = [array[:, : array.shape[1] // bench_moe_gemm._ROOM] for array in arrays_used]
         rows = arrays_used[1].numel() // out.shape[-1]
         assert case.bytes == sum(y.nbytes for y in (*arrays_used, x.b, *([x.scales["b_scale"]] if x.scales else [])))
-        # Of FP8 twice as many are done in a second.
+        # FP8 runs at twice the rate.
         assert case.flops == 2 * rows * n * k // (2 if x.a.dtype == torch.float8_e4m3fn else 1)

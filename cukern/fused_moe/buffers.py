@@ -1,4 +1,4 @@
-"""Memory for the parts of a layer, which get arrays where they run, and descriptions where they become a plan."""
+"""Memory for the parts of a layer: of arrays where they run, of descriptions where they become a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cukern.runtime.describe import Array
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.late import late
 
-_ALIGNMENT = 256  # bytes, of the parts of a workspace
+_ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
 
 def dtype_of(array: Any) -> str:
@@ -47,7 +47,7 @@ def part(workspace: Any, start: Any, shape: tuple[Any, ...], dtype: str) -> Any:
 
 
 def aligned(size: Any) -> Any:
-    """A number of bytes, rounded up so that another part may begin there."""
+    """A number of bytes, rounded up to where another part may begin."""
     return late(_round_up, size)
 
 

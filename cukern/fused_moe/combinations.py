@@ -1,4 +1,4 @@
-"""Which prepare/finalize classes and which experts make a layer together, and with which quantization."""
+"""The prepare/finalize classes and the experts that make a layer together, by quantization."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPERTS: dict[str, type[FusedMoEPermuteExpertsUnpermute]] = {
 
 
 class Combination(NamedTuple):
-    """A pair of classes, by name, with a quantization; `refusal` says why it is no layer, None when it is one."""
+    """A pair of classes, by name, with a quantization; `refusal`: the reason why it is no layer, None if it is one."""
 
     prepare_finalize: str
     experts: str
@@ -65,7 +65,7 @@ def make_experts(
 
 
 def _any_config(quantization: str | None) -> FusedMoEQuantConfig:
-    """A configuration with scales that stand for any."""
+    """A configuration with scales of no meaning."""
     if quantization is None:
         return NOT_QUANTIZED
     one = np.ones(1, np.float32)
@@ -84,9 +84,9 @@ def combinations() -> Iterator[Combination]:
 
 
 def quantizations_of(pf_name: str, experts_name: str) -> tuple[list[str | None], str]:
-    """The quantizations that a pair computes with, and why not with the first of the others.
+    """The quantizations that a pair computes with, and the reason against the first of the others.
 
-    Raises KeyError for a name that is no class's.
+    Raises KeyError for a name of no class.
     """
     PREPARE_FINALIZE[pf_name], EXPERTS[experts_name]
     own = [c for c in combinations() if (c.prepare_finalize, c.experts) == (pf_name, experts_name)]

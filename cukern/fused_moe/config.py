@@ -1,4 +1,4 @@
-"""How the activations of a mixture-of-experts layer are laid out, and how its numbers are quantized."""
+"""The layout of a mixture-of-experts layer's activations, and its quantization."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ class FusedMoEActivationFormat(enum.Enum):
 
     #: One row per token, [tokens, hidden].
     Standard = "standard"
-    #: The tokens of each expert together, [experts, max_tokens, hidden]; `expert_num_tokens` [experts] says how many.
+    #: The tokens of each expert together, [experts, max_tokens, hidden]; counts: `expert_num_tokens` [experts].
     BatchedExperts = "batched_experts"
 
 
 @dataclass(frozen=True, eq=False)
 class FusedMoEQuantConfig:
-    """In what numbers the weights are, and the activations that meet them, with the scales.
+    """The number formats of the weights and of the activations that they multiply, with the scales.
 
     `FusedMoEQuantConfig()` is a layer in float16 or bfloat16; `fp8_block`, `fp8`, `mxfp4` and `nvfp4` make the others.
 
     Args:
         quant_dtype: None, "float8_e4m3fn" (weights and activations), or "mxfp4" or "nvfp4" (weights of 4 bits;
             the activations stay in 16 bits).
-        per_act_token_quant: each row of activations has an FP8 scale of its own, found as it is quantized.
+        per_act_token_quant: each row of activations has an FP8 scale of its own, computed when it is quantized.
         block_shape: (128, 128) for FP8 in blocks: a scale for 128 x 128 weights, and for 128 numbers of a row.
         w1_scale, w2_scale: FP8: float32 [experts] (per tensor), [experts, n] (per channel) or, in blocks,
             [experts, ceil(n / 128), ceil(k / 128)], for weights [experts, n, k]. MXFP4: uint8 (E8M0)
             [experts, n, k / 32]. NVFP4: uint8 (e4m3) [experts, n, k / 16].
         a1_scale, a2_scale: float32 [1], the static scales of what enters the first and the second product, for FP8 per
-            tensor. Without a1_scale the first is found from the tokens.
+            tensor. Without a1_scale the first is computed from the tokens.
         w1_global_scale, w2_global_scale: float32 [experts], for NVFP4.
 
     Raises:
-        ValueError: a combination that means nothing; the message says what is missing or too much.
+        ValueError: arguments that do not fit each other; the message names the one that is missing or superfluous.
     """
 
     quant_dtype: str | None = None
@@ -91,7 +91,7 @@ class FusedMoEQuantConfig:
 
     @property
     def scales(self) -> dict[str, Any]:
-        """The scales that are there, by name."""
+        """The scales that are not None, by name."""
         return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
 
     @classmethod
@@ -111,12 +111,12 @@ class FusedMoEQuantConfig:
 
     @classmethod
     def fp8_block(cls, w1_scale: Any, w2_scale: Any) -> FusedMoEQuantConfig:
-        """FP8 with a scale per 128 x 128 weights and per 128 activations of a row, as DeepSeek-V3's."""
+        """FP8 with a scale per 128 x 128 weights and per 128 activations of a row, as in DeepSeek-V3."""
         return cls.make("fp8_block", w1_scale=w1_scale, w2_scale=w2_scale)
 
     @classmethod
     def fp8(cls, w1_scale: Any, w2_scale: Any, a1_scale: Any = None, a2_scale: Any = None) -> FusedMoEQuantConfig:
-        """FP8 with a scale per expert or per channel; for activations per token, or static with `a2_scale`."""
+        """FP8 with a scale per expert or per channel of weights; of activations per token, or static (`a2_scale`)."""
         return cls.make("fp8", w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale)
 
     @classmethod

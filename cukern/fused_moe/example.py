@@ -35,7 +35,7 @@ class Layer(NamedTuple):
         return self[:5]
 
     def map(self, function: Callable[[Any], Any]) -> Layer:
-        """The layer with each array replaced by what `function` makes of it."""
+        """The layer with `function` applied to each array."""
         config = self.config
         scales = {name: function(value) for name, value in config.scales.items()}
         config = FusedMoEQuantConfig(config.quant_dtype, config.per_act_token_quant, config.block_shape, **scales)
@@ -51,9 +51,9 @@ def _fp8(values: Array, scale: Array) -> Array:
 def quantize_weights(
     weights: Array, quantization: str | None, dtype: str = "bfloat16"
 ) -> tuple[Array, dict[str, Array]]:
-    """Float32 weights [experts, n, k] as `quantization` has them, and their "scale" and "global_scale", if any.
+    """Float32 weights [experts, n, k] quantized, and their "scale" and "global_scale", if any.
 
-    FP8 without blocks gets a scale per channel. Raises ValueError for a name that is no quantization's.
+    FP8 without blocks gets a scale per channel. Raises ValueError for a name of no quantization.
     """
     experts, n, k = weights.shape
     if quantization is None:
@@ -98,7 +98,7 @@ def random_layer(
 
     made: dict[str, Array] = {}
     scales: dict[str, Array] = {}
-    # What leaves the activation has half of the variance that a product would leave, and less.
+    # The activation leaves at most half of a product's variance.
     for name, weights in (
         ("w1", normal(experts, 2 * inter, hidden) / math.sqrt(hidden)),
         ("w2", normal(experts, hidden, inter) * (2 / math.sqrt(inter))),

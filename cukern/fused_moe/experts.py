@@ -1,8 +1,8 @@
-"""The experts: both products of a mixture-of-experts layer and what lies between them.
+"""The experts: both products of a mixture-of-experts layer, with the activation between them.
 
-Tokens of the standard format are sorted by expert first. Where an expert has few rows, the products are bound by the
-weights' bytes and read the tokens where they are (gather); otherwise the rows are copied side by side (permute), which
-the fastest products want.
+Tokens of the standard format are sorted by expert first. With few rows for each expert, the products are bound by the
+weights' bytes and read the tokens where they are (gather); otherwise the rows are copied into the order of the experts
+(permute), which the fastest products need.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ BATCHED: Formats = (FusedMoEActivationFormat.BatchedExperts,) * 2
 
 
 def gathers(expected_rows: Any, arch: str | None) -> bool:
-    """Whether the first product shall read the tokens where they are, for so many rows per expert.
+    """Whether the first product should read the tokens where they are, for so many rows per expert.
 
-    The products that can are the one that streams the weights, which is taken up to so many rows, and the portable one.
+    Two kernels can: "stream", which is taken up to STREAM_ROWS rows, and "mma", which other GPUs than Hopper take.
     """
     return expected_rows <= STREAM_ROWS or arch not in (None, "90a")
 
 
 def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
-    """Rows that an expert is expected to have.
+    """The rows that an expert is expected to have: the mean.
 
-    That is the mean, except where so few tokens come that the weights are streamed: then all that an expert may have,
-    since another round would read all its weights once more.
+    Of so few tokens that the weights are streamed, it is all of them: an expert may have so many, and a second tile
+    would read all its weights again.
     """
     return tokens if tokens <= STREAM_ROWS else max(ceil_div(tokens * topk, experts), STREAM_ROWS + 1)
 
@@ -59,7 +59,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
     """Experts made of grouped products, in either format.
 
     Args:
-        quant_config: in what numbers the weights are.
+        quant_config: the number format of the weights.
         gather: whether the first product reads the tokens where they are, in place of a permuted copy; None: by shape.
     """
 
@@ -91,7 +91,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
     ) -> Workspaces:
         rows = M * (local_num_experts if self.batched else topk)
         output = (local_num_experts, M, K) if self.batched else (M, K)
-        # The permuted rows, then the second product; batched, the rows are there, and that product is the output.
+        # The permuted rows, then the second product. Batched, the input is the rows, and that product is the output.
         workspace13 = (0, K) if self.batched else (rows, K)
         return Workspaces(workspace13, (rows, N // 2), output, dtype)
 
@@ -144,7 +144,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
         workspace2: Any,
         expected_rows: int,
     ) -> Any:
-        """The second product, [rows, hidden] by expert."""
+        """The second product, [rows, hidden], in the order of the experts."""
         expert_offsets, row_token, inverse = where
         if workspace13.shape[0] is not rows and workspace13.shape[0] != rows:
             workspace13, workspace2 = workspace13[:rows], workspace2[:rows]
@@ -208,15 +208,15 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
 
 
 class _Fp8GemmExperts(_GemmExperts):
-    """Experts whose activations are quantized anew between the products."""
+    """Experts whose activations are quantized again between the products."""
 
     @property
     def _group(self) -> int | None:
-        """Numbers that share a scale; None: those of a row, or of all rows."""
+        """The numbers that share a scale; None: all of a row, or of all rows."""
         return GROUP if self.quant_config.block_shape else None
 
     def _scales(self, columns: int) -> int:
-        """How many scales a row of so many numbers has."""
+        """The number of scales of a row of so many numbers."""
         if self.quant_config.block_shape:
             return columns // GROUP
         return 1 if self.quant_config.per_act_token_quant else 0
@@ -226,14 +226,14 @@ class _Fp8GemmExperts(_GemmExperts):
     ) -> Workspaces:
         rows = M * (local_num_experts if self.batched else topk)
         output = (local_num_experts, M, K) if self.batched else (M, K)
-        # The first product, then the second; the quantized rows of either with their scales.
+        # The first workspace has the first product, then the second; the other one has quantized rows and their scales.
         wide = rows * ((N if self.batched else max(N, K)) * arrays.ITEM_SIZE[dtype])
         columns = N // 2 if self.batched else max(N // 2, K)
         quantized = aligned(rows * columns) + rows * self._scales(columns) * arrays.ITEM_SIZE["float32"]
         return Workspaces((wide,), (quantized,), output, "uint8")
 
     def _quantized(self, workspace2: Any, shape: tuple[Any, ...], columns: int) -> tuple[Any, Any]:
-        """Where rows of `shape` are quantized to, and their scales or None."""
+        """The arrays for quantized rows [*shape, columns] and their scales; None where there is one static scale."""
         rows, scales = functools.reduce(operator.mul, shape), self._scales(columns)
         q = part(workspace2, 0, (*shape, columns), "float8_e4m3fn")
         if not scales:
@@ -241,7 +241,7 @@ class _Fp8GemmExperts(_GemmExperts):
         return q, part(workspace2, aligned(rows * columns), (*shape, scales), "float32")
 
     def _activate(self, gate_up: Any, activation: str, expert_num_tokens: Any, q: Any, scale: Any) -> Any:
-        """Write the quantized activation and its scales; the scales."""
+        """Write the quantized activation and its scales. Returns the scales."""
         static = self.quant_config.a2_scale
         silu_and_mul_quant(
             gate_up,
@@ -289,7 +289,7 @@ class _Fp8GemmExperts(_GemmExperts):
             out=part(workspace13, 0, (rows, columns), dtype),
         )
         q, scale = self._quantized(workspace2, (1, rows), columns // 2)
-        # The rows of all experts, as those of one: the ones behind them were not written and are not read.
+        # The rows of all experts count as those of one: rows past the last expert's were not written, and are not read.
         a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
         return moe_gemm(
             q.reshape(rows, columns // 2),
@@ -368,10 +368,10 @@ class BatchedFp8BlockExperts(_Fp8GemmExperts):
 
 
 class _EitherFormat(_GemmExperts):
-    """Experts that are told at construction which format they take.
+    """Experts of a format that is chosen at construction.
 
     Args:
-        quant_config: in what numbers the weights are.
+        quant_config: the number format of the weights.
         use_batched_format: take tokens batched by expert.
         gather: as for the other classes, in the standard format.
     """
@@ -400,7 +400,7 @@ class Fp8Experts(_EitherFormat, _Fp8GemmExperts):
 class Fp4Experts(_EitherFormat):
     """Weights of 4 bits, MXFP4 or NVFP4, that become 16 bits in the kernel; the activations are float16 or bfloat16.
 
-    The products read the tokens where they are at every size: the kernel that unpacks gathers as well.
+    The first product gathers at every size, as the kernel for these weights can.
     """
 
     quantizations = ("mxfp4", "nvfp4")
@@ -416,7 +416,7 @@ class Fp4Experts(_EitherFormat):
 
 
 class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
-    """Passes each call on to the class that computes with the configuration's quantization."""
+    """Experts that pass each call on to the class for the configuration's quantization."""
 
     quantizations = (None, "fp8_block", "fp8", "mxfp4", "nvfp4")
     use_batched_format: ClassVar[bool] = False
@@ -457,19 +457,19 @@ class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
 
 
 class AutoExperts(_ChosenExperts):
-    """Tokens in their own order, weights in any numbers: the class for them, which gathers or permutes by shape."""
+    """Tokens in their own order, weights of any format: the class for them, which gathers or permutes by shape."""
 
 
 class BatchedAutoExperts(_ChosenExperts):
-    """Tokens batched by expert, weights in any numbers: the class for them."""
+    """Tokens batched by expert, weights of any format: the class for them."""
 
     use_batched_format = True
 
 
 class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
-    """The reference: one expert after the other in NumPy, on tokens batched by expert, weights in any numbers.
+    """The reference: one expert after the other in NumPy, on tokens batched by expert, weights of any format.
 
-    Arrays on a GPU are copied to the host and back, which waits for the GPU.
+    Arrays on a GPU are copied to the host and back, so the host waits for the GPU.
     """
 
     quantizations = _ChosenExperts.quantizations

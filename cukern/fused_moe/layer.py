@@ -57,7 +57,7 @@ def _layer(
     out: Any = None,
     **scales: Any,
 ) -> Any:
-    """The whole layer as one plan: what its classes do with descriptions of the arrays."""
+    """The whole layer as one plan: its classes run on descriptions of the arrays."""
     config = _config(quant, scales)
     if expect_array("hidden_states", hidden_states).on_host:
         options = {} if expert_map is None else {"expert_map": expert_map}
@@ -108,9 +108,9 @@ def fused_experts(
     out[t] = sum over s of topk_weights[t, s] * w2[e] activation(gate, up), with e = topk_ids[t, s] and gate and up the
     halves of w1[e] hidden_states[t]; products are added up in float32, the slots of a token in their order.
 
-    Four launches: the tokens are sorted by expert, both products run over all experts at once (the first with the
-    activation), and the rows are weighed and added up. With many rows per expert a fifth copies the rows side by side;
-    FP8 has one more for each time that activations are quantized.
+    Four launches: a sort of the tokens by expert, two products of all experts at once (the first with the activation),
+    and the weighted sum of each token's rows. With many rows per expert a fifth permutes the rows first; FP8 has one
+    more for each time that activations are quantized.
 
     Args:
         hidden_states: [tokens, hidden], float16 or bfloat16.
@@ -118,11 +118,11 @@ def fused_experts(
             uint8 with two numbers in a byte.
         w2: [experts, hidden, inter].
         topk_weights: float32 [tokens, topk].
-        topk_ids: int32 or int64 [tokens, topk]. A slot whose id is -1, or no expert's, has no part in the result.
+        topk_ids: int32 or int64 [tokens, topk]. A slot whose id is -1, or of no expert, has no part in the result.
         activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas.
         quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of one, "fp8_block", "fp8", "mxfp4" or "nvfp4",
             with the scales it needs in the arguments below, as described there.
-        expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those that are on other ranks.
+        expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those of other ranks.
         apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
         out: [tokens, hidden], written and returned.
 

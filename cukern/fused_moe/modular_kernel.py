@@ -32,17 +32,17 @@ from cukern.runtime.plan import outputs, run_twin
 
 DTYPES = ("bfloat16", "float16")
 ID_DTYPES = ("int32", "int64", "uint32")
-#: Tokens that the experts take at a time, where they support it: the workspaces grow with them.
+#: The most tokens that the experts take at a time, where they support chunking: the workspaces grow with them.
 CHUNK_SIZE = 32 * 1024
 
 
 class ExpertTokensMetadata(NamedTuple):
-    """What `prepare` knows of the tokens of each expert.
+    """The tokens of each expert, as `prepare` knows them.
 
     Attributes:
         expert_num_tokens: int32 [local experts].
         positions: int32 [tokens, topk], the row of each token and slot in the batched activations, taken as
-            [experts * max_tokens, hidden]; -1 where there is none. None where only the prepare/finalize class knows.
+            [experts * max_tokens, hidden]; -1 where there is none. None: only the prepare/finalize class knows.
     """
 
     expert_num_tokens: Any
@@ -50,13 +50,13 @@ class ExpertTokensMetadata(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What `prepare` gives.
+    """The result of `prepare`.
 
     Attributes:
         a1q: the activations, in the format of the class, quantized as the configuration says.
         a1q_scale: their scales, or None.
         expert_tokens_meta: for batched activations.
-        topk_ids, topk_weights: of the tokens in `a1q`, where these are others than the caller's.
+        topk_ids, topk_weights: those of the tokens in `a1q`; None: the caller's.
     """
 
     a1q: Any
@@ -67,7 +67,7 @@ class Prepared(NamedTuple):
 
 
 class Workspaces(NamedTuple):
-    """What experts declare: two workspaces and the experts' output, [shape] each, and the dtype of the workspaces."""
+    """The shapes of two workspaces and of the experts' output, and the dtype of the workspaces."""
 
     workspace13: tuple[int, ...]
     workspace2: tuple[int, ...]
@@ -81,19 +81,19 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     @property
     @abc.abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:
-        """The format of what `prepare` gives and `finalize` takes."""
+        """The format of the activations that `prepare` returns and `finalize` takes."""
 
     @abc.abstractmethod
     def topk_indices_dtype(self) -> str | None:
-        """The dtype that the top-k ids must have, None if any will do."""
+        """The dtype that the top-k ids must have; None: any integers."""
 
     @abc.abstractmethod
     def max_num_tokens_per_rank(self) -> int | None:
-        """How many tokens can be sent at once, None if any number can."""
+        """The most tokens that can be sent at once; None: any number."""
 
     @abc.abstractmethod
     def num_dispatchers(self) -> int:
-        """How many ranks send tokens: batched activations have room for as many times `max_num_tokens_per_rank`."""
+        """The number of ranks that send tokens: batched activations have room for `max_num_tokens_per_rank` of each."""
 
     @abc.abstractmethod
     def prepare(
@@ -112,8 +112,9 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
             a1: [tokens, hidden], float16 or bfloat16.
             topk_weights: float32 [tokens, topk].
             topk_ids: [tokens, topk], in [0, num_experts); others are no expert.
-            num_experts: of all ranks.
-            expert_map: int32 [num_experts], the place of each expert among those here, -1 elsewhere; None if all are.
+            num_experts: the experts of all ranks.
+            expert_map: int32 [num_experts], the place of each expert among those of this rank, -1 for others; None:
+                this rank has all.
             apply_router_weight_on_input: multiply the activations by their weights first (topk is 1).
             quant_config: that of the experts.
         """
@@ -132,9 +133,9 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """As `prepare`, but without waiting for what others send: the function it returns waits.
+        """`prepare` in two parts: this one sends, and the function that it returns waits for what other ranks send.
 
-        In between, the shared experts run.
+        The shared experts run in between.
         """
         raise NotImplementedError(f"{type(self).__name__} has no prepare_no_receive")
 
@@ -156,7 +157,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     """The experts: permute, product with w1, activation, quantization, product with w2, unpermute.
 
     Args:
-        quant_config: in what numbers the weights are.
+        quant_config: the number format of the weights.
     """
 
     #: The quantizations that the class computes with, by `FusedMoEQuantConfig.name`.
@@ -168,7 +169,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     @property
     @abc.abstractmethod
     def activation_formats(self) -> tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]:
-        """The formats of what comes in and of what goes out."""
+        """The formats of the input and of the output."""
 
     @abc.abstractmethod
     def supports_chunking(self) -> bool:
@@ -176,11 +177,11 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @abc.abstractmethod
     def supports_expert_map(self) -> bool:
-        """Whether `apply` takes an expert map. Batched activations are sorted by it before they get here."""
+        """Whether `apply` takes an expert map. Batched activations are sorted by it before."""
 
     @abc.abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """What `finalize` shall weigh and add up with: the NoOp where `apply` has done it."""
+        """The reduction that `finalize` uses; `TopKWeightAndReduceNoOp` where `apply` has done it."""
 
     @abc.abstractmethod
     def workspace_shapes(
@@ -189,10 +190,10 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         """The workspaces of a call of `apply`, and the shape of its output.
 
         Args:
-            M: tokens, or room for tokens per expert in batched activations.
+            M: tokens; batched: the tokens that each expert has room for.
             N, K: w1 is [local experts, N, K]: N is twice the intermediate size, K the hidden size.
-            topk, global_num_experts, local_num_experts: the experts of a token, of all ranks, and here.
-            dtype: of the layer's input and output.
+            topk, global_num_experts, local_num_experts: the experts of a token, of all ranks, and of this rank.
+            dtype: the dtype of the layer's input and output.
         """
 
     @abc.abstractmethod
@@ -213,11 +214,11 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Compute what `workspace_shapes` calls output; the workspaces hold anything before and after."""
+        """Compute `output`, whose shape `workspace_shapes` gives. The workspaces may hold anything before and after."""
 
 
 def refusal(prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEPermuteExpertsUnpermute) -> str | None:
-    """Why the two cannot make a layer together, None when they can."""
+    """The reason why the two cannot make a layer together; None if they can."""
     pf, experts = type(prepare_finalize).__name__, type(fused_experts).__name__
     sent = prepare_finalize.activation_format
     taken, given = fused_experts.activation_formats
@@ -238,18 +239,18 @@ def refusal(prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMo
 
 
 class FusedMoEModularKernel:
-    """A mixture-of-experts layer of two parts: who brings the tokens to the experts, and the experts.
+    """A mixture-of-experts layer of two parts: one brings tokens to experts and back, the other is the experts.
 
     Args:
         prepare_finalize: quantizes, dispatches and combines.
         fused_experts: computes; its `quant_config` holds the quantization and the scales.
-        shared_experts: a function of hidden_states that every token passes through as well. It runs while
-            `prepare_no_receive` waits, where there is one.
-        chunk_size: so many tokens at most go through the experts at a time, which bounds the workspaces; None: all.
-            By default 32768 where the experts support it.
+        shared_experts: a function of hidden_states, applied to every token. It runs between the two parts of
+            `prepare_no_receive`, if the prepare/finalize class has that.
+        chunk_size: the most tokens that go through the experts at a time, which bounds the workspaces; None: all. By
+            default 32768 where the experts support chunking.
 
     Raises:
-        TypeError: a part that is none.
+        TypeError: a part of another type.
         ValueError: parts that do not fit together, with the reason.
     """
 
@@ -305,15 +306,15 @@ class FusedMoEModularKernel:
             w1: [local experts, 2 * inter, hidden], the gate's rows first; of 4-bit weights uint8, half as wide.
             w2: [local experts, hidden, inter].
             topk_weights: float32 [tokens, topk].
-            topk_ids: int32 or int64 [tokens, topk]; an id that is no expert's has no part in the result.
+            topk_ids: int32 or int64 [tokens, topk]; an id of no expert has no part in the result.
             activation: silu, gelu, gelu_tanh, swigluoai or relu2.
-            global_num_experts: of all ranks; -1: as many as expert_map has, or as w1.
+            global_num_experts: the experts of all ranks; -1: as many as expert_map has, or as w1.
             expert_map: int32 [global_num_experts], the place of each expert in w1 and w2, -1 for those elsewhere.
             apply_router_weight_on_input: the weights multiply the input instead of the output; topk must be 1.
             out: [tokens, hidden], written and returned.
 
         Returns:
-            [tokens, hidden]; with shared experts (what they return, [tokens, hidden]).
+            [tokens, hidden]; with shared experts a pair: their result, and that.
 
         Raises:
             TypeError: a dtype, or a library, that is not taken.
@@ -326,74 +327,95 @@ class FusedMoEModularKernel:
             hidden_states, w1, w2, topk_weights, topk_ids, activation, config.name, apply_router_weight_on_input,
             out=out, **options, **config.scales,
         )  # fmt: skip
+        all_experts = self._all_experts(w1, global_num_experts, expert_map)
+        id_dtype = pf.topk_indices_dtype()
+        if id_dtype is not None:
+            check.dtype("topk_ids", dtype_of(topk_ids), (id_dtype,))
         tokens, hidden = hidden_states.shape
-        dtype = dtype_of(hidden_states)
-        local_experts = w1.shape[0]
-        all_experts = local_experts if expert_map is None else expert_map.shape[0]
+        if not tokens or not hidden:
+            return output if self.shared_experts is None else (self.shared_experts(hidden_states), output)
+        prepared, shared = self._prepare(
+            hidden_states, topk_weights, topk_ids, all_experts, expert_map, apply_router_weight_on_input, config
+        )
+        ids = topk_ids if prepared.topk_ids is None else prepared.topk_ids
+        weights = topk_weights if prepared.topk_weights is None else prepared.topk_weights
+        fused = self._apply(
+            output, prepared, hidden_states, w1, w2, weights, ids, activation, all_experts, expert_map,
+            apply_router_weight_on_input,
+        )  # fmt: skip
+        pf.finalize(
+            output, fused, weights, ids, apply_router_weight_on_input, self._weight_and_reduce,
+            expert_tokens_meta=prepared.expert_tokens_meta,
+        )  # fmt: skip
+        return output if self.shared_experts is None else (shared, output)
+
+    def _all_experts(self, w1: Any, global_num_experts: int, expert_map: Any) -> int:
+        """The number of experts of all ranks."""
+        experts = self.fused_experts
+        all_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
         if global_num_experts != -1:
             check.integer("global_num_experts", global_num_experts, 1)
             if expert_map is not None and global_num_experts != all_experts:
                 check.fail("global_num_experts", f"{all_experts}, what expert_map has", global_num_experts)
             all_experts = global_num_experts
-        # Batched activations have been sorted by it before they reach the experts.
-        is_standard = pf.activation_format is FusedMoEActivationFormat.Standard
+        # Batched activations have been sorted by the map before they reach the experts.
+        is_standard = self.prepare_finalize.activation_format is FusedMoEActivationFormat.Standard
         if expert_map is not None and is_standard and not experts.supports_expert_map():
             check.fail("expert_map", f"None: {type(experts).__name__} does not support one", "an array")
-        id_dtype = pf.topk_indices_dtype()
-        if id_dtype is not None:
-            check.dtype("topk_ids", dtype_of(topk_ids), (id_dtype,))
+        return all_experts
 
-        arguments = (
-            hidden_states, topk_weights, topk_ids, all_experts, expert_map, apply_router_weight_on_input, config
-        )  # fmt: skip
-        shared = None
-        if not tokens or not hidden:
-            if self.shared_experts is not None:
-                shared = self.shared_experts(hidden_states)
-            return output if self.shared_experts is None else (shared, output)
+    def _prepare(self, hidden_states: Any, *others: Any) -> tuple[Prepared, Any]:
+        """The prepared activations, and the output of the shared experts, which run while others' tokens arrive."""
+        pf = self.prepare_finalize
         if self.shared_experts is None:
-            prepared = pf.prepare(*arguments)
-        elif pf.has_prepare_no_receive():
-            receive = pf.prepare_no_receive(*arguments)
+            return pf.prepare(hidden_states, *others), None
+        if pf.has_prepare_no_receive():
+            receive = pf.prepare_no_receive(hidden_states, *others)
             shared = self.shared_experts(hidden_states)
-            prepared = receive()
-        else:
-            prepared = pf.prepare(*arguments)
-            shared = self.shared_experts(hidden_states)
+            return receive(), shared
+        prepared = pf.prepare(hidden_states, *others)
+        return prepared, self.shared_experts(hidden_states)
 
-        ids = topk_ids if prepared.topk_ids is None else prepared.topk_ids
-        weights = topk_weights if prepared.topk_weights is None else prepared.topk_weights
-        a1q, meta = prepared.a1q, prepared.expert_tokens_meta
+    def _apply(
+        self,
+        output: Any,
+        prepared: Prepared,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        weights: Any,
+        ids: Any,
+        activation: str,
+        all_experts: int,
+        expert_map: Any,
+        apply_router_weight_on_input: bool,
+    ) -> Any:
+        """The experts' output, in chunks of tokens; it is `output` itself where they write the layer's."""
+        experts, dtype, hidden = self.fused_experts, dtype_of(hidden_states), hidden_states.shape[1]
+        a1q, scale, meta = prepared.a1q, prepared.a1q_scale, prepared.expert_tokens_meta
         rows, inter2, topk = a1q.shape[-2], w1.shape[1], ids.shape[1]
         chunk = rows if self.chunk_size is None or rows <= self.chunk_size else self.chunk_size
-        shapes = experts.workspace_shapes(chunk, inter2, hidden, topk, all_experts, local_experts, dtype)
+        shapes = experts.workspace_shapes(chunk, inter2, hidden, topk, all_experts, w1.shape[0], dtype)
         workspace13 = empty(shapes.workspace13, shapes.dtype, hidden_states)
         workspace2 = empty(shapes.workspace2, shapes.dtype, hidden_states)
         rest = (activation, all_experts, expert_map)
+        whole = shapes.output if chunk is rows else (rows, *shapes.output[1:])
+        same = self._in_place and same_shape(output, whole)
+        fused = output if same else empty(whole, dtype, hidden_states)
         if chunk is rows:
-            # Where the experts' output is the layer's, it is written where it belongs.
-            same = self._in_place and same_shape(output, shapes.output)
-            fused = output if same else empty(shapes.output, dtype, hidden_states)
             experts.apply(
-                fused, a1q, w1, w2, weights, ids, *rest, prepared.a1q_scale, workspace13, workspace2, meta,
+                fused, a1q, w1, w2, weights, ids, *rest, scale, workspace13, workspace2, meta,
                 apply_router_weight_on_input,
             )  # fmt: skip
-        else:
-            whole = (rows, *shapes.output[1:])
-            same = self._in_place and same_shape(output, whole)
-            fused = output if same else empty(whole, dtype, hidden_states)
-            scale = prepared.a1q_scale
-            for start in range(0, rows, chunk):
-                part = slice(start, min(start + chunk, rows))
-                own_scale = scale if scale is None or scale.shape[0] != rows else scale[part]
-                experts.apply(
-                    fused[part], a1q[part], w1, w2, weights[part], ids[part], *rest, own_scale, workspace13,
-                    workspace2, meta, apply_router_weight_on_input,
-                )  # fmt: skip
-        pf.finalize(
-            output, fused, weights, ids, apply_router_weight_on_input, self._weight_and_reduce, expert_tokens_meta=meta
-        )
-        return output if self.shared_experts is None else (shared, output)
+            return fused
+        for start in range(0, rows, chunk):
+            part = slice(start, min(start + chunk, rows))
+            own_scale = scale if scale is None or scale.shape[0] != rows else scale[part]
+            experts.apply(
+                fused[part], a1q[part], w1, w2, weights[part], ids[part], *rest, own_scale, workspace13, workspace2,
+                meta, apply_router_weight_on_input,
+            )  # fmt: skip
+        return fused
 
     __call__ = forward
 
@@ -417,7 +439,7 @@ def layer_output(
     out: Any = None,
     **scales: Any,
 ) -> Any:
-    """Where a layer writes its output, once its arguments have been checked.
+    """The layer's output, to be written, after a check of all arguments.
 
     Raises TypeError or ValueError, as the layer does, for arguments that do not fit each other.
     """
@@ -467,7 +489,7 @@ def layer_output(
 
 
 def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, ...], inter: int) -> None:
-    """Check a scale by its name, for w1 of this shape."""
+    """Check a scale by its name; `w1` is the shape of w1."""
     expect_place(name, scale, like, "hidden_states")
     experts, columns, _ = w1
     hidden = like.shape[1]

@@ -32,7 +32,7 @@ def weigh_input(a1: Any, topk_weights: Any) -> Any:
 
 
 class _OneRank(FusedMoEPrepareAndFinalize):
-    """What the two classes of this module have in common."""
+    """The base of the two classes of this module."""
 
     def topk_indices_dtype(self) -> str | None:
         return None
@@ -58,7 +58,7 @@ class _OneRank(FusedMoEPrepareAndFinalize):
 
 
 class MoEPrepareAndFinalizeNoEP(_OneRank):
-    """All experts, or all that matter, are here: the tokens stay in their order and are only quantized."""
+    """Tokens in their own order, which are only quantized: no other rank's experts are needed."""
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -83,14 +83,14 @@ class MoEPrepareAndFinalizeNoEP(_OneRank):
 
 
 class BatchedPrepareAndFinalize(_OneRank):
-    """The tokens of each expert together, [experts, max_tokens, hidden], in the order of the tokens.
+    """Tokens batched by expert, [experts, max_tokens, hidden], in the order of the tokens.
 
     Rows past an expert's count are left as they were allocated.
 
     Args:
         max_num_tokens: the most tokens of a call. A token that names the same expert twice counts twice there, and
-            what exceeds the room of an expert has no part in the result.
-        num_local_experts: how many experts are here.
+            tokens beyond the room of an expert have no part in the result.
+        num_local_experts: the experts of this rank.
     """
 
     def __init__(self, max_num_tokens: int, num_local_experts: int) -> None:

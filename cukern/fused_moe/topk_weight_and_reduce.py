@@ -1,4 +1,4 @@
-"""Who multiplies the experts' outputs by the router's weights and adds them up, and how."""
+"""Reductions: the experts' outputs times the router's weights, added up for each token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cukern.runtime import check
 
 
 class TopKWeightAndReduce(abc.ABC):
-    """out[t] = sum over the slots s of topk_weights[t, s] * (what expert topk_ids[t, s] made of token t).
+    """out[t] = sum over the slots s of topk_weights[t, s] * (the output of expert topk_ids[t, s] for token t).
 
-    The experts say by `finalize_weight_and_reduce_impl` which of these the prepare/finalize class shall use.
+    `finalize_weight_and_reduce_impl` of the experts chooses the one that the prepare/finalize class uses.
     """
 
     @abc.abstractmethod
@@ -30,16 +30,16 @@ class TopKWeightAndReduce(abc.ABC):
 
         Args:
             output: [tokens, hidden].
-            fused_expert_output: what the experts wrote, in the shape that the class takes.
+            fused_expert_output: the experts' output, in the shape that the class takes.
             topk_weights: float32 [tokens, topk].
             topk_ids: int32 or int64 [tokens, topk].
-            apply_router_weight_on_input: the weights are in the inputs already, so they count as 1 here.
-            expert_tokens_meta: what `prepare` said of the tokens of each expert, `ExpertTokensMetadata`, or None.
+            apply_router_weight_on_input: the inputs have been multiplied by the weights, which count as 1 here.
+            expert_tokens_meta: the `ExpertTokensMetadata` of `prepare`, or None.
         """
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
-    """The experts did it: what they wrote is the output."""
+    """No reduction: the experts have done it, and their output is the layer's."""
 
     def apply(
         self,
@@ -55,7 +55,7 @@ class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """The prepare/finalize class shall do it, in the way of its own format."""
+    """A placeholder for the reduction that the prepare/finalize class chooses for its format."""
 
     def apply(
         self,
@@ -70,7 +70,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """Of [tokens, topk, hidden], the output of each slot by itself, in the order of the tokens."""
+    """The reduction of [tokens, topk, hidden]: the output of each slot, in the order of the tokens."""
 
     def apply(
         self,
@@ -92,11 +92,11 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """Of [experts, max_tokens, hidden], where token t is the n-th of its expert in the order of the tokens.
+    """The reduction of [experts, max_tokens, hidden]: the tokens of each expert, in the order of the tokens.
 
     Args:
-        expert_map: int32 [all experts], which of them are here and where; needed only where `prepare` did not say in
-            `expert_tokens_meta` where the rows are.
+        expert_map: int32 [all experts], the place of each expert on this rank, -1 for others. Needed only where
+            `expert_tokens_meta` has no positions.
     """
 
     def __init__(self, expert_map: Any = None) -> None:
@@ -123,7 +123,7 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
         moe_unpermute(output, fused_expert_output.reshape(experts * max_tokens, hidden), weights, positions)
 
 
-#: What stands in for the Delegate, by the format of the experts' output.
+#: The reduction in place of the Delegate, by the format of the experts' output.
 DELEGATES = {
     FusedMoEActivationFormat.Standard: TopKWeightAndReduceContiguous,
     FusedMoEActivationFormat.BatchedExperts: TopKWeightAndReduceNaiveBatched,

@@ -31,7 +31,7 @@ def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
 def expert(
     a: Array, a_scale: Array | None, w1: Array, w2: Array, index: int, activation: str, quant: Any, dtype: Any
 ) -> Array:
-    """What expert `index` makes of its rows `a`, quantized already; `a_scale` is theirs, or [1] for all."""
+    """The output of expert `index` for its rows `a`, which are quantized; `a_scale` is of each row, or [1] for all."""
 
     def multiply(x: Array, scale: Array | None, weights: Array, layer: str, activation: str | None) -> Array:
         scales = [getattr(quant, f"{layer}_{what}", None) for what in ("scale", "global_scale")]
@@ -48,7 +48,7 @@ def expert(
 
 
 def local_ids(topk_ids: Array, experts: int, expert_map: Array | None) -> Array:
-    """The place of each id among the experts here, -1 for those elsewhere and for ids that are no expert's."""
+    """The place of each id among this rank's experts, -1 for other ranks' and for ids of no expert."""
     ids = topk_ids.astype(np.int64)
     if expert_map is not None:
         known = (ids >= 0) & (ids < len(expert_map))
@@ -76,7 +76,7 @@ def fused_experts(
 ) -> Array:
     """See `cukern.fused_experts`."""
     if isinstance(quant, str):
-        # The package needs this module, too.
+        # Here, since the package imports this module.
         from cukern.fused_moe.config import FusedMoEQuantConfig
 
         quant = FusedMoEQuantConfig.make(

@@ -59,7 +59,7 @@ def product(
     b_global_scale: Array | None,
     activation: str | None,
 ) -> Array:
-    """What one expert makes of its rows, in float32: sums, or with an activation half as many columns."""
+    """The product of one expert's rows and weights in float32; with an activation, half as many columns."""
     weights = values_of_b(b, b_scale, b_global_scale, a.shape[1])
     with np.errstate(invalid="ignore", over="ignore"):
         sums = (values_of_a(a, a_scale) @ weights.T).astype(np.float32)
@@ -70,7 +70,7 @@ def product(
 
 
 def result_dtype(a: Array, out_dtype: str | None) -> Any:
-    """Of the result: that of `a`, but of 8 bits it is bfloat16, unless float16 is asked for."""
+    """The dtype of the result: that of `a`; with FP8 bfloat16, or float16 where `out_dtype` says so."""
     if a.itemsize == 2:
         return a.dtype
     return ml_dtypes.bfloat16 if out_dtype in (None, "bfloat16") else np.float16
@@ -92,10 +92,10 @@ def moe_gemm(
 ) -> Array:
     """out[r] = a[r] b[e]^T for the rows r in [expert_offsets[e], expert_offsets[e + 1]); see `cukern.moe_gemm`.
 
-    Rows of no expert are left as they are; without `out` they are 0. `expected_m` does not count.
+    Rows of no expert are left as they are; without `out` they are 0. `expected_m` has no effect.
     """
     if row_token is not None:
-        # Where there is no row, there may be no token.
+        # Rows of no expert may name no token.
         tokens = np.clip(row_token, 0, max(len(a) - 1, 0))
         a = a[tokens]
         if a_scale is not None and len(a_scale) > 1:
@@ -129,7 +129,7 @@ def moe_gemm_batched(
 ) -> Array:
     """out[e, t] = a[e, t] b[e]^T for the tokens t < expert_num_tokens[e]; see `cukern.moe_gemm_batched`.
 
-    Rows behind them are left as they are; without `out` they are 0. `expected_m` does not count.
+    Rows past the count are left as they are; without `out` they are 0. `expected_m` has no effect.
     """
     experts, max_tokens, _ = a.shape
     if out is None:

@@ -28,14 +28,14 @@ from cukern.runtime.plan import note, outputs, run_twin
 __all__ = ["moe_gemm", "moe_gemm_batched"]
 
 DTYPES = ("bfloat16", "float16")
-#: Numbers of e4m3; CuPy has no such dtype, and gives their bytes.
+#: The dtypes of e4m3. CuPy has no such dtype, and gives their bytes.
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 VARIANTS = ("auto", "wgmma", "mma", "stream")
-#: Of rows, n and k: the kernels count them in 31 bits, and round up to whole tiles.
+#: The most rows, n and k: the kernels count them in 31 bits, and round up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
 MAX_EXPERTS = 4096
-#: Without an instruction that converts FP8: what "stream" does per weight and row must be little.
+#: Architectures without an instruction that converts FP8: there "stream" would take too long for each weight.
 _NO_FP8_ARCHS = ("80", "86", "87")
 
 
@@ -43,22 +43,13 @@ _NO_FP8_ARCHS = ("80", "86", "87")
 
 
 def _why_not(variant: str, x: Product) -> str:
-    """Why a variant cannot do it, if so."""
-    if variant == "wgmma":
-        if x.a.gpu.arch != "90a":
-            return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
-        if x.row_token is not None:
-            return "rows are gathered"
-        if x.weights in ("MXFP4", "NVFP4"):
-            return "weights are of 4 bits"
-        box = kernels.constant("FP8_BOX")
-        if x.activation and x.is_by_blocks and x.n % (2 * box):
-            return f"the halves of n ({x.n}) are no multiples of {box}, with scales by blocks"
-    return kernels.why_not_stream(x) if variant == "stream" else ""
+    """The reason why a variant cannot do it; empty if it can."""
+    reasons = {"wgmma": kernels.why_not_wgmma, "stream": kernels.why_not_stream}
+    return reasons[variant](x) if variant in reasons else ""
 
 
 def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
-    """What launches it; what depends on the offsets is left to the device."""
+    """The function that launches the variant. What depends on the offsets is left to the device."""
     if variant == "auto":
         may_stream = x.weights != "FP8" or x.a.gpu.arch not in _NO_FP8_ARCHS
         few = may_stream and x.expects(kernels.STREAM_ROWS) and not _why_not("stream", x)
@@ -70,11 +61,11 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
     return kernels.mma if variant == "mma" else kernels.stream
 
 
-# --- what may be asked for ------------------------------------------------------------------------------
+# --- the arguments ---------------------------------------------------------------------------------------
 
 
 def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, activation: int) -> None:
-    """The dtypes and the shapes of all but the scales."""
+    """Check the dtypes and the shapes of all arrays but the scales."""
     is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
     check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, "uint8"))
     check.dimensions("b", b.shape, ("experts", "n", "k"))
@@ -88,7 +79,7 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ac
     if n % multiple or not 0 < n <= MAX_COUNT:
         why = " (with an activation, gate and up)" if activation else ""
         check.fail("b", f"of n that is a positive multiple of {multiple}{why}", n)
-    # Rows of weights are whole units of 16 bytes.
+    # Rows are whole units of 16 bytes.
     multiple = 32 if is_fp4 else 16 if is_fp8 else 8
     if k % multiple or not 0 < k <= MAX_COUNT:
         check.fail("a", f"of k that is a positive multiple of {multiple}", k)
@@ -112,7 +103,7 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ac
 def _formats(
     a: Array, b: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None
 ) -> tuple[str, str, str]:
-    """The format of the weights, and how `a` and `b` are scaled."""
+    """The format of the weights, the scales of `a` and the scales of `b`: fields of `kernels.Product`."""
     is_fp8 = a.dtype not in DTYPES
     formats = ("FP8", *_fp8_scales(a, b, a_scale, b_scale)) if is_fp8 else ("PLAIN", "", "")
     if not is_fp8 and a_scale is not None:
@@ -127,7 +118,7 @@ def _formats(
 
 
 def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None) -> tuple[str, str]:
-    """How `a` and `b` of 8 bits are scaled."""
+    """The scales of `a` and of `b` in FP8: fields of `kernels.Product`."""
     for name, array in (("a_scale", a_scale), ("b_scale", b_scale)):
         if array is None:
             check.fail(name, "an array with FP8", None, TypeError)
@@ -143,7 +134,7 @@ def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None
     if b_scale.shape not in ((experts,), (experts, n)):
         wanted = f"of shape [experts] = {[experts]}, [experts, n] = {[experts, n]} or by blocks"
         check.fail("b_scale", wanted, list(b_scale.shape))
-    # Late sizes are compared only where that decides: of a single token, one scale is that of its row.
+    # Late sizes are compared only where that decides. A single token's scale counts as one by row.
     flat = shape[:-1] if len(shape) > len(rows) and shape[-1] == 1 else shape
     is_by_row = len(flat) == len(rows) and flat == rows
     if not is_by_row and (len(shape) != 1 or shape[0] != 1):
@@ -153,7 +144,7 @@ def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None
 
 
 def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array | None) -> str:
-    """Which format weights of 4 bits have."""
+    """The format of weights of 4 bits."""
     if b_scale is None:
         check.fail("b_scale", "an array with weights of 4 bits", None, TypeError)
     experts, n, k = *b.shape[:2], a.shape[-1]
@@ -175,9 +166,9 @@ def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array
 
 
 def _expected(number: Any) -> Any:
-    """`expected_m`, which is checked at each call, unless it is a number of the plan that calls.
+    """`expected_m`, checked: at each call if it is an argument, never if the plan that calls has computed it.
 
-    Late, it stays as it is: a plan is found faster by what is given than by what is computed of it.
+    A late number stays as it is, since a plan is found faster by an argument than by a number computed of it.
     """
     if isinstance(number, Late) and (number.place is None or late(_is_count, number)):
         return number
@@ -191,7 +182,7 @@ def _is_count(number: Any) -> bool:
 def _product(
     a: Any, b: Any, *_: Any, row_token: Any = None, activation: Any = None, out_dtype: Any = None, **__: Any
 ) -> Result:
-    """What either function returns."""
+    """The result of either function."""
     rows = a.shape[:-1] if row_token is None else row_token.shape
     dtype, half = dtype_name(a), "" if activation is None else " / 2"
     if dtype not in DTYPES:
@@ -238,8 +229,8 @@ def _multiply(
     rows, (experts, n, _), k = result.shape[-2], b.shape, a.shape[-1]
     if rows == 0:
         return out
-    if len(a.shape) == 2:  # else how many rows count is on the GPU
-        note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8 is twice as fast
+    if len(a.shape) == 2:  # batched, only the GPU knows how many rows there are
+        note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
     scales, sizes = (a_scale, b_scale, b_global_scale), (len(a.shape) == 3, rows, experts, n, k)
     x = Product(a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m)
     launch = _kernel(variant, x)
@@ -289,7 +280,7 @@ def moe_gemm(
             of 4 bits (e2m1), two in a byte, the low half first. n must be a multiple of 8, k one of 8 in 16 bits, of 16
             in 8, of 32 in 4.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
-            expert_offsets[e + 1] - 1. What lies outside of the rows counts as their end.
+            expert_offsets[e + 1] - 1. Offsets outside of the rows count as their ends.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
         b_scale: with FP8, float32: in the first case [experts, ceil(n / 128), ceil(k / 128)], one of each block of 128
             x 128 weights, and products are added up in float32 every 128 of k; else [experts] or [experts, n]. With 4

@@ -1,4 +1,4 @@
-"""The kernels of a grouped product: how each cuts the work, and its launch."""
+"""The kernels of a grouped product: the sizes of their tiles, and their launches."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import Late, late
 from cukern.runtime.plan import launch, tensor_map
 
-#: "stream" is taken up to so many rows that a group is expected to have at most, or on average: of groups that all have
-#: as many it is the fastest for two, and of those with up to four, most of which have fewer, too.
+#: Rows of a group up to which "stream" is taken, by `expected_m` and by the mean. It is the fastest for groups that all
+#: have two rows, and for groups of up to four, most of which have fewer.
 STREAM_ROWS, STREAM_MEAN = 4, 2
 
-_wgmma = Kernel("moe_gemm", "gemm_wgmma", compile_s=1.5)
-_fp8_wgmma = Kernel("moe_gemm", "gemm_fp8_wgmma")
-_mma = Kernel("moe_gemm", "gemm_mma")
-_stream = Kernel("moe_gemm", "gemm_stream")
+_wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
+_fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
+_mma = Kernel("moe_gemm/mma", "gemm_mma")
+_stream = Kernel("moe_gemm/stream", "gemm_stream")
 
-_ACTIVATIONS_AHEAD = 0, activations.number("silu")  # that are compiled ahead
+_ACTIVATIONS_AHEAD = 0, activations.number("silu")  # those compiled ahead
 _HOPPER_BYTES = gpu.BY_ARCH["90a"].shared_per_block
-_RESERVED_BYTES = 1 << 10  # of shared memory, for the system, in each block
+_RESERVED_BYTES = 1 << 10  # of each block's shared memory, for the system
 
 
 class Product(NamedTuple):
-    """The arguments of a call, checked, and what they say."""
+    """The arguments of a call, checked, and what follows from them."""
 
     a: Array
     b: Array
@@ -39,15 +39,15 @@ class Product(NamedTuple):
     b_global_scale: Array | None
     row_token: Array | None
     is_batched: bool
-    rows: Any  # of the product; of each expert, if batched; late
+    rows: Any  # of the result; batched: those that each expert has room for; late
     experts: int
     n: int
     k: int
-    weights: str  # a Format of the template
+    weights: str  # a `Format` of the templates
     a_scales: str  # "", "block", "row" or "one"
     b_scales: str  # "", "block", "column", "one" or "group"
     activation: int
-    expected_m: Any  # rows that a group is expected to have at most, or None; late
+    expected_m: Any  # the most rows that a group is expected to have, or None; late
 
     @property
     def is_by_blocks(self) -> bool:
@@ -58,7 +58,7 @@ class Product(NamedTuple):
         return self.rows * self.experts if self.is_batched else self.rows
 
     def tiles(self, tokens: int, strips: int = 1) -> Any:
-        """Tiles of so many rows that there are at most, each group's last one not full; times `strips`."""
+        """The most tiles of `tokens` rows that there can be, times `strips`: each group's last one may not be full."""
         experts, is_batched = self.experts, self.is_batched
 
         def count(rows: int) -> int:
@@ -69,7 +69,7 @@ class Product(NamedTuple):
         return late(count, self.rows)
 
     def expects(self, most: int) -> bool:
-        """Whether a group has at most so many rows, as far as the host can tell; a hint."""
+        """Whether a group is expected to have at most so many rows. The host cannot know."""
         if self.expected_m is not None:
             return self.expected_m <= most
         if STREAM_MEAN < most <= STREAM_ROWS:
@@ -77,14 +77,14 @@ class Product(NamedTuple):
         return self.rows <= (most if self.is_batched else most * self.experts)
 
     def by_expected_rows(self, function: Any) -> Any:
-        """`function` of the number that `expects` compares, where that is more than STREAM_ROWS."""
+        """`function` of the rows that `expects` compares, where these are more than STREAM_ROWS."""
         if self.expected_m is not None:
             return late(function, self.expected_m)
         groups = 1 if self.is_batched else self.experts
         return late(lambda rows: function(-(-rows // groups)), self.rows)
 
     def fields(self, together: int = 0) -> dict[str, Any]:
-        """GemmParams, by name."""
+        """The fields of GemmParams, by name."""
         arguments = self._asdict()
         names = "a", "b", "out", "offsets", "a_scale", "b_scale", "b_global_scale", "row_token", "experts", "n", "k"
         return {
@@ -99,7 +99,10 @@ class Product(NamedTuple):
         }
 
     def maps(self, weights: int, rows: int, promotion: int = 256, is_gated: bool = False) -> dict[str, Late]:
-        """The rest of MappedGemmParams, for boxes of so many weights and rows of `a`, 128 bytes each."""
+        """The further fields of MappedGemmParams: maps with boxes of `weights` and of `rows` rows of 128 bytes.
+
+        Of a gated product a box of weights is 8 gates, their 8 ups, the next 8 gates, and so on.
+        """
         size = self.a.item_size
         dtype, line, between = "uint8" if size == 1 else self.a.dtype, 128 // size, self.k * size
         of_expert, all_rows = self.n * between, self.all_rows * between
@@ -107,7 +110,6 @@ class Product(NamedTuple):
         strides: tuple[int, ...] = (between, of_expert, self.experts * of_expert)
         box: tuple[int, ...] = (line, weights, 1, 1)
         if is_gated:
-            # Rows of 8 gates, their 8 ups, the next 8 gates, and so on.
             dims, strides = (
                 (self.k, 8, 2, self.n // 16, self.experts),
                 (between, of_expert // 2, 8 * between, of_expert),
@@ -120,9 +122,9 @@ class Product(NamedTuple):
         }
 
 
-def constant(name: str) -> int:
-    """What the template calls so."""
-    return template.constants("moe_gemm")[name]
+def constant(kernel: Kernel, name: str) -> int:
+    """The integer that a kernel's file, or what it includes, declares under this name."""
+    return template.constants(kernel.file)[name]
 
 
 def _flag(value: bool) -> str:
@@ -132,33 +134,33 @@ def _flag(value: bool) -> str:
 # --- 16 bits, by warpgroups -----------------------------------------------------------------------------
 
 _TOGETHER = 8  # tiles of tokens that share a tile of weights before the next
-_DEVIATIONS = 2.5  # of random routing: so far above the mean few groups are
-_TOKENS_OF_TILES = 256  # of the largest form, where a group has several
+_DEVIATIONS = 2.5  # standard deviations of random routing above the mean that few groups exceed
+_TOKENS_OF_TILES = 256  # the most tokens of a tile of the largest form, where a group has several tiles
 
 
 class Wgmma(NamedTuple):
-    """Template arguments of `gemm_wgmma`, but for the type and the activation."""
+    """The template arguments of `gemm_wgmma` but the type and the activation."""
 
     tokens: int  # 8, 16, 32, 64, 128 or 288
     stages: int  # as many as fit
-    cluster: int = 1  # or 2
-    blocks: int = 1  # of a multiprocessor
+    cluster: int = 1  # 1 or 2
+    blocks: int = 1  # that fit a multiprocessor
     is_streamed: bool = False
 
     @property
     def shared_bytes(self) -> int:
         staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
-        rows = self.stages * (_wgmma_weights() + self.tokens) + constant("WARPGROUPS") * 2 * staged_rows
+        rows = self.stages * (_wgmma_weights() + self.tokens) + constant(_wgmma, "WARPGROUPS") * 2 * staged_rows
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
         # The tiles begin at a multiple of 1024 bytes.
-        return 1024 + rows * constant("ROW_BYTES") + barriers
+        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers
 
     def variant(self, dtype: str, activation: int) -> Variant:
         arguments = *self[:4], _flag(self.is_streamed)
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
-#: By the rows that a group is likely to have at most. Few of them: weights are all that is read, each once.
+#: The forms, by the most rows that a group is likely to have. With few rows weights are streamed, each read once.
 WGMMA_FORMS = (
     Wgmma(8, 4, blocks=3, is_streamed=True),
     Wgmma(16, 5, blocks=2, is_streamed=True),
@@ -168,12 +170,12 @@ WGMMA_FORMS = (
     Wgmma(288, 4, cluster=2),
 )
 _wgmma.specialized = [form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS]
-# The rest is compiled at its first use: what is best depends on the GPU and on the model.
+# The other forms are compiled at their first use: which are needed depends on the model and on the GPU.
 _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD]
 
 
 def _wgmma_weights() -> int:
-    return constant("WARPGROUPS") * 64
+    return constant(_wgmma, "WARPGROUPS") * 64
 
 
 @functools.cache
@@ -186,9 +188,23 @@ def _wgmma_form(x: Product, multiprocessors: int) -> Wgmma:
     for form in WGMMA_FORMS[:-1]:
         if x.expects(form.tokens if x.is_batched else _mean_for(form.tokens)):
             return form
-    # Large tiles read the least, but small ones can be spread over all multiprocessors.
+    # Large tiles read least, but there may be fewer of them than multiprocessors.
     tiles = multiprocessors // (2 * x.experts * -(-x.n // 128))
     return WGMMA_FORMS[-2] if tiles and x.expects(tiles * _TOKENS_OF_TILES) else WGMMA_FORMS[-1]
+
+
+def why_not_wgmma(x: Product) -> str:
+    """The reason why neither `gemm_wgmma` nor `gemm_fp8_wgmma` can do it; empty if one can."""
+    if x.a.gpu.arch != "90a":
+        return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
+    if x.row_token is not None:
+        return "rows are gathered"
+    if x.weights in ("MXFP4", "NVFP4"):
+        return "weights are of 4 bits"
+    box = constant(_fp8_wgmma, "FP8_BOX")
+    if x.activation and x.is_by_blocks and x.n % (2 * box):
+        return f"the halves of n ({x.n}) are no multiples of {box}, with scales by blocks"
+    return ""
 
 
 def wgmma(x: Product) -> None:
@@ -197,12 +213,13 @@ def wgmma(x: Product) -> None:
     strips = -(-x.n // (form.cluster * weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
-    # What is read once in all should be fetched as it is asked for (3% faster on an H200).
+    # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
     maps = x.maps(weights, box, 128 if form.is_streamed else 256, is_gated=x.activation > 0)
     launch(
         form.variant(x.a.dtype, x.activation),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        constant("WARPGROUPS") * constant("WARPGROUP") + (constant("WARPGROUP") if form.tokens > 128 else 32),
+        constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP")
+        + (constant(_wgmma, "WARPGROUP") if form.tokens > 128 else 32),
         form.shared_bytes,
         **x.fields(_TOGETHER),
         **maps,
@@ -211,12 +228,12 @@ def wgmma(x: Product) -> None:
 
 # --- 8 bits, by warpgroups ------------------------------------------------------------------------------
 
-#: By the rows of a tile: stages of them and of weights, 192 KiB in all.
+#: Stages by the rows of a tile: 192 KiB of rows and weights.
 _FP8_STAGES = {256: 4, 128: 6}
 
 
 class Fp8Wgmma(NamedTuple):
-    """Template arguments of `gemm_fp8_wgmma`, but for the type, the scales and the activation."""
+    """The template arguments of `gemm_fp8_wgmma` but the type, the stages, the scales and the activation."""
 
     tokens: int  # 128 or 256
     cluster: int  # 1 or 2
@@ -232,9 +249,9 @@ _fp8_wgmma.specialized = [
 
 
 def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
-    """`strips`: of columns that a tile computes."""
-    box, experts = constant("FP8_BOX"), x.experts
-    # The blocks of a cluster share rows; an odd strip leaves one without work.
+    """The form that needs the least time; `strips`: the columns of the result by those of a tile."""
+    box, experts = constant(_fp8_wgmma, "FP8_BOX"), x.experts
+    # The blocks of a cluster have a strip each: of an odd number of strips the last leaves one without work.
     cluster = 2 if (strips % 2 == 0 or strips >= 16) and not x.expects(box) else 1
 
     def cost(rows: int, tokens: int) -> float:
@@ -250,18 +267,18 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
 
 def fp8_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
-    # Of the result; with an activation a tile has as many gates, and ups.
-    columns = constant("FP8_COLUMNS") // (2 if x.activation else 1)
+    # The columns of the result of a tile: with an activation, half of its rows of weights are ups.
+    columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.activation else 1)
     strips = -(-x.out.shape[-1] // columns)
     form = _fp8_wgmma_form(x, strips, count)
     blocks = x.tiles(form.tokens, -(-strips // form.cluster) * form.cluster)
     launch(
         form.variant(x.out.dtype, x.is_by_blocks, x.activation),
         late(min, blocks, max(count // form.cluster, 1) * form.cluster),
-        constant("FP8_THREADS"),
+        constant(_fp8_wgmma, "FP8_THREADS"),
         _HOPPER_BYTES,
         **x.fields(),
-        **x.maps(columns, constant("FP8_BOX")),
+        **x.maps(columns, constant(_fp8_wgmma, "FP8_BOX")),
     )
 
 
@@ -269,18 +286,18 @@ def fp8_wgmma(x: Product) -> None:
 
 
 class Mma(NamedTuple):
-    """Template arguments of `gemm_mma` that say how work is cut."""
+    """The sizes among the template arguments of `gemm_mma`."""
 
-    tokens: int  # of a block, and weights
-    weights: int
+    tokens: int  # of a tile
+    weights: int  # of a tile
     token_warps: int
     weight_warps: int
-    step: int  # along k
+    step: int  # numbers along k
     stages: int  # at most
-    blocks: int  # of a multiprocessor
+    blocks: int  # that fit a multiprocessor
 
     def stage_bytes(self, weights: str, is_by_blocks: bool) -> int:
-        """`MmaTile<...>::BYTES`."""
+        """The bytes of a stage: BYTES of `LdmatrixLayout` or `Fp4Layout`."""
         a_line = b_line = self.step if weights == "FP8" else self.step * 2
         scales = (self.tokens + self.weights // 8) * 4 if is_by_blocks else 0
         if weights in ("MXFP4", "NVFP4"):
@@ -289,11 +306,11 @@ class Mma(NamedTuple):
         return -(-(self.tokens * a_line + self.weights * b_line + scales) // 128) * 128
 
     def fit(self, weights: str, is_by_blocks: bool, most: int) -> Mma:
-        """With as many stages as fit, where a block can have `most` bytes of shared memory."""
+        """The form with as many stages as fit, where a block can have `most` bytes of shared memory."""
         form, each = self, self.stage_bytes(weights, is_by_blocks)
 
         def room(blocks: int) -> int:
-            # The system's part, and as much for what the kernel has before what is aligned to that.
+            # The system's part, and as much again for the kernel's own, before stages that are aligned to 1 KiB.
             return (most + _RESERVED_BYTES) // blocks - 2 * _RESERVED_BYTES
 
         blocks = form.blocks
@@ -310,13 +327,13 @@ class Mma(NamedTuple):
         return _mma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=shared_bytes)
 
 
-#: By what the weights are, for few tokens and many.
 _MMA_4 = (
     Mma(16, 256, 1, 4, 128, 3, 3),
     Mma(32, 256, 1, 4, 128, 4, 2),
     Mma(64, 256, 1, 8, 128, 5, 1),
     Mma(128, 128, 2, 4, 128, 5, 1),
 )
+#: The forms by the format of the weights, from few tokens to many.
 MMA_FORMS = {
     "PLAIN": (
         Mma(16, 128, 1, 4, 64, 4, 3),
@@ -333,7 +350,7 @@ MMA_FORMS = {
     "MXFP4": _MMA_4,
     "NVFP4": _MMA_4,
 }
-#: MXFP4 with float16 has sums over 32 besides, which take registers.
+#: MXFP4 with float16 has sums over 32 as well, which take registers.
 _MMA_MXFP4_FLOAT16 = (*_MMA_4[:3], Mma(128, 128, 4, 2, 128, 5, 1))
 
 
@@ -358,16 +375,16 @@ def mma(x: Product) -> None:
 
 
 class _Stream(NamedTuple):
-    """Template arguments of `gemm_stream` that say how work is cut."""
+    """The sizes among the template arguments of `gemm_stream` but the tokens."""
 
-    pairs: int  # of rows of weights, of a warp
+    pairs: int  # of rows of weights that a warp has
     warps: int
-    loads: int  # of each row, under way
-    blocks: int  # of a multiprocessor
+    loads: int  # of each row, under way at once
+    blocks: int  # that fit a multiprocessor
 
 
 _STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
-#: Rows of a group for which the weights are read once.
+#: Rows of a tile, which reads the weights once.
 _STREAM_TOKENS = (1, 2, 4, 8)
 _MAX_GRID_Y = 2**16 - 1
 
@@ -375,7 +392,7 @@ _MAX_GRID_Y = 2**16 - 1
 def stream_variant(tokens: int, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
     form = _STREAM_FORMS[weights]
     if tokens == _STREAM_TOKENS[-1]:
-        # As many blocks as else would leave too few registers.
+        # One block more would leave too few registers.
         form = form._replace(blocks=form.blocks - 1)
     flags = weights, _flag(is_by_blocks), tokens, activation
     return _stream.variant(arrays.CUDA_TYPE[out_dtype], *flags, *form)
@@ -389,7 +406,7 @@ _of_16_bits = [_stream_ahead("PLAIN", False, x) for x in _ACTIVATIONS_AHEAD]
 _of_8_bits = _stream_ahead("FP8", True, 0)
 _stream.specialized = [*_of_16_bits[0], *_of_16_bits[1], *_of_8_bits]
 _stream.at_import = [instances[0] for instances in _of_16_bits]
-# For want of an instruction that converts FP8.
+# sm_80 has no instruction that converts FP8.
 _stream.unused = {"80": _of_8_bits}
 
 
@@ -398,15 +415,15 @@ def _stream_tokens(x: Product) -> int:
 
 
 def why_not_stream(x: Product) -> str:
-    """Why `stream` cannot do it, if so."""
+    """The reason why `gemm_stream` cannot do it; empty if it can."""
     if x.weights not in _STREAM_FORMS:
         return "weights are of 4 bits"
     tokens, groups = _stream_tokens(x), x.experts if x.is_batched else 1
-    # The rows of which there are at most as many tiles as a grid has blocks along y.
+    # The most rows whose tiles cannot be more than a grid has blocks along y.
     most = _MAX_GRID_Y // groups * tokens if x.is_batched else (_MAX_GRID_Y + 1) * tokens - 1 - x.experts * (tokens - 1)
     if x.rows > most:
         return "there may be too many groups of rows"
-    # Units of 16 bytes, which the kernel counts in 32 bits.
+    # Units of 16 bytes of a row, which the kernel counts in 32 bits.
     units = x.k * x.a.item_size // 16
     if x.n * units > 2**32 or x.a.shape[-2] > 2**32 // (groups * units):
         return "a, or the weights of one expert, are larger than 64 GiB"

@@ -1,0 +1,39 @@
+// Sizes and shared memory of a block of gemm_fp8_wgmma.
+#pragma once
+#include "common/hopper.cuh"
+
+constexpr int FP8_THREADS = 3 * WARPGROUP;
+constexpr int FP8_BOX = 64;      // rows of `a` of a box of TMA, and of a product
+constexpr int FP8_COLUMNS = 128; // rows of weights of a tile; gated: 64 gates and their 64 ups
+constexpr int FP8_K = 128;       // bytes along k of a stage, and numbers that share a scale
+constexpr int FP8_BOX_BYTES = FP8_BOX * FP8_K, FP8_WEIGHT_BYTES = FP8_COLUMNS * FP8_K;
+constexpr int FP8_SCALES = 4;          // scales of a row, neighbours along k, that a lane loads at once
+constexpr int FP8_SCALED_ROWS = 128;   // rows whose scales a warp loads: 4 of a lane
+constexpr int FP8_STAGED_COLUMNS = 64; // columns of the result that a warp stages at once
+
+// A tile: expert, first row, rows (0: there are no more tiles), first column of the result.
+using Fp8Tile = int4;
+
+template <int STAGES> struct Fp8Shared {
+    unsigned long long full[STAGES], empty[STAGES];
+    Fp8Tile tiles[STAGES]; // the tile that begins with this stage, if one does
+    // A window of 32 experts, of the warp that loads tiles and of the two that load scales: first row, rows, tiles, and
+    // tiles of the window up to this expert's last.
+    int4 groups[3][32];
+};
+
+// Sizes in bytes, and places from a multiple of 1024 on: STAGES stages, staging rooms, scales, Fp8Shared.
+template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVATION_> struct Fp8Layout {
+    static constexpr int TOKENS = TOKENS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
+    static constexpr bool BLOCK_SCALED = BLOCK_SCALED_;
+    static constexpr int OUT_COLUMNS = ACTIVATION ? FP8_COLUMNS / 2 : FP8_COLUMNS;
+    static constexpr int STAGE_BYTES = TOKENS * FP8_K + FP8_WEIGHT_BYTES;
+    static constexpr int STAGED_BYTES = 16 * FP8_STAGED_COLUMNS * 2;         // of a warp
+    static constexpr int SETS = ACTIVATION ? 2 : 1;                          // of scales: gates and ups have their own
+    static constexpr int SCALE_BYTES = BLOCK_SCALED ? SETS * TOKENS * 4 : 0; // of a stage
+    static constexpr int SCALE_WARPS = BLOCK_SCALED ? TOKENS / FP8_SCALED_ROWS : 0;
+    static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;
+    static constexpr int REST = SCALES + STAGES * SCALE_BYTES;
+    using Shared = Fp8Shared<STAGES>;
+    static_assert(1024 - 16 + REST + sizeof(Shared) <= 227 << 10, "more than a block can have");
+};

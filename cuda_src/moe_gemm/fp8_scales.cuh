@@ -1,0 +1,70 @@
+// The warps of gemm_fp8_wgmma that load scales.
+#pragma once
+#include "moe_gemm/fp8_tiles.cuh"
+
+// Load four scales of a row from scale k on; the last one in place of those past the row's `scales`.
+__device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const float* row, int k, int scales,
+                                                 bool aligned) {
+    if (aligned) {
+        const float4 four = __ldg(reinterpret_cast<const float4*>(row + k));
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else {
+#pragma unroll
+        for (int j = 0; j < FP8_SCALES; ++j) to[j] = __ldg(row + min(k + j, scales - 1));
+    }
+}
+
+// The loop of a warp that loads scales: of rows 128 * part ... + 127 of each tile, times those of the weights. It goes from
+// stage to stage as the warp that loads tiles does, and arrives at the same barriers: a stage is full when its bytes and its
+// scales are there. It reads the scales of four stages before it waits for the first of these to be empty, so their latency
+// is over when the copies to that stage start.
+template <class Layout>
+__device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
+                                                unsigned scales, int part) {
+    constexpr int TOKENS = Layout::TOKENS, STAGES = Layout::STAGES;
+    constexpr int SETS = Layout::SETS, ROWS = 4;
+    const int k_blocks = (p.k + FP8_K - 1) / FP8_K, strips = (p.n + FP8_COLUMNS - 1) / FP8_COLUMNS;
+    const int lane = threadIdx.x % 32, first_row = part * FP8_SCALED_ROWS + lane * ROWS;
+    const bool aligned = k_blocks % FP8_SCALES == 0 && reinterpret_cast<size_t>(p.a_scale) % 16 == 0;
+    Fp8Tiles<Layout> tiles(p, shared.groups[1 + part]);
+    int stage = 0, phase = 1;
+    auto fill = [&](auto&& write) {
+        barrier_wait(shared_address(&shared.empty[stage]), phase);
+        write();
+        barrier_arrive(shared_address(&shared.full[stage]));
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    };
+    Fp8Tile tile;
+    while (tiles.next(tile)) {
+        const float* const a = p.a_scale + (long long)tile.y * k_blocks;
+        const float* const b = static_cast<const float*>(p.b_scale) + (long long)tile.x * strips * k_blocks;
+#pragma unroll 1
+        for (int k = 0; k < k_blocks; k += FP8_SCALES) {
+            float of_rows[ROWS][FP8_SCALES], of_weights[SETS]; // of_weights: lane l has scale k + l % 4
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                load_four_scales(of_rows[i], a + min(first_row + i, tile.z - 1) * k_blocks, k, k_blocks, aligned);
+#pragma unroll
+            for (int set = 0; set < SETS; ++set) {
+                const int strip = min((tile.w + set * (p.n / 2)) / FP8_COLUMNS, strips - 1);
+                of_weights[set] = __ldg(b + (long long)strip * k_blocks + min(k + lane % FP8_SCALES, k_blocks - 1));
+            }
+#pragma unroll
+            for (int j = 0; j < FP8_SCALES; ++j)
+                if (k + j < k_blocks)
+                    fill([&] {
+#pragma unroll
+                        for (int set = 0; set < SETS; ++set) {
+                            const float by = __shfl_sync(FULL_WARP, of_weights[set], j);
+                            store_shared(
+                                scales + stage * Layout::SCALE_BYTES + (set * TOKENS + first_row) * 4,
+                                make_uint4(__float_as_uint(of_rows[0][j] * by), __float_as_uint(of_rows[1][j] * by),
+                                           __float_as_uint(of_rows[2][j] * by), __float_as_uint(of_rows[3][j] * by)));
+                        }
+                    });
+        }
+        __syncwarp();
+    }
+    fill([] {}); // the stage that says that there are no more tiles
+    __syncwarp();
+}

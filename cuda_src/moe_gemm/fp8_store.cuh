@@ -1,0 +1,106 @@
+// The epilogue of gemm_fp8_wgmma: from sums to results in memory.
+#pragma once
+#include "common/activation.cuh"
+#include "common/mma.cuh"
+#include "moe_gemm/fp8_layout.cuh"
+#include "moe_gemm/params.cuh"
+#include "moe_gemm/shared_memory.cuh"
+
+// Scales of a lane's sums in the end: none, as they were multiplied along k.
+struct Fp8NoScales {
+    __device__ __forceinline__ Fp8NoScales(const MappedGemmParams&, const Fp8Tile&, long long, int, int) {}
+    __device__ __forceinline__ float of_column(int, int, int) const { return 1.f; }
+    __device__ __forceinline__ float apply(float sum, int, float) const { return sum; }
+};
+
+// Scales of whole rows, of tokens and of weights.
+struct Fp8RowScales {
+    const MappedGemmParams& p;
+    const int lane, last_column;
+    float row_scales[2] = {1.f, 1.f};
+    const float* column_scales;
+
+    // first: the row of the result that is the warp's first; left: rows from there to the tile's end.
+    __device__ __forceinline__ Fp8RowScales(const MappedGemmParams& p, const Fp8Tile& tile, long long first, int left,
+                                            int out_columns)
+        : p(p), lane(threadIdx.x % 32), last_column(out_columns - 1 - tile.w),
+          column_scales(static_cast<const float*>(p.b_scale)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            row_scales[i] = p.a_scale[(first + min(lane / 4 + i * 8, left - 1)) * p.a_scale_step];
+        column_scales += p.b_scale_step ? (long long)tile.x * p.n + tile.w : tile.x;
+    }
+
+    // The scale of column i of the two that a lane has of eight; side 1: of ups. Without a branch, which would split the loop
+    // around it so that it is not unrolled any more.
+    __device__ __forceinline__ float of_column(int eight, int i, int side) const {
+        const int column = min(eight * 8 + lane % 4 * 2 + i, last_column) + side * (p.n / 2);
+        return column_scales[column * p.b_scale_step];
+    }
+
+    __device__ __forceinline__ float apply(float sum, int i, float scale) const { return sum * row_scales[i] * scale; }
+};
+
+template <bool BLOCK_SCALED> struct Fp8ScalesOf {
+    using Type = Fp8NoScales;
+};
+template <> struct Fp8ScalesOf<false> {
+    using Type = Fp8RowScales;
+};
+
+// The results of eight columns, of which a lane has two in two rows: [row][column].
+template <int ACTIVATION, class Scales>
+__device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const float (&sums)[64], int eight,
+                                                const Scales& scales) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+        const float scale = scales.of_column(eight, c, 0);
+        const float up_scale = ACTIVATION ? scales.of_column(eight, c, 1) : scale;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = eight * 4 + i * 2 + c;
+            results[i][c] = scales.apply(sums[at], i, scale);
+            if constexpr (ACTIVATION != 0)
+                results[i][c] = activate<ACTIVATION>(results[i][c], scales.apply(sums[at + 32], i, up_scale));
+        }
+    }
+}
+
+// Write the 16 rows of a warp's product. They go through shared memory, so that 8 lanes write 128 neighbouring bytes of a
+// row. There, chunk c of row r is where chunk c ^ (r % 8) would be: so 8 rows' chunks are in different banks.
+template <typename T, class Layout>
+__device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row,
+                                               const float (&sums)[64], unsigned staged) {
+    constexpr int CHUNKS = FP8_STAGED_COLUMNS / 8, PITCH = FP8_STAGED_COLUMNS * 2; // chunks of 16 bytes
+    const int lane = threadIdx.x % 32, left = tile.z - first_row;
+    if (left <= 0) return;
+    const int out_columns = Layout::ACTIVATION ? p.n / 2 : p.n;
+    const long long first = (long long)tile.y + first_row;
+    const typename Fp8ScalesOf<Layout::BLOCK_SCALED>::Type scales(p, tile, first, left, out_columns);
+    T* const out = static_cast<T*>(p.out) + first * out_columns + tile.w;
+#pragma unroll
+    for (int from = 0; from < Layout::OUT_COLUMNS / 8; from += CHUNKS) {
+#pragma unroll
+        for (int j = 0; j < CHUNKS; j += 2) {
+            unsigned pairs[4];
+#pragma unroll
+            for (int chunk = 0; chunk < 2; ++chunk) {
+                float results[2][2];
+                finish_fp8_sums<Layout::ACTIVATION>(results, sums, from + j + chunk, scales);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) pairs[chunk * 2 + i] = pack<T>(results[i][0], results[i][1]);
+            }
+            store_matrices(staged + lane % 16 * PITCH + ((j + lane / 16) ^ lane % 8) * 16, pairs);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int start = 0; start < 16; start += 32 / CHUNKS) {
+            const int row = start + lane / CHUNKS, chunk = lane % CHUNKS;
+            const uint4 eight = load_shared(staged + row * PITCH + (chunk ^ row % 8) * 16);
+            const int column = (from + chunk) * 8;
+            if (row < left && tile.w + column < out_columns)
+                *reinterpret_cast<uint4*>(out + (long long)row * out_columns + column) = eight;
+        }
+        __syncwarp();
+    }
+}

@@ -1,0 +1,63 @@
+// The scheduler of gemm_fp8_wgmma: which tiles a cluster has, in which order.
+#pragma once
+#include "common/cluster.cuh"
+#include "moe_gemm/fp8_layout.cuh"
+#include "moe_gemm/groups.cuh"
+
+// The tiles of a cluster, as each of its warps that loads finds them for itself.
+template <class Layout> struct Fp8Tiles {
+    // Tiles of rows that go with the same weights before the next weights: what all clusters work on at once is about a
+    // square of tiles, whose operands fit in L2.
+    static constexpr int BAND = 2048 / Layout::TOKENS;
+    static constexpr int MOST = (1 << 26) - 1; // tiles of an expert, of which 32 can be added
+    static constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, OUT_COLUMNS = Layout::OUT_COLUMNS;
+
+    const MappedGemmParams& p;
+    int4 (&groups)[32]; // of the experts from `window` on, as Fp8Shared has them
+    const int strips;   // the columns of the result, by those of a cluster
+    int window, ahead;  // ahead: the next tile, counted from the window's first
+
+    __device__ __forceinline__ Fp8Tiles(const MappedGemmParams& p, int4 (&groups)[32])
+        : p(p), groups(groups),
+          strips(((OUT_COLUMNS < FP8_COLUMNS ? p.n / 2 : p.n) + OUT_COLUMNS * CLUSTER - 1) / (OUT_COLUMNS * CLUSTER)),
+          window(0), ahead(blockIdx.x / CLUSTER) {
+        read_window();
+    }
+
+    __device__ __forceinline__ void read_window() {
+        const int lane = threadIdx.x % 32, expert = window + lane;
+        int4 group = make_int4(0, 0, 0, 0);
+        if (expert < p.experts) {
+            const GroupRows rows = rows_of(p, expert);
+            group.x = rows.first, group.y = rows.count;
+        }
+        group.z = int(min((group.y + TOKENS - 1ll) / TOKENS * strips, (long long)MOST));
+        group.w = lanes_inclusive_sum<32>(group.z);
+        __syncwarp();
+        groups[lane] = group;
+        __syncwarp();
+    }
+
+    // Find the next tile; false if there is none.
+    __device__ __forceinline__ bool next(Fp8Tile& tile) {
+        unsigned beyond;
+        while (!(beyond = __ballot_sync(FULL_WARP, groups[threadIdx.x % 32].w > ahead))) {
+            ahead -= groups[31].w;
+            window += 32;
+            if (window >= p.experts) return false;
+            read_window();
+        }
+        const int at = __ffs(beyond) - 1;
+        const int4 group = groups[at];
+        const unsigned i = ahead - (group.w - group.z);
+        const unsigned of_band = BAND * strips, band = i / of_band, in_band = i - band * of_band;
+        const unsigned height = min((group.y + TOKENS - 1u) / TOKENS - band * BAND, unsigned(BAND));
+        const unsigned strip = in_band / height, start = (band * BAND + in_band - strip * height) * TOKENS;
+        tile.x = window + at;
+        tile.y = group.x + start;
+        tile.z = min(group.y - int(start), TOKENS);
+        tile.w = (strip * CLUSTER + cluster_rank<CLUSTER>()) * OUT_COLUMNS;
+        ahead += gridDim.x / CLUSTER;
+        return true;
+    }
+};

@@ -1,0 +1,264 @@
+// Grouped products in FP8 (e4m3) on Hopper, by TMA and wgmma: each expert's weights times its rows.
+//
+//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//
+// each number of a and b times its scale; sums in float32, rounded once. BLOCK_SCALED: a_scale [rows, ceil(k / 128)], b_scale
+// [experts, ceil(n / 128), ceil(k / 128)]. Else a_scale is of each row or one, b_scale of each row of weights or of each
+// expert. moe_gemm/params.cuh says what a group is.
+//
+// Grid: CLUSTER * (as many clusters as run at once) blocks of 384 threads, one on each multiprocessor. They stay, and take
+// one tile after the other: TOKENS rows of a group times 128 rows of weights, or 64 gates and their 64 ups. The blocks of a
+// cluster have the same rows and neighbouring weights; each loads a part of the rows, for all of them (multicast).
+//
+//   warp 8         finds tiles, and has TMA copy 128 bytes along k at a time to a ring of STAGES stages
+//   warps 9, 10    with BLOCK_SCALED: multiply the scales of 128 rows each by those of the weights, into the same stages
+//   warpgroup 0, 1 multiply every second 64 rows of a tile each, and write them
+//
+// The tensor cores align the products of a step to the largest and keep too few bits of their sum, so a sum there ends after
+// 128 numbers and is added to another one in float32, in ordinary registers, with its scale. While one warpgroup adds, the
+// products of the other run. 64 rows of which none is of the group are neither loaded nor multiplied.
+//
+// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations at twice the
+// rate of bfloat16. On an H200 8 x 1024 rows with n = 4096, k = 7168 reach 84% of the tensor cores' floor with scales by
+// blocks and 88% with scales of rows, 4 x 8192 rows 86%, 4 x 256 rows 75%; with n = 7168, k = 2048 these reach 56%, in 33 us.
+#include "common/fp8.cuh"
+#include "moe_gemm/fp8_scales.cuh"
+#include "moe_gemm/fp8_store.cuh"
+#include "moe_gemm/fp8_tiles.cuh"
+
+// The loop of the warp that loads tiles. A tile's first stage says which tile it is; one without rows says that there are
+// no more.
+template <class Layout>
+__device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
+                                               unsigned ring) {
+    constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, STAGES = Layout::STAGES;
+    const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
+    const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half = p.n / 2;
+    Fp8Tiles<Layout> tiles(p, shared.groups[0]);
+    unsigned used = 0;
+    // A stage is empty when no block of the cluster needs it any more, since this block copies rows to all of them.
+    auto wait_empty = [&](int stage) { barrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
+    Fp8Tile tile;
+    while (tiles.next(tile)) {
+        const unsigned before = used;
+        if (lane == 0) {
+            const int boxes = (tile.z + FP8_BOX - 1) / FP8_BOX, bytes = boxes * FP8_BOX_BYTES + FP8_WEIGHT_BYTES;
+#pragma unroll 1
+            for (int i = 0; i < k_blocks; ++i, ++used) {
+                const int stage = used % STAGES, k = i * FP8_K;
+                const unsigned to = ring + stage * Layout::STAGE_BYTES, weights = to + TOKENS * FP8_K;
+                const unsigned full = shared_address(&shared.full[stage]);
+                wait_empty(stage);
+                if (i == 0) shared.tiles[stage] = tile;
+                barrier_expect(full, bytes);
+#pragma unroll 1
+                for (int box = rank; box < boxes; box += CLUSTER) {
+                    const int row = tile.y + box * FP8_BOX;
+                    if constexpr (CLUSTER == 1)
+                        copy_tile<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
+                    else
+                        copy_tile_to((1 << CLUSTER) - 1, to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
+                }
+                copy_tile<EVICT_NORMAL>(weights, p.b_map, k, tile.w, tile.x, 0, full);
+                if constexpr (Layout::ACTIVATION != 0)
+                    copy_tile<EVICT_NORMAL>(weights + FP8_WEIGHT_BYTES / 2, p.b_map, k, half + tile.w, tile.x, 0, full);
+            }
+        }
+        __syncwarp();
+        used = before + k_blocks;
+    }
+    if (lane == 0) {
+        const int stage = used % STAGES;
+        wait_empty(stage);
+        shared.tiles[stage].z = 0;
+        barrier_arrive(shared_address(&shared.full[stage]));
+    }
+    __syncwarp();
+}
+
+// The descriptor of a K-major operand, as along_the_sum makes it, from its lower half: the upper one is always the same.
+__device__ __forceinline__ unsigned long long fp8_operand(unsigned lower) {
+    unsigned long long operand;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | 64u));
+    return operand;
+}
+
+// Factors of the products of 64 rows: the scales of a lane's two rows; gated, of gates and of ups.
+template <class Layout> struct Fp8BlockFactors {
+    float factors[Layout::SETS][2];
+
+    __device__ __forceinline__ void load(unsigned scales, int block) {
+#pragma unroll
+        for (int set = 0; set < Layout::SETS; ++set)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                factors[set][i] = load_shared_float(scales + (set * Layout::TOKENS + block * 2 * FP8_BOX + i * 8) * 4);
+    }
+
+    __device__ __forceinline__ void add(float (&total)[64], const float (&sums)[64]) const {
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+            total[i] = fmaf(sums[i], factors[Layout::SETS > 1 ? i / 32 : 0][i / 2 % 2], total[i]);
+    }
+};
+
+// Factors of products without scales that change along k: none.
+struct Fp8NoFactors {
+    __device__ __forceinline__ void load(unsigned, int) {}
+
+    __device__ __forceinline__ void add(float (&total)[64], const float (&sums)[64]) const {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) total[i] += sums[i];
+    }
+};
+
+template <bool BLOCK_SCALED, class Layout> struct Fp8FactorsOf {
+    using Type = Fp8BlockFactors<Layout>;
+};
+template <class Layout> struct Fp8FactorsOf<false, Layout> {
+    using Type = Fp8NoFactors;
+};
+
+// Start the products of 64 rows and a stage's weights; `rows`, `weights`: lower halves of their descriptors.
+__device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned rows, unsigned weights) {
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < FP8_K / 32; ++i)
+        multiply_tiles<__nv_fp8_e4m3>(sums, fp8_operand(rows + i * 2), fp8_operand(weights + i * 2), i > 0);
+    products_commit();
+}
+
+// The loop of a warpgroup that computes: of each tile it has every second 64 rows, from those of `side` on.
+template <typename T, class Layout>
+__device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
+                                                   unsigned ring, int side) {
+    constexpr int CLUSTER = Layout::CLUSTER, BLOCKS = Layout::TOKENS / (2 * FP8_BOX); // of 64 rows
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int k_blocks = (p.k + FP8_K - 1) / FP8_K;
+    const int first_row = side * FP8_BOX + warp % 4 * 16; // of this warp, in its first 64 rows
+    const unsigned staged = ring + Layout::STAGED + warp * Layout::STAGED_BYTES;
+    // Of stage 0: the operand of the tokens, the scales of this lane's rows, and the barrier that releases it (lane i has
+    // that of block i of the cluster).
+    const unsigned tokens = unsigned(along_the_sum(ring + side * FP8_BOX_BYTES));
+    const unsigned further_weights = (Layout::TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
+    const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
+    const unsigned empty =
+        CLUSTER == 1 ? shared_address(&shared.empty[0]) : address_in(&shared.empty[0], lane % CLUSTER);
+    int stage = 0, phase = 0;
+    unsigned tokens_here = tokens, scales_here = scales; // of the stage at hand
+    auto advance = [&] {
+        const bool wraps = stage == Layout::STAGES - 1;
+        stage = wraps ? 0 : stage + 1, phase ^= wraps;
+        tokens_here = tokens + stage * (Layout::STAGE_BYTES / 16);
+        scales_here = scales + stage * Layout::SCALE_BYTES;
+    };
+    auto wait_full = [&] { barrier_wait(shared_address(&shared.full[stage]), phase); };
+    // Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its scales.
+    auto release = [&](unsigned used) {
+        if (lane < CLUSTER) {
+            if constexpr (CLUSTER == 1)
+                barrier_arrive(used);
+            else
+                barrier_arrive_in(used);
+        }
+    };
+    // By shuffles, so that the compiler knows that the tile is the same in all lanes.
+    auto tile_of = [&](int part) {
+        return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1),
+                         __shfl_sync(FULL_WARP, part, 2), __shfl_sync(FULL_WARP, part, 3));
+    };
+    for (;;) {
+        wait_full();
+        // The tile, a quarter of it in each of four neighbouring lanes, as registers are scarce.
+        const int part = reinterpret_cast<const int*>(&shared.tiles[stage])[lane % 4];
+        // By a reduction, so that the compiler knows that it, and with it the stage, is the same in all lanes.
+        const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : 0);
+        if (rows == 0) break;
+        float total[BLOCKS][64], sums[64];
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+            for (int i = 0; i < 64; ++i) total[block][i] = 0.f;
+        // Multiply 64 rows. The `last` of a stage release it, and go on to the next.
+        auto multiply = [&](int block, bool last) {
+            typename Fp8FactorsOf<Layout::BLOCK_SCALED, Layout>::Type factors;
+            factors.load(scales_here, block);
+            if (last) __syncwarp();
+            start_fp8_products(sums, tokens_here + block * (2 * FP8_BOX_BYTES / 16), tokens_here + further_weights);
+            const unsigned used = empty + stage * 8;
+            if (last) advance();
+            products_wait<0>();
+            pin(sums);
+            if (last) release(used);
+            factors.add(total[block], sums);
+        };
+        const int boxes = (rows + FP8_BOX - 1) / FP8_BOX, mine = (boxes + 1 - side) / 2;
+        if (mine == BLOCKS) { // most tiles: without conditions in the loop
+#pragma unroll 1
+            for (int k = 0; k < k_blocks; ++k) {
+                wait_full();
+#pragma unroll
+                for (int block = 0; block < BLOCKS; ++block) multiply(block, block == BLOCKS - 1);
+            }
+        } else {
+            // At most one block of 64 rows.
+#pragma unroll 1
+            for (int k = 0; k < k_blocks; ++k) {
+                wait_full();
+                if (BLOCKS > 1 && mine > 0) {
+                    multiply(0, true);
+                } else {
+                    __syncwarp();
+                    release(empty + stage * 8);
+                    advance();
+                }
+            }
+        }
+        store_fp8_rows<T, Layout>(p, tile_of(part), first_row, total[0], staged);
+        if constexpr (BLOCKS > 1)
+            store_fp8_rows<T, Layout>(p, tile_of(part), first_row + 2 * FP8_BOX, total[1], staged);
+    }
+}
+
+// T: __nv_bfloat16 or __half, of the result. TOKENS: 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks. ACTIVATION: a number
+// of common/activation.cuh.
+template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
+__global__ CLUSTER_OF(CLUSTER)
+    __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
+#if HAS_WGMMA
+    using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
+    // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
+    constexpr int LOADING = BLOCK_SCALED ? 56 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
+    extern __shared__ char memory[];
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned ring = shared_address(memory) + misplaced;
+    auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + misplaced + Layout::REST);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&shared.full[i]), 1 + Layout::SCALE_WARPS * 32);
+            barrier_init(shared_address(&shared.empty[i]), CLUSTER * 2 * WARPGROUP / 32);
+        }
+        barriers_ready();
+    } else if (threadIdx.x == 2 * WARPGROUP) {
+        prefetch_map(p.a_map), prefetch_map(p.b_map);
+    }
+    __syncthreads();
+    // A block may not copy to, or arrive at a barrier of, one that has not begun or that has ended.
+    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
+    if (warpgroup < 2) {
+        take_registers<COMPUTING>();
+        multiply_fp8_tiles<T, Layout>(p, shared, ring, warpgroup);
+    } else {
+        leave_registers<LOADING>();
+        const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x % WARPGROUP / 32), 0);
+        if (warp == 0)
+            load_fp8_tiles<Layout>(p, shared, ring);
+        else if constexpr (BLOCK_SCALED)
+            if (warp <= Layout::SCALE_WARPS) load_fp8_scales<Layout>(p, shared, ring + Layout::SCALES, warp - 1);
+    }
+    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+#endif
+}

@@ -1,0 +1,77 @@
+// Sizes of a block of gemm_mma, its tile, and the places of its threads.
+#pragma once
+#include "common/activation.cuh"
+#include "moe_gemm/groups.cuh"
+
+// Sizes, as gemm_mma takes them.
+template <int TOKENS_, int WEIGHTS_, int TOKEN_WARPS_, int WEIGHT_WARPS_, int STEP_, int STAGES_, int ACTIVATION_>
+struct MmaBlock {
+    static constexpr int TOKENS = TOKENS_, WEIGHTS = WEIGHTS_, TOKEN_WARPS = TOKEN_WARPS_, WEIGHT_WARPS = WEIGHT_WARPS_;
+    static constexpr int STEP = STEP_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
+    static constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
+    static constexpr int THREADS = TOKEN_WARPS * WEIGHT_WARPS * 32;
+    static constexpr int M = TOKENS / TOKEN_WARPS / 16, N = WEIGHTS / WEIGHT_WARPS / 8; // fragments of a warp
+    static constexpr int OUT = GATED ? N / 2 : N; // fragments of its results along n
+    static_assert(M * TOKEN_WARPS * 16 == TOKENS && N * WEIGHT_WARPS * 8 == WEIGHTS && N % (GATED ? 4 : 2) == 0, "");
+};
+
+// A thread's place in its block, and in the fragments of its warp as common/mma.cuh has them.
+template <class Block> struct MmaThread {
+    const int thread = threadIdx.x, lane = thread % 32;
+    const int row = lane / 4, pair = lane % 4;
+    const int token_warp = thread / 32 / Block::WEIGHT_WARPS, weight_warp = thread / 32 % Block::WEIGHT_WARPS;
+};
+
+// The tile of a block: TOKENS rows of a group times WEIGHTS rows of its expert's weights.
+//
+// Gated, 8 rows of gates alternate with the 8 rows of their ups, so that one lane has the sums of both. `first_column` is
+// that of the first gate.
+template <class Block> struct MmaTile {
+    const GemmParams& p;
+    const GroupTile& group;           // in shared memory
+    const int weight_tiles;           // of an expert
+    int first_row, first_column, end; // end: of the group's rows
+    int half;                         // rows of weights of an expert; gated: of gates
+
+    __device__ __forceinline__ MmaTile(const GemmParams& p, const GroupTile& group, int weight_tiles)
+        : p(p), group(group), weight_tiles(weight_tiles) {
+        locate();
+        half = Block::GATED ? p.n / 2 : p.n;
+    }
+
+    // Find the tile's place by the block's index. Tiles of one expert come in strips of 8 x TOKENS tokens: blocks that run
+    // at the same time share tokens and weights, which L2 then holds.
+    __device__ __forceinline__ void locate() {
+        constexpr int TOGETHER = 8;
+        const int within = blockIdx.x - group.before * weight_tiles, strip = within / (TOGETHER * weight_tiles);
+        const int width = min(group.tiles - strip * TOGETHER, TOGETHER);
+        const int in_strip = within - strip * TOGETHER * weight_tiles, weight_tile = in_strip / width;
+        first_row = group.begin + (strip * TOGETHER + in_strip - weight_tile * width) * Block::TOKENS;
+        first_column = weight_tile * (Block::GATED ? Block::WEIGHTS / 2 : Block::WEIGHTS);
+        end = group.end;
+    }
+
+    // The row of `a` for row r of the tile. Past the group's end it is the last one's: its products are not written.
+    __device__ __forceinline__ int token_of(int r) const {
+        const int mine = min(first_row + r, end - 1);
+        return source_of(p, mine);
+    }
+
+    // The row of the expert's weights for row r of the tile's weights; the last one past their end.
+    __device__ __forceinline__ int weight_of(int r) const {
+        if constexpr (!Block::GATED) return min(first_column + r, p.n - 1);
+        return r / 8 % 2 * half + min(first_column + r / 16 * 8 + r % 8, half - 1);
+    }
+};
+
+// The sums of a warp: of each fragment the four that a lane has.
+template <class Block> using MmaSums = float[Block::M][Block::N][4];
+
+template <int M, int N> __device__ __forceinline__ void clear(float (&sums)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.f;
+}

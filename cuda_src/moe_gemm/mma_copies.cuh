@@ -1,0 +1,86 @@
+// The load phase of gemm_mma: copies from global to shared memory by cp.async.
+#pragma once
+#include "common/mma.cuh"
+#include "moe_gemm/mma_block.cuh"
+
+// Copy `BYTES` from global to shared memory; those after the first `valid` become 0.
+template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to, const void* from, int valid) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(valid),
+                     "n"(BYTES)
+                     : "memory");
+}
+
+// The copies of a thread: of each step along k one 16-byte chunk of every A_ROWS-th row of tokens and of every B_ROWS-th
+// row of weights, and the thread's part of the scales.
+template <class Form> struct MmaCopies {
+    using Block = typename Form::Block;
+    static constexpr int TOKENS = Block::TOKENS, WEIGHTS = Block::WEIGHTS, THREADS = Block::THREADS;
+    static constexpr bool GATED = Block::GATED;
+    static constexpr int A_CHUNKS = Form::A_LINE / 16, A_ROWS = THREADS / A_CHUNKS;
+    static constexpr int B_CHUNKS = Form::B_LINE / 16, B_ROWS = THREADS / B_CHUNKS;
+    static constexpr int A_COPIES = (TOKENS + A_ROWS - 1) / A_ROWS, B_COPIES = (WEIGHTS + B_ROWS - 1) / B_ROWS;
+    static constexpr int B_APART = GATED ? B_ROWS / 2 : B_ROWS; // rows of the expert's weights, from copy to copy
+    static_assert(A_ROWS % 8 == 0 && B_ROWS % (GATED ? 16 : 8) == 0, "");
+
+    // The rows of `a`. The array is the kernel's: the compiler takes a struct with an array apart only after it has
+    // unrolled all loops over that, which costs registers.
+    int (&tokens)[A_COPIES];
+    const unsigned shared_at;
+    const int a_row, a_chunk, b_row, b_chunk;
+    const unsigned a_to, b_to;
+    const long long a_pitch, b_pitch; // bytes of a row in memory
+    const char *b_from, *a_from;      // the chunk of the next step, in row 0
+    int weight, last_weight;          // the first row of weights, and the last one that there is
+    int steps;
+    typename Form::ScaleCopies scales;
+
+    __device__ __forceinline__ MmaCopies(const GemmParams& p, const MmaTile<Block>& tile, const MmaThread<Block>& me,
+                                         unsigned shared_at, int (&tokens)[A_COPIES])
+        : tokens(tokens), shared_at(shared_at), a_row(me.thread / A_CHUNKS), a_chunk(me.thread % A_CHUNKS),
+          b_row(me.thread / B_CHUNKS), b_chunk(me.thread % B_CHUNKS), a_to(shared_at + Form::a_at(a_row, a_chunk)),
+          b_to(shared_at + Form::B + Form::b_at(b_row, b_chunk)), a_pitch(Form::a_bytes(p.k)),
+          b_pitch(Form::b_bytes(p.k)) {
+        a_from = static_cast<const char*>(p.a) + a_chunk * 16;
+        b_from = static_cast<const char*>(p.b) + tile.group.expert * b_pitch * p.n + b_chunk * 16;
+#pragma unroll
+        for (int i = 0; i < A_COPIES; ++i) tokens[i] = tile.token_of(a_row + i * A_ROWS);
+        const int half = tile.half;
+        weight =
+            GATED ? b_row / 8 % 2 * half + tile.first_column + b_row / 16 * 8 + b_row % 8 : tile.first_column + b_row;
+        last_weight = GATED ? (b_row / 8 % 2 + 1) * half - 1 : p.n - 1;
+        steps = (p.k + Block::STEP - 1) / Block::STEP;
+        scales.begin(p, tile, me);
+    }
+
+    // Start the copies of a step to the stage that lies `to` bytes into shared memory. Steps are started in order; past the
+    // last one there is nothing to copy. Each call is one group of copies, and what lies past k becomes 0.
+    __device__ __forceinline__ void start(int step, unsigned to) {
+        if (step < steps) {
+            const int a_left = int(a_pitch) - a_chunk * 16 - step * Form::A_LINE; // bytes up to the rows' end
+            const int b_left = int(b_pitch) - b_chunk * 16 - step * Form::B_LINE;
+#pragma unroll
+            for (int i = 0; i < A_COPIES; ++i)
+                if (TOKENS % A_ROWS == 0 || a_row + i * A_ROWS < TOKENS)
+                    copy_part_async<16>(to + a_to + i * A_ROWS * Form::A_LINE, a_from + tokens[i] * a_pitch,
+                                        a_left > 0 ? 16 : 0);
+#pragma unroll
+            for (int i = 0; i < B_COPIES; ++i)
+                if (WEIGHTS % B_ROWS == 0 || b_row + i * B_ROWS < WEIGHTS)
+                    copy_part_async<16>(to + b_to + i * B_ROWS * Form::B_LINE,
+                                        b_from + min(weight + i * B_APART, last_weight) * b_pitch, b_left > 0 ? 16 : 0);
+            a_from += Form::A_LINE, b_from += Form::B_LINE;
+            scales.start(step, shared_at + to + Form::SCALES);
+        }
+        copies_commit();
+    }
+};
+
+// No copies of scales, for a form whose scales do not change along k.
+template <class Block> struct NoScaleCopies {
+    __device__ __forceinline__ void begin(const GemmParams&, const MmaTile<Block>&, const MmaThread<Block>&) {}
+    __device__ __forceinline__ void start(int, unsigned) {}
+};

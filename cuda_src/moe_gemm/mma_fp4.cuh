@@ -1,0 +1,311 @@
+// The forms of gemm_mma with weights of 4 bits (e2m1): they become numbers of type T in registers.
+//
+// The order of a sum is free, and so is which numbers along k meet in which lane, as long as it is the same of tokens and
+// weights. So a lane takes 8 neighbours of each 32: one register of weights, 16 bytes of tokens. Nibbles i and i + 4 of that
+// register are a pair of 16-bit numbers once they are shifted and masked, so pairs of tokens are of numbers i and i + 4 too.
+//
+// A nibble is a sign, two bits of exponent and one of mantissa. Where the last three stand in place of the lowest two bits
+// of a 16-bit format's exponent and the highest of its mantissa, they are the number times 2^-126 (bfloat16) or 2^-14
+// (float16), also if it is subnormal. The scale that the pair is multiplied by brings that power of two back, except for
+// MISSING, by which the sums are multiplied: otherwise the scale would overflow. All this is exact: bfloat16 with E8M0
+// scales from 2^-100 to 2^33 (larger ones count as infinite), e4m3 scales always. Only E8M0 with float16 would leave the
+// range of T; there the sums over 32 are multiplied instead, in float32.
+#pragma once
+#include "common/fp8.cuh"
+#include "common/mma.cuh"
+#include "common/numeric.cuh"
+#include "moe_gemm/mma_copies.cuh"
+
+// a * b of two pairs. Before sm_90 there is no product of bfloat16, only a product and sum: -0 is added.
+template <typename T> __device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
+    unsigned product;
+    if constexpr (IS_BFLOAT16<T>)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000));
+    else
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// Nibbles I and I + 4 of eight as a pair of T, times 2^-126 or 2^-14.
+template <typename T, int I> __device__ __forceinline__ unsigned nibbles_to_pair(unsigned eight) {
+    constexpr int LEFT = (IS_BFLOAT16<T> ? 6 : 9) - 4 * I;
+    constexpr unsigned MAGNITUDES = 0x00070007u << (IS_BFLOAT16<T> ? 6 : 9);
+    const unsigned shifted = LEFT >= 0 ? eight << (LEFT > 0 ? LEFT : 0) : eight >> (LEFT < 0 ? -LEFT : 0);
+    return (shifted & MAGNITUDES) | (eight << (12 - 4 * I) & 0x80008000u);
+}
+
+// A stage of shared memory, with one step along k: tokens, weights, then scales, of which one is for GROUP numbers.
+//
+// 16-byte chunks are swizzled so that what eight lanes read or write at once is in different banks. Of 64 numbers along k a
+// lane has 16 neighbours if FOLDED, since they share a scale: 2 chunks of tokens and 8 bytes of weights. Else it has 8
+// neighbours of either 32.
+template <class Block_, int GROUP, bool FOLDED> struct Fp4Layout {
+    using Block = Block_;
+    static constexpr int A_LINE = Block::STEP * 2, B_LINE = Block::STEP / 2; // bytes of a row
+    static constexpr int GROUPS = Block::STEP / GROUP;                       // scales of a row
+    // A row's slot: copies are of whole words, so its scales need a word more where they begin within one.
+    static constexpr int SLOT_WORDS = GROUPS / 4 + 1, SLOT = SLOT_WORDS * 4;
+    static constexpr int B = Block::TOKENS * A_LINE, SCALES = B + Block::WEIGHTS * B_LINE;
+    static constexpr int BYTES = (SCALES + Block::WEIGHTS * SLOT + 127) / 128 * 128;
+    static_assert(Block::STEP == 128, "");
+
+    static __device__ __forceinline__ int a_at(int row, int chunk) {
+        chunk ^= (row & 1) * (FOLDED ? 1 : 4);
+        return row * A_LINE + chunk * 16;
+    }
+    static __device__ __forceinline__ int b_at(int row, int chunk) {
+        chunk ^= FOLDED ? row & 2 : row >> 1 & 3;
+        return row * B_LINE + chunk * 16;
+    }
+
+    // Bytes of a row in memory.
+    static __device__ __forceinline__ long long a_bytes(int k) { return 2ll * k; }
+    static __device__ __forceinline__ long long b_bytes(int k) { return k / 2; }
+};
+
+// Copies of scales, one for GROUP numbers: a row's slot of words.
+template <class Block, int GROUP> struct GroupScaleCopies {
+    static constexpr int GROUPS = Block::STEP / GROUP, SLOT_WORDS = GROUPS / 4 + 1;
+
+    int thread;
+    const MmaTile<Block>* tile;
+    int groups;              // scales of a row
+    long long groups_before; // scales of the experts before
+
+    __device__ __forceinline__ void begin(const GemmParams& p, const MmaTile<Block>& of, const MmaThread<Block>& me) {
+        thread = me.thread;
+        tile = &of;
+        groups = p.k / GROUP;
+        groups_before = (long long)of.group.expert * p.n * groups;
+    }
+
+    // The place in b_scale of the first scale of the tile's row r of weights.
+    __device__ __forceinline__ long long first_of(int r) const {
+        return groups_before + (long long)tile->weight_of(r) * groups;
+    }
+
+    __device__ __forceinline__ void start(int step, unsigned to) {
+        constexpr int ITEMS = Block::WEIGHTS * SLOT_WORDS, THREADS = Block::THREADS;
+#pragma unroll
+        for (int i = 0; i < (ITEMS + THREADS - 1) / THREADS; ++i) {
+            const int item = thread + i * THREADS, r = item / SLOT_WORDS, word = item % SLOT_WORDS;
+            // A slot's last word holds scales only where rows of them do not begin at multiples of 4.
+            if ((ITEMS % THREADS == 0 || item < ITEMS) && (groups % 4 != 0 || word < GROUPS / 4)) {
+                const long long begin = first_of(r);
+                const long long from = ((begin + step * GROUPS) & ~3ll) + word * 4;
+                const int left = int(min(begin + groups - from, 4ll));
+                copy_part_async<4>(to + item * 4, static_cast<const char*>(tile->p.b_scale) + from, max(left, 0));
+            }
+        }
+    }
+};
+
+// The scale of MXFP4: 2^(byte - 127) for every 32 numbers. `of_lane`: which of a row's scales a lane needs, in 64 numbers.
+// `factor`: the scale times the missing power of two, but for MISSING, as a pair.
+template <typename T> struct E8m0Scale {
+    static constexpr int GROUP = 32;
+    static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p14f;
+
+    static __device__ __forceinline__ int of_lane(int block, int pair) { return block * 2 + pair / 2; }
+    static __device__ __forceinline__ unsigned factor(unsigned scale) {
+        return min(scale + 94, 255u) * 0x00800080u; // 2^(scale - 127) * 2^126 * 2^-32
+    }
+};
+
+// The scale of NVFP4: e4m3, for every 16 numbers.
+template <typename T> struct E4m3Scale {
+    static constexpr int GROUP = 16;
+    static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p7f;
+
+    static __device__ __forceinline__ int of_lane(int block, int pair) { return block * 4 + pair; }
+    static __device__ __forceinline__ unsigned factor(unsigned scale) {
+        unsigned pairs[2];
+        to_halves<__nv_fp8_e4m3>(pairs, scale * 0x0101);
+        if constexpr (IS_BFLOAT16<T>) {
+            const float factor = __half2float(__ushort_as_half((unsigned short)pairs[0])) * 0x1p94f; // 2^126 * 2^-32
+            return pack<T>(factor, factor);
+        } else {
+            return multiply_pairs<T>(pairs[0], 0x58005800); // 2^14 * 2^-7
+        }
+    }
+};
+
+// The arrays of Fp4Products. The other structs have scalars alone: the compiler takes a struct with an array apart only
+// after it has unrolled all loops over that, which costs registers.
+template <int M, int N> struct Fp4Registers {
+    uint2 nibbles[N];       // of each fragment's weights, 16 of a lane
+    unsigned factors[N];    // FoldedScales: what they are multiplied by, as pairs
+    unsigned a[M][2][4];    // 32 numbers of each token, as two fragments
+    unsigned b[4];          // 8 weights, as two fragments
+    int slots_at[2];        // GroupScales: where a stage has the scales of a lane's two columns
+    float group_factors[2]; // GroupScales: those scales
+};
+
+// Scales that are multiplied into the weights. `slots_at`: where a stage has the slots of the warp's weights.
+template <typename T, class Form> struct FoldedScales {
+    using Block = typename Form::Block;
+    using Registers = Fp4Registers<Block::M, Block::N>;
+    Registers& r;
+    const MmaThread<Block>& me;
+    const int slot_at;
+
+    template <typename SlotOf>
+    __device__ __forceinline__ FoldedScales(Registers& r, const MmaThread<Block>& me, int slots_at,
+                                            const SlotOf& slot_of)
+        : r(r), me(me), slot_at(slots_at + slot_of(me.row)) {}
+
+    // Load fragment n of 64 numbers along k, which lies at `line`: a lane has 16 neighbours, since they share a scale.
+    __device__ __forceinline__ void load(const char* stage, const char* line, int block, int n) {
+        r.nibbles[n] = *reinterpret_cast<const uint2*>(line + (block * 32 ^ (me.row & 2) * 16) + me.pair * 8);
+        const unsigned scale = *reinterpret_cast<const unsigned char*>(stage + slot_at + n * 8 * Form::SLOT +
+                                                                       Form::Scale::of_lane(block, me.pair));
+        r.factors[n] = Form::Scale::factor(scale);
+    }
+
+    // The chunk of the tokens that meets this half of the nibbles.
+    __device__ __forceinline__ int chunk_of(int half) const { return me.pair * 2 | (half ^ (me.row & 1)); }
+
+    __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const char*, int, int, int n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r.b[i] = multiply_pairs<T>(r.b[i], r.factors[n]);
+#pragma unroll
+        for (int m = 0; m < Block::M; ++m) {
+            multiply_add<T>(sums[m][n], r.a[m][0], r.b[0], r.b[1]);
+            multiply_add<T>(sums[m][n], r.a[m][1], r.b[2], r.b[3]);
+        }
+    }
+};
+
+// Scales by which sums over 32 are multiplied.
+template <typename T, class Form> struct GroupScales {
+    using Block = typename Form::Block;
+    using Registers = Fp4Registers<Block::M, Block::N>;
+    Registers& r;
+    const MmaThread<Block>& me;
+
+    template <typename SlotOf>
+    __device__ __forceinline__ GroupScales(Registers& r, const MmaThread<Block>& me, int slots_at,
+                                           const SlotOf& slot_of)
+        : r(r), me(me) {
+        r.slots_at[0] = slots_at + slot_of(me.pair * 2), r.slots_at[1] = slots_at + slot_of(me.pair * 2 + 1);
+    }
+
+    // Load fragment n of 64 numbers along k, which lies at `line`: a lane has 8 neighbours of each 32.
+    __device__ __forceinline__ void load(const char*, const char* line, int block, int n) {
+        const int at = (block * 2 ^ (me.row >> 1 & 3)) * 16 + me.pair * 4;
+        r.nibbles[n].x = *reinterpret_cast<const unsigned*>(line + at);
+        r.nibbles[n].y = *reinterpret_cast<const unsigned*>(line + (at ^ 16));
+    }
+
+    __device__ __forceinline__ int chunk_of(int half) const { return me.pair | (half ^ (me.row & 1)) * 4; }
+
+    __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const char* stage, int block, int half, int n) {
+        const int at = n * 8 * Form::SLOT + block * 2 + half;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned scale = *reinterpret_cast<const unsigned char*>(stage + r.slots_at[i] + at);
+            r.group_factors[i] = __uint_as_float(scale << 23);
+        }
+#pragma unroll
+        for (int m = 0; m < Block::M; ++m) {
+            float of_group[4] = {0.f, 0.f, 0.f, 0.f};
+            multiply_add<T>(of_group, r.a[m][0], r.b[0], r.b[1]);
+            multiply_add<T>(of_group, r.a[m][1], r.b[2], r.b[3]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[m][n][i] += of_group[i] * r.group_factors[i % 2];
+        }
+    }
+};
+
+// The products phase, 64 numbers along k at a time.
+template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block::M, Form::Block::N> {
+    using Block = typename Form::Block;
+    static constexpr int M = Block::M, N = Block::N;
+    static constexpr unsigned LAST_STAGE = (Block::STAGES - 1) * Form::BYTES;
+    using Fp4Registers<M, N>::a, Fp4Registers<M, N>::b, Fp4Registers<M, N>::nibbles;
+
+    // Load 32 numbers along k of rows `row` and `row` + 8 of each fragment, which lie 8 to a lane: as two fragments, of
+    // which numbers i and i + 4 are a pair.
+    __device__ __forceinline__ void load_tokens(const char* from) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const uint4 eight = *reinterpret_cast<const uint4*>(from + (m * 16 + j * 8) * Form::A_LINE);
+                a[m][0][j] = __byte_perm(eight.x, eight.z, 0x5410);
+                a[m][0][j + 2] = __byte_perm(eight.x, eight.z, 0x7632);
+                a[m][1][j] = __byte_perm(eight.y, eight.w, 0x5410);
+                a[m][1][j + 2] = __byte_perm(eight.y, eight.w, 0x7632);
+            }
+    }
+
+    // Convert eight nibbles.
+    __device__ __forceinline__ void convert(unsigned eight) {
+        b[0] = nibbles_to_pair<T, 0>(eight), b[1] = nibbles_to_pair<T, 1>(eight);
+        b[2] = nibbles_to_pair<T, 2>(eight), b[3] = nibbles_to_pair<T, 3>(eight);
+    }
+
+    // Add all products of the tile to `sums`. The first STAGES - 1 steps have been started.
+    __device__ __forceinline__ void add_to(MmaSums<Block>& sums, MmaCopies<Form>& copies, const MmaThread<Block>& me,
+                                           const char* shared) {
+        const int a_at = (me.token_warp * M * 16 + me.row) * Form::A_LINE;
+        const int b_at = Form::B + (me.weight_warp * N * 8 + me.row) * Form::B_LINE;
+        // Where row r has its first scale: up to 3 bytes into its slot. Rows 8 apart are alike, since n and n / 2 are
+        // multiples of 8.
+        auto slot_of = [&](int r) { return r * Form::SLOT + int(copies.scales.first_of(r) & 3); };
+        typename Form::Scales scales(*this, me, Form::SCALES + me.weight_warp * N * 8 * Form::SLOT, slot_of);
+        unsigned stage_at = 0;
+#pragma unroll 1
+        for (int step = 0; step < copies.steps; ++step) {
+            copies_wait<Block::STAGES - 2>();
+            __syncthreads();
+            copies.start(step + Block::STAGES - 1, stage_at == 0 ? LAST_STAGE : stage_at - Form::BYTES);
+            const char* const stage = shared + stage_at;
+#pragma unroll 1
+            for (int block = 0; block < Block::STEP / 64; ++block) {
+#pragma unroll
+                for (int n = 0; n < N; ++n) scales.load(stage, stage + b_at + n * 8 * Form::B_LINE, block, n);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    load_tokens(stage + a_at + block * 128 + scales.chunk_of(half) * 16);
+#pragma unroll
+                    for (int n = 0; n < N; ++n) {
+                        convert(half == 0 ? nibbles[n].x : nibbles[n].y);
+                        scales.multiply(sums, stage, block, half, n);
+                    }
+                }
+            }
+            stage_at = stage_at == LAST_STAGE ? 0 : stage_at + Form::BYTES;
+        }
+    }
+};
+
+// Factors of the finished sums: MISSING, and with NVFP4 the expert's own scale.
+template <class Form> struct GlobalFactor {
+    using Block = typename Form::Block;
+    float factor;
+
+    __device__ __forceinline__ GlobalFactor(const GemmParams& p, const MmaTile<Block>& tile, const MmaThread<Block>&,
+                                            MmaSums<Block>&) {
+        constexpr float MISSING = Form::Scale::MISSING;
+        factor = p.b_global_scale ? MISSING * p.b_global_scale[tile.group.expert] : MISSING;
+    }
+    __device__ __forceinline__ float of_row(int) const { return factor; }
+};
+
+template <bool FIRST, typename A, typename B> struct Conditional {
+    using Type = A;
+};
+template <typename A, typename B> struct Conditional<false, A, B> {
+    using Type = B;
+};
+
+// MXFP4 and NVFP4: tokens of type T, weights of 4 bits. FOLDED: scales are multiplied into the weights.
+template <typename T, template <typename> class Scale_, bool FOLDED, class Block>
+struct Fp4Form : Fp4Layout<Block, Scale_<T>::GROUP, FOLDED> {
+    using Scale = Scale_<T>;
+    using ScaleCopies = GroupScaleCopies<Block, Scale::GROUP>;
+    using Scales = typename Conditional<FOLDED, FoldedScales<T, Fp4Form>, GroupScales<T, Fp4Form>>::Type;
+    using Products = Fp4Products<T, Fp4Form>;
+    using Factors = GlobalFactor<Fp4Form>;
+};

@@ -1,0 +1,243 @@
+// The forms of gemm_mma in which tokens and weights both have 16 bits, or both 8: ldmatrix loads their fragments.
+#pragma once
+#include "common/fp8.cuh"
+#include "common/mma.cuh"
+#include "moe_gemm/mma_copies.cuh"
+
+// A stage of shared memory, with one step along k: tokens, weights, then scales. ITEM: bytes of a number.
+//
+// 16-byte chunks are swizzled: chunk c of row r lies where chunk c ^ (r % 8) would (rows of 64 bytes: c ^ (r / 2 % 4)). So
+// the 8 rows whose chunk c ldmatrix reads at once are in different banks.
+template <class Block_, int ITEM, int SCALE_BYTES> struct LdmatrixLayout {
+    using Block = Block_;
+    static constexpr int A_LINE = Block::STEP * ITEM, B_LINE = A_LINE; // bytes of a row
+    static constexpr int B = Block::TOKENS * A_LINE, SCALES = B + Block::WEIGHTS * B_LINE;
+    static constexpr int BYTES = (SCALES + SCALE_BYTES + 127) / 128 * 128;
+    static_assert(ITEM == 1 ? Block::STEP == 128 : Block::STEP == 32 || Block::STEP == 64, "");
+
+    static __device__ __forceinline__ int a_at(int row, int chunk) {
+        chunk ^= A_LINE == 128 ? row & 7 : row >> 1 & 3;
+        return row * A_LINE + chunk * 16;
+    }
+    static __device__ __forceinline__ int b_at(int row, int chunk) { return a_at(row, chunk); }
+
+    // Bytes of a row in memory.
+    static __device__ __forceinline__ long long a_bytes(int k) { return (long long)k * ITEM; }
+    static __device__ __forceinline__ long long b_bytes(int k) { return a_bytes(k); }
+};
+
+// Fragments of 32 bytes of each row along k, as ldmatrix gives them.
+template <class Block> struct MmaFragments {
+    unsigned a[Block::M][4], b[Block::N / 2][4];
+};
+
+// Products of numbers of type T: 16 along k.
+template <typename T> struct ProductsOf16Bits {
+    template <class Block>
+    static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
+#pragma unroll
+        for (int n = 0; n < Block::N; ++n)
+#pragma unroll
+            for (int m = 0; m < Block::M; ++m)
+                multiply_add<T>(sums[m][n], of.a[m], of.b[n / 2][n % 2 * 2], of.b[n / 2][n % 2 * 2 + 1]);
+    }
+};
+
+// Products of numbers of e4m3: 32 along k, as pairs of float16, which hold them exactly. A register of a fragment has four
+// neighbours along k; two neighbours are a pair of the first product, two of the second. The order of a sum is free, as
+// long as it is the same of tokens and weights.
+struct ProductsOf8Bits {
+    template <class Block>
+    static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            unsigned a[Block::M][4];
+#pragma unroll
+            for (int m = 0; m < Block::M; ++m)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    unsigned pairs[2];
+                    to_halves<__nv_fp8_e4m3>(pairs, of.a[m][i * 2 + j]);
+                    a[m][j] = pairs[0], a[m][j + 2] = pairs[1];
+                }
+#pragma unroll
+            for (int n = 0; n < Block::N; ++n) {
+                unsigned b[2];
+                to_halves<__nv_fp8_e4m3>(b, of.b[n / 2][n % 2 * 2 + i]);
+#pragma unroll
+                for (int m = 0; m < Block::M; ++m) multiply_add<__half>(sums[m][n], a[m], b[0], b[1]);
+            }
+        }
+    }
+};
+
+// Sums without scales that change along k: products are added to the totals.
+template <class Block> struct PlainSums {
+    __device__ __forceinline__ void begin() {}
+    __device__ __forceinline__ void read_scales(const char*, const MmaThread<Block>&) {}
+    __device__ __forceinline__ MmaSums<Block>& target(MmaSums<Block>& totals) { return totals; }
+    __device__ __forceinline__ void end(MmaSums<Block>&) {}
+};
+
+// Sums of one step, which has scales of its own: they are multiplied by those when they are added to the totals.
+template <class Block> struct BlockScaledSums {
+    MmaSums<Block> sums;
+    float a_scales[Block::M][2], b_scales[Block::N];
+
+    __device__ __forceinline__ void begin() { clear(sums); }
+
+    // Read the scales of a stage: of each token, then of each 8 weights.
+    __device__ __forceinline__ void read_scales(const char* from, const MmaThread<Block>& me) {
+        const float* const scales = reinterpret_cast<const float*>(from);
+#pragma unroll
+        for (int m = 0; m < Block::M; ++m)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) a_scales[m][j] = scales[(me.token_warp * Block::M + m) * 16 + j * 8 + me.row];
+#pragma unroll
+        for (int n = 0; n < Block::N; ++n) b_scales[n] = scales[Block::TOKENS + me.weight_warp * Block::N + n];
+    }
+
+    __device__ __forceinline__ MmaSums<Block>& target(MmaSums<Block>&) { return sums; }
+
+    __device__ __forceinline__ void end(MmaSums<Block>& totals) {
+#pragma unroll
+        for (int m = 0; m < Block::M; ++m)
+#pragma unroll
+            for (int n = 0; n < Block::N; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) totals[m][n][i] += sums[m][n][i] * (a_scales[m][i / 2] * b_scales[n]);
+    }
+};
+
+// The products phase. A step is PARTS parts of 32 bytes of each row: 16 numbers, or 32. The next part's fragments are loaded
+// before this one's are multiplied, across steps too.
+template <class Form> struct LdmatrixProducts {
+    using Block = typename Form::Block;
+    using Fragments = MmaFragments<Block>;
+    static constexpr int PARTS = Form::A_LINE / 32;
+    static constexpr unsigned LAST_STAGE = (Block::STAGES - 1) * Form::BYTES;
+
+    Fragments fragments[2];
+    typename Form::Sums sums;
+
+    static __device__ __forceinline__ void load(Fragments& to, unsigned a_at, unsigned b_at, unsigned stage_at,
+                                                int part) {
+        // The part's two chunks: these bits of an address belong to the chunk alone.
+        const unsigned a = (a_at + stage_at) ^ part * 32, b = (b_at + stage_at) ^ part * 32;
+#pragma unroll
+        for (int m = 0; m < Block::M; ++m) load_matrices(to.a[m], a + m * 16 * Form::A_LINE);
+#pragma unroll
+        for (int n = 0; n < Block::N / 2; ++n) load_matrices(to.b[n], b + n * 16 * Form::B_LINE);
+    }
+
+    // Add all products of the tile to `totals`. The first STAGES - 1 steps have been started.
+    __device__ __forceinline__ void add_to(MmaSums<Block>& totals, MmaCopies<Form>& copies, const MmaThread<Block>& me,
+                                           const char* shared) {
+        const int a_row = me.token_warp * Block::M * 16 + me.lane % 16;
+        const unsigned a_at = copies.shared_at + Form::a_at(a_row, me.lane / 16);
+        const int b_row = me.weight_warp * Block::N * 8 + me.lane % 8 + me.lane / 16 * 8;
+        const unsigned b_at = copies.shared_at + Form::B + Form::b_at(b_row, me.lane / 8 % 2);
+        copies_wait<Block::STAGES - 2>();
+        __syncthreads();
+        unsigned stage_at = 0;
+        load(fragments[0], a_at, b_at, stage_at, 0);
+#pragma unroll 1
+        for (int step = 0; step < copies.steps; ++step) {
+            sums.begin();
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                if (part == PARTS - 1) {
+                    sums.read_scales(shared + stage_at + Form::SCALES, me);
+                    // Behind this barrier the next stage is there, and this one may be overwritten.
+                    copies_wait<Block::STAGES - 2>();
+                    __syncthreads();
+                    stage_at = stage_at == LAST_STAGE ? 0 : stage_at + Form::BYTES;
+                }
+                load(fragments[(part + 1) % 2], a_at, b_at, stage_at, (part + 1) % PARTS);
+                if (part == 0)
+                    copies.start(step + Block::STAGES - 1, stage_at == 0 ? LAST_STAGE : stage_at - Form::BYTES);
+                Form::template multiply<Block>(sums.target(totals), fragments[part % 2]);
+            }
+            sums.end(totals);
+        }
+    }
+};
+
+// Copies of scales by blocks: some threads copy that of a token, some that of 8 weights, which lie in one block of 128.
+template <class Block> struct BlockScaleCopies {
+    static_assert(Block::TOKENS <= Block::THREADS && Block::WEIGHTS / 8 <= Block::THREADS, "");
+    int thread;
+    const float *a_from, *b_from;
+
+    __device__ __forceinline__ void begin(const GemmParams& p, const MmaTile<Block>& tile, const MmaThread<Block>& me) {
+        thread = me.thread;
+        const int steps = (p.k + Block::STEP - 1) / Block::STEP;
+        a_from = p.a_scale + (long long)tile.token_of(thread) * steps;
+        b_from = static_cast<const float*>(p.b_scale) +
+                 ((long long)tile.group.expert * ((p.n + 127) / 128) + tile.weight_of(thread * 8) / 128) * steps;
+    }
+
+    __device__ __forceinline__ void start(int step, unsigned to) {
+        if (thread < Block::TOKENS) copy_part_async<4>(to + thread * 4, a_from + step, 4);
+        if (thread < Block::WEIGHTS / 8) copy_part_async<4>(to + (Block::TOKENS + thread) * 4, b_from + step, 4);
+    }
+};
+
+// Factors of the finished sums: none.
+template <class Block> struct NoFactors {
+    __device__ __forceinline__ NoFactors(const GemmParams&, const MmaTile<Block>&, const MmaThread<Block>&,
+                                         MmaSums<Block>&) {}
+    __device__ __forceinline__ float of_row(int) const { return 1.f; }
+};
+
+// Factors of the finished sums: scales of whole rows. The constructor multiplies by those of the weights; `of_row` gives
+// that of a token.
+template <class Block> struct RowFactors {
+    const GemmParams& p;
+    const MmaTile<Block>& tile;
+
+    __device__ __forceinline__ RowFactors(const GemmParams& p, const MmaTile<Block>& tile, const MmaThread<Block>& me,
+                                          MmaSums<Block>& sums)
+        : p(p), tile(tile) {
+        const float* const of_expert =
+            static_cast<const float*>(p.b_scale) + (long long)tile.group.expert * (p.b_scale_step ? p.n : 1);
+#pragma unroll
+        for (int n = 0; n < Block::N; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int column = tile.weight_of((me.weight_warp * Block::N + n) * 8 + me.pair * 2 + i);
+                const float scale = of_expert[(long long)column * p.b_scale_step];
+#pragma unroll
+                for (int m = 0; m < Block::M; ++m) sums[m][n][i] *= scale, sums[m][n][i + 2] *= scale;
+            }
+    }
+
+    __device__ __forceinline__ float of_row(int r) const {
+        return p.a_scale[(long long)tile.token_of(r) * p.a_scale_step];
+    }
+};
+
+// PLAIN: tokens and weights of type T.
+template <typename T, class Block> struct PlainForm : LdmatrixLayout<Block, 2, 0>, ProductsOf16Bits<T> {
+    using ScaleCopies = NoScaleCopies<Block>;
+    using Sums = PlainSums<Block>;
+    using Products = LdmatrixProducts<PlainForm>;
+    using Factors = NoFactors<Block>;
+};
+
+// FP8 with a scale of each row, or one for all.
+template <class Block> struct Fp8RowForm : LdmatrixLayout<Block, 1, 0>, ProductsOf8Bits {
+    using ScaleCopies = NoScaleCopies<Block>;
+    using Sums = PlainSums<Block>;
+    using Products = LdmatrixProducts<Fp8RowForm>;
+    using Factors = RowFactors<Block>;
+};
+
+// FP8 with BLOCK_SCALES: of every 1 x 128 numbers of a and 128 x 128 of b.
+template <class Block>
+struct Fp8BlockForm : LdmatrixLayout<Block, 1, (Block::TOKENS + Block::WEIGHTS / 8) * 4>, ProductsOf8Bits {
+    using ScaleCopies = BlockScaleCopies<Block>;
+    using Sums = BlockScaledSums<Block>;
+    using Products = LdmatrixProducts<Fp8BlockForm>;
+    using Factors = NoFactors<Block>;
+};

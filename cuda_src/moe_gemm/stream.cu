@@ -1,0 +1,241 @@
+// Grouped products for few rows of each expert, on every GPU: weights are read at the speed of the memory.
+//
+//   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//
+// each number of a and b times its scale with FP8; sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
+//
+// DRAM gives its full speed only to long stretches, so a warp reads 512 bytes of one row of weights at a time, not the
+// fragments of 8 rows that tensor cores multiply. It multiplies on tensor cores all the same, as converting and multiplying
+// number by number would take too many instructions. The 8 rows of a fragment are then 8 stretches along k of one row of
+// weights (4 lanes x 16 bytes each), its 8 columns the same stretches of one token. Of the 8 x 8 sums the diagonal is of
+// stretches that belong together: its trace is one output. The other 56 are not used, and cost nothing, since tensor cores
+// would be idle. Rows 8 ... 15 of the fragment are a second row of weights: gate and up of one output with an activation,
+// else the first one's neighbour.
+//
+//   lane (g, q) = (lane / 4, lane % 4) has a unit of 16 bytes of each 512, of weights and tokens alike: numbers 2 q,
+//   2 q + 1, 2 q + 8 and 2 q + 9 along k of a product, in row g of the weights' fragment and in column g of the tokens'.
+//
+// Grid: x over the pairs of rows of weights, y at least over the tiles of TOKENS rows that the groups have. A block has WARPS
+// warps of PAIRS pairs each; blocks without a tile end at once. Each tile reads the weights anew, so TOKENS is the most that
+// a group is expected to have.
+//
+// Speed of light: the bytes of the weights, experts * n * k numbers. On an H200 one row of 2 experts reaches the memory's
+// floor in bfloat16 (n = 28672, k = 4096: 108 us; n = 4096, k = 14336: 99% of it). One row of 8 experts with n = 1536,
+// k = 2048 reaches 85% and, with n = 2048, k = 768, 72%: in 8 us the start of the kernel counts.
+#include "common/activation.cuh"
+#include "common/fp8.cuh"
+#include "common/hopper.cuh"
+#include "common/mma.cuh"
+#include "moe_gemm/groups.cuh"
+
+// The task of a warp: pairs of rows of weights from `pair` on, times `count` tokens from row `first` on.
+template <bool GATED> struct StreamTask {
+    const GemmParams& p;
+    const int first, count;
+    const int pairs, pair;
+
+    // Row i of the warp's weights, of which two are a pair; of the last pair past their end.
+    __device__ __forceinline__ int weight_of(int i) const {
+        const int mine = min(pair + i / 2, pairs - 1);
+        return GATED ? mine + i % 2 * pairs : 2 * mine + i % 2;
+    }
+
+    // The row of `a` of token t; of the last token past their end.
+    __device__ __forceinline__ int token_of(int t) const { return source_of(p, first + min(t, count - 1)); }
+};
+
+// PLAIN: a unit is 8 numbers of type T.
+template <typename T, class Task> struct PlainUnits {
+    static constexpr int NUMBERS = 8;
+    struct Registers {};
+
+    __device__ __forceinline__ PlainUnits(const Task&, int) {}
+
+    // Add the products of two units of weights with one of token t, pair j, to `sums`.
+    __device__ __forceinline__ void multiply(Registers&, float (&sums)[4], const uint4& w0, const uint4& w1,
+                                             const uint4& x, int, int, int) const {
+        const unsigned low[4] = {w0.x, w1.x, w0.y, w1.y}, high[4] = {w0.z, w1.z, w0.w, w1.w};
+        multiply_add<T>(sums, low, x.x, x.y);
+        multiply_add<T>(sums, high, x.z, x.w);
+    }
+
+    // The sum for token t and row i of the warp's weights, times their scales.
+    __device__ __forceinline__ float scaled(float sum, int, int) const { return sum; }
+};
+
+// The products of FP8, as pairs of float16, which hold e4m3 exactly. The arrays are the kernel's: those of a function would
+// change which registers the compiler gives to the sums.
+struct Fp8Registers {
+    float part[4];
+    unsigned words[3][4], halves[3][2], both[4];
+
+    // Add the products of 16 numbers to `sums`.
+    __device__ __forceinline__ void multiply(float (&sums)[4], const uint4& w0, const uint4& w1, const uint4& x) {
+        words[0][0] = w0.x, words[0][1] = w0.y, words[0][2] = w0.z, words[0][3] = w0.w;
+        words[1][0] = w1.x, words[1][1] = w1.y, words[1][2] = w1.z, words[1][3] = w1.w;
+        words[2][0] = x.x, words[2][1] = x.y, words[2][2] = x.z, words[2][3] = x.w;
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+#pragma unroll
+            for (int row = 0; row < 3; ++row) to_halves<__nv_fp8_e4m3>(halves[row], words[row][word]);
+            both[0] = halves[0][0], both[1] = halves[1][0], both[2] = halves[0][1], both[3] = halves[1][1];
+            multiply_add<__half>(sums, both, halves[2][0], halves[2][1]);
+        }
+    }
+};
+
+// FP8 with scales of rows: a unit is 16 numbers.
+template <class Task> struct Fp8RowUnits {
+    static constexpr int NUMBERS = 16;
+    using Registers = Fp8Registers;
+    const Task& task;
+    const float* const b_scale;
+
+    __device__ __forceinline__ Fp8RowUnits(const Task& task, int expert)
+        : task(task), b_scale(static_cast<const float*>(task.p.b_scale) +
+                              (long long)expert * (task.p.b_scale_step ? task.p.n : 1)) {}
+
+    __device__ __forceinline__ void multiply(Registers& r, float (&sums)[4], const uint4& w0, const uint4& w1,
+                                             const uint4& x, int, int, int) const {
+        r.multiply(sums, w0, w1, x);
+    }
+
+    __device__ __forceinline__ float scaled(float sum, int t, int i) const {
+        return sum * (task.p.a_scale[(long long)task.token_of(t) * task.p.a_scale_step] *
+                      b_scale[(long long)task.weight_of(i) * task.p.b_scale_step]);
+    }
+};
+
+// FP8 with BLOCK_SCALES: the sums of a unit are multiplied by its scales before they are added.
+template <class Task> struct Fp8BlockUnits {
+    static constexpr int NUMBERS = 16;
+    using Registers = Fp8Registers;
+    const Task& task;
+    const int blocks; // of 128 along k
+    const float* const b_scale;
+
+    __device__ __forceinline__ Fp8BlockUnits(const Task& task, int expert)
+        : task(task), blocks((task.p.k + 127) / 128),
+          b_scale(static_cast<const float*>(task.p.b_scale) + (long long)expert * ((task.p.n + 127) / 128 * blocks)) {}
+
+    __device__ __forceinline__ void multiply(Registers& r, float (&sums)[4], const uint4& w0, const uint4& w1,
+                                             const uint4& x, int t, int j, int unit) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r.part[i] = 0.f;
+        r.multiply(r.part, w0, w1, x);
+        // One block for the four lanes of a stretch, whose sums are one.
+        const int block = min(unit / 8, blocks - 1);
+        const float by_token = task.p.a_scale[(long long)task.token_of(t) * blocks + block];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float scale = by_token * b_scale[task.weight_of(2 * j + row) / 128 * blocks + block];
+            sums[2 * row] += r.part[2 * row] * scale;
+            sums[2 * row + 1] += r.part[2 * row + 1] * scale;
+        }
+    }
+
+    __device__ __forceinline__ float scaled(float sum, int, int) const { return sum; }
+};
+
+template <typename T, int FORMAT, bool BLOCK_SCALES, class Task> struct UnitsOf {
+    using Type = PlainUnits<T, Task>;
+    static_assert(FORMAT == PLAIN && !BLOCK_SCALES, "");
+};
+template <typename T, class Task> struct UnitsOf<T, FP8, false, Task> {
+    using Type = Fp8RowUnits<Task>;
+};
+template <typename T, class Task> struct UnitsOf<T, FP8, true, Task> {
+    using Type = Fp8BlockUnits<Task>;
+};
+
+// Load units `at`, `at` + 32, ... (of lane 0) of each row of the warp's weights; a row has `loads`, and those past it are 0.
+template <int ROWS, int LOADS, class Task>
+__device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task& task, const uint4* weights, int loads,
+                                             int at, int lane) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+        for (int j = 0; j < ROWS; ++j)
+            w[j][i] =
+                load_or_zero(weights + (unsigned(task.weight_of(j)) * loads + at + 32 * i), at + 32 * i + lane < loads);
+}
+
+// The diagonal of a product: lane (g, q) has sum (g, g) if q = g / 2, in its even place or its odd one.
+struct Diagonal {
+    const bool here, odd;
+
+    // The trace for row 0 or 1 of a pair.
+    __device__ __forceinline__ float trace(const float (&sums)[4], int row) const {
+        const float mine = odd ? sums[2 * row + 1] : sums[2 * row];
+        return lanes_sum<32>(here ? mine : 0.f);
+    }
+};
+
+// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. FORMAT: PLAIN or FP8. BLOCK_SCALES: FP8
+// with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows. LOADS: units of each
+// row of weights that a lane has under way at once. BLOCKS: blocks that fit a multiprocessor.
+template <typename T, int FORMAT, bool BLOCK_SCALES, int TOKENS, int ACTIVATION, int PAIRS, int WARPS, int LOADS,
+          int BLOCKS>
+__global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_constant__ GemmParams p) {
+    using Task = StreamTask<ACTIVATION != NO_ACTIVATION>;
+    using Units = typename UnitsOf<T, FORMAT, BLOCK_SCALES, Task>::Type;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __shared__ GroupTile tile;
+    if (!find_tile<TOKENS, WARPS * 32>(p, blockIdx.y, tile)) return;
+    const int first = tile.begin + (int(blockIdx.y) - tile.before) * TOKENS, count = min(tile.end - first, TOKENS);
+    const int pairs = p.n / 2, pair = (blockIdx.x * WARPS + warp) * PAIRS;
+    if (pair >= pairs) return;
+    const Task task{p, first, count, pairs, pair};
+    // Units of a row. Those before a row of `a`, and before one of an expert's weights, are counted in 32 bits: the host
+    // refuses 64 GiB of them.
+    const int loads = p.k / Units::NUMBERS;
+    const uint4* const weights = static_cast<const uint4*>(p.b) + (long long)tile.expert * p.n * loads + lane;
+    const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;
+    unsigned token_at[TOKENS];
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) token_at[t] = unsigned(task.token_of(t)) * loads;
+    const Units units(task, tile.expert);
+
+    float sums[TOKENS][PAIRS][4] = {};
+    for (int at = 0; at < loads; at += 32 * LOADS) {
+        uint4 w[2 * PAIRS][LOADS];
+        load_weights(w, task, weights, loads, at, lane);
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            if (t > 0 && t >= count) break;
+            uint4 x[LOADS];
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                x[i] = make_uint4(0, 0, 0, 0);
+                if (at + 32 * i + lane < loads) x[i] = __ldg(tokens + (token_at[t] + at + 32 * i));
+            }
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+                for (int j = 0; j < PAIRS; ++j) {
+                    typename Units::Registers registers;
+                    units.multiply(registers, sums[t][j], w[2 * j][i], w[2 * j + 1][i], x[i], t, j, at + 32 * i + lane);
+                }
+        }
+    }
+
+    const Diagonal diagonal{lane % 4 == lane / 8, bool(lane / 4 % 2)};
+    T* const out = static_cast<T*>(p.out);
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+        if (t >= count) break;
+        const long long row = first + t;
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) {
+            float both[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) both[i] = units.scaled(diagonal.trace(sums[t][j], i), t, 2 * j + i);
+            if (lane != 0 || pair + j >= pairs) continue;
+            if constexpr (ACTIVATION != NO_ACTIVATION)
+                out[row * pairs + pair + j] = from_float<T>(activate<ACTIVATION>(both[0], both[1]));
+            else
+                *reinterpret_cast<unsigned*>(out + row * p.n + 2 * (pair + j)) = pack<T>(both[0], both[1]);
+        }
+    }
+}

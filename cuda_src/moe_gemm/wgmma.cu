@@ -1,0 +1,192 @@
+// Grouped products of 16-bit numbers on Hopper, by TMA and wgmma: each expert's weights times its rows.
+//
+//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//
+// sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
+//
+// A product by wgmma has 64 rows and any multiple of 8 columns. Groups have any number of rows, so these, called tokens here,
+// are its columns, and weights are its rows: a tile of few tokens costs little, and what TMA copies beside a group's tokens
+// ends in columns that nobody writes. All tiles of a group read all of its weights; so a group has as few tiles of tokens as
+// can be, of about as many tokens each, and a tile is multiplied at the smallest of WIDTHS that holds it.
+//
+// Grid: CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads. They stay, and take one tile
+// after the other: 128 weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring
+// weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
+//
+//   warp 8           finds tiles, and has TMA copy 64 numbers along k at a time to a ring of STAGES stages; it is ahead of
+//                    the others by the whole ring, across tiles too
+//   warpgroup 0, 1   multiply weights 64 w ... 64 w + 63 of a tile, and write the results
+//
+// A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released it.
+//
+// ACTIVATION: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. So a thread has the
+// sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
+//
+// With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while the
+// other writes, so the tensor cores always have work.
+//
+// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an H200,
+// with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99%, 64 x 64 rows
+// 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%.
+#include "common/cluster.cuh"
+#include "moe_gemm/wgmma_layout.cuh"
+#include "moe_gemm/wgmma_store.cuh"
+#include "moe_gemm/wgmma_tiles.cuh"
+#include "moe_gemm/wgmma_widths.cuh"
+
+// The loop of the warp that loads.
+template <bool GATED, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+__device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
+                                           unsigned stages) {
+    using Shared = WgmmaShared<TOKENS, STAGES>;
+    constexpr int WEIGHTS = WARPGROUPS * 64, BOX = box_of(TOKENS);
+    constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
+    const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
+    WgmmaTiles<TOKENS> tiles(p, (p.n + CLUSTER * WEIGHTS - 1) / (CLUSTER * WEIGHTS));
+    RingPlace<STAGES> place;
+    const int steps = (p.k + DEPTH - 1) / DEPTH;
+    int expert, row, tokens, weight_tile;
+    for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile);
+         tile += gridDim.x / CLUSTER) {
+        if (lane == 0) {
+            const int first_weight = (weight_tile * CLUSTER + rank) * WEIGHTS;
+            const int boxes = (tokens + BOX - 1) / BOX;
+            for (int step = 0; step < steps; ++step, place.advance()) {
+                const unsigned full = shared_address(&shared.full[place.stage]);
+                const unsigned weights_to = stages + place.stage * Shared::STAGE;
+                const unsigned tokens_to = weights_to + Shared::WEIGHT_TILE;
+                const int x = step * DEPTH;
+                barrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+                if (step == 0) shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
+                barrier_expect(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
+                if constexpr (GATED)
+                    copy_tile<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
+                else
+                    copy_tile<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
+                for (int box = rank; box < boxes; box += CLUSTER) {
+                    const unsigned to = tokens_to + box * BOX * ROW_BYTES;
+                    if constexpr (CLUSTER == 1)
+                        copy_tile<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
+                    else
+                        copy_tile_to((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
+                }
+            }
+        }
+        __syncwarp();
+    }
+    if (lane == 0) {
+        barrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+        shared.tiles[place.stage].tokens = 0;
+        barrier_arrive(shared_address(&shared.full[place.stage]));
+    }
+    __syncwarp();
+}
+
+// Sum a warpgroup's part of a tile of at most WIDTH tokens. `a`, `b`: descriptors of its weights and tokens in stage 0.
+// `skewed_after`: the step after which the other warpgroup may begin, or -1.
+template <typename T, int WIDTH, int CLUSTER, bool STREAMED, int REGISTERS, typename Shared, int STAGES>
+__device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, RingPlace<STAGES>& place, int steps,
+                                         int skewed_after, unsigned long long a, unsigned long long b) {
+    const int lane = threadIdx.x % 32;
+    auto release = [&](int stage) {
+        const unsigned empty = shared_address(&shared.empty[stage]);
+        if constexpr (CLUSTER == 1) {
+            if (lane == 0) barrier_arrive(empty);
+        } else {
+            if (lane < CLUSTER) barrier_arrive_in(barrier_in_block(empty, lane));
+        }
+    };
+    int previous = 0;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        barrier_wait(shared_address(&shared.full[place.stage]), place.phase);
+        const unsigned long long at = place.stage * (Shared::STAGE >> 4);
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < DEPTH / 16; ++i) // 16 numbers are 32 bytes
+            multiply_step<T, WIDTH>(c, a + at + (i * 32 >> 4), b + at + (i * 32 >> 4), i > 0 || step > 0);
+        products_commit();
+        if constexpr (STREAMED) { // memory is the limit: release the stage at once, so that its next copies start
+            products_wait<0>();
+            release(place.stage);
+        } else { // tensor cores are the limit: release the stage before, while this one's products run
+            products_wait<1>();
+            if (step > 0) release(previous);
+        }
+        if (step == skewed_after && lane == 0) barrier_arrive(shared_address(&shared.skewed));
+        previous = place.stage;
+        place.advance();
+    }
+    if constexpr (!STREAMED) {
+        products_wait<0>();
+        release(previous);
+    }
+    pin(reinterpret_cast<float (&)[WIDTH / 2]>(c));
+}
+
+// The loop of a warpgroup that multiplies.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+__device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
+                                              unsigned stages) {
+    using Shared = WgmmaShared<TOKENS, STAGES>;
+    constexpr int SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
+    // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform registers.
+    const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
+    const unsigned long long a = along_the_sum(stages + warpgroup * 64 * ROW_BYTES);
+    const unsigned long long b = along_the_sum(stages + Shared::WEIGHT_TILE);
+    const unsigned staging = stages + STAGES * Shared::STAGE + warpgroup * 2 * Shared::STAGING;
+    const int steps = (p.k + DEPTH - 1) / DEPTH;
+    RingPlace<STAGES> place;
+    int round = 0;
+    int skewed_after = SKEW && warpgroup == 0 ? min(SKEW, steps) - 1 : -1;
+    float c[TOKENS / 2];
+    for (bool first = true;; first = false) {
+        barrier_wait(shared_address(&shared.full[place.stage]), place.phase);
+        const WgmmaTile tile = shared.tiles[place.stage];
+        if (tile.tokens == 0) break;
+        if (SKEW && first && warpgroup > 0) barrier_wait(shared_address(&shared.skewed), 0);
+        with_width<TOKENS>(tile.tokens, [&](auto width) {
+            sum_tile<T, decltype(width)::value, CLUSTER, STREAMED>(c, shared, place, steps, skewed_after, a, b);
+        });
+        skewed_after = -1;
+        store_tile<T, ACTIVATION, TOKENS>(p, c, tile, warpgroup, staging, round);
+    }
+}
+
+// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few
+// tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
+__global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
+    CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
+#if HAS_WGMMA
+    using Shared = WgmmaShared<TOKENS, STAGES>;
+    extern __shared__ char memory[];
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned stages = shared_address(memory) + misplaced;
+    Shared& shared =
+        *reinterpret_cast<Shared*>(memory + misplaced + STAGES * Shared::STAGE + WARPGROUPS * 2 * Shared::STAGING);
+    if (threadIdx.x == 0) {
+        prefetch_map(p.b_map);
+        prefetch_map(p.a_map);
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&shared.full[i]), 1);
+            barrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
+        }
+        barrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
+        barriers_ready();
+    }
+    cluster_barrier<CLUSTER>();
+    constexpr bool DEAL = TOKENS > 128;
+    if (threadIdx.x < WARPGROUPS * WARPGROUP) {
+        if constexpr (DEAL) take_registers<224>();
+        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+    } else {
+        if constexpr (DEAL) leave_registers<56>();
+        if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
+            load_tiles<ACTIVATION != NO_ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+    }
+    // A block may not end while others of its cluster write to its shared memory.
+    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+#endif
+}

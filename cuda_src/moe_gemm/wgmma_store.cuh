@@ -1,0 +1,80 @@
+// The epilogue of gemm_wgmma: from sums to results in memory.
+#pragma once
+#include "common/activation.cuh"
+#include "common/mma.cuh"
+#include "moe_gemm/params.cuh"
+#include "moe_gemm/shared_memory.cuh"
+#include "moe_gemm/wgmma_layout.cuh"
+
+// Store 8 x 8 matrices of 16-bit numbers, transposed: lane l's two of matrix i go to rows 2 (l % 4) and + 1 of column l / 4.
+// `to` of lanes 8 i ... 8 i + 7 are the addresses of its rows.
+template <int MATRICES>
+__device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
+    if constexpr (MATRICES == 4)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
+                     "r"(from[1]), "r"(from[2]), "r"(from[3])
+                     : "memory");
+    else if constexpr (MATRICES == 2)
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(from[0]),
+                     "r"(from[1])
+                     : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(from[0]) : "memory");
+}
+
+// Wait for all threads of a warpgroup.
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
+    if (warpgroup < 1) return named_sync<1, WARPGROUP>();
+    named_sync<2, WARPGROUP>();
+}
+
+// Write a warpgroup's results of a tile.
+//
+// They lie along the weights in memory, but along the tokens in the registers of a thread. stmatrix transposes them through
+// shared memory, a round of ROUND tokens at a time, so that 8 (gated: 4) threads write neighbouring bytes of a token. Rounds
+// alternate between two places in `staging`, which `round` counts: all threads that read one have done so when they come to
+// the barrier of the next round, and the round after that may write to the place again.
+template <typename T, int ACTIVATION, int TOKENS>
+__device__ __forceinline__ void store_tile(const MappedGemmParams& p, const float (&c)[TOKENS / 2],
+                                           const WgmmaTile& tile, int warpgroup, unsigned staging, int& round) {
+    constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
+    constexpr int ROUND = round_of(TOKENS);
+    constexpr int CHUNKS = GATED ? 4 : 8; // chunks of 16 bytes of a token
+    constexpr int EACH = CHUNKS / 4;      // of them by each warp
+    constexpr int MATRICES = ROUND / 8 * EACH < 4 ? ROUND / 8 * EACH : 4;
+    constexpr int GROUPS = MATRICES / EACH; // groups of 8 tokens that are stored at once
+    // Chunk i lies where chunk i ^ swizzle(token) would: the chunks i of 8 neighbouring tokens are in different banks.
+    auto swizzle = [](int token) { return GATED ? token / 2 % 4 : token % 8; };
+    const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
+    const int columns = GATED ? p.n / 2 : p.n;
+    const unsigned lane_to =
+        (lane / 8 / EACH * 8 + lane % 8) * CHUNKS * 16 + ((warp * EACH + lane / 8 % EACH) ^ swizzle(lane % 8)) * 16;
+    const int chunk = thread % CHUNKS, column = tile.column + warpgroup * CHUNKS * 8 + chunk * 8;
+    T* const out = static_cast<T*>(p.out) + (long long)tile.row * columns + column;
+#pragma unroll
+    for (int first = 0; first < TOKENS; first += ROUND) {
+        if (first >= tile.tokens) break;
+        const unsigned place = staging + (round++ & 1) * ROUND * ROW_BYTES;
+#pragma unroll
+        for (int group = 0; group < ROUND / 8; group += GROUPS) {
+            unsigned packed[MATRICES];
+#pragma unroll
+            for (int i = 0; i < MATRICES; ++i) {
+                const float* const sums = c + (first / 8 + group + i / EACH) * 4;
+                if constexpr (GATED)
+                    packed[i] = pack<T>(activate<ACTIVATION>(sums[0], sums[2]), activate<ACTIVATION>(sums[1], sums[3]));
+                else
+                    packed[i] = pack<T>(sums[i % 2 * 2], sums[i % 2 * 2 + 1]);
+            }
+            store_transposed(place + lane_to + group * 8 * CHUNKS * 16, packed);
+        }
+        warpgroup_sync(warpgroup);
+#pragma unroll
+        for (int i = 0; i < (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; ++i) {
+            const int token = i * (WARPGROUP / CHUNKS) + thread / CHUNKS;
+            if (token < ROUND && first + token < tile.tokens && column < columns)
+                *reinterpret_cast<uint4*>(out + (long long)(first + token) * columns) =
+                    load_shared(place + token * CHUNKS * 16 + (chunk ^ swizzle(token)) * 16);
+        }
+    }
+}
