@@ -29,9 +29,9 @@ __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typen
     Fp8Tiles<Layout> tiles(p, shared.groups[1 + part]);
     int stage = 0, phase = 1;
     auto fill = [&](auto&& write) {
-        barrier_wait(shared_address(&shared.empty[stage]), phase);
+        mbarrier_wait(shared_address(&shared.empty[stage]), phase);
         write();
-        barrier_arrive(shared_address(&shared.full[stage]));
+        mbarrier_arrive(shared_address(&shared.full[stage]));
         if (++stage == STAGES) stage = 0, phase ^= 1;
     };
     Fp8Tile tile;

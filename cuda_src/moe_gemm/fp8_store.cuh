@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
 #pragma unroll
                 for (int i = 0; i < 2; ++i) pairs[chunk * 2 + i] = pack<T>(results[i][0], results[i][1]);
             }
-            store_matrices(staged + lane % 16 * PITCH + ((j + lane / 16) ^ lane % 8) * 16, pairs);
+            stmatrix(staged + lane % 16 * PITCH + ((j + lane / 16) ^ lane % 8) * 16, pairs);
         }
         __syncwarp();
 #pragma unroll

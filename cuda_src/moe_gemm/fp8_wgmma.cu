@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     Fp8Tiles<Layout> tiles(p, shared.groups[0]);
     unsigned used = 0;
     // A stage is empty when no block of the cluster needs it any more, since this block copies rows to all of them.
-    auto wait_empty = [&](int stage) { barrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
+    auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
     Fp8Tile tile;
     while (tiles.next(tile)) {
         const unsigned before = used;
@@ -51,18 +51,18 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
                 const unsigned full = shared_address(&shared.full[stage]);
                 wait_empty(stage);
                 if (i == 0) shared.tiles[stage] = tile;
-                barrier_expect(full, bytes);
+                mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll 1
                 for (int box = rank; box < boxes; box += CLUSTER) {
                     const int row = tile.y + box * FP8_BOX;
                     if constexpr (CLUSTER == 1)
-                        copy_tile<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
+                        tma_load<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
                     else
-                        copy_tile_to((1 << CLUSTER) - 1, to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
+                        tma_load_multicast((1 << CLUSTER) - 1, to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
                 }
-                copy_tile<EVICT_NORMAL>(weights, p.b_map, k, tile.w, tile.x, 0, full);
+                tma_load<EVICT_NORMAL>(weights, p.b_map, k, tile.w, tile.x, 0, full);
                 if constexpr (Layout::ACTIVATION != 0)
-                    copy_tile<EVICT_NORMAL>(weights + FP8_WEIGHT_BYTES / 2, p.b_map, k, half + tile.w, tile.x, 0, full);
+                    tma_load<EVICT_NORMAL>(weights + FP8_WEIGHT_BYTES / 2, p.b_map, k, half + tile.w, tile.x, 0, full);
             }
         }
         __syncwarp();
@@ -72,12 +72,12 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
         const int stage = used % STAGES;
         wait_empty(stage);
         shared.tiles[stage].z = 0;
-        barrier_arrive(shared_address(&shared.full[stage]));
+        mbarrier_arrive(shared_address(&shared.full[stage]));
     }
     __syncwarp();
 }
 
-// The descriptor of a K-major operand, as along_the_sum makes it, from its lower half: the upper one is always the same.
+// The descriptor of a K-major operand, as k_major_descriptor makes it, from its lower half: the upper one is always the same.
 __device__ __forceinline__ unsigned long long fp8_operand(unsigned lower) {
     unsigned long long operand;
     asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | 64u));
@@ -122,11 +122,11 @@ template <class Layout> struct Fp8FactorsOf<false, Layout> {
 
 // Start the products of 64 rows and a stage's weights; `rows`, `weights`: lower halves of their descriptors.
 __device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned rows, unsigned weights) {
-    products_begin();
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < FP8_K / 32; ++i)
-        multiply_tiles<__nv_fp8_e4m3>(sums, fp8_operand(rows + i * 2), fp8_operand(weights + i * 2), i > 0);
-    products_commit();
+        wgmma_k_major<__nv_fp8_e4m3>(sums, fp8_operand(rows + i * 2), fp8_operand(weights + i * 2), i > 0);
+    wgmma_commit_group();
 }
 
 // The loop of a warpgroup that computes: of each tile it has every second 64 rows, from those of `side` on.
@@ -140,11 +140,11 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     const unsigned staged = ring + Layout::STAGED + warp * Layout::STAGED_BYTES;
     // Of stage 0: the operand of the tokens, the scales of this lane's rows, and the barrier that releases it (lane i has
     // that of block i of the cluster).
-    const unsigned tokens = unsigned(along_the_sum(ring + side * FP8_BOX_BYTES));
+    const unsigned tokens = unsigned(k_major_descriptor(ring + side * FP8_BOX_BYTES));
     const unsigned further_weights = (Layout::TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
     const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
     const unsigned empty =
-        CLUSTER == 1 ? shared_address(&shared.empty[0]) : address_in(&shared.empty[0], lane % CLUSTER);
+        CLUSTER == 1 ? shared_address(&shared.empty[0]) : map_shared_rank(&shared.empty[0], lane % CLUSTER);
     int stage = 0, phase = 0;
     unsigned tokens_here = tokens, scales_here = scales; // of the stage at hand
     auto advance = [&] {
@@ -153,14 +153,14 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
         tokens_here = tokens + stage * (Layout::STAGE_BYTES / 16);
         scales_here = scales + stage * Layout::SCALE_BYTES;
     };
-    auto wait_full = [&] { barrier_wait(shared_address(&shared.full[stage]), phase); };
+    auto wait_full = [&] { mbarrier_wait(shared_address(&shared.full[stage]), phase); };
     // Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its scales.
     auto release = [&](unsigned used) {
         if (lane < CLUSTER) {
             if constexpr (CLUSTER == 1)
-                barrier_arrive(used);
+                mbarrier_arrive(used);
             else
-                barrier_arrive_in(used);
+                mbarrier_arrive_cluster(used);
         }
     };
     // By shuffles, so that the compiler knows that the tile is the same in all lanes.
@@ -188,8 +188,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             start_fp8_products(sums, tokens_here + block * (2 * FP8_BOX_BYTES / 16), tokens_here + further_weights);
             const unsigned used = empty + stage * 8;
             if (last) advance();
-            products_wait<0>();
-            pin(sums);
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(sums);
             if (last) release(used);
             factors.add(total[block], sums);
         };
@@ -236,29 +236,29 @@ __global__ CLUSTER_OF(CLUSTER)
     auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + misplaced + Layout::REST);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&shared.full[i]), 1 + Layout::SCALE_WARPS * 32);
-            barrier_init(shared_address(&shared.empty[i]), CLUSTER * 2 * WARPGROUP / 32);
+            mbarrier_init(shared_address(&shared.full[i]), 1 + Layout::SCALE_WARPS * 32);
+            mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * 2 * WARPGROUP / 32);
         }
-        barriers_ready();
+        fence_mbarrier_init();
     } else if (threadIdx.x == 2 * WARPGROUP) {
-        prefetch_map(p.a_map), prefetch_map(p.b_map);
+        prefetch_tensormap(p.a_map), prefetch_tensormap(p.b_map);
     }
     __syncthreads();
     // A block may not copy to, or arrive at a barrier of, one that has not begun or that has ended.
-    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
     // By a shuffle, so that the compiler knows that it is the same in all lanes.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     if (warpgroup < 2) {
-        take_registers<COMPUTING>();
+        setmaxnreg_inc<COMPUTING>();
         multiply_fp8_tiles<T, Layout>(p, shared, ring, warpgroup);
     } else {
-        leave_registers<LOADING>();
+        setmaxnreg_dec<LOADING>();
         const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x % WARPGROUP / 32), 0);
         if (warp == 0)
             load_fp8_tiles<Layout>(p, shared, ring);
         else if constexpr (BLOCK_SCALED)
             if (warp <= Layout::SCALE_WARPS) load_fp8_scales<Layout>(p, shared, ring + Layout::SCALES, warp - 1);
     }
-    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
 #endif
 }

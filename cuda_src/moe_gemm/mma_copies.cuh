@@ -75,7 +75,7 @@ template <class Form> struct MmaCopies {
             a_from += Form::A_LINE, b_from += Form::B_LINE;
             scales.start(step, shared_at + to + Form::SCALES);
         }
-        copies_commit();
+        cp_async_commit_group();
     }
 };
 

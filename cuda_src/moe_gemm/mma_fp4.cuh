@@ -170,8 +170,8 @@ template <typename T, class Form> struct FoldedScales {
         for (int i = 0; i < 4; ++i) r.b[i] = multiply_pairs<T>(r.b[i], r.factors[n]);
 #pragma unroll
         for (int m = 0; m < Block::M; ++m) {
-            multiply_add<T>(sums[m][n], r.a[m][0], r.b[0], r.b[1]);
-            multiply_add<T>(sums[m][n], r.a[m][1], r.b[2], r.b[3]);
+            mma_m16n8k16<T>(sums[m][n], r.a[m][0], r.b[0], r.b[1]);
+            mma_m16n8k16<T>(sums[m][n], r.a[m][1], r.b[2], r.b[3]);
         }
     }
 };
@@ -209,8 +209,8 @@ template <typename T, class Form> struct GroupScales {
 #pragma unroll
         for (int m = 0; m < Block::M; ++m) {
             float of_group[4] = {0.f, 0.f, 0.f, 0.f};
-            multiply_add<T>(of_group, r.a[m][0], r.b[0], r.b[1]);
-            multiply_add<T>(of_group, r.a[m][1], r.b[2], r.b[3]);
+            mma_m16n8k16<T>(of_group, r.a[m][0], r.b[0], r.b[1]);
+            mma_m16n8k16<T>(of_group, r.a[m][1], r.b[2], r.b[3]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[m][n][i] += of_group[i] * r.group_factors[i % 2];
         }
@@ -257,7 +257,7 @@ template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block:
         unsigned stage_at = 0;
 #pragma unroll 1
         for (int step = 0; step < copies.steps; ++step) {
-            copies_wait<Block::STAGES - 2>();
+            cp_async_wait_group<Block::STAGES - 2>();
             __syncthreads();
             copies.start(step + Block::STAGES - 1, stage_at == 0 ? LAST_STAGE : stage_at - Form::BYTES);
             const char* const stage = shared + stage_at;

@@ -39,7 +39,7 @@ template <typename T> struct ProductsOf16Bits {
         for (int n = 0; n < Block::N; ++n)
 #pragma unroll
             for (int m = 0; m < Block::M; ++m)
-                multiply_add<T>(sums[m][n], of.a[m], of.b[n / 2][n % 2 * 2], of.b[n / 2][n % 2 * 2 + 1]);
+                mma_m16n8k16<T>(sums[m][n], of.a[m], of.b[n / 2][n % 2 * 2], of.b[n / 2][n % 2 * 2 + 1]);
     }
 };
 
@@ -65,7 +65,7 @@ struct ProductsOf8Bits {
                 unsigned b[2];
                 to_halves<__nv_fp8_e4m3>(b, of.b[n / 2][n % 2 * 2 + i]);
 #pragma unroll
-                for (int m = 0; m < Block::M; ++m) multiply_add<__half>(sums[m][n], a[m], b[0], b[1]);
+                for (int m = 0; m < Block::M; ++m) mma_m16n8k16<__half>(sums[m][n], a[m], b[0], b[1]);
             }
         }
     }
@@ -125,9 +125,9 @@ template <class Form> struct LdmatrixProducts {
         // The part's two chunks: these bits of an address belong to the chunk alone.
         const unsigned a = (a_at + stage_at) ^ part * 32, b = (b_at + stage_at) ^ part * 32;
 #pragma unroll
-        for (int m = 0; m < Block::M; ++m) load_matrices(to.a[m], a + m * 16 * Form::A_LINE);
+        for (int m = 0; m < Block::M; ++m) ldmatrix(to.a[m], a + m * 16 * Form::A_LINE);
 #pragma unroll
-        for (int n = 0; n < Block::N / 2; ++n) load_matrices(to.b[n], b + n * 16 * Form::B_LINE);
+        for (int n = 0; n < Block::N / 2; ++n) ldmatrix(to.b[n], b + n * 16 * Form::B_LINE);
     }
 
     // Add all products of the tile to `totals`. The first STAGES - 1 steps have been started.
@@ -137,7 +137,7 @@ template <class Form> struct LdmatrixProducts {
         const unsigned a_at = copies.shared_at + Form::a_at(a_row, me.lane / 16);
         const int b_row = me.weight_warp * Block::N * 8 + me.lane % 8 + me.lane / 16 * 8;
         const unsigned b_at = copies.shared_at + Form::B + Form::b_at(b_row, me.lane / 8 % 2);
-        copies_wait<Block::STAGES - 2>();
+        cp_async_wait_group<Block::STAGES - 2>();
         __syncthreads();
         unsigned stage_at = 0;
         load(fragments[0], a_at, b_at, stage_at, 0);
@@ -149,7 +149,7 @@ template <class Form> struct LdmatrixProducts {
                 if (part == PARTS - 1) {
                     sums.read_scales(shared + stage_at + Form::SCALES, me);
                     // Behind this barrier the next stage is there, and this one may be overwritten.
-                    copies_wait<Block::STAGES - 2>();
+                    cp_async_wait_group<Block::STAGES - 2>();
                     __syncthreads();
                     stage_at = stage_at == LAST_STAGE ? 0 : stage_at + Form::BYTES;
                 }

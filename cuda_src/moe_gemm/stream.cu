@@ -56,8 +56,8 @@ template <typename T, class Task> struct PlainUnits {
     __device__ __forceinline__ void multiply(Registers&, float (&sums)[4], const uint4& w0, const uint4& w1,
                                              const uint4& x, int, int, int) const {
         const unsigned low[4] = {w0.x, w1.x, w0.y, w1.y}, high[4] = {w0.z, w1.z, w0.w, w1.w};
-        multiply_add<T>(sums, low, x.x, x.y);
-        multiply_add<T>(sums, high, x.z, x.w);
+        mma_m16n8k16<T>(sums, low, x.x, x.y);
+        mma_m16n8k16<T>(sums, high, x.z, x.w);
     }
 
     // The sum for token t and row i of the warp's weights, times their scales.
@@ -80,7 +80,7 @@ struct Fp8Registers {
 #pragma unroll
             for (int row = 0; row < 3; ++row) to_halves<__nv_fp8_e4m3>(halves[row], words[row][word]);
             both[0] = halves[0][0], both[1] = halves[1][0], both[2] = halves[0][1], both[3] = halves[1][1];
-            multiply_add<__half>(sums, both, halves[2][0], halves[2][1]);
+            mma_m16n8k16<__half>(sums, both, halves[2][0], halves[2][1]);
         }
     }
 };

@@ -57,28 +57,28 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
                 const unsigned weights_to = stages + place.stage * Shared::STAGE;
                 const unsigned tokens_to = weights_to + Shared::WEIGHT_TILE;
                 const int x = step * DEPTH;
-                barrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+                mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
                 if (step == 0) shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
-                barrier_expect(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
+                mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
                 if constexpr (GATED)
-                    copy_tile<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
+                    tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
                 else
-                    copy_tile<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
+                    tma_load<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
                 for (int box = rank; box < boxes; box += CLUSTER) {
                     const unsigned to = tokens_to + box * BOX * ROW_BYTES;
                     if constexpr (CLUSTER == 1)
-                        copy_tile<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
+                        tma_load<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
                     else
-                        copy_tile_to((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
+                        tma_load_multicast((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
                 }
             }
         }
         __syncwarp();
     }
     if (lane == 0) {
-        barrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+        mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
         shared.tiles[place.stage].tokens = 0;
-        barrier_arrive(shared_address(&shared.full[place.stage]));
+        mbarrier_arrive(shared_address(&shared.full[place.stage]));
     }
     __syncwarp();
 }
@@ -92,37 +92,37 @@ __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, 
     auto release = [&](int stage) {
         const unsigned empty = shared_address(&shared.empty[stage]);
         if constexpr (CLUSTER == 1) {
-            if (lane == 0) barrier_arrive(empty);
+            if (lane == 0) mbarrier_arrive(empty);
         } else {
-            if (lane < CLUSTER) barrier_arrive_in(barrier_in_block(empty, lane));
+            if (lane < CLUSTER) mbarrier_arrive_cluster(map_shared_rank(empty, lane));
         }
     };
     int previous = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(shared_address(&shared.full[place.stage]), place.phase);
+        mbarrier_wait(shared_address(&shared.full[place.stage]), place.phase);
         const unsigned long long at = place.stage * (Shared::STAGE >> 4);
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; ++i) // 16 numbers are 32 bytes
             multiply_step<T, WIDTH>(c, a + at + (i * 32 >> 4), b + at + (i * 32 >> 4), i > 0 || step > 0);
-        products_commit();
+        wgmma_commit_group();
         if constexpr (STREAMED) { // memory is the limit: release the stage at once, so that its next copies start
-            products_wait<0>();
+            wgmma_wait_group<0>();
             release(place.stage);
         } else { // tensor cores are the limit: release the stage before, while this one's products run
-            products_wait<1>();
+            wgmma_wait_group<1>();
             if (step > 0) release(previous);
         }
-        if (step == skewed_after && lane == 0) barrier_arrive(shared_address(&shared.skewed));
+        if (step == skewed_after && lane == 0) mbarrier_arrive(shared_address(&shared.skewed));
         previous = place.stage;
         place.advance();
     }
     if constexpr (!STREAMED) {
-        products_wait<0>();
+        wgmma_wait_group<0>();
         release(previous);
     }
-    pin(reinterpret_cast<float (&)[WIDTH / 2]>(c));
+    wgmma_fence_operand(reinterpret_cast<float (&)[WIDTH / 2]>(c));
 }
 
 // The loop of a warpgroup that multiplies.
@@ -133,8 +133,8 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     constexpr int SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
     // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
-    const unsigned long long a = along_the_sum(stages + warpgroup * 64 * ROW_BYTES);
-    const unsigned long long b = along_the_sum(stages + Shared::WEIGHT_TILE);
+    const unsigned long long a = k_major_descriptor(stages + warpgroup * 64 * ROW_BYTES);
+    const unsigned long long b = k_major_descriptor(stages + Shared::WEIGHT_TILE);
     const unsigned staging = stages + STAGES * Shared::STAGE + warpgroup * 2 * Shared::STAGING;
     const int steps = (p.k + DEPTH - 1) / DEPTH;
     RingPlace<STAGES> place;
@@ -142,10 +142,10 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     int skewed_after = SKEW && warpgroup == 0 ? min(SKEW, steps) - 1 : -1;
     float c[TOKENS / 2];
     for (bool first = true;; first = false) {
-        barrier_wait(shared_address(&shared.full[place.stage]), place.phase);
+        mbarrier_wait(shared_address(&shared.full[place.stage]), place.phase);
         const WgmmaTile tile = shared.tiles[place.stage];
         if (tile.tokens == 0) break;
-        if (SKEW && first && warpgroup > 0) barrier_wait(shared_address(&shared.skewed), 0);
+        if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
         with_width<TOKENS>(tile.tokens, [&](auto width) {
             sum_tile<T, decltype(width)::value, CLUSTER, STREAMED>(c, shared, place, steps, skewed_after, a, b);
         });
@@ -167,26 +167,26 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
     Shared& shared =
         *reinterpret_cast<Shared*>(memory + misplaced + STAGES * Shared::STAGE + WARPGROUPS * 2 * Shared::STAGING);
     if (threadIdx.x == 0) {
-        prefetch_map(p.b_map);
-        prefetch_map(p.a_map);
+        prefetch_tensormap(p.b_map);
+        prefetch_tensormap(p.a_map);
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&shared.full[i]), 1);
-            barrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
+            mbarrier_init(shared_address(&shared.full[i]), 1);
+            mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
         }
-        barrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
-        barriers_ready();
+        mbarrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
+        fence_mbarrier_init();
     }
-    cluster_barrier<CLUSTER>();
+    cluster_sync<CLUSTER>();
     constexpr bool DEAL = TOKENS > 128;
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
-        if constexpr (DEAL) take_registers<224>();
+        if constexpr (DEAL) setmaxnreg_inc<224>();
         compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     } else {
-        if constexpr (DEAL) leave_registers<56>();
+        if constexpr (DEAL) setmaxnreg_dec<56>();
         if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
             load_tiles<ACTIVATION != NO_ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }
     // A block may not end while others of its cluster write to its shared memory.
-    if constexpr (CLUSTER > 1) cluster_barrier<CLUSTER>();
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
 #endif
 }

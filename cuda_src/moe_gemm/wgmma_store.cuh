@@ -24,8 +24,8 @@ __device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&f
 
 // Wait for all threads of a warpgroup.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
-    if (warpgroup < 1) return named_sync<1, WARPGROUP>();
-    named_sync<2, WARPGROUP>();
+    if (warpgroup < 1) return named_barrier_sync<1, WARPGROUP>();
+    named_barrier_sync<2, WARPGROUP>();
 }
 
 // Write a warpgroup's results of a tile.

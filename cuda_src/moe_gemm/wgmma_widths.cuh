@@ -53,7 +53,7 @@ template <int WIDTH> struct Width {
     else if constexpr (N == 120) \
         PRODUCT("240", 120, types, "%120", "%121", "%122"); \
     else \
-        multiply_tiles<T>(c, a, b, add)
+        wgmma_k_major<T>(c, a, b, add)
 template <typename T, int N>
 __device__ __forceinline__ void multiply_width(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
     if constexpr (IS_BFLOAT16<T>) {
