@@ -48,13 +48,13 @@ SPECIALIZED = [
 ]
 CUDA_TYPE = {**arrays.CUDA_TYPE, "float8_e4m3fn": "__nv_fp8_e4m3", "float8_e5m2": "__nv_fp8_e5m2"}
 
-_attend = Kernel("paged_attention", "attend", compile_s=1.1)
-scalar = Kernel("paged_attention", "attend_scalar")
+_attend = Kernel("paged_attention/attend", "attend", compile_s=1.1)
+scalar = Kernel("paged_attention/attend_scalar", "attend_scalar")
 
 
 def unit_tokens() -> int:
     """Tokens of the smallest piece, and what pieces are multiples of."""
-    return template.constants("paged_attention")["UNIT_TOKENS"]
+    return template.constants("paged_attention/attend")["UNIT_TOKENS"]
 
 
 class Form(NamedTuple):
