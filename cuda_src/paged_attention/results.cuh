@@ -1,4 +1,7 @@
-// What is made of the scores and values that the warps of a block have seen: partial results, and results.
+// Results of pieces: the teams of a block merge what they found, and store it or merge it with the item's other pieces.
+//
+// Of some tokens a row knows a maximum of scores (times log2(e)), the sum of exp(score - maximum), and the same sum of
+// values. Two such triples over different tokens are merged by rescaling both to the larger maximum and adding.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
@@ -7,29 +10,7 @@
 
 constexpr float LN_2 = 0.693147180559945309f;
 
-// One row of an item.
-struct Row {
-    int token, head; // of the query
-    bool valid;
-
-    __device__ Row(const Params& p, const Segment& segment, int row) {
-        token = p.query_tokens == 1 && row < p.group ? 0 : row / p.group;
-        head = segment.kv_head * p.group + row - token * p.group;
-        valid = token < p.query_tokens;
-        if (!valid) token = 0, head = segment.kv_head * p.group;
-    }
-
-    __device__ long long index(const Params& p, const Segment& segment) const {
-        return ((long long)segment.seq * p.query_tokens + token) * p.heads + head;
-    }
-
-    // The last token of the cache that it sees.
-    __device__ int position(const Params& p, const Segment& segment) const {
-        return valid ? segment.length - p.query_tokens + token : -1;
-    }
-};
-
-// Let a row's sink join its maximum and sum (in powers of 2); `weight` is what its values then count.
+// Add a row's sink to its maximum and sum; the row's values are to be multiplied by `weight` then.
 __device__ __forceinline__ void add_sink(const Params& p, int head, float& maximum, float& sum, float& weight) {
     weight = 1.f;
     if (!p.sinks) return;
@@ -53,11 +34,12 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, const fl
     }
 }
 
-// What is known of four neighbouring dimensions of a row: not yet divided by the sum.
+// The triple of a row for four neighbouring dimensions: `values` are not yet divided by `sum`.
 struct Quad {
     float maximum, sum, values[4];
 
-    // Of a part that saw no token the maximum is -inf, all else 0; a bad block id shows in the sum.
+    // Add another triple, where `larger` is the maximum of all that are added. Of no tokens the maximum is -inf and all
+    // else 0, but for the sum, which is NaN after a bad block id.
     __device__ __forceinline__ void add(float other, float other_sum, const float4& part, float larger) {
         const float weight = other == -CUDART_INF_F ? 1.f : fast_exp2(other - larger);
         sum += other_sum * weight;
@@ -66,29 +48,33 @@ struct Quad {
     }
 };
 
-// What the TEAMS found for row r. In shared memory: maxima (in powers of 2) and sums [TEAMS, ROWS], outputs [TEAMS,
-// p.rows, stride].
-template <int TEAMS, int ROWS>
-__device__ __forceinline__ Quad merge_teams(const Params& p, const float* maxima, const float* sums,
-                                            const float* outputs, int stride, int r, int dim) {
-    Quad quad = {-CUDART_INF_F, 0.f, {}};
-#pragma unroll
-    for (int team = 0; team < TEAMS; ++team) quad.maximum = fmaxf(quad.maximum, maxima[team * ROWS + r]);
-#pragma unroll
-    for (int team = 0; team < TEAMS; ++team) {
-        const int at = team * ROWS + r;
-        const float* const output = &outputs[(team * p.rows + r) * stride + dim];
-        quad.add(maxima[at], sums[at], *reinterpret_cast<const float4*>(output), quad.maximum);
-    }
-    return quad;
-}
+// What the teams of a block left in shared memory.
+template <int TEAMS, int ROWS, int STRIDE_> struct TeamResults {
+    static constexpr int STRIDE = STRIDE_;
+    float *maxima, *sums; // [TEAMS, ROWS]
+    float* outputs;       // [TEAMS, p.rows, STRIDE]
 
-// Where the partial results of a row are: that of the item's first piece, and how much further each next one is.
+    // Merge the teams' triples of row r.
+    __device__ __forceinline__ Quad merge(const Params& p, int r, int dim) const {
+        Quad quad = {-CUDART_INF_F, 0.f, {}};
+#pragma unroll
+        for (int team = 0; team < TEAMS; ++team) quad.maximum = fmaxf(quad.maximum, maxima[team * ROWS + r]);
+#pragma unroll
+        for (int team = 0; team < TEAMS; ++team) {
+            const int at = team * ROWS + r;
+            const float* const output = &outputs[(team * p.rows + r) * STRIDE + dim];
+            quad.add(maxima[at], sums[at], *reinterpret_cast<const float4*>(output), quad.maximum);
+        }
+        return quad;
+    }
+};
+
+// Where the partial results of a row are: that of the item's first piece, and the distance to each next one.
 struct Slots {
     long long first, step;
 
     __device__ __forceinline__ Slots(const Params& p, const Segment& segment, const Row& row, int r) {
-        if (p.narrow) {
+        if (p.vllm_workspace) {
             first = row.index(p, segment) * p.max_splits, step = 1;
         } else {
             step = p.kv_heads * p.row_blocks * p.rows;
@@ -101,7 +87,7 @@ __device__ __forceinline__ float value_scale(const Params& p) {
     return p.value_scale ? *p.value_scale * p.out_scale : p.out_scale;
 }
 
-// Store four dimensions of a row: its result, once all is known, or a partial one.
+// Store four dimensions of a row's result.
 template <typename T>
 __device__ __forceinline__ void store_result(const Params& p, const Segment& segment, const Row& row, int dim,
                                              Quad quad, float out_scale) {
@@ -115,26 +101,26 @@ __device__ __forceinline__ void store_result(const Params& p, const Segment& seg
     if (p.lse && dim == 0) p.lse[index] = log_sum(quad.maximum, quad.sum);
 }
 
+// Store four dimensions of a row's partial result; in vLLM's workspace as the attention to the piece by itself.
 template <typename T>
 __device__ __forceinline__ void store_partial(const Params& p, const Segment& segment, const Row& row, int r, int dim,
                                               Quad quad) {
     const Slots slots(p, segment, row, r);
     const long long slot = slots.first + segment.piece * slots.step;
-    if (dim == 0) p.maxima[slot] = p.narrow ? quad.maximum * LN_2 : quad.maximum, p.sums[slot] = quad.sum;
-    if (!p.narrow) {
+    if (dim == 0) p.maxima[slot] = p.vllm_workspace ? quad.maximum * LN_2 : quad.maximum, p.sums[slot] = quad.sum;
+    if (!p.vllm_workspace) {
         store_four(&static_cast<float*>(p.partial)[slot * p.head_dim + dim], quad.values);
         return;
     }
-    // As vLLM leaves it: the attention of a partition by itself.
     const float factor = quad.sum == 0.f ? 0.f : value_scale(p) / quad.sum;
 #pragma unroll
     for (int j = 0; j < 4; ++j) quad.values[j] *= factor;
     store_four(&static_cast<T*>(p.partial)[slot * p.head_dim + dim], quad.values);
 }
 
+// Load from L2, where other multiprocessors' stores arrive: the first-level cache does not see them.
 template <typename T> __device__ __forceinline__ float4 load_partial(const Params& p, long long at) {
-    // Past the first-level cache, which does not see what other multiprocessors wrote.
-    if (!p.narrow) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.partial) + at));
+    if (!p.vllm_workspace) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.partial) + at));
     if constexpr (sizeof(T) == 4) {
         return __ldcg(reinterpret_cast<const float4*>(static_cast<const T*>(p.partial) + at));
     } else {
@@ -144,15 +130,16 @@ template <typename T> __device__ __forceinline__ float4 load_partial(const Param
     }
 }
 
-// Merge the partial results of all pieces of an item, in their order, whoever does it.
-template <int ROWS, typename T> __device__ void join(const Params& p, const Segment& segment) {
+// Merge the partial results of all pieces of an item and store the results. The order is that of the pieces, so that the
+// bits do not depend on which block does it.
+template <int ROWS, typename T> __device__ void merge_pieces(const Params& p, const Segment& segment) {
     const int quads = p.head_dim / 4;
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
         const int r = i / quads, dim = i % quads * 4;
         const Row row(p, segment, segment.row_block * ROWS + r);
         if (!row.valid) break;
         const Slots slots(p, segment, row, r);
-        const float unit = p.narrow ? LOG2_E : 1.f;
+        const float unit = p.vllm_workspace ? LOG2_E : 1.f;
         Quad quad = {-CUDART_INF_F, 0.f, {}};
 #pragma unroll 8
         for (int piece = 0; piece < segment.pieces; ++piece)
@@ -163,25 +150,24 @@ template <int ROWS, typename T> __device__ void join(const Params& p, const Segm
             const long long slot = slots.first + piece * slots.step;
             const float maximum = __ldcg(&p.maxima[slot]) * unit, sum = __ldcg(&p.sums[slot]);
             float4 part = load_partial<T>(p, slot * p.head_dim + dim);
-            if (p.narrow) part = make_float4(part.x * sum, part.y * sum, part.z * sum, part.w * sum);
+            if (p.vllm_workspace) part = make_float4(part.x * sum, part.y * sum, part.z * sum, part.w * sum);
             quad.add(maximum, sum, part, quad.maximum);
         }
-        // vLLM's partial results are scaled already.
-        store_result<T>(p, segment, row, dim, quad, p.narrow ? 1.f : value_scale(p));
+        // Partial results in vLLM's workspace are scaled already.
+        store_result<T>(p, segment, row, dim, quad, p.vllm_workspace ? 1.f : value_scale(p));
     }
 }
 
-// Merge what the teams found for the ROWS rows of a piece, and store it.
-template <int TEAMS, int ROWS, typename T>
-__device__ void store_segment(const Params& p, const Segment& segment, const float* maxima, const float* sums,
-                              const float* outputs, int stride) {
+// Merge what the teams found for the rows of a piece, and store it: results, or partial ones.
+template <typename T, int TEAMS, int ROWS, int STRIDE>
+__device__ void store_piece(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found) {
     const int quads = p.head_dim / 4;
     const bool partial = segment.partial(p);
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
         const int r = i / quads, dim = i % quads * 4;
         const Row row(p, segment, segment.row_block * ROWS + r);
         if (!row.valid) break;
-        const Quad quad = merge_teams<TEAMS, ROWS>(p, maxima, sums, outputs, stride, r, dim);
+        const Quad quad = found.merge(p, r, dim);
         if (partial)
             store_partial<T>(p, segment, row, r, dim, quad);
         else
@@ -189,23 +175,23 @@ __device__ void store_segment(const Params& p, const Segment& segment, const flo
     }
 }
 
-// One thread, after a barrier: the block has stored a piece. Which of its item it was, in time.
+// For one thread, after the block has stored a piece and passed a barrier: how many pieces of the item were done before.
 __device__ __forceinline__ int arrive(const Params& p, const Segment& segment) {
     __threadfence();
     return atomicAdd(&p.arrived[(segment.seq * p.kv_heads + segment.kv_head) * p.row_blocks + segment.row_block], 1);
 }
 
-// `store_segment` for an item whose tokens a cluster has shared, by way of `merged` [ROWS, stride] and `statistics` [ROWS] in
-// the shared memory of each of its blocks.
-template <int CLUSTER, int TEAMS, int ROWS, typename T>
-__device__ void store_shared_segment(const Params& p, const Segment& segment, const float* maxima, const float* sums,
-                                     const float* outputs, float* merged, float2* statistics, int stride) {
+// `store_piece` for an item whose tokens a cluster has shared. Each block merges its teams into `merged` [ROWS, STRIDE]
+// and `statistics` [ROWS] in its shared memory; then the blocks divide the rows, and read those of all others.
+template <int CLUSTER, typename T, int TEAMS, int ROWS, int STRIDE>
+__device__ void store_cluster(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found,
+                              float* merged, float2* statistics) {
     const int quads = p.head_dim / 4;
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
         const int r = i / quads, dim = i % quads * 4;
         if (!Row(p, segment, segment.row_block * ROWS + r).valid) break;
-        const Quad quad = merge_teams<TEAMS, ROWS>(p, maxima, sums, outputs, stride, r, dim);
-        *reinterpret_cast<float4*>(&merged[r * stride + dim]) =
+        const Quad quad = found.merge(p, r, dim);
+        *reinterpret_cast<float4*>(&merged[r * STRIDE + dim]) =
             make_float4(quad.values[0], quad.values[1], quad.values[2], quad.values[3]);
         if (dim == 0) statistics[r] = make_float2(quad.maximum, quad.sum);
     }
@@ -223,7 +209,7 @@ __device__ void store_shared_segment(const Params& p, const Segment& segment, co
         }
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; ++rank) {
-            const float4 part = load_from<CLUSTER>(rank, reinterpret_cast<const float4*>(&merged[r * stride + dim]));
+            const float4 part = load_from<CLUSTER>(rank, reinterpret_cast<const float4*>(&merged[r * STRIDE + dim]));
             quad.add(of_rank[rank].x, of_rank[rank].y, part, quad.maximum);
         }
         store_result<T>(p, segment, row, dim, quad, value_scale(p));

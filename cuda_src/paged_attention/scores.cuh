@@ -3,7 +3,8 @@
 #include "common/numeric.cuh"
 #include "paged_attention/pieces.cuh"
 
-// vLLM's block-sparse pattern: whether the row's head sees the tokens of the pattern's block that `token` is in.
+// Whether a head sees the block of vLLM's block-sparse pattern that `token` is in: one of the last `sparse_local` blocks, or
+// one of the head's own stripe.
 __device__ __forceinline__ bool in_pattern(const Params& p, const Segment& segment, int head, int token) {
     const int block = token / p.sparse_size;
     const long long shift = p.sparse_head_step >= 0
@@ -12,7 +13,7 @@ __device__ __forceinline__ bool in_pattern(const Params& p, const Segment& segme
     return (block + shift + 1) % p.sparse_stride == 0 || block > (segment.length - 1) / p.sparse_size - p.sparse_local;
 }
 
-// What is done to a score besides the scale (all in powers of 2).
+// The score with softcap and slope. Score and slope are times log2(e), before and after.
 __device__ __forceinline__ float modify(const Params& p, float score, float slope, int distance) {
     if (p.softcap) {
         const float cap = p.softcap * LOG2_E;

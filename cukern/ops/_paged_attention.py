@@ -24,7 +24,7 @@ _SCALAR_ROWS = 4  # ROWS of the template `attend_scalar`
 _MOST_BLOCKS = 2  # per multiprocessor: launch bounds of the template
 _RESERVED_SHARED = 1024  # bytes of each block
 #: Units that a block of threads takes at least, measured on an H200.
-_LEAST_UNITS = 4
+_MIN_UNITS = 4
 _LARGEST_SCALE = 1e30
 #: Sizes of clusters; items times size is at most _CLUSTERED, so that all of them run at once.
 _CLUSTERS = (16, 8, 4)
@@ -476,8 +476,8 @@ def attend(
         group=sizes.heads // sizes.kv_heads,
         row_blocks=plan.row_blocks,
         split=split,
-        least=_LEAST_UNITS,
+        min_units=_MIN_UNITS,
         rows=plan.rows,
         max_splits=0 if workspaces is None else workspaces[0].shape[-1],
-        narrow=narrow,
+        vllm_workspace=narrow,
     )
