@@ -977,7 +977,7 @@ class Sizes(NamedTuple):
 def plan(x: Sizes) -> parts.Deal:
     sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
     options = x.extras, x.split, False, x.aligned, x.variant
-    return parts.deal(gpu.of_arch("90a"), x.dtype, x.cache, x.layout, sizes, *options)
+    return parts.deal(gpu.of_arch("90a"), parts.Request(x.dtype, x.cache, x.layout, sizes, *options))
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
