@@ -977,7 +977,7 @@ class Sizes(NamedTuple):
 def plan(x: Sizes) -> parts.Deal:
     sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
     options = x.extras, x.split, False, x.aligned, x.variant
-    return parts.deal(gpu.of_arch("90a"), x.dtype, x.cache, x.layout, sizes, *options)
+    return parts.deal(gpu.of_arch("90a"), parts.Request(x.dtype, x.cache, x.layout, sizes, *options))
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
@@ -1088,8 +1088,8 @@ def test_the_launch_of_a_batch() -> None:
         "query_seq": 48 * 128, "query_token": 0, "query_head": 128, "key_block": 32768, "key_token": 0,
         "key_head": 4096, "value_block": 32768, "value_token": 0, "value_head": 4096, "table_row": 260, "seqs": 64,
         "query_tokens": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "group": 4, "row_blocks": 1, "blocks": 9,
-        "block_size": 16, "max_blocks": 256, "window": 100, "split": 0, "least": 4, "rows": 4, "max_splits": 0,
-        "narrow": 0, "sparse_local": 0, "sparse_stride": 0, "sparse_size": 64, "sparse_head_step": 0,
+        "block_size": 16, "max_blocks": 256, "window": 100, "split": 0, "min_units": 4, "rows": 4, "max_splits": 0,
+        "vllm_workspace": 0, "sparse_local": 0, "sparse_stride": 0, "sparse_size": 64, "sparse_head_step": 0,
         "sparse_rank": 0, "scale": 0.125, "softcap": 0.0, "out_scale": 1.0,
     }  # fmt: skip
     assert fields == want
@@ -1104,7 +1104,7 @@ def test_the_launch_of_v2() -> None:
     args = (out, sums, maxima, tmp_out, query, *caches, 2, 0.25, *places, 16, 2500, None, "auto", None, 2)
     trace, fields = launched(cukern.paged_attention_v2, *args, 1, 2, 3, 32, -1)
     assert trace.made == [((1 + 3 * 2,), "int32")] and [step.variant is None for step in trace.steps] == [True, False]
-    names = ("partial", "maxima", "sums", "taken", "arrived", "split", "max_splits", "narrow", "out_scale")
+    names = ("partial", "maxima", "sums", "taken", "arrived", "split", "max_splits", "vllm_workspace", "out_scale")
     want = (tmp_out.data_ptr(), maxima.data_ptr(), sums.data_ptr(), 4096, 4100, 512, 5, 1, 2.0)
     assert tuple(fields[name] for name in names) == want
     sparse = {"sparse_local": 2, "sparse_stride": 3, "sparse_size": 32, "sparse_head_step": -1, "sparse_rank": 1}

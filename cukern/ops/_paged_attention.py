@@ -20,11 +20,10 @@ MAX_DIM = 256
 MAX_BLOCK_SIZE = 2**16
 #: Pieces of 64 tokens, or of `split`, over all sequences, kv heads and blocks of rows that share one.
 MAX_UNITS = 2**31 - 2**16
-_SCALAR_ROWS = 4  # ROWS of the template `attend_scalar`
-_MOST_BLOCKS = 2  # per multiprocessor: launch bounds of the template
+_MAX_BLOCKS = 2  # per multiprocessor: launch bounds of the templates
 _RESERVED_SHARED = 1024  # bytes of each block
 #: Units that a block of threads takes at least, measured on an H200.
-_LEAST_UNITS = 4
+_MIN_UNITS = 4
 _LARGEST_SCALE = 1e30
 #: Sizes of clusters; items times size is at most _CLUSTERED, so that all of them run at once.
 _CLUSTERS = (16, 8, 4)
@@ -48,13 +47,13 @@ SPECIALIZED = [
 ]
 CUDA_TYPE = {**arrays.CUDA_TYPE, "float8_e4m3fn": "__nv_fp8_e4m3", "float8_e5m2": "__nv_fp8_e5m2"}
 
-_attend = Kernel("paged_attention", "attend", compile_s=1.1)
-scalar = Kernel("paged_attention", "attend_scalar")
+_attend = Kernel("paged_attention/attend", "attend", compile_s=1.1)
+scalar = Kernel("paged_attention/attend_scalar", "attend_scalar")
 
 
 def unit_tokens() -> int:
     """Tokens of the smallest piece, and what pieces are multiples of."""
-    return template.constants("paged_attention")["UNIT_TOKENS"]
+    return template.constants("paged_attention/attend")["UNIT_TOKENS"]
 
 
 class Form(NamedTuple):
@@ -191,8 +190,38 @@ class Sizes(NamedTuple):
     max_blocks: int
 
 
+class Request(NamedTuple):
+    """What a call asks of the kernels."""
+
+    dtype: str
+    cache: str  # dtype
+    layout: str
+    sizes: Sizes
+    extras: bool  # a softcap, slopes or a block-sparse pattern
+    split: int  # tokens of a piece; 0: the device decides
+    vllm_workspace: bool
+    aligned: bool  # all that is read 16 bytes at a time
+    variant: str
+
+    @property
+    def group_rows(self) -> int:
+        """Rows that share a kv head."""
+        return self.sizes.query_tokens * (self.sizes.heads // self.sizes.kv_heads)
+
+
+class _Choice(NamedTuple):
+    """A variant and what its blocks take."""
+
+    variant: Variant
+    threads: int
+    shared_bytes: int
+    rows: int  # of an item
+    blocks: int  # per multiprocessor at once
+    cluster: int = 1
+
+
 class Deal(NamedTuple):
-    """A variant, how it is launched, and what its blocks of threads leave each other."""
+    """A variant, how it is launched, and what its blocks leave each other."""
 
     variant: Variant
     blocks: int
@@ -200,81 +229,82 @@ class Deal(NamedTuple):
     shared_bytes: int
     rows: int  # of a partial result
     row_blocks: int
-    slots: int  # for rows of partial results
+    slots: int  # of rows of partial results
     counters: int
 
 
-def _unfit(dtype: str, cache: str, sizes: Sizes, aligned: bool) -> str:
-    """Why tensor cores cannot do it, if so."""
-    if dtype == "float32":
+def _why_scalar(x: Request) -> str:
+    """Why tensor cores cannot take a call; empty if they can."""
+    if x.dtype == "float32":
         return "float32 is not computed on tensor cores"
-    if sizes.block_size % 16:
-        return f"blocks of {sizes.block_size} tokens are no multiple of 16"
-    if sizes.head_dim * arrays.ITEM_SIZE[cache] % 16:
-        return f"a head of {sizes.head_dim} in {cache} is no multiple of 16 bytes"
-    return "" if aligned else "an array or one of its strides is no multiple of 16 bytes"
+    if x.sizes.block_size % 16:
+        return f"blocks of {x.sizes.block_size} tokens are no multiple of 16"
+    if x.sizes.head_dim * arrays.ITEM_SIZE[x.cache] % 16:
+        return f"a head of {x.sizes.head_dim} in {x.cache} is no multiple of 16 bytes"
+    return "" if x.aligned else "an array or one of its strides is no multiple of 16 bytes"
 
 
-def deal(
-    gpu: Gpu,
-    dtype: str,
-    cache: str,
-    layout: str,
-    sizes: Sizes,
-    extras: bool,
-    split: int,
-    narrow: bool,
-    aligned: bool,
-    variant: str,
-) -> Deal:
-    """How the work is dealt out; what depends on the lengths is left to the device."""
-    check.one_of("variant", variant, VARIANTS)
-    reason = _unfit(dtype, cache, sizes, aligned)
-    special = (sizes.head_dim, sizes.block_size) in _registered
-    if variant in ("specialized", "dynamic") and reason:
-        check.fail("variant", "'auto' or 'scalar' here", f"{variant!r}: {reason}")
-    if variant == "specialized" and not special:
-        got = f"'specialized': there is none for heads of {sizes.head_dim} and blocks of {sizes.block_size} tokens"
+def _choose(gpu: Gpu, x: Request) -> _Choice:
+    check.one_of("variant", x.variant, VARIANTS)
+    head_dim, block_size = x.sizes.head_dim, x.sizes.block_size
+    reason = _why_scalar(x)
+    if x.variant in ("specialized", "dynamic") and reason:
+        check.fail("variant", "'auto' or 'scalar' here", f"{x.variant!r}: {reason}")
+    if x.variant == "specialized" and (head_dim, block_size) not in _registered:
+        got = f"'specialized': there is none for heads of {head_dim} and blocks of {block_size} tokens"
         check.fail("variant", "'auto', 'dynamic' or 'scalar' here", f"{got} (cukern.specialize adds one)")
-    group_rows = sizes.query_tokens * (sizes.heads // sizes.kv_heads)
-    cluster = 1
-    if variant == "scalar" or reason:
-        wide = str(aligned).lower()
-        chosen = scalar.variant(CUDA_TYPE[dtype], CUDA_TYPE[cache], layout.upper(), wide)
-        threads, shared_bytes, rows, most_blocks = 128, 0, _SCALAR_ROWS, _MOST_BLOCKS
+    return _choose_scalar(x) if x.variant == "scalar" or reason else _choose_form(gpu, x)
+
+
+def _choose_scalar(x: Request) -> _Choice:
+    constants = template.constants("paged_attention/attend_scalar")
+    wide = str(x.aligned).lower()
+    variant = scalar.variant(CUDA_TYPE[x.dtype], CUDA_TYPE[x.cache], x.layout.upper(), wide)
+    return _Choice(variant, 32 * constants["WARPS"], 0, constants["ROWS"], _MAX_BLOCKS)
+
+
+def _choose_form(gpu: Gpu, x: Request) -> _Choice:
+    """The form of `attend` for a call: a team has rows enough for a kv head's, where a block has the warps."""
+    sizes, cluster = x.sizes, 1
+    warps = 2 if sizes.head_dim > 128 else 4
+    team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == warps)
+    # Clusters of 16 blocks, and the shared memory that they take, are those of data-center GPUs.
+    if not x.split and gpu.arch in _CLUSTERED_ARCHS:
+        items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
+        cluster = next((n for n in _CLUSTERS if n * items <= _CLUSTERED), 1)
+    if (sizes.head_dim, sizes.block_size) in _registered and x.variant != "dynamic":
+        form = specialized_form(x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, cluster)
     else:
-        warps = 2 if sizes.head_dim > 128 else 4
-        team = next(n for n in (1, 2, 4) if 16 * n >= group_rows or n == warps)
-        clustered = max(1, sizes.seqs) * sizes.kv_heads * -(-group_rows // (16 * team))
-        # Clusters of 16 blocks and the shared memory that they take are those of data-center GPUs.
-        if not split and gpu.arch in _CLUSTERED_ARCHS:
-            cluster = next((n for n in _CLUSTERS if n * clustered <= _CLUSTERED), 1)
-        if special and variant != "dynamic":
-            form = specialized_form(dtype, cache, layout, sizes.head_dim, sizes.block_size, team, extras, cluster)
-        else:
-            dims = next(n for n in (64, 128, 256) if n >= sizes.head_dim)
-            form = Form(dtype, cache, layout, 0, dims, 0, team, extras, cluster)
-        threads, rows = 32 * form.warps, 16 * team
-        chosen, shared_bytes = form.variant, form.shared_bytes(min(rows, group_rows))
-        each = shared_bytes + form.static_bytes + _RESERVED_SHARED
-        most_blocks = max(1, min(_MOST_BLOCKS, gpu.shared_per_multiprocessor // each))
-    row_blocks = -(-group_rows // rows)
+        dims = next(n for n in (64, 128, 256) if n >= sizes.head_dim)
+        form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, cluster)
+    shared_bytes = form.shared_bytes(min(16 * team, x.group_rows))
+    block_bytes = shared_bytes + form.static_bytes + _RESERVED_SHARED
+    blocks = max(1, min(_MAX_BLOCKS, gpu.shared_per_multiprocessor // block_bytes))
+    return _Choice(form.variant, 32 * form.warps, shared_bytes, 16 * team, blocks, cluster)
+
+
+def deal(gpu: Gpu, x: Request) -> Deal:
+    """The variant and the grid of a call; what depends on the lengths is left to the device."""
+    sizes, choice = x.sizes, _choose(gpu, x)
+    row_blocks = -(-x.group_rows // choice.rows)
     items = sizes.seqs * sizes.kv_heads * row_blocks
-    max_pieces = max(1, -(-sizes.max_blocks * sizes.block_size // (split or unit_tokens())))
+    piece_tokens = x.split or unit_tokens()
+    max_pieces = max(1, -(-sizes.max_blocks * sizes.block_size // piece_tokens))
     if items * max_pieces > MAX_UNITS or sizes.seqs * sizes.query_tokens * sizes.heads > MAX_UNITS:
-        wanted = f"at most {MAX_UNITS} pieces of {split or unit_tokens()} tokens in all"
+        wanted = f"at most {MAX_UNITS} pieces of {piece_tokens} tokens in all"
         check.fail("block_tables", wanted, f"{sizes.seqs} sequences of {sizes.max_blocks} blocks")
-    part_rows = min(rows, group_rows)
-    if cluster > 1:
-        return Deal(chosen, items * cluster, threads, shared_bytes, part_rows, row_blocks, 0, 0)
-    resident = most_blocks * gpu.multiprocessors
-    most_pieces = items * max_pieces
-    if not split:
-        # Rounding up adds less than one piece per item to as many as there are blocks.
-        most_pieces = min(most_pieces, resident + items)
-    slots = 0 if narrow or max_pieces == 1 else most_pieces * part_rows
-    blocks = min(most_pieces, resident)
-    return Deal(chosen, blocks, threads, shared_bytes, part_rows, row_blocks, slots, 1 + items)
+    rows = min(choice.rows, x.group_rows)
+    variant, threads, shared_bytes, *_ = choice
+    if choice.cluster > 1:
+        return Deal(variant, items * choice.cluster, threads, shared_bytes, rows, row_blocks, 0, 0)
+    resident = choice.blocks * gpu.multiprocessors
+    all_pieces = items * max_pieces
+    if not x.split:
+        # As many as there are blocks at most, and by rounding up less than one more for each item.
+        all_pieces = min(all_pieces, resident + items)
+    slots = 0 if x.vllm_workspace or max_pieces == 1 else all_pieces * rows
+    blocks = min(all_pieces, resident)
+    return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items)
 
 
 # --- a call -------------------------------------------------------------------------------------------
@@ -440,11 +470,12 @@ def attend(
     call: Call, split: int, variant: str, sparse: Sparse, workspaces: tuple[Array, Array, Array] | None, **fields: Any
 ) -> None:
     """Launch; `fields` are those of the kernels' parameters that differ between the functions."""
-    query, sizes, narrow = call.query, call.sizes, workspaces is not None
+    query, sizes, vllm_workspace = call.query, call.sizes, workspaces is not None
     if sparse.sparse_stride <= 1:
         sparse = sparse._replace(sparse_stride=0)
     extras = fields["slopes"] is not None or fields["softcap"] != 0 or sparse.sparse_stride > 0
-    plan = deal(query.gpu, query.dtype, call.cache, call.layout, sizes, extras, split, narrow, call.aligned, variant)
+    asked = (query.dtype, call.cache, call.layout, sizes, extras, split, vllm_workspace, call.aligned, variant)
+    plan = deal(query.gpu, Request(*asked))
     if plan.blocks == 0:
         return
     counters = partial = maxima = sums = None
@@ -476,8 +507,8 @@ def attend(
         group=sizes.heads // sizes.kv_heads,
         row_blocks=plan.row_blocks,
         split=split,
-        least=_LEAST_UNITS,
+        min_units=_MIN_UNITS,
         rows=plan.rows,
         max_splits=0 if workspaces is None else workspaces[0].shape[-1],
-        narrow=narrow,
+        vllm_workspace=vllm_workspace,
     )

@@ -35,8 +35,8 @@ SPECIALIZED = (
 )
 _AT_IMPORT = [(dtype, dim) for dtype in ("float16", "bfloat16") for dim in (64, 128)]
 
-_kernel = Kernel("decoder_attention", "decoder_attention")
-_combine = Kernel("decoder_attention", "combine")
+_kernel = Kernel("decoder_attention/decoder_attention", "decoder_attention")
+_combine = Kernel("decoder_attention/combine", "combine")
 
 
 class _Form(NamedTuple):
@@ -116,7 +116,7 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
     A block has fewer warps where that lets all of them run at the same time. When even full blocks for each column of
     rows leave multiprocessors idle, the sequence is split among blocks, as long as each warp has two rounds of entries.
     """
-    most_warps = template.constants("decoder_attention")["MAX_WARPS"]
+    most_warps = template.constants("decoder_attention/decoder_attention")["MAX_WARPS"]
     columns = -(-rows // (32 // lanes))
     resident = _RESIDENT_WARPS * multiprocessors
     warps = most_warps if columns * most_warps <= resident else most_warps // 2

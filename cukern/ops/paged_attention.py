@@ -29,7 +29,7 @@ __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "p
 
 PARTITION = twin.PARTITION
 _MERGE_THREADS = 128
-_merge = Kernel("paged_attention", "merge_states")
+_merge = Kernel("paged_attention/merge_states", "merge_states")
 
 
 def _attended(query: Any, *_: Any, **__: Any) -> Result:

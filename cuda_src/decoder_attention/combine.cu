@@ -1,0 +1,34 @@
+// Join the splits of each row. Grid: a block per row. Thread: an element of it, and, for its warp, a split's statistics.
+#include "common/warp.cuh"
+#include "decoder_attention/softmax.cuh"
+
+struct CombineParams {
+    const float* partial;     // [splits, rows, dim]
+    const float2* statistics; // [splits, rows]
+    void* out;                // [rows, dim]  T
+    int rows;
+    int dim;
+    int splits;
+};
+
+template <typename T> __global__ __launch_bounds__(256) void combine(const __grid_constant__ CombineParams p) {
+    const int row = blockIdx.x, element = threadIdx.x, lane = threadIdx.x % 32;
+    const long long split_stride = (long long)p.rows * p.dim;
+    const float* partial = p.partial + (long long)row * p.dim + min(element, p.dim - 1);
+    float largest = -CUDART_INF_F, total = 0.f, sum = 0.f;
+    for (int first = 0; first < p.splits; first += 32) {
+        float2 theirs = make_float2(-CUDART_INF_F, 0.f);
+        if (first + lane < p.splits) theirs = p.statistics[(long long)(first + lane) * p.rows + row];
+        const float new_largest = fmaxf(largest, lanes_max<32>(theirs.x));
+        const float correction = fast_exp2(largest - reference(new_largest));
+        const float weight = fast_exp2(theirs.x - reference(new_largest));
+        largest = new_largest;
+        total = total * correction + lanes_sum<32>(theirs.y * weight);
+        sum *= correction;
+        const int count = min(32, p.splits - first);
+#pragma unroll 8
+        for (int s = 0; s < count; ++s)
+            sum = fmaf(__shfl_sync(FULL_WARP, weight, s), partial[(first + s) * split_stride], sum);
+    }
+    if (element < p.dim) static_cast<T*>(p.out)[(long long)row * p.dim + element] = from_float<T>(quotient(sum, total));
+}

@@ -1,0 +1,242 @@
+// The attention of attend.cu without tensor cores, for what those do not take: float32, blocks of 8, 24, ... tokens, heads
+// and arrays that are not whole units of 16 bytes.
+//
+// Grid: as many blocks as fit the GPU at once; each draws pieces of items of ROWS rows. Warp: every fourth tile of 32
+// tokens of a piece. Lane: one token of the tile for the scores, up to DIMS_PER_LANE dimensions for the output.
+//
+// WIDE: the query and the cache, and their strides, are multiples of 16 bytes, so that four elements are one load.
+#include "common/fp8.cuh"
+#include "common/warp.cuh"
+#include "paged_attention/pieces.cuh"
+#include "paged_attention/results.cuh"
+#include "paged_attention/scores.cuh"
+
+constexpr int WARPS = 4, ROWS = 4, MAX_DIM = 256, DIMS_PER_LANE = MAX_DIM / 32;
+
+template <typename CACHE, bool WIDE> __device__ __forceinline__ void load_four(float (&to)[4], const char* from) {
+    CACHE values[4];
+    if constexpr (WIDE) {
+        if constexpr (sizeof(CACHE) == 4)
+            *reinterpret_cast<uint4*>(values) = *reinterpret_cast<const uint4*>(from);
+        else if constexpr (sizeof(CACHE) == 2)
+            *reinterpret_cast<uint2*>(values) = *reinterpret_cast<const uint2*>(from);
+        else
+            *reinterpret_cast<unsigned*>(values) = *reinterpret_cast<const unsigned*>(from);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = reinterpret_cast<const CACHE*>(from)[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = to_float(values[i]);
+}
+
+// The cache in layout VLLM: four neighbours of a key are dimensions of a token, four of the values are tokens.
+template <typename CACHE, bool WIDE> struct VllmCache {
+    static constexpr int ITEM = sizeof(CACHE), X = 16 / ITEM;
+
+    static __device__ __forceinline__ void load(float (&to)[4], const char* from) { load_four<CACHE, WIDE>(to, from); }
+
+    // The dimension of a lane's i-th output.
+    static __device__ __forceinline__ int dim_of(int i) { return i * 32 + threadIdx.x % 32; }
+
+    // Where the key of a slot is from its block's and kv head's on, and one of its dimensions from there, in bytes.
+    static __device__ __forceinline__ long long key_of(const Params& p, int slot) { return slot * 16ll; }
+
+    static __device__ __forceinline__ int key_dim(const Params& p, int dim) {
+        return dim / X * p.block_size * 16 + dim % X * ITEM;
+    }
+
+    // out += weights values, for a tile from token `start` on; `id` is the block of the lane's token, or -1. The 8 tokens
+    // of a group are in one block.
+    static __device__ __forceinline__ void add_values(const Params& p, const Segment& segment, int start, int id,
+                                                      const float (&weights)[ROWS][32],
+                                                      float (&out)[ROWS][DIMS_PER_LANE]) {
+        int group_id = id;
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) group_id = max(group_id, __shfl_xor_sync(FULL_WARP, group_id, step));
+        for (int group = 0; group < 32; group += 8) {
+            const long long block = __shfl_sync(FULL_WARP, group_id, group);
+            if (block < 0) continue;
+            const unsigned held = __ballot_sync(FULL_WARP, id >= 0) >> group;
+            const char* const values = p.values + block * p.value_block + segment.kv_head * p.value_head +
+                                       (start + group) % p.block_size * ITEM;
+#pragma unroll
+            for (int i = 0; i < DIMS_PER_LANE; ++i) {
+                if (dim_of(i) >= p.head_dim) continue;
+#pragma unroll
+                for (int half = 0; half < 8; half += 4) {
+                    float value[4];
+                    load(value, values + (dim_of(i) * p.block_size + half) * ITEM);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        // A slot without a token may hold anything, and 0 times NaN is NaN.
+                        if (!(held >> (half + j) & 1)) value[j] = 0.f;
+#pragma unroll
+                        for (int r = 0; r < ROWS; ++r) out[r][i] += weights[r][group + half + j] * value[j];
+                    }
+                }
+            }
+        }
+    }
+};
+
+// The cache in layout FLASH: four neighbours are dimensions of a token.
+template <typename CACHE, bool WIDE> struct FlashCache {
+    static constexpr int ITEM = sizeof(CACHE);
+
+    static __device__ __forceinline__ void load(float (&to)[4], const char* from) { load_four<CACHE, WIDE>(to, from); }
+
+    static __device__ __forceinline__ int dim_of(int i) { return i / 4 * 128 + threadIdx.x % 32 * 4 + i % 4; }
+
+    static __device__ __forceinline__ long long key_of(const Params& p, int slot) { return slot * p.key_token; }
+
+    static __device__ __forceinline__ int key_dim(const Params& p, int dim) { return dim * ITEM; }
+
+    static __device__ __forceinline__ void add_values(const Params& p, const Segment& segment, int start, int id,
+                                                      const float (&weights)[ROWS][32],
+                                                      float (&out)[ROWS][DIMS_PER_LANE]) {
+#pragma unroll 4
+        for (int token = 0; token < 32; ++token) {
+            const long long block = __shfl_sync(FULL_WARP, id, token);
+            if (block < 0) continue;
+            const char* const values = p.values + block * p.value_block + segment.kv_head * p.value_head +
+                                       (start + token) % p.block_size * p.value_token;
+#pragma unroll
+            for (int i = 0; i < DIMS_PER_LANE; i += 4) {
+                if (dim_of(i) >= p.head_dim) continue;
+                float value[4];
+                load(value, values + dim_of(i) * ITEM);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) out[r][i + j] += weights[r][token] * value[j];
+            }
+        }
+    }
+};
+
+template <typename CACHE, Layout LAYOUT, bool WIDE> struct CacheOf {
+    using type = VllmCache<CACHE, WIDE>;
+};
+template <typename CACHE, bool WIDE> struct CacheOf<CACHE, FLASH, WIDE> {
+    using type = FlashCache<CACHE, WIDE>;
+};
+
+// The products of the rows with the key of a lane's token, in block `id`.
+template <typename Cache>
+__device__ __forceinline__ void multiply_key(const Params& p, const Segment& segment, int id, int slot,
+                                             const float (&query)[ROWS][MAX_DIM], float (&scores)[ROWS]) {
+    const char* const keys = p.keys + id * p.key_block + segment.kv_head * p.key_head + Cache::key_of(p, slot);
+#pragma unroll 4
+    for (int dim = 0; dim < p.head_dim; dim += 4) {
+        float key[4];
+        Cache::load(key, keys + Cache::key_dim(p, dim));
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[r] += query[r][dim + i] * key[i];
+    }
+}
+
+// Add a tile's scores to the online softmax of a row; returns the weight of the lane's token.
+__device__ __forceinline__ float add_score(float score, float& maximum, float& sum, float (&out)[DIMS_PER_LANE]) {
+    const float largest = fmaxf(maximum, lanes_max<32>(score));
+    const float base = largest == -CUDART_INF_F ? 0.f : largest;
+    const float correction = fast_exp2(maximum - base), weight = fast_exp2(score - base);
+    maximum = largest;
+    sum = sum * correction + weight;
+#pragma unroll
+    for (int i = 0; i < DIMS_PER_LANE; ++i) out[i] *= correction;
+    return weight;
+}
+
+// Leave what a warp has found in shared memory.
+template <typename Cache, typename Results>
+__device__ __forceinline__ void leave_results(const Params& p, const float (&maximum)[ROWS], const float (&sum)[ROWS],
+                                              const float (&out)[ROWS][DIMS_PER_LANE], bool bad, const Results& found) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        float total = lanes_sum<32>(sum[r]);
+        if (bad) total = CUDART_NAN_F;
+        if (lane == 0) found.maxima[warp * ROWS + r] = maximum[r], found.sums[warp * ROWS + r] = total;
+#pragma unroll
+        for (int i = 0; i < DIMS_PER_LANE; ++i)
+            if (r < p.rows && Cache::dim_of(i) < p.head_dim)
+                found.outputs[(warp * p.rows + r) * MAX_DIM + Cache::dim_of(i)] = out[r][i];
+    }
+}
+
+template <typename T, typename CACHE, Layout LAYOUT, bool WIDE>
+__global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Params p) {
+    using Cache = typename CacheOf<CACHE, LAYOUT, WIDE>::type;
+    __shared__ float query[ROWS][MAX_DIM], weights[WARPS][ROWS][32];
+    __shared__ float maxima[WARPS * ROWS], sums[WARPS * ROWS];
+    __shared__ __align__(16) float outputs[WARPS * ROWS * MAX_DIM];
+    const TeamResults<WARPS, ROWS, MAX_DIM> found = {maxima, sums, outputs};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float scale = (p.key_scale ? *p.key_scale : 1.f) * p.scale * LOG2_E;
+
+    __shared__ int next;
+    __shared__ bool last;
+    Pieces pieces(p);
+    pieces.plan();
+    Segment segment;
+    for (int index = blockIdx.x; pieces.find(index, segment); index = next) {
+        // The query.
+        const int first_row = segment.row_block * ROWS;
+        for (int i = threadIdx.x; i < ROWS * p.head_dim; i += blockDim.x) {
+            const int r = i / p.head_dim, dim = i % p.head_dim;
+            const Row row(p, segment, first_row + r);
+            const T* const from = static_cast<const T*>(p.query) + segment.seq * p.query_seq +
+                                  row.token * p.query_token + row.head * p.query_head;
+            query[r][dim] = row.valid ? to_float(from[dim]) : 0.f;
+        }
+        __syncthreads();
+        const int* const table = p.tables + segment.seq * p.table_row;
+        bool bad = !segment.whole;
+        float maximum[ROWS], sum[ROWS] = {}, out[ROWS][DIMS_PER_LANE] = {};
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) maximum[r] = -CUDART_INF_F;
+
+        for (int start = segment.begin + warp * 32; start < segment.end; start += WARPS * 32) {
+            // The block of the lane's token.
+            const int t = start + lane;
+            int id = -1;
+            if (t >= segment.low && t < segment.end) {
+                id = table[t / p.block_size];
+                if (unsigned(id) >= unsigned(p.blocks)) bad = true, id = -1;
+            }
+            // Scores, and their softmax.
+            const int slot = t % p.block_size;
+            float scores[ROWS] = {};
+            if (id >= 0) multiply_key<Cache>(p, segment, id, slot, query, scores);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const Row row(p, segment, first_row + r);
+                const int position = row.position(p, segment);
+                float score = modify(p, scores[r] * scale, p.slopes ? p.slopes[row.head] * LOG2_E : 0.f, t - position);
+                if (id < 0 || t > position || (p.window && t <= position - p.window) ||
+                    (p.sparse_stride && !in_pattern(p, segment, row.head, t)))
+                    score = -CUDART_INF_F;
+                weights[warp][r][lane] = add_score(score, maximum[r], sum[r], out[r]);
+            }
+            __syncwarp();
+            Cache::add_values(p, segment, start, id, weights[warp], out);
+            __syncwarp();
+        }
+
+        bad = __any_sync(FULL_WARP, bad);
+        leave_results<Cache>(p, maximum, sum, out, bad, found);
+        __syncthreads();
+        store_piece<T>(p, segment, found);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            next = gridDim.x + atomicAdd(p.taken, 1);
+            last = segment.partial(p) && arrive(p, segment) == segment.pieces - 1;
+            __threadfence();
+        }
+        __syncthreads();
+        if (last) merge_pieces<ROWS, T>(p, segment);
+    }
+}

@@ -1,0 +1,53 @@
+// The parameters of `attend` and `attend_scalar`.
+#pragma once
+
+constexpr int UNIT_TOKENS = 64; // pieces of sequences are whole units
+
+enum Layout {
+    // Keys [blocks, kv_heads, head_dim / x, block_size, x] with x elements in 16 bytes, values [blocks, kv_heads,
+    // head_dim, block_size].
+    VLLM,
+    // Both [blocks, block_size, kv_heads, head_dim].
+    FLASH,
+};
+
+struct Params {
+    const void* query;        // [seqs, query_tokens, heads, head_dim]  T
+    const char* keys;         // the cache in its layout  CACHE
+    const char* values;       // the cache in its layout  CACHE
+    const int* tables;        // [seqs, max_blocks]: block ids
+    const int* lengths;       // [seqs]: tokens in the cache
+    const float* slopes;      // [heads]: ALiBi, may be null
+    const float* sinks;       // [heads], may be null
+    const float* key_scale;   // [1], may be null
+    const float* value_scale; // [1], may be null
+    void* out;                // [seqs, query_tokens, heads, head_dim]  T
+    float* lse;               // [seqs, query_tokens, heads], may be null
+    void* partial;            // [slots, head_dim]: outputs of pieces, float32; T if `vllm_workspace`
+    float* maxima;            // [slots]: largest scores of pieces, times log2(e); natural if `vllm_workspace`
+    float* sums;              // [slots]: sum of exp(score - maximum) of pieces
+    int* taken;               // [1]: pieces drawn beyond the first of each block; 0 at the start
+    int* arrived;             // [items]: pieces done of each item; 0 at the start
+    long long query_seq, query_token, query_head; // strides in elements
+    long long key_block, key_token, key_head;     // strides in bytes; VLLM has no key_token and value_token
+    long long value_block, value_token, value_head;
+    long long table_row; // stride in elements
+    int seqs, query_tokens, heads, kv_heads, head_dim;
+    int group;      // heads / kv_heads
+    int row_blocks; // ceil(group * query_tokens / ROWS): blocks of rows of a kv head
+    int blocks;     // of the cache
+    int block_size, max_blocks;
+    int window;         // 0: none
+    int split;          // tokens of a piece, a multiple of UNIT_TOKENS; 0: as `Pieces::plan` decides
+    int min_units;      // of a piece
+    int rows;           // of a partial result: min(ROWS, group * query_tokens)
+    int max_splits;     // of `partial`, if `vllm_workspace`
+    int vllm_workspace; // partial results [seqs, heads, max_splits] in T, also of items in one piece
+    // vLLM's block-sparse pattern; sparse_stride 0: dense
+    int sparse_local, sparse_stride, sparse_size, sparse_head_step, sparse_rank;
+    float scale;     // of the scores; times the key scale where that is a number
+    float softcap;   // 0: none
+    float out_scale; // the value scale where that is a number, else 1
+};
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }

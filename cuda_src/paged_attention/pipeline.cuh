@@ -1,0 +1,55 @@
+// A piece in a team's pipeline: the blocks of its tiles are looked up, and the tiles copied into the stages.
+#pragma once
+#include "common/mma.cuh"
+#include "paged_attention/masks.cuh"
+#include "paged_attention/team.cuh"
+
+template <typename F> struct Pipeline {
+    Segment segment;
+    const int* table;
+    int tiles; // of this team
+    // The table's entries for the team's next 64 tiles, one in each lane; the later half is loaded 32 tiles ahead.
+    int entry, next_entry;
+    bool bad; // whether an entry is no block of the cache, or the sequence has more tokens than the table
+
+    // The entry `id` of the table for the team's tile k, or 0 if it is bad. Entries that no token needs may be anything.
+    __device__ __forceinline__ int checked(const Params& p, const Team<F>& team, int k, int id) {
+        if (k >= tiles || team.token(segment, k) + TILE <= segment.low || unsigned(id) < unsigned(p.blocks)) return id;
+        bad = true;
+        return 0;
+    }
+
+    __device__ __forceinline__ int entry_of(const Params& p, const Team<F>& team, int k) {
+        return k < tiles ? checked(p, team, k, table[team.token(segment, k) / team.block_size]) : 0;
+    }
+
+    // Look up the first 64 tiles of `segment`. Where `known`, `first_entry` is what the table says for tile `lane`.
+    __device__ __forceinline__ void look_up(const Params& p, const Team<F>& team, bool known, int first_entry) {
+        tiles = (ceil_div(segment.end - segment.begin, TILE) - team.first_tile + F::STEP - 1) / F::STEP;
+        bad = !segment.whole;
+        entry = known ? checked(p, team, team.lane, first_entry) : entry_of(p, team, team.lane);
+        next_entry = entry_of(p, team, 32 + team.lane);
+    }
+
+    // Start to copy tile k into its stage, as one group of copies. The group is empty where no row sees a token of the
+    // tile: then its block may be gone.
+    __device__ __forceinline__ void start_copies(const Params& p, const Team<F>& team, int k) {
+        if (k % 32 == 0 && k > 0) {
+            entry = next_entry;
+            next_entry = entry_of(p, team, k + 32 + team.lane);
+        }
+        const long long id = __shfl_sync(FULL_WARP, entry, k % 32);
+        const int token = team.token(segment, k);
+        bool wanted = k < tiles && token + TILE > segment.low;
+        if constexpr (F::EXTRAS && F::TEAM == 1)
+            if (p.sparse_stride) wanted = wanted && __any_sync(FULL_WARP, seen<F>(p, team, segment, token));
+        if (wanted) F::Tile::template start_copies<F>(p, team, id, segment.kv_head, token, k);
+        copies_commit();
+    }
+
+    // Start to copy the first tiles, into all stages but one.
+    __device__ __forceinline__ void start(const Params& p, const Team<F>& team) {
+#pragma unroll
+        for (int k = 0; k < F::STAGES - 1; ++k) start_copies(p, team, k);
+    }
+};

@@ -1,0 +1,86 @@
+// The two products of attention for a tile, by the width of the cache's numbers: scores = query keys^T, out += weights
+// values, both on tensor cores. `lane` is that of the warp, whose 16 rows they are of.
+#pragma once
+#include "common/fp8.cuh"
+#include "common/mma.cuh"
+#include "paged_attention/tile.cuh"
+
+// A cache of the query's own type T: fragments are as ldmatrix loads them.
+template <typename T, typename CACHE, typename Tile> struct Products16 {
+    using Math = T;                         // of the factors
+    static constexpr bool RESCALED = false; // the query
+
+    // The dimension of the first number of the query in register `half` of two, in column pair `pair` of step `step`.
+    static __device__ __forceinline__ int query_dim(int step, int half, int pair) {
+        return step * 16 + pair * 2 + half * 8;
+    }
+
+    template <int STEPS, typename Query>
+    static __device__ __forceinline__ void multiply_keys(float (&scores)[2][4], const Query& query, unsigned keys_at,
+                                                         int lane) {
+        const int t = lane % 8 + lane / 16 * 8;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            unsigned a[4], b[4];
+            query.load(step, a);
+            load_matrices(b, keys_at + Tile::key_chunk(step * 2 + lane / 8 % 2, t) * 16);
+            multiply_add<Math>(scores[0], a, b[0], b[1]);
+            multiply_add<Math>(scores[1], a, b[2], b[3]);
+        }
+    }
+
+    template <int FRAGMENTS>
+    static __device__ __forceinline__ void multiply_values(float (&out)[FRAGMENTS][4], const unsigned (&weights)[4],
+                                                           unsigned values_at, int lane) {
+#pragma unroll
+        for (int n = 0; n < FRAGMENTS; n += 2) {
+            unsigned b[4];
+            Tile::load_values(b, values_at, n, lane);
+            multiply_add<Math>(out[n], weights, b[0], b[1]);
+            multiply_add<Math>(out[n + 1], weights, b[2], b[3]);
+        }
+    }
+};
+
+// A cache of 8-bit numbers, each of which is a float16 exactly: all is computed in float16.
+template <typename T, typename CACHE, typename Tile> struct Products8 {
+    using Math = __half;                             // of the factors
+    static constexpr bool RESCALED = IS_BFLOAT16<T>; // the query, since bfloat16 reaches further
+
+    // The dimension of the first number of the query in register `half` of two, in column pair `pair` of step `step`.
+    static __device__ __forceinline__ int query_dim(int step, int half, int pair) {
+        return step * 16 + pair * 4 + half * 2;
+    }
+
+    template <int STEPS, typename Query>
+    static __device__ __forceinline__ void multiply_keys(float (&scores)[2][4], const Query& query, unsigned keys_at,
+                                                         int lane) {
+        const int t = Tile::token(lane / 8 % 2, lane % 8);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            unsigned a[4], bytes[2];
+            query.load(step, a);
+            load_matrices(bytes, keys_at + Tile::key_chunk(step, t) * 16);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) multiply_bytes(scores[n], a, bytes[n]);
+        }
+    }
+
+    template <int FRAGMENTS>
+    static __device__ __forceinline__ void multiply_values(float (&out)[FRAGMENTS][4], const unsigned (&weights)[4],
+                                                           unsigned values_at, int lane) {
+#pragma unroll
+        for (int n = 0; n < FRAGMENTS; n += 2) {
+            unsigned bytes[2];
+            Tile::load_values(bytes, values_at, n, lane);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) multiply_bytes(out[n + i], weights, bytes[i]);
+        }
+    }
+
+    static __device__ __forceinline__ void multiply_bytes(float (&to)[4], const unsigned (&a)[4], unsigned bytes) {
+        unsigned b[2];
+        to_halves<CACHE>(b, bytes);
+        multiply_add<Math>(to, a, b[0], b[1]);
+    }
+};

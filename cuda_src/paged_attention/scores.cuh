@@ -1,0 +1,23 @@
+// What is done to a score besides the scale.
+#pragma once
+#include "common/numeric.cuh"
+#include "paged_attention/pieces.cuh"
+
+// Whether a head sees the block of vLLM's block-sparse pattern that `token` is in: one of the last `sparse_local` blocks, or
+// one of the head's own stripe.
+__device__ __forceinline__ bool in_pattern(const Params& p, const Segment& segment, int head, int token) {
+    const int block = token / p.sparse_size;
+    const long long shift = p.sparse_head_step >= 0
+                                ? (p.sparse_rank * (long long)p.heads + head) * p.sparse_head_step
+                                : (p.sparse_rank * (long long)p.kv_heads + segment.kv_head) * -p.sparse_head_step;
+    return (block + shift + 1) % p.sparse_stride == 0 || block > (segment.length - 1) / p.sparse_size - p.sparse_local;
+}
+
+// The score with softcap and slope. Score and slope are times log2(e), before and after.
+__device__ __forceinline__ float modify(const Params& p, float score, float slope, int distance) {
+    if (p.softcap) {
+        const float cap = p.softcap * LOG2_E;
+        score = cap * tanhf(score / cap);
+    }
+    return score + slope * distance;
+}

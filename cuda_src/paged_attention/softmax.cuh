@@ -1,0 +1,61 @@
+// The online softmax of a warp's 16 rows, of which a thread has two: j = 0 is row lane / 4, j = 1 that + 8.
+#pragma once
+#include "common/mma.cuh"
+#include "common/warp.cuh"
+
+// Weights are relative to `base`, which follows the maximum only when that has left it more than FAR behind: until then
+// nothing overflows, and the accumulators need not be rescaled for every small step.
+template <typename Math, int FRAGMENTS> struct OnlineSoftmax {
+    static constexpr float FAR = 8.f;
+
+    float bases[2] = {-LARGEST_FLOAT, -LARGEST_FLOAT};
+    float sum[2] = {0.f, 0.f}, maximum[2] = {-CUDART_INF_F, -CUDART_INF_F};
+
+    // Take a tile's scores: its weights, as the fragment A of the product with the values. `out` is rescaled if need be.
+    __device__ __forceinline__ void add(const float (&scores)[2][4], float (&out)[FRAGMENTS][4],
+                                        unsigned (&weights)[4]) {
+        if (__any_sync(FULL_WARP, raise_maxima(scores))) rescale(out);
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float low = fast_exp2(scores[n][2 * j] - bases[j]);
+                const float high = fast_exp2(scores[n][2 * j + 1] - bases[j]);
+                sum[j] += low + high;
+                weights[n * 2 + j] = pack<Math>(low, high);
+            }
+    }
+
+    // Raise the maxima to those of a tile; whether a base is now too far behind.
+    __device__ __forceinline__ bool raise_maxima(const float (&scores)[2][4]) {
+        bool behind = false;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float first = fmaxf(scores[0][2 * j], scores[0][2 * j + 1]);
+            float most = fmaxf(first, fmaxf(scores[1][2 * j], scores[1][2 * j + 1]));
+            most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
+            maximum[j] = fmaxf(maximum[j], most);
+            behind |= maximum[j] > bases[j] + FAR;
+        }
+        return behind;
+    }
+
+    // Make the maxima the bases. A row that has seen nothing yet has accumulated nothing, and keeps a finite base.
+    __device__ __forceinline__ void rescale(float (&out)[FRAGMENTS][4]) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float base = maximum[j] == -CUDART_INF_F ? bases[j] : maximum[j];
+            const float correction = fast_exp2(bases[j] - base);
+            bases[j] = base;
+            sum[j] *= correction;
+#pragma unroll
+            for (int n = 0; n < FRAGMENTS; ++n) out[n][2 * j] *= correction, out[n][2 * j + 1] *= correction;
+        }
+    }
+
+    // What a row's sum and output are to be multiplied by in the end, to be relative to its maximum.
+    __device__ __forceinline__ float final_correction(int j) const {
+        return maximum[j] == -CUDART_INF_F ? 1.f : fast_exp2(bases[j] - maximum[j]);
+    }
+};

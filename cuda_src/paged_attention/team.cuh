@@ -1,0 +1,75 @@
+// The teams of warps that share tiles, and a thread's place in its team.
+#pragma once
+#include "common/cluster.cuh"
+#include "common/mma.cuh"
+#include "paged_attention/pieces.cuh"
+
+constexpr int TILE = 16; // tokens
+
+// The stages of all teams one after the other. Where the last stages are, the teams leave their results.
+extern __shared__ __align__(128) char shared[];
+
+// A team of F::TEAM warps: it takes every F::STEP-th tile of a piece, and each of its warps 16 of the piece's rows. The
+// members are the calling thread's.
+template <typename F> struct Team {
+    static constexpr int LANES = 32 * F::TEAM;
+
+    const int head_dim, block_size, chunks; // chunks of 16 bytes of a token
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int index = warp / F::TEAM, member = warp % F::TEAM, lane_of_team = member * 32 + lane;
+    const int row = lane / 4, pair = lane % 4; // in the fragments of common/mma.cuh
+    const int first_tile = cluster_rank<F::CLUSTER>() * F::TEAMS + index;
+
+    __device__ __forceinline__ explicit Team(const Params& p)
+        : head_dim(F::HEAD_DIM ? F::HEAD_DIM : p.head_dim), block_size(F::BLOCK_SIZE ? F::BLOCK_SIZE : p.block_size),
+          chunks(head_dim / F::Tile::CHUNK) {}
+
+    __device__ __forceinline__ void barrier() const {
+        if constexpr (F::TEAM == 1)
+            __syncwarp();
+        else
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + index), "n"(LANES) : "memory");
+    }
+
+    // The stage of the team's k-th tile of a piece: its keys, then its values.
+    __device__ __forceinline__ char* stage(int k) const {
+        return shared + (k % F::STAGES * F::TEAMS + index) * 2 * F::Tile::BYTES;
+    }
+
+    // The first token of the team's k-th tile of a piece.
+    __device__ __forceinline__ int token(const Segment& segment, int k) const {
+        return segment.begin + (first_tile + k * F::STEP) * TILE;
+    }
+
+    // The row of a piece in row `row + 8 * j` of the warp's fragments.
+    __device__ __forceinline__ Row row_of(const Params& p, const Segment& segment, int j) const {
+        return Row(p, segment, segment.row_block * F::ROWS + member * 16 + row + 8 * j);
+    }
+
+    // Clear the keys of dimensions from head_dim to F::DIMS in all stages: the copies leave them, and their products must
+    // be 0.
+    __device__ __forceinline__ void clear_padding() const {
+        if (F::HEAD_DIM != F::DIMS && chunks < F::Tile::CHUNKS)
+            for (int i = lane_of_team; i < F::STAGES * (F::Tile::CHUNKS - chunks) * TILE; i += LANES) {
+                const int chunk = chunks + i / TILE / F::STAGES;
+                char* const to = stage(i / TILE) + F::Tile::key_chunk(chunk, i % TILE) * 16;
+                *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+            }
+    }
+
+    // Clear the values of a tile's tokens outside [low, length): their slots may hold anything, and 0 times NaN is NaN.
+    __device__ __forceinline__ void clear_values(const Segment& segment, int token, char* stage) const {
+        char* const values = stage + F::Tile::BYTES;
+        for (int i = lane_of_team; i < TILE * F::DIMS; i += LANES) {
+            const int t = i % TILE, dim = i / TILE;
+            const bool in_window = token + t >= segment.low;
+            if (token + t < segment.length && in_window) continue;
+            const int at = F::Tile::value_at(dim, t);
+            if constexpr (F::FP8)
+                values[at] = 0;
+            else
+                reinterpret_cast<unsigned short*>(values)[at] = 0;
+        }
+        barrier();
+    }
+};
