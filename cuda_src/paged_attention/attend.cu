@@ -101,7 +101,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
         const int all_to = segment.length - p.query_tokens + 1;
 
         for (int k = 0; k < pipeline.tiles; ++k) {
-            copies_wait<STAGES - 2>();
+            cp_async_wait_group<STAGES - 2>();
             team.barrier();
             pipeline.start_copies(p, team, k + STAGES - 1);
             schedule.draw(p, k == pipeline.tiles - 1 - AHEAD, taken);

@@ -44,7 +44,7 @@ template <typename F> struct Pipeline {
         if constexpr (F::EXTRAS && F::TEAM == 1)
             if (p.sparse_stride) wanted = wanted && __any_sync(FULL_WARP, seen<F>(p, team, segment, token));
         if (wanted) F::Tile::template start_copies<F>(p, team, id, segment.kv_head, token, k);
-        copies_commit();
+        cp_async_commit_group();
     }
 
     // Start to copy the first tiles, into all stages but one.

@@ -23,9 +23,9 @@ template <typename T, typename CACHE, typename Tile> struct Products16 {
         for (int step = 0; step < STEPS; ++step) {
             unsigned a[4], b[4];
             query.load(step, a);
-            load_matrices(b, keys_at + Tile::key_chunk(step * 2 + lane / 8 % 2, t) * 16);
-            multiply_add<Math>(scores[0], a, b[0], b[1]);
-            multiply_add<Math>(scores[1], a, b[2], b[3]);
+            ldmatrix(b, keys_at + Tile::key_chunk(step * 2 + lane / 8 % 2, t) * 16);
+            mma_m16n8k16<Math>(scores[0], a, b[0], b[1]);
+            mma_m16n8k16<Math>(scores[1], a, b[2], b[3]);
         }
     }
 
@@ -36,8 +36,8 @@ template <typename T, typename CACHE, typename Tile> struct Products16 {
         for (int n = 0; n < FRAGMENTS; n += 2) {
             unsigned b[4];
             Tile::load_values(b, values_at, n, lane);
-            multiply_add<Math>(out[n], weights, b[0], b[1]);
-            multiply_add<Math>(out[n + 1], weights, b[2], b[3]);
+            mma_m16n8k16<Math>(out[n], weights, b[0], b[1]);
+            mma_m16n8k16<Math>(out[n + 1], weights, b[2], b[3]);
         }
     }
 };
@@ -60,7 +60,7 @@ template <typename T, typename CACHE, typename Tile> struct Products8 {
         for (int step = 0; step < STEPS; ++step) {
             unsigned a[4], bytes[2];
             query.load(step, a);
-            load_matrices(bytes, keys_at + Tile::key_chunk(step, t) * 16);
+            ldmatrix(bytes, keys_at + Tile::key_chunk(step, t) * 16);
 #pragma unroll
             for (int n = 0; n < 2; ++n) multiply_bytes(scores[n], a, bytes[n]);
         }
@@ -81,6 +81,6 @@ template <typename T, typename CACHE, typename Tile> struct Products8 {
     static __device__ __forceinline__ void multiply_bytes(float (&to)[4], const unsigned (&a)[4], unsigned bytes) {
         unsigned b[2];
         to_halves<CACHE>(b, bytes);
-        multiply_add<Math>(to, a, b[0], b[1]);
+        mma_m16n8k16<Math>(to, a, b[0], b[1]);
     }
 };

@@ -195,7 +195,7 @@ __device__ void store_cluster(const Params& p, const Segment& segment, const Tea
             make_float4(quad.values[0], quad.values[1], quad.values[2], quad.values[3]);
         if (dim == 0) statistics[r] = make_float2(quad.maximum, quad.sum);
     }
-    cluster_barrier<CLUSTER>();
+    cluster_sync<CLUSTER>();
     for (int i = threadIdx.x * CLUSTER + cluster_rank<CLUSTER>(); i < ROWS * quads; i += blockDim.x * CLUSTER) {
         const int r = i / quads, dim = i % quads * 4;
         const Row row(p, segment, segment.row_block * ROWS + r);
@@ -204,16 +204,16 @@ __device__ void store_cluster(const Params& p, const Segment& segment, const Tea
         Quad quad = {-CUDART_INF_F, 0.f, {}};
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; ++rank) {
-            of_rank[rank] = load_from<CLUSTER>(rank, &statistics[r]);
+            of_rank[rank] = dsmem_load<CLUSTER>(rank, &statistics[r]);
             quad.maximum = fmaxf(quad.maximum, of_rank[rank].x);
         }
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; ++rank) {
-            const float4 part = load_from<CLUSTER>(rank, reinterpret_cast<const float4*>(&merged[r * STRIDE + dim]));
+            const float4 part = dsmem_load<CLUSTER>(rank, reinterpret_cast<const float4*>(&merged[r * STRIDE + dim]));
             quad.add(of_rank[rank].x, of_rank[rank].y, part, quad.maximum);
         }
         store_result<T>(p, segment, row, dim, quad, value_scale(p));
     }
     // A block's memory must outlive the others' reading.
-    cluster_barrier<CLUSTER>();
+    cluster_sync<CLUSTER>();
 }

@@ -64,24 +64,24 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
         const unsigned key_to = keys_to + key_chunk(chunk, t) * 16;
 #pragma unroll
         for (int i = 0; i < CHUNKS; i += Team<F>::LANES / TILE)
-            if (chunk + i < team.chunks) copy_async(key_to + i * TILE * 16, keys + i * team.block_size * 16);
+            if (chunk + i < team.chunks) cp_async(key_to + i * TILE * 16, keys + i * team.block_size * 16);
         constexpr int HALVES = FP8 ? 1 : 2;
         const int half = team.lane_of_team % HALVES, dim = team.lane_of_team / HALVES;
         values += (slot + dim * team.block_size) * ITEM + half * 16;
         const unsigned value_to = values_to + value_chunk(dim, half) * 16;
 #pragma unroll
         for (int i = 0; i < DIMS; i += Team<F>::LANES / HALVES)
-            if (dim + i < team.head_dim) copy_async(value_to + i * HALVES * 16, values + i * team.block_size * ITEM);
+            if (dim + i < team.head_dim) cp_async(value_to + i * HALVES * 16, values + i * team.block_size * ITEM);
     }
 
     // The values of the output's fragments n and n + 1: two registers of each, or one of each with four bytes.
     static __device__ __forceinline__ void load_values(unsigned (&to)[4], unsigned values_at, int n, int lane) {
         const int half = lane / 8 % 2;
-        load_matrices(to, values_at + value_chunk((n + lane / 16) * 8 + lane % 8, half) * 16);
+        ldmatrix(to, values_at + value_chunk((n + lane / 16) * 8 + lane % 8, half) * 16);
     }
 
     static __device__ __forceinline__ void load_values(unsigned (&to)[2], unsigned values_at, int n, int lane) {
-        load_matrices(to, values_at + value_chunk(n * 8 + lane % 16, 0) * 16);
+        ldmatrix(to, values_at + value_chunk(n * 8 + lane % 16, 0) * 16);
     }
 };
 
@@ -130,8 +130,8 @@ template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
         for (int i = 0; i < TILE; i += Team<F>::LANES / ACROSS) {
             const int t = i + team.lane_of_team / ACROSS;
             if (chunk < team.chunks && t < TILE) {
-                copy_async(keys_to + key_chunk(chunk, t) * 16, keys + t * p.key_token);
-                copy_async(values_to + key_chunk(chunk, t) * 16, values + t * p.value_token);
+                cp_async(keys_to + key_chunk(chunk, t) * 16, keys + t * p.key_token);
+                cp_async(values_to + key_chunk(chunk, t) * 16, values + t * p.value_token);
             }
         }
     }
@@ -139,13 +139,13 @@ template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
     // The values of the output's fragments n and n + 1: two registers of each, or one of each with four bytes.
     static __device__ __forceinline__ void load_values(unsigned (&to)[4], unsigned values_at, int n, int lane) {
         const int t = lane % 8 + lane / 8 % 2 * 8;
-        load_transposed(to, values_at + key_chunk(n + lane / 16, t) * 16);
+        ldmatrix_trans(to, values_at + key_chunk(n + lane / 16, t) * 16);
     }
 
     static __device__ __forceinline__ void load_values(unsigned (&to)[2], unsigned values_at, int n, int lane) {
         // Two tokens by two dimensions in a register; then four tokens of one.
         unsigned both[2];
-        load_transposed(both, values_at + key_chunk(n / 2, lane % 16) * 16);
+        ldmatrix_trans(both, values_at + key_chunk(n / 2, lane % 16) * 16);
         to[0] = __byte_perm(both[0], both[1], 0x6420);
         to[1] = __byte_perm(both[0], both[1], 0x7531);
     }
