@@ -27,7 +27,7 @@ def learned_eager(table: torch.Tensor, positions: torch.Tensor, ids: torch.Tenso
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """But for the rounding of the product, which the op does not do."""
+    """Equal but for the rounding of the product, which the op leaves out."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
 
 

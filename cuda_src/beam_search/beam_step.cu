@@ -5,8 +5,8 @@
 //   new_*         the running beams: the best `beams` candidates whose token is no end token
 //   new_finished  the pool: the best `beams` of the old pool and of the candidates that end; of these only the best
 //                 `beams` candidates may end, with the score total / penalty
-//   new_done      it was done before, or this is the last step, or the pool is full and (unless stop_when_full) no running
-//                 beam can still better its worst hypothesis
+//   new_done      it was done before, or this is the last step, or the pool is full and (unless stop_when_full) no
+//                 running beam can still better its worst hypothesis
 //
 // Grid: a block per batch entry. Thread i has candidate i and place i of the pool.
 // GROUPS: 32 for up to 16 candidates, THREADS for more.

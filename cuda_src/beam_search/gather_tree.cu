@@ -38,7 +38,7 @@ template <int ENTRIES> __global__ void __launch_bounds__(THREADS) gather_tree(co
     if (j < beams) {
         length = p.steps;
         if (p.lengths) length = min(max(p.lengths[p.length_per_beam ? base + j : b], 0), p.steps);
-        // Where nothing is before it, the filling starts.
+        // The filling starts here if no end_id comes before.
         ended = length;
     }
     const int at_once = ENTRIES / beams;

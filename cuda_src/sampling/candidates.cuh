@@ -48,7 +48,8 @@ template <typename Row> __device__ __forceinline__ void sort_list(const Row& x, 
 // A value that at least k tokens reach, and few more: the k-th largest of the tops or a little less. By one warp.
 template <typename Row> __device__ __forceinline__ float reached_by(const Row& x, int k) {
     constexpr int MINE = MAX_TOPS / 32, SPARE = 16;
-    // Tokens that weigh nothing are never drawn, so they need not be candidates: of fewer than k others all are.
+    // Tokens that weigh nothing are never drawn, so they need not be candidates. Where fewer than k others are left,
+    // all of these are candidates.
     const unsigned least = sortable(Row::IS_PROBS ? 1e-45f : -LARGEST_FLOAT);
     unsigned keys[MINE];
 #pragma unroll

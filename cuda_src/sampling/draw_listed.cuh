@@ -62,10 +62,11 @@ __device__ __forceinline__ int smallest_found(const Listed& listed) {
 
 // --- the draw ---
 
-// A token of the k best of the list. Those below `least` are not drawn, but count for top-p. `all_sum` is what top-p is
-// a share of; 0 for the sum of the k best.
+// A token of the k best of the list. Those below `min_p_value` are not drawn, but count for top-p. `all_sum` is what
+// top-p is a share of; 0 for the sum of the k best.
 template <typename Row>
-__device__ __forceinline__ Bound draw_listed(int size, int k, float least, float top_p, float all_sum, Stream stream) {
+__device__ __forceinline__ Bound draw_listed(int size, int k, float min_p_value, float top_p, float all_sum,
+                                             Stream stream) {
     const Row x = recall<Row>(0);
     Listed& listed = common<Row>().listed;
     sort_list(x, size);
@@ -76,7 +77,7 @@ __device__ __forceinline__ Bound draw_listed(int size, int k, float least, float
         listed.weight[i] = x.weight(mine.value);
         listed.group[i] = group_of(mine.id);
     }
-    int kept = __syncthreads_count(i < best && mine.value >= least);
+    int kept = __syncthreads_count(i < best && mine.value >= min_p_value);
     int chosen = 0;
     for (unsigned round = 0;; ++round) {
         const int group = group_of(mine.id);

@@ -18,7 +18,8 @@ __device__ __forceinline__ Bound tighter(Bound a, Bound b) {
     return a.value > b.value || (a.value == b.value && a.id < b.id) ? a : b;
 }
 
-// The bound for ids that are all up to its id, or all behind it, as a number: x > threshold are kept.
+// What a bound keeps, as the comparison x > threshold alone, of ids that are all up to the bound's id or all behind it.
+// `last_id` is the last of them.
 __device__ __forceinline__ float threshold(Bound bound, int last_id) {
     if (last_id > bound.id) return bound.value;
     const float below = from_sortable(sortable(bound.value) - 1);

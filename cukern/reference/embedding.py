@@ -27,7 +27,7 @@ def _positions(word_ids: Array, step: int, position_ids: Array | None) -> Array:
 
 
 def _rows(table: Array, ids: Array) -> tuple[Array, Array]:
-    """The rows of a table, whatever they are where an id is out of range; and which ids are in range."""
+    """The rows of a table, any row where an id is out of range; and which ids are in range."""
     valid = (ids >= 0) & (ids < len(table))
     if not valid.any():
         return np.zeros((*ids.shape, table.shape[1]), table.dtype), valid
