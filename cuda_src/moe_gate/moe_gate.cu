@@ -171,7 +171,6 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
     uint4* staged;      // of the token, if Stage::USED
     const T* logits;
     int experts, lane;
-    bool biased;
 
     __device__ __forceinline__ int expert_of(int i) const { return DYNAMIC ? i * LANES + lane : lane * VALUES + i; }
     __device__ __forceinline__ int group_of(int e) const { return int(e * p.group_magic >> 20); }
@@ -206,7 +205,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
     }
     // Load the bias of each value, with the NaNs in it. Where rows are staged, stage the bias instead, once for all
     // tokens of the block: `load` then reads it from there.
-    __device__ __forceinline__ void load_bias(float (&bias)[VALUES]) const {
+    __device__ __forceinline__ void load_bias(float (&bias)[VALUES], bool biased) const {
         if constexpr (BIAS_UNITS > 0) {
             for (int e = threadIdx.x; e < EXPERTS; e += WARPS * 32)
                 BiasStage::part(bias_staged, e / VALUES)[e % VALUES] = load_bias_of(e);
@@ -267,7 +266,7 @@ __device__ __forceinline__ int load_valid(const Params& p) {
 
 // Turn the lanes' logits into choices. Returns whether a row of the warp has a NaN or an infinity among its logits.
 template <typename Row, typename Scores, int VALUES>
-__device__ __forceinline__ bool choose(const Row& row, const Scores& scores, const float (&bias)[VALUES],
+__device__ __forceinline__ bool choose(const Row& row, const Scores& scores, bool biased, const float (&bias)[VALUES],
                                        float (&choice)[VALUES]) {
     // x * 0 is NaN for a NaN or an infinity: one multiply-add per value finds the rows with one. The bias has no NaN.
     float irregular = 0.f;
@@ -282,7 +281,7 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, con
             choice[i] = __fadd_rn(score_of(choice[i]), regular_bias);
         }
     };
-    if (row.biased) {
+    if (biased) {
         if (scores.scoring == SIGMOID)
             add_bias([&](float x) { return scores.sigmoid(x); });
         else if (scores.scoring == SOFTMAX)
@@ -305,7 +304,7 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, con
 // Make the candidates of the listed experts, and their scores.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void score_candidates(const Row& row, const Scores& scores, const int* listed, int count,
-                                                 bool any_irregular, Candidate* candidates, float* score) {
+                                                 bool biased, bool any_irregular, Candidate* candidates, float* score) {
     const int lane = row.lane;
 #pragma unroll 1
     for (int first = lane; first < count; first += LANES * AT_ONCE<LANES>) {
@@ -314,7 +313,7 @@ __device__ __forceinline__ void score_candidates(const Row& row, const Scores& s
             const int i = first + k * LANES, id = listed[min(i, count - 1)];
             const float x = row.logit_of(id);
             float own = scores.of(x);
-            float choice = __fadd_rn(row.biased ? own : x, row.biased ? row.bias_of(id) : 0.f);
+            float choice = __fadd_rn(biased ? own : x, biased ? row.bias_of(id) : 0.f);
             if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
             if (choice == -CUDART_INF_F) own = 0.f;
             if (i < count) {
@@ -379,7 +378,7 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
 
     // Shared memory, in 16-byte units. Per block: the bias, where rows are staged. Per token: the list (candidates,
-    // scores and ids); the row, where it is staged; if dynamic, what keep_groups needs.
+    // scores and ids); the row, where it is staged; if dynamic, what mask_of_kept_groups needs.
     extern __shared__ uint4 shared[];
     const int list_units = capacity + capacity / 4 + 2;
     // A dynamic lane's last values may lie past the last expert; they have places in shared memory all the same.
@@ -398,26 +397,27 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     const int token = blockIdx.x * (WARPS * 32 / LANES) + slot;
     const bool live = token < p.tokens;
     const T* logits = static_cast<const T*>(p.logits) + min(token, p.tokens - 1) * p.row_stride;
-    const OwnRow row{p, shared, staged, logits, experts, lane, biased};
+    const OwnRow row{p, shared, staged, logits, experts, lane};
     if constexpr (Stage::USED) Stage::start(logits, staged, lane);
     float bias[VALUES], choice[VALUES];
-    row.load_bias(bias);
+    row.load_bias(bias, biased);
     const int valid = load_valid(p);
     row.load(choice, bias);
 
     Scores<DYNAMIC> scores{p, scoring};
     if (scoring == SOFTMAX && (biased || !p.renormalize)) scores.template sum_exponentials<LANES>(choice, existing);
-    const bool any_irregular = choose(row, scores, bias, choice);
+    const bool any_irregular = choose(row, scores, biased, bias, choice);
 
     unsigned alive = existing; // the values that may be chosen
     // Each kept group has two choices that reach its second best, which gives a threshold for free.
     const bool threshold_from_groups = !DYNAMIC && GROUPS > 1 && EXPERTS > GROUPS && topk <= 2 * p.topk_group;
     float threshold = -CUDART_INF_F;
     if (DYNAMIC && groups > 1) {
-        alive = keep_groups<LANES>(p, row, choice, alive, groups, padded_groups, staged);
+        alive = mask_of_kept_groups<LANES>(p, row, choice, alive, groups, padded_groups, staged);
     } else if constexpr (!DYNAMIC && GROUPS > 1) {
         float second;
-        if (!keeps_group<LANES, GROUPS, (BIASED && EXPERTS > GROUPS)>(choice, lane, p.topk_group, second)) alive = 0;
+        if (!own_group_is_kept<LANES, GROUPS, (BIASED && EXPERTS > GROUPS)>(choice, lane, p.topk_group, second))
+            alive = 0;
         if (threshold_from_groups) threshold = lanes_min<LANES>(alive ? second : CUDART_INF_F);
     }
     if (!threshold_from_groups && topk <= LANES) threshold = lane_threshold<LANES>(choice, alive, topk);
@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
         for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));
         scores.largest = scores.softmax_argument(lanes_max<LANES>(best));
     }
-    score_candidates<LANES>(row, scores, listed, count, any_irregular, candidates, score);
+    score_candidates<LANES>(row, scores, listed, count, biased, any_irregular, candidates, score);
     sort_candidates<LANES>(candidates, score, count, lane, topk, sorted);
     write_results<LANES>(p, sorted, lane, token, live, valid, topk, columns, experts);
 }

@@ -63,7 +63,8 @@ struct TopTwo {
 //
 // A group's rank is the number of groups that beat it, from one shuffle per other group.
 template <int LANES, int GROUPS, bool BY_TWO, int VALUES>
-__device__ __forceinline__ bool keeps_group(const float (&choice)[VALUES], int lane, int topk_group, float& second) {
+__device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES], int lane, int topk_group,
+                                                  float& second) {
     constexpr int LANES_PER_GROUP = LANES / GROUPS;
     TopTwo top;
     top.best = choice[0];
@@ -90,8 +91,8 @@ __device__ __forceinline__ bool keeps_group(const float (&choice)[VALUES], int l
 // The choices go to shared memory, where `split` lanes scan a group. Behind each group `split` words stay unused, which
 // puts the lanes that scan neighbouring groups in different banks.
 template <int LANES, typename Params, typename Row, int VALUES>
-__device__ __forceinline__ unsigned keep_groups(const Params& p, const Row& row, const float (&choice)[VALUES],
-                                                unsigned alive, int groups, int padded_groups, uint4* shared) {
+__device__ __forceinline__ unsigned mask_of_kept_groups(const Params& p, const Row& row, const float (&choice)[VALUES],
+                                                        unsigned alive, int groups, int padded_groups, uint4* shared) {
     const int lane = row.lane, log2_split = p.log2_lanes_per_group, split = 1 << log2_split;
     Candidate* group_list = reinterpret_cast<Candidate*>(shared);                  // [groups + 3]
     unsigned* group_kept = reinterpret_cast<unsigned*>(shared + (groups + 5) / 2); // [padded_groups] all bits or none

@@ -5,11 +5,13 @@
 // Launched before sort_pairs where there are so many pairs that each of its blocks should not count them all again.
 //
 // ID: an unsigned type of the size of an id.
+//
 // Grid: the blocks of sort_pairs. A block counts in shared memory; bin `experts` takes the pairs without an expert.
 //
-// Speed of light: it reads each id once and writes experts counts per block, which takes less than a launch does; the
-// chain of one load of an id, one of the map and one atomic in shared memory bounds it. It has no row of its own in the
-// benchmarks.
+// Speed of light: each id is read once, and `experts` counts per block are written, 2^16 ids in 0.25 MiB: the launch
+// and the chain of a load, an atomic in shared memory and a store take longer than the bytes. It is not timed alone; it
+// is a part of the 293 us of moe_permute with 8192 tokens of 8 slots on an H200, nearly all of which permute_rows
+// takes.
 #include "moe_permute/pairs.cuh"
 
 struct Params {

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 4) unpermute_rows(const __grid_co
         }
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s) {
-            // A row that is absent adds 0: its weight, which may be NaN, does not count.
+            // A slot without a row adds 0, even if its weight is NaN.
             const bool there = row[s] >= 0 && row[s] < rows;
             if (!there) weight[s] = 0.f;
             part[s] = Of{};
