@@ -241,6 +241,18 @@ def test_what_a_template_lacks_is_named(stem: str) -> None:
         template._struct(stem, "Absent")
 
 
+def test_constants_are_read_in_the_order_of_the_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.cu").write_text('#include "base.cuh"\n#include "uses.cuh"\nconstexpr int LAST = USED + 1;\n')
+    (tmp_path / "uses.cuh").write_text('#include "base.cuh"\nconstexpr int USED = 3 * BASE;\n')
+    (tmp_path / "base.cuh").write_text("constexpr int BASE = 128;\n")
+    monkeypatch.setattr(compile, "CUDA_SRC", tmp_path)
+    template.text.cache_clear(), template.constants.cache_clear()
+    try:
+        assert template.constants("toy") == {"BASE": 128, "USED": 384, "LAST": 385}
+    finally:
+        template.text.cache_clear(), template.constants.cache_clear()
+
+
 def test_every_kernel_declares_its_struct() -> None:
     for kernels in KERNELS.values():
         for kernel in kernels:

@@ -164,6 +164,11 @@ def source(file: str) -> str:
     return f'#line 1 "{file}.cu"\n{(CUDA_SRC / f"{file}.cu").read_text()}'
 
 
+def quoted_includes(source: str) -> list[str]:
+    """The files of `cuda_src` that a source includes, in their order."""
+    return [quoted for quoted, _ in _INCLUDE.findall(source) if quoted]
+
+
 def included(files: Iterable[Path], root: Path) -> tuple[list[Path], list[str]]:
     """The files that `files` include, directly or through others.
 

@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cukern.runtime.late import Late, item
@@ -96,8 +97,21 @@ def text(file: str) -> str:
     """The template `cuda_src/<file>.cu` and all files of `cuda_src` that it includes, without comments."""
     from cukern.runtime import compile
 
-    paths, _ = compile.included([compile.CUDA_SRC / f"{file}.cu"], compile.CUDA_SRC)
-    return "\n".join(_COMMENT.sub(" ", path.read_text()) for path in reversed(paths))
+    found: dict[Path, str] = {}
+
+    def read(path: Path) -> None:
+        # As for the compiler, what a file includes stands before it, at its first inclusion.
+        if path in found or not path.is_file():
+            return
+        found[path] = ""
+        source = path.read_text()
+        for quoted in compile.quoted_includes(source):
+            read(compile.CUDA_SRC / quoted)
+        del found[path]
+        found[path] = _COMMENT.sub(" ", source)
+
+    read(compile.CUDA_SRC / f"{file}.cu")
+    return "\n".join(found.values())
 
 
 @functools.cache
