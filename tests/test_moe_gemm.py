@@ -30,6 +30,7 @@ from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
+from notebooks import moe_gemm_steps
 from tests.buffers import POISON, Buffer, OnlyDLPack, as_torch, on_gpu, same_bits, to_numpy
 
 Array = NDArray[Any]
@@ -1179,6 +1180,36 @@ def test_a_compiled_step_is_the_step(device: str, rng: np.random.Generator) -> N
     for ours, theirs in zip(got, want, strict=True):
         assert torch.equal(ours, theirs)
     torch.compiler.reset()
+
+
+# --- the steps of the notebook --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", moe_gemm_steps.STEPS, ids=lambda step: step.name)
+def test_a_step_of_the_notebook_compiles_and_does_not_spill(step: moe_gemm_steps.Step) -> None:
+    assert len(step.path.read_text().splitlines()) < 200
+    for arch in step.archs:
+        taken = moe_gemm_steps.compiled(step, arch).resources
+        assert taken.registers > 32 and taken.spill_bytes == 0
+
+
+def test_all_files_of_the_steps_are_listed() -> None:
+    assert sorted(moe_gemm_steps.FOLDER.glob("*")) == [step.path for step in moe_gemm_steps.STEPS]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", moe_gemm_steps.STEPS, ids=lambda step: step.name)
+def test_a_step_of_the_notebook_is_the_twin(step: moe_gemm_steps.Step, rng: np.random.Generator) -> None:
+    if step.is_mapped and arch_of_device(0) != "90a":
+        pytest.skip("its kernel is for Hopper")
+    for counts, n, k in ((EDGES, 264, 200), (LONG, 520, 72), ([0, 0, 1, 0], 8, 8), ([300], 1024, 2048)):
+        x = made(rng, counts, n, k, whole=True)
+        out = Buffer(x.out_shape, "bfloat16")
+        given = there(x).arguments
+        moe_gemm_steps.multiply(step, given["a"], given["b"], given["expert_offsets"], out=out.array)
+        got = out.numpy()
+        same_bits(got[x.rows], x.twin()[x.rows])
+        assert (got[~x.rows].view(np.uint8) == POISON).all(), "a row of no expert was written"
 
 
 # --- the benchmarks -------------------------------------------------------------------------------------

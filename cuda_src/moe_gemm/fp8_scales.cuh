@@ -14,10 +14,10 @@ __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const 
     }
 }
 
-// The loop of a warp that loads scales: of rows 128 * part ... + 127 of each tile, times those of the weights. It goes from
-// stage to stage as the warp that loads tiles does, and arrives at the same barriers: a stage is full when its bytes and its
-// scales are there. It reads the scales of four stages before it waits for the first of these to be empty, so their latency
-// is over when the copies to that stage start.
+// The loop of a warp that loads scales: of rows 128 * part ... + 127 of each tile, times those of the weights. It goes
+// from stage to stage as the warp that loads tiles does, and arrives at the same barriers: a stage is full when its
+// bytes and its scales are there. It reads the scales of four stages before it waits for the first of these to be
+// empty, so their latency is over when the copies to that stage start.
 template <class Layout>
 __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                 unsigned scales, int part) {

@@ -31,8 +31,8 @@ struct Fp8RowScales {
         column_scales += p.b_scale_step ? (long long)tile.x * p.n + tile.w : tile.x;
     }
 
-    // The scale of column i of the two that a lane has of eight; side 1: of ups. Without a branch, which would split the loop
-    // around it so that it is not unrolled any more.
+    // The scale of column i of the two that a lane has of eight; side 1: of ups. Without a branch, which would split
+    // the loop around it so that it is not unrolled any more.
     __device__ __forceinline__ float of_column(int eight, int i, int side) const {
         const int column = min(eight * 8 + lane % 4 * 2 + i, last_column) + side * (p.n / 2);
         return column_scales[column * p.b_scale_step];
@@ -66,8 +66,8 @@ __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const fl
     }
 }
 
-// Write the 16 rows of a warp's product. They go through shared memory, so that 8 lanes write 128 neighbouring bytes of a
-// row. There, chunk c of row r is where chunk c ^ (r % 8) would be: so 8 rows' chunks are in different banks.
+// Write the 16 rows of a warp's product. They go through shared memory, so that 8 lanes write 128 neighbouring bytes of
+// a row. There, chunk c of row r is where chunk c ^ (r % 8) would be: so 8 rows' chunks are in different banks.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row,
                                                const float (&sums)[64], unsigned staged) {

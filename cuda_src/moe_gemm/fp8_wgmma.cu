@@ -3,32 +3,34 @@
 //   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
 //
-// each number of a and b times its scale; sums in float32, rounded once. BLOCK_SCALED: a_scale [rows, ceil(k / 128)], b_scale
-// [experts, ceil(n / 128), ceil(k / 128)]. Else a_scale is of each row or one, b_scale of each row of weights or of each
-// expert. moe_gemm/params.cuh says what a group is.
+// each number of a and b times its scale; sums in float32, rounded once. BLOCK_SCALED: a_scale [rows, ceil(k / 128)],
+// b_scale [experts, ceil(n / 128), ceil(k / 128)]. Else a_scale is of each row or one, b_scale of each row of weights
+// or of each expert. moe_gemm/params.cuh says what a group is.
 //
-// Grid: CLUSTER * (as many clusters as run at once) blocks of 384 threads, one on each multiprocessor. They stay, and take
-// one tile after the other: TOKENS rows of a group times 128 rows of weights, or 64 gates and their 64 ups. The blocks of a
-// cluster have the same rows and neighbouring weights; each loads a part of the rows, for all of them (multicast).
+// Grid: CLUSTER * (as many clusters as run at once) blocks of 384 threads, one on each multiprocessor. They stay, and
+// take one tile after the other: TOKENS rows of a group times 128 rows of weights, or 64 gates and their 64 ups. The
+// blocks of a cluster have the same rows and neighbouring weights; each loads a part of the rows, for all of them
+// (multicast).
 //
 //   warp 8         finds tiles, and has TMA copy 128 bytes along k at a time to a ring of STAGES stages
 //   warps 9, 10    with BLOCK_SCALED: multiply the scales of 128 rows each by those of the weights, into the same stages
 //   warpgroup 0, 1 multiply every second 64 rows of a tile each, and write them
 //
-// The tensor cores align the products of a step to the largest and keep too few bits of their sum, so a sum there ends after
-// 128 numbers and is added to another one in float32, in ordinary registers, with its scale. While one warpgroup adds, the
-// products of the other run. 64 rows of which none is of the group are neither loaded nor multiplied.
+// The tensor cores align the products of a step to the largest and keep too few bits of their sum, so a sum there ends
+// after 128 numbers and is added to another one in float32, in ordinary registers, with its scale. While one warpgroup
+// adds, the products of the other run. 64 rows of which none is of the group are neither loaded nor multiplied.
 //
-// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations at twice the
-// rate of bfloat16. On an H200 8 x 1024 rows with n = 4096, k = 7168 reach 84% of the tensor cores' floor with scales by
-// blocks and 88% with scales of rows, 4 x 8192 rows 86%, 4 x 256 rows 75%; with n = 7168, k = 2048 these reach 56%, in 33 us.
+// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations at
+// twice the rate of bfloat16. On an H200 8 x 1024 rows with n = 4096, k = 7168 reach 84% of the tensor cores' floor
+// with scales by blocks and 88% with scales of rows, 4 x 8192 rows 86%, 4 x 256 rows 75%; with n = 7168, k = 2048 these
+// reach 56%, in 33 us.
 #include "common/fp8.cuh"
 #include "moe_gemm/fp8_scales.cuh"
 #include "moe_gemm/fp8_store.cuh"
 #include "moe_gemm/fp8_tiles.cuh"
 
-// The loop of the warp that loads tiles. A tile's first stage says which tile it is; one without rows says that there are
-// no more.
+// The loop of the warp that loads tiles. A tile's first stage says which tile it is; one without rows says that there
+// are no more.
 template <class Layout>
 __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
@@ -77,7 +79,8 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// The descriptor of a K-major operand, as k_major_descriptor makes it, from its lower half: the upper one is always the same.
+// The descriptor of a K-major operand, as k_major_descriptor makes it, from its lower half: the upper one is always the
+// same.
 __device__ __forceinline__ unsigned long long fp8_operand(unsigned lower) {
     unsigned long long operand;
     asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | 64u));
@@ -138,8 +141,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K;
     const int first_row = side * FP8_BOX + warp % 4 * 16; // of this warp, in its first 64 rows
     const unsigned staged = ring + Layout::STAGED + warp * Layout::STAGED_BYTES;
-    // Of stage 0: the operand of the tokens, the scales of this lane's rows, and the barrier that releases it (lane i has
-    // that of block i of the cluster).
+    // Of stage 0: the operand of the tokens, the scales of this lane's rows, and the barrier that releases it (lane i
+    // has that of block i of the cluster).
     const unsigned tokens = unsigned(k_major_descriptor(ring + side * FP8_BOX_BYTES));
     const unsigned further_weights = (Layout::TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
     const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
@@ -154,7 +157,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
         scales_here = scales + stage * Layout::SCALE_BYTES;
     };
     auto wait_full = [&] { mbarrier_wait(shared_address(&shared.full[stage]), phase); };
-    // Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its scales.
+    // Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its
+    // scales.
     auto release = [&](unsigned used) {
         if (lane < CLUSTER) {
             if constexpr (CLUSTER == 1)
@@ -221,8 +225,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     }
 }
 
-// T: __nv_bfloat16 or __half, of the result. TOKENS: 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks. ACTIVATION: a number
-// of common/activation.cuh.
+// T: __nv_bfloat16 or __half, of the result. TOKENS: 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks. ACTIVATION: a
+// number of common/activation.cuh.
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {

@@ -32,8 +32,8 @@ struct GroupTile {
     int before, tiles;      // tiles of TOKENS rows: of all groups before, and of this one
 };
 
-// Find the group that has tile `wanted` of all groups' tiles; false if there are not so many. All threads of the block call
-// this, and `found` is in shared memory.
+// Find the group that has tile `wanted` of all groups' tiles; false if there are not so many. All threads of the block
+// call this, and `found` is in shared memory.
 template <int TOKENS, int THREADS>
 __device__ __forceinline__ bool find_tile(const GemmParams& p, int wanted, GroupTile& found) {
     constexpr int WARPS = THREADS / 32;

@@ -1,10 +1,11 @@
-// Grouped products by mma.sync, on every GPU from sm_80 on: each expert's weights times its rows, which may be gathered.
+// Grouped products by mma.sync, on every GPU from sm_80 on: each expert's weights times its rows, which may be
+// gathered.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
 //
-// each number of a and b times its scale, if there are scales; sums in float32, rounded once. moe_gemm/params.cuh says what
-// a group is.
+// each number of a and b times its scale, if there are scales; sums in float32, rounded once. moe_gemm/params.cuh says
+// what a group is.
 //
 //   FORMAT   a      b
 //   PLAIN    T      T
@@ -12,16 +13,16 @@
 //   MXFP4    T      e2m1, two to a byte (the lower half first), with an E8M0 scale for every 32 along k
 //   NVFP4    T      the same, with an e4m3 scale for every 16 along k, and b_global_scale
 //
-// Grid: tiles * ceil(n / WEIGHTS) blocks at least, where `tiles` bounds the tiles of TOKENS rows that the groups have. A
-// block of TOKEN_WARPS x WEIGHT_WARPS warps makes one tile, TOKENS tokens (rows of a) times WEIGHTS rows of weights: it
-// multiplies one step of STEP numbers along k while STAGES - 1 further ones are on their way to shared memory. Blocks
-// without a tile end at once.
+// Grid: tiles * ceil(n / WEIGHTS) blocks at least, where `tiles` bounds the tiles of TOKENS rows that the groups have.
+// A block of TOKEN_WARPS x WEIGHT_WARPS warps makes one tile, TOKENS tokens (rows of a) times WEIGHTS rows of weights:
+// it multiplies one step of STEP numbers along k while STAGES - 1 further ones are on their way to shared memory.
+// Blocks without a tile end at once.
 //
-// Speed of light: 2 * rows * n * k operations, and with few rows the bytes of the weights, which are read once. On an H200
-// the bytes are the limit up to some 200 rows of each expert: 256 experts x 8 rows, n = 4096, k = 7168, reach all of the
-// memory's floor in bfloat16, 55% of it in MXFP4 and 54% in NVFP4, whose conversion takes instructions. With 8 x 1024 rows
-// the tensor cores are: 64% in bfloat16 (operands pass through registers, and wgmma.cu's do not), 23% in FP8, which is
-// multiplied as float16, 35% and 34% in 4 bits.
+// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
+// H200, with n = 4096, k = 7168: 256 experts x 8 rows reach all of the memory's floor in bfloat16, 55% of it in MXFP4
+// and 54% in NVFP4, whose conversion takes instructions. 8 x 1024 rows reach 64% of the tensor cores' floor in bfloat16
+// (every operand passes through registers, unlike those of wgmma.cu), 23% in FP8, which is multiplied as float16, 35%
+// in MXFP4 and 34% in NVFP4.
 #include "moe_gemm/mma_fp4.cuh"
 #include "moe_gemm/mma_ldmatrix.cuh"
 #include "moe_gemm/mma_store.cuh"
@@ -44,8 +45,8 @@ template <typename T, class Block> struct MmaFormOf<T, NVFP4, false, Block> {
     using Type = Fp4Form<T, E4m3Scale, true, Block>;
 };
 
-// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. STEP: 32 or 64 with PLAIN, else 128.
-// STAGES: steps that shared memory holds. BLOCKS: blocks that fit a multiprocessor. ACTIVATION: a number of
+// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. STEP: 32 or 64 with PLAIN, else
+// 128. STAGES: steps that shared memory holds. BLOCKS: blocks that fit a multiprocessor. ACTIVATION: a number of
 // common/activation.cuh. BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has
 // scales of whole rows.
 template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int WEIGHT_WARPS, int STEP, int STAGES,

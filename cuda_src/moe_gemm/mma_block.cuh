@@ -24,8 +24,8 @@ template <class Block> struct MmaThread {
 
 // The tile of a block: TOKENS rows of a group times WEIGHTS rows of its expert's weights.
 //
-// Gated, 8 rows of gates alternate with the 8 rows of their ups, so that one lane has the sums of both. `first_column` is
-// that of the first gate.
+// Gated, 8 rows of gates alternate with the 8 rows of their ups, so that one lane has the sums of both. `first_column`
+// is that of the first gate.
 template <class Block> struct MmaTile {
     const GemmParams& p;
     const GroupTile& group;           // in shared memory
@@ -39,8 +39,8 @@ template <class Block> struct MmaTile {
         half = Block::GATED ? p.n / 2 : p.n;
     }
 
-    // Find the tile's place by the block's index. Tiles of one expert come in strips of 8 x TOKENS tokens: blocks that run
-    // at the same time share tokens and weights, which L2 then holds.
+    // Find the tile's place by the block's index. Tiles of one expert come in strips of 8 x TOKENS tokens: blocks that
+    // run at the same time share tokens and weights, which L2 then holds.
     __device__ __forceinline__ void locate() {
         constexpr int TOGETHER = 8;
         const int within = blockIdx.x - group.before * weight_tiles, strip = within / (TOGETHER * weight_tiles);

@@ -14,8 +14,8 @@ template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to
                      : "memory");
 }
 
-// The copies of a thread: of each step along k one 16-byte chunk of every A_ROWS-th row of tokens and of every B_ROWS-th
-// row of weights, and the thread's part of the scales.
+// The copies of a thread: of each step along k one 16-byte chunk of every A_ROWS-th row of tokens and of every
+// B_ROWS-th row of weights, and the thread's part of the scales.
 template <class Form> struct MmaCopies {
     using Block = typename Form::Block;
     static constexpr int TOKENS = Block::TOKENS, WEIGHTS = Block::WEIGHTS, THREADS = Block::THREADS;
@@ -56,8 +56,8 @@ template <class Form> struct MmaCopies {
         scales.begin(p, tile, me);
     }
 
-    // Start the copies of a step to the stage that lies `to` bytes into shared memory. Steps are started in order; past the
-    // last one there is nothing to copy. Each call is one group of copies, and what lies past k becomes 0.
+    // Start the copies of a step to the stage that lies `to` bytes into shared memory. Steps are started in order; past
+    // the last one there is nothing to copy. Each call is one group of copies, and what lies past k becomes 0.
     __device__ __forceinline__ void start(int step, unsigned to) {
         if (step < steps) {
             const int a_left = int(a_pitch) - a_chunk * 16 - step * Form::A_LINE; // bytes up to the rows' end

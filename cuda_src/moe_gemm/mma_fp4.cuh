@@ -1,15 +1,16 @@
 // The forms of gemm_mma with weights of 4 bits (e2m1): they become numbers of type T in registers.
 //
-// The order of a sum is free, and so is which numbers along k meet in which lane, as long as it is the same of tokens and
-// weights. So a lane takes 8 neighbours of each 32: one register of weights, 16 bytes of tokens. Nibbles i and i + 4 of that
-// register are a pair of 16-bit numbers once they are shifted and masked, so pairs of tokens are of numbers i and i + 4 too.
+// The order of a sum is free, and so is which numbers along k meet in which lane, as long as it is the same of tokens
+// and weights. So a lane takes 8 neighbours of each 32: one register of weights, 16 bytes of tokens. Of that register,
+// nibbles i and i + 4 are a pair of 16-bit numbers once they are shifted and masked; so pairs of tokens are of numbers
+// i and i + 4 too.
 //
-// A nibble is a sign, two bits of exponent and one of mantissa. Where the last three stand in place of the lowest two bits
-// of a 16-bit format's exponent and the highest of its mantissa, they are the number times 2^-126 (bfloat16) or 2^-14
-// (float16), also if it is subnormal. The scale that the pair is multiplied by brings that power of two back, except for
-// MISSING, by which the sums are multiplied: otherwise the scale would overflow. All this is exact: bfloat16 with E8M0
-// scales from 2^-100 to 2^33 (larger ones count as infinite), e4m3 scales always. Only E8M0 with float16 would leave the
-// range of T; there the sums over 32 are multiplied instead, in float32.
+// A nibble is a sign, two bits of exponent and one of mantissa. Where the last three stand in place of the lowest two
+// bits of a 16-bit format's exponent and the highest of its mantissa, they are the number times 2^-126 (bfloat16) or
+// 2^-14 (float16), also if it is subnormal. The scale that the pair is multiplied by brings that power of two back,
+// except for MISSING, by which the sums are multiplied: otherwise the scale would overflow. All this is exact: bfloat16
+// with E8M0 scales from 2^-100 to 2^33 (larger ones count as infinite), e4m3 scales always. Only E8M0 with float16
+// would leave the range of T; there the sums over 32 are multiplied instead, in float32.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
@@ -36,9 +37,9 @@ template <typename T, int I> __device__ __forceinline__ unsigned nibbles_to_pair
 
 // A stage of shared memory, with one step along k: tokens, weights, then scales, of which one is for GROUP numbers.
 //
-// 16-byte chunks are swizzled so that what eight lanes read or write at once is in different banks. Of 64 numbers along k a
-// lane has 16 neighbours if FOLDED, since they share a scale: 2 chunks of tokens and 8 bytes of weights. Else it has 8
-// neighbours of either 32.
+// 16-byte chunks are swizzled so that what eight lanes read or write at once is in different banks. Of 64 numbers along
+// k a lane has 16 neighbours if FOLDED, since they share a scale: 2 chunks of tokens and 8 bytes of weights. Else it
+// has 8 neighbours of either 32.
 template <class Block_, int GROUP, bool FOLDED> struct Fp4Layout {
     using Block = Block_;
     static constexpr int A_LINE = Block::STEP * 2, B_LINE = Block::STEP / 2; // bytes of a row
@@ -100,8 +101,8 @@ template <class Block, int GROUP> struct GroupScaleCopies {
     }
 };
 
-// The scale of MXFP4: 2^(byte - 127) for every 32 numbers. `of_lane`: which of a row's scales a lane needs, in 64 numbers.
-// `factor`: the scale times the missing power of two, but for MISSING, as a pair.
+// The scale of MXFP4: 2^(byte - 127) for every 32 numbers. `of_lane`: which of a row's scales a lane needs, in 64
+// numbers. `factor`: the scale times the missing power of two, but for MISSING, as a pair.
 template <typename T> struct E8m0Scale {
     static constexpr int GROUP = 32;
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p14f;

@@ -6,8 +6,8 @@
 
 // A stage of shared memory, with one step along k: tokens, weights, then scales. ITEM: bytes of a number.
 //
-// 16-byte chunks are swizzled: chunk c of row r lies where chunk c ^ (r % 8) would (rows of 64 bytes: c ^ (r / 2 % 4)). So
-// the 8 rows whose chunk c ldmatrix reads at once are in different banks.
+// 16-byte chunks are swizzled: chunk c of row r lies where chunk c ^ (r % 8) would (rows of 64 bytes: c ^ (r / 2 % 4)).
+// So the 8 rows whose chunk c ldmatrix reads at once are in different banks.
 template <class Block_, int ITEM, int SCALE_BYTES> struct LdmatrixLayout {
     using Block = Block_;
     static constexpr int A_LINE = Block::STEP * ITEM, B_LINE = A_LINE; // bytes of a row
@@ -43,9 +43,9 @@ template <typename T> struct ProductsOf16Bits {
     }
 };
 
-// Products of numbers of e4m3: 32 along k, as pairs of float16, which hold them exactly. A register of a fragment has four
-// neighbours along k; two neighbours are a pair of the first product, two of the second. The order of a sum is free, as
-// long as it is the same of tokens and weights.
+// Products of numbers of e4m3: 32 along k, as pairs of float16, which hold them exactly. A register of a fragment has
+// four neighbours along k; two neighbours are a pair of the first product, two of the second. The order of a sum is
+// free, as long as it is the same of tokens and weights.
 struct ProductsOf8Bits {
     template <class Block>
     static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
@@ -109,8 +109,8 @@ template <class Block> struct BlockScaledSums {
     }
 };
 
-// The products phase. A step is PARTS parts of 32 bytes of each row: 16 numbers, or 32. The next part's fragments are loaded
-// before this one's are multiplied, across steps too.
+// The products phase. A step is PARTS parts of 32 bytes of each row: 16 numbers, or 32. The next part's fragments are
+// loaded before this one's are multiplied, across steps too.
 template <class Form> struct LdmatrixProducts {
     using Block = typename Form::Block;
     using Fragments = MmaFragments<Block>;
@@ -190,8 +190,8 @@ template <class Block> struct NoFactors {
     __device__ __forceinline__ float of_row(int) const { return 1.f; }
 };
 
-// Factors of the finished sums: scales of whole rows. The constructor multiplies by those of the weights; `of_row` gives
-// that of a token.
+// Factors of the finished sums: scales of whole rows. The constructor multiplies by those of the weights; `of_row`
+// gives that of a token.
 template <class Block> struct RowFactors {
     const GemmParams& p;
     const MmaTile<Block>& tile;

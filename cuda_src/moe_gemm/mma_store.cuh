@@ -5,7 +5,8 @@
 #include "common/warp.cuh"
 #include "moe_gemm/mma_block.cuh"
 
-// The result of sums[n] or, gated, of sums[2 n] (gates) and sums[2 n + 1] (ups), at one of a lane's places in fragments.
+// The result of sums[n] or, gated, of sums[2 n] (gates) and sums[2 n + 1] (ups), at one of a lane's places in
+// fragments.
 template <int ACTIVATION, int N>
 __device__ __forceinline__ float result(const float (&sums)[N][4], int n, int at, float factor) {
     if constexpr (ACTIVATION != NO_ACTIVATION)
@@ -26,8 +27,8 @@ __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const fl
     }
 }
 
-// The place of a warp's results. Neighbouring lanes exchange pairs of two fragments, so that each then has four neighbours
-// of one fragment: 8 bytes.
+// The place of a warp's results. Neighbouring lanes exchange pairs of two fragments, so that each then has four
+// neighbours of one fragment: 8 bytes.
 template <typename T, class Block> struct MmaOutput {
     const MmaTile<Block>& tile;
     const int pair, first;

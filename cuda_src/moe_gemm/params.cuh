@@ -1,8 +1,8 @@
 // The arguments of a grouped product, which all kernels of moe_gemm share.
 //
-// The group of expert e is rows [offsets[e], offsets[e + 1]) or, batched, the first offsets[e] of the max_tokens rows from
-// e * max_tokens on. The host knows how many groups there are and how many rows they have together: blocks find out which
-// tiles there are. Rows of no group are not written.
+// The group of expert e is rows [offsets[e], offsets[e + 1]) or, batched, the first offsets[e] of the max_tokens rows
+// from e * max_tokens on. The host knows how many groups there are and how many rows they have together: blocks find
+// out which tiles there are. Rows of no group are not written.
 #pragma once
 #include "common/hopper.cuh"
 
@@ -10,9 +10,9 @@ struct GemmParams {
     const void* a; // [tokens, k]; batched: [experts, max_tokens, k]
     const void* b; // [experts, n, k]; of 4 bits: [experts, n, k / 2] bytes, the lower half first
     void* out;     // [rows, n]; with an activation: [rows, n / 2]
-    // Scales of FP8 by blocks: [tokens, ceil(k / 128)], [experts, ceil(n / 128), ceil(k / 128)]. Else of each token or one;
-    // of each row of weights or each expert. Of 4 bits b_scale has bytes: [experts, n, k / 32] of E8M0 or [experts, n, k / 16]
-    // of e4m3.
+    // Scales of FP8 by blocks: [tokens, ceil(k / 128)], [experts, ceil(n / 128), ceil(k / 128)]. Else of each token or
+    // one; of each row of weights or each expert. Of 4 bits b_scale has bytes: [experts, n, k / 32] of E8M0 or
+    // [experts, n, k / 16] of e4m3.
     const float* a_scale;
     const void* b_scale;
     const int* offsets;              // [experts + 1] times `offset_words`; batched: [experts], rows of each group
@@ -31,6 +31,6 @@ struct MappedGemmParams : GemmParams {
     TensorMap b_map, a_map;
 };
 
-// Formats of the weights. PLAIN: T, as the tokens. FP8: e4m3, as the tokens. MXFP4, NVFP4: e2m1, two to a byte, with an E8M0
-// scale for every 32 of a row or one of e4m3 for every 16; the tokens are T.
+// Formats of the weights. PLAIN: T, as the tokens. FP8: e4m3, as the tokens. MXFP4, NVFP4: e2m1, two to a byte, with an
+// E8M0 scale for every 32 of a row or one of e4m3 for every 16; the tokens are T.
 enum Format { PLAIN, FP8, MXFP4, NVFP4 };

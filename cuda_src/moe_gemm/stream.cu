@@ -3,26 +3,27 @@
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
 //
-// each number of a and b times its scale with FP8; sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
+// each number of a and b times its scale with FP8; sums in float32, rounded once. moe_gemm/params.cuh says what a group
+// is.
 //
 // DRAM gives its full speed only to long stretches, so a warp reads 512 bytes of one row of weights at a time, not the
-// fragments of 8 rows that tensor cores multiply. It multiplies on tensor cores all the same, as converting and multiplying
-// number by number would take too many instructions. The 8 rows of a fragment are then 8 stretches along k of one row of
-// weights (4 lanes x 16 bytes each), its 8 columns the same stretches of one token. Of the 8 x 8 sums the diagonal is of
-// stretches that belong together: its trace is one output. The other 56 are not used, and cost nothing, since tensor cores
-// would be idle. Rows 8 ... 15 of the fragment are a second row of weights: gate and up of one output with an activation,
-// else the first one's neighbour.
+// fragments of 8 rows that tensor cores multiply. It multiplies on tensor cores all the same, as converting and
+// multiplying number by number would take too many instructions. The 8 rows of a fragment are then 8 stretches along k
+// of one row of weights (4 lanes x 16 bytes each), its 8 columns the same stretches of one token. Of the 8 x 8 sums the
+// diagonal is of stretches that belong together: its trace is one output. The other 56 are not used, and cost nothing,
+// since tensor cores would be idle. Rows 8 ... 15 of the fragment are a second row of weights: gate and up of one
+// output with an activation, else the first one's neighbour.
 //
 //   lane (g, q) = (lane / 4, lane % 4) has a unit of 16 bytes of each 512, of weights and tokens alike: numbers 2 q,
 //   2 q + 1, 2 q + 8 and 2 q + 9 along k of a product, in row g of the weights' fragment and in column g of the tokens'.
 //
-// Grid: x over the pairs of rows of weights, y at least over the tiles of TOKENS rows that the groups have. A block has WARPS
-// warps of PAIRS pairs each; blocks without a tile end at once. Each tile reads the weights anew, so TOKENS is the most that
-// a group is expected to have.
+// Grid: x over the pairs of rows of weights, y at least over the tiles of TOKENS rows that the groups have. A block has
+// WARPS warps of PAIRS pairs each; blocks without a tile end at once. Each tile reads the weights anew, so TOKENS is
+// the most that a group is expected to have.
 //
-// Speed of light: the bytes of the weights, experts * n * k numbers. On an H200 one row of 2 experts reaches the memory's
-// floor in bfloat16 (n = 28672, k = 4096: 108 us; n = 4096, k = 14336: 99% of it). One row of 8 experts with n = 1536,
-// k = 2048 reaches 85% and, with n = 2048, k = 768, 72%: in 8 us the start of the kernel counts.
+// Speed of light: the bytes of the weights, experts * n * k numbers. On an H200 one row of 2 experts reaches the
+// memory's floor in bfloat16 (n = 28672, k = 4096: 108 us; n = 4096, k = 14336: 99% of it). One row of 8 experts with n
+// = 1536, k = 2048 reaches 85% and, with n = 2048, k = 768, 72%: in 8 us the start of the kernel counts.
 #include "common/activation.cuh"
 #include "common/fp8.cuh"
 #include "common/hopper.cuh"
@@ -64,8 +65,7 @@ template <typename T, class Task> struct PlainUnits {
     __device__ __forceinline__ float scaled(float sum, int, int) const { return sum; }
 };
 
-// The products of FP8, as pairs of float16, which hold e4m3 exactly. The arrays are the kernel's: those of a function would
-// change which registers the compiler gives to the sums.
+// The products of FP8, as pairs of float16, which hold e4m3 exactly, and their registers.
 struct Fp8Registers {
     float part[4];
     unsigned words[3][4], halves[3][2], both[4];
@@ -149,7 +149,8 @@ template <typename T, class Task> struct UnitsOf<T, FP8, true, Task> {
     using Type = Fp8BlockUnits<Task>;
 };
 
-// Load units `at`, `at` + 32, ... (of lane 0) of each row of the warp's weights; a row has `loads`, and those past it are 0.
+// Load units `at`, `at` + 32, ... (of lane 0) of each row of the warp's weights; a row has `loads`, and those past it
+// are 0.
 template <int ROWS, int LOADS, class Task>
 __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task& task, const uint4* weights, int loads,
                                              int at, int lane) {
@@ -172,9 +173,9 @@ struct Diagonal {
     }
 };
 
-// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. FORMAT: PLAIN or FP8. BLOCK_SCALES: FP8
-// with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows. LOADS: units of each
-// row of weights that a lane has under way at once. BLOCKS: blocks that fit a multiprocessor.
+// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. FORMAT: PLAIN or FP8.
+// BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows.
+// LOADS: units of each row of weights that a lane has under way at once. BLOCKS: blocks that fit a multiprocessor.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int TOKENS, int ACTIVATION, int PAIRS, int WARPS, int LOADS,
           int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_constant__ GemmParams p) {
@@ -187,8 +188,8 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
     const int pairs = p.n / 2, pair = (blockIdx.x * WARPS + warp) * PAIRS;
     if (pair >= pairs) return;
     const Task task{p, first, count, pairs, pair};
-    // Units of a row. Those before a row of `a`, and before one of an expert's weights, are counted in 32 bits: the host
-    // refuses 64 GiB of them.
+    // Units of a row. Those before a row of `a`, and before one of an expert's weights, are counted in 32 bits: the
+    // host refuses 64 GiB of them.
     const int loads = p.k / Units::NUMBERS;
     const uint4* const weights = static_cast<const uint4*>(p.b) + (long long)tile.expert * p.n * loads + lane;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;

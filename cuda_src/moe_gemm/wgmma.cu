@@ -5,30 +5,32 @@
 //
 // sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
 //
-// A product by wgmma has 64 rows and any multiple of 8 columns. Groups have any number of rows, so these, called tokens here,
-// are its columns, and weights are its rows: a tile of few tokens costs little, and what TMA copies beside a group's tokens
-// ends in columns that nobody writes. All tiles of a group read all of its weights; so a group has as few tiles of tokens as
-// can be, of about as many tokens each, and a tile is multiplied at the smallest of WIDTHS that holds it.
+// A product by wgmma has 64 rows and any multiple of 8 columns. Groups have any number of rows, so these, called tokens
+// here, are its columns, and weights are its rows: a tile of few tokens costs little, and what TMA copies beside a
+// group's tokens ends in columns that nobody writes. All tiles of a group read all of its weights; so a group has as
+// few tiles of tokens as can be, of about as many tokens each, and a tile is multiplied at the smallest of WIDTHS that
+// holds it.
 //
-// Grid: CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads. They stay, and take one tile
-// after the other: 128 weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring
-// weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
+// Grid: CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads. They stay, and take one
+// tile after the other: 128 weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and
+// neighbouring weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
 //
 //   warp 8           finds tiles, and has TMA copy 64 numbers along k at a time to a ring of STAGES stages; it is ahead of
 //                    the others by the whole ring, across tiles too
 //   warpgroup 0, 1   multiply weights 64 w ... 64 w + 63 of a tile, and write the results
 //
-// A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released it.
+// A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released
+// it.
 //
-// ACTIVATION: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. So a thread has the
-// sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// ACTIVATION: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. So a thread has
+// the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
 //
-// With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while the
-// other writes, so the tensor cores always have work.
+// With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while
+// the other writes, so the tensor cores always have work.
 //
-// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an H200,
-// with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99%, 64 x 64 rows
-// 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%.
+// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
+// H200, with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99% and
+// 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%.
 #include "common/cluster.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_store.cuh"
@@ -131,7 +133,8 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
                                               unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
     constexpr int SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
-    // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform registers.
+    // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
+    // registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const unsigned long long a = k_major_descriptor(stages + warpgroup * 64 * ROW_BYTES);
     const unsigned long long b = k_major_descriptor(stages + Shared::WEIGHT_TILE);
@@ -154,8 +157,8 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     }
 }
 
-// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few
-// tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
+// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS: blocks that fit a multiprocessor. STREAMED:
+// for few tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
 __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {

@@ -14,8 +14,8 @@ __host__ __device__ constexpr int round_of(int tokens) {
     return tokens > 128 ? 32 : tokens == 128 ? 64 : tokens < 16 ? 8 : 16;
 }
 
-// Threads of a block. 288 tokens need 144 registers of a thread for sums, more than each can have of an equal share: the
-// loading warp then is one of a whole warpgroup, which gives registers away.
+// Threads of a block. 288 tokens need 144 registers of a thread for sums, more than each can have of an equal share:
+// the loading warp then is one of a whole warpgroup, which gives registers away.
 __host__ __device__ constexpr int gemm_threads(int tokens) {
     return WARPGROUPS * WARPGROUP + (tokens > 128 ? WARPGROUP : 32);
 }
@@ -34,8 +34,8 @@ template <int TOKENS, int STAGES> struct WgmmaShared {
     static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // of a round; a warpgroup has room for two
 
     unsigned long long full[STAGES], empty[STAGES], skewed;
-    // The tile that begins with this stage, if one does; `full` publishes it. A tile has a stage at least, and a warp reads
-    // its tile before it releases the stage, so there are enough of them.
+    // The tile that begins with this stage, if one does; `full` publishes it. A tile has a stage at least, and a warp
+    // reads its tile before it releases the stage, so there are enough of them.
     WgmmaTile tiles[STAGES];
 };
 

@@ -6,8 +6,8 @@
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 
-// Store 8 x 8 matrices of 16-bit numbers, transposed: lane l's two of matrix i go to rows 2 (l % 4) and + 1 of column l / 4.
-// `to` of lanes 8 i ... 8 i + 7 are the addresses of its rows.
+// Store 8 x 8 matrices of 16-bit numbers, transposed: the two that lane l has of matrix i go to column l / 4, rows
+// 2 (l % 4) and + 1. `to` of lanes 8 i ... 8 i + 7 are the addresses of the matrix's rows.
 template <int MATRICES>
 __device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
     if constexpr (MATRICES == 4)
@@ -30,10 +30,10 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 
 // Write a warpgroup's results of a tile.
 //
-// They lie along the weights in memory, but along the tokens in the registers of a thread. stmatrix transposes them through
-// shared memory, a round of ROUND tokens at a time, so that 8 (gated: 4) threads write neighbouring bytes of a token. Rounds
-// alternate between two places in `staging`, which `round` counts: all threads that read one have done so when they come to
-// the barrier of the next round, and the round after that may write to the place again.
+// They lie along the weights in memory, but along the tokens in the registers of a thread. stmatrix transposes them
+// through shared memory, a round of ROUND tokens at a time, so that 8 (gated: 4) threads write neighbouring bytes of a
+// token. Rounds alternate between two places in `staging`, which `round` counts: all threads that read one have done so
+// when they come to the barrier of the next round, and the round after that may write to the place again.
 template <typename T, int ACTIVATION, int TOKENS>
 __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const float (&c)[TOKENS / 2],
                                            const WgmmaTile& tile, int warpgroup, unsigned staging, int& round) {

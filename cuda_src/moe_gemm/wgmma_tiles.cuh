@@ -16,8 +16,8 @@ template <int TOKENS> struct WgmmaTiles {
         read_groups();
     }
 
-    // Tiles of tokens of a group. Tokens past 256 take a second product at every step, which pays only where all tokens of
-    // a group then are one tile.
+    // Tiles of tokens of a group. Tokens past 256 take a second product at every step, which pays only where all tokens
+    // of a group then are one tile.
     static __device__ __forceinline__ int tiles_of(int count) {
         constexpr int EACH = TOKENS < 256 ? TOKENS : 256;
         return count <= TOKENS ? count > 0 : (count + EACH - 1) / EACH;

@@ -1,0 +1,148 @@
+"""Three steps on the way to `cuda_src/moe_gemm/wgmma.cu`, each a small CUDA file that runs: `moe_gemm_steps/*.cu`.
+
+All compute what `cukern.moe_gemm(a, b, expert_offsets)` does in bfloat16, without its other options.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from cukern.commands import Resources, resources
+from cukern.runtime import arrays, compile, nvrtc
+from cukern.runtime.cuda import cupy, driver, runtime
+from cukern.runtime.kernel import arch_of_device
+from cukern.runtime.tensor_map import encode
+
+FOLDER = Path(__file__).with_suffix("")
+_KERNEL = "multiply"
+# Swizzled tiles begin at multiples of so many bytes.
+_ALIGNMENT = 1024
+
+
+class Step(NamedTuple):
+    """A file, and the sizes of its tiles, which are its constants."""
+
+    name: str
+    rows: int
+    columns: int
+    threads: int
+    shared_bytes: int = 0  # of all stages; 0: the kernel declares its shared memory itself
+    is_mapped: bool = True  # its operands come by TMA, which only Hopper's code here does
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.cu"
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """The architectures that the tests compile it for."""
+        return ("90a",) if self.is_mapped else ("80", "90a")
+
+
+STEPS = (
+    Step("1_tiles_mma", 128, 128, 256, is_mapped=False),
+    Step("2_tma_wgmma", 128, 128, 128, 2 * (128 + 128) * 128),
+    Step("3_warp_specialized", 128, 256, 288, 4 * (128 + 256) * 128),
+)
+
+
+class Compiled(NamedTuple):
+    """A cubin, the name of the kernel in it, and its registers."""
+
+    cubin: bytes
+    name: str
+    resources: Resources
+
+
+@functools.cache
+def compiled(step: Step, arch: str) -> Compiled:
+    """A step, compiled by NVRTC. Needs no GPU."""
+    folders = compile.CUDA_SRC, compile.cuda_include_directory()
+    options = [f"-arch=sm_{arch}", "-std=c++17", "-default-device", "-Xptxas=-v", *(f"-I{x}" for x in folders)]
+    cubin, name, log = nvrtc.compile_cubin(step.path.read_text(), str(step.path), _KERNEL, options)
+    return Compiled(cubin, name, resources({"log": log}))
+
+
+@functools.cache
+def _function(step: Step, device: int) -> Any:
+    """A step's kernel on the current device, which is `device`."""
+    cubin, name, _ = compiled(step, arch_of_device(device))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step.cubin")
+        path.write_bytes(cubin)
+        kernel = cupy.RawModule(path=str(path)).get_function(name)
+        if step.shared_bytes:
+            kernel.max_dynamic_shared_size_bytes = step.shared_bytes + _ALIGNMENT
+        assert kernel.kernel.ptr  # it is loaded now
+    return kernel
+
+
+def _parameters(step: Step, a: int, b: int, out: int, offsets: int, rows: int, experts: int, n: int, k: int) -> bytes:
+    """The step's struct `StepParams`, for arrays at these addresses."""
+    if not step.is_mapped:
+        return struct.pack("4Q4i", a, b, out, offsets, rows, experts, n, k)
+    # Boxes of 64 numbers along k, which are 128 bytes. Of four dimensions, as `tma_load` takes them.
+    row, all_rows, all_weights = 2 * k, 2 * k * rows, 2 * k * n * experts
+    a_map = encode(a, "bfloat16", (k, rows, 1, 1), (row, all_rows, all_rows), (64, step.rows, 1, 1))
+    b_map = encode(b, "bfloat16", (k, n, experts, 1), (row, row * n, all_weights), (64, step.columns, 1, 1))
+    packed = struct.pack("128s128s2Q3i", a_map, b_map, out, offsets, experts, n, k)
+    return packed.ljust(-(-len(packed) // 64) * 64, b"\0")  # a struct with tensor maps is a multiple of 64 bytes
+
+
+def multiply(step: Step, a: Any, b: Any, expert_offsets: Any, out: Any = None) -> Any:
+    """out[r] = a[r] b[e]^T for the rows r of expert e, by a step's kernel; CuPy arrays or torch tensors on a GPU.
+
+    Args:
+        a: [rows, k] bfloat16, or its bits (uint16).
+        b: weights [experts, n, k], of the same dtype. n and k are multiples of 8.
+        expert_offsets: int32 [experts + 1]; expert e has rows expert_offsets[e] to expert_offsets[e + 1] - 1.
+        out: [rows, n], of the dtype of a.
+
+    Returns:
+        `out`. Rows of no expert are not written.
+    """
+    library = arrays.library_of(a)
+    assert library is not None
+    (rows, k), (experts, n, _), device = a.shape, b.shape, library.device(a)
+    assert b.shape[2] == k and n % 8 == k % 8 == 0 and tuple(expert_offsets.shape) == (experts + 1,)
+    if out is None:
+        out = library.empty((rows, n), library.dtype(a), a)
+    if not rows:
+        return out
+    addresses = [library.address(x) for x in (a, b, out, expert_offsets)]
+    assert all(address % 16 == 0 for address in addresses[:3])
+    runtime.setDevice(device)
+    packed = _parameters(step, *addresses, rows, experts, n, k)
+    buffer = ctypes.create_string_buffer(packed, len(packed))
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    # As many blocks along y as there can be tiles, since each group's last one may not be full.
+    tiles = (rows + min(experts, rows) * (step.rows - 1)) // step.rows
+    shared_bytes = step.shared_bytes and step.shared_bytes + _ALIGNMENT
+    driver.launchKernel(
+        _function(step, device).kernel.ptr, math.ceil(n / step.columns), tiles, 1, step.threads, 1, 1, shared_bytes,
+        library.stream(device), ctypes.addressof(pointers), 0,
+    )  # fmt: skip
+    return out
+
+
+def median_us(call: Callable[[], Any], repeats: int = 50) -> float:
+    """The median time of a call on torch's current stream, by CUDA events."""
+    import torch
+
+    for _ in range(3):
+        call()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for begin, end in pairs:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return median(begin.elapsed_time(end) * 1e3 for begin, end in pairs)

@@ -1,0 +1,101 @@
+// Step 1 of 3: tiles in shared memory, multiplied on tensor cores by mma.sync. Runs on every GPU from sm_80 on.
+//
+//   out[r, j] = sum over i of a[r, i] * b[e, j, i]       for the rows r of expert e: offsets[e] <= r < offsets[e + 1]
+//
+// Grid: x over tiles of 128 columns of out, y over at least as many tiles of 128 rows as all groups have. A block of 8
+// warps makes one tile. For 32 numbers along k at a time, it copies 128 rows of a and 128 rows of weights to shared
+// memory through registers, and each warp then multiplies 64 rows by 32 columns, in fragments of 16 x 8.
+//
+// What it adds to a kernel with one thread for each output: each number that is read serves 128 outputs, and tensor
+// cores multiply.
+//
+// Expected bound: the latency of the loads. The products of a step take 256 cycles at the tensor cores' peak (4096
+// operations a cycle), and come after a wait of some 800 cycles for memory, which only the other blocks on the
+// multiprocessor fill. And every operand passes through registers, twice.
+#include "common/mma.cuh"
+
+constexpr int TILE = 128, DEPTH = 32, THREADS = 256; // rows and columns; numbers along k of a step
+constexpr int CHUNKS = DEPTH / 8;                    // of 16 bytes, of a row in a step
+constexpr int PITCH = DEPTH * 2 + 16;                // bytes of a row: 8 rows' chunks are in different banks
+constexpr int M = 4, N = 4;                          // fragments of a warp
+
+struct StepParams {
+    const __nv_bfloat16 *a, *b; // [rows, k], [experts, n, k]
+    __nv_bfloat16* out;         // [rows, n]
+    const int* offsets;         // [experts + 1]
+    int rows, experts, n, k;    // n, k: multiples of 8
+};
+
+// Find the group of the tile `tile` of all groups' tiles, which becomes that of its own; false if there is none.
+__device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& expert) {
+    for (expert = 0; expert < p.experts; ++expert) {
+        const int tiles = (p.offsets[expert + 1] - p.offsets[expert] + TILE - 1) / TILE;
+        if (tile < tiles) return true;
+        tile -= tiles;
+    }
+    return false;
+}
+
+// Copy a step of 128 rows to shared memory. A row past the last one is that one; what lies past k is 0.
+__device__ __forceinline__ void copy_rows(char* to, const __nv_bfloat16* from, int first, int last, int k, int step) {
+    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS, along = step * DEPTH + chunk * 8;
+        uint4 eight = make_uint4(0, 0, 0, 0);
+        if (along < k) eight = *reinterpret_cast<const uint4*>(from + (long long)min(first + row, last) * k + along);
+        *reinterpret_cast<uint4*>(to + row * PITCH + chunk * 16) = eight;
+    }
+}
+
+// Multiply a warp's 64 rows by its 32 columns, 16 numbers along k, of which the first are at byte `along`.
+__device__ __forceinline__ void multiply_part(float (&c)[M][N][4], unsigned a_at, unsigned b_at, int along) {
+    const int lane = threadIdx.x % 32;
+    unsigned a[M][4], b[N / 2][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m) load_matrices(a[m], a_at + (m * 16 + lane % 16) * PITCH + along + lane / 16 * 16);
+#pragma unroll
+    for (int n = 0; n < N / 2; ++n)
+        load_matrices(b[n], b_at + (n * 16 + lane % 8 + lane / 16 * 8) * PITCH + along + lane / 8 % 2 * 16);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            multiply_add<__nv_bfloat16>(c[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+}
+
+// Write a warp's results from row `row` and column `column` on: in each fragment, a lane has pairs of two rows.
+__device__ __forceinline__ void store(const StepParams& p, const float (&c)[M][N][4], int row, int column, int end) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int r = row + m * 16 + i * 8 + lane / 4, j = column + n * 8 + lane % 4 * 2;
+                if (r < end && j < p.n)
+                    *reinterpret_cast<unsigned*>(p.out + (long long)r * p.n + j) =
+                        pack<__nv_bfloat16>(c[m][n][i * 2], c[m][n][i * 2 + 1]);
+            }
+}
+
+__global__ __launch_bounds__(THREADS, 2) void multiply(const __grid_constant__ StepParams p) {
+    __shared__ __align__(16) char a[TILE * PITCH], b[TILE * PITCH];
+    int tile = blockIdx.y, expert;
+    if (!find_group(p, tile, expert)) return;
+    const int first = p.offsets[expert] + tile * TILE, end = p.offsets[expert + 1], column = blockIdx.x * TILE;
+    const __nv_bfloat16* const weights = p.b + (long long)expert * p.n * p.k;
+    const int row_warp = threadIdx.x / 32 / 4, column_warp = threadIdx.x / 32 % 4;
+    const unsigned a_at = shared_address(a) + row_warp * M * 16 * PITCH;
+    const unsigned b_at = shared_address(b) + column_warp * N * 8 * PITCH;
+
+    float c[M][N][4] = {};
+    for (int step = 0; step * DEPTH < p.k; ++step) {
+        copy_rows(a, p.a, first, end - 1, p.k, step);
+        copy_rows(b, weights, column, p.n - 1, p.k, step);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < DEPTH / 16; ++i) multiply_part(c, a_at, b_at, i * 32);
+        __syncthreads();
+    }
+    store(p, c, first + row_warp * M * 16, column + column_warp * N * 8, end);
+}

@@ -1,0 +1,101 @@
+// Step 2 of 3: tiles copied by TMA and multiplied by wgmma, by one warpgroup that does both. Hopper only.
+//
+//   out[r, j] = sum over i of a[r, i] * b[e, j, i]       for the rows r of expert e: offsets[e] <= r < offsets[e + 1]
+//
+// Grid: x over tiles of 128 columns of out, y over at least as many tiles of 128 rows as all groups have. A block is
+// one warpgroup, and makes one tile as two products of 64 rows. Thread 0 starts the copies of the next 64 numbers along
+// k, to one of two stages, before all wait for the other stage and multiply it.
+//
+// What it adds to step 1: operands do not pass through registers any more. TMA writes whole tiles to shared memory,
+// swizzled (chunk c of row r where chunk c ^ (r % 8) would be), and wgmma reads them there. One thread's instruction
+// copies 16 KB, and a barrier counts the bytes. Rows of the next group, which TMA copies beside this one's, make
+// results that nobody writes.
+//
+// Expected bound: what a multiprocessor gets from L2. A step's products take 512 cycles at the tensor cores' peak (4096
+// operations a cycle) and its 32 KB some 745, at 44 bytes a cycle: at most 69% of the peak. The warpgroup waits for its
+// products before it goes on, so three blocks on a multiprocessor take turns.
+#include "common/hopper.cuh"
+#include "common/mma.cuh"
+
+constexpr int TILE = 128, DEPTH = 64, STAGES = 2; // rows and columns; numbers along k of a stage
+constexpr int TILE_BYTES = TILE * DEPTH * 2;      // of either operand
+
+struct StepParams {
+    TensorMap a_map, b_map; // [rows, k] and [experts, n, k], boxes of 128 x 64
+    __nv_bfloat16* out;     // [rows, n]
+    const int* offsets;     // [experts + 1]
+    int experts, n, k;      // n, k: multiples of 8
+};
+
+// Find the group of the tile `tile` of all groups' tiles, which becomes that of its own; false if there is none.
+__device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& expert) {
+    for (expert = 0; expert < p.experts; ++expert) {
+        const int tiles = (p.offsets[expert + 1] - p.offsets[expert] + TILE - 1) / TILE;
+        if (tile < tiles) return true;
+        tile -= tiles;
+    }
+    return false;
+}
+
+// Write 64 rows of results: a lane has pairs of rows lane / 4 and lane / 4 + 8 of its warp's 16.
+__device__ __forceinline__ void store(const StepParams& p, const float (&c)[64], int first, int column, int end) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = first + warp * 16 + i * 8 + lane / 4;
+        if (row >= end) continue;
+#pragma unroll
+        for (int eight = 0; eight < TILE / 8; ++eight) {
+            const int j = column + eight * 8 + lane % 4 * 2;
+            if (j < p.n)
+                *reinterpret_cast<unsigned*>(p.out + (long long)row * p.n + j) =
+                    pack<__nv_bfloat16>(c[eight * 4 + i * 2], c[eight * 4 + i * 2 + 1]);
+        }
+    }
+}
+
+__global__ __launch_bounds__(WARPGROUP, 3) void multiply(const __grid_constant__ StepParams p) {
+#if HAS_WGMMA
+    extern __shared__ char memory[];
+    __shared__ unsigned long long full[STAGES];
+    int tile = blockIdx.y, expert;
+    if (!find_group(p, tile, expert)) return;
+    const int first = p.offsets[expert] + tile * TILE, end = p.offsets[expert + 1], column = blockIdx.x * TILE;
+    const unsigned stages = (shared_address(memory) + 1023) & ~1023u; // swizzled tiles lie at multiples of 1024
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(&full[i]), 1);
+        barriers_ready();
+    }
+    __syncthreads();
+    auto copy = [&](int step) {
+        const unsigned to = stages + step % STAGES * 2 * TILE_BYTES, barrier = shared_address(&full[step % STAGES]);
+        barrier_expect(barrier, 2 * TILE_BYTES);
+        copy_tile<EVICT_NORMAL>(to, p.a_map, step * DEPTH, first, 0, 0, barrier);
+        copy_tile<EVICT_NORMAL>(to + TILE_BYTES, p.b_map, step * DEPTH, column, expert, 0, barrier);
+    };
+
+    const int steps = (p.k + DEPTH - 1) / DEPTH;
+    float upper[64], lower[64]; // sums of rows 0 ... 63 and 64 ... 127
+    if (threadIdx.x == 0) copy(0);
+    for (int step = 0; step < steps; ++step) {
+        // Its stage is free: the products of the step before have been waited for, by all.
+        if (threadIdx.x == 0 && step + 1 < steps) copy(step + 1);
+        const unsigned a = stages + step % STAGES * 2 * TILE_BYTES, b = a + TILE_BYTES;
+        barrier_wait(shared_address(&full[step % STAGES]), step / STAGES);
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < DEPTH / 16; ++i) { // 16 numbers are 32 bytes
+            const bool add = step > 0 || i > 0;
+            multiply_tiles<__nv_bfloat16>(upper, along_the_sum(a + i * 32), along_the_sum(b + i * 32), add);
+            multiply_tiles<__nv_bfloat16>(lower, along_the_sum(a + TILE_BYTES / 2 + i * 32), along_the_sum(b + i * 32),
+                                          add);
+        }
+        products_commit();
+        products_wait<0>();
+        pin(upper), pin(lower);
+        __syncthreads();
+    }
+    store(p, upper, first, column, end);
+    store(p, lower, first + TILE / 2, column, end);
+#endif
+}
