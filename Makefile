@@ -50,7 +50,7 @@ test: .venv/dev.stamp
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find cuda_src -name '*.cu' -o -name '*.cuh')
+	$(BIN)/clang-format --dry-run --Werror $$(find cuda_src notebooks -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
 
 gpu: $(READY)

@@ -51,15 +51,15 @@ __device__ __forceinline__ void multiply_part(float (&c)[M][N][4], unsigned a_at
     const int lane = threadIdx.x % 32;
     unsigned a[M][4], b[N / 2][4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) load_matrices(a[m], a_at + (m * 16 + lane % 16) * PITCH + along + lane / 16 * 16);
+    for (int m = 0; m < M; ++m) ldmatrix(a[m], a_at + (m * 16 + lane % 16) * PITCH + along + lane / 16 * 16);
 #pragma unroll
     for (int n = 0; n < N / 2; ++n)
-        load_matrices(b[n], b_at + (n * 16 + lane % 8 + lane / 16 * 8) * PITCH + along + lane / 8 % 2 * 16);
+        ldmatrix(b[n], b_at + (n * 16 + lane % 8 + lane / 16 * 8) * PITCH + along + lane / 8 % 2 * 16);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int n = 0; n < N; ++n)
-            multiply_add<__nv_bfloat16>(c[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+            mma_m16n8k16<__nv_bfloat16>(c[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
 }
 
 // Write a warp's results from row `row` and column `column` on: in each fragment, a lane has pairs of two rows.

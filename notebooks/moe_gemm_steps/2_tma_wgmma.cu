@@ -63,15 +63,15 @@ __global__ __launch_bounds__(WARPGROUP, 3) void multiply(const __grid_constant__
     const int first = p.offsets[expert] + tile * TILE, end = p.offsets[expert + 1], column = blockIdx.x * TILE;
     const unsigned stages = (shared_address(memory) + 1023) & ~1023u; // swizzled tiles lie at multiples of 1024
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(&full[i]), 1);
-        barriers_ready();
+        for (int i = 0; i < STAGES; ++i) mbarrier_init(shared_address(&full[i]), 1);
+        fence_mbarrier_init();
     }
     __syncthreads();
     auto copy = [&](int step) {
         const unsigned to = stages + step % STAGES * 2 * TILE_BYTES, barrier = shared_address(&full[step % STAGES]);
-        barrier_expect(barrier, 2 * TILE_BYTES);
-        copy_tile<EVICT_NORMAL>(to, p.a_map, step * DEPTH, first, 0, 0, barrier);
-        copy_tile<EVICT_NORMAL>(to + TILE_BYTES, p.b_map, step * DEPTH, column, expert, 0, barrier);
+        mbarrier_arrive_expect_tx(barrier, 2 * TILE_BYTES);
+        tma_load<EVICT_NORMAL>(to, p.a_map, step * DEPTH, first, 0, 0, barrier);
+        tma_load<EVICT_NORMAL>(to + TILE_BYTES, p.b_map, step * DEPTH, column, expert, 0, barrier);
     };
 
     const int steps = (p.k + DEPTH - 1) / DEPTH;
@@ -81,18 +81,18 @@ __global__ __launch_bounds__(WARPGROUP, 3) void multiply(const __grid_constant__
         // Its stage is free: the products of the step before have been waited for, by all.
         if (threadIdx.x == 0 && step + 1 < steps) copy(step + 1);
         const unsigned a = stages + step % STAGES * 2 * TILE_BYTES, b = a + TILE_BYTES;
-        barrier_wait(shared_address(&full[step % STAGES]), step / STAGES);
-        products_begin();
+        mbarrier_wait(shared_address(&full[step % STAGES]), step / STAGES);
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; ++i) { // 16 numbers are 32 bytes
             const bool add = step > 0 || i > 0;
-            multiply_tiles<__nv_bfloat16>(upper, along_the_sum(a + i * 32), along_the_sum(b + i * 32), add);
-            multiply_tiles<__nv_bfloat16>(lower, along_the_sum(a + TILE_BYTES / 2 + i * 32), along_the_sum(b + i * 32),
-                                          add);
+            wgmma_k_major<__nv_bfloat16>(upper, k_major_descriptor(a + i * 32), k_major_descriptor(b + i * 32), add);
+            wgmma_k_major<__nv_bfloat16>(lower, k_major_descriptor(a + TILE_BYTES / 2 + i * 32),
+                                         k_major_descriptor(b + i * 32), add);
         }
-        products_commit();
-        products_wait<0>();
-        pin(upper), pin(lower);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(upper), wgmma_fence_operand(lower);
         __syncthreads();
     }
     store(p, upper, first, column, end);

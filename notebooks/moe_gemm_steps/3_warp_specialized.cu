@@ -54,10 +54,10 @@ __device__ __forceinline__ void produce(const StepParams& p, Ring& ring, unsigne
     for (int step = 0; step * DEPTH < p.k; ++step) {
         const int stage = step % STAGES;
         const unsigned to = stages + stage * STAGE_BYTES, full = shared_address(&ring.full[stage]);
-        barrier_wait(shared_address(&ring.empty[stage]), step / STAGES + 1);
-        barrier_expect(full, STAGE_BYTES);
-        copy_tile<EVICT_NORMAL>(to, p.a_map, step * DEPTH, first, 0, 0, full);
-        copy_tile<EVICT_NORMAL>(to + A_BYTES, p.b_map, step * DEPTH, column, expert, 0, full);
+        mbarrier_wait(shared_address(&ring.empty[stage]), step / STAGES + 1);
+        mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+        tma_load<EVICT_NORMAL>(to, p.a_map, step * DEPTH, first, 0, 0, full);
+        tma_load<EVICT_NORMAL>(to + A_BYTES, p.b_map, step * DEPTH, column, expert, 0, full);
     }
 }
 
@@ -65,23 +65,24 @@ __device__ __forceinline__ void produce(const StepParams& p, Ring& ring, unsigne
 __device__ __forceinline__ void consume(const StepParams& p, Ring& ring, unsigned stages, float (&c)[COLUMNS / 2]) {
     const int warpgroup = threadIdx.x / WARPGROUP, steps = (p.k + DEPTH - 1) / DEPTH;
     auto release = [&](int step) {
-        if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&ring.empty[step % STAGES]));
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&ring.empty[step % STAGES]));
     };
     for (int step = 0; step < steps; ++step) {
         const int stage = step % STAGES;
         const unsigned a = stages + stage * STAGE_BYTES + warpgroup * 64 * DEPTH * 2;
         const unsigned b = stages + stage * STAGE_BYTES + A_BYTES;
-        barrier_wait(shared_address(&ring.full[stage]), step / STAGES);
-        products_begin();
+        mbarrier_wait(shared_address(&ring.full[stage]), step / STAGES);
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; ++i) // 16 numbers are 32 bytes
-            multiply_tiles<__nv_bfloat16>(c, along_the_sum(a + i * 32), along_the_sum(b + i * 32), step > 0 || i > 0);
-        products_commit();
-        products_wait<1>(); // those of the step before
+            wgmma_k_major<__nv_bfloat16>(c, k_major_descriptor(a + i * 32), k_major_descriptor(b + i * 32),
+                                         step > 0 || i > 0);
+        wgmma_commit_group();
+        wgmma_wait_group<1>(); // those of the step before
         if (step > 0) release(step - 1);
     }
-    products_wait<0>();
-    pin(c);
+    wgmma_wait_group<0>();
+    wgmma_fence_operand(c);
 }
 
 // Write a warpgroup's results: a lane has pairs of rows lane / 4 and lane / 4 + 8 of its warp's 16.
@@ -112,10 +113,10 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ S
     const unsigned stages = (shared_address(memory) + 1023) & ~1023u; // swizzled tiles lie at multiples of 1024
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&ring.full[i]), 1);
-            barrier_init(shared_address(&ring.empty[i]), CONSUMERS / 32);
+            mbarrier_init(shared_address(&ring.full[i]), 1);
+            mbarrier_init(shared_address(&ring.empty[i]), CONSUMERS / 32);
         }
-        barriers_ready();
+        fence_mbarrier_init();
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
