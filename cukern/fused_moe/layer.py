@@ -11,6 +11,7 @@ from cukern.fused_moe.modular_kernel import FusedMoEModularKernel, layer_output
 from cukern.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoEP
 from cukern.reference import fused_moe as twin
 from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Result, dtype_name, expect_array
 from cukern.runtime.op import op, operator
 from cukern.runtime.plan import run_twin
@@ -85,24 +86,24 @@ def _result(hidden_states: Any, *_: Any, **__: Any) -> Result:
     _result,
 )
 def fused_experts(
-    hidden_states: Any,
-    w1: Any,
-    w2: Any,
-    topk_weights: Any,
-    topk_ids: Any,
+    hidden_states: AnyArray,
+    w1: AnyArray,
+    w2: AnyArray,
+    topk_weights: AnyArray,
+    topk_ids: AnyArray,
     *,
     activation: str = "silu",
     quant: FusedMoEQuantConfig | str | None = None,
-    expert_map: Any = None,
+    expert_map: AnyArray | None = None,
     apply_router_weight_on_input: bool = False,
-    w1_scale: Any = None,
-    w2_scale: Any = None,
-    a1_scale: Any = None,
-    a2_scale: Any = None,
-    w1_global_scale: Any = None,
-    w2_global_scale: Any = None,
-    out: Any = None,
-) -> Any:
+    w1_scale: AnyArray | None = None,
+    w2_scale: AnyArray | None = None,
+    a1_scale: AnyArray | None = None,
+    a2_scale: AnyArray | None = None,
+    w1_global_scale: AnyArray | None = None,
+    w2_global_scale: AnyArray | None = None,
+    out: AnyArray | None = None,
+) -> AnyArray:
     """Send each token through its experts, from the top-k ids to the layer's output.
 
     out[t] = sum over s of topk_weights[t, s] * w2[e] activation(gate, up), with e = topk_ids[t, s] and gate and up the

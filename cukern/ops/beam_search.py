@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from cukern.reference import beam_search as twin
 from cukern.runtime import arrays, check, template
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.late import ceil_div, checked, late
@@ -140,8 +141,13 @@ def _topk_results(log_probs: Any, k: int, **_: Any) -> list[Result]:
     _topk_results,
 )
 def beam_topk(
-    log_probs: Any, k: int, *, diversity_rate: float = 0.0, out: tuple[Any, Any] | None = None, variant: str = "auto"
-) -> tuple[Any, Any]:
+    log_probs: AnyArray,
+    k: int,
+    *,
+    diversity_rate: float = 0.0,
+    out: tuple[AnyArray, AnyArray] | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
     """The k best continuations of each batch entry, over all its beams and the whole vocabulary.
 
     Args:
@@ -243,11 +249,23 @@ def _penalty(length: int, length_penalty: float) -> float:
     late=("step",),
 )
 def beam_search_step(
-    log_probs: Any, scores: Any, finished_scores: Any, finished_lengths: Any, finished_ids: Any,
-    finished_parents: Any, done: Any, step: int, max_steps: int, end_id: int | Sequence[int],
-    *, length_penalty: float = 1.0, early_stopping: bool | str | None = False, diversity_rate: float = 0.0,
-    out: tuple[Any, ...] | None = None, variant: str = "auto",
-) -> tuple[Any, ...]:  # fmt: skip
+    log_probs: AnyArray,
+    scores: AnyArray,
+    finished_scores: AnyArray,
+    finished_lengths: AnyArray,
+    finished_ids: AnyArray,
+    finished_parents: AnyArray,
+    done: AnyArray,
+    step: int,
+    max_steps: int,
+    end_id: int | Sequence[int],
+    *,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str | None = False,
+    diversity_rate: float = 0.0,
+    out: tuple[AnyArray, ...] | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, ...]:
     """One step of a beam search: from the log-probabilities of the next token to the next beams.
 
     The search keeps `beams` running beams and a pool of the `beams` best finished hypotheses per batch entry, as
@@ -338,9 +356,9 @@ def _tree_results(ids: Any, *_: Any, **__: Any) -> Result:
     _tree_results,
 )
 def gather_tree(
-    ids: Any, parents: Any, lengths: Any, end_id: int,
-    *, last_ids: Any = None, last_parents: Any = None, out: Any = None,
-) -> Any:  # fmt: skip
+    ids: AnyArray, parents: AnyArray, lengths: AnyArray, end_id: int,
+    *, last_ids: AnyArray | None = None, last_parents: AnyArray | None = None, out: AnyArray | None = None,
+) -> AnyArray:  # fmt: skip
     """The tokens of each beam, from the tokens and parents of all steps.
 
     Args:
@@ -417,9 +435,9 @@ def _cache_results(key_cache: Any, value_cache: Any, parents: Any, step: Any, **
     late=("step",),
 )
 def update_kv_cache(
-    key_cache: Any, value_cache: Any, parents: Any, step: int,
-    *, out: tuple[Any, Any] | None = None, variant: str = "auto",
-) -> tuple[Any, Any]:  # fmt: skip
+    key_cache: AnyArray, value_cache: AnyArray, parents: AnyArray, step: int,
+    *, out: tuple[AnyArray, AnyArray] | None = None, variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:  # fmt: skip
     """Let the keys and values follow their beams: what the parent had cached is the beam's past.
 
     Args:

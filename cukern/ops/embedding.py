@@ -8,6 +8,7 @@ from typing import Any
 
 from cukern.reference import embedding as twin
 from cukern.runtime import arrays, check, template
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -178,15 +179,15 @@ _LATE: dict[str, Any] = {"rows": {"batch": ("word_ids", "position_ids", "out")},
     **_LATE,
 )
 def embedding_lookup(
-    embedding_table: Any,
-    word_ids: Any,
-    position_table: Any = None,
+    embedding_table: AnyArray,
+    word_ids: AnyArray,
+    position_table: AnyArray | None = None,
     step: int = 0,
     *,
-    position_ids: Any = None,
-    out: Any = None,
+    position_ids: AnyArray | None = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """The rows of a table of embeddings, plus those of a table of learned positions.
 
         out[i] = embedding_table[word_ids[i]] + position_table[position[i]]
@@ -226,15 +227,15 @@ def embedding_lookup(
     **_LATE,
 )
 def embedding_lookup_sine_position_encoding(
-    embedding_table: Any,
-    position_encoding: Any,
-    word_ids: Any,
+    embedding_table: AnyArray,
+    position_encoding: AnyArray,
+    word_ids: AnyArray,
     step: int,
     *,
-    position_ids: Any = None,
-    out: Any = None,
+    position_ids: AnyArray | None = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """The embeddings of the words that a decoder begins a step with, scaled, plus the encoding of their position.
 
         out[i] = embedding_table[word_ids[i]] * sqrt(hidden) + position_encoding[position[i]]

@@ -36,6 +36,7 @@ from cukern.ops._kv_cache import (
 )
 from cukern.reference import kv_cache as twin
 from cukern.runtime import check, fp8
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place, type_name
 from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
@@ -60,14 +61,14 @@ _TOKENS = {"tokens": ("key", "value", "slot_mapping")}
 
 @op(twin.reshape_and_cache, f"reshape_and_cache{_STORE}", rows=_TOKENS, late=("k_scale", "v_scale"))
 def reshape_and_cache(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slot_mapping: Any,
+    key: AnyArray,
+    value: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
+    slot_mapping: AnyArray,
     kv_cache_dtype: str,
-    k_scale: Any,
-    v_scale: Any,
+    k_scale: AnyArray,
+    v_scale: AnyArray,
 ) -> None:
     """Store new keys and values in their slots of a paged cache in vLLM's layout.
 
@@ -143,14 +144,14 @@ def reshape_and_cache(
 
 @op(twin.reshape_and_cache_flash, f"reshape_and_cache_flash{_STORE}", rows=_TOKENS, late=("k_scale", "v_scale"))
 def reshape_and_cache_flash(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slot_mapping: Any,
+    key: AnyArray,
+    value: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
+    slot_mapping: AnyArray,
     kv_cache_dtype: str,
-    k_scale: Any,
-    v_scale: Any,
+    k_scale: AnyArray,
+    v_scale: AnyArray,
 ) -> None:
     """Store new keys and values in their slots of a paged cache in FlashAttention's layout.
 
@@ -246,7 +247,7 @@ def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype:
     late=("scale",),
 )
 def concat_and_cache_mla(
-    kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, kv_cache_dtype: str, scale: Any
+    kv_c: AnyArray, k_pe: AnyArray, kv_cache: AnyArray, slot_mapping: AnyArray, kv_cache_dtype: str, scale: AnyArray
 ) -> None:
     """Store the latents and the rotary parts of new tokens, side by side, in their slots of an MLA cache.
 
@@ -349,7 +350,7 @@ def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int
     "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
     rows={"pairs": ("block_mapping",)},
 )
-def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: Any) -> None:
+def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: AnyArray) -> None:
     """Copy blocks of the caches of all layers: cache[to] = cache[from] for each pair (from, to) of block_mapping.
 
     Args:
@@ -477,15 +478,15 @@ def _check_sequences(src_cache: Array, block_table: Any, cu_seq_lens: Any, batch
     late=("batch_size", "scale"),
 )
 def gather_cache(
-    src_cache: Any,
-    dst: Any,
-    block_table: Any,
-    cu_seq_lens: Any,
+    src_cache: AnyArray,
+    dst: AnyArray,
+    block_table: AnyArray,
+    cu_seq_lens: AnyArray,
     batch_size: int,
-    seq_starts: Any = None,
+    seq_starts: AnyArray | None = None,
     *,
     kv_cache_dtype: str = "auto",
-    scale: Any = None,
+    scale: AnyArray | None = None,
 ) -> None:
     """Gather the tokens of sequences, one after the other, out of a paged cache.
 

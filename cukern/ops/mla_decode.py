@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from cukern.ops._mla_decode import MAX_DIM, VARIANTS, Work, launch_attention, launch_plan, no_wgmma, takes_wgmma
 from cukern.reference import mla_decode as twin
 from cukern.runtime import check, gpu
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -188,14 +189,14 @@ def _plan_results(
     _plan_results,
 )
 def get_mla_metadata(
-    cache_seqlens: Any,
+    cache_seqlens: AnyArray,
     num_heads_per_head_k: int,
     num_heads_k: int,
     *,
     num_heads_q: int | None = None,
     topk: int | None = None,
-    out: Any = None,
-) -> Any:
+    out: AnyArray | None = None,
+) -> AnyArray:
     """Deal the tokens of all sequences out to the multiprocessors, for `flash_mla_with_kvcache`.
 
     The tokens of a sequence are cut into blocks of 64. A part is what one block of threads does, for one kv head and
@@ -314,22 +315,22 @@ def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, 
     _attention_results,
 )
 def flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
+    q: AnyArray,
+    k_cache: AnyArray,
+    block_table: AnyArray,
+    cache_seqlens: AnyArray,
     head_dim_v: int,
-    tile_scheduler_metadata: Any,
-    num_splits: Any,
+    tile_scheduler_metadata: AnyArray,
+    num_splits: AnyArray,
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
     is_fp8_kvcache: bool = False,
-    indices: Any = None,
-    attn_sink: Any = None,
-    out: Any = None,
+    indices: AnyArray | None = None,
+    attn_sink: AnyArray | None = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Attend from the last tokens of each sequence over its latents in a paged cache, which are keys and values both.
 
     A value is the first head_dim_v numbers of a key. With g = heads / kv_heads,

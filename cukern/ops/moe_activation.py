@@ -7,6 +7,7 @@ from typing import Any
 from cukern.reference import moe_activation as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect_array
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div
@@ -61,8 +62,13 @@ def _activated(x: Any, *_: Any, **__: Any) -> Result:
     rows={"rows": ("x", "expert_num_tokens", "out")},
 )
 def moe_activation(
-    x: Any, activation: str = "silu", *, expert_num_tokens: Any = None, out: Any = None, variant: str = "auto"
-) -> Any:
+    x: AnyArray,
+    activation: str = "silu",
+    *,
+    expert_num_tokens: AnyArray | None = None,
+    out: AnyArray | None = None,
+    variant: str = "auto",
+) -> AnyArray:
     """Activate the gate of each token and multiply it with the up projection: activate(gate) * up.
 
     The first half of a row of `x` is the gate, the second half the up projection:
@@ -128,25 +134,25 @@ def _alias(name: str) -> Any:
 
 
 @_alias("silu_and_mul")
-def silu_and_mul(x: Any, *, out: Any = None) -> Any:
+def silu_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """`moe_activation` with "silu"; vLLM's operator of this name, which takes `out` first."""
     return moe_activation(x, "silu", out=out)
 
 
 @_alias("gelu_and_mul")
-def gelu_and_mul(x: Any, *, out: Any = None) -> Any:
+def gelu_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """`moe_activation` with "gelu"; vLLM's operator of this name, which takes `out` first."""
     return moe_activation(x, "gelu", out=out)
 
 
 @_alias("gelu_tanh_and_mul")
-def gelu_tanh_and_mul(x: Any, *, out: Any = None) -> Any:
+def gelu_tanh_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """`moe_activation` with "gelu_tanh"; vLLM's operator of this name, which takes `out` first."""
     return moe_activation(x, "gelu_tanh", out=out)
 
 
 @_alias("swigluoai_and_mul")
-def swigluoai_and_mul(x: Any, *, out: Any = None) -> Any:
+def swigluoai_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """`moe_activation` with "swigluoai", the activation of gpt-oss with its limit of 7.
 
     The two projections are halves of a row here, where vLLM's operator of this name has them interleaved.
@@ -155,6 +161,6 @@ def swigluoai_and_mul(x: Any, *, out: Any = None) -> Any:
 
 
 @_alias("relu2_and_mul")
-def relu2_and_mul(x: Any, *, out: Any = None) -> Any:
+def relu2_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """`moe_activation` with "relu2"."""
     return moe_activation(x, "relu2", out=out)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from cukern.reference import moe_gate as twin
 from cukern.runtime import arrays, check, template
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
 from cukern.runtime.kernel import Kernel, Variant
@@ -361,8 +362,8 @@ def _results(gating_output: Any, topk: Any) -> tuple[Result, Result]:
     late=("num_token_non_padded",),
 )
 def moe_fused_gate(
-    input: Any,
-    bias: Any,
+    input: AnyArray,
+    bias: AnyArray,
     num_expert_group: int,
     topk_group: int,
     topk: int,
@@ -372,10 +373,10 @@ def moe_fused_gate(
     *,
     renormalize: bool = True,
     scoring_func: str = "sigmoid",
-    num_token_non_padded: Any = None,
-    out: tuple[Any, Any] | None = None,
+    num_token_non_padded: AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """Route tokens to experts with DeepSeek-V3's biased grouped top-k, in one kernel.
 
     The scores are `scoring_func` of the logits, in float32 whatever the dtype. The choice is score + bias. A group's
@@ -452,9 +453,9 @@ def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
     leader="gating_output",
 )
 def biased_grouped_topk(
-    hidden_states: Any,
-    gating_output: Any,
-    correction_bias: Any,
+    hidden_states: AnyArray,
+    gating_output: AnyArray,
+    correction_bias: AnyArray,
     topk: int,
     renormalize: bool,
     num_expert_group: int | None = None,
@@ -464,10 +465,10 @@ def biased_grouped_topk(
     apply_routed_scaling_factor_on_output: bool = False,
     *,
     scoring_func: str = "sigmoid",
-    num_token_non_padded: Any = None,
-    out: tuple[Any, Any] | None = None,
+    num_token_non_padded: AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """`moe_fused_gate` under the name and argument order of the reference function in SGLang's `topk.py`.
 
     Of `hidden_states` [tokens, ...], which may be None, only the number of tokens is checked. Without
@@ -497,8 +498,8 @@ def biased_grouped_topk(
     leader="gating_output",
 )
 def grouped_topk(
-    hidden_states: Any,
-    gating_output: Any,
+    hidden_states: AnyArray,
+    gating_output: AnyArray,
     topk: int,
     renormalize: bool,
     num_expert_group: int | None = None,
@@ -508,10 +509,10 @@ def grouped_topk(
     apply_routed_scaling_factor_on_output: bool = False,
     *,
     scoring_func: str = "softmax",
-    num_token_non_padded: Any = None,
-    out: tuple[Any, Any] | None = None,
+    num_token_non_padded: AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """Grouped top-k without a bias, as DeepSeek-V2's: a group's score is its best expert's.
 
     Groups and experts are ordered by their logits. Every scoring function preserves that order, but its rounding would
@@ -543,16 +544,16 @@ def _slots(topk_ids: Any) -> int:
     leader="gating_output",
 )
 def topk_softmax(
-    topk_weights: Any,
-    topk_ids: Any,
-    gating_output: Any,
+    topk_weights: AnyArray,
+    topk_ids: AnyArray,
+    gating_output: AnyArray,
     renormalize: bool = False,
     moe_softcapping: float = 0.0,
-    correction_bias: Any = None,
+    correction_bias: AnyArray | None = None,
     *,
-    num_token_non_padded: Any = None,
+    num_token_non_padded: AnyArray | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """Route tokens by the softmax of their logits (Mixtral, Qwen3, OLMoE, Grok), without groups.
 
     Args:
@@ -582,15 +583,15 @@ def topk_softmax(
     leader="gating_output",
 )
 def topk_sigmoid(
-    topk_weights: Any,
-    topk_ids: Any,
-    gating_output: Any,
+    topk_weights: AnyArray,
+    topk_ids: AnyArray,
+    gating_output: AnyArray,
     renormalize: bool = False,
-    correction_bias: Any = None,
+    correction_bias: AnyArray | None = None,
     *,
-    num_token_non_padded: Any = None,
+    num_token_non_padded: AnyArray | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """Route tokens by the sigmoid of their logits (Llama-4; with a bias GLM-4.5 and Kimi-K2), without groups.
 
     Arguments, results and errors are those of `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`.

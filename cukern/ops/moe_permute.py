@@ -9,6 +9,7 @@ from cukern.ops import _moe_permute as kernels
 from cukern.ops._moe_permute import MAX_PAIRS, SORT_VARIANTS, SUM_DTYPES, SUM_VARIANTS
 from cukern.reference import moe_permute as twin
 from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import (
     Array,
@@ -101,14 +102,14 @@ def _sorted(topk_ids: Any, num_experts: Any, *, num_local_experts: Any = None, *
     rows={"tokens": ("topk_ids", "out")},
 )
 def moe_sort(
-    topk_ids: Any,
+    topk_ids: AnyArray,
     num_experts: int,
     *,
-    expert_map: Any = None,
+    expert_map: AnyArray | None = None,
     num_local_experts: int | None = None,
-    out: tuple[Any, Any, Any] | None = None,
+    out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any, Any]:
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Sort the pairs (token, slot) by expert, stably: pairs of one expert stay in their order.
 
     One launch of a parallel counting sort; where there are many pairs, a launch before it that counts.
@@ -160,15 +161,15 @@ def _sorted_batched(
     late=("max_tokens",),
 )
 def moe_sort_batched(
-    topk_ids: Any,
+    topk_ids: AnyArray,
     num_experts: int,
     max_tokens: int,
     *,
-    expert_map: Any = None,
+    expert_map: AnyArray | None = None,
     num_local_experts: int | None = None,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """Sort the pairs (token, slot) by expert, stably, into batches: every expert has `max_tokens` rows.
 
     Args:
@@ -214,15 +215,15 @@ def _aligned(
     rows={"tokens": ("topk_ids",)},
 )
 def moe_align_block_size(
-    topk_ids: Any,
+    topk_ids: AnyArray,
     block_size: int,
     num_experts: int,
-    expert_map: Any = None,
+    expert_map: AnyArray | None = None,
     pad_sorted_ids: bool = False,
     *,
     ignore_invalid_experts: bool = False,
     variant: str = "auto",
-) -> tuple[Any, Any, Any]:
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Sort the pairs by expert, stably, those of each expert padded to whole blocks of block_size rows.
 
     Args:
@@ -309,7 +310,9 @@ def _permuted_rows(hidden_states: Any, inverse: Any, rows: Any = None) -> Result
     rows={"tokens": ("hidden_states", "inverse"), "rows": ("out",)},
     late=("rows",),
 )
-def permute_rows(hidden_states: Any, inverse: Any, rows: int | None = None, *, out: Any = None) -> Any:
+def permute_rows(
+    hidden_states: AnyArray, inverse: AnyArray, rows: int | None = None, *, out: AnyArray | None = None
+) -> AnyArray:
     """Copy the row of each token to the rows of its pairs: out[inverse[t, s]] = hidden_states[t].
 
     Each row is read once, whatever topk is. Rows of `out` that no pair has are not written.
@@ -398,18 +401,18 @@ def _check_scale(a1q_scale: Any, hidden_states: Array) -> bool:
     rows={"tokens": ("hidden_states", "a1q_scale", "topk_ids"), "rows": ("permuted_hidden_states",)},
 )
 def moe_permute(
-    hidden_states: Any,
-    a1q_scale: Any,
-    topk_ids: Any,
+    hidden_states: AnyArray,
+    a1q_scale: AnyArray,
+    topk_ids: AnyArray,
     n_expert: int,
     n_local_expert: int = -1,
-    expert_map: Any = None,
+    expert_map: AnyArray | None = None,
     align_block_size: int | None = None,
     fill_invalid_expert: int = -1,
-    permuted_hidden_states: Any = None,
+    permuted_hidden_states: AnyArray | None = None,
     *,
     variant: str = "auto",
-) -> tuple[Any, Any, Any, Any, Any]:
+) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray]:
     """Group the rows of all pairs (token, slot) by expert: a sort, and one launch that copies rows and scales.
 
     Args:
@@ -519,14 +522,14 @@ def _end_of_rows(offsets: Any, out: Array) -> Array:
     rows={"tokens": ("out", "topk_weights", "inv_permuted_idx"), "rows": ("permuted_hidden_states",)},
 )
 def moe_unpermute(
-    out: Any,
-    permuted_hidden_states: Any,
-    topk_weights: Any,
-    inv_permuted_idx: Any,
-    expert_first_token_offset: Any = None,
+    out: AnyArray,
+    permuted_hidden_states: AnyArray,
+    topk_weights: AnyArray,
+    inv_permuted_idx: AnyArray,
+    expert_first_token_offset: AnyArray | None = None,
     *,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Sum up the rows of each token, with weights: out[t] = sum over s of topk_weights[t, s] * row[inv[t, s]].
 
     Each product and each sum is rounded to float32, from the first slot to the last, and the result to the dtype: the
@@ -585,7 +588,7 @@ def _summed(input: Any, output: Any = None, **_: Any) -> Any:
     _summed,
     rows={"tokens": ("input", "output")},
 )
-def moe_sum(input: Any, output: Any = None, *, variant: str = "auto") -> Any:
+def moe_sum(input: AnyArray, output: AnyArray | None = None, *, variant: str = "auto") -> AnyArray:
     """Sum up the slots of each token: output[t] = sum over s of input[t, s], in float32, then rounded to the dtype.
 
     Args:

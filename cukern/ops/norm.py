@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from cukern.reference import norm as twin
 from cukern.reference.quantization import SMALLEST, SMALLEST_FP8
 from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, same_shape
 from cukern.runtime.fp8 import scale_of
@@ -314,14 +315,14 @@ def _normalized(input: Any, *_: Any, **__: Any) -> Result:
     rows={"rows": ("input", "out")},
 )
 def rms_norm(
-    input: Any,
-    weight: Any,
+    input: AnyArray,
+    weight: AnyArray,
     epsilon: float = 1e-6,
     *,
     weight_offset: float = 0.0,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Divide rows by the root of the mean of their squares, and multiply them by a weight.
 
         out = input * (1 / sqrt(mean(input**2) + epsilon)) * (weight + weight_offset)
@@ -371,14 +372,14 @@ def rms_norm(
     rows={"rows": ("input", "residual")},
 )
 def fused_add_rms_norm(
-    input: Any,
-    residual: Any,
-    weight: Any,
+    input: AnyArray,
+    residual: AnyArray,
+    weight: AnyArray,
     epsilon: float = 1e-6,
     *,
     weight_offset: float = 0.0,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """`rms_norm` of a sum, in place: `residual` becomes input + residual, and `input` the norm of that.
 
     The norm is that of the rounded sum: the bits are those of the two steps.
@@ -453,17 +454,17 @@ _QUANT_OPTIONS = (
     late=("scale",),
 )
 def rms_norm_quant(
-    input: Any,
-    weight: Any,
+    input: AnyArray,
+    weight: AnyArray,
     epsilon: float = 1e-6,
     *,
     group_size: int | None = 128,
-    scale: Any = None,
+    scale: AnyArray | None = None,
     weight_offset: float = 0.0,
-    out_q: Any = None,
-    out_s: Any = None,
+    out_q: AnyArray | None = None,
+    out_s: AnyArray | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """Quantize `rms_norm` to FP8 (e4m3), without rounding it to the dtype in between.
 
     The norm in float32 is quantized with the scales of `cukern.silu_and_mul_quant`:
@@ -499,18 +500,18 @@ def rms_norm_quant(
     late=("scale",),
 )
 def fused_add_rms_norm_quant(
-    input: Any,
-    residual: Any,
-    weight: Any,
+    input: AnyArray,
+    residual: AnyArray,
+    weight: AnyArray,
     epsilon: float = 1e-6,
     *,
     group_size: int | None = 128,
-    scale: Any = None,
+    scale: AnyArray | None = None,
     weight_offset: float = 0.0,
-    out_q: Any = None,
-    out_s: Any = None,
+    out_q: AnyArray | None = None,
+    out_s: AnyArray | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """`rms_norm_quant` of a sum: `residual` becomes input + residual, rounded to the dtype, and q the norm of that.
 
     Arguments, results and errors are those of `rms_norm_quant`. `residual` is as in `fused_add_rms_norm`; `input` is

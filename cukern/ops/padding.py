@@ -18,6 +18,7 @@ from cukern.ops._padding import (
 )
 from cukern.reference import padding as twin
 from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -151,8 +152,8 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
     _built,
 )
 def build_sequence_length_padding_offset(
-    sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None
-) -> tuple[Any, Any, int]:
+    sequence_length: AnyArray, max_seq_len: int, *, valid_word_num: int | None = None
+) -> tuple[AnyArray, AnyArray, int]:
     """Where each word of a padded batch lies: word w in row w + padding_offset[w], as the other functions take it.
 
     With `valid_word_num`, a launch and no host synchronization. Without it the host must learn how large
@@ -195,7 +196,9 @@ def _removed(src: Any, padding_offset: Any, **_: Any) -> Result:
     _removed,
     rows={"batch": ("src",), "words": ("padding_offset", "out")},
 )
-def remove_sequence_length_padding(src: Any, padding_offset: Any, *, out: Any = None, variant: str = "auto") -> Any:
+def remove_sequence_length_padding(
+    src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
+) -> AnyArray:
     """The rows of a padded batch that hold words, one after the other: out[w] = src[w + padding_offset[w]].
 
     Args:
@@ -234,7 +237,9 @@ def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
     _removed_by_head,
     rows={"batch": ("src",), "words": ("padding_offset", "out")},
 )
-def transpose_remove_padding(src: Any, padding_offset: Any, *, out: Any = None, variant: str = "auto") -> Any:
+def transpose_remove_padding(
+    src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
+) -> AnyArray:
     """Rows of words without padding, from what attention returns by heads.
 
     out[w, h * dim + d] = src[b, h, s, d], with b * seq + s = w + padding_offset[w].
@@ -298,15 +303,15 @@ def _rebuilt(src: Any, padding_offset: Any, batch: Any, max_seq_len: Any, **_: A
     late=("batch", "fill"),
 )
 def rebuild_sequence_length_padding(
-    src: Any,
-    padding_offset: Any,
+    src: AnyArray,
+    padding_offset: AnyArray,
     batch: int,
     max_seq_len: int,
     *,
     fill: float = 0.0,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Rows of words, put back into their rows of a padded batch; one launch writes every element.
 
     Args:
@@ -375,20 +380,20 @@ def _rebuilt_by_head(q: Any, *args: Any, **_: Any) -> list[Result]:
     late=("batch",),
 )
 def add_qkv_bias_rebuild_padding(
-    q: Any,
-    k: Any,
-    v: Any,
-    bias_q: Any,
-    bias_k: Any,
-    bias_v: Any,
-    padding_offset: Any,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    bias_q: AnyArray,
+    bias_k: AnyArray,
+    bias_v: AnyArray,
+    padding_offset: AnyArray,
     batch: int,
     max_seq_len: int,
     heads: int,
     *,
-    out: tuple[Any, Any, Any] | None = None,
+    out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any, Any]:
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Queries, keys and values of words, with their biases, in the padded layout by heads of attention; one launch.
 
     For word w in row b * max_seq_len + s: out[b, h, s, d] = q[w, h * dim + d] + bias_q[h * dim + d], added in float32

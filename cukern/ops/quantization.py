@@ -10,6 +10,7 @@ from cukern.ops.moe_activation import check_halves
 from cukern.reference import quantization as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Result, expect, expect_array, expect_contiguous, expect_place
 from cukern.runtime.fp8 import scale_of
 from cukern.runtime.late import late
@@ -59,9 +60,15 @@ def _scaled_fp8_results(
     late=("scale", "num_token_padding", "scale_ub"),
 )
 def scaled_fp8_quant(
-    input: Any, scale: Any = None, num_token_padding: int | None = None, scale_ub: Any = None,
-    use_per_token_if_dynamic: bool = False, output: Any = None, *, variant: str = "auto",
-) -> tuple[Any, Any]:  # fmt: skip
+    input: AnyArray,
+    scale: AnyArray | None = None,
+    num_token_padding: int | None = None,
+    scale_ub: AnyArray | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: AnyArray | None = None,
+    *,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
     """FP8 (e4m3) with one scale, given or found, or one for each token.
 
         largest = min(max |input|, scale_ub), over all of it or over a token; NaN is left out
@@ -163,9 +170,17 @@ def _per_token_group_quant(
 
 @_group_op(twin.per_token_group_quant_fp8, FP8, "bool use_ue8m0=False, ")
 def per_token_group_quant_fp8(
-    x: Any, group_size: int, eps: float = 1e-10, *, column_major_scales: bool = False, use_ue8m0: bool = False,
-    expert_num_tokens: Any = None, out_q: Any = None, out_s: Any = None, variant: str = "auto",
-) -> tuple[Any, Any]:  # fmt: skip
+    x: AnyArray,
+    group_size: int,
+    eps: float = 1e-10,
+    *,
+    column_major_scales: bool = False,
+    use_ue8m0: bool = False,
+    expert_num_tokens: AnyArray | None = None,
+    out_q: AnyArray | None = None,
+    out_s: AnyArray | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
     """FP8 (e4m3) with a scale for each group of neighbours of a token.
 
         scale = max(max |x|, eps) / 448, over a group; NaN is left out
@@ -201,9 +216,16 @@ def per_token_group_quant_fp8(
 
 @_group_op(twin.per_token_group_quant_int8, "int8", "")
 def per_token_group_quant_int8(
-    x: Any, group_size: int, eps: float = 1e-10, *, column_major_scales: bool = False,
-    expert_num_tokens: Any = None, out_q: Any = None, out_s: Any = None, variant: str = "auto",
-) -> tuple[Any, Any]:  # fmt: skip
+    x: AnyArray,
+    group_size: int,
+    eps: float = 1e-10,
+    *,
+    column_major_scales: bool = False,
+    expert_num_tokens: AnyArray | None = None,
+    out_q: AnyArray | None = None,
+    out_s: AnyArray | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
     """int8 with a scale for each group of neighbours of a token: max(max |x|, eps) / 127.
 
     Arguments, results and errors are those of `per_token_group_quant_fp8`, but x_q is int8, rounded to nearest, ties
@@ -230,8 +252,13 @@ def _scaled_int8_results(
     late=("scale",),
 )
 def scaled_int8_quant(
-    input: Any, scale: Any = None, azp: Any = None, symmetric: bool = True, *, variant: str = "auto"
-) -> tuple[Any, Any, Any | None]:
+    input: AnyArray,
+    scale: AnyArray | None = None,
+    azp: AnyArray | None = None,
+    symmetric: bool = True,
+    *,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray, AnyArray | None]:
     """int8 with a given scale, or one for each token; and a zero point, unless it is symmetric.
 
         given       out = clamp(round(input / scale) + azp, -128, 127)
@@ -307,9 +334,16 @@ def _activated_results(
     late=("scale",),
 )
 def silu_and_mul_quant(
-    x: Any, activation: str = "silu", *, group_size: int | None = 128, scale: Any = None,
-    expert_num_tokens: Any = None, out_q: Any = None, out_s: Any = None, variant: str = "auto",
-) -> tuple[Any, Any]:  # fmt: skip
+    x: AnyArray,
+    activation: str = "silu",
+    *,
+    group_size: int | None = 128,
+    scale: AnyArray | None = None,
+    expert_num_tokens: AnyArray | None = None,
+    out_q: AnyArray | None = None,
+    out_s: AnyArray | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
     """FP8 (e4m3) of a gated activation, which is not rounded in between.
 
     What is quantized is activate(gate, up) in float32, as `cukern.moe_activation` has it, with the scales of
@@ -384,7 +418,7 @@ def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = 
     _fp4_results(twin.MXFP4_GROUP),
     rows={"rows": ("x",)},
 )
-def quantize_mxfp4(x: Any) -> tuple[Any, Any]:
+def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     """MXFP4: 4-bit floats (e2m1) with a power of two as the scale of each 32 neighbours.
 
         scale = 2**(floor(log2(max |x|)) - 2), between 2**-127 and 2**125, over a group
@@ -414,7 +448,7 @@ def quantize_mxfp4(x: Any) -> tuple[Any, Any]:
     rows={"rows": ("input",)},
     late=("input_global_scale",),
 )
-def scaled_fp4_quant(input: Any, input_global_scale: Any) -> tuple[Any, Any]:
+def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[AnyArray, AnyArray]:
     """NVFP4: 4-bit floats (e2m1) with an FP8 scale for each 16 neighbours, and one for all.
 
         scale = e4m3(input_global_scale * (max |input| / 6)), over a group; NaN is left out
@@ -472,7 +506,7 @@ def _dequantize_fp4(
     _read_results,
     rows={"rows": ("packed", "scale")},
 )
-def dequantize_mxfp4(packed: Any, scale: Any, dtype: str = "bfloat16") -> Any:
+def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
     """The numbers that `cukern.quantize_mxfp4` packed: value * 2**(scale - 127), rounded once.
 
     Args:
@@ -497,7 +531,7 @@ def dequantize_mxfp4(packed: Any, scale: Any, dtype: str = "bfloat16") -> Any:
     rows={"rows": ("packed", "scale")},
     late=("global_scale",),
 )
-def dequantize_nvfp4(packed: Any, scale: Any, global_scale: Any, dtype: str = "bfloat16") -> Any:
+def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
     """The numbers that `cukern.scaled_fp4_quant` packed: value * (scale / global_scale), rounded once.
 
     Args:

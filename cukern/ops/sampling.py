@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from cukern.ops._sampling import PARAMETERS, draw, ids_of, like_rows, probabilities_of, verified, verify, whole_rows
 from cukern.reference import sampling as twin
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.op import op
 
 __all__ = [
@@ -55,16 +56,16 @@ def _declare(arguments: str, results: Callable[..., Any] = ids_of) -> Callable[[
 
 @_declare(f"Tensor logits, *, {_ONE_PER_ROW}")
 def sampling_from_logits(
-    logits: Any,
+    logits: AnyArray,
     *,
-    seed: Any = None,
-    offset: Any = None,
-    indices: Any = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Draw a token from the softmax of each row.
 
     Args:
@@ -101,16 +102,16 @@ def sampling_from_logits(
 
 @_declare(f"Tensor probs, *, {_ONE_PER_ROW}")
 def sampling_from_probs(
-    probs: Any,
+    probs: AnyArray,
     *,
-    seed: Any = None,
-    offset: Any = None,
-    indices: Any = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Draw a token from each row of probabilities [rows, vocab].
 
     They need not sum to 1; what is below 0 counts as 0. The other arguments, results and errors are as in
@@ -121,17 +122,17 @@ def sampling_from_probs(
 
 @_declare(f"Tensor probs, Tensor? top_k, *, {_ONE_PER_ROW}")
 def top_k_sampling_from_probs(
-    probs: Any,
-    top_k: Any,
+    probs: AnyArray,
+    top_k: int | AnyArray,
     *,
-    seed: Any = None,
-    offset: Any = None,
-    indices: Any = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Draw a token from the `top_k` most probable of each row.
 
     Args:
@@ -146,17 +147,17 @@ def top_k_sampling_from_probs(
 
 @_declare(f"Tensor probs, Tensor? top_p, *, {_ONE_PER_ROW}")
 def top_p_sampling_from_probs(
-    probs: Any,
-    top_p: Any,
+    probs: AnyArray,
+    top_p: float | AnyArray,
     *,
-    seed: Any = None,
-    offset: Any = None,
-    indices: Any = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Draw a token from the nucleus of each row: the fewest most probable tokens whose sum reaches `top_p`.
 
     Args:
@@ -172,17 +173,17 @@ def top_p_sampling_from_probs(
 
 @_declare(f"Tensor probs, Tensor? min_p, *, {_ONE_PER_ROW}")
 def min_p_sampling_from_probs(
-    probs: Any,
-    min_p: Any,
+    probs: AnyArray,
+    min_p: float | AnyArray,
     *,
-    seed: Any = None,
-    offset: Any = None,
-    indices: Any = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Draw a token from those at least `min_p` times as probable as the most probable one.
 
     Args:
@@ -197,19 +198,19 @@ def min_p_sampling_from_probs(
 
 @_declare(f"Tensor logits, Tensor? top_k, Tensor? top_p, *, {_ORDER}, {_ONE_PER_ROW}")
 def top_k_top_p_sampling_from_logits(
-    logits: Any,
-    top_k: Any,
-    top_p: Any,
+    logits: AnyArray,
+    top_k: int | AnyArray,
+    top_p: float | AnyArray,
     *,
     filter_apply_order: str = "top_k_first",
-    seed: Any = None,
-    offset: Any = None,
-    indices: Any = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Draw a token from what both top-k and top-p leave of the softmax of each row.
 
     Args:
@@ -227,19 +228,19 @@ def top_k_top_p_sampling_from_logits(
 
 @_declare(f"Tensor probs, Tensor? top_k, Tensor? top_p, *, {_ORDER}, {_ONE_PER_ROW}")
 def top_k_top_p_sampling_from_probs(
-    probs: Any,
-    top_k: Any,
-    top_p: Any,
+    probs: AnyArray,
+    top_k: int | AnyArray,
+    top_p: float | AnyArray,
     *,
     filter_apply_order: str = "top_k_first",
-    seed: Any = None,
-    offset: Any = None,
-    indices: Any = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """`top_k_top_p_sampling_from_logits` from probabilities [rows, vocab], as in `sampling_from_probs`."""
     common = seed, offset, indices, return_valid, return_logprobs, out, variant
     return draw("probs", probs, *common, filter_apply_order, top_k=top_k, top_p=top_p)
@@ -251,25 +252,25 @@ def top_k_top_p_sampling_from_probs(
     "Tensor(b!)? sequence_length=None, str variant='auto') -> Tensor ids"
 )
 def sample(
-    logits: Any,
+    logits: AnyArray,
     *,
-    temperature: Any = 1.0,
-    top_k: Any = None,
-    top_p: Any = None,
-    min_p: Any = None,
+    temperature: float | AnyArray = 1.0,
+    top_k: int | AnyArray | None = None,
+    top_p: float | AnyArray | None = None,
+    min_p: float | AnyArray | None = None,
     filter_apply_order: str = "top_k_first",
-    seed: Any = None,
-    offset: Any = None,
-    indices: Any = None,
-    bias: Any = None,
-    finished: Any = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    indices: AnyArray | None = None,
+    bias: AnyArray | None = None,
+    finished: AnyArray | None = None,
     end_id: int | None = None,
-    sequence_length: Any = None,
+    sequence_length: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """A decoding step's sampling, in one kernel: bias, temperature, top-k, top-p, min-p, the draw, the bookkeeping.
 
     Args:
@@ -294,7 +295,9 @@ def sample(
 
 
 @_declare("Tensor logits, Tensor? temperature=None, *, str variant='auto') -> Tensor probs", probabilities_of)
-def softmax(logits: Any, temperature: Any = None, *, out: Any = None, variant: str = "auto") -> Any:
+def softmax(
+    logits: AnyArray, temperature: float | AnyArray | None = None, *, out: AnyArray | None = None, variant: str = "auto"
+) -> AnyArray:
     """The softmax of logits / temperature, as FlashInfer's.
 
     Args:
@@ -311,7 +314,9 @@ def softmax(logits: Any, temperature: Any = None, *, out: Any = None, variant: s
 
 
 @_declare("Tensor probs, Tensor? top_k, *, str variant='auto') -> Tensor renormalized", like_rows)
-def top_k_renorm_probs(probs: Any, top_k: Any, *, out: Any = None, variant: str = "auto") -> Any:
+def top_k_renorm_probs(
+    probs: AnyArray, top_k: int | AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
+) -> AnyArray:
     """The `top_k` largest probabilities of each row divided by their sum, 0 elsewhere, as FlashInfer's.
 
     Args:
@@ -327,7 +332,9 @@ def top_k_renorm_probs(probs: Any, top_k: Any, *, out: Any = None, variant: str 
 
 
 @_declare("Tensor probs, Tensor? top_p, *, str variant='auto') -> Tensor renormalized", like_rows)
-def top_p_renorm_probs(probs: Any, top_p: Any, *, out: Any = None, variant: str = "auto") -> Any:
+def top_p_renorm_probs(
+    probs: AnyArray, top_p: float | AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
+) -> AnyArray:
     """The nucleus of each row divided by its sum, 0 elsewhere, as FlashInfer's.
 
     Args:
@@ -340,7 +347,9 @@ def top_p_renorm_probs(probs: Any, top_p: Any, *, out: Any = None, variant: str 
 
 
 @_declare("Tensor logits, Tensor? top_k, *, str variant='auto') -> Tensor masked", like_rows)
-def top_k_mask_logits(logits: Any, top_k: Any, *, out: Any = None, variant: str = "auto") -> Any:
+def top_k_mask_logits(
+    logits: AnyArray, top_k: int | AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
+) -> AnyArray:
     """The `top_k` largest logits of each row, -inf elsewhere, as FlashInfer's.
 
     `logits` [batch, vocab] is as in `sampling_from_logits`, the other arguments and the errors are as in
@@ -355,15 +364,15 @@ def top_k_mask_logits(logits: Any, top_k: Any, *, out: Any = None, variant: str 
     verified,
 )
 def chain_speculative_sampling(
-    draft_probs: Any,
-    draft_token_ids: Any,
-    target_probs: Any,
+    draft_probs: AnyArray,
+    draft_token_ids: AnyArray,
+    target_probs: AnyArray,
     *,
-    seed: Any = None,
-    offset: Any = None,
-    out: tuple[Any, Any, Any] | None = None,
+    seed: int | AnyArray | None = None,
+    offset: int | AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> tuple[Any, Any, Any]:
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Verify a chain of draft tokens, so that what is emitted is distributed as the target model's own tokens.
 
     Draft n is accepted with probability min(1, target / draft) of its token. At the first refusal a token is drawn

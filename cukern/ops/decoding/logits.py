@@ -8,6 +8,7 @@ from typing import Any
 from cukern.ops.decoding.state import MAX_VOCAB, check_batch, check_output_ids, check_words
 from cukern.reference import decoding as twin
 from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, checked
@@ -103,9 +104,9 @@ def _like_logits(logits: Any, *_: Any, **__: Any) -> Result:
     rows={"batch": ("logits", "finished", "out")},
 )
 def update_logits(
-    logits: Any, bias: Any = None, finished: Any = None, end_id: int | None = None,
-    *, out: Any = None, variant: str = "auto",
-) -> Any:  # fmt: skip
+    logits: AnyArray, bias: AnyArray | None = None, finished: AnyArray | None = None, end_id: int | None = None,
+    *, out: AnyArray | None = None, variant: str = "auto",
+) -> AnyArray:  # fmt: skip
     """Add the bias to the logits, and let finished sequences get `end_id` for ever.
 
     A row that goes on becomes logits + bias, added in float32. A finished one becomes the largest finite number of the
@@ -217,12 +218,21 @@ _PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequenc
     late=_PENALTIES,
 )
 def apply_penalties(
-    logits: Any,
-    *, temperature: Any = None, repetition_penalty: Any = None, presence_penalty: Any = None,
-    frequency_penalty: Any = None, output_ids: Any = None, sequence_length: Any = None, prompt_length: Any = None,
-    min_length: Any = None, end_id: int | None = None, bad_words: Any = None, out: Any = None,
+    logits: AnyArray,
+    *,
+    temperature: float | AnyArray | None = None,
+    repetition_penalty: float | AnyArray | None = None,
+    presence_penalty: float | AnyArray | None = None,
+    frequency_penalty: float | AnyArray | None = None,
+    output_ids: AnyArray | None = None,
+    sequence_length: AnyArray | None = None,
+    prompt_length: AnyArray | None = None,
+    min_length: int | AnyArray | None = None,
+    end_id: int | None = None,
+    bad_words: AnyArray | None = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:  # fmt: skip
+) -> AnyArray:
     """Change the logits by what the sequence already holds, then divide them by the temperature, in one launch.
 
     In vLLM's order, in float32, rounded to the dtype once at the end:

@@ -6,6 +6,7 @@ from typing import Any
 
 from cukern.reference import decoding as twin
 from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -129,7 +130,7 @@ _INIT_ROWS = {"batch": ("start_ids", "out")}
     _state,
     rows=_INIT_ROWS,
 )
-def decoding_init(start_ids: Any, *, out: Any = None) -> tuple[Any, Any, Any, Any]:
+def decoding_init(start_ids: AnyArray, *, out: AnyArray | None = None) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
     """The state of a batch of sequences before their first step, in one launch.
 
     Args:
@@ -157,7 +158,9 @@ def decoding_init(start_ids: Any, *, out: Any = None) -> tuple[Any, Any, Any, An
     _sort_state,
     rows=_INIT_ROWS,
 )
-def topp_init(start_ids: Any, vocab: int, *, out: Any = None) -> tuple[Any, Any, Any, Any, Any, Any]:
+def topp_init(
+    start_ids: AnyArray, vocab: int, *, out: AnyArray | None = None
+) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray, AnyArray]:
     """`decoding_init`, and what a segmented sort of [batch, vocab] probabilities starts from, in one launch.
 
     The sampling of cukern sorts nothing and needs none of the latter.
@@ -189,7 +192,9 @@ def topp_init(start_ids: Any, vocab: int, *, out: Any = None) -> tuple[Any, Any,
     "stop_words_criterion(Tensor output_ids, Tensor sequence_length, Tensor stop_words, Tensor(a!) finished) -> ()",
     rows={"batch": ("output_ids", "sequence_length", "finished")},
 )
-def stop_words_criterion(output_ids: Any, sequence_length: Any, stop_words: Any, finished: Any) -> Any:
+def stop_words_criterion(
+    output_ids: AnyArray, sequence_length: AnyArray, stop_words: AnyArray, finished: AnyArray
+) -> AnyArray:
     """Note which sequences end with a stop word, in place: their `finished` becomes True.
 
     Args:
@@ -233,7 +238,9 @@ def stop_words_criterion(output_ids: Any, sequence_length: Any, stop_words: Any,
     "update_finished(Tensor word_ids, Tensor(a!) finished, Tensor(b!) sequence_length, int end_id) -> ()",
     rows={"batch": ("word_ids", "finished", "sequence_length")},
 )
-def update_finished(word_ids: Any, finished: Any, sequence_length: Any, end_id: int) -> tuple[Any, Any]:
+def update_finished(
+    word_ids: AnyArray, finished: AnyArray, sequence_length: AnyArray, end_id: int
+) -> tuple[AnyArray, AnyArray]:
     """End a step, in place: count the new token of each sequence that goes on, and note which ones it ends.
 
     sequence_length += not finished, then finished |= word_ids == end_id.

@@ -12,6 +12,7 @@ from cukern.reference.moe_gemm import BLOCK
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
 from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -255,20 +256,20 @@ _OPTIONS = "str? activation=None, str? out_dtype=None, int? expected_m=None, str
     late=("expected_m",),
 )
 def moe_gemm(
-    a: Any,
-    b: Any,
-    expert_offsets: Any,
+    a: AnyArray,
+    b: AnyArray,
+    expert_offsets: AnyArray,
     *,
-    a_scale: Any = None,
-    b_scale: Any = None,
-    b_global_scale: Any = None,
-    row_token: Any = None,
+    a_scale: AnyArray | None = None,
+    b_scale: AnyArray | None = None,
+    b_global_scale: AnyArray | None = None,
+    row_token: AnyArray | None = None,
     activation: str | None = None,
     out_dtype: str | None = None,
-    out: Any = None,
+    out: AnyArray | None = None,
     expected_m: int | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Multiply the rows of each expert by its weights: out[r] = a[r] b[e]^T for the rows r of expert e.
 
     Groups may be of any sizes, none of them padded; the device alone knows them. Sums are formed in float32, and
@@ -323,19 +324,19 @@ def moe_gemm(
     late=("expected_m",),
 )
 def moe_gemm_batched(
-    a: Any,
-    b: Any,
-    expert_num_tokens: Any,
+    a: AnyArray,
+    b: AnyArray,
+    expert_num_tokens: AnyArray,
     *,
-    a_scale: Any = None,
-    b_scale: Any = None,
-    b_global_scale: Any = None,
+    a_scale: AnyArray | None = None,
+    b_scale: AnyArray | None = None,
+    b_global_scale: AnyArray | None = None,
     activation: str | None = None,
     out_dtype: str | None = None,
-    out: Any = None,
+    out: AnyArray | None = None,
     expected_m: int | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Multiply the rows of each expert by its weights, where every expert has room for as many: out[e] = a[e] b[e]^T.
 
     Args:
