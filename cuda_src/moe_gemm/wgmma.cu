@@ -85,7 +85,8 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
     __syncwarp();
 }
 
-// Sum a warpgroup's part of a tile of at most WIDTH tokens. `a`, `b`: descriptors of its weights and tokens in stage 0.
+// Sum a warpgroup's part of a tile of at most WIDTH tokens. `a`, `b`: descriptors of its weights and tokens in stage 0,
+// both K-major.
 // `skewed_after`: the step after which the other warpgroup may begin, or -1.
 template <typename T, int WIDTH, int CLUSTER, bool STREAMED, int REGISTERS, typename Shared, int STAGES>
 __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, RingPlace<STAGES>& place, int steps,
