@@ -290,7 +290,7 @@ def sample(
     """
     common = seed, offset, indices, return_valid, return_logprobs, out, variant
     step = bias, finished, end_id, sequence_length
-    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     return draw("logits", logits, *common, filter_apply_order, *step, **filters)
 
 
