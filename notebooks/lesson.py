@@ -191,7 +191,7 @@ class Lesson:
 def _first_sentence(lines: list[str]) -> str:
     """The first sentence of the comment that opens a file."""
     comment = " ".join(line[2:].strip() for line in lines[: next(i for i, x in enumerate(lines) if x in ("", "//"))])
-    return re.split(r"(?<=\.) ", comment)[0].removesuffix(".")
+    return re.split(r"(?<=[^.]\.) ", comment)[0].removesuffix(".")
 
 
 def _headings(lines: list[str]) -> dict[int, str]:

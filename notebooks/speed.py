@@ -188,7 +188,8 @@ def _variants(op: str) -> set[str]:
 
 def words(row: Row) -> str:
     """An op and its sizes, without those that say that nothing is special; of several variants an unusual one."""
-    sizes = [f"{name} {value}" for name, value in row["case"].items() if _USUAL.get(name) != value]
+    usual = _USUAL | {"cache_dtype": row["case"].get("dtype")}
+    sizes = [f"{name} {value}" for name, value in row["case"].items() if usual.get(name) != value]
     is_special = row["variant"] not in _USUAL_VARIANTS and len(_variants(row["op"])) > 1
     return " ".join([row["op"], *sizes, *([row["variant"]] if is_special else [])])
 
@@ -281,7 +282,8 @@ def _best_ratio(row: Row) -> float:
 
 
 def _draw_ratios(rows: list[Row], names: Mapping[str, None]) -> None:
-    _, ax = plt.subplots(figsize=(11, 1.3 + 0.26 * len(rows)), layout="constrained")
+    wide = max(11, 6.5 + 0.055 * max(len(words(row)) for row in rows))
+    _, ax = plt.subplots(figsize=(wide, 1.3 + 0.26 * len(rows)), layout="constrained")
     ax.axvline(1, color="0.2", linewidth=1)
     largest = smallest = 1.0
     for i, name in enumerate(names):
