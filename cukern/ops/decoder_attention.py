@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from cukern.reference import decoder_attention as twin
 from cukern.runtime import arrays, check, template
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
 from cukern.runtime.kernel import Kernel, Variant
@@ -219,20 +220,20 @@ def _attended(q: Any, *_: Any, **__: Any) -> Result:
     late=("step",),
 )
 def masked_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    bias_q: Any,
-    bias_k: Any,
-    bias_v: Any,
-    key_cache: Any,
-    value_cache: Any,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    bias_q: AnyArray,
+    bias_k: AnyArray,
+    bias_v: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
     step: int,
     *,
     scale: float | None = None,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Append a token to each sequence's keys and values, and attend over all of them: the decoder's self-attention.
 
     The biases are added in float32. k + bias_k and v + bias_v are rounded to the caches' dtype and written at index
@@ -282,16 +283,16 @@ def masked_attention(
     _attended,
 )
 def cross_attention(
-    q: Any,
-    bias_q: Any,
-    key_memory: Any,
-    value_memory: Any,
-    memory_lengths: Any,
+    q: AnyArray,
+    bias_q: AnyArray,
+    key_memory: AnyArray,
+    value_memory: AnyArray,
+    memory_lengths: AnyArray,
     *,
     scale: float | None = None,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Attend over the encoder's memory, of a length of its own for each sequence.
 
     With the entries s = 0 ... memory_lengths[b] - 1 of head h of sequence b,

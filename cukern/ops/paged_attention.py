@@ -19,6 +19,7 @@ from cukern.ops._paged_attention import (
 )
 from cukern.reference import paged_attention as twin
 from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Result, dtype_name, expect, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.late import ceil_div, late
@@ -59,26 +60,26 @@ _PAGED = (
     late=("scale", "k_scale", "v_scale"),
 )
 def paged_attention(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    query: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
+    block_tables: AnyArray,
+    seq_lens: AnyArray,
     *,
     layout: str = "vllm",
     scale: float | None = None,
-    alibi_slopes: Any = None,
+    alibi_slopes: AnyArray | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    sinks: AnyArray | None = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
     kv_cache_dtype: str = "auto",
     return_lse: bool = False,
     split: int | None = None,
-    out: Any = None,
+    out: AnyArray | None = None,
     variant: str = "auto",
-) -> Any:
+) -> AnyArray:
     """Attend from the last tokens of each sequence over its keys and values in a paged cache.
 
     Query token i of a sequence stands at position = seq_len - query_tokens + i and sees the tokens t <= position, its
@@ -221,20 +222,20 @@ _VLLM_LATE = ("scale", "max_seq_len", "k_scale", "v_scale")
 
 @op(twin.paged_attention_v1, f"paged_attention_v1(Tensor(a!) out, {_VLLM}", late=_VLLM_LATE)
 def paged_attention_v1(
-    out: Any,
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
+    out: AnyArray,
+    query: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
     num_kv_heads: int,
     scale: float,
-    block_tables: Any,
-    seq_lens: Any,
+    block_tables: AnyArray,
+    seq_lens: AnyArray,
     block_size: int,
     max_seq_len: int,
-    alibi_slopes: Any,
+    alibi_slopes: AnyArray,
     kv_cache_dtype: str,
-    k_scale: Any,
-    v_scale: Any,
+    k_scale: AnyArray,
+    v_scale: AnyArray,
     tp_rank: int = 0,
     blocksparse_local_blocks: int = 0,
     blocksparse_vert_stride: int = 0,
@@ -284,23 +285,23 @@ def paged_attention_v1(
     late=_VLLM_LATE,
 )
 def paged_attention_v2(
-    out: Any,
-    exp_sums: Any,
-    max_logits: Any,
-    tmp_out: Any,
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
+    out: AnyArray,
+    exp_sums: AnyArray,
+    max_logits: AnyArray,
+    tmp_out: AnyArray,
+    query: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
     num_kv_heads: int,
     scale: float,
-    block_tables: Any,
-    seq_lens: Any,
+    block_tables: AnyArray,
+    seq_lens: AnyArray,
     block_size: int,
     max_seq_len: int,
-    alibi_slopes: Any,
+    alibi_slopes: AnyArray,
     kv_cache_dtype: str,
-    k_scale: Any,
-    v_scale: Any,
+    k_scale: AnyArray,
+    v_scale: AnyArray,
     tp_rank: int = 0,
     blocksparse_local_blocks: int = 0,
     blocksparse_vert_stride: int = 0,
@@ -356,8 +357,14 @@ def _not_read(written: int, *read: int) -> int:
     rows={"rows": ("out_a", "lse_a", "out_b", "lse_b", "out")},
 )
 def merge_attention_states(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any = None, variant: str = "auto"
-) -> Any:
+    out_a: AnyArray,
+    lse_a: AnyArray,
+    out_b: AnyArray,
+    lse_b: AnyArray,
+    *,
+    out: AnyArray | None = None,
+    variant: str = "auto",
+) -> AnyArray:
     """Merge attention over two sets of tokens into attention over both of them.
 
         lse = log(exp(lse_a) + exp(lse_b))
