@@ -1,54 +1,61 @@
-// Attention of one new token per sequence over what came before it: the decoder's two attentions.
+// Attention of one new token per sequence over the entries of a cache: the decoder's self-attention and
+// cross-attention.
 //
 //   query = (q[b, h] + bias_q[h]) * scale * log2(e), in float32
-//   key, value [s] = the entries of row r = b * heads + h; those of the masked attention end with the new token's
-//                    own, k + bias_k and v + bias_v, rounded to T and written into the caches
+//   key, value [s] = entry s of row r = b * heads + h. Self-attention has one more, the new token's: k + bias_k and
+//                    v + bias_v, rounded to T and written into the caches
 //   score[s] = query . key[s]
 //   out   = sum over s of 2^(score[s] - largest) * value[s] / sum over s of 2^(score[s] - largest)
 //
 // No entries, or only scores of -inf, give zeros.
 //
-// Grid: x over columns of 32 / LANES rows, y over splits of the sequence. Block: a column, its split of the sequence
-// dealt out to the warps, STEPS entries at a time. Warp: LANES lanes per row, so that one load of a warp reads the
+// Grid: x over columns of 32 / LANES rows, y over splits of the sequence. Block: a column and a split, whose entries
+// are dealt out to the warps, STEPS at a time. Warp: LANES lanes per row, so that one load of a warp reads the
 // neighbouring rows of one entry, 512 bytes side by side. Lane: CHUNKS loads of VECTOR elements of each key and value.
 //
-// Each warp keeps the largest score so far, the sum of the weights and the weighted values relative to that score
-// (online softmax), the warps of a block meet in shared memory, and `combine` joins the splits if there are several.
+// Each warp runs an online softmax, the warps of a block are merged in shared memory, and `combine` merges the splits
+// if there are several.
 //
 // DIM == 0: the dimension of a head is dynamic, at most LANES * CHUNKS * VECTOR.
+//
+// Speed of light: keys and values are read once, for one flop per byte in 16 bits, so memory bandwidth is the bound. On
+// an H200 the self-attention of 64 sequences with 16 heads of 64 over 1024 tokens takes 65.8 us, of which a copy of the
+// same bytes takes 63.2 (96%). With few rows the bound is the latency of the loads, of the merges and of `combine`: one
+// sequence with 32 heads of 128 over 4096 tokens takes 23.2 us, against 15.8 (68%).
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 #include "decoder_attention/softmax.cuh"
 
-constexpr int MAX_WARPS = 8;
+constexpr int MAX_WARPS = 8; // of a block
 
 struct Params {
-    const void* q; // [batch, heads * dim]  T, rows `q_stride` apart; so k and v
-    const void* k; // null: there is no new entry (cross attention)
-    const void* v;
-    const void* bias_q; // [heads * dim]  float if bias_is_float, else T; null: none; so bias_k and bias_v
-    const void* bias_k;
-    const void* bias_v;
-    void* keys; // T, an entry of row b * heads + h at s * step_stride + b * batch_stride + h * dim; so values
-    void* values;
-    const int* lengths; // [batch] entries of each sequence, clamped to [0, entries]; null: `entries` for all
+    const void* q;      // [batch, heads * dim]  T, rows `q_stride` apart
+    const void* k;      // like q, rows `k_stride` apart; null: no new entry (cross-attention)
+    const void* v;      // like q, rows `v_stride` apart
+    const void* bias_q; // [heads * dim]  float if bias_is_float, else T; null: none
+    const void* bias_k; // like bias_q
+    const void* bias_v; // like bias_q
+    void* keys;         // T, an entry of row b * heads + h at s * step_stride + b * batch_stride + h * dim
+    void* values;       // like keys
+    const int* lengths; // [batch]: entries of each sequence, clamped to [0, entries]; null: `entries` for all
     void* out;          // [rows, dim]  T
-    float* partial;     // [splits, rows, dim], with several splits; so `statistics`
-    float2* statistics; // [splits, rows]: the largest score and the sum of the weights
+    float* partial;     // [splits, rows, dim]: weighted sums of values, where there are several splits
+    float2* statistics; // [splits, rows]: the largest score and the sum of the weights, where there are several splits
     long long q_stride; // in elements, like all strides
     long long k_stride;
     long long v_stride;
     long long batch_stride;
     int step_stride;
-    int rows;
+    int rows; // batch * heads
     int heads;
     int dim;
-    int entries;     // to be read from memory; the new one is written after them
+    int entries;     // read from memory; the new entry is written after them
     int split_steps; // entries per split, a multiple of STEPS
     int bias_is_float;
-    float scale; // * log2(e)
+    float scale; // times log2(e)
 };
 
+// The integer type of a load.
 template <int BYTES> struct Word;
 template <> struct Word<16> {
     using type = uint4;
@@ -60,29 +67,159 @@ template <> struct Word<2> {
     using type = unsigned short;
 };
 
+// Template arguments, and what follows from them.
+template <typename T_, int DIM_, int VECTOR_, int LANES_, int CHUNKS_, int STEPS_> struct Form {
+    using T = T_;
+    using Load = typename Word<VECTOR_ * sizeof(T)>::type;
+    static constexpr int DIM = DIM_, VECTOR = VECTOR_, LANES = LANES_, CHUNKS = CHUNKS_, STEPS = STEPS_;
+    static constexpr int VALUES = CHUNKS * VECTOR;        // elements of a row in a lane
+    static constexpr bool FILLED = DIM == LANES * VALUES; // no lane is beyond the row's end
+};
+
+// The row of a lane, and which of its elements the lane has. Lanes past the last row repeat it, and store nothing.
+// Lanes past the end of the row repeat its first elements, which spares each load a predicate, and do not count them.
+template <typename F> struct Place {
+    int dim, row, batch, head;
+    bool held[F::CHUNKS]; // whether the chunk is of the row
+    int at[F::CHUNKS];    // the chunk's first element
+};
+
+// Load STEPS entries from `first` on. Entries from `end` on are not read and become 0: they may hold NaN, and 0 times
+// NaN is NaN.
+template <typename F>
+__device__ __forceinline__ void fetch(const Params& p, const Place<F>& own, const typename F::T* from, int first,
+                                      int end, typename F::Load (&to)[F::STEPS][F::CHUNKS]) {
+    using Load = typename F::Load;
+    const typename F::T* entry = from + (long long)first * p.step_stride;
+    long long stride = p.step_stride;
+    // The empty asm hides the stride: the compiler would keep multiples of a stride that it knows in registers, and
+    // spill others.
+    asm volatile("" : "+l"(stride));
+#pragma unroll
+    for (int s = 0; s < F::STEPS; ++s, entry += stride) {
+#pragma unroll
+        for (int c = 0; c < F::CHUNKS; ++c)
+            to[s][c] = first + s < end ? __ldg(reinterpret_cast<const Load*>(entry + own.at[c])) : Load{};
+    }
+}
+
+// Load a lane's elements of a row of q, k or v, and add the bias.
+template <typename F>
+__device__ __forceinline__ void load_new(const Params& p, const Place<F>& own, const void* rows, long long stride,
+                                         const void* bias, float (&to)[F::VALUES]) {
+    using T = typename F::T;
+    const long long row_at = own.batch * stride + own.head * own.dim;
+    float own_bias[F::VALUES] = {};
+#pragma unroll
+    for (int i = 0; i < F::VALUES; ++i) {
+        const int element = own.at[i / F::VECTOR] + i % F::VECTOR;
+        to[i] = to_float(static_cast<const T*>(rows)[row_at + element]);
+        if (bias && p.bias_is_float) own_bias[i] = static_cast<const float*>(bias)[own.head * own.dim + element];
+        if (bias && !p.bias_is_float) own_bias[i] = to_float(static_cast<const T*>(bias)[own.head * own.dim + element]);
+    }
+#pragma unroll
+    for (int i = 0; i < F::VALUES; ++i) to[i] += own_bias[i];
+}
+
+// A lane's part of the product of the query with chunk c of a key.
+template <typename F>
+__device__ __forceinline__ float dot_chunk(const Place<F>& own, const float (&query)[F::VALUES],
+                                           const typename F::T* key, int c) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < F::VECTOR; ++j) sum = fmaf(query[c * F::VECTOR + j], to_float(key[j]), sum);
+    return own.held[c] ? sum : 0.f;
+}
+
+// The online softmax of a warp: of each row, the sum of the weights, a lane's part of the sum of the weighted values,
+// both relative to the largest score, and that score.
+template <typename F> struct Softmax {
+    float total = 0.f, sums[F::VALUES] = {}, largest = -CUDART_INF_F;
+
+    // Raise `largest` to the scores of entries from `first` on, and mask those from `end` on. One correction serves all
+    // STEPS entries.
+    __device__ __forceinline__ void raise(float (&score)[F::STEPS], int first, int end) {
+        float new_largest = largest;
+#pragma unroll
+        for (int s = 0; s < F::STEPS; ++s) {
+            if (first + s >= end) score[s] = -CUDART_INF_F;
+            new_largest = fmaxf(new_largest, score[s]);
+        }
+        const float correction = fast_exp2(largest - reference(new_largest));
+        largest = new_largest;
+        total *= correction;
+#pragma unroll
+        for (int i = 0; i < F::VALUES; ++i) sums[i] *= correction;
+    }
+
+    // Add the weights of STEPS scores, and the values that they weigh.
+    __device__ __forceinline__ void add(const float (&score)[F::STEPS],
+                                        const typename F::Load (&value)[F::STEPS][F::CHUNKS]) {
+#pragma unroll
+        for (int s = 0; s < F::STEPS; ++s) {
+            const float weight = fast_exp2(score[s] - reference(largest));
+            total += weight;
+#pragma unroll
+            for (int i = 0; i < F::VALUES; ++i) {
+                const typename F::T* chunk = reinterpret_cast<const typename F::T*>(&value[s][i / F::VECTOR]);
+                sums[i] = fmaf(weight, to_float(chunk[i % F::VECTOR]), sums[i]);
+            }
+        }
+    }
+};
+
+// Merge the warps of a block in shared memory, and store the rows' results, or those of a split. `part` is the lane
+// among those of its row, `own_row` the row that it would have, if there were enough.
+template <typename F>
+__device__ __forceinline__ void merge_warps(const Params& p, int warp, int lane, int part, int own_row, int row,
+                                            int dim, const Softmax<F>& softmax) {
+    using T = typename F::T;
+    __shared__ float warp_sums[MAX_WARPS][F::VALUES][32];
+    __shared__ float2 warp_statistics[MAX_WARPS][32];
+    const int warps = blockDim.x / 32;
+#pragma unroll
+    for (int i = 0; i < F::VALUES; ++i) warp_sums[warp][i][lane] = softmax.sums[i];
+    warp_statistics[warp][lane] = make_float2(softmax.largest, softmax.total);
+    __syncthreads();
+    if (own_row >= p.rows) return;
+    float largest = -CUDART_INF_F, total = 0.f;
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) largest = fmaxf(largest, warp_statistics[w][lane].x);
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) {
+        const float2 theirs = warp_statistics[w][lane];
+        total += theirs.y * fast_exp2(theirs.x - reference(largest));
+    }
+    const long long split_row = (long long)blockIdx.y * p.rows + row;
+    if (gridDim.y > 1 && warp == 0 && part == 0) p.statistics[split_row] = make_float2(largest, total);
+#pragma unroll 1
+    for (int i = warp; i < F::VALUES; i += warps) {
+        const int element = (i / F::VECTOR * F::LANES + part) * F::VECTOR + i % F::VECTOR;
+        if (element >= dim) continue;
+        float sum = 0.f;
+#pragma unroll 4
+        for (int w = 0; w < warps; ++w)
+            sum += warp_sums[w][i][lane] * fast_exp2(warp_statistics[w][lane].x - reference(largest));
+        if (gridDim.y > 1)
+            p.partial[split_row * dim + element] = sum;
+        else
+            static_cast<T*>(p.out)[(long long)row * dim + element] = from_float<T>(quotient(sum, total));
+    }
+}
+
 template <typename T, int DIM, int VECTOR, int LANES, int CHUNKS, int STEPS>
 __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __grid_constant__ Params p) {
-    using Load = typename Word<VECTOR * sizeof(T)>::type;
-    constexpr int VALUES = CHUNKS * VECTOR; // of a row, in a lane
-    constexpr bool FILLED = DIM == LANES * VALUES;
-    __shared__ float warp_sums[MAX_WARPS][VALUES][32];
-    __shared__ float2 warp_statistics[MAX_WARPS][32];
-
+    using F = Form<T, DIM, VECTOR, LANES, CHUNKS, STEPS>;
     const int dim = DIM ? DIM : p.dim;
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % LANES;
-    // Lanes beyond the last row repeat it, and write nothing.
-    const int own_row = blockIdx.x * (32 / LANES) + lane / LANES;
-    const int row = min(own_row, p.rows - 1);
+    const int own_row = blockIdx.x * (32 / LANES) + lane / LANES, row = min(own_row, p.rows - 1);
     const int batch = row / p.heads, head = row - batch * p.heads;
-
-    // Lanes beyond the row's end repeat its beginning, which spares a predicate per load.
-    bool held[CHUNKS];
-    int at[CHUNKS];
+    Place<F> own = {dim, row, batch, head};
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         const int element = (c * LANES + part) * VECTOR;
-        held[c] = FILLED || element < dim;
-        at[c] = held[c] ? element : 0;
+        own.held[c] = F::FILLED || element < dim;
+        own.at[c] = own.held[c] ? element : 0;
     }
 
     // --- the first entries start on their way --------------------------------------------------------------
@@ -93,79 +230,44 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
     const long long base = batch * p.batch_stride + head * dim;
     const T* const keys = static_cast<const T*>(p.keys) + base + (long long)split_begin * p.step_stride;
     const T* const values = static_cast<const T*>(p.values) + base + (long long)split_begin * p.step_stride;
-
-    // Whatever lies beyond the end is not read: it may be NaN, which times a weight of 0 is NaN.
-    const auto fetch = [&](const T* from, int first, Load(&to)[STEPS][CHUNKS]) {
-        const T* entry = from + (long long)first * p.step_stride;
-        long long stride = p.step_stride;
-        // The compiler would keep the multiples of a stride that it knows in registers, which are short.
-        asm volatile("" : "+l"(stride));
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s, entry += stride) {
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c)
-                to[s][c] = first + s < end ? __ldg(reinterpret_cast<const Load*>(entry + at[c])) : Load{};
-        }
-    };
-    Load key[STEPS][CHUNKS], value[STEPS][CHUNKS];
-    fetch(keys, warp * STEPS, key);
-    fetch(values, warp * STEPS, value);
+    typename F::Load key[STEPS][CHUNKS], value[STEPS][CHUNKS];
+    fetch<F>(p, own, keys, warp * STEPS, end, key);
+    fetch<F>(p, own, values, warp * STEPS, end, value);
 
     // --- the query -----------------------------------------------------------------------------------------
-    const auto load_new = [&](const void* rows, long long stride, const void* bias, float (&to)[VALUES]) {
-        const long long row_at = batch * stride + head * dim;
-        float own_bias[VALUES] = {};
+    float query[F::VALUES];
+    load_new<F>(p, own, p.q, p.q_stride, p.bias_q, query);
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            const int element = at[i / VECTOR] + i % VECTOR;
-            to[i] = to_float(static_cast<const T*>(rows)[row_at + element]);
-            if (bias && p.bias_is_float) own_bias[i] = static_cast<const float*>(bias)[head * dim + element];
-            if (bias && !p.bias_is_float) own_bias[i] = to_float(static_cast<const T*>(bias)[head * dim + element]);
-        }
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) to[i] += own_bias[i];
-    };
-    float query[VALUES];
-    load_new(p.q, p.q_stride, p.bias_q, query);
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) query[i] *= p.scale;
-
-    const auto dot_chunk = [&](const T* other, int c) {
-        float sum = 0.f;
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sum = fmaf(query[c * VECTOR + j], to_float(other[j]), sum);
-        return held[c] ? sum : 0.f;
-    };
+    for (int i = 0; i < F::VALUES; ++i) query[i] *= p.scale;
 
     // --- the new entry -------------------------------------------------------------------------------------
-    float largest = -CUDART_INF_F, total = 0.f, sums[VALUES] = {};
-    // One warp of a row takes it, as the first entry of its own.
+    Softmax<F> softmax;
+    // The last warp of the last split takes it, as its first entry. It counts as it is stored: rounded to T.
     if (p.k != nullptr && blockIdx.y == gridDim.y - 1 && warp == warps - 1) {
-        float new_key[VALUES];
-        load_new(p.k, p.k_stride, p.bias_k, new_key);
-        load_new(p.v, p.v_stride, p.bias_v, sums);
+        float new_key[F::VALUES];
+        load_new<F>(p, own, p.k, p.k_stride, p.bias_k, new_key);
+        load_new<F>(p, own, p.v, p.v_stride, p.bias_v, softmax.sums);
         const long long entry = base + (long long)p.entries * p.step_stride;
         T* key_entry = static_cast<T*>(p.keys) + entry;
         T* value_entry = static_cast<T*>(p.values) + entry;
-        largest = 0.f;
+        softmax.largest = 0.f;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             T stored_key[VECTOR];
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                // It counts as what the next step will read.
                 stored_key[j] = from_float<T>(new_key[c * VECTOR + j]);
-                const T stored_value = from_float<T>(sums[c * VECTOR + j]);
-                sums[c * VECTOR + j] = to_float(stored_value);
-                if (held[c] && own_row < p.rows) {
-                    key_entry[at[c] + j] = stored_key[j];
-                    value_entry[at[c] + j] = stored_value;
+                const T stored_value = from_float<T>(softmax.sums[c * VECTOR + j]);
+                softmax.sums[c * VECTOR + j] = to_float(stored_value);
+                if (own.held[c] && own_row < p.rows) {
+                    key_entry[own.at[c] + j] = stored_key[j];
+                    value_entry[own.at[c] + j] = stored_value;
                 }
             }
-            largest += dot_chunk(stored_key, c);
+            softmax.largest += dot_chunk<F>(own, query, stored_key, c);
         }
-        largest = lanes_sum<LANES>(largest);
-        total = 1.f;
+        softmax.largest = lanes_sum<LANES>(softmax.largest);
+        softmax.total = 1.f;
     }
 
     // --- the entries in memory -----------------------------------------------------------------------------
@@ -177,64 +279,15 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
         for (int s = 0; s < STEPS; ++s) {
             score[s] = 0.f;
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) score[s] += dot_chunk(reinterpret_cast<const T*>(&key[s][c]), c);
+            for (int c = 0; c < CHUNKS; ++c)
+                score[s] += dot_chunk<F>(own, query, reinterpret_cast<const T*>(&key[s][c]), c);
         }
-        fetch(keys, first + warps * STEPS, key);
+        fetch<F>(p, own, keys, first + warps * STEPS, end, key);
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) score[s] = lanes_sum<LANES>(score[s]);
-        float new_largest = largest;
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-            if (first + s >= end) score[s] = -CUDART_INF_F;
-            new_largest = fmaxf(new_largest, score[s]);
-        }
-        // One correction serves all STEPS entries.
-        const float correction = fast_exp2(largest - reference(new_largest));
-        largest = new_largest;
-        total *= correction;
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) sums[i] *= correction;
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-            const float weight = fast_exp2(score[s] - reference(largest));
-            total += weight;
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) {
-                const T* chunk = reinterpret_cast<const T*>(&value[s][i / VECTOR]);
-                sums[i] = fmaf(weight, to_float(chunk[i % VECTOR]), sums[i]);
-            }
-        }
-        fetch(values, first + warps * STEPS, value);
+        softmax.raise(score, first, end);
+        softmax.add(score, value);
+        fetch<F>(p, own, values, first + warps * STEPS, end, value);
     }
-
-    // --- the warps of the block --------------------------------------------------------------------------
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) warp_sums[warp][i][lane] = sums[i];
-    warp_statistics[warp][lane] = make_float2(largest, total);
-    __syncthreads();
-    if (own_row >= p.rows) return;
-    largest = -CUDART_INF_F;
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) largest = fmaxf(largest, warp_statistics[w][lane].x);
-    total = 0.f;
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) {
-        const float2 theirs = warp_statistics[w][lane];
-        total += theirs.y * fast_exp2(theirs.x - reference(largest));
-    }
-    const long long split_row = (long long)blockIdx.y * p.rows + row;
-    if (gridDim.y > 1 && warp == 0 && part == 0) p.statistics[split_row] = make_float2(largest, total);
-#pragma unroll 1
-    for (int i = warp; i < VALUES; i += warps) {
-        const int element = (i / VECTOR * LANES + part) * VECTOR + i % VECTOR;
-        if (element >= dim) continue;
-        float sum = 0.f;
-#pragma unroll 4
-        for (int w = 0; w < warps; ++w)
-            sum += warp_sums[w][i][lane] * fast_exp2(warp_statistics[w][lane].x - reference(largest));
-        if (gridDim.y > 1)
-            p.partial[split_row * dim + element] = sum;
-        else
-            static_cast<T*>(p.out)[(long long)row * dim + element] = from_float<T>(quotient(sum, total));
-    }
+    merge_warps<F>(p, warp, lane, part, own_row, row, dim, softmax);
 }

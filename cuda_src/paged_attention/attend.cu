@@ -1,4 +1,4 @@
-// Attention of the last few tokens of each sequence over its keys and values, which lie in blocks of a paged cache.
+// Attention of the last few tokens of each sequence over its keys and values in a paged cache, on tensor cores.
 //
 //   position = length - query_tokens + i                          of query token i
 //   score[t] = scale * key_scale * dot(query[i, head, :], key[t, head / group, :])
@@ -7,25 +7,29 @@
 //   out      = value_scale * sum_t p[t] * value[t, head / group, :]
 //   lse      = log of that denominator, natural
 //
-// The token t of a sequence is slot t % block_size of the cache's block tables[seq, t / block_size].
+// Token t of a sequence is slot t % block_size of the cache's block tables[seq, t / block_size].
 //
-// The heads of a group and the query tokens of a sequence are the ROWS that share a kv head, so that the cache is read
-// once for all of them. An item is (sequence, kv head, block of ROWS rows). Its tokens are cut into pieces where it
-// would be more than an equal share for a block of threads; `split` fixes the size of all pieces instead, so that the
-// sums of a row are formed in the same order whatever else is in the batch. Blocks of threads take one piece after the
-// other. Of an item in several pieces each leaves a partial result (maximum, sum, output), and the block that comes
-// last merges them. Where there are few items, a cluster of CLUSTER blocks has one each, and its blocks merge what they
-// found through each other's shared memory.
+// The heads of a group and the query tokens of a sequence are rows that share a kv head, so the cache is read once for
+// all of them. An item is (sequence, kv head, block of ROWS rows). An item with more than an equal share of the tokens
+// is cut into pieces, and a block of threads takes one piece after the other. Each of several pieces leaves a partial
+// result (maximum, sum, output), and the block that is the last to finish merges them. `split` fixes the size of all
+// pieces: then the sums of a row are formed in the same order whatever else is in the batch. Where there are few items,
+// each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory.
 //
-// The kernel on tensor cores. Grid: as many blocks as fit the GPU at once; or CLUSTER for each item. A block has WARPS
-// warps in teams of TEAM; a team takes every TEAMS-th tile of 16 tokens of a piece, and each of its warps 16 of the
-// 16 * TEAM rows. A team runs a pipeline of its own, STAGES tiles deep, without a barrier for the block: cp.async into
-// shared memory, from there fragments.
+// Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
+// every STEP-th tile of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
+// shared memory, ldmatrix loads fragments from there. Warp: 16 of the team's 16 * TEAM rows. Lane: see common/mma.cuh.
 //
-// HEAD_DIM == 0 or BLOCK_SIZE == 0: from the arguments. DIMS: head_dim rounded up to what the registers hold. EXTRAS:
-// whether there is a softcap, a slope or a block-sparse pattern. CLUSTER > 1: as many blocks per item.
+// Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
 //
-// A lane of `attend` and its neighbours: see common/mma.cuh. Scores are kept in powers of 2 until they are stored.
+// HEAD_DIM == 0 or BLOCK_SIZE == 0: that size is dynamic. DIMS: head_dim rounded up to what stages and registers have
+// room for. EXTRAS: there is a softcap, a slope or a block-sparse pattern.
+//
+// Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
+// Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
+// heads and 8 kv heads of 128, a bfloat16 cache takes 255 us, of which a copy of its bytes takes 253 (99%), and an
+// 8-bit one 144 of 126 (88%). With few tokens the bound is the latency of a chain: length, table, tiles, merge. One
+// sequence of 4096 tokens takes 9.9 us, against 3.9 for the copy (40%).
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
 #include "common/warp.cuh"
@@ -36,7 +40,8 @@
 #include "paged_attention/schedule.cuh"
 #include "paged_attention/team.cuh"
 
-// Leave what a warp has found for its rows in shared memory. After a barrier, when all warps have left the stages.
+// Leave what a warp has found for its rows in shared memory, where stages were: after a barrier of the block. A row of
+// a sequence with a bad block id becomes NaN by its sum.
 template <typename F>
 __device__ __forceinline__ void leave_results(const Params& p, const typename F::Softmax& softmax,
                                               const float (&out)[F::OUT_FRAGMENTS][4], const Row (&rows)[2], bool bad,
@@ -96,7 +101,7 @@ __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void at
         if constexpr (EXTRAS) terms.load_slopes(p, rows);
         float out[F::OUT_FRAGMENTS][4] = {};
         typename F::Softmax softmax;
-        // All rows see the tokens in between.
+        // Tokens from `all_from` to `all_to` are seen by all rows.
         const int all_from = p.window ? segment.length - p.window : 0;
         const int all_to = segment.length - p.query_tokens + 1;
 

@@ -1,10 +1,14 @@
-// The attention of attend.cu without tensor cores, for what those do not take: float32, blocks of 8, 24, ... tokens, heads
-// and arrays that are not whole units of 16 bytes.
+// Attention over a paged cache without tensor cores, by the formulas of attend.cu: for what tensor cores do not take,
+// which is float32, blocks of 8, 24, ... tokens, and heads and arrays that are not whole units of 16 bytes.
 //
 // Grid: as many blocks as fit the GPU at once; each draws pieces of items of ROWS rows. Warp: every fourth tile of 32
-// tokens of a piece. Lane: one token of the tile for the scores, up to DIMS_PER_LANE dimensions for the output.
+// tokens of a piece. Lane: one token of the tile for the scores, DIMS_PER_LANE dimensions for the output.
 //
 // WIDE: the query and the cache, and their strides, are multiples of 16 bytes, so that four elements are one load.
+//
+// Speed of light: the cache is read once for every ROWS rows that share a kv head, and each element takes one fused
+// multiply-add per row on the CUDA cores: on paper memory bandwidth is the bound. The kernel is there for completeness,
+// and no case of the benchmarks runs on it.
 #include "common/fp8.cuh"
 #include "common/warp.cuh"
 #include "paged_attention/pieces.cuh"
@@ -13,6 +17,7 @@
 
 constexpr int WARPS = 4, ROWS = 4, MAX_DIM = 256, DIMS_PER_LANE = MAX_DIM / 32;
 
+// Load four neighbours of the cache.
 template <typename CACHE, bool WIDE> __device__ __forceinline__ void load_four(float (&to)[4], const char* from) {
     CACHE values[4];
     if constexpr (WIDE) {
@@ -39,15 +44,15 @@ template <typename CACHE, bool WIDE> struct VllmCache {
     // The dimension of a lane's i-th output.
     static __device__ __forceinline__ int dim_of(int i) { return i * 32 + threadIdx.x % 32; }
 
-    // Where the key of a slot is from its block's and kv head's on, and one of its dimensions from there, in bytes.
+    // The distance in bytes from the first key of a block and kv head to that of a slot, and from there to a dimension.
     static __device__ __forceinline__ long long key_of(const Params& p, int slot) { return slot * 16ll; }
 
     static __device__ __forceinline__ int key_dim(const Params& p, int dim) {
         return dim / X * p.block_size * 16 + dim % X * ITEM;
     }
 
-    // out += weights values, for a tile from token `start` on; `id` is the block of the lane's token, or -1. The 8 tokens
-    // of a group are in one block.
+    // out += weights values, for the tile from token `start` on. `id` is the block of the lane's token, -1: there is
+    // none. Eight tokens that begin at a multiple of 8 are in one block.
     static __device__ __forceinline__ void add_values(const Params& p, const Segment& segment, int start, int id,
                                                       const float (&weights)[ROWS][32],
                                                       float (&out)[ROWS][DIMS_PER_LANE]) {
@@ -122,7 +127,7 @@ template <typename CACHE, bool WIDE> struct CacheOf<CACHE, FLASH, WIDE> {
     using type = FlashCache<CACHE, WIDE>;
 };
 
-// The products of the rows with the key of a lane's token, in block `id`.
+// Multiply the rows' queries by the key of a lane's token, which is in `slot` of block `id`.
 template <typename Cache>
 __device__ __forceinline__ void multiply_key(const Params& p, const Segment& segment, int id, int slot,
                                              const float (&query)[ROWS][MAX_DIM], float (&scores)[ROWS]) {
@@ -138,7 +143,8 @@ __device__ __forceinline__ void multiply_key(const Params& p, const Segment& seg
     }
 }
 
-// Add a tile's scores to the online softmax of a row; returns the weight of the lane's token.
+// Add a tile's scores to the online softmax of a row. `score` is of the lane's token, and so is the weight that is
+// returned.
 __device__ __forceinline__ float add_score(float score, float& maximum, float& sum, float (&out)[DIMS_PER_LANE]) {
     const float largest = fmaxf(maximum, lanes_max<32>(score));
     const float base = largest == -CUDART_INF_F ? 0.f : largest;
@@ -150,7 +156,7 @@ __device__ __forceinline__ float add_score(float score, float& maximum, float& s
     return weight;
 }
 
-// Leave what a warp has found in shared memory.
+// Leave what a warp has found for its rows in shared memory.
 template <typename Cache, typename Results>
 __device__ __forceinline__ void leave_results(const Params& p, const float (&maximum)[ROWS], const float (&sum)[ROWS],
                                               const float (&out)[ROWS][DIMS_PER_LANE], bool bad, const Results& found) {

@@ -1,12 +1,12 @@
-// What the scores of a tile go through after the product. A thread has the scores of two rows, for four tokens each.
+// What the scores of a tile go through after the product. A thread has those of two rows, for four tokens each.
 #pragma once
 #include "paged_attention/scores.cuh"
 #include "paged_attention/team.cuh"
 
-// What differs between a thread's two rows.
+// What the scores of a thread's two rows are made with.
 struct ScoreTerms {
     int positions[2];             // the last token that the row sees
-    float factors[2];             // from the product to the score, times log2(e)
+    float factors[2];             // of the product, times log2(e)
     float slopes[2] = {0.f, 0.f}; // times log2(e)
 
     __device__ __forceinline__ void load_slopes(const Params& p, const Row (&rows)[2]) {

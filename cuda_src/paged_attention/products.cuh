@@ -1,16 +1,16 @@
-// The two products of attention for a tile, by the width of the cache's numbers: scores = query keys^T, out += weights
-// values, both on tensor cores. `lane` is that of the warp, whose 16 rows they are of.
+// The two products of attention for a tile, by the width of the cache's numbers: scores = query keys^T for a warp's 16
+// rows and the tile's 16 tokens, and out += weights values. `keys_at` and `values_at` are shared addresses.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "paged_attention/tile.cuh"
 
-// A cache of the query's own type T: fragments are as ldmatrix loads them.
+// Products with a cache of the query's type T: fragments are as ldmatrix loads them.
 template <typename T, typename CACHE, typename Tile> struct Products16 {
-    using Math = T;                         // of the factors
-    static constexpr bool RESCALED = false; // the query
+    using Math = T;                         // type of the factors
+    static constexpr bool RESCALED = false; // whether the query is, for the range of Math
 
-    // The dimension of the first number of the query in register `half` of two, in column pair `pair` of step `step`.
+    // The first of the two dimensions that a lane of column pair `pair` has in half `half` of fragment A of a step.
     static __device__ __forceinline__ int query_dim(int step, int half, int pair) {
         return step * 16 + pair * 2 + half * 8;
     }
@@ -42,12 +42,12 @@ template <typename T, typename CACHE, typename Tile> struct Products16 {
     }
 };
 
-// A cache of 8-bit numbers, each of which is a float16 exactly: all is computed in float16.
+// Products with a cache of 8-bit numbers: each is a float16 exactly, so all factors are in float16.
 template <typename T, typename CACHE, typename Tile> struct Products8 {
-    using Math = __half;                             // of the factors
-    static constexpr bool RESCALED = IS_BFLOAT16<T>; // the query, since bfloat16 reaches further
+    using Math = __half;                             // type of the factors
+    static constexpr bool RESCALED = IS_BFLOAT16<T>; // whether the query is, for the range of Math
 
-    // The dimension of the first number of the query in register `half` of two, in column pair `pair` of step `step`.
+    // The first of the two dimensions that a lane of column pair `pair` has in half `half` of fragment A of a step.
     static __device__ __forceinline__ int query_dim(int step, int half, int pair) {
         return step * 16 + pair * 4 + half * 2;
     }
@@ -78,6 +78,7 @@ template <typename T, typename CACHE, typename Tile> struct Products8 {
         }
     }
 
+    // to += a b, of which `bytes` has four neighbours.
     static __device__ __forceinline__ void multiply_bytes(float (&to)[4], const unsigned (&a)[4], unsigned bytes) {
         unsigned b[2];
         to_halves<CACHE>(b, bytes);

@@ -130,8 +130,8 @@ template <typename T> __device__ __forceinline__ float4 load_partial(const Param
     }
 }
 
-// Merge the partial results of all pieces of an item and store the results. The order is that of the pieces, so that the
-// bits do not depend on which block does it.
+// Merge the partial results of all pieces of an item and store the results. The order is that of the pieces, so that
+// the bits do not depend on which block does it.
 template <int ROWS, typename T> __device__ void merge_pieces(const Params& p, const Segment& segment) {
     const int quads = p.head_dim / 4;
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
@@ -175,7 +175,8 @@ __device__ void store_piece(const Params& p, const Segment& segment, const TeamR
     }
 }
 
-// For one thread, after the block has stored a piece and passed a barrier: how many pieces of the item were done before.
+// For one thread, after the block has stored a piece and passed a barrier: how many pieces of the item were done
+// before.
 __device__ __forceinline__ int arrive(const Params& p, const Segment& segment) {
     __threadfence();
     return atomicAdd(&p.arrived[(segment.seq * p.kv_heads + segment.kv_head) * p.row_blocks + segment.row_block], 1);

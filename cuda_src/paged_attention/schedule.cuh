@@ -1,33 +1,33 @@
-// Which pieces a block of threads takes, and where their results go: by a queue, or a cluster of blocks for each item.
-// Both types have the same methods. `pipeline` is that of the calling thread's team.
+// Schedules: which pieces a block of threads takes, and where their results go. Blocks draw pieces from a queue, or
+// each item has a cluster of blocks; both types have the same methods. `pipeline` is that of the calling thread's team.
 #pragma once
 #include "paged_attention/pieces.cuh"
 #include "paged_attention/pipeline.cuh"
 #include "paged_attention/results.cuh"
 #include "paged_attention/team.cuh"
 
-// How many tiles before the end of a piece a block draws its next one.
-constexpr int AHEAD = 3;
+constexpr int AHEAD = 3; // tiles left of a piece when the block draws its next one
 
-// In shared memory, what one thread tells the others of the queue.
+// State of the queue in shared memory, where thread 0 tells it the others.
 struct QueueState {
     int& next;         // the block's next piece; -1: not known yet
     Segment& previous; // the piece before
     bool& last;        // whether `previous` was the last of its item to be done
 };
 
-// Blocks draw pieces from a counter until there are none left. Under load every answer from global memory takes
-// microseconds, so a block draws its next piece a few tiles before it is done with one, starts to copy its tiles before
-// the results of that one are merged, and learns whether a piece was the last of its item when the next one is done.
+// A queue of pieces: blocks draw from a counter until there are none left. Under load every answer from global memory
+// takes microseconds, so a block draws its next piece a few tiles before it is done with one, starts to copy its tiles
+// before the results of that one are merged, and learns whether a piece was the last of its item when the next one is
+// done.
 template <typename F> struct PieceQueue {
     QueueState state;
-    int place = -1; // of thread 0: how many pieces of its item were done before `previous`; -1: the item has no others
+    int place = -1; // of thread 0: pieces of the item that were done before `previous`; -1: the item has no others
     Pieces pieces;
 
     __device__ __forceinline__ PieceQueue(const Params& p, const QueueState& state, float2*)
         : state(state), pieces(p) {}
 
-    // Plan, and find the block's first piece; whether there is one.
+    // Find the block's first piece; returns whether there is one.
     __device__ __forceinline__ bool first(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) {
         if (threadIdx.x == 0) state.next = -1;
         pieces.plan();
@@ -48,9 +48,9 @@ template <typename F> struct PieceQueue {
         if (threadIdx.x == 0 && now) taken = atomicAdd(p.taken, 1);
     }
 
-    // Find the piece that was drawn and start to copy its tiles; whether there is one. For a team that has left the stages.
-    // The other warps may be at different tiles, so no barrier is between the thread that knows the piece and those that
-    // look for it: both accesses are atomic.
+    // Find the piece that was drawn and start to copy its tiles; returns whether there is one. The team must have left
+    // the stages. Warps may be at different tiles, so there is no barrier between the thread that tells the piece and
+    // those that ask for it: both accesses are atomic.
     __device__ __forceinline__ bool go_on(const Params& p, const Team<F>& team, int taken, Pipeline<F>& following) {
         if (threadIdx.x == 0) atomicExch(&state.next, gridDim.x + taken);
         int index;
@@ -61,7 +61,8 @@ template <typename F> struct PieceQueue {
         return more;
     }
 
-    // Learn whether the previous piece was the last of its item. After a barrier behind `go_on`.
+    // Learn whether the previous piece was the last of its item. A barrier of the block must be between this and
+    // `go_on`.
     __device__ __forceinline__ void look_back() {
         if (threadIdx.x == 0) {
             state.next = -1;
@@ -80,7 +81,7 @@ template <typename F> struct PieceQueue {
         }
     }
 
-    // After the last piece: what is left to do for its item.
+    // Merge the item of the block's last piece, if that was the last of its item.
     __device__ __forceinline__ void finish(const Params& p) {
         if (threadIdx.x == 0) {
             __threadfence();
@@ -91,7 +92,7 @@ template <typename F> struct PieceQueue {
     }
 };
 
-// Each item, in one piece, has a cluster of blocks: no plan, no counter, no partial results in global memory.
+// A cluster of blocks for each item, which is one piece: no plan, no counter, no partial results in global memory.
 template <typename F> struct ClusterItem {
     float2* statistics; // [ROWS], in shared memory
     Pieces pieces;

@@ -3,8 +3,8 @@
 #include "common/numeric.cuh"
 #include "paged_attention/pieces.cuh"
 
-// Whether a head sees the block of vLLM's block-sparse pattern that `token` is in: one of the last `sparse_local` blocks, or
-// one of the head's own stripe.
+// Whether a head sees the block of vLLM's block-sparse pattern that `token` is in: one of the last `sparse_local`
+// blocks, or one of the head's own stripe.
 __device__ __forceinline__ bool in_pattern(const Params& p, const Segment& segment, int head, int token) {
     const int block = token / p.sparse_size;
     const long long shift = p.sparse_head_step >= 0

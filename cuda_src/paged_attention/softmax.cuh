@@ -1,17 +1,17 @@
-// The online softmax of a warp's 16 rows, of which a thread has two: j = 0 is row lane / 4, j = 1 that + 8.
+// The online softmax of a warp's 16 rows, of which a thread has two: j = 0 is row lane / 4, j = 1 is row lane / 4 + 8.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
 
-// Weights are relative to `base`, which follows the maximum only when that has left it more than FAR behind: until then
-// nothing overflows, and the accumulators need not be rescaled for every small step.
+// A weight is exp2(score - base). The base follows the maximum of the scores only when it is more than FAR below: until
+// then weights are at most 2^FAR, so nothing overflows, and the accumulators need no correction at every new maximum.
 template <typename Math, int FRAGMENTS> struct OnlineSoftmax {
-    static constexpr float FAR = 8.f;
+    static constexpr float FAR = 8.f; // times log2(e), as scores are
 
     float bases[2] = {-LARGEST_FLOAT, -LARGEST_FLOAT};
     float sum[2] = {0.f, 0.f}, maximum[2] = {-CUDART_INF_F, -CUDART_INF_F};
 
-    // Take a tile's scores: its weights, as the fragment A of the product with the values. `out` is rescaled if need be.
+    // Take a tile's scores. `weights` are the fragment A of the product with the values; `out` is corrected if need be.
     __device__ __forceinline__ void add(const float (&scores)[2][4], float (&out)[FRAGMENTS][4],
                                         unsigned (&weights)[4]) {
         if (__any_sync(FULL_WARP, raise_maxima(scores))) rescale(out);
@@ -26,9 +26,9 @@ template <typename Math, int FRAGMENTS> struct OnlineSoftmax {
             }
     }
 
-    // Raise the maxima to those of a tile; whether a base is now too far behind.
+    // Raise the maxima to a tile's scores; whether a base is now more than FAR below.
     __device__ __forceinline__ bool raise_maxima(const float (&scores)[2][4]) {
-        bool behind = false;
+        bool far = false;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const float first = fmaxf(scores[0][2 * j], scores[0][2 * j + 1]);
@@ -36,12 +36,13 @@ template <typename Math, int FRAGMENTS> struct OnlineSoftmax {
             most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
             most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
             maximum[j] = fmaxf(maximum[j], most);
-            behind |= maximum[j] > bases[j] + FAR;
+            far |= maximum[j] > bases[j] + FAR;
         }
-        return behind;
+        return far;
     }
 
-    // Make the maxima the bases. A row that has seen nothing yet has accumulated nothing, and keeps a finite base.
+    // Raise the bases to the maxima, and correct what was summed. A row with no score but -inf keeps its finite base:
+    // -inf - -inf would be NaN.
     __device__ __forceinline__ void rescale(float (&out)[FRAGMENTS][4]) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -54,7 +55,7 @@ template <typename Math, int FRAGMENTS> struct OnlineSoftmax {
         }
     }
 
-    // What a row's sum and output are to be multiplied by in the end, to be relative to its maximum.
+    // The correction of a row's sum and output after the last tile, from its base to its maximum.
     __device__ __forceinline__ float final_correction(int j) const {
         return maximum[j] == -CUDART_INF_F ? 1.f : fast_exp2(bases[j] - maximum[j]);
     }

@@ -46,8 +46,8 @@ template <typename F> struct Team {
         return Row(p, segment, segment.row_block * F::ROWS + member * 16 + row + 8 * j);
     }
 
-    // Clear the keys of dimensions from head_dim to F::DIMS in all stages: the copies leave them, and their products must
-    // be 0.
+    // Clear the keys of dimensions from head_dim to F::DIMS in all stages: the copies leave them, and their products
+    // must be 0.
     __device__ __forceinline__ void clear_padding() const {
         if (F::HEAD_DIM != F::DIMS && chunks < F::Tile::CHUNKS)
             for (int i = lane_of_team; i < F::STAGES * (F::Tile::CHUNKS - chunks) * TILE; i += LANES) {
