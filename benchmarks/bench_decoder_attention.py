@@ -16,7 +16,7 @@ Arguments = tuple[torch.Tensor, ...]
 
 
 def _append(q: Any, k: Any, v: Any, bias_q: Any, bias_k: Any, bias_v: Any, keys: Any, values: Any) -> torch.Tensor:
-    """Write the new entry as the last one; the query [batch, heads, 1, dim]."""
+    """Write the new entry as the last one; returns the query [batch, heads, 1, dim]."""
     _, batch, heads, dim = keys.shape
     keys[-1] = (k + bias_k).view(batch, heads, dim)
     values[-1] = (v + bias_v).view(batch, heads, dim)
@@ -49,7 +49,7 @@ def cross_eager(q: Any, bias_q: Any, keys: Any, values: Any, lengths: Any) -> to
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """But for rounding in between, which the op does not do."""
+    """Whether two results agree but for rounding of intermediate results, which the op does not do."""
     return torch.allclose(ours.float(), theirs.float(), rtol=3e-2, atol=3e-2)
 
 
@@ -79,7 +79,7 @@ def _masked(
     def call(variant: str) -> Callable[..., Any]:
         return lambda *arguments: cukern.masked_attention(*arguments, length, variant=variant)
 
-    # The entries once, of which the new ones are written; the new rows, the biases and the result.
+    # Each entry is read once, but for the new one, which is written; then the new rows, the biases and the result.
     size = ITEM_SIZE[dtype] * width * (2 * length * batch + 4 * batch + 3)
     for variant in variants:
         baselines = {}

@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Of the sequences: all equal, or spread evenly from 1/32 of the mean on, in no order."""
+        """Lengths of the sequences: all equal, or spread evenly from 1/32 of the mean on, in no order."""
         if not self.ragged:
             return [self.length] * self.batch
         order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The cache of all tokens once, the query and the result."""
+        """Bytes moved: the cache of all tokens once, the query and the result."""
         cached = 2 * sum(self.lengths) * self.kv_heads * self.head_dim * ITEM_SIZE[self.cache_dtype]
         return cached + 2 * self.batch * self.query_tokens * self.heads * self.head_dim * ITEM_SIZE[self.dtype]
 
@@ -341,7 +341,7 @@ def _peers(sizes: Sizes) -> dict[str, Baseline]:
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """But for rounding in between, which some do of the weights and some of the scores."""
+    """Whether two results agree but for rounding of intermediate results: of weights, or of scores."""
     ours, theirs = ours.float(), theirs.float()
     return bool((ours - theirs).abs().max() <= _TOLERANCE * theirs.abs().max())
 

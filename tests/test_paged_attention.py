@@ -1603,9 +1603,6 @@ def test_tensors(dtype: str, cache: str | None, rng: np.random.Generator) -> Non
         assert_matches(OUT, out.cpu(), want)
 
 
-#: Lengths: in one part each, and one sequence in many.
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [None, 512])
 def test_a_cuda_graph_follows_lengths_and_blocks(split: int | None, rng: np.random.Generator) -> None:

@@ -1,4 +1,4 @@
-"""What the functions of paged attention share: checks, the variants of the kernels, how the work is dealt out."""
+"""Shared by the functions of paged attention: checks, the variants of the kernels, and how work is dealt to blocks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_DIM = 256
 MAX_BLOCK_SIZE = 2**16
-#: Pieces of 64 tokens, or of `split`, over all sequences, kv heads and blocks of rows that share one.
+#: Most pieces of a batch, and most rows: the kernels count them in 32 bits.
 MAX_UNITS = 2**31 - 2**16
 _MAX_BLOCKS = 2  # per multiprocessor: launch bounds of the templates
-_RESERVED_SHARED = 1024  # bytes of each block
-#: Units that a block of threads takes at least, measured on an H200.
+_RESERVED_SHARED = 1024  # bytes that CUDA takes of each block's
+#: Least units of a piece, measured on an H200.
 _MIN_UNITS = 4
 _LARGEST_SCALE = 1e30
-#: Sizes of clusters; items times size is at most _CLUSTERED, so that all of them run at once.
+#: Cluster sizes, the largest first. All clusters have at most _CLUSTERED blocks together, so that they run at once.
 _CLUSTERS = (16, 8, 4)
 _CLUSTERED = 128
 _CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
-#: Dimensions of a head and tokens of a block that have variants of their own.
+#: (head_dim, block_size) pairs that have variants of their own.
 SPECIALIZED = [
     (head_dim, block_size)
     for head_dim in (
@@ -52,7 +52,7 @@ scalar = Kernel("paged_attention/attend_scalar", "attend_scalar")
 
 
 def unit_tokens() -> int:
-    """Tokens of the smallest piece, and what pieces are multiples of."""
+    """Tokens of a unit: pieces are whole units."""
     return template.constants("paged_attention/attend")["UNIT_TOKENS"]
 
 
@@ -63,7 +63,7 @@ class Form(NamedTuple):
     cache: str
     layout: str
     head_dim: int  # 0: dynamic
-    dims: int
+    dims: int  # head_dim rounded up
     block_size: int  # 0: dynamic
     team: int
     extras: bool
@@ -75,7 +75,7 @@ class Form(NamedTuple):
 
     @property
     def _stage_bytes(self) -> int:
-        """Of a stage of every team."""
+        """Bytes of one stage of all teams: a tile's keys and values for each."""
         chunks = self.dims * arrays.ITEM_SIZE[self.cache] // 16
         if self.layout == "flash" and chunks % 8:
             chunks |= 1
@@ -83,19 +83,19 @@ class Form(NamedTuple):
 
     @property
     def stages(self) -> int:
-        # Measured on an H200: two blocks of a multiprocessor with three stages of 32 KB, one less where larger heads
-        # take their place or clusters of 16 blocks must find it.
+        # Measured on an H200: two blocks of a multiprocessor with three stages of 32 KB. Larger heads, and clusters of
+        # 16 blocks, leave room for two.
         most = 100 << 10 if self.cluster == 1 and self.dims <= 128 else 68 << 10
         return min(max(most // self._stage_bytes, 2), 4)
 
     def shared_bytes(self, rows: int) -> int:
-        """The last stage is as large as the results of `rows` rows that are merged in its place."""
+        """Dynamic shared memory: the stages, of which the last is large enough for the results of `rows` rows too."""
         merged = self.warps // self.team + (self.cluster > 1)
         return (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, merged * rows * (self.dims + 8) * 4)
 
     @property
     def static_bytes(self) -> int:
-        """Shared memory that the template declares, at most."""
+        """An upper bound of the shared memory that the template declares."""
         return 1024 + (self.dims // 16 * 512 * self.warps if self.dims > 128 else 0)
 
     @property
@@ -137,8 +137,7 @@ def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
     ]
 
 
-# Every block size and both 16-bit formats compile to the same instructions but for constants, so one of each is held
-# to the promise that registers do not spill.
+# Registers must not spill: one block size and one 16-bit format stand for all, which differ in constants only.
 _attend.specialized = [
     specialized_form("bfloat16", cache, layout, head_dim, 16, team).variant.instance
     for layout in LAYOUTS
@@ -158,8 +157,8 @@ _registered = set(SPECIALIZED)
 def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
     """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
 
-    They are for up to 16 query rows per kv head, without softcap, slopes or a block-sparse pattern, over a cache of
-    the query's dtype; others of these sizes are compiled at their first use.
+    They are compiled for up to 16 rows per kv head, without softcap, slopes or a block-sparse pattern, over a cache of
+    the query's dtype. The other forms of these sizes are compiled at their first use.
 
     Raises ValueError unless head_dim is a multiple of 8 of at most 256 and block_size a multiple of 16.
     """
@@ -178,7 +177,7 @@ def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
 
 
 class Sizes(NamedTuple):
-    """Of a call, by their names in the kernels' parameters."""
+    """Sizes of a call, by their names in the kernels' parameters."""
 
     seqs: int
     query_tokens: int
@@ -200,7 +199,7 @@ class Request(NamedTuple):
     extras: bool  # a softcap, slopes or a block-sparse pattern
     split: int  # tokens of a piece; 0: the device decides
     vllm_workspace: bool
-    aligned: bool  # all that is read 16 bytes at a time
+    aligned: bool  # whether all that is read is at multiples of 16 bytes
     variant: str
 
     @property
@@ -321,18 +320,18 @@ class Sparse(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What has been checked of a call."""
+    """A call that has been checked."""
 
     query: Array
     cache: str  # dtype
     layout: str
     sizes: Sizes
-    aligned: bool  # all that is read 16 bytes at a time
+    aligned: bool  # whether all that is read is at multiples of 16 bytes
     fields: dict[str, Any]  # of the kernels' parameters
 
 
 def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_cache_dtype: str) -> str:
-    """What the caches hold."""
+    """Check the caches' dtypes; returns what they hold, which for bytes is `kv_cache_dtype`."""
     expect_place("key_cache", key_cache, query, "query")
     expect_place("value_cache", value_cache, query, "query")
     found = key_cache.dtype
@@ -351,7 +350,7 @@ def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_ca
 def _check_caches(
     key_cache: Array, value_cache: Array, layout: str, cache: str, head_dim: int
 ) -> tuple[int, int, int, dict[str, int]]:
-    """Blocks, kv heads, tokens of a block, and the distances of those in bytes as the kernels name them."""
+    """Check the caches' shapes and strides; returns blocks, kv_heads, block_size and the strides in bytes by field."""
     shape = key_cache.shape
     axes: dict[str, int | None]
     if layout == "flash":
@@ -390,7 +389,7 @@ def _check_caches(
             last = {1: "dimension", 2: "two dimensions", 3: "three dimensions"}[len(inner)]
             check.fail(f"{name}_cache", f"contiguous along its last {last}", f"strides {strides} (in elements) there")
         for step, axis in axes.items():
-            # Of what there is only one the distance does not matter.
+            # Along an axis of one element the stride does not matter.
             one = axis is None or array.shape[axis] <= 1
             distances[f"{name}_{step}"] = 0 if one else array.strides[axis] * array.item_size  # type: ignore[index]
     return blocks, kv_heads, block_size, distances
@@ -410,7 +409,7 @@ def check_call(
 ) -> Call:
     """Check the five arrays that come first, and the scales of scores, keys and values.
 
-    Where there may be `several` query tokens, there may also be no scale of the scores.
+    `several`: the query may have several tokens per sequence, and the scale of the scores may be None.
     """
     query, key_cache, value_cache, block_tables, seq_lens = inputs
     scale, k_scale, v_scale = scales
@@ -469,7 +468,7 @@ def check_per_head(name: str, array: Any, call: Call) -> None:
 def attend(
     call: Call, split: int, variant: str, sparse: Sparse, workspaces: tuple[Array, Array, Array] | None, **fields: Any
 ) -> None:
-    """Launch; `fields` are those of the kernels' parameters that differ between the functions."""
+    """Launch the kernel of a call; `fields` are the parameters that differ between the public functions."""
     query, sizes, vllm_workspace = call.query, call.sizes, workspaces is not None
     if sparse.sparse_stride <= 1:
         sparse = sparse._replace(sparse_stride=0)
@@ -488,7 +487,7 @@ def attend(
     if workspaces is not None:
         sums, maxima, partial = workspaces
     if not sizes.blocks:
-        # There is room for no token: not even for what the kernel reads in place of a bad block.
+        # The kernel reads block 0 in place of a bad one. Here is none, so there must be room for no token.
         sizes = sizes._replace(max_blocks=0)
     launch(
         plan.variant,

@@ -56,7 +56,7 @@ def _form(dtype: str, dim: int, wide: bool) -> _Form:
     if wide:
         lanes = next(n for n in (8, 16, 32) if n >= loads or n == 32)
         chunks = 1 if loads <= lanes else 2
-        # More entries at once would not fit the registers.
+        # Registers have no room for more entries at once.
         return _Form(vector, lanes, chunks, 8 // chunks)
     chunks = next(n for n in (2, 4, 8) if 32 * n >= loads)
     return _Form(vector, 32, chunks, 16 // chunks)
@@ -112,7 +112,7 @@ class _Grid(NamedTuple):
 
 
 def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocessors: int) -> _Grid:
-    """How the work is dealt out to blocks and warps, for `tokens` of which the last `new` are not read from memory.
+    """The grid for `tokens` per sequence, of which the last `new` are not read from memory.
 
     A block has fewer warps where that lets all of them run at the same time. When even full blocks for each column of
     rows leave multiprocessors idle, the sequence is split among blocks, as long as each warp has two rounds of entries.
@@ -121,7 +121,7 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
     columns = -(-rows // (32 // lanes))
     resident = _RESIDENT_WARPS * multiprocessors
     warps = most_warps if columns * most_warps <= resident else most_warps // 2
-    # Late tokens are compared as they came: so a call finds its plan by a range of them.
+    # `tokens` is late: each comparison narrows the range of tokens that the plan holds for.
     while warps > 1 and tokens <= warps // 2 * steps + new:
         warps //= 2
     most_splits = min(resident // (warps * columns), _MAX_SPLITS)
@@ -130,7 +130,7 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
         return -(-(tokens - new) // steps)
 
     def split_rounds(tokens: int) -> int:
-        """So many that every warp of a split gets equally many."""
+        """Rounds of a split: a multiple of the warps, so that each gets equally many."""
         splits = min(most_splits, rounds(tokens) // (2 * warps))
         return -(-rounds(tokens) // (splits * warps)) * warps
 
@@ -141,7 +141,7 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
 
 
 def _check_memories(q: Any, symbols: tuple[str, ...], **memories: Any) -> tuple[int, ...]:
-    """The shape of caches or memories of keys and values, which say how many heads there are; checked against `q`."""
+    """Check `q` and caches, or memories, of keys and values; returns the latter's shape, which says how many heads."""
     expect_array("q", q, DTYPES)
     (name, first), *_ = memories.items()
     if not isinstance(first, Array):
@@ -161,7 +161,7 @@ def _check_memories(q: Any, symbols: tuple[str, ...], **memories: Any) -> tuple[
 
 
 def _row_stride(name: str, array: Any, q: Array) -> int:
-    """Check one of the new rows [batch, heads * dim]; the distance between rows, in elements."""
+    """Check one of the new rows [batch, heads * dim]; returns the distance between rows, in elements."""
     expect_place(name, array, q, "q")
     check.dtype(name, array.dtype, (q.dtype,))
     check.shape(name, array.shape, q.shape, "[batch, heads * dim]")
@@ -169,7 +169,7 @@ def _row_stride(name: str, array: Any, q: Array) -> int:
 
 
 def _is_float(q: Array, biases: dict[str, Any]) -> bool:
-    """Check the biases that are there; whether they are float32."""
+    """Check the biases that are given; returns whether they are float32."""
     given = {name: bias for name, bias in biases.items() if bias is not None}
     first = next(iter(given), "")
     for name, bias in given.items():
@@ -182,7 +182,10 @@ def _is_float(q: Array, biases: dict[str, Any]) -> bool:
 def _attend(
     q: Array, keys: Array, values: Array, tokens: Any, new: int, scale: Any, out: Any, variant: str, **fields: Any
 ) -> Any:
-    """Attend over so many tokens, of which the last `new` are not read from memory; `fields` are the kernel's own."""
+    """The plan of both functions, over `tokens` of which the last `new` are not read from memory.
+
+    `fields` are the kernel's parameters that differ between them.
+    """
     heads, dim = keys.shape[2:]
     bias_is_float = _is_float(q, {name: fields[name] for name in ("bias_q", "bias_k", "bias_v")})
     scale = dim**-0.5 if scale is None else check.number("scale", scale)

@@ -102,9 +102,9 @@ def paged_attention(
             head_dim]. Of the query's dtype, float8_e4m3fn or float8_e5m2, or bytes (uint8) that `kv_cache_dtype`
             says the format of. block_size is a multiple of 8. The distance between blocks is free (and between heads;
             in "flash", tokens too), so that slices of an array [blocks, 2, ...] do.
-        block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries for tokens that a sequence has not, or
-            that lie before its window, are not used.
-        seq_lens: int32 [seqs], tokens in the cache, those of this query included. Up to 0: no tokens.
+        block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries of tokens past a
+            sequence's length, or before its window, are not used.
+        seq_lens: int32 [seqs], tokens in the cache, those of this query included. 0 or less: no tokens.
         layout: "vllm" or "flash".
         scale: head_dim ** -0.5 by default.
         alibi_slopes: float32 [heads].
@@ -118,7 +118,7 @@ def paged_attention(
             its multiples instead: then a row has the same bits whatever else is in the batch. The workspace is then as
             large as max_blocks asks for, about seqs * query_tokens * heads * max_blocks * block_size / split heads in
             float32.
-        out: an array like the (contiguous) result to write into, at a multiple of 16 bytes; with `return_lse` a pair.
+        out: a contiguous array to write the result into, at a multiple of 16 bytes; with `return_lse` a pair.
         variant: "auto", "specialized", "dynamic" (tensor cores, for 16-bit queries and block sizes that are multiples
             of 16) or "scalar" (everything).
 
@@ -172,6 +172,7 @@ def _as_vllm(
     kv_cache_dtype: str,
     sparse: Sparse,
 ) -> None:
+    """The plan of `paged_attention_v1` and, with `workspaces`, of `paged_attention_v2`."""
     query, (num_kv_heads, block_size, max_seq_len) = inputs[0], sizes
     call = check_call(inputs, scales, "vllm", kv_cache_dtype, False)
     shape, kv_heads, of_cache = query.shape, call.sizes.kv_heads, call.sizes.block_size
@@ -193,7 +194,7 @@ def _as_vllm(
         expect_place("exp_sums", exp_sums, query, "query")
         if len(exp_sums.shape) == 3:
             max_splits, longest = exp_sums.shape[-1], exp_sums.shape[-1] * PARTITION
-    # Compared also where every length will do: so the length of each call is checked.
+    # Compared even where every length will do: a late number is checked at each call only if the plan uses it.
     if max_seq_len > longest:
         least = f"of at least {ceil_div(max_seq_len, PARTITION)} partitions (of {PARTITION} of max_seq_len)"
         check.fail("exp_sums", least, max_splits)
@@ -343,7 +344,7 @@ def _merge_blocks(rows: int, row_threads: int) -> int:
 
 
 def _not_read(written: int, *read: int) -> int:
-    """The address of an array that is written while others are read."""
+    """The address of an array that is written, which must not be one of those that are read."""
     if written and written in read:
         check.fail("out[1]", "another array than lse_a and lse_b, which are read while it is written", "one of them")
     return written

@@ -28,12 +28,12 @@ class _Row(NamedTuple):
 
 
 def _number(scale: Any) -> float:
-    """A scale that may be absent, a number, or an array of one element."""
+    """The value of a scale: None is 1, an array has one element."""
     return 1.0 if scale is None else float(np.asarray(scale).reshape(()))
 
 
 def _tokens(cache: Array, ids: Array, layout: str, kv_cache_dtype: str) -> Array:
-    """The slots of some blocks in order, [kv_heads, slots, head_dim], in float64."""
+    """The slots of the blocks `ids` in order, [kv_heads, slots, head_dim], in float64."""
     if cache.dtype == np.uint8:
         cache = cache.view(ml_dtypes.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else ml_dtypes.float8_e4m3fn)
     blocks = cache[ids].astype(np.float64)
@@ -61,10 +61,10 @@ def _rows(
     kv_cache_dtype: str,
     is_seen: Callable[[int, int, Array], Array] | None = None,
 ) -> Iterator[_Row | int]:
-    """Each row of the query [seqs, query_tokens, heads, head_dim] that sees a token, or may.
+    """The rows of the query [seqs, query_tokens, heads, head_dim], but for sequences without tokens.
 
-    A sequence with a block that is not in the cache, or with more tokens than its table has room for, comes as its
-    index alone. `is_seen(length, head, tokens)` says which of the tokens a head sees.
+    In place of the rows of a sequence with a block that is not in the cache, or with more tokens than its table has
+    room for, comes the sequence's index. `is_seen(length, head, tokens)` says which of the tokens a head sees.
     """
     _, query_tokens, heads, _ = query.shape
     blocks, block_size = len(key_cache), key_cache.shape[3 if layout == "vllm" else 1]
@@ -99,7 +99,7 @@ def _rows(
 
 
 def _softmax(scores: Array, values: Array) -> tuple[Array, float, float]:
-    """The values by their weights, the largest score, and the sum of exp(score - largest).
+    """The weighted mean of the values, the largest score, and the sum of exp(score - largest).
 
     Without scores, or where all are -inf: zeros, -inf and 0.
     """
