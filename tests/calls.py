@@ -448,6 +448,9 @@ def _moe_activation_calls() -> list[Call]:
     return [
         Call("moe_activation", (floats(2, 3, 32, dtype=BF16), "gelu")),
         *(Call(name, (floats(3, 32),)) for name in gated),
+        Call("add_bias_act", (floats(2, 3, 32, dtype=BF16), floats(32, seed=1, dtype=BF16), "silu")),
+        Call("bias_gelu", (floats(3, 30), floats(30, seed=1))),
+        Call("bias_gelu", (floats(3, 32, dtype=BF16), None), {"approximate": "tanh"}),
     ]
 
 
@@ -469,15 +472,36 @@ def _quantization_calls() -> list[Call]:
 
 
 def _norm_calls() -> list[Call]:
+    rows = floats(3, 40), floats(3, 40, seed=1)
     return [
         Call("rms_norm", (floats(3, 2, 48, dtype=BF16), floats(48, seed=1, dtype=BF16))),
         Call("rms_norm", (floats(3, 37), None, 0.0), {"variant": "auto"}),
-        Call("fused_add_rms_norm", (floats(3, 40), floats(3, 40, seed=1), floats(40, seed=2)), {"weight_offset": 1.0}),
+        Call("fused_add_rms_norm", (*rows, floats(40, seed=2)), {"weight_offset": 1.0}),
         Call("rms_norm_quant", (floats(3, 256, dtype=BF16), floats(256, seed=1))),
         Call("rms_norm_quant", (floats(3, 50), floats(50, seed=1)), {"group_size": None}),
         Call("rms_norm_quant", (floats(3, 40), None), {"scale": SHARE}),
         Call("fused_add_rms_norm_quant", (floats(3, 64), floats(3, 64, seed=1), None, 1e-5), {"group_size": 32}),
+        Call("layer_norm", (floats(3, 2, 48, dtype=BF16), floats(48, seed=1), floats(48, seed=2))),
+        Call("layer_norm", (floats(3, 37), None, None, 0.0), {"variant": "auto"}),
+        Call("fused_add_layer_norm", (*rows, floats(40, seed=2), floats(40, seed=3))),
+        Call(
+            "fused_add_layer_norm",
+            (*rows, floats(40, seed=2), None, 1e-12),
+            {"input_bias": floats(40, seed=3), "residual_out": torch.zeros(3, 40)},
+        ),
     ]
+
+
+def _varlen_attention_calls() -> list[Call]:
+    q, k, v = (floats(7, 2, 16, seed=seed) for seed in range(3))
+    memory = [floats(9, 2, 32, seed=seed, dtype=BF16).clamp(-1, 1) for seed in range(2)]
+    sums = integers(0, 3, 3, 7), integers(0, 5, 6, 9)
+    return [
+        Call("varlen_attention", (q, k, v, sums[0])),
+        Call(
+            "varlen_attention", (floats(7, 4, 32, dtype=BF16), *memory, *sums), {"scale": 0.3, "causal": True}
+        ),
+    ]  # fmt: skip
 
 
 def _named_by_options(*stems: list[Call]) -> dict[str, Call]:
@@ -500,6 +524,7 @@ CALLS: dict[str, Call] = GATE_CALLS | _named_by_options(
     _embedding_calls(),
     _decoder_attention_calls(),
     _paged_attention_calls(),
+    _varlen_attention_calls(),
     _mla_decode_calls(),
     _kv_cache_calls(),
     _beam_search_calls(),

@@ -43,12 +43,14 @@ TOLERANCES: dict[str, str | tuple[str | None, ...] | None] = {
     "paged_attention_v2": (
         "paged_attention.out", "paged_attention.exp_sums", "paged_attention.lse", "paged_attention.out",
     ),
+    "varlen_attention": "varlen_attention.out",
     "merge_attention_states": ("paged_attention.merged", "paged_attention.lse"),
     "flash_mla_with_kvcache": ("mla_decode.out", "mla_decode.lse"),
     **dict.fromkeys(
         ("moe_activation", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul", "relu2_and_mul"),
         "moe_activation.out",
     ),
+    **dict.fromkeys(("add_bias_act", "bias_gelu"), "moe_activation.biased"),
     "silu_and_mul_quant": ("quantization.activated", "quantization.activated_scales"),
     "softmax": "sampling.probs",
     "top_k_renorm_probs": "sampling.renormalized",
@@ -490,6 +492,11 @@ def _row_numbers(x: Any, of: int = 1) -> Any:
     return np.arange(count, dtype=np.int32).reshape(-1, of)
 
 
+def _each_alone(x: Any) -> Any:
+    """int32 [rows]: where each row begins, but for the last one, which is in no sequence."""
+    return _row_numbers(x).reshape(-1)
+
+
 def _like(x: Any) -> Any:
     return torch.zeros_like(x) if isinstance(x, torch.Tensor) else np.zeros_like(x)
 
@@ -503,11 +510,15 @@ OF_MANY_ROWS: dict[str, Callable[[Any], Any]] = {
     "relu2_and_mul": cukern.relu2_and_mul,
     "moe_activation": lambda x: cukern.moe_activation(x, "gelu"),
     "moe_activation scalar": lambda x: cukern.moe_activation(x, variant="scalar" if torch.is_tensor(x) else "auto"),
+    "add_bias_act": lambda x: cukern.add_bias_act(x, x[0]),
+    "bias_gelu": lambda x: cukern.bias_gelu(x, None, approximate="tanh"),
     "silu_and_mul_quant": cukern.silu_and_mul_quant,
     "rms_norm": lambda x: cukern.rms_norm(x, x[0] + 1),
     "fused_add_rms_norm": lambda x: cukern.fused_add_rms_norm(x, _like(x), None),
     "rms_norm_quant": lambda x: cukern.rms_norm_quant(x, None),
     "fused_add_rms_norm_quant": lambda x: cukern.fused_add_rms_norm_quant(x, _like(x), None),
+    "layer_norm": lambda x: cukern.layer_norm(x, x[0] + 1, x[1]),
+    "fused_add_layer_norm": lambda x: cukern.fused_add_layer_norm(x, _like(x), None, None, residual_out=_like(x)),
     "scaled_fp8_quant": lambda x: cukern.scaled_fp8_quant(x, 0.01),
     "scaled_fp8_quant by row": lambda x: cukern.scaled_fp8_quant(x, None, None, None, True),
     "scaled_fp8_quant of all": cukern.scaled_fp8_quant,
@@ -527,6 +538,10 @@ OF_MANY_ROWS: dict[str, Callable[[Any], Any]] = {
     "top_k_mask_logits": lambda x: cukern.top_k_mask_logits(x, 9),
     "top_k_renorm_probs": lambda x: cukern.top_k_renorm_probs(abs(x), 9),
     "update_logits": cukern.update_logits,
+    "varlen_attention": lambda x: cukern.varlen_attention(*[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x)),
+    "varlen_attention fma": lambda x: cukern.varlen_attention(
+        *[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x), variant="fma" if torch.is_tensor(x) else "auto"
+    ),
     "apply_penalties": lambda x: cukern.apply_penalties(x, temperature=0.7),
 }
 

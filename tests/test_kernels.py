@@ -23,6 +23,7 @@ from cukern.ops import (
     moe_gemm,
     norm,
     paged_attention,
+    varlen_attention,
 )
 from cukern.ops import _padding as padding_parts
 from cukern.ops import _paged_attention as paged_attention_parts
@@ -85,6 +86,8 @@ def _mla_decode() -> Iterator[Variant]:
 def _moe_activation() -> Iterator[Variant]:
     yield moe_activation._variant("bfloat16", 1, 2)
     yield moe_activation._variant("float32", 1, 4)
+    yield moe_activation._bias_variant("float16", "gelu", 2)
+    yield moe_activation._bias_variant("float32", "gelu", 4)
 
 
 def _moe_gemm() -> Iterator[Variant]:
@@ -118,6 +121,10 @@ def _norm() -> Iterator[Variant]:
     for dtype, (result, group) in itertools.product(DTYPES, (("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 32))):
         for width, wide in ((64, False), (9056, True)):
             yield op._variant(op._Form(dtype, dtype, True, result, group), width, False, wide)
+    for dtype, add, width in itertools.product(DTYPES, (False, True), (8, 2048, 9000)):
+        yield op._layer_variant(op._Form(dtype, dtype, add), width, False, False)
+    for width, wide in itertools.product((8, 1024, 9000), (False, True)):
+        yield op._layer_variant(op._Form("bfloat16", "float32", True), width, False, wide)
 
 
 def _padding() -> Iterator[Variant]:
@@ -160,6 +167,11 @@ def _samplers() -> Iterator[Variant]:
     yield op.renormalizer("float16", "TOP_K_RENORM", op.CLUSTER)
 
 
+def _varlen_attention() -> Iterator[Variant]:
+    for dtype, dim, wide in itertools.product(DTYPES, varlen_attention.DIMS, (False, True)):
+        yield varlen_attention._by_fma(dtype, dim, wide).variant
+
+
 #: What is compiled at its first use, by stem: one of each path through the templates.
 AT_FIRST_USE = {
     "decoder_attention": _decoder_attention,
@@ -174,10 +186,12 @@ AT_FIRST_USE = {
     "paged_attention": _paged_attention,
     "quantization": _quantizations,
     "sampling": _samplers,
+    "varlen_attention": _varlen_attention,
 }
 #: The stems of which no such variant spills.
 NONE_SPILLS = {
     "decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "norm", "padding",
+    "varlen_attention",
 }  # fmt: skip
 
 #: The stems that list every product of their template parameters: for an architecture other than sm_90a, one of so many
