@@ -108,6 +108,16 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert said.count("\n") == 1
 
 
+def test_the_lines_of_a_file(tmp_path: Path) -> None:
+    for content, lines in (
+        ("a\nb", ["a", "b"]),
+        ("a\r\n\r\n b \r\n", ["a", "", " b "]),
+        ("\n", [""]),
+        ("a\u2028b\x0cc\n", ["a\u2028b\x0cc"]),
+    ):
+        assert encode._texts(Path(_write(tmp_path / "texts.txt", content))) == lines
+
+
 def test_the_nearest_of_texts_without_a_vector() -> None:
     vectors = np.array([[0, 0], [1, 0], [2, 0]], np.float32)
     assert encode._nearest(vectors, 3)[1:] == [(2, 1.0), (1, 1.0)]

@@ -161,6 +161,12 @@ def test_what_is_padded_has_no_influence(name: str, library: str) -> None:
     np.testing.assert_array_equal(_numpy(got), _numpy(want))
     assert not _numpy(got)[mask.numpy() == 0].any()
 
+    # Padding before the words, which positions must not count.
+    want = encoder(put(ids.flip(1), library), put(mask.flip(1), library))
+    np.testing.assert_array_equal(
+        _numpy(encoder(put(garbage.flip(1), library), put(mask.flip(1), library))), _numpy(want)
+    )
+
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_types_of_ids_and_masks(library: str) -> None:

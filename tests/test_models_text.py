@@ -295,12 +295,15 @@ def test_the_model_in_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_what_is_done_with_a_text_first(folder: Path) -> None:
     _modules(folder, "Transformer", "Pooling", pooling={"pooling_mode_mean_tokens": True})
     _write(folder / "sentence_bert_config.json", {"max_seq_length": 20, "do_lower_case": True})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    _write(folder / "tokenizer.json", {**tokenizer, "normalizer": None})  # which changes capitals, too
     prompts = {"query": "ka lo ", "document": ""}
     _write(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": "query"})
     text = Encoder.from_directory(folder, device="cpu").text
     assert text == TextConfig(("mean",), False, 20, True, True, "ka lo ")
     encoder = Encoder.from_directory(folder, device="cpu")
     assert encoder.tokenize(["  MI nu\n"]) == _tokens(["ka lo mi nu"])
+    assert encoder.tokenizer is not None and encoder.tokenizer._prepared("MI\n") == "ka lo mi"
     _write(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
     assert Encoder.from_directory(folder, device="cpu").tokenize(["mi"]) == _tokens(["mi"])
 
