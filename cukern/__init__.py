@@ -25,6 +25,8 @@ from cukern.ops.kv_cache import (
 )
 from cukern.ops.mla_decode import flash_mla_with_kvcache, get_mla_metadata
 from cukern.ops.moe_activation import (
+    add_bias_act,
+    bias_gelu,
     gelu_and_mul,
     gelu_tanh_and_mul,
     moe_activation,
@@ -100,12 +102,14 @@ __all__ = [
     "AllToAllError",
     "AllToAllState",
     "CompileError",
+    "add_bias_act",
     "add_qkv_bias_rebuild_padding",
     "all_to_all_combine",
     "all_to_all_dispatch",
     "apply_penalties",
     "beam_search_step",
     "beam_topk",
+    "bias_gelu",
     "biased_grouped_topk",
     "build_sequence_length_padding_offset",
     "chain_speculative_sampling",

@@ -448,6 +448,9 @@ def _moe_activation_calls() -> list[Call]:
     return [
         Call("moe_activation", (floats(2, 3, 32, dtype=BF16), "gelu")),
         *(Call(name, (floats(3, 32),)) for name in gated),
+        Call("add_bias_act", (floats(2, 3, 32, dtype=BF16), floats(32, seed=1, dtype=BF16), "silu")),
+        Call("bias_gelu", (floats(3, 30), floats(30, seed=1))),
+        Call("bias_gelu", (floats(3, 32, dtype=BF16), None), {"approximate": "tanh"}),
     ]
 
 

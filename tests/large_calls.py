@@ -148,6 +148,7 @@ def _large_rows() -> list[Call]:
         ),
         *_in_variants(embedding, "wide", "narrow"),
         *_in_variants(Call("moe_activation", (x, "gelu")), "vector", "scalar"),
+        *_in_variants(Call("add_bias_act", (wide, wide[0])), "vector", "scalar"),
         *_in_variants(Call("rms_norm", (wide, wide[0])), "specialized", "dynamic", "scalar"),
         Call("rms_norm", (floats(3, 9001), floats(9001, seed=1))),
         *_in_variants(

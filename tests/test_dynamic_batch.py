@@ -18,10 +18,12 @@ TIMES = (2, 5, 3)
 
 #: The arguments that have the batch, by function; in their first dimension, or in the one behind the colon.
 BATCH = {
+    "add_bias_act": "x",
     "add_qkv_bias_rebuild_padding": "q k v padding_offset batch",
     "apply_penalties": "logits output_ids sequence_length min_length",
     "beam_search_step": "log_probs scores finished_scores finished_lengths finished_ids finished_parents done",
     "beam_topk": "log_probs",
+    "bias_gelu": "x",
     "biased_grouped_topk": "gating_output",
     "build_sequence_length_padding_offset": "sequence_length valid_word_num",
     "chain_speculative_sampling": "draft_probs draft_token_ids target_probs seed offset",
