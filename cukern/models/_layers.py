@@ -1,15 +1,14 @@
-"""The operations of a transformer layer that the models share, on the arrays of each library.
+"""What a model does to arrays besides the ops: dense products, attention without padding, pooling, and bookkeeping.
 
-`layers_of` gives those for an array: `ArrayLayers` is the NumPy form, which defines the results and serves CuPy too,
+`layers_of` gives these for an array: `ArrayLayers` is the NumPy form, which defines the results and serves CuPy too,
 `TorchLayers` the torch form. Dense products are the array library's own, which on a GPU is cuBLAS. All else computes in
-float32 and rounds once, and what it gives for a row depends on that row alone (attention: on that sequence alone).
+float32 and rounds once, and what it gives for a sequence depends on that sequence alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ import numpy as np
 
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy, current_device
-
-_erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
 class Words(NamedTuple):
@@ -89,22 +86,6 @@ class ArrayLayers:
             return (y if bias is None else y + self._float(bias)).astype(x.dtype)
         y = x @ weight.T
         return y if bias is None else y + bias
-
-    def bias_gelu(self, x: Any, bias: Any, approximate: str) -> Any:
-        """gelu(x + bias) of rows; `approximate` is "none" (by the error function) or "tanh"."""
-        y = self._float(x) + self._float(bias)
-        half = np.float32(0.5) * y
-        if approximate == "tanh":
-            inner = np.float32(math.sqrt(2 / math.pi)) * (y + np.float32(0.044715) * y * y * y)
-            return (half * (1 + self.xp.tanh(inner))).astype(x.dtype)
-        return (half * (1 + self._erf(y * np.float32(math.sqrt(0.5))))).astype(x.dtype)
-
-    def _erf(self, x: Any) -> Any:
-        if self.xp is np:
-            return _erf(x) if x.size else x
-        from cupyx.scipy.special import erf
-
-        return erf(x)
 
     def attention(self, qkv: Any, heads: int, words: Words) -> Any:
         """softmax(q k' / sqrt(head_dim)) v of each sequence with itself.
@@ -187,9 +168,6 @@ class TorchLayers:
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         return self._functional.linear(x, weight, bias)
-
-    def bias_gelu(self, x: Any, bias: Any, approximate: str) -> Any:
-        return self._functional.gelu(x.float() + bias.float(), approximate=approximate).to(x.dtype)
 
     def attention(self, qkv: Any, heads: int, words: Words) -> Any:
         """See `ArrayLayers.attention`. Tensors of 16 bits on a GPU go to torch's variable-length attention."""

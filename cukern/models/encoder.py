@@ -15,6 +15,7 @@ from cukern.models.checkpoint import directory, read_config, read_weights
 from cukern.models.encoder_weights import ACTIVATIONS, EncoderConfig, EncoderWeights, LayerWeights, read_state
 from cukern.models.text import TextConfig, Tokenizer, by_length, check_texts, pooled, read_text_config, warn_of_cut
 from cukern.ops.embedding import embedding_lookup
+from cukern.ops.moe_activation import add_bias_act
 from cukern.ops.norm import fused_add_layer_norm, layer_norm
 from cukern.ops.padding import build_sequence_length_padding_offset, rebuild_sequence_length_padding
 from cukern.runtime import arrays, check
@@ -32,7 +33,7 @@ class Encoder:
 
     The padding is removed before the embedding and restored after the last layer, as in ByteDance's Effective
     Transformer and FasterTransformer v2.1. A layer is one product for q, k and v, attention within each sequence, and
-    three more products, between which the biases, the residuals, the layer norms and gelu are fused.
+    three more products, between which the biases, the residuals, the layer norms and the activation are fused.
 
     The same words have the same vectors, to the bit, wherever they are in a batch and whatever else is in it, as far as
     the library's dense product gives the same bits for a row whatever the number of rows; by itself none does, since it
@@ -299,13 +300,14 @@ class Encoder:
         qkv = self._linear(hidden, own.qkv, own.qkv_bias)
         mixed = self._linear(layers.attention(qkv, self.config.num_attention_heads, words), own.attention_output)
         hidden = fused_add_layer_norm(
-            mixed, hidden, own.attention_norm, own.attention_norm_bias, epsilon, input_bias=own.attention_output_bias
-        )
+            mixed, hidden, own.attention_norm, own.attention_norm_bias, epsilon,
+            input_bias=own.attention_output_bias, out=mixed,
+        )  # fmt: skip
         wide = self._linear(hidden, own.intermediate)
-        wide = layers.bias_gelu(wide, own.intermediate_bias, ACTIVATIONS[self.config.hidden_act])
+        wide = add_bias_act(wide, own.intermediate_bias, ACTIVATIONS[self.config.hidden_act], out=wide)
         narrow = self._linear(wide, own.output)
         return fused_add_layer_norm(
-            narrow, hidden, own.output_norm, own.output_norm_bias, epsilon, input_bias=own.output_bias
+            narrow, hidden, own.output_norm, own.output_norm_bias, epsilon, input_bias=own.output_bias, out=narrow
         )
 
     def _linear(self, x: Any, weight: Any, bias: Any = None) -> Any:

@@ -12,13 +12,16 @@ from cukern.runtime import arrays, check
 
 DTYPES = ("float32", "float16", "bfloat16")
 
-#: What `gelu`'s argument `approximate` is for an activation by transformers' name.
+#: The activations of `add_bias_act` by transformers' names.
 ACTIVATIONS = {
-    "gelu": "none",
-    "gelu_python": "none",
-    "gelu_new": "tanh",
-    "gelu_fast": "tanh",
-    "gelu_pytorch_tanh": "tanh",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
 }
 
 
@@ -107,7 +110,7 @@ class EncoderConfig:
         max_position_embeddings: rows of the table of positions.
         type_vocab_size: rows of the table of token types; 0 where there is none.
         layer_norm_eps: is added to the variances.
-        hidden_act: "gelu" (by the error function), or one of the names of its tanh form.
+        hidden_act: one of `ACTIVATIONS`; "gelu" is that of the error function.
         pad_token_id: the id of padding, by which RoBERTa counts positions.
     """
 
