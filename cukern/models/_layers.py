@@ -8,8 +8,10 @@ float32 and rounds once, and what it gives for a sequence depends on that sequen
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,14 +174,12 @@ class TorchLayers:
     def attention(self, qkv: Any, heads: int, words: Words) -> Any:
         """See `ArrayLayers.attention`. Tensors of 16 bits on a GPU go to torch's variable-length attention."""
         hidden = qkv.shape[1] // 3
-        by_head = qkv.view(len(qkv), 3, heads, hidden // heads)
-        if qkv.is_cuda and qkv.dtype != self._torch.float32:
-            from torch.nn.attention.varlen import varlen_attn
-
+        head_dim = hidden // heads
+        by_head = qkv.view(len(qkv), 3, heads, head_dim)
+        if qkv.is_cuda and qkv.dtype != self._torch.float32 and len(qkv) and head_dim % 8 == 0 and head_dim <= 256:
             q, k, v = by_head.unbind(1)
-            longest = words.max_seq_len
-            mixed = varlen_attn(q, k, v, words.cu_seqlens, words.cu_seqlens, longest, longest)
-            return mixed.reshape(len(qkv), hidden)
+            offsets, longest = words.cu_seqlens, words.max_seq_len
+            return _varlen_attention()(q, k, v, offsets, offsets, longest, longest).reshape(len(qkv), hidden)
         out = qkv.new_empty((len(qkv), hidden))
         bounds = words.on_host()
         for first, last in itertools.pairwise(bounds):
@@ -211,6 +211,17 @@ class TorchLayers:
 
 
 Layers = ArrayLayers | TorchLayers
+
+
+@functools.cache
+def _varlen_attention() -> Callable[..., Any]:
+    """torch's attention of sequences without padding, which gives each the same bits in any batch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Releases without the option never split a sequence's keys; the others do so by the longest sequence of the batch.
+    if "num_splits" in inspect.signature(varlen_attn).parameters:
+        return functools.partial(varlen_attn, num_splits=1)
+    return varlen_attn
 
 
 def layers_of(array: Any) -> Layers:

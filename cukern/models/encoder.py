@@ -245,8 +245,8 @@ class Encoder:
         if mask is None:
             if valid_word_num not in (None, batch * seq):
                 check.fail("valid_word_num", f"{batch * seq} without an attention_mask", valid_word_num)
-            bounds = range(0, batch * seq + 1, seq) if seq else [0] * (batch + 1)
-            return None, None, Words(self._upload(np.array(bounds, np.int32)), seq, list(bounds))
+            cu_seqlens = layers.cast(layers.arange(batch + 1) * seq, "int32")
+            return None, None, Words(cu_seqlens, seq, [row * seq for row in range(batch + 1)])
         is_word = mask != 0
         lengths = layers.cast(is_word.sum(-1), "int32")
         if valid_word_num is not None:
