@@ -220,10 +220,8 @@ class Encoder:
             check.fail(name, f"a {own.name} array like the weights", kind, TypeError)
         check.dtype(name, own.dtype(array), dtypes)
         if own.device(array) != own.device(self.weights.word):
-            where = (
-                f"CUDA device {x}" if x is not None else "the CPU" for x in map(own.device, (self.weights.word, array))
-            )
-            wanted, got = where
+            places = map(own.device, (self.weights.word, array))
+            wanted, got = ("the CPU" if place is None else f"CUDA device {place}" for place in places)
             check.fail(name, f"on {wanted} like the weights", f"one on {got}")
 
     def _check_ids(self, name: str, ids: Any, mask: Any, size: int) -> None:
