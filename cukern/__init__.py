@@ -92,6 +92,7 @@ from cukern.ops.sampling import (
     top_p_renorm_probs,
     top_p_sampling_from_probs,
 )
+from cukern.ops.varlen_attention import varlen_attention
 from cukern.runtime import kernel as _kernel
 from cukern.runtime.compile import CompileError
 from cukern.runtime.kernel import specialize
@@ -187,6 +188,7 @@ __all__ = [
     "update_finished",
     "update_kv_cache",
     "update_logits",
+    "varlen_attention",
 ]
 
 _kernel.compile_at_import()

@@ -492,6 +492,18 @@ def _norm_calls() -> list[Call]:
     ]
 
 
+def _varlen_attention_calls() -> list[Call]:
+    q, k, v = (floats(7, 2, 16, seed=seed) for seed in range(3))
+    memory = [floats(9, 2, 32, seed=seed, dtype=BF16).clamp(-1, 1) for seed in range(2)]
+    sums = integers(0, 3, 3, 7), integers(0, 5, 6, 9)
+    return [
+        Call("varlen_attention", (q, k, v, sums[0])),
+        Call(
+            "varlen_attention", (floats(7, 4, 32, dtype=BF16), *memory, *sums), {"scale": 0.3, "causal": True}
+        ),
+    ]  # fmt: skip
+
+
 def _named_by_options(*stems: list[Call]) -> dict[str, Call]:
     """The calls of all stems, each by the names of its function and of its options."""
     calls = [call for stem in stems for call in stem]
@@ -512,6 +524,7 @@ CALLS: dict[str, Call] = GATE_CALLS | _named_by_options(
     _embedding_calls(),
     _decoder_attention_calls(),
     _paged_attention_calls(),
+    _varlen_attention_calls(),
     _mla_decode_calls(),
     _kv_cache_calls(),
     _beam_search_calls(),

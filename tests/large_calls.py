@@ -27,7 +27,12 @@ def _large_attention() -> list[Call]:
     latents = floats(3, 2, 16, 576, dtype=torch.bfloat16), floats(40, 64, 1, 576, seed=1, dtype=torch.bfloat16) / 10
     pages = torch.arange(3 * 32, dtype=torch.int32).view(3, 32) % 40
     mla = Call("flash_mla_with_kvcache", (*latents, pages, integers(30, 0, 2000), 512, None, None, None, True))
+    texts = [floats(300, 3, 64, seed=i, **half).clamp(-1, 1) for i in range(3)]
+    varlen = Call("varlen_attention", (*texts, integers(0, 130, 130, 290)))
+    other = Call("varlen_attention", (floats(200, 1, 64), caches[0][:, 0], caches[1][:, 0]))
     return [
+        *_in_variants(varlen, "mma", "fma"),
+        other._replace(args=(*other.args, integers(0, 70, 200), integers(0, 100, 3000)), options={"causal": True}),
         Call("masked_attention", (*rows, None, None, None, *caches, 3000)),
         *_in_variants(
             Call("masked_attention", (*whole, None, None, None, *whole_caches, 20)), "specialized", "dynamic"

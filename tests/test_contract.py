@@ -43,6 +43,7 @@ TOLERANCES: dict[str, str | tuple[str | None, ...] | None] = {
     "paged_attention_v2": (
         "paged_attention.out", "paged_attention.exp_sums", "paged_attention.lse", "paged_attention.out",
     ),
+    "varlen_attention": "varlen_attention.out",
     "merge_attention_states": ("paged_attention.merged", "paged_attention.lse"),
     "flash_mla_with_kvcache": ("mla_decode.out", "mla_decode.lse"),
     **dict.fromkeys(
@@ -491,6 +492,11 @@ def _row_numbers(x: Any, of: int = 1) -> Any:
     return np.arange(count, dtype=np.int32).reshape(-1, of)
 
 
+def _each_alone(x: Any) -> Any:
+    """int32 [rows]: where each row begins, but for the last one, which is in no sequence."""
+    return _row_numbers(x).reshape(-1)
+
+
 def _like(x: Any) -> Any:
     return torch.zeros_like(x) if isinstance(x, torch.Tensor) else np.zeros_like(x)
 
@@ -532,6 +538,10 @@ OF_MANY_ROWS: dict[str, Callable[[Any], Any]] = {
     "top_k_mask_logits": lambda x: cukern.top_k_mask_logits(x, 9),
     "top_k_renorm_probs": lambda x: cukern.top_k_renorm_probs(abs(x), 9),
     "update_logits": cukern.update_logits,
+    "varlen_attention": lambda x: cukern.varlen_attention(*[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x)),
+    "varlen_attention fma": lambda x: cukern.varlen_attention(
+        *[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x), variant="fma" if torch.is_tensor(x) else "auto"
+    ),
     "apply_penalties": lambda x: cukern.apply_penalties(x, temperature=0.7),
 }
 

@@ -99,12 +99,16 @@ BATCH = {
     "update_finished": "word_ids finished sequence_length",
     "update_kv_cache": "key_cache:1 value_cache:1 parents",
     "update_logits": "logits finished",
+    "varlen_attention": "q k v cu_seqlens_q cu_seqlens_k",
 }
 #: Their values in a batch so many times as large, where its copies may not have the same.
 VALUES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     # Five words of three sequences of at most four.
     "padding_offset": lambda x, times: torch.cat([x + i * (3 * 4 - 5) for i in range(times)]),
-    "cu_seq_lens": lambda x, times: torch.cat([x[:1], *(x[1:] + i * x[-1] for i in range(times))]),
+    **dict.fromkeys(
+        ("cu_seq_lens", "cu_seqlens_q", "cu_seqlens_k"),
+        lambda x, times: torch.cat([x[:1], *(x[1:] + i * x[-1] for i in range(times))]),
+    ),
     "inverse": lambda x, times: torch.cat([x + i * x.numel() for i in range(times)]),
     # No rows but those of an expert are written.
     "expert_offsets": lambda x, times: x * times,

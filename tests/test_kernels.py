@@ -23,6 +23,7 @@ from cukern.ops import (
     moe_gemm,
     norm,
     paged_attention,
+    varlen_attention,
 )
 from cukern.ops import _padding as padding_parts
 from cukern.ops import _paged_attention as paged_attention_parts
@@ -166,6 +167,11 @@ def _samplers() -> Iterator[Variant]:
     yield op.renormalizer("float16", "TOP_K_RENORM", op.CLUSTER)
 
 
+def _varlen_attention() -> Iterator[Variant]:
+    for dtype, dim, wide in itertools.product(DTYPES, varlen_attention.DIMS, (False, True)):
+        yield varlen_attention._by_fma(dtype, dim, wide).variant
+
+
 #: What is compiled at its first use, by stem: one of each path through the templates.
 AT_FIRST_USE = {
     "decoder_attention": _decoder_attention,
@@ -180,10 +186,12 @@ AT_FIRST_USE = {
     "paged_attention": _paged_attention,
     "quantization": _quantizations,
     "sampling": _samplers,
+    "varlen_attention": _varlen_attention,
 }
 #: The stems of which no such variant spills.
 NONE_SPILLS = {
     "decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "norm", "padding",
+    "varlen_attention",
 }  # fmt: skip
 
 #: The stems that list every product of their template parameters: for an architecture other than sm_90a, one of so many

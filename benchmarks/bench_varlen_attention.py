@@ -1,0 +1,99 @@
+"""Attention without padding, against PyTorch's attention over the padded batch, and its own without padding."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import cukern
+from benchmarks.harness import Baseline, Case
+from cukern.runtime.arrays import ITEM_SIZE
+
+Call = Callable[[], torch.Tensor]
+
+
+def _lengths(batch: int, length: int, ragged: bool) -> list[int]:
+    """The lengths of the sequences: `length`, or numbers up to it at equal distances, whose mean is half of it."""
+    return [-(-length * (i + 1) // batch) for i in range(batch)] if ragged else [length] * batch
+
+
+def by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> Call:
+    """PyTorch's attention with a mask, of a batch that is padded ahead; then the rows of the sequences are taken."""
+    lengths = cu_seqlens.diff().long()
+    longest = int(lengths.max())
+    valid = torch.arange(longest, device=q.device) < lengths[:, None]
+    rows = valid.flatten().nonzero().flatten()
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        made = x.new_zeros(len(lengths) * longest, *x.shape[1:])
+        made[rows] = x
+        return made.view(len(lengths), longest, *x.shape[1:]).transpose(1, 2).contiguous()
+
+    given, mask = [padded(x) for x in (q, k, v)], valid[:, None, None, :]
+
+    def run() -> torch.Tensor:
+        out = scaled_dot_product_attention(*given, attn_mask=mask)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, rows)
+
+    return run
+
+
+def _varlen_by_torch() -> Callable[..., Call]:
+    """PyTorch's attention without padding, from 2.10 on; of 16 bits and on a GPU alone."""
+    attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+    def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> Call:
+        longest = int(cu_seqlens.diff().max())
+        return lambda: attend(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+
+    return prepare
+
+
+def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two results agree but for rounding of the weights and of the result."""
+    return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
+
+
+def _case(batch: int, length: int, heads: int, head_dim: int, dtype: str, ragged: bool = True) -> Case:
+    lengths = _lengths(batch, length, ragged)
+    tokens, size = sum(lengths), ITEM_SIZE[dtype]
+
+    def inputs(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        shape, device = (3, tokens, heads, head_dim), generator.device
+        made = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
+        sums = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        return (*made.unbind(), sums)
+
+    baselines = {"torch": Baseline(lambda: by_torch, prepared=True)}
+    if size == 2:
+        baselines["torch varlen"] = Baseline(_varlen_by_torch, prepared=True)
+    sizes = {"batch": batch, "length": length, "tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+    return Case(
+        op="varlen_attention",
+        case=sizes,
+        variant="mma" if size == 2 else "fma",
+        inputs=inputs,
+        call=cukern.varlen_attention,
+        bytes=4 * tokens * heads * head_dim * size,
+        # The rate of a large product is one of 16 bits.
+        flops=4 * head_dim * heads * sum(n * n for n in lengths) if size == 2 else 0,
+        baselines=baselines,
+        agree=agree,
+        host=tokens <= 16,
+    )
+
+
+def cases(small: bool = False) -> list[Case]:
+    """BERT-base and MiniLM over texts of up to 512 tokens, then over full ones, in 16 and 32 bits; one short text."""
+    if small:
+        return [_case(3, 20, 2, 16, dtype, ragged) for dtype in ("float32", "bfloat16") for ragged in (True, False)]
+    return [
+        *(_case(64, 512, 12, 64, dtype) for dtype in ("float16", "bfloat16", "float32")),
+        _case(64, 512, 12, 64, "float16", ragged=False),
+        *(_case(64, 512, 12, 32, dtype) for dtype in ("float16", "float32")),
+        _case(1, 16, 12, 32, "float16"),
+        _case(1, 16, 12, 32, "float32"),
+    ]

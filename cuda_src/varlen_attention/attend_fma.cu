@@ -1,0 +1,166 @@
+// Attention over sequences of different lengths, one after the other without padding, in float32 products.
+//
+//   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
+//                                                                       if causal, not for those after it (see below)
+//   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
+//
+// Causal: the last query of a sequence sees all of its keys, and each one before it one less. A query without keys
+// gets 0.
+//
+// T: the elements. DIM: the room for a head, at least p.dim; the rest is 0. TILE: queries of a block, and keys of a
+// tile. BYTES: the width of a load, 16 or one element.
+//
+// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 16 x 16 threads has TILE queries, and goes
+// over their keys in tiles of as many. Thread (y, x) has the scores of queries y + 16 i and keys x + 16 j, then columns
+// of the results of the same queries; so a row of scores belongs to 16 neighbouring lanes, which share its softmax and
+// its weights. Queries, a tile of keys or of values, and weights are in shared memory as float32.
+//
+// Speed of light: the float32 units, 4 dim flops for each pair of a query and a key. It is made to be read: loads wait
+// for products and products for loads, and blocks beside each other on a multiprocessor fill the gaps.
+#include "common/units.cuh"
+#include "varlen_attention/sequences.cuh"
+
+template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+
+constexpr int FMA_THREADS = 256;
+
+// The sizes of a block. Lines of shared memory are 16 bytes longer than their numbers: lanes that read 16 bytes of
+// neighbouring lines at once find them in different banks.
+template <int DIM_, int TILE_> struct Sizes {
+    static constexpr int DIM = DIM_, TILE = TILE_, M = TILE / 16; // rows and columns of a thread
+    static constexpr int LINE = DIM + 4, WEIGHTS_LINE = TILE + 4;
+    // Results of a thread and row, of which VECTOR are side by side.
+    static constexpr int N = DIM / 16, VECTOR = N < 4 ? N : 4;
+    struct alignas(4 * VECTOR) Neighbours { // one load
+        float of[VECTOR];
+    };
+};
+
+// The first `rows` rows of a tile, `stride` bytes apart, into lines of float32; all else becomes 0 and is not read.
+template <typename T, typename S, int BYTES>
+__device__ __forceinline__ void load_tile(float* to, const char* from, long long stride, int rows, int dim) {
+    constexpr int EACH = BYTES / int(sizeof(T)), UNITS = S::DIM / EACH;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < S::TILE * UNITS; i += FMA_THREADS) {
+        const int row = i / UNITS, column = i % UNITS * EACH;
+        Unit<BYTES> unit = {};
+        if (row < rows && column < dim)
+            unit = __ldg(reinterpret_cast<const Unit<BYTES>*>(from + row * stride + column * int(sizeof(T))));
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) to[row * S::LINE + column + j] = to_float(reinterpret_cast<const T*>(&unit)[j]);
+    }
+}
+
+// The scores of a thread: of its queries, whose first line is `q`, and its keys, whose first line is `k`.
+template <typename S>
+__device__ __forceinline__ void score(float (&scores)[S::M][S::M], const float* q, const float* k, int dim) {
+#pragma unroll
+    for (int i = 0; i < S::M; ++i)
+#pragma unroll
+        for (int j = 0; j < S::M; ++j) scores[i][j] = 0.f;
+#pragma unroll 1
+    for (int d = 0; d < dim; d += 4) {
+        float4 a[S::M], b[S::M];
+#pragma unroll
+        for (int i = 0; i < S::M; ++i) {
+            a[i] = *reinterpret_cast<const float4*>(q + i * 16 * S::LINE + d);
+            b[i] = *reinterpret_cast<const float4*>(k + i * 16 * S::LINE + d);
+        }
+#pragma unroll
+        for (int i = 0; i < S::M; ++i)
+#pragma unroll
+            for (int j = 0; j < S::M; ++j)
+                scores[i][j] += a[i].x * b[j].x + a[i].y * b[j].y + a[i].z * b[j].z + a[i].w * b[j].w;
+    }
+}
+
+// Add weights times values to the results of a thread: of the weights of its queries, whose first line is `weights`,
+// and of its columns of the values, whose first one is `v`.
+template <typename S>
+__device__ __forceinline__ void add_values(float (&sums)[S::M][S::N], const float* weights, const float* v) {
+#pragma unroll 1
+    for (int key = 0; key < S::TILE; key += 4) {
+        float p[S::M][4];
+#pragma unroll
+        for (int i = 0; i < S::M; ++i)
+            *reinterpret_cast<float4*>(p[i]) =
+                *reinterpret_cast<const float4*>(weights + i * 16 * S::WEIGHTS_LINE + key);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int n = 0; n < S::N; n += S::VECTOR) {
+                const auto value = *reinterpret_cast<const typename S::Neighbours*>(v + (key + j) * S::LINE + n * 16);
+#pragma unroll
+                for (int i = 0; i < S::M; ++i)
+#pragma unroll
+                    for (int e = 0; e < S::VECTOR; ++e) sums[i][n + e] += p[i][j] * value.of[e];
+            }
+    }
+}
+
+// A thread's share of a tile of keys: its scores become weights, in the lines `weights` of its queries, and what was
+// summed up before is made relative to the new largest scores.
+template <typename S>
+__device__ __forceinline__ void weigh(const Params& p, const Part<S::TILE>& part, int first_key,
+                                      const float (&scores)[S::M][S::M], Softmax (&softmax)[S::M],
+                                      float (&sums)[S::M][S::N], float* weights) {
+    const int y = threadIdx.x / 16, x = threadIdx.x % 16;
+#pragma unroll
+    for (int i = 0; i < S::M; ++i) {
+        float score[S::M], most = -CUDART_INF_F;
+#pragma unroll
+        for (int j = 0; j < S::M; ++j) {
+            const bool sees = part.sees(p, y + 16 * i, first_key + x + 16 * j);
+            score[j] = sees ? scores[i][j] * p.scale : -CUDART_INF_F;
+            most = fmaxf(most, score[j]);
+        }
+        const float factor = softmax[i].raise_to(lanes_max<16>(most));
+#pragma unroll
+        for (int n = 0; n < S::N; ++n) sums[i][n] *= factor;
+#pragma unroll
+        for (int j = 0; j < S::M; ++j) weights[i * 16 * S::WEIGHTS_LINE + 16 * j] = softmax[i].weigh(score[j]);
+    }
+}
+
+template <typename T, int DIM, int TILE, int BYTES>
+__global__ void __launch_bounds__(FMA_THREADS, 2) attend_fma(const __grid_constant__ Params p) {
+    using S = Sizes<DIM, TILE>;
+    extern __shared__ float4 shared[];
+    const Part<S::TILE> part(p);
+    if (part.rows <= 0) return;
+    float* const queries = reinterpret_cast<float*>(shared);
+    float *const tile = queries + S::TILE * S::LINE, *const weights = tile + S::TILE * S::LINE;
+    const int head = blockIdx.y, y = threadIdx.x / 16, x = threadIdx.x % 16;
+    const char* q = p.q + part.first * p.q_strides[0] + head * p.q_strides[1];
+    const char* k = p.k + part.keys_begin * p.k_strides[0] + head / p.group * p.k_strides[1];
+    const char* v = p.v + part.keys_begin * p.v_strides[0] + head / p.group * p.v_strides[1];
+    load_tile<T, S, BYTES>(queries, q, p.q_strides[0], part.rows, p.dim);
+
+    Softmax softmax[S::M]; // its totals are those of a lane, until the end
+    float sums[S::M][S::N] = {}, scores[S::M][S::M];
+#pragma unroll 1
+    for (int key = 0; key < part.keys; key += S::TILE) {
+        __syncthreads(); // the values of the tile before are no longer read
+        load_tile<T, S, BYTES>(tile, k + key * p.k_strides[0], p.k_strides[0], part.keys - key, p.dim);
+        __syncthreads();
+        score<S>(scores, queries + y * S::LINE, tile + x * S::LINE, p.dim);
+        __syncthreads(); // nor are its keys
+        load_tile<T, S, BYTES>(tile, v + key * p.v_strides[0], p.v_strides[0], part.keys - key, p.dim);
+        weigh<S>(p, part, key, scores, softmax, sums, weights + y * S::WEIGHTS_LINE + x);
+        __syncthreads();
+        add_values<S>(sums, weights + y * S::WEIGHTS_LINE, tile + x * S::VECTOR);
+    }
+
+    T* const out = reinterpret_cast<T*>(p.out) + ((long long)part.first * p.heads + head) * p.dim;
+#pragma unroll
+    for (int i = 0; i < S::M; ++i) {
+        const float factor = inverse_of(lanes_sum<16>(softmax[i].total));
+        const int row = y + 16 * i;
+#pragma unroll
+        for (int n = 0; n < S::N; ++n) {
+            const int column = x * S::VECTOR + n / S::VECTOR * 16 * S::VECTOR + n % S::VECTOR;
+            if (row < part.rows && column < p.dim)
+                out[(long long)row * p.heads * p.dim + column] = from_float<T>(sums[i][n] * factor);
+        }
+    }
+}

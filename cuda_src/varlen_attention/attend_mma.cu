@@ -1,0 +1,169 @@
+// Attention over sequences of different lengths, one after the other without padding, of 16-bit numbers by tensor cores.
+//
+//   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
+//                                                                       if causal, not for those after it (see below)
+//   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
+//
+// Causal: the last query of a sequence sees all of its keys, and each one before it one less. A query without keys
+// gets 0. Weights are rounded to T before their product with the values; their sum, and all sums, are of float32.
+//
+// T: __half or __nv_bfloat16. DIM: the room for a head, at least p.dim; the rest is 0. KEYS of a tile.
+//
+// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 4 warps has 64 queries, 16 for each warp,
+// and goes over their keys in tiles of KEYS. Scores stay in the registers of their warp: their fragments, as weights,
+// are those of the second product (FlashAttention-2, Dao, 2023). Queries, and two stages of keys and values, are in
+// shared memory: while the products of one stage are computed, cp.async fills the other one.
+//
+// Speed of light: tensor cores, 4 dim flops for each pair of a query and a key, for long sequences; the bytes of
+// queries, keys, values and results for short ones. mma.sync has only a part of the tensor cores' rate on Hopper.
+#include "common/mma.cuh"
+#include "varlen_attention/sequences.cuh"
+
+constexpr int MMA_THREADS = 128, QUERIES = 64;
+
+// The sizes of a block. A line of shared memory has 16-byte chunks, of which chunk c of row r lies where chunk
+// c ^ (r % 8) would (lines of 64 bytes: c ^ (r / 2 % 4)): so the 8 rows whose chunk c ldmatrix reads at once are in
+// different banks.
+template <int DIM, int KEYS> struct Form {
+    static constexpr int LINE = DIM * 2, CHUNKS = DIM / 8;
+    static constexpr int TILE = KEYS * LINE, STAGE = 2 * TILE; // bytes: keys, then values
+
+    static __device__ __forceinline__ unsigned at(int row, int chunk) {
+        return row * LINE + (chunk ^ (LINE >= 128 ? row & 7 : row >> 1 & 3)) * 16;
+    }
+};
+
+// Starts the copy of the first `rows` of ROWS rows, `stride` bytes apart; all else becomes 0 and is not read.
+template <typename F, int ROWS>
+__device__ __forceinline__ void copy_tile(char* to, const char* from, long long stride, int rows, int dim) {
+    static_assert(ROWS * F::CHUNKS % MMA_THREADS == 0, "all threads copy equally many chunks");
+#pragma unroll 4
+    for (int i = threadIdx.x; i < ROWS * F::CHUNKS; i += MMA_THREADS) {
+        const int row = i / F::CHUNKS, chunk = i % F::CHUNKS;
+        char* const place = to + F::at(row, chunk);
+        if (row < rows && chunk * 8 < dim)
+            cp_async(shared_address(place), from + row * stride + chunk * 16);
+        else
+            *reinterpret_cast<uint4*>(place) = {};
+    }
+}
+
+// What a thread of a warp has: of rows `row` and `row` + 8 of the warp's 16 queries, columns 2 pair and 2 pair + 1 of
+// each 8.
+template <typename T, int DIM, int KEYS> struct Warp {
+    using F = Form<DIM, KEYS>;
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16, row = lane / 4, pair = lane % 4;
+    Softmax softmax[2]; // their totals are those of a lane, until the end
+    float scores[KEYS / 8][4];
+    float sums[DIM / 8][4] = {};
+
+    // The products of the queries with a tile of keys. Shared addresses.
+    __device__ __forceinline__ void multiply_keys(unsigned queries, unsigned keys) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[n][i] = 0.f;
+#pragma unroll
+        for (int d = 0; d < DIM / 16; ++d) {
+            unsigned a[4], b[4];
+            ldmatrix(a, queries + F::at(first + lane % 16, d * 2 + lane / 16));
+#pragma unroll
+            for (int n = 0; n < KEYS / 16; ++n) {
+                ldmatrix(b, keys + F::at(n * 16 + lane / 16 * 8 + lane % 8, d * 2 + lane / 8 % 2));
+                mma_m16n8k16<T>(scores[2 * n], a, b[0], b[1]);
+                mma_m16n8k16<T>(scores[2 * n + 1], a, b[2], b[3]);
+            }
+        }
+    }
+
+    // The scores become weights, and what was summed up before is made relative to the new largest scores.
+    __device__ __forceinline__ void weigh(const Params& p, const Part<QUERIES>& part, int first_key) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float most = -CUDART_INF_F;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                for (int i = 2 * h; i < 2 * h + 2; ++i) {
+                    const bool sees = part.sees(p, first + row + 8 * h, first_key + n * 8 + pair * 2 + i % 2);
+                    scores[n][i] = sees ? scores[n][i] * p.scale : -CUDART_INF_F;
+                    most = fmaxf(most, scores[n][i]);
+                }
+            const float factor = softmax[h].raise_to(lanes_max<4>(most));
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n) sums[n][2 * h] *= factor, sums[n][2 * h + 1] *= factor;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                for (int i = 2 * h; i < 2 * h + 2; ++i) scores[n][i] = softmax[h].weigh(scores[n][i]);
+        }
+    }
+
+    // Add the products of the weights with a tile of values. A shared address.
+    __device__ __forceinline__ void multiply_values(unsigned values) {
+#pragma unroll
+        for (int k = 0; k < KEYS / 16; ++k) {
+            const float (&low)[4] = scores[2 * k], (&high)[4] = scores[2 * k + 1];
+            const unsigned a[4] = {pack<T>(low[0], low[1]), pack<T>(low[2], low[3]), pack<T>(high[0], high[1]),
+                                   pack<T>(high[2], high[3])};
+#pragma unroll
+            for (int n = 0; n < DIM / 16; ++n) {
+                unsigned b[4];
+                ldmatrix_trans(b, values + F::at(k * 16 + lane % 16, n * 2 + lane / 16));
+                mma_m16n8k16<T>(sums[2 * n], a, b[0], b[1]);
+                mma_m16n8k16<T>(sums[2 * n + 1], a, b[2], b[3]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const Params& p, const Part<QUERIES>& part, int head) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float factor = inverse_of(lanes_sum<4>(softmax[h].total));
+            const int of_tile = first + row + 8 * h;
+            if (of_tile >= part.rows) continue;
+            char* const out = p.out + ((long long)(part.first + of_tile) * p.heads + head) * p.dim * 2;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n)
+                if (n * 8 < p.dim)
+                    reinterpret_cast<unsigned*>(out)[n * 4 + pair] =
+                        pack<T>(sums[n][2 * h] * factor, sums[n][2 * h + 1] * factor);
+        }
+    }
+};
+
+template <typename T, int DIM, int KEYS>
+__global__ void __launch_bounds__(MMA_THREADS, 2) attend_mma(const __grid_constant__ Params p) {
+    using F = Form<DIM, KEYS>;
+    extern __shared__ __align__(128) char shared[];
+    const Part<QUERIES> part(p);
+    if (part.rows <= 0) return;
+    const int head = blockIdx.y;
+    const char* q = p.q + part.first * p.q_strides[0] + head * p.q_strides[1];
+    const char* k = p.k + part.keys_begin * p.k_strides[0] + head / p.group * p.k_strides[1];
+    const char* v = p.v + part.keys_begin * p.v_strides[0] + head / p.group * p.v_strides[1];
+    char* const stages = shared + QUERIES * F::LINE;
+    const auto copy_stage = [&](int key) {
+        char* const to = stages + key / KEYS % 2 * F::STAGE;
+        copy_tile<F, KEYS>(to, k + key * p.k_strides[0], p.k_strides[0], part.keys - key, p.dim);
+        copy_tile<F, KEYS>(to + F::TILE, v + key * p.v_strides[0], p.v_strides[0], part.keys - key, p.dim);
+        cp_async_commit_group();
+    };
+    copy_tile<F, QUERIES>(shared, q, p.q_strides[0], part.rows, p.dim);
+    if (part.keys > 0) copy_stage(0);
+
+    Warp<T, DIM, KEYS> warp;
+#pragma unroll 1
+    for (int key = 0; key < part.keys; key += KEYS) {
+        cp_async_wait_group<0>();
+        __syncthreads(); // this stage is there, and the other one is no longer read
+        if (key + KEYS < part.keys) copy_stage(key + KEYS);
+        const unsigned stage = shared_address(stages + key / KEYS % 2 * F::STAGE);
+        warp.multiply_keys(shared_address(shared), stage);
+        warp.weigh(p, part, key);
+        warp.multiply_values(stage + F::TILE);
+    }
+    // Of a block without keys, the queries may still be on their way.
+    cp_async_wait_group<0>();
+    warp.store(p, part, head);
+}

@@ -1,0 +1,222 @@
+"""Attention over a batch of sequences of different lengths, without padding: an encoder's, or a decoder's memory's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cukern.reference import varlen_attention as twin
+from cukern.runtime import arrays, check, template
+from cukern.runtime.arrays import AnyArray
+from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, note, outputs, run_twin
+
+__all__ = ["varlen_attention"]
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: "mma": tensor cores, for 16 bits; "fma": products in float32, for all dtypes and alignments.
+VARIANTS = ("auto", "mma", "fma")
+MAX_DIM = 256
+MAX_HEADS = 2**16 - 1
+MAX_TOKENS = 2**31 - 2**16
+
+#: Rooms for a head: it takes the smallest that holds it.
+DIMS = (
+    32,  # all-MiniLM-L6, BGE-small, E5-small
+    64,  # BERT, RoBERTa, DistilBERT, XLM-R, BART, Marian, BGE, E5
+    128,  # encoders made of Llama, Qwen and Mistral
+    256,  # Gemma
+)
+_LOG2_E = 1.4426950408889634
+
+_mma = Kernel("varlen_attention/attend_mma", "attend_mma")
+_fma = Kernel("varlen_attention/attend_fma", "attend_fma")
+
+
+def _room(dim: int) -> int:
+    return next(room for room in DIMS if room >= dim)
+
+
+class _Form(NamedTuple):
+    """A variant, and what a launch of it needs."""
+
+    variant: Variant
+    queries: int  # of a block
+    threads: int
+    shared_bytes: int
+
+
+def _keys(room: int) -> int:
+    """Keys of a tile, so many that a block fits into the 99 KiB of shared memory that every GPU from sm_80 on has."""
+    return 64 if room <= 128 else 32
+
+
+def _by_mma(dtype: str, dim: int) -> _Form:
+    room, sizes = _room(dim), template.constants(_mma.file)
+    keys, queries = _keys(room), sizes["QUERIES"]
+    shared = 2 * room * (queries + 4 * keys)  # queries, and two stages of keys and values
+    found = _mma.variant(arrays.CUDA_TYPE[dtype], room, keys, max_shared_bytes=shared)
+    return _Form(found, queries, sizes["MMA_THREADS"], shared)
+
+
+def _by_fma(dtype: str, dim: int, wide: bool) -> _Form:
+    room = _room(dim)
+    tile = _keys(room)
+    # Queries, a tile of keys or of values, and weights, as float32, with 16 bytes more for each line.
+    shared = 4 * tile * (2 * (room + 4) + tile + 4)
+    width = 16 if wide else arrays.ITEM_SIZE[dtype]
+    found = _fma.variant(arrays.CUDA_TYPE[dtype], room, tile, width, max_shared_bytes=shared)
+    return _Form(found, tile, template.constants(_fma.file)["FMA_THREADS"], shared)
+
+
+_mma.at_import = [_by_mma("float16", 64).variant.instance]
+_mma.specialized = [_by_mma(dtype, room).variant.instance for dtype in ("float16", "bfloat16") for room in DIMS]
+# Numbers of 16 bits take this form only where their rows are not aligned: it is compiled at its first use.
+_fma.specialized = [_by_fma("float32", room, True).variant.instance for room in DIMS]
+
+
+def _strides(name: str, array: Array) -> tuple[int, int]:
+    """The distances between tokens and between heads, in bytes. Raises ValueError unless each head is contiguous."""
+    if array.strides[2] != 1 and array.shape[2] > 1 and all(size != 0 for size in array.shape):
+        check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
+    return array.strides[0] * array.item_size, array.strides[1] * array.item_size
+
+
+def _check(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    """Raises TypeError or ValueError unless the arrays fit one another."""
+    expect_array("q", q, DTYPES, ("tokens", "heads", "dim"))
+    tokens, heads, dim = q.shape
+    if not (1 <= dim <= MAX_DIM and 1 <= heads <= MAX_HEADS):
+        check.fail("q", f"of 1 to {MAX_HEADS} heads of a dim in [1, {MAX_DIM}]", f"{heads} heads of {dim}")
+    for name, array in (("k", k), ("v", v)):
+        expect_place(name, array, q, "q")
+        check.dtype(name, array.dtype, (q.dtype,))
+        check.dimensions(name, array.shape, ("memory_tokens", "kv_heads", "dim"))
+    memory_tokens, kv_heads, _ = k.shape
+    if k.shape[2] != dim or not kv_heads or heads % kv_heads:
+        check.fail("k", f"of a divisor of {heads} heads of {dim}, like q", f"{kv_heads} heads of {k.shape[2]}")
+    if v.shape[1:] != k.shape[1:] or v.shape[0] != memory_tokens:
+        check.shape("v", v.shape, tuple(k.shape), "[memory_tokens, kv_heads, dim]")
+    for name, size in (("q", tokens), ("k", memory_tokens)):
+        if size > MAX_TOKENS:
+            check.fail(name, f"of at most {MAX_TOKENS} tokens", size)
+    expect_place("cu_seqlens_q", cu_seqlens_q, q, "q")
+    check.dimensions("cu_seqlens_q", cu_seqlens_q.shape, ("sequences + 1",))
+    count = cu_seqlens_q.shape[0]
+    if count < 1:
+        check.fail("cu_seqlens_q", "of shape [sequences + 1], with a 0 first", "an empty array")
+    expect("cu_seqlens_q", cu_seqlens_q, q, "q", ("int32",), (count,), "[sequences + 1]")
+    if cu_seqlens_k is not None:
+        expect("cu_seqlens_k", cu_seqlens_k, q, "q", ("int32",), (count,), "[sequences + 1]")
+    elif memory_tokens != tokens:
+        check.fail("k", "of as many tokens as q where there is no cu_seqlens_k", memory_tokens)
+
+
+def _attended(q: Any, *_: Any, **__: Any) -> Result:
+    return Result(q.shape, dtype_name(q), "[tokens, heads, dim]")
+
+
+@op(
+    twin.varlen_attention,
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k=None, *, "
+    "float? scale=None, bool causal=False, str variant='auto') -> (Tensor attended)",
+    _attended,
+    rows={"tokens": ("q", "out"), "memory_tokens": ("k", "v"), "count": ("cu_seqlens_q", "cu_seqlens_k")},
+)
+def varlen_attention(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    out: AnyArray | None = None,
+    variant: str = "auto",
+) -> AnyArray:
+    """Attend within each sequence of a batch without padding.
+
+    Sequence s has the queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1, and the keys and values of the same rows of
+    `k` and `v`, or of those that cu_seqlens_k says. For query i of a sequence and its keys j,
+
+        out[i, h] = sum over j of softmax(scale * q[i, h] . k[j, h // group])[j] * v[j, h // group]
+
+    with group = heads / kv_heads, by an online softmax in float32. A query without keys gets zeros, and so does a row
+    after the last sequence. Only rows of sequences are read. The bits of a result depend on its own sequence alone.
+
+    Args:
+        q: [tokens, heads, dim], float32, float16 or bfloat16, dim at most 256, contiguous along the last dimension.
+            Tokens and heads may be strided, as parts of a fused product are: qkv.view(tokens, 3, heads, dim)[:, 0].
+        k, v: [memory_tokens, kv_heads, dim], of the dtype of `q`, with strides as `q` may have them; kv_heads divides
+            heads.
+        cu_seqlens_q: int32 [sequences + 1], where each sequence begins: 0, then sums of lengths, which may be 0. The
+            last one is at most `tokens`. Those in host memory are checked; on a GPU the kernel keeps within the arrays
+            whatever they are, since to look at them would take a synchronization.
+        cu_seqlens_k: the same of keys and values, for attention to another text; None: those of the queries, and
+            memory_tokens is tokens.
+        scale: of the scores; 1 / sqrt(dim) if None.
+        causal: the last query of a sequence sees all of its keys, and each one before it one less. Infinities and NaN
+            in values that a query does not see may reach it all the same.
+        out: [tokens, heads, dim], contiguous, to write into and return; it shares no memory with q, k and v.
+        variant: "auto", or a kernel by name: "mma" (tensor cores; 16 bits, aligned rows of a multiple of 8) or "fma"
+            (products in float32). "mma" rounds weights to the dtype before their product with the values.
+
+    Returns:
+        [tokens, heads, dim] of the dtype of `q`, in the library and on the device of `q`. A NaN among the scores of a
+        query makes its result NaN. Arrays in host memory go through the NumPy twin.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+
+    The semantics are those of FlashAttention's `flash_attn_varlen_func`, without the largest lengths, which the grid
+    does not need; the layout is that of FasterTransformer's and Effective Transformer's batches without padding.
+    """
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    tokens, heads, dim = q.shape
+    scale = dim**-0.5 if scale is None else check.number("scale", scale)
+    if not isinstance(causal, bool):
+        check.fail("causal", "a bool", f"{causal!r} ({type(causal).__name__})", TypeError)
+    strides = {f"{name}_strides": _strides(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+    out = outputs(out, q, "q", _attended(q))
+    if q.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
+    if tokens == 0:
+        return out
+    wide = min(array.alignment for array in (q, k, v, out)) == 16 and dim * q.item_size % 16 == 0
+    wide = wide and all(stride % 16 == 0 for pair in strides.values() for stride in pair)
+    tensor_cores = wide and q.item_size == 2
+    if variant == "mma" and not tensor_cores:
+        reason = "for float32" if q.item_size == 4 else "for rows that are not 16-byte aligned"
+        check.fail("variant", "'auto' or 'fma' here", f"'mma': there is none {reason}")
+    if tensor_cores and variant != "fma":
+        note(why="16 bits in aligned rows: tensor cores")
+        form = _by_mma(q.dtype, dim)
+    else:
+        note(why="float32" if q.item_size == 4 else "rows that are not 16-byte aligned" if not wide else "as asked for")
+        form = _by_fma(q.dtype, dim, wide)
+    launch(
+        form.variant,
+        (tokens // form.queries + cu_seqlens_q.shape[0], heads),
+        form.threads,
+        form.shared_bytes,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        **strides,
+        tokens=tokens,
+        memory_tokens=k.shape[0],
+        sequences=cu_seqlens_q.shape[0] - 1,
+        heads=heads,
+        group=heads // k.shape[1],
+        dim=dim,
+        causal=causal,
+        scale=scale * _LOG2_E,
+    )
+    return out

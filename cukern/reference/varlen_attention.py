@@ -1,0 +1,64 @@
+"""Attention over a batch of sequences of different lengths in NumPy, as the formulas define it.
+
+The arguments are those of `cukern.ops.varlen_attention`, already checked there but for what arrays hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cukern.runtime import check
+
+Array = NDArray[Any]
+
+
+def _check_sums(name: str, cu_seqlens: Array, tokens: int) -> None:
+    """Raises ValueError unless these are sums of lengths of at most `tokens` rows in all."""
+    if cu_seqlens[0] != 0 or (np.diff(cu_seqlens) < 0).any() or cu_seqlens[-1] > tokens:
+        check.fail(name, f"0, then sums of lengths up to {tokens} at most", cu_seqlens.tolist())
+
+
+def _attend(query: Array, key: Array, value: Array, scale: float, causal: bool) -> Array:
+    """The attention of one sequence, in float64: query [heads, n, dim], key and value [heads, m, dim].
+
+    A query without keys, or whose scores all are -inf, gets zeros.
+    """
+    queries, keys = query.shape[1], key.shape[1]
+    with np.errstate(invalid="ignore", over="ignore"):
+        scores = query @ key.swapaxes(1, 2) * scale
+        if causal:
+            seen = np.tri(queries, keys, keys - queries, dtype=bool)
+            scores = np.where(seen, scores, -np.inf)
+        largest = scores.max(axis=2, keepdims=True, initial=-np.inf)
+        weights = np.exp(scores - np.where(largest == -np.inf, 0, largest))
+        total = weights.sum(axis=2, keepdims=True)
+        return weights @ value / np.where(total == 0, 1, total)
+
+
+def varlen_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Array:
+    """See `cukern.varlen_attention`."""
+    of_keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    _check_sums("cu_seqlens_q", cu_seqlens_q, len(q))
+    if cu_seqlens_k is not None:
+        _check_sums("cu_seqlens_k", of_keys, len(k))
+    group = q.shape[1] // k.shape[1]
+    out = np.zeros(q.shape, q.dtype)
+    for s in range(len(cu_seqlens_q) - 1):
+        rows, memory = slice(*cu_seqlens_q[s : s + 2]), slice(*of_keys[s : s + 2])
+        query, key, value = (x.astype(np.float64).swapaxes(0, 1) for x in (q[rows], k[memory], v[memory]))
+        key, value = (x.repeat(group, axis=0) for x in (key, value))
+        attended = _attend(query, key, value, q.shape[2] ** -0.5 if scale is None else scale, causal)
+        out[rows] = attended.swapaxes(0, 1).astype(q.dtype)
+    return out

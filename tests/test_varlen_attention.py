@@ -1,0 +1,431 @@
+"""Attention without padding: the twin against torch, the kernels against the twin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import cukern
+from benchmarks import bench_varlen_attention, harness
+from cukern.ops import varlen_attention as op
+from cukern.reference import varlen_attention as twin
+from cukern.runtime import arrays, gpu
+from cukern.runtime.compile import CUDA_SRC
+from cukern.runtime.cuda import cupy
+from cukern.runtime.op import OPS
+from cukern.testing import assert_matches
+from tests.buffers import Buffer, as_torch, on_gpu, same_bits, to_numpy
+
+Array = NDArray[Any]
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Batch(NamedTuple):
+    """The arrays of a call; rows of no sequence are NaN."""
+
+    q: Array
+    k: Array
+    v: Array
+    cu_seqlens_q: Array
+    cu_seqlens_k: Array | None
+
+    def on_gpu(self, skip: int = 0) -> tuple[Any, ...]:
+        *rows, of_queries, of_keys = self
+        return (*(on_gpu(x, skip) for x in rows), on_gpu(of_queries), on_gpu(of_keys))
+
+
+def sums(lengths: Any) -> Array:
+    return np.cumsum([0, *lengths]).astype(np.int32)
+
+
+def draw(
+    rng: np.random.Generator, lengths: Any, dim: int, dtype: str = "float32", *, key_lengths: Any = None,
+    heads: int = 2, kv_heads: int | None = None, left_over: int = 3,
+) -> Batch:  # fmt: skip
+    """Random rows; values are of magnitude 1 at most, as the tolerances say."""
+    of_queries, of_keys = sums(lengths), None if key_lengths is None else sums(key_lengths)
+    last = of_queries if of_keys is None else of_keys
+
+    def rows(cu_seqlens: Array, heads: int) -> Array:
+        made = rng.standard_normal((cu_seqlens[-1] + left_over, heads, dim)).astype(arrays.numpy_dtype(dtype))
+        made[cu_seqlens[-1] :] = np.nan
+        return made
+
+    q, k, v = rows(of_queries, heads), rows(last, kv_heads or heads), rows(last, kv_heads or heads)
+    return Batch(q, k, np.clip(v, -1, 1), of_queries, of_keys)
+
+
+def matches(got: Any, want: Array) -> None:
+    assert_matches("varlen_attention.out", got, want)
+
+
+# --- the twin -----------------------------------------------------------------------------------------
+
+
+def by_torch(batch: Batch, scale: float | None, causal: bool) -> Array:
+    """torch's attention of each sequence, in float64, with a mask of which keys a query sees."""
+    q, k, v = (torch.from_numpy(x.astype(np.float64)).swapaxes(0, 1) for x in batch[:3])
+    of_queries, of_keys = batch.cu_seqlens_q, batch.cu_seqlens_q if batch.cu_seqlens_k is None else batch.cu_seqlens_k
+    out = np.zeros(batch.q.shape)
+    for s in range(len(of_queries) - 1):
+        rows, memory = slice(*of_queries[s : s + 2]), slice(*of_keys[s : s + 2])
+        n, m = rows.stop - rows.start, memory.stop - memory.start
+        seen = torch.ones(n, m, dtype=torch.bool).tril(m - n if causal else m)
+        one = torch.nn.functional.scaled_dot_product_attention(
+            q[:, rows], k[:, memory], v[:, memory], seen, scale=scale, enable_gqa=True
+        )
+        # torch's result for a query without keys is NaN in some releases.
+        out[rows] = torch.where(seen.any(1)[:, None], one, 0.0).swapaxes(0, 1).numpy()
+    return out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "key_lengths", "kv_heads"),
+    [
+        ([3, 0, 17, 1], None, 4),
+        ([3, 0, 17, 1], [5, 4, 2, 0], 4),
+        ([1, 1], [9, 30], 2),
+        ([40], None, 1),
+        ([], None, 4),
+        ([0, 0], [0, 3], 4),
+    ],
+)
+def test_the_twin_is_what_torch_has(
+    lengths: Any, key_lengths: Any, kv_heads: int, causal: bool, rng: np.random.Generator
+) -> None:
+    batch = draw(rng, lengths, 8, key_lengths=key_lengths, heads=4, kv_heads=kv_heads)
+    for scale in (None, 0.7):
+        got = cukern.varlen_attention(*batch, scale=scale, causal=causal)
+        np.testing.assert_allclose(got, by_torch(batch, scale, causal), 1e-6, 1e-6)
+
+
+def test_by_hand(put: Callable[[Any], Any]) -> None:
+    ln3 = np.log(3)
+    q = np.array([[[1.0]], [[1]], [[2]]], np.float32)
+    k = np.array([[[0.0]], [[ln3]], [[5]]], np.float32)
+    v = np.array([[[0.0]], [[4]], [[7]]], np.float32)
+    lengths = put(np.array([0, 2, 3], np.int32))
+    got = to_numpy(cukern.varlen_attention(put(q), put(k), put(v), lengths, scale=1.0))
+    np.testing.assert_allclose(got[:, 0, 0], [3, 3, 7], 1e-6)  # weights 1/4 and 3/4, then one key
+    got = to_numpy(cukern.varlen_attention(put(q), put(k), put(v), lengths, scale=1.0, causal=True))
+    np.testing.assert_allclose(got[:, 0, 0], [0, 3, 7], 1e-6)
+
+
+def test_causal_sees_from_the_end(put: Callable[[Any], Any]) -> None:
+    # All scores are equal, so a result is the mean of the values that its query sees.
+    q, k, v = (np.zeros((n, 1, 2), np.float32) for n in (4, 6, 6))
+    v[:, 0, 0] = [1, 2, 4, 8, 16, 32]
+    of_queries, of_keys = np.array([0, 1, 4], np.int32), np.array([0, 4, 6], np.int32)
+    got = to_numpy(cukern.varlen_attention(*map(put, (q, k, v, of_queries, of_keys)), causal=True))
+    # One query over four keys sees all of them; of three over two, the first sees none.
+    np.testing.assert_allclose(got[:, 0, 0], [15 / 4, 0, 16, 24], 1e-6)
+
+
+def test_rows_outside_of_the_sequences_change_nothing(rng: np.random.Generator) -> None:
+    lengths = [5, 0, 9]
+    clean = draw(rng, lengths, 16, left_over=0)
+    spoiled = Batch(*(np.concatenate([x, np.full_like(x[:6], np.nan)]) for x in clean[:3]), *clean[3:])
+    got = cukern.varlen_attention(*spoiled)
+    same_bits(got[:14], cukern.varlen_attention(*clean))
+    assert not got[14:].any()
+
+
+def test_infinities_and_nan(put: Callable[[Any], Any], rng: np.random.Generator) -> None:
+    batch = draw(rng, [4, 3, 2], 4, heads=1, left_over=0)
+    batch.q[1], batch.k[5], batch.k[7:] = np.nan, np.nan, -np.inf
+    batch.q[7] = abs(batch.q[7])  # whose scores all are -inf
+    got = to_numpy(cukern.varlen_attention(*(put(x) for x in batch[:4])))
+    assert np.isnan(got[1]).all() and np.isnan(got[4:7]).all()
+    assert np.isfinite(got[[0, 2, 3]]).all() and not got[7].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tensors_on_the_cpu(dtype: torch.dtype) -> None:
+    product = torch.randn(11, 3 * 2 * 16).to(dtype)
+    q, k, v = product.view(11, 3, 2, 16).unbind(1)  # parts of a fused product
+    lengths = torch.tensor([0, 4, 11], dtype=torch.int32)
+    got = cukern.varlen_attention(q, k, v, lengths)
+    assert (got.dtype, got.shape) == (dtype, (11, 2, 16))
+    want = [
+        torch.nn.functional.scaled_dot_product_attention(*(x[rows].transpose(0, 1).float() for x in (q, k, v)))
+        for rows in (slice(0, 4), slice(4, 11))
+    ]
+    torch.testing.assert_close(got.float(), torch.cat(want, 1).transpose(0, 1), rtol=2**-6, atol=2**-6)
+    out = torch.empty(11, 2, 16, dtype=dtype)
+    assert cukern.varlen_attention(q, k, v, lengths, out=out) is out and torch.equal(out, got)
+
+
+# --- bad input ----------------------------------------------------------------------------------------
+
+Q = np.zeros((6, 4, 8), np.float32)
+K = np.zeros((5, 2, 8), np.float32)
+LENGTHS, KEY_LENGTHS = np.array([0, 2, 6], np.int32), np.array([0, 5, 5], np.int32)
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": [1.0]}, TypeError, "q must be an array (NumPy, CuPy, torch, or any with"),
+    ({"q": Q.astype(int)}, TypeError, "q must be float32 or float16 or bfloat16, got int64"),
+    ({"q": Q[0]}, ValueError, "q must be of shape [tokens, heads, dim], got [4, 8]"),
+    ({"q": Q[:, :0]}, ValueError, "q must be of 1 to 65535 heads of a dim in [1, 256], got 0 heads of 8"),
+    ({"q": np.zeros((6, 4, 257), np.float32)}, ValueError, "q must be of 1 to 65535 heads of a dim in [1, 256], got"),
+    ({"q": Q[:, :, ::2], "k": K[:, :, :4], "v": K[:, :, :4]}, ValueError, "q must be contiguous along its last dimen"),
+    ({"k": K[0]}, ValueError, "k must be of shape [memory_tokens, kv_heads, dim], got [2, 8]"),
+    ({"k": K[:, :, :4]}, ValueError, "k must be of a divisor of 4 heads of 8, like q, got 2 heads of 4"),
+    ({"k": np.zeros((5, 3, 8), np.float32)}, ValueError, "k must be of a divisor of 4 heads of 8, like q, got 3 heads"),
+    ({"k": K.astype(np.float16)}, TypeError, "k must be float32, got float16"),
+    ({"k": torch.zeros(5, 2, 8)}, TypeError, "k must be a NumPy array like q, got torch.Tensor"),
+    ({"v": K[:4]}, ValueError, "v must be of shape [memory_tokens, kv_heads, dim] = [5, 2, 8], got [4, 2, 8]"),
+    ({"cu_seqlens_q": LENGTHS[:0]}, ValueError, "cu_seqlens_q must be of shape [sequences + 1], with a 0 first, got"),
+    ({"cu_seqlens_q": LENGTHS[None]}, ValueError, "cu_seqlens_q must be of shape [sequences + 1], got [1, 3]"),
+    ({"cu_seqlens_q": LENGTHS.astype(np.int64)}, TypeError, "cu_seqlens_q must be int32, got int64"),
+    ({"cu_seqlens_q": np.array([0, 3, 2], np.int32)}, ValueError, "cu_seqlens_q must be 0, then sums of lengths up"),
+    ({"cu_seqlens_q": np.array([1, 3, 4], np.int32)}, ValueError, "cu_seqlens_q must be 0, then sums of lengths up"),
+    ({"cu_seqlens_q": np.array([0, 3, 7], np.int32)}, ValueError, "at most, got [0, 3, 7]"),
+    ({"cu_seqlens_k": KEY_LENGTHS[:2]}, ValueError, "cu_seqlens_k must be of shape [sequences + 1] = [3], got [2]"),
+    ({"cu_seqlens_k": np.array([0, 3, 6], np.int32)}, ValueError, "cu_seqlens_k must be 0, then sums of lengths up"),
+    ({"cu_seqlens_k": None}, ValueError, "k must be of as many tokens as q where there is no cu_seqlens_k, got 5"),
+    ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
+    ({"causal": 1}, TypeError, "causal must be a bool, got 1 (int)"),
+    ({"out": Q[:, :2]}, ValueError, "out must be of shape [tokens, heads, dim] = [6, 4, 8], got [6, 2, 8]"),
+    ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'mma', 'fma', got 'fast'"),
+    ({"variant": "fma"}, ValueError, "variant must be 'auto' for arrays in host memory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"q": Q, "k": K, "v": K, "cu_seqlens_q": LENGTHS, "cu_seqlens_k": KEY_LENGTHS}
+    with pytest.raises(error, match=re.escape(message)):
+        cukern.varlen_attention(**arguments | change)
+
+
+# --- the launch -----------------------------------------------------------------------------------------
+
+
+def planned(batch: Batch, arch: str = "90a", **options: Any) -> Any:
+    """The one launch of a plan."""
+    own = OPS["varlen_attention"]
+    trace, *_ = own.say(own.form(5, tuple(options)), (*batch, *options.values()), on=gpu.of_arch(arch))
+    (step,) = trace.steps
+    return step
+
+
+def test_plans(rng: np.random.Generator) -> None:
+    half, single = (draw(rng, [70, 0, 30], 64, dtype, left_over=0) for dtype in ("float16", "float32"))
+    step = planned(half)
+    assert step.variant.instance.function == "attend_mma" and step.variant.instance.arguments == ("__half", 64, 64)
+    assert (int(step.grid[0]), step.grid[1], step.block[0]) == (100 // 64 + 4, 2, 128)
+    assert step.notes["why"].startswith("16 bits")
+    step = planned(single)
+    assert step.variant.instance.function == "attend_fma" and step.variant.instance.arguments == ("float", 64, 64, 16)
+    assert step.block[0] == 256
+    assert planned(half, variant="fma").variant.instance.arguments == ("__half", 64, 64, 16)
+    # Smaller tiles for large heads, loads of one element for rows that are not aligned.
+    assert planned(draw(rng, [9], 160, "float16")).variant.instance.arguments == ("__half", 256, 32)
+    assert planned(draw(rng, [9], 160)).variant.instance.arguments == ("float", 256, 32, 16)
+    assert planned(draw(rng, [9], 33, "float16")).variant.instance.arguments == ("__half", 64, 64, 2)
+    for batch, reason in ((single, "for float32"), (draw(rng, [9], 33, "float16"), "for rows that are not")):
+        with pytest.raises(ValueError, match=f"'auto' or 'fma' here, got 'mma': there is none {reason}"):
+            planned(batch, variant="mma")
+
+
+def test_a_block_fits_into_the_shared_memory_of_any_gpu() -> None:
+    for dim in range(1, op.MAX_DIM + 1):
+        assert op._room(dim) >= dim
+        for form in (op._by_mma("float16", dim), op._by_fma("float32", dim, False)):
+            assert (
+                form.shared_bytes
+                <= form.variant.max_shared_bytes
+                <= min(x.shared_per_block for x in gpu.BY_ARCH.values())
+            )
+
+
+def tile_of(block: int, lengths: Array, tokens: int, tile: int) -> tuple[int, int]:
+    """The sequence of a block's tile and its first row in it, as `sequences.cuh` finds them."""
+    sequences, first, count = len(lengths) - 1, 0, len(lengths)
+
+    def begin(s: int) -> int:
+        return 0 if s == 0 else min(max(int(lengths[s]), 0), tokens)
+
+    while count > 1:
+        step = -(-count // 32)
+        before = [p < count and begin(first + p) // tile + first + p <= block for p in range(0, 32 * step, step)]
+        last = max(sum(before) - 1, 0) * step
+        first, count = first + last, min(step, count - last)
+    assert 0 <= first <= sequences
+    return first, (block - (begin(first) // tile + first)) * tile
+
+
+@given(st.lists(st.integers(0, 150), max_size=80), st.integers(0, 150), st.sampled_from([32, 64]))
+def test_the_blocks_have_each_row_once(lengths: list[int], left_over: int, tile: int) -> None:
+    cu_seqlens = sums(lengths)
+    tokens = int(cu_seqlens[-1]) + left_over
+    covered = np.zeros(tokens, int)
+    for block in range(tokens // tile + len(cu_seqlens)):
+        s, position = tile_of(block, cu_seqlens, tokens, tile)
+        first = int(cu_seqlens[s]) + position
+        end = int(cu_seqlens[s + 1]) if s < len(lengths) else tokens
+        assert position >= 0
+        covered[first : min(end, first + tile)] += 1
+    assert (covered == 1).all()
+
+
+def test_the_blocks_are_found_as_above() -> None:
+    source = " ".join((CUDA_SRC / "varlen_attention/sequences.cuh").read_text().split())
+    for line in (
+        "return s == 0 ? 0 : min(max(__ldg(cu_seqlens + s), 0), rows);",
+        "int first = 0, count = p.sequences + 1;",
+        "const int step = (count + 31) / 32, place = threadIdx.x % 32 * step;",
+        "begin_of(p.cu_seqlens_q, first + place, p.tokens) / TILE + first + place <= tile;",
+        "const int last = max(__popc(__ballot_sync(FULL_WARP, before)) - 1, 0) * step;",
+        "first += last, count = min(step, count - last);",
+        "const int position = (tile - (begin / TILE + s)) * TILE;",
+    ):
+        assert line in source
+
+
+# --- benchmarks ---------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_compares_the_same_thing() -> None:
+    for case in bench_varlen_attention.cases(small=True):
+        ours, theirs = (harness.inputs(case, 0, "cpu") for _ in range(2))
+        assert case.agree is not None
+        assert case.agree(case.call(*ours), case.baselines["torch"].load()(*theirs)())
+
+
+# --- on the GPU ---------------------------------------------------------------------------------------
+
+LENGTHS_OF = {
+    "one row": [1],
+    "a tile": [64],
+    "one more than a tile": [65],
+    "ragged, with empty ones": [5, 0, 70, 1, 64, 0, 130, 33],
+    "several tiles": [300, 17],
+    "many short ones": [*range(5)] * 30,
+    "none": [],
+    "empty ones": [0, 0, 0],
+}
+
+
+def variants_of(batch: Batch) -> list[str]:
+    aligned = batch.q.shape[2] * batch.q.itemsize % 16 == 0
+    return ["auto", "fma", *["mma"] * (batch.q.itemsize == 2 and aligned)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", LENGTHS_OF.values(), ids=LENGTHS_OF)
+def test_the_kernel_is_the_twin(lengths: Any, dtype: str, causal: bool, rng: np.random.Generator) -> None:
+    for dim, heads, kv_heads in ((64, 3, 3), (32, 4, 2)):
+        batch = draw(rng, lengths, dim, dtype, heads=heads, kv_heads=kv_heads)
+        want = twin.varlen_attention(*batch, causal=causal)
+        for variant in variants_of(batch):
+            out = Buffer(want.shape, dtype)
+            given = batch.on_gpu()
+            assert cukern.varlen_attention(*given, causal=causal, out=out.array, variant=variant) is out.array
+            matches(out.numpy(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_other_lengths(dtype: str, causal: bool, rng: np.random.Generator) -> None:
+    for lengths, key_lengths in (([1, 1, 1], [300, 0, 64]), ([100, 33, 2, 0], [70, 200, 0, 9]), ([3], [1])):
+        batch = draw(rng, lengths, 64, dtype, key_lengths=key_lengths)
+        want = twin.varlen_attention(*batch, scale=0.2, causal=causal)
+        for variant in variants_of(batch):
+            matches(cukern.varlen_attention(*batch.on_gpu(), scale=0.2, causal=causal, variant=variant), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 24, 40, 77, 96, 128, 136, 256])
+def test_heads_of_any_size(dim: int, dtype: str, rng: np.random.Generator) -> None:
+    batch = draw(rng, [70, 3], dim, dtype)
+    want = twin.varlen_attention(*batch)
+    for variant in variants_of(batch):
+        matches(cukern.varlen_attention(*batch.on_gpu(), variant=variant), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_a_fused_product_and_rows_off_alignment(dtype: str, rng: np.random.Generator) -> None:
+    batch = draw(rng, [40, 0, 90], 64, dtype)
+    want = twin.varlen_attention(*batch)
+    matches(cukern.varlen_attention(*batch.on_gpu(skip=1)), want)
+    q, k, v = (cupy.asarray(np.stack(batch[:3], axis=1))[:, i] for i in range(3))
+    lengths = cupy.asarray(batch.cu_seqlens_q)
+    matches(cukern.varlen_attention(q, k, v, lengths), want)
+    by_head = cupy.asarray(np.ascontiguousarray(batch.q.swapaxes(0, 1))).swapaxes(0, 1)
+    matches(cukern.varlen_attention(by_head, k, v, lengths), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(dtype: str, rng: np.random.Generator) -> None:
+    lengths = [9, 66, 0, 20, 300]
+    batch = draw(rng, lengths, 64, dtype)
+    for variant in variants_of(batch):
+        together = to_numpy(cukern.varlen_attention(*batch.on_gpu(), variant=variant))
+        for first, length in zip(batch.cu_seqlens_q, lengths, strict=False):
+            rows = slice(first, first + length)
+            alone = Batch(*(x[rows].copy() for x in batch[:3]), sums([length]), None)
+            same_bits(cukern.varlen_attention(*alone.on_gpu(), variant=variant), together[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("variant", op.VARIANTS)
+def test_wrong_sums_of_lengths_stay_within_the_arrays(variant: str, rng: np.random.Generator) -> None:
+    batch = draw(rng, [90], 64, "float16", left_over=0)
+    for wrong in ([0, 50, 20, 90], [5, -3, 1000, 2], [0, 2**31 - 1, -(2**31), 7], [9, 9, 9, 9]):
+        out = Buffer(batch.q.shape, "float16")
+        lengths = cupy.asarray(np.array(wrong, np.int32))
+        given = batch.on_gpu()[:3]
+        cukern.varlen_attention(*given, lengths, causal=True, out=out.array, variant=variant)
+        cukern.varlen_attention(*given, lengths, lengths[::-1].copy(), out=out.array, variant=variant)
+        out.numpy()
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_follows_the_lengths(rng: np.random.Generator) -> None:
+    batch = draw(rng, [70, 30, 0], 64, "float16", left_over=0)
+    tensors = [as_torch(x).cuda() for x in batch[:4]]
+    out = torch.empty_like(tensors[0])
+    cukern.varlen_attention(*tensors, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cukern.varlen_attention(*tensors, out=out)
+    for lengths in ([100, 0, 0], [1, 64, 35], [2, 3, 4]):
+        tensors[3].copy_(torch.from_numpy(sums(lengths)))
+        out.fill_(7)
+        graph.replay()
+        torch.cuda.synchronize()
+        matches(out, twin.varlen_attention(*batch[:3], sums(lengths)))
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), max_size=6), st.integers(1, 140),
+    st.sampled_from([(1, 1), (4, 4), (6, 2)]), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 2**32),
+)  # fmt: skip
+def test_random_shapes(
+    lengths: list[tuple[int, int]], dim: int, heads: tuple[int, int], dtype: str, causal: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    of_queries, of_keys = [n for n, _ in lengths], [m for _, m in lengths]
+    batch = draw(rng, of_queries, dim, dtype, key_lengths=of_keys, heads=heads[0], kv_heads=heads[1])
+    got = cukern.varlen_attention(*batch.on_gpu(), causal=causal)
+    matches(got, twin.varlen_attention(*batch, causal=causal))
