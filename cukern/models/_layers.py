@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukern.ops.varlen_attention import varlen_attention
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy, current_device
 
@@ -94,20 +95,7 @@ class ArrayLayers:
 
         qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden].
         """
-        hidden = qkv.shape[1] // 3
-        out = self.xp.empty((len(qkv), hidden), qkv.dtype)
-        scale = np.float32((hidden // heads) ** -0.5)
-        bounds = words.on_host()
-        for first, last in itertools.pairwise(bounds):
-            if first == last:
-                continue
-            by_head = self._float(qkv[first:last]).reshape(last - first, 3, heads, hidden // heads)
-            q, k, v = by_head.transpose(1, 2, 0, 3)
-            scores = q @ k.transpose(0, 2, 1) * scale
-            weights = self.xp.exp(scores - scores.max(-1, keepdims=True))
-            mixed = weights @ v / weights.sum(-1, keepdims=True)
-            out[first:last] = mixed.transpose(1, 0, 2).reshape(last - first, hidden)
-        return out
+        return _attention(qkv, heads, words)
 
     # --- a vector for each sequence ---------------------------------------------------------------------
 
@@ -173,21 +161,12 @@ class TorchLayers:
 
     def attention(self, qkv: Any, heads: int, words: Words) -> Any:
         """See `ArrayLayers.attention`. Tensors of 16 bits on a GPU go to torch's variable-length attention."""
-        hidden = qkv.shape[1] // 3
-        head_dim = hidden // heads
-        by_head = qkv.view(len(qkv), 3, heads, head_dim)
-        if qkv.is_cuda and qkv.dtype != self._torch.float32 and len(qkv) and head_dim % 8 == 0 and head_dim <= 256:
-            q, k, v = by_head.unbind(1)
-            offsets, longest = words.cu_seqlens, words.max_seq_len
-            return _varlen_attention()(q, k, v, offsets, offsets, longest, longest).reshape(len(qkv), hidden)
-        out = qkv.new_empty((len(qkv), hidden))
-        bounds = words.on_host()
-        for first, last in itertools.pairwise(bounds):
-            if first < last:
-                q, k, v = by_head[first:last].permute(1, 2, 0, 3)
-                mixed = self._functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
-                out[first:last] = mixed.transpose(0, 1).reshape(last - first, hidden)
-        return out
+        rows, head_dim = len(qkv), qkv.shape[1] // 3 // heads
+        if not qkv.is_cuda or qkv.dtype == self._torch.float32 or rows == 0 or head_dim % 8:
+            return _attention(qkv, heads, words)
+        q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
+        offsets, longest = words.cu_seqlens, words.max_seq_len
+        return _varlen_attention()(q, k, v, offsets, offsets, longest, longest).reshape(rows, -1)
 
     # --- a vector for each sequence ---------------------------------------------------------------------
 
@@ -211,6 +190,12 @@ class TorchLayers:
 
 
 Layers = ArrayLayers | TorchLayers
+
+
+def _attention(qkv: Any, heads: int, words: Words) -> Any:
+    by_head = qkv.reshape(len(qkv), 3, heads, qkv.shape[1] // 3 // heads)
+    attended = varlen_attention(by_head[:, 0], by_head[:, 1], by_head[:, 2], words.cu_seqlens)
+    return attended.reshape(len(qkv), qkv.shape[1] // 3)
 
 
 @functools.cache

@@ -253,9 +253,9 @@ class Encoder:
                 check.fail("attention_mask", wanted, "a word after a padded place")
             built = build_sequence_length_padding_offset(lengths, seq, valid_word_num=valid_word_num)
             offsets, cu_seqlens, count = built
-            # Words past the last one, if there are fewer: they are put nowhere.
+            # Another number than theirs may not lead out of the arrays: words too many are put nowhere.
             index = (layers.arange(count) + offsets).clip(0, max(batch * seq - 1, 0))
-            return index, offsets, Words(cu_seqlens, seq)
+            return index, offsets, Words(cu_seqlens.clip(0, count), seq)
         index = layers.flat_nonzero(is_word)
         offsets = layers.cast(index - layers.arange(len(index)), "int32")
         return index, offsets, Words(layers.cu_seqlens(lengths), seq)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cukern.models._layers import Layers, layers_of
 from cukern.models.checkpoint import listed
+from cukern.ops.varlen_attention import MAX_DIM
 from cukern.runtime import arrays, check
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -138,6 +139,9 @@ class EncoderConfig:
         check.one_of("config.hidden_act", self.hidden_act, ACTIVATIONS)
         if self.hidden_size % self.num_attention_heads:
             wanted = f"a multiple of num_attention_heads {self.num_attention_heads}"
+            check.fail("config.hidden_size", wanted, self.hidden_size)
+        if self.hidden_size // self.num_attention_heads > MAX_DIM:
+            wanted = f"at most {MAX_DIM} for each of the {self.num_attention_heads} heads"
             check.fail("config.hidden_size", wanted, self.hidden_size)
 
     @classmethod
