@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -30,10 +31,13 @@ ROOMS = {
 }
 # A large op is a package in its room, and several kernels are a folder.
 OPS_PACKAGE = "cukern/ops/{}/__init__.py"
-# A composition of ops has a package in place of kernels and an op's file.
+# A composition of ops has a package in place of kernels and an op's file. It may have several notebooks and files of
+# tests, and has a twin for its functions: a class runs on NumPy arrays by itself.
 COMPOSITION_ROOMS = {
-    **{room: pattern for room, pattern in ROOMS.items() if room not in ("cuda_src", "ops")},
     "package": "cukern/{}/__init__.py",
+    "reference": "cukern/reference/{}.py",
+    "benchmarks": "benchmarks/bench_{}.py",
+    "tests": "tests/test_{}*.py",
 }
 # Arguments of a launch that its twin need not have.
 LAUNCH_ONLY = {"out", "variant"}
@@ -52,7 +56,8 @@ def _stems_in(pattern: str) -> set[str]:
 
 # tests/ also holds tests of other things than ops, so it names no stem.
 STEMS = sorted(
-    set().union(*(_stems_in(pattern) for room, pattern in ROOMS.items() if room != "tests")) - {*COMPOSITIONS}
+    set().union(*(_stems_in(pattern) for room, pattern in ROOMS.items() if room != "tests"))
+    - {*COMPOSITIONS, *itertools.chain(*COMPOSITIONS.values())}
 )
 
 
@@ -98,8 +103,15 @@ def test_each_room_has_each_stem(stem: str, room: str) -> None:
 @pytest.mark.parametrize("room", COMPOSITION_ROOMS)
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_each_room_has_each_composition(name: str, room: str) -> None:
+    if room == "reference" and name not in {stem for stem, _ in FUNCTIONS}:
+        return
     path = COMPOSITION_ROOMS[room].format(name)
-    assert (ROOT / path).is_file(), f"{path} is missing"
+    assert any(ROOT.glob(path)), f"{path} is missing"
+
+
+@pytest.mark.parametrize("notebook", [*itertools.chain(*COMPOSITIONS.values())])
+def test_each_composition_has_its_notebooks(notebook: str) -> None:
+    assert (ROOT / ROOMS["notebooks"].format(notebook)).is_file(), f"{notebook} is missing"
 
 
 def _imported(path: Path) -> set[str]:
