@@ -125,9 +125,7 @@ class ArrayPieces:
         y = y / self.xp.sqrt(variance + np.float32(epsilon)) * self.float32(weight) + self.float32(bias)
         return y.astype(x.dtype)
 
-    def add_bias_layer_norm(
-        self, x: Any, bias: Any, residual: Any, weight: Any, norm_bias: Any, epsilon: float
-    ) -> Any:
+    def add_bias_layer_norm(self, x: Any, bias: Any, residual: Any, weight: Any, norm_bias: Any, epsilon: float) -> Any:
         """The layer norm of x + bias + residual."""
         total = self.float32(x) + self.float32(bias) + self.float32(residual)
         return self.layer_norm(total, weight, norm_bias, epsilon).astype(x.dtype)
@@ -250,9 +248,7 @@ class TorchPieces:
         y = self._functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), epsilon)
         return y.to(x.dtype)
 
-    def add_bias_layer_norm(
-        self, x: Any, bias: Any, residual: Any, weight: Any, norm_bias: Any, epsilon: float
-    ) -> Any:
+    def add_bias_layer_norm(self, x: Any, bias: Any, residual: Any, weight: Any, norm_bias: Any, epsilon: float) -> Any:
         total = x.float() + bias.float() + residual.float()
         return self.layer_norm(total, weight, norm_bias, epsilon).to(x.dtype)
 

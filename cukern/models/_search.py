@@ -105,7 +105,7 @@ class Search:
         raise NotImplementedError
 
     def shown(self, step: int, tokens: bool) -> list[Any]:
-        """What the host looks at after a step: what has finished, and if wanted the tokens and their parents or None."""
+        """What the host looks at after a step: what has finished; with `tokens` those and their parents, or None."""
         raise NotImplementedError
 
     def result(self, steps: int) -> Found:
@@ -162,11 +162,11 @@ class Beams(Search):
         super().__init__(model, settings, batch, memory_len, dtype)
         full, each = self.pieces.full, (batch, settings.beams)
         self.ids, self.parents = (full((settings.steps, *each), 0, "int32") for _ in range(2))
-        scores = [full(each, 0, "float32") for _ in range(2)]
-        pool = [full(each, 0, "int32") for _ in range(3)]
         self.finished = full((batch,), False, "bool")
         # Running scores, then the pool: scores, lengths, last tokens and their parents; then what is done.
-        self.state = (*scores, *pool, self.finished)
+        dtypes = ("float32", "float32", "int32", "int32", "int32")
+        state = [*(full(each, 0, dtype) for dtype in dtypes), self.finished]
+        self.state: tuple[Any, Any, Any, Any, Any, Any] = tuple(state)  # type: ignore[assignment]
 
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
         super().start(source, seeds)
@@ -187,7 +187,8 @@ class Beams(Search):
             scores = pieces.log_softmax(scores)
         ids, parents = self.ids[step], self.parents[step]
         beam_search_step(
-            scores.reshape(self.batch, settings.beams, self.model.vocab), *self.state, step, settings.steps, settings.ends,
+            scores.reshape(self.batch, settings.beams, self.model.vocab), *self.state,
+            step, settings.steps, settings.ends,
             length_penalty=settings.length_penalty, early_stopping=settings.early_stopping,
             out=(ids, parents, *self.state),
         )  # fmt: skip

@@ -10,7 +10,7 @@ from cukern.models._pieces import Pieces, Words
 from cukern.models.decoder import Affine, Decoder
 from cukern.models.weights import Config, EncoderLayerWeights, Side, Weights
 from cukern.ops.embedding import embedding_lookup, embedding_lookup_sine_position_encoding
-from cukern.runtime import check
+from cukern.runtime import arrays, check
 
 _EPSILON = 1e-5
 #: The largest magnitude that transformers leaves in float16 between the layers of an encoder.
@@ -60,8 +60,12 @@ class Seq2Seq:
         self.config, self.weights, self.pieces = config, weights, pieces
         self.vocab = int(weights.head.shape[0])
         before = config.family.normalize_before
+        library = arrays.library_of(weights.head)
+        self._is_clipped = before and library is not None and library.dtype(weights.head) == "float16"
         self.decoder = [
-            Decoder(layer, config.decoder_heads, activation=config.activation, normalize_before=before, epsilon=_EPSILON)
+            Decoder(
+                layer, config.decoder_heads, activation=config.activation, normalize_before=before, epsilon=_EPSILON
+            )
             for layer in weights.decoder
         ]
 
@@ -102,7 +106,7 @@ class Seq2Seq:
         h = self._norm(x, layer.final_norm) if before else x
         up = pieces.bias_activation(pieces.linear(h, layer.up.weight), layer.up.bias, config.activation)
         x = self._add(up, layer.down, x, layer.final_norm)
-        return x.clip(-_LARGEST_HALF, _LARGEST_HALF) if before and "float16" == str(x.dtype).split(".")[-1] else x
+        return x.clip(-_LARGEST_HALF, _LARGEST_HALF) if self._is_clipped else x
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine) -> Any:
         y = self.pieces.linear(term, product.weight)

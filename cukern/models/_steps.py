@@ -15,7 +15,8 @@ class StepGraphs:
 
     A step runs as it is the first time, which loads its kernels and lets the products choose their algorithms; it is
     captured the second time. All graphs share one pool of memory: they are replayed one after the other, and what
-    outlives a step is in the search's buffers. Elsewhere than on torch tensors of a CUDA device every step runs as it is.
+    outlives a step is in the search's buffers. Where the arrays are no torch tensors of a CUDA device, every step runs
+    as it is.
     """
 
     def __init__(self, pieces: Pieces) -> None:

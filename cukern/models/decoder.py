@@ -39,8 +39,8 @@ class Decoder:
 
         x = x + self_attention(norm(x));  x = x + cross_attention(norm(x), memory);  x = x + feed_forward(norm(x))
 
-    with `normalize_before` (pre-norm: FasterTransformer's own, mBART), and without it (post-norm: Marian, BART) the norm
-    of each sum in place of that of its term. The products are the array library's, the attention is
+    with `normalize_before` (pre-norm: FasterTransformer's own, mBART), and without it (post-norm: Marian, BART) the
+    norm of each sum in place of that of its term. The products are the array library's, the attention is
     `cukern.masked_attention` and `cukern.cross_attention`.
 
     Args:
@@ -135,9 +135,7 @@ class Decoder:
         """The sum of the residual and the product of a term, and what the next part of the layer reads."""
         y = self._pieces.linear(term, product.weight)
         if not self.normalize_before:
-            x = self._pieces.add_bias_layer_norm(
-                y, product.bias, residual, norm.weight, norm.bias, self.epsilon
-            )
+            x = self._pieces.add_bias_layer_norm(y, product.bias, residual, norm.weight, norm.bias, self.epsilon)
             return x, x
         x = self._pieces.add_bias(y, product.bias, residual)
         return x, x if next_norm is None else self._norm(x, next_norm)

@@ -61,9 +61,10 @@ class Decoding:
     The tokens are those of transformers' `generate` with the same settings, in float32 wherever no two candidates are
     closer than the rounding of the logits. Its beam search, which `cukern.beam_search_step` follows, is not
     FasterTransformer's: that one lets finished beams compete with running ones and knows no length penalty, this one
-    takes the best (1 + end tokens) * beams candidates, moves those that end among the best `beams` into a pool, scored by
-    log-probability over length ** length_penalty, and stops as `early_stopping` says. Processors (bad words, forced
-    tokens and so on) act on log-probabilities there, which are not normalized again unless `renormalize_logits` says so.
+    takes the best max(2, 1 + end tokens) * beams candidates, moves those that end among the best `beams` into a pool,
+    scored by log-probability over length ** length_penalty, and stops as `early_stopping` says. Processors (bad words,
+    forced tokens and so on) act on log-probabilities there, which are not normalized again unless `renormalize_logits`
+    says so.
 
     Make one with `from_directory` or `from_state_dict`.
     """
@@ -106,8 +107,8 @@ class Decoding:
         """Take weights from memory.
 
         Args:
-            state: arrays by Hugging Face's keys (`model.encoder.layers.0.self_attn.q_proj.weight` and so on), all in one
-                library and on one device.
+            state: arrays by Hugging Face's keys (`model.encoder.layers.0.self_attn.q_proj.weight` and so on), all in
+                one library and on one device.
             config: the configuration, a dict or an object with `to_dict()`.
             generation_config: the defaults of the settings, likewise; without it they are taken from `config`.
             dtype: as in `from_directory`.
@@ -142,16 +143,16 @@ class Decoding:
             input_ids: integers [batch, seq], of any library.
             attention_mask: bool or integers [batch, seq], 0 where nothing counts; None counts all. A row without
                 anything is generated from nothing.
-            seed: of the draws (`do_sample`). Row i of an int draws by seed + i, else each row by its own; a row's tokens
-                depend on its seed and its source alone. None takes one from Python's `random`.
+            seed: of the draws (`do_sample`): an int, by which row i draws as seed + i, or one for each row. None takes
+                one from Python's `random`.
             stop_words: lists of token ids; a row that ends with one of them has finished. Not with beams.
             on_step: called with a `Step` after each step. It may raise to stop the search.
             progress: show a bar of the steps on stderr.
             generation: settings by the names of transformers' generation configuration, in place of the model's:
-                num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, max_new_tokens, max_length,
-                min_new_tokens, min_length, early_stopping, length_penalty, repetition_penalty, no_repeat_ngram_size,
-                bad_words_ids, forced_bos_token_id, forced_eos_token_id, renormalize_logits and the ids of special
-                tokens; and presence_penalty and frequency_penalty, which are OpenAI's.
+                num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, max_new_tokens,
+                max_length, min_new_tokens, min_length, early_stopping, length_penalty, repetition_penalty,
+                no_repeat_ngram_size, bad_words_ids, forced_bos_token_id, forced_eos_token_id, renormalize_logits and
+                the ids of special tokens; and presence_penalty and frequency_penalty, which are OpenAI's.
 
         Returns a `Generated` of batch * num_return_sequences rows. Raises TypeError for a name that is no setting,
         ValueError for one that is not implemented and for what does not fit, each naming the argument.

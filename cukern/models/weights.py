@@ -298,7 +298,7 @@ def _placer(library: str, device: Any) -> Callable[[Any], Any]:
     from cukern.runtime.cuda import cupy
 
     if cupy is None:
-        raise ImportError('library=\'cupy\' needs CuPy: pip install "cukern[cuda13]"')
+        raise ImportError("library='cupy' needs CuPy: pip install \"cukern[cuda13]\"")
     index = check.integer("device", 0 if device is None else device, 0)
 
     def put(x: Any) -> Any:
