@@ -170,7 +170,7 @@ class Decoding:
             mask = of_mask.to_numpy(attention_mask)
         source = read_source(library.to_numpy(input_ids), mask, self.config)
         batch = len(source.lengths)
-        seeds = _seeds(seed, batch * settings.copies)
+        seeds = _seeds(seed, batch * settings.returned)
         if batch == 0:
             empty = np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
             found: tuple[Any, ...] = (*empty, np.zeros(0, np.float32) if settings.beams > 1 else None)
