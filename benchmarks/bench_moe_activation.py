@@ -1,4 +1,4 @@
-"""The gated activations, against PyTorch's operations, eager and compiled, and the kernels of SGLang and vLLM."""
+"""The activations, against PyTorch's operations, eager and compiled; the gated ones also against SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from cukern.runtime.arrays import ITEM_SIZE
 
 #: Tokens and the size of a half: DeepSeek-V3's experts, Qwen3-30B-A3B's, and Mixtral's.
 SIZES = ((8192, 2048), (8192, 768), (4096, 14336), (64, 2048), (1, 2048))
+#: The same of layers without a gate: BERT-base with half of 64 x 512 positions valid, BERT-large, one short text.
+BIASED = ((16384, 3072), (16384, 4096), (16, 1536))
 
 
 def by_torch(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -88,9 +90,39 @@ def _case(tokens: int, inter: int, name: str, dtype: str, host: bool = False) ->
     )
 
 
+def _biased(tokens: int, inter: int, name: str = "gelu", dtype: str = "float16") -> Case:
+    functional = torch.nn.functional
+    approximate = "tanh" if name == "gelu_tanh" else "none"
+
+    def plain(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(x + bias, approximate=approximate)
+
+    def compiled() -> Callable[..., Any]:
+        torch.compiler.reset()
+        return torch.compile(plain, dynamic=False)
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        shapes, device = ((tokens, inter), (inter,)), generator.device
+        return tuple(torch.randn(*s, generator=generator, device=device).to(getattr(torch, dtype)) for s in shapes)
+
+    return Case(
+        op="bias_gelu",
+        case={"tokens": tokens, "inter": inter, "activation": name, "dtype": dtype},
+        variant="vector",
+        inputs=inputs,
+        call=lambda x, bias: cukern.bias_gelu(x, bias, approximate=approximate),
+        bytes=2 * tokens * inter * ITEM_SIZE[dtype],
+        baselines={"torch": Baseline(lambda: plain), "torch.compile": Baseline(compiled, slow=True)},
+        agree=agree,
+        host=tokens == 16,
+    )
+
+
 def shrunk(case: Case) -> Case:
     """The same case with few tokens and columns, for a machine with no GPU."""
     sizes = case.case
+    if case.op == "bias_gelu":
+        return _biased(4, 32, str(sizes["activation"]), str(sizes["dtype"]))
     return dataclasses.replace(
         _case(min(int(sizes["tokens"]), 4), 32, str(sizes["activation"]), str(sizes["dtype"])), variant=case.variant
     )
@@ -100,4 +132,7 @@ def cases() -> list[Case]:
     """All cases, the headline first."""
     silu = [_case(tokens, inter, "silu", "bfloat16", host=tokens == 64) for tokens, inter in SIZES]
     others = [_case(*SIZES[0], name, "bfloat16") for name in ("gelu", "gelu_tanh", "swigluoai", "relu2")]
-    return [*silu, *others, _case(*SIZES[0], "silu", "float16"), _case(*SIZES[0], "silu", "float32")]
+    dtypes = [_case(*SIZES[0], "silu", dtype) for dtype in ("float16", "float32")]
+    biased = [_biased(*sizes) for sizes in BIASED]
+    more = [_biased(*BIASED[0], "gelu_tanh"), _biased(*BIASED[0], dtype="float32")]
+    return [*silu, *others, *dtypes, *biased, *more]

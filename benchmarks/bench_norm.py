@@ -1,4 +1,4 @@
-"""RMS norm, against PyTorch's, eager and compiled, and the kernels of FlashInfer, SGLang and vLLM."""
+"""RMS norm and layer norm, against PyTorch's, eager and compiled, and the kernels of FlashInfer, SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import cukern
 from benchmarks.bench_quantization import groups_by_torch, static_by_torch, tokens_by_torch
 from benchmarks.harness import Baseline, Case
-from cukern.ops.norm import SPECIALIZED, SPECIALIZED_HEADS
+from cukern.ops.norm import SPECIALIZED, SPECIALIZED_HEADS, SPECIALIZED_LAYER_NORM
 
 EPSILON = 1e-6
 SCALE = 0.02
@@ -24,6 +24,8 @@ QUANTIZED = ((8192, 7168), (32, 7168))
 #: Tokens, heads and head_dim of q in Qwen3-8B, which is a part of each row of the product for q, k and v.
 HEADS = ((2048, 32, 128), (32, 32, 128))
 OTHER_HEADS = 16
+#: Tokens and width: BERT-base with half of 64 x 512 positions valid, BERT-large, MiniLM; one short text; Marian's step.
+LAYER_SIZES = ((16384, 768), (16384, 1024), (16384, 384), (16, 384), (128, 512))
 
 Call = Callable[..., Any]
 
@@ -38,6 +40,16 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def added_by_torch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     residual.add_(x)
     return x.copy_(by_torch(residual, weight)), residual
+
+
+def shifted_by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, EPSILON)
+
+
+def added_and_shifted_by_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, input_bias: torch.Tensor
+) -> torch.Tensor:
+    return shifted_by_torch(x + input_bias + residual, weight, bias)
 
 
 def quantized_by_torch(how: str) -> Call:
@@ -232,15 +244,57 @@ def _added_and_quantized(tokens: int, width: int) -> Case:
     )
 
 
+def _layer_norm(tokens: int, width: int) -> Case:
+    def inputs(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return tuple(_drawn(generator, *shape).half() for shape in ((tokens, width), (width,), (width,)))
+
+    return Case(
+        op="layer_norm",
+        case={"tokens": tokens, "width": width, "dtype": "float16"},
+        variant="specialized" if width in SPECIALIZED_LAYER_NORM else "dynamic",
+        inputs=inputs,
+        call=lambda x, weight, bias: cukern.layer_norm(x, weight, bias, EPSILON),
+        bytes=4 * tokens * width,
+        baselines=_baselines(shifted_by_torch),
+        agree=_near,
+        host=tokens == 16,
+    )
+
+
+def _added_layer_norm(tokens: int, width: int) -> Case:
+    """The end of a layer of BERT: the bias of the product, the residual, the norm; the sum is not kept."""
+
+    def inputs(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        shapes = [(tokens, width)] * 2 + [(width,)] * 3
+        return tuple(_drawn(generator, *shape).half() for shape in shapes)
+
+    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, more: Any) -> Any:
+        return cukern.fused_add_layer_norm(x, residual, weight, bias, EPSILON, input_bias=more)
+
+    return dataclasses.replace(
+        _layer_norm(tokens, width),
+        op="fused_add_layer_norm",
+        inputs=inputs,
+        call=call,
+        bytes=6 * tokens * width,
+        baselines=_baselines(added_and_shifted_by_torch),
+    )
+
+
 def shrunk(case: Case) -> Case:
     """The same case with few tokens and columns, for a machine with no GPU."""
     if "heads" in case.case:
         return _heads(3, 4, 128)
     if case.op == "rms_norm_quant":
         return _quantized(3, 256, str(case.case["scales"]))
-    return {"rms_norm": _norm, "fused_add_rms_norm": _added, "fused_add_rms_norm_quant": _added_and_quantized}[case.op](
-        3, 256
-    )
+    makers = {
+        "rms_norm": _norm,
+        "fused_add_rms_norm": _added,
+        "fused_add_rms_norm_quant": _added_and_quantized,
+        "layer_norm": _layer_norm,
+        "fused_add_layer_norm": _added_layer_norm,
+    }
+    return makers[case.op](3, 256)
 
 
 def cases() -> list[Case]:
@@ -251,4 +305,6 @@ def cases() -> list[Case]:
         *(_added(*sizes) for sizes in ADDED),
         *(_quantized(*sizes, how) for sizes in QUANTIZED for how in ("group", "token", "given")),
         *(_added_and_quantized(*sizes) for sizes in QUANTIZED),
+        *(_layer_norm(*sizes) for sizes in LAYER_SIZES),
+        *(_added_layer_norm(*sizes) for sizes in LAYER_SIZES),
     ]

@@ -25,6 +25,8 @@ from cukern.ops.kv_cache import (
 )
 from cukern.ops.mla_decode import flash_mla_with_kvcache, get_mla_metadata
 from cukern.ops.moe_activation import (
+    add_bias_act,
+    bias_gelu,
     gelu_and_mul,
     gelu_tanh_and_mul,
     moe_activation,
@@ -43,7 +45,14 @@ from cukern.ops.moe_permute import (
     moe_unpermute,
     permute_rows,
 )
-from cukern.ops.norm import fused_add_rms_norm, fused_add_rms_norm_quant, rms_norm, rms_norm_quant
+from cukern.ops.norm import (
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    fused_add_rms_norm_quant,
+    layer_norm,
+    rms_norm,
+    rms_norm_quant,
+)
 from cukern.ops.padding import (
     add_qkv_bias_rebuild_padding,
     build_sequence_length_padding_offset,
@@ -93,12 +102,14 @@ __all__ = [
     "AllToAllError",
     "AllToAllState",
     "CompileError",
+    "add_bias_act",
     "add_qkv_bias_rebuild_padding",
     "all_to_all_combine",
     "all_to_all_dispatch",
     "apply_penalties",
     "beam_search_step",
     "beam_topk",
+    "bias_gelu",
     "biased_grouped_topk",
     "build_sequence_length_padding_offset",
     "chain_speculative_sampling",
@@ -112,6 +123,7 @@ __all__ = [
     "embedding_lookup_sine_position_encoding",
     "explain",
     "flash_mla_with_kvcache",
+    "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
     "fused_experts",
@@ -121,6 +133,7 @@ __all__ = [
     "gelu_tanh_and_mul",
     "get_mla_metadata",
     "grouped_topk",
+    "layer_norm",
     "masked_attention",
     "merge_attention_states",
     "min_p_sampling_from_probs",

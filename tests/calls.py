@@ -448,6 +448,9 @@ def _moe_activation_calls() -> list[Call]:
     return [
         Call("moe_activation", (floats(2, 3, 32, dtype=BF16), "gelu")),
         *(Call(name, (floats(3, 32),)) for name in gated),
+        Call("add_bias_act", (floats(2, 3, 32, dtype=BF16), floats(32, seed=1, dtype=BF16), "silu")),
+        Call("bias_gelu", (floats(3, 30), floats(30, seed=1))),
+        Call("bias_gelu", (floats(3, 32, dtype=BF16), None), {"approximate": "tanh"}),
     ]
 
 
@@ -469,14 +472,23 @@ def _quantization_calls() -> list[Call]:
 
 
 def _norm_calls() -> list[Call]:
+    rows = floats(3, 40), floats(3, 40, seed=1)
     return [
         Call("rms_norm", (floats(3, 2, 48, dtype=BF16), floats(48, seed=1, dtype=BF16))),
         Call("rms_norm", (floats(3, 37), None, 0.0), {"variant": "auto"}),
-        Call("fused_add_rms_norm", (floats(3, 40), floats(3, 40, seed=1), floats(40, seed=2)), {"weight_offset": 1.0}),
+        Call("fused_add_rms_norm", (*rows, floats(40, seed=2)), {"weight_offset": 1.0}),
         Call("rms_norm_quant", (floats(3, 256, dtype=BF16), floats(256, seed=1))),
         Call("rms_norm_quant", (floats(3, 50), floats(50, seed=1)), {"group_size": None}),
         Call("rms_norm_quant", (floats(3, 40), None), {"scale": SHARE}),
         Call("fused_add_rms_norm_quant", (floats(3, 64), floats(3, 64, seed=1), None, 1e-5), {"group_size": 32}),
+        Call("layer_norm", (floats(3, 2, 48, dtype=BF16), floats(48, seed=1), floats(48, seed=2))),
+        Call("layer_norm", (floats(3, 37), None, None, 0.0), {"variant": "auto"}),
+        Call("fused_add_layer_norm", (*rows, floats(40, seed=2), floats(40, seed=3))),
+        Call(
+            "fused_add_layer_norm",
+            (*rows, floats(40, seed=2), None, 1e-12),
+            {"input_bias": floats(40, seed=3), "residual_out": torch.zeros(3, 40)},
+        ),
     ]
 
 

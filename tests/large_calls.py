@@ -129,6 +129,7 @@ def _large_rows() -> list[Call]:
     offsets = integers(*(at - i for i, at in enumerate(positions)))
     padded, by_head, packed = floats(6, 20, 768), floats(6, 12, 20, 64), floats(51, 768)
     bias, x, wide = floats(768, seed=1), floats(40, 256), floats(40, 2048, dtype=torch.bfloat16)
+    narrow = floats(40, 768, **half)
     embedding = Call(
         "embedding_lookup_sine_position_encoding",
         (floats(50, 256, **half), floats(50, 256, seed=1, **half), drawn(50, 8), 0),
@@ -147,6 +148,7 @@ def _large_rows() -> list[Call]:
         ),
         *_in_variants(embedding, "wide", "narrow"),
         *_in_variants(Call("moe_activation", (x, "gelu")), "vector", "scalar"),
+        *_in_variants(Call("add_bias_act", (wide, wide[0])), "vector", "scalar"),
         *_in_variants(Call("rms_norm", (wide, wide[0])), "specialized", "dynamic", "scalar"),
         Call("rms_norm", (floats(3, 9001), floats(9001, seed=1))),
         *_in_variants(
@@ -155,6 +157,17 @@ def _large_rows() -> list[Call]:
         Call("fused_add_rms_norm", (floats(3, 20000), floats(3, 20000, seed=1), None)),
         *_in_variants(Call("rms_norm_quant", (wide, wide[0])), "specialized", "dynamic", "scalar"),
         Call("fused_add_rms_norm_quant", (wide, wide.flip(0), wide[0]), {"group_size": None}),
+        *_in_variants(Call("layer_norm", (narrow, narrow[0], narrow[1])), "specialized", "dynamic", "scalar"),
+        Call("layer_norm", (floats(3, 9001), floats(9001, seed=1), None)),
+        *_in_variants(
+            Call("fused_add_layer_norm", (narrow, narrow.flip(0), narrow[0].float(), narrow[1].float())),
+            "specialized", "dynamic", "scalar",
+        ),
+        Call(
+            "fused_add_layer_norm",
+            (floats(3, 20000), floats(3, 20000, seed=1), None, floats(20000, seed=2)),
+            {"input_bias": floats(20000, seed=3), "residual_out": torch.zeros(3, 20000)},
+        ),
         *_in_variants(Call("scaled_fp8_quant", (x,)), "vector", "scalar"),
         *_in_variants(Call("scaled_fp8_quant", (x, torch.ones(1))), "vector", "scalar"),
         Call("per_token_group_quant_fp8", (x, 64)),

@@ -18,10 +18,12 @@ TIMES = (2, 5, 3)
 
 #: The arguments that have the batch, by function; in their first dimension, or in the one behind the colon.
 BATCH = {
+    "add_bias_act": "x",
     "add_qkv_bias_rebuild_padding": "q k v padding_offset batch",
     "apply_penalties": "logits output_ids sequence_length min_length",
     "beam_search_step": "log_probs scores finished_scores finished_lengths finished_ids finished_parents done",
     "beam_topk": "log_probs",
+    "bias_gelu": "x",
     "biased_grouped_topk": "gating_output",
     "build_sequence_length_padding_offset": "sequence_length valid_word_num",
     "chain_speculative_sampling": "draft_probs draft_token_ids target_probs seed offset",
@@ -34,6 +36,7 @@ BATCH = {
     "embedding_lookup": "word_ids",
     "embedding_lookup_sine_position_encoding": "word_ids",
     "flash_mla_with_kvcache": "q block_table cache_seqlens indices",
+    "fused_add_layer_norm": "input residual residual_out",
     "fused_add_rms_norm": "input residual",
     "fused_add_rms_norm_quant": "input residual",
     "fused_experts": "hidden_states topk_weights topk_ids",
@@ -43,6 +46,7 @@ BATCH = {
     "gelu_tanh_and_mul": "x",
     "get_mla_metadata": "cache_seqlens",
     "grouped_topk": "hidden_states gating_output",
+    "layer_norm": "input",
     "masked_attention": "q k v key_cache:1 value_cache:1",
     "merge_attention_states": "out_a lse_a out_b lse_b",
     "min_p_sampling_from_probs": "probs seed offset",

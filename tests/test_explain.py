@@ -186,7 +186,7 @@ def test_arrays_of_every_library(make: Any) -> None:
 
 # --- notes, clears and compositions, of ops of these tests --------------------------------------------------
 
-(_kernel,) = KERNELS["moe_activation"]
+_kernel = next(kernel for kernel in KERNELS["moe_activation"] if kernel.function == "moe_activation")
 FIELDS = ["counts", "x_stride", "rows", "max_tokens", "by_max_tokens"]
 FIELDS += ["columns", "tile_rows", "tile_columns", "by_threads"]
 

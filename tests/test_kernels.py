@@ -85,6 +85,8 @@ def _mla_decode() -> Iterator[Variant]:
 def _moe_activation() -> Iterator[Variant]:
     yield moe_activation._variant("bfloat16", 1, 2)
     yield moe_activation._variant("float32", 1, 4)
+    yield moe_activation._bias_variant("float16", "gelu", 2)
+    yield moe_activation._bias_variant("float32", "gelu", 4)
 
 
 def _moe_gemm() -> Iterator[Variant]:
@@ -118,6 +120,10 @@ def _norm() -> Iterator[Variant]:
     for dtype, (result, group) in itertools.product(DTYPES, (("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 32))):
         for width, wide in ((64, False), (9056, True)):
             yield op._variant(op._Form(dtype, dtype, True, result, group), width, False, wide)
+    for dtype, add, width in itertools.product(DTYPES, (False, True), (8, 2048, 9000)):
+        yield op._layer_variant(op._Form(dtype, dtype, add), width, False, False)
+    for width, wide in itertools.product((8, 1024, 9000), (False, True)):
+        yield op._layer_variant(op._Form("bfloat16", "float32", True), width, False, wide)
 
 
 def _padding() -> Iterator[Variant]:

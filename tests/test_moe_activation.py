@@ -1,4 +1,4 @@
-"""The gated activations: the twin against torch, the kernels against the twin."""
+"""The activations, gated and with a bias: the twin against torch, the kernels against the twin."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 import cukern
 from benchmarks import bench_moe_activation, harness
+from cukern.ops.moe_activation import WITH_BIAS
 from cukern.reference import moe_activation as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.runtime.rows import MAX_ROW, tile
 from cukern.testing import assert_matches
-from tests.buffers import Buffer, place
+from tests.buffers import Buffer, as_torch, place, same_bits
 
 Array = NDArray[Any]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -31,6 +32,10 @@ WRAPPERS = {f"{name}_and_mul": name for name in NAMES}
 
 def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
     return (3 * rng.standard_normal(shape)).astype(arrays.numpy_dtype(dtype))
+
+
+def biased_matches(got: Any, want: Array) -> None:
+    assert_matches("moe_activation.biased", got, want)
 
 
 def matches(got: Any, want: Array) -> None:
@@ -80,6 +85,58 @@ def test_nan_and_infinities(put: Callable[[Any], Any], name: str) -> None:
     matches(cukern.moe_activation(put(x), name), twin.moe_activation(x, name))
 
 
+def biased_by_torch(name: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch's activation of sums in float32, in float64."""
+    z = (x.float() if bias is None else x.float() + bias.float()).double()
+    functional = torch.nn.functional
+    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+        "silu": functional.silu,
+        "relu": functional.relu,
+    }
+    return forms[name](z)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WITH_BIAS)
+def test_the_twin_with_a_bias_is_what_torch_has(name: str, dtype: str, rng: np.random.Generator) -> None:
+    x, bias = draw(rng, (40, 32), dtype), draw(rng, (32,), dtype)
+    epsilon = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
+    for vector in (bias, None):
+        got = twin.add_bias_act(x, vector, name)
+        assert got.dtype == x.dtype
+        want = biased_by_torch(name, as_torch(x), None if vector is None else as_torch(vector)).numpy()
+        # torch's float64 loses digits where 1 + erf or 1 + tanh is near 0.
+        np.testing.assert_allclose(got.astype(np.float64), want, epsilon, 6e-8 if dtype == "float16" else 1e-14)
+
+
+def test_gelu_keeps_its_digits_where_it_is_near_0() -> None:
+    # By tables of the normal distribution: P(z < -5) = 2.866515718e-7, P(z < -10) = 7.61985302e-24.
+    got = cukern.bias_gelu(np.array([[-4.0, -9]], np.float32), np.array([-1, -1], np.float32))
+    np.testing.assert_allclose(got[0], [-5 * 2.866515718e-7, -10 * 7.61985302e-24], 1e-7)
+
+
+def test_with_a_bias_by_hand(put: Callable[[Any], Any]) -> None:
+    x, bias = put(np.array([[0.0, 1, -2, 9]], np.float32)), put(np.array([1.0, 1, 1, 1], np.float32))
+    to_numpy = arrays.library_of(x).to_numpy  # type: ignore[union-attr]
+    np.testing.assert_allclose(to_numpy(cukern.add_bias_act(x, bias, "relu"))[0], [1, 2, 0, 10])
+    np.testing.assert_allclose(to_numpy(cukern.bias_gelu(x, bias))[0], [0.8413447, 1.9544997, -0.1586553, 10], 1e-6)
+    gelu = to_numpy(cukern.bias_gelu(x, bias, approximate="tanh"))[0]
+    np.testing.assert_allclose(gelu, [0.8411920, 1.9545977, -0.1588080, 10], 1e-6)
+    assert cukern.bias_gelu(x, bias, out=x) is x
+    np.testing.assert_allclose(to_numpy(x)[0], [0.8413447, 1.9544997, -0.1586553, 10], 1e-6)
+
+
+@pytest.mark.parametrize("name", WITH_BIAS)
+def test_nan_and_infinities_with_a_bias(put: Callable[[Any], Any], name: str) -> None:
+    x = np.array([[np.nan, np.inf, -np.inf, 0, -100, 100, 1, 3e38, -3e38]], np.float32)
+    for bias in (None, put(x[0, ::-1].copy())):
+        want = twin.add_bias_act(x, None if bias is None else x[0, ::-1], name)
+        biased_matches(cukern.add_bias_act(put(x), bias, name), want)
+    assert np.isnan(twin.add_bias_act(x, None, name)[0, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_tensors_on_the_cpu(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 16).to(dtype)
@@ -119,6 +176,28 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         cukern.moe_activation(**{"x": X} | change)
+
+
+BIAS = np.zeros(8, np.float32)
+BAD_BIAS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("add_bias_act", {"x": X.astype(int)}, TypeError, "x must be float32 or float16 or bfloat16, got int64"),
+    ("add_bias_act", {"x": X[:, :2]}, ValueError, "x must be contiguous along its last dimension, with all rows at"),
+    ("add_bias_act", {"bias": BIAS[:7]}, ValueError, "bias must be of shape [inter] = [8], got [7]"),
+    ("add_bias_act", {"bias": BIAS.astype(np.float16)}, TypeError, "bias must be float32, got float16"),
+    ("add_bias_act", {"bias": [1.0]}, TypeError, "bias must be a NumPy array like x, got builtins.list"),
+    ("add_bias_act", {"activation": "relu2"}, ValueError, "activation must be one of 'gelu', 'gelu_tanh', 'silu',"),
+    ("add_bias_act", {"out": X[0]}, ValueError, "out must be of shape [..., inter] = [2, 3, 8], got [3, 8]"),
+    ("add_bias_act", {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'vector', 'scalar', got 'fast'"),
+    ("bias_gelu", {"approximate": "erf"}, ValueError, "approximate must be one of 'none', 'tanh', got 'erf'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), BAD_BIAS)
+def test_bad_input_with_a_bias_is_refused(
+    name: str, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        getattr(cukern, name)(**{"x": X, "bias": BIAS} | change)
 
 
 def test_host_memory_has_only_the_variant_auto() -> None:
@@ -210,6 +289,56 @@ def test_rows_past_the_count_are_not_touched(inter: int, rng: np.random.Generato
     got = out.numpy()
     matches(got[valid], twin.moe_activation(x[valid]))
     np.testing.assert_array_equal(got[~valid].view(np.uint16), before[~valid].view(np.uint16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WITH_BIAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_kernel_with_a_bias_is_the_twin(
+    shape: tuple[int, ...], dtype: str, name: str, rng: np.random.Generator
+) -> None:
+    x, bias = draw(rng, shape, dtype), draw(rng, shape[-1:], dtype)
+    for vector in (bias, None):
+        want, on_gpu = twin.add_bias_act(x, vector, name), None if vector is None else cupy.asarray(vector)
+        results = []
+        for variant in ["auto", "scalar"] + ["vector"] * (want.shape[-1] * want.itemsize % 16 == 0):
+            out = Buffer(want.shape, dtype)
+            got = cukern.add_bias_act(cupy.asarray(x), on_gpu, name, out=out.array, variant=variant)
+            assert got is out.array
+            results.append(out.numpy())
+            biased_matches(results[-1], want)
+            if (dtype, name) == ("float32", "gelu"):
+                assert_matches("moe_activation.gelu", results[-1], want)
+            same_bits(results[-1], results[0])
+        into = cupy.asarray(x)
+        assert cukern.add_bias_act(into, on_gpu, name, out=into) is into
+        same_bits(into, results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("shape", [(5, 77), (3, 5, 64), (7, 4096)])
+def test_rows_with_a_bias_apart_and_off_alignment(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> None:
+    x, bias = draw(rng, shape, dtype), draw(rng, shape[-1:], dtype)
+    for skip, apart in ((0, 0), (1, 0), (0, 3), (0, 16)):
+        out = Buffer(shape, dtype, skip)
+        cukern.bias_gelu(place(x, skip, apart), place(bias, skip), out=out.array)
+        biased_matches(out.numpy(), twin.bias_gelu(x, bias))
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(
+    st.integers(0, 70), st.integers(0, 700), st.sampled_from([*WITH_BIAS]), st.sampled_from(DTYPES),
+    st.integers(0, 2**32),
+)  # fmt: skip
+def test_random_shapes_with_a_bias(rows: int, inter: int, name: str, dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x, bias = draw(rng, (rows, inter), dtype), draw(rng, (inter,), dtype)
+    got = cukern.add_bias_act(cupy.asarray(x), cupy.asarray(bias), name)
+    biased_matches(got, twin.add_bias_act(x, bias, name))
 
 
 @pytest.mark.gpu

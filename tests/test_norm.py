@@ -1,7 +1,8 @@
-"""RMS norm: the twin against torch, the kernels against the twin, to the bit."""
+"""RMS norm and layer norm: the twin against torch, the kernels against the twin, to the bit."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 import cukern
 from benchmarks import bench_norm, harness
+from cukern.ops import _norm as parts
 from cukern.ops import norm as op
 from cukern.reference import norm as twin
 from cukern.reference import quantization
@@ -150,6 +152,99 @@ def test_the_added_and_quantized_norms_are_compositions(rng: np.random.Generator
         same(twin.rms_norm_quant(total, weight, 1e-5, **options), want)
 
 
+def vectors_of(rng: np.random.Generator, width: int, dtype: str | None) -> tuple[Array | None, Array | None]:
+    """A weight and a bias for layer norm."""
+    return weights(rng, width, dtype), weights(rng, width, dtype)
+
+
+def shifted_by_torch(x: Array, weight: Array | None, bias: Array | None, epsilon: float) -> Array:
+    """torch's layer norm, in float64."""
+    x, weight, bias = (None if v is None else torch.from_numpy(v.astype(np.float64)) for v in (x, weight, bias))
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon).numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 384, 768, 1000, 20000])
+def test_the_twin_of_layer_norm_is_what_torch_has(width: int, dtype: str, rng: np.random.Generator) -> None:
+    x = draw(rng, (5, width), dtype)
+    tolerance = {"float32": 2e-6, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
+    for weight_dtype in (None, dtype, "float32"):
+        weight, bias = vectors_of(rng, width, weight_dtype)
+        for pair in ((weight, bias), (weight, None), (None, bias)):
+            got = twin.layer_norm(x, *pair, 1e-5)
+            assert got.dtype == x.dtype
+            # A sum with the bias may cancel: its error is that of the product.
+            scale = 1 if pair[0] is None else float(np.abs(pair[0].astype(np.float64)).max())
+            want = shifted_by_torch(x, *pair, 1e-5)
+            np.testing.assert_allclose(got.astype(np.float64), want, tolerance, 6e-6 * scale)
+
+
+@pytest.mark.parametrize("width", [768, 9001])
+def test_layer_norm_keeps_the_digits_of_rows_far_from_zero(width: int, rng: np.random.Generator) -> None:
+    small = rng.standard_normal((6, width)).astype(np.float32)
+    x = small + np.float32([[0], [1e2], [-1e3], [1e4], [1e5], [3e6]])
+    got = cukern.layer_norm(x, None, None, 1e-12)
+    np.testing.assert_allclose(got, shifted_by_torch(x, None, None, 1e-12), 1e-5, 1e-5)
+    bias = small[0]
+    for value in (0.1, 100, -7.7e4, 3e-30):
+        equal = np.full((1, width), value, np.float32)
+        np.testing.assert_allclose(cukern.layer_norm(equal, None, bias, 1e-12)[0], bias, 0, 1e-4)
+
+
+def test_layer_norm_by_hand(put: Callable[[Any], Any]) -> None:
+    x, weight = np.array([[1.0, 3, 5, 7], [2, 2, 2, 2]], np.float32), np.array([1.0, 1, 2, 0], np.float32)
+    bias = np.array([0.0, 0, 1, 5], np.float32)
+    got = to_numpy(cukern.layer_norm(put(x), put(weight), put(bias), 0.0))
+    third, last = np.float32(1) * np.float32(1 / np.sqrt(5)), np.float32(-3) * np.float32(1 / np.sqrt(5))
+    assert got[0].tolist() == [last, -third, np.float32(2 * third + 1), 5]
+    assert np.isnan(got[1, :3]).all()  # 0 * inf
+    assert to_numpy(cukern.layer_norm(put(x), None, put(bias), 1.0))[1].tolist() == bias.tolist()
+
+
+def test_layer_norm_of_nan_infinities_and_overflow(put: Callable[[Any], Any]) -> None:
+    x = np.zeros((5, 40), np.float32)
+    x[:, 0] = 1
+    x[0, 3], x[1, 4], x[2, 5], x[3, 6], x[4, :20] = np.nan, np.inf, -np.inf, 1e20, 3e38
+    bias = np.arange(40, dtype=np.float32)
+    got = to_numpy(cukern.layer_norm(put(x), None, put(bias)))
+    assert np.isnan(got[[0, 1, 2, 4]]).all()
+    np.testing.assert_array_equal(got[3], bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_added_layer_norm_is_a_composition(dtype: str, rng: np.random.Generator) -> None:
+    x, residual = (draw(rng, (6, 200), dtype) for _ in range(2))
+    weight, bias = vectors_of(rng, 200, dtype)
+    for input_bias in (None, draw(rng, (200,), dtype)):
+        wide = x.astype(np.float32) if input_bias is None else x.astype(np.float32) + input_bias.astype(np.float32)
+        total = (wide + residual.astype(np.float32)).astype(x.dtype)
+        want = twin.layer_norm(total, weight, bias, 1e-6)
+        arguments = (weight, bias, 1e-6)
+        same_bits(cukern.fused_add_layer_norm(x, residual, *arguments, input_bias=input_bias), want)
+        # Written over what is read.
+        given, other, kept = x.copy(), residual.copy(), np.empty_like(x)
+        options = {"input_bias": input_bias}
+        assert cukern.fused_add_layer_norm(given, other, *arguments, **options, out=given, residual_out=kept) is given
+        same_bits(given, want)
+        same_bits(other, residual)
+        same_bits(kept, total)
+        got = cukern.fused_add_layer_norm(x, other, *arguments, **options, residual_out=other)
+        same_bits(got, want)
+        same_bits(other, total)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 9), st.integers(1, 700), st.sampled_from(DTYPES), st.integers(0, 2**32))
+def test_a_row_of_layer_norm_depends_on_nothing_but_itself(rows: int, width: int, dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x, residual = (draw(rng, (rows, width), dtype, special=True) for _ in range(2))
+    vectors = vectors_of(rng, width, dtype)
+    got, added = cukern.layer_norm(x, *vectors), cukern.fused_add_layer_norm(x, residual, *vectors)
+    for i in range(rows):
+        matches(got[i], cukern.layer_norm(x[i], *vectors))
+        matches(added[i], cukern.fused_add_layer_norm(x[i], residual[i], *vectors))
+
+
 def dealt_out(x: Array, threads: int) -> np.float32:
     """The sum of squares of a row in the order in which `threads` threads of the kernel add it up."""
     units = -(-len(x) // twin.EACH)
@@ -237,6 +332,9 @@ def test_heads_of_a_product_in_place() -> None:
 def test_nothing_to_normalize(put: Callable[[Any], Any], shape: tuple[int, ...]) -> None:
     x = put(np.zeros(shape, np.float32))
     assert cukern.rms_norm(x, None).shape == shape
+    assert cukern.layer_norm(x, None, None).shape == shape
+    both = put(np.zeros(shape, np.float32)), put(np.zeros(shape, np.float32))
+    assert cukern.fused_add_layer_norm(x, both[0], None, None, residual_out=both[1]).shape == shape
     cukern.fused_add_rms_norm(x, put(np.zeros(shape, np.float32)), None)
     assert to_numpy(cukern.rms_norm_quant(x, None, scale=0.5)[1]).tolist() == [0.5]
     assert cukern.rms_norm_quant(x, None, group_size=None)[1].shape == (*shape[:-1], 1)
@@ -246,7 +344,7 @@ def test_nothing_to_normalize(put: Callable[[Any], Any], shape: tuple[int, ...])
 # --- bad input ----------------------------------------------------------------------------------------
 
 X, WEIGHT = np.zeros((2, 3, 64), np.float32), np.zeros(64, np.float32)
-HALF = WEIGHT.astype(np.float16)
+HALF, WRITTEN = WEIGHT.astype(np.float16), X.copy()
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("rms_norm", {"input": [1.0]}, TypeError, "input must be an array (NumPy, CuPy, torch, or any with"),
     ("rms_norm", {"input": X.astype(int)}, TypeError, "input must be float32 or float16 or bfloat16, got int64"),
@@ -278,12 +376,34 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("rms_norm_quant", {"scale": 1.0, "out_s": WEIGHT}, ValueError, "out_s must be of shape [1] = [1], got [64]"),
     ("rms_norm_quant", {"group_size": None, "variant": "x"}, ValueError, "variant must be one of 'auto',"),
     ("fused_add_rms_norm_quant", {"residual": X[0]}, ValueError, "residual must be of shape [..., width] = [2, 3, 64]"),
+    ("layer_norm", {"input": X[..., ::2]}, ValueError, "input must be contiguous along its last dimension, got"),
+    ("layer_norm", {"bias": WEIGHT[:63]}, ValueError, "bias must be of shape [width] = [64], got [63]"),
+    ("layer_norm", {"bias": HALF}, TypeError, "bias must be float32, got float16"),
+    (
+        "layer_norm", {"input": X.astype(np.float16), "weight": HALF}, TypeError,
+        "bias must be float16, got float32",
+    ),
+    ("layer_norm", {"epsilon": -1.0}, ValueError, "epsilon must be a number of at least 0, got -1.0"),
+    ("layer_norm", {"out": X[0]}, ValueError, "out must be of shape [..., width] = [2, 3, 64], got [3, 64]"),
+    ("layer_norm", {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'specialized', 'dynamic',"),
+    ("fused_add_layer_norm", {"residual": X[:1]}, ValueError, "residual must be of shape [..., width] = [2, 3, 64]"),
+    ("fused_add_layer_norm", {"input_bias": HALF}, TypeError, "input_bias must be float32, got float16"),
+    ("fused_add_layer_norm", {"residual_out": X[0]}, ValueError, "residual_out must be of shape [..., width] ="),
+    (
+        "fused_add_layer_norm", {"residual_out": np.broadcast_to(X[:, :1], X.shape)}, ValueError,
+        "residual_out must be of rows that do not overlap",
+    ),
+    (
+        "fused_add_layer_norm", {"residual_out": WRITTEN, "out": WRITTEN}, ValueError,
+        "out must be another array than residual_out, got the same",
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "error", "message"), BAD)
 def test_bad_input_is_refused(name: str, change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {"input": X, "weight": WEIGHT} | ({"residual": X.copy()} if name.startswith("fused") else {})
+    arguments |= {"bias": WEIGHT} if name.endswith("layer_norm") else {}
     with pytest.raises(error, match=re.escape(message)):
         getattr(cukern, name)(**arguments | change)
 
@@ -309,6 +429,10 @@ def test_the_models_widths_are_specialized() -> None:
         for dtype in DTYPES:
             assert op._variant(op._Form(dtype, dtype), width, True, True).instance in listed
     assert op._variant(op._Form("bfloat16", "bfloat16", True), 7168, True, True).instance in op._kernel.at_import
+    assert {*op._layer_kernel.at_import} <= {*op._layer_kernel.specialized}
+    for width, dtype, add in itertools.product(op.SPECIALIZED_LAYER_NORM, DTYPES, (False, True)):
+        form = op._Form(dtype, dtype, add)
+        assert op._layer_variant(form, width, True, True).instance in op._layer_kernel.specialized
 
 
 def planned(name: str, *args: Any, **options: Any) -> Any:
@@ -344,6 +468,32 @@ def test_plans() -> None:
             planned("rms_norm", x[:, 1:65], None, variant=bad)
 
 
+def test_plans_of_layer_norm() -> None:
+    names = ("dtype", "weight", "add", "width", "threads", "items", "bytes", "block")
+
+    def found(*args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+        step = planned("fused_add_layer_norm" if len(args) == 4 else "layer_norm", *args, **options)
+        return step, dict(zip(names, step.variant.instance.arguments, strict=True))
+
+    x, vector = torch.zeros(64, 768, dtype=torch.float16), torch.zeros(768, dtype=torch.float16)
+    step, arguments = found(x, vector, vector)
+    assert (arguments["width"], arguments["bytes"], arguments["add"]) == (768, 16, "false")
+    assert int(step.grid[0]) == 8 and step.block == (256, 1, 1)
+    step, arguments = found(x, x, vector, vector, input_bias=vector)
+    assert (arguments["width"], arguments["add"], step.fields["residual_out"]) == (768, "true", None)
+    assert found(x, vector, None, variant="dynamic")[1]["width"] == 0
+    assert found(x, vector.float(), vector.float())[1]["weight"] == "float"
+    assert found(x, None, vector.float())[1]["weight"] == "float"
+    # One element at a time, whichever of the arrays is not aligned.
+    more = torch.zeros(769, dtype=torch.float16)[1:]
+    for vectors in ((more, None), (vector, more)):
+        assert found(x, *vectors)[1]["bytes"] == 2
+    assert found(x, x, vector, vector, input_bias=more)[1]["bytes"] == 2
+    assert found(x, torch.zeros(64, 769, dtype=torch.float16)[:, 1:], vector, vector)[1]["bytes"] == 2
+    with pytest.raises(ValueError, match="there is none for width 64"):
+        found(x[:, :64], None, None, variant="specialized")
+
+
 def test_rows_with_two_strides() -> None:
     product = torch.zeros(7, 8 * 128, dtype=torch.bfloat16)
     heads = product.view(7, 8, 128)
@@ -366,15 +516,17 @@ def rows_of(**given: Any) -> Any:
     def described(x: torch.Tensor) -> Description:
         return Description("bfloat16", x.shape, x.stride(), 16, Place(arrays.NUMPY, 0, None), 0, Guards())
 
-    return op._rows(**{name: None if x is None else described(x) for name, x in given.items()})
+    return parts.rows_of(**{name: None if x is None else described(x) for name, x in given.items()})
 
 
 @pytest.fixture
 def own_widths() -> Iterator[None]:
-    before = set(op._registered)
+    registries = op._registered, op._registered_layer_norm
+    before = [set(registered) for registered in registries]
     yield
-    op._registered.clear()
-    op._registered.update(before)
+    for registered, widths in zip(registries, before, strict=True):
+        registered.clear()
+        registered.update(widths)
     for name in op.__all__:
         OPS[name].forget()
 
@@ -385,6 +537,8 @@ def test_specialize_adds_a_width(own_widths: None) -> None:
     made = op.specialize(width=3072)
     assert planned("rms_norm", x, None).variant.instance in made
     assert arguments_of(planned("rms_norm", x, None, variant="specialized"))["width"] == 3072
+    assert planned("layer_norm", x, None, None, variant="specialized").variant.instance in made
+    assert planned("fused_add_layer_norm", x, x, None, None).variant.instance in made
     with pytest.raises(ValueError, match="width must be a multiple of 8, got 3001"):
         op.specialize(width=3001)
 
@@ -446,6 +600,80 @@ def test_the_kernel_is_the_twin(shape: tuple[int, ...], dtype: str, rng: np.rand
             cukern.fused_add_rms_norm(both[0].array, both[1].array, on_gpu, 1e-5, **options)
             matches(both[0].numpy(), added)
             matches(both[1].numpy(), total)
+
+
+LAYER_SHAPES = {**SHAPES, "BERT-base": (70, 768), "a specialized row": (1, 384)}
+
+
+def layer_variants_of(width: int) -> list[str]:
+    known = width in op.SPECIALIZED_LAYER_NORM
+    return ["auto", "scalar", *["dynamic"] * (width % 8 == 0), *["specialized"] * known]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", LAYER_SHAPES.values(), ids=LAYER_SHAPES)
+def test_the_kernel_of_layer_norm_is_the_twin(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> None:
+    width = shape[-1]
+    for weight_dtype in (dtype, "float32", None):
+        x, residual = (draw(rng, shape, dtype, special=True) for _ in range(2))
+        vectors, input_bias = vectors_of(rng, width, weight_dtype), weights(rng, width, weight_dtype and dtype)
+        on_gpu = [None if v is None else cupy.asarray(v) for v in (*vectors, input_bias)]
+        want, total = twin.layer_norm(x, *vectors, 1e-6), np.empty_like(x)
+        added = twin.fused_add_layer_norm(x, residual, *vectors, 1e-6, input_bias=input_bias, residual_out=total)
+        for variant in layer_variants_of(width) if weight_dtype == dtype else ["auto"]:
+            out, kept, given, other = (Buffer(shape, dtype) for _ in range(4))
+            assert cukern.layer_norm(cupy.asarray(x), *on_gpu[:2], 1e-6, out=out.array, variant=variant) is out.array
+            matches(out.numpy(), want)
+            given.array[...], other.array[...] = cupy.asarray(x), cupy.asarray(residual)
+            arguments = (given.array, other.array, *on_gpu[:2], 1e-6)
+            options: dict[str, Any] = {"input_bias": on_gpu[2], "variant": variant}
+            matches(cukern.fused_add_layer_norm(*arguments, **options), added)
+            cukern.fused_add_layer_norm(*arguments, **options, residual_out=kept.array, out=out.array)
+            matches(out.numpy(), added)
+            matches(kept.numpy(), total)
+            same_bits(given.numpy(), x)
+            # Written over what is read.
+            cukern.fused_add_layer_norm(*arguments, **options, residual_out=other.array, out=given.array)
+            matches(given.numpy(), added)
+            matches(other.numpy(), total)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("shape", [(5, 77), (3, 5, 64), (9, 768), (2, 9000)])
+def test_layer_norm_of_rows_apart_and_off_alignment(
+    shape: tuple[int, ...], dtype: str, rng: np.random.Generator
+) -> None:
+    x, residual, (weight, bias) = draw(rng, shape, dtype), draw(rng, shape, dtype), vectors_of(rng, shape[-1], dtype)
+    want, total = twin.layer_norm(x, weight, bias), np.empty_like(x)
+    added = twin.fused_add_layer_norm(x, residual, weight, bias, input_bias=bias, residual_out=total)
+    for skip, apart in ((0, 0), (1, 0), (0, 3), (0, 16)):
+        out = Buffer(shape, dtype, skip)
+        vectors = place(weight, skip), place(bias, skip)
+        cukern.layer_norm(place(x, skip, apart), *vectors, out=out.array)
+        matches(out.numpy(), want)
+        both = place(x, skip, apart), place(residual, 0, 2 * apart)
+        matches(cukern.fused_add_layer_norm(*both, *vectors, input_bias=place(bias), residual_out=both[1]), added)
+        matches(both[1], total)
+        same_bits(both[0], x)
+
+
+@pytest.mark.gpu
+@settings(max_examples=40)
+@given(
+    st.integers(1, 70), st.integers(1, 1500), st.sampled_from(DTYPES), st.booleans(), st.booleans(),
+    st.integers(0, 2**32),
+)  # fmt: skip
+def test_random_shapes_of_layer_norm(rows: int, width: int, dtype: str, eights: bool, special: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    width = width * 8 if eights else width
+    x, residual = (draw(rng, (rows, width), dtype, special) for _ in range(2))
+    vectors = vectors_of(rng, width, dtype)
+    on_gpu = [cupy.asarray(v) for v in (x, residual, *vectors)]
+    matches(cukern.layer_norm(on_gpu[0], *on_gpu[2:]), twin.layer_norm(x, *vectors))
+    matches(cukern.fused_add_layer_norm(*on_gpu), twin.fused_add_layer_norm(x, residual, *vectors))
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, metavar="K", help="of --sample, 0 for all tokens (default: the model's, else 50)")
     add("--top-p", type=float, metavar="P", help="of --sample")
     add("--seed", type=int, default=0, metavar="N", help="of --sample: line i draws by N + i (default: 0)")
-    add("--library", choices=("torch", "cupy", "numpy"), help="default: torch where it is installed, else numpy")
+    add("--library", choices=("torch", "cupy", "numpy"), help="default: torch where it is installed")
     add("--device", metavar="NAME", help="of torch, such as cpu (default: cuda where there is one); of cupy an index")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="default: that of the weights")
     parser.epilog = (
@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").splitlines()
-    except FileNotFoundError:
-        raise UserError(f"{path}: No such file or directory") from None
+        lines = path.read_bytes().decode().split("\n")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+    # The last line ends where the file does.
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
 @contextlib.contextmanager

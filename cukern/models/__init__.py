@@ -1,8 +1,11 @@
-"""Models over the ops: FasterTransformer's modules, as plain classes."""
+"""Transformer models made of the ops and of the array libraries' dense products."""
 
 from __future__ import annotations
 
 from cukern.models.decoder import Decoder
 from cukern.models.decoding import Decoding, Generated, Step
+from cukern.models.encoder import Encoder
+from cukern.models.encoder_weights import EncoderConfig
+from cukern.models.text import TextConfig, Tokenizer
 
-__all__ = ["Decoder", "Decoding", "Generated", "Step"]
+__all__ = ["Decoder", "Decoding", "Encoder", "EncoderConfig", "Generated", "Step", "TextConfig", "Tokenizer"]

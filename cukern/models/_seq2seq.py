@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.models._pieces import Pieces, Words
+from cukern.models._layers import Words
+from cukern.models._pieces import Pieces
 from cukern.models.decoder import Affine, Decoder
 from cukern.models.weights import Config, EncoderLayerWeights, Side, Weights
 from cukern.ops.embedding import embedding_lookup, embedding_lookup_sine_position_encoding
+from cukern.ops.moe_activation import add_bias_act
+from cukern.ops.norm import fused_add_layer_norm, layer_norm
 from cukern.runtime import arrays, check
 
 _EPSILON = 1e-5
@@ -74,7 +77,7 @@ class Seq2Seq:
         return int(self.weights.target.positions.shape[0])
 
     def _norm(self, x: Any, norm: Affine | None) -> Any:
-        return x if norm is None else self.pieces.layer_norm(x, norm.weight, norm.bias, _EPSILON)
+        return x if norm is None else layer_norm(x, *norm, _EPSILON)
 
     def _embed(self, side: Side, ids: Any, step: int, position_ids: Any = None) -> Any:
         table, positions = side.embeddings, side.positions
@@ -104,15 +107,16 @@ class Seq2Seq:
         attended = pieces.attention(pieces.linear(h, *layer.qkv), config.encoder_heads, words)
         x = self._add(attended, layer.out, x, layer.self_norm)
         h = self._norm(x, layer.final_norm) if before else x
-        up = pieces.bias_activation(pieces.linear(h, layer.up.weight), layer.up.bias, config.activation)
+        up = pieces.linear(h, layer.up.weight)
+        up = add_bias_act(up, layer.up.bias, config.activation, out=up)
         x = self._add(up, layer.down, x, layer.final_norm)
         return x.clip(-_LARGEST_HALF, _LARGEST_HALF) if self._is_clipped else x
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine) -> Any:
-        y = self.pieces.linear(term, product.weight)
         if self.config.family.normalize_before:
-            return self.pieces.add_bias(y, product.bias, residual)
-        return self.pieces.add_bias_layer_norm(y, product.bias, residual, norm.weight, norm.bias, _EPSILON)
+            return self.pieces.linear(term, *product) + residual
+        y = self.pieces.linear(term, product.weight)
+        return fused_add_layer_norm(y, residual, *norm, _EPSILON, input_bias=product.bias, out=y)
 
     # --- the decoder ------------------------------------------------------------------------------------
 

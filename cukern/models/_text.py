@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from cukern.models.weights import read_json
+from cukern.models.checkpoint import need, read_json
 
 _SENTENCEPIECE = ("source.spm", "target.spm", "vocab.json")
 _UNKNOWN, _END, _SPECIAL = "<unk>", "</s>", ("</s>", "<pad>", "<unk>")
@@ -24,14 +24,11 @@ class _Fast:
     """`tokenizer.json`, by the package tokenizers."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            raise ImportError(f"{path}: reading it needs a package: pip install tokenizers") from None
+        tokenizers = need("tokenizers", "reading texts")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no class of its own
-            raise ValueError(f"{path}: not a tokenizer ({error})") from None
+            raise ValueError(f"{path} is not a tokenizer: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cukern.models._pieces import ACTIVATIONS, pieces_of
+from cukern.models._pieces import pieces_of
 from cukern.ops.decoder_attention import cross_attention, masked_attention
+from cukern.ops.moe_activation import add_bias_act
+from cukern.ops.norm import fused_add_layer_norm, layer_norm
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 
 __all__ = ["Decoder", "DecoderWeights"]
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
 
 class Affine(NamedTuple):
@@ -41,7 +45,7 @@ class Decoder:
 
     with `normalize_before` (pre-norm: FasterTransformer's own, mBART), and without it (post-norm: Marian, BART) the
     norm of each sum in place of that of its term. The products are the array library's, the attention is
-    `cukern.masked_attention` and `cukern.cross_attention`.
+    `cukern.masked_attention` and `cukern.cross_attention`; a product's bias, the residual and the norm are one kernel.
 
     Args:
         weights: the layer's weights, of any of NumPy, CuPy and torch; they say where the layer runs.
@@ -124,18 +128,25 @@ class Decoder:
         q = pieces.linear(h, weights.cross_q.weight)
         attended = cross_attention(q, weights.cross_q.bias, key_memory, value_memory, memory_lengths)
         x, h = self._add(attended, weights.cross_out, x, weights.cross_norm, weights.final_norm)
-        up = pieces.bias_activation(pieces.linear(h, weights.up.weight), weights.up.bias, self.activation)
+        up = pieces.linear(h, weights.up.weight)
+        up = add_bias_act(up, weights.up.bias, self.activation, out=up)
         x, _ = self._add(up, weights.down, x, weights.final_norm, None)
         return x
 
     def _norm(self, x: Any, norm: Affine) -> Any:
-        return self._pieces.layer_norm(x, norm.weight, norm.bias, self.epsilon)
+        return layer_norm(x, *norm, self.epsilon)
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
         """The sum of the residual and the product of a term, and what the next part of the layer reads."""
-        y = self._pieces.linear(term, product.weight)
-        if not self.normalize_before:
-            x = self._pieces.add_bias_layer_norm(y, product.bias, residual, norm.weight, norm.bias, self.epsilon)
+        pieces, epsilon = self._pieces, self.epsilon
+        if self.normalize_before and next_norm is None:
+            x = pieces.linear(term, *product) + residual
             return x, x
-        x = self._pieces.add_bias(y, product.bias, residual)
-        return x, x if next_norm is None else self._norm(x, next_norm)
+        y = pieces.linear(term, product.weight)
+        if next_norm is not None and self.normalize_before:
+            weight, bias = next_norm
+            return y, fused_add_layer_norm(
+                y, residual, weight, bias, epsilon, input_bias=product.bias, residual_out=y
+            )  # fmt: skip
+        x = fused_add_layer_norm(y, residual, *norm, epsilon, input_bias=product.bias, out=y)
+        return x, x

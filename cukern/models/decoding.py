@@ -17,7 +17,7 @@ from cukern.models._search import Beams, Sampling, Search
 from cukern.models._seq2seq import Seq2Seq, read_source
 from cukern.models._steps import StepGraphs, watch
 from cukern.models.generation import Settings, defaults_of, settle
-from cukern.models.weights import choose_library, read_config, read_directory, read_weights
+from cukern.models.weights import read_config, read_directory, read_weights
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 
@@ -88,14 +88,14 @@ class Decoding:
         Args:
             path: of a model that `save_pretrained` wrote, or a snapshot of the Hugging Face Hub: `model.safetensors`,
                 its shards, or `pytorch_model.bin` (with torch).
-            library: "torch", "cupy" or "numpy"; None is torch where it is installed, else NumPy.
-            device: of torch by its name, by default "cuda" where there is one; of CuPy an index.
+            library: "torch", "cupy" or "numpy"; None is torch where it is installed, else CuPy where there is a GPU.
+            device: "cuda:1" and the like for torch, a number for CuPy; None is the current GPU, if there is one.
             dtype: "float32", "float16" or "bfloat16"; None is that of the file.
 
         Raises FileNotFoundError for what is missing, ImportError with the pip command for a package that is, and
         ValueError for another architecture or a key without weights.
         """
-        state, config, generation = read_directory(path, choose_library(library), device)
+        state, config, generation = read_directory(path, library, device)
         made = cls.from_state_dict(state, config, generation_config=generation, dtype=dtype)
         made.directory = Path(path)
         return made
@@ -175,7 +175,7 @@ class Decoding:
             empty = np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
             found: tuple[Any, ...] = (*empty, np.zeros(0, np.float32) if settings.beams > 1 else None)
         else:
-            with self._lock:
+            with self._lock, self._model.pieces.place():
                 search, graphs = self._search(settings, batch, int(source.lengths.max()))
                 search.start(source, seeds)
                 steps = _run(search, graphs, on_step, progress)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukern.models import checkpoint
 from cukern.models._pieces import Pieces, pieces_of
 from cukern.models.decoder import Affine, DecoderWeights
 from cukern.runtime import arrays, check
 
 DTYPES = ("float32", "float16", "bfloat16")
-LIBRARIES = ("torch", "cupy", "numpy")
 #: Activations by the names of transformers' configurations.
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -240,103 +240,26 @@ def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) ->
 # --- a directory ----------------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> Any:
-    """Raises FileNotFoundError, or ValueError for what is no JSON; both name the file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+def _read_pickle(file: Path, device: Any) -> dict[str, Any]:
+    """`pytorch_model.bin`, as older models have it, read as tensors alone."""
+    torch = checkpoint.need("torch", f"reading {file}")
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+        return torch.load(file, map_location=place, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file} is not a state dict: {str(error).splitlines()[0]}") from None
 
 
-def _missing(package: str, path: Path) -> ImportError:
-    return ImportError(f"{path}: reading it needs a package: pip install {package}")
-
-
-def _read_safetensors(path: Path, place: Callable[[Any], Any], framework: str) -> dict[str, Any]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise _missing("safetensors", path) from None
-    try:
-        with safe_open(path, framework) as tensors:
-            return {key: place(tensors.get_tensor(key)) for key in tensors.keys()}  # noqa: SIM118  (no mapping)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a safetensors file ({error})") from None
-
-
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise ImportError("library='torch' needs PyTorch: pip install torch") from None
-    return torch
-
-
-def choose_library(library: str | None) -> str:
-    """`library`, or for None torch where it is installed, else NumPy."""
-    if library is not None:
-        return check.one_of("library", library, LIBRARIES)
-    try:
-        _torch()
-    except ImportError:
-        return "numpy"
-    return "torch"
-
-
-def _placer(library: str, device: Any) -> Callable[[Any], Any]:
-    """A function that puts an array of the file where the model runs."""
-    if library == "torch":
-        torch = _torch()
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return lambda x: x.to(where)
-    if library == "numpy":
-        if device not in (None, "cpu"):
-            check.fail("device", "None or 'cpu' with library='numpy'", repr(device))
-        return lambda x: x
-    from cukern.runtime.cuda import cupy
-
-    if cupy is None:
-        raise ImportError("library='cupy' needs CuPy: pip install \"cukern[cuda13]\"")
-    index = check.integer("device", 0 if device is None else device, 0)
-
-    def put(x: Any) -> Any:
-        with cupy.cuda.Device(index):
-            return cupy.asarray(x)
-
-    return put
-
-
-def read_state(directory: Path, library: str, device: Any) -> dict[str, Any]:
-    """The state dict of `model.safetensors`, of its shards, or with torch of `pytorch_model.bin`.
-
-    Raises FileNotFoundError where there is none of them.
-    """
-    place, framework = _placer(library, device), "pt" if library == "torch" else "numpy"
-    whole, index, pickled = (
-        directory / name for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-    )
-    if whole.is_file():
-        return _read_safetensors(whole, place, framework)
-    if index.is_file():
-        state: dict[str, Any] = {}
-        for name in sorted({*read_json(index)["weight_map"].values()}):
-            state |= _read_safetensors(directory / name, place, framework)
-        return state
-    if pickled.is_file() and library == "torch":
-        return {key: place(x) for key, x in _torch().load(pickled, map_location="cpu", weights_only=True).items()}
-    if pickled.is_file():
-        raise ValueError(f"{pickled}: only library='torch' reads this format; save the model as model.safetensors")
-    raise FileNotFoundError(f"{directory}: no model.safetensors, model.safetensors.index.json or pytorch_model.bin")
-
-
-def read_directory(path: str | Path, library: str, device: Any) -> tuple[dict[str, Any], Any, Any]:
+def read_directory(path: str | Path, library: str | None, device: Any) -> tuple[dict[str, Any], Any, Any]:
     """The state dict, `config.json`, and `generation_config.json` or None."""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{directory}: no such directory")
-    config = read_json(directory / "config.json")
+    library, folder = checkpoint.choose_library(library), checkpoint.directory(path)
+    config = checkpoint.read_config(folder)
     read_config(config)
-    generation = directory / "generation_config.json"
-    return read_state(directory, library, device), config, read_json(generation) if generation.is_file() else None
+    generation = folder / "generation_config.json"
+    pickled = folder / "pytorch_model.bin"
+    only_pickled = pickled.is_file() and not [*folder.glob("model.safetensors*")]
+    if only_pickled and library == "torch":
+        state = _read_pickle(pickled, device)
+    else:
+        state = checkpoint.read_weights(folder, library, device)
+    return state, config, checkpoint.read_json(generation) if generation.is_file() else None

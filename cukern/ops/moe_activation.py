@@ -1,4 +1,4 @@
-"""The gated activation between the two projections of a feed-forward layer."""
+"""The activation between the two products of a feed-forward layer: with a gate, or with a bias."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cukern.reference import moe_activation as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
-from cukern.runtime.describe import Array, Result, dtype_name, expect_array
+from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div
 from cukern.runtime.op import op
@@ -17,6 +17,8 @@ from cukern.runtime.rows import rows_of, tile
 from cukern.runtime.units import divisor
 
 __all__ = [
+    "add_bias_act",
+    "bias_gelu",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "moe_activation",
@@ -28,8 +30,15 @@ __all__ = [
 DTYPES = ("float32", "float16", "bfloat16")
 #: "vector": 16 bytes at a time; "scalar": one element.
 VARIANTS = ("auto", "vector", "scalar")
-_kernel = Kernel("moe_activation", "moe_activation")
+#: Activations without a gate, and their names in the kernel.
+WITH_BIAS = {"gelu": "GELU", "gelu_tanh": "GELU_TANH", "silu": "SILU", "relu": "RELU"}
+#: The names that `torch.nn.functional.gelu` has for two of them.
+_APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
+
+_kernel = Kernel("moe_activation/moe_activation", "moe_activation")
+_bias_kernel = Kernel("moe_activation/add_bias_act", "add_bias_act")
 _ITEMS = 2
+_ROWS = 2  # per thread, which share a unit of the bias
 
 
 def _variant(dtype: str, activation: int, width: int) -> Variant:
@@ -41,6 +50,14 @@ _kernel.at_import = [_variant("bfloat16", activations.number("silu"), 16).instan
 _kernel.specialized = [
     _variant(dtype, activations.number(name), 16).instance for name in activations.ACTIVATIONS for dtype in DTYPES
 ]
+
+
+def _bias_variant(dtype: str, activation: str, width: int) -> Variant:
+    return _bias_kernel.variant(arrays.CUDA_TYPE[dtype], WITH_BIAS[activation], width, _ROWS)
+
+
+_bias_kernel.at_import = [_bias_variant("float16", "gelu", 16).instance]
+_bias_kernel.specialized = [_bias_variant(dtype, name, 16).instance for name in WITH_BIAS for dtype in DTYPES]
 
 
 def check_halves(name: str, array: Array) -> int:
@@ -164,3 +181,95 @@ def swigluoai_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
 def relu2_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """`moe_activation` with "relu2"."""
     return moe_activation(x, "relu2", out=out)
+
+
+# --- with a bias --------------------------------------------------------------------------------------
+
+
+def _as_given(x: Any, *_: Any, **__: Any) -> Result:
+    return Result(x.shape, dtype_name(x), "[..., inter]")
+
+
+@op(
+    twin.add_bias_act,
+    "add_bias_act(Tensor x, Tensor? bias, str activation='gelu', *, str variant='auto') -> (Tensor activated)",
+    _as_given,
+    rows={"rows": ("x", "out")},
+)
+def add_bias_act(
+    x: AnyArray, bias: AnyArray | None, activation: str = "gelu", *, out: AnyArray | None = None, variant: str = "auto"
+) -> AnyArray:
+    """Add the bias of a product to its rows, and activate the sums z = x + bias:
+
+        gelu        z * (1 + erf(z / sqrt(2))) / 2
+        gelu_tanh   z * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 * z**3))) / 2
+        silu        z * sigmoid(z)
+        relu        max(z, 0)
+
+    These are the activations of encoders and of decoders without a gate: BERT has gelu, GPT-2 gelu_tanh, Marian silu.
+
+    Args:
+        x: [..., inter], float32, float16 or bfloat16; rows may be strided, with one stride for all.
+        bias: [inter], in the dtype of `x`; None: 0.
+        activation: one of the names above.
+        out: an array to write into and return; may be `x` itself.
+        variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
+            the same bits.
+
+    Returns:
+        [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once. In
+        float32, gelu is good to a few units in the last place also where it is near 0. NaN stays NaN. Arrays in host
+        memory go through the NumPy twin.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+
+    The name is that of FasterTransformer's kernel.
+    """
+    check.one_of("activation", activation, WITH_BIAS)
+    expect_array("x", x, DTYPES)
+    rows = rows_of("x", x)
+    if bias is not None:
+        expect("bias", bias, x, "x", (x.dtype,), (rows.size,), "[inter]")
+    out = outputs(out, x, "x", _as_given(x))
+    if x.on_host:
+        return run_twin(variant, VARIANTS)
+    check.one_of("variant", variant, VARIANTS)
+    if rows.total == 0 or rows.size == 0:
+        return out
+    alignment = min(array.alignment for array in (x, bias, out) if array is not None)
+    wide = alignment == 16 and (rows.size | rows.distance) * x.item_size % 16 == 0
+    if variant == "vector" and not wide:
+        check.fail("variant", "'auto' or 'scalar' here", "'vector': rows of x or out, or bias, are not 16-byte aligned")
+    width = 16 if wide and variant != "scalar" else x.item_size
+    plan = tile(rows.size * x.item_size // width, 1)
+    launch(
+        _bias_variant(x.dtype, activation, width),
+        (ceil_div(rows.total, plan.rows * _ROWS), plan.chunks),
+        plan.threads,
+        x=x,
+        bias=bias,
+        out=out,
+        x_stride=rows.distance * x.item_size,
+        rows=rows.total,
+        **plan.fields,
+    )
+    return out
+
+
+@op(
+    twin.bias_gelu,
+    "bias_gelu(Tensor x, Tensor? bias, *, str approximate='none') -> (Tensor activated)",
+    _as_given,
+    rows={"rows": ("x", "out")},
+)
+def bias_gelu(
+    x: AnyArray, bias: AnyArray | None, *, approximate: str = "none", out: AnyArray | None = None
+) -> AnyArray:
+    """`add_bias_act` with "gelu", or with "gelu_tanh" where `approximate` is "tanh".
+
+    `approximate` has the meaning and the values of `torch.nn.functional.gelu`'s.
+    """
+    check.one_of("approximate", approximate, _APPROXIMATE)
+    return add_bias_act(x, bias, _APPROXIMATE[approximate], out=out)

@@ -1,35 +1,38 @@
-"""RMS norm of rows, with a residual added before it and FP8 quantization after it."""
+"""RMS norm and layer norm of rows, with a residual added before; RMS norm with FP8 quantization after it."""
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any, NamedTuple
 
+from cukern.ops import _norm as parts
+from cukern.ops._norm import DTYPES, VARIANTS
 from cukern.reference import norm as twin
 from cukern.reference.quantization import SMALLEST, SMALLEST_FP8
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.compile import Instance
-from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, same_shape
+from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array
 from cukern.runtime.fp8 import scale_of
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import late
+from cukern.runtime.late import checked
 from cukern.runtime.op import OPS, op
 from cukern.runtime.plan import launch, outputs, run_twin
-from cukern.runtime.rows import MAX_ROW, MAX_ROWS
-from cukern.runtime.units import divisor
+from cukern.runtime.rows import MAX_ROW
 
-__all__ = ["fused_add_rms_norm", "fused_add_rms_norm_quant", "rms_norm", "rms_norm_quant"]
+__all__ = [
+    "fused_add_layer_norm",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_quant",
+    "layer_norm",
+    "rms_norm",
+    "rms_norm_quant",
+]
 
-DTYPES = ("float32", "float16", "bfloat16")
-#: "specialized" has a fixed width and "dynamic" takes any; both load 16 bytes at a time, "scalar" one element.
-VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 FP8 = "float8_e4m3fn"
 #: Columns that share a scale: those of a few lanes of a warp.
 GROUPS = (32, 64, 128)
 
-#: Widths with variants of their own; those of heads and latents have no residual.
+#: Widths with variants of their own of RMS norm; those of heads and latents have no residual.
 SPECIALIZED_HEADS = [
     128,  # the heads of q and k in Qwen3
     512,  # DeepSeek-V3's kv_a
@@ -43,11 +46,16 @@ SPECIALIZED = [
     7168,  # DeepSeek-V3, Kimi-K2
     8192,  # Llama-3-70B
 ]
+#: The same of layer norm.
+SPECIALIZED_LAYER_NORM = [
+    384,  # all-MiniLM-L6, BGE-small, E5-small
+    512,  # Marian (opus-mt), T5-small's sizes
+    768,  # BERT-base, RoBERTa-base, DistilBERT, all-mpnet, BART-base, BGE-base, E5-base
+    1024,  # BERT-large, XLM-R-large, BART-large, BGE-large, E5-large
+]
 
-_kernel = Kernel("norm", "rms_norm", compile_s=0.8)
-_WARP = 32
-_NARROW_THREADS = 256  # threads of a block where a row has at most a warp
-_ITEMS = 4  # units per thread, where a row has more than a warp
+_kernel = Kernel("norm/rms_norm", "rms_norm", compile_s=0.8)
+_layer_kernel = Kernel("norm/layer_norm", "layer_norm")
 
 
 class _Form(NamedTuple):
@@ -60,23 +68,8 @@ class _Form(NamedTuple):
     group: int = 0
 
 
-class _Tile(NamedTuple):
-    """The threads of a variant."""
-
-    threads: int  # per row
-    items: int  # units that a thread keeps in registers
-    block: int  # threads per block
-
-
-def _tile(form: _Form, width: int, fixed: bool, wide: bool) -> _Tile:
-    units = max(1, -(-width // twin.EACH))
-    if units > twin.COLUMNS:
-        # Elements that are loaded one by one take a register each, as float32 does.
-        return _Tile(twin.COLUMNS, 2 if wide and arrays.ITEM_SIZE[form.dtype] == 2 else 1, twin.COLUMNS)
-    columns = 1 << (units - 1).bit_length()
-    threads = columns // 2 if columns <= 2 * _WARP else max(columns // _ITEMS, _WARP)
-    threads = max(threads, form.group // twin.EACH, 1)
-    return _Tile(threads, -(-(units if fixed else columns) // threads), threads if threads > _WARP else _NARROW_THREADS)
+def _tile(form: _Form, width: int, fixed: bool, wide: bool) -> parts.Tile:
+    return parts.tile(form.dtype, width, fixed, wide, form.group)
 
 
 def _variant(form: _Form, width: int, fixed: bool, wide: bool) -> Variant:
@@ -95,36 +88,63 @@ def _variant(form: _Form, width: int, fixed: bool, wide: bool) -> Variant:
     )
 
 
+def _layer_variant(form: _Form, width: int, fixed: bool, wide: bool) -> Variant:
+    tile = _tile(form, width, fixed, wide)
+    return _layer_kernel.variant(
+        arrays.CUDA_TYPE[form.dtype],
+        arrays.CUDA_TYPE[form.weight_dtype],
+        str(form.add).lower(),
+        width if fixed else 0,
+        tile.threads,
+        tile.items,
+        16 if wide else arrays.ITEM_SIZE[form.dtype],
+        tile.block,
+    )
+
+
 _registered: set[int] = set()
+_registered_layer_norm: set[int] = set()
+_BOTH = (False, True)  # without a residual, and with one
 
 
-def _variants(width: int, dtype: str, adds: tuple[bool, ...] = (False, True)) -> list[Instance]:
+def _variants(width: int, dtype: str, adds: tuple[bool, ...] = _BOTH) -> list[Instance]:
     return [_variant(_Form(dtype, dtype, add), width, True, True).instance for add in adds]
 
 
+def _layer_variants(width: int, dtype: str) -> list[Instance]:
+    return [_layer_variant(_Form(dtype, dtype, add), width, True, True).instance for add in _BOTH]
+
+
 def _list_instances() -> None:
-    adds = dict.fromkeys(SPECIALIZED_HEADS, (False,)) | dict.fromkeys(SPECIALIZED, (False, True))
+    adds = dict.fromkeys(SPECIALIZED_HEADS, (False,)) | dict.fromkeys(SPECIALIZED, _BOTH)
     _registered.update(adds)
     # Other dtypes, weights of float32, FP8 and other widths are compiled at their first use.
     _kernel.at_import = [x for width in adds for x in _variants(width, "bfloat16", adds[width])]
     fp8 = [
         _Form("bfloat16", "bfloat16", add, result, group)
-        for add in (False, True)
+        for add in _BOTH
         for result, group in (("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 128))
     ]
+    dynamic = [(_Form(x, x, add), width, False, True) for x in DTYPES for width in (64, 8192, 65536) for add in _BOTH]
     _kernel.specialized = [
         *(x for dtype in DTYPES for width in adds for x in _variants(width, dtype, adds[width])),
         *(_variant(form, 7168, True, True).instance for form in fp8),
-        *(_variant(_Form(x, x, add), width, False, True).instance
-          for x in DTYPES for width in (64, 8192, 65536) for add in (False, True)),
-    ]  # fmt: skip
+        *(_variant(*choice).instance for choice in dynamic),
+    ]
+    _registered_layer_norm.update(SPECIALIZED_LAYER_NORM)
+    # The two widths of most encoders, in the dtype that they run in.
+    _layer_kernel.at_import = [x for width in (384, 768) for x in _layer_variants(width, "float16")]
+    _layer_kernel.specialized = [
+        *(x for dtype in DTYPES for width in SPECIALIZED_LAYER_NORM for x in _layer_variants(width, dtype)),
+        *(_layer_variant(*choice).instance for choice in dynamic),
+    ]
 
 
 _list_instances()
 
 
 def specialize(*, width: int, dtype: str = "bfloat16") -> list[Instance]:
-    """Give a width variants of its own in this process and say which; see `cukern.specialize`.
+    """Give a width variants of its own of both norms, in this process, and say which; see `cukern.specialize`.
 
     Raises ValueError for a width that is not a multiple of 8.
     """
@@ -133,75 +153,17 @@ def specialize(*, width: int, dtype: str = "bfloat16") -> list[Instance]:
     if width % twin.EACH:
         check.fail("width", f"a multiple of {twin.EACH}", width)
     _registered.add(width)
+    _registered_layer_norm.add(width)
     for name in __all__:
         OPS[name].forget()
-    return _variants(width, dtype)
+    return _variants(width, dtype) + _layer_variants(width, dtype)
 
 
-# --- rows ---------------------------------------------------------------------------------------------
-
-
-class _Rows(NamedTuple):
-    """Arrays [..., width] as rows [outer, inner, width] with two strides."""
-
-    total: Any  # outer * inner
-    inner: int
-    strides: list[tuple[int, int] | None]  # of each array, outer and inner, in elements
-
-
-def _common_stride(lengths: tuple[Any, ...], strides: tuple[int, ...]) -> int | None:
-    """The stride of dimensions taken as one; None if they cannot be."""
-    common, span = 0, None
-    for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
-        if type(length) is int and length == 1:
-            continue
-        if span is None:
-            common = stride
-        elif stride != span:
-            return None
-        span = stride * length
-    return common
-
-
-def _rows(**given: Array | None) -> _Rows:
-    """The rows of arrays of one shape. Raises ValueError where two strides are not enough."""
-    first = next(array for array in given.values() if array is not None)
-    lengths = first.shape[:-1]
-    total = lengths[0] if len(lengths) == 1 else functools.reduce(operator.mul, lengths, 1)
-    found: list[tuple[int, int] | None]
-    for split in range(len(lengths), 0, -1) if lengths else (0,):
-        found = []
-        for array in given.values():
-            if array is None:
-                found.append(None)
-                continue
-            halves = (0, split), (split, len(lengths))
-            parts = [_common_stride(lengths[i:j], array.strides[i:j]) for i, j in halves]
-            if None in parts:
-                break
-            found.append((parts[0], parts[1]))  # type: ignore[arg-type]
-        if len(found) == len(given):
-            return _Rows(total, functools.reduce(operator.mul, lengths[split:], 1), found)
-    name, array = next((name, x) for name, x in given.items() if x is not None and not x.is_contiguous)
-    wanted = "of rows with at most two strides, and those over the same dimensions as in the other arrays"
-    check.fail(name, wanted, f"strides {array.strides}")
-
-
-def _expect_rows(name: str, array: Array, written: bool = False) -> None:
-    """Raises ValueError unless each row is contiguous and, if they are written, no two rows overlap."""
-    width, strides = array.shape[-1], array.strides
-    apart = strides[-1] != 1 and width > 1
-    overlap = written and any(abs(x) < width and n != 1 for x, n in zip(strides[:-1], array.shape[:-1], strict=True))
-    if (apart or overlap) and all(n != 0 for n in array.shape):  # the strides of an empty array mean nothing
-        wanted = "contiguous along its last dimension" if apart else "of rows that do not overlap"
-        check.fail(name, wanted, f"strides {strides} (in elements)")
-
-
-# --- the launch ---------------------------------------------------------------------------------------
+# --- RMS norm -----------------------------------------------------------------------------------------
 
 
 class _Norm(NamedTuple):
-    """The checked arguments of a norm."""
+    """The checked arguments of an RMS norm."""
 
     input: Array
     residual: Array | None
@@ -217,90 +179,38 @@ class _Norm(NamedTuple):
         """Write the norm to `out` and, if quantized, its scales to `scales`; `scale` is a given one."""
         weight_dtype = self.input.dtype if self.weight is None else self.weight.dtype
         form = _Form(self.input.dtype, weight_dtype, self.residual is not None, result, group)
-        total, inner, strides = _rows(input=self.input, residual=self.residual, out=out)
-        if total > MAX_ROWS:
-            check.fail("input", f"of at most {MAX_ROWS} rows", total)
-        if (total == 0 or self.width == 0) and result == "PLAIN":
+        layout = parts.layout(self.width, (self.weight,), input=self.input, residual=self.residual, out=out)
+        if (layout.total == 0 or self.width == 0) and result == "PLAIN":
             return
-        fields: list[Any] = []
-        wide = self.width % twin.EACH == 0 and (self.weight is None or self.weight.alignment == 16)
-        for array, apart in zip((self.input, self.residual, out), strides, strict=True):
-            if array is None or apart is None:
-                fields.append(None)
-                continue
-            unit, between = twin.EACH if array.item_size == 1 else 16, [x * array.item_size for x in apart]
-            wide = wide and array.alignment >= unit and all(x % unit == 0 for x in between)
-            fields.append((array, *between))
-        choice = form, self.width, self._is_fixed(wide), wide and self.variant != "scalar"
+        fixed = parts.is_fixed(self.variant, self.width, layout.wide, _registered)
+        choice = form, self.width, fixed, layout.wide and self.variant != "scalar"
         tile = _tile(*choice)
         launch(
             _variant(*choice),
-            late(_blocks, total, tile.block // tile.threads),
+            parts.blocks(layout.total, tile),
             tile.block,
-            x=fields[0],
-            residual=fields[1],
-            out=fields[2],
             weight=self.weight,
             scales=scales,
             scale=scale,
-            rows=total,
-            inner=inner,
-            by_inner=divisor(max(inner, 1)),
-            width=self.width,
-            per_width=1 / max(self.width, 1),
             epsilon=self.epsilon,
             offset=self.weight_offset,
             smallest=float(SMALLEST if result == "BY_GROUP" else SMALLEST_FP8),
+            **layout.fields,
         )
-
-    def _is_fixed(self, wide: bool) -> bool:
-        """Whether the variant has a fixed width. Raises ValueError for a variant that there is not."""
-        known = wide and self.width in _registered
-        if self.variant == "specialized" and not known:
-            why = f"there is none for width {self.width}, or rows are not 16-byte aligned (cukern.specialize adds one)"
-            check.fail("variant", "'auto', 'dynamic' or 'scalar' here", f"'specialized': {why}")
-        if self.variant == "dynamic" and not wide:
-            why = f"rows or the weight are not 16-byte aligned, or width is not a multiple of {twin.EACH}"
-            check.fail("variant", "'auto' or 'scalar' here", f"'dynamic': {why}")
-        return known and self.variant in ("auto", "specialized")
-
-
-def _blocks(rows: int, rows_of_block: int) -> int:
-    return max(1, -(-rows // rows_of_block))
 
 
 def _check(
     input: Any, residual: Any, weight: Any, epsilon: float, weight_offset: float, variant: str, adds: bool
 ) -> _Norm:
-    """Check the arguments that all norms have."""
+    """Check the arguments that all RMS norms have."""
     expect_array("input", input, DTYPES)
-    if not input.shape:
-        check.dimensions("input", input.shape, ("...", "width"))
-    width = int(input.shape[-1])
-    if width > MAX_ROW:
-        check.fail("input", f"of rows of at most {MAX_ROW} elements", width)
-    _expect_rows("input", input)
+    width = parts.width_of("input", input)
     if adds:
-        _expect_like("residual", residual, input)
+        parts.expect_like("residual", residual, input)
     if weight is not None:
         expect("weight", weight, input, "input", dict.fromkeys((input.dtype, "float32")), (width,), "[width]")
-    if check.number("epsilon", epsilon) < 0:
-        check.fail("epsilon", "a number of at least 0", epsilon)
-    epsilon, offset = float(epsilon), check.number("weight_offset", weight_offset)
+    epsilon, offset = parts.expect_epsilon(epsilon), check.number("weight_offset", weight_offset)
     return _Norm(input, residual if adds else None, weight, epsilon, offset, width, variant)
-
-
-def _expect_like(name: str, array: Any, input: Array) -> Array:
-    """Check an array that is written, of the shape and dtype of `input`."""
-    expect_place(name, array, input, "input")
-    check.dtype(name, array.dtype, (input.dtype,))
-    if not same_shape(array, input.shape):
-        check.shape(name, array.shape, input.shape, "[..., width]")
-    _expect_rows(name, array, written=True)
-    return array
-
-
-# --- the functions ------------------------------------------------------------------------------------
 
 
 def _normalized(input: Any, *_: Any, **__: Any) -> Result:
@@ -356,7 +266,7 @@ def rms_norm(
         if input.on_host:
             return run_twin(variant, VARIANTS)
     else:
-        _expect_like("out", out, input)
+        parts.expect_like("out", out, input)
         if input.on_host:
             run_twin(variant, VARIANTS)
             return out
@@ -399,7 +309,7 @@ def fused_add_rms_norm(
     The function, its arguments and their order are vLLM's `fused_add_rms_norm`.
     """
     norm = _check(input, residual, weight, epsilon, weight_offset, variant, True)
-    _expect_rows("input", input, written=True)
+    parts.expect_rows("input", input, written=True)
     if input.on_host:
         run_twin(variant, VARIANTS)
         return input, residual
@@ -520,3 +430,163 @@ def fused_add_rms_norm_quant(
     return _quantize(
         _check(input, residual, weight, epsilon, weight_offset, variant, True), group_size, scale, out_q, out_s
     )
+
+
+# --- layer norm ---------------------------------------------------------------------------------------
+
+
+def _layer_norm(
+    input: Any, vectors: dict[str, Any], epsilon: float, out: Any, variant: str, residual: Any = None, kept: Any = None
+) -> Any:
+    """Check the arguments and launch; `vectors` are weight, bias and input_bias, `kept` is where the sum goes."""
+    expect_array("input", input, DTYPES)
+    width = parts.width_of("input", input)
+    adds = "input_bias" in vectors
+    if adds:
+        parts.expect_like("residual", residual, input, written=False)
+    weight, bias, input_bias = (vectors.get(name) for name in ("weight", "bias", "input_bias"))
+    weight_dtypes = tuple(dict.fromkeys((input.dtype, "float32")))
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            expect(name, vector, input, "input", weight_dtypes, (width,), "[width]")
+            weight_dtypes = (vector.dtype,)
+    if input_bias is not None:
+        expect("input_bias", input_bias, input, "input", (input.dtype,), (width,), "[width]")
+    epsilon = parts.expect_epsilon(epsilon)
+    if kept is not None:
+        parts.expect_like("residual_out", kept, input)
+    if out is not None:
+        parts.expect_like("out", out, input)
+        if kept is not None:
+            checked(_expect_apart, out.address, kept.address, input.size)
+    given = out
+    if out is None:
+        out = outputs(None, input, "input", _normalized(input))
+    if input.on_host:
+        run_twin(variant, VARIANTS)
+        return given
+    check.one_of("variant", variant, VARIANTS)
+    layout = parts.layout(
+        width, (weight, bias, input_bias), input=input, residual=residual, residual_out=kept, out=out
+    )  # fmt: skip
+    if layout.total == 0 or width == 0:
+        return out
+    form = _Form(input.dtype, weight_dtypes[0], adds)
+    fixed = parts.is_fixed(variant, width, layout.wide, _registered_layer_norm)
+    choice = form, width, fixed, layout.wide and variant != "scalar"
+    tile = _tile(*choice)
+    launch(
+        _layer_variant(*choice),
+        parts.blocks(layout.total, tile),
+        tile.block,
+        input_bias=input_bias,
+        weight=weight,
+        bias=bias,
+        epsilon=epsilon,
+        **layout.fields,
+    )
+    return out
+
+
+def _expect_apart(out: int, residual_out: int, size: int) -> None:
+    if out == residual_out and size:
+        check.fail("out", "another array than residual_out", "the same")
+
+
+@op(
+    twin.layer_norm,
+    "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float epsilon=1e-05, *, str variant='auto') "
+    "-> (Tensor normalized)",
+    _normalized,
+    rows={"rows": ("input", "out")},
+)
+def layer_norm(
+    input: AnyArray,
+    weight: AnyArray | None,
+    bias: AnyArray | None,
+    epsilon: float = 1e-5,
+    *,
+    out: AnyArray | None = None,
+    variant: str = "auto",
+) -> AnyArray:
+    """Shift and scale rows to mean 0 and variance 1, multiply them by a weight and add a bias.
+
+        out = (input - mean(input)) / sqrt(var(input) + epsilon) * weight + bias
+
+    Layer Normalization (Ba, Kiros and Hinton, 2016). The mean and the variance, which is that of a population, are
+    found in two passes over the registers, with Chan, Golub and LeVeque's correction of the mean's rounding (1983): a
+    row whose mean is large beside its deviation keeps its digits, and one of equal numbers becomes the bias.
+
+    Args:
+        input: [..., width], float32, float16 or bfloat16; rows as `rms_norm` takes them.
+        weight, bias: [width], both in the dtype of `input` or both in float32; None: 1 and 0.
+        epsilon: at least 0. BERT has 1e-12, most others 1e-5.
+        out: an array to write into and return, with strides as `input` may have them; may be `input` itself.
+        variant: "auto", or a kernel by name: "specialized" (a width of `cukern.ops.norm.SPECIALIZED_LAYER_NORM` or
+            added by `cukern.specialize`), "dynamic" (any multiple of 8, from aligned rows) or "scalar". All give the
+            same bits.
+
+    Returns:
+        [..., width], in the dtype and library and on the device of `input`, computed in float32 and rounded once, at
+        the end. The bits of a row do not depend on the other rows. A row with NaN or an infinity becomes NaN, as does
+        one whose sum overflows float32; where only the sum of squares overflows, the row becomes the bias. Arrays in
+        host memory go through the NumPy twin.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
+
+    The arguments are those of `torch.nn.functional.layer_norm`, whose `normalized_shape` is [width] here.
+    """
+    return _layer_norm(input, {"weight": weight, "bias": bias}, epsilon, out, variant)
+
+
+@op(
+    twin.fused_add_layer_norm,
+    "fused_add_layer_norm(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, float epsilon=1e-05, *, "
+    "Tensor? input_bias=None, Tensor(a!)? residual_out=None, str variant='auto') -> (Tensor normalized)",
+    _normalized,
+    rows={"rows": ("input", "residual", "residual_out", "out")},
+)
+def fused_add_layer_norm(
+    input: AnyArray,
+    residual: AnyArray,
+    weight: AnyArray | None,
+    bias: AnyArray | None,
+    epsilon: float = 1e-5,
+    *,
+    input_bias: AnyArray | None = None,
+    residual_out: AnyArray | None = None,
+    out: AnyArray | None = None,
+    variant: str = "auto",
+) -> AnyArray:
+    """`layer_norm` of a sum: the end of a layer's product, with its bias and its residual, in one kernel.
+
+        sum          = input + input_bias + residual, added up in float32 from the left and rounded to the dtype
+        residual_out = sum, if it is given
+        out          = layer_norm(sum, weight, bias, epsilon)
+
+    The norm is that of the rounded sum, whether that is kept or not: the bits are those of the two steps.
+
+    A model with its norms after the sums (BERT, BART, Marian) needs the result alone: `out` is the input of the next
+    product and the residual of the next sum. One with its norms before the products (GPT-2, ViT) goes on with the sum:
+    there `residual_out` is the residual of the next sum.
+
+    Args:
+        input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them.
+        weight, bias, epsilon, variant: as in `layer_norm`.
+        input_bias: [width], in the dtype of `input`, such as the bias of the product that gave it; None: none.
+        residual_out: an array to write the sum into; may be `input` or `residual` itself. None: it is not kept.
+        out: an array to write into and return; may be `input` or `residual` itself, but not `residual_out`.
+
+    Returns:
+        [..., width], as `layer_norm` does.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
+
+    FasterTransformer's `add_bias_input_layernorm` is this with `out` in place of `input`.
+    """
+    vectors = {"weight": weight, "bias": bias, "input_bias": input_bias}
+    return _layer_norm(input, vectors, epsilon, out, variant, residual, residual_out)

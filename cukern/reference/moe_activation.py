@@ -1,4 +1,4 @@
-"""The activations of a gated feed-forward layer, in NumPy.
+"""The activations of a feed-forward layer, with a gate or with a bias, in NumPy.
 
 The arguments are those of `cukern.ops.moe_activation`, already checked there.
 """
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 _erf = np.vectorize(math.erf, otypes=[np.float32])
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def activate(name: str, gate: Array, up: Array) -> Array:
@@ -81,3 +82,27 @@ def swigluoai_and_mul(x: Array, *, out: Array | None = None) -> Array:
 def relu2_and_mul(x: Array, *, out: Array | None = None) -> Array:
     """See `cukern.relu2_and_mul`."""
     return moe_activation(x, "relu2", out=out)
+
+
+def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Array:
+    """See `cukern.add_bias_act`. The sums are of float32; their activation is computed in float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = x.astype(np.float32)
+        if bias is not None:
+            z = z + bias.astype(np.float32)
+        wide = z.astype(np.float64)
+        if activation == "gelu":
+            # erfc loses no digits where erf is near -1.
+            y = 0.5 * wide * _erfc(wide * -math.sqrt(0.5))
+        elif activation == "gelu_tanh":
+            y = wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+        elif activation == "silu":
+            y = wide / (1 + np.exp(-wide))
+        else:
+            y = np.maximum(wide, 0)
+        return y.astype(x.dtype)
+
+
+def bias_gelu(x: Array, bias: Array | None, *, approximate: str = "none") -> Array:
+    """See `cukern.bias_gelu`."""
+    return add_bias_act(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")

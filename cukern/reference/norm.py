@@ -1,4 +1,4 @@
-"""RMS norm, in NumPy. The arguments are those of `cukern.ops.norm`, already checked there.
+"""RMS norm and layer norm, in NumPy. The arguments are those of `cukern.ops.norm`, already checked there.
 
 All is float32 in IEEE arithmetic, in the order that is written here: the kernels give the same bits.
 """
@@ -18,23 +18,27 @@ Array = NDArray[Any]
 EACH, COLUMNS = 8, 1024
 
 
-def sum_of_squares(x: Array) -> Array:
-    """The sum of the squares of float32 numbers along the last axis, which stays with size 1.
+def folded_sum(x: Array) -> Array:
+    """The sum of float32 numbers along the last axis, which stays with size 1.
 
-    The squares of each unit of 8 elements are added up one after the other; then, one after the other, the sums of
-    units that are 1024 units apart; then the second half of the sums is added to the first half, until one is left.
+    The 8 elements of each unit are added up one after the other; then, one after the other, the sums of units that are
+    1024 units apart; then the second half of the sums is added to the first half, until one is left.
     """
     units = max(-(-x.shape[-1] // EACH), 1)
     columns = min(1 << (units - 1).bit_length(), COLUMNS)
     turns = -(-units // columns)
-    squares = np.zeros((*x.shape[:-1], turns * columns * EACH), np.float32)
-    squares[..., : x.shape[-1]] = x * x
-    squares = squares.reshape(*x.shape[:-1], turns, columns, EACH)
-    sums = _one_by_one(_one_by_one(squares, -1), -2)
+    padded = np.zeros((*x.shape[:-1], turns * columns * EACH), np.float32)
+    padded[..., : x.shape[-1]] = x
+    sums = _one_by_one(_one_by_one(padded.reshape(*x.shape[:-1], turns, columns, EACH), -1), -2)
     while sums.shape[-1] > 1:
         half = sums.shape[-1] // 2
         sums = sums[..., :half] + sums[..., half:]
     return sums
+
+
+def sum_of_squares(x: Array) -> Array:
+    """`folded_sum` of the squares."""
+    return folded_sum(x * x)
 
 
 def _one_by_one(x: Array, axis: int) -> Array:
@@ -51,10 +55,13 @@ def normalized(x: Array, weight: Array | None, epsilon: float, weight_offset: fl
     with np.errstate(all="ignore"):
         x = x.astype(np.float32)
         mean = sum_of_squares(x) * np.float32(1 / max(x.shape[-1], 1))
-        # The float32 nearest to one over the root.
-        inverse = (1 / np.sqrt((mean + np.float32(epsilon)).astype(np.float64))).astype(np.float32)
-        y = x * inverse
+        y = x * _inverse_root(mean + np.float32(epsilon))
         return y if weight is None else y * (weight.astype(np.float32) + np.float32(weight_offset))
+
+
+def _inverse_root(x: Array) -> Array:
+    """The float32 numbers nearest to one over the roots of `x`."""
+    return (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)
 
 
 def _add(input: Array, residual: Array) -> Array:
@@ -128,3 +135,51 @@ def fused_add_rms_norm_quant(
     """See `cukern.fused_add_rms_norm_quant`."""
     options: dict[str, Any] = {"group_size": group_size, "scale": scale, "weight_offset": weight_offset}
     return rms_norm_quant(_add(input, residual), weight, epsilon, **options, out_q=out_q, out_s=out_s)
+
+
+def layer_norm(
+    input: Array, weight: Array | None, bias: Array | None, epsilon: float = 1e-5, *, out: Array | None = None
+) -> Array:
+    """See `cukern.layer_norm`.
+
+    In two passes, with the correction of Chan, Golub and LeVeque: `left` is what rounding has left of the mean.
+    """
+    per_width = np.float32(1 / max(input.shape[-1], 1))
+    with np.errstate(all="ignore"):
+        x: Array = input.astype(np.float32)
+        x = x - folded_sum(x) * per_width
+        left = folded_sum(x) * per_width
+        variance = sum_of_squares(x) * per_width - left * left
+        variance = np.maximum(variance, np.float32(0))  # NaN stays NaN
+        y = (x - left) * _inverse_root(variance + np.float32(epsilon))
+        if weight is not None:
+            y = y * weight.astype(np.float32)
+        if bias is not None:
+            y = y + bias.astype(np.float32)
+        y = y.astype(input.dtype)
+    if out is None:
+        return y
+    out[...] = y
+    return out
+
+
+def fused_add_layer_norm(
+    input: Array,
+    residual: Array,
+    weight: Array | None,
+    bias: Array | None,
+    epsilon: float = 1e-5,
+    *,
+    input_bias: Array | None = None,
+    residual_out: Array | None = None,
+    out: Array | None = None,
+) -> Array:
+    """See `cukern.fused_add_layer_norm`."""
+    with np.errstate(all="ignore"):
+        x: Array = input.astype(np.float32)
+        if input_bias is not None:
+            x = x + input_bias.astype(np.float32)
+        total = (x + residual.astype(np.float32)).astype(input.dtype)
+    if residual_out is not None:
+        residual_out[...] = total
+    return layer_norm(total, weight, bias, epsilon, out=out)

@@ -1,16 +1,14 @@
 // RMS norm: rows divided by the root of the mean of their squares, times a weight.
 //
-//   z[r, c] = x[r, c]; if ADD, x[r, c] + residual[r, c] rounded to T, which also becomes residual[r, c]
+//   z[r, c] = input[r, c]; if ADD, input[r, c] + residual[r, c] rounded to T, which also becomes residual[r, c]
 //   y[r, c] = z[r, c] * rsqrt(sum of z[r, :]^2 / width + epsilon) * (weight[c] + offset)                    in float32
 //   out     = y rounded to T                                                                                    PLAIN
 //           = e4m3(y / scale), the scale given                                                              BY_TENSOR
 //           = e4m3(y / scale), scale = max(max |y|, smallest) / 448 of a row                                   BY_ROW
 //                                                                or of each GROUP columns of a row           BY_GROUP
 //
-// Each product and each sum is rounded as IEEE says, and the order of the sum of squares does not depend on the number
-// of threads, so all instances give the same bits. That order: the EACH squares of a unit one after the other; of the
-// sums of units, those COLUMNS units apart one after the other; then the second half of what remains is added to the
-// first half, until one is left.
+// Each product and each sum is rounded as IEEE says, and the sum of squares has the order of norm/row.cuh, so all
+// instances give the same bits.
 //
 // T: the elements. W: the weight's, T or float. WIDTH: the width of a row, 0: dynamic. BYTES: the width of a load, 16
 // or one element. THREADS per row, a power of two: a block, or at most a warp. ITEMS: units that a thread keeps in
@@ -25,27 +23,12 @@
 // rows of 7168 take 62 us, 90% of a copy's bandwidth, with a residual 119 us, 93%; 8192 rows of 1536 take 15 us, 78%.
 // e4m3 results have fewer bytes to write but take as long: 63 us, 66%. 32 rows take 2.8 us, where an empty kernel takes
 // 0.54 us.
-#include "common/quantize.cuh"
-#include "common/warp.cuh"
-
-constexpr int EACH = 8;
-constexpr int COLUMNS = 1024;
-constexpr int EARLY_BYTES = 64; // bytes of the weight that a thread may hold during the sum of squares
+#include "norm/row.cuh"
 
 enum Result { PLAIN, BY_TENSOR, BY_ROW, BY_GROUP };
 
-// Rows [outer, inner, width] with a stride for each of the first two dimensions.
-struct Rows {
-    char* first;
-    long long outer_stride; // bytes
-    long long inner_stride;
-    __device__ __forceinline__ char* at(int outer, int inner) const {
-        return first + outer * outer_stride + inner * inner_stride;
-    }
-};
-
 struct Params {
-    Rows x;             // T
+    Rows input;         // T
     Rows residual;      // T if ADD
     Rows out;           // T if PLAIN, else e4m3
     const char* weight; // [width]  W, may be null: 1
@@ -59,46 +42,6 @@ struct Params {
     float epsilon;
     float offset;
     float smallest;
-};
-
-// EACH consecutive elements of a row, in loads of BYTES bytes.
-template <typename T, int BYTES> struct Eight {
-    static constexpr int LOADS = EACH * int(sizeof(T)) / BYTES, IN_LOAD = BYTES / int(sizeof(T));
-    alignas(16) Unit<BYTES> unit[LOADS];
-
-    // The first `count` elements; the others are 0. Not through the read-only cache: this kernel may write to `from`.
-    __device__ __forceinline__ void load(const char* from, int count) {
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i)
-            unit[i] = i * IN_LOAD < count ? __ldcs(reinterpret_cast<const Unit<BYTES>*>(from) + i) : Unit<BYTES>{};
-    }
-    // The same of what all rows share, through the read-only cache.
-    __device__ __forceinline__ void load_shared(const char* from, int count) {
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i)
-            unit[i] = i * IN_LOAD < count ? __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + i) : Unit<BYTES>{};
-    }
-    __device__ __forceinline__ void store(char* to, int count) const {
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i)
-            if (i * IN_LOAD < count) reinterpret_cast<Unit<BYTES>*>(to)[i] = unit[i];
-    }
-    __device__ __forceinline__ void get(float (&value)[EACH]) const {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            if constexpr (IS_BFLOAT16<T> && BYTES > 2) {
-                // A bfloat16 is the high half of its float: a mask or a shift converts it, taken from a whole word.
-                const unsigned pair = reinterpret_cast<const unsigned*>(unit)[i / 2];
-                value[i] = __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
-            } else {
-                value[i] = to_float(reinterpret_cast<const T*>(unit)[i]);
-            }
-        }
-    }
-    __device__ __forceinline__ void set(const float (&value)[EACH]) {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) reinterpret_cast<T*>(unit)[i] = from_float<T>(value[i]);
-    }
 };
 
 // --- reductions -----------------------------------------------------------------------------------------
@@ -117,34 +60,6 @@ __device__ __forceinline__ float largest_with(float largest, const float (&value
     return largest;
 }
 
-// The sum: the second half is added to the first half, until one is left.
-template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT]) {
-#pragma unroll
-    for (int half = COUNT / 2; half > 0; half /= 2)
-#pragma unroll
-        for (int i = 0; i < half; ++i) sums[i] = __fadd_rn(sums[i], sums[i + half]);
-    return sums[0];
-}
-
-// The sums of the THREADS threads of a row, folded; every thread gets the result.
-template <int THREADS> __device__ __forceinline__ float row_sum(float sum) {
-    if constexpr (THREADS > 32) {
-        // In the order of folding, warps come before lanes. Each thread adds up its lane's sums of all warps, so one
-        // exchange through shared memory is enough.
-        __shared__ float of_thread[THREADS];
-        of_thread[threadIdx.x] = sum;
-        __syncthreads();
-        float of_warp[THREADS / 32];
-#pragma unroll
-        for (int i = 0; i < THREADS / 32; ++i) of_warp[i] = of_thread[i * 32 + threadIdx.x % 32];
-        sum = folded(of_warp);
-    }
-#pragma unroll
-    for (int step = (THREADS > 32 ? 32 : THREADS) / 2; step > 0; step /= 2)
-        sum = __fadd_rn(sum, __shfl_xor_sync(FULL_WARP, sum, step));
-    return sum;
-}
-
 // The largest value of the THREADS threads of a row; every thread gets it. No value may be negative or NaN.
 template <int THREADS> __device__ __forceinline__ float row_max(float value) {
     value = lanes_max<(THREADS > 32 ? 32 : THREADS)>(value);
@@ -157,40 +72,27 @@ template <int THREADS> __device__ __forceinline__ float row_max(float value) {
     return value;
 }
 
-constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
-
 // --- a row ----------------------------------------------------------------------------------------------
 
 // A thread's part of its row: where its units are, and what is done with each. The units are arrays of the kernel and
 // not members: loops index them, and until these are unrolled the compiler could keep no member in a register.
-template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK> struct Row {
+template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
+struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
+    using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
+    using Own::SLOTS, Own::SUMS, Own::FITS, Own::row, Own::width, Own::outer, Own::inner, Own::count, Own::column;
     using In = Eight<T, BYTES>;
     using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;
-    static constexpr int SLOTS = COLUMNS / THREADS; // sums that a thread keeps apart
-    static constexpr int SUMS = ITEMS < SLOTS ? power_of_two_from(ITEMS) : SLOTS;
-    static constexpr bool FITS = WIDTH ? WIDTH <= THREADS * ITEMS * EACH : THREADS < COLUMNS;
     static constexpr bool EARLY = ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
     static constexpr int OTHERS = ADD ? ITEMS : 1, EARLIES = EARLY ? ITEMS : 1;
-    static_assert(FITS || SLOTS == 1, "a thread that loads units twice has one sum");
-    static_assert(THREADS <= 32 || THREADS == BLOCK, "a row has lanes of a warp, or a block");
 
     const Params& p;
-    int thread, row, width, end;
-    const char* x;
+    const char* input;
     char *residual, *out;
 
-    __device__ __forceinline__ explicit Row(const Params& p) : p(p) {
-        thread = threadIdx.x % THREADS, row = blockIdx.x * (BLOCK / THREADS) + threadIdx.x / THREADS;
-        width = WIDTH ? WIDTH : p.width;
-        const int outer = p.by_inner.quotient(row), inner = row - outer * p.inner;
-        end = row < p.rows ? width - thread * EACH : 0; // threads past the last row take part in shuffles
-        x = p.x.at(outer, inner);
+    __device__ __forceinline__ explicit Row(const Params& p) : Own(p), p(p) {
+        input = p.input.at(outer, inner);
         residual = p.residual.at(outer, inner), out = p.out.at(outer, inner);
     }
-
-    // The elements of unit i that are in the row (none if not positive), and the column of the first.
-    __device__ __forceinline__ int count(int i) const { return end - i * (THREADS * EACH); }
-    __device__ __forceinline__ int column(int i) const { return (thread + i * THREADS) * EACH; }
 
     __device__ __forceinline__ Weight load_weight(int i) const {
         Weight weight;
@@ -202,7 +104,7 @@ template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, i
     __device__ __forceinline__ void load(In (&kept)[ITEMS], In (&other)[OTHERS], Weight (&early)[EARLIES]) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            kept[i].load(x + column(i) * int(sizeof(T)), count(i));
+            kept[i].load(input + column(i) * int(sizeof(T)), count(i));
             if constexpr (ADD) other[i].load(residual + column(i) * int(sizeof(T)), count(i));
         }
         if constexpr (EARLY) {
@@ -236,12 +138,14 @@ template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, i
         if constexpr (!FITS) {
             for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
                 In in, more;
-                in.load(x + column(i) * int(sizeof(T)), count(i));
+                in.load(input + column(i) * int(sizeof(T)), count(i));
                 if constexpr (ADD) more.load(residual + column(i) * int(sizeof(T)), count(i));
                 sums[0] = __fadd_rn(sums[0], add_and_square(i, in, more));
             }
         }
-        const float mean = __fmul_rn(row_sum<THREADS>(folded(sums)), p.per_width);
+        float of_row[] = {folded(sums)};
+        row_sums<THREADS>(of_row);
+        const float mean = __fmul_rn(of_row[0], p.per_width);
         return __frsqrt_rn(__fadd_rn(mean, p.epsilon));
     }
 
@@ -275,7 +179,7 @@ template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, i
         if constexpr (!FITS) {
             for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
                 In in;
-                in.load((ADD ? residual : x) + column(i) * int(sizeof(T)), count(i));
+                in.load((ADD ? residual : input) + column(i) * int(sizeof(T)), count(i));
                 normalize(i, in, load_weight(i), inverse, write);
             }
         }

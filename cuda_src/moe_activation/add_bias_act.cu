@@ -1,0 +1,73 @@
+// The activation between the two products of a feed-forward layer without a gate, with the bias of the first product.
+//
+//   z[r, c]   = x[r, c] + bias[c]                                                                         in float32
+//   out[r, c] = z * (1 + erf(z / sqrt(2))) / 2                                          GELU
+//             = z * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 z^3))) / 2                   GELU_TANH
+//             = z / (1 + exp(-z))                                                       SILU
+//             = max(z, 0)                                                               RELU
+//
+// Float32 has the accurate functions of CUDA, good to a few units in the last place also where erf and tanh are near
+// -1. For 16 bits the quick forms of common/activation.cuh are far more exact than the result.
+//
+// T: the elements. BYTES: a unit of them, the width of a load. ROWS: rows per thread, which share a unit of the bias.
+//
+// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns neighbouring threads, one for each
+// unit; each thread has this unit of ROWS rows, and loads all of them before it computes the first.
+//
+// Speed of light: memory. Two elements are moved per result, one read and one written, for some ten to thirty flops.
+#include "common/activation.cuh"
+#include "common/units.cuh"
+
+template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+
+constexpr int RELU = RELU2 + 1; // beside the activations that may have a gate
+
+struct Params {
+    const char* x;      // [rows, inter]
+    const char* bias;   // [inter], may be null: 0
+    char* out;          // [rows, inter]
+    long long x_stride; // bytes between rows
+    int rows;
+    int columns;      // of a row, in units
+    int tile_rows;    // ROWS rows each; tile_rows * tile_columns <= blockDim.x
+    int tile_columns; // in units
+    Divisor by_threads;
+};
+
+template <typename T, int ACTIVATION> __device__ __forceinline__ float activated(float z) {
+    if constexpr (ACTIVATION == RELU) return z < 0.f ? 0.f : z; // a comparison, so that NaN stays NaN
+    if constexpr (sizeof(T) < 4) return activate<ACTIVATION>(z, 1.f);
+    if constexpr (ACTIVATION == GELU) return z * normcdff(z);
+    // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which loses no digits where tanh is near -1.
+    const float y = ACTIVATION == SILU ? z : 1.5957691216f * (z + .044715f * z * z * z);
+    return z / (1.f + expf(-y));
+}
+
+template <typename T, int ACTIVATION, int BYTES, int ROWS>
+__global__ void __launch_bounds__(256) add_bias_act(const __grid_constant__ Params p) {
+    constexpr int EACH = BYTES / int(sizeof(T));
+    const int tile_row = p.by_threads.quotient(threadIdx.x);
+    const int row = (blockIdx.x * p.tile_rows + tile_row) * ROWS;
+    const int column = blockIdx.y * p.tile_columns + threadIdx.x - tile_row * p.tile_columns;
+    if (tile_row >= p.tile_rows || column >= p.columns) return;
+    const char* from = p.x + row * p.x_stride + (long long)column * BYTES;
+    char* to = p.out + ((long long)row * p.columns + column) * BYTES;
+    Unit<BYTES> bias = {}, unit[ROWS];
+    if (p.bias) bias = __ldg(reinterpret_cast<const Unit<BYTES>*>(p.bias) + column);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+        // Not through the read-only cache: `out` may be `x`.
+        if (row + i < p.rows) unit[i] = __ldcs(reinterpret_cast<const Unit<BYTES>*>(from + i * p.x_stride));
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        if (row + i >= p.rows) return;
+        Unit<BYTES> out;
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            float z = to_float(reinterpret_cast<const T*>(&unit[i])[j]);
+            if (p.bias) z = __fadd_rn(z, to_float(reinterpret_cast<const T*>(&bias)[j]));
+            reinterpret_cast<T*>(&out)[j] = from_float<T>(activated<T, ACTIVATION>(z));
+        }
+        *reinterpret_cast<Unit<BYTES>*>(to + (long long)i * p.columns * BYTES) = out;
+    }
+}

@@ -1,0 +1,258 @@
+// Layer norm: rows less their mean, divided by their standard deviation, times a weight, plus a bias; and the same of a
+// sum with a residual.
+//
+//   z[r, c]      = input[r, c]; if ADD, input[r, c] + input_bias[c] + residual[r, c] rounded to T, which also goes to
+//                  residual_out[r, c] where that is wanted
+//   mean[r]      = sum of z[r, :] / width                                                                   in float32
+//   left[r]      = sum of (z[r, :] - mean[r]) / width
+//   variance[r]  = sum of (z[r, :] - mean[r])^2 / width - left[r]^2, at least 0
+//   out[r, c]    = (z[r, c] - mean[r] - left[r]) * rsqrt(variance[r] + epsilon) * weight[c] + bias[c], rounded to T
+//
+// The two sums of the second pass are the corrected algorithm of two passes (Chan, Golub and LeVeque, 1983): `left` is
+// what rounding has left of the mean, so that a row whose mean is large beside its deviation keeps its digits, and a row
+// of equal numbers becomes the bias. The row is in registers, so the second pass reads nothing. Welford's algorithm
+// needs one pass, but a division for each element, or a merge of means at each step of the reduction.
+//
+// Each product and each sum is rounded as IEEE says, and the sums have the order of norm/row.cuh, so all instances give
+// the same bits.
+//
+// T: the elements. W: those of the weight and the bias, T or float. WIDTH: the width of a row, 0: dynamic. BYTES: the
+// width of a load, 16 or one element. THREADS per row, a power of two: a block, or at most a warp. ITEMS: units that a
+// thread keeps in registers. BLOCK: threads per block.
+//
+// Grid: BLOCK / THREADS rows per block. Thread t of a row has its units t, t + THREADS, ... of EACH elements. Of those
+// it keeps the first ITEMS in registers, from their load to the result; further units, which only rows of COLUMNS
+// threads have, it loads three times. Of a sum it then puts these where the sum goes, or else where the result will go,
+// and reads them there.
+//
+// Speed of light: memory. A row is read once and written once, its residual is read once, and the sum is written once
+// where it is wanted; some twenty flops per element are nothing beside that. For few rows, the chain of load, two
+// reductions and store bounds it.
+#include "norm/row.cuh"
+
+struct Params {
+    Rows input;             // T
+    Rows residual;          // T if ADD
+    Rows residual_out;      // T if ADD, may be null: the sum is not wanted
+    Rows out;               // T
+    const char* input_bias; // [width]  T if ADD, may be null: 0
+    const char* weight;     // [width]  W, may be null: 1
+    const char* bias;       // [width]  W, may be null: 0
+    int rows;
+    int inner; // rows per outer index
+    Divisor by_inner;
+    int width;
+    float per_width; // 1 / width
+    float epsilon;
+};
+
+// What a row's numbers are normalized with.
+struct Moments {
+    float mean, left, inverse; // inverse: of the standard deviation
+};
+
+__device__ __forceinline__ float sum_of(const float (&value)[EACH]) {
+    float sum = value[0];
+#pragma unroll
+    for (int i = 1; i < EACH; ++i) sum = __fadd_rn(sum, value[i]);
+    return sum;
+}
+
+// A thread's part of its row: where its units are, and what is done with each. The units are arrays of the kernel and
+// not members: loops index them, and until these are unrolled the compiler could keep no member in a register.
+template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
+struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
+    using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
+    using Own::SLOTS, Own::SUMS, Own::FITS, Own::width, Own::outer, Own::inner, Own::count, Own::column;
+    using In = Eight<T, BYTES>;
+    using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;
+    // The weight and the bias come with the row where registers allow.
+    static constexpr bool EARLY = FITS && ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
+    static constexpr int OTHERS = ADD ? ITEMS : 1, EARLIES = EARLY ? ITEMS : 1;
+    // A dynamic row ends within a unit only where single elements are loaded.
+    static constexpr bool ENDS_IN_UNIT = BYTES < 16;
+
+    const Params& p;
+    const char *input, *residual;
+    char *residual_out, *out;
+
+    __device__ __forceinline__ explicit Row(const Params& p) : Own(p), p(p) {
+        input = p.input.at(outer, inner), residual = p.residual.at(outer, inner), out = p.out.at(outer, inner);
+        residual_out = p.residual_out.first ? p.residual_out.at(outer, inner) : nullptr;
+    }
+
+    // Unit i of a row in memory.
+    __device__ __forceinline__ In load(const char* row, int i) const {
+        In unit;
+        unit.load(row + column(i) * int(sizeof(T)), count(i));
+        return unit;
+    }
+    __device__ __forceinline__ void store(char* row, int i, const In& unit) const {
+        unit.store(row + column(i) * int(sizeof(T)), count(i));
+    }
+    // Unit i of what all rows share; 0 if there is none.
+    template <typename Of> __device__ __forceinline__ Of load_shared(const char* vector, int i) const {
+        Of unit = {};
+        constexpr int SIZE = sizeof(unit) / EACH;
+        if (vector) unit.load_shared(vector + column(i) * SIZE, width - column(i));
+        return unit;
+    }
+
+    // z of a unit of the input, and of the residual's.
+    __device__ __forceinline__ In added(int i, const In& in, const In& other) const {
+        float value[EACH], bias[EACH], more[EACH];
+        in.get(value), load_shared<In>(p.input_bias, i).get(bias), other.get(more);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            // Without a bias nothing is added, which would turn -0 into 0.
+            const float biased = p.input_bias ? __fadd_rn(value[j], bias[j]) : value[j];
+            value[j] = __fadd_rn(biased, more[j]);
+        }
+        In z;
+        z.set(value);
+        return z;
+    }
+
+    // z of the first ITEMS units, in `kept`. All loads are started before anything is computed.
+    __device__ __forceinline__ void load_all(In (&kept)[ITEMS], In (&other)[OTHERS], Weight (&weight)[EARLIES],
+                                             Weight (&bias)[EARLIES]) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            kept[i] = load(input, i);
+            if constexpr (ADD) other[i] = load(residual, i);
+        }
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                weight[i] = load_shared<Weight>(p.weight, i), bias[i] = load_shared<Weight>(p.bias, i);
+            }
+        }
+        if constexpr (ADD) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                kept[i] = added(i, kept[i], other[i]);
+                if (residual_out) store(residual_out, i, kept[i]);
+            }
+        }
+    }
+
+    // Where the second and the third pass find the units that are not kept.
+    __device__ __forceinline__ char* staged() const { return residual_out ? residual_out : out; }
+    __device__ __forceinline__ const char* reread() const { return ADD ? staged() : input; }
+
+    // The sums over the row of the COUNT numbers that of(i, unit, numbers) gives for each unit; each(i, unit) gives the
+    // units that are not kept.
+    template <int COUNT, typename Of, typename Rest>
+    __device__ __forceinline__ void sum_up(const In (&kept)[ITEMS], float (&total)[COUNT], Of of, Rest rest) const {
+        float sums[COUNT][SUMS] = {}, numbers[COUNT];
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            of(i, kept[i], numbers);
+#pragma unroll
+            for (int k = 0; k < COUNT; ++k) sums[k][i % SLOTS] = __fadd_rn(sums[k][i % SLOTS], numbers[k]);
+        }
+        if constexpr (!FITS) {
+            for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
+                of(i, rest(i), numbers);
+#pragma unroll
+                for (int k = 0; k < COUNT; ++k) sums[k][0] = __fadd_rn(sums[k][0], numbers[k]);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) total[k] = folded(sums[k]);
+        row_sums<THREADS>(total);
+    }
+
+    // The mean of the row, but for its rounding. Of a sum, the units that are not kept are put in `staged()`.
+    __device__ __forceinline__ float mean(const In (&kept)[ITEMS]) const {
+        float total[1];
+        sum_up(
+            kept, total,
+            [&](int i, const In& unit, float (&numbers)[1]) {
+                float value[EACH];
+                unit.get(value);
+                numbers[0] = sum_of(value);
+            },
+            [&](int i) {
+                In unit = load(input, i);
+                if constexpr (ADD) {
+                    unit = added(i, unit, load(residual, i));
+                    store(staged(), i, unit);
+                }
+                return unit;
+            });
+        return __fmul_rn(total[0], p.per_width);
+    }
+
+    // The differences of a unit from `mean`; 0 after the end of the row.
+    __device__ __forceinline__ void differences(int i, const In& unit, float mean, float (&value)[EACH]) const {
+        unit.get(value);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) value[j] = (ENDS_IN_UNIT ? j : 0) < count(i) ? __fsub_rn(value[j], mean) : 0.f;
+    }
+
+    __device__ __forceinline__ Moments moments(const In (&kept)[ITEMS]) const {
+        Moments found;
+        found.mean = mean(kept);
+        float total[2];
+        sum_up(
+            kept, total,
+            [&](int i, const In& unit, float (&numbers)[2]) {
+                float value[EACH];
+                differences(i, unit, found.mean, value);
+                numbers[0] = sum_of(value);
+#pragma unroll
+                for (int j = 0; j < EACH; ++j) value[j] = __fmul_rn(value[j], value[j]);
+                numbers[1] = sum_of(value);
+            },
+            [&](int i) { return load(reread(), i); });
+        found.left = __fmul_rn(total[0], p.per_width);
+        float variance = __fsub_rn(__fmul_rn(total[1], p.per_width), __fmul_rn(found.left, found.left));
+        if (variance < 0.f) variance = 0.f; // a comparison, so that NaN stays NaN
+        found.inverse = __frsqrt_rn(__fadd_rn(variance, p.epsilon));
+        return found;
+    }
+
+    // Write the result of unit i.
+    __device__ __forceinline__ void normalize(int i, const In& unit, const Weight& weight, const Weight& bias,
+                                              const Moments& of) const {
+        float y[EACH], factor[EACH], more[EACH];
+        unit.get(y), weight.get(factor), bias.get(more);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            y[j] = __fmul_rn(__fsub_rn(__fsub_rn(y[j], of.mean), of.left), of.inverse);
+            if (p.weight) y[j] = __fmul_rn(y[j], factor[j]);
+            if (p.bias) y[j] = __fadd_rn(y[j], more[j]);
+        }
+        In result;
+        result.set(y);
+        store(out, i, result);
+    }
+
+    __device__ __forceinline__ void normalize_all(const In (&kept)[ITEMS], const Weight (&weight)[EARLIES],
+                                                  const Weight (&bias)[EARLIES], const Moments& of) const {
+        const auto late = [&](int i, const In& unit) {
+            normalize(i, unit, load_shared<Weight>(p.weight, i), load_shared<Weight>(p.bias, i), of);
+        };
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if constexpr (EARLY)
+                normalize(i, kept[i], weight[i], bias[i], of);
+            else
+                late(i, kept[i]);
+        }
+        if constexpr (!FITS)
+            for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) late(i, load(reread(), i));
+    }
+};
+
+template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
+__global__ void __launch_bounds__(BLOCK) layer_norm(const __grid_constant__ Params p) {
+    using OwnRow = Row<T, W, ADD, WIDTH, THREADS, ITEMS, BYTES, BLOCK>;
+    const OwnRow row(p);
+    typename OwnRow::In kept[ITEMS], other[OwnRow::OTHERS];
+    typename OwnRow::Weight weight[OwnRow::EARLIES], bias[OwnRow::EARLIES];
+    row.load_all(kept, other, weight, bias);
+    const Moments moments = row.moments(kept);
+    row.normalize_all(kept, weight, bias, moments);
+}

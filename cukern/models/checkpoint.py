@@ -1,0 +1,155 @@
+"""The files of a model's directory, as transformers and sentence-transformers write them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cukern.runtime import check
+from cukern.runtime.cuda import cupy
+
+#: The command that installs what the models need besides the kernels.
+INSTALL = 'pip install "cukern[models]"'
+LIBRARIES = ("torch", "cupy", "numpy")
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+#: Dtypes of weights by their names in a safetensors file.
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+
+
+def need(package: str, what: str) -> Any:
+    """An optional package. Raises ImportError with the command that installs it; `what` says what needs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f"{what} needs the package {package}: {INSTALL}") from error
+
+
+def directory(path: Any) -> Path:
+    """The path of a model's directory. Raises FileNotFoundError or NotADirectoryError for another."""
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"path must be a model's directory, got {folder}, which does not exist")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"path must be a model's directory, got {folder}, which is a file")
+    return folder
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file. Raises ValueError where it is none."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not a JSON file: {error}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model. Raises FileNotFoundError where there is none, ValueError for one that is no object."""
+    file = folder / _CONFIG
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no {_CONFIG}, which says what model it is")
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must hold an object, got {type(config).__name__}")
+    return config
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files with the weights: one, or the shards that an index names."""
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    index = folder / _INDEX
+    if not index.is_file():
+        others = sorted(file.name for kind in ("*.bin", "*.pt", "*.h5") for file in folder.glob(kind))
+        found = f" (it has {', '.join(others)}: transformers' save_pretrained writes safetensors)" if others else ""
+        raise FileNotFoundError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}{found}")
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict):
+        raise ValueError(f"{index} must have an object 'weight_map'")
+    files = [folder / name for name in sorted(set(names.values()))]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} has no {file.name}, which {_INDEX} names")
+    return files
+
+
+def choose_library(library: str | None) -> str:
+    """The array library of weights that are read from files: torch where it is installed, unless another is named."""
+    if library is not None:
+        return check.one_of("library", library, LIBRARIES)
+    return "torch" if importlib.util.find_spec("torch") else "cupy" if _gpu_for_cupy() else "numpy"
+
+
+def _gpu_for_cupy() -> bool:
+    from cukern.runtime import kernel
+
+    return cupy is not None and kernel.device_count() > 0
+
+
+def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, Any]:
+    """The weights by name, in a library (see `choose_library`) and on a device.
+
+    `device` is as torch has it, or for CuPy a number; None is the GPU that is current, if there is one.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ImportError: safetensors, or the library, is not installed.
+        TypeError: a dtype that is not taken.
+        ValueError: a file that is not what it should be, or two that hold the same name.
+    """
+    files = _weight_files(folder)
+    safetensors = need("safetensors", "reading weights")
+    library = choose_library(library)
+    place: Any = None
+    if library == "torch":
+        torch = need("torch", "library='torch'")
+        place = str(torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device))
+    elif library == "numpy" and device not in (None, "cpu"):
+        check.fail("device", "None or 'cpu' with library='numpy'", repr(device))
+    elif library == "cupy":
+        if cupy is None:
+            raise ImportError("library='cupy' needs the package cupy: pip install \"cukern[cuda13]\"")
+        place = None if device is None else check.integer("device", device, 0)
+    weights: dict[str, Any] = {}
+    for file in files:
+        try:
+            with safetensors.safe_open(file, "pt" if library == "torch" else "np", **_on(library, place)) as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (the file is not iterable)
+                    if name in weights:
+                        raise ValueError(f"{file} holds {name}, which another file holds too")
+                    if (weight := _read(tensors, name)) is not None:
+                        weights[name] = weight
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{file} is not a safetensors file: {error}") from None
+    return _to_cupy(weights, place) if library == "cupy" else weights
+
+
+def _on(library: str, place: Any) -> dict[str, Any]:
+    return {"device": place} if library == "torch" else {}
+
+
+def _read(tensors: Any, name: str) -> Any:
+    """A tensor of an open file; None for one of integers, which is a buffer and no weight."""
+    kind = tensors.get_slice(name).get_dtype()
+    if kind in _DTYPES:
+        return tensors.get_tensor(name)
+    if kind in ("I64", "I32", "I16", "BOOL"):
+        return None
+    check.fail(name, "float32, float16 or bfloat16 (quantized weights are not taken)", kind, TypeError)
+
+
+def _to_cupy(weights: dict[str, np.ndarray[Any, Any]], device: int | None) -> dict[str, Any]:
+    with cupy.cuda.Device(device):
+        return {name: cupy.asarray(weight) for name, weight in weights.items()}
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first names, and how many others there are."""
+    found = sorted(names)
+    others = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + others

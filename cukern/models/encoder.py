@@ -1,0 +1,440 @@
+"""The encoder of a transformer (BERT, RoBERTa, XLM-R, DistilBERT) on batches without their padding."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cukern.models._layers import Words, layers_of
+from cukern.models.checkpoint import directory, read_config, read_weights
+from cukern.models.encoder_weights import ACTIVATIONS, EncoderConfig, EncoderWeights, LayerWeights, read_state
+from cukern.models.text import TextConfig, Tokenizer, by_length, check_texts, pooled, read_text_config, warn_of_cut
+from cukern.ops.embedding import embedding_lookup
+from cukern.ops.moe_activation import add_bias_act
+from cukern.ops.norm import fused_add_layer_norm, layer_norm
+from cukern.ops.padding import build_sequence_length_padding_offset, rebuild_sequence_length_padding
+from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray
+
+_IDS = ("int32", "int64")
+_MASKS = ("bool", "uint8", "int8", "int32", "int64")
+
+
+class Encoder:
+    """An encoder of the BERT family, whose work is that of the words alone: the padding of a batch costs nothing.
+
+    `Encoder.from_directory` and `Encoder.from_state_dict` make one. Its weights are NumPy, CuPy or torch arrays, and
+    decide where it runs and what it takes and gives.
+
+    The padding is removed before the embedding and restored after the last layer, as in ByteDance's Effective
+    Transformer and FasterTransformer v2.1. A layer is one product for q, k and v, attention within each sequence, and
+    three more products, between which the biases, the residuals, the layer norms and the activation are fused.
+
+    The same words have the same vectors, to the bit, wherever they are in a batch and whatever else is in it, as far as
+    the library's dense product gives the same bits for a row whatever the number of rows; by itself none does, since it
+    has a kernel for each size. `product_rows` makes it so: each product then has exactly that many rows, the last one
+    filled up with zeros. A batch costs as much as if it had up to that many more words, and products of few rows fill a
+    GPU badly. NumPy's product also gives a row other bits at another place: there only `product_rows=1` does it.
+
+    Args:
+        config: the configuration.
+        weights: as `read_state` gives them.
+        text: how `embed` reads a text and pools its words.
+        tokenizer: what `embed` uses, or None.
+        product_rows: None, or the rows of each product.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        weights: EncoderWeights,
+        *,
+        text: TextConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        product_rows: int | None = None,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.text = text or TextConfig()
+        self.tokenizer = tokenizer
+        self.product_rows = None if product_rows is None else check.integer("product_rows", product_rows, 1)
+        library = arrays.library_of(weights.word)
+        assert library is not None
+        self._library = library
+        self._layers = layers_of(weights.word)
+
+    # --- making one -------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_directory(
+        cls,
+        path: str | Path,
+        *,
+        library: str | None = None,
+        device: Any = None,
+        dtype: str | None = None,
+        product_rows: int | None = None,
+    ) -> Encoder:
+        """The encoder in a directory as transformers or sentence-transformers write it.
+
+        It reads config.json, model.safetensors (or its shards), and where they are there tokenizer.json,
+        tokenizer_config.json and sentence-transformers' modules.json with what that names.
+
+        Args:
+            path: the directory.
+            library: "torch", "cupy" or "numpy"; None is torch where it is installed, else CuPy where there is a GPU.
+            device: "cuda:1" and the like for torch, a number for CuPy; None is the current GPU, if there is one.
+            dtype: "float32", "float16" or "bfloat16"; None is that of the weights.
+            product_rows: see the class.
+
+        Raises:
+            FileNotFoundError: the directory or a file in it does not exist; the message names it.
+            ImportError: a package is missing; the message has the command that installs it.
+            TypeError: a dtype that is not taken.
+            ValueError: an architecture or a feature that is not taken, weights that are missing or do not belong to
+                it, or a file that is not what it should be; the message names it.
+        """
+        folder, text = read_text_config(directory(path))
+        config = EncoderConfig.from_dict(read_config(folder))
+        weights = read_state(read_weights(folder, library, device), config, dtype)
+        tokenizer = Tokenizer(folder, text, config.max_seq_len)
+        return cls(config, weights, text=text, tokenizer=tokenizer, product_rows=product_rows)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        state: Mapping[str, AnyArray],
+        config: EncoderConfig | Mapping[str, Any] | Any,
+        *,
+        dtype: str | None = None,
+        text: TextConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        product_rows: int | None = None,
+    ) -> Encoder:
+        """The encoder with these weights, which it shares where their dtype stays.
+
+        Args:
+            state: arrays by transformers' names, with or without the prefix of a model with a head.
+            config: an `EncoderConfig`, the content of a config.json, or a configuration of transformers.
+            dtype, product_rows: as in `from_directory`, and so are the errors.
+            text, tokenizer: see the class.
+        """
+        if not isinstance(config, EncoderConfig):
+            content = config.to_dict() if hasattr(config, "to_dict") else config
+            if not isinstance(content, Mapping):
+                wanted = "an EncoderConfig, a dictionary, or a configuration of transformers"
+                check.fail("config", wanted, type(config).__name__, TypeError)
+            config = EncoderConfig.from_dict(content)
+        weights = read_state(state, config, dtype)
+        return cls(config, weights, text=text, tokenizer=tokenizer, product_rows=product_rows)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights and of the hidden states."""
+        return self._library.dtype(self.weights.word)
+
+    @property
+    def embedding_size(self) -> int:
+        """The size of what `embed` gives for a text."""
+        return self.config.hidden_size * len(self.text.pooling)
+
+    def __repr__(self) -> str:
+        sizes = self.config
+        where = "" if (device := self._library.device(self.weights.word)) is None else f" on CUDA device {device}"
+        return (
+            f"Encoder({sizes.model_type}, {sizes.num_hidden_layers} layers of {sizes.hidden_size}, "
+            f"{sizes.num_attention_heads} heads, {self.dtype}, {self._library.name}{where})"
+        )
+
+    # --- hidden states ----------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        input_ids: AnyArray,
+        attention_mask: AnyArray | None = None,
+        token_type_ids: AnyArray | None = None,
+        *,
+        valid_word_num: int | None = None,
+    ) -> AnyArray:
+        """The last hidden states of a batch, zeros where it is padded.
+
+        What stands in padded places, in any argument, has no influence on the result. A sequence may be empty, and
+        padding may be on any side. Without a mask no place is padded, and with `valid_word_num` nothing waits for the
+        GPU, so that both can be captured in a CUDA graph; with a mask alone the host waits to learn how many words
+        there are.
+
+        Args:
+            input_ids: int32 or int64 [batch, seq]. On a GPU an id that is in no table has zeros for its embedding; in
+                host memory it is an error.
+            attention_mask: bool or integer [batch, seq], not 0 where there is a word.
+            token_type_ids: int32 or int64 [batch, seq]; None is 0 everywhere.
+            valid_word_num: the number of words, where the caller knows it and each sequence has its padding at its end.
+
+        Returns:
+            [batch, seq, hidden_size] in the dtype of the weights, in their library and on their device.
+
+        Raises:
+            TypeError: a dtype, or another library than that of the weights.
+            ValueError: shapes, devices, ids or sizes that do not fit; the message names the argument.
+        """
+        batch, seq = self._check_inputs(input_ids, attention_mask, token_type_ids)
+        with self._layers.place():
+            index, offsets, words = self._find_words(batch, seq, attention_mask, valid_word_num)
+            rows = self._table_rows(input_ids, attention_mask, token_type_ids, index)
+            ids = input_ids.reshape(-1)
+            hidden = self._encode(ids if index is None else ids[index], rows, words)
+            if offsets is None:
+                return hidden.reshape(batch, seq, self.config.hidden_size)
+            return rebuild_sequence_length_padding(hidden, offsets, batch, seq)
+
+    def _check_inputs(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> tuple[int, int]:
+        self._check_array("input_ids", input_ids, _IDS)
+        check.dimensions("input_ids", tuple(input_ids.shape), ("batch", "seq"))
+        batch, seq = input_ids.shape
+        if seq > self.config.max_seq_len:
+            wanted = f"of at most {self.config.max_seq_len} columns, the positions of the model"
+            check.fail("input_ids", wanted, seq)
+        if attention_mask is not None:
+            self._check_array("attention_mask", attention_mask, _MASKS)
+            check.shape("attention_mask", tuple(attention_mask.shape), (batch, seq), "[batch, seq]")
+        if token_type_ids is not None:
+            if not self.config.type_vocab_size:
+                check.fail("token_type_ids", f"None for {self.config.model_type}", type(token_type_ids).__name__)
+            self._check_array("token_type_ids", token_type_ids, _IDS)
+            check.shape("token_type_ids", tuple(token_type_ids.shape), (batch, seq), "[batch, seq]")
+        if self._library.device(self.weights.word) is None:
+            self._check_ids("input_ids", input_ids, attention_mask, self.config.vocab_size)
+            if token_type_ids is not None:
+                self._check_ids("token_type_ids", token_type_ids, attention_mask, self.config.type_vocab_size)
+        return batch, seq
+
+    def _check_array(self, name: str, array: Any, dtypes: Sequence[str]) -> None:
+        library, own = arrays.library_of(array), self._library
+        if library is not own:
+            kind = f"{type(array).__module__}.{type(array).__name__}"
+            check.fail(name, f"a {own.name} array like the weights", kind, TypeError)
+        check.dtype(name, own.dtype(array), dtypes)
+        if own.device(array) != own.device(self.weights.word):
+            where = (
+                f"CUDA device {x}" if x is not None else "the CPU" for x in map(own.device, (self.weights.word, array))
+            )
+            wanted, got = where
+            check.fail(name, f"on {wanted} like the weights", f"one on {got}")
+
+    def _check_ids(self, name: str, ids: Any, mask: Any, size: int) -> None:
+        """Raises ValueError for an id of a word that is out of range, which in host memory can be seen."""
+        found = self._library.to_numpy(ids)
+        outside = (found < 0) | (found >= size)
+        if mask is not None:
+            outside &= self._library.to_numpy(mask) != 0
+        if outside.any():
+            place = tuple(int(x) for x in np.argwhere(outside)[0])
+            check.fail(f"{name}[{', '.join(map(str, place))}]", f"in [0, {size})", int(found[place]))
+
+    def _find_words(self, batch: int, seq: int, mask: Any, valid_word_num: int | None) -> tuple[Any, Any, Words]:
+        """The places of the words in the padded batch, their padding offsets, and how they lie without padding.
+
+        The first two are None where nothing is padded.
+        """
+        layers = self._layers
+        if mask is None:
+            if valid_word_num not in (None, batch * seq):
+                check.fail("valid_word_num", f"{batch * seq} without an attention_mask", valid_word_num)
+            bounds = range(0, batch * seq + 1, seq) if seq else [0] * (batch + 1)
+            return None, None, Words(self._upload(np.array(bounds, np.int32)), seq, list(bounds))
+        is_word = mask != 0
+        lengths = layers.cast(is_word.sum(-1), "int32")
+        if valid_word_num is not None:
+            if self._library.device(mask) is None and (is_word[:, 1:] & ~is_word[:, :-1]).any():
+                wanted = "0 from the end of each sequence on, with valid_word_num"
+                check.fail("attention_mask", wanted, "a word after a padded place")
+            built = build_sequence_length_padding_offset(lengths, seq, valid_word_num=valid_word_num)
+            offsets, cu_seqlens, count = built
+            # Words past the last one, if there are fewer: they are put nowhere.
+            index = (layers.arange(count) + offsets).clip(0, max(batch * seq - 1, 0))
+            return index, offsets, Words(cu_seqlens, seq)
+        index = layers.flat_nonzero(is_word)
+        offsets = layers.cast(index - layers.arange(len(index)), "int32")
+        return index, offsets, Words(layers.cu_seqlens(lengths), seq)
+
+    def _upload(self, array: np.ndarray[Any, Any]) -> Any:
+        return self._library.from_numpy(array, self.weights.word)
+
+    def _table_rows(self, ids: Any, mask: Any, types: Any, index: Any) -> Any:
+        """The row of each word in the table of positions and token types, int64 [words]."""
+        layers, config = self._layers, self.config
+        batch, seq = ids.shape
+        if config.family.positions_after_padding:
+            real = ids != config.pad_token_id
+            rows = self._counted(real if mask is None else real & (mask != 0)).reshape(-1)
+            rows = rows if index is None else rows[index]
+        else:
+            rows = (layers.arange(batch * seq) if index is None else index) % max(seq, 1)
+        if types is not None:
+            own = types.reshape(-1)
+            rows = rows + (own if index is None else own[index]) * config.max_position_embeddings
+        return rows
+
+    def _counted(self, real: Any) -> Any:
+        """The positions of RoBERTa: words from pad_token_id + 1 on, and pad_token_id for what is none."""
+        return real.cumsum(-1) * real + self.config.pad_token_id
+
+    # --- the forward pass -------------------------------------------------------------------------------
+
+    def _encode(self, ids: Any, rows: Any, words: Words) -> Any:
+        """The hidden states of words without padding, [words, hidden], from their ids and rows of positions."""
+        weights = self.weights
+        hidden = embedding_lookup(weights.word, ids, weights.position, position_ids=rows)
+        hidden = layer_norm(hidden, weights.norm, weights.norm_bias, self.config.layer_norm_eps)
+        for layer in weights.layers:
+            hidden = self._layer(hidden, layer, words)
+        return hidden
+
+    def _layer(self, hidden: Any, own: LayerWeights, words: Words) -> Any:
+        layers, epsilon = self._layers, self.config.layer_norm_eps
+        qkv = self._linear(hidden, own.qkv, own.qkv_bias)
+        mixed = self._linear(layers.attention(qkv, self.config.num_attention_heads, words), own.attention_output)
+        hidden = fused_add_layer_norm(
+            mixed, hidden, own.attention_norm, own.attention_norm_bias, epsilon,
+            input_bias=own.attention_output_bias, out=mixed,
+        )  # fmt: skip
+        wide = self._linear(hidden, own.intermediate)
+        wide = add_bias_act(wide, own.intermediate_bias, ACTIVATIONS[self.config.hidden_act], out=wide)
+        narrow = self._linear(wide, own.output)
+        return fused_add_layer_norm(
+            narrow, hidden, own.output_norm, own.output_norm_bias, epsilon, input_bias=own.output_bias, out=narrow
+        )
+
+    def _linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
+        """The product with a weight, in products of `product_rows` rows each if that is given."""
+        linear, at_once, rows = self._layers.linear, self.product_rows, len(x)
+        if at_once is None or rows == 0:
+            return linear(x, weight, bias)
+        filled = self._layers.rows_filled(x, -(-rows // at_once) * at_once)
+        starts = range(0, len(filled), at_once)
+        return self._layers.concatenate([linear(filled[i : i + at_once], weight, bias) for i in starts])[:rows]
+
+    # --- texts ------------------------------------------------------------------------------------------
+
+    def tokenize(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
+        """The token ids of texts, special tokens among them.
+
+        Args:
+            texts: the texts; a text may be empty.
+            max_length: the most tokens of a text, up to what the model takes, which it is without. Of a longer text
+                only the first tokens are kept, and a warning says of how many texts.
+
+        Raises:
+            FileNotFoundError: the directory has no tokenizer.json.
+            ImportError: the package tokenizers is missing; the message has the command that installs it.
+            TypeError: texts is no list of texts.
+            ValueError: the encoder has no tokenizer, or max_length is out of range.
+        """
+        return self._tokenize(texts, max_length)
+
+    def _tokenize(self, texts: Sequence[str], max_length: int | None) -> list[list[int]]:
+        """`tokenize`; a warning shows the line that called the caller of this."""
+        found = check_texts(texts)
+        if self.tokenizer is None:
+            raise ValueError("the encoder has no tokenizer: give it one, or call embed_tokens with token ids")
+        tokens, cut = self.tokenizer(found, max_length)
+        warn_of_cut(cut, len(found), max_length or self.tokenizer.max_length)
+        return tokens
+
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        batch_size: int = 32,
+        max_length: int | None = None,
+        normalize: bool | None = None,
+        progress: bool | None = None,
+    ) -> AnyArray:
+        """One vector for each text, in the order of the texts.
+
+        Texts of like lengths go through the encoder together, without padding. The vectors are pooled and normalized
+        as sentence-transformers' configuration of the model says; where there is none, they are normalized means.
+
+        Args:
+            texts: the texts; a text may be empty.
+            batch_size: texts at once.
+            max_length: as in `tokenize`, and so are the errors.
+            normalize: whether vectors have length 1; None is as the model's configuration says.
+            progress: whether to show a bar on stderr; None does so on a terminal.
+
+        Returns:
+            float32 [texts, embedding_size], in the library and on the device of the weights.
+        """
+        check.integer("batch_size", batch_size, 1)
+        tokens = self._tokenize(texts, max_length)
+        return self.embed_tokens(tokens, batch_size=batch_size, normalize=normalize, progress=progress)
+
+    def embed_tokens(
+        self,
+        tokens: Sequence[Sequence[int]],
+        *,
+        batch_size: int = 32,
+        normalize: bool | None = None,
+        progress: bool | None = None,
+    ) -> AnyArray:
+        """`embed` for the token ids of texts, special tokens among them. A text without tokens has a vector of zeros.
+
+        Raises:
+            ValueError: an id that is not in the vocabulary, or a text that is too long; the message names it.
+        """
+        check.integer("batch_size", batch_size, 1)
+        for i, ids in enumerate(tokens):
+            if len(ids) > self.config.max_seq_len:
+                check.fail(f"tokens[{i}]", f"of at most {self.config.max_seq_len} ids", len(ids))
+            if len(ids) and (min(ids) < 0 or max(ids) >= self.config.vocab_size):
+                check.fail(f"tokens[{i}]", f"ids in [0, {self.config.vocab_size})", f"{min(ids)} to {max(ids)}")
+        normalize = self.text.normalize if normalize is None else normalize
+        out = self._library.empty((len(tokens), self.embedding_size), "float32", self.weights.word)
+        with self._layers.place(), _progress(len(tokens), progress) as advance:
+            for batch in by_length(tokens, batch_size):
+                hidden, words = self._encode_tokens([tokens[i] for i in batch])
+                vectors = pooled(self._layers, hidden, words, self.text.pooling, normalize)
+                out[self._upload(batch)] = vectors
+                advance(len(batch))
+        return out
+
+    def _encode_tokens(self, tokens: Sequence[Sequence[int]]) -> tuple[Any, Words]:
+        """The hidden states of a batch of texts without padding, and how its words lie."""
+        texts = [np.asarray(ids, np.int64) for ids in tokens]
+        bounds = np.cumsum([0, *map(len, texts)])
+        if self.config.family.positions_after_padding:
+            rows = [self._counted(ids != self.config.pad_token_id) for ids in texts]
+        else:
+            rows = [np.arange(len(ids)) for ids in texts]
+        # One copy to the GPU has all that a batch needs; each part begins at a multiple of 16 bytes.
+        parts = [np.concatenate(texts), np.concatenate(rows), bounds]
+        starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
+        packed = np.zeros(starts[-1], np.int32)
+        for part, start in zip(parts, starts, strict=False):
+            packed[start : start + len(part)] = part
+        uploaded = self._upload(packed)
+        ids, places, cu_seqlens = (
+            uploaded[start : start + len(part)] for part, start in zip(parts, starts, strict=False)
+        )
+        words = Words(cu_seqlens, max(map(len, texts)), bounds.tolist())
+        return self._encode(ids, places, words), words
+
+
+@contextlib.contextmanager
+def _progress(total: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr; gives the function that advances it."""
+    if not (sys.stderr.isatty() if shown is None else shown):
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=shown is None) as bar:
+        task = bar.add_task("cukern: embedding texts", total=total)
+        yield lambda count: bar.advance(task, count)

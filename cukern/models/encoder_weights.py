@@ -1,0 +1,338 @@
+"""The encoders of the BERT family: what their configurations say, and by which names their weights go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any, NamedTuple
+
+from cukern.models._layers import Layers, layers_of
+from cukern.models.checkpoint import listed
+from cukern.runtime import arrays, check
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+#: The activations of `add_bias_act` by transformers' names.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+class Names(NamedTuple):
+    """The names of a family's weights, without `.weight` and `.bias`; those of a layer follow its prefix."""
+
+    layer: str  # with {} for the layer's number
+    query: str
+    key: str
+    value: str
+    attention_output: str
+    attention_norm: str
+    intermediate: str
+    output: str
+    output_norm: str
+    word: str = "embeddings.word_embeddings"
+    position: str = "embeddings.position_embeddings"
+    token_type: str = "embeddings.token_type_embeddings"
+    norm: str = "embeddings.LayerNorm"
+
+
+_BERT = Names(
+    layer="encoder.layer.{}.",
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    attention_output="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    intermediate="intermediate.dense",
+    output="output.dense",
+    output_norm="output.LayerNorm",
+)
+_DISTILBERT = Names(
+    layer="transformer.layer.{}.",
+    query="attention.q_lin",
+    key="attention.k_lin",
+    value="attention.v_lin",
+    attention_output="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    intermediate="ffn.lin1",
+    output="ffn.lin2",
+    output_norm="output_layer_norm",
+)
+
+#: Parts of a model that have weights beside the layers and do nothing for the last hidden states.
+_UNUSED = ("pooler.", "embeddings.position_ids", "embeddings.token_type_ids")
+
+
+class Family(NamedTuple):
+    """What differs between architectures."""
+
+    names: Names
+    #: Keys of the configuration that are called otherwise.
+    renamed: Mapping[str, str]
+    #: Whether a word's position counts the words before it from pad_token_id + 1 on, and not from 0.
+    positions_after_padding: bool
+    pad_token_id: int
+    has_token_types: bool = True
+    layer_norm_eps: float | None = None  # where it is no part of the configuration
+
+
+_DISTILBERT_KEYS = {
+    "hidden_size": "dim",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+}
+
+#: By the `model_type` of config.json.
+FAMILIES = {
+    "bert": Family(_BERT, {}, False, 0),
+    "roberta": Family(_BERT, {}, True, 1),
+    "xlm-roberta": Family(_BERT, {}, True, 1),
+    "distilbert": Family(_DISTILBERT, _DISTILBERT_KEYS, False, 0, False, 1e-12),
+}
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The configuration of an encoder, by transformers' names; `EncoderConfig.from_dict` makes one of a config.json.
+
+    Args:
+        model_type: "bert", "roberta", "xlm-roberta" or "distilbert".
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: sizes.
+        max_position_embeddings: rows of the table of positions.
+        type_vocab_size: rows of the table of token types; 0 where there is none.
+        layer_norm_eps: is added to the variances.
+        hidden_act: one of `ACTIVATIONS`; "gelu" is that of the error function.
+        pad_token_id: the id of padding, by which RoBERTa counts positions.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    hidden_act: str = "gelu"
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        check.one_of("config.model_type", self.model_type, FAMILIES)
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size"):
+            check.integer(f"config.{name}", getattr(self, name), 1)
+        check.integer("config.num_hidden_layers", self.num_hidden_layers, 0)
+        check.integer("config.type_vocab_size", self.type_vocab_size, 0)
+        check.integer("config.pad_token_id", self.pad_token_id, 0)
+        check.integer("config.max_position_embeddings", self.max_position_embeddings, self.first_position + 1)
+        check.number("config.layer_norm_eps", self.layer_norm_eps)
+        check.one_of("config.hidden_act", self.hidden_act, ACTIVATIONS)
+        if self.hidden_size % self.num_attention_heads:
+            wanted = f"a multiple of num_attention_heads {self.num_attention_heads}"
+            check.fail("config.hidden_size", wanted, self.hidden_size)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> EncoderConfig:
+        """The configuration in the content of a config.json.
+
+        Raises ValueError for an architecture, an activation or a feature that is not taken, and for a size that is
+        missing; the message names the key.
+        """
+        model_type = config.get("model_type")
+        check.one_of("config.model_type", model_type, FAMILIES)
+        family = FAMILIES[str(model_type)]
+        _refuse_features(config)
+        values: dict[str, Any] = {"model_type": model_type, "pad_token_id": family.pad_token_id}
+        for name, field in cls.__dataclass_fields__.items():
+            key = family.renamed.get(name, name)
+            if config.get(key) is not None:
+                values[name] = config[key]
+            elif name not in values and field.default is MISSING:
+                check.fail(f"config.{key}", "given", "nothing")
+        if not family.has_token_types:
+            values["type_vocab_size"] = 0
+        if family.layer_norm_eps is not None:
+            values["layer_norm_eps"] = family.layer_norm_eps
+        return cls(**values)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def first_position(self) -> int:
+        """The position of the first word of a sequence."""
+        return self.pad_token_id + 1 if self.family.positions_after_padding else 0
+
+    @property
+    def max_seq_len(self) -> int:
+        """The most words of a sequence."""
+        return self.max_position_embeddings - self.first_position
+
+
+def _refuse_features(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for what changes the forward pass and is not implemented."""
+    if (kind := config.get("position_embedding_type")) not in (None, "absolute"):
+        check.fail("config.position_embedding_type", "'absolute' (relative positions are not supported)", repr(kind))
+    for name, what in (
+        ("is_decoder", "a causal mask"),
+        ("add_cross_attention", "cross attention"),
+        ("is_encoder_decoder", "a decoder"),
+    ):
+        if config.get(name):
+            check.fail(f"config.{name}", f"False ({what} is not supported)", config[name])
+    for name in ("quantization_config", "pruned_heads"):
+        if config.get(name):
+            check.fail(f"config.{name}", "absent (it is not supported)", config[name])
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a layer: products as [out, in]."""
+
+    qkv: Any  # [3 * hidden, hidden]
+    qkv_bias: Any
+    attention_output: Any
+    attention_output_bias: Any
+    attention_norm: Any
+    attention_norm_bias: Any
+    intermediate: Any
+    intermediate_bias: Any
+    output: Any
+    output_bias: Any
+    output_norm: Any
+    output_norm_bias: Any
+
+
+class EncoderWeights(NamedTuple):
+    """The weights of an encoder, of one dtype, in one library and on one device."""
+
+    word: Any  # [vocab, hidden]
+    position: Any  # [token types * positions, hidden]: the sum of both embeddings; without token types [positions, ..]
+    norm: Any
+    norm_bias: Any
+    layers: tuple[LayerWeights, ...]
+
+
+def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
+    """What stands before the names: nothing, or the name of the encoder in a model with a head, such as `bert.`."""
+    word = f"{names.word}.weight"
+    found = sorted(key.removesuffix(word) for key in state if key.endswith(word))
+    if len(found) != 1:
+        what = f"several of {listed(prefix + word for prefix in found)}" if found else f"no {word}"
+        check.fail("state", f"the weights of one {model_type}", what)
+    return found[0]
+
+
+def _modern(key: str) -> str:
+    """The name of a weight that the first checkpoints called as TensorFlow does."""
+    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+        if key.endswith(f"LayerNorm{old}"):
+            return key.removesuffix(old) + new
+    return key
+
+
+class _Reader:
+    """Takes weights out of a state, checked, and knows which names are left."""
+
+    def __init__(self, state: Mapping[str, Any], prefix: str, dtype: str | None, first: str) -> None:
+        self.weights = {_modern(key).removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
+        self.unread = {*self.weights}
+        self.prefix = prefix
+        self.library, self.layers = _library("state", self.weights[first])
+        self.dtype = dtype or self.library.dtype(self.weights[first])
+        check.dtype(f"the dtype of {prefix}{first}" if dtype is None else "dtype", self.dtype, DTYPES)
+
+    def require(self, wanted: set[str]) -> None:
+        """Raises ValueError unless the names are those that are wanted, and others that are known."""
+        if missing := wanted - {*self.weights}:
+            raise ValueError(f"state has no {listed(self.prefix + name for name in missing)}")
+        extra = {name for name in self.weights if name not in wanted and not name.startswith(_UNUSED)}
+        if extra:
+            raise ValueError(f"state has {listed(self.prefix + name for name in extra)}, which no encoder has")
+
+    def take(self, name: str, *shape: int) -> Any:
+        weight = self.weights[name]
+        library, _ = _library(self.prefix + name, weight)
+        if library is not self.library or library.device(weight) != self.library.device(self.weights[name]):
+            check.fail(self.prefix + name, f"a {self.library.name} array like the others", library.name, TypeError)
+        check.shape(self.prefix + name, tuple(weight.shape), shape, "as config says")
+        check.dtype(self.prefix + name, library.dtype(weight), (*DTYPES, "float64"))
+        return self.layers.cast(weight, self.dtype)
+
+    def linear(self, name: str, rows: int, columns: int) -> tuple[Any, Any]:
+        return self.take(f"{name}.weight", rows, columns), self.take(f"{name}.bias", rows)
+
+    def norm(self, name: str, size: int) -> tuple[Any, Any]:
+        return self.take(f"{name}.weight", size), self.take(f"{name}.bias", size)
+
+
+def _library(name: str, weight: Any) -> tuple[arrays.Library, Layers]:
+    library = arrays.library_of(weight)
+    if library is None:
+        check.fail(name, "a NumPy, CuPy or torch array", type(weight).__name__, TypeError)
+    return library, layers_of(weight)
+
+
+def _wanted(config: EncoderConfig) -> set[str]:
+    names = config.family.names
+    tables = [names.word, names.position, *([names.token_type] if config.type_vocab_size else [])]
+    found = {f"{name}.weight" for name in [*tables, names.norm]} | {f"{names.norm}.bias"}
+    parts = names[names._fields.index("query") : names._fields.index("word")]
+    for layer in range(config.num_hidden_layers):
+        prefix = names.layer.format(layer)
+        found |= {f"{prefix}{part}.{kind}" for part in parts for kind in ("weight", "bias")}
+    return found
+
+
+def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | None = None) -> EncoderWeights:
+    """The weights of an encoder from a state by transformers' names.
+
+    The names may all have a prefix, as in a model with a head (`bert.encoder...`); what is outside of it is the head
+    and is left. In float16 and bfloat16 the sum of the embeddings of position and token type is rounded once.
+
+    Args:
+        state: arrays of one library on one device.
+        config: the configuration.
+        dtype: "float32", "float16" or "bfloat16"; None keeps that of the word embeddings.
+
+    Raises:
+        TypeError: what is no array, or a dtype that is not taken.
+        ValueError: names that are missing or that no such encoder has, and shapes that are not those of config.
+    """
+    names, hidden = config.family.names, config.hidden_size
+    prefix = _prefix(state, names, config.model_type)
+    reader = _Reader(state, prefix, dtype, f"{names.word}.weight")
+    reader.require(_wanted(config))
+    concatenate = reader.layers.concatenate
+
+    def layer(number: int) -> LayerWeights:
+        own = names.layer.format(number)
+        parts = [reader.linear(own + part, hidden, hidden) for part in (names.query, names.key, names.value)]
+        return LayerWeights(
+            concatenate([weight for weight, _ in parts]),
+            concatenate([bias for _, bias in parts]),
+            *reader.linear(own + names.attention_output, hidden, hidden),
+            *reader.norm(own + names.attention_norm, hidden),
+            *reader.linear(own + names.intermediate, config.intermediate_size, hidden),
+            *reader.linear(own + names.output, hidden, config.intermediate_size),
+            *reader.norm(own + names.output_norm, hidden),
+        )
+
+    word = reader.take(f"{names.word}.weight", config.vocab_size, hidden)
+    position = reader.take(f"{names.position}.weight", config.max_position_embeddings, hidden)
+    if config.type_vocab_size:
+        kinds = reader.take(f"{names.token_type}.weight", config.type_vocab_size, hidden)
+        wide, cast = [reader.layers.cast(x, "float32") for x in (position, kinds)], reader.layers.cast
+        position = concatenate([cast(wide[0] + kind, reader.dtype) for kind in wide[1]])
+    norm, norm_bias = reader.norm(names.norm, hidden)
+    layers = tuple(layer(number) for number in range(config.num_hidden_layers))
+    return EncoderWeights(word, position, norm, norm_bias, layers)

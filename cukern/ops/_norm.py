@@ -1,0 +1,184 @@
+"""What the norms share: the threads of a row, and the rows of arrays that may lie apart."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from cukern.reference import norm as twin
+from cukern.runtime import arrays, check
+from cukern.runtime.describe import Array, expect_place, same_shape
+from cukern.runtime.late import late
+from cukern.runtime.rows import MAX_ROW, MAX_ROWS
+from cukern.runtime.units import divisor
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: "specialized" has a fixed width and "dynamic" takes any; both load 16 bytes at a time, "scalar" one element.
+VARIANTS = ("auto", "specialized", "dynamic", "scalar")
+
+_WARP = 32
+_NARROW_THREADS = 256  # threads of a block where a row has at most a warp
+_ITEMS = 4  # units per thread, where a row has more than a warp
+
+
+class Tile(NamedTuple):
+    """The threads of a variant."""
+
+    threads: int  # per row
+    items: int  # units that a thread keeps in registers
+    block: int  # threads per block
+
+
+def tile(dtype: str, width: int, fixed: bool, wide: bool, group: int = 0) -> Tile:
+    """The threads of rows of `width` elements; a `group` of these, if any, is one of neighbouring threads."""
+    units = max(1, -(-width // twin.EACH))
+    if units > twin.COLUMNS:
+        # Elements that are loaded one by one take a register each, as float32 does.
+        return Tile(twin.COLUMNS, 2 if wide and arrays.ITEM_SIZE[dtype] == 2 else 1, twin.COLUMNS)
+    columns = 1 << (units - 1).bit_length()
+    threads = columns // 2 if columns <= 2 * _WARP else max(columns // _ITEMS, _WARP)
+    threads = max(threads, group // twin.EACH, 1)
+    return Tile(threads, -(-(units if fixed else columns) // threads), threads if threads > _WARP else _NARROW_THREADS)
+
+
+# --- rows ---------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Arrays [..., width] as rows [outer, inner, width] with two strides."""
+
+    total: Any  # outer * inner
+    inner: int
+    strides: list[tuple[int, int] | None]  # of each array, outer and inner, in elements
+
+
+def _common_stride(lengths: tuple[Any, ...], strides: tuple[int, ...]) -> int | None:
+    """The stride of dimensions taken as one; None if they cannot be."""
+    common, span = 0, None
+    for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
+        if type(length) is int and length == 1:
+            continue
+        if span is None:
+            common = stride
+        elif stride != span:
+            return None
+        span = stride * length
+    return common
+
+
+def rows_of(**given: Array | None) -> Rows:
+    """The rows of arrays of one shape. Raises ValueError where two strides are not enough."""
+    first = next(array for array in given.values() if array is not None)
+    lengths = first.shape[:-1]
+    total = lengths[0] if len(lengths) == 1 else functools.reduce(operator.mul, lengths, 1)
+    found: list[tuple[int, int] | None]
+    for split in range(len(lengths), 0, -1) if lengths else (0,):
+        found = []
+        for array in given.values():
+            if array is None:
+                found.append(None)
+                continue
+            halves = (0, split), (split, len(lengths))
+            parts = [_common_stride(lengths[i:j], array.strides[i:j]) for i, j in halves]
+            if None in parts:
+                break
+            found.append((parts[0], parts[1]))  # type: ignore[arg-type]
+        if len(found) == len(given):
+            return Rows(total, functools.reduce(operator.mul, lengths[split:], 1), found)
+    name, array = next((name, x) for name, x in given.items() if x is not None and not x.is_contiguous)
+    wanted = "of rows with at most two strides, and those over the same dimensions as in the other arrays"
+    check.fail(name, wanted, f"strides {array.strides}")
+
+
+class Layout(NamedTuple):
+    """The rows of the arrays of a launch."""
+
+    total: Any
+    wide: bool  # whether all can be loaded 16 bytes at a time
+    fields: dict[str, Any]  # of the struct of parameters
+
+
+def layout(width: int, vectors: Collection[Array | None], **given: Array | None) -> Layout:
+    """How the rows of `given`, by the names of their fields, lie in memory; `vectors` are [width].
+
+    Raises ValueError where two strides are not enough, or for too many rows.
+    """
+    total, inner, strides = rows_of(**given)
+    name = next(iter(given))
+    if total > MAX_ROWS:
+        check.fail(name, f"of at most {MAX_ROWS} rows", total)
+    fields: dict[str, Any] = {}
+    wide = width % twin.EACH == 0 and all(vector is None or vector.alignment == 16 for vector in vectors)
+    for (name, array), apart in zip(given.items(), strides, strict=True):
+        if array is None or apart is None:
+            fields[name] = None
+            continue
+        unit, between = twin.EACH if array.item_size == 1 else 16, [x * array.item_size for x in apart]
+        wide = wide and array.alignment >= unit and all(x % unit == 0 for x in between)
+        fields[name] = (array, *between)
+    sizes = {"rows": total, "inner": inner, "by_inner": divisor(max(inner, 1)), "width": width}
+    return Layout(total, wide, fields | sizes | {"per_width": 1 / max(width, 1)})
+
+
+def blocks(rows: Any, tile: Tile) -> Any:
+    """The blocks of a launch: one at least."""
+    return late(_blocks, rows, tile.block // tile.threads)
+
+
+def _blocks(rows: int, rows_of_block: int) -> int:
+    return max(1, -(-rows // rows_of_block))
+
+
+def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) -> bool:
+    """Whether the variant has a fixed width. Raises ValueError for a variant that there is not."""
+    known = wide and width in registered
+    if variant == "specialized" and not known:
+        why = f"there is none for width {width}, or rows are not 16-byte aligned (cukern.specialize adds one)"
+        check.fail("variant", "'auto', 'dynamic' or 'scalar' here", f"'specialized': {why}")
+    if variant == "dynamic" and not wide:
+        why = f"rows, the weight or the bias are not 16-byte aligned, or width is not a multiple of {twin.EACH}"
+        check.fail("variant", "'auto' or 'scalar' here", f"'dynamic': {why}")
+    return known and variant in ("auto", "specialized")
+
+
+# --- checks -------------------------------------------------------------------------------------------
+
+
+def width_of(name: str, array: Array) -> int:
+    """The width of the rows of an array [..., width]. Raises ValueError for rows that no norm takes."""
+    if not array.shape:
+        check.dimensions(name, array.shape, ("...", "width"))
+    width = int(array.shape[-1])
+    if width > MAX_ROW:
+        check.fail(name, f"of rows of at most {MAX_ROW} elements", width)
+    expect_rows(name, array)
+    return width
+
+
+def expect_rows(name: str, array: Array, written: bool = False) -> None:
+    """Raises ValueError unless each row is contiguous and, if they are written, no two rows overlap."""
+    width, strides = array.shape[-1], array.strides
+    apart = strides[-1] != 1 and width > 1
+    overlap = written and any(abs(x) < width and n != 1 for x, n in zip(strides[:-1], array.shape[:-1], strict=True))
+    if (apart or overlap) and all(n != 0 for n in array.shape):  # the strides of an empty array mean nothing
+        wanted = "contiguous along its last dimension" if apart else "of rows that do not overlap"
+        check.fail(name, wanted, f"strides {strides} (in elements)")
+
+
+def expect_like(name: str, array: Any, input: Array, written: bool = True) -> Array:
+    """Check an array of the shape and dtype of `input`, which is written unless said otherwise."""
+    expect_place(name, array, input, "input")
+    check.dtype(name, array.dtype, (input.dtype,))
+    if not same_shape(array, input.shape):
+        check.shape(name, array.shape, input.shape, "[..., width]")
+    expect_rows(name, array, written)
+    return array
+
+
+def expect_epsilon(epsilon: Any) -> float:
+    """Raises TypeError or ValueError unless `epsilon` is a number of at least 0."""
+    if check.number("epsilon", epsilon) < 0:
+        check.fail("epsilon", "a number of at least 0", epsilon)
+    return float(epsilon)
