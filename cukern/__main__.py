@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": ("cukern.commands.doctor", "say what works here and what does not, with the command that fixes it"),
     "compile": ("cukern.commands.compile", "compile kernels into the cache ahead of use, also without a GPU"),
     "encode": ("cukern.commands.encode", "turn each text of a file into a vector, by a model in a directory"),
+    "translate": ("cukern.commands.translate", "translate texts by Marian, BART or mBART, line by line"),
     "profile-moe": ("cukern.commands.profile_moe", "trace one forward pass of the fused mixture-of-experts layer"),
     "bench": ("cukern.commands.bench", "measure the ops on this GPU against their floors and the alternatives"),
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from cukern.models.decoder import Decoder
+from cukern.models.decoding import Decoding, Generated, Step
 from cukern.models.encoder import Encoder
 from cukern.models.encoder_weights import EncoderConfig
 from cukern.models.text import TextConfig, Tokenizer
 
-__all__ = ["Encoder", "EncoderConfig", "TextConfig", "Tokenizer"]
+__all__ = ["Decoder", "Decoding", "Encoder", "EncoderConfig", "Generated", "Step", "TextConfig", "Tokenizer"]

@@ -1,0 +1,152 @@
+"""A layer of a decoder: masked self-attention over a cache, cross-attention over the encoder's memory, feed-forward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cukern.models._pieces import pieces_of
+from cukern.ops.decoder_attention import cross_attention, masked_attention
+from cukern.ops.moe_activation import add_bias_act
+from cukern.ops.norm import fused_add_layer_norm, layer_norm
+from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
+
+__all__ = ["Decoder", "DecoderWeights"]
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
+
+
+class Affine(NamedTuple):
+    """The weight and the bias of a product, [out, in] and [out], or of a layer norm, [hidden] both."""
+
+    weight: Any
+    bias: Any
+
+
+class DecoderWeights(NamedTuple):
+    """The weights of a layer, all of one dtype, contiguous, in one library and on one device."""
+
+    qkv: Affine  # [3 * hidden, hidden]: query, key and value of the self-attention
+    out: Affine
+    self_norm: Affine
+    cross_q: Affine
+    cross_kv: Affine  # [2 * hidden, hidden]: key and value of the cross-attention
+    cross_out: Affine
+    cross_norm: Affine
+    up: Affine  # [inter, hidden]
+    down: Affine  # [hidden, inter]
+    final_norm: Affine
+
+
+class Decoder:
+    """A decoder layer, as FasterTransformer's module of that name, with biases in all products.
+
+        x = x + self_attention(norm(x));  x = x + cross_attention(norm(x), memory);  x = x + feed_forward(norm(x))
+
+    with `normalize_before` (pre-norm: FasterTransformer's own, mBART), and without it (post-norm: Marian, BART) the
+    norm of each sum in place of that of its term. The products are the array library's, the attention is
+    `cukern.masked_attention` and `cukern.cross_attention`; a product's bias, the residual and the norm are one kernel.
+
+    Args:
+        weights: the layer's weights, of any of NumPy, CuPy and torch; they say where the layer runs.
+        heads: of both attentions.
+        activation: of the feed-forward: "gelu" (by the error function), "gelu_tanh", "relu" or "silu".
+        normalize_before: pre-norm.
+        epsilon: of the layer norms.
+
+    Raises ValueError or TypeError for what does not fit.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        heads: int,
+        *,
+        activation: str = "gelu",
+        normalize_before: bool = False,
+        epsilon: float = 1e-5,
+    ) -> None:
+        self._pieces = pieces_of("weights", weights.qkv.weight)
+        check.dimensions("weights.qkv.weight", weights.qkv.weight.shape, ("3 * hidden", "hidden"))
+        self.hidden = int(weights.qkv.weight.shape[1])
+        self.heads = check.integer("heads", heads, 1)
+        if self.hidden % heads:
+            check.fail("heads", f"a divisor of the hidden size {self.hidden}", heads)
+        self.weights = weights
+        self.activation = check.one_of("activation", activation, ACTIVATIONS)
+        self.normalize_before = normalize_before
+        self.epsilon = check.number("epsilon", epsilon)
+        hidden, inter = self.hidden, weights.up.weight.shape[0]
+        shapes = {"qkv": (3 * hidden, hidden), "cross_kv": (2 * hidden, hidden)}
+        shapes |= {"up": (inter, hidden), "down": (hidden, inter)}
+        for name, (weight, bias) in weights._asdict().items():
+            wanted = (hidden,) if name.endswith("norm") else shapes.get(name, (hidden, hidden))
+            check.shape(f"weights.{name}.weight", weight.shape, wanted, "that of the hidden size")
+            check.shape(f"weights.{name}.bias", bias.shape, wanted[:1], "[out]")
+        q, k, v = (weights.qkv.bias[i * hidden : (i + 1) * hidden] for i in range(3))
+        self._biases = q, k, v
+
+    def memory(self, states: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """The keys and values of the cross-attention, [words, hidden] each, from the encoder's states [words, hidden].
+
+        They are strided: the halves of one product.
+        """
+        both = self._pieces.linear(states, *self.weights.cross_kv)
+        return both[:, : self.hidden], both[:, self.hidden :]
+
+    def __call__(
+        self,
+        x: AnyArray,
+        key_cache: AnyArray,
+        value_cache: AnyArray,
+        step: int,
+        key_memory: AnyArray,
+        value_memory: AnyArray,
+        memory_lengths: AnyArray,
+    ) -> AnyArray:
+        """The layer of one new token per sequence.
+
+        Args:
+            x: [batch, hidden], of the weights' dtype.
+            key_cache, value_cache: [max_steps, batch, heads, head_dim], which the new token is written into, at
+                `step - 1`.
+            step: the tokens of each sequence, the new one included, from 1 to max_steps.
+            key_memory, value_memory: [batch, memory_len, heads, head_dim], what `memory` gives for each sequence.
+            memory_lengths: int32 [batch], how many entries each has; a sequence without any attends to nothing.
+
+        Returns [batch, hidden]. Nothing waits for a GPU. Raises what `cukern.masked_attention` and
+        `cukern.cross_attention` raise.
+        """
+        weights, pieces, n = self.weights, self._pieces, self.hidden
+        check.dimensions("x", x.shape, ("batch", "hidden"))
+        check.shape("x", x.shape, (x.shape[0], n), "[batch, hidden]")
+        h = self._norm(x, weights.self_norm) if self.normalize_before else x
+        qkv = pieces.linear(h, weights.qkv.weight)
+        q, k, v = qkv[:, :n], qkv[:, n : 2 * n], qkv[:, 2 * n :]
+        attended = masked_attention(q, k, v, *self._biases, key_cache, value_cache, step)
+        x, h = self._add(attended, weights.out, x, weights.self_norm, weights.cross_norm)
+        q = pieces.linear(h, weights.cross_q.weight)
+        attended = cross_attention(q, weights.cross_q.bias, key_memory, value_memory, memory_lengths)
+        x, h = self._add(attended, weights.cross_out, x, weights.cross_norm, weights.final_norm)
+        up = pieces.linear(h, weights.up.weight)
+        up = add_bias_act(up, weights.up.bias, self.activation, out=up)
+        x, _ = self._add(up, weights.down, x, weights.final_norm, None)
+        return x
+
+    def _norm(self, x: Any, norm: Affine) -> Any:
+        return layer_norm(x, *norm, self.epsilon)
+
+    def _add(self, term: Any, product: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
+        """The sum of the residual and the product of a term, and what the next part of the layer reads."""
+        pieces, epsilon = self._pieces, self.epsilon
+        if self.normalize_before and next_norm is None:
+            x = pieces.linear(term, *product) + residual
+            return x, x
+        y = pieces.linear(term, product.weight)
+        if next_norm is not None and self.normalize_before:
+            weight, bias = next_norm
+            return y, fused_add_layer_norm(
+                y, residual, weight, bias, epsilon, input_bias=product.bias, residual_out=y
+            )  # fmt: skip
+        x = fused_add_layer_norm(y, residual, *norm, epsilon, input_bias=product.bias, out=y)
+        return x, x

@@ -1,0 +1,248 @@
+"""Decoding: from the words of a source to the tokens of its translation, by greedy or beam search or by sampling."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukern.models._search import Beams, Sampling, Search
+from cukern.models._seq2seq import Seq2Seq, read_source
+from cukern.models._steps import StepGraphs, watch
+from cukern.models.generation import Settings, defaults_of, settle
+from cukern.models.weights import read_config, read_directory, read_weights
+from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray
+
+__all__ = ["Decoding", "Generated", "Step"]
+
+#: Sizes of searches whose buffers and graphs are kept.
+_MOST_SEARCHES = 4
+#: Memories on a GPU are as long as the next multiple of this, so that few sizes serve all sources.
+_MEMORY_UNIT = 64
+
+
+class Generated(NamedTuple):
+    """What was generated, in the library and the place of `input_ids`."""
+
+    sequences: AnyArray  # int32 [rows, length], the start token first, padded: those of transformers' `generate`
+    lengths: AnyArray  # int32 [rows], the tokens of each, the start token and the end counted
+    scores: AnyArray | None  # float32 [rows], of a beam search: the log-probability over length ** length_penalty
+
+
+class Step(NamedTuple):
+    """What a step has found, as a callback sees it, in NumPy."""
+
+    step: int  # from 0 on
+    tokens: np.ndarray[Any, Any]  # int32 [rows]; of a beam search [batch, beams], the running beams
+    finished: np.ndarray[Any, Any]  # bool [rows], or [batch]
+    parents: np.ndarray[Any, Any] | None  # of a beam search: int32 [batch, beams], the beam that each continues
+
+
+class Decoding:
+    """An encoder-decoder that generates: Marian, BART or mBART, with the weights of Hugging Face.
+
+    FasterTransformer's module of this name: embeddings, positions, layers (`Decoder`), logits, and the choice of the
+    next tokens, until every row has finished. The weights say where it runs: torch tensors, CuPy arrays, or NumPy's,
+    which are the twin. Dense products are those of the array library. The encoder runs over the words alone: what is
+    where the mask is 0 is never looked at, neither by it nor by the cross-attention.
+
+    On torch tensors of a CUDA device a step is launched as it is the first time that a search of its size comes to it,
+    captured in a CUDA graph the second time, and replayed from then on; the host looks at what has finished one step
+    later. The buffers and graphs of the latest few sizes are kept. One call runs at a time.
+
+    The tokens are those of transformers' `generate` with the same settings, in float32 wherever no two candidates are
+    closer than the rounding of the logits. Its beam search, which `cukern.beam_search_step` follows, is not
+    FasterTransformer's: that one lets finished beams compete with running ones and knows no length penalty, this one
+    takes the best max(2, 1 + end tokens) * beams candidates, moves those that end among the best `beams` into a pool,
+    scored by log-probability over length ** length_penalty, and stops as `early_stopping` says. Processors (bad words,
+    forced tokens and so on) act on log-probabilities there, which are not normalized again unless `renormalize_logits`
+    says so.
+
+    Make one with `from_directory` or `from_state_dict`.
+    """
+
+    def __init__(self, model: Seq2Seq, defaults: Mapping[str, Any], dtype: str, directory: Path | None = None) -> None:
+        self.config = model.config
+        self.dtype = dtype
+        #: The settings that a call starts from, by the names of transformers' generation configuration.
+        self.defaults = dict(defaults)
+        self.directory = directory
+        self._model = model
+        self._searches: collections.OrderedDict[Any, tuple[Search, StepGraphs]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_directory(
+        cls, path: str | Path, *, library: str | None = None, device: Any = None, dtype: str | None = None
+    ) -> Decoding:
+        """Read `config.json`, `generation_config.json` where there is one, and the weights of a directory.
+
+        Args:
+            path: of a model that `save_pretrained` wrote, or a snapshot of the Hugging Face Hub: `model.safetensors`,
+                its shards, or `pytorch_model.bin` (with torch).
+            library: "torch", "cupy" or "numpy"; None is torch where it is installed, else CuPy where there is a GPU.
+            device: "cuda:1" and the like for torch, a number for CuPy; None is the current GPU, if there is one.
+            dtype: "float32", "float16" or "bfloat16"; None is that of the file.
+
+        Raises FileNotFoundError for what is missing, ImportError with the pip command for a package that is, and
+        ValueError for another architecture or a key without weights.
+        """
+        state, config, generation = read_directory(path, library, device)
+        made = cls.from_state_dict(state, config, generation_config=generation, dtype=dtype)
+        made.directory = Path(path)
+        return made
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, AnyArray], config: Any, *, generation_config: Any = None, dtype: str | None = None
+    ) -> Decoding:
+        """Take weights from memory.
+
+        Args:
+            state: arrays by Hugging Face's keys (`model.encoder.layers.0.self_attn.q_proj.weight` and so on), all in
+                one library and on one device.
+            config: the configuration, a dict or an object with `to_dict()`.
+            generation_config: the defaults of the settings, likewise; without it they are taken from `config`.
+            dtype: as in `from_directory`.
+        """
+        sizes, found = read_config(config)
+        weights, pieces, dtype = read_weights(state, sizes, dtype)
+        return cls(Seq2Seq(weights, pieces, sizes), defaults_of(found, generation_config), dtype)
+
+    @property
+    def vocab(self) -> int:
+        """The tokens of the target's vocabulary."""
+        return self._model.vocab
+
+    def settings(self, stop_words: Sequence[Sequence[int]] | None = None, **generation: Any) -> Settings:
+        """What `__call__` makes of its settings; raises what it raises for them."""
+        return settle(self.defaults, generation, stop_words, self.vocab, self._model.target_positions)
+
+    def __call__(
+        self,
+        input_ids: AnyArray,
+        attention_mask: AnyArray | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        stop_words: Sequence[Sequence[int]] | None = None,
+        on_step: Callable[[Step], None] | None = None,
+        progress: bool = False,
+        **generation: Any,
+    ) -> Generated:
+        """Generate from a padded batch of sources.
+
+        Args:
+            input_ids: integers [batch, seq], of any library.
+            attention_mask: bool or integers [batch, seq], 0 where nothing counts; None counts all. A row without
+                anything is generated from nothing.
+            seed: of the draws (`do_sample`): an int, by which row i draws as seed + i, or one for each row. None takes
+                one from Python's `random`.
+            stop_words: lists of token ids; a row that ends with one of them has finished. Not with beams.
+            on_step: called with a `Step` after each step. It may raise to stop the search.
+            progress: show a bar of the steps on stderr.
+            generation: settings by the names of transformers' generation configuration, in place of the model's:
+                num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, max_new_tokens,
+                max_length, min_new_tokens, min_length, early_stopping, length_penalty, repetition_penalty,
+                no_repeat_ngram_size, bad_words_ids, forced_bos_token_id, forced_eos_token_id, renormalize_logits and
+                the ids of special tokens; and presence_penalty and frequency_penalty, which are OpenAI's.
+
+        Returns a `Generated` of batch * num_return_sequences rows. Raises TypeError for a name that is no setting,
+        ValueError for one that is not implemented and for what does not fit, each naming the argument.
+        """
+        settings = self.settings(stop_words, **generation)
+        library = arrays.library_of(input_ids)
+        if library is None:
+            check.fail("input_ids", "an array of NumPy, CuPy or torch", type(input_ids).__name__, TypeError)
+        mask = None
+        if attention_mask is not None:
+            of_mask = arrays.library_of(attention_mask)
+            if of_mask is None:
+                got = type(attention_mask).__name__
+                check.fail("attention_mask", "an array of NumPy, CuPy or torch", got, TypeError)
+            mask = of_mask.to_numpy(attention_mask)
+        source = read_source(library.to_numpy(input_ids), mask, self.config)
+        batch = len(source.lengths)
+        seeds = _seeds(seed, batch * settings.returned)
+        if batch == 0:
+            empty = np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
+            found: tuple[Any, ...] = (*empty, np.zeros(0, np.float32) if settings.beams > 1 else None)
+        else:
+            with self._lock, self._model.pieces.place():
+                search, graphs = self._search(settings, batch, int(source.lengths.max()))
+                search.start(source, seeds)
+                steps = _run(search, graphs, on_step, progress)
+                found = search.result(steps)
+        return Generated(*(None if x is None else library.from_numpy(x, input_ids) for x in found))
+
+    def _search(self, settings: Settings, batch: int, longest: int) -> tuple[Search, StepGraphs]:
+        """The search of these sizes: a kept one, or a new one in place of the one that is longest unused."""
+        on_gpu = self._model.pieces.is_cuda_torch
+        memory_len = -(-max(longest, 1) // _MEMORY_UNIT) * _MEMORY_UNIT if on_gpu else max(longest, 1)
+        key = settings, batch, memory_len
+        if key in self._searches:
+            self._searches.move_to_end(key)
+        else:
+            while len(self._searches) >= _MOST_SEARCHES:
+                self._searches.popitem(last=False)
+            kind = Beams if settings.beams > 1 else Sampling
+            made = kind(self._model, settings, batch, memory_len, self.dtype)
+            self._searches[key] = made, StepGraphs(self._model.pieces)
+        return self._searches[key]
+
+
+def _seeds(seed: Any, rows: int) -> np.ndarray[Any, Any]:
+    """int64 [rows]"""
+    if seed is None:
+        seed = random.getrandbits(62)
+    if hasattr(seed, "__index__"):
+        first = check.integer("seed", seed, 0, 2**63 - 1 - rows)
+        return first + np.arange(rows, dtype=np.int64)
+    seeds = np.array([check.integer("seed", x, 0, 2**63 - 1) for x in seed], np.int64)
+    check.shape("seed", seeds.shape, (rows,), "[batch * num_return_sequences]")
+    return seeds
+
+
+@contextlib.contextmanager
+def _bar(steps: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A function that moves a bar of so many steps."""
+    if not shown:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("decoding", total=steps)
+        yield lambda: bar.advance(task)
+
+
+def _run(search: Search, graphs: StepGraphs, on_step: Callable[[Step], None] | None, progress: bool) -> int:
+    """Step until every row has finished; how many steps were made."""
+    steps, look = search.settings.steps, watch(search.pieces)
+    with _bar(steps, progress) as advance:
+        for step in range(steps):
+            graphs.run(step, functools.partial(search.step, step))
+            advance()
+            for seen, values in look.after(step, search.shown(step, on_step is not None)):
+                if _tell(on_step, seen, values):
+                    return step + 1
+        for seen, values in look.rest():
+            _tell(on_step, seen, values)
+    return steps
+
+
+def _tell(on_step: Callable[[Step], None] | None, step: int, values: list[Any]) -> bool:
+    """Tell the callback of a step; whether all have finished."""
+    finished, *tokens_and_parents = values
+    if on_step is not None:
+        tokens, parents = tokens_and_parents
+        on_step(Step(step, tokens, finished, parents))
+    return bool(finished.all())

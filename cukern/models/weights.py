@@ -1,0 +1,265 @@
+"""The weights and the configuration of Hugging Face's Marian, BART and mBART, from a directory or from memory."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukern.models import checkpoint
+from cukern.models._pieces import Pieces, pieces_of
+from cukern.models.decoder import Affine, DecoderWeights
+from cukern.runtime import arrays, check
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: Activations by the names of transformers' configurations.
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+class Family(NamedTuple):
+    """What the code of a family of models fixes beside its configuration."""
+
+    learned_positions: bool
+    position_offset: int  # of the first position in the table
+    embedding_norm: bool
+    normalize_before: bool  # with a norm after the last layer, too
+
+
+FAMILIES = {
+    "marian": Family(False, 0, False, False),
+    "bart": Family(True, 2, True, False),
+    "mbart": Family(True, 2, True, True),
+}
+
+
+class Config(NamedTuple):
+    """The sizes of an encoder-decoder."""
+
+    family: Family
+    hidden: int
+    vocab: int  # of the source
+    encoder_layers: int
+    decoder_layers: int
+    encoder_heads: int
+    decoder_heads: int
+    activation: str
+    scale_embedding: bool
+    max_positions: int
+    tied: bool  # the product that gives the logits is by the embeddings
+    shared: bool  # source and target have the same embeddings
+
+
+def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
+    """The sizes, and the configuration as a dict, of a dict or of an object that has `to_dict`.
+
+    Raises ValueError for another architecture, and for what is missing.
+    """
+    found = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(found, Mapping):
+        check.fail("config", "a dict, or an object with to_dict()", type(config).__name__, TypeError)
+    kind = found.get("model_type")
+    if kind not in FAMILIES:
+        wanted = f"of an encoder-decoder of model_type {', '.join(FAMILIES)}"
+        check.fail("config", wanted, f"model_type {kind!r} (architectures: {found.get('architectures')})")
+
+    def size(key: str) -> int:
+        if found.get(key) is None:
+            check.fail("config", f"a configuration with {key!r}", f"one of {', '.join(map(str, sorted(found)))}")
+        return check.integer(f"config[{key!r}]", found[key], 1)
+
+    activation = found.get("activation_function") or "gelu"
+    if activation not in _ACTIVATIONS:
+        check.fail("config['activation_function']", f"one of {', '.join(_ACTIVATIONS)}", repr(activation))
+    hidden = size("d_model")
+    for key in ("encoder_attention_heads", "decoder_attention_heads"):
+        if hidden % size(key):
+            check.fail(f"config[{key!r}]", f"a divisor of d_model ({hidden})", found[key])
+    sizes = Config(
+        FAMILIES[kind], hidden, size("vocab_size"), size("encoder_layers"), size("decoder_layers"),
+        size("encoder_attention_heads"), size("decoder_attention_heads"), _ACTIVATIONS[activation],
+        bool(found.get("scale_embedding")), found.get("max_position_embeddings") or 1024,
+        found.get("tie_word_embeddings", True) is not False,
+        kind != "marian" or found.get("share_encoder_decoder_embeddings", True) is not False,
+    )  # fmt: skip
+    return sizes, dict(found)
+
+
+class EncoderLayerWeights(NamedTuple):
+    """The weights of a layer of the encoder, as in `DecoderWeights`."""
+
+    qkv: Affine
+    out: Affine
+    self_norm: Affine
+    up: Affine
+    down: Affine
+    final_norm: Affine
+
+
+class Side(NamedTuple):
+    """What the encoder and the decoder have alike: the embeddings, and the norms around the layers."""
+
+    embeddings: Any  # [vocab, hidden]
+    positions: Any  # [positions, hidden]
+    embedding_norm: Affine | None
+    last_norm: Affine | None
+
+
+class Weights(NamedTuple):
+    """All weights of an encoder-decoder, of one dtype."""
+
+    source: Side
+    target: Side
+    encoder: list[EncoderLayerWeights]
+    decoder: list[DecoderWeights]
+    head: Any  # [target vocab, hidden]
+    head_bias: Any  # [target vocab], or None where it is 0
+
+
+def sinusoids(positions: int, hidden: int) -> np.ndarray[Any, Any]:
+    """Marian's encodings of positions, float32 [positions, hidden]: the sines, then the cosines.
+
+    Those of "Attention Is All You Need" (arXiv:1706.03762), not interleaved.
+    """
+    rates = np.power(10000.0, 2 * (np.arange(hidden) // 2) / hidden)
+    angles = np.arange(positions)[:, None] / rates
+    return np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], axis=1).astype(np.float32)
+
+
+class _State:
+    """A state dict, read by the keys of Hugging Face without their prefix `model.`."""
+
+    def __init__(self, state: Mapping[str, Any], pieces: Pieces, dtype: str) -> None:
+        self._state = {key.removeprefix("model."): value for key, value in state.items()}
+        self._pieces, self._dtype = pieces, dtype
+        self._kept: dict[int, Any] = {}
+
+    def get(self, *keys: str) -> Any:
+        """The array of the first of the keys that is there, in the wanted dtype; an array of two keys stays one."""
+        for key in keys:
+            if key in self._state:
+                array = self._state[key]
+                if id(array) not in self._kept:
+                    self._kept[id(array)] = self._pieces.cast(array, self._dtype)
+                return self._kept[id(array)]
+        names = " or ".join(f"'model.{key}'" if key != "lm_head.weight" else repr(key) for key in keys)
+        check.fail("state", f"a state dict with {names}", f"{len(self._state)} keys without it")
+
+    def find(self, key: str) -> Any:
+        return self.get(key) if key in self._state else None
+
+    def affine(self, *names: str) -> Affine:
+        """The weight and bias of a module, or of several, one below the other."""
+        both = [[self.get(f"{name}.{part}") for name in names] for part in ("weight", "bias")]
+        return Affine(*(x[0] if len(x) == 1 else self._pieces.concatenate(x) for x in both))
+
+    def attention(self, name: str) -> tuple[Affine, Affine]:
+        """The three products of a self-attention as one, and the product of its output."""
+        return self.affine(*(f"{name}.{x}_proj" for x in "qkv")), self.affine(f"{name}.out_proj")
+
+
+def _encoder_layer(state: _State, name: str) -> EncoderLayerWeights:
+    qkv, out = state.attention(f"{name}.self_attn")
+    norms = state.affine(f"{name}.self_attn_layer_norm"), state.affine(f"{name}.final_layer_norm")
+    return EncoderLayerWeights(qkv, out, norms[0], state.affine(f"{name}.fc1"), state.affine(f"{name}.fc2"), norms[1])
+
+
+def decoder_layer(state: _State, name: str) -> DecoderWeights:
+    """The weights of a layer of the decoder, from `<name>.self_attn.q_proj.weight` and so on."""
+    qkv, out = state.attention(f"{name}.self_attn")
+    cross = f"{name}.encoder_attn"
+    return DecoderWeights(
+        qkv, out, state.affine(f"{name}.self_attn_layer_norm"),
+        state.affine(f"{cross}.q_proj"), state.affine(f"{cross}.k_proj", f"{cross}.v_proj"),
+        state.affine(f"{cross}.out_proj"), state.affine(f"{name}.encoder_attn_layer_norm"),
+        state.affine(f"{name}.fc1"), state.affine(f"{name}.fc2"), state.affine(f"{name}.final_layer_norm"),
+    )  # fmt: skip
+
+
+def _side(state: _State, name: str, config: Config, pieces: Pieces, dtype: str) -> Side:
+    names = [f"{name}.embed_tokens.weight", *(["shared.weight"] if config.shared else [])]
+    if config.shared and config.tied:
+        # Tied embeddings are one array, which files keep under any one of its names.
+        names = ["shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight", "lm_head.weight"]
+    embeddings = state.get(*names)
+    key = f"{name}.embed_positions.weight"
+    positions = state.get(key) if config.family.learned_positions else state.find(key)
+    if positions is None:
+        positions = pieces.cast(pieces.put(sinusoids(config.max_positions, config.hidden)), dtype)
+    norms = [
+        state.affine(f"{name}.{norm}") if has else None
+        for norm, has in (
+            ("layernorm_embedding", config.family.embedding_norm),
+            ("layer_norm", config.family.normalize_before),
+        )
+    ]
+    return Side(embeddings, positions[config.family.position_offset :], *norms)
+
+
+def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) -> tuple[Weights, Pieces, str]:
+    """The weights of a state dict with the keys of Hugging Face, what computes with them, and their dtype.
+
+    A dtype of None is that of the state. Raises ValueError naming a key that is missing.
+    """
+    if not isinstance(state, Mapping) or not state:
+        check.fail("state", "a dict of arrays by name", f"{type(state).__name__}", TypeError)
+    first = next(iter(state.values()))
+    pieces = pieces_of("state", first)
+    library = arrays.library_of(first)
+    assert library is not None
+    if dtype is None:
+        floats = (library.dtype(x) for x in state.values())
+        dtype = next((x for x in floats if x in DTYPES), "float32")
+    check.one_of("dtype", dtype, DTYPES)
+    named = _State(state, pieces, dtype)
+    source, target = (_side(named, name, config, pieces, dtype) for name in ("encoder", "decoder"))
+    head = target.embeddings if config.tied else named.get("lm_head.weight")
+    check.shape("the embeddings", source.embeddings.shape, (config.vocab, config.hidden), "[vocab_size, d_model]")
+    check.shape("the output product", head.shape, (head.shape[0], config.hidden), "[vocab, d_model]")
+    bias = named.find("final_logits_bias")
+    weights = Weights(
+        source, target,
+        [_encoder_layer(named, f"encoder.layers.{i}") for i in range(config.encoder_layers)],
+        [decoder_layer(named, f"decoder.layers.{i}") for i in range(config.decoder_layers)],
+        head, None if bias is None else bias.reshape(-1),
+    )  # fmt: skip
+    if bias is not None:
+        check.shape("final_logits_bias", tuple(bias.shape[-1:]), (head.shape[0],), "[1, vocab]")
+    return weights, pieces, dtype
+
+
+# --- a directory ----------------------------------------------------------------------------------------
+
+
+def _read_pickle(file: Path, device: Any) -> dict[str, Any]:
+    """`pytorch_model.bin`, as older models have it, read as tensors alone."""
+    torch = checkpoint.need("torch", f"reading {file}")
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    try:
+        return torch.load(file, map_location=place, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file} is not a state dict: {str(error).splitlines()[0]}") from None
+
+
+def read_directory(path: str | Path, library: str | None, device: Any) -> tuple[dict[str, Any], Any, Any]:
+    """The state dict, `config.json`, and `generation_config.json` or None."""
+    library, folder = checkpoint.choose_library(library), checkpoint.directory(path)
+    config = checkpoint.read_config(folder)
+    read_config(config)
+    generation = folder / "generation_config.json"
+    pickled = folder / "pytorch_model.bin"
+    only_pickled = pickled.is_file() and not [*folder.glob("model.safetensors*")]
+    if only_pickled and library == "torch":
+        state = _read_pickle(pickled, device)
+    else:
+        state = checkpoint.read_weights(folder, library, device)
+    return state, config, checkpoint.read_json(generation) if generation.is_file() else None

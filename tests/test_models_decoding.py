@@ -1,0 +1,615 @@
+"""Decoding against transformers' `generate`, on models built at random."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cukern.models import Decoder, Decoding, Generated, Step
+from cukern.models._steps import StepGraphs
+from cukern.models.weights import DecoderWeights, sinusoids
+from cukern.runtime import arrays
+from cukern.runtime.cuda import cupy
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 40, "init_std": 0.3, "vocab_size": 90,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    # As Helsinki-NLP's models: swish, scaled embeddings, the padding starts a sequence and is banned from it.
+    "marian": ("Marian:MTModel", {"activation_function": "swish", "scale_embedding": True, **dict.fromkeys(
+        ("pad_token_id", "decoder_start_token_id"), 89), "eos_token_id": 0, "forced_eos_token_id": 0}),
+    "marian-two-vocabularies": ("Marian:MTModel", {"activation_function": "relu", "decoder_vocab_size": 77,
+        "share_encoder_decoder_embeddings": False, "pad_token_id": 76, "decoder_start_token_id": 76}),
+    # Where the id of the padding is 0, transformers' beam search fills with the end.
+    "marian-pad-0": ("Marian:MTModel", {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 3,
+        "forced_eos_token_id": 3}),
+    "bart": ("Bart:ForConditionalGeneration", {}),
+    "bart-untied": ("Bart:ForConditionalGeneration", {"tie_word_embeddings": False, "activation_function": "gelu_new"}),
+    "mbart": ("MBart:ForConditionalGeneration", {"scale_embedding": True, "activation_function": "relu"}),
+}  # fmt: skip
+#: Settings of `generate`, and why they are there.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_length": 24},
+    "beams": {"max_length": 24, "num_beams": 4},
+    "early": {"max_new_tokens": 20, "num_beams": 4, "early_stopping": True, "length_penalty": 2.0},
+    "never": {"max_length": 24, "num_beams": 4, "early_stopping": "never", "length_penalty": 0.6,
+        "num_return_sequences": 3},
+    "negative penalty": {"max_length": 16, "num_beams": 2, "length_penalty": -1.0, "min_length": 5},
+    "summary": {"max_length": 20, "num_beams": 3, "no_repeat_ngram_size": 2, "min_length": 8,
+        "forced_bos_token_id": 5, "repetition_penalty": 1.2},
+    "bad words": {"max_length": 20, "bad_words_ids": [[7], [11, 12], [0]], "no_repeat_ngram_size": 3,
+        "repetition_penalty": 1.3},
+    "renormalized": {"max_length": 12, "num_beams": 4, "forced_eos_token_id": 2, "renormalize_logits": True,
+        "bad_words_ids": [[20], [21, 22]]},
+    "three ends": {"max_length": 20, "num_beams": 3, "eos_token_id": [0, 5, 9]},
+    "three ends, greedy": {"max_length": 20, "eos_token_id": [0, 5, 9], "min_new_tokens": 3},
+    "one step": {"max_length": 2, "num_beams": 4},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """torch on one thread: these products are so small that waiting for others takes longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def model_of(family: str, seed: int = 2) -> Any:
+    """A model of transformers with random weights, norms and biases, whose rows end at different steps."""
+    name, over = FAMILIES[family]
+    prefix, suffix = name.split(":")
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **over})
+    model = getattr(transformers, prefix + suffix)(config).eval()
+    decoder = model.model.decoder
+    with torch.no_grad():
+        # Positions decide, terms of the residual are small, and the logits far apart: else all rows repeat one token.
+        for name, x in model.named_parameters():
+            if x.ndim == 1:
+                x += 0.1 * torch.randn_like(x)
+            elif "embed_positions" in name:
+                x.normal_(0, 2.4)
+            elif "fc2" in name or "out_proj" in name:
+                x *= 0.3
+            elif "embed" in name or "shared" in name:
+                x *= 0.2
+        norm = decoder.layer_norm if family == "mbart" else decoder.layers[-1].final_layer_norm
+        norm.weight *= 6
+        model.final_logits_bias.normal_(0, 0.5)
+        model.final_logits_bias[0, model.generation_config.eos_token_id] += 4
+    if family == "marian":
+        model.generation_config.bad_words_ids = [[89]]
+    return model
+
+
+def decoding_of(model: Any, library: str = "torch", dtype: str | None = None) -> Decoding:
+    state = model.state_dict()
+    if library == "numpy":
+        state = {name: x.numpy() for name, x in state.items()}
+    return Decoding.from_state_dict(state, model.config, generation_config=model.generation_config, dtype=dtype)
+
+
+@functools.cache
+def kept(family: str, seed: int = 2, library: str = "torch") -> Decoding:
+    return decoding_of(model_of(family, seed), library)
+
+
+def sources(seed: int = 2, lengths: tuple[int, ...] = (11, 4, 1, 7, 10)) -> tuple[Any, Any]:
+    """Ids and mask; garbage, out of the vocabulary, where the mask is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    ids = torch.randint(3, 76, (len(lengths), longest), generator=generator)
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    return torch.where(mask == 1, ids, -(10**6)), mask
+
+
+def generated(model: Any, ids: Any, mask: Any, **settings: Any) -> Any:
+    """What transformers generates, with its padding where the mask is 0."""
+    clean = torch.where(mask == 1, ids, model.config.pad_token_id)
+    with torch.no_grad():
+        return model.generate(
+            clean, attention_mask=mask, return_dict_in_generate=True, output_scores=True, **settings
+        )  # fmt: skip
+
+
+def assert_same(found: Generated, wanted: Any) -> None:
+    sequences = torch.as_tensor(np.asarray(found.sequences))
+    assert sequences.shape == wanted.sequences.shape
+    assert (sequences == wanted.sequences).all()
+    if found.scores is not None:
+        torch.testing.assert_close(
+            torch.as_tensor(np.asarray(found.scores)), wanted.sequences_scores, atol=1e-4, rtol=1e-5
+        )
+
+
+# --- against transformers -------------------------------------------------------------------------------
+
+
+# The others differ in embeddings and filling, which few settings touch.
+CASES = [
+    (family, settings)
+    for family in FAMILIES
+    for settings in (SETTINGS if family in ("marian", "bart", "mbart") else ("greedy", "beams", "early"))
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), CASES)
+def test_the_tokens_are_those_of_transformers(family: str, settings: str) -> None:
+    ids, mask = sources()
+    wanted = generated(model_of(family), ids, mask, **SETTINGS[settings])
+    assert_same(kept(family)(ids, mask, **SETTINGS[settings]), wanted)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("family", ["marian", "bart", "mbart"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_other_weights(family: str, seed: int, beams: int) -> None:
+    ids, mask = sources(seed)
+    wanted = generated(model_of(family, seed), ids, mask, num_beams=beams, max_length=24)
+    assert_same(kept(family, seed)(ids, mask, num_beams=beams, max_length=24), wanted)
+
+
+def test_rows_finish_at_different_steps_and_some_reach_the_end() -> None:
+    # The tests above say little if all rows are alike.
+    lengths = set()
+    for family in ("marian", "bart", "mbart"):
+        for beams in (1, 4):
+            lengths |= {*kept(family)(*sources(), num_beams=beams, max_length=24).lengths.tolist()}
+    assert len(lengths) >= 5
+    assert 24 in lengths
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("family", ["marian", "mbart"])
+def test_the_numpy_path_is_the_twin(family: str, beams: int) -> None:
+    ids, mask = sources()
+    settings = {"num_beams": beams, "max_length": 16, "no_repeat_ngram_size": 3}
+    found = kept(family, library="numpy")(ids.numpy(), mask.numpy(), **settings)
+    assert isinstance(found.sequences, np.ndarray)
+    assert_same(found, generated(model_of(family), ids, mask, **settings))
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_a_row_alone(beams: int) -> None:
+    ids, mask = sources()
+    for row in (0, 2):
+        one = slice(row, row + 1)
+        wanted = generated(model_of("marian"), ids[one], mask[one], num_beams=beams, max_length=20)
+        assert_same(kept("marian")(ids[one], mask[one], num_beams=beams, max_length=20), wanted)
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("family", ["marian", "bart"])
+def test_padding_in_front_and_within(family: str, beams: int) -> None:
+    ids, mask = sources()
+    mask[0, :3] = 0
+    mask[3, 2:5] = 0
+    found = kept(family)(ids, mask, num_beams=beams, max_length=20)
+    assert_same(found, generated(model_of(family), ids, mask, num_beams=beams, max_length=20))
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_without_a_mask_all_counts(beams: int) -> None:
+    ids, mask = sources(lengths=(6, 6))
+    found = kept("bart")(ids, num_beams=beams, max_length=12)
+    assert_same(found, generated(model_of("bart"), ids, mask, num_beams=beams, max_length=12))
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_empty_sources_change_nothing_for_the_others(beams: int) -> None:
+    decoding, (ids, mask) = kept("bart"), sources()
+    wanted = decoding(ids, mask, num_beams=beams, max_length=12)
+    mask = mask.clone()
+    mask[1] = 0
+    found = decoding(ids, mask, num_beams=beams, max_length=12)
+    others = [0, 2, 3, 4]
+    for row in others:
+        length = int(wanted.lengths[row])
+        assert found.sequences[row, :length].tolist() == wanted.sequences[row, :length].tolist()
+    nothing = decoding(ids[:2, :0], num_beams=beams, max_length=12)
+    length = int(nothing.lengths[0])
+    assert nothing.sequences.tolist() == nothing.sequences[:1].tolist() * 2
+    assert found.sequences[1, :length].tolist() == nothing.sequences[0, :length].tolist()
+    none = decoding(ids[:0], num_beams=beams)
+    assert tuple(none.sequences.shape) == (0, 1)
+
+
+def test_the_settings_of_the_model_are_the_defaults() -> None:
+    model = decoding_of(model_of("marian"))
+    assert model.settings().max_length == 21  # transformers' default: 20 new tokens
+    assert model.settings().bad_words == ((89,),)
+    own = {"num_beams": 3, "max_length": 9, "length_penalty": 2.0, "forced_bos_token_id": 4, "eos_token_id": 0}
+    state = model_of("bart").state_dict()
+    config = model_of("bart").config.to_dict()
+    found = Decoding.from_state_dict(state, config, generation_config={**own, "typical_p": 1.0}).settings()
+    assert (found.beams, found.max_length, found.length_penalty, found.first, found.ends) == (3, 9, 2.0, (4,), (0,))
+    assert (found.start, found.pad) == (2, 1)  # from the configuration
+    # Older models keep all in their configuration.
+    legacy = Decoding.from_state_dict(state, config | own | {"force_bos_token_to_be_generated": True}).settings()
+    assert (legacy.beams, legacy.max_length, legacy.first) == (3, 9, (4,))
+    assert decoding_of(model_of("bart")).settings(max_new_tokens=5, min_new_tokens=2)[3:5] == (6, 3)
+
+
+def test_the_positions_of_marian_are_those_of_transformers() -> None:
+    made = model_of("marian").model.encoder.embed_positions.create_weight()
+    np.testing.assert_array_equal(sinusoids(*made.shape), made.numpy())
+
+
+# --- 16 bits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_in_16_bits_a_token_is_the_best_within_the_rounding(library: str, dtype: str) -> None:
+    model, (ids, mask) = model_of("marian"), sources()
+    found = decoding_of(model, library, dtype)(ids, mask, num_beams=1, max_length=16)
+    clean = torch.where(mask == 1, ids, 89)
+    sequences = found.sequences.long()
+    with torch.no_grad():
+        logits = model(input_ids=clean, attention_mask=mask, decoder_input_ids=sequences[:, :-1]).logits
+    logits[:, :, 89] = -math.inf
+    chosen = logits.gather(-1, sequences[:, 1:, None])[..., 0]
+    counts = torch.arange(1, sequences.shape[1]) < found.lengths[:, None].clamp(max=15)
+    behind = (logits.max(-1).values - chosen)[counts]
+    assert behind.max() < (0.1 if dtype == "float16" else 0.6)
+
+
+# --- sampling -------------------------------------------------------------------------------------------
+
+
+def test_a_draw_depends_on_its_seed_and_its_source_alone() -> None:
+    decoding, (ids, mask) = kept("bart"), sources()
+    settings = {"do_sample": True, "max_length": 12, "temperature": 1.5, "top_k": 20, "top_p": 0.95}
+    together = decoding(ids, mask, seed=[5, 6, 7, 8, 9], **settings)
+    again = decoding(ids, mask, seed=5, **settings)
+    assert (together.sequences == again.sequences).all()
+    alone = decoding(ids[3:4], mask[3:4], seed=[8], **settings)
+    length = int(alone.lengths[0])
+    assert together.sequences[3, :length].tolist() == alone.sequences[0].tolist()
+    other = decoding(ids, mask, seed=50, **settings)
+    assert other.sequences.shape != together.sequences.shape or (other.sequences != together.sequences).any()
+    assert not (decoding(ids, mask, **settings).sequences.shape[0] - 5)
+
+
+def test_the_best_of_one_is_greedy_and_copies_differ() -> None:
+    decoding, (ids, mask) = kept("marian"), sources()
+    greedy = decoding(ids, mask, max_length=12)
+    for settings in ({"top_k": 1}, {"top_p": 0.0, "top_k": 0}, {"temperature": 0.0}):
+        drawn = decoding(ids, mask, max_length=12, do_sample=True, seed=1, **settings)
+        assert (drawn.sequences == greedy.sequences).all()
+    several = decoding(ids, mask, max_length=12, do_sample=True, seed=1, temperature=2.0, num_return_sequences=3)
+    assert several.sequences.shape[0] == 15
+    rows = {tuple(row) for row in several.sequences[:3].tolist()}
+    assert len(rows) == 3
+
+
+def test_drawn_tokens_are_among_the_best() -> None:
+    model, (ids, mask) = model_of("bart"), sources()
+    drawn = kept("bart")(ids, mask, do_sample=True, seed=3, top_k=3, temperature=3.0, max_length=10, min_p=0.01)
+    clean, sequences = torch.where(mask == 1, ids, 1), drawn.sequences.long()
+    with torch.no_grad():
+        logits = model(input_ids=clean, attention_mask=mask, decoder_input_ids=sequences[:, :-1]).logits
+    ranks = (logits > logits.gather(-1, sequences[:, 1:, None])).sum(-1)
+    counts = torch.arange(1, sequences.shape[1]) < drawn.lengths[:, None].clamp(max=9)
+    assert ranks[counts].max() == 2
+
+
+def test_presence_and_frequency_penalties() -> None:
+    decoding, (ids, mask) = kept("marian"), sources()
+    for settings in ({"presence_penalty": 1e3}, {"frequency_penalty": 1e3}):
+        found = decoding(ids, mask, max_length=14, **settings)
+        for row, length in zip(found.sequences.tolist(), found.lengths.tolist(), strict=True):
+            own = row[1 : min(length, 13)]
+            assert len({*own}) == len(own)
+
+
+# --- while it runs --------------------------------------------------------------------------------------
+
+
+def test_stop_words_end_a_row() -> None:
+    decoding, (ids, mask) = kept("marian"), sources()
+    plain = decoding(ids, mask, max_length=24)
+    row = int(plain.lengths.argmax())
+    tokens = plain.sequences[row].tolist()
+    # A pair that is not there before.
+    at = next(i for i in range(3, 20) if (tokens[i], tokens[i + 1]) not in itertools.pairwise(tokens[: i + 1]))
+    word = tokens[at : at + 2]
+    found = decoding(ids, mask, max_length=24, stop_words=[[88, 88, 88], word])
+    assert int(found.lengths[row]) == at + 2
+    assert found.sequences[row, : at + 2].tolist() == tokens[: at + 2]
+    assert (found.sequences[row, at + 2 :] == 89).all()
+    for other in range(5):
+        own = found.sequences[other, : int(found.lengths[other])].tolist()
+        assert own == plain.sequences[other, : len(own)].tolist()
+        assert len(own) == plain.lengths[other] or own[-2:] == word
+
+
+def test_each_step_is_told() -> None:
+    decoding, (ids, mask) = kept("marian"), sources()
+    told: list[Step] = []
+    found = decoding(ids, mask, max_length=24, on_step=told.append)
+    assert [x.step for x in told] == [*range(len(told))]
+    assert found.sequences.shape[1] == len(told) + 1
+    tokens = np.stack([x.tokens for x in told], 1)
+    for row, length in enumerate(found.lengths.tolist()):
+        assert tokens[row, : length - 1].tolist() == found.sequences[row, 1:length].tolist()
+    assert told[-1].finished.all() or len(told) == 23
+    assert told[0].parents is None
+
+    told.clear()
+    found = decoding(ids, mask, max_length=12, num_beams=3, on_step=told.append)
+    assert all(x.tokens.shape == (5, 3) and x.parents is not None and x.finished.shape == (5,) for x in told)
+    assert len(told) >= int(found.lengths.max()) - 1
+
+    def stop(step: Step) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        decoding(ids, mask, on_step=stop)
+    assert (decoding(ids, mask, max_length=12, num_beams=3).sequences == found.sequences).all()
+
+
+def test_a_bar_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    decoding, (ids, mask) = kept("marian"), sources()
+    plain = decoding(ids, mask, max_length=6)
+    assert (decoding(ids, mask, max_length=6, progress=True).sequences == plain.sequences).all()
+    assert capsys.readouterr().out == ""
+
+
+def test_buffers_are_kept_for_the_latest_sizes() -> None:
+    decoding = decoding_of(model_of("bart"))
+    wanted = {}
+    for round_ in range(2):
+        for seed, length in enumerate((5, 8, 11, 12, 9)):
+            ids, mask = sources(seed, (length, 3))
+            for beams in (1, 2):
+                found = decoding(ids, mask, num_beams=beams, max_length=10).sequences.tolist()
+                assert wanted.setdefault((length, beams), found) == found, round_
+    assert len(decoding._searches) == 4
+
+
+# --- a layer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["marian", "mbart"])
+def test_a_layer_is_that_of_transformers(family: str) -> None:
+    model = model_of(family)
+    layer, config = model.model.decoder.layers[0], model.config
+    ours = kept(family)._model.decoder[0]
+    generator = torch.Generator().manual_seed(3)
+    batch, steps, memory_len, heads, dim = 3, 4, 6, 2, 16
+    states = torch.randn(batch, memory_len, 32, generator=generator)
+    x = torch.randn(batch, steps, 32, generator=generator)
+    lengths = torch.tensor([6, 1, 4], dtype=torch.int32)
+    seen = torch.arange(memory_len) < lengths[:, None]
+    bias = torch.where(seen, 0.0, -math.inf)[:, None, None].expand(batch, 1, steps, memory_len)
+    causal = torch.full((steps, steps), -math.inf).triu(1).expand(batch, 1, steps, steps)
+    with torch.no_grad():
+        wanted = layer(x, causal, states, encoder_attention_mask=bias)
+    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    states[~seen] = math.nan
+    keys, values = (y.reshape(batch, memory_len, heads, dim).contiguous() for y in ours.memory(states.reshape(-1, 32)))
+    caches = [torch.full((steps + 1, batch, heads, dim), math.nan) for _ in range(2)]
+    assert config.decoder_attention_heads == heads
+    for step in range(steps):
+        found = ours(x[:, step].contiguous(), *caches, step + 1, keys, values, lengths)
+        torch.testing.assert_close(found, wanted[:, step], atol=2e-5, rtol=1e-4)
+
+
+def test_a_layer_refuses_what_does_not_fit() -> None:
+    good = kept("marian")._model.decoder[0].weights
+    cases: list[tuple[DecoderWeights, dict[str, Any], str]] = [
+        (good, {"heads": 5}, "heads must be a divisor of the hidden size 32, got 5"),
+        (good, {"heads": 2, "activation": "tanh"}, "activation must be one of 'gelu'"),
+        (good._replace(up=good.down), {"heads": 2}, r"weights.up.weight must be of shape"),
+        (good._replace(cross_kv=good.qkv), {"heads": 2}, r"weights.cross_kv.weight must be of shape"),
+    ]
+    for weights, settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            Decoder(weights, **settings)
+    layer, entry = Decoder(good, 2), torch.zeros(1, 1, 2, 16)
+    with pytest.raises(ValueError, match=r"x must be of shape \[batch, hidden\]"):
+        layer(torch.zeros(1, 31), entry, entry, 1, entry, entry, torch.ones(1).int())
+
+
+# --- bad input ------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"beams": 4}, TypeError, "'beams' is no setting; there are num_beams"),
+    ({"num_beams": 0}, ValueError, "num_beams must be an integer of at least 1"),
+    ({"num_beams": 2, "do_sample": True}, ValueError, "do_sample must be False with num_beams above 1"),
+    ({"num_beams": 2, "num_return_sequences": 3}, ValueError, r"num_return_sequences must be at most num_beams \(2\)"),
+    ({"num_return_sequences": 3}, ValueError, "num_return_sequences must be 1 without beams"),
+    ({"num_beams": 2, "stop_words": [[3]]}, ValueError, "stop_words must be None with num_beams above 1"),
+    ({"stop_words": [[]]}, ValueError, "stop_words must be a list of lists of token ids, none of them empty"),
+    ({"bad_words_ids": [[90]]}, ValueError, r"bad_words_ids must be an integer in \[0, 89\]"),
+    ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be an integer of at least 1"),
+    ({"max_length": 1}, ValueError, "max_length must be an integer of at least 2"),
+    ({"max_length": 42}, ValueError, "max_length must be at most 41, for the model has 40 positions, got 42"),
+    ({"early_stopping": "now"}, ValueError, "early_stopping must be one of False, True, 'never'"),
+    ({"top_p": 1.5}, ValueError, r"top_p must be in \[0, 1\], got 1.5"),
+    ({"repetition_penalty": 0}, ValueError, r"repetition_penalty must be in \[1e-30, 1e\+30\]"),
+    ({"diversity_penalty": 0.5}, ValueError, "diversity_penalty must be left out or 0: it is not implemented, got 0.5"),
+    ({"suppress_tokens": [3]}, ValueError, "suppress_tokens must be left out: it is not implemented"),
+    ({"eos_token_id": []}, ValueError, "eos_token_id must be the id of the token that ends a sequence"),
+    ({"do_sample": True, "seed": [1, 2]}, ValueError, r"seed must be of shape \[batch \* num_return_sequences\]"),
+    ({"seed": -1}, ValueError, "seed must be an integer in"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), REFUSED, ids=[str([*x[0]]) for x in REFUSED])
+def test_settings_that_are_refused(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kept("marian")(*sources(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "error", "message"),
+    [
+        ([[1, 2]], None, TypeError, "input_ids must be an array of NumPy, CuPy or torch, got list"),
+        (torch.zeros(2, 3), None, TypeError, "input_ids must be integers, got float32"),
+        (torch.zeros(3).long(), None, ValueError, r"input_ids must be of shape \[batch, seq\], got \[3\]"),
+        (torch.full((1, 2), 90), None, ValueError, r"input_ids must be in \[0, 89\] where the mask is not 0, got 90"),
+        (torch.ones(1, 41).long(), None, ValueError, r"input_ids must be of at most 40 positions .* a token at 40"),
+        (torch.ones(1, 4).long(), [[1]], TypeError, "attention_mask must be an array of NumPy, CuPy or torch"),
+        (
+            torch.ones(1, 4).long(),
+            torch.ones(1, 5).long(),
+            ValueError,
+            r"attention_mask must be of shape \[batch, seq\]",
+        ),
+        (torch.ones(1, 4).long(), torch.ones(1, 4), TypeError, "attention_mask must be bool or integers, got float32"),
+    ],
+)
+def test_sources_that_are_refused(ids: Any, mask: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kept("marian")(ids, mask)
+
+
+def _without(key: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(state: dict[str, Any], config: dict[str, Any]) -> None:
+        (config if key in config else state).pop(key)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state, config: config.update(model_type="t5"), "of an encoder-decoder of model_type marian"),
+        (_without("d_model"), "config must be a configuration with 'd_model'"),
+        (lambda state, config: config.update(activation_function="gelu_10"), "'activation_function'.* one of gelu"),
+        (lambda state, config: config.update(decoder_attention_heads=5), "decoder_att.* a divisor of d_model"),
+        (lambda state, config: config.update(decoder_layers=3), "'model.decoder.layers.2.self_attn.q_proj.weight'"),
+        (_without("model.decoder.layers.1.fc2.bias"), "a state dict with 'model.decoder.layers.1.fc2.bias'"),
+        (_without("model.encoder.layernorm_embedding.weight"), "'model.encoder.layernorm_embedding.weight'"),
+        (lambda state, config: config.update(vocab_size=91), r"embeddings must be of shape \[vocab_size, d_"),
+    ],
+)  # fmt: skip
+def test_models_that_are_refused(change: Callable[[dict[str, Any], dict[str, Any]], None], message: str) -> None:
+    state, config = dict(model_of("bart").state_dict()), model_of("bart").config.to_dict()
+    change(state, config)
+    with pytest.raises(ValueError, match=message):
+        Decoding.from_state_dict(state, config)
+
+
+# --- a directory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["marian", "marian-two-vocabularies", "bart", "bart-untied", "mbart"])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_a_directory(family: str, library: str, tmp_path: Path) -> None:
+    model, (ids, mask) = model_of(family), sources()
+    model.save_pretrained(tmp_path)
+    decoding = Decoding.from_directory(tmp_path, library=library, device="cpu")
+    assert (decoding.dtype, decoding.directory) == ("float32", tmp_path)
+    settings = {"max_length": 8, "num_beams": 2}
+    # Marian's positions are not in the file: they are computed.
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert_same(decoding(ids, mask, **settings), generated(again, ids, mask, **settings))
+
+
+def test_shards_and_pickles_are_read(tmp_path: Path) -> None:
+    model, (ids, mask) = model_of("bart"), sources()
+    wanted = generated(model, ids, mask, max_length=8)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert_same(Decoding.from_directory(tmp_path, library="numpy")(ids, mask, max_length=8), wanted)
+    for path in tmp_path.glob("*.safetensors*"):
+        path.unlink()
+    # Files of the base model have no prefix.
+    state = {name.removeprefix("model."): x for name, x in model.state_dict().items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    found = Decoding.from_directory(tmp_path, library="torch", device="cpu", dtype="float32")
+    assert_same(found(ids, mask, max_length=8), wanted)
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .* \(it has pytorch_model\.bin"):
+        Decoding.from_directory(tmp_path, library="numpy")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not this")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not a state dict"):
+        Decoding.from_directory(tmp_path, library="torch", device="cpu")
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safeten"):
+        Decoding.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
+        Decoding.from_directory(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        Decoding.from_directory(tmp_path)
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
+        Decoding.from_directory(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="library must be one of 'torch', 'cupy', 'numpy'"):
+        Decoding.from_directory(tmp_path, library="jax")
+
+
+# --- with a GPU -----------------------------------------------------------------------------------------
+
+
+def _on_gpu(family: str, library: str, dtype: str | None = None) -> Decoding:
+    model = model_of(family)
+    state = {
+        name: x.cuda() if library == "torch" else cupy.asarray(x.numpy()) for name, x in model.state_dict().items()
+    }
+    return Decoding.from_state_dict(state, model.config, generation_config=model.generation_config, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("family", ["marian", "bart", "mbart"])
+def test_a_gpu_gives_the_tokens_of_transformers(family: str, settings: dict[str, Any], library: str) -> None:
+    decoding, (ids, mask) = _on_gpu(family, library), sources()
+    wanted = generated(model_of(family), ids, mask, **settings)
+    # As they are, captured, replayed.
+    for _ in range(3):
+        assert_same(decoding(ids, mask, **settings), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{"num_beams": 4}, {"num_beams": 1}, {"do_sample": True, "seed": 4, "top_k": 9}])
+def test_captured_steps_find_what_others_do(settings: dict[str, Any]) -> None:
+    decoding = _on_gpu("marian", "torch")
+    both = [sources(seed, (9, 5, 2)) for seed in (1, 2)]
+    plain = [decoding(ids.cuda(), mask.cuda(), max_length=16, **settings) for ids, mask in both]
+    side = torch.cuda.Stream()
+    for _ in range(2):
+        for (ids, mask), wanted in zip(both, plain, strict=True):
+            told: list[Step] = []
+            with torch.cuda.stream(side):
+                found = decoding(ids.cuda(), mask.cuda(), max_length=16, on_step=told.append, **settings)
+            assert found.sequences.is_cuda
+            assert (found.sequences == wanted.sequences).all()
+            assert [x.step for x in told] == [*range(len(told))]
+    ((_, graphs),) = decoding._searches.values()
+    assert graphs._graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_on_a_gpu(dtype: str) -> None:
+    found = _on_gpu("bart", "torch", dtype)(*sources(), max_length=12, num_beams=2)
+    assert ((found.sequences >= 0) & (found.sequences < 90)).all()
+    assert np.isfinite(np.asarray(found.scores)).all()
+
+
+def test_steps_are_run_as_they_are_without_a_gpu() -> None:
+    graphs, ran = StepGraphs(kept("bart")._model.pieces), []
+    for position in (0, 0, 0, 1):
+        graphs.run(position, lambda position=position: ran.append(position))  # type: ignore[misc]
+    assert ran == [0, 0, 0, 1]
+    library = arrays.library_of(kept("bart")._model.weights.head)
+    assert library is not None and library.name == "torch"
