@@ -60,7 +60,8 @@ def draw(
         return made
 
     q, k, v = rows(of_queries, heads), rows(last, kv_heads or heads), rows(last, kv_heads or heads)
-    return Batch(q, k, np.clip(v, -1, 1), of_queries, of_keys)
+    # NumPy releases differ in the dtype of clipped bfloat16 numbers.
+    return Batch(q, k, np.clip(v, -1, 1).astype(v.dtype), of_queries, of_keys)
 
 
 def matches(got: Any, want: Array) -> None:
