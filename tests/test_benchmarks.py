@@ -1541,7 +1541,7 @@ def test_bench_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_bench_lists_the_ops_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     stems = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py"))
-    message = f"OP must be one of {', '.join(stems)}, import or a function of cukern, got 'nonsense'"
+    message = f"OP must be one of {', '.join(stems)}, import or a function or class of cukern, got 'nonsense'"
     assert message in _refusal(capsys, "nonsense")
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ops",
         nargs="*",
         metavar="OP",
-        help="a family, such as moe_gate, a function of cukern, or import, for the import itself (default: all)",
+        help="a family, such as moe_gate, a function or class of cukern, or import, for the import itself (default: all)",
     )
     parser.add_argument(
         "--json",
@@ -55,13 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _functions_by_stem() -> dict[str, list[str]]:
-    """The public functions of each family that has a bench file."""
+    """The public functions and classes of each family that has a bench file."""
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
         # A composition of ops is a package beside `cukern.ops`.
         is_op = importlib.util.find_spec(f"cukern.ops.{stem}") is not None
         module = importlib.import_module(f"cukern.ops.{stem}" if is_op else f"cukern.{stem}")
-        functions[stem] = [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
+        public = {name: getattr(module, name) for name in module.__all__}
+        functions[stem] = [name for name, x in public.items() if inspect.isfunction(x) or inspect.isclass(x)]
     return {**functions, _IMPORT: [_IMPORT]}
 
 
@@ -76,7 +77,7 @@ def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, 
                 chosen.setdefault(stem, []).extend(functions if name == stem else [name])
                 break
         else:
-            raise UserError(f"OP must be one of {', '.join(families)} or a function of cukern, got {name!r}")
+            raise UserError(f"OP must be one of {', '.join(families)} or a function or class of cukern, got {name!r}")
     return chosen
 
 
