@@ -1,9 +1,9 @@
 """The models: an encoder against PyTorch's, transformers' and sentence-transformers', decoding against `generate`.
 
-Weights are random, and shared by all calls. The encoder's calls are captured in CUDA graphs, which they can be where the
-number of words is given, and one is also timed as it is called ("eager"), like those of other libraries, which ask the
-GPU for something in between. Decoding and the vectors of texts are timed by the wall clock: the sizes of a search are
-met before, so that its steps are replayed graphs.
+Weights are random, and shared by all calls, by those of a baseline too: the ones of a small model stay in L2. The
+encoder's calls are captured in CUDA graphs, which they can be where the number of words is given, and one is also timed
+as it is called ("eager"), like those of other libraries, which ask the GPU for something in between. Decoding and the
+vectors of texts are timed by the wall clock: a search has met its sizes before, so that its steps are replayed graphs.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _MEAN_TOKENS = 60
 Run = Callable[[], Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
-    """A model with random weights."""
+    """A model with random weights, itself a key of what is made of it."""
 
     sizes: Any
     state: State
@@ -94,6 +94,7 @@ def _decoding(sizes: Seq2SeqSizes, dtype: str, device: torch.device) -> Model:
 # --- other encoders -------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1)
 def transformers_encoder(model: Model) -> Any:
     """transformers' model with the same weights, with PyTorch's attention."""
     from transformers import BertConfig, BertModel
@@ -128,10 +129,11 @@ _TORCH_NAMES = {
 }
 
 
-def _torch_state(state: Mapping[str, torch.Tensor], layers: int) -> State:
+@functools.lru_cache(maxsize=1)
+def _torch_state(model: Model) -> State:
     """The weights of the layers by the names of `torch.nn.TransformerEncoder`."""
-    found = {}
-    for layer in range(layers):
+    state, found = model.state, {}
+    for layer in range(model.sizes.layers):
         theirs, ours = f"encoder.layer.{layer}", f"layers.{layer}"
         for part in ("weight", "bias"):
             projections = [state[f"{theirs}.attention.self.{x}.{part}"] for x in ("query", "key", "value")]
@@ -150,7 +152,7 @@ def _torch_encoder(nested: bool) -> Callable[..., Run]:
             device=like.device, dtype=like.dtype,
         )  # fmt: skip
         encoder = torch.nn.TransformerEncoder(layer, sizes.layers, enable_nested_tensor=nested)
-        encoder.load_state_dict(_torch_state(model.state, sizes.layers))
+        encoder.load_state_dict(_torch_state(model))
         encoder.eval().requires_grad_(False)
         names = ("word_embeddings", "position_embeddings", "token_type_embeddings")
         words, positions, types = (model.state[f"embeddings.{name}.weight"] for name in names)
@@ -177,7 +179,7 @@ def _products_alone(model: Model, batch: Batch) -> Run:
     """The products of the words with the weights, and nothing else."""
     sizes, like, words = model.sizes, model.like, int(batch.mask.sum())
     narrow, wide = (torch.randn(words, n, device=like.device).to(like.dtype) for n in (sizes.hidden, sizes.inter))
-    theirs = _torch_state(model.state, sizes.layers)
+    theirs = _torch_state(model)
     names = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight")
 
     def run() -> None:
@@ -372,9 +374,7 @@ def _generate() -> Callable[..., Run]:
         reference.eval().requires_grad_(False)
         ids = {name: value for name, value in config.items() if name.endswith("token_id")}
         options = transformers.GenerationConfig(**ids, **settings, do_sample=False)
-        return lambda: reference.generate(
-            input_ids=batch.ids, attention_mask=batch.mask, generation_config=options
-        )
+        return lambda: reference.generate(input_ids=batch.ids, attention_mask=batch.mask, generation_config=options)
 
     return prepare
 
@@ -382,7 +382,8 @@ def _generate() -> Callable[..., Run]:
 def _same_tokens(dtype: str) -> Callable[[Generated, torch.Tensor], bool]:
     """Whether sequences agree as far as rounding lets them: once a token differs, so do all that follow.
 
-    In float32 most rows are equal. In 16 bits many rows of several begin alike; of few rows the lengths are compared.
+    In float32 half of the rows are equal, in 16 bits a quarter of all tokens; of few rows only their lengths, since one
+    token may be all that a row has in common.
     """
 
     def agree(ours: Generated, theirs: torch.Tensor) -> bool:
@@ -391,7 +392,7 @@ def _same_tokens(dtype: str) -> Callable[[Generated, torch.Tensor], bool]:
         same = ours.sequences == theirs
         if dtype == "float32":
             return bool(same.all(1).float().mean() >= 0.5)
-        return len(same) < 8 or bool(same[:, :2].all(1).float().mean() >= 0.25)
+        return len(same) < 8 or bool(same[:, 1:].float().mean() >= 0.25)
 
     return agree
 

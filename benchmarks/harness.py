@@ -9,8 +9,8 @@ A bench file has a function `cases()` that returns a list of `Case`s; `python -m
   bandwidth of a copy, or of computing its flops at the rate of a large product, whichever is longest. All three
   are measured in the same run.
 - The host time is that of an eager call, without waiting for its result.
-- A call that no graph can hold, because it asks the GPU for something or replays graphs of its own, is timed by the wall
-  clock: as long as a user waits for its result. So are baselines of which that holds.
+- A call that no graph can hold, because it asks the GPU for something or replays graphs of its own, is timed by the
+  wall clock: as long as a user waits for its result. So are baselines of which that holds.
 """
 
 from __future__ import annotations

@@ -215,7 +215,8 @@ def save(sizes: EncoderSizes, state: Mapping[str, torch.Tensor], folder: Path) -
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    like = next(iter(state.values()))
+    dtype = str(like.dtype).removeprefix("torch.")
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     modules = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
     files = {
@@ -234,4 +235,6 @@ def save(sizes: EncoderSizes, state: Mapping[str, torch.Tensor], folder: Path) -
         (folder / path).mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    save_file(dict(state), folder / "model.safetensors", metadata={"format": "pt"})
+    # Published models have a pooler, which nothing here reads.
+    pooler = {f"pooler.{name}": like.new_zeros(shape) for name, shape in _linear("dense", *[sizes.hidden] * 2).items()}
+    save_file({**state, **pooler}, folder / "model.safetensors", metadata={"format": "pt"})

@@ -365,9 +365,9 @@ the bandwidth of a copy, or of its flops at the rate of a large product, whichev
 run. In parentheses is how many times as long a baseline takes as the op, in bold where it takes less long. Host time is
 that of an eager call.
 
-Calls that no graph can hold, since they ask the GPU for something in between, are timed by the wall clock, from the call
-to its result: decoding and the vectors of texts with all their baselines, and what is called eager. Decoding has met its
-sizes before, so that its steps are replayed graphs.
+Calls that no graph can hold, since they ask the GPU for something in between, are timed by the wall clock, from the
+call to its result: decoding and the vectors of texts with all their baselines, and what is called eager. Decoding has
+met its sizes before, so that its steps are replayed graphs.
 
 A time of several GPUs is that of one call on each, which wait for one another: the mean over the GPUs, of graphs that
 are replayed together. The floor is the time of the bytes that a GPU sends, at the bandwidth of a kernel that does

@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ops",
         nargs="*",
         metavar="OP",
-        help="a family, such as moe_gate, a function or class of cukern, or import, for the import itself (default: all)",
+        help="a family, such as moe_gate, a function or class of cukern, or import, for the import itself "
+        "(default: all)",
     )
     parser.add_argument(
         "--json",
