@@ -356,25 +356,32 @@ def _embed(sizes: EncoderSizes, texts: int, dtype: str, from_tokens: bool) -> Ca
 # --- decoding -------------------------------------------------------------------------------------------
 
 
-def _generate() -> Callable[..., Run]:
-    """transformers' `generate` with a dynamic cache and PyTorch's attention."""
+@functools.lru_cache(maxsize=1)
+def transformers_seq2seq(model: Model) -> Any:
+    """transformers' model with the same weights, with PyTorch's attention."""
     import transformers
 
+    kind, head = {"marian": ("Marian", "MTModel"), "bart": ("Bart", "ForConditionalGeneration")}[model.sizes.kind]
+    options = {name: value for name, value in model.sizes.config.items() if name != "model_type"}
+    with torch.device(model.like.device):
+        config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="sdpa")
+        reference = getattr(transformers, f"{kind}{head}")(config)
+    # What else it has are other names of the shared embeddings, and Marian's positions.
+    unknown = reference.to(model.like.dtype).load_state_dict(model.state, strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(f"transformers {transformers.__version__} has no {', '.join(unknown)}")
+    return reference.eval().requires_grad_(False)
+
+
+def _generate() -> Callable[..., Run]:
+    """transformers' `generate` with its dynamic cache."""
+    from transformers import GenerationConfig
+
     def prepare(model: Model, batch: Batch, settings: Mapping[str, Any]) -> Run:
-        kind = {"marian": "Marian", "bart": "Bart"}[model.sizes.kind]
-        head = {"marian": "MTModel", "bart": "ForConditionalGeneration"}[model.sizes.kind]
-        config = {name: value for name, value in model.sizes.config.items() if name != "model_type"}
-        with torch.device(model.like.device):
-            sizes = getattr(transformers, f"{kind}Config")(**config, attn_implementation="sdpa")
-            reference = getattr(transformers, f"{kind}{head}")(sizes)
-        # What else it has are other names of the shared embeddings, and Marian's positions.
-        unknown = reference.to(model.like.dtype).load_state_dict(model.state, strict=False).unexpected_keys
-        if unknown:
-            raise ValueError(f"transformers {transformers.__version__} has no {', '.join(unknown)}")
-        reference.eval().requires_grad_(False)
-        ids = {name: value for name, value in config.items() if name.endswith("token_id")}
-        options = transformers.GenerationConfig(**ids, **settings, do_sample=False)
-        return lambda: reference.generate(input_ids=batch.ids, attention_mask=batch.mask, generation_config=options)
+        reference = transformers_seq2seq(model)
+        ids = {name: value for name, value in model.sizes.config.items() if name.endswith("token_id")}
+        options = {"generation_config": GenerationConfig(**ids, **settings, do_sample=False)}
+        return lambda: reference.generate(input_ids=batch.ids, attention_mask=batch.mask, **options)
 
     return prepare
 
