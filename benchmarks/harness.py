@@ -9,6 +9,8 @@ A bench file has a function `cases()` that returns a list of `Case`s; `python -m
   bandwidth of a copy, or of computing its flops at the rate of a large product, whichever is longest. All three
   are measured in the same run.
 - The host time is that of an eager call, without waiting for its result.
+- A call that no graph can hold, because it asks the GPU for something or replays graphs of its own, is timed by the
+  wall clock: as long as a user waits for its result. So are baselines of which that holds.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ _COPY_BYTES = 2**30
 _MATRIX = 8192
 _HOST_BATCH = 50
 _HOST_BATCHES = 21
+#: A call may make all things ready the first time and capture its graphs the second.
+_WALL_WARM_UPS = 2
+_WALL_CALLS, _WALL_S = 3, 1.0
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,14 @@ class Baseline:
         prepared: the function returns another one without arguments, and only that one is timed. Before it, the first
             makes what a user makes once for many calls: a plan, repacked weights, workspaces.
         agree: replaces the case's, for a result that may differ in another way.
+        eager: it is timed by the wall clock, also where the case is not.
     """
 
     load: Callable[[], Callable[..., Any]]
     slow: bool = False
     prepared: bool = False
     agree: Callable[[Any, Any], bool] | None = None
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class Case:
         right: for ops with several right results, whether a result is one of them for these inputs; it is asked of the
             op's and of the baselines' results.
         host: measure the host time too.
+        eager: it is timed by the wall clock, and so are its baselines.
     """
 
     op: str
@@ -88,6 +96,7 @@ class Case:
     agree: Callable[[Any, Any], bool] | None = None
     right: Callable[[tuple[Any, ...], Any], bool] | None = None
     host: bool = False
+    eager: bool = False
 
     @property
     def gpus(self) -> int:
@@ -222,6 +231,24 @@ class Timer:
         torch.cuda.synchronize()
         return statistics.median(batches[1:]) / _HOST_BATCH * 1e6
 
+    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+        """The time from an eager call to its result, in microseconds, once a few calls have made all things ready.
+
+        It is the median of `replays` calls, or of fewer where they take long.
+        """
+        seconds: list[float] = []
+        for number in range(_WALL_WARM_UPS + self.replays):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call(*arguments)
+            torch.cuda.synchronize()
+            if number >= _WALL_WARM_UPS:
+                seconds.append(time.perf_counter() - start)
+            if len(seconds) >= _WALL_CALLS and sum(seconds) > _WALL_S:
+                break
+        torch.cuda.empty_cache()
+        return statistics.median(seconds) * 1e6
+
     def ceilings(self, matrix: bool) -> Ceilings:
         """Measure the rates that floors are computed from; that of matrix products only if `matrix`."""
         empty = cupy.RawKernel('extern "C" __global__ void empty() {}', "empty")
@@ -256,13 +283,13 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True
 
     A baseline's failure is a problem in the measurement; the op's own is raised.
     """
-    sets = input_sets(case, timer.l2_bytes, timer.device)
+    sets = [inputs(case, 0, timer.device)] if case.eager else input_sets(case, timer.l2_bytes, timer.device)
     problems = []
     row: dict[str, Any] = {
         "op": case.op,
         "case": dict(case.case),
         "variant": case.variant,
-        "us": round(timer.gpu_us(case.call, sets), 3),
+        "us": round(timer.wall_us(case.call, sets[0]) if case.eager else timer.gpu_us(case.call, sets), 3),
         "floor_us": round(ceilings.floor_us(case), 3),
         "baselines": {},
         "host_us": round(timer.host_us(case.call, sets[0]), 3) if case.host else None,
@@ -273,7 +300,8 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True
             if not agrees(case, baseline, function, timer.device):
                 problems.append(f"{case}: {name} disagrees with the op, so it was not timed")
                 continue
-            row["baselines"][name] = round(_us(baseline, function, timer, sets), 3)
+            us = _wall_us if case.eager or baseline.eager else _gpu_us
+            row["baselines"][name] = round(us(baseline, function, timer, sets), 3)
         except ImportError:
             continue
         except Exception as error:
@@ -293,7 +321,11 @@ def agrees(case: Case, baseline: Baseline, function: Callable[..., Any], device:
     return agree is None or agree(mine, other)
 
 
-def _us(baseline: Baseline, function: Callable[..., Any], timer: Timer, sets: Sequence[tuple[Any, ...]]) -> float:
+def _wall_us(baseline: Baseline, function: Callable[..., Any], timer: Timer, sets: Sequence[tuple[Any, ...]]) -> float:
+    return timer.wall_us(function(*sets[0]), ()) if baseline.prepared else timer.wall_us(function, sets[0])
+
+
+def _gpu_us(baseline: Baseline, function: Callable[..., Any], timer: Timer, sets: Sequence[tuple[Any, ...]]) -> float:
     if not baseline.prepared:
         return timer.gpu_us(function, sets)
     return timer.gpu_us(_run, [(function(*arguments), *arguments) for arguments in sets])

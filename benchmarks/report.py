@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import math
 import platform
 import re
 import shutil
@@ -51,9 +52,13 @@ _LIBRARIES = {
     "flash_mla": ("flash-mla", "flash_mla"),
     "deep_gemm": ("deep-gemm", "deep_gemm"),
     "triton_kernels": ("triton-kernels", "triton_kernels"),
+    "transformers": ("transformers",),
+    "sentence_transformers": ("sentence-transformers",),
 }
 #: Prefixes of the baselines that are no kernels of another library.
-_COMPOSITIONS = ("torch", "Triton", "minimal exchange", "same rows on one GPU")
+_COMPOSITIONS = ("torch", "Triton", "minimal exchange", "same rows on one GPU", "padding kept", "products alone")
+#: What a call makes many of, and the sizes whose product is their number: such rows say how many there are per second.
+_RATES = {"texts/s": ("texts",), "tokens/s": ("batch", "steps")}
 
 Document = dict[str, Any]
 Row = dict[str, Any]
@@ -211,14 +216,19 @@ class Section:
     def host(self) -> bool:
         return any(row["host_us"] is not None for row in self.rows)
 
+    @property
+    def rates(self) -> list[str]:
+        return [name for name, sizes in _RATES.items() if all({*sizes} <= row["case"].keys() for row in self.rows)]
+
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and cells; an empty cell is a figure that was not measured."""
-        headings = [self.axis, "variant", "µs", "floor", "of floor", *self.baselines]
+        headings = [self.axis, "variant", "µs", "floor", "of floor", *self.rates, *self.baselines]
         headings += ["host µs"] if self.host else []
         lines = []
         for row in self.rows:
             line = [f"{row['case'].get(self.axis, '')}", row["variant"], figure(row["us"]), figure(row["floor_us"])]
             line.append(f"{row['floor_us'] / row['us']:.0%}")
+            line += [figure(rate(row, name)) for name in self.rates]
             for name in self.baselines:
                 us = row["baselines"].get(name)
                 line.append("" if us is None else f"{figure(us)} ({_ratio(us, row)})")
@@ -228,8 +238,13 @@ class Section:
         return headings, lines
 
 
+def rate(row: Row, name: str) -> float:
+    """How many per second a row's calls make of what a name of `_RATES` says."""
+    return math.prod(row["case"][size] for size in _RATES[name]) / row["us"] * 1e6
+
+
 def figure(us: float) -> str:
-    """Three digits of a time."""
+    """Three digits of a time, or of a rate."""
     return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 99.95 else f"{us:,.0f}"
 
 
@@ -349,6 +364,10 @@ the L2 cache does not hold. The floor is what the hardware allows: the time of a
 the bandwidth of a copy, or of its flops at the rate of a large product, whichever is longest, all measured in the same
 run. In parentheses is how many times as long a baseline takes as the op, in bold where it takes less long. Host time is
 that of an eager call.
+
+Calls that no graph can hold, since they ask the GPU for something in between, are timed by the wall clock, from the
+call to its result: decoding and the vectors of texts with all their baselines, and what is called eager. Decoding has
+met its sizes before, so that its steps are replayed graphs.
 
 A time of several GPUs is that of one call on each, which wait for one another: the mean over the GPUs, of graphs that
 are replayed together. The floor is the time of the bytes that a GPU sends, at the bandwidth of a kernel that does

@@ -72,6 +72,10 @@ class Clock:
         call(*arguments)
         return 5.0
 
+    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+        call(*arguments)
+        return 70.0
+
     def ceilings(self, matrix: bool) -> Ceilings:
         return CEILINGS
 
@@ -172,6 +176,45 @@ def test_what_is_made_ahead_is_not_timed() -> None:
     measured = harness.measure(case, Inspecting(), CEILINGS)
     assert measured.problems == [] and measured.row["baselines"] == {"planned": 8.0}
     assert len(set(prepared)) == len(prepared) > 2
+
+
+def test_what_no_graph_holds_is_timed_by_the_wall_clock() -> None:
+    made: list[int] = []
+
+    def inputs(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        made.append(generator.initial_seed())
+        return (torch.rand(16, generator=generator),)
+
+    baselines = {
+        "captured": Baseline(lambda: lambda x: x + x),
+        "asking": Baseline(lambda: lambda x: x + x, eager=True),
+        "prepared": Baseline(lambda: lambda x: lambda: x + x, prepared=True, eager=True),
+        "wrong": Baseline(lambda: lambda x: x * 3, eager=True),
+    }
+    measured = harness.measure(_case(baselines=baselines), Clock(), CEILINGS)
+    assert measured.row["us"] == 8.0
+    assert measured.row["baselines"] == {"captured": 8.0, "asking": 70.0, "prepared": 70.0}
+    assert ["wrong disagrees" in line for line in measured.problems] == [True]
+    measured = harness.measure(_case(inputs=inputs, eager=True, baselines=baselines), Clock(), CEILINGS)
+    assert measured.row["us"] == 70.0 and set(measured.row["baselines"].values()) == {70.0}
+    # A call that is waited for finds nothing of another in L2, so that one set of inputs will do.
+    assert set(made) == {0}
+
+
+def test_the_wall_clock_leaves_out_the_first_calls_and_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, taken = [0.0], iter([100.0, 100.0, 0.2, 0.4, 0.3, 0.2, 0.1])
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
+    # The result is there only when the GPU has finished.
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.__setitem__(0, now[0] + pending.pop()))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    timer = object.__new__(harness.Timer)
+    timer.replays, pending = 11, [0.0]
+
+    def call() -> None:
+        pending[:] = [0.0, next(taken)]
+
+    assert timer.wall_us(call, ()) == pytest.approx(0.25e6)
+    assert [*taken] == [0.1]
 
 
 def test_a_baseline_may_be_absent_at_its_first_call_and_agree_in_its_own_way() -> None:
@@ -336,6 +379,12 @@ def test_the_timer_measures_what_runs() -> None:
     small, large = copies(256), copies(512)
     assert 1.7 < large / small < 2.3
     assert 2 * 512 * 2**20 / large / 1e6 == pytest.approx(ceilings.copy_tb_s, rel=0.2)
+
+
+@pytest.mark.gpu
+def test_the_wall_clock_waits_for_the_gpu() -> None:
+    # 20 million cycles take any GPU more than 5 ms.
+    assert harness.Timer(replays=3).wall_us(torch.cuda._sleep, (20_000_000,)) > 5000
 
 
 @pytest.mark.gpu
@@ -1408,6 +1457,17 @@ def test_results_are_shown_in_tables() -> None:
     assert "1,234" in text
 
 
+def test_rows_of_texts_and_of_tokens_say_how_many_there_are_per_second() -> None:
+    rows = [_row("decode", 1, 2e6, case={"batch": batch, "steps": 64}) for batch in (1, 32)]
+    rows += [_row("encode", 1, 5e5, case={"texts": 1000, "batch": 32, "dtype": "float16"})]
+    decoding, encoding = report.sections(rows)
+    headings, (_, last) = decoding.table()
+    assert dict(zip(headings, last, strict=True))["tokens/s"] == "1,024"
+    headings, (only,) = encoding.table()
+    assert dict(zip(headings, only, strict=True))["texts/s"] == "2,000" and "tokens/s" not in headings
+    assert "texts/s" not in report.sections([_row("gate", 1, 2.0)])[0].table()[0]
+
+
 def test_results_of_several_gpus_have_a_file_of_their_own(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     report.write(_results(), folder)
@@ -1541,7 +1601,7 @@ def test_bench_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_bench_lists_the_ops_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     stems = sorted(path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py"))
-    message = f"OP must be one of {', '.join(stems)}, import or a function of cukern, got 'nonsense'"
+    message = f"OP must be one of {', '.join(stems)}, import or a function or class of cukern, got 'nonsense'"
     assert message in _refusal(capsys, "nonsense")
 
 
