@@ -6,6 +6,7 @@ python -m tests.exchange FOLDER RANK       one rank of a `Job`, which `Processes
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -32,6 +33,8 @@ FORMS = ("plain", "quantize", "scaled", "bytes")
 #: How rows come back: each token's sum; the sum of its slots' rows, weighted or not, or of rows in batches of the
 #: experts; slots apart, weighted or not.
 MODES = ("summed", "slots", "unweighted", "batched", "apart", "apart unweighted")
+#: So many places at which the rows of experts begin in one sequence of random numbers.
+_BEGINNINGS = 50_000
 
 
 class Case(NamedTuple):
@@ -115,22 +118,26 @@ def batch_of(case: Case, rank: int, step: int = 0) -> Batch:
 
 
 def output_of(case: Case, rank: int, step: int, inverse: Array | None, here: Array) -> Array:
-    """What a rank's experts give: random rows, and NaN in those that no slot has."""
+    """What a rank's experts give: random rows, and NaN in those that no slot has.
+
+    The rows are parts of one sequence of random numbers, which begin at random places: many rows are soon made.
+    """
     rng = np.random.default_rng([23, step, rank])
     count = case.places * (1 if inverse is None else case.topk)
     if case.mode == "batched":
-        count *= int((case.owner == rank).sum())
-    rows = normal(rng, (max(count, 1), case.hidden), case.dtype)
+        count = int((case.owner == rank).sum()) * room_of(case)
     used = np.flatnonzero(here.any(1)) if inverse is None else inverse[here]
-    unused = np.ones(len(rows), bool)
-    unused[used] = False
-    rows[unused] = np.nan
+    numbers = np.lib.stride_tricks.sliding_window_view(
+        normal(rng, (_BEGINNINGS + case.hidden - 1,), case.dtype), case.hidden
+    )
+    rows = np.full((max(count, 1), case.hidden), np.nan, numbers.dtype)
+    rows[used] = numbers[rng.integers(0, _BEGINNINGS, len(used))]
     return rows.reshape(-1, room_of(case), case.hidden) if case.mode == "batched" and count else rows
 
 
 def room_of(case: Case) -> int:
     """The rows that each expert has room for: enough for all slots, or for more than random ids give it."""
-    return case.places * case.topk if case.to_one or case.places < 64 else case.places
+    return case.places * case.topk if case.to_one or case.places < 64 else case.places // 2
 
 
 class Outcome(NamedTuple):
@@ -287,8 +294,9 @@ def at_once(ranks: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
         return [*pool.map(caught, ranks)]
 
 
+@functools.lru_cache(8)
 def from_twin(case: Case, steps: int = 1) -> list[list[Outcome]]:
-    """What the twin gives, by step and rank."""
+    """What the twin gives, by step and rank; of the latest cases it is kept, since several tests want the same."""
     ranks = [Rank(state, case) for state in case.local()]
     return [in_turns(ranks, step) for step in range(steps)]
 

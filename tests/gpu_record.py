@@ -53,9 +53,9 @@ COMPOSITIONS = {"fused_moe": ("fused_moe",)}
 CONTRACT = "test_contract.py"
 # Most of a test's time, and of the sanitizer's, is the host's.
 _STEMS_AT_ONCE_PER_GPU = 2
-#: Stems whose kernels wait for each other, also over several GPUs and processes: beside others that share the GPUs in
-#: slices of milliseconds, each wait would take many slices. They are proved by themselves, before all others.
-ALONE = ("all_to_all", "fused_moe")
+#: Stems with tests whose kernels wait for those of other GPUs or processes, marked `waits`: beside others that share
+#: the GPUs in slices of milliseconds, each wait would take many slices. These tests run by themselves, first.
+WAITING = ("all_to_all", "fused_moe", SHARED)
 
 Entry = dict[str, Any]
 
@@ -216,13 +216,10 @@ def _most_to_test(name: str) -> int:
 
 
 def spread(names: Sequence[str], work: Callable[[str, dict[str, str]], None]) -> None:
-    """Call `work(name, environment)` for each stem, on all GPUs at once; first for those of `ALONE`, one by one."""
+    """Call `work(name, environment)` for each stem, on all GPUs at once."""
     pending: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in sorted(names, key=_most_to_test):
-        if name in ALONE:
-            work(name, {})
-        else:
-            pending.put(name)
+        pending.put(name)
 
     def drain(environment: dict[str, str]) -> None:
         while True:
@@ -276,11 +273,11 @@ def _pytest(name: str, marked: str) -> list[str | Path]:
     return [sys.executable, "-m", "pytest", "-m", marked, "-q", "--stem", name, *test_files(name)]
 
 
-def run_tests(name: str, environment: dict[str, str]) -> dict[str, int]:
-    """Run the GPU tests of a stem. A run that crashes counts as one failure."""
+def run_tests(name: str, environment: dict[str, str], marked: str = "gpu") -> dict[str, int]:
+    """Run the tests of a stem with these markers. A run that crashes counts as one failure."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        _, output = run([*_pytest(name, "gpu"), "--junit-xml", str(report)], **environment)
+        _, output = run([*_pytest(name, marked), "--junit-xml", str(report)], **environment)
         print(f"{name}:", output.strip(), sep="\n", flush=True)
         return counts(report) or {"passed": 0, "failed": 1, "skipped": 0}
 
@@ -347,11 +344,15 @@ def prove(names: Sequence[str]) -> int:
     """Test, sanitize and measure. The entry of each stem is written as soon as it is known."""
     described = machine()
     print(f"{gpu_count()} GPUs", flush=True)
+    # Computed before the run, so that a change made during it leaves the proof stale.
+    digests = {name: digest(*sources(name), root=ROOT) for name in names}
+    of_waiting = {name: run_tests(name, {}, "gpu and waits") for name in names if name in WAITING}
 
     def prove_one(name: str, environment: dict[str, str]) -> None:
-        # Computed before the run, so that a change made during it leaves the proof stale.
-        of_sources = digest(*sources(name), root=ROOT)
-        entry: Entry = {"digest": of_sources, **run_tests(name, environment), "sanitizer": {}}
+        found = run_tests(name, environment, "gpu and not waits" if name in of_waiting else "gpu")
+        for outcome, count in of_waiting.get(name, {}).items():
+            found[outcome] += count
+        entry: Entry = {"digest": digests[name], **found, "sanitizer": {}}
         if name != SHARED:
             entry["sanitizer"] = run_sanitizer(name, environment)
         write_entry(name, entry, described)

@@ -1283,6 +1283,7 @@ def test_foreign_arrays_on_the_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @LIBRARIES
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("mode", MODES)
@@ -1294,6 +1295,7 @@ def test_two_gpus_at_once(form: str, mode: str, split: bool, library: str) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @LIBRARIES
 def test_ranks_that_share_two_gpus(library: str) -> None:
     two_gpus()
@@ -1508,6 +1510,7 @@ class Graph:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("form", ["plain", "quantize"])
 @pytest.mark.parametrize("dispatches", [1, 2, 3])
 @pytest.mark.parametrize("devices", [[0], [0, 0], [0, 1]], ids=str)
@@ -1567,6 +1570,7 @@ def test_a_combine_answers_the_last_dispatch() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 def test_a_graph_that_fails_gives_nothing_that_looks_right() -> None:
     case = Case((9, 9))
     ours = [Rank(state, case) for state in case.local()]
@@ -1589,6 +1593,7 @@ def test_a_graph_that_fails_gives_nothing_that_looks_right() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("mode", ["slots", "apart"])
 @pytest.mark.parametrize("devices", [[0, 0], [0, 1]], ids=str)
 def test_a_thousand_runs_give_the_same_bits(devices: list[int], mode: str) -> None:
@@ -1627,6 +1632,7 @@ def test_a_thousand_runs_give_the_same_bits(devices: list[int], mode: str) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @LIBRARIES
 def test_a_rank_that_never_comes_on_the_gpu(library: str) -> None:
     case = Case((5, 4), form="plain")
@@ -1665,6 +1671,7 @@ def one_step(rank: Rank) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("mode", ["summed", "slots", "apart"])
 def test_a_rank_that_never_comes_to_a_combine_on_the_gpu(mode: str) -> None:
     case = Case((300, 9), mode=mode)
@@ -1684,6 +1691,7 @@ def test_a_rank_that_never_comes_to_a_combine_on_the_gpu(mode: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 def test_giving_up_frees_the_others_at_once_on_the_gpu() -> None:
     case = Case((5, 4))
     devices = [0, 1 % kernel.device_count()]
@@ -1825,12 +1833,14 @@ def check_processes(folder: Path, devices: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_processes_that_share_a_gpu(ranks: int, tmp_path: Path) -> None:
     check_processes(tmp_path, (0,) * ranks)
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("each", [1, 2, 4])
 def test_processes_on_two_gpus(each: int, tmp_path: Path) -> None:
     two_gpus()
@@ -1857,6 +1867,7 @@ FAULTS = {
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_process_that_fails(fault: str, tmp_path: Path) -> None:
     deadline_s = 20.0 if fault in ("abort", "capacity") else 1.5

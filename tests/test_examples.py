@@ -79,6 +79,7 @@ def test_expert_parallel_has_the_sizes_of_deepseek_v3(expert_parallel: ModuleTyp
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 def test_expert_parallel_runs_on_all_gpus() -> None:
     count = min(kernel.device_count(), 8)
     done = _over_processes(count, "--small", "--tokens", "5", "300", "--repeats", "2", gpus=True)

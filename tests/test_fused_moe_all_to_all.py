@@ -854,6 +854,7 @@ devices_of_ranks = pytest.mark.parametrize(
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @devices_of_ranks
 @formats
 @quantizations
@@ -869,6 +870,7 @@ def test_ranks_on_gpus(quantization: str | None, batched: bool, devices: list[in
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("devices", [[0, 0], [0, 1]], ids=["one GPU", "two GPUs"])
 @pytest.mark.parametrize("tokens", [40, 600])
 @formats
@@ -898,6 +900,7 @@ def test_apart_has_the_same_bits_on_a_gpu(batched: bool, rng: np.random.Generato
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @devices_of_ranks
 def test_the_load_on_gpus(devices: list[int], rng: np.random.Generator) -> None:
     case = made(rng, uneven(len(placed(devices))))
@@ -914,6 +917,7 @@ def test_the_load_on_gpus(devices: list[int], rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("devices", [[0, 0], [0, 1]], ids=["one GPU", "two GPUs"])
 def test_a_thousand_runs_have_the_same_bits(devices: list[int], rng: np.random.Generator) -> None:
     case = made(rng, [37, 21], "fp8_block")
@@ -940,6 +944,7 @@ def test_a_thousand_runs_have_the_same_bits(devices: list[int], rng: np.random.G
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize("devices", [[0], [0, 1]], ids=["one GPU", "two GPUs"])
 @formats
 @pytest.mark.parametrize("quantization", [None, "fp8_block"])
@@ -1044,6 +1049,7 @@ def in_process_on_gpu(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 def test_four_processes_on_the_gpus(tmp_path: Path) -> None:
     found = in_processes(4, tmp_path, "cuda")
     case = made(np.random.default_rng(3), [5, 0, 7, 2], "fp8_block")

@@ -532,6 +532,7 @@ def test_bad_rows_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.waits
 @pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("nccl", 2), ("gloo", 2)])
 def test_each_rank_on_a_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
     if backend == "nccl" and ranks > torch.cuda.device_count():

@@ -281,22 +281,24 @@ def test_each_gpu_has_stems_of_its_own(
     assert seen[-1] == ("a", "{}")
 
 
-def test_stems_that_wait_for_ranks_come_first_and_alone(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_ranks_comes_first_and_alone(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_record, "gpu_count", lambda: 2)
-    monkeypatch.setattr(gpu_record, "ALONE", ("b", "d"))
-    at_work: set[str] = set()
-    seen: list[tuple[str, bool]] = []
+    monkeypatch.setattr(gpu_record, "WAITING", ("moe_gate",))
+    seen: list[tuple[str, str]] = []
 
-    def work(name: str, environment: dict[str, str]) -> None:
-        at_work.add(name)
-        seen.append((name, "CUDA_VISIBLE_DEVICES" in environment))
-        time.sleep(0.05)
-        assert name not in gpu_record.ALONE or at_work == {name}
-        at_work.discard(name)
+    def run_tests(name: str, environment: dict[str, str], marked: str = "gpu") -> dict[str, int]:
+        assert ("CUDA_VISIBLE_DEVICES" in environment) != (marked == "gpu and waits")
+        seen.append((name, marked))
+        return {"passed": 3, "failed": int("not" in marked), "skipped": 1}
 
-    gpu_record.spread("abcde", work)
-    assert sorted(seen[:2]) == [("b", False), ("d", False)]
-    assert sorted(seen[2:]) == [("a", True), ("c", True), ("e", True)]
+    monkeypatch.setattr(gpu_record, "run_tests", run_tests)
+    monkeypatch.setattr(gpu_record, "run_sanitizer", lambda name, environment: CLEAN)
+    monkeypatch.setattr(gpu_record, "run", lambda command, show: (0, ""))
+    assert gpu_record.main(["run", "--ops", "sampling moe_gate"]) == 1
+    assert seen[0] == ("moe_gate", "gpu and waits")
+    assert sorted(seen[1:]) == [("moe_gate", "gpu and not waits"), ("sampling", "gpu")]
+    entry = gpu_record.read_record()["stems"]["moe_gate"]
+    assert (entry["passed"], entry["failed"], entry["skipped"]) == (6, 1, 2)
 
 
 def test_a_stem_without_marked_tests_is_not_sanitized(
@@ -312,7 +314,7 @@ def test_a_missing_sanitizer_is_recorded(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_record, "sanitizer", lambda: None)
-    monkeypatch.setattr(gpu_record, "run_tests", lambda name, environment: {"passed": 3, "failed": 0, "skipped": 0})
+    monkeypatch.setattr(gpu_record, "run_tests", lambda *args: {"passed": 3, "failed": 0, "skipped": 0})
     monkeypatch.setattr(gpu_record, "run", lambda command, show: (0, ""))
     assert gpu_record.main(["run", "--ops", "moe_gate"]) == 1
     entry = gpu_record.read_record()["stems"]["moe_gate"]
@@ -332,9 +334,7 @@ def test_run_records_each_stem_and_says_whether_all_is_well(
         started.append(command[1:])
         return bench_status, ""
 
-    monkeypatch.setattr(
-        gpu_record, "run_tests", lambda name, environment: {"passed": 3, "failed": failed, "skipped": 1}
-    )
+    monkeypatch.setattr(gpu_record, "run_tests", lambda *args: {"passed": 3, "failed": failed, "skipped": 1})
     monkeypatch.setattr(gpu_record, "run_sanitizer", lambda name, environment: CLEAN)
     monkeypatch.setattr(gpu_record, "run", run)
     assert gpu_record.main(["run", "--ops", "moe_gate runtime"]) == status
@@ -349,7 +349,8 @@ def test_run_records_each_stem_and_says_whether_all_is_well(
 def test_proving_one_stem_leaves_the_others(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_record.write_entry("moe_gate", _entry("moe_gate", digest="before"), MACHINE)
     before = copy.deepcopy(gpu_record.read_record()["stems"]["moe_gate"])
-    monkeypatch.setattr(gpu_record, "run_tests", lambda name, environment: {"passed": 3, "failed": 0, "skipped": 0})
+    monkeypatch.setattr(gpu_record, "run_tests", lambda *args: {"passed": 3, "failed": 0, "skipped": 0})
+    monkeypatch.setattr(gpu_record, "WAITING", ())
     monkeypatch.setattr(gpu_record, "run", lambda command, show: pytest.fail("there is nothing to measure"))
     assert gpu_record.main(["run", "--ops", "runtime"]) == 0
     entries = gpu_record.read_record()["stems"]

@@ -67,7 +67,9 @@ class Case(NamedTuple):
         if not self.options.get("is_fp8_kvcache") or not rounds(self, variant):
             return self.twin()
         with np.errstate(over="ignore", invalid="ignore"):
-            values = twin.dequantize(self.k_cache, self.q.dtype).astype(self.q.dtype)
+            # Float32 first, as the products of numbers and scales are there: a product that it rounds to half of a unit
+            # in the last place of `q.dtype` would be rounded otherwise from float64.
+            values = twin.dequantize(self.k_cache, self.q.dtype).astype(np.float32).astype(self.q.dtype)
         return self._replace(k_cache=values).with_options(is_fp8_kvcache=False).twin()
 
     def with_options(self, **more: Any) -> Case:

@@ -178,33 +178,31 @@ __device__ __forceinline__ void receive(const Params& p, unsigned long long step
     if (first >= all && blockIdx.x > 0) return;
     const int rank = p.ranks.rank;
     const Signals& own = p.ranks.signals(rank);
-    const unsigned (&batches)[MAX_RANKS] = own.batches[step & 1];
-    bool there = true;
+    __shared__ int tokens[MAX_RANKS];
+    // Ranks that use other buffers for a step have not made the same calls: then nothing that is here can be trusted.
+    bool came = true, alike = true;
     if (threadIdx.x < p.ranks.ranks) {
         const int source = threadIdx.x;
         const unsigned long long* const from = &own.dispatched[source];
-        there = wait_for(p.ranks, source, DISPATCH, step, [&] { return load_acquire(from) >= (step + 1) * ARRIVALS; });
+        came = wait_for(p.ranks, source, DISPATCH, step, [&] { return load_acquire(from) >= (step + 1) * ARRIVALS; });
+        const unsigned batch = now(own.batches[step & 1][source]);
+        alike = int(batch & 1) == p.buffer;
+        tokens[source] = int(batch / 2);
     }
-    there = __syncthreads_and(there);
-    // The tokens of a source. Ranks that use other buffers for a step have not made the same calls.
-    auto tokens_of = [&](int source) {
-        const unsigned batch = now(batches[source]);
-        return there && int(batch & 1) == p.buffer ? int(batch / 2) : -1;
-    };
+    const bool there = __syncthreads_and(came && alike);
     const char* const window = p.ranks.windows[rank];
     for (int i = first + threadIdx.x; i < all; i += gridDim.x * THREADS) {
         const int source = i / of_rank, token = (i - source * of_rank) / p.topk;
         const int id = __ldcg(reinterpret_cast<const int*>(window + p.ids_at) + i);
         const float weight = __ldcg(reinterpret_cast<const float*>(window + p.weights_at) + i);
-        const bool given = token < tokens_of(source);
+        const bool given = there && token < tokens[source];
         p.ids_out[i] = given ? id : -1;
         p.weights_out[i] = given ? weight : 0.f;
         if (p.expert_load && given && p.ranks.owner(unsigned(id)) == rank) atomicAdd(&p.expert_load[id], 1);
     }
     if (blockIdx.x > 0 || threadIdx.x >= p.ranks.ranks) return;
-    const int tokens = tokens_of(threadIdx.x);
-    p.ranks.progress->tokens[threadIdx.x] = max(tokens, 0);
-    if (there && tokens < 0) fail(p.ranks, OTHER_CALL, threadIdx.x, DISPATCH, step);
+    p.ranks.progress->tokens[threadIdx.x] = there ? tokens[threadIdx.x] : 0;
+    if (came && !alike) fail(p.ranks, OTHER_CALL, threadIdx.x, DISPATCH, step);
 }
 
 // T: of rows that are quantized. ID: unsigned, so that a negative id is past all experts.
