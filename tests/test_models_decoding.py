@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -582,9 +583,12 @@ def test_a_gpu_gives_the_tokens_of_transformers(family: str, settings: dict[str,
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [{"num_beams": 4}, {"num_beams": 1}, {"do_sample": True, "seed": 4, "top_k": 9}])
 def test_captured_steps_find_what_others_do(settings: dict[str, Any]) -> None:
-    decoding = _on_gpu("marian", "torch")
+    as_they_are, decoding = _on_gpu("marian", "torch"), _on_gpu("marian", "torch")
+    as_they_are._model.pieces.is_cuda_torch = False
     both = [sources(seed, (9, 5, 2)) for seed in (1, 2)]
-    plain = [decoding(ids.cuda(), mask.cuda(), max_length=16, **settings) for ids, mask in both]
+    plain = [as_they_are(ids.cuda(), mask.cuda(), max_length=16, **settings) for ids, mask in both]
+    ((_, graphs),) = as_they_are._searches.values()
+    assert not graphs._graphs
     side = torch.cuda.Stream()
     for _ in range(2):
         for (ids, mask), wanted in zip(both, plain, strict=True):
@@ -595,7 +599,24 @@ def test_captured_steps_find_what_others_do(settings: dict[str, Any]) -> None:
             assert (found.sequences == wanted.sequences).all()
             assert [x.step for x in told] == [*range(len(told))]
     ((_, graphs),) = decoding._searches.values()
-    assert graphs._graphs
+    # One for all steps, and that of the last step, if one was reached, which forces the end.
+    assert {()} <= {*graphs._graphs} <= {(), (0,)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{"num_beams": 3}, {"forced_bos_token_id": 5, "min_length": 9}])
+def test_a_search_that_was_stopped_leaves_nothing_behind(settings: dict[str, Any]) -> None:
+    decoding, (ids, mask) = _on_gpu("bart", "torch"), sources()
+    wanted = generated(model_of("bart"), ids, mask, max_length=14, **settings)
+
+    def stop(step: Step) -> None:
+        if step.step == 4:
+            raise InterruptedError
+
+    for _ in range(3):
+        with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(InterruptedError):
+            decoding(ids, mask, max_length=14, on_step=stop, **settings)
+        assert_same(decoding(ids, mask, max_length=14, **settings), wanted)
 
 
 @pytest.mark.gpu
@@ -606,10 +627,66 @@ def test_16_bits_on_a_gpu(dtype: str) -> None:
     assert np.isfinite(np.asarray(found.scores)).all()
 
 
+def test_the_second_step_is_captured_and_a_kind_the_second_time() -> None:
+    graphs, done = StepGraphs(kept("bart")._model.pieces), []
+    graphs._captures = True
+
+    class Graph:
+        def __init__(self, kind: Any) -> None:
+            self.kind = kind
+
+        def replay(self) -> None:
+            done.append(("replayed", self.kind))
+
+    def capture(kind: Any, step: Callable[[], None]) -> Graph:
+        done.append(("captured", kind))
+        graphs._graphs[kind] = Graph(kind)
+        return graphs._graphs[kind]
+
+    with patch.object(graphs, "_capture", capture):
+        for kind in ((5,), (), (), (6,)) * 2:
+            graphs.run(kind, lambda kind=kind: done.append(("ran", kind)))  # type: ignore[misc]
+    assert done == [
+        ("ran", (5,)), ("captured", ()), ("replayed", ()), ("replayed", ()), ("ran", (6,)),
+        ("captured", (5,)), ("replayed", (5,)), ("replayed", ()), ("replayed", ()), ("captured", (6,)),
+        ("replayed", (6,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_a_step_forbids_by_its_length(library: str, size: int, rng: np.random.Generator) -> None:
+    pieces = kept("bart", library=library)._model.pieces
+    history = rng.integers(0, 4, (5, 8), np.int32)
+    for length in range(1, 9):
+        scores = rng.normal(size=(5, 6)).astype(np.float32)
+        wanted = scores.copy()
+        for row, ids in enumerate(history[:, :length].tolist()):
+            latest = ids[length - size + 1 :]
+            for i in range(length - size + 1):
+                if ids[i : i + size - 1] == latest:
+                    wanted[row, ids[i + size - 1]] = -np.inf
+        ours, counter = pieces.put(scores.copy()), pieces.put(np.array([length]))
+        pieces.forbid_repeats_(ours, pieces.put(history), counter, size)
+        np.testing.assert_array_equal(pieces.host(ours), wanted)
+        pieces.forbid_below_(ours, (2, 5), counter, 4)
+        wanted[:, [2, 5]] = -np.inf if length < 4 else wanted[:, [2, 5]]
+        np.testing.assert_array_equal(pieces.host(ours), wanted)
+
+
+def test_a_step_reads_the_low_word_of_its_counter() -> None:
+    for library in ("torch", "numpy"):
+        pieces = kept("bart", library=library)._model.pieces
+        counters = pieces.put(np.array([3, 70000]))
+        low = pieces.low_word(counters[1:])
+        pieces.add_(counters, 1)
+        assert (str(low.dtype).removeprefix("torch."), pieces.host(low).tolist()) == ("int32", [70001])
+
+
 def test_steps_are_run_as_they_are_without_a_gpu() -> None:
     graphs, ran = StepGraphs(kept("bart")._model.pieces), []
-    for position in (0, 0, 0, 1):
-        graphs.run(position, lambda position=position: ran.append(position))  # type: ignore[misc]
-    assert ran == [0, 0, 0, 1]
+    for step, kind in enumerate(((5,), (), (), (6,))):
+        graphs.run(kind, lambda step=step: ran.append(step))  # type: ignore[misc]
+    assert ran == [0, 1, 2, 3]
     library = arrays.library_of(kept("bart")._model.weights.head)
     assert library is not None and library.name == "torch"

@@ -69,16 +69,34 @@ class ArrayPieces(ArrayLayers):
         scores[...] = -np.inf
         scores[:, [*ids]] = 0
 
-    def forbid_repeats_(self, scores: Any, history: Any, length: int, size: int) -> None:
+    # --- a step whose number is in an array, int64 [1] --------------------------------------------------
+
+    def low_word(self, x: Any) -> Any:
+        """The low half of `x` int64 [1], int32 [1], in the same memory: all these machines are little-endian."""
+        return x.view(np.int32)[:1]
+
+    def add_(self, x: Any, n: int) -> None:
+        x += n
+
+    def assign_column_(self, x: Any, column: Any, value: Any) -> None:
+        """`value` [rows, ...] into a column of `x` [rows, columns, ...]."""
+        x[:, column] = value[:, None]
+
+    def forbid_below_(self, scores: Any, ids: Sequence[int], length: Any, least: int) -> None:
+        """-inf for tokens in all rows where length is less than `least`."""
+        ids = [*ids]
+        scores[:, ids] = self.xp.where(length < least, np.float32(-np.inf), scores[:, ids])
+
+    def forbid_repeats_(self, scores: Any, history: Any, length: Any, size: int) -> None:
         """-inf for each token that would complete `size` tokens in a row that history [rows, :length] has already."""
-        windows = length - size + 1
+        windows = history.shape[1] - size + 1
         if windows < 1:
             return
-        latest = history[:, length - size + 1 : length]
-        found = self.xp.ones((len(history), windows), bool)
+        latest = history[:, (length - size + 1 + self.xp.arange(size - 1)).clip(0)]
+        found = self.xp.broadcast_to(self.xp.arange(windows) <= length - size, (len(history), windows))
         for i in range(size - 1):
-            found &= history[:, i : i + windows] == latest[:, i : i + 1]
-        last = history[:, size - 1 : size - 1 + windows]
+            found = found & (history[:, i : i + windows] == latest[:, i : i + 1])
+        last = history[:, size - 1 :]
         values = self.xp.where(found, np.float32(-np.inf), np.float32(np.inf))
         self.xp.minimum.at(scores, (self.xp.arange(len(history))[:, None], last), values)
 
@@ -133,16 +151,33 @@ class TorchPieces(TorchLayers):
         for token in ids:
             scores[:, token].fill_(0)
 
-    def forbid_repeats_(self, scores: Any, history: Any, length: int, size: int) -> None:
-        windows = length - size + 1
+    # --- a step whose number is in a tensor, int64 [1] --------------------------------------------------
+
+    def low_word(self, x: Any) -> Any:
+        return x.view(self._torch.int32)[:1]
+
+    def add_(self, x: Any, n: int) -> None:
+        x.add_(n)
+
+    def assign_column_(self, x: Any, column: Any, value: Any) -> None:
+        x.index_copy_(1, column, value.unsqueeze(1))
+
+    def forbid_below_(self, scores: Any, ids: Sequence[int], length: Any, least: int) -> None:
+        is_short = length < least
+        for token in ids:
+            scores[:, token].masked_fill_(is_short, -math.inf)
+
+    def forbid_repeats_(self, scores: Any, history: Any, length: Any, size: int) -> None:
+        windows = history.shape[1] - size + 1
         if windows < 1:
             return
-        latest = history[:, length - size + 1 : length]
-        found = self._torch.ones((len(history), windows), dtype=self._torch.bool, device=self.device)
+        places = self._torch.arange(size - 1, device=self.device) + (length - size + 1)
+        latest = history.index_select(1, places.clamp_(min=0))
+        found = self._torch.arange(windows, device=self.device) <= length - size
         for i in range(size - 1):
-            found &= history[:, i : i + windows] == latest[:, i : i + 1]
-        last = history[:, size - 1 : size - 1 + windows].long()
-        values = self._torch.full(found.shape, math.inf, device=self.device).masked_fill_(found, -math.inf)
+            found = found & (history[:, i : i + windows] == latest[:, i : i + 1])
+        last = history[:, size - 1 :].long()
+        values = self._torch.full(last.shape, math.inf, device=self.device).masked_fill_(found, -math.inf)
         scores.scatter_reduce_(1, last, values, "amin")
 
 

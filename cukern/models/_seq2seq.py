@@ -121,11 +121,20 @@ class Seq2Seq:
     # --- the decoder ------------------------------------------------------------------------------------
 
     def logits(
-        self, words: Any, step: int, caches: list[tuple[Any, Any]], memories: list[tuple[Any, Any]], lengths: Any
+        self,
+        words: Any,
+        position: Any,
+        length: Any,
+        caches: list[tuple[Any, Any]],
+        memories: list[tuple[Any, Any]],
+        memory_lengths: Any,
     ) -> Any:
-        """The logits [rows, vocab] of what follows `words` int32 [rows], the tokens at the position `step`."""
-        x = self._embed(self.weights.target, words, step)
+        """The logits [rows, vocab] of what follows `words` int32 [rows], the tokens at a position.
+
+        The position and the length, which is one more, are int32 [1], so that a captured step serves all positions.
+        """
+        x = self._embed(self.weights.target, words, 0, position)
         for layer, cache, memory in zip(self.decoder, caches, memories, strict=True):
-            x = layer(x, *cache, step + 1, *memory, lengths)
+            x = layer(x, *cache, length, *memory, memory_lengths)
         x = self._norm(x, self.weights.target.last_norm)
         return self.pieces.linear(x, self.weights.head, self.weights.head_bias)

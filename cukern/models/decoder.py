@@ -99,7 +99,7 @@ class Decoder:
         x: AnyArray,
         key_cache: AnyArray,
         value_cache: AnyArray,
-        step: int,
+        step: int | AnyArray,
         key_memory: AnyArray,
         value_memory: AnyArray,
         memory_lengths: AnyArray,
@@ -110,9 +110,11 @@ class Decoder:
             x: [batch, hidden], of the weights' dtype.
             key_cache, value_cache: [max_steps, batch, heads, head_dim], which the new token is written into, at
                 `step - 1`.
-            step: the tokens of each sequence, the new one included, from 1 to max_steps.
-            key_memory, value_memory: [batch, memory_len, heads, head_dim], what `memory` gives for each sequence.
-            memory_lengths: int32 [batch], how many entries each has; a sequence without any attends to nothing.
+            step: the tokens of each sequence, the new one included, from 1 to max_steps: an int or, for a CUDA graph
+                that serves all steps, an int32 array [1].
+            key_memory, value_memory: [batch, memory_len, heads, head_dim], what `memory` gives for each sequence, or
+                [batch / beams, ...], each of which `beams` sequences after each other attend to.
+            memory_lengths: int32, how many entries each has; a sequence without any attends to nothing.
 
         Returns [batch, hidden]. Nothing waits for a GPU. Raises what `cukern.masked_attention` and
         `cukern.cross_attention` raise.

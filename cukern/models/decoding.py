@@ -54,9 +54,10 @@ class Decoding:
     which are the twin. Dense products are those of the array library. The encoder runs over the words alone: what is
     where the mask is 0 is never looked at, neither by it nor by the cross-attention.
 
-    On torch tensors of a CUDA device a step is launched as it is the first time that a search of its size comes to it,
-    captured in a CUDA graph the second time, and replayed from then on; the host looks at what has finished one step
-    later. The buffers and graphs of the latest few sizes are kept. One call runs at a time.
+    On torch tensors of a CUDA device the first step of a search is launched as it is, the second one is captured in a
+    CUDA graph, and that is replayed for all further ones, also of later searches of the same size. (A step that forces
+    a token has a graph of its own.) The host looks at what has finished one step later. The buffers and graphs of the
+    latest few sizes are kept. One call runs at a time.
 
     The tokens are those of transformers' `generate` with the same settings, in float32 wherever no two candidates are
     closer than the rounding of the logits. Its beam search, which `cukern.beam_search_step` follows, is not
@@ -178,7 +179,12 @@ class Decoding:
             with self._lock, self._model.pieces.place():
                 search, graphs = self._search(settings, batch, int(source.lengths.max()))
                 search.start(source, seeds)
-                steps = _run(search, graphs, on_step, progress)
+                try:
+                    steps = _run(search, graphs, on_step, progress)
+                except BaseException:
+                    # The next call gets the same buffers, maybe on another stream.
+                    self._model.pieces.host(search.finished)
+                    raise
                 found = search.result(steps)
         return Generated(*(None if x is None else library.from_numpy(x, input_ids) for x in found))
 
@@ -229,9 +235,10 @@ def _run(search: Search, graphs: StepGraphs, on_step: Callable[[Step], None] | N
     steps, look = search.settings.steps, watch(search.pieces)
     with _bar(steps, progress) as advance:
         for step in range(steps):
-            graphs.run(step, functools.partial(search.step, step))
+            forced = search.forced(step)
+            graphs.run(forced, functools.partial(search.step, forced))
             advance()
-            for seen, values in look.after(step, search.shown(step, on_step is not None)):
+            for seen, values in look.after(step, search.shown(on_step is not None)):
                 if _tell(on_step, seen, values):
                     return step + 1
         for seen, values in look.rest():
