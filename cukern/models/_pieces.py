@@ -60,10 +60,6 @@ class ArrayPieces(ArrayLayers):
         y = y - y.max(-1, keepdims=True)
         return y - self.xp.log(self.xp.exp(y).sum(-1, keepdims=True))
 
-    def forbid_(self, scores: Any, ids: Sequence[int]) -> None:
-        """-inf for tokens in all rows."""
-        scores[:, [*ids]] = -np.inf
-
     def force_(self, scores: Any, ids: Sequence[int]) -> None:
         """0 for tokens in all rows, -inf for all others."""
         scores[...] = -np.inf
@@ -141,10 +137,6 @@ class TorchPieces(TorchLayers):
 
     def log_softmax(self, x: Any) -> Any:
         return self._torch.log_softmax(x.float(), -1)
-
-    def forbid_(self, scores: Any, ids: Sequence[int]) -> None:
-        for token in ids:
-            scores[:, token].fill_(-math.inf)
 
     def force_(self, scores: Any, ids: Sequence[int]) -> None:
         scores.fill_(-math.inf)
