@@ -22,6 +22,8 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from cukern.runtime import arrays
+
 WORDS = [f"{x}{y}" for x in ("ka", "lo", "mi", "nu", "re") for y in ("", "ta", "son", "ver", "lig", "do", "per")]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 #: More ids than the tokenizer has, as in most models.
@@ -107,6 +109,13 @@ def put(tensor: torch.Tensor, library: str) -> Any:
 
         return cupy.asarray(tensor.numpy())
     return tensor if library == "torch" else tensor.numpy()
+
+
+def numpy_of(array: Any) -> np.ndarray[Any, Any]:
+    """An array of any library in NumPy."""
+    library = arrays.library_of(array)
+    assert library is not None
+    return library.to_numpy(array)
 
 
 class Batch(NamedTuple):

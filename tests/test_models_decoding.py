@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from cukern.models import Decoder, Decoding, Generated, Step
+from cukern.models import Decoder, DecoderWeights, Decoding, Generated, Step
 from cukern.models._steps import StepGraphs
-from cukern.models.weights import DecoderWeights, sinusoids
+from cukern.models.decoder_weights import sinusoids
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
+from tests.encoders import one_thread  # noqa: F401
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,15 +57,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "three ends, greedy": {"max_length": 20, "eos_token_id": [0, 5, 9], "min_new_tokens": 3},
     "one step": {"max_length": 2, "num_beams": 4},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """torch on one thread: these products are so small that waiting for others takes longer."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -461,9 +453,9 @@ def test_settings_that_are_refused(settings: dict[str, Any], error: type[Excepti
     ("ids", "mask", "error", "message"),
     [
         ([[1, 2]], None, TypeError, "input_ids must be an array of NumPy, CuPy or torch, got list"),
-        (torch.zeros(2, 3), None, TypeError, "input_ids must be integers, got float32"),
+        (torch.zeros(2, 3), None, TypeError, "input_ids must be int32 or int64, got float32"),
         (torch.zeros(3).long(), None, ValueError, r"input_ids must be of shape \[batch, seq\], got \[3\]"),
-        (torch.full((1, 2), 90), None, ValueError, r"input_ids must be in \[0, 89\] where the mask is not 0, got 90"),
+        (torch.full((1, 2), 90), None, ValueError, r"input_ids\[0, 0\] must be in \[0, 90\), got 90"),
         (torch.ones(1, 41).long(), None, ValueError, r"input_ids must be of at most 40 positions .* a token at 40"),
         (torch.ones(1, 4).long(), [[1]], TypeError, "attention_mask must be an array of NumPy, CuPy or torch"),
         (
@@ -472,7 +464,12 @@ def test_settings_that_are_refused(settings: dict[str, Any], error: type[Excepti
             ValueError,
             r"attention_mask must be of shape \[batch, seq\]",
         ),
-        (torch.ones(1, 4).long(), torch.ones(1, 4), TypeError, "attention_mask must be bool or integers, got float32"),
+        (
+            torch.ones(1, 4).long(),
+            torch.ones(1, 4),
+            TypeError,
+            "attention_mask must be bool or uint8 or int8 or int32 or int64, got float32",
+        ),
     ],
 )
 def test_sources_that_are_refused(ids: Any, mask: Any, error: type[Exception], message: str) -> None:
@@ -607,7 +604,7 @@ def test_16_bits_on_a_gpu(dtype: str) -> None:
 
 
 def test_steps_are_run_as_they_are_without_a_gpu() -> None:
-    graphs, ran = StepGraphs(kept("bart")._model.pieces), []
+    graphs, ran = StepGraphs(kept("bart")._model.layers), []
     for position in (0, 0, 0, 1):
         graphs.run(position, lambda position=position: ran.append(position))  # type: ignore[misc]
     assert ran == [0, 0, 0, 1]
