@@ -80,7 +80,7 @@ class ArrayLayers:
 
     def cast(self, x: Any, dtype: str) -> Any:
         """`x`, contiguous and of a dtype by its name."""
-        return self.xp.ascontiguousarray(x, arrays.numpy_dtype(dtype))
+        return self.xp.ascontiguousarray(x.astype(arrays.numpy_dtype(dtype), copy=False))
 
     def concatenate(self, parts: Sequence[Any], axis: int = 0) -> Any:
         return self.xp.concatenate(parts, axis)
@@ -319,9 +319,11 @@ class TorchLayers:
         """See `ArrayLayers.pool`. The words of a sequence are added up one after the other, whatever the batch."""
         offsets = words.cu_seqlens.long()
         lengths = offsets.diff()[:, None]
+        if not len(x):
+            # segment_reduce divides by the number of rows in some releases.
+            return self.full((len(lengths), x.shape[1]), 0, "float32")
         if mode == "cls":
-            first = offsets[:-1].clamp(max=max(len(x) - 1, 0))
-            rows = x[first].float() if len(x) else x.new_zeros((len(first), x.shape[1])).float()
+            rows = x[offsets[:-1].clamp(max=len(x) - 1)].float()
         else:
             kind = "max" if mode == "max" else "sum"
             # `unsafe` leaves out a check of the offsets, for which the host would wait.
