@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cukern.models._pieces import Pieces
+from cukern.models._layers import Layers
 
 Seen = tuple[int, list[Any]]
 
@@ -22,9 +22,9 @@ class StepGraphs:
     CUDA device, every step runs as it is.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._captures = pieces.is_cuda_torch
-        self._device = pieces.device
+    def __init__(self, layers: Layers) -> None:
+        self._captures = layers.is_cuda_torch
+        self._device = layers.device
         self._graphs: dict[Hashable, Any] = {}
         self._seen: set[Hashable] = set()
         self._pool: Any = None
@@ -72,11 +72,11 @@ class Watch(Protocol):
 class _Now:
     """Each step at once."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
 
     def after(self, step: int, shown: list[Any]) -> Iterator[Seen]:
-        yield step, [None if x is None else self._pieces.host(x).copy() for x in shown]
+        yield step, [None if x is None else self._layers.host(x).copy() for x in shown]
 
     def rest(self) -> Iterator[Seen]:
         yield from ()
@@ -130,6 +130,6 @@ class _OneLater:
             yield self._pop()
 
 
-def watch(pieces: Pieces) -> Watch:
-    """What watches a search on the arrays of `pieces`, from its step 0 on."""
-    return _OneLater() if pieces.is_cuda_torch else _Now(pieces)
+def watch(layers: Layers) -> Watch:
+    """What watches a search on the arrays of `layers`, from its step 0 on."""
+    return _OneLater() if layers.is_cuda_torch else _Now(layers)
