@@ -28,7 +28,7 @@ endif
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo       install, then route a batch of tokens through the gate'
+	@echo 'make demo       install, then route tokens through a gate and encode texts without padding'
 	@echo 'make test       install, then run the tests that need no GPU'
 	@echo 'make lint       ruff, clang-format and mypy'
 	@echo 'make notebooks SOURCES=1'

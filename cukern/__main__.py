@@ -14,7 +14,7 @@ from cukern.commands import UserError
 
 # Modules and summaries. A module has `add_arguments(parser)` and `run(args) -> int`; only its own command imports it.
 COMMANDS = {
-    "demo": ("cukern.commands.demo", "route a batch of tokens through a model's gate and show where they go"),
+    "demo": ("cukern.commands.demo", "route tokens through a model's gate, then encode texts without their padding"),
     "doctor": ("cukern.commands.doctor", "say what works here and what does not, with the command that fixes it"),
     "compile": ("cukern.commands.compile", "compile kernels into the cache ahead of use, also without a GPU"),
     "encode": ("cukern.commands.encode", "turn each text of a file into a vector, by a model in a directory"),

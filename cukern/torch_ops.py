@@ -4,7 +4,9 @@ An operator is its function in torch's dispatcher, for `torch.compile(fullgraph=
 find an operator by its name. It has the same arguments, results and errors, on CUDA tensors and, by the NumPy twin, on
 CPU tensors. The differences:
 
-- An argument that may be an array must be a tensor, also if the function takes a number too.
+- An argument that may be an array must be a tensor, also if the function takes a number too. Where numbers are the
+  rule, they are what the operator takes, and an overload by the name of the argument takes a tensor:
+  `torch.ops.cukern.masked_attention.step` (with `out=`: `.step_out`).
 - In place of `out=` there is a second overload, which takes the results one by one and returns nothing:
   `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. A function that returns only arguments it
   writes into returns nothing either.
@@ -153,10 +155,16 @@ def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: dict[st
     written = _written(packet.default)
     returns = bool(packet.default._schema.returns)
     returns_nothing = function.__annotations__.get("return") == "None"
+    parameters = [*inspect.signature(function).parameters]
+    # Positions of the arguments that may be tensors where the default overload takes numbers.
+    numbers = [(parameters.index(name), name) for name in out_names if name in parameters]
     functional = getattr(packet, "functional", None)
 
     def traceable(*args: Any, **kwargs: Any) -> Any:
         flag = next((name for name in out_names if name and kwargs.pop(f"return_{name}", False)), "")
+        for i, name in numbers:
+            if isinstance(args[i] if i < len(args) else kwargs.get(name), torch.Tensor):
+                flag = name
         out = kwargs.pop("out", None) if out_names else None
         if out is not None:
             tensors = out if isinstance(out, (tuple, list)) else (out,)
@@ -230,7 +238,8 @@ def _register_op(function: Callable[..., Any], name: str, schemas: Mapping[str, 
         found, _, flag = schema.split("(", 1)[0].partition(".")
         if found != name:
             continue
-        call = functools.partial(function, **{f"return_{flag}": True}) if flag else function
+        has_flag = f"return_{flag}" in inspect.signature(function).parameters
+        call = functools.partial(function, **{f"return_{flag}": True}) if has_flag else function
         _register(call, schema, results)
         if results is not None and "out" in inspect.signature(function).parameters:
             out_names[flag] = _result_names(schema)

@@ -34,8 +34,12 @@ class Call(NamedTuple):
     name: str
     args: tuple[Any, ...]
     options: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+    #: The argument that is a tensor where the default overload of the operator takes a number.
+    late: str = ""
 
     def operator(self, overload: str = "default") -> Any:
+        if self.late:
+            overload = self.late if overload == "default" else f"{self.late}_{overload}"
         return getattr(getattr(torch.ops.cukern, self.name), overload)
 
     @property
@@ -68,7 +72,8 @@ class Call(NamedTuple):
             return change(name, value) if hasattr(value, "__dlpack__") else value
 
         given = {name: change_all(name, value) for name, value in self.given.items()}
-        return Call(self.name, tuple(given.values())[: len(self.args)], {name: given[name] for name in self.options})
+        args, options = tuple(given.values())[: len(self.args)], {name: given[name] for name in self.options}
+        return self._replace(args=args, options=options)
 
     def on(self, place: str) -> Call:
         """This call on arrays of its own, of one of `PLACES`."""
@@ -255,7 +260,9 @@ def _decoder_attention_calls() -> list[Call]:
     memories = [floats(2, 7, 2, 32, seed=seed) for seed in range(2)]
     return [
         Call("masked_attention", (*rows, bias, None, bias, *caches, 3), {"scale": 0.25}),
+        Call("masked_attention", (*rows, bias, None, bias, *caches, integers(3)), late="step"),
         Call("cross_attention", (rows[0], bias, *memories, integers(7, 2))),
+        Call("cross_attention", (floats(4, 64), None, *memories, integers(7, 2)), {"scale": 0.3}),
     ]
 
 
@@ -263,14 +270,16 @@ def _beam_search_calls() -> list[Call]:
     log_probs = torch.log_softmax(floats(2, 3, 20), dim=2)
     finished = floats(2, 3, seed=5), integers([4, 4, 0], [4, 0, 0]), integers([1, 2, 0], [3, 0, 0])
     tree = integers([[1, 2], [3, 4]], [[5, 6], [7, 8]]), integers([[0, 1], [1, 0]], [[1, 0], [0, 0]])
+    state = floats(2, 3), *finished, integers([0, 0, 0], [0, 0, 0]), flags(False, False)
+    caches = floats(4, 6, 2, 8), floats(4, 6, 2, 8, seed=1), integers([2, 0, 0], [0, 1, 1])
     return [
         Call("beam_topk", (floats(2, 3, 200), 4), {"diversity_rate": -0.5}),
-        Call(
-            "beam_search_step",
-            (log_probs, floats(2, 3), *finished, integers([0, 0, 0], [0, 0, 0]), flags(False, False), 3, 9, [2]),
-        ),
+        Call("beam_search_step", (log_probs, *state, 3, 9, [2])),
+        Call("beam_search_step", (log_probs, *state, integers(3), 9, [2]), late="step"),
         Call("gather_tree", (*tree, integers(2, 1), 0)),
-        Call("update_kv_cache", (floats(4, 6, 2, 8), floats(4, 6, 2, 8, seed=1), integers([2, 0, 0], [0, 1, 1]), 4)),
+        Call("update_kv_cache", (*caches, 4)),
+        # All entries: what comes after the `step` first ones of new arrays means nothing.
+        Call("update_kv_cache", (*caches, integers(4)), late="step"),
     ]
 
 
@@ -507,7 +516,7 @@ def _varlen_attention_calls() -> list[Call]:
 def _named_by_options(*stems: list[Call]) -> dict[str, Call]:
     """The calls of all stems, each by the names of its function and of its options."""
     calls = [call for stem in stems for call in stem]
-    named = {" ".join((call.name, *call.options)): call for call in calls}
+    named = {" ".join((call.name, *[f"late {call.late}"] * bool(call.late), *call.options)): call for call in calls}
     assert len(named) == len(calls)
     return named
 

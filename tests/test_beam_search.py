@@ -278,6 +278,23 @@ def test_the_state_may_be_updated_in_place(run: Callable[..., Any], rng: np.rand
         state = tuple(x.copy() for x in got[2:])
 
 
+@pytest.mark.parametrize("shape", [(1,), ()], ids=str)
+def test_a_step_in_an_array_is_that_step(
+    run: Callable[..., Any], shape: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    log_probs = rng.normal(size=(6, 4, 40)).astype(np.float32)
+    log_probs[..., END] += 2
+    state = random_state(rng, 6, 4)
+    ways = list(itertools.product((False, True, "never"), (1.0, -0.5, 0.0, 0.6, 2.5), (0.0, -0.5)))
+    for step in (0, 3, 9):
+        for early_stopping, length_penalty, rate in ways:
+            way = {"early_stopping": early_stopping, "length_penalty": length_penalty, "diversity_rate": rate}
+            want = run("beam_search_step", log_probs, *state, step, 10, END, **way)
+            got = run("beam_search_step", log_probs, *state, np.full(shape, step, np.int32), 10, END, **way)
+            for ours, theirs in zip(got, want, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
 # --- against transformers -------------------------------------------------------------------------------
 
 
@@ -568,6 +585,10 @@ def _bad_steps() -> Iterator[Any]:
         (-1, ValueError, "an integer in [0, 4] (below max_steps), got -1"),
         (5, ValueError, "an integer in [0, 4] (below max_steps), got 5"),
         (1.0, TypeError, "an integer in [0, 4] (below max_steps), got 1.0 (float)"),
+        (np.array([5], np.int32), ValueError, "an integer in [0, 4] (below max_steps), got 5"),
+        (np.array(-1, np.int32), ValueError, "an integer in [0, 4] (below max_steps), got -1"),
+        (np.array([1]), TypeError, "int32, got int64"),
+        (np.array([1, 1], np.int32), ValueError, "of shape [1] = [1], got [2]"),
     ):
         yield bad(step, {"step": value}, error, f"step must be {message}")
     message = "max_steps must be an integer in [1, 2147483647], got 0"
@@ -583,6 +604,8 @@ def _bad_steps() -> Iterator[Any]:
     for value in (1e4, -60.0):
         changes = {"step": 4, "length_penalty": value}
         yield bad(step, changes, ValueError, f"{message} {value}")
+        # Of a step on the device that of the last one is looked at.
+        yield bad(step, changes | {"step": np.array([0], np.int32)}, ValueError, f"{message} {value}")
     yield bad(step, {"length_penalty": INF}, ValueError, "length_penalty must be a finite number, got inf")
     for beams, ends, message in (
         (65, 1, "of 1 to 64 beams, got 65"),
@@ -632,6 +655,9 @@ def _bad_caches() -> Iterator[Any]:
         ("parents", np.zeros((2, 3), np.int64), TypeError, "int32, got int64"),
         ("parents", np.zeros((1, 65), np.int32), ValueError, "of 1 to 64 beams, got 65"),
         ("step", 6, ValueError, "an integer in [0, 5] (max_steps), got 6"),
+        ("step", np.array([6], np.int32), ValueError, "an integer in [0, 5] (max_steps), got 6"),
+        ("step", np.array([-1], np.int32), ValueError, "an integer in [0, 5] (max_steps), got -1"),
+        ("step", np.zeros(2, np.int32), ValueError, "of shape [1] = [1], got [2]"),
         ("variant", "fast", ValueError, "one of 'auto', 'vector', 'scalar', got 'fast'"),
         ("variant", "vector", ValueError, "'auto' for arrays in host memory"),
         ("out", keys, TypeError, "2 arrays (keys, values), got ndarray"),
@@ -957,7 +983,29 @@ CACHES = {
     "rows of several tiles": (3, 2, 8, 32, 128),
     "64 beams": (3, 1, 64, 2, 24),
     "three beams in a row that is no multiple of the tile": (3, 2, 3, 11, 136),
+    "more tiles than a GPU runs at once": (60, 8, 4, 8, 64),
 }
+
+
+@pytest.mark.parametrize("sizes", CACHES.values(), ids=CACHES)
+def test_a_step_in_an_array_moves_as_many_entries(
+    run: Callable[..., Any], sizes: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    keys, values, parents = random_caches(rng, *sizes)
+    for step in {0, sizes[0] // 2, sizes[0]}:
+        want = twin.update_kv_cache(keys, values, parents, step)
+        for in_place in (False, True):
+            place = to_device if run is on_gpu else lambda x: x
+            caches = tuple(place(x.copy()) for x in (keys, values))
+            out = caches if in_place else tuple(place(np.full_like(x, NAN)) for x in (keys, values))
+            cukern.update_kv_cache(*caches, place(parents), place(np.array([step], np.int32)), out=out)
+            got = to_host(out) if run is on_gpu else out
+            assert_same("update_kv_cache", tuple(x[:step] for x in got), want)
+            for x, before in zip(got, (keys, values), strict=True):
+                np.testing.assert_array_equal(x[step:], before[step:] if in_place else NAN)
+        new = run("update_kv_cache", keys, values, parents, np.array(step, np.int32))
+        assert_same("update_kv_cache", tuple(x[:step] for x in new), want)
+        assert new[0].shape == keys.shape
 
 
 @pytest.mark.gpu
@@ -980,6 +1028,69 @@ def test_caches(sizes: tuple[int, ...], dtype: str, rng: np.random.Generator) ->
                 for x, y in zip(got, before, strict=True):
                     assert x[step:].tobytes() == y[step:].tobytes()
         assert_same("update_kv_cache", on_gpu("update_kv_cache", keys, values, parents, step), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+def test_a_step_out_of_range_is_the_nearest_that_is_not(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(3, 4, 60)).astype(np.float32)
+    state = random_state(rng, 3, 4)
+    for asked, taken in ((-(2**31), 0), (-1, 0), (9, 8), (2**31 - 1, 8)):
+        want = twin.beam_search_step(x, *state, taken, 9, END, length_penalty=0.7)
+        got = step_on_gpu(x, state, cupy.array([asked], np.int32), 9, END, length_penalty=0.7)
+        assert_same("beam_search_step", got, want)
+    keys, values, parents = random_caches(rng, 6, 2, 3, 2, 8)
+    for asked, taken in ((-(2**31), 0), (-1, 0), (7, 6), (2**31 - 1, 6)):
+        out = poisoned(((keys.shape, "float32"),) * 2)
+        cukern.update_kv_cache(*map(to_device, (keys, values, parents)), cupy.array([asked], np.int32), out=out)
+        want = twin.update_kv_cache(keys, values, parents, taken)
+        assert_same("update_kv_cache", tuple(x[:taken] for x in to_host(out)), want)
+        assert all(np.isnan(x[taken:]).all() for x in to_host(out))
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_all_steps(rng: np.random.Generator) -> None:
+    batch, beams, vocab, max_steps = 5, 6, 60, 15
+    table = torch.from_numpy(rng.normal(size=(vocab, vocab)).astype(np.float32)).cuda().log_softmax(-1)
+    ids, parents, *state = (torch.from_numpy(x).cuda() for x in (
+        *np.zeros((2, batch, beams), np.int32), *first_state(batch, beams)
+    ))  # fmt: skip
+    caches = torch.zeros(2, max_steps, batch * beams, 2, 8, device="cuda")
+    step, length = torch.tensor([[0], [1]], dtype=torch.int32, device="cuda")
+
+    def advance() -> None:
+        cukern.beam_search_step(
+            table[ids], *state, step, max_steps, END, length_penalty=0.6, out=(ids, parents, *state)
+        )  # fmt: skip
+        cukern.update_kv_cache(*caches, parents, length, out=tuple(caches))
+        step.add_(1)
+        length.add_(1)
+
+    histories = []
+    graph = torch.cuda.CUDAGraph()
+    start = [x.clone() for x in (ids, *state, step, length)]
+    advance()  # loads the kernels, as a capture cannot
+    with torch.cuda.graph(graph):
+        advance()
+    for replays in (False, True):
+        for x, value in zip((ids, *state, step, length), start, strict=True):
+            x.copy_(value)
+        caches.copy_(
+            torch.arange(max_steps * batch * beams, device="cuda").view(1, max_steps, -1, 1, 1).expand_as(caches)
+        )
+        history: list[Any] = []
+        for s in range(max_steps):
+            if replays:
+                graph.replay()
+            else:
+                new = cukern.beam_search_step(table[ids], *state, s, max_steps, END, length_penalty=0.6)
+                for x, value in zip((ids, parents, *state), new, strict=True):
+                    x.copy_(value)
+                cukern.update_kv_cache(*caches, parents, s + 1, out=tuple(caches))
+            history += [x.clone() for x in (ids, parents, *state, caches)]
+        histories.append(history)
+    for ours, theirs in zip(*histories, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.gpu

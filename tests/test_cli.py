@@ -19,7 +19,7 @@ import cukern
 import cukern.commands
 import cukern.runtime.compile as compiler
 from cukern.__main__ import COMMANDS, main
-from cukern.commands import demo, doctor
+from cukern.commands import demo, demo_encoder, doctor
 from cukern.commands.profile_moe import HostTrace
 from cukern.reference import norm as reference
 from cukern.runtime import arrays, kernel
@@ -42,6 +42,8 @@ def _run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProc
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "device_count", lambda: 0)
     monkeypatch.setenv("COLUMNS", "100")
+    # Few texts: tests/test_models_demo.py has all.
+    monkeypatch.setattr(demo_encoder, "_STEP_ON_HOST", 20)
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:

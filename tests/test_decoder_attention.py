@@ -45,7 +45,7 @@ class Masked(NamedTuple):
     bias_v: Any
     key_cache: Any
     value_cache: Any
-    step: int
+    step: Any
 
 
 class Cross(NamedTuple):
@@ -243,6 +243,25 @@ def test_nan_stays_in_its_head(attend: Place, place: str, rng: np.random.Generat
     assert_matches(OUT, got[~touched], want.reshape(2, 4, 64)[~touched])
 
 
+@pytest.mark.parametrize("shape", [(1,), ()], ids=str)
+def test_a_step_in_an_array_is_that_step(attend: Place, shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    for step in (1, 2, 9, 40):
+        x = masked(rng, 2, 3, 64, step, max_steps=40)
+        wanted = copies(x)
+        want = twin.masked_attention(*wanted)
+        assert_matches(OUT, attend("masked_attention", x._replace(step=np.full(shape, step, np.int32))), want)
+        for cache, other in ((x.key_cache, wanted.key_cache), (x.value_cache, wanted.value_cache)):
+            same_bits(cache, other)
+
+
+@pytest.mark.parametrize("beams", [1, 2, 3])
+def test_the_beams_of_a_sequence_share_its_memory(attend: Place, beams: int, rng: np.random.Generator) -> None:
+    x = cross(rng, [7, 0, 20], 20, 2, 64)
+    rows = normal(rng, (3 * beams, 128), "float32")
+    each = Cross(rows, x.bias_q, *(np.repeat(a, beams, 0) for a in x[2:]))
+    assert_matches(OUT, attend("cross_attention", x._replace(q=rows)), twin.cross_attention(*each))
+
+
 def test_an_empty_batch_and_an_empty_memory(attend: Place, rng: np.random.Generator) -> None:
     assert attend("masked_attention", masked(rng, 0, 2, 64, 3)).shape == (0, 128)
     assert attend("cross_attention", cross(rng, [], 5, 2, 64)).shape == (0, 128)
@@ -316,6 +335,11 @@ def _bad_calls() -> Iterator[Any]:
         ({"step": 0}, ValueError, "step must be an integer in [1, 4] (max_steps), got 0"),
         ({"step": 5}, ValueError, "step must be an integer in [1, 4] (max_steps), got 5"),
         ({"step": 2.0}, TypeError, "step must be an integer in [1, 4] (max_steps), got 2.0 (float)"),
+        ({"step": np.array([0], np.int32)}, ValueError, "step must be an integer in [1, 4] (max_steps), got 0"),
+        ({"step": np.array(5, np.int32)}, ValueError, "step must be an integer in [1, 4] (max_steps), got 5"),
+        ({"step": np.array([3])}, TypeError, "step must be int32, got int64"),
+        ({"step": np.array([3, 3], np.int32)}, ValueError, "step must be of shape [1] = [1], got [2]"),
+        ({"step": torch.tensor([3], dtype=torch.int32)}, TypeError, "step must be a NumPy array like q, got torch"),
     ):
         yield pytest.param("masked_attention", changes, error, message, id=message[:40])
     for lengths, error, message in (
@@ -325,6 +349,8 @@ def _bad_calls() -> Iterator[Any]:
     ):
         changes = {"memory_lengths": np.array(lengths, np.int32)}
         yield pytest.param("cross_attention", changes, error, message, id=message)
+    message = "q must be of a multiple of 2 rows (the batch of key_memory), got 5"
+    yield pytest.param("cross_attention", {"q": zeros(5, 24)}, ValueError, message, id=message)
     message = "memory_lengths must be int32, got int64"
     yield pytest.param("cross_attention", {"memory_lengths": np.array([1, 2])}, TypeError, message, id=message)
 
@@ -457,6 +483,16 @@ def test_a_plan_serves_other_steps(batch: int, heads: int) -> None:
             launches(serving(environment) or plan_of(x._replace(step=step))[0], environment)
 
 
+def test_a_step_on_the_device_has_the_grid_of_the_most_steps() -> None:
+    row, cache = np.zeros((2, 256), np.float16), np.zeros((1500, 2, 4, 64), np.float16)
+    x = Masked(row, row, row, None, None, None, cache, cache, np.array([3], np.int32))
+    (attend, *_), (longest, *_) = (plan_of(x._replace(step=step))[0].steps for step in (x.step, 1500))
+    assert attend.variant.instance.arguments == (*longest.variant.instance.arguments, "LATE_STEP")
+    assert attend.grid == tuple(getattr(size, "value", size) for size in longest.grid)
+    assert attend.grid[1] > 1
+    assert isinstance(attend.fields["step"], Described)
+
+
 def test_specialize_adds_a_dim() -> None:
     with patch.object(op, "_registered", set(op.SPECIALIZED)):
         made = op.specialize(dim=96)
@@ -587,6 +623,65 @@ CROSS = {
     "idle lanes": ([20, 45, 0], 45, 5, 72),
     "an empty memory": ([0, 3], 0, 2, 64),
 }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("sizes", MASKED.values(), ids=MASKED)
+def test_a_step_on_the_device(sizes: tuple[int, int, int, int], dtype: str, rng: np.random.Generator) -> None:
+    # Where there are several splits for the most steps, all but the first may begin beyond this one.
+    x = masked(rng, *sizes, dtype, max_steps=2 * sizes[3] + 600, bias="float32" if sizes[2] % 2 else dtype)
+    compare(x._replace(step=np.array([sizes[3]], np.int32)))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dim", [64, 33])
+def test_a_step_out_of_range_is_the_nearest_that_is_not(dim: int, rng: np.random.Generator) -> None:
+    # The caches are exactly as large as they must be.
+    for asked, taken in ((-(2**31), 1), (-1, 1), (0, 1), (21, 20), (2**31 - 1, 20)):
+        x = masked(rng, 2, 3, dim, taken, "float16", max_steps=20)
+        expected = copies(x)
+        want = twin.masked_attention(*expected)
+        assert_matches(OUT, launch("masked_attention", x._replace(step=np.array([asked], np.int32))), want)
+        same_bits(x.key_cache, expected.key_cache)
+        same_bits(x.value_cache, expected.value_cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "heads", "steps"), [(1, 2, 700), (40, 16, 70)])
+def test_one_graph_serves_all_steps(batch: int, heads: int, steps: int) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(steps, 3, batch, heads * 64, device="cuda").bfloat16()
+    ours, theirs = ([torch.full((steps, batch, heads, 64), NAN, device="cuda").bfloat16() for _ in range(2)]
+                    for _ in range(2))  # fmt: skip
+    rows, step = torch.empty_like(inputs[0]), torch.ones(1, dtype=torch.int32, device="cuda")
+    # Loads the kernels, as a capture cannot.
+    out = cukern.masked_attention(*inputs[0], None, None, None, *ours, step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cukern.masked_attention(*rows, None, None, None, *ours, step, out=out)
+        step.add_(1)
+    for s in range(steps):
+        rows.copy_(inputs[s])
+        graph.replay()
+        want = cukern.masked_attention(*inputs[s], None, None, None, *theirs, s + 1)
+        if s % 9 == 0 or s == steps - 1:
+            assert_matches(OUT, out.cpu(), want.cpu())
+    assert step.item() == steps + 1
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("sizes", CROSS.values(), ids=CROSS)
+def test_beams_that_share_a_memory(
+    sizes: tuple[list[int], int, int, int], dtype: str, rng: np.random.Generator
+) -> None:
+    lengths, _, heads, dim = sizes
+    x = cross(rng, *sizes, dtype, bias=dtype)
+    for beams in (2, 5):
+        compare(x._replace(q=normal(rng, (beams * len(lengths), heads * dim), dtype)))
 
 
 @pytest.mark.gpu

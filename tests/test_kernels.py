@@ -46,6 +46,8 @@ def _decoder_attention() -> Iterator[Variant]:
     for dtype, dim, wide in itertools.product(DTYPES, range(1, op.MAX_DIM + 1), (False, True)):
         yield op._choose(dtype, dim, wide, "dynamic")[0]
         yield op._combiner(dtype)
+        if dtype == "bfloat16":
+            yield from (op._choose(dtype, dim, wide, "dynamic", mode)[0] for mode in op.MODES[1:])
 
 
 def _embedding() -> Iterator[Variant]:

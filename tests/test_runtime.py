@@ -301,6 +301,7 @@ def test_foreign_arrays_on_a_gpu_pass_through_an_op() -> None:
         (lambda: check.integer("n", 0, 1), ValueError, "n must be an integer of at least 1, got 0"),
         (lambda: check.integer("n", 9, 1, 8), ValueError, "n must be an integer in [1, 8], got 9"),
         (lambda: check.integer("n", 9, 1, 8, "why"), ValueError, "n must be an integer in [1, 8] (why), got 9"),
+        (lambda: check.element("n", np.array([9]), 1, 8), ValueError, "n must be an integer in [1, 8], got 9"),
         (lambda: check.integer("n", True, 0), TypeError, "n must be an integer of at least 0, got True (bool)"),
         (lambda: check.integer("n", 1.0, 0), TypeError, "n must be an integer of at least 0, got 1.0 (float)"),
         (lambda: check.number("f", "x"), TypeError, "f must be a number, got 'x' (str)"),
@@ -328,6 +329,7 @@ def test_checks_give_plain_values() -> None:
     for value, wanted in ((np.int64(3), 3), (3, 3)):
         assert type(check.integer("n", value, 0, 3)) is int
         assert check.integer("n", value, 0, 3) == wanted
+        assert check.element("n", np.array([value], np.int32), 0, 3) == check.element("n", value, 0, 3) == wanted
     for number in (2.5, np.float32(2.5), np.float64(2.5), "2.5"):
         assert type(check.number("f", number)) is float
         assert check.number("f", number) == 2.5

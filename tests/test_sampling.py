@@ -390,6 +390,17 @@ def test_draws_do_not_depend_on_each_other(run: Place) -> None:
     assert p_value(np.bincount(5 * neighbours[::2] + neighbours[1::2], minlength=25), both) > 1e-3
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_an_array_of_one_seed_or_offset_is_that_of_all_rows(run: Place, dtype: str, rng: np.random.Generator) -> None:
+    # As a captured step has its number.
+    x = rng.random((40, 300), np.float32)
+    want = run("sampling_from_probs", x, seed=5, offset=9)
+    assert (want != run("sampling_from_probs", x, seed=5, offset=10)).any()
+    seed, offset = (np.array(value, dtype) for value in (5, 9))
+    np.testing.assert_array_equal(run("sampling_from_probs", x, seed=seed, offset=9), want)
+    np.testing.assert_array_equal(run("sampling_from_probs", x, seed=5, offset=offset), want)
+
+
 # --- semantics, one by one ----------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@
 //
 // Grid: a block per batch entry. Thread i has candidate i and place i of the pool.
 // GROUPS: 32 for up to 16 candidates, THREADS for more.
+// LATE: which step this is, is read from `step`, so that a captured launch serves all steps.
 //
 // Speed of light: latency, of a launch and a chain of reductions over the block; the state is a few numbers per beam.
 // On an H200 a step of 32 requests of 4 beams of 128256 float32 takes 27 us with its first stage, 1.5 us more than the
@@ -50,6 +51,29 @@ struct StepParams {
     int end_ids[MAX_ENDS];
     float penalty;          // length ** length_penalty
     float furthest_penalty; // the same for the length that a running beam may reach
+    // LATE: these in place of `length`, `last` and `penalty`, and of `furthest_penalty` where it is 0.
+    int max_steps;
+    const int* step; // one, clamped to [0, max_steps - 1]
+    double length_penalty;
+};
+
+// Which step a late one is, and what follows from it.
+struct Found {
+    int length, last;
+    float penalty, furthest_penalty;
+};
+
+// The same for all steps: of a late one it is what a thread has found.
+template <bool LATE> struct Moment {
+    const StepParams& p;
+    const Found& found;
+
+    __device__ __forceinline__ int length() const { return LATE ? found.length : p.length; }
+    __device__ __forceinline__ int last() const { return LATE ? found.last : p.last; }
+    __device__ __forceinline__ float penalty() const { return LATE ? found.penalty : p.penalty; }
+    __device__ __forceinline__ float furthest_penalty() const {
+        return LATE ? found.furthest_penalty : p.furthest_penalty;
+    }
 };
 
 // What the threads of a block tell each other.
@@ -66,7 +90,9 @@ struct Candidate {
     int token = 0, parent = 0;
     float score = -CUDART_INF_F;
 
-    __device__ __forceinline__ void load(const StepParams& p, long long b, Key key, bool was_done) {
+    template <bool LATE>
+    __device__ __forceinline__ void load(const StepParams& p, long long b, Key key, bool was_done,
+                                         const Moment<LATE>& now) {
         const int id = key_id(key);
         parent = id / p.vocab;
         token = id - parent * p.vocab;
@@ -82,7 +108,7 @@ struct Candidate {
         for (int e = 0; e < p.ends; ++e) is_end |= token == p.end_ids[e];
         runs = !is_end;
         // Only the best `beams` candidates may finish; the others are there so that `beams` are left to run.
-        ends = threadIdx.x < p.beams && (is_end || p.last) && !was_done && score > -CUDART_INF_F;
+        ends = threadIdx.x < p.beams && (is_end || now.last()) && !was_done && score > -CUDART_INF_F;
     }
 };
 
@@ -115,8 +141,9 @@ __device__ __forceinline__ void write_running(const StepParams& p, long long b, 
 }
 
 // Write the pool: the best of the old and the new hypotheses, the old first where they tie.
+template <bool LATE>
 __device__ __forceinline__ void write_pool(const StepParams& p, long long b, Exchange& shared, const Hypothesis& old,
-                                           const Candidate& mine, float ended) {
+                                           const Candidate& mine, float ended, const Moment<LATE>& now) {
     const int i = threadIdx.x;
     int old_rank = 0, new_rank = 0;
     if (i < p.beams) {
@@ -136,11 +163,13 @@ __device__ __forceinline__ void write_pool(const StepParams& p, long long b, Exc
         p.new_finished_parents[at] = parent;
     };
     if (i < p.beams) keep(old_rank, old.score, old.length, old.id, old.parent);
-    if (mine.ends) keep(new_rank, ended, p.length, mine.token, mine.parent);
+    if (mine.ends) keep(new_rank, ended, now.length(), mine.token, mine.parent);
 }
 
 // Write whether the search is done; by one warp.
-__device__ __forceinline__ void write_done(const StepParams& p, long long b, const Exchange& shared, bool was_done) {
+template <bool LATE>
+__device__ __forceinline__ void write_done(const StepParams& p, long long b, const Exchange& shared, bool was_done,
+                                           const Moment<LATE>& now) {
     const int lane = threadIdx.x % 32;
     float best = -CUDART_INF_F, worst = CUDART_INF_F;
     bool full = true;
@@ -152,23 +181,36 @@ __device__ __forceinline__ void write_done(const StepParams& p, long long b, con
     best = lanes_max<32>(best);
     worst = lanes_min<32>(worst);
     full = __all_sync(FULL_WARP, full);
-    const bool can_improve = !full || best / p.furthest_penalty > worst;
-    if (lane == 0) p.new_done[b] = was_done || !can_improve || (p.stop_when_full && full) || p.last;
+    const bool can_improve = !full || best / now.furthest_penalty() > worst;
+    if (lane == 0) p.new_done[b] = was_done || !can_improve || (p.stop_when_full && full) || now.last();
 }
 
-template <int GROUPS> __global__ void __launch_bounds__(THREADS, 2) beam_step(const __grid_constant__ StepParams p) {
+// What follows from a step that is on the device. Some GPUs are slow in double precision, so one thread does it; the
+// penalty has the bits that the host would give it.
+__device__ __forceinline__ Found find_moment(const StepParams& p) {
+    const int length = min(max(*p.step, 0), p.max_steps - 1) + 1;
+    const float penalty = p.length_penalty == 1.0 ? float(length) : float(pow(double(length), p.length_penalty));
+    return {length, length == p.max_steps, penalty, p.furthest_penalty > 0.f ? p.furthest_penalty : penalty};
+}
+
+template <int GROUPS, bool LATE = false>
+__global__ void __launch_bounds__(THREADS, 2) beam_step(const __grid_constant__ StepParams p) {
     __shared__ Selection<GROUPS> s;
     __shared__ Key sorted[MAX_K];
     __shared__ Exchange shared;
+    __shared__ Found found;
     const long long b = blockIdx.x;
     const int i = threadIdx.x;
+    const Moment<LATE> now = {p, found};
+    // The barriers of the merge are between this and the first use.
+    if (LATE && i == THREADS - 1) found = find_moment(p);
     merge(s, p.lists + b * p.count * p.k, p.count, p.k, p.depth, p.beam_depth, sorted);
 
     // All is read before the first write: the new arrays may be the old ones.
     const bool was_done = p.done[b];
     Candidate mine;
-    if (i < p.k) mine.load(p, b, sorted[i], was_done);
-    const float ended = mine.ends ? mine.score / p.penalty : -CUDART_INF_F;
+    if (i < p.k) mine.load(p, b, sorted[i], was_done, now);
+    const float ended = mine.ends ? mine.score / now.penalty() : -CUDART_INF_F;
     Hypothesis old;
     if (i < p.beams) {
         old.load(p, b * p.beams + i);
@@ -180,7 +222,7 @@ template <int GROUPS> __global__ void __launch_bounds__(THREADS, 2) beam_step(co
     __syncthreads();
 
     write_running(p, b, shared, mine, running);
-    write_pool(p, b, shared, old, mine, ended);
+    write_pool(p, b, shared, old, mine, ended, now);
     __syncthreads();
-    if (i < 32) write_done(p, b, shared, was_done);
+    if (i < 32) write_done(p, b, shared, was_done, now);
 }

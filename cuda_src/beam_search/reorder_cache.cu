@@ -5,6 +5,8 @@
 // Grid: (keys and values) * steps * batch * tiles. A block has all beams of a tile in registers before it writes the
 // first, so the new cache may be the old one. In place a beam that keeps its row is left alone.
 // WIDTH: the bytes of a vector, a power of two up to 16 that divides the rows and the addresses.
+// LATE: how many steps are copied is read from `step`, so that a captured launch serves all of them. The grid is then as
+// large as runs at once, and each block goes on to the next of its tiles.
 //
 // Speed of light: memory, each number read once and written once. On an H200 512 steps of 32 beams of 16 heads of 64
 // bfloat16 take 30 us, the bandwidth of a copy: of random parents some are read twice, the second time from L2, and
@@ -18,22 +20,24 @@ struct CacheParams {
     void* new_keys; // the same, or the same array
     void* new_values;
     const int* parents; // [batch, beams]
-    int steps;          // that are copied
+    int steps;          // that are copied; LATE: the most of them
     int batch;
     int beams;
-    int row;     // vectors of one step of one beam: heads * dim
-    int columns; // of them in a tile, times beams at most THREADS * LOADS
-    int tiles;   // across a row
+    int row;         // vectors of one step of one beam: heads * dim
+    int columns;     // of them in a tile, times beams at most THREADS * LOADS
+    int tiles;       // across a row
+    const int* step; // LATE: one, clamped to [0, steps]
 };
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 4;
 static_assert(MAX_BEAMS <= THREADS * LOADS, "a tile has at least one column");
 
-template <int WIDTH> __global__ void __launch_bounds__(THREADS) reorder_cache(const __grid_constant__ CacheParams p) {
+// Copy the tile `block` of those of `steps` steps.
+template <int WIDTH> __device__ __forceinline__ void copy_tile(const CacheParams& p, unsigned block, int steps) {
     using Vector = typename UnitOf<WIDTH>::Type;
-    const unsigned tile = blockIdx.x % p.tiles, entry = blockIdx.x / p.tiles; // entry: [2, steps, batch]
-    const unsigned entries = unsigned(p.steps) * p.batch;
+    const unsigned tile = block % p.tiles, entry = block / p.tiles; // entry: [2, steps, batch]
+    const unsigned entries = unsigned(steps) * p.batch;
     const bool second = entry >= entries;
     const unsigned place = second ? entry - entries : entry;
     const int* parents = p.parents + (long long)(place % p.batch) * p.beams;
@@ -58,4 +62,15 @@ template <int WIDTH> __global__ void __launch_bounds__(THREADS) reorder_cache(co
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
         if (target[i] >= 0) to[target[i]] = held[i];
+}
+
+template <int WIDTH, bool LATE = false>
+__global__ void __launch_bounds__(THREADS) reorder_cache(const __grid_constant__ CacheParams p) {
+    if constexpr (LATE) {
+        const int steps = min(max(*p.step, 0), p.steps);
+        const unsigned blocks = 2u * unsigned(steps) * p.batch * p.tiles;
+        for (unsigned block = blockIdx.x; block < blocks; block += gridDim.x) copy_tile<WIDTH>(p, block, steps);
+    } else {
+        copy_tile<WIDTH>(p, blockIdx.x, p.steps);
+    }
 }

@@ -18,6 +18,11 @@
 //
 // DIM == 0: the dimension of a head is dynamic, at most LANES * CHUNKS * VECTOR.
 //
+// MODE == LATE_STEP: how many entries there are is read from `step`, so that a captured launch serves all steps. The
+// grid is that of the most entries; splits that begin beyond the last one have nothing to add.
+// MODE == SHARED_MEMORY: `copies` sequences, one after the other, have the same keys, values and length, as the beams of
+// a search have the encoder's.
+//
 // Speed of light: keys and values are read once, for one flop per byte in 16 bits, so memory bandwidth is the bound. On
 // an H200 the self-attention of 64 sequences with 16 heads of 64 over 1024 tokens takes 65.8 us, of which a copy of the
 // same bytes takes 63.2 (96%). With few rows the bound is the latency of the loads, of the merges and of `combine`: one
@@ -27,6 +32,8 @@
 #include "decoder_attention/softmax.cuh"
 
 constexpr int MAX_WARPS = 8; // of a block
+
+enum Mode { PLAIN, LATE_STEP, SHARED_MEMORY };
 
 struct Params {
     const void* q;      // [batch, heads * dim]  T, rows `q_stride` apart
@@ -52,7 +59,9 @@ struct Params {
     int entries;     // read from memory; the new entry is written after them
     int split_steps; // entries per split, a multiple of STEPS
     int bias_is_float;
-    float scale; // times log2(e)
+    float scale;     // times log2(e)
+    int copies;      // SHARED_MEMORY: `lengths` and `batch_stride` are those of every `copies` sequences
+    const int* step; // LATE_STEP: one, the tokens with the new one, clamped to [1, entries + 1]
 };
 
 // The integer type of a load.
@@ -207,7 +216,7 @@ __device__ __forceinline__ void merge_warps(const Params& p, int warp, int lane,
     }
 }
 
-template <typename T, int DIM, int VECTOR, int LANES, int CHUNKS, int STEPS>
+template <typename T, int DIM, int VECTOR, int LANES, int CHUNKS, int STEPS, Mode MODE = PLAIN>
 __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __grid_constant__ Params p) {
     using F = Form<T, DIM, VECTOR, LANES, CHUNKS, STEPS>;
     const int dim = DIM ? DIM : p.dim;
@@ -224,10 +233,12 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
 
     // --- the first entries start on their way --------------------------------------------------------------
     const int split_begin = blockIdx.y * p.split_steps;
-    const int entries = p.lengths ? min(max(p.lengths[batch], 0), p.entries) : p.entries;
+    const int memory = MODE == SHARED_MEMORY ? batch / p.copies : batch;
+    const int most = MODE == LATE_STEP ? min(max(*p.step, 1), p.entries + 1) - 1 : p.entries;
+    const int entries = MODE == LATE_STEP ? most : p.lengths ? min(max(p.lengths[memory], 0), p.entries) : p.entries;
     const int end = min(entries - split_begin, p.split_steps); // of this row in this split, may be negative
     const int longest = __reduce_max_sync(FULL_WARP, end);
-    const long long base = batch * p.batch_stride + head * dim;
+    const long long base = memory * p.batch_stride + head * dim;
     const T* const keys = static_cast<const T*>(p.keys) + base + (long long)split_begin * p.step_stride;
     const T* const values = static_cast<const T*>(p.values) + base + (long long)split_begin * p.step_stride;
     typename F::Load key[STEPS][CHUNKS], value[STEPS][CHUNKS];
@@ -247,7 +258,7 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
         float new_key[F::VALUES];
         load_new<F>(p, own, p.k, p.k_stride, p.bias_k, new_key);
         load_new<F>(p, own, p.v, p.v_stride, p.bias_v, softmax.sums);
-        const long long entry = base + (long long)p.entries * p.step_stride;
+        const long long entry = base + (long long)(MODE == LATE_STEP ? most : p.entries) * p.step_stride;
         T* key_entry = static_cast<T*>(p.keys) + entry;
         T* value_entry = static_cast<T*>(p.values) + entry;
         softmax.largest = 0.f;

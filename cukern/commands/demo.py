@@ -1,4 +1,4 @@
-"""`cukern demo`: route tokens through a model's gate, and show where they go."""
+"""`cukern demo`: route tokens through a model's gate and show where they go; then encode texts without padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cukern
-from cukern.commands import INSTALL, UserError, resources
+from cukern.commands import INSTALL, UserError, demo_encoder, resources
 from cukern.ops import moe_gate
 from cukern.runtime import arrays, compile, kernel
 
@@ -456,8 +456,18 @@ def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Route the tokens and show where they went."""
+    """Route the tokens and show where they went; then, unless they are a file's, encode texts."""
     from rich.console import Console
+
+    console = Console(highlight=False)
+    _show_routing(args, console)
+    if not args.logits:
+        console.print()
+        demo_encoder.show(console)
+    return 0
+
+
+def _show_routing(args: argparse.Namespace, console: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -481,7 +491,6 @@ def run(args: argparse.Namespace) -> int:
     if bias is not None:
         loads = {"without the bias": _load(routed(zeros)[1], model.experts), "with the bias": loads["load"]}
 
-    console = Console(highlight=False)
     console.print(f"[bold]{model.name}[/]: {escape(f'{model}')}\n{escape(words)}\n", soft_wrap=True)
     console.print(_first_tokens(model, weights, ids))
     console.print(_load_chart(model, loads, console.encoding.startswith("utf")))
@@ -489,7 +498,7 @@ def run(args: argparse.Namespace) -> int:
     if not on_gpu:
         console.print(f"No GPU can be used here, so the NumPy twin routed the tokens, in {seconds:.2f} s.")
         console.print(_build(model, logits.dtype.name), soft_wrap=True, markup=False)
-        return 0
+        return
     few = logits[:_CHUNK]
     twin = _route_on_host(model, few, used)
     words = agreement(model, few, used, weights[:_CHUNK], ids[:_CHUNK], twin)
@@ -497,4 +506,3 @@ def run(args: argparse.Namespace) -> int:
     for row in [*_measure(model, placed, placed_bias), ("NumPy twin", words)]:
         table.add_row(*row)
     console.print(table)
-    return 0

@@ -1,7 +1,7 @@
 """Searches: buffers of one size, in which a step is made of launches alone.
 
-A step reads and writes static buffers and asks the host for nothing, so that it can be captured. The position of a step
-is a number of the host, which the ops take as one: a captured graph is that of its position.
+A step reads and writes static buffers and asks the host for nothing, so that it can be captured. Which step it is, it
+reads from an array, which it counts up: all steps are the same launches. Only a step that forces a token has more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.models._pieces import Pieces
+from cukern.models._layers import Layers
 from cukern.models._seq2seq import Seq2Seq, Source
 from cukern.models.generation import Settings
 from cukern.ops.beam_search import beam_search_step, gather_tree, update_kv_cache
@@ -21,13 +21,13 @@ from cukern.ops.sampling import sample
 _NOTHING = -1e9
 
 
-def _words_array(words: tuple[tuple[int, ...], ...], pieces: Pieces) -> Any:
+def _words_array(words: tuple[tuple[int, ...], ...], layers: Layers) -> Any:
     """Words in FasterTransformer's layout; None without any."""
     if not words:
         return None
     ids = [x for word in words for x in word]
     ends = np.cumsum([len(word) for word in words]).tolist()
-    return pieces.put(np.array([ids, ends + [-1] * (len(ids) - len(ends))], np.int32))
+    return layers.put(np.array([ids, ends + [-1] * (len(ids) - len(ends))], np.int32))
 
 
 class Found(NamedTuple):
@@ -39,48 +39,58 @@ class Found(NamedTuple):
 
 
 class Search:
-    """What all searches share: caches and memories for `batch * copies` rows, and the processing of scores."""
+    """What all searches share: caches for `batch * copies` rows, the memories, and the processing of scores."""
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         self.model, self.settings, self.batch, self.memory_len = model, settings, batch, memory_len
-        self.pieces, config = model.pieces, model.config
+        self.layers, config = model.layers, model.config
         self.rows = batch * settings.copies
-        heads, full = config.decoder_heads, self.pieces.full
+        heads, full = config.decoder_heads, self.layers.full
         head = (heads, config.hidden // heads)
-        cache, memory = (settings.steps, self.rows, *head), (self.rows, memory_len, *head)
-        layers = range(config.decoder_layers)
-        self.caches = [(full(cache, 0, dtype), full(cache, 0, dtype)) for _ in layers]
-        self.memories = [(full(memory, 0, dtype), full(memory, 0, dtype)) for _ in layers]
-        self.memory_lengths = full((self.rows,), 0, "int32")
+        cache, memory = (settings.steps, self.rows, *head), (batch, memory_len, *head)
+        count = range(config.decoder_layers)
+        self.caches = [(full(cache, 0, dtype), full(cache, 0, dtype)) for _ in count]
+        self.memories = [(full(memory, 0, dtype), full(memory, 0, dtype)) for _ in count]
+        self.memory_lengths = full((batch,), 0, "int32")
+        # The position of the latest tokens, which is the number of the step, and the next one, which is their length.
+        self._begin = self.layers.put(np.arange(2, dtype=np.int64))
+        self._counters = full((2,), 0, "int64")
+        self.position, self.next = self._counters[:1], self._counters[1:]
         self.words = full((self.rows,), settings.start, "int32")
         self.history = full((self.rows, settings.max_length), settings.start, "int32")
         self.lengths = full((self.rows,), 1, "int32")
         self.one = full((self.rows,), 1, "int32")
-        self.bad_words = _words_array(settings.bad_words, self.pieces)
+        self.bad_words = _words_array(settings.bad_words, self.layers)
         self.finished: Any = None
 
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
         """Encode the sources, and put everything where the first step wants it."""
-        settings, pieces, copies = self.settings, self.pieces, self.settings.copies
+        settings, layers = self.settings, self.layers
         states = self.model.encode(source)
-        first = source.rows * copies
-        places = [pieces.put((first + i) * self.memory_len + source.places) for i in range(copies)]
+        places = layers.put(source.rows * self.memory_len + source.places)
         for layer, memory in zip(self.model.decoder, self.memories, strict=True):
             for projected, buffer in zip(layer.memory(states), memory, strict=True):
-                flat = buffer.reshape(-1, self.model.config.hidden)
-                for place in places:
-                    pieces.assign_rows_(flat, place, projected)
-        pieces.assign_(self.memory_lengths, pieces.put(np.repeat(source.lengths, copies)))
-        pieces.assign_(self.words, settings.start)
-        pieces.assign_(self.history, settings.start)
-        pieces.assign_(self.lengths, 1)
+                layers.assign_rows_(buffer.reshape(-1, self.model.config.hidden), places, projected)
+        layers.assign_(self.memory_lengths, layers.put(source.lengths))
+        layers.assign_(self._counters, self._begin)
+        layers.assign_(self.words, settings.start)
+        layers.assign_(self.history, settings.start)
+        layers.assign_(self.lengths, 1)
 
-    def _logits(self, step: int) -> Any:
-        return self.model.logits(self.words, step, self.caches, self.memories, self.memory_lengths)
+    def forced(self, step: int) -> tuple[int, ...]:
+        """The tokens of which a step takes one; empty where it may take any."""
+        settings = self.settings
+        if settings.last and step == settings.steps - 1:
+            return settings.last
+        return settings.first if step == 0 else ()
 
-    def _process_(self, scores: Any, step: int) -> None:
+    def _logits(self) -> Any:
+        position, length = map(self.layers.low_word, (self.position, self.next))
+        return self.model.logits(self.words, position, length, self.caches, self.memories, self.memory_lengths)
+
+    def _process_(self, scores: Any, forced: tuple[int, ...]) -> None:
         """What transformers' processors make of scores float32 [rows, vocab], in their order."""
-        settings, pieces, length = self.settings, self.pieces, step + 1
+        settings, layers = self.settings, self.layers
         if settings.repetition_penalty or settings.presence_penalty or settings.frequency_penalty:
             apply_penalties(
                 scores, repetition_penalty=settings.repetition_penalty,
@@ -88,23 +98,21 @@ class Search:
                 output_ids=self.history, sequence_length=self.lengths, prompt_length=self.one, out=scores,
             )  # fmt: skip
         if settings.repeated:
-            pieces.forbid_repeats_(scores, self.history, length, settings.repeated)
+            layers.forbid_repeats_(scores, self.history, self.next, settings.repeated)
         if self.bad_words is not None:
             apply_penalties(
                 scores, output_ids=self.history, sequence_length=self.lengths, bad_words=self.bad_words, out=scores
             )
-        if length < settings.min_length:
-            pieces.forbid_(scores, settings.ends)
-        if step == 0 and settings.first:
-            pieces.force_(scores, settings.first)
-        if length == settings.max_length - 1 and settings.last:
-            pieces.force_(scores, settings.last)
+        if settings.min_length > 1:
+            layers.forbid_below_(scores, settings.ends, self.next, settings.min_length)
+        if forced:
+            layers.force_(scores, forced)
 
-    def step(self, step: int) -> None:
-        """Enqueue a step, from 0 on: the tokens at the position `step` are known, those after it are found."""
+    def step(self, forced: tuple[int, ...]) -> None:
+        """Enqueue the next step: the tokens at the position are known, those after it are found."""
         raise NotImplementedError
 
-    def shown(self, step: int, tokens: bool) -> list[Any]:
+    def shown(self, tokens: bool) -> list[Any]:
         """What the host looks at after a step: what has finished; with `tokens` those and their parents, or None."""
         raise NotImplementedError
 
@@ -118,39 +126,40 @@ class Sampling(Search):
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
-        self.finished = self.pieces.full((self.rows,), False, "bool")
-        self.seeds = self.pieces.full((self.rows,), 0, "int64")
+        self.finished = self.layers.full((self.rows,), False, "bool")
+        self.seeds = self.layers.full((self.rows,), 0, "int64")
         others = tuple((end,) for end in settings.ends[1:])
-        self.stop_words = _words_array(others + settings.stop_words, self.pieces)
+        self.stop_words = _words_array(others + settings.stop_words, self.layers)
 
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
         super().start(source, seeds)
-        self.pieces.assign_(self.finished, False)
-        self.pieces.assign_(self.seeds, self.pieces.put(seeds))
+        self.layers.assign_(self.finished, False)
+        self.layers.assign_(self.seeds, self.layers.put(seeds))
 
-    def step(self, step: int) -> None:
-        settings, pieces = self.settings, self.pieces
-        scores = pieces.float32(self._logits(step))
-        self._process_(scores, step)
+    def step(self, forced: tuple[int, ...]) -> None:
+        settings, layers = self.settings, self.layers
+        scores = layers.float32(self._logits())
+        self._process_(scores, forced)
         drawn: dict[str, Any] = {"temperature": 0.0}
         if settings.sampled:
             drawn = {"temperature": settings.temperature, "top_k": settings.top_k}
             drawn |= {"top_p": settings.top_p, "min_p": settings.min_p}
         sample(
-            scores, **drawn, seed=self.seeds, offset=step, finished=self.finished, end_id=settings.ends[0],
-            sequence_length=self.lengths, out=self.words,
+            scores, **drawn, seed=self.seeds, offset=self.position.reshape(()), finished=self.finished,
+            end_id=settings.ends[0], sequence_length=self.lengths, out=self.words,
         )  # fmt: skip
-        pieces.assign_(self.history[:, step + 1], self.words)
+        layers.assign_column_(self.history, self.next, self.words)
         if self.stop_words is not None:
             stop_words_criterion(self.history, self.lengths, self.stop_words, self.finished)
+        layers.add_(self._counters, 1)
 
-    def shown(self, step: int, tokens: bool) -> list[Any]:
+    def shown(self, tokens: bool) -> list[Any]:
         return [self.finished, self.words, None] if tokens else [self.finished]
 
     def result(self, steps: int) -> Found:
-        lengths = self.pieces.host(self.lengths)
+        lengths = self.layers.host(self.lengths)
         longest = int(lengths.max(initial=1))
-        tokens = self.pieces.host(self.history)[:, :longest].copy()
+        tokens = self.layers.host(self.history)[:, :longest].copy()
         tokens[np.arange(longest) >= lengths[:, None]] = self.settings.pad
         return Found(tokens, lengths.copy(), None)
 
@@ -160,8 +169,11 @@ class Beams(Search):
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
-        full, each = self.pieces.full, (batch, settings.beams)
-        self.ids, self.parents = (full((settings.steps, *each), 0, "int32") for _ in range(2))
+        full, each = self.layers.full, (batch, settings.beams)
+        # The tokens and the parents: the latest ones, and those of all steps.
+        self.latest = full((2, *each), 0, "int32")
+        self.tree = full((2, settings.steps, *each), 0, "int32")
+        self.words = self.latest[0].reshape(-1)
         self.finished = full((batch,), False, "bool")
         # Running scores, then the pool: scores, lengths, last tokens and their parents; then what is done.
         dtypes = ("float32", "float32", "int32", "int32", "int32")
@@ -171,48 +183,50 @@ class Beams(Search):
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
         super().start(source, seeds)
         running, finished, *pool, done = self.state
-        self.pieces.assign_(running, _NOTHING)
-        self.pieces.assign_(running[:, 0], 0.0)
-        self.pieces.assign_(finished, -np.inf)
+        self.layers.assign_(running, _NOTHING)
+        self.layers.assign_(running[:, 0], 0.0)
+        self.layers.assign_(finished, -np.inf)
         for x in pool:
-            self.pieces.assign_(x, 0)
-        self.pieces.assign_(done, False)
+            self.layers.assign_(x, 0)
+        self.layers.assign_(done, False)
 
-    def step(self, step: int) -> None:
-        settings, pieces = self.settings, self.pieces
-        pieces.assign_(self.lengths, step + 1)
-        scores = pieces.log_softmax(self._logits(step))
-        self._process_(scores, step)
+    def step(self, forced: tuple[int, ...]) -> None:
+        settings, layers = self.settings, self.layers
+        scores = layers.log_softmax(self._logits())
+        self._process_(scores, forced)
         if settings.renormalized:
-            scores = pieces.log_softmax(scores)
-        ids, parents = self.ids[step], self.parents[step]
+            scores = layers.log_softmax(scores)
+        ids, parents = self.latest
         beam_search_step(
             scores.reshape(self.batch, settings.beams, self.model.vocab), *self.state,
-            step, settings.steps, settings.ends,
+            layers.low_word(self.position), settings.steps, settings.ends,
             length_penalty=settings.length_penalty, early_stopping=settings.early_stopping,
             out=(ids, parents, *self.state),
         )  # fmt: skip
         for cache in self.caches:
-            update_kv_cache(*cache, parents, step + 1, out=cache)
-        pieces.assign_(self.words, ids.reshape(-1))
+            update_kv_cache(*cache, parents, layers.low_word(self.next), out=cache)
+        layers.assign_column_(self.tree, self.position, self.latest)
         if settings.needs_history:
-            pieces.assign_(self.history, pieces.take(self.history, pieces.flat_parents(parents)))
-            pieces.assign_(self.history[:, step + 1], self.words)
+            layers.assign_(self.history, layers.take(self.history, layers.flat_parents(parents)))
+            layers.assign_column_(self.history, self.next, self.words)
+            layers.add_(self.lengths, 1)
+        layers.add_(self._counters, 1)
 
-    def shown(self, step: int, tokens: bool) -> list[Any]:
-        return [self.finished, self.ids[step], self.parents[step]] if tokens else [self.finished]
+    def shown(self, tokens: bool) -> list[Any]:
+        return [self.finished, *self.latest] if tokens else [self.finished]
 
     def result(self, steps: int) -> Found:
         settings, (_, scores, lengths, last_ids, last_parents, _) = self.settings, self.state
+        ids, parents = self.tree
         tree = gather_tree(
-            self.ids[:steps], self.parents[:steps], lengths, settings.ends[0],
+            ids[:steps], parents[:steps], lengths, settings.ends[0],
             last_ids=last_ids, last_parents=last_parents,
         )  # fmt: skip
         chosen = slice(None, settings.returned)
-        found = self.pieces.host(lengths)[:, chosen].reshape(-1)
+        found = self.layers.host(lengths)[:, chosen].reshape(-1)
         longest = int(found.max(initial=0))
         tokens = np.full((len(found), longest + 1), settings.start, np.int32)
-        tokens[:, 1:] = self.pieces.host(tree)[:longest, :, chosen].reshape(longest, -1).T
+        tokens[:, 1:] = self.layers.host(tree)[:longest, :, chosen].reshape(longest, -1).T
         # transformers fills with the first id of an end where the padding is 0.
         tokens[:, 1:][np.arange(longest) >= found[:, None]] = settings.pad or settings.ends[0]
-        return Found(tokens, found + 1, self.pieces.host(scores)[:, chosen].reshape(-1).copy())
+        return Found(tokens, found + 1, self.layers.host(scores)[:, chosen].reshape(-1).copy())

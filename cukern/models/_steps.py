@@ -1,44 +1,47 @@
-"""How steps are run: as CUDA graphs where they can be, and watched by the host without waiting for the latest one."""
+"""How steps are run: as a CUDA graph where they can be, and watched by the host without waiting for the latest one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, Protocol
 
-from cukern.models._pieces import Pieces
+import numpy as np
+
+from cukern.models._layers import Layers
 
 Seen = tuple[int, list[Any]]
 
 
 class StepGraphs:
-    """The graphs of the steps of one search, by position.
+    """The graph of the steps of one search; one more for each kind of step that does more than the others.
 
-    A step runs as it is the first time, which loads its kernels and lets the products choose their algorithms; it is
-    captured the second time. All graphs share one pool of memory: they are replayed one after the other, and what
-    outlives a step is in the search's buffers. Where the arrays are no torch tensors of a CUDA device, every step runs
-    as it is.
+    The first step runs as it is, which loads the kernels and lets the products choose their algorithms. The second one
+    is captured, and replayed for all further ones. A step of a kind, which is anything but empty, has kernels of its
+    own, and is captured the second time that one comes. All graphs share one pool of memory: they are replayed one
+    after the other, and what outlives a step is in the search's buffers. Where the arrays are no torch tensors of a
+    CUDA device, every step runs as it is.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._captures = pieces.is_cuda_torch
-        self._device = pieces.device
-        self._graphs: dict[int, Any] = {}
-        self._seen: set[int] = set()
+    def __init__(self, layers: Layers) -> None:
+        self._captures = layers.is_cuda_torch
+        self._device = layers.device
+        self._graphs: dict[Hashable, Any] = {}
+        self._seen: set[Hashable] = set()
         self._pool: Any = None
         self._stream: Any = None
 
-    def run(self, position: int, step: Callable[[], None]) -> None:
+    def run(self, kind: Hashable, step: Callable[[], None]) -> None:
         if not self._captures:
             step()
-        elif position in self._graphs:
-            self._graphs[position].replay()
-        elif position in self._seen:
-            self._capture(position, step).replay()
+        elif kind in self._graphs:
+            self._graphs[kind].replay()
+        elif kind in self._seen or (not kind and self._seen):
+            self._capture(kind, step).replay()
         else:
-            self._seen.add(position)
+            self._seen.add(kind)
             step()
 
-    def _capture(self, position: int, step: Callable[[], None]) -> Any:
+    def _capture(self, kind: Hashable, step: Callable[[], None]) -> Any:
         import torch
 
         with torch.cuda.device(self._device):
@@ -52,7 +55,7 @@ class StepGraphs:
                     step()
                 finally:
                     graph.capture_end()
-        self._graphs[position] = graph
+        self._graphs[kind] = graph
         return graph
 
 
@@ -69,46 +72,64 @@ class Watch(Protocol):
 class _Now:
     """Each step at once."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
 
     def after(self, step: int, shown: list[Any]) -> Iterator[Seen]:
-        yield step, [None if x is None else self._pieces.host(x).copy() for x in shown]
+        yield step, [None if x is None else self._layers.host(x).copy() for x in shown]
 
     def rest(self) -> Iterator[Seen]:
         yield from ()
+
+
+class _Slot(NamedTuple):
+    """Where the host gets what a step shows."""
+
+    copies: list[Any]  # in pinned memory
+    values: list[np.ndarray[Any, Any] | None]  # the same memory
+    event: Any  # which says that they are there
+
+
+def _slot(shown: list[Any]) -> _Slot:
+    import torch
+
+    copies = [None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in shown]
+    return _Slot(copies, [None if x is None else x.numpy() for x in copies], torch.cuda.Event())
 
 
 class _OneLater:
     """A step on a CUDA device, by torch, once the next one is enqueued: the GPU always has something to do."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, list[Any], Any]] = []
+        self._slots: list[_Slot] = []  # two, in turns
+        self._waiting: list[tuple[int, _Slot]] = []
 
     def after(self, step: int, shown: list[Any]) -> Iterator[Seen]:
         import torch
 
         with torch.cuda.device(shown[0].device):
-            copies = [None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in shown]
-            for copy, x in zip(copies, shown, strict=True):
+            if len(self._slots) < 2:
+                self._slots.append(_slot(shown))
+            slot = self._slots[step % 2]
+            for copy, x in zip(slot.copies, shown, strict=True):
                 if copy is not None:
                     copy.copy_(x, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._waiting.append((step, copies, event))
-        while len(self._waiting) > 1:
+            slot.event.record()
+        self._waiting.append((step, slot))
+        if len(self._waiting) > 1:
             yield self._pop()
 
     def _pop(self) -> Seen:
-        step, copies, event = self._waiting.pop(0)
-        event.synchronize()
-        return step, [None if x is None else x.numpy() for x in copies]
+        step, slot = self._waiting.pop(0)
+        slot.event.synchronize()
+        # The second step from this one gets the same memory.
+        return step, [None if x is None else x.copy() for x in slot.values]
 
     def rest(self) -> Iterator[Seen]:
         while self._waiting:
             yield self._pop()
 
 
-def watch(pieces: Pieces) -> Watch:
-    """What watches a search on the arrays of `pieces`."""
-    return _OneLater() if pieces.is_cuda_torch else _Now(pieces)
+def watch(layers: Layers) -> Watch:
+    """What watches a search on the arrays of `layers`, from its step 0 on."""
+    return _OneLater() if layers.is_cuda_torch else _Now(layers)

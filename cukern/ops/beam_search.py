@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cukern.reference import beam_search as twin
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import AnyArray
-from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous
+from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous, expect_one
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
@@ -32,6 +32,8 @@ _VECTORS_PER_LINE = 8
 #: Divisors of scores: in float32 there is room beyond these and their inverses.
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
+#: Blocks of the reordering that a multiprocessor runs at once, with as many loads on their way as it needs.
+_RESIDENT_BLOCKS = 4
 
 _chunks = Kernel("beam_search/topk_chunks", "topk_chunks")
 _merge = Kernel("beam_search/topk_merge", "topk_merge")
@@ -42,11 +44,12 @@ _cache = Kernel("beam_search/reorder_cache", "reorder_cache")
 for _name, (_groups, _) in _GROUPS.items():
     _chunks.specialized += [_chunks.variant(arrays.CUDA_TYPE[dtype], _groups).instance for dtype in DTYPES]
     _merge.specialized.append(_merge.variant(_groups).instance)
-    _step.specialized.append(_step.variant(_groups).instance)
+    _step.specialized += [_step.variant(_groups, *late_).instance for late_ in ((), ("true",))]
 _tree.specialized = [_tree.variant(_TREE_ENTRIES).instance]
-_cache.specialized = [_cache.variant(width).instance for width in (16, 8, 4, 2, 1)]
-for _kernel in (_chunks, _merge, _step, _tree):
+_cache.specialized = [_cache.variant(w, *late_).instance for late_ in ((), ("true",)) for w in (16, 8, 4, 2, 1)]
+for _kernel in (_chunks, _merge, _tree):
     _kernel.at_import = _kernel.specialized
+_step.at_import = [_step.variant(_groups).instance for _groups, _ in _GROUPS.values()]
 _cache.at_import = [_cache.variant(16).instance]
 
 
@@ -237,15 +240,19 @@ def _penalty(length: int, length_penalty: float) -> float:
     return penalty
 
 
-@op(
-    twin.beam_search_step,
-    "beam_search_step(Tensor log_probs, Tensor scores, Tensor finished_scores, Tensor finished_lengths, "
-    "Tensor finished_ids, Tensor finished_parents, Tensor done, int step, int max_steps, int[1] end_id, *, "
+_STEP_SCHEMA = (
+    "beam_search_step{}(Tensor log_probs, Tensor scores, Tensor finished_scores, Tensor finished_lengths, "
+    "Tensor finished_ids, Tensor finished_parents, Tensor done, {} step, int max_steps, int[1] end_id, *, "
     # None is the operator's word for the `early_stopping` "never".
     "float length_penalty=1.0, bool? early_stopping=False, float diversity_rate=0.0, str variant='auto') "
     "-> (Tensor ids, Tensor parents, Tensor new_scores, Tensor new_finished_scores, Tensor new_finished_lengths, "
-    "Tensor new_finished_ids, Tensor new_finished_parents, Tensor new_done)",
-    _step_results,
+    "Tensor new_finished_ids, Tensor new_finished_parents, Tensor new_done)"
+)
+
+
+@op(
+    twin.beam_search_step,
+    {_STEP_SCHEMA.format("", "int"): _step_results, _STEP_SCHEMA.format(".step", "Tensor"): _step_results},
     late=("step",),
 )
 def beam_search_step(
@@ -256,7 +263,7 @@ def beam_search_step(
     finished_ids: AnyArray,
     finished_parents: AnyArray,
     done: AnyArray,
-    step: int,
+    step: int | AnyArray,
     max_steps: int,
     end_id: int | Sequence[int],
     *,
@@ -286,7 +293,9 @@ def beam_search_step(
         finished_ids: int32 [batch, beams], the last token of each.
         finished_parents: int32 [batch, beams], the beam that the token was added to in that step.
         done: bool [batch], whether nothing can change the pool any more; False before the first step.
-        step: from 0 on, below max_steps; the tokens that the beams have already.
+        step: from 0 on, below max_steps; the tokens that the beams have already. An int, or an int32 array [1] or []
+            beside `log_probs`: one in host memory is checked; on a GPU the kernel reads it and clamps it to
+            [0, max_steps - 1], so that a CUDA graph of one launch serves all steps.
         max_steps: the most tokens of a hypothesis.
         end_id: the token, or up to 8 of them, that ends a hypothesis; one outside of the vocabulary for none.
         length_penalty: > 0 favors long hypotheses, for the scores are negative.
@@ -313,14 +322,24 @@ def beam_search_step(
     k = _candidates(beams, vocab, len(ends))
     selection = _selection(log_probs.dtype, batch, beams, vocab, k, variant)
     max_steps = check.integer("max_steps", max_steps, 1, 2**31 - 1)
-    length = checked(lambda step: check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1, step)
+    is_late = isinstance(step, Array)
     length_penalty = check.number("length_penalty", length_penalty)
     rate = _rate(diversity_rate)
     never = early_stopping is None or early_stopping == "never"
     if not (never or early_stopping is False or early_stopping is True):
         check.fail("early_stopping", "False, True, None or 'never'", repr(early_stopping))
-    penalty = checked(lambda step: _penalty(step + 1, length_penalty), step)
-    furthest = _penalty(max_steps, length_penalty) if never and length_penalty > 0 else penalty
+    is_furthest = never and length_penalty > 0
+    late_fields: dict[str, Any] = {"max_steps": max_steps, "length_penalty": length_penalty, "step": None}
+    if is_late:
+        expect_one("step", step, log_probs, "log_probs", "int32")
+        # The penalties of all lengths lie between that of length 1, which is 1, and this one.
+        furthest = _penalty(max_steps, length_penalty)
+        late_fields["step"], length, last, penalty = step, 0, 0, 0.0
+    else:
+        length = checked(lambda step: check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1, step)
+        last = late(lambda step: int(step + 1 == max_steps), step)
+        penalty = checked(lambda step: _penalty(step + 1, length_penalty), step)
+        furthest = _penalty(max_steps, length_penalty) if is_furthest else penalty
 
     state = (scores, finished_scores, finished_lengths, finished_ids, finished_parents)
     for (name, dtype), array in zip(_STATE, state, strict=True):
@@ -333,14 +352,13 @@ def beam_search_step(
     if batch:
         lists = _select(log_probs, scores, k, selection, rate)
         launch(
-            _step.variant(selection.groups), batch, _constant(_step, "THREADS"),
+            _step.variant(selection.groups, *["true"] * is_late), batch, _constant(_step, "THREADS"),
             **lists, log_probs=log_probs, **dict(zip(names[2:], (*state, done), strict=True)),
             **{f"new_{name}": array for name, array in zip(names, out, strict=True)},
             k=k, beams=beams, vocab=vocab, dtype=DTYPES.index(log_probs.dtype), diverse=rate != 0,
-            length=length, last=late(lambda step: int(step + 1 == max_steps), step),
-            stop_when_full=early_stopping is True, ends=len(ends),
+            length=length, last=last, stop_when_full=early_stopping is True, ends=len(ends),
             end_ids=(*ends, *(0,) * (_constant(_step, "MAX_ENDS") - len(ends))),
-            penalty=penalty, furthest_penalty=furthest,
+            penalty=penalty, furthest_penalty=0.0 if is_late and not is_furthest else furthest, **late_fields,
         )  # fmt: skip
     return out
 
@@ -423,19 +441,23 @@ def _misplaced(size: int, keys: int, values: int, *results: int) -> int:
 
 
 def _cache_results(key_cache: Any, value_cache: Any, parents: Any, step: Any, **_: Any) -> list[Result]:
-    shape = (step, *key_cache.shape[1:])
+    shape = (key_cache.shape[0] if hasattr(step, "shape") else step, *key_cache.shape[1:])
     return [Result(shape, dtype_name(key_cache), "[max_steps, batch * beams, heads, dim]")] * 2
+
+
+_CACHE_SCHEMA = (
+    "update_kv_cache{}(Tensor key_cache, Tensor value_cache, Tensor parents, {} step, *, str variant='auto') "
+    "-> (Tensor keys, Tensor values)"
+)
 
 
 @op(
     twin.update_kv_cache,
-    "update_kv_cache(Tensor key_cache, Tensor value_cache, Tensor parents, int step, *, str variant='auto') "
-    "-> (Tensor keys, Tensor values)",
-    _cache_results,
+    {_CACHE_SCHEMA.format("", "int"): _cache_results, _CACHE_SCHEMA.format(".step", "Tensor"): _cache_results},
     late=("step",),
 )
 def update_kv_cache(
-    key_cache: AnyArray, value_cache: AnyArray, parents: AnyArray, step: int,
+    key_cache: AnyArray, value_cache: AnyArray, parents: AnyArray, step: int | AnyArray,
     *, out: tuple[AnyArray, AnyArray] | None = None, variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:  # fmt: skip
     """Let the keys and values follow their beams: what the parent had cached is the beam's past.
@@ -446,12 +468,15 @@ def update_kv_cache(
         value_cache: the same shape and dtype.
         parents: int32 [batch, beams], the beam of the same batch entry that each beam continues; one that is out of
             range is taken for the nearest that is not.
-        step: how many entries there are to move, from the first on; at most max_steps.
+        step: how many entries there are to move, from the first on; at most max_steps. An int, or an int32 array [1] or
+            [] beside the caches: one in host memory is checked; on a GPU the kernel reads it and clamps it to
+            [0, max_steps], so that a CUDA graph of one launch serves all steps.
         out: a pair like the caches whose first `step` entries are written: other arrays, as FasterTransformer keeps two
             pairs and swaps them, or the caches themselves. In place a beam that stays where it was costs nothing.
         variant: "vector" moves 16 bytes at a time, "scalar" single elements; "auto" the most that the sizes allow.
 
-    Returns `out`, or two new arrays [step, batch * beams, heads, dim]. At most 64 beams. Raises ValueError or TypeError
+    Returns `out`, or two new arrays [step, batch * beams, heads, dim]; where `step` is an array, [max_steps, ...], of
+    which only the first `step` entries mean something. At most 64 beams. Raises ValueError or TypeError
     for what does not fit, and for results that overlap the caches in part.
     """
     symbols = ("max_steps", "batch * beams", "heads", "dim")
@@ -464,7 +489,10 @@ def update_kv_cache(
     for name, array in (("key_cache", key_cache), ("value_cache", value_cache)):
         expect(name, array, key_cache, "key_cache", dtypes, shape, f"[{', '.join(symbols)}]")
     expect("parents", parents, key_cache, "key_cache", ("int32",), (batch, beams), "[batch, beams]")
-    steps = check.integer("step", step, 0, max_steps, "max_steps")
+    is_late = isinstance(step, Array)
+    if is_late:
+        expect_one("step", step, key_cache, "key_cache", "int32")
+    steps = max_steps if is_late else check.integer("step", step, 0, max_steps, "max_steps")
     check.one_of("variant", variant, CACHE_VARIANTS)
     item_size = key_cache.item_size
     row_bytes = heads * dim * item_size
@@ -485,15 +513,18 @@ def update_kv_cache(
     if variant == "scalar":
         width = item_size
     row = row_bytes // width
-    if row and batch and step:
+    if row and batch and steps:
         threads = _constant(_cache, "THREADS")
         columns = min(row, threads * _constant(_cache, "LOADS") // beams)
         tiles = ceil_div(row, columns)
         blocks_per_step = 2 * batch * tiles
-        if step > _MAX_BLOCKS // blocks_per_step or beams * row > 2**31 - 1:
-            check.fail("key_cache", f"of at most {_MAX_BLOCKS} tiles in step entries", step * blocks_per_step)
+        if steps > _MAX_BLOCKS // blocks_per_step or beams * row > 2**31 - 1:
+            check.fail("key_cache", f"of at most {_MAX_BLOCKS} tiles in step entries", steps * blocks_per_step)
+        blocks = steps * blocks_per_step
+        if is_late:
+            blocks = min(blocks, _RESIDENT_BLOCKS * key_cache.gpu.multiprocessors)
         launch(
-            _cache.variant(width), step * blocks_per_step, threads,
+            _cache.variant(width, *["true"] * is_late), blocks, threads, step=step if is_late else None,
             keys=key_cache, values=value_cache, new_keys=new[0], new_values=new[1], parents=parents,
             steps=steps, batch=batch, beams=beams, row=row, columns=columns, tiles=tiles,
         )  # fmt: skip

@@ -8,7 +8,16 @@ from cukern.reference import decoder_attention as twin
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.compile import Instance
-from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    dtype_name,
+    expect,
+    expect_array,
+    expect_one,
+    expect_place,
+    expect_row_stride,
+)
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import late
 from cukern.runtime.op import forget_plans, op
@@ -18,6 +27,8 @@ __all__ = ["cross_attention", "masked_attention"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
+#: Of the template: which entries there are.
+MODES = ("PLAIN", "LATE_STEP", "SHARED_MEMORY")
 MAX_DIM = 256
 #: Rows are (sequence, head) pairs.
 MAX_ROWS = 2**30
@@ -62,15 +73,18 @@ def _form(dtype: str, dim: int, wide: bool) -> _Form:
     return _Form(vector, 32, chunks, 16 // chunks)
 
 
-def _variant(dtype: str, fixed_dim: int, form: _Form) -> Variant:
-    return _kernel.variant(arrays.CUDA_TYPE[dtype], fixed_dim, *form)
+def _variant(dtype: str, fixed_dim: int, form: _Form, mode: str = "PLAIN") -> Variant:
+    # The template's default is left out, so that the names of the plain instances are the shorter ones.
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], fixed_dim, *form, *[mode] * (mode != "PLAIN"))
 
 
 def _combiner(dtype: str) -> Variant:
     return _combine.variant(arrays.CUDA_TYPE[dtype])
 
 
-_kernel.specialized = [_variant(t, d, _form(t, d, wide=True)).instance for t in DTYPES for d in SPECIALIZED]
+_kernel.specialized = [
+    _variant(t, d, _form(t, d, wide=True), mode).instance for mode in MODES for t in DTYPES for d in SPECIALIZED
+]
 _kernel.at_import = [_variant(t, d, _form(t, d, wide=True)).instance for t, d in _AT_IMPORT]
 _combine.at_import = [_combiner(dtype).instance for dtype in ("float16", "bfloat16")]
 
@@ -90,7 +104,7 @@ def specialize(*, dim: int) -> list[Instance]:
     return [_variant(dtype, dim, _form(dtype, dim, wide=True)).instance for dtype in DTYPES]
 
 
-def _choose(dtype: str, dim: int, aligned: bool, variant: str) -> tuple[Variant, _Form]:
+def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAIN") -> tuple[Variant, _Form]:
     """The variant for a dimension; `aligned` says whether keys and values begin at multiples of 16 bytes."""
     check.one_of("variant", variant, VARIANTS)
     wide = aligned and dim * arrays.ITEM_SIZE[dtype] % 16 == 0
@@ -100,7 +114,7 @@ def _choose(dtype: str, dim: int, aligned: bool, variant: str) -> tuple[Variant,
         reason = f"there is none for heads of {dim} in {dtype}" if aligned else "the arrays are not 16-byte aligned"
         check.fail("variant", "'auto' or 'dynamic' here", f"'specialized': {reason} (cukern.specialize adds one)")
     fixed_dim = dim if specialized and variant != "dynamic" else 0
-    return _variant(dtype, fixed_dim, form), form
+    return _variant(dtype, fixed_dim, form, mode), form
 
 
 class _Grid(NamedTuple):
@@ -140,8 +154,11 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
     return _Grid(columns, warps, splits, most_splits, late(lambda tokens: split_rounds(tokens) * steps, tokens))
 
 
-def _check_memories(q: Any, symbols: tuple[str, ...], **memories: Any) -> tuple[int, ...]:
-    """Check `q` and caches, or memories, of keys and values; returns the latter's shape, which says how many heads."""
+def _check_memories(q: Any, symbols: tuple[str, ...], shared: bool, **memories: Any) -> tuple[int, ...]:
+    """Check `q` and caches, or memories, of keys and values; returns the latter's shape, which says how many heads.
+
+    `shared`: `q` may have several rows for each sequence of theirs.
+    """
     expect_array("q", q, DTYPES)
     (name, first), *_ = memories.items()
     if not isinstance(first, Array):
@@ -151,6 +168,10 @@ def _check_memories(q: Any, symbols: tuple[str, ...], **memories: Any) -> tuple[
     if not (1 <= dim <= MAX_DIM and heads >= 1):
         check.fail(name, f"of at least one head, of a dim in [1, {MAX_DIM}]", f"{heads} heads of {dim}")
     check.dimensions("q", q.shape, ("batch", "heads * dim"))
+    if shared and q.shape[0] > batch > 0 and q.shape[0] % batch:
+        check.fail("q", f"of a multiple of {batch} rows (the batch of {name})", q.shape[0])
+    if shared and batch:
+        batch *= max(1, q.shape[0] // batch)
     check.shape("q", q.shape, (batch, heads * dim), f"[batch, heads * dim] (those of {name})")
     if batch * heads > MAX_ROWS or batch * heads * dim > MAX_STEP_ELEMENTS:
         wanted = f"of at most {MAX_ROWS} heads and {MAX_STEP_ELEMENTS} elements per step"
@@ -180,11 +201,20 @@ def _is_float(q: Array, biases: dict[str, Any]) -> bool:
 
 
 def _attend(
-    q: Array, keys: Array, values: Array, tokens: Any, new: int, scale: Any, out: Any, variant: str, **fields: Any
+    q: Array,
+    keys: Array,
+    values: Array,
+    tokens: Any,
+    new: int,
+    scale: Any,
+    out: Any,
+    variant: str,
+    mode: str,
+    **fields: Any,
 ) -> Any:
     """The plan of both functions, over `tokens` of which the last `new` are not read from memory.
 
-    `fields` are the kernel's parameters that differ between them.
+    `mode` is one of `MODES`; `fields` are the kernel's parameters that differ between them.
     """
     heads, dim = keys.shape[2:]
     bias_is_float = _is_float(q, {name: fields[name] for name in ("bias_q", "bias_k", "bias_v")})
@@ -192,7 +222,7 @@ def _attend(
     out = outputs(out, q, "q", _attended(q))
     if q.on_host:
         return run_twin(variant, VARIANTS)
-    found, form = _choose(q.dtype, dim, min(keys.alignment, values.alignment) == 16, variant)
+    found, form = _choose(q.dtype, dim, min(keys.alignment, values.alignment) == 16, variant, mode)
     rows = q.shape[0] * heads
     if rows == 0:
         return out
@@ -214,12 +244,16 @@ def _attended(q: Any, *_: Any, **__: Any) -> Result:
     return Result(q.shape, dtype_name(q), "[batch, heads * dim]")
 
 
+_MASKED = (
+    "masked_attention{}(Tensor q, Tensor k, Tensor v, Tensor? bias_q, Tensor? bias_k, Tensor? bias_v, "
+    "Tensor(a!) key_cache, Tensor(b!) value_cache, {} step, *, float? scale=None, str variant='auto') "
+    "-> (Tensor attended)"
+)
+
+
 @op(
     twin.masked_attention,
-    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor? bias_q, Tensor? bias_k, Tensor? bias_v, "
-    "Tensor(a!) key_cache, Tensor(b!) value_cache, int step, *, float? scale=None, str variant='auto') "
-    "-> (Tensor attended)",
-    _attended,
+    {_MASKED.format("", "int"): _attended, _MASKED.format(".step", "Tensor"): _attended},
     late=("step",),
 )
 def masked_attention(
@@ -231,7 +265,7 @@ def masked_attention(
     bias_v: AnyArray,
     key_cache: AnyArray,
     value_cache: AnyArray,
-    step: int,
+    step: int | AnyArray,
     *,
     scale: float | None = None,
     out: AnyArray | None = None,
@@ -253,7 +287,10 @@ def masked_attention(
         bias_q, bias_k, bias_v: [heads * dim], float32 or the dtype of `q`, all of one dtype; None adds nothing.
         key_cache, value_cache: [max_steps, batch, heads, dim], of the dtype of `q`, contiguous, written at step - 1.
             They say how many heads there are.
-        step: the number of tokens, the new one included, in [1, max_steps].
+        step: the number of tokens, the new one included, in [1, max_steps]: an int, or an int32 array [1] or [] beside
+            `q`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to that range, so that a
+            CUDA graph of one launch serves all steps; the grid is then that of max_steps. So is the split among blocks,
+            and with it the order of the sums.
         scale: of the scores; 1 / sqrt(dim) if None.
         out: [batch, heads * dim], written and returned.
         variant: "auto", or a kernel by name: "specialized" (the dim fixed at compile time) or "dynamic".
@@ -271,12 +308,18 @@ def masked_attention(
     Milakov and Gimelshein (arXiv:1805.02867), the split over the sequence that of Flash-Decoding.
     """
     symbols = "max_steps", "batch", "heads", "dim"
-    max_steps, *_ = _check_memories(q, symbols, key_cache=key_cache, value_cache=value_cache)
+    max_steps, *_ = _check_memories(q, symbols, False, key_cache=key_cache, value_cache=value_cache)
     fields: dict[str, Any] = {f"{name}_stride": _row_stride(name, x, q) for name, x in (("q", q), ("k", k), ("v", v))}
     fields |= {"k": k, "v": v, "bias_q": bias_q, "bias_k": bias_k, "bias_v": bias_v, "lengths": None}
-    fields["entries"] = check.integer("step", step, 1, min(max_steps, MAX_ENTRIES), "max_steps") - 1
+    most, is_late = min(max_steps, MAX_ENTRIES), isinstance(step, Array)
+    if is_late:
+        expect_one("step", step, q, "q", "int32")
+        check.integer("max_steps of key_cache", max_steps, 1, MAX_ENTRIES)
+    tokens = most if is_late else check.integer("step", step, 1, most, "max_steps")
+    fields |= {"entries": tokens - 1, "step": step if is_late else None, "copies": 1}
     fields |= {"batch_stride": q.shape[1], "step_stride": q.shape[0] * q.shape[1]}
-    return _attend(q, key_cache, value_cache, step, 1, scale, out, variant, **fields)
+    mode = "LATE_STEP" if is_late else "PLAIN"
+    return _attend(q, key_cache, value_cache, tokens, 1, scale, out, variant, mode, **fields)
 
 
 @op(
@@ -302,10 +345,13 @@ def cross_attention(
 
         out[b, h] = sum of softmax(scale * (q + bias_q)[b, h] . key_memory[b, :, h])[s] * value_memory[b, s, h]
 
-    in float32. Entries from memory_lengths[b] on are not read; a length of 0 gives zeros.
+    in float32. Entries from memory_lengths[b] on are not read; a length of 0 gives zeros. Where `q` has several rows
+    for each sequence of the memory, as the beams of a search have, its row i attends to the memory of sequence
+    i // beams.
 
     Args:
-        q: [batch, heads * dim], float32, float16 or bfloat16, contiguous along the last dimension; rows may be strided.
+        q: [batch, heads * dim], or [batch * beams, heads * dim], float32, float16 or bfloat16, contiguous along the
+            last dimension; rows may be strided.
         bias_q: [heads * dim], float32 or the dtype of `q`; None adds nothing.
         key_memory, value_memory: [batch, memory_len, heads, dim], of the dtype of `q`, contiguous, dim at most 256.
         memory_lengths: int32 [batch], each in [0, memory_len]. Lengths in host memory are checked; on a GPU the kernel
@@ -318,12 +364,14 @@ def cross_attention(
     projected.
     """
     symbols = "batch", "memory_len", "heads", "dim"
-    shape = _check_memories(q, symbols, key_memory=key_memory, value_memory=value_memory)
+    shape = _check_memories(q, symbols, True, key_memory=key_memory, value_memory=value_memory)
     expect("memory_lengths", memory_lengths, q, "q", ("int32",), shape[:1], "[batch]")
     entries = shape[1]
     if entries > MAX_ENTRIES:
         check.fail("key_memory", f"of at most {MAX_ENTRIES} entries", entries)
     fields: dict[str, Any] = {"bias_q": bias_q, "lengths": memory_lengths, "entries": entries}
     fields |= {"q_stride": _row_stride("q", q, q), "batch_stride": entries * q.shape[1], "step_stride": q.shape[1]}
-    fields |= dict.fromkeys(("k", "v", "bias_k", "bias_v", "k_stride", "v_stride"))
-    return _attend(q, key_memory, value_memory, entries, 0, scale, out, variant, **fields)
+    fields |= dict.fromkeys(("k", "v", "bias_k", "bias_v", "k_stride", "v_stride", "step"))
+    copies = fields["copies"] = q.shape[0] // max(shape[0], 1)
+    mode = "SHARED_MEMORY" if copies > 1 else "PLAIN"
+    return _attend(q, key_memory, value_memory, entries, 0, scale, out, variant, mode, **fields)

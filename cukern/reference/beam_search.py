@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.runtime import check
+
 Array = NDArray[Any]
 
 
@@ -52,7 +54,7 @@ def beam_search_step(
     finished_ids: Array,
     finished_parents: Array,
     done: Array,
-    step: int,
+    step: int | Array,
     max_steps: int,
     end_id: int | Sequence[int],
     *,
@@ -63,6 +65,7 @@ def beam_search_step(
     """See `cukern.beam_search_step`."""
     batch, beams, vocab = log_probs.shape
     ends = sorted(set(end_id) if isinstance(end_id, (tuple, list)) else {end_id})
+    step = check.element("step", step, 0, max_steps - 1, "below max_steps")
     length, last = step + 1, step + 1 == max_steps
     with np.errstate(invalid="ignore"):
         totals = log_probs.astype(np.float32) + scores[:, :, None]
@@ -131,15 +134,18 @@ def update_kv_cache(
     key_cache: Array,
     value_cache: Array,
     parents: Array,
-    step: int,
+    step: int | Array,
     *,
     out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """See `cukern.update_kv_cache`."""
     batch, beams = parents.shape
     rows = (np.clip(parents, 0, beams - 1) + beams * np.arange(batch)[:, None]).reshape(-1)
-    results = key_cache[:step, rows], value_cache[:step, rows]
-    if out is None:
+    steps = check.element("step", step, 0, len(key_cache), "max_steps")
+    results = key_cache[:steps, rows], value_cache[:steps, rows]
+    if out is None and not isinstance(step, np.ndarray):
         return results
-    out[0][:step], out[1][:step] = results
+    if out is None:
+        out = np.zeros_like(key_cache), np.zeros_like(value_cache)
+    out[0][:steps], out[1][:steps] = results
     return out

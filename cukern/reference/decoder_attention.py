@@ -45,12 +45,13 @@ def masked_attention(
     bias_v: Array | None,
     key_cache: Array,
     value_cache: Array,
-    step: int,
+    step: int | Array,
     *,
     scale: float | None = None,
 ) -> Array:
     """Append the new token to the caches, and attend over all `step` entries."""
-    _, batch, heads, dim = key_cache.shape
+    max_steps, batch, heads, dim = key_cache.shape
+    step = check.element("step", step, 1, max_steps, "max_steps")
     key_cache[step - 1] = _biased(k, bias_k).reshape(batch, heads, dim).astype(key_cache.dtype)
     value_cache[step - 1] = _biased(v, bias_v).reshape(batch, heads, dim).astype(value_cache.dtype)
     query = _biased(q, bias_q).reshape(batch, heads, dim)
@@ -70,13 +71,15 @@ def cross_attention(
     *,
     scale: float | None = None,
 ) -> Array:
-    """Attend over the first `memory_lengths[b]` entries of the memory."""
+    """Attend over the first `memory_lengths[b]` entries of the memory, `beams` rows of `q` for each sequence b."""
     batch, memory_len, heads, dim = key_memory.shape
     if batch and (memory_lengths.min() < 0 or memory_lengths.max() > memory_len):
         check.fail("memory_lengths", f"in [0, {memory_len}] (memory_len)", memory_lengths.tolist())
-    query = _biased(q, bias_q).reshape(batch, heads, dim)
-    out = np.zeros((batch, heads, dim), q.dtype)
-    for b, length in enumerate(memory_lengths.tolist()):
+    query = _biased(q, bias_q).reshape(-1, heads, dim)
+    out = np.zeros((len(q), heads, dim), q.dtype)
+    for row in range(len(q)):
+        b = row * batch // len(q)
+        length = memory_lengths[b]
         for h in range(heads):
-            out[b, h] = _attend(query[b, h], key_memory[b, :length, h], value_memory[b, :length, h], scale)
+            out[row, h] = _attend(query[row, h], key_memory[b, :length, h], value_memory[b, :length, h], scale)
     return out.reshape(q.shape)

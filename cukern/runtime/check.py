@@ -33,6 +33,11 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
     return number
 
 
+def element(name: str, value: Any, low: int, high: int, why: str = "") -> int:
+    """The integer that a NumPy array of one element holds, or `value` itself, as an int in [low, high]."""
+    return integer(name, value.item() if hasattr(value, "dtype") else value, low, high, why)
+
+
 def number(name: str, value: Any) -> float:
     """`value` as a finite float. A late value is checked at each call."""
     if type(value) is float and value - value == 0.0:

@@ -234,6 +234,11 @@ def expect(
     return array
 
 
+def expect_one(name: str, array: Any, like: Array, like_name: str, dtype: str) -> Array:
+    """`array` is one of a single element, [1] or [], and fits as in `expect`."""
+    return expect(name, array, like, like_name, (dtype,), array.shape and (1,), "[1]")
+
+
 def expect_contiguous(name: str, array: Array) -> None:
     """Raises ValueError unless the elements of `array` lie in C order without gaps."""
     if not array.is_contiguous:

@@ -1,0 +1,173 @@
+"""The end of `cukern demo`: a tiny encoder built at random, before and after the padding is removed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cukern
+from cukern.models import Encoder, EncoderConfig
+from cukern.runtime import arrays, kernel
+from cukern.runtime.cuda import cupy, runtime
+
+_HIDDEN, _LAYERS, _HEADS, _INTER = 128, 2, 2, 512
+_MOST_WORDS = 128
+#: Copies of the texts on a GPU, which is done with one before the host has launched the kernels. The NumPy twins take
+#: the texts of one function in three.
+_COPIES = 32
+_STEP_ON_HOST = 3
+_REPEATS = 5
+_SHOWN = 4
+
+
+def descriptions() -> dict[str, str]:
+    """The texts: what each function of cukern says of itself, up to its arguments, by its name."""
+    functions = {name: getattr(cukern, name) for name in cukern.__all__}
+    documented = {name: inspect.getdoc(x) for name, x in functions.items() if inspect.isfunction(x)}
+    return {name: text.split("\n\nArgs:")[0] for name, text in documented.items() if text}
+
+
+def tokenized(texts: list[str]) -> tuple[list[list[int]], int]:
+    """The ids of the words of each text, up to `_MOST_WORDS`, and the size of the vocabulary, in which 0 is padding."""
+    vocabulary: dict[str, int] = {}
+    words = [re.findall(r"\w+|[^\w\s]", text.lower())[:_MOST_WORDS] for text in texts]
+    return [[vocabulary.setdefault(word, len(vocabulary) + 1) for word in own] for own in words], len(vocabulary) + 1
+
+
+def random_state(config: EncoderConfig, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
+    """Weights by the names of a BERT's state dict."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
+        "embeddings.position_embeddings.weight": (config.max_position_embeddings, hidden),
+        "embeddings.token_type_embeddings.weight": (config.type_vocab_size, hidden),
+    }
+    products = {f"attention.self.{name}": (hidden, hidden) for name in ("query", "key", "value")}
+    products |= {"attention.output.dense": (hidden, hidden), "intermediate.dense": (inter, hidden)}
+    products |= {"output.dense": (hidden, inter)}
+    for layer in range(config.num_hidden_layers):
+        shapes |= {f"encoder.layer.{layer}.{name}.weight": shape for name, shape in products.items()}
+    state = {name: rng.standard_normal(shape, np.float32) / np.float32(hidden**0.5) for name, shape in shapes.items()}
+    state |= {
+        name.replace(".weight", ".bias"): np.zeros(x.shape[0], np.float32)
+        for name, x in state.items()
+        if name.startswith("encoder.")
+    }
+    norms = [
+        f"encoder.layer.{i}.{name}" for i in range(config.num_hidden_layers) for name in ("attention.output", "output")
+    ]
+    for name in ("embeddings", *norms):
+        state[f"{name}.LayerNorm.weight"] = np.ones(hidden, np.float32)
+        state[f"{name}.LayerNorm.bias"] = np.zeros(hidden, np.float32)
+    return state
+
+
+class Batch(NamedTuple):
+    """Texts with their padding."""
+
+    ids: NDArray[np.int32]  # [batch, seq]
+    mask: NDArray[np.bool_]  # [batch, seq]
+
+    def with_padding(self) -> Batch:
+        """The batch whose padding is not removed: [2 * batch, seq], behind each text its padding as another text.
+
+        No word attends to it, as under a mask, but each of its rows goes through every product.
+        """
+        both = np.stack([self.mask, ~self.mask], 1)
+        return Batch(np.repeat(self.ids, 2, 0), both.reshape(-1, self.mask.shape[1]))
+
+
+def padded(tokens: list[list[int]]) -> Batch:
+    lengths = np.array([len(own) for own in tokens])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.zeros(mask.shape, np.int32)
+    ids[mask] = np.concatenate([np.array(own, np.int32) for own in tokens])
+    return Batch(ids, mask)
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of a call, and its time in milliseconds, with that of the host.
+
+    On a GPU it is the median of several calls, after one that compiles the kernels.
+    """
+    times = []
+    for _ in range(1 + _REPEATS if kernel.device_count() else 1):
+        start = time.perf_counter()
+        result = call()
+        if kernel.device_count():
+            runtime.deviceSynchronize()
+        times.append(time.perf_counter() - start)
+    return result, float(np.median(times[1:] or times)) * 1000
+
+
+def _on_host(array: Any) -> NDArray[Any]:
+    library = arrays.library_of(array)
+    assert library is not None
+    return library.to_numpy(array)
+
+
+def _neighbours(names: list[str], vectors: NDArray[Any]) -> str:
+    """The texts that are nearest to each other, in words: with random weights, those that share words."""
+    # What all vectors have in common would hide what they have not.
+    own = vectors - vectors.mean(0)
+    own /= np.linalg.norm(own, axis=1, keepdims=True)
+    cosines = np.triu(own @ own.T, 1)
+    best = np.argsort(-cosines, axis=None)[:_SHOWN]
+    pairs = [divmod(int(i), len(names)) for i in best]
+    return ", ".join(f"{names[a]} and {names[b]} {cosines[a, b]:.2f}" for a, b in pairs)
+
+
+def show(console: Any) -> None:
+    """Encode the texts with and without their padding, and print what that takes and what comes out."""
+    from rich import box
+    from rich.table import Table
+
+    on_gpu = kernel.device_count() > 0
+    found = descriptions()
+    names = [*found][:: 1 if on_gpu else _STEP_ON_HOST]
+    tokens, vocabulary = tokenized([found[name] for name in names])
+    batch = padded(tokens * (_COPIES if on_gpu else 1))
+    sizes = _HIDDEN, _LAYERS, _HEADS, _INTER, _MOST_WORDS
+    # GELU by tanh, which NumPy has, and not by the error function, of which it is much slower.
+    config = EncoderConfig("bert", vocabulary, *sizes, hidden_act="gelu_new")
+    place = cupy.asarray if on_gpu else np.asarray
+    state = {name: place(x) for name, x in random_state(config, np.random.default_rng(0)).items()}
+    encoder = Encoder.from_state_dict(state, config)
+
+    def encoded(given: Batch) -> tuple[NDArray[Any], float]:
+        ids, mask = place(given.ids), place(given.mask)
+        states, ms = _timed(lambda: encoder(ids, mask))
+        return _on_host(states), ms
+
+    with_padding, slow = encoded(batch.with_padding())
+    without, fast = encoded(batch)
+    difference = np.abs(with_padding[::2] - without)[batch.mask].max()
+    rows, words = batch.mask.size, int(batch.mask.sum())
+    flops = 2 * _LAYERS * (4 * _HIDDEN**2 + 2 * _HIDDEN * _INTER)
+
+    copies = f", {_COPIES} times" if on_gpu else ""
+    console.print(
+        f"[bold]A tiny encoder[/]: BERT's layers, {_LAYERS} of {_HIDDEN}, with random weights", soft_wrap=True
+    )
+    console.print(
+        f"{len(names)} texts{copies}: what functions of cukern say of themselves, {min(map(len, tokens))} to "
+        f"{max(map(len, tokens))} words\n",
+        soft_wrap=True,
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("padding", "rows", "of words", "products", "time"):
+        table.add_column(name, justify="left" if name == "padding" else "right")
+    for name, count, ms in (("kept", rows, slow), ("removed", words, fast)):
+        table.add_row(name, str(count), f"{words / count:.0%}", f"{count * flops / 1e9:.2f} GFLOP", f"{ms:.1f} ms")
+    console.print(table)
+    console.print(f"The hidden states of the {words} words are the same within {difference:.0e}.", soft_wrap=True)
+    vectors = _on_host(encoder.embed_tokens(tokens))
+    console.print(
+        f"Nearest texts, by the cosine of their vectors less the mean: {_neighbours(names, vectors)}.", soft_wrap=True
+    )
