@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+
 from cukern.explain import explain
 from cukern.fused_moe import fused_experts
 from cukern.ops.all_to_all import AllToAllError, AllToAllState, all_to_all_combine, all_to_all_dispatch
@@ -98,6 +101,14 @@ from cukern.runtime.compile import CompileError
 from cukern.runtime.kernel import specialize
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """`cukern.models`, imported when it is first used: most programs do without."""
+    if name == "models":
+        return _import_module("cukern.models")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AllToAllError",

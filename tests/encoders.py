@@ -22,6 +22,8 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from cukern.runtime import arrays
+
 WORDS = [f"{x}{y}" for x in ("ka", "lo", "mi", "nu", "re") for y in ("", "ta", "son", "ver", "lig", "do", "per")]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 #: More ids than the tokenizer has, as in most models.
@@ -43,6 +45,7 @@ class Case(NamedTuple):
     config: type
     model: type
     sizes: Mapping[str, Any]
+    scale: float = 0.15  # of the weights of products and of the embeddings
 
 
 def _sizes(hidden: int, heads: int, layers: int, wide: int, positions: int, **others: Any) -> dict[str, Any]:
@@ -72,14 +75,21 @@ CASES = {
     "distilbert-odd": Case(DistilBertConfig, DistilBertModel, _distil(42, 1, 1, 50, 24)),
 }
 ARCHITECTURES = ("bert", "roberta", "xlm-roberta", "distilbert")
+#: The sizes of layers of known models, a few of them.
+LARGER = {
+    "bert-base": Case(BertConfig, BertModel, _sizes(768, 12, 3, 3072, 512), 0.04),
+    "minilm-l6": Case(BertConfig, BertModel, _sizes(384, 12, 3, 1536, 512), 0.05),
+    "xlm-roberta-base": Case(XLMRobertaConfig, XLMRobertaModel, _sizes(768, 12, 2, 3072, 514, type_vocab_size=1), 0.04),
+    "distilbert-base": Case(DistilBertConfig, DistilBertModel, _distil(768, 12, 2, 3072, 512), 0.04),
+}
 
 
-def randomized(model: torch.nn.Module) -> Any:
+def randomized(model: torch.nn.Module, scale: float = 0.15) -> Any:
     """The model with weights of which each, biases and norms too, shows in the result."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.15)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * (0.15 if weight.ndim == 1 else scale))
             if "norm.weight" in name.lower():
                 weight += 1
     return model.eval()
@@ -88,8 +98,8 @@ def randomized(model: torch.nn.Module) -> Any:
 @functools.cache
 def model(name: str, **options: Any) -> Any:
     """The model of a case; shared, so not to be written."""
-    case = CASES[name]
-    return randomized(case.model(case.config(**{**case.sizes, **options}, attn_implementation="eager")))
+    case = (CASES | LARGER)[name]
+    return randomized(case.model(case.config(**{**case.sizes, **options}, attn_implementation="eager")), case.scale)
 
 
 def state_of(source: torch.nn.Module, library: str) -> dict[str, Any]:
@@ -107,6 +117,13 @@ def put(tensor: torch.Tensor, library: str) -> Any:
 
         return cupy.asarray(tensor.numpy())
     return tensor if library == "torch" else tensor.numpy()
+
+
+def numpy_of(array: Any) -> np.ndarray[Any, Any]:
+    """An array of any library in NumPy."""
+    library = arrays.library_of(array)
+    assert library is not None
+    return library.to_numpy(array)
 
 
 class Batch(NamedTuple):

@@ -64,10 +64,15 @@ FILES = {
     "cukern/fused_moe/__init__.py": "from cukern.fused_moe.layer import Layer",
     "cukern/fused_moe/layer.py": "from cukern.ops import moe_gate",
     "cukern/reference/fused_moe.py": "",
+    "cukern/models/__init__.py": "from cukern.models.encoder import Encoder",
+    "cukern/models/encoder.py": "from cukern.ops import sampling",
     "cukern/testing.py": "",
     "tests/test_moe_gate.py": f"if 0:\n  import cukern, cukern.testing\n  from tests import buffers\n{OUTCOMES}",
     "tests/test_sampling.py": "",
     "tests/test_fused_moe.py": "",
+    "tests/test_models_encoder.py": "from tests import encoders",
+    "tests/test_models_text.py": "",
+    "tests/encoders.py": "",
     "tests/test_streams.py": "import pytest\npytestmark = pytest.mark.gpu",
     "tests/test_style.py": "",
     "tests/test_contract.py": "",
@@ -101,13 +106,13 @@ def _entry(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_what_there_is_to_prove(checkout: Path) -> None:
-    assert gpu_record.provable() == ["fused_moe", "moe_gate", "sampling", "runtime"]
+    assert gpu_record.provable() == ["fused_moe", "models", "moe_gate", "sampling", "runtime"]
     assert [path.name for path in gpu_record.test_files("runtime")] == ["test_streams.py"]
     assert [path.name for path in gpu_record.test_files("moe_gate")] == ["test_moe_gate.py", "test_contract.py"]
 
 
 GATE = ["fused_moe", "moe_gate"]
-STEMS = [*GATE, "sampling"]
+STEMS = ["fused_moe", "models", "moe_gate", "sampling"]
 
 
 @pytest.mark.parametrize(
@@ -123,9 +128,13 @@ STEMS = [*GATE, "sampling"]
         ("cuda_src/common/fp8.cuh", []),
         ("cukern/runtime/kernel.py", [*GATE, "runtime"]),
         ("cukern/runtime/compile.py", [*GATE, "runtime"]),
-        ("cukern/runtime/fp8.py", ["sampling", "runtime"]),
+        ("cukern/ops/sampling.py", ["models", "sampling"]),
+        ("cukern/runtime/fp8.py", ["models", "sampling", "runtime"]),
         ("cukern/testing.py", ["moe_gate", "runtime"]),
         ("cukern/fused_moe/layer.py", ["fused_moe"]),
+        ("cukern/models/encoder.py", ["models"]),
+        ("tests/test_models_text.py", ["models"]),
+        ("tests/encoders.py", ["models"]),
         ("cukern/__init__.py", ["runtime"]),
         ("tests/test_contract.py", STEMS),
         ("tests/test_streams.py", ["runtime"]),
@@ -176,7 +185,10 @@ def test_check_says_which_stems_are_unproved(
     assert gpu_record.main(["check", "--ops", "runtime"]) == 0
     with pytest.raises(SystemExit, match="2"):
         gpu_record.main(["check", "--ops", "nonsense"])
-    assert "no stem is called 'nonsense'; there are fused_moe, moe_gate, sampling, runtime" in capsys.readouterr().err
+    assert (
+        "no stem is called 'nonsense'; there are fused_moe, models, moe_gate, sampling, runtime"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_outcomes_of_a_run_are_counted(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from cukern.models import Decoder, Decoding, Generated, Step
+from cukern.models import Decoder, DecoderWeights, Decoding, Step
 from cukern.models._steps import StepGraphs
-from cukern.models.weights import DecoderWeights, sinusoids
+from cukern.models.decoder_weights import sinusoids
 from cukern.runtime import arrays
-from cukern.runtime.cuda import cupy
+from tests.decoders import FAMILIES, assert_same, decoding_of, generated, kept, model_of, sources
+from tests.encoders import one_thread  # noqa: F401
 
-transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 40, "init_std": 0.3, "vocab_size": 90,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    # As Helsinki-NLP's models: swish, scaled embeddings, the padding starts a sequence and is banned from it.
-    "marian": ("Marian:MTModel", {"activation_function": "swish", "scale_embedding": True, **dict.fromkeys(
-        ("pad_token_id", "decoder_start_token_id"), 89), "eos_token_id": 0, "forced_eos_token_id": 0}),
-    "marian-two-vocabularies": ("Marian:MTModel", {"activation_function": "relu", "decoder_vocab_size": 77,
-        "share_encoder_decoder_embeddings": False, "pad_token_id": 76, "decoder_start_token_id": 76}),
-    # Where the id of the padding is 0, transformers' beam search fills with the end.
-    "marian-pad-0": ("Marian:MTModel", {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 3,
-        "forced_eos_token_id": 3}),
-    "bart": ("Bart:ForConditionalGeneration", {}),
-    "bart-untied": ("Bart:ForConditionalGeneration", {"tie_word_embeddings": False, "activation_function": "gelu_new"}),
-    "mbart": ("MBart:ForConditionalGeneration", {"scale_embedding": True, "activation_function": "relu"}),
-}  # fmt: skip
 #: Settings of `generate`, and why they are there.
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"max_length": 24},
@@ -56,84 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "three ends, greedy": {"max_length": 20, "eos_token_id": [0, 5, 9], "min_new_tokens": 3},
     "one step": {"max_length": 2, "num_beams": 4},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """torch on one thread: these products are so small that waiting for others takes longer."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@functools.cache
-def model_of(family: str, seed: int = 2) -> Any:
-    """A model of transformers with random weights, norms and biases, whose rows end at different steps."""
-    name, over = FAMILIES[family]
-    prefix, suffix = name.split(":")
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **over})
-    model = getattr(transformers, prefix + suffix)(config).eval()
-    decoder = model.model.decoder
-    with torch.no_grad():
-        # Positions decide, terms of the residual are small, and the logits far apart: else all rows repeat one token.
-        for name, x in model.named_parameters():
-            if x.ndim == 1:
-                x += 0.1 * torch.randn_like(x)
-            elif "embed_positions" in name:
-                x.normal_(0, 2.4)
-            elif "fc2" in name or "out_proj" in name:
-                x *= 0.3
-            elif "embed" in name or "shared" in name:
-                x *= 0.2
-        norm = decoder.layer_norm if family == "mbart" else decoder.layers[-1].final_layer_norm
-        norm.weight *= 6
-        model.final_logits_bias.normal_(0, 0.5)
-        model.final_logits_bias[0, model.generation_config.eos_token_id] += 4
-    if family == "marian":
-        model.generation_config.bad_words_ids = [[89]]
-    return model
-
-
-def decoding_of(model: Any, library: str = "torch", dtype: str | None = None) -> Decoding:
-    state = model.state_dict()
-    if library == "numpy":
-        state = {name: x.numpy() for name, x in state.items()}
-    return Decoding.from_state_dict(state, model.config, generation_config=model.generation_config, dtype=dtype)
-
-
-@functools.cache
-def kept(family: str, seed: int = 2, library: str = "torch") -> Decoding:
-    return decoding_of(model_of(family, seed), library)
-
-
-def sources(seed: int = 2, lengths: tuple[int, ...] = (11, 4, 1, 7, 10)) -> tuple[Any, Any]:
-    """Ids and mask; garbage, out of the vocabulary, where the mask is 0."""
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(lengths)
-    ids = torch.randint(3, 76, (len(lengths), longest), generator=generator)
-    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-    return torch.where(mask == 1, ids, -(10**6)), mask
-
-
-def generated(model: Any, ids: Any, mask: Any, **settings: Any) -> Any:
-    """What transformers generates, with its padding where the mask is 0."""
-    clean = torch.where(mask == 1, ids, model.config.pad_token_id)
-    with torch.no_grad():
-        return model.generate(
-            clean, attention_mask=mask, return_dict_in_generate=True, output_scores=True, **settings
-        )  # fmt: skip
-
-
-def assert_same(found: Generated, wanted: Any) -> None:
-    sequences = torch.as_tensor(np.asarray(found.sequences))
-    assert sequences.shape == wanted.sequences.shape
-    assert (sequences == wanted.sequences).all()
-    if found.scores is not None:
-        torch.testing.assert_close(
-            torch.as_tensor(np.asarray(found.scores)), wanted.sequences_scores, atol=1e-4, rtol=1e-5
-        )
 
 
 # --- against transformers -------------------------------------------------------------------------------
@@ -461,9 +364,9 @@ def test_settings_that_are_refused(settings: dict[str, Any], error: type[Excepti
     ("ids", "mask", "error", "message"),
     [
         ([[1, 2]], None, TypeError, "input_ids must be an array of NumPy, CuPy or torch, got list"),
-        (torch.zeros(2, 3), None, TypeError, "input_ids must be integers, got float32"),
+        (torch.zeros(2, 3), None, TypeError, "input_ids must be int32 or int64, got float32"),
         (torch.zeros(3).long(), None, ValueError, r"input_ids must be of shape \[batch, seq\], got \[3\]"),
-        (torch.full((1, 2), 90), None, ValueError, r"input_ids must be in \[0, 89\] where the mask is not 0, got 90"),
+        (torch.full((1, 2), 90), None, ValueError, r"input_ids\[0, 0\] must be in \[0, 90\), got 90"),
         (torch.ones(1, 41).long(), None, ValueError, r"input_ids must be of at most 40 positions .* a token at 40"),
         (torch.ones(1, 4).long(), [[1]], TypeError, "attention_mask must be an array of NumPy, CuPy or torch"),
         (
@@ -472,7 +375,12 @@ def test_settings_that_are_refused(settings: dict[str, Any], error: type[Excepti
             ValueError,
             r"attention_mask must be of shape \[batch, seq\]",
         ),
-        (torch.ones(1, 4).long(), torch.ones(1, 4), TypeError, "attention_mask must be bool or integers, got float32"),
+        (
+            torch.ones(1, 4).long(),
+            torch.ones(1, 4),
+            TypeError,
+            "attention_mask must be bool or uint8 or int8 or int32 or int64, got float32",
+        ),
     ],
 )
 def test_sources_that_are_refused(ids: Any, mask: Any, error: type[Exception], message: str) -> None:
@@ -559,20 +467,12 @@ def test_shards_and_pickles_are_read(tmp_path: Path) -> None:
 # --- with a GPU -----------------------------------------------------------------------------------------
 
 
-def _on_gpu(family: str, library: str, dtype: str | None = None) -> Decoding:
-    model = model_of(family)
-    state = {
-        name: x.cuda() if library == "torch" else cupy.asarray(x.numpy()) for name, x in model.state_dict().items()
-    }
-    return Decoding.from_state_dict(state, model.config, generation_config=model.generation_config, dtype=dtype)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("library", ["torch", "cupy"])
+@pytest.mark.parametrize("library", ["cuda", "cupy"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("family", ["marian", "bart", "mbart"])
 def test_a_gpu_gives_the_tokens_of_transformers(family: str, settings: dict[str, Any], library: str) -> None:
-    decoding, (ids, mask) = _on_gpu(family, library), sources()
+    decoding, (ids, mask) = decoding_of(model_of(family), library), sources()
     wanted = generated(model_of(family), ids, mask, **settings)
     # As they are, captured, replayed.
     for _ in range(3):
@@ -582,7 +482,7 @@ def test_a_gpu_gives_the_tokens_of_transformers(family: str, settings: dict[str,
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [{"num_beams": 4}, {"num_beams": 1}, {"do_sample": True, "seed": 4, "top_k": 9}])
 def test_captured_steps_find_what_others_do(settings: dict[str, Any]) -> None:
-    decoding = _on_gpu("marian", "torch")
+    decoding = decoding_of(model_of("marian"), "cuda")
     both = [sources(seed, (9, 5, 2)) for seed in (1, 2)]
     plain = [decoding(ids.cuda(), mask.cuda(), max_length=16, **settings) for ids, mask in both]
     side = torch.cuda.Stream()
@@ -601,13 +501,13 @@ def test_captured_steps_find_what_others_do(settings: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bits_on_a_gpu(dtype: str) -> None:
-    found = _on_gpu("bart", "torch", dtype)(*sources(), max_length=12, num_beams=2)
+    found = decoding_of(model_of("bart"), "cuda", dtype)(*sources(), max_length=12, num_beams=2)
     assert ((found.sequences >= 0) & (found.sequences < 90)).all()
     assert np.isfinite(np.asarray(found.scores)).all()
 
 
 def test_steps_are_run_as_they_are_without_a_gpu() -> None:
-    graphs, ran = StepGraphs(kept("bart")._model.pieces), []
+    graphs, ran = StepGraphs(kept("bart")._model.layers), []
     for position in (0, 0, 0, 1):
         graphs.run(position, lambda position=position: ran.append(position))  # type: ignore[misc]
     assert ran == [0, 0, 0, 1]

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 from cukern.__main__ import main
 from cukern.commands import encode
+from cukern.commands import texts as shared
 from cukern.models import Encoder
 from tests import encoders
 from tests.encoders import one_thread, save, texts  # noqa: F401
@@ -115,7 +116,7 @@ def test_the_lines_of_a_file(tmp_path: Path) -> None:
         ("\n", [""]),
         ("a\u2028b\x0cc\n", ["a\u2028b\x0cc"]),
     ):
-        assert encode._texts(Path(_write(tmp_path / "texts.txt", content))) == lines
+        assert shared.read_lines(Path(_write(tmp_path / "texts.txt", content))) == lines
 
 
 def test_the_nearest_of_texts_without_a_vector() -> None:

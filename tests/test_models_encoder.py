@@ -20,12 +20,10 @@ from transformers import (  # noqa: E402  (imports torch)
 )
 
 from cukern.models import Encoder, EncoderConfig  # noqa: E402
-from cukern.models._layers import Words, layers_of  # noqa: E402
-from cukern.models.encoder_weights import ACTIVATIONS  # noqa: E402
-from cukern.runtime import arrays  # noqa: E402
+from cukern.models._layers import ACTIVATIONS, Words, layers_of  # noqa: E402
 from cukern.testing import assert_matches  # noqa: E402
 from tests import encoders  # noqa: E402
-from tests.encoders import ARCHITECTURES, CASES, batch, one_thread, put, state_of, wanted  # noqa: E402, F401
+from tests.encoders import ARCHITECTURES, CASES, batch, numpy_of, one_thread, put, state_of, wanted  # noqa: E402, F401
 
 LENGTHS = [20, 1, 7, 13, 19]
 HOST = ("torch", "numpy")
@@ -35,12 +33,6 @@ LIBRARIES = [*HOST, pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("c
 def _encoder(name: str, library: str = "torch", **options: Any) -> Encoder:
     source = encoders.model(name)
     return Encoder.from_state_dict(state_of(source, library), source.config, **options)
-
-
-def _numpy(array: Any) -> np.ndarray[Any, Any]:
-    library = arrays.library_of(array)
-    assert library is not None
-    return library.to_numpy(array)
 
 
 # --- the same as transformers -------------------------------------------------------------------------
@@ -74,7 +66,7 @@ def test_token_types(name: str, library: str, rng: np.random.Generator) -> None:
     got = _encoder(name, library)(put(ids, library), put(mask, library), put(types, library))
     assert_matches("models.hidden_states", got, wanted(source, ids, mask, token_type_ids=types))
     without = _encoder(name, library)(put(ids, library), put(mask, library))
-    assert np.abs(_numpy(got) - _numpy(without)).max() > 0.01
+    assert np.abs(numpy_of(got) - numpy_of(without)).max() > 0.01
 
 
 @pytest.mark.parametrize("library", HOST)
@@ -159,13 +151,13 @@ def test_what_is_padded_has_no_influence(name: str, library: str) -> None:
     if encoder.config.type_vocab_size:
         others["token_type_ids"] = put(torch.where(mask == 1, 0, 77), library)
     got = encoder(put(garbage, library), put(mask, library), **others)
-    np.testing.assert_array_equal(_numpy(got), _numpy(want))
-    assert not _numpy(got)[mask.numpy() == 0].any()
+    np.testing.assert_array_equal(numpy_of(got), numpy_of(want))
+    assert not numpy_of(got)[mask.numpy() == 0].any()
 
     # Padding before the words, which positions must not count.
     want = encoder(put(ids.flip(1), library), put(mask.flip(1), library))
     np.testing.assert_array_equal(
-        _numpy(encoder(put(garbage.flip(1), library), put(mask.flip(1), library))), _numpy(want)
+        numpy_of(encoder(put(garbage.flip(1), library), put(mask.flip(1), library))), numpy_of(want)
     )
 
 
@@ -173,12 +165,12 @@ def test_what_is_padded_has_no_influence(name: str, library: str) -> None:
 def test_the_types_of_ids_and_masks(library: str) -> None:
     ids, mask = batch(LENGTHS, 20)
     encoder = _encoder("roberta", library)
-    want = _numpy(encoder(put(ids, library), put(mask, library)))
+    want = numpy_of(encoder(put(ids, library), put(mask, library)))
     for kind in (torch.bool, torch.uint8, torch.int32):
         got = encoder(put(ids.int(), library), put(mask.to(kind), library), put(torch.zeros_like(ids).int(), library))
-        np.testing.assert_array_equal(_numpy(got), want)
+        np.testing.assert_array_equal(numpy_of(got), want)
     # Any number but 0 marks a word.
-    np.testing.assert_array_equal(_numpy(encoder(put(ids, library), put(mask * -3, library))), want)
+    np.testing.assert_array_equal(numpy_of(encoder(put(ids, library), put(mask * -3, library))), want)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -186,13 +178,13 @@ def test_the_types_of_ids_and_masks(library: str) -> None:
 def test_batches_without_a_mask_and_with_a_known_number_of_words(name: str, library: str) -> None:
     encoder = _encoder(name, library)
     ids, mask = batch([11] * 3, 11)
-    full = _numpy(encoder(put(ids, library)))
-    np.testing.assert_array_equal(_numpy(encoder(put(ids, library), put(mask, library))), full)
-    np.testing.assert_array_equal(_numpy(encoder(put(ids, library), valid_word_num=33)), full)
+    full = numpy_of(encoder(put(ids, library)))
+    np.testing.assert_array_equal(numpy_of(encoder(put(ids, library), put(mask, library))), full)
+    np.testing.assert_array_equal(numpy_of(encoder(put(ids, library), valid_word_num=33)), full)
     ids, mask = batch(LENGTHS, 20)
-    want = _numpy(encoder(put(ids, library), put(mask, library)))
+    want = numpy_of(encoder(put(ids, library), put(mask, library)))
     got = encoder(put(ids, library), put(mask, library), valid_word_num=sum(LENGTHS))
-    np.testing.assert_array_equal(_numpy(got), want)
+    np.testing.assert_array_equal(numpy_of(got), want)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -205,11 +197,11 @@ def test_empty_batches_and_sequences(name: str, library: str) -> None:
             got = encoder(empty, mask)
             assert tuple(got.shape) == (*shape, 64)
     ids, mask = batch([5, 0, 3], 6)
-    got = _numpy(encoder(put(ids, library), put(mask, library)))
+    got = numpy_of(encoder(put(ids, library), put(mask, library)))
     assert_matches("models.hidden_states", got[[0, 2]], wanted(encoders.model(name), ids, mask)[[0, 2]].numpy())
     assert not got[1].any()
     for words in (None, 0):
-        assert not _numpy(encoder(put(ids, library), put(mask * 0, library), valid_word_num=words)).any()
+        assert not numpy_of(encoder(put(ids, library), put(mask * 0, library), valid_word_num=words)).any()
 
 
 # --- the same bits in any batch -----------------------------------------------------------------------
@@ -224,9 +216,9 @@ def test_attention_and_pooling_give_the_same_bits_in_any_batch(
 
     def of(array: np.ndarray[Any, Any]) -> Any:
         made = put(torch.from_numpy(array), library)
-        return layers_of(made).cast(made, dtype)
+        return layers_of("made", made).cast(made, dtype)
 
-    layers = layers_of(of(words))
+    layers = layers_of("words", of(words))
     bounds = [0, 9, 9, 10, 41, 60]
     rows = of(words)
     whole_words = Words(put(torch.tensor(bounds, dtype=torch.int32), library), 31, bounds)
@@ -237,11 +229,11 @@ def test_attention_and_pooling_give_the_same_bits_in_any_batch(
     for number, (first, last) in enumerate(itertools.pairwise(bounds)):
         own = rows[first:last]
         alone = Words(put(torch.tensor([0, last - first], dtype=torch.int32), library), last - first, [0, last - first])
-        attended = _numpy(layers.attention(own, 4, alone))
-        np.testing.assert_array_equal(attended, _numpy(whole["attention"])[first:last])
+        attended = numpy_of(layers.attention(own, 4, alone))
+        np.testing.assert_array_equal(attended, numpy_of(whole["attention"])[first:last])
         for mode in ("cls", "mean", "max"):
-            vector = _numpy(layers.pool(own, alone, mode))[0]
-            np.testing.assert_array_equal(vector, _numpy(whole[mode])[number], err_msg=mode)
+            vector = numpy_of(layers.pool(own, alone, mode))[0]
+            np.testing.assert_array_equal(vector, numpy_of(whole[mode])[number], err_msg=mode)
             assert vector.any() == (first < last)
 
 
@@ -261,7 +253,7 @@ def test_products_of_equally_many_rows_give_the_same_bits_in_any_batch(library: 
     assert_matches("models.hidden_states", together, wanted(encoders.model("bert"), ids, mask))
     for row, length in enumerate(LENGTHS):
         alone = encoder(put(ids[row : row + 1, :length].clone(), library))
-        np.testing.assert_array_equal(_numpy(alone)[0], _numpy(together)[row, :length])
+        np.testing.assert_array_equal(numpy_of(alone)[0], numpy_of(together)[row, :length])
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -384,7 +376,7 @@ _KEY, _OUT = "encoder.layer.1.attention.self.key", "encoder.layer.0.output.dense
         ),
         (lambda state: state | {_OUT: torch.ones(64, dtype=torch.int8)}, f"{_OUT} must be float32 or float16 or bfl"),
         (lambda state: state | {_OUT: np.ones(64)}, f"{_OUT} must be a torch array like the others, got NumPy"),
-        (lambda state: state | {_OUT: [1.0]}, f"{_OUT} must be a NumPy, CuPy or torch array, got list"),
+        (lambda state: state | {_OUT: [1.0]}, f"{_OUT} must be an array of NumPy, CuPy or torch, got list"),
         (lambda state: {key: x.double() for key, x in state.items()}, "must be float32 or float16 or bfloat16, got fl"),
     ],
 )
@@ -399,7 +391,7 @@ def test_options_that_are_not_taken() -> None:
     state = state_of(source, "torch")
     with pytest.raises(TypeError, match="dtype must be float32 or float16 or bfloat16, got int8"):
         Encoder.from_state_dict(state, source.config, dtype="int8")
-    with pytest.raises(TypeError, match="config must be an EncoderConfig, a dictionary, or a configuration of transf"):
+    with pytest.raises(TypeError, match="config must be a dictionary, or a configuration of transformers, got str"):
         Encoder.from_state_dict(state, "bert")
     with pytest.raises(ValueError, match="product_rows must be an integer of at least 1, got 0"):
         Encoder.from_state_dict(state, source.config, product_rows=0)
@@ -443,8 +435,8 @@ def test_a_number_of_words_on_a_gpu_that_is_not_theirs(library: str, dtype: str,
     # It cannot be checked there: the first words are right but for attention to those that are missing.
     encoder = _encoder("bert", library, dtype=dtype)
     ids, mask = (put(x, library) for x in batch(LENGTHS, 20))
-    want = _numpy(encoder(ids, mask))
-    got = _numpy(encoder(ids, mask, valid_word_num=words))
+    want = numpy_of(encoder(ids, mask))
+    got = numpy_of(encoder(ids, mask, valid_word_num=words))
     whole = [row for row in range(5) if sum(LENGTHS[: row + 1]) <= words]
     np.testing.assert_array_equal(np.isfinite(got).all(), True)
     np.testing.assert_allclose(got[whole].astype(np.float32), want[whole].astype(np.float32), atol=2e-2)

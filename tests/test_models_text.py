@@ -17,10 +17,9 @@ torch = pytest.importorskip("torch")
 
 from cukern.models import Encoder, TextConfig  # noqa: E402  (after torch is known to be there)
 from cukern.models import checkpoint as checkpoints  # noqa: E402
-from cukern.runtime import arrays  # noqa: E402
 from cukern.testing import assert_matches  # noqa: E402
 from tests import encoders  # noqa: E402
-from tests.encoders import ARCHITECTURES, VOCAB, one_thread, save, state_of, texts, wanted  # noqa: E402, F401
+from tests.encoders import ARCHITECTURES, VOCAB, numpy_of, one_thread, save, state_of, texts, wanted  # noqa: E402, F401
 
 HOST = ("torch", "numpy")
 LIBRARIES = [*HOST, pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cupy", marks=pytest.mark.gpu)]
@@ -80,12 +79,6 @@ def _vectors(name: str, tokens: list[list[int]], modes: tuple[str, ...], normali
     return np.stack(vectors)
 
 
-def _numpy(array: Any) -> np.ndarray[Any, Any]:
-    library = arrays.library_of(array)
-    assert library is not None
-    return library.to_numpy(array)
-
-
 # --- vectors of texts ---------------------------------------------------------------------------------
 
 
@@ -101,9 +94,9 @@ def test_vectors_are_normalized_means_in_the_order_of_the_texts(
     for batch_size in (1, 3, 32):
         got = encoder.embed(lines, batch_size=batch_size)
         assert type(got) is type(encoder.weights.word)
-        assert_matches("models.vectors", _numpy(got), want)
+        assert_matches("models.vectors", numpy_of(got), want)
     raw = encoder.embed(lines, normalize=False)
-    assert_matches("models.vectors", _numpy(raw), _vectors(name, _tokens(lines), ("mean",), False))
+    assert_matches("models.vectors", numpy_of(raw), _vectors(name, _tokens(lines), ("mean",), False))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -116,7 +109,7 @@ def test_poolings(modes: tuple[str, ...], library: str) -> None:
         encoder = Encoder.from_state_dict(state_of(source, library), source.config, text=text)
         assert encoder.embedding_size == 64 * len(modes)
         got = encoder.embed_tokens(tokens, batch_size=3)
-        assert_matches("models.vectors", _numpy(got), _vectors("bert", tokens, modes, normalize))
+        assert_matches("models.vectors", numpy_of(got), _vectors("bert", tokens, modes, normalize))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -127,11 +120,11 @@ def test_texts_without_tokens_have_vectors_of_zeros(name: str, mode: str, librar
     encoder = Encoder.from_state_dict(state_of(source, library), source.config, text=TextConfig(pooling=(mode,)))
     tokens = [[], [5, 6, 7], [], [8]]
     for batch_size in (1, 2, 4):
-        got = _numpy(encoder.embed_tokens(tokens, batch_size=batch_size))
+        got = numpy_of(encoder.embed_tokens(tokens, batch_size=batch_size))
         assert not got[[0, 2]].any()
         assert_matches("models.vectors", got[[1, 3]], _vectors(name, [tokens[1], tokens[3]], (mode,), True))
-    assert _numpy(encoder.embed_tokens([])).shape == (0, 64)
-    assert not _numpy(encoder.embed_tokens([[], []])).any()
+    assert numpy_of(encoder.embed_tokens([])).shape == (0, 64)
+    assert not numpy_of(encoder.embed_tokens([[], []])).any()
 
 
 @pytest.mark.parametrize("library", [pytest.param("torch", id="torch"), *LIBRARIES[2:]])
@@ -139,17 +132,17 @@ def test_a_vector_has_the_same_bits_alone_and_in_any_batch(library: str) -> None
     source = encoders.model("roberta")
     encoder = Encoder.from_state_dict(state_of(source, library), source.config, product_rows=16)
     tokens = _tokens(texts([*LENGTHS, 30, 17]))
-    want = [_numpy(encoder.embed_tokens([ids]))[0] for ids in tokens]
+    want = [numpy_of(encoder.embed_tokens([ids]))[0] for ids in tokens]
     for batch_size in (2, 5, 32):
-        np.testing.assert_array_equal(_numpy(encoder.embed_tokens(tokens, batch_size=batch_size)), want)
-    np.testing.assert_array_equal(_numpy(encoder.embed_tokens(tokens[::-1])), want[::-1])
+        np.testing.assert_array_equal(numpy_of(encoder.embed_tokens(tokens, batch_size=batch_size)), want)
+    np.testing.assert_array_equal(numpy_of(encoder.embed_tokens(tokens[::-1])), want[::-1])
 
 
 @pytest.mark.parametrize("library", HOST)
 def test_many_texts(library: str, folders: dict[str, Path], rng: np.random.Generator) -> None:
     lines = texts([int(n) for n in rng.integers(0, 20, 2000)])
     lines[1000:] = lines[:1000]
-    got = _numpy(_load(folders["distilbert"], library).embed(lines, batch_size=256))
+    got = numpy_of(_load(folders["distilbert"], library).embed(lines, batch_size=256))
     assert got.shape == (2000, 64)
     np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1, atol=1e-5)
     np.testing.assert_allclose(got[1000:], got[:1000], atol=1e-5)
@@ -164,7 +157,7 @@ def test_sixteen_bits_give_vectors_of_32(folders: dict[str, Path]) -> None:
     want = _vectors("bert", _tokens(lines), ("mean",), True)
     for library in HOST:
         for dtype in ("float16", "bfloat16"):
-            got = _numpy(_load(folders["bert"], library, dtype=dtype).embed(lines))
+            got = numpy_of(_load(folders["bert"], library, dtype=dtype).embed(lines))
             assert got.dtype == np.float32
             np.testing.assert_allclose(got, want, atol=2e-2)
 
@@ -234,8 +227,8 @@ def test_bad_texts(folders: dict[str, Path]) -> None:
             encoder.embed(given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, got 0"):
         encoder.embed(["a"], batch_size=0)
-    assert _numpy(encoder.embed([])).shape == (0, 64)
-    assert _numpy(encoder.embed(iter(["ka", "lo"]))).shape == (2, 64)  # type: ignore[arg-type]
+    assert numpy_of(encoder.embed([])).shape == (0, 64)
+    assert numpy_of(encoder.embed(iter(["ka", "lo"]))).shape == (2, 64)  # type: ignore[arg-type]
 
 
 def test_bad_tokens() -> None:
@@ -359,8 +352,8 @@ def test_weights_in_shards(library: str, dtype: str, tmp_path: Path) -> None:
     assert encoder.dtype == dtype and "bert, 3 layers of 64, 4 heads" in repr(encoder)
     want = Encoder.from_state_dict(state_of(source, "torch"), source.config, dtype=dtype)
     got, layer = encoder.weights.layers[2], want.weights.layers[2]
-    np.testing.assert_array_equal(_numpy(got.qkv), _numpy(layer.qkv))
-    np.testing.assert_array_equal(_numpy(encoder.weights.position), _numpy(want.weights.position))
+    np.testing.assert_array_equal(numpy_of(got.qkv.weight), numpy_of(layer.qkv.weight))
+    np.testing.assert_array_equal(numpy_of(encoder.weights.position), numpy_of(want.weights.position))
 
 
 def test_weights_keep_the_dtype_of_the_file(tmp_path: Path) -> None:
@@ -385,8 +378,8 @@ def test_weights_keep_the_dtype_of_the_file(tmp_path: Path) -> None:
             "{} has neither model.safetensors nor model.safetensors.index.json",
         ),
         (
-            lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
-            "(it has pytorch_model.bin: transformers' save_pretrained writes safetensors)",
+            lambda path: (path / "model.safetensors").rename(path / "tf_model.h5"),
+            "(it has tf_model.h5: transformers' save_pretrained writes safetensors)",
         ),
         (
             lambda path: (path / "model.safetensors").write_bytes(b"not a file of weights"),
@@ -415,6 +408,22 @@ def test_directories_that_are_not_models(
     spoil(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message.format(folder))):
         _load(folder, library)
+
+
+def test_weights_of_older_models(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    source = encoders.model("bert")
+    torch.save({"embeddings.position_ids": torch.arange(40)[None], **source.state_dict()}, file)
+    ids, mask = encoders.batch([5, 3], 6)
+    got = Encoder.from_directory(folder, device="cpu")(ids, mask)
+    assert torch.equal(got, Encoder.from_state_dict(state_of(source, "torch"), source.config)(ids, mask))
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .* \(it has pytorch_model\.bin"):
+        Encoder.from_directory(folder, library="numpy")
+    for content in ([torch.ones(2)], {"a": 3}, {"embeddings.word_embeddings.weight": torch.ones(2)}, print):
+        torch.save(content, file)
+        with pytest.raises(ValueError, match=r"is not a state dict|state has no "):
+            Encoder.from_directory(folder, device="cpu")
 
 
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import inspect
 import itertools
 import os
 import sys
@@ -55,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _functions_by_stem() -> dict[str, list[str]]:
-    """The public functions of each family that has a bench file."""
+    """The public functions of each family that has a bench file, and its classes, which may be measured as well."""
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
         # A composition of ops is a package beside `cukern.ops`.
         is_op = importlib.util.find_spec(f"cukern.ops.{stem}") is not None
         module = importlib.import_module(f"cukern.ops.{stem}" if is_op else f"cukern.{stem}")
-        functions[stem] = [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
+        functions[stem] = [name for name in module.__all__ if callable(getattr(module, name))]
     return {**functions, _IMPORT: [_IMPORT]}
 
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from cukern.models.decoder import Decoder
+from cukern.models.decoder import Decoder, DecoderWeights
 from cukern.models.decoding import Decoding, Generated, Step
 from cukern.models.encoder import Encoder
 from cukern.models.encoder_weights import EncoderConfig
-from cukern.models.text import TextConfig, Tokenizer
+from cukern.models.text import TextConfig
+from cukern.models.tokenizer import Tokenizer
 
-__all__ = ["Decoder", "Decoding", "Encoder", "EncoderConfig", "Generated", "Step", "TextConfig", "Tokenizer"]
+__all__ = [
+    "Decoder",
+    "DecoderWeights",
+    "Decoding",
+    "Encoder",
+    "EncoderConfig",
+    "Generated",
+    "Step",
+    "TextConfig",
+    "Tokenizer",
+]

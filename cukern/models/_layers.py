@@ -1,8 +1,10 @@
-"""What a model does to arrays besides the ops: dense products, attention without padding, pooling, and bookkeeping.
+"""What a model does to arrays besides the ops: dense products, attention without padding, buffers, logits, pooling.
 
 `layers_of` gives these for an array: `ArrayLayers` is the NumPy form, which defines the results and serves CuPy too,
 `TorchLayers` the torch form. Dense products are the array library's own, which on a GPU is cuBLAS. All else computes in
-float32 and rounds once, and what it gives for a sequence depends on that sequence alone.
+float32 and rounds once, and what it gives for a sequence depends on that sequence alone. Methods whose name ends in an
+underscore change their first array. None waits for a GPU but `host`, `flat_nonzero`, and `pool` on CuPy arrays whose
+bounds the host does not know: a step made of the others can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,14 +13,36 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cukern.ops.varlen_attention import varlen_attention
-from cukern.runtime import arrays
+from cukern.runtime import arrays, check
 from cukern.runtime.cuda import cupy, current_device
+
+#: Dtypes of weights.
+DTYPES = ("float32", "float16", "bfloat16")
+#: The activations of `add_bias_act` by transformers' names.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+class Affine(NamedTuple):
+    """The weight and the bias of a product, [out, in] and [out], or of a layer norm, [hidden] both."""
+
+    weight: Any
+    bias: Any
 
 
 class Words(NamedTuple):
@@ -40,6 +64,8 @@ class Words(NamedTuple):
 class ArrayLayers:
     """The operations on NumPy arrays, and on CuPy arrays where `xp` is CuPy."""
 
+    is_cuda_torch = False
+
     def __init__(self, xp: Any, device: int | None) -> None:
         self.xp = xp
         self.device = device
@@ -54,7 +80,7 @@ class ArrayLayers:
 
     def cast(self, x: Any, dtype: str) -> Any:
         """`x`, contiguous and of a dtype by its name."""
-        return self.xp.ascontiguousarray(x, arrays.numpy_dtype(dtype))
+        return self.xp.ascontiguousarray(x.astype(arrays.numpy_dtype(dtype), copy=False))
 
     def concatenate(self, parts: Sequence[Any], axis: int = 0) -> Any:
         return self.xp.concatenate(parts, axis)
@@ -76,7 +102,33 @@ class ArrayLayers:
         sums[1:] = lengths.cumsum()
         return sums
 
-    def _float(self, x: Any) -> Any:
+    def full(self, shape: tuple[int, ...], value: Any, dtype: str) -> Any:
+        return self.xp.full(shape, value, arrays.numpy_dtype(dtype))
+
+    def put(self, x: np.ndarray[Any, Any]) -> Any:
+        """A NumPy array where the weights are."""
+        return self.xp.asarray(x)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any]:
+        return x if self.xp is np else self.xp.asnumpy(x)
+
+    def assign_(self, x: Any, value: Any) -> None:
+        """`value`, an array or a number, into all of `x`."""
+        x[...] = value
+
+    def assign_rows_(self, x: Any, rows: Any, value: Any) -> None:
+        x[rows] = value
+
+    def take(self, x: Any, rows: Any) -> Any:
+        """New rows of `x`, by int64 indices."""
+        return x[rows]
+
+    def flat_parents(self, parents: Any) -> Any:
+        """int64 [batch * beams], the row of each parent, from parents [batch, beams]."""
+        batch, beams = parents.shape
+        return (parents + beams * self.xp.arange(batch)[:, None]).reshape(-1)
+
+    def float32(self, x: Any) -> Any:
         return x.astype(np.float32)
 
     # --- a layer ----------------------------------------------------------------------------------------
@@ -85,8 +137,8 @@ class ArrayLayers:
         """x [rows, in] times weight [out, in] transposed, plus bias [out]; [rows, out]."""
         if self.xp is np and x.dtype != np.float32:
             # NumPy adds up products of 16 bits in 16 bits.
-            y = self._float(x) @ self._float(weight).T
-            return (y if bias is None else y + self._float(bias)).astype(x.dtype)
+            y = self.float32(x) @ self.float32(weight).T
+            return (y if bias is None else y + self.float32(bias)).astype(x.dtype)
         y = x @ weight.T
         return y if bias is None else y + bias
 
@@ -96,6 +148,40 @@ class ArrayLayers:
         qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden].
         """
         return _attention(qkv, heads, words)
+
+    def clipped(self, x: Any, most: float) -> Any:
+        """`x` within -most and most where it is float16, else as it is."""
+        return x.clip(-most, most) if x.dtype == np.float16 else x
+
+    # --- what becomes of the logits ---------------------------------------------------------------------
+
+    def log_softmax(self, x: Any) -> Any:
+        """float32, contiguous, from logits [rows, vocab] of any dtype."""
+        y = self.float32(x)
+        y = y - y.max(-1, keepdims=True)
+        return y - self.xp.log(self.xp.exp(y).sum(-1, keepdims=True))
+
+    def forbid_(self, scores: Any, ids: Sequence[int]) -> None:
+        """-inf for tokens in all rows."""
+        scores[:, [*ids]] = -np.inf
+
+    def force_(self, scores: Any, ids: Sequence[int]) -> None:
+        """0 for tokens in all rows, -inf for all others."""
+        scores[...] = -np.inf
+        scores[:, [*ids]] = 0
+
+    def forbid_repeats_(self, scores: Any, history: Any, length: int, size: int) -> None:
+        """-inf for each token that would complete `size` tokens in a row that history [rows, :length] has already."""
+        windows = length - size + 1
+        if windows < 1:
+            return
+        latest = history[:, length - size + 1 : length]
+        found = self.xp.ones((len(history), windows), bool)
+        for i in range(size - 1):
+            found &= history[:, i : i + windows] == latest[:, i : i + 1]
+        last = history[:, size - 1 : size - 1 + windows]
+        values = self.xp.where(found, np.float32(-np.inf), np.float32(np.inf))
+        self.xp.minimum.at(scores, (self.xp.arange(len(history))[:, None], last), values)
 
     # --- a vector for each sequence ---------------------------------------------------------------------
 
@@ -108,7 +194,7 @@ class ArrayLayers:
         out = self.xp.zeros((len(bounds) - 1, x.shape[1]), np.float32)
         for row, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first < last:
-                own = self._float(x[first:last])
+                own = self.float32(x[first:last])
                 out[row] = own[0] if mode == "cls" else own.max(0) if mode == "max" else own.sum(0) / (last - first)
         return out
 
@@ -127,6 +213,7 @@ class TorchLayers:
         self._torch = torch
         self._functional = torch.nn.functional
         self.device = device
+        self.is_cuda_torch = device.type == "cuda"
 
     def place(self) -> contextlib.AbstractContextManager[None]:
         """See `ArrayLayers.place`: torch finds the device by the tensors."""
@@ -154,6 +241,35 @@ class TorchLayers:
         self._torch.cumsum(lengths, 0, dtype=self._torch.int32, out=sums[1:])
         return sums
 
+    def full(self, shape: tuple[int, ...], value: Any, dtype: str) -> Any:
+        return self._torch.full(shape, value, dtype=getattr(self._torch, dtype), device=self.device)
+
+    def put(self, x: np.ndarray[Any, Any]) -> Any:
+        return self._torch.from_numpy(np.ascontiguousarray(x)).to(self.device)
+
+    def host(self, x: Any) -> np.ndarray[Any, Any]:
+        return x.cpu().numpy()
+
+    def assign_(self, x: Any, value: Any) -> None:
+        if isinstance(value, self._torch.Tensor):
+            x.copy_(value)
+        else:
+            x.fill_(value)
+
+    def assign_rows_(self, x: Any, rows: Any, value: Any) -> None:
+        x.index_copy_(0, rows, value)
+
+    def take(self, x: Any, rows: Any) -> Any:
+        return x.index_select(0, rows)
+
+    def flat_parents(self, parents: Any) -> Any:
+        batch, beams = parents.shape
+        first = beams * self._torch.arange(batch, device=self.device)
+        return (parents + first[:, None]).reshape(-1)
+
+    def float32(self, x: Any) -> Any:
+        return x.float()
+
     # --- a layer ----------------------------------------------------------------------------------------
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
@@ -168,15 +284,46 @@ class TorchLayers:
         offsets, longest = words.cu_seqlens, words.max_seq_len
         return _varlen_attention()(q, k, v, offsets, offsets, longest, longest).reshape(rows, -1)
 
+    def clipped(self, x: Any, most: float) -> Any:
+        return x.clip(-most, most) if x.dtype == self._torch.float16 else x
+
+    # --- what becomes of the logits ---------------------------------------------------------------------
+
+    def log_softmax(self, x: Any) -> Any:
+        return self._torch.log_softmax(x.float(), -1)
+
+    def forbid_(self, scores: Any, ids: Sequence[int]) -> None:
+        for token in ids:
+            scores[:, token].fill_(-math.inf)
+
+    def force_(self, scores: Any, ids: Sequence[int]) -> None:
+        scores.fill_(-math.inf)
+        for token in ids:
+            scores[:, token].fill_(0)
+
+    def forbid_repeats_(self, scores: Any, history: Any, length: int, size: int) -> None:
+        windows = length - size + 1
+        if windows < 1:
+            return
+        latest = history[:, length - size + 1 : length]
+        found = self._torch.ones((len(history), windows), dtype=self._torch.bool, device=self.device)
+        for i in range(size - 1):
+            found &= history[:, i : i + windows] == latest[:, i : i + 1]
+        last = history[:, size - 1 : size - 1 + windows].long()
+        values = self._torch.full(found.shape, math.inf, device=self.device).masked_fill_(found, -math.inf)
+        scores.scatter_reduce_(1, last, values, "amin")
+
     # --- a vector for each sequence ---------------------------------------------------------------------
 
     def pool(self, x: Any, words: Words, mode: str) -> Any:
         """See `ArrayLayers.pool`. The words of a sequence are added up one after the other, whatever the batch."""
         offsets = words.cu_seqlens.long()
         lengths = offsets.diff()[:, None]
+        if not len(x):
+            # segment_reduce divides by the number of rows in some releases.
+            return self.full((len(lengths), x.shape[1]), 0, "float32")
         if mode == "cls":
-            first = offsets[:-1].clamp(max=max(len(x) - 1, 0))
-            rows = x[first].float() if len(x) else x.new_zeros((len(first), x.shape[1])).float()
+            rows = x[offsets[:-1].clamp(max=len(x) - 1)].float()
         else:
             kind = "max" if mode == "max" else "sum"
             # `unsafe` leaves out a check of the offsets, for which the host would wait.
@@ -209,10 +356,22 @@ def _varlen_attention() -> Callable[..., Any]:
     return varlen_attn
 
 
-def layers_of(array: Any) -> Layers:
-    """The operations for the library and the device of an array."""
+def place(device: int | None) -> str:
+    """The words for where an array is, by its CUDA device."""
+    return "the CPU" if device is None else f"CUDA device {device}"
+
+
+def library_of(name: str, array: Any) -> arrays.Library:
+    """The library of an array, the argument `name`. Raises TypeError for what is none of NumPy, CuPy or torch."""
     library = arrays.library_of(array)
-    assert library is not None
+    if library is None:
+        check.fail(name, "an array of NumPy, CuPy or torch", type(array).__name__, TypeError)
+    return library
+
+
+def layers_of(name: str, array: Any) -> Layers:
+    """The operations for the library and the device of an array, the argument `name`; errors as in `library_of`."""
+    library = library_of(name, array)
     if library.name == "torch":
         return TorchLayers(array.device)
     return ArrayLayers(np if library is arrays.NUMPY else cupy, library.device(array))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.models._pieces import Pieces
+from cukern.models._layers import Layers
 from cukern.models._seq2seq import Seq2Seq, Source
 from cukern.models.generation import Settings
 from cukern.ops.beam_search import beam_search_step, gather_tree, update_kv_cache
@@ -21,13 +21,13 @@ from cukern.ops.sampling import sample
 _NOTHING = -1e9
 
 
-def _words_array(words: tuple[tuple[int, ...], ...], pieces: Pieces) -> Any:
+def _words_array(words: tuple[tuple[int, ...], ...], layers: Layers) -> Any:
     """Words in FasterTransformer's layout; None without any."""
     if not words:
         return None
     ids = [x for word in words for x in word]
     ends = np.cumsum([len(word) for word in words]).tolist()
-    return pieces.put(np.array([ids, ends + [-1] * (len(ids) - len(ends))], np.int32))
+    return layers.put(np.array([ids, ends + [-1] * (len(ids) - len(ends))], np.int32))
 
 
 class Found(NamedTuple):
@@ -43,44 +43,44 @@ class Search:
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         self.model, self.settings, self.batch, self.memory_len = model, settings, batch, memory_len
-        self.pieces, config = model.pieces, model.config
+        self.layers, config = model.layers, model.config
         self.rows = batch * settings.copies
-        heads, full = config.decoder_heads, self.pieces.full
+        heads, full = config.decoder_heads, self.layers.full
         head = (heads, config.hidden // heads)
         cache, memory = (settings.steps, self.rows, *head), (self.rows, memory_len, *head)
-        layers = range(config.decoder_layers)
-        self.caches = [(full(cache, 0, dtype), full(cache, 0, dtype)) for _ in layers]
-        self.memories = [(full(memory, 0, dtype), full(memory, 0, dtype)) for _ in layers]
+        count = range(config.decoder_layers)
+        self.caches = [(full(cache, 0, dtype), full(cache, 0, dtype)) for _ in count]
+        self.memories = [(full(memory, 0, dtype), full(memory, 0, dtype)) for _ in count]
         self.memory_lengths = full((self.rows,), 0, "int32")
         self.words = full((self.rows,), settings.start, "int32")
         self.history = full((self.rows, settings.max_length), settings.start, "int32")
         self.lengths = full((self.rows,), 1, "int32")
         self.one = full((self.rows,), 1, "int32")
-        self.bad_words = _words_array(settings.bad_words, self.pieces)
+        self.bad_words = _words_array(settings.bad_words, self.layers)
         self.finished: Any = None
 
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
         """Encode the sources, and put everything where the first step wants it."""
-        settings, pieces, copies = self.settings, self.pieces, self.settings.copies
+        settings, layers, copies = self.settings, self.layers, self.settings.copies
         states = self.model.encode(source)
         first = source.rows * copies
-        places = [pieces.put((first + i) * self.memory_len + source.places) for i in range(copies)]
+        places = [layers.put((first + i) * self.memory_len + source.places) for i in range(copies)]
         for layer, memory in zip(self.model.decoder, self.memories, strict=True):
             for projected, buffer in zip(layer.memory(states), memory, strict=True):
                 flat = buffer.reshape(-1, self.model.config.hidden)
                 for place in places:
-                    pieces.assign_rows_(flat, place, projected)
-        pieces.assign_(self.memory_lengths, pieces.put(np.repeat(source.lengths, copies)))
-        pieces.assign_(self.words, settings.start)
-        pieces.assign_(self.history, settings.start)
-        pieces.assign_(self.lengths, 1)
+                    layers.assign_rows_(flat, place, projected)
+        layers.assign_(self.memory_lengths, layers.put(np.repeat(source.lengths, copies)))
+        layers.assign_(self.words, settings.start)
+        layers.assign_(self.history, settings.start)
+        layers.assign_(self.lengths, 1)
 
     def _logits(self, step: int) -> Any:
         return self.model.logits(self.words, step, self.caches, self.memories, self.memory_lengths)
 
     def _process_(self, scores: Any, step: int) -> None:
         """What transformers' processors make of scores float32 [rows, vocab], in their order."""
-        settings, pieces, length = self.settings, self.pieces, step + 1
+        settings, layers, length = self.settings, self.layers, step + 1
         if settings.repetition_penalty or settings.presence_penalty or settings.frequency_penalty:
             apply_penalties(
                 scores, repetition_penalty=settings.repetition_penalty,
@@ -88,17 +88,17 @@ class Search:
                 output_ids=self.history, sequence_length=self.lengths, prompt_length=self.one, out=scores,
             )  # fmt: skip
         if settings.repeated:
-            pieces.forbid_repeats_(scores, self.history, length, settings.repeated)
+            layers.forbid_repeats_(scores, self.history, length, settings.repeated)
         if self.bad_words is not None:
             apply_penalties(
                 scores, output_ids=self.history, sequence_length=self.lengths, bad_words=self.bad_words, out=scores
             )
         if length < settings.min_length:
-            pieces.forbid_(scores, settings.ends)
+            layers.forbid_(scores, settings.ends)
         if step == 0 and settings.first:
-            pieces.force_(scores, settings.first)
+            layers.force_(scores, settings.first)
         if length == settings.max_length - 1 and settings.last:
-            pieces.force_(scores, settings.last)
+            layers.force_(scores, settings.last)
 
     def step(self, step: int) -> None:
         """Enqueue a step, from 0 on: the tokens at the position `step` are known, those after it are found."""
@@ -118,19 +118,19 @@ class Sampling(Search):
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
-        self.finished = self.pieces.full((self.rows,), False, "bool")
-        self.seeds = self.pieces.full((self.rows,), 0, "int64")
+        self.finished = self.layers.full((self.rows,), False, "bool")
+        self.seeds = self.layers.full((self.rows,), 0, "int64")
         others = tuple((end,) for end in settings.ends[1:])
-        self.stop_words = _words_array(others + settings.stop_words, self.pieces)
+        self.stop_words = _words_array(others + settings.stop_words, self.layers)
 
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
         super().start(source, seeds)
-        self.pieces.assign_(self.finished, False)
-        self.pieces.assign_(self.seeds, self.pieces.put(seeds))
+        self.layers.assign_(self.finished, False)
+        self.layers.assign_(self.seeds, self.layers.put(seeds))
 
     def step(self, step: int) -> None:
-        settings, pieces = self.settings, self.pieces
-        scores = pieces.float32(self._logits(step))
+        settings, layers = self.settings, self.layers
+        scores = layers.float32(self._logits(step))
         self._process_(scores, step)
         drawn: dict[str, Any] = {"temperature": 0.0}
         if settings.sampled:
@@ -140,7 +140,7 @@ class Sampling(Search):
             scores, **drawn, seed=self.seeds, offset=step, finished=self.finished, end_id=settings.ends[0],
             sequence_length=self.lengths, out=self.words,
         )  # fmt: skip
-        pieces.assign_(self.history[:, step + 1], self.words)
+        layers.assign_(self.history[:, step + 1], self.words)
         if self.stop_words is not None:
             stop_words_criterion(self.history, self.lengths, self.stop_words, self.finished)
 
@@ -148,9 +148,9 @@ class Sampling(Search):
         return [self.finished, self.words, None] if tokens else [self.finished]
 
     def result(self, steps: int) -> Found:
-        lengths = self.pieces.host(self.lengths)
+        lengths = self.layers.host(self.lengths)
         longest = int(lengths.max(initial=1))
-        tokens = self.pieces.host(self.history)[:, :longest].copy()
+        tokens = self.layers.host(self.history)[:, :longest].copy()
         tokens[np.arange(longest) >= lengths[:, None]] = self.settings.pad
         return Found(tokens, lengths.copy(), None)
 
@@ -160,7 +160,7 @@ class Beams(Search):
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
-        full, each = self.pieces.full, (batch, settings.beams)
+        full, each = self.layers.full, (batch, settings.beams)
         self.ids, self.parents = (full((settings.steps, *each), 0, "int32") for _ in range(2))
         self.finished = full((batch,), False, "bool")
         # Running scores, then the pool: scores, lengths, last tokens and their parents; then what is done.
@@ -171,20 +171,20 @@ class Beams(Search):
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
         super().start(source, seeds)
         running, finished, *pool, done = self.state
-        self.pieces.assign_(running, _NOTHING)
-        self.pieces.assign_(running[:, 0], 0.0)
-        self.pieces.assign_(finished, -np.inf)
+        self.layers.assign_(running, _NOTHING)
+        self.layers.assign_(running[:, 0], 0.0)
+        self.layers.assign_(finished, -np.inf)
         for x in pool:
-            self.pieces.assign_(x, 0)
-        self.pieces.assign_(done, False)
+            self.layers.assign_(x, 0)
+        self.layers.assign_(done, False)
 
     def step(self, step: int) -> None:
-        settings, pieces = self.settings, self.pieces
-        pieces.assign_(self.lengths, step + 1)
-        scores = pieces.log_softmax(self._logits(step))
+        settings, layers = self.settings, self.layers
+        layers.assign_(self.lengths, step + 1)
+        scores = layers.log_softmax(self._logits(step))
         self._process_(scores, step)
         if settings.renormalized:
-            scores = pieces.log_softmax(scores)
+            scores = layers.log_softmax(scores)
         ids, parents = self.ids[step], self.parents[step]
         beam_search_step(
             scores.reshape(self.batch, settings.beams, self.model.vocab), *self.state,
@@ -194,10 +194,10 @@ class Beams(Search):
         )  # fmt: skip
         for cache in self.caches:
             update_kv_cache(*cache, parents, step + 1, out=cache)
-        pieces.assign_(self.words, ids.reshape(-1))
+        layers.assign_(self.words, ids.reshape(-1))
         if settings.needs_history:
-            pieces.assign_(self.history, pieces.take(self.history, pieces.flat_parents(parents)))
-            pieces.assign_(self.history[:, step + 1], self.words)
+            layers.assign_(self.history, layers.take(self.history, layers.flat_parents(parents)))
+            layers.assign_(self.history[:, step + 1], self.words)
 
     def shown(self, step: int, tokens: bool) -> list[Any]:
         return [self.finished, self.ids[step], self.parents[step]] if tokens else [self.finished]
@@ -209,10 +209,10 @@ class Beams(Search):
             last_ids=last_ids, last_parents=last_parents,
         )  # fmt: skip
         chosen = slice(None, settings.returned)
-        found = self.pieces.host(lengths)[:, chosen].reshape(-1)
+        found = self.layers.host(lengths)[:, chosen].reshape(-1)
         longest = int(found.max(initial=0))
         tokens = np.full((len(found), longest + 1), settings.start, np.int32)
-        tokens[:, 1:] = self.pieces.host(tree)[:longest, :, chosen].reshape(longest, -1).T
+        tokens[:, 1:] = self.layers.host(tree)[:longest, :, chosen].reshape(longest, -1).T
         # transformers fills with the first id of an end where the padding is 0.
         tokens[:, 1:][np.arange(longest) >= found[:, None]] = settings.pad or settings.ends[0]
-        return Found(tokens, found + 1, self.pieces.host(scores)[:, chosen].reshape(-1).copy())
+        return Found(tokens, found + 1, self.layers.host(scores)[:, chosen].reshape(-1).copy())

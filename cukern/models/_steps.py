@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from cukern.models._pieces import Pieces
+from cukern.models._layers import Layers
 
 Seen = tuple[int, list[Any]]
 
@@ -19,9 +19,9 @@ class StepGraphs:
     as it is.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._captures = pieces.is_cuda_torch
-        self._device = pieces.device
+    def __init__(self, layers: Layers) -> None:
+        self._captures = layers.is_cuda_torch
+        self._device = layers.device
         self._graphs: dict[int, Any] = {}
         self._seen: set[int] = set()
         self._pool: Any = None
@@ -69,11 +69,11 @@ class Watch(Protocol):
 class _Now:
     """Each step at once."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
 
     def after(self, step: int, shown: list[Any]) -> Iterator[Seen]:
-        yield step, [None if x is None else self._pieces.host(x).copy() for x in shown]
+        yield step, [None if x is None else self._layers.host(x).copy() for x in shown]
 
     def rest(self) -> Iterator[Seen]:
         yield from ()
@@ -109,6 +109,6 @@ class _OneLater:
             yield self._pop()
 
 
-def watch(pieces: Pieces) -> Watch:
-    """What watches a search on the arrays of `pieces`."""
-    return _OneLater() if pieces.is_cuda_torch else _Now(pieces)
+def watch(layers: Layers) -> Watch:
+    """What watches a search on the arrays of `layers`."""
+    return _OneLater() if layers.is_cuda_torch else _Now(layers)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable
+import pickle
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from cukern.runtime.cuda import cupy
 INSTALL = 'pip install "cukern[models]"'
 LIBRARIES = ("torch", "cupy", "numpy")
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-#: Dtypes of weights by their names in a safetensors file.
+#: The weights of older models, which torch reads.
+_PICKLED = "pytorch_model.bin"
+#: Dtypes by their names in a safetensors file: those of weights, and those of buffers, which are no weights.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+_BUFFERS = {"I64": "int64", "I32": "int32", "I16": "int16", "BOOL": "bool"}
 
 
 def need(package: str, what: str) -> Any:
@@ -58,11 +62,26 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def read_optional(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty where there is none."""
+    return read_json(file) if file.is_file() else {}
+
+
+def content(name: str, config: Any) -> Mapping[str, Any]:
+    """The content of a configuration, the argument `name`: a dictionary, or an object of transformers."""
+    found = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(found, Mapping):
+        check.fail(name, "a dictionary, or a configuration of transformers", type(config).__name__, TypeError)
+    return found
+
+
+def _weight_files(folder: Path, library: str) -> list[Path]:
     """The files with the weights: one, or the shards that an index names."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     index = folder / _INDEX
+    if not index.is_file() and library == "torch" and (folder / _PICKLED).is_file():
+        return [folder / _PICKLED]
     if not index.is_file():
         others = sorted(file.name for kind in ("*.bin", "*.pt", "*.h5") for file in folder.glob(kind))
         found = f" (it has {', '.join(others)}: transformers' save_pretrained writes safetensors)" if others else ""
@@ -102,9 +121,8 @@ def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, An
         TypeError: a dtype that is not taken.
         ValueError: a file that is not what it should be, or two that hold the same name.
     """
-    files = _weight_files(folder)
-    safetensors = need("safetensors", "reading weights")
     library = choose_library(library)
+    files = _weight_files(folder, library)
     place: Any = None
     if library == "torch":
         torch = need("torch", "library='torch'")
@@ -115,6 +133,9 @@ def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, An
         if cupy is None:
             raise ImportError("library='cupy' needs the package cupy: pip install \"cukern[cuda13]\"")
         place = None if device is None else check.integer("device", device, 0)
+    if files[0].name == _PICKLED:
+        return _read_pickle(files[0], place)
+    safetensors = need("safetensors", "reading weights")
     weights: dict[str, Any] = {}
     for file in files:
         try:
@@ -136,11 +157,27 @@ def _on(library: str, place: Any) -> dict[str, Any]:
 def _read(tensors: Any, name: str) -> Any:
     """A tensor of an open file; None for one of integers, which is a buffer and no weight."""
     kind = tensors.get_slice(name).get_dtype()
-    if kind in _DTYPES:
-        return tensors.get_tensor(name)
-    if kind in ("I64", "I32", "I16", "BOOL"):
-        return None
-    check.fail(name, "float32, float16 or bfloat16 (quantized weights are not taken)", kind, TypeError)
+    return tensors.get_tensor(name) if _is_weight(name, _DTYPES.get(kind) or _BUFFERS.get(kind) or kind) else None
+
+
+def _is_weight(name: str, dtype: str) -> bool:
+    """Whether a tensor is a weight, and not a buffer. Raises TypeError for one that is quantized."""
+    if dtype not in (*_DTYPES.values(), *_BUFFERS.values()):
+        check.fail(name, "float32, float16 or bfloat16 (quantized weights are not taken)", dtype, TypeError)
+    return dtype in _DTYPES.values()
+
+
+def _read_pickle(file: Path, place: Any) -> dict[str, Any]:
+    """The weights of a file of torch, read as tensors alone: no code of the file runs."""
+    torch = need("torch", f"reading {file}")
+    try:
+        state = torch.load(file, map_location=place, weights_only=True)
+    except (EOFError, RuntimeError, pickle.UnpicklingError):
+        # torch's message advises to run the code of the file.
+        raise ValueError(f"{file} is not a state dict that can be read as tensors alone") from None
+    if not isinstance(state, dict) or not all(isinstance(x, torch.Tensor) for x in state.values()):
+        raise ValueError(f"{file} is not a state dict: it holds more than tensors by name")
+    return {name: x for name, x in state.items() if _is_weight(name, str(x.dtype).removeprefix("torch."))}
 
 
 def _to_cupy(weights: dict[str, np.ndarray[Any, Any]], device: int | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cukern.models._pieces import pieces_of
+from cukern.models._layers import ACTIVATIONS, Affine, layers_of
 from cukern.ops.decoder_attention import cross_attention, masked_attention
 from cukern.ops.moe_activation import add_bias_act
 from cukern.ops.norm import fused_add_layer_norm, layer_norm
@@ -12,15 +12,6 @@ from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 
 __all__ = ["Decoder", "DecoderWeights"]
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
-
-
-class Affine(NamedTuple):
-    """The weight and the bias of a product, [out, in] and [out], or of a layer norm, [hidden] both."""
-
-    weight: Any
-    bias: Any
 
 
 class DecoderWeights(NamedTuple):
@@ -66,14 +57,14 @@ class Decoder:
         normalize_before: bool = False,
         epsilon: float = 1e-5,
     ) -> None:
-        self._pieces = pieces_of("weights", weights.qkv.weight)
+        self._layers = layers_of("weights", weights.qkv.weight)
         check.dimensions("weights.qkv.weight", weights.qkv.weight.shape, ("3 * hidden", "hidden"))
         self.hidden = int(weights.qkv.weight.shape[1])
         self.heads = check.integer("heads", heads, 1)
         if self.hidden % heads:
             check.fail("heads", f"a divisor of the hidden size {self.hidden}", heads)
         self.weights = weights
-        self.activation = check.one_of("activation", activation, ACTIVATIONS)
+        self.activation = check.one_of("activation", activation, dict.fromkeys(ACTIVATIONS.values()))
         self.normalize_before = normalize_before
         self.epsilon = check.number("epsilon", epsilon)
         hidden, inter = self.hidden, weights.up.weight.shape[0]
@@ -91,7 +82,7 @@ class Decoder:
 
         They are strided: the halves of one product.
         """
-        both = self._pieces.linear(states, *self.weights.cross_kv)
+        both = self._layers.linear(states, *self.weights.cross_kv)
         return both[:, : self.hidden], both[:, self.hidden :]
 
     def __call__(
@@ -117,18 +108,18 @@ class Decoder:
         Returns [batch, hidden]. Nothing waits for a GPU. Raises what `cukern.masked_attention` and
         `cukern.cross_attention` raise.
         """
-        weights, pieces, n = self.weights, self._pieces, self.hidden
+        weights, layers, n = self.weights, self._layers, self.hidden
         check.dimensions("x", x.shape, ("batch", "hidden"))
         check.shape("x", x.shape, (x.shape[0], n), "[batch, hidden]")
         h = self._norm(x, weights.self_norm) if self.normalize_before else x
-        qkv = pieces.linear(h, weights.qkv.weight)
+        qkv = layers.linear(h, weights.qkv.weight)
         q, k, v = qkv[:, :n], qkv[:, n : 2 * n], qkv[:, 2 * n :]
         attended = masked_attention(q, k, v, *self._biases, key_cache, value_cache, step)
         x, h = self._add(attended, weights.out, x, weights.self_norm, weights.cross_norm)
-        q = pieces.linear(h, weights.cross_q.weight)
+        q = layers.linear(h, weights.cross_q.weight)
         attended = cross_attention(q, weights.cross_q.bias, key_memory, value_memory, memory_lengths)
         x, h = self._add(attended, weights.cross_out, x, weights.cross_norm, weights.final_norm)
-        up = pieces.linear(h, weights.up.weight)
+        up = layers.linear(h, weights.up.weight)
         up = add_bias_act(up, weights.up.bias, self.activation, out=up)
         x, _ = self._add(up, weights.down, x, weights.final_norm, None)
         return x
@@ -138,11 +129,11 @@ class Decoder:
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
         """The sum of the residual and the product of a term, and what the next part of the layer reads."""
-        pieces, epsilon = self._pieces, self.epsilon
+        layers, epsilon = self._layers, self.epsilon
         if self.normalize_before and next_norm is None:
-            x = pieces.linear(term, *product) + residual
+            x = layers.linear(term, *product) + residual
             return x, x
-        y = pieces.linear(term, product.weight)
+        y = layers.linear(term, product.weight)
         if next_norm is not None and self.normalize_before:
             weight, bias = next_norm
             return y, fused_add_layer_norm(

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukern.models._layers import library_of
+from cukern.models._progress import progress as progress_bar
 from cukern.models._search import Beams, Sampling, Search
 from cukern.models._seq2seq import Seq2Seq, read_source
 from cukern.models._steps import StepGraphs, watch
+from cukern.models.decoder_weights import read_config, read_directory, read_weights
 from cukern.models.generation import Settings, defaults_of, settle
-from cukern.models.weights import read_config, read_directory, read_weights
-from cukern.runtime import arrays, check
+from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 
 __all__ = ["Decoding", "Generated", "Step"]
@@ -114,8 +115,8 @@ class Decoding:
             dtype: as in `from_directory`.
         """
         sizes, found = read_config(config)
-        weights, pieces, dtype = read_weights(state, sizes, dtype)
-        return cls(Seq2Seq(weights, pieces, sizes), defaults_of(found, generation_config), dtype)
+        weights, layers, dtype = read_weights(state, sizes, dtype)
+        return cls(Seq2Seq(weights, layers, sizes), defaults_of(found, generation_config), dtype)
 
     @property
     def vocab(self) -> int:
@@ -140,8 +141,8 @@ class Decoding:
         """Generate from a padded batch of sources.
 
         Args:
-            input_ids: integers [batch, seq], of any library.
-            attention_mask: bool or integers [batch, seq], 0 where nothing counts; None counts all. A row without
+            input_ids: int32 or int64 [batch, seq], of any library.
+            attention_mask: bool or integer [batch, seq], 0 where nothing counts; None counts all. A row without
                 anything is generated from nothing.
             seed: of the draws (`do_sample`): an int, by which row i draws as seed + i, or one for each row. None takes
                 one from Python's `random`.
@@ -158,24 +159,15 @@ class Decoding:
         ValueError for one that is not implemented and for what does not fit, each naming the argument.
         """
         settings = self.settings(stop_words, **generation)
-        library = arrays.library_of(input_ids)
-        if library is None:
-            check.fail("input_ids", "an array of NumPy, CuPy or torch", type(input_ids).__name__, TypeError)
-        mask = None
-        if attention_mask is not None:
-            of_mask = arrays.library_of(attention_mask)
-            if of_mask is None:
-                got = type(attention_mask).__name__
-                check.fail("attention_mask", "an array of NumPy, CuPy or torch", got, TypeError)
-            mask = of_mask.to_numpy(attention_mask)
-        source = read_source(library.to_numpy(input_ids), mask, self.config)
+        library = library_of("input_ids", input_ids)
+        source = read_source(input_ids, attention_mask, self.config)
         batch = len(source.lengths)
         seeds = _seeds(seed, batch * settings.returned)
         if batch == 0:
             empty = np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
             found: tuple[Any, ...] = (*empty, np.zeros(0, np.float32) if settings.beams > 1 else None)
         else:
-            with self._lock, self._model.pieces.place():
+            with self._lock, self._model.layers.place():
                 search, graphs = self._search(settings, batch, int(source.lengths.max()))
                 search.start(source, seeds)
                 steps = _run(search, graphs, on_step, progress)
@@ -184,7 +176,7 @@ class Decoding:
 
     def _search(self, settings: Settings, batch: int, longest: int) -> tuple[Search, StepGraphs]:
         """The search of these sizes: a kept one, or a new one in place of the one that is longest unused."""
-        on_gpu = self._model.pieces.is_cuda_torch
+        on_gpu = self._model.layers.is_cuda_torch
         memory_len = -(-max(longest, 1) // _MEMORY_UNIT) * _MEMORY_UNIT if on_gpu else max(longest, 1)
         key = settings, batch, memory_len
         if key in self._searches:
@@ -194,7 +186,7 @@ class Decoding:
                 self._searches.popitem(last=False)
             kind = Beams if settings.beams > 1 else Sampling
             made = kind(self._model, settings, batch, memory_len, self.dtype)
-            self._searches[key] = made, StepGraphs(self._model.pieces)
+            self._searches[key] = made, StepGraphs(self._model.layers)
         return self._searches[key]
 
 
@@ -210,27 +202,13 @@ def _seeds(seed: Any, rows: int) -> np.ndarray[Any, Any]:
     return seeds
 
 
-@contextlib.contextmanager
-def _bar(steps: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A function that moves a bar of so many steps."""
-    if not shown:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("decoding", total=steps)
-        yield lambda: bar.advance(task)
-
-
 def _run(search: Search, graphs: StepGraphs, on_step: Callable[[Step], None] | None, progress: bool) -> int:
     """Step until every row has finished; how many steps were made."""
-    steps, look = search.settings.steps, watch(search.pieces)
-    with _bar(steps, progress) as advance:
+    steps, look = search.settings.steps, watch(search.layers)
+    with progress_bar("decoding", steps, progress) as advance:
         for step in range(steps):
             graphs.run(step, functools.partial(search.step, step))
-            advance()
+            advance(1)
             for seen, values in look.after(step, search.shown(step, on_step is not None)):
                 if _tell(on_step, seen, values):
                     return step + 1

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cukern.models._layers import Words, layers_of
+from cukern.models._inputs import check_batch, check_ids
+from cukern.models._layers import ACTIVATIONS, Words, layers_of, library_of, place
+from cukern.models._progress import progress as progress_bar
 from cukern.models.checkpoint import directory, read_config, read_weights
-from cukern.models.encoder_weights import ACTIVATIONS, EncoderConfig, EncoderWeights, LayerWeights, read_state
-from cukern.models.text import TextConfig, Tokenizer, by_length, check_texts, pooled, read_text_config, warn_of_cut
+from cukern.models.encoder_layer import EncoderLayer
+from cukern.models.encoder_weights import EncoderConfig, EncoderWeights, read_state
+from cukern.models.text import TextConfig, by_length, check_texts, pooled, read_text_config
+from cukern.models.tokenizer import Tokenizer, warn_of_cut
 from cukern.ops.embedding import embedding_lookup
-from cukern.ops.moe_activation import add_bias_act
-from cukern.ops.norm import fused_add_layer_norm, layer_norm
+from cukern.ops.norm import layer_norm
 from cukern.ops.padding import build_sequence_length_padding_offset, rebuild_sequence_length_padding
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
-
-_IDS = ("int32", "int64")
-_MASKS = ("bool", "uint8", "int8", "int32", "int64")
 
 
 class Encoder:
@@ -32,8 +30,7 @@ class Encoder:
     decide where it runs and what it takes and gives.
 
     The padding is removed before the embedding and restored after the last layer, as in ByteDance's Effective
-    Transformer and FasterTransformer v2.1. A layer is one product for q, k and v, attention within each sequence, and
-    three more products, between which the biases, the residuals, the layer norms and the activation are fused.
+    Transformer and FasterTransformer v2.1. `EncoderLayer` says what a layer is.
 
     The same words have the same vectors, to the bit, wherever they are in a batch and whatever else is in it, as far as
     the library's dense product gives the same bits for a row whatever the number of rows; by itself none does, since it
@@ -63,10 +60,19 @@ class Encoder:
         self.text = text or TextConfig()
         self.tokenizer = tokenizer
         self.product_rows = None if product_rows is None else check.integer("product_rows", product_rows, 1)
-        library = arrays.library_of(weights.word)
-        assert library is not None
-        self._library = library
-        self._layers = layers_of(weights.word)
+        self._library = library_of("weights.word", weights.word)
+        self._layers = layers_of("weights.word", weights.word)
+        self._stack = [
+            EncoderLayer(
+                self._layers,
+                layer,
+                config.num_attention_heads,
+                activation=ACTIVATIONS[config.hidden_act],
+                epsilon=config.layer_norm_eps,
+                product_rows=product_rows,
+            )
+            for layer in weights.layers
+        ]
 
     # --- making one -------------------------------------------------------------------------------------
 
@@ -82,8 +88,8 @@ class Encoder:
     ) -> Encoder:
         """The encoder in a directory as transformers or sentence-transformers write it.
 
-        It reads config.json, model.safetensors (or its shards), and where they are there tokenizer.json,
-        tokenizer_config.json and sentence-transformers' modules.json with what that names.
+        It reads config.json, model.safetensors, its shards or (with torch) pytorch_model.bin, and where they are there
+        tokenizer.json, tokenizer_config.json and sentence-transformers' modules.json with what that names.
 
         Args:
             path: the directory.
@@ -125,11 +131,7 @@ class Encoder:
             text, tokenizer: see the class.
         """
         if not isinstance(config, EncoderConfig):
-            content = config.to_dict() if hasattr(config, "to_dict") else config
-            if not isinstance(content, Mapping):
-                wanted = "an EncoderConfig, a dictionary, or a configuration of transformers"
-                check.fail("config", wanted, type(config).__name__, TypeError)
-            config = EncoderConfig.from_dict(content)
+            config = EncoderConfig.from_dict(config)
         weights = read_state(state, config, dtype)
         return cls(config, weights, text=text, tokenizer=tokenizer, product_rows=product_rows)
 
@@ -193,46 +195,32 @@ class Encoder:
             return rebuild_sequence_length_padding(hidden, offsets, batch, seq)
 
     def _check_inputs(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> tuple[int, int]:
-        self._check_array("input_ids", input_ids, _IDS)
-        check.dimensions("input_ids", tuple(input_ids.shape), ("batch", "seq"))
-        batch, seq = input_ids.shape
-        if seq > self.config.max_seq_len:
-            wanted = f"of at most {self.config.max_seq_len} columns, the positions of the model"
-            check.fail("input_ids", wanted, seq)
-        if attention_mask is not None:
-            self._check_array("attention_mask", attention_mask, _MASKS)
-            check.shape("attention_mask", tuple(attention_mask.shape), (batch, seq), "[batch, seq]")
-        if token_type_ids is not None:
-            if not self.config.type_vocab_size:
-                check.fail("token_type_ids", f"None for {self.config.model_type}", type(token_type_ids).__name__)
-            self._check_array("token_type_ids", token_type_ids, _IDS)
-            check.shape("token_type_ids", tuple(token_type_ids.shape), (batch, seq), "[batch, seq]")
-        if self._library.device(self.weights.word) is None:
-            self._check_ids("input_ids", input_ids, attention_mask, self.config.vocab_size)
+        self._check_places(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        batch, seq = check_batch(input_ids, attention_mask, token_type_ids)
+        config, library = self.config, self._library
+        if seq > config.max_seq_len:
+            check.fail("input_ids", f"of at most {config.max_seq_len} columns, the positions of the model", seq)
+        if token_type_ids is not None and not config.type_vocab_size:
+            check.fail("token_type_ids", f"None for {config.model_type}", type(token_type_ids).__name__)
+        if library.device(self.weights.word) is None:
+            counts = None if attention_mask is None else library.to_numpy(attention_mask)
+            check_ids("input_ids", library.to_numpy(input_ids), counts, config.vocab_size)
             if token_type_ids is not None:
-                self._check_ids("token_type_ids", token_type_ids, attention_mask, self.config.type_vocab_size)
+                check_ids("token_type_ids", library.to_numpy(token_type_ids), counts, config.type_vocab_size)
         return batch, seq
 
-    def _check_array(self, name: str, array: Any, dtypes: Sequence[str]) -> None:
-        library, own = arrays.library_of(array), self._library
-        if library is not own:
-            kind = f"{type(array).__module__}.{type(array).__name__}"
-            check.fail(name, f"a {own.name} array like the weights", kind, TypeError)
-        check.dtype(name, own.dtype(array), dtypes)
-        if own.device(array) != own.device(self.weights.word):
-            places = map(own.device, (self.weights.word, array))
-            wanted, got = ("the CPU" if place is None else f"CUDA device {place}" for place in places)
-            check.fail(name, f"on {wanted} like the weights", f"one on {got}")
-
-    def _check_ids(self, name: str, ids: Any, mask: Any, size: int) -> None:
-        """Raises ValueError for an id of a word that is out of range, which in host memory can be seen."""
-        found = self._library.to_numpy(ids)
-        outside = (found < 0) | (found >= size)
-        if mask is not None:
-            outside &= self._library.to_numpy(mask) != 0
-        if outside.any():
-            place = tuple(int(x) for x in np.argwhere(outside)[0])
-            check.fail(f"{name}[{', '.join(map(str, place))}]", f"in [0, {size})", int(found[place]))
+    def _check_places(self, **given: Any) -> None:
+        """Raises unless all arrays are of the library of the weights, and where these are."""
+        own = self._library
+        for name, array in given.items():
+            if array is None:
+                continue
+            if arrays.library_of(array) is not own:
+                kind = f"{type(array).__module__}.{type(array).__name__}"
+                check.fail(name, f"a {own.name} array like the weights", kind, TypeError)
+            if own.device(array) != own.device(self.weights.word):
+                wanted = f"on {place(own.device(self.weights.word))} like the weights"
+                check.fail(name, wanted, f"one on {place(own.device(array))}")
 
     def _find_words(self, batch: int, seq: int, mask: Any, valid_word_num: int | None) -> tuple[Any, Any, Words]:
         """The places of the words in the padded batch, their padding offsets, and how they lie without padding.
@@ -288,34 +276,10 @@ class Encoder:
         """The hidden states of words without padding, [words, hidden], from their ids and rows of positions."""
         weights = self.weights
         hidden = embedding_lookup(weights.word, ids, weights.position, position_ids=rows)
-        hidden = layer_norm(hidden, weights.norm, weights.norm_bias, self.config.layer_norm_eps)
-        for layer in weights.layers:
-            hidden = self._layer(hidden, layer, words)
+        hidden = layer_norm(hidden, *weights.norm, self.config.layer_norm_eps)
+        for layer in self._stack:
+            hidden = layer(hidden, words)
         return hidden
-
-    def _layer(self, hidden: Any, own: LayerWeights, words: Words) -> Any:
-        layers, epsilon = self._layers, self.config.layer_norm_eps
-        qkv = self._linear(hidden, own.qkv, own.qkv_bias)
-        mixed = self._linear(layers.attention(qkv, self.config.num_attention_heads, words), own.attention_output)
-        hidden = fused_add_layer_norm(
-            mixed, hidden, own.attention_norm, own.attention_norm_bias, epsilon,
-            input_bias=own.attention_output_bias, out=mixed,
-        )  # fmt: skip
-        wide = self._linear(hidden, own.intermediate)
-        wide = add_bias_act(wide, own.intermediate_bias, ACTIVATIONS[self.config.hidden_act], out=wide)
-        narrow = self._linear(wide, own.output)
-        return fused_add_layer_norm(
-            narrow, hidden, own.output_norm, own.output_norm_bias, epsilon, input_bias=own.output_bias, out=narrow
-        )
-
-    def _linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
-        """The product with a weight, in products of `product_rows` rows each if that is given."""
-        linear, at_once, rows = self._layers.linear, self.product_rows, len(x)
-        if at_once is None or rows == 0:
-            return linear(x, weight, bias)
-        filled = self._layers.rows_filled(x, -(-rows // at_once) * at_once)
-        starts = range(0, len(filled), at_once)
-        return self._layers.concatenate([linear(filled[i : i + at_once], weight, bias) for i in starts])[:rows]
 
     # --- texts ------------------------------------------------------------------------------------------
 
@@ -393,7 +357,7 @@ class Encoder:
                 check.fail(f"tokens[{i}]", f"ids in [0, {self.config.vocab_size})", f"{min(ids)} to {max(ids)}")
         normalize = self.text.normalize if normalize is None else normalize
         out = self._library.empty((len(tokens), self.embedding_size), "float32", self.weights.word)
-        with self._layers.place(), _progress(len(tokens), progress) as advance:
+        with self._layers.place(), progress_bar("embedding texts", len(tokens), progress) as advance:
             for batch in by_length(tokens, batch_size):
                 hidden, words = self._encode_tokens([tokens[i] for i in batch])
                 vectors = pooled(self._layers, hidden, words, self.text.pooling, normalize)
@@ -421,18 +385,3 @@ class Encoder:
         )
         words = Words(cu_seqlens, max(map(len, texts)), bounds.tolist())
         return self._encode(ids, places, words), words
-
-
-@contextlib.contextmanager
-def _progress(total: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; gives the function that advances it."""
-    if not (sys.stderr.isatty() if shown is None else shown):
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=shown is None) as bar:
-        task = bar.add_task("cukern: embedding texts", total=total)
-        yield lambda count: bar.advance(task, count)

@@ -6,24 +6,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, NamedTuple
 
-from cukern.models._layers import Layers, layers_of
-from cukern.models.checkpoint import listed
+from cukern.models._layers import ACTIVATIONS, DTYPES, Affine, layers_of, library_of, place
+from cukern.models.checkpoint import content, listed
+from cukern.models.encoder_layer import EncoderLayerWeights
 from cukern.ops.varlen_attention import MAX_DIM
-from cukern.runtime import arrays, check
-
-DTYPES = ("float32", "float16", "bfloat16")
-
-#: The activations of `add_bias_act` by transformers' names.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
+from cukern.runtime import check
 
 
 class Names(NamedTuple):
@@ -33,11 +20,11 @@ class Names(NamedTuple):
     query: str
     key: str
     value: str
-    attention_output: str
-    attention_norm: str
-    intermediate: str
-    output: str
-    output_norm: str
+    out: str
+    self_norm: str
+    up: str
+    down: str
+    final_norm: str
     word: str = "embeddings.word_embeddings"
     position: str = "embeddings.position_embeddings"
     token_type: str = "embeddings.token_type_embeddings"
@@ -49,22 +36,22 @@ _BERT = Names(
     query="attention.self.query",
     key="attention.self.key",
     value="attention.self.value",
-    attention_output="attention.output.dense",
-    attention_norm="attention.output.LayerNorm",
-    intermediate="intermediate.dense",
-    output="output.dense",
-    output_norm="output.LayerNorm",
+    out="attention.output.dense",
+    self_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    final_norm="output.LayerNorm",
 )
 _DISTILBERT = Names(
     layer="transformer.layer.{}.",
     query="attention.q_lin",
     key="attention.k_lin",
     value="attention.v_lin",
-    attention_output="attention.out_lin",
-    attention_norm="sa_layer_norm",
-    intermediate="ffn.lin1",
-    output="ffn.lin2",
-    output_norm="output_layer_norm",
+    out="attention.out_lin",
+    self_norm="sa_layer_norm",
+    up="ffn.lin1",
+    down="ffn.lin2",
+    final_norm="output_layer_norm",
 )
 
 #: Parts of a model that have weights beside the layers and do nothing for the last hidden states.
@@ -145,12 +132,13 @@ class EncoderConfig:
             check.fail("config.hidden_size", wanted, self.hidden_size)
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> EncoderConfig:
-        """The configuration in the content of a config.json.
+    def from_dict(cls, config: Mapping[str, Any] | Any) -> EncoderConfig:
+        """The configuration in the content of a config.json, or in a configuration of transformers.
 
         Raises ValueError for an architecture, an activation or a feature that is not taken, and for a size that is
-        missing; the message names the key.
+        missing; the message names the key. Raises TypeError for what is neither.
         """
+        config = content("config", config)
         model_type = config.get("model_type")
         check.one_of("config.model_type", model_type, FAMILIES)
         family = FAMILIES[str(model_type)]
@@ -199,31 +187,13 @@ def _refuse_features(config: Mapping[str, Any]) -> None:
             check.fail(f"config.{name}", "absent (it is not supported)", config[name])
 
 
-class LayerWeights(NamedTuple):
-    """The weights of a layer: products as [out, in]."""
-
-    qkv: Any  # [3 * hidden, hidden]
-    qkv_bias: Any
-    attention_output: Any
-    attention_output_bias: Any
-    attention_norm: Any
-    attention_norm_bias: Any
-    intermediate: Any
-    intermediate_bias: Any
-    output: Any
-    output_bias: Any
-    output_norm: Any
-    output_norm_bias: Any
-
-
 class EncoderWeights(NamedTuple):
     """The weights of an encoder, of one dtype, in one library and on one device."""
 
     word: Any  # [vocab, hidden]
     position: Any  # [token types * positions, hidden]: the sum of both embeddings; without token types [positions, ..]
-    norm: Any
-    norm_bias: Any
-    layers: tuple[LayerWeights, ...]
+    norm: Affine
+    layers: tuple[EncoderLayerWeights, ...]
 
 
 def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
@@ -251,7 +221,9 @@ class _Reader:
         self.weights = {_modern(key).removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
         self.unread = {*self.weights}
         self.prefix = prefix
-        self.library, self.layers = _library("state", self.weights[first])
+        self.layers = layers_of(prefix + first, self.weights[first])
+        self.library = library_of(prefix + first, self.weights[first])
+        self.device = self.library.device(self.weights[first])
         self.dtype = dtype or self.library.dtype(self.weights[first])
         check.dtype(f"the dtype of {prefix}{first}" if dtype is None else "dtype", self.dtype, DTYPES)
 
@@ -265,25 +237,18 @@ class _Reader:
 
     def take(self, name: str, *shape: int) -> Any:
         weight = self.weights[name]
-        library, _ = _library(self.prefix + name, weight)
-        if library is not self.library or library.device(weight) != self.library.device(self.weights[name]):
+        library = library_of(self.prefix + name, weight)
+        if library is not self.library:
             check.fail(self.prefix + name, f"a {self.library.name} array like the others", library.name, TypeError)
+        if library.device(weight) != self.device:
+            check.fail(self.prefix + name, f"on {place(self.device)} like the others", place(library.device(weight)))
         check.shape(self.prefix + name, tuple(weight.shape), shape, "as config says")
         check.dtype(self.prefix + name, library.dtype(weight), (*DTYPES, "float64"))
         return self.layers.cast(weight, self.dtype)
 
-    def linear(self, name: str, rows: int, columns: int) -> tuple[Any, Any]:
-        return self.take(f"{name}.weight", rows, columns), self.take(f"{name}.bias", rows)
-
-    def norm(self, name: str, size: int) -> tuple[Any, Any]:
-        return self.take(f"{name}.weight", size), self.take(f"{name}.bias", size)
-
-
-def _library(name: str, weight: Any) -> tuple[arrays.Library, Layers]:
-    library = arrays.library_of(weight)
-    if library is None:
-        check.fail(name, "a NumPy, CuPy or torch array", type(weight).__name__, TypeError)
-    return library, layers_of(weight)
+    def affine(self, name: str, *shape: int) -> Affine:
+        """A product [out, in], or a norm [hidden]."""
+        return Affine(self.take(f"{name}.weight", *shape), self.take(f"{name}.bias", shape[0]))
 
 
 def _wanted(config: EncoderConfig) -> set[str]:
@@ -318,17 +283,16 @@ def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | Non
     reader.require(_wanted(config))
     concatenate = reader.layers.concatenate
 
-    def layer(number: int) -> LayerWeights:
+    def layer(number: int) -> EncoderLayerWeights:
         own = names.layer.format(number)
-        parts = [reader.linear(own + part, hidden, hidden) for part in (names.query, names.key, names.value)]
-        return LayerWeights(
-            concatenate([weight for weight, _ in parts]),
-            concatenate([bias for _, bias in parts]),
-            *reader.linear(own + names.attention_output, hidden, hidden),
-            *reader.norm(own + names.attention_norm, hidden),
-            *reader.linear(own + names.intermediate, config.intermediate_size, hidden),
-            *reader.linear(own + names.output, hidden, config.intermediate_size),
-            *reader.norm(own + names.output_norm, hidden),
+        parts = [reader.affine(own + part, hidden, hidden) for part in (names.query, names.key, names.value)]
+        return EncoderLayerWeights(
+            Affine(concatenate([x.weight for x in parts]), concatenate([x.bias for x in parts])),
+            reader.affine(own + names.out, hidden, hidden),
+            reader.affine(own + names.self_norm, hidden),
+            reader.affine(own + names.up, config.intermediate_size, hidden),
+            reader.affine(own + names.down, hidden, config.intermediate_size),
+            reader.affine(own + names.final_norm, hidden),
         )
 
     word = reader.take(f"{names.word}.weight", config.vocab_size, hidden)
@@ -337,6 +301,5 @@ def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | Non
         kinds = reader.take(f"{names.token_type}.weight", config.type_vocab_size, hidden)
         wide, cast = [reader.layers.cast(x, "float32") for x in (position, kinds)], reader.layers.cast
         position = concatenate([cast(wide[0] + kind, reader.dtype) for kind in wide[1]])
-    norm, norm_bias = reader.norm(names.norm, hidden)
     layers = tuple(layer(number) for number in range(config.num_hidden_layers))
-    return EncoderWeights(word, position, norm, norm_bias, layers)
+    return EncoderWeights(word, position, reader.affine(names.norm, hidden), layers)

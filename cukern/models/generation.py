@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cukern.models.checkpoint import content
 from cukern.runtime import check
 
 #: The settings that are read, with what stands for one that is not given.
@@ -108,12 +109,7 @@ def defaults_of(config: Mapping[str, Any], generation_config: Any) -> dict[str, 
 
     Ids of special tokens that the former lacks are taken from the latter. Older models keep all in the latter.
     """
-    if hasattr(generation_config, "to_dict"):
-        generation_config = generation_config.to_dict()
-    if generation_config is not None and not isinstance(generation_config, Mapping):
-        wanted = "a dict, or an object with to_dict()"
-        check.fail("generation_config", wanted, type(generation_config).__name__, TypeError)
-    source = config if generation_config is None else generation_config
+    source = config if generation_config is None else content("generation_config", generation_config)
     found = {key: source[key] for key in (*DEFAULTS, *_UNSUPPORTED) if source.get(key) is not None}
     if generation_config is None and config.get("force_bos_token_to_be_generated"):
         found.setdefault("forced_bos_token_id", config.get("bos_token_id"))

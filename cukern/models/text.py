@@ -1,9 +1,7 @@
-"""From texts to token ids, and from the vectors of words to one vector for a text."""
+"""Texts: how sentence-transformers says that they are read, and one vector for each from those of its words."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukern.models._layers import Layers, Words
-from cukern.models.checkpoint import need, read_json
+from cukern.models.checkpoint import read_json, read_optional
 from cukern.runtime import check
 
 #: Poolings by sentence-transformers' names, in the order in which it concatenates their vectors.
@@ -99,65 +97,9 @@ def _read_pooling(folder: Path) -> dict[str, Any]:
 
 
 def _default_prompt(file: Path) -> str:
-    config = read_json(file) if file.is_file() else {}
+    config = read_optional(file)
     name = config.get("default_prompt_name")
     return config["prompts"][name] if name else ""
-
-
-class Tokenizer:
-    """The tokenizer of a model's directory.
-
-    Args:
-        folder: the folder with tokenizer.json, and tokenizer_config.json if there is one.
-        text: what is done with a text first, and its most tokens.
-        positions: the most tokens that the model has positions for.
-    """
-
-    def __init__(self, folder: Path, text: TextConfig, positions: int) -> None:
-        self.file = folder / "tokenizer.json"
-        self.text = text
-        file = folder / "tokenizer_config.json"
-        self._config = read_json(file) if file.is_file() else {}
-        limits = text.max_seq_length, self._config.get("model_max_length")
-        #: The most tokens of a text. Configurations have 1e30 for any number.
-        self.max_length = int(min([positions, *(limit for limit in limits if limit)]))
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        tokenizers = need("tokenizers", "reading texts")
-        if not self.file.is_file():
-            advice = "transformers' AutoTokenizer.from_pretrained(path).save_pretrained(path) writes one"
-            raise FileNotFoundError(f"{self.file.parent} has no tokenizer.json, so texts cannot be read ({advice})")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(self.file))
-        except Exception as error:  # the package raises Exception itself
-            raise ValueError(f"{self.file} is not a tokenizer: {error}") from None
-        # The file may ask for a fixed length, which no unpadded batch needs.
-        tokenizer.no_padding()
-        return tokenizer
-
-    def __call__(self, texts: Sequence[str], max_length: int | None = None) -> tuple[list[list[int]], int]:
-        """The token ids of each text, special tokens among them, and how many texts were cut to `max_length`."""
-        tokenizer = self._tokenizer
-        least = tokenizer.num_special_tokens_to_add(False) + 1
-        why = f"{least - 1} special tokens and a word, up to what the model takes"
-        limit = self.max_length if max_length is None else max_length
-        limit = check.integer("max_length", limit, least, max(self.max_length, least), why)
-        tokenizer.enable_truncation(limit, direction=self._config.get("truncation_side", "right"))
-        found = tokenizer.encode_batch_fast([self._prepared(text) for text in texts])
-        return [encoding.ids for encoding in found], sum(bool(encoding.overflowing) for encoding in found)
-
-    def _prepared(self, text: str) -> str:
-        text = self.text.prompt + text
-        text = text.strip() if self.text.strip else text
-        return text.lower() if self.text.lower_case else text
-
-
-def warn_of_cut(cut: int, total: int, limit: int) -> None:
-    """Says to the caller of the encoder how many texts were too long, and what was done with them."""
-    if cut:
-        what = f"{cut} of {total} texts are longer than {limit} tokens: only the first {limit} tokens count"
-        warnings.warn(what, UserWarning, stacklevel=4)
 
 
 def check_texts(texts: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,20 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukern.models import checkpoint
-from cukern.models._pieces import Pieces, pieces_of
-from cukern.models.decoder import Affine, DecoderWeights
-from cukern.runtime import arrays, check
-
-DTYPES = ("float32", "float16", "bfloat16")
-#: Activations by the names of transformers' configurations.
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+from cukern.models._layers import ACTIVATIONS, DTYPES, Affine, Layers, layers_of, library_of
+from cukern.models.decoder import DecoderWeights
+from cukern.models.encoder_layer import EncoderLayerWeights
+from cukern.runtime import check
 
 
 class Family(NamedTuple):
@@ -64,9 +53,7 @@ def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
 
     Raises ValueError for another architecture, and for what is missing.
     """
-    found = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(found, Mapping):
-        check.fail("config", "a dict, or an object with to_dict()", type(config).__name__, TypeError)
+    found = checkpoint.content("config", config)
     kind = found.get("model_type")
     if kind not in FAMILIES:
         wanted = f"of an encoder-decoder of model_type {', '.join(FAMILIES)}"
@@ -78,31 +65,20 @@ def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
         return check.integer(f"config[{key!r}]", found[key], 1)
 
     activation = found.get("activation_function") or "gelu"
-    if activation not in _ACTIVATIONS:
-        check.fail("config['activation_function']", f"one of {', '.join(_ACTIVATIONS)}", repr(activation))
+    if activation not in ACTIVATIONS:
+        check.fail("config['activation_function']", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
     hidden = size("d_model")
     for key in ("encoder_attention_heads", "decoder_attention_heads"):
         if hidden % size(key):
             check.fail(f"config[{key!r}]", f"a divisor of d_model ({hidden})", found[key])
     sizes = Config(
         FAMILIES[kind], hidden, size("vocab_size"), size("encoder_layers"), size("decoder_layers"),
-        size("encoder_attention_heads"), size("decoder_attention_heads"), _ACTIVATIONS[activation],
+        size("encoder_attention_heads"), size("decoder_attention_heads"), ACTIVATIONS[activation],
         bool(found.get("scale_embedding")), found.get("max_position_embeddings") or 1024,
         found.get("tie_word_embeddings", True) is not False,
         kind != "marian" or found.get("share_encoder_decoder_embeddings", True) is not False,
     )  # fmt: skip
     return sizes, dict(found)
-
-
-class EncoderLayerWeights(NamedTuple):
-    """The weights of a layer of the encoder, as in `DecoderWeights`."""
-
-    qkv: Affine
-    out: Affine
-    self_norm: Affine
-    up: Affine
-    down: Affine
-    final_norm: Affine
 
 
 class Side(NamedTuple):
@@ -138,9 +114,9 @@ def sinusoids(positions: int, hidden: int) -> np.ndarray[Any, Any]:
 class _State:
     """A state dict, read by the keys of Hugging Face without their prefix `model.`."""
 
-    def __init__(self, state: Mapping[str, Any], pieces: Pieces, dtype: str) -> None:
+    def __init__(self, state: Mapping[str, Any], layers: Layers, dtype: str) -> None:
         self._state = {key.removeprefix("model."): value for key, value in state.items()}
-        self._pieces, self._dtype = pieces, dtype
+        self._layers, self._dtype = layers, dtype
         self._kept: dict[int, Any] = {}
 
     def get(self, *keys: str) -> Any:
@@ -149,7 +125,7 @@ class _State:
             if key in self._state:
                 array = self._state[key]
                 if id(array) not in self._kept:
-                    self._kept[id(array)] = self._pieces.cast(array, self._dtype)
+                    self._kept[id(array)] = self._layers.cast(array, self._dtype)
                 return self._kept[id(array)]
         names = " or ".join(f"'model.{key}'" if key != "lm_head.weight" else repr(key) for key in keys)
         check.fail("state", f"a state dict with {names}", f"{len(self._state)} keys without it")
@@ -160,7 +136,7 @@ class _State:
     def affine(self, *names: str) -> Affine:
         """The weight and bias of a module, or of several, one below the other."""
         both = [[self.get(f"{name}.{part}") for name in names] for part in ("weight", "bias")]
-        return Affine(*(x[0] if len(x) == 1 else self._pieces.concatenate(x) for x in both))
+        return Affine(*(x[0] if len(x) == 1 else self._layers.concatenate(x) for x in both))
 
     def attention(self, name: str) -> tuple[Affine, Affine]:
         """The three products of a self-attention as one, and the product of its output."""
@@ -185,7 +161,7 @@ def decoder_layer(state: _State, name: str) -> DecoderWeights:
     )  # fmt: skip
 
 
-def _side(state: _State, name: str, config: Config, pieces: Pieces, dtype: str) -> Side:
+def _side(state: _State, name: str, config: Config, layers: Layers, dtype: str) -> Side:
     names = [f"{name}.embed_tokens.weight", *(["shared.weight"] if config.shared else [])]
     if config.shared and config.tied:
         # Tied embeddings are one array, which files keep under any one of its names.
@@ -194,7 +170,7 @@ def _side(state: _State, name: str, config: Config, pieces: Pieces, dtype: str) 
     key = f"{name}.embed_positions.weight"
     positions = state.get(key) if config.family.learned_positions else state.find(key)
     if positions is None:
-        positions = pieces.cast(pieces.put(sinusoids(config.max_positions, config.hidden)), dtype)
+        positions = layers.cast(layers.put(sinusoids(config.max_positions, config.hidden)), dtype)
     norms = [
         state.affine(f"{name}.{norm}") if has else None
         for norm, has in (
@@ -205,7 +181,7 @@ def _side(state: _State, name: str, config: Config, pieces: Pieces, dtype: str) 
     return Side(embeddings, positions[config.family.position_offset :], *norms)
 
 
-def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) -> tuple[Weights, Pieces, str]:
+def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) -> tuple[Weights, Layers, str]:
     """The weights of a state dict with the keys of Hugging Face, what computes with them, and their dtype.
 
     A dtype of None is that of the state. Raises ValueError naming a key that is missing.
@@ -213,15 +189,13 @@ def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) ->
     if not isinstance(state, Mapping) or not state:
         check.fail("state", "a dict of arrays by name", f"{type(state).__name__}", TypeError)
     first = next(iter(state.values()))
-    pieces = pieces_of("state", first)
-    library = arrays.library_of(first)
-    assert library is not None
+    layers, library = layers_of("state", first), library_of("state", first)
     if dtype is None:
         floats = (library.dtype(x) for x in state.values())
         dtype = next((x for x in floats if x in DTYPES), "float32")
     check.one_of("dtype", dtype, DTYPES)
-    named = _State(state, pieces, dtype)
-    source, target = (_side(named, name, config, pieces, dtype) for name in ("encoder", "decoder"))
+    named = _State(state, layers, dtype)
+    source, target = (_side(named, name, config, layers, dtype) for name in ("encoder", "decoder"))
     head = target.embeddings if config.tied else named.get("lm_head.weight")
     check.shape("the embeddings", source.embeddings.shape, (config.vocab, config.hidden), "[vocab_size, d_model]")
     check.shape("the output product", head.shape, (head.shape[0], config.hidden), "[vocab, d_model]")
@@ -234,32 +208,13 @@ def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) ->
     )  # fmt: skip
     if bias is not None:
         check.shape("final_logits_bias", tuple(bias.shape[-1:]), (head.shape[0],), "[1, vocab]")
-    return weights, pieces, dtype
-
-
-# --- a directory ----------------------------------------------------------------------------------------
-
-
-def _read_pickle(file: Path, device: Any) -> dict[str, Any]:
-    """`pytorch_model.bin`, as older models have it, read as tensors alone."""
-    torch = checkpoint.need("torch", f"reading {file}")
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    try:
-        return torch.load(file, map_location=place, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{file} is not a state dict: {str(error).splitlines()[0]}") from None
+    return weights, layers, dtype
 
 
 def read_directory(path: str | Path, library: str | None, device: Any) -> tuple[dict[str, Any], Any, Any]:
-    """The state dict, `config.json`, and `generation_config.json` or None."""
+    """The state dict, `config.json`, and `generation_config.json` or None; errors as in `checkpoint.read_weights`."""
     library, folder = checkpoint.choose_library(library), checkpoint.directory(path)
     config = checkpoint.read_config(folder)
     read_config(config)
-    generation = folder / "generation_config.json"
-    pickled = folder / "pytorch_model.bin"
-    only_pickled = pickled.is_file() and not [*folder.glob("model.safetensors*")]
-    if only_pickled and library == "torch":
-        state = _read_pickle(pickled, device)
-    else:
-        state = checkpoint.read_weights(folder, library, device)
-    return state, config, checkpoint.read_json(generation) if generation.is_file() else None
+    state = checkpoint.read_weights(folder, library, device)
+    return state, config, checkpoint.read_optional(folder / "generation_config.json") or None

@@ -1,0 +1,76 @@
+"""What the commands that run a model on the texts of a file share: arguments, lines, errors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cukern.commands import UserError
+from cukern.models._layers import DTYPES
+from cukern.models.checkpoint import LIBRARIES
+
+_BATCH_SIZE = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser, model: str, output: str, metavar: str = "FILE") -> None:
+    """Declare the arguments of files and of where the model runs; `model` and `output` say what they are."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help=model)
+    add("--input", type=Path, required=True, metavar="FILE", help="the texts, UTF-8, one on each line")
+    add("--output", type=Path, metavar=metavar, help=output)
+    add("--batch-size", type=int, default=_BATCH_SIZE, metavar="N", help=f"texts at once (default: {_BATCH_SIZE})")
+    add("--library", choices=LIBRARIES, help="default: torch where it is installed, else cupy where there is a GPU")
+    add("--device", metavar="NAME", help="of torch, such as cpu (default: cuda where there is one); of cupy an index")
+    add("--dtype", choices=DTYPES, help="of the weights (default: the file's)")
+
+
+def placed(args: argparse.Namespace) -> dict[str, Any]:
+    """Where and in what dtype the model runs, by the arguments of `from_directory`. Checks the batch size, too."""
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, got {args.batch_size}")
+    device = args.device
+    if args.library == "cupy" and device is not None:
+        if not device.isdecimal():
+            raise UserError(f"--device must be the index of a GPU with --library cupy, got {device}")
+        device = int(device)
+    return {"library": args.library, "device": device, "dtype": args.dtype}
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file. Raises UserError where they cannot be read."""
+    try:
+        lines = path.read_bytes().decode().split("\n")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    if lines[-1] == "":
+        # The last line ends where the file does.
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+def check_output(path: Path | None, suffix: str = "") -> None:
+    """Raises UserError where a file could not be written, before anything is computed for it."""
+    if path is None:
+        return
+    if not path.name.endswith(suffix):
+        raise UserError(f"--output must end in {suffix}, got {path}")
+    if not path.parent.is_dir():
+        raise UserError(f"--output: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise UserError(f"--output: {path} is a folder")
+
+
+@contextlib.contextmanager
+def refusing(path: Path | None = None) -> Iterator[None]:
+    """Turns what the models refuse, and what keeps a file `path` from being written, into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(str(error) if path is None else f"{path}: {error.strerror or error}") from None
+    except (ImportError, TypeError, ValueError) as error:
+        raise UserError(str(error)) from None

@@ -1,0 +1,89 @@
+"""A layer of an encoder over a batch without padding: self-attention within each sequence, and feed-forward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cukern.models._layers import Affine, Layers, Words
+from cukern.ops.moe_activation import add_bias_act
+from cukern.ops.norm import fused_add_layer_norm, layer_norm
+
+#: The largest magnitude that transformers leaves in float16 between layers that normalize before.
+_LARGEST_HALF = 65504.0 - 1000
+
+
+class EncoderLayerWeights(NamedTuple):
+    """The weights of a layer, all of one dtype, contiguous, in one library and on one device."""
+
+    qkv: Affine  # [3 * hidden, hidden]: query, key and value
+    out: Affine  # [hidden, hidden]
+    self_norm: Affine
+    up: Affine  # [inter, hidden]
+    down: Affine  # [hidden, inter]
+    final_norm: Affine
+
+
+class EncoderLayer:
+    """A layer as `EncoderLayerWeights` has it, with biases in all products.
+
+        x = norm(x + self_attention(x));  x = norm(x + feed_forward(x))
+
+    or with `normalize_before` (mBART) x = x + self_attention(norm(x)); x = x + feed_forward(norm(x)). A layer is one
+    product for q, k and v, attention within each sequence, and three more products, between which the biases, the
+    residuals, the layer norms and the activation are fused.
+
+    Args:
+        layers: the operations on the weights' arrays.
+        weights: the layer's weights.
+        heads: of the attention.
+        activation: of the feed-forward, as `add_bias_act` has them.
+        epsilon: of the layer norms.
+        normalize_before: pre-norm.
+        product_rows: None, or the rows of each product, so that a row has the same bits in any batch.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        weights: EncoderLayerWeights,
+        heads: int,
+        *,
+        activation: str,
+        epsilon: float,
+        normalize_before: bool = False,
+        product_rows: int | None = None,
+    ) -> None:
+        self.layers, self.weights, self.heads = layers, weights, heads
+        self.activation, self.epsilon = activation, epsilon
+        self.normalize_before, self.product_rows = normalize_before, product_rows
+
+    def __call__(self, x: Any, words: Words) -> Any:
+        """The hidden states [words, hidden] after the layer, from those before it."""
+        weights = self.weights
+        h = self._norm(x, weights.self_norm) if self.normalize_before else x
+        attended = self.layers.attention(self._linear(h, *weights.qkv), self.heads, words)
+        x = self._add(attended, weights.out, x, weights.self_norm)
+        h = self._norm(x, weights.final_norm) if self.normalize_before else x
+        up = self._linear(h, weights.up.weight)
+        up = add_bias_act(up, weights.up.bias, self.activation, out=up)
+        x = self._add(up, weights.down, x, weights.final_norm)
+        return self.layers.clipped(x, _LARGEST_HALF) if self.normalize_before else x
+
+    def _norm(self, x: Any, norm: Affine) -> Any:
+        return layer_norm(x, *norm, self.epsilon)
+
+    def _add(self, term: Any, product: Affine, residual: Any, norm: Affine) -> Any:
+        """The sum of the residual and the product of a term, normalized unless that is done before."""
+        if self.normalize_before:
+            return self._linear(term, *product) + residual
+        y = self._linear(term, product.weight)
+        return fused_add_layer_norm(y, residual, *norm, self.epsilon, input_bias=product.bias, out=y)
+
+    def _linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
+        """The product with a weight, in products of `product_rows` rows each if that is given."""
+        linear, at_once, rows = self.layers.linear, self.product_rows, len(x)
+        if at_once is None or rows == 0:
+            return linear(x, weight, bias)
+        filled = self.layers.rows_filled(x, -(-rows // at_once) * at_once)
+        starts = range(0, len(filled), at_once)
+        return self.layers.concatenate([linear(filled[i : i + at_once], weight, bias) for i in starts])[:rows]
