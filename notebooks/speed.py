@@ -186,7 +186,7 @@ def kernels_of(call: Callable[[], Any]) -> list[tuple[str, float]]:
     """
     import torch
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler tells its stages on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of itself on stderr
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
