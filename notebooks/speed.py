@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -178,6 +179,29 @@ def bars(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> No
     plt.show()
 
 
+def kernels_of(call: Callable[[], Any]) -> list[tuple[str, float]]:
+    """What `call` runs on the GPU, in order, each kernel or copy with its microseconds, by torch.profiler.
+
+    The call is made twice: the first time loads its kernels.
+    """
+    import torch
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of itself on stderr
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not events:
+        raise RuntimeError("torch.profiler has seen nothing on the GPU")
+    events.sort(key=lambda event: event.time_range.start)
+    return [(event.name, event.time_range.elapsed_us()) for event in events]
+
+
 # --- kept results -------------------------------------------------------------------------------------
 
 
@@ -217,6 +241,9 @@ def roofline(*ops: str, most: int = 20) -> None:
     those farthest from their floor first; all are drawn.
     """
     where, rows = kept(*ops)
+    if not rows:
+        print(f"No results of {', '.join(ops)} are kept.")
+        return
     rows.sort(key=_share)
     print(f"{where}: {len(rows)} cases\n")
     print(f"{'us':>9} {'floor':>9} {'share':>6}  {'fastest other':32} {'ratio':>5}  case")
@@ -271,6 +298,9 @@ def beside(*ops: str, most: int = 24) -> None:
     """
     where, rows = kept(*ops)
     rows = sorted((row for row in rows if report.peers_of(row)), key=_best_ratio)
+    if not rows:
+        print(f"No results of {', '.join(ops)} beside other libraries are kept.")
+        return
     behind = sum(_best_ratio(row) < 1 for row in rows)
     print(f"{where}: {len(rows)} cases, in {behind} of them another library is faster\n")
     print(f"{'us':>9}  {'ratio':>5}  {'fastest other library':32} case")
