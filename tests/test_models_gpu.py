@@ -112,6 +112,21 @@ def test_a_vector_has_the_same_bits_alone_and_in_any_batch(library: str, dtype: 
     np.testing.assert_array_equal(numpy_of(encoder.embed_tokens(tokens[::-1])), alone[::-1])
 
 
+def test_arrays_of_another_place() -> None:
+    ids, mask = encoders.batch([3, 2], 4)
+    encoder = _encoder("minilm-l6")
+    for given in ((ids, mask.to(DEVICE)), (ids.to(DEVICE), mask)):
+        with pytest.raises(
+            ValueError, match=r"(input_ids|attention_mask) must be on CUDA device 0 like the weights, got"
+        ):
+            encoder(*given)
+    with pytest.raises(TypeError, match="input_ids must be a torch array like the weights, got cupy"):
+        encoder(put(ids, "cupy"))
+    state = {**_state("minilm-l6", DEVICE), "embeddings.LayerNorm.bias": torch.zeros(384)}
+    with pytest.raises(ValueError, match=r"LayerNorm.bias must be on CUDA device 0 like the others, got the CPU"):
+        Encoder.from_state_dict(state, encoders.model("minilm-l6").config)
+
+
 def test_ten_thousand_texts(rng: np.random.Generator) -> None:
     encoder = _encoder("minilm-l6", dtype="float16")
     lengths = np.clip(rng.lognormal(3.3, 0.8, 10_000).astype(int), 0, SEQ)

@@ -420,6 +420,9 @@ def test_weights_of_older_models(folder: Path) -> None:
     assert torch.equal(got, Encoder.from_state_dict(state_of(source, "torch"), source.config)(ids, mask))
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .* \(it has pytorch_model\.bin"):
         Encoder.from_directory(folder, library="numpy")
+    torch.save({name: x.to(torch.int8) for name, x in source.state_dict().items()}, file)
+    with pytest.raises(TypeError, match=r"must be float32, float16 or bfloat16 \(quantized .*\), got int8"):
+        Encoder.from_directory(folder, device="cpu")
     for content in ([torch.ones(2)], {"a": 3}, {"embeddings.word_embeddings.weight": torch.ones(2)}, print):
         torch.save(content, file)
         with pytest.raises(ValueError, match=r"is not a state dict|state has no "):
