@@ -42,7 +42,8 @@ BART_BASE = Seq2SeqSizes("BART-base", "bart", 768, 6, heads=12, inter=3072, voca
 
 #: Of the norm of an encoder's states, and of a text's vector, whose length is 1.
 _DIFFERENCE = {"float16": 0.02, "bfloat16": 0.1, "float32": 0.002}
-_TEXTS_AT_ONCE = 32
+# Of other libraries; of sentence-transformers it is the default.
+_TEXTS_AT_ONCE, _MANY_TEXTS_AT_ONCE = 32, 256
 _MEAN_TOKENS = 60
 
 Run = Callable[[], Any]
@@ -266,19 +267,23 @@ def _encode(sizes: EncoderSizes, lengths: Sequence[int], seq: int, dtype: str, v
 # --- texts ----------------------------------------------------------------------------------------------
 
 
-def _sentence_transformers() -> Callable[..., Run]:
-    """`encode` on the same model, as it comes: sorted by length, 32 texts at once."""
-    from sentence_transformers import SentenceTransformer
+def _sentence_transformers(at_once: int) -> Callable[[], Callable[..., Run]]:
+    """`encode` on the same model, which sorts by length."""
 
-    def prepare(model: Model, texts: list[str]) -> Run:
-        with tempfile.TemporaryDirectory() as folder:
-            save(model.sizes, model.state, Path(folder))
-            reference = SentenceTransformer(folder, device=str(model.like.device))
-        reference.to(model.like.dtype)
-        options = {"batch_size": _TEXTS_AT_ONCE, "convert_to_tensor": True, "show_progress_bar": False}
-        return lambda: reference.encode(texts, **options)
+    def load() -> Callable[..., Run]:
+        from sentence_transformers import SentenceTransformer
 
-    return prepare
+        def prepare(model: Model, texts: list[str]) -> Run:
+            with tempfile.TemporaryDirectory() as folder:
+                save(model.sizes, model.state, Path(folder))
+                reference = SentenceTransformer(folder, device=str(model.like.device))
+            reference.to(model.like.dtype)
+            options = {"batch_size": at_once, "convert_to_tensor": True, "show_progress_bar": False}
+            return lambda: reference.encode(texts, **options)
+
+        return prepare
+
+    return load
 
 
 def _batches_by_transformers(is_sorted: bool) -> Callable[[], Callable[..., Run]]:
@@ -330,9 +335,14 @@ def _embed(sizes: EncoderSizes, texts: int, dtype: str, from_tokens: bool) -> Ca
 
     def call(model: Model, given: Any) -> torch.Tensor:
         embed = model.ours.embed_tokens if from_tokens else model.ours.embed
-        return embed(given, batch_size=_TEXTS_AT_ONCE, progress=False)
+        return embed(given, progress=False)
 
-    peers = {"sentence-transformers": Baseline(_sentence_transformers, slow=True, prepared=True)}
+    peers = {
+        "sentence-transformers": Baseline(_sentence_transformers(_TEXTS_AT_ONCE), slow=True, prepared=True),
+        "sentence-transformers, 256 at once": Baseline(
+            _sentence_transformers(_MANY_TEXTS_AT_ONCE), slow=True, prepared=True
+        ),
+    }
     if from_tokens:
         peers = {
             "transformers, sorted": Baseline(_batches_by_transformers(True), prepared=True),
@@ -341,7 +351,7 @@ def _embed(sizes: EncoderSizes, texts: int, dtype: str, from_tokens: bool) -> Ca
     parameters = _parameters(sizes)
     return Case(
         op="Encoder",
-        case={"model": sizes.name, "texts": texts, "batch": _TEXTS_AT_ONCE, "valid": words, "dtype": dtype},
+        case={"model": sizes.name, "texts": texts, "valid": words, "dtype": dtype},
         variant="embed_tokens" if from_tokens else "embed",
         inputs=inputs,
         call=call,

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from cukern.models import Encoder, TextConfig  # noqa: E402  (after torch is known to be there)
 from cukern.models import checkpoint as checkpoints  # noqa: E402
+from cukern.models.text import by_length  # noqa: E402
 from cukern.testing import assert_matches  # noqa: E402
 from tests import encoders  # noqa: E402
 from tests.encoders import ARCHITECTURES, VOCAB, numpy_of, one_thread, save, state_of, texts, wanted  # noqa: E402, F401
@@ -80,6 +81,21 @@ def _vectors(name: str, tokens: list[list[int]], modes: tuple[str, ...], normali
 
 
 # --- vectors of texts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        ([], []),
+        ([0], [[0]]),
+        ([5, 20000, 7], [[1], [2, 0]]),  # a text with more has a batch of its own
+        ([1, 16383, 2], [[1], [2, 0]]),
+        ([2, 16382], [[1, 0]]),
+        ([8192, 8191, 1, 0], [[0, 1, 2], [3]]),  # one without tokens counts as one
+    ],
+)
+def test_batches_of_as_many_tokens_as_keep_a_gpu_busy(lengths: list[int], wanted: list[list[int]]) -> None:
+    assert [batch.tolist() for batch in by_length([[7] * length for length in lengths], None)] == wanted
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -221,11 +221,16 @@ def planned(batch: Batch, arch: str = "90a", **options: Any) -> Any:
 def test_plans(rng: np.random.Generator) -> None:
     half, single = (draw(rng, [70, 0, 30], 64, dtype, left_over=0) for dtype in ("float16", "float32"))
     step = planned(half)
-    assert step.variant.instance.function == "attend_mma" and step.variant.instance.arguments == ("__half", 64, 64)
+    assert step.variant.instance.function == "attention_mma" and step.variant.instance.arguments == ("__half", 64, 64)
     assert (int(step.grid[0]), step.grid[1], step.block[0]) == (100 // 64 + 4, 2, 128)
     assert step.notes["why"].startswith("16 bits")
     step = planned(single)
-    assert step.variant.instance.function == "attend_fma" and step.variant.instance.arguments == ("float", 64, 64, 16)
+    assert step.variant.instance.function == "attention_fma" and step.variant.instance.arguments == (
+        "float",
+        64,
+        64,
+        16,
+    )
     assert step.block[0] == 256
     assert planned(half, variant="fma").variant.instance.arguments == ("__half", 64, 64, 16)
     # Smaller tiles for large heads, loads of one element for rows that are not aligned.

@@ -12,16 +12,20 @@ from cukern.commands import UserError
 from cukern.models._layers import DTYPES
 from cukern.models.checkpoint import LIBRARIES
 
-_BATCH_SIZE = 32
 
+def add_arguments(
+    parser: argparse.ArgumentParser, model: str, output: str, metavar: str = "FILE", *, batch_size: int | None = None
+) -> None:
+    """Declare the arguments of files and of where the model runs; `model` and `output` say what they are.
 
-def add_arguments(parser: argparse.ArgumentParser, model: str, output: str, metavar: str = "FILE") -> None:
-    """Declare the arguments of files and of where the model runs; `model` and `output` say what they are."""
+    A `batch_size` of None is as in `Encoder.embed`.
+    """
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help=model)
     add("--input", type=Path, required=True, metavar="FILE", help="the texts, UTF-8, one on each line")
     add("--output", type=Path, metavar=metavar, help=output)
-    add("--batch-size", type=int, default=_BATCH_SIZE, metavar="N", help=f"texts at once (default: {_BATCH_SIZE})")
+    default = batch_size or "as many as keep a GPU busy"
+    add("--batch-size", type=int, default=batch_size, metavar="N", help=f"texts at once (default: {default})")
     add("--library", choices=LIBRARIES, help="default: torch where it is installed, else cupy where there is a GPU")
     add("--device", metavar="NAME", help="of torch, such as cpu (default: cuda where there is one); of cupy an index")
     add("--dtype", choices=DTYPES, help="of the weights (default: the file's)")
@@ -29,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, model: str, output: str, meta
 
 def placed(args: argparse.Namespace) -> dict[str, Any]:
     """Where and in what dtype the model runs, by the arguments of `from_directory`. Checks the batch size, too."""
-    if args.batch_size < 1:
+    if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {args.batch_size}")
     device = args.device
     if args.library == "cupy" and device is not None:

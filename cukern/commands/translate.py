@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add = parser.add_argument
     model = "the directory of Marian, BART or mBART, as Hugging Face keeps them"
-    texts.add_arguments(parser, model, "where the translations go, one a line (default: stdout)")
+    texts.add_arguments(parser, model, "where the translations go, one a line (default: stdout)", batch_size=32)
     add(
         "--beams", type=int, metavar="N", help="of a beam search, 1 for the best token each time (default: the model's)"
     )

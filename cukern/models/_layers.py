@@ -38,6 +38,10 @@ ACTIVATIONS = {
 }
 
 
+#: Sequences of at most so many words are short: the keys of one tile of `varlen_attention`.
+_SHORT = 64
+
+
 class Affine(NamedTuple):
     """The weight and the bias of a product, [out, in] and [out], or of a layer norm, [hidden] both."""
 
@@ -112,6 +116,10 @@ class ArrayLayers:
     def host(self, x: Any) -> np.ndarray[Any, Any]:
         return x if self.xp is np else self.xp.asnumpy(x)
 
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return self.xp is not np and bool(self.xp.cuda.get_current_stream().is_capturing())
+
     def assign_(self, x: Any, value: Any) -> None:
         """`value`, an array or a number, into all of `x`."""
         x[...] = value
@@ -142,10 +150,11 @@ class ArrayLayers:
         y = x @ weight.T
         return y if bias is None else y + bias
 
-    def attention(self, qkv: Any, heads: int, words: Words) -> Any:
+    def attention(self, qkv: Any, heads: int, words: Words, any_kernel: bool = False) -> Any:
         """softmax(q k' / sqrt(head_dim)) v of each sequence with itself.
 
-        qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden].
+        qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden]. With
+        `any_kernel` the longest sequence of a batch may decide which kernel computes it, and so a sequence's last bits.
         """
         return _attention(qkv, heads, words)
 
@@ -264,6 +273,9 @@ class TorchLayers:
     def host(self, x: Any) -> np.ndarray[Any, Any]:
         return x.cpu().numpy()
 
+    def is_capturing(self) -> bool:
+        return self.is_cuda_torch and self._torch.cuda.is_current_stream_capturing()
+
     def assign_(self, x: Any, value: Any) -> None:
         if isinstance(value, self._torch.Tensor):
             x.copy_(value)
@@ -289,10 +301,14 @@ class TorchLayers:
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         return self._functional.linear(x, weight, bias)
 
-    def attention(self, qkv: Any, heads: int, words: Words) -> Any:
-        """See `ArrayLayers.attention`. Tensors of 16 bits on a GPU go to torch's variable-length attention."""
+    def attention(self, qkv: Any, heads: int, words: Words, any_kernel: bool = False) -> Any:
+        """See `ArrayLayers.attention`. Tensors of 16 bits on a GPU go to torch's variable-length attention.
+
+        With `any_kernel` those of short sequences do not: a call of it takes the host, and a small GPU time, longer.
+        """
         rows, head_dim = len(qkv), qkv.shape[1] // 3 // heads
-        if not qkv.is_cuda or qkv.dtype == self._torch.float32 or rows == 0 or head_dim % 8:
+        is_short = any_kernel and words.max_seq_len <= _SHORT
+        if not qkv.is_cuda or qkv.dtype == self._torch.float32 or is_short or rows == 0 or head_dim % 8:
             return _attention(qkv, heads, words)
         q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
         offsets, longest = words.cu_seqlens, words.max_seq_len

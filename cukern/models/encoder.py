@@ -22,6 +22,9 @@ from cukern.ops.padding import build_sequence_length_padding_offset, rebuild_seq
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 
+#: Sizes of batches without padding whose positions are kept.
+_MOST_WHOLES = 16
+
 
 class Encoder:
     """An encoder of the BERT family, whose work is that of the words alone: the padding of a batch costs nothing.
@@ -62,6 +65,7 @@ class Encoder:
         self.product_rows = None if product_rows is None else check.integer("product_rows", product_rows, 1)
         self._library = library_of("weights.word", weights.word)
         self._layers = layers_of("weights.word", weights.word)
+        self._wholes: dict[tuple[int, int], tuple[Words, Any]] = {}
         self._stack = [
             EncoderLayer(
                 self._layers,
@@ -231,8 +235,7 @@ class Encoder:
         if mask is None:
             if valid_word_num not in (None, batch * seq):
                 check.fail("valid_word_num", f"{batch * seq} without an attention_mask", valid_word_num)
-            cu_seqlens = layers.cast(layers.arange(batch + 1) * seq, "int32")
-            return None, None, Words(cu_seqlens, seq, [row * seq for row in range(batch + 1)])
+            return None, None, self._whole(batch, seq)[0]
         is_word = mask != 0
         lengths = layers.cast(is_word.sum(-1), "int32")
         if valid_word_num is not None:
@@ -248,19 +251,36 @@ class Encoder:
         offsets = layers.cast(index - layers.arange(len(index)), "int32")
         return index, offsets, Words(layers.cu_seqlens(lengths), seq)
 
+    def _whole(self, batch: int, seq: int) -> tuple[Words, Any]:
+        """How the words of a batch without padding lie, and the positions of each, int64 [words].
+
+        Those of the latest sizes are kept: on a GPU they take as long as a layer of a small batch.
+        """
+        layers, size = self._layers, (batch, seq)
+        if size not in self._wholes:
+            cu_seqlens = layers.cast(layers.arange(batch + 1) * seq, "int32")
+            positions = layers.arange(batch * seq) % max(seq, 1)
+            made = Words(cu_seqlens, seq, [row * seq for row in range(batch + 1)]), positions
+            if layers.is_capturing():
+                return made  # in memory of the graph
+            layers.host(positions[:1])  # another stream may be the next that reads them
+            while len(self._wholes) >= _MOST_WHOLES:
+                self._wholes.pop(next(iter(self._wholes)), None)
+            self._wholes[size] = made
+        return self._wholes[size]
+
     def _upload(self, array: np.ndarray[Any, Any]) -> Any:
         return self._library.from_numpy(array, self.weights.word)
 
     def _table_rows(self, ids: Any, mask: Any, types: Any, index: Any) -> Any:
         """The row of each word in the table of positions and token types, int64 [words]."""
-        layers, config = self._layers, self.config
-        batch, seq = ids.shape
+        config, (batch, seq) = self.config, ids.shape
         if config.family.positions_after_padding:
             real = ids != config.pad_token_id
             rows = self._counted(real if mask is None else real & (mask != 0)).reshape(-1)
             rows = rows if index is None else rows[index]
         else:
-            rows = (layers.arange(batch * seq) if index is None else index) % max(seq, 1)
+            rows = self._whole(batch, seq)[1] if index is None else index % max(seq, 1)
         if types is not None:
             own = types.reshape(-1)
             rows = rows + (own if index is None else own[index]) * config.max_position_embeddings
@@ -312,7 +332,7 @@ class Encoder:
         self,
         texts: Sequence[str],
         *,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         max_length: int | None = None,
         normalize: bool | None = None,
         progress: bool | None = None,
@@ -324,7 +344,7 @@ class Encoder:
 
         Args:
             texts: the texts; a text may be empty.
-            batch_size: texts at once.
+            batch_size: texts at once; None: as many as have 16384 tokens together, which keep a GPU busy.
             max_length: as in `tokenize`, and so are the errors.
             normalize: whether vectors have length 1; None is as the model's configuration says.
             progress: whether to show a bar on stderr; None does so on a terminal.
@@ -332,7 +352,7 @@ class Encoder:
         Returns:
             float32 [texts, embedding_size], in the library and on the device of the weights.
         """
-        check.integer("batch_size", batch_size, 1)
+        _check_batch_size(batch_size)
         tokens = self._tokenize(texts, max_length)
         return self.embed_tokens(tokens, batch_size=batch_size, normalize=normalize, progress=progress)
 
@@ -340,7 +360,7 @@ class Encoder:
         self,
         tokens: Sequence[Sequence[int]],
         *,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         normalize: bool | None = None,
         progress: bool | None = None,
     ) -> AnyArray:
@@ -349,7 +369,7 @@ class Encoder:
         Raises:
             ValueError: an id that is not in the vocabulary, or a text that is too long; the message names it.
         """
-        check.integer("batch_size", batch_size, 1)
+        _check_batch_size(batch_size)
         for i, ids in enumerate(tokens):
             if len(ids) > self.config.max_seq_len:
                 check.fail(f"tokens[{i}]", f"of at most {self.config.max_seq_len} ids", len(ids))
@@ -385,3 +405,8 @@ class Encoder:
         )
         words = Words(cu_seqlens, max(map(len, texts)), bounds.tolist())
         return self._encode(ids, places, words), words
+
+
+def _check_batch_size(batch_size: Any) -> None:
+    if batch_size is not None:
+        check.integer("batch_size", batch_size, 1)

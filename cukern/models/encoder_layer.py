@@ -61,7 +61,8 @@ class EncoderLayer:
         """The hidden states [words, hidden] after the layer, from those before it."""
         weights = self.weights
         h = self._norm(x, weights.self_norm) if self.normalize_before else x
-        attended = self.layers.attention(self._linear(h, *weights.qkv), self.heads, words)
+        qkv = self._linear(h, *weights.qkv)
+        attended = self.layers.attention(qkv, self.heads, words, any_kernel=self.product_rows is None)
         x = self._add(attended, weights.out, x, weights.self_norm)
         h = self._norm(x, weights.final_norm) if self.normalize_before else x
         up = self._linear(h, weights.up.weight)

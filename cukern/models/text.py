@@ -24,6 +24,8 @@ _POOLING_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")
+#: Tokens of a batch that keep a GPU busy: dense products of more rows are hardly faster for each.
+_BATCH_TOKENS = 16384
 
 
 class TextConfig(NamedTuple):
@@ -120,8 +122,21 @@ def pooled(layers: Layers, hidden: Any, words: Words, modes: Sequence[str], norm
     return layers.normalized(vectors) if normalize else vectors
 
 
-def by_length(tokens: Sequence[Sequence[int]], batch_size: int) -> list[np.ndarray[Any, np.dtype[np.intp]]]:
-    """The numbers of the texts in batches of like lengths, the longest first: if memory is short, it fails at once."""
+def by_length(tokens: Sequence[Sequence[int]], batch_size: int | None) -> list[np.ndarray[Any, np.dtype[np.intp]]]:
+    """The numbers of the texts in batches of like lengths, the longest first: if memory is short, it fails at once.
+
+    A batch has `batch_size` texts; None: as many as have at most _BATCH_TOKENS tokens together, or one with more.
+    """
     lengths = np.array([len(ids) for ids in tokens], np.int64)
     order = np.argsort(-lengths, kind="stable")
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    if batch_size is not None:
+        return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    ends: list[int] = []
+    count = 0
+    for number, length in enumerate(lengths[order].tolist()):
+        # A text without tokens has its place among the sequences, too.
+        count += max(length, 1)
+        if count > _BATCH_TOKENS and number > (ends[-1] if ends else 0):
+            ends.append(number)
+            count = max(length, 1)
+    return [part for part in np.split(order, ends) if len(part)]

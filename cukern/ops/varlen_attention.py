@@ -30,8 +30,8 @@ DIMS = (
 )
 _LOG2_E = 1.4426950408889634
 
-_mma = Kernel("varlen_attention/attend_mma", "attend_mma")
-_fma = Kernel("varlen_attention/attend_fma", "attend_fma")
+_mma = Kernel("varlen_attention/attention_mma", "attention_mma")
+_fma = Kernel("varlen_attention/attention_fma", "attention_fma")
 
 
 def _room(dim: int) -> int:

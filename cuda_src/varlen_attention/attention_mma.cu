@@ -133,7 +133,7 @@ template <typename T, int DIM, int KEYS> struct Warp {
 };
 
 template <typename T, int DIM, int KEYS>
-__global__ void __launch_bounds__(MMA_THREADS, 2) attend_mma(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(MMA_THREADS, 2) attention_mma(const __grid_constant__ Params p) {
     using F = Form<DIM, KEYS>;
     extern __shared__ __align__(128) char shared[];
     const Part<QUERIES> part(p);
