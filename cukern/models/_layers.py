@@ -376,7 +376,12 @@ class TorchLayers:
         return rows.masked_fill(lengths == 0, 0)
 
     def normalized(self, x: Any) -> Any:
-        return self._functional.normalize(x, dim=-1)
+        # The order of torch's own sums depends on the number of rows.
+        squares = x * x
+        while (n := squares.shape[1]) > 1:
+            folded = squares[:, : n // 2] + squares[:, n // 2 : n // 2 * 2]
+            squares = self._torch.cat((folded, squares[:, -1:]), 1) if n % 2 else folded
+        return x / squares.sqrt().clamp(min=1e-12)
 
 
 Layers = ArrayLayers | TorchLayers
