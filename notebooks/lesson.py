@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ def begin(*, with_torch: bool = False) -> bool:
         import torch
 
         _on_gpu = _on_gpu and torch.cuda.is_available()
+    # tqdm, which transformers imports, misses the widgets of Jupyter, and nothing here shows any.
+    warnings.filterwarnings("ignore", "IProgress not found")
     np.set_printoptions(precision=4, suppress=True, linewidth=120)
     plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     if _on_gpu:
