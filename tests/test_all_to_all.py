@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1011,6 +1013,7 @@ class Windows:
         }
         for name, function in functions.items():
             monkeypatch.setattr(parts.windows, name, function)
+        monkeypatch.setattr(parts, "_in_any_capture", contextlib.nullcontext)
         return self
 
 
@@ -1768,6 +1771,23 @@ def test_a_window_is_freed_with_its_last_array(monkeypatch: pytest.MonkeyPatch) 
     del rows
     gc.collect()
     assert len(freed) == 2 and window in freed
+
+
+@pytest.mark.gpu
+def test_a_state_may_be_collected_while_a_graph_is_captured() -> None:
+    ranks = on_gpus(Case((5,)), [0])
+    in_turns(ranks)
+    x = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        x += 1
+        kept = weakref.ref(ranks[0].state)
+        ranks.clear()
+        gc.collect()
+        assert kept() is None
+        x += 1
+    graph.replay()
+    assert x.tolist() == [2] * 8
 
 
 @pytest.mark.gpu

@@ -144,17 +144,24 @@ def poison_all(managers: list[All2AllManager], put: Callable[[Any], Any]) -> Non
     """Poison the windows before any rank begins."""
     for manager in managers:
         assert manager.state is not None
-        poison(manager.state, put_on(manager, put)(np.zeros(1, np.float32)))
+        like = put_on(manager, put)(np.zeros(1, np.float32))
+        with on_device_of(manager):
+            poison(manager.state, like)
     if managers[0].device is not None:
         for device in {*[manager.device for manager in managers]}:
             torch.cuda.synchronize(device)
+
+
+def on_device_of(manager: All2AllManager) -> contextlib.AbstractContextManager[Any]:
+    """Makes the device of a manager the current one, of torch and of CuPy."""
+    return contextlib.nullcontext() if manager.device is None else torch.cuda.device(manager.device)
 
 
 def put_on(manager: All2AllManager, put: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`put`, for the device of a manager."""
 
     def on_device(array: Any) -> Any:
-        with torch.cuda.device(manager.device) if manager.device is not None else contextlib.nullcontext():
+        with on_device_of(manager):
             return put(array)
 
     return on_device

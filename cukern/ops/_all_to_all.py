@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from cukern.reference import all_to_all as twin
 from cukern.runtime import arrays, check, compile, kernel, template, windows
-from cukern.runtime.cuda import current_device, runtime
+from cukern.runtime.cuda import current_device, libcuda, runtime
 
 # Constants of the templates.
 _CONSTANTS = {**template.constants("all_to_all/dispatch"), **template.constants("all_to_all/combine")}
@@ -37,6 +37,7 @@ _PHASES = ("dispatch", "combine")
 _WORD_BYTES = ctypes.sizeof(ctypes.c_int)
 _FAILURE_BYTES = 4 * _WORD_BYTES
 _STRUCTS = "all_to_all/dispatch"
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class AllToAllError(RuntimeError):
@@ -263,9 +264,20 @@ class _Memory:
         windows.write_word(self.device, self.stream, self.failure + _FAILURE_BYTES, addresses, value)
 
 
+@contextlib.contextmanager
+def _in_any_capture() -> Iterator[None]:
+    """Let this thread free memory even while it captures a CUDA graph, which a free ends otherwise."""
+    mode = ctypes.c_int(_RELAXED)
+    libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 def _free_all(taken: contextlib.ExitStack) -> None:
-    # After a kernel that failed nothing can be freed any more, nor need be.
-    with contextlib.suppress(runtime.CUDARuntimeError, RuntimeError):
+    # A collection of garbage comes at any time. After a kernel that failed nothing can be freed any more, nor need be.
+    with _in_any_capture(), contextlib.suppress(runtime.CUDARuntimeError, RuntimeError):
         taken.close()
 
 
