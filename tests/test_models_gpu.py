@@ -101,6 +101,21 @@ def test_a_graph_serves_every_batch_of_as_many_words(dtype: str) -> None:
     assert not torch.equal(want[0], want[1])
 
 
+def test_a_first_call_without_a_mask_may_be_captured() -> None:
+    # The kernels of this size are loaded by another encoder, whose positions are its own.
+    ids = encoders.batch([SEQ, SEQ], SEQ)[0].to(DEVICE)
+    want = _encoder("minilm-l6", dtype="float16")(ids).clone()
+    encoder, graph = _encoder("minilm-l6", dtype="float16"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = encoder(ids)
+    graph.replay()
+    assert torch.equal(got, want)
+    # What was made in the memory of the graph is not kept.
+    del graph
+    assert torch.equal(encoder(ids), want)
+    assert torch.equal(encoder(ids), want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("library", [DEVICE, "cupy"])
 def test_a_vector_has_the_same_bits_alone_and_in_any_batch(library: str, dtype: str) -> None:

@@ -304,7 +304,7 @@ class TorchLayers:
     def attention(self, qkv: Any, heads: int, words: Words, any_kernel: bool = False) -> Any:
         """See `ArrayLayers.attention`. Tensors of 16 bits on a GPU go to torch's variable-length attention.
 
-        With `any_kernel` those of short sequences do not: a call of it takes the host, and a small GPU time, longer.
+        With `any_kernel` those of short sequences do not: a call of it takes the host longer than one of ours.
         """
         rows, head_dim = len(qkv), qkv.shape[1] // 3 // heads
         is_short = any_kernel and words.max_seq_len <= _SHORT
