@@ -304,7 +304,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
 };
 
 template <typename T, int DIM, int WARPGROUPS, int BLOCKS, bool TURNS>
-__global__ void __launch_bounds__(WARPGROUPS* WARPGROUP, BLOCKS)
+__global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
     attention_wgmma(const __grid_constant__ MappedParams params) {
 #if HAS_WGMMA
     using S = Shared<DIM, WARPGROUPS>;
@@ -334,6 +334,7 @@ __global__ void __launch_bounds__(WARPGROUPS* WARPGROUP, BLOCKS)
                 shared.done[which][stage] = 0;
             }
         fence_mbarrier_init();
+        fence_proxy_async(); // no other thread is waited for before TMA is told of the barriers
         if (tiles.count > 0) {
             const unsigned full = shared_address(&shared.queries_full);
             mbarrier_arrive_expect_tx(full, S::SPLITS * S::QUERY_SPLIT);
