@@ -133,6 +133,10 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         for (int i = 0; i < 2; ++i) largest[i] = -CUDART_INF_F, total[i] = 0.f;
     }
 
+    __device__ __forceinline__ void release(int which, int n) const {
+        tiles.release(which, n, active * (WARPGROUP / 32));
+    }
+
     // Before and after a warpgroup's products. The turns begin with that of warpgroup 0, which the last one gives it.
     __device__ __forceinline__ void take_turn() {
         if (TURNS && active > 1) barrier_sync(TURN + index, 2 * WARPGROUP);
@@ -155,9 +159,10 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         }
         wgmma_commit_group();
         pass_turn(false);
+        if (n > 0) release(1, n - 1); // only now, since it takes a while, and the tensor cores were waiting
         wgmma_wait_group<0>();
         wgmma_fence_operand(scores);
-        tiles.release(0, n, active * (WARPGROUP / 32));
+        release(0, n);
     }
 
     // Replace the scores that a query does not see by -inf.
@@ -230,7 +235,6 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         wgmma_commit_group();
         wgmma_wait_group<0>();
         wgmma_fence_operand(sums);
-        tiles.release(1, n, active * (WARPGROUP / 32));
     }
 
     // All that is done with the first WIDTH keys of tile n. It begins and ends within a turn.
