@@ -264,7 +264,7 @@ def planned_maps(batch: Batch, **options: Any) -> dict[str, tuple[Any, ...]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "encode", encode)
         fields = planned(batch, **options).fields
-        for name in ("q", "k", "v"):
+        for name in ("q", "k", "v", "k_box", "v_box"):
             find, numbers = fields[f"{name}_map"].formula
             find(*(x.value if isinstance(x, Late) else x for x in (name, *numbers[1:])))
     return made  # type: ignore[return-value]
@@ -285,9 +285,9 @@ def test_plans_by_wgmma(rng: np.random.Generator) -> None:
             assert step.notes["why"] == "16 bits in aligned rows: tensor cores"
         maps, row = planned_maps(batch), dim * 2
         assert maps == {
-            "q": ((dim, 4, 330, 1), (row, 4 * row, 4 * row), (64, 1, queries, 1), 128),
-            "k": ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 128, 1), 128),
-            "v": ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 128, 1), 128),
+            "q": ((dim, 4, 330, 1), (row, 4 * row, 4 * row), (64, 1, 32, 1), 128),
+            **dict.fromkeys(("k", "v"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 128, 1), 128)),
+            **dict.fromkeys(("k_box", "v_box"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 32, 1), 128)),
         }
     # Any distance does along a dimension of size 1, but a map takes none of 0.
     one = draw(rng, [1], 64, "float16", heads=1, left_over=0)

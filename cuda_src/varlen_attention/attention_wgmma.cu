@@ -22,9 +22,9 @@
 // tile and the scores of its next one. What this needs of registers leaves none for a warp that only loads: the last
 // warp that is done with a stage has TMA fill it again.
 //
-// TMA copies whole tiles, beyond the end of a sequence too. The scores of such keys are replaced by -inf, so that their
-// weights are 0; their values may be NaN, and 0 * NaN is NaN: they are cleared in shared memory. A last tile of at most
-// 64 keys is multiplied as one of 64.
+// TMA copies whole tiles, and of a last one boxes of 32 rows, beyond the end of a sequence too. The scores of keys that
+// are not the sequence's are replaced by -inf, so that their weights are 0; their values may be NaN, and 0 * NaN is NaN:
+// they are cleared in shared memory. A last tile of at most 64 keys is multiplied as one of 64.
 //
 // Speed of light: tensor cores, 4 dim flops for each pair of a query and a key. With DIM 64 as many cycles go to exp2:
 // a tile of 64 queries and 128 keys is 512 cycles of a multiprocessor's tensor cores, and 512 of its 16 exponentials per
@@ -35,13 +35,16 @@
 #include "varlen_attention/wgmma_values.cuh"
 
 constexpr int KEYS = 128, NARROW = 64; // of a tile, and of a last one that is short
+constexpr int BOX = 32;                // rows that TMA copies at once of queries, and of a last tile
 constexpr int STAGES = 2;
 constexpr int COLUMNS = 64, LINE = 128; // of a line of a tile in shared memory: numbers, and bytes
 
 struct alignas(64) MappedParams {
-    TensorMap q_map; // [tokens, heads, dim], for boxes of COLUMNS of the queries of a block
+    TensorMap q_map; // [tokens, heads, dim], for boxes of COLUMNS of BOX tokens
     TensorMap k_map; // [memory_tokens, heads / group, dim], for boxes of COLUMNS of KEYS tokens
     TensorMap v_map;
+    TensorMap k_box_map; // the same for boxes of BOX tokens
+    TensorMap v_box_map;
     Params p;
 };
 
@@ -55,8 +58,8 @@ template <int DIM, int WARPGROUPS> struct alignas(8) Shared {
     unsigned done[2][STAGES];           // warps that no longer need it
 };
 
-// Numbered barriers: from TURN on, that a warpgroup may multiply; from TOGETHER on, that its warps have come.
-enum { TURN = 1, TOGETHER = 4 };
+// Numbered barriers, for up to four warpgroups: from TURN on, that a warpgroup may multiply; from TOGETHER on, that its warps have come.
+enum { TURN = 1, TOGETHER = 5 };
 
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -76,6 +79,15 @@ __device__ __forceinline__ unsigned count_around(unsigned counter, unsigned last
     return before;
 }
 
+// Starts the copies of some boxes of BOX rows, one behind the other.
+template <unsigned long long POLICY>
+__device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& map, int column, int head, int row, int boxes,
+                                           unsigned full) {
+#pragma unroll 1
+    for (int box = 0; box < boxes; ++box)
+        tma_load<POLICY>(to + box * BOX * LINE, map, column, head, row + box * BOX, 0, full);
+}
+
 // The keys and values of a block's sequence and head, as they come tile by tile.
 template <int DIM, int WARPGROUPS> struct Tiles {
     using S = Shared<DIM, WARPGROUPS>;
@@ -83,7 +95,7 @@ template <int DIM, int WARPGROUPS> struct Tiles {
     S& shared;
     const unsigned stages; // shared address of the first one
     const int begin, head; // the first row, and the head, of keys and values
-    const int count;
+    const int keys, count; // of the rows and of the tiles
 
     // The shared address of tile n. `which`: 0 for keys, 1 for values.
     __device__ __forceinline__ unsigned at(int which, int n) const {
@@ -93,11 +105,16 @@ template <int DIM, int WARPGROUPS> struct Tiles {
     // By one thread: have the tile copied.
     __device__ __forceinline__ void start(int which, int n) const {
         const unsigned full = shared_address(&shared.full[which][n % STAGES]);
-        mbarrier_arrive_expect_tx(full, S::TILE);
+        const int row = n * KEYS, boxes = min((keys - row + BOX - 1) / BOX, KEYS / BOX);
+        mbarrier_arrive_expect_tx(full, S::SPLITS * boxes * BOX * LINE);
 #pragma unroll
         for (int split = 0; split < S::SPLITS; ++split)
-            tma_load<EVICT_NORMAL>(at(which, n) + split * S::SPLIT, which ? params.v_map : params.k_map,
-                                   split * COLUMNS, head, begin + n * KEYS, 0, full);
+            if (boxes == KEYS / BOX)
+                tma_load<EVICT_NORMAL>(at(which, n) + split * S::SPLIT, which ? params.v_map : params.k_map,
+                                       split * COLUMNS, head, begin + row, 0, full);
+            else
+                copy_boxes<EVICT_NORMAL>(at(which, n) + split * S::SPLIT, which ? params.v_box_map : params.k_box_map,
+                                         split * COLUMNS, head, begin + row, boxes, full);
     }
 
     __device__ __forceinline__ void wait(int which, int n) const {
@@ -320,6 +337,8 @@ __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
         prefetch_tensormap(params.q_map);
         prefetch_tensormap(params.k_map);
         prefetch_tensormap(params.v_map);
+        prefetch_tensormap(params.k_box_map);
+        prefetch_tensormap(params.v_box_map);
     }
     const Part<S::QUERIES> part(params.p);
     if (part.rows <= 0) return;
@@ -329,6 +348,7 @@ __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
                                        queries + S::SPLITS * S::QUERY_SPLIT,
                                        part.keys_begin,
                                        head / params.p.group,
+                                       part.keys,
                                        (part.keys + KEYS - 1) / KEYS};
     if (threadIdx.x == 0) {
         mbarrier_init(shared_address(&shared.queries_full), 1);
@@ -341,9 +361,11 @@ __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
         fence_proxy_async(); // no other thread is waited for before TMA is told of the barriers
         if (tiles.count > 0) {
             const unsigned full = shared_address(&shared.queries_full);
-            mbarrier_arrive_expect_tx(full, S::SPLITS * S::QUERY_SPLIT);
+            const int boxes = (part.rows + BOX - 1) / BOX;
+            mbarrier_arrive_expect_tx(full, S::SPLITS * boxes * BOX * LINE);
             for (int split = 0; split < S::SPLITS; ++split)
-                tma_load(queries + split * S::QUERY_SPLIT, params.q_map, split * COLUMNS, head, part.first, 0, full);
+                copy_boxes<EVICT_FIRST>(queries + split * S::QUERY_SPLIT, params.q_map, split * COLUMNS, head,
+                                        part.first, boxes, full);
         }
         for (int n = 0; n < min(tiles.count, STAGES); ++n) tiles.start(0, n), tiles.start(1, n);
     }

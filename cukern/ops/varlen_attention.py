@@ -154,8 +154,9 @@ def _no_wgmma(inputs: list[_Heads], scale: float, arch: str) -> str:
 
 
 def _launch_wgmma(form: _Form, grid: tuple[Any, int], inputs: list[_Heads], fields: dict[str, Any]) -> None:
-    keys = template.constants(_wgmma.file)["KEYS"]
-    maps = {f"{x.name}_map": x.map(form.queries if x.name == "q" else keys) for x in inputs}
+    sizes = template.constants(_wgmma.file)
+    maps = {f"{x.name}_map": x.map(sizes["BOX" if x.name == "q" else "KEYS"]) for x in inputs}
+    maps |= {f"{x.name}_box_map": x.map(sizes["BOX"]) for x in inputs if x.name != "q"}
     launch(form.variant, grid, form.threads, form.shared_bytes, **maps, p=fields)
 
 
