@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import cukern
 from benchmarks.harness import Baseline, Case
 from cukern.runtime.arrays import ITEM_SIZE
+from cukern.runtime.kernel import arch_of_device, device_count
 
 Call = Callable[[], torch.Tensor]
 
@@ -57,7 +58,15 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
 
 
-def _case(batch: int, length: int, heads: int, head_dim: int, dtype: str, ragged: bool = True) -> Case:
+def has_wgmma() -> bool:
+    """Whether "auto" is "wgmma" for heads of 16 bits: on Hopper, and where there is no GPU at all."""
+    return not device_count() or arch_of_device(0) == "90a"
+
+
+def _case(
+    batch: int, length: int, heads: int, head_dim: int, dtype: str, ragged: bool = True, variant: str = "auto"
+) -> Case:
+    """A case of a kernel by name, or of the one that "auto" takes."""
     lengths = _lengths(batch, length, ragged)
     tokens, size = sum(lengths), ITEM_SIZE[dtype]
 
@@ -70,13 +79,18 @@ def _case(batch: int, length: int, heads: int, head_dim: int, dtype: str, ragged
     baselines = {"torch": Baseline(lambda: by_torch, prepared=True)}
     if size == 2:
         baselines["torch varlen"] = Baseline(_varlen_by_torch, prepared=True)
+    chosen = "fma" if size == 4 else "wgmma" if has_wgmma() else "mma"
+
+    def call(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return cukern.varlen_attention(q, *rest, variant=variant if q.is_cuda else "auto")
+
     sizes = {"batch": batch, "length": length, "tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
     return Case(
         op="varlen_attention",
         case=sizes,
-        variant="mma" if size == 2 else "fma",
+        variant=chosen if variant == "auto" else variant,
         inputs=inputs,
-        call=cukern.varlen_attention,
+        call=cukern.varlen_attention if variant == "auto" else call,
         bytes=4 * tokens * heads * head_dim * size,
         # The rate of a large product is one of 16 bits.
         flops=4 * head_dim * heads * sum(n * n for n in lengths) if size == 2 else 0,
@@ -87,13 +101,19 @@ def _case(batch: int, length: int, heads: int, head_dim: int, dtype: str, ragged
 
 
 def cases(small: bool = False) -> list[Case]:
-    """BERT-base and MiniLM over texts of up to 512 tokens, then over full ones, in 16 and 32 bits; one short text."""
+    """BERT-base and MiniLM over texts of up to 512 tokens, then over full ones, in 16 and 32 bits; long texts of large
+    heads; short ones. Where "auto" is "wgmma", some are by "mma" too.
+    """
     if small:
         return [_case(3, 20, 2, 16, dtype, ragged) for dtype in ("float32", "bfloat16") for ragged in (True, False)]
+    both = ("auto", "mma") if has_wgmma() else ("auto",)
     return [
         *(_case(64, 512, 12, 64, dtype) for dtype in ("float16", "bfloat16", "float32")),
-        _case(64, 512, 12, 64, "float16", ragged=False),
+        *(_case(64, 512, 12, 64, "float16", False, variant) for variant in both),
+        *(_case(64, 256, 12, 64, "float16", False, variant) for variant in both),
+        *(_case(16, 2048, 16, 128, "bfloat16", False, variant) for variant in both),
+        *(_case(1024, 16, 12, 64, "float16", False, variant) for variant in both),
         *(_case(64, 512, 12, 32, dtype) for dtype in ("float16", "float32")),
-        _case(1, 16, 12, 32, "float16"),
+        *(_case(1, 16, 12, 32, "float16", True, variant) for variant in both),
         _case(1, 16, 12, 32, "float32"),
     ]

@@ -31,6 +31,7 @@ def _large_attention() -> list[Call]:
     varlen = Call("varlen_attention", (*texts, integers(0, 130, 130, 290)))
     other = Call("varlen_attention", (floats(200, 1, 64), caches[0][:, 0], caches[1][:, 0]))
     return [
+        varlen,
         *_in_variants(varlen, "mma", "fma"),
         other._replace(args=(*other.args, integers(0, 70, 200), integers(0, 100, 3000)), options={"causal": True}),
         Call("masked_attention", (*rows, None, None, None, *caches, 3000)),

@@ -539,6 +539,9 @@ OF_MANY_ROWS: dict[str, Callable[[Any], Any]] = {
     "top_k_renorm_probs": lambda x: cukern.top_k_renorm_probs(abs(x), 9),
     "update_logits": cukern.update_logits,
     "varlen_attention": lambda x: cukern.varlen_attention(*[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x)),
+    "varlen_attention mma": lambda x: cukern.varlen_attention(
+        *[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x), variant="mma" if torch.is_tensor(x) else "auto"
+    ),
     "varlen_attention fma": lambda x: cukern.varlen_attention(
         *[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x), variant="fma" if torch.is_tensor(x) else "auto"
     ),

@@ -17,9 +17,11 @@ import cukern
 from benchmarks import bench_varlen_attention, harness
 from cukern.ops import varlen_attention as op
 from cukern.reference import varlen_attention as twin
-from cukern.runtime import arrays, gpu
+from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.compile import CUDA_SRC
 from cukern.runtime.cuda import cupy
+from cukern.runtime.kernel import arch_of_device
+from cukern.runtime.late import Late
 from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import Buffer, as_torch, on_gpu, same_bits, to_numpy
@@ -195,7 +197,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
     ({"causal": 1}, TypeError, "causal must be a bool, got 1 (int)"),
     ({"out": Q[:, :2]}, ValueError, "out must be of shape [tokens, heads, dim] = [6, 4, 8], got [6, 2, 8]"),
-    ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'mma', 'fma', got 'fast'"),
+    ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wgmma', 'mma', 'fma', got"),
     ({"variant": "fma"}, ValueError, "variant must be 'auto' for arrays in host memory"),
 ]  # fmt: skip
 
@@ -220,10 +222,19 @@ def planned(batch: Batch, arch: str = "90a", **options: Any) -> Any:
 
 def test_plans(rng: np.random.Generator) -> None:
     half, single = (draw(rng, [70, 0, 30], 64, dtype, left_over=0) for dtype in ("float16", "float32"))
-    step = planned(half)
-    assert step.variant.instance.function == "attention_mma" and step.variant.instance.arguments == ("__half", 64, 64)
-    assert (int(step.grid[0]), step.grid[1], step.block[0]) == (100 // 64 + 4, 2, 128)
-    assert step.notes["why"].startswith("16 bits")
+    for step, why in (
+        (planned(half, variant="mma"), "16 bits in aligned rows: tensor cores"),
+        (
+            planned(half, "80"),
+            "16 bits in aligned rows: tensor cores by mma.sync, since this GPU is of sm_80, not sm_90a",
+        ),
+    ):
+        assert (step.variant.instance.function, step.variant.instance.arguments) == (
+            "attention_mma",
+            ("__half", 64, 64),
+        )
+        assert (int(step.grid[0]), step.grid[1], step.block[0]) == (100 // 64 + 4, 2, 128)
+        assert step.notes["why"] == why
     step = planned(single)
     assert step.variant.instance.function == "attention_fma" and step.variant.instance.arguments == (
         "float",
@@ -234,12 +245,79 @@ def test_plans(rng: np.random.Generator) -> None:
     assert step.block[0] == 256
     assert planned(half, variant="fma").variant.instance.arguments == ("__half", 64, 64, 16)
     # Smaller tiles for large heads, loads of one element for rows that are not aligned.
-    assert planned(draw(rng, [9], 160, "float16")).variant.instance.arguments == ("__half", 256, 32)
+    assert planned(draw(rng, [9], 160, "float16"), "80").variant.instance.arguments == ("__half", 256, 32)
     assert planned(draw(rng, [9], 160)).variant.instance.arguments == ("float", 256, 32, 16)
     assert planned(draw(rng, [9], 33, "float16")).variant.instance.arguments == ("__half", 64, 64, 2)
     for batch, reason in ((single, "for float32"), (draw(rng, [9], 33, "float16"), "for rows that are not")):
         with pytest.raises(ValueError, match=f"'auto' or 'fma' here, got 'mma': there is none {reason}"):
             planned(batch, variant="mma")
+
+
+def planned_maps(batch: Batch, **options: Any) -> dict[str, tuple[Any, ...]]:
+    """What the tensor maps of a plan are made of: dims, strides, box and promotion."""
+    made: dict[int, tuple[Any, ...]] = {}
+
+    def encode(address: int, dtype: str, *how: Any) -> bytes:
+        made[address] = how
+        return bytes(128)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "encode", encode)
+        fields = planned(batch, **options).fields
+        for name in ("q", "k", "v", "k_box", "v_box"):
+            find, numbers = fields[f"{name}_map"].formula
+            find(*(x.value if isinstance(x, Late) else x for x in (name, *numbers[1:])))
+    return made  # type: ignore[return-value]
+
+
+def test_plans_by_wgmma(rng: np.random.Generator) -> None:
+    for dtype, dim, arguments, queries in (
+        ("float16", 32, ("__half", 64, 2, 2, "true"), 128),
+        ("float16", 64, ("__half", 64, 2, 2, "true"), 128),
+        ("bfloat16", 96, ("__nv_bfloat16", 128, 3, 1, "true"), 192),
+    ):
+        batch = draw(rng, [300, 0, 30], dim, dtype, heads=4, kv_heads=2, left_over=0)
+        for step in (planned(batch), planned(batch, variant="wgmma")):
+            found = step.variant.instance
+            assert (found.function, found.arguments) == ("attention_wgmma", arguments)
+            assert (int(step.grid[0]), step.grid[1], step.block[0]) == (330 // queries + 4, 4, queries * 2)
+            assert step.shared_bytes == step.variant.max_shared_bytes <= gpu.of_arch("90a").shared_per_block
+            assert step.notes["why"] == "16 bits in aligned rows: tensor cores"
+        maps, row = planned_maps(batch), dim * 2
+        assert maps == {
+            "q": ((dim, 4, 330, 1), (row, 4 * row, 4 * row), (64, 1, 32, 1), 128),
+            **dict.fromkeys(("k", "v"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 128, 1), 128)),
+            **dict.fromkeys(("k_box", "v_box"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 32, 1), 128)),
+        }
+    # Any distance does along a dimension of size 1, but a map takes none of 0.
+    one = draw(rng, [1], 64, "float16", heads=1, left_over=0)
+    k = np.lib.stride_tricks.as_strided(one.k, one.k.shape, (0, -16, 2))
+    assert planned_maps(one._replace(k=k))["k"][:2] == ((64, 1, 1, 1), (128, 128, 128))
+
+
+def test_what_wgmma_does_not_take(rng: np.random.Generator) -> None:
+    half = draw(rng, [70, 0, 30], 64, "float16", left_over=0)
+    shared_key = half._replace(k=np.broadcast_to(half.k[:, :1], half.k.shape))
+    no_keys = draw(rng, [9], 64, "float16", key_lengths=[0], left_over=0)
+    for batch, arch, options, reason in (
+        (half, "80", {}, "this GPU is of sm_80, not sm_90a"),
+        (half, "100a", {}, "this GPU is of sm_100a, not sm_90a"),
+        (draw(rng, [9], 136, "float16"), "90a", {}, "heads are of 136, more than 128"),
+        (shared_key, "90a", {}, "k has strides of 256 and 0 bytes"),
+        (no_keys, "90a", {}, "k has no tokens"),
+        (half, "90a", {"scale": 0.0}, "scale is below 1e-30"),
+        (half, "90a", {"scale": -1.0}, "scale is below 1e-30"),
+    ):
+        step = planned(batch, arch, **options)
+        assert step.variant.instance.function == "attention_mma" and step.notes["why"].endswith(f"since {reason}")
+        with pytest.raises(ValueError, match=f"'auto', 'mma' or 'fma' here, got 'wgmma': {reason}"):
+            planned(batch, arch, **options, variant="wgmma")
+    for batch, reason in (
+        (draw(rng, [9], 64), "there is none for float32"),
+        (draw(rng, [9], 33, "float16"), "there is none for rows that are not 16-byte aligned"),
+    ):
+        with pytest.raises(ValueError, match=f"got 'wgmma': {reason}"):
+            planned(batch, variant="wgmma")
 
 
 def test_a_block_fits_into_the_shared_memory_of_any_gpu() -> None:
@@ -315,15 +393,22 @@ LENGTHS_OF = {
     "one more than a tile": [65],
     "ragged, with empty ones": [5, 0, 70, 1, 64, 0, 130, 33],
     "several tiles": [300, 17],
+    "about a tile": [63, 127, 128, 129, 191, 193, 257, 512],
     "many short ones": [*range(5)] * 30,
     "none": [],
     "empty ones": [0, 0, 0],
 }
 
 
+def is_hopper() -> bool:
+    return arch_of_device(0) == "90a"
+
+
 def variants_of(batch: Batch) -> list[str]:
-    aligned = batch.q.shape[2] * batch.q.itemsize % 16 == 0
-    return ["auto", "fma", *["mma"] * (batch.q.itemsize == 2 and aligned)]
+    dim = batch.q.shape[2]
+    has_mma = batch.q.itemsize == 2 and dim * 2 % 16 == 0
+    has_wgmma = has_mma and is_hopper() and dim <= op.WGMMA_DIMS[-1] and len(batch.k) > 0
+    return ["auto", "fma", *["mma"] * has_mma, *["wgmma"] * has_wgmma]
 
 
 @pytest.mark.gpu
@@ -331,7 +416,7 @@ def variants_of(batch: Batch) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", LENGTHS_OF.values(), ids=LENGTHS_OF)
 def test_the_kernel_is_the_twin(lengths: Any, dtype: str, causal: bool, rng: np.random.Generator) -> None:
-    for dim, heads, kv_heads in ((64, 3, 3), (32, 4, 2)):
+    for dim, heads, kv_heads in ((64, 3, 3), (32, 4, 2), (128, 2, 1)):
         batch = draw(rng, lengths, dim, dtype, heads=heads, kv_heads=kv_heads)
         want = twin.varlen_attention(*batch, causal=causal)
         for variant in variants_of(batch):
@@ -394,6 +479,8 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(dtype: str, rng: np.r
 @pytest.mark.sanitize
 @pytest.mark.parametrize("variant", op.VARIANTS)
 def test_wrong_sums_of_lengths_stay_within_the_arrays(variant: str, rng: np.random.Generator) -> None:
+    if variant == "wgmma" and not is_hopper():
+        pytest.skip("needs sm_90a")
     batch = draw(rng, [90], 64, "float16", left_over=0)
     for wrong in ([0, 50, 20, 90], [5, -3, 1000, 2], [0, 2**31 - 1, -(2**31), 7], [9, 9, 9, 9]):
         out = Buffer(batch.q.shape, "float16")
@@ -402,6 +489,44 @@ def test_wrong_sums_of_lengths_stay_within_the_arrays(variant: str, rng: np.rand
         cukern.varlen_attention(*given, lengths, causal=True, out=out.array, variant=variant)
         cukern.varlen_attention(*given, lengths, lengths[::-1].copy(), out=out.array, variant=variant)
         out.numpy()
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_nothing_of_other_sequences_is_seen(dim: int, dtype: str, rng: np.random.Generator) -> None:
+    """Every other sequence is NaN, before, between and behind the others, also where it shares their tiles."""
+    lengths = [5, 70, 3, 1, 130, 64, 9, 128, 7, 200, 40]
+    batch = draw(rng, lengths, dim, dtype)
+    bad = np.zeros(len(batch.q), bool)
+    for s in range(0, len(lengths), 2):
+        bad[batch.cu_seqlens_q[s] : batch.cu_seqlens_q[s + 1]] = True
+    bad[batch.cu_seqlens_q[-1] :] = True
+    for x in batch[:3]:
+        x[bad] = np.nan
+    for causal in (False, True):
+        want = twin.varlen_attention(*batch, causal=causal)
+        assert np.isfinite(want[~bad].astype(np.float32)).all()
+        for variant in variants_of(batch):
+            got = to_numpy(cukern.varlen_attention(*batch.on_gpu(), causal=causal, variant=variant))
+            matches(got[~bad], want[~bad])
+            assert np.isnan(got[bad][: -batch.q.shape[0] + batch.cu_seqlens_q[-1]].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scores_that_rise_and_fall(dtype: str, rng: np.random.Generator) -> None:
+    """The largest score of a row is in any tile; some rows have scores of -inf alone, in a tile or in all."""
+    batch = draw(rng, [700, 300], 64, dtype, heads=1, left_over=0)
+    batch.k[:700, 0] *= np.linspace(0.1, 4, 700)[rng.permutation(700), None].astype(batch.k.dtype)
+    batch.k[700:] = -np.inf
+    batch.q[700:] = abs(batch.q[700:]) + batch.q.dtype.type(1)
+    batch.k[:128, :, 0], batch.q[:700, :, 0] = -np.inf, abs(batch.q[:700, :, 0]) + batch.q.dtype.type(1)
+    want = twin.varlen_attention(*batch)
+    assert np.isfinite(want[:700].astype(np.float32)).all() and not want[700:].any()
+    for variant in variants_of(batch):
+        matches(cukern.varlen_attention(*batch.on_gpu(), variant=variant), want)
 
 
 @pytest.mark.gpu

@@ -10,13 +10,14 @@ from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, same_shape
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
-from cukern.runtime.plan import launch, note, outputs, run_twin
+from cukern.runtime.plan import launch, note, outputs, run_twin, tensor_map
 
 __all__ = ["varlen_attention"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "mma": tensor cores, for 16 bits; "fma": products in float32, for all dtypes and alignments.
-VARIANTS = ("auto", "mma", "fma")
+#: "wgmma", "mma": tensor cores, for 16 bits, Hopper's or all GPUs'; "fma": products in float32, for all dtypes and
+#: alignments.
+VARIANTS = ("auto", "wgmma", "mma", "fma")
 MAX_DIM = 256
 MAX_HEADS = 2**16 - 1
 MAX_TOKENS = 2**31 - 2**16
@@ -28,8 +29,14 @@ DIMS = (
     128,  # encoders made of Llama, Qwen and Mistral
     256,  # Gemma
 )
+#: Those of "wgmma".
+WGMMA_DIMS = (64, 128)
 _LOG2_E = 1.4426950408889634
+#: "wgmma" looks for the largest product of a query before it multiplies by the scale, which must then be positive.
+_SMALLEST_WGMMA_SCALE = 1e-30
+_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
+_wgmma = Kernel("varlen_attention/attention_wgmma", "attention_wgmma", compile_s=0.7)
 _mma = Kernel("varlen_attention/attention_mma", "attention_mma")
 _fma = Kernel("varlen_attention/attention_fma", "attention_fma")
 
@@ -60,6 +67,17 @@ def _by_mma(dtype: str, dim: int) -> _Form:
     return _Form(found, queries, sizes["MMA_THREADS"], shared)
 
 
+def _by_wgmma(dtype: str, dim: int) -> _Form:
+    room, sizes = next(room for room in WGMMA_DIMS if room >= dim), template.constants(_wgmma.file)
+    # Two blocks of a multiprocessor share its registers and shared memory. Larger heads leave room for one.
+    warpgroups, blocks = (2, 2) if room == 64 else (3, 1)
+    queries = 64 * warpgroups
+    # Queries, stages of keys and values, up to 1024 bytes before them for their alignment, and barriers.
+    shared = 2 * room * (queries + 2 * sizes["STAGES"] * sizes["KEYS"]) + 1024 + 64
+    arguments = arrays.CUDA_TYPE[dtype], room, warpgroups, blocks, "true"
+    return _Form(_wgmma.variant(*arguments, max_shared_bytes=shared), queries, 128 * warpgroups, shared)
+
+
 def _by_fma(dtype: str, dim: int, wide: bool) -> _Form:
     room = _room(dim)
     tile = _keys(room)
@@ -70,6 +88,10 @@ def _by_fma(dtype: str, dim: int, wide: bool) -> _Form:
     return _Form(found, tile, template.constants(_fma.file)["FMA_THREADS"], shared)
 
 
+_wgmma.at_import = [_by_wgmma("float16", 64).variant.instance]
+_wgmma.specialized = [
+    _by_wgmma(dtype, room).variant.instance for dtype in ("float16", "bfloat16") for room in WGMMA_DIMS
+]
 _mma.at_import = [_by_mma("float16", 64).variant.instance]
 _mma.specialized = [_by_mma(dtype, room).variant.instance for dtype in ("float16", "bfloat16") for room in DIMS]
 # Numbers of 16 bits take this form only where their rows are not aligned: it is compiled at its first use.
@@ -81,6 +103,61 @@ def _strides(name: str, array: Array) -> tuple[int, int]:
     if array.strides[2] != 1 and array.shape[2] > 1 and all(size != 0 for size in array.shape):
         check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
     return array.strides[0] * array.item_size, array.strides[1] * array.item_size
+
+
+class _Heads(NamedTuple):
+    """An array of heads, and its distances between tokens and between heads in bytes."""
+
+    name: str
+    array: Array
+    strides: tuple[int, int]
+
+    def map_strides(self) -> tuple[int, int] | None:
+        """The distances as a tensor map takes them; None where it does not."""
+        # Any distance will do along a dimension of size 1.
+        only = self.array.shape[2] * self.array.item_size
+        found = [
+            stride if 0 < stride < _LARGEST_STRIDE else only if size == 1 else 0
+            for size, stride in zip(self.array.shape[:2], self.strides, strict=True)
+        ]
+        return (found[0], found[1]) if found[0] and found[1] else None
+
+    def map(self, tokens: int) -> Any:
+        """A tensor map for boxes of `tokens` tokens of a head, 64 columns of each."""
+        strides = self.map_strides()
+        assert strides is not None
+        (rows, heads, dim), (between_rows, between_heads) = self.array.shape, strides
+        # A head may have no more than 128 bytes: to fetch more would read another one.
+        return tensor_map(
+            self.array,
+            self.array.dtype,
+            (dim, heads, rows, 1),
+            (between_heads, between_rows, between_rows),
+            (template.constants(_wgmma.file)["COLUMNS"], 1, tokens, 1),
+            promotion=128,
+        )
+
+
+def _no_wgmma(inputs: list[_Heads], scale: float, arch: str) -> str:
+    """The reason why "wgmma" cannot do what "mma" can; empty where it can."""
+    if arch != "90a":
+        return f"this GPU is of sm_{arch}, not sm_90a"
+    dim = inputs[0].array.shape[2]
+    if dim > WGMMA_DIMS[-1]:
+        return f"heads are of {dim}, more than {WGMMA_DIMS[-1]}"
+    for x in inputs:
+        if x.array.shape[0] == 0:
+            return f"{x.name} has no tokens"
+        if x.map_strides() is None:
+            return f"{x.name} has strides of {x.strides[0]} and {x.strides[1]} bytes"
+    return "" if scale >= _SMALLEST_WGMMA_SCALE else f"scale is below {_SMALLEST_WGMMA_SCALE:g}"
+
+
+def _launch_wgmma(form: _Form, grid: tuple[Any, int], inputs: list[_Heads], fields: dict[str, Any]) -> None:
+    sizes = template.constants(_wgmma.file)
+    maps = {f"{x.name}_map": x.map(sizes["BOX" if x.name == "q" else "KEYS"]) for x in inputs}
+    maps |= {f"{x.name}_box_map": x.map(sizes["BOX"]) for x in inputs if x.name != "q"}
+    launch(form.variant, grid, form.threads, form.shared_bytes, **maps, p=fields)
 
 
 def _check(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
@@ -160,8 +237,10 @@ def varlen_attention(
         causal: the last query of a sequence sees all of its keys, and each one before it one less. Infinities and NaN
             in values that a query does not see may reach it all the same.
         out: [tokens, heads, dim], contiguous, to write into and return; it shares no memory with q, k and v.
-        variant: "auto", or a kernel by name: "mma" (tensor cores; 16 bits, aligned rows of a multiple of 8) or "fma"
-            (products in float32). "mma" rounds weights to the dtype before their product with the values.
+        variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; what "mma" takes, with dim at most 128 and
+            a positive scale), "mma" (tensor cores; 16 bits, aligned rows of a multiple of 8) or "fma" (products in
+            float32). The first two round weights to the dtype before their product with the values. "auto" is the
+            first of them that takes the arrays, whatever the lengths are.
 
     Returns:
         [tokens, heads, dim] of the dtype of `q`, in the library and on the device of `q`. A NaN among the scores of a
@@ -179,7 +258,7 @@ def varlen_attention(
     scale = dim**-0.5 if scale is None else check.number("scale", scale)
     if not isinstance(causal, bool):
         check.fail("causal", "a bool", f"{causal!r} ({type(causal).__name__})", TypeError)
-    strides = {f"{name}_strides": _strides(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+    inputs = [_Heads(name, array, _strides(name, array)) for name, array in (("q", q), ("k", k), ("v", v))]
     out = outputs(out, q, "q", _attended(q))
     if q.on_host:
         return run_twin(variant, VARIANTS)
@@ -187,36 +266,42 @@ def varlen_attention(
     if tokens == 0:
         return out
     wide = min(array.alignment for array in (q, k, v, out)) == 16 and dim * q.item_size % 16 == 0
-    wide = wide and all(stride % 16 == 0 for pair in strides.values() for stride in pair)
-    tensor_cores = wide and q.item_size == 2
-    if variant == "mma" and not tensor_cores:
-        reason = "for float32" if q.item_size == 4 else "for rows that are not 16-byte aligned"
-        check.fail("variant", "'auto' or 'fma' here", f"'mma': there is none {reason}")
-    if tensor_cores and variant != "fma":
-        note(why="16 bits in aligned rows: tensor cores")
-        form = _by_mma(q.dtype, dim)
-    else:
+    wide = wide and all(stride % 16 == 0 for x in inputs for stride in x.strides)
+    none = "there is none for float32" if q.item_size == 4 else ""
+    none = none or ("" if wide else "there is none for rows that are not 16-byte aligned")
+    if variant == "mma" and none:
+        check.fail("variant", "'auto' or 'fma' here", f"'mma': {none}")
+    no_wgmma = ""
+    if variant in ("auto", "wgmma"):
+        no_wgmma = none or _no_wgmma(inputs, scale, q.gpu.arch)
+    if variant == "wgmma" and no_wgmma:
+        check.fail("variant", "'auto', 'mma' or 'fma' here", f"'wgmma': {no_wgmma}")
+    # Whatever the lengths and the batch are, since the bits of a result depend on its own sequence alone.
+    is_wgmma = variant in ("auto", "wgmma") and not no_wgmma
+    if none or variant == "fma":
         note(why="float32" if q.item_size == 4 else "rows that are not 16-byte aligned" if not wide else "as asked for")
         form = _by_fma(q.dtype, dim, wide)
-    launch(
-        form.variant,
-        (tokens // form.queries + cu_seqlens_q.shape[0], heads),
-        form.threads,
-        form.shared_bytes,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        **strides,
-        tokens=tokens,
-        memory_tokens=k.shape[0],
-        sequences=cu_seqlens_q.shape[0] - 1,
-        heads=heads,
-        group=heads // k.shape[1],
-        dim=dim,
-        causal=causal,
-        scale=scale * _LOG2_E,
-    )
+    else:
+        note(why="16 bits in aligned rows: tensor cores" + (f" by mma.sync, since {no_wgmma}" if no_wgmma else ""))
+        form = _by_wgmma(q.dtype, dim) if is_wgmma else _by_mma(q.dtype, dim)
+    grid = tokens // form.queries + cu_seqlens_q.shape[0], heads
+    fields = {
+        **{x.name: x.array for x in inputs},
+        "out": out,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        **{f"{x.name}_strides": x.strides for x in inputs},
+        "tokens": tokens,
+        "memory_tokens": k.shape[0],
+        "sequences": cu_seqlens_q.shape[0] - 1,
+        "heads": heads,
+        "group": heads // k.shape[1],
+        "dim": dim,
+        "causal": causal,
+        "scale": scale * _LOG2_E,
+    }
+    if is_wgmma:
+        _launch_wgmma(form, grid, inputs, fields)
+    else:
+        launch(form.variant, grid, form.threads, form.shared_bytes, **fields)
     return out

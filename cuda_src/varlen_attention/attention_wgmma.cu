@@ -1,0 +1,388 @@
+// Attention over sequences of different lengths, one after the other without padding, of 16-bit numbers by Hopper's
+// wgmma and TMA.
+//
+//   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
+//                                                                       if causal, not for those after it (see below)
+//   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
+//
+// Causal: the last query of a sequence sees all of its keys, and each one before it one less. A query without keys
+// gets 0. Weights are rounded to T before their product with the values; their sum, and all sums, are of float32.
+//
+// T: __half or __nv_bfloat16. DIM: the room for a head, 64 or 128, at least p.dim; the rest is 0, as TMA fills in.
+//
+// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block has WARPGROUPS warpgroups of 64 queries
+// each; one without queries ends at once. They go over the keys of their sequence in tiles of 128, whose keys and values
+// lie in two stages each. For tile n a warpgroup computes
+//
+//   S = Q K[n]'    P = exp2(S - largest), in registers, where the fragments of S are those of P (FlashAttention-2)
+//   O = O * exp2(largest before - largest) + P V[n]
+//
+// While one exponentiates, others multiply (FlashAttention-3, Shah et al., 2024): there are BLOCKS blocks on a
+// multiprocessor, and with TURNS the warpgroups of a block take turns at the tensor cores, each with the values of its
+// tile and the scores of its next one. What this needs of registers leaves none for a warp that only loads: the last
+// warp that is done with a stage has TMA fill it again.
+//
+// TMA copies whole tiles, and of a last one boxes of 32 rows, beyond the end of a sequence too. The scores of keys that
+// are not the sequence's are replaced by -inf, so that their weights are 0; their values may be NaN, and 0 * NaN is NaN:
+// they are cleared in shared memory. A last tile of at most 64 keys is multiplied as one of 64.
+//
+// Speed of light: tensor cores, 4 dim flops for each pair of a query and a key. With DIM 64 as many cycles go to exp2:
+// a tile of 64 queries and 128 keys is 512 cycles of a multiprocessor's tensor cores, and 512 of its 16 exponentials per
+// cycle; with DIM 128 it is 1024 and 512. Short sequences are bound by the bytes of queries, keys, values and results.
+#include "common/hopper.cuh"
+#include "common/mma.cuh"
+#include "varlen_attention/sequences.cuh"
+#include "varlen_attention/wgmma_values.cuh"
+
+constexpr int KEYS = 128, NARROW = 64; // of a tile, and of a last one that is short
+constexpr int BOX = 32;                // rows that TMA copies at once of queries, and of a last tile
+constexpr int STAGES = 2;
+constexpr int COLUMNS = 64, LINE = 128; // of a line of a tile in shared memory: numbers, and bytes
+
+struct alignas(64) MappedParams {
+    TensorMap q_map; // [tokens, heads, dim], for boxes of COLUMNS of BOX tokens
+    TensorMap k_map; // [memory_tokens, heads / group, dim], for boxes of COLUMNS of KEYS tokens
+    TensorMap v_map;
+    TensorMap k_box_map; // the same for boxes of BOX tokens
+    TensorMap v_box_map;
+    Params p;
+};
+
+// What lies behind the tiles in shared memory. A tile of more than 64 columns is one of 64 behind the other.
+template <int DIM, int WARPGROUPS> struct alignas(8) Shared {
+    static constexpr int QUERIES = 64 * WARPGROUPS, SPLITS = DIM / COLUMNS;
+    static constexpr int QUERY_SPLIT = QUERIES * LINE, SPLIT = KEYS * LINE, TILE = SPLITS * SPLIT; // bytes
+    static constexpr int BEGIN = SPLITS * QUERY_SPLIT + 2 * STAGES * TILE;
+    unsigned long long queries_full;
+    unsigned long long full[2][STAGES]; // keys, values: a stage is there
+    unsigned done[2][STAGES];           // warps that no longer need it
+};
+
+// Numbered barriers, for up to four warpgroups: from TURN on, that a warpgroup may multiply; from TOGETHER on, that its warps have come.
+enum { TURN = 1, TOGETHER = 5 };
+
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Count up to `last`, then from 0 again. Returns the count before. What the threads before did is visible to the last.
+__device__ __forceinline__ unsigned count_around(unsigned counter, unsigned last) {
+    unsigned before;
+    asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(counter), "r"(last)
+                 : "memory");
+    return before;
+}
+
+// Starts the copies of some boxes of BOX rows, one behind the other.
+template <unsigned long long POLICY>
+__device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& map, int column, int head, int row, int boxes,
+                                           unsigned full) {
+#pragma unroll 1
+    for (int box = 0; box < boxes; ++box)
+        tma_load<POLICY>(to + box * BOX * LINE, map, column, head, row + box * BOX, 0, full);
+}
+
+// The keys and values of a block's sequence and head, as they come tile by tile.
+template <int DIM, int WARPGROUPS> struct Tiles {
+    using S = Shared<DIM, WARPGROUPS>;
+    const MappedParams& params;
+    S& shared;
+    const unsigned stages; // shared address of the first one
+    const int begin, head; // the first row, and the head, of keys and values
+    const int keys, count; // of the rows and of the tiles
+
+    // The shared address of tile n. `which`: 0 for keys, 1 for values.
+    __device__ __forceinline__ unsigned at(int which, int n) const {
+        return stages + (which * STAGES + n % STAGES) * S::TILE;
+    }
+
+    // By one thread: have the tile copied.
+    __device__ __forceinline__ void start(int which, int n) const {
+        const unsigned full = shared_address(&shared.full[which][n % STAGES]);
+        const int row = n * KEYS, boxes = min((keys - row + BOX - 1) / BOX, KEYS / BOX);
+        mbarrier_arrive_expect_tx(full, S::SPLITS * boxes * BOX * LINE);
+#pragma unroll
+        for (int split = 0; split < S::SPLITS; ++split)
+            if (boxes == KEYS / BOX)
+                tma_load<EVICT_NORMAL>(at(which, n) + split * S::SPLIT, which ? params.v_map : params.k_map,
+                                       split * COLUMNS, head, begin + row, 0, full);
+            else
+                copy_boxes<EVICT_NORMAL>(at(which, n) + split * S::SPLIT, which ? params.v_box_map : params.k_box_map,
+                                         split * COLUMNS, head, begin + row, boxes, full);
+    }
+
+    __device__ __forceinline__ void wait(int which, int n) const {
+        mbarrier_wait(shared_address(&shared.full[which][n % STAGES]), n / STAGES);
+    }
+
+    // By all lanes of a warp: it no longer needs the tile. The last of `warps` starts the next one of this stage.
+    __device__ __forceinline__ void release(int which, int n, int warps) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0 && n + STAGES < count &&
+            count_around(shared_address(&shared.done[which][n % STAGES]), warps - 1) == warps - 1)
+            start(which, n + STAGES);
+    }
+};
+
+// A warpgroup with its 64 queries.
+template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
+    using S = Shared<DIM, WARPGROUPS>;
+    const MappedParams& params;
+    const Part<S::QUERIES>& part;
+    const Tiles<DIM, WARPGROUPS>& tiles;
+    const unsigned queries;  // shared address of its first row
+    const int index, active; // which one it is, of how many that have queries
+    const int lane, warp;    // of the warpgroup
+    const int first;         // row of the block's tile: the first one of this warp
+    float sums[DIM / 2];
+    float largest[2], total[2]; // of rows lane / 4 and lane / 4 + 8 of the warp: raw scores; and weights of this lane
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int j = 0; j < DIM / 2; ++j) sums[j] = 0.f;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) largest[i] = -CUDART_INF_F, total[i] = 0.f;
+    }
+
+    __device__ __forceinline__ void release(int which, int n) const {
+        tiles.release(which, n, active * (WARPGROUP / 32));
+    }
+
+    // Before and after a warpgroup's products. The turns begin with that of warpgroup 0, which the last one gives it.
+    __device__ __forceinline__ void take_turn() {
+        if (TURNS && active > 1) barrier_sync(TURN + index, 2 * WARPGROUP);
+    }
+    __device__ __forceinline__ void pass_turn(bool is_last) {
+        if (TURNS && active > 1 && !(is_last && index == active - 1))
+            barrier_arrive(TURN + (index + 1 == active ? 0 : index + 1), 2 * WARPGROUP);
+    }
+
+    // The scores of the first keys of tile n, of two keys for each of SCORES; at the end of a turn.
+    template <int SCORES> __device__ __forceinline__ void multiply_keys(int n, float (&scores)[SCORES]) {
+        tiles.wait(0, n);
+        const unsigned long long a = k_major_descriptor(queries), b = k_major_descriptor(tiles.at(0, n));
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < DIM / 16; ++d) {
+            const int split = d / 4, within = d % 4 * 32;
+            wgmma_k_major<T>(scores, a + ((split * S::QUERY_SPLIT + within) >> 4),
+                             b + ((split * S::SPLIT + within) >> 4), d > 0);
+        }
+        wgmma_commit_group();
+        pass_turn(false);
+        if (n > 0) release(1, n - 1); // only now, since it takes a while, and the tensor cores were waiting
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(scores);
+        release(0, n);
+    }
+
+    // Replace the scores that a query does not see by -inf.
+    template <int WIDTH> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) {
+        const Params& p = params.p;
+        if (key + WIDTH <= part.keys && (!p.causal || key + WIDTH <= part.seen + first)) return;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = first + lane / 4 + 8 * i;
+            const int limit = (p.causal ? min(part.keys, part.seen + row) : part.keys) - key - lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < WIDTH / 8; ++n)
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    if (n * 8 + j >= limit) scores[4 * n + 2 * i + j] = -CUDART_INF_F;
+        }
+    }
+
+    // The scores of tile n become weights, and what was summed up before is made relative to the new largest scores.
+    template <int WIDTH>
+    __device__ __forceinline__ void weigh(int n, float (&scores)[WIDTH / 2], unsigned (&weights)[WIDTH / 16][4]) {
+        const float scale = params.p.scale;
+        mask<WIDTH>(n * KEYS, scores);
+        float offset[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float most[2] = {largest[i], largest[i]};
+#pragma unroll
+            for (int j = 0; j < WIDTH / 8; ++j)
+                most[j % 2] = fmaxf(most[j % 2], fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
+            const float highest = lanes_max<4>(fmaxf(most[0], most[1]));
+            // For -inf, which all scores so far are, any offset but -inf gives weights of 0.
+            offset[i] = highest == -CUDART_INF_F ? 0.f : highest * scale;
+            const float factor = fast_exp2(fmaf(largest[i], scale, -offset[i])); // 0 at first
+            largest[i] = highest;
+            total[i] *= factor;
+#pragma unroll
+            for (int j = 0; j < DIM / 8; ++j) sums[4 * j + 2 * i] *= factor, sums[4 * j + 2 * i + 1] *= factor;
+        }
+#pragma unroll
+        for (int k = 0; k < WIDTH / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float low = fast_exp2(fmaf(scores[8 * k + 2 * i], scale, -offset[i % 2]));
+                const float high = fast_exp2(fmaf(scores[8 * k + 2 * i + 1], scale, -offset[i % 2]));
+                total[i % 2] += low + high;
+                weights[k][i] = pack<T>(low, high);
+            }
+    }
+
+    // Clear the values of a last tile behind the sequence's: they may be NaN.
+    template <int WIDTH> __device__ __forceinline__ void clear_values(int n) {
+        const int present = part.keys - n * KEYS;
+        if (present >= WIDTH) return;
+        for (int i = present * 8 + threadIdx.x % WARPGROUP; i < WIDTH * 8; i += WARPGROUP)
+#pragma unroll
+            for (int split = 0; split < S::SPLITS; ++split)
+                store_shared(tiles.at(1, n) + split * S::SPLIT + i * 16, make_uint4(0, 0, 0, 0));
+        fence_proxy_async();
+        barrier_sync(TOGETHER + index, WARPGROUP);
+    }
+
+    // Add the products of the weights with the values of tile n.
+    template <int WIDTH>
+    __device__ __forceinline__ void multiply_values(int n, const unsigned (&weights)[WIDTH / 16][4]) {
+        const unsigned long long b = mn_major_descriptor<S::SPLIT>(tiles.at(1, n));
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < WIDTH / 16; ++k) wgmma_values<T>(sums, weights[k], b + (k * 16 * LINE >> 4));
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(sums);
+    }
+
+    // All that is done with the first WIDTH keys of tile n. It begins and ends within a turn.
+    template <int WIDTH> __device__ __forceinline__ void add_tile(int n) {
+        float scores[WIDTH / 2];
+        unsigned weights[WIDTH / 16][4];
+        multiply_keys(n, scores);
+        weigh<WIDTH>(n, scores, weights);
+        tiles.wait(1, n);
+        clear_values<WIDTH>(n);
+        take_turn();
+        multiply_values<WIDTH>(n, weights);
+    }
+
+    __device__ __forceinline__ void attend() {
+        clear();
+        if (tiles.count == 0) return;
+        if (TURNS && active > 1 && index == active - 1) barrier_arrive(TURN, 2 * WARPGROUP);
+        mbarrier_wait(shared_address(&tiles.shared.queries_full), 0);
+        take_turn();
+        const int wide = tiles.count - (part.keys - (tiles.count - 1) * KEYS <= NARROW);
+#pragma unroll 1
+        for (int n = 0; n < wide; ++n) add_tile<KEYS>(n);
+        if (wide < tiles.count) add_tile<NARROW>(wide);
+        pass_turn(true);
+    }
+
+    // Write the results, by way of the shared memory of the queries: so that 8 lanes write a line of 128 bytes.
+    __device__ __forceinline__ void store(int head) {
+        const Params& p = params.p;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float sum = lanes_sum<4>(total[i]);
+            const float factor = sum == 0.f && largest[i] == -CUDART_INF_F ? 0.f : 1.f / sum;
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n) sums[4 * n + 2 * i] *= factor, sums[4 * n + 2 * i + 1] *= factor;
+        }
+        barrier_sync(TOGETHER + index, WARPGROUP); // no warp multiplies by these queries any more
+        const unsigned lines = queries + warp * 16 * LINE;
+#pragma unroll
+        for (int k = 0; k < DIM / 16; ++k) {
+            unsigned fragments[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) fragments[i] = pack<T>(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1]);
+            stmatrix(lines + k / 4 * S::QUERY_SPLIT + lane % 16 * LINE + ((k % 4 * 2 + lane / 16) ^ lane % 8) * 16,
+                     fragments);
+        }
+        __syncwarp();
+        const int chunk = lane % 8;
+#pragma unroll
+        for (int split = 0; split < S::SPLITS; ++split)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = i * 4 + lane / 8, column = split * COLUMNS + chunk * 8;
+                if (first + row >= part.rows || column >= p.dim) continue;
+                char* const to =
+                    p.out + (((long long)(part.first + first + row) * p.heads + head) * p.dim + column) * 2;
+                *reinterpret_cast<uint4*>(to) =
+                    load_shared(lines + split * S::QUERY_SPLIT + row * LINE + (chunk ^ row % 8) * 16);
+            }
+    }
+
+    static __device__ __forceinline__ uint4 load_shared(unsigned from) {
+        uint4 value;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                     : "r"(from)
+                     : "memory");
+        return value;
+    }
+};
+
+template <typename T, int DIM, int WARPGROUPS, int BLOCKS, bool TURNS>
+__global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
+    attention_wgmma(const __grid_constant__ MappedParams params) {
+#if HAS_WGMMA
+    using S = Shared<DIM, WARPGROUPS>;
+    extern __shared__ char memory[];
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned queries = shared_address(memory) + misplaced;
+    S& shared = *reinterpret_cast<S*>(memory + misplaced + S::BEGIN);
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(params.q_map);
+        prefetch_tensormap(params.k_map);
+        prefetch_tensormap(params.v_map);
+        prefetch_tensormap(params.k_box_map);
+        prefetch_tensormap(params.v_box_map);
+    }
+    const Part<S::QUERIES> part(params.p);
+    if (part.rows <= 0) return;
+    const int head = blockIdx.y;
+    const Tiles<DIM, WARPGROUPS> tiles{params,
+                                       shared,
+                                       queries + S::SPLITS * S::QUERY_SPLIT,
+                                       part.keys_begin,
+                                       head / params.p.group,
+                                       part.keys,
+                                       (part.keys + KEYS - 1) / KEYS};
+    if (threadIdx.x == 0) {
+        mbarrier_init(shared_address(&shared.queries_full), 1);
+        for (int which = 0; which < 2; ++which)
+            for (int stage = 0; stage < STAGES; ++stage) {
+                mbarrier_init(shared_address(&shared.full[which][stage]), 1);
+                shared.done[which][stage] = 0;
+            }
+        fence_mbarrier_init();
+        fence_proxy_async(); // no other thread is waited for before TMA is told of the barriers
+        if (tiles.count > 0) {
+            const unsigned full = shared_address(&shared.queries_full);
+            const int boxes = (part.rows + BOX - 1) / BOX;
+            mbarrier_arrive_expect_tx(full, S::SPLITS * boxes * BOX * LINE);
+            for (int split = 0; split < S::SPLITS; ++split)
+                copy_boxes<EVICT_FIRST>(queries + split * S::QUERY_SPLIT, params.q_map, split * COLUMNS, head,
+                                        part.first, boxes, full);
+        }
+        for (int n = 0; n < min(tiles.count, STAGES); ++n) tiles.start(0, n), tiles.start(1, n);
+    }
+    __syncthreads();
+    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32), 0), index = warp / 4;
+    if (index * 64 >= part.rows) return;
+    Warpgroup<T, DIM, WARPGROUPS, TURNS> own{params,
+                                             part,
+                                             tiles,
+                                             queries + index * 64 * LINE,
+                                             index,
+                                             min((part.rows + 63) / 64, WARPGROUPS),
+                                             int(threadIdx.x % 32),
+                                             warp % 4,
+                                             warp * 16};
+    own.attend();
+    own.store(head);
+#endif
+}
