@@ -38,7 +38,8 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
                 const unsigned full = shared_address(&shared.full[place.stage]);
                 const unsigned tokens_to = ring + place.stage * Layout::TOKEN_BYTES;
                 mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-                if (step == 0) shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
+                if (step == 0)
+                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + UNITS * boxes * BOX * ROW_BYTES);
                 load_fp4_weights<Layout, GATED, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
                                                           full);
@@ -92,7 +93,8 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
             mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
             if (lane == 0) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
-                if (step == 0) shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
+                if (step == 0)
+                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES);
                 load_fp4_weights<Layout, GATED, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
                                                           full);
@@ -101,13 +103,14 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
             for (int i = 0; i < TOKENS / 4; ++i) {
                 const int token = lane / 8 + i * 4;
                 if (i * 4 >= tokens) break;
-                const unsigned to = ring + place.stage * Layout::TOKEN_BYTES + token * ROW_BYTES +
-                                    ((chunk ^ token % 8) * 16);
+                const unsigned to =
+                    ring + place.stage * Layout::TOKEN_BYTES + token * ROW_BYTES + ((chunk ^ token % 8) * 16);
 #pragma unroll
                 for (int unit = 0; unit < UNITS; ++unit) {
                     const int x = (step * UNITS + unit) * DEPTH + chunk * 8;
                     copy_part_async<16>(to + unit * Layout::TOKEN_TILE,
-                                        static_cast<const char*>(p.a) + ((long long)sources[i] * p.k + min(x, p.k - 8)) * 2,
+                                        static_cast<const char*>(p.a) +
+                                            ((long long)sources[i] * p.k + min(x, p.k - 8)) * 2,
                                         x < p.k ? 16 : 0);
                 }
             }

@@ -44,8 +44,7 @@ __device__ __forceinline__ unsigned long long descriptor_of(unsigned lower) {
 // Convert HALVES halves of unit `unit`, from `half` on, and start their products.
 template <typename T, class Layout, int REGISTERS>
 __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragments<Layout::HALVES>& fragments,
-                                              const Fp4Operands& stage, int unit, int half, int width,
- bool add) {
+                                              const Fp4Operands& stage, int unit, int half, int width, bool add) {
     constexpr int HALVES = Layout::HALVES;
     const unsigned at = unit * UNIT_BYTES<Layout::FORMAT>;
     unsigned words[HALVES][2];
@@ -65,9 +64,9 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) fragments.template convert<T>(i, words[i], factors[i]);
     fragments.finish();
-    wgmma_fence();
     const unsigned tokens = stage.tokens + (unit * (Layout::TOKEN_TILE >> 4) + half * 4);
     with_width<Layout::TOKENS>(width, [&](auto columns) {
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; ++i) // 16 numbers are 32 bytes
             multiply_step<T, decltype(columns)::value>(c, fragments.a[i], descriptor_of(tokens + i * 2), i > 0 || add);
@@ -154,8 +153,7 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const int side = Layout::SPLIT ? 0 : warpgroup, lane = threadIdx.x % 32;
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
-    const Fp4Operands operands{weights + lane * 8,
-                               weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
+    const Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
                                unsigned(k_major_descriptor(ring))};
     const unsigned staging = ring + Layout::STAGED + side * 2 * Layout::STAGING;
     const int steps = (p.k + Layout::UNITS * DEPTH - 1) / (Layout::UNITS * DEPTH);
@@ -178,8 +176,7 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
         if constexpr (Layout::SPLIT) {
             float joined[TOKENS / 2];
             join_sums(joined, c, warpgroup, ring + Layout::EXCHANGE, first);
-            if (warpgroup == 0)
-                store_tile<T, ACTIVATION, TOKENS>(p, joined, tile, side, staging, round, factor);
+            if (warpgroup == 0) store_tile<T, ACTIVATION, TOKENS>(p, joined, tile, side, staging, round, factor);
         } else {
             store_tile<T, ACTIVATION, TOKENS>(p, c, tile, side, staging, round, factor);
         }

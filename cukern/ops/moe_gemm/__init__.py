@@ -159,7 +159,7 @@ def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array
         _check_global_scale(a, experts, weights, b_global_scale)
         return weights
     if b_scale is None:
-        check.fail("b_scale", "an array with weights of 4 bits that are not prepared", None, TypeError)
+        check.fail("b_scale", "an array with weights of 4 bits", None, TypeError)
     shapes = (experts, n, k // MXFP4_GROUP), (experts, n, k // NVFP4_GROUP)
     if b_scale.shape == shapes[0]:
         check.dtype("b_scale", b_scale.dtype, E8M0_DTYPES)

@@ -25,7 +25,7 @@ _mma = Kernel("moe_gemm/mma", "gemm_mma")
 _stream = Kernel("moe_gemm/stream", "gemm_stream")
 _fp4_wgmma = Kernel("moe_gemm/fp4_wgmma", "gemm_fp4_wgmma", compile_s=2)
 _prepare = Kernel("moe_gemm/prepare", "prepare_weights")
-_restore = Kernel("moe_gemm/prepare", "restore_weights")
+_restore = Kernel("moe_gemm/restore", "restore_weights")
 
 _ACTIVATIONS_AHEAD = 0, activations.number("silu")  # those compiled ahead
 _HOPPER_BYTES = gpu.BY_ARCH["90a"].shared_per_block

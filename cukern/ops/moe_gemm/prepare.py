@@ -28,7 +28,7 @@ def prepared_format(b: Array, k: int) -> str:
     sizes = tuple(UNIT_BYTES.values())
     if b.shape[2] != -(-k // UNIT_K) or b.shape[3] not in sizes:
         wanted = f"of shape {_SYMBOLS} = [.., .., {-(-k // UNIT_K)}, {sizes[0]} (MXFP4) or {sizes[1]} (NVFP4)]"
-        check.fail("b", f"{wanted}, as prepare_weights makes it,", list(b.shape))
+        check.fail("b", f"{wanted}, as prepare_weights makes it", list(b.shape))
     return "MXFP4" if b.shape[3] == UNIT_BYTES[MXFP4_GROUP] else "NVFP4"
 
 
