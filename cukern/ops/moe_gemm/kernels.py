@@ -268,9 +268,10 @@ class Fp4Wgmma(NamedTuple):
         return 1024 + ring + staging + exchange + barriers
 
     def variant(self, dtype: str, weights: str, activation: int, gathers: bool) -> Variant:
-        flags = map(_flag, (self.is_streamed, self.is_split, gathers))
-        arguments = weights, activation, *self[:5], *flags
-        return _fp4_wgmma.variant(arrays.CUDA_TYPE[dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
+        sizes = self.tokens, self.units, self.stages, self.cluster, self.blocks
+        arguments = *sizes, *map(_flag, (self.is_streamed, self.is_split, gathers))
+        format = arrays.CUDA_TYPE[dtype], weights, activation
+        return _fp4_wgmma.variant(*format, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
 #: The forms, by the most rows that a group is likely to have.
@@ -284,14 +285,8 @@ FP4_FORMS = (
 )
 #: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
 FP4_GATHERED_ROWS = 16
-_FP4_AHEAD = [
-    form.variant("bfloat16", weights, x, False).instance
-    for weights in ("MXFP4", "NVFP4")
-    for x in _ACTIVATIONS_AHEAD
-    for form in FP4_FORMS
-]
-_fp4_wgmma.specialized = _FP4_AHEAD
-_fp4_wgmma.at_import = []
+_fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in FP4_FORMS]
+_fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
 
 
 def why_not_prepared(variant: str, x: Product) -> str:
@@ -336,16 +331,20 @@ def _prepared_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
     return tensor_map(x.b, "uint64", dims, strides, box, promotion, swizzled=False)
 
 
+def prepare_variant(weights: str, restores: bool = False) -> Variant:
+    return (_restore if restores else _prepare).variant(weights)
+
+
 def prepare(weights: str, b: Array, b_scale: Array, prepared: Array, k: int) -> None:
     units, threads = prepared.size // prepared.shape[-1], constant(_prepare, "PREPARE_THREADS")
     grid = -(-units * constant(_prepare, "UNIT_WORDS") // threads)
-    launch(_prepare.variant(weights), grid, threads, b=b, b_scale=b_scale, prepared=prepared, units=units, k=k)
+    launch(prepare_variant(weights), grid, threads, b=b, b_scale=b_scale, prepared=prepared, units=units, k=k)
 
 
 def restore(weights: str, prepared: Array, b: Array, b_scale: Array, k: int) -> None:
     units, threads = prepared.size // prepared.shape[-1], constant(_restore, "PREPARE_THREADS")
     grid = -(-units * constant(_restore, "UNIT_WORDS") // threads)
-    launch(_restore.variant(weights), grid, threads, prepared=prepared, b=b, b_scale=b_scale, units=units, k=k)
+    launch(prepare_variant(weights, True), grid, threads, prepared=prepared, b=b, b_scale=b_scale, units=units, k=k)
 
 
 # --- 8 bits, by warpgroups ------------------------------------------------------------------------------

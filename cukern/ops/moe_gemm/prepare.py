@@ -34,8 +34,7 @@ def prepared_format(b: Array, k: int) -> str:
 
 def _prepared(b: Any, b_scale: Any, *_: Any, **__: Any) -> Result:
     experts, n, half = b.shape
-    group = 2 * half // max(b_scale.shape[2], 1) if len(b_scale.shape) == 3 else 0
-    size = UNIT_BYTES.get(group, UNIT_BYTES[MXFP4_GROUP])
+    size = UNIT_BYTES[NVFP4_GROUP if b_scale.shape[-1] * NVFP4_GROUP == 2 * half else MXFP4_GROUP]
     return Result((experts, n // UNIT_ROWS, -(-2 * half // UNIT_K), size), "uint8", _SYMBOLS)
 
 
@@ -68,7 +67,8 @@ def prepare_weights(b: AnyArray, b_scale: AnyArray, *, out: AnyArray | None = No
     expect_array("b", b, ("uint8",), ("experts", "n", "k / 2"))
     expect_contiguous("b", b)
     expect_contiguous("b_scale", expect_place("b_scale", b_scale, b, "b"))
-    experts, n, k = *b.shape[:2], 2 * b.shape[2]
+    experts, n, half = b.shape
+    k = 2 * half
     _check_sizes("b", experts, n, k)
     check.dtype("b_scale", b_scale.dtype, SCALE_DTYPES)
     shapes = {group: (experts, n, k // group) for group in UNIT_BYTES}
