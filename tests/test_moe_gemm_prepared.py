@@ -266,8 +266,10 @@ def test_every_form_fits_a_multiprocessor(weights: str, how: str) -> None:
         found = planned(shaped_prepared(800, weights, how=how, expected_m=hint))
         assert found is not None and found.function == "gemm_fp4_wgmma"
         arguments = found.step.variant.instance.arguments
-        form = kernels.Fp4Wgmma(*arguments[3:8], *(x == "true" for x in arguments[8:10]))
+        flags = (x == "true" for x in arguments[8:10])
+        form = kernels.Fp4Wgmma(*arguments[3:5], *arguments[6:8], *flags)
         seen.add(form)
+        assert arguments[5] == form.stages(str(arguments[1])) >= 3
         assert found.step.shared_bytes == form.shared_bytes(arguments[1])
         # 228 KiB of a multiprocessor, of which each block's system takes 1.
         assert form.blocks * (found.step.shared_bytes + 1024) <= 228 * 1024

@@ -153,8 +153,10 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const int side = Layout::SPLIT ? 0 : warpgroup, lane = threadIdx.x % 32;
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
-    const Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
-                               unsigned(k_major_descriptor(ring))};
+    Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
+                         unsigned(k_major_descriptor(ring))};
+    // Else the compiler would compute them again at every stage.
+    asm volatile("" : "+r"(operands.weights), "+r"(operands.scales), "+r"(operands.tokens));
     const unsigned staging = ring + Layout::STAGED + side * 2 * Layout::STAGING;
     const int steps = (p.k + Layout::UNITS * DEPTH - 1) / (Layout::UNITS * DEPTH);
     RingPlace<Layout::STAGES> place;

@@ -35,7 +35,7 @@ def is_prepared(b: Any) -> bool:
     return len(b.shape) == 4
 
 
-def rows_of_weights(b: Any) -> int:
+def rows_of_weights(b: Any) -> Any:
     """The number n of rows of an expert's weights, prepared or not."""
     return b.shape[1] * UNIT_ROWS if is_prepared(b) else b.shape[1]
 

@@ -252,9 +252,9 @@ def _multiply(
     if len(a.shape) == 2:  # batched, only the GPU knows how many rows there are
         note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
     scales, sizes = (a_scale, b_scale, b_global_scale), (len(a.shape) == 3, rows, experts, n, k)
-    x = Product(a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m)
-    if is_prepared(b):
-        x = x._replace(is_prepared=True)
+    x = Product(
+        a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m, is_prepared=is_prepared(b)
+    )
     launch = _kernel(variant, x)
     for name, array in (("a", a), ("b", b), ("out", out)):
         if array.alignment < 16:

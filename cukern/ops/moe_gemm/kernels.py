@@ -53,7 +53,7 @@ class Product(NamedTuple):
     b_scales: str  # "", "block", "column", "one" or "group"
     activation: int
     expected_m: Any  # the most rows that a group is expected to have, or None; late
-    is_prepared: bool = False  # weights of 4 bits by `prepare_weights`
+    is_prepared: bool  # weights of 4 bits by `prepare_weights`
 
     @property
     def is_by_blocks(self) -> bool:
@@ -241,11 +241,10 @@ def wgmma(x: Product) -> None:
 
 
 class Fp4Wgmma(NamedTuple):
-    """The sizes among the template arguments of `gemm_fp4_wgmma`."""
+    """The sizes among the template arguments of `gemm_fp4_wgmma` but the stages: there are as many as fit."""
 
     tokens: int  # 8, 16, 32, 64, 128 or 288
     units: int  # of 64 numbers along k of a stage
-    stages: int  # as many as fit with NVFP4
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
     is_streamed: bool = False
@@ -256,32 +255,41 @@ class Fp4Wgmma(NamedTuple):
         """Rows of weights of a tile."""
         return 64 if self.is_split else _wgmma_weights()
 
-    def shared_bytes(self, weights: str) -> int:
-        """The places of `Fp4Layout`."""
+    def _sizes(self, weights: str) -> tuple[int, int]:
+        """Bytes of shared memory, the places of `Fp4Layout`: of a stage and its barriers, and of the rest."""
         staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
         row_bytes, warpgroups = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUPS")
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
-        ring = self.stages * self.units * (self.tokens * row_bytes + unit)
+        stage = self.units * (self.tokens * row_bytes + unit) + 32
         staging = (1 if self.is_split else warpgroups) * 2 * staged_rows * row_bytes
         exchange = constant(_fp4_wgmma, "WARPGROUP") * self.tokens * 2 if self.is_split else 0
-        barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
-        return 1024 + ring + staging + exchange + barriers
+        # The rings begin at a multiple of 1024 bytes. The last barrier has 16.
+        return stage, 1024 + staging + exchange + 16
+
+    def stages(self, weights: str) -> int:
+        stage, rest = self._sizes(weights)
+        room = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
+        return (room - rest) // stage
+
+    def shared_bytes(self, weights: str) -> int:
+        stage, rest = self._sizes(weights)
+        return self.stages(weights) * stage + rest
 
     def variant(self, dtype: str, weights: str, activation: int, gathers: bool) -> Variant:
-        sizes = self.tokens, self.units, self.stages, self.cluster, self.blocks
-        arguments = *sizes, *map(_flag, (self.is_streamed, self.is_split, gathers))
+        sizes = self.tokens, self.units, self.stages(weights), self.cluster, self.blocks
+        arguments: tuple[Any, ...] = *sizes, *map(_flag, (self.is_streamed, self.is_split, gathers))
         format = arrays.CUDA_TYPE[dtype], weights, activation
         return _fp4_wgmma.variant(*format, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
 #: The forms, by the most rows that a group is likely to have.
 FP4_FORMS = (
-    Fp4Wgmma(8, 4, 5, blocks=3, is_streamed=True, is_split=True),
-    Fp4Wgmma(16, 2, 5, blocks=3, is_streamed=True),
-    Fp4Wgmma(32, 2, 6, blocks=2, is_streamed=True),
-    Fp4Wgmma(64, 1, 8, cluster=2, blocks=2, is_streamed=True),
-    Fp4Wgmma(128, 1, 9, cluster=2),
-    Fp4Wgmma(288, 1, 5, cluster=2),
+    Fp4Wgmma(8, 4, blocks=3, is_streamed=True, is_split=True),
+    Fp4Wgmma(16, 4, blocks=2, is_streamed=True),
+    Fp4Wgmma(32, 2, blocks=2, is_streamed=True),
+    Fp4Wgmma(64, 1, cluster=2, blocks=2, is_streamed=True),
+    Fp4Wgmma(128, 1, cluster=2),
+    Fp4Wgmma(288, 1, cluster=2),
 )
 #: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
 FP4_GATHERED_ROWS = 16
