@@ -60,8 +60,7 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
                 const unsigned tokens_to = weights_to + Shared::WEIGHT_TILE;
                 const int x = step * DEPTH;
                 mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-                if (step == 0)
-                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
+                if (step == 0) shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
                 mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
                 if constexpr (GATED)
                     tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
