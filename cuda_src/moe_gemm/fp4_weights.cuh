@@ -1,5 +1,6 @@
 // The warps of gemm_fp4_wgmma that multiply: prepared weights from shared memory to fragments in registers.
 #pragma once
+#include "moe_gemm/fp4_pairs.cuh"
 #include "moe_gemm/fp4_prepared.cuh"
 
 __device__ __forceinline__ unsigned load_shared_byte(unsigned from) {
@@ -18,16 +19,6 @@ __device__ __forceinline__ unsigned load_shared_word(unsigned from) {
     unsigned value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
     return value;
-}
-
-// a * b of two pairs of T.
-template <typename T> __device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
-    unsigned product;
-    if constexpr (IS_BFLOAT16<T>)
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    else
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
 }
 
 // Scales of a lane's row for 32 numbers along k, and what they become: factors, which bring the missing 2^126 back

@@ -11,7 +11,7 @@
 // number of the weights is converted once for all tokens of a tile. They come from registers: a warp converts its 16
 // rows, 32 numbers along k at a time, while the tensor cores multiply the 32 before.
 //
-// Grid: CLUSTER * (as many clusters as run at once) blocks of fp4_threads(TOKENS) threads. They stay, and take one tile
+// Grid: CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads. They stay, and take one tile
 // after the other: weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring
 // weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
 //
@@ -26,20 +26,11 @@
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// Threads of a block: as gemm_threads, whose sums these are too.
-__host__ __device__ constexpr int fp4_threads(int tokens) { return gemm_threads(tokens); }
-
 // What a warpgroup reads of a stage. weights, scales: a lane's, of its warp's first 8 rows; tokens: the lower half of
 // their descriptor, whose upper half is always the same.
 struct Fp4Operands {
     unsigned weights, scales, tokens;
 };
-
-__device__ __forceinline__ unsigned long long descriptor_of(unsigned lower) {
-    unsigned long long descriptor;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(lower), "r"(1u << 30 | 64u));
-    return descriptor;
-}
 
 // Convert HALVES halves of unit `unit`, from `half` on, and start their products.
 template <typename T, class Layout, int REGISTERS>
@@ -69,7 +60,8 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; ++i) // 16 numbers are 32 bytes
-            multiply_step<T, decltype(columns)::value>(c, fragments.a[i], descriptor_of(tokens + i * 2), i > 0 || add);
+            multiply_step<T, decltype(columns)::value>(c, fragments.a[i], k_major_descriptor_of(tokens + i * 2),
+                                                       i > 0 || add);
         wgmma_commit_group();
     });
     wgmma_wait_group<1>(); // the products before: the registers of their fragments are free
@@ -191,7 +183,7 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
 // of common/activation.cuh.
 template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STAGES, int CLUSTER, int BLOCKS,
           bool STREAMED, bool SPLIT, bool GATHER>
-__global__ __launch_bounds__(fp4_threads(TOKENS), BLOCKS)
+__global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_fp4_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     static_assert(!GATHER || (CLUSTER == 1 && TOKENS <= 128), "");
