@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import cukern
-from benchmarks import bench_all_to_all, peers, several
+from benchmarks import bench_all_to_all, bench_moe_gemm, peers, several
 from benchmarks.harness import Baseline, Case
 from cukern.fused_moe import All2AllManager, AutoExperts, FusedMoEModularKernel, FusedMoEQuantConfig
 
@@ -176,6 +176,7 @@ def _vllm_marlin() -> Callable[..., Layer]:
         ids: torch.Tensor,
         w1_scale: torch.Tensor,
         w2_scale: torch.Tensor,
+        *_: torch.Tensor,
     ) -> Layer:
         (tokens, hidden), experts, topk = x.shape, len(w1), ids.shape[1]
         inter = w2.shape[2] * 2
@@ -243,11 +244,16 @@ def _case(sizes: Sizes, tokens: int, dtype: str) -> Case:
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         x = _random(generator, tokens, hidden)
         weights, scales = _weights(generator, sizes, dtype)
-        return (x, *weights, *_routing(generator, tokens, sizes), *scales)
+        prepared: tuple[torch.Tensor, ...] = ()
+        if dtype == MXFP4 and bench_moe_gemm.has_wgmma():
+            prepared = tuple(cukern.prepare_weights(w, s) for w, s in zip(weights, scales, strict=True))
+        return (x, *weights, *_routing(generator, tokens, sizes), *scales, *prepared)
 
     def call(
         x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *s: torch.Tensor
     ) -> torch.Tensor:
+        if len(s) == 4:  # MXFP4, prepared
+            return cukern.fused_experts(x, s[2], s[3], weights, ids, quant=FusedMoEQuantConfig.mxfp4())
         config = {FP8: FusedMoEQuantConfig.fp8_block, MXFP4: FusedMoEQuantConfig.mxfp4}
         return cukern.fused_experts(x, w1, w2, weights, ids, quant=config[dtype](*s) if s else None)
 

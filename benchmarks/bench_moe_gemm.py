@@ -91,6 +91,8 @@ class Sizes(NamedTuple):
 #: The products of DeepSeek-V3's experts, up and down, and FP8 as DeepGEMM's users have it.
 LARGE = (Sizes(8, 1024, 4096, 7168), Sizes(8, 4096, 4096, 7168), Sizes(8, 1024, 7168, 2048))
 FEW_ROWS = (Sizes(64, 64, 4096, 7168), Sizes(256, 8, 4096, 7168))
+#: gpt-oss-20b's experts, up, with few rows of each.
+GPT_OSS = Sizes(32, 4, 5760, 2880)
 LARGE_FP8 = (
     Sizes(4, 8192, 4096, 7168, FP8),
     Sizes(8, 1024, 4096, 7168, FP8),
@@ -115,6 +117,7 @@ class Inputs(NamedTuple):
     scales: dict[str, torch.Tensor]
     row_token: torch.Tensor | None
     rowwise: tuple[torch.Tensor, torch.Tensor] | None  # the scales of FP8, of each row and of each row of weights
+    prepared: torch.Tensor | None = None  # weights of 4 bits, prepared for Hopper
 
 
 def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
@@ -171,7 +174,8 @@ def inputs_of(sizes: Sizes) -> Callable[[torch.Generator], tuple[Inputs]]:
             row_token = many[torch.randperm(sizes.rows, generator=generator, device=device)]
         counts = torch.full((experts,), sizes.m, dtype=torch.int32, device=device)
         offsets = counts if sizes.batched else torch.arange(experts + 1, dtype=torch.int32, device=device) * sizes.m
-        return (Inputs(a, b, offsets, scales, row_token, rowwise),)
+        prepared = cukern.prepare_weights(b, scales["b_scale"]) if sizes.weights and has_wgmma() else None
+        return (Inputs(a, b, offsets, scales, row_token, rowwise, prepared),)
 
     return inputs
 
@@ -379,10 +383,14 @@ def product(sizes: Sizes, variant: str = "auto", compared: bool = False, host: b
 
     def call(given: Inputs) -> torch.Tensor:
         options: dict[str, Any] = {**given.scales, "activation": sizes.activation}
+        b = given.b
+        if given.prepared is not None and variant == "auto":
+            b = given.prepared
+            del options["b_scale"]
         if given.row_token is not None:
             options["row_token"] = given.row_token
         # The tests run this on the CPU, which has no variants.
-        return function(given.a, given.b, given.offsets, **options, variant=variant if given.a.is_cuda else "auto")
+        return function(given.a, b, given.offsets, **options, variant=variant if given.a.is_cuda else "auto")
 
     return Case(
         sizes.op,
@@ -426,10 +434,13 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
     for sizes in LARGE_FP8[2:]:
         yield sizes._replace(batched=False), "auto", True, False
     yield Sizes(8, 1024, 4096, 7168, batched=True), "auto", True, False
-    for sizes in (LARGE[0], FEW_ROWS[1], ONE_TOKEN[0]):
+    # Weights of 4 bits are prepared, but for "mma".
+    for sizes in (LARGE[0], FEW_ROWS[1], GPT_OSS, ONE_TOKEN[0]):
         yield sizes._replace(weights="mxfp4"), "auto", True, False
     for sizes in (LARGE[0], FEW_ROWS[1]):
         yield sizes._replace(weights="nvfp4"), "auto", False, False
+        if has_wgmma():
+            yield sizes._replace(weights="mxfp4"), "mma", False, False
 
 
 def cases(small: bool = False) -> list[Case]:

@@ -38,7 +38,7 @@ from cukern.ops.moe_activation import (
     swigluoai_and_mul,
 )
 from cukern.ops.moe_gate import biased_grouped_topk, grouped_topk, moe_fused_gate, topk_sigmoid, topk_softmax
-from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched
+from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched, prepare_weights, restore_weights
 from cukern.ops.moe_permute import (
     moe_align_block_size,
     moe_permute,
@@ -165,12 +165,14 @@ __all__ = [
     "per_token_group_quant_fp8",
     "per_token_group_quant_int8",
     "permute_rows",
+    "prepare_weights",
     "quantize_mxfp4",
     "rebuild_sequence_length_padding",
     "relu2_and_mul",
     "remove_sequence_length_padding",
     "reshape_and_cache",
     "reshape_and_cache_flash",
+    "restore_weights",
     "rms_norm",
     "rms_norm_quant",
     "sample",

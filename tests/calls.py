@@ -413,6 +413,7 @@ def _moe_gemm_calls() -> list[Call]:
     experts = floats(2, 32, 128, seed=1, dtype=BF16)
     fp8_scales = {"a_scale": floats(5, 1, seed=2) / 10, "b_scale": floats(2, 1, 1, seed=3)}
     fp4_scales = {"b_scale": integers(*[[[120] * 4] * 32] * 2, dtype=torch.uint8)}
+    packed = experts[:, :, :32].contiguous().view(torch.uint8)
     return [
         Call("moe_gemm", (floats(4, 128, dtype=BF16), experts, integers(0, 1, 4))),
         Call(
@@ -422,9 +423,11 @@ def _moe_gemm_calls() -> list[Call]:
         ),
         Call(
             "moe_gemm_batched",
-            (floats(2, 3, 128, dtype=BF16), experts[:, :, :32].contiguous().view(torch.uint8), integers(3, 3)),
+            (floats(2, 3, 128, dtype=BF16), packed, integers(3, 3)),
             fp4_scales,
         ),
+        Call("prepare_weights", (packed, fp4_scales["b_scale"])),
+        Call("restore_weights", (cukern.prepare_weights(packed, fp4_scales["b_scale"]),)),
     ]
 
 

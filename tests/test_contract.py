@@ -566,6 +566,7 @@ NOT_OF_MANY_ROWS = {
     **dict.fromkeys(("biased_grouped_topk", "grouped_topk"), _SAME_KERNEL.format("moe_fused_gate")),
     **dict.fromkeys(("topk_softmax", "topk_sigmoid"), _SAME_KERNEL.format("moe_fused_gate")),
     "moe_gemm_batched": _SAME_KERNEL.format("moe_gemm"),
+    **dict.fromkeys(("prepare_weights", "restore_weights"), "places in its arrays are counted in 64 bits alone"),
     "fused_experts": "it is made of moe_permute, moe_gemm and moe_activation, which are tested",
     **dict.fromkeys(("paged_attention_v1", "paged_attention_v2"), _SAME_KERNEL.format("paged_attention")),
     **dict.fromkeys(

@@ -97,6 +97,9 @@ def _moe_gemm() -> Iterator[Variant]:
     yield op.WGMMA_FORMS[-1].variant("float16", 0)
     yield op.Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
     yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
+    for weights in ("MXFP4", "NVFP4"):
+        yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))
+        yield op.FP4_FORMS[-1].variant("float16", weights, 1, False)
     of_4_bits = itertools.product(("MXFP4", "NVFP4"), ("bfloat16", "float16"))
     for (weights, dtype), most in itertools.product((("FP8", "bfloat16"), *of_4_bits), SHARED_BYTES.values()):
         is_by_blocks = weights == "FP8"

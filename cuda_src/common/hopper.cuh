@@ -168,6 +168,13 @@ __device__ __forceinline__ unsigned long long k_major_descriptor(unsigned addres
     return (unsigned long long)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// The descriptor that k_major_descriptor makes, from its lower half: the upper one is always the same.
+__device__ __forceinline__ unsigned long long k_major_descriptor_of(unsigned lower) {
+    unsigned long long operand;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | 64u));
+    return operand;
+}
+
 template <int TILE_BYTES> __device__ __forceinline__ unsigned long long mn_major_descriptor(unsigned address) {
     return (unsigned long long)(address >> 4 & 0x3fff) | (unsigned long long)(TILE_BYTES >> 4) << 16 | 64ull << 32 |
            1ull << 62;
@@ -237,9 +244,9 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
                  : __VA_ARGS__, "r"(int(accumulate)))
 #define WGMMA_SHARED(columns, registers, k, types, a_at, b_at, accumulate_at, how) \
     WGMMA(columns, registers, k, types, a_at, b_at, accumulate_at, how, "l"(a), "l"(b))
-#define WGMMA_REGISTERS(types) \
-    WGMMA("256", 128, "k16", types, "{%128, %129, %130, %131}", "%132", "%133", ", 1", "r"(a[0]), "r"(a[1]), \
-          "r"(a[2]), "r"(a[3]), "l"(b))
+#define WGMMA_REGISTERS(columns, registers, types, a_at, b_at, accumulate_at, how) \
+    WGMMA(columns, registers, "k16", types, a_at, b_at, accumulate_at, how, "r"(a[0]), "r"(a[1]), "r"(a[2]), \
+          "r"(a[3]), "l"(b))
 #define WGMMA_COLUMNS(k, types, how) \
     if constexpr (N == 4) \
         WGMMA_SHARED("8", 4, k, types, "%4", "%5", "%6", how); \
@@ -256,6 +263,22 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
     else \
         static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
+#define WGMMA_COLUMNS_REGISTERS(types) \
+    if constexpr (N == 4) \
+        WGMMA_REGISTERS("8", 4, types, "{%4, %5, %6, %7}", "%8", "%9", ", 0"); \
+    else if constexpr (N == 8) \
+        WGMMA_REGISTERS("16", 8, types, "{%8, %9, %10, %11}", "%12", "%13", ", 0"); \
+    else if constexpr (N == 16) \
+        WGMMA_REGISTERS("32", 16, types, "{%16, %17, %18, %19}", "%20", "%21", ", 0"); \
+    else if constexpr (N == 32) \
+        WGMMA_REGISTERS("64", 32, types, "{%32, %33, %34, %35}", "%36", "%37", ", 0"); \
+    else if constexpr (N == 64) \
+        WGMMA_REGISTERS("128", 64, types, "{%64, %65, %66, %67}", "%68", "%69", ", 0"); \
+    else if constexpr (N == 128) \
+        WGMMA_REGISTERS("256", 128, types, "{%128, %129, %130, %131}", "%132", "%133", ", 0"); \
+    else \
+        static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
+
 // a, b: descriptors, both K-major.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long a, unsigned long long b,
@@ -266,6 +289,17 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long 
         WGMMA_COLUMNS("k16", "f16.f16", ", 0, 0");
     } else {
         WGMMA_COLUMNS("k32", "e4m3.e4m3", "");
+    }
+}
+
+// a: 16-bit fragments in registers, of each warp's 16 rows as in common/mma.cuh; b: a K-major descriptor.
+template <typename T, int N>
+__device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)[4], unsigned long long b,
+                                              bool accumulate) {
+    if constexpr (IS_BFLOAT16<T>) {
+        WGMMA_COLUMNS_REGISTERS("bf16.bf16");
+    } else {
+        WGMMA_COLUMNS_REGISTERS("f16.f16");
     }
 }
 
@@ -283,9 +317,9 @@ template <typename T>
 __device__ __forceinline__ void wgmma_mn_major(float (&c)[128], const unsigned (&a)[4], unsigned long long b,
                                                bool accumulate) {
     if constexpr (IS_BFLOAT16<T>)
-        WGMMA_REGISTERS("bf16.bf16");
+        WGMMA_REGISTERS("256", 128, "bf16.bf16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
     else
-        WGMMA_REGISTERS("f16.f16");
+        WGMMA_REGISTERS("256", 128, "f16.f16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
 }
 
 #undef FOUR
@@ -305,3 +339,4 @@ __device__ __forceinline__ void wgmma_mn_major(float (&c)[128], const unsigned (
 #undef WGMMA_SHARED
 #undef WGMMA_REGISTERS
 #undef WGMMA_COLUMNS
+#undef WGMMA_COLUMNS_REGISTERS

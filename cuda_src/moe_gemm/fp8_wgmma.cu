@@ -79,14 +79,6 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// The descriptor of a K-major operand, as k_major_descriptor makes it, from its lower half: the upper one is always the
-// same.
-__device__ __forceinline__ unsigned long long fp8_operand(unsigned lower) {
-    unsigned long long operand;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | 64u));
-    return operand;
-}
-
 // Factors of the products of 64 rows: the scales of a lane's two rows; gated, of gates and of ups.
 template <class Layout> struct Fp8BlockFactors {
     float factors[Layout::SETS][2];
@@ -128,7 +120,8 @@ __device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned r
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < FP8_K / 32; ++i)
-        wgmma_k_major<__nv_fp8_e4m3>(sums, fp8_operand(rows + i * 2), fp8_operand(weights + i * 2), i > 0);
+        wgmma_k_major<__nv_fp8_e4m3>(sums, k_major_descriptor_of(rows + i * 2), k_major_descriptor_of(weights + i * 2),
+                                     i > 0);
     wgmma_commit_group();
 }
 

@@ -2,17 +2,7 @@
 #pragma once
 #include "common/mma.cuh"
 #include "moe_gemm/mma_block.cuh"
-
-// Copy `BYTES` from global to shared memory; those after the first `valid` become 0.
-template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to, const void* from, int valid) {
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
-                     : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(valid),
-                     "n"(BYTES)
-                     : "memory");
-}
+#include "moe_gemm/shared_memory.cuh"
 
 // The copies of a thread: of each step along k one 16-byte chunk of every A_ROWS-th row of tokens and of every
 // B_ROWS-th row of weights, and the thread's part of the scales.

@@ -15,17 +15,8 @@
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
+#include "moe_gemm/fp4_pairs.cuh"
 #include "moe_gemm/mma_copies.cuh"
-
-// a * b of two pairs. Before sm_90 there is no product of bfloat16, only a product and sum: -0 is added.
-template <typename T> __device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
-    unsigned product;
-    if constexpr (IS_BFLOAT16<T>)
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000));
-    else
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
 
 // Nibbles I and I + 4 of eight as a pair of T, times 2^-126 or 2^-14.
 template <typename T, int I> __device__ __forceinline__ unsigned nibbles_to_pair(unsigned eight) {

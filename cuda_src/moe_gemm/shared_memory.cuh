@@ -1,4 +1,4 @@
-// Loads from shared memory by address.
+// Loads from shared memory by address, and copies to it.
 #pragma once
 
 __device__ __forceinline__ uint4 load_shared(unsigned from) {
@@ -14,4 +14,15 @@ __device__ __forceinline__ float load_shared_float(unsigned from) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
     return value;
+}
+
+// Copy `BYTES` from global to shared memory; those after the first `valid` become 0.
+template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to, const void* from, int valid) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(valid),
+                     "n"(BYTES)
+                     : "memory");
 }

@@ -25,7 +25,7 @@ struct alignas(16) WgmmaTile {
     int row;    // its first row of `out`
     int tokens; // 0: there are no more tiles
     int column; // its first column of `out`
-    int unused;
+    int expert; // of gemm_fp4_wgmma
 };
 
 template <int TOKENS, int STAGES> struct WgmmaShared {

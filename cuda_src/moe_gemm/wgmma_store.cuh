@@ -28,7 +28,7 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     named_barrier_sync<2, WARPGROUP>();
 }
 
-// Write a warpgroup's results of a tile.
+// Write a warpgroup's results of a tile, of sums times `factor`.
 //
 // They lie along the weights in memory, but along the tokens in the registers of a thread. stmatrix transposes them
 // through shared memory, a round of ROUND tokens at a time, so that 8 (gated: 4) threads write neighbouring bytes of a
@@ -36,7 +36,8 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // when they come to the barrier of the next round, and the round after that may write to the place again.
 template <typename T, int ACTIVATION, int TOKENS>
 __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const float (&c)[TOKENS / 2],
-                                           const WgmmaTile& tile, int warpgroup, unsigned staging, int& round) {
+                                           const WgmmaTile& tile, int warpgroup, unsigned staging, int& round,
+                                           float factor = 1.f) {
     constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
     constexpr int ROUND = round_of(TOKENS);
     constexpr int CHUNKS = GATED ? 4 : 8; // chunks of 16 bytes of a token
@@ -62,9 +63,10 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
             for (int i = 0; i < MATRICES; ++i) {
                 const float* const sums = c + (first / 8 + group + i / EACH) * 4;
                 if constexpr (GATED)
-                    packed[i] = pack<T>(activate<ACTIVATION>(sums[0], sums[2]), activate<ACTIVATION>(sums[1], sums[3]));
+                    packed[i] = pack<T>(activate<ACTIVATION>(sums[0] * factor, sums[2] * factor),
+                                        activate<ACTIVATION>(sums[1] * factor, sums[3] * factor));
                 else
-                    packed[i] = pack<T>(sums[i % 2 * 2], sums[i % 2 * 2 + 1]);
+                    packed[i] = pack<T>(sums[i % 2 * 2] * factor, sums[i % 2 * 2 + 1] * factor);
             }
             store_transposed(place + lane_to + group * 8 * CHUNKS * 16, packed);
         }

@@ -30,36 +30,66 @@ template <int WIDTH> struct Width {
 #define NAMES_112 \
     NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES_120 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define PRODUCT(columns, places, types, a_at, b_at, add_at) \
+#define PRODUCT(columns, places, types, a_at, b_at, add_at, how, ...) \
     asm volatile("{ .reg .pred add;\n" \
                  "  setp.ne.b32 add, " add_at ", 0;\n" \
                  "  wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." types " {" NAMES_##places \
-                 "}, " a_at ", " b_at ", add, 1, 1, 0, 0; }" \
+                 "}, " a_at ", " b_at ", add, 1, 1, " how "; }" \
                  : PLACES_##places \
-                 : "l"(a), "l"(b), "r"(int(add)))
-#define PRODUCTS(types) \
+                 : __VA_ARGS__, "l"(b), "r"(int(add)))
+#define OF_SHARED(columns, places, types, a_at, b_at, add_at) \
+    PRODUCT(columns, places, types, a_at, b_at, add_at, "0, 0", "l"(a))
+#define OF_REGISTERS(columns, places, types, a_at, b_at, add_at) \
+    PRODUCT(columns, places, types, a_at, b_at, add_at, "0", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]))
+#define PRODUCTS_OF_SHARED(types) \
     if constexpr (N == 24) \
-        PRODUCT("48", 24, types, "%24", "%25", "%26"); \
+        OF_SHARED("48", 24, types, "%24", "%25", "%26"); \
     else if constexpr (N == 40) \
-        PRODUCT("80", 40, types, "%40", "%41", "%42"); \
+        OF_SHARED("80", 40, types, "%40", "%41", "%42"); \
     else if constexpr (N == 48) \
-        PRODUCT("96", 48, types, "%48", "%49", "%50"); \
+        OF_SHARED("96", 48, types, "%48", "%49", "%50"); \
     else if constexpr (N == 80) \
-        PRODUCT("160", 80, types, "%80", "%81", "%82"); \
+        OF_SHARED("160", 80, types, "%80", "%81", "%82"); \
     else if constexpr (N == 96) \
-        PRODUCT("192", 96, types, "%96", "%97", "%98"); \
+        OF_SHARED("192", 96, types, "%96", "%97", "%98"); \
     else if constexpr (N == 112) \
-        PRODUCT("224", 112, types, "%112", "%113", "%114"); \
+        OF_SHARED("224", 112, types, "%112", "%113", "%114"); \
     else if constexpr (N == 120) \
-        PRODUCT("240", 120, types, "%120", "%121", "%122"); \
+        OF_SHARED("240", 120, types, "%120", "%121", "%122"); \
+    else \
+        wgmma_k_major<T>(c, a, b, add)
+#define PRODUCTS_OF_REGISTERS(types) \
+    if constexpr (N == 24) \
+        OF_REGISTERS("48", 24, types, "{%24, %25, %26, %27}", "%28", "%29"); \
+    else if constexpr (N == 40) \
+        OF_REGISTERS("80", 40, types, "{%40, %41, %42, %43}", "%44", "%45"); \
+    else if constexpr (N == 48) \
+        OF_REGISTERS("96", 48, types, "{%48, %49, %50, %51}", "%52", "%53"); \
+    else if constexpr (N == 80) \
+        OF_REGISTERS("160", 80, types, "{%80, %81, %82, %83}", "%84", "%85"); \
+    else if constexpr (N == 96) \
+        OF_REGISTERS("192", 96, types, "{%96, %97, %98, %99}", "%100", "%101"); \
+    else if constexpr (N == 112) \
+        OF_REGISTERS("224", 112, types, "{%112, %113, %114, %115}", "%116", "%117"); \
+    else if constexpr (N == 120) \
+        OF_REGISTERS("240", 120, types, "{%120, %121, %122, %123}", "%124", "%125"); \
     else \
         wgmma_k_major<T>(c, a, b, add)
 template <typename T, int N>
 __device__ __forceinline__ void multiply_width(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
     if constexpr (IS_BFLOAT16<T>) {
-        PRODUCTS("bf16.bf16");
+        PRODUCTS_OF_SHARED("bf16.bf16");
     } else {
-        PRODUCTS("f16.f16");
+        PRODUCTS_OF_SHARED("f16.f16");
+    }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void multiply_width(float (&c)[N], const unsigned (&a)[4], unsigned long long b, bool add) {
+    if constexpr (IS_BFLOAT16<T>) {
+        PRODUCTS_OF_REGISTERS("bf16.bf16");
+    } else {
+        PRODUCTS_OF_REGISTERS("f16.f16");
     }
 }
 #undef FOUR
@@ -79,12 +109,15 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], unsigned long long
 #undef NAMES_112
 #undef NAMES_120
 #undef PRODUCT
-#undef PRODUCTS
+#undef OF_SHARED
+#undef OF_REGISTERS
+#undef PRODUCTS_OF_SHARED
+#undef PRODUCTS_OF_REGISTERS
 
 // The first WIDTH columns of c += a b, or = a b without `add`; 16 numbers along k. A product has at most 256 columns.
-template <typename T, int WIDTH, int REGISTERS>
-__device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
-                                              bool add) {
+// a: a descriptor, or fragments in registers.
+template <typename T, int WIDTH, int REGISTERS, typename A>
+__device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], const A& a, unsigned long long b, bool add) {
     constexpr int FIRST = WIDTH < 256 ? WIDTH : 256;
     multiply_width<T>(reinterpret_cast<float (&)[FIRST / 2]>(c), a, b, add);
     if constexpr (FIRST < WIDTH)

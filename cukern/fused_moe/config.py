@@ -37,7 +37,8 @@ class FusedMoEQuantConfig:
         block_shape: (128, 128) for FP8 in blocks: a scale for 128 x 128 weights, and for 128 numbers of a row.
         w1_scale, w2_scale: FP8: float32 [experts] (per tensor), [experts, n] (per channel) or, in blocks,
             [experts, ceil(n / 128), ceil(k / 128)], for weights [experts, n, k]. MXFP4: uint8 (E8M0)
-            [experts, n, k / 32]. NVFP4: uint8 (e4m3) [experts, n, k / 16].
+            [experts, n, k / 32]. NVFP4: uint8 (e4m3) [experts, n, k / 16]. Weights of 4 bits that
+            `cukern.prepare_weights` has prepared hold theirs: then both are None.
         a1_scale, a2_scale: float32 [1], the static scales of what enters the first and the second product, for FP8 per
             tensor. Without a1_scale the first is computed from the tokens.
         w1_global_scale, w2_global_scale: float32 [experts], for NVFP4.
@@ -68,6 +69,8 @@ class FusedMoEQuantConfig:
         takes = set()
         if self.quant_dtype:
             takes = {"w1_scale", "w2_scale"}
+        if self.is_prepared:
+            takes = set()
         if self.quant_dtype == "nvfp4":
             takes |= {"w1_global_scale", "w2_global_scale"}
         for name in sorted(takes):
@@ -81,6 +84,11 @@ class FusedMoEQuantConfig:
         for name in SCALES:
             if name not in takes and getattr(self, name) is not None:
                 check.fail(name, f"None with {self.name or 'no quantization'}", type_name(getattr(self, name)))
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the weights are of 4 bits and prepared, since they come without scales."""
+        return self.quant_dtype in ("mxfp4", "nvfp4") and self.w1_scale is None and self.w2_scale is None
 
     @property
     def name(self) -> str | None:
@@ -120,13 +128,15 @@ class FusedMoEQuantConfig:
         return cls.make("fp8", w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale)
 
     @classmethod
-    def mxfp4(cls, w1_scale: Any, w2_scale: Any) -> FusedMoEQuantConfig:
-        """Weights of 4 bits with a power of two per 32 of them."""
+    def mxfp4(cls, w1_scale: Any = None, w2_scale: Any = None) -> FusedMoEQuantConfig:
+        """Weights of 4 bits with a power of two per 32 of them; without scales, prepared ones."""
         return cls.make("mxfp4", w1_scale=w1_scale, w2_scale=w2_scale)
 
     @classmethod
     def nvfp4(cls, w1_scale: Any, w2_scale: Any, w1_global_scale: Any, w2_global_scale: Any) -> FusedMoEQuantConfig:
-        """Weights of 4 bits with an FP8 scale per 16 of them and a float32 one per expert."""
+        """Weights of 4 bits with an FP8 scale per 16 of them and a float32 one per expert; prepared ones have None for
+        the former.
+        """
         return cls.make(
             "nvfp4",
             w1_scale=w1_scale,

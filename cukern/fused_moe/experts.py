@@ -26,10 +26,11 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceNoOp,
 )
 from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched
-from cukern.ops.moe_gemm.kernels import STREAM_ROWS
+from cukern.ops.moe_gemm.kernels import FP4_GATHERED_ROWS, STREAM_ROWS
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.ops.quantization import silu_and_mul_quant
 from cukern.reference import fused_moe as twin
+from cukern.reference.moe_gemm import rows_of_weights
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import same_shape
 from cukern.runtime.late import ceil_div
@@ -144,12 +145,16 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
         )
         gather = self.gather
         if gather is None:
-            gather = gathers(expected_rows, arch_of(output))
+            gather = self._gathers(expected_rows, arch_of(output))
         where = (expert_offsets, row_token if gather else None, inverse)
-        by_row = output if given else self._product_rows(workspace13, (rows, w2.shape[1]), dtype_of(output))
+        by_row = output if given else self._product_rows(workspace13, (rows, rows_of_weights(w2)), dtype_of(output))
         self._standard(by_row, hidden_states, a1q_scale, rows, where, *arguments)
         if not given:
             moe_unpermute(output, by_row, None if apply_router_weight_on_input else topk_weights, inverse)
+
+    def _gathers(self, expected_rows: Any, arch: str | None) -> bool:
+        """Whether the first product gathers, for so many rows per expert."""
+        return gathers(expected_rows, arch)
 
     def _product_rows(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
         """The part of the workspace for the second product."""
@@ -219,7 +224,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             b_global_scale=config.w1_global_scale,
             activation=activation,
             expected_m=expected_rows,
-            out=workspace2.reshape(*a.shape[:2], w1.shape[1] // 2),
+            out=workspace2.reshape(*a.shape[:2], rows_of_weights(w1) // 2),
         )
         moe_gemm_batched(
             activated,
@@ -427,19 +432,14 @@ class Fp8Experts(_EitherFormat, _Fp8GemmExperts):
 class Fp4Experts(_EitherFormat):
     """Weights of 4 bits, MXFP4 or NVFP4, that become 16 bits in the kernel; the activations are float16 or bfloat16.
 
-    The first product gathers at every size, as the kernel for these weights can.
+    The first product gathers at every size, as the kernel for these weights can; with prepared weights where rows are
+    few, as their kernel is faster with rows in order where they are many.
     """
 
     quantizations = ("mxfp4", "nvfp4")
 
-    def __init__(
-        self,
-        quant_config: FusedMoEQuantConfig = NOT_QUANTIZED,
-        *,
-        use_batched_format: bool = False,
-        gather: bool | None = True,
-    ) -> None:
-        super().__init__(quant_config, use_batched_format=use_batched_format, gather=gather)
+    def _gathers(self, expected_rows: Any, arch: str | None) -> bool:
+        return not self.quant_config.is_prepared or bool(expected_rows <= FP4_GATHERED_ROWS)
 
 
 class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):

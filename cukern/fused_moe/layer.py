@@ -122,7 +122,8 @@ def fused_experts(
         topk_ids: int32 or int64 [tokens, topk]. A slot whose id is -1, or of no expert, has no part in the result.
         activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas.
         quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of one, "fp8_block", "fp8", "mxfp4" or "nvfp4",
-            with the scales it needs in the arguments below, as described there.
+            with the scales it needs in the arguments below, as described there. Weights of 4 bits may be prepared by
+            `cukern.prepare_weights`: then w1_scale and w2_scale are None.
         expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those of other ranks.
         apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
         out: [tokens, hidden], written and returned.

@@ -20,6 +20,8 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOp,
 )
+from cukern.reference.moe_gemm import UNIT_BYTES, UNIT_K, UNIT_ROWS, is_prepared, rows_of_weights
+from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.describe import (
@@ -467,7 +469,7 @@ class FusedMoEModularKernel:
         """The experts' output, in chunks of tokens; it is `output` itself where they write the layer's."""
         experts, dtype, hidden = self.fused_experts, dtype_of(hidden_states), hidden_states.shape[1]
         a1q, scale, meta = prepared.a1q, prepared.a1q_scale, prepared.expert_tokens_meta
-        rows, inter2, topk = a1q.shape[-2], w1.shape[1], ids.shape[1]
+        rows, inter2, topk = a1q.shape[-2], rows_of_weights(w1), ids.shape[1]
         chunk = rows if self.chunk_size is None or rows <= self.chunk_size else self.chunk_size
         sorts = self.prepare_finalize.sorts_tokens()
         if sorts is not (meta is not None and meta.sorted is not None):
@@ -530,10 +532,15 @@ def layer_output(
     activations.number(activation)
     like = "hidden_states"
     tokens, hidden = x.shape
+    packed = quantization in ("mxfp4", "nvfp4")
+    prepared = packed and "w1_scale" not in scales
     for name, array in (("w1", w1), ("w2", w2)):
         expect_place(name, array, x, like)
-        check.dimensions(name, array.shape, ("experts", "n", "k"))
-    experts, columns, _ = w1.shape
+        if prepared and not is_prepared(array):
+            check.fail(f"{name}_scale", f"the scales of {name}, which is not prepared", None)
+        if not prepared:
+            check.dimensions(name, array.shape, ("experts", "n", "k"))
+    experts, columns = w1.shape[0], rows_of_weights(w1)
     inter = columns // 2
     if not experts or columns % 2 or not columns:
         check.fail("w1", "of shape [experts, 2 * inter, hidden], none of them 0", list(w1.shape))
@@ -541,15 +548,17 @@ def layer_output(
         dtypes: tuple[str, ...] = (x.dtype,)
     else:
         dtypes = ("float8_e4m3fn", "uint8") if quantization.startswith("fp8") else ("uint8",)
-    packed = quantization in ("mxfp4", "nvfp4")
     group = {"mxfp4": 32, "nvfp4": 32, "fp8_block": 128, "fp8": 16}.get(quantization or "", 8)
     for name, size in ((like, hidden), ("w1", inter)):
         if size % group:
             what = "a hidden size" if name == like else "an inter"
             check.fail(name, f"of {what} that is a multiple of {group} ({quantization or 'rows of 16 bytes'})", size)
-    in_byte = 2 if packed else 1
-    expect("w1", w1, x, like, dtypes, (experts, columns, hidden // in_byte), "[experts, 2 * inter, hidden]")
-    expect("w2", w2, x, like, dtypes, (experts, hidden, inter // in_byte), "[experts, hidden, inter]")
+    if prepared:
+        _check_prepared(w1, w2, x, quantization, hidden, inter)
+    else:
+        in_byte = 2 if packed else 1
+        expect("w1", w1, x, like, dtypes, (experts, columns, hidden // in_byte), "[experts, 2 * inter, hidden]")
+        expect("w2", w2, x, like, dtypes, (experts, hidden, inter // in_byte), "[experts, hidden, inter]")
     expect_place("topk_ids", topk_ids, x, like)
     check.dimensions("topk_ids", topk_ids.shape, ("tokens", "topk"))
     shape = (tokens, topk_ids.shape[1])
@@ -567,14 +576,22 @@ def layer_output(
     output = outputs(out, x, like, Result((tokens, hidden), x.dtype, "[tokens, hidden]"))
     expect_contiguous(like, x)
     for name, scale in scales.items():
-        _check_scale(name, scale, x, quantization, w1.shape, inter)
+        _check_scale(name, scale, x, quantization, (experts, columns), inter)
     return run_twin() if x.on_host else output
 
 
-def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, ...], inter: int) -> None:
-    """Check a scale by its name; `w1` is the shape of w1."""
+def _check_prepared(w1: Any, w2: Any, like: Array, quantization: str | None, hidden: int, inter: int) -> None:
+    """Check the shapes of prepared weights."""
+    size = UNIT_BYTES[MXFP4_GROUP if quantization == "mxfp4" else NVFP4_GROUP]
+    for name, array, n, k in (("w1", w1, 2 * inter, hidden), ("w2", w2, hidden, inter)):
+        shape = w1.shape[0], n // UNIT_ROWS, -(-k // UNIT_K), size
+        expect(name, array, like, "hidden_states", ("uint8",), shape, "[experts, n / 8, ceil(k / 64), bytes]")
+
+
+def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, int], inter: int) -> None:
+    """Check a scale by its name; `w1` is the number of experts, and of the rows of w1."""
     expect_place(name, scale, like, "hidden_states")
-    experts, columns, _ = w1
+    experts, columns = w1
     hidden = like.shape[1]
     n, k = (columns, hidden) if name[1] == "1" else (hidden, inter)
     kind: tuple[str, ...] = ("float32",)

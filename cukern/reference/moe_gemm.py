@@ -13,12 +13,108 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.reference.moe_activation import activate
-from cukern.reference.quantization import MXFP4_GROUP, dequantize_mxfp4, dequantize_nvfp4
+from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP, dequantize_mxfp4, dequantize_nvfp4
 
 Array = NDArray[Any]
 
 #: Numbers that share a scale of FP8 along k, and along n.
 BLOCK = 128
+#: Rows of prepared weights and numbers along k of a unit, and its bytes by the numbers that share a scale.
+UNIT_ROWS, UNIT_K = 8, 64
+UNIT_BYTES = {MXFP4_GROUP: 272, NVFP4_GROUP: 288}
+_UNIT_NUMBERS = UNIT_ROWS * UNIT_K // 2
+#: The largest scale of MXFP4 that is prepared: 2^34, which becomes infinite.
+_LARGEST_E8M0 = 161
+
+
+# --- prepared weights -----------------------------------------------------------------------------------
+
+
+def is_prepared(b: Any) -> bool:
+    """Whether weights are prepared: an array of four dimensions, which no others have."""
+    return len(b.shape) == 4
+
+
+def rows_of_weights(b: Any) -> Any:
+    """The number n of rows of an expert's weights, prepared or not."""
+    return b.shape[1] * UNIT_ROWS if is_prepared(b) else b.shape[1]
+
+
+def _rotated(words: Array, by: int) -> Array:
+    """Words of 32 bits rotated to the left."""
+    return words << np.uint32(by) | words >> np.uint32(32 - by)
+
+
+def _packed_pairs(pairs: Array) -> Array:
+    """The words of pairs [..., 4], each of two numbers: sign in bit 15 and 31, the rest in bits 6 to 8 and 22 to 24."""
+    first, second, third, fourth = (pairs[..., i] for i in range(4))
+    last = _rotated(fourth & np.uint32(0x00400040), 24)
+    return first >> np.uint32(6) | second >> np.uint32(2) | _rotated(third, 20) | fourth & np.uint32(0x81808180) | last
+
+
+def _unpacked_pairs(words: Array) -> Array:
+    """The reverse of `_packed_pairs`."""
+    bits, last = np.uint32(0x81C081C0), _rotated(words, 8) & np.uint32(0x00400040)
+    pairs = words << np.uint32(6) & bits, words << np.uint32(2) & bits, _rotated(words, 12) & bits
+    return np.stack([*pairs, words & np.uint32(0x81808180) | last], -1)
+
+
+def _widened(scales: Array) -> Array:
+    """Bytes of e4m3 as 5 bits of exponent, of bias 16, and 3 of mantissa; their signs do not count."""
+    size = scales & np.uint8(127)
+    top = np.where(size >= 4, 2, np.where(size >= 2, 1, 0))
+    small = (top + 7) << 3 | (size.astype(int) << (3 - top) & 7)
+    return np.where(size >= 8, size + 72, np.where(size == 0, 0, small)).astype(np.uint8)
+
+
+def _narrowed(scales: Array) -> Array:
+    """The reverse of `_widened`."""
+    exponent, mantissa = (scales >> 3).astype(int) - 9, (scales & 7).astype(int)
+    small = (8 | mantissa) >> np.clip(1 - exponent, 0, 7)
+    return np.where(scales == 0, 0, np.where(exponent > 0, exponent << 3 | mantissa, small)).astype(np.uint8)
+
+
+def prepare_weights(b: Array, b_scale: Array) -> Array:
+    """See `cukern.prepare_weights`."""
+    (experts, n, half), scales = b.shape, b_scale.view(np.uint8)
+    k, units = 2 * half, -(-2 * half // UNIT_K)
+    group = k // scales.shape[2]
+    if group == NVFP4_GROUP:
+        of_bytes = np.repeat(scales, group // 2, 2)
+        flipped = b ^ np.where(of_bytes & 128, np.uint8(0x88), np.uint8(0))
+        b, scales = np.where(of_bytes & 127, flipped, np.uint8(0)), _widened(scales)
+    else:
+        scales = np.minimum(scales, np.uint8(_LARGEST_E8M0))
+    spare = units * UNIT_K - k
+    b = np.pad(b, ((0, 0), (0, 0), (0, spare // 2)))
+    scales = np.pad(scales, ((0, 0), (0, 0), (0, spare // group)))
+    # Rows of a unit, its halves along k, the pairs of a lane, and the four lanes of a row.
+    two = b.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, 2, 4, 4).astype(np.uint32)
+    pairs = (two & 7) << 6 | (two & 8) << 12 | (two & 0x70) << 18 | (two & 0x80) << 24
+    words = _packed_pairs(pairs.swapaxes(5, 6)).transpose(0, 1, 3, 2, 5, 4)
+    shape = experts, n // UNIT_ROWS, units
+    numbers = np.ascontiguousarray(words, "<u4").view(np.uint8).reshape(*shape, _UNIT_NUMBERS)
+    of_units = scales.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, UNIT_K // group).swapaxes(2, 3)
+    return np.concatenate([numbers, of_units.reshape(*shape, -1)], -1)
+
+
+def restore_weights(prepared: Array, k: int | None = None) -> tuple[Array, Array]:
+    """See `cukern.restore_weights`."""
+    experts, eights, units, size = prepared.shape
+    group = next(group for group, unit_bytes in UNIT_BYTES.items() if unit_bytes == size)
+    k = units * UNIT_K if k is None else k
+    words = np.ascontiguousarray(prepared[..., :_UNIT_NUMBERS]).view("<u4")
+    words = words.reshape(experts, eights, units, UNIT_ROWS, 4, 2).transpose(0, 1, 3, 2, 5, 4)
+    pairs = _unpacked_pairs(words.astype(np.uint32)).swapaxes(5, 6)
+    two = pairs >> 6 & 7 | pairs >> 12 & 8 | pairs >> 18 & 0x70 | pairs >> 24 & 0x80
+    b = two.astype(np.uint8).reshape(experts, eights * UNIT_ROWS, units * UNIT_K // 2)
+    scales = prepared[..., _UNIT_NUMBERS:].reshape(experts, eights, units, UNIT_ROWS, UNIT_K // group).swapaxes(2, 3)
+    scales = scales.reshape(experts, eights * UNIT_ROWS, units * UNIT_K // group)[..., : k // group]
+    scales = np.ascontiguousarray(_narrowed(scales) if group == NVFP4_GROUP else scales)
+    return np.ascontiguousarray(b[..., : k // 2]), scales
+
+
+# --- products -------------------------------------------------------------------------------------------
 
 
 def fp8_values(array: Array) -> Array:
@@ -37,7 +133,9 @@ def values_of_a(a: Array, a_scale: Array | None) -> Array:
 
 
 def values_of_b(b: Array, b_scale: Array | None, b_global_scale: Array | None, k: int) -> Array:
-    """The numbers [n, k] that the weights of one expert stand for, in float64."""
+    """The numbers [n, k] that the weights of one expert stand for, in float64; `b` has 3 dimensions if prepared."""
+    if b.ndim == 3:
+        b, b_scale = (x[0] for x in restore_weights(b[None], k))
     if b_scale is None:
         return b.astype(np.float64)
     if b.shape[1] == k:
@@ -101,7 +199,7 @@ def moe_gemm(
         if a_scale is not None and len(a_scale) > 1:
             a_scale = a_scale[tokens]
     if out is None:
-        columns = b.shape[1] // (1 if activation is None else 2)
+        columns = rows_of_weights(b) // (1 if activation is None else 2)
         out = np.zeros((len(a), columns), result_dtype(a, out_dtype))
     bounds = np.clip(expert_offsets, 0, len(a))
     for expert, (first, end) in enumerate(itertools.pairwise(bounds)):
@@ -133,7 +231,7 @@ def moe_gemm_batched(
     """
     experts, max_tokens, _ = a.shape
     if out is None:
-        columns = b.shape[1] // (1 if activation is None else 2)
+        columns = rows_of_weights(b) // (1 if activation is None else 2)
         out = np.zeros((experts, max_tokens, columns), result_dtype(a, out_dtype))
     for expert, count in enumerate(np.clip(expert_num_tokens, 0, max_tokens)):
         own = slice(expert, expert + 1)

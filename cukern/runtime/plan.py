@@ -175,6 +175,7 @@ def tensor_map(
     strides: tuple[int, ...],
     box: tuple[int, ...],
     promotion: int = 256,
+    swizzled: bool = True,
 ) -> Late:
     """The field of a struct that holds a tensor map of an array; the arguments are those of `tensor_map.encode`."""
     rank, sizes = len(dims), (*dims, *strides)
@@ -190,7 +191,8 @@ def tensor_map(
             known = list(sizes)
             for i, size in zip(open_at, key[1:], strict=True):
                 known[i] = size
-            made = encoded[key] = encode(key[0], dtype, tuple(known[:rank]), tuple(known[rank:]), box, promotion)
+            found = tuple(known[:rank]), tuple(known[rank:])
+            made = encoded[key] = encode(key[0], dtype, *found, box, promotion, swizzled)
         return made
 
     # Not encoded here: an explained call may have no address, and the machine no driver.

@@ -15,9 +15,9 @@ TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
 _MOST_DIMS = 5
 # Values of the driver's enumerations.
-_TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
+_TYPES = {"uint8": 0, "uint64": 4, "float16": 6, "float32": 7, "bfloat16": 9}
 _INTERLEAVE_NONE = 0
-_SWIZZLE_128 = 3
+_SWIZZLE_NONE, _SWIZZLE_128 = 0, 3
 _PROMOTIONS = {128: 2, 256: 3}
 _FILL_ZERO = 0
 
@@ -51,15 +51,17 @@ def encode(
     strides: tuple[int, ...],
     box: tuple[int, ...],
     promotion: int = 256,
+    swizzled: bool = True,
 ) -> bytes:
-    """A tensor map (`CUtensorMap`) of an array in global memory, for tiles with 128-byte swizzle.
+    """A tensor map (`CUtensorMap`) of an array in global memory, for tiles with 128-byte swizzle or with none.
 
     Args:
         address: of the first element, a multiple of 16.
         dims: elements along each dimension, the innermost first.
         strides: bytes between neighbours along the second dimension and on, multiples of 16.
-        box: elements of a tile along each dimension; 128 bytes along the innermost.
+        box: elements of a tile along each dimension, at most 256; swizzled, 128 bytes along the innermost.
         promotion: the least number of bytes that L2 fetches, 128 or 256.
+        swizzled: whether a tile has the 128-byte swizzle; else its bytes lie as in memory, without gaps.
 
     Elements of a tile outside the array are 0. Raises RuntimeError where the driver refuses the sizes.
     """
@@ -67,8 +69,8 @@ def encode(
     own.dims[:rank], own.strides[: len(strides)], own.box[:rank] = [*dims], [*strides], [*box]
     status = _encode_tiled()(
         own.map, _TYPES[dtype], rank, address, ctypes.addressof(own.dims), ctypes.addressof(own.strides),
-        ctypes.addressof(own.box), ctypes.addressof(own.steps), _INTERLEAVE_NONE, _SWIZZLE_128, _PROMOTIONS[promotion],
-        _FILL_ZERO,
+        ctypes.addressof(own.box), ctypes.addressof(own.steps), _INTERLEAVE_NONE,
+        _SWIZZLE_128 if swizzled else _SWIZZLE_NONE, _PROMOTIONS[promotion], _FILL_ZERO,
     )  # fmt: skip
     if status:
         raise RuntimeError(f"no tensor map for {dtype} {dims}, strides {strides}, box {box}: CUDA error {status}")

@@ -7,8 +7,9 @@ from typing import Any
 
 from cukern.ops.moe_gemm import kernels
 from cukern.ops.moe_gemm.kernels import Product
+from cukern.ops.moe_gemm.prepare import MAX_COUNT, MAX_EXPERTS, prepare_weights, prepared_format, restore_weights
 from cukern.reference import moe_gemm as twin
-from cukern.reference.moe_gemm import BLOCK
+from cukern.reference.moe_gemm import BLOCK, is_prepared, rows_of_weights
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
 from cukern.runtime import check
@@ -26,16 +27,13 @@ from cukern.runtime.late import Late, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import note, outputs, run_twin
 
-__all__ = ["moe_gemm", "moe_gemm_batched"]
+__all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
 
 DTYPES = ("bfloat16", "float16")
 #: The dtypes of e4m3. CuPy has no such dtype, and gives their bytes.
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 VARIANTS = ("auto", "wgmma", "mma", "stream")
-#: The most rows, n and k: the kernels count them in 31 bits, and round up to whole tiles.
-MAX_COUNT = 2**31 - 2**12
-MAX_EXPERTS = 4096
 #: Architectures without an instruction that converts FP8: there "stream" would take too long for each weight.
 _NO_FP8_ARCHS = ("80", "86", "87")
 
@@ -51,6 +49,10 @@ def _why_not(variant: str, x: Product) -> str:
 
 def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
     """The function that launches the variant. What depends on the offsets is left to the device."""
+    if x.is_prepared:
+        if reason := kernels.why_not_prepared(variant, x):
+            check.fail("b", "weights that are not prepared", f"prepared ones: {reason}")
+        return kernels.fp4_wgmma
     if variant == "auto":
         may_stream = x.weights != "FP8" or x.a.gpu.arch not in _NO_FP8_ARCHS
         few = may_stream and x.expects(kernels.STREAM_ROWS) and not _why_not("stream", x)
@@ -69,11 +71,14 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ac
     """Check the dtypes and the shapes of all arrays but the scales."""
     is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
     check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, "uint8"))
-    check.dimensions("b", b.shape, ("experts", "n", "k"))
-    experts, n, _ = b.shape
     is_fp4 = not is_fp8 and b.dtype == "uint8"
-    wanted = (experts, n, k // 2 if is_fp4 else k)
-    check.shape("b", b.shape, wanted, "[experts, n, k / 2]" if is_fp4 else "[experts, n, k]")
+    if is_fp4 and is_prepared(b):
+        prepared_format(b, k)
+    else:
+        check.dimensions("b", b.shape, ("experts", "n", "k"))
+        wanted = (*b.shape[:2], k // 2 if is_fp4 else k)
+        check.shape("b", b.shape, wanted, "[experts, n, k / 2]" if is_fp4 else "[experts, n, k]")
+    experts, n = b.shape[0], rows_of_weights(b)
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("b", f"of at least one and at most {MAX_EXPERTS} experts", experts)
     multiple = 16 if activation else 8
@@ -146,24 +151,37 @@ def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None
 
 def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array | None) -> str:
     """The format of weights of 4 bits."""
+    experts, n, k = *b.shape[:2], a.shape[-1]
+    if is_prepared(b):
+        weights = prepared_format(b, k)
+        if b_scale is not None:
+            check.fail("b_scale", "None with prepared weights, which hold their scales", "an array")
+        _check_global_scale(a, experts, weights, b_global_scale)
+        return weights
     if b_scale is None:
         check.fail("b_scale", "an array with weights of 4 bits", None, TypeError)
-    experts, n, k = *b.shape[:2], a.shape[-1]
     shapes = (experts, n, k // MXFP4_GROUP), (experts, n, k // NVFP4_GROUP)
     if b_scale.shape == shapes[0]:
         check.dtype("b_scale", b_scale.dtype, E8M0_DTYPES)
-        if b_global_scale is not None:
-            check.fail("b_global_scale", "None with MXFP4", "an array")
+        _check_global_scale(a, experts, "MXFP4", b_global_scale)
         return "MXFP4"
     if b_scale.shape == shapes[1]:
         check.dtype("b_scale", b_scale.dtype, FP8_DTYPES)
-        if b_global_scale is None:
-            check.fail("b_global_scale", "an array with NVFP4", None, TypeError)
-        expect("b_global_scale", b_global_scale, a, "a", ("float32",), (experts,), "[experts]")
+        _check_global_scale(a, experts, "NVFP4", b_global_scale)
         return "NVFP4"
     wanted = f"of shape [experts, n, k / {MXFP4_GROUP}] = {list(shapes[0])} (MXFP4) or "
     wanted += f"[experts, n, k / {NVFP4_GROUP}] = {list(shapes[1])} (NVFP4)"
     check.fail("b_scale", wanted, list(b_scale.shape))
+
+
+def _check_global_scale(a: Array, experts: int, weights: str, b_global_scale: Array | None) -> None:
+    if weights == "MXFP4":
+        if b_global_scale is not None:
+            check.fail("b_global_scale", "None with MXFP4", "an array")
+        return
+    if b_global_scale is None:
+        check.fail("b_global_scale", "an array with NVFP4", None, TypeError)
+    expect("b_global_scale", b_global_scale, a, "a", ("float32",), (experts,), "[experts]")
 
 
 def _expected(number: Any) -> Any:
@@ -189,7 +207,8 @@ def _product(
     if dtype not in DTYPES:
         dtype = out_dtype or "bfloat16"
     symbols = f"[experts, max_tokens, n{half}]" if len(rows) == 2 else f"[rows, n{half}]"
-    return Result((*rows, b.shape[1] // 2 if half else b.shape[1]), dtype, symbols)
+    n = rows_of_weights(b)
+    return Result((*rows, n // 2 if half else n), dtype, symbols)
 
 
 def _multiply(
@@ -227,13 +246,15 @@ def _multiply(
     if a.on_host:
         return run_twin(variant, VARIANTS)
     check.one_of("variant", variant, VARIANTS)
-    rows, (experts, n, _), k = result.shape[-2], b.shape, a.shape[-1]
+    rows, experts, n, k = result.shape[-2], b.shape[0], rows_of_weights(b), a.shape[-1]
     if rows == 0:
         return out
     if len(a.shape) == 2:  # batched, only the GPU knows how many rows there are
         note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
     scales, sizes = (a_scale, b_scale, b_global_scale), (len(a.shape) == 3, rows, experts, n, k)
-    x = Product(a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m)
+    x = Product(
+        a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m, is_prepared=is_prepared(b)
+    )
     launch = _kernel(variant, x)
     for name, array in (("a", a), ("b", b), ("out", out)):
         if array.alignment < 16:
@@ -278,15 +299,16 @@ def moe_gemm(
     Args:
         a: [rows, k] bfloat16, float16 or FP8 (e4m3; CuPy, which has no such dtype, gives its bytes as uint8).
         b: weights [experts, n, k] of the dtype of `a`; or, where that is of 16 bits, uint8 [experts, n, k / 2]: numbers
-            of 4 bits (e2m1), two in a byte, the low half first. n must be a multiple of 8, k one of 8 in 16 bits, of 16
-            in 8, of 32 in 4.
+            of 4 bits (e2m1), two in a byte, the low half first; or those prepared by `cukern.prepare_weights`, for
+            Hopper. n must be a multiple of 8, k one of 8 in 16 bits, of 16 in 8, of 32 in 4.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
             expert_offsets[e + 1] - 1. Offsets outside of the rows count as their ends.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
         b_scale: with FP8, float32: in the first case [experts, ceil(n / 128), ceil(k / 128)], one of each block of 128
             x 128 weights, and products are added up in float32 every 128 of k; else [experts] or [experts, n]. With 4
             bits, bytes: [experts, n, k / 32], powers of two (E8M0; of those, 2^-100 to 2^33): MXFP4; or
-            [experts, n, k / 16], numbers of e4m3: NVFP4.
+            [experts, n, k / 16], numbers of e4m3: NVFP4. Prepared weights hold them; of those of MXFP4, with float16
+            rows, 2^-17 to 2^7.
         b_global_scale: with NVFP4, float32 [experts], which multiplies all of an expert: the inverse of what
             `dequantize_nvfp4` divides by.
         row_token: int32 [rows]; row r is a[row_token[r]], and `a` is [tokens, k], `a_scale` by token. A number that
@@ -298,9 +320,9 @@ def moe_gemm(
         out: [rows, n] or [rows, n / 2], to write into. Rows from expert_offsets[experts] on are not written.
         expected_m: rows that a group is expected to have at most: a hint, as in DeepGEMM, by which "auto" and the sizes
             of tiles are chosen. None: by the mean.
-        variant: "wgmma" (Hopper; 16 bits and 8, no row_token), "mma", "stream" (16 bits and 8; reads the weights anew
-            for every few rows) or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma" where it can. More
-            rows are better permuted than gathered.
+        variant: "wgmma" (Hopper; 16 bits and 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
+            reads the weights anew for every few rows) or "auto": "stream" for at most 4 rows, or a mean of 2, then
+            "wgmma" where it can. More rows are better permuted than gathered.
 
     Returns:
         `out`, or an array like `a`, in which rows of no expert have no particular value.

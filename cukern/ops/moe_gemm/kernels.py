@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from cukern.reference.moe_gemm import UNIT_ROWS
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, gpu, template
@@ -21,6 +23,9 @@ _wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
 _mma = Kernel("moe_gemm/mma", "gemm_mma")
 _stream = Kernel("moe_gemm/stream", "gemm_stream")
+_fp4_wgmma = Kernel("moe_gemm/fp4_wgmma", "gemm_fp4_wgmma", compile_s=2)
+_prepare = Kernel("moe_gemm/prepare", "prepare_weights")
+_restore = Kernel("moe_gemm/restore", "restore_weights")
 
 _ACTIVATIONS_AHEAD = 0, activations.number("silu")  # those compiled ahead
 _HOPPER_BYTES = gpu.BY_ARCH["90a"].shared_per_block
@@ -48,6 +53,7 @@ class Product(NamedTuple):
     b_scales: str  # "", "block", "column", "one" or "group"
     activation: int
     expected_m: Any  # the most rows that a group is expected to have, or None; late
+    is_prepared: bool  # weights of 4 bits by `prepare_weights`
 
     @property
     def is_by_blocks(self) -> bool:
@@ -105,7 +111,7 @@ class Product(NamedTuple):
         """
         size = self.a.item_size
         dtype, line, between = "uint8" if size == 1 else self.a.dtype, 128 // size, self.k * size
-        of_expert, all_rows = self.n * between, self.all_rows * between
+        of_expert = self.n * between
         dims: tuple[int, ...] = (self.k, self.n, self.experts, 1)
         strides: tuple[int, ...] = (between, of_expert, self.experts * of_expert)
         box: tuple[int, ...] = (line, weights, 1, 1)
@@ -115,11 +121,15 @@ class Product(NamedTuple):
                 (between, of_expert // 2, 8 * between, of_expert),
             )
             box = line, 8, 2, weights // 16, 1
-        a_dims, a_strides = (self.k, self.all_rows, 1, 1), (between, all_rows, all_rows)
-        return {
-            "b_map": tensor_map(self.b, dtype, dims, strides, box, promotion),
-            "a_map": tensor_map(self.a, dtype, a_dims, a_strides, (line, rows, 1, 1), promotion),
-        }
+        return {"b_map": tensor_map(self.b, dtype, dims, strides, box, promotion), "a_map": self.a_map(rows, promotion)}
+
+    def a_map(self, rows: int, promotion: int) -> Late:
+        """The map of `a` with boxes of `rows` rows of 128 bytes."""
+        size = self.a.item_size
+        between, all_rows = self.k * size, self.all_rows * self.k * size
+        dims, strides = (self.k, self.all_rows, 1, 1), (between, all_rows, all_rows)
+        dtype = "uint8" if size == 1 else self.a.dtype
+        return tensor_map(self.a, dtype, dims, strides, (128 // size, rows, 1, 1), promotion)
 
 
 def constant(kernel: Kernel, name: str) -> int:
@@ -184,13 +194,14 @@ def _mean_for(most: int) -> int:
     return max(rows for rows in range(1, most + 1) if rows + _DEVIATIONS * rows**0.5 <= most)
 
 
-def _wgmma_form(x: Product, multiprocessors: int) -> Wgmma:
-    for form in WGMMA_FORMS[:-1]:
+def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> Any:
+    """The one of `forms`, from few tokens of a tile to many, for a product."""
+    for form in forms[:-1]:
         if x.expects(form.tokens if x.is_batched else _mean_for(form.tokens)):
             return form
     # Large tiles read least, but there may be fewer of them than multiprocessors.
     tiles = multiprocessors // (2 * x.experts * -(-x.n // 128))
-    return WGMMA_FORMS[-2] if tiles and x.expects(tiles * _TOKENS_OF_TILES) else WGMMA_FORMS[-1]
+    return forms[-2] if tiles and x.expects(tiles * _TOKENS_OF_TILES) else forms[-1]
 
 
 def why_not_wgmma(x: Product) -> str:
@@ -209,7 +220,7 @@ def why_not_wgmma(x: Product) -> str:
 
 def wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
-    form, weights = _wgmma_form(x, count), _wgmma_weights()
+    form, weights = _form_of(WGMMA_FORMS, x, count), _wgmma_weights()
     strips = -(-x.n // (form.cluster * weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
@@ -224,6 +235,124 @@ def wgmma(x: Product) -> None:
         **x.fields(_TOGETHER),
         **maps,
     )
+
+
+# --- prepared 4 bits, by warpgroups ---------------------------------------------------------------------
+
+
+class Fp4Wgmma(NamedTuple):
+    """The sizes among the template arguments of `gemm_fp4_wgmma` but the stages: there are as many as fit."""
+
+    tokens: int  # 8, 16, 32, 64, 128 or 288
+    units: int  # of 64 numbers along k of a stage
+    cluster: int = 1  # 1 or 2
+    blocks: int = 1  # that fit a multiprocessor
+    is_streamed: bool = False
+    is_split: bool = False
+
+    @property
+    def weights(self) -> int:
+        """Rows of weights of a tile."""
+        return 64 if self.is_split else _wgmma_weights()
+
+    def _sizes(self, weights: str) -> tuple[int, int]:
+        """Bytes of shared memory, the places of `Fp4Layout`: of a stage and its barriers, and of the rest."""
+        staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
+        row_bytes, warpgroups = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUPS")
+        unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
+        stage = self.units * (self.tokens * row_bytes + unit) + 32
+        staging = (1 if self.is_split else warpgroups) * 2 * staged_rows * row_bytes
+        exchange = constant(_fp4_wgmma, "WARPGROUP") * self.tokens * 2 if self.is_split else 0
+        # The rings begin at a multiple of 1024 bytes. The last barrier has 16.
+        return stage, 1024 + staging + exchange + 16
+
+    def stages(self, weights: str) -> int:
+        stage, rest = self._sizes(weights)
+        room = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
+        return (room - rest) // stage
+
+    def shared_bytes(self, weights: str) -> int:
+        stage, rest = self._sizes(weights)
+        return self.stages(weights) * stage + rest
+
+    def variant(self, dtype: str, weights: str, activation: int, gathers: bool) -> Variant:
+        sizes = self.tokens, self.units, self.stages(weights), self.cluster, self.blocks
+        arguments: tuple[Any, ...] = *sizes, *map(_flag, (self.is_streamed, self.is_split, gathers))
+        format = arrays.CUDA_TYPE[dtype], weights, activation
+        return _fp4_wgmma.variant(*format, *arguments, max_shared_bytes=_HOPPER_BYTES)
+
+
+#: The forms, by the most rows that a group is likely to have.
+FP4_FORMS = (
+    Fp4Wgmma(8, 4, blocks=3, is_streamed=True, is_split=True),
+    Fp4Wgmma(16, 4, blocks=2, is_streamed=True),
+    Fp4Wgmma(32, 2, blocks=2, is_streamed=True),
+    Fp4Wgmma(64, 1, cluster=2, blocks=2, is_streamed=True),
+    Fp4Wgmma(128, 1, cluster=2),
+    Fp4Wgmma(288, 1, cluster=2),
+)
+#: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
+FP4_GATHERED_ROWS = 16
+_fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in FP4_FORMS]
+_fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
+
+
+def why_not_prepared(variant: str, x: Product) -> str:
+    """The reason why prepared weights cannot be used; empty if they can."""
+    if x.a.gpu.arch != "90a":
+        return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
+    return "" if variant in ("auto", "wgmma") else f"variant {variant!r} takes others"
+
+
+def fp4_wgmma(x: Product) -> None:
+    count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
+    form = _form_of(FP4_FORMS, x, count)
+    if gathers:
+        form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
+    strips = -(-x.n // (form.cluster * form.weights))
+    blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
+    box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
+    promotion = 128 if form.is_streamed else 256
+    launch(
+        form.variant(x.a.dtype, x.weights, x.activation, gathers),
+        late(min, blocks, count * form.blocks // form.cluster * form.cluster),
+        constant(_fp4_wgmma, "WARPGROUPS") * constant(_fp4_wgmma, "WARPGROUP")
+        + (constant(_fp4_wgmma, "WARPGROUP") if form.tokens > 128 else 32),
+        form.shared_bytes(x.weights),
+        **x.fields(_TOGETHER),
+        b_map=_prepared_map(x, form, promotion),
+        a_map=None if gathers else x.a_map(box, promotion),
+    )
+
+
+def _prepared_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
+    """A map of prepared weights, with boxes of a stage: gated, gates and their ups alternate by 8 rows."""
+    _, eights, units, unit = x.b.shape
+    words, line, eight = unit // 8, form.units * (unit // 8), units * unit
+    eights_of_box, of_expert = form.weights // UNIT_ROWS, eights * eight
+    if x.activation:
+        dims = units * words, 2, eights // 2, x.experts
+        strides, box = (of_expert // 2, eight, of_expert), (line, 2, eights_of_box // 2, 1)
+    else:
+        dims = units * words, eights, x.experts, 1
+        strides, box = (eight, of_expert, x.experts * of_expert), (line, eights_of_box, 1, 1)
+    return tensor_map(x.b, "uint64", dims, strides, box, promotion, swizzled=False)
+
+
+def prepare_variant(weights: str, restores: bool = False) -> Variant:
+    return (_restore if restores else _prepare).variant(weights)
+
+
+def prepare(weights: str, b: Array, b_scale: Array, prepared: Array, k: int) -> None:
+    units, threads = prepared.size // prepared.shape[-1], constant(_prepare, "PREPARE_THREADS")
+    grid = -(-units * constant(_prepare, "UNIT_WORDS") // threads)
+    launch(prepare_variant(weights), grid, threads, b=b, b_scale=b_scale, prepared=prepared, units=units, k=k)
+
+
+def restore(weights: str, prepared: Array, b: Array, b_scale: Array, k: int) -> None:
+    units, threads = prepared.size // prepared.shape[-1], constant(_restore, "PREPARE_THREADS")
+    grid = -(-units * constant(_restore, "UNIT_WORDS") // threads)
+    launch(prepare_variant(weights, True), grid, threads, prepared=prepared, b=b, b_scale=b_scale, units=units, k=k)
 
 
 # --- 8 bits, by warpgroups ------------------------------------------------------------------------------

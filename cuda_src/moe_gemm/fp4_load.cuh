@@ -1,0 +1,134 @@
+// The warp of gemm_fp4_wgmma that loads tiles.
+#pragma once
+#include "common/cluster.cuh"
+#include "common/mma.cuh"
+#include "moe_gemm/fp4_layout.cuh"
+#include "moe_gemm/shared_memory.cuh"
+#include "moe_gemm/wgmma_tiles.cuh"
+
+// Start the copy of a stage's weights, from unit `unit` along k on. Gated, gates and their ups alternate by 8 rows.
+template <class Layout, bool GATED, bool STREAMED>
+__device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsigned ring, int stage, int unit,
+                                                 int first_weight, int expert, unsigned full) {
+    constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
+    const unsigned to = ring + Layout::WEIGHTS + stage * Layout::WEIGHT_BYTES;
+    const int x = unit * (UNIT_BYTES<Layout::FORMAT> / 8); // the map's elements have 8 bytes
+    if constexpr (GATED)
+        tma_load<POLICY>(to, p.b_map, x, 0, first_weight / 16, expert, full);
+    else
+        tma_load<POLICY>(to, p.b_map, x, first_weight / 8, expert, 0, full);
+}
+
+// The loop of the warp where TMA copies the tokens.
+template <class Layout, bool GATED, bool STREAMED>
+__device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
+                                               unsigned ring) {
+    constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, CLUSTER = Layout::CLUSTER, BOX = box_of(TOKENS);
+    constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights of a cluster's tiles
+    const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
+    WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
+    RingPlace<Layout::STAGES> place;
+    const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH);
+    int expert, row, tokens, weight_tile;
+    for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile);
+         tile += gridDim.x / CLUSTER) {
+        if (lane == 0) {
+            const int first_weight = weight_tile * WEIGHTS + rank * Layout::ROWS, boxes = (tokens + BOX - 1) / BOX;
+            for (int step = 0; step < steps; ++step, place.advance()) {
+                const unsigned full = shared_address(&shared.full[place.stage]);
+                const unsigned tokens_to = ring + place.stage * Layout::TOKEN_BYTES;
+                mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+                if (step == 0)
+                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
+                mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + UNITS * boxes * BOX * ROW_BYTES);
+                load_fp4_weights<Layout, GATED, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
+                                                          full);
+#pragma unroll
+                for (int unit = 0; unit < UNITS; ++unit) {
+                    const int x = (step * UNITS + unit) * DEPTH;
+                    for (int box = rank; box < boxes; box += CLUSTER) {
+                        const unsigned to = tokens_to + unit * Layout::TOKEN_TILE + box * BOX * ROW_BYTES;
+                        if constexpr (CLUSTER == 1)
+                            tma_load<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
+                        else
+                            tma_load_multicast((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
+                    }
+                }
+            }
+        }
+        __syncwarp();
+    }
+    if (lane == 0) {
+        mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+        shared.tiles[place.stage].tokens = 0;
+        mbarrier_arrive(shared_address(&shared.full[place.stage]));
+    }
+    __syncwarp();
+}
+
+// The loop of the warp where it gathers the tokens itself, by cp.async. wgmma reads what cp.async has written only after
+// a fence of the thread that started the copy, once it is complete: so a stage is said to be full BEHIND stages later.
+template <class Layout, bool GATED, bool STREAMED>
+__device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
+                                                 unsigned ring) {
+    constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, STAGES = Layout::STAGES, BEHIND = STAGES / 2;
+    const int lane = threadIdx.x % 32, chunk = lane % 8;
+    WgmmaTiles<TOKENS> tiles(p, (p.n + Layout::ROWS - 1) / Layout::ROWS);
+    RingPlace<STAGES> place, behind;
+    const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH);
+    int copied = 0;
+    auto say_full = [&] {
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.full[behind.stage]));
+        behind.advance();
+    };
+    int expert, row, tokens, weight_tile;
+    for (int tile = blockIdx.x; tiles.find(tile, expert, row, tokens, weight_tile); tile += gridDim.x) {
+        const int first_weight = weight_tile * Layout::ROWS;
+        int sources[TOKENS / 4]; // of tokens lane / 8, + 4, ...
+#pragma unroll
+        for (int i = 0; i < TOKENS / 4; ++i) sources[i] = source_of(p, row + min(lane / 8 + i * 4, tokens - 1));
+        for (int step = 0; step < steps; ++step, place.advance()) {
+            mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+            if (lane == 0) {
+                const unsigned full = shared_address(&shared.full[place.stage]);
+                if (step == 0)
+                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
+                mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES);
+                load_fp4_weights<Layout, GATED, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
+                                                          full);
+            }
+#pragma unroll
+            for (int i = 0; i < TOKENS / 4; ++i) {
+                const int token = lane / 8 + i * 4;
+                if (i * 4 >= tokens) break;
+                const unsigned to =
+                    ring + place.stage * Layout::TOKEN_BYTES + token * ROW_BYTES + ((chunk ^ token % 8) * 16);
+#pragma unroll
+                for (int unit = 0; unit < UNITS; ++unit) {
+                    const int x = (step * UNITS + unit) * DEPTH + chunk * 8;
+                    copy_part_async<16>(to + unit * Layout::TOKEN_TILE,
+                                        static_cast<const char*>(p.a) +
+                                            ((long long)sources[i] * p.k + min(x, p.k - 8)) * 2,
+                                        x < p.k ? 16 : 0);
+                }
+            }
+            cp_async_commit_group();
+            if (++copied > BEHIND) {
+                cp_async_wait_group<BEHIND>();
+                say_full();
+            }
+        }
+    }
+    cp_async_wait_group<0>();
+    for (int left = min(copied, BEHIND); left > 0; --left) say_full();
+    if (lane == 0) {
+        const unsigned full = shared_address(&shared.full[place.stage]);
+        mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+        shared.tiles[place.stage].tokens = 0;
+        mbarrier_arrive(full);
+        mbarrier_arrive(full);
+    }
+    __syncwarp();
+}

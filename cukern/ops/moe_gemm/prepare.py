@@ -1,0 +1,155 @@
+"""Weights of 4 bits in the order in which Hopper's kernel reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukern.ops.moe_gemm import kernels
+from cukern.reference import moe_gemm as twin
+from cukern.reference.moe_gemm import UNIT_BYTES, UNIT_K, UNIT_ROWS
+from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
+from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
+from cukern.runtime.describe import Array, Result, expect_array, expect_contiguous, expect_place
+from cukern.runtime.op import op
+from cukern.runtime.plan import outputs, run_twin
+
+__all__ = ["prepare_weights", "restore_weights"]
+
+_SYMBOLS = "[experts, n / 8, ceil(k / 64), bytes]"
+SCALE_DTYPES = ("uint8", "float8_e8m0fnu", "float8_e4m3fn")
+MAX_EXPERTS = 4096
+MAX_COUNT = 2**31 - 2**12
+
+
+def prepared_format(b: Array, k: int) -> str:
+    """The format of prepared weights, "MXFP4" or "NVFP4", after a check of their shape for rows of k numbers."""
+    expect_array("b", b, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
+    sizes = tuple(UNIT_BYTES.values())
+    if b.shape[2] != -(-k // UNIT_K) or b.shape[3] not in sizes:
+        wanted = f"of shape {_SYMBOLS} = [.., .., {-(-k // UNIT_K)}, {sizes[0]} (MXFP4) or {sizes[1]} (NVFP4)]"
+        check.fail("b", f"{wanted}, as prepare_weights makes it", list(b.shape))
+    return "MXFP4" if b.shape[3] == UNIT_BYTES[MXFP4_GROUP] else "NVFP4"
+
+
+def _prepared(b: Any, b_scale: Any, *_: Any, **__: Any) -> Result:
+    experts, n, half = b.shape
+    size = UNIT_BYTES[NVFP4_GROUP if b_scale.shape[-1] * NVFP4_GROUP == 2 * half else MXFP4_GROUP]
+    return Result((experts, n // UNIT_ROWS, -(-2 * half // UNIT_K), size), "uint8", _SYMBOLS)
+
+
+@op(twin.prepare_weights, "prepare_weights(Tensor b, Tensor b_scale) -> (Tensor prepared)", _prepared)
+def prepare_weights(b: AnyArray, b_scale: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
+    """Put weights of 4 bits and their scales in the order in which Hopper's kernel for them reads them, once.
+
+    `moe_gemm`, `moe_gemm_batched` and the layers take the result in place of the weights, with no scales but
+    b_global_scale; they know it by its four dimensions. On other GPUs than Hopper only weights as they are can be used.
+
+    Args:
+        b: uint8 [experts, n, k / 2], numbers of e2m1, two in a byte, the low half first; contiguous. n must be a
+            multiple of 8 and k one of 32.
+        b_scale: bytes [experts, n, k / 32], powers of two (E8M0): MXFP4; or [experts, n, k / 16], numbers of e4m3, none
+            of them NaN: NVFP4. Contiguous.
+        out: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], to write into.
+
+    Returns:
+        `out`, or a new array: units of 8 rows and 64 numbers along k, of 272 bytes (MXFP4) or 288 (NVFP4). Bytes
+        8 l + 4 h to 8 l + 4 h + 3 of a unit are the word of lane l and half h, with numbers of row l / 4: its pair i is
+        of numbers 32 h + 16 (i / 2) + 8 (i % 2) + 2 (l % 4) and the next. `cuda_src/moe_gemm/fp4_prepared.cuh` says
+        which bits these are. From byte 256 on there are the scales of row 0, of row 1, ...: of each 2 of E8M0, at most
+        2^34, which counts as infinite, or 4 of e4m3, as 5 bits of exponent (bias 16) and 3 of mantissa. Weights with a
+        scale of 0 are 0, and those with a negative one change their sign, as the scale does. Numbers past k are 0.
+
+    Raises:
+        TypeError: for what is no array, of another library, or of a wrong dtype.
+        ValueError: for another device, a wrong shape, strides, or an address that is no multiple of 16.
+    """
+    expect_array("b", b, ("uint8",), ("experts", "n", "k / 2"))
+    expect_contiguous("b", b)
+    expect_contiguous("b_scale", expect_place("b_scale", b_scale, b, "b"))
+    experts, n, half = b.shape
+    k = 2 * half
+    _check_sizes("b", experts, n, k)
+    check.dtype("b_scale", b_scale.dtype, SCALE_DTYPES)
+    shapes = {group: (experts, n, k // group) for group in UNIT_BYTES}
+    if b_scale.shape not in shapes.values():
+        wanted = f"of shape [experts, n, k / 32] = {list(shapes[MXFP4_GROUP])} (MXFP4) or "
+        wanted += f"[experts, n, k / 16] = {list(shapes[NVFP4_GROUP])} (NVFP4)"
+        check.fail("b_scale", wanted, list(b_scale.shape))
+    weights = "MXFP4" if b_scale.shape == shapes[MXFP4_GROUP] else "NVFP4"
+    kind = "float8_e8m0fnu" if weights == "MXFP4" else "float8_e4m3fn"
+    check.dtype("b_scale", b_scale.dtype, (kind, "uint8"))
+    out = outputs(out, b, "b", _prepared(b, b_scale))
+    if b.on_host:
+        return run_twin()
+    _check_alignment(b=b, out=out)
+    kernels.prepare(weights, b, b_scale, out, k)
+    return out
+
+
+def _restored(prepared: Any, k: int | None = None, *_: Any, **__: Any) -> list[Result]:
+    experts, eights, units, size = prepared.shape
+    k = units * UNIT_K if k is None else k
+    group = MXFP4_GROUP if size == UNIT_BYTES[MXFP4_GROUP] else NVFP4_GROUP
+    n = eights * UNIT_ROWS
+    return [
+        Result((experts, n, k // 2), "uint8", "[experts, n, k / 2]"),
+        Result((experts, n, k // group), "uint8", f"[experts, n, k / {group}]"),
+    ]
+
+
+@op(twin.restore_weights, "restore_weights(Tensor prepared, int? k=None) -> (Tensor b, Tensor b_scale)", _restored)
+def restore_weights(
+    prepared: AnyArray, k: int | None = None, *, out: tuple[AnyArray | None, AnyArray | None] | None = None
+) -> tuple[AnyArray, AnyArray]:
+    """The weights and the scales of what `cukern.prepare_weights` returned.
+
+    Args:
+        prepared: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], contiguous.
+        k: the numbers of a row, a multiple of 32. None: all that there is room for, a multiple of 64.
+        out: a pair of arrays to write into.
+
+    Returns:
+        b, uint8 [experts, n, k / 2], and b_scale, uint8 [experts, n, k / 32] or [experts, n, k / 16]. They are the
+        bytes that were prepared, but for E8M0 above 2^34, which is that, weights whose scale is 0, which are 0, and
+        negative scales, which are positive, with weights of the other sign.
+
+    Raises:
+        TypeError: for what is no array, or of a wrong dtype.
+        ValueError: for a wrong shape, strides, or an address that is no multiple of 16.
+    """
+    expect_array("prepared", prepared, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
+    expect_contiguous("prepared", prepared)
+    experts, eights, units, size = prepared.shape
+    sizes = tuple(UNIT_BYTES.values())
+    if size not in sizes:
+        check.fail("prepared", f"of {sizes[0]} (MXFP4) or {sizes[1]} (NVFP4) bytes in its last dimension", size)
+    if k is not None:
+        k = check.integer("k", k, 1)
+        if k % 32 or -(-k // UNIT_K) != units:
+            check.fail("k", f"{units * UNIT_K - 32} or {units * UNIT_K}, for {units} units of 64", k)
+    all_k = units * UNIT_K if k is None else k
+    _check_sizes("prepared", experts, eights * UNIT_ROWS, all_k)
+    b, b_scale = outputs(out, prepared, "prepared", *_restored(prepared, k), names="a pair (b, b_scale)")
+    for name, array in (("out[0]", b), ("out[1]", b_scale)):
+        expect_contiguous(name, array)
+    if prepared.on_host:
+        return run_twin()
+    _check_alignment(prepared=prepared)
+    kernels.restore("MXFP4" if size == sizes[0] else "NVFP4", prepared, b, b_scale, all_k)
+    return b, b_scale
+
+
+def _check_sizes(name: str, experts: int, n: int, k: int) -> None:
+    if not 1 <= experts <= MAX_EXPERTS:
+        check.fail(name, f"of at least one and at most {MAX_EXPERTS} experts", experts)
+    if n % UNIT_ROWS or not 0 < n <= MAX_COUNT:
+        check.fail(name, f"of n that is a positive multiple of {UNIT_ROWS}", n)
+    if k % MXFP4_GROUP or not 0 < k <= MAX_COUNT:
+        check.fail(name, f"of k that is a positive multiple of {MXFP4_GROUP}", k)
+
+
+def _check_alignment(**arrays: Array) -> None:
+    for name, array in arrays.items():
+        if array.alignment < 16:
+            check.fail(name, "at a multiple of 16 bytes", f"address {array.address:#x}")
