@@ -15,7 +15,8 @@ CPU tensors. The differences:
 - In place of a flag such as `return_lse` there is an overload with the additional result,
   `torch.ops.cukern.paged_attention.lse` (with `out=`: `.lse_out`).
 - A sampler without a seed draws one from torch's generator when the operator runs, in a compiled graph too: two draws
-  differ, and so do two runs. torch.compile takes no `generator=` into a graph, so there it is torch's default one.
+  differ, and so do two runs. torch.compile takes no `generator=` into a graph, and refuses it: there it is torch's
+  default one, or `torch.compiler.disable(cukern.sample)`.
 - There is no backward. In grad mode a tensor that requires grad raises RuntimeError, in a call and in tracing: without
   its gradient a model would train wrongly. `torch.no_grad()` or `.detach()` say that no gradient is wanted. For
   forward-mode differentiation and the transforms of `torch.func` the results are constants.
