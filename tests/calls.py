@@ -385,6 +385,14 @@ def _decoding_calls() -> list[Call]:
                 "min_length": integers(4, 0, 0), "end_id": 4, "bad_words": words,
             },
         ),
+        Call(
+            "apply_penalties",
+            (logits,),
+            {
+                "repetition_penalty": SHARE + 1, "output_ids": output_ids, "sequence_length": sequence_length,
+                "end_id": 4, "prompt_mask": logits > 1, "output_mask": logits < -1,
+            },
+        ),
         Call("stop_words_criterion", (output_ids, sequence_length, words, flags(False, False, False))),
         Call("update_finished", (integers(4, 4, 1), flags(False, True, False), integers(1, 2, 3), 4)),
     ]  # fmt: skip
