@@ -628,8 +628,9 @@ def test_cupys_generators_give_seeds(name: str, compiled: None) -> None:
 @pytest.mark.gpu
 def test_cupy_cannot_draw_in_a_capture(compiled: None) -> None:
     x = cupy.zeros((4, 3000), np.float32)
-    cukern.sample(x, seed=1)
     with cupy.cuda.Stream(non_blocking=True) as stream:
+        cukern.sample(x, seed=1)  # loads the kernel, and leaves the stream memory for the ids
+        stream.synchronize()
         stream.begin_capture()
         try:
             with pytest.raises(RuntimeError, match="seed must be given while a stream is captured"):

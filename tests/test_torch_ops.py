@@ -519,15 +519,17 @@ def test_two_draws_of_one_graph_differ(trained: bool, backend: str, device: str)
         return torch.stack([(first - second) * weight, (third - fourth) * weight, (first - third) * weight])
 
     logits = torch.zeros(64, 3000, device=device)
-    torch.manual_seed(3)
-    wanted = draw(logits, weight)
     compiled = _compiled(draw, backend)
     with torch._inductor.config.patch(force_disable_caches=True):
-        torch.manual_seed(3)
-        got = compiled(logits, weight)
-    _assert_same(got.detach(), wanted.detach())
+        got = compiled(logits, weight).detach()
     assert (got != 0).float().mean(dim=1).min() > 0.9
     assert (compiled(logits, weight) != got).float().mean() > 0.9
+    # The same draws again; inductor may have its own order of draws that need nothing of each other.
+    found = []
+    for function in (compiled, compiled if backend == "inductor" else draw):
+        torch.manual_seed(3)
+        found.append(function(logits, weight).detach())
+    _assert_same(*found)
 
 
 def test_a_generator_stays_out_of_the_graph(device: str) -> None:
