@@ -161,6 +161,48 @@ def _repetition(batch: int, vocab: int, length: int) -> Case:
     )
 
 
+def _masked(batch: int, vocab: int, length: int) -> Case:
+    """The repetition penalty alone, in place, from masks of the tokens, as vLLM has it."""
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        drawn = torch.rand(batch, length, device=generator.device, generator=generator) ** 3
+        index = (drawn * vocab).long().clamp_(max=vocab - 1)
+        logits = _logits(generator, batch, vocab)
+        masks = [torch.zeros_like(logits, dtype=torch.bool).scatter_(1, half, True) for half in index.chunk(2, dim=1)]
+        return logits, *masks, torch.full((batch,), _REPETITION, device=generator.device)
+
+    def call(logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, penalties: torch.Tensor) -> Any:
+        masks = {"prompt_mask": prompt, "output_mask": output}
+        return cukern.apply_penalties(logits, repetition_penalty=penalties, **masks, out=logits)
+
+    def eager(
+        logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor, penalties: torch.Tensor
+    ) -> torch.Tensor:
+        factor = torch.where(prompt | output, penalties[:, None], 1.0)
+        return logits.mul_(torch.where(logits > 0, 1 / factor, factor))
+
+    def vllm() -> Callable[..., Any]:
+        from vllm._custom_ops import apply_repetition_penalties
+
+        def run(logits: torch.Tensor, *masks_and_penalties: torch.Tensor) -> torch.Tensor:
+            apply_repetition_penalties(logits, *masks_and_penalties)
+            return logits
+
+        return run
+
+    return Case(
+        "apply_penalties",
+        {"batch": batch, "vocab": vocab, "length": length, "penalties": "repetition, by masks", "dtype": "float32"},
+        "in place",
+        inputs,
+        call,
+        2 * batch * vocab + 4 * (2 * batch * length + batch),
+        baselines={"torch": Baseline(lambda: eager)},
+        peers={"vLLM": Baseline(vllm)},
+        agree=_close,
+    )
+
+
 def cases() -> list[Case]:
     """Llama 3's vocabulary for 64 sequences, the penalties with a history of 512 tokens."""
     return [
@@ -168,4 +210,5 @@ def cases() -> list[Case]:
         _penalties(64, 128256, 512, in_place=False),
         _penalties(64, 128256, 512, in_place=True),
         _repetition(64, 128256, 512),
+        _masked(64, 128256, 512),
     ]

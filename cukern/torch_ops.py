@@ -14,6 +14,9 @@ CPU tensors. The differences:
   `torch.ops.cukern.sample.functional`: the one that inductor can compile where none of them is given.
 - In place of a flag such as `return_lse` there is an overload with the additional result,
   `torch.ops.cukern.paged_attention.lse` (with `out=`: `.lse_out`).
+- A sampler without a seed draws one from torch's generator when the operator runs, in a compiled graph too: two draws
+  differ, and so do two runs. torch.compile takes no `generator=` into a graph, and refuses it: there it is torch's
+  default one, or `torch.compiler.disable(cukern.sample)`.
 - There is no backward. In grad mode a tensor that requires grad raises RuntimeError, in a call and in tracing: without
   its gradient a model would train wrongly. `torch.no_grad()` or `.detach()` say that no gradient is wanted. For
   forward-mode differentiation and the transforms of `torch.func` the results are constants.
@@ -50,6 +53,18 @@ _COMPILER = "torch._dynamo"
 # Kept over a reload of the module: the operators live as long as this object, and others may hold them.
 if "_library" not in globals():
     _library = torch.library.Library("cukern", "FRAGMENT")
+
+
+def _draws(schema: str) -> bool:
+    """Whether an operator may draw from a generator, so that two calls with the same arguments are not one."""
+    return "Generator?" in schema
+
+
+def _keep_draws_apart(packets: Sequence[Any]) -> None:
+    """Keep the common subexpressions of training graphs apart that draw: torch knows them by a list, not by the tag."""
+    from torch._functorch.compile_utils import rand_ops
+
+    rand_ops.extend(packets)
 
 
 def _check_gradients(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,7 +124,10 @@ def _register(
 ) -> None:
     """Make `schema` an operator that calls `function`, with the arguments `out_names` as its `out`."""
     name = schema.split("(", 1)[0]
-    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    tags = [torch.Tag.pt2_compliant_tag]
+    if _draws(schema):
+        tags.append(torch.Tag.nondeterministic_seeded)
+    _library.define(schema, tags=tags)
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.cukern, packet), overload or "default")
     written = _written(operator)
@@ -220,6 +238,7 @@ def _register_all() -> None:
     def keep_in_graph() -> None:
         for name, (function, _) in new.items():
             _keep_in_graph(function, getattr(torch.ops.cukern, name), out_names[name])
+        _keep_draws_apart([getattr(torch.ops.cukern, x) for x, (_, own) in new.items() if any(map(_draws, own))])
 
     # torch.compile and torch.export alone import the compiler, which takes over a second.
     if _COMPILER in sys.modules:

@@ -341,11 +341,11 @@ def _sampling_calls() -> list[Call]:
     top_k, finished = integers(5, 1, 50), {"finished": flags(False, True, False), "end_id": 4}
     chain = torch.softmax(floats(3, 2, 50), 2), integers([3, 4], [0, 9], [7, 7]), torch.softmax(floats(3, 3, 50), 2)
     return [
-        Call("sampling_from_logits", (logits,), {**random, "indices": integers(2, 2, 0)}),
+        Call("sampling_from_logits", (logits,), {**random, "indices": integers(2, 2, 0, dtype=torch.int64)}),
         Call("sampling_from_probs", (probs,), random),
         Call("top_k_sampling_from_probs", (probs, top_k), random),
         Call("top_p_sampling_from_probs", (probs, SHARE), random),
-        Call("min_p_sampling_from_probs", (probs, SHARE), random),
+        Call("min_p_sampling_from_probs", (probs, integers(0, 1, 0, dtype=torch.int64)), random),
         Call("top_k_top_p_sampling_from_logits", (logits, top_k, SHARE), {"filter_apply_order": "joint", **random}),
         Call("top_k_top_p_sampling_from_probs", (probs, top_k, SHARE), random),
         Call("sample", (logits,), random),
@@ -383,6 +383,14 @@ def _decoding_calls() -> list[Call]:
                 "temperature": SHARE, "repetition_penalty": SHARE + 1, "presence_penalty": SHARE,
                 "frequency_penalty": SHARE, "output_ids": output_ids, "sequence_length": sequence_length,
                 "min_length": integers(4, 0, 0), "end_id": 4, "bad_words": words,
+            },
+        ),
+        Call(
+            "apply_penalties",
+            (logits,),
+            {
+                "repetition_penalty": SHARE + 1, "output_ids": output_ids, "sequence_length": sequence_length,
+                "end_id": 4, "prompt_mask": logits > 1, "output_mask": logits < -1,
             },
         ),
         Call("stop_words_criterion", (output_ids, sequence_length, words, flags(False, False, False))),

@@ -1274,6 +1274,7 @@ def _small_sampling() -> Iterator[Case]:
     for op in bench_sampling.TORCH:
         dtype = "bfloat16" if op == "sample" else "float32"
         yield bench_sampling._case(op, 64, 500, dtype)
+    yield bench_sampling._case("sampling_from_logits", 64, 500, seeded=False)
 
 
 def _small_cases() -> Iterator[Case]:
@@ -1292,6 +1293,7 @@ def _small_cases() -> Iterator[Case]:
     yield from (bench_moe_activation.shrunk(c) for c in bench_moe_activation.cases())
     yield from (bench_norm.shrunk(c) for c in bench_norm.cases())
     yield bench_decoding._repetition(2, 600, 40)
+    yield bench_decoding._masked(2, 600, 40)
     yield from _small_sampling()
     yield from (c for c in bench_moe_gemm.cases(small=True) if c.peers)
     yield from (bench_fused_moe._case(layer, 24, dtype) for dtype in ("bfloat16", "float8_e4m3fn", "mxfp4"))

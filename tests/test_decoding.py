@@ -133,6 +133,34 @@ def test_penalties_by_hand(call: Any) -> None:
     assert_same(got, np.array([[0.5, -2.25, 0.5, -2, 3, 0, 5, 6]], np.float32))
 
 
+def test_masks_by_hand(call: Any) -> None:
+    logits = np.array([[1, -1, 2, -2, 3, 0, 5, 6]], np.float32)
+    prompt, output = np.zeros((2, 1, 8), bool)
+    prompt[0, [0, 1]], output[0, [1, 7]] = True, True
+    masks = {"prompt_mask": prompt, "output_mask": output}
+    # Both parts get the repetition penalty, the generated part the presence penalty.
+    got = call("apply_penalties", logits, repetition_penalty=2.0, **masks)
+    assert_same(got, np.array([[0.5, -2, 2, -2, 3, 0, 5, 3]], np.float32))
+    got = call("apply_penalties", logits, repetition_penalty=2.0, presence_penalty=0.5, temperature=0.5, **masks)
+    assert_same(got, np.array([[1, -5, 4, -4, 6, 0, 10, 5]], np.float32))
+    got = call("apply_penalties", logits, repetition_penalty=2.0, prompt_mask=prompt)
+    assert_same(got, np.array([[0.5, -2, 2, -2, 3, 0, 5, 6]], np.float32))
+    # Beside a sequence whose tokens are 2 (of the prompt), 1 and 1: a token that both have is penalized once.
+    sequence = {"output_ids": i32(2, 1, 1)[None], "sequence_length": i32(3), "prompt_length": i32(1)}
+    got = call(
+        "apply_penalties",
+        logits,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        **sequence,
+        **masks,
+    )
+    assert_same(got, np.array([[0.5, -3, 1, -2, 3, 0, 5, 2.5]], np.float32))
+    # Without a penalty they say nothing.
+    assert_same(call("apply_penalties", logits, temperature=0.5, **masks), logits * 2)
+
+
 def test_bad_words_by_hand(call: Any) -> None:
     logits = np.ones((3, 8), np.float32)
     sequence = {
@@ -235,6 +263,18 @@ def test_the_twin_is_what_the_formulas_say(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got, (x / torch.tensor(temperature)[:, None]).numpy(), rtol=2e-6, atol=1e-5)
 
 
+def test_the_masks_are_vllms(rng: np.random.Generator) -> None:
+    logits = torch.from_numpy(rng.normal(0, 3, (5, 70)).astype(np.float32))
+    prompt, output = (torch.from_numpy(rng.random((5, 70)) < 0.2) for _ in range(2))
+    penalties = torch.from_numpy(rng.uniform(0.5, 2, 5).astype(np.float32))
+    # The definition in words of its `apply_repetition_penalties`.
+    factor = torch.where(prompt | output, penalties[:, None], 1.0)
+    want = torch.where(logits > 0, logits * (1 / factor), logits * factor)
+    masks = {"prompt_mask": prompt, "output_mask": output}
+    assert cukern.apply_penalties(logits, repetition_penalty=penalties, **masks, out=logits) is logits
+    torch.testing.assert_close(logits, want, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_in_host_memory(dtype: str, rng: np.random.Generator) -> None:
     x, bias = torch.randn(3, 20).to(getattr(torch, dtype)), torch.randn(20).to(getattr(torch, dtype))
@@ -273,6 +313,7 @@ THREE = np.zeros(3, np.int32)
 FLAGS = np.zeros(3, bool)
 WORDS = word_list([[1, 2]])
 SEQUENCE = {"output_ids": IDS, "sequence_length": THREE}
+MASK = {"repetition_penalty": 2.0, "output_mask": np.zeros((3, 8), bool)}
 
 
 @pytest.mark.parametrize(
@@ -346,6 +387,18 @@ SEQUENCE = {"output_ids": IDS, "sequence_length": THREE}
         ),
         ("apply_penalties", (LOGITS,), {"frequency_penalty": 1.0}, TypeError, "output_ids must be given with"),
         ("apply_penalties", (LOGITS,), {"bad_words": WORDS}, TypeError, "output_ids must be given with"),
+        ("apply_penalties", (LOGITS,), MASK | {"bad_words": WORDS}, TypeError, "output_ids must be given with repet"),
+        ("apply_penalties", (LOGITS,), MASK | {"frequency_penalty": 1.0}, TypeError, "with frequency penalties, whose"),
+        ("apply_penalties", (LOGITS,), {"prompt_mask": LOGITS}, TypeError, "prompt_mask must be bool, got float32"),
+        ("apply_penalties", (LOGITS,), {"output_mask": MASK["output_mask"][:2]}, ValueError, "output_mask must be of"),
+        ("apply_penalties", (LOGITS,), {"output_mask": MASK["output_mask"][:, ::-1]}, ValueError, "must be contiguous"),
+        (
+            "apply_penalties",
+            (LOGITS,),
+            MASK | {"sequence_length": THREE, "output_ids": np.broadcast_to(np.int32(0), (3, 2**29))},
+            ValueError,
+            "max_length of output_ids must be at most 536870911 beside output_mask",
+        ),
         ("apply_penalties", (LOGITS,), {"output_ids": IDS}, TypeError, "sequence_length must be given with"),
         ("apply_penalties", (LOGITS,), {"min_length": 2, "end_id": 1}, TypeError, "sequence_length must be given"),
         ("apply_penalties", (LOGITS,), SEQUENCE | {"min_length": 2}, TypeError, "end_id must be an integer where"),
@@ -457,6 +510,8 @@ def draw(rng: np.random.Generator, batch: int, vocab: int, max_length: int, dtyp
         "repetition_penalty": rng.uniform(0.5, 2, batch).astype(np.float32),
         "presence_penalty": rng.uniform(-2, 2, batch).astype(np.float32),
         "frequency_penalty": rng.uniform(-2, 2, batch).astype(np.float32),
+        "prompt_mask": rng.random((batch, vocab)) < 0.05,
+        "output_mask": rng.random((batch, vocab)) < 0.05,
     }
 
 
@@ -466,6 +521,9 @@ FEATURES = (
     ("repetition_penalty", *HISTORY),
     ("presence_penalty", "frequency_penalty", "prompt_length", *HISTORY),
     ("bad_words", *HISTORY),
+    ("repetition_penalty", "prompt_mask", "output_mask"),
+    ("repetition_penalty", "presence_penalty", "output_mask"),
+    ("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_length", "prompt_mask", *HISTORY),
     ("min_length", "sequence_length", "prompt_length"),
     (),
     None,  # all of them
@@ -539,6 +597,19 @@ def test_numbers_are_like_arrays_of_them(rng: np.random.Generator) -> None:
     per_row = {"bad_words": np.stack([word_list([[1]], 4), word_list([[2], [3]], 4), word_list([], 4)])}
     moved["bad_words"] = on_gpu(per_row["bad_words"])
     assert_same(from_gpu(cukern.apply_penalties(**moved | numbers)), twin.apply_penalties(**case | numbers | per_row))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("skips", [(1, 0), (0, 2), (4, 3)])
+def test_masks_off_alignment(skips: tuple[int, int], rng: np.random.Generator) -> None:
+    case = draw(rng, 2, 8200, 30, "float32")
+    options = {name: case[name] for name in ("repetition_penalty", "presence_penalty")}
+    masks = {name: case[name] for name in ("prompt_mask", "output_mask")}
+    moved = {name: on_gpu(value) for name, value in options.items()}
+    moved |= {name: on_gpu(mask, skip) for (name, mask), skip in zip(masks.items(), skips, strict=True)}
+    want = twin.apply_penalties(case["logits"], **options, **masks)
+    assert_same(from_gpu(cukern.apply_penalties(on_gpu(case["logits"]), **moved)), want)
 
 
 @pytest.mark.gpu

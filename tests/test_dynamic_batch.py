@@ -20,7 +20,7 @@ TIMES = (2, 5, 3)
 BATCH = {
     "add_bias_act": "x",
     "add_qkv_bias_rebuild_padding": "q k v padding_offset batch",
-    "apply_penalties": "logits output_ids sequence_length min_length",
+    "apply_penalties": "logits output_ids sequence_length min_length prompt_mask output_mask",
     "beam_search_step": "log_probs scores finished_scores finished_lengths finished_ids finished_parents done",
     "beam_topk": "log_probs",
     "bias_gelu": "x",
@@ -49,7 +49,7 @@ BATCH = {
     "layer_norm": "input",
     "masked_attention": "q k v key_cache:1 value_cache:1",
     "merge_attention_states": "out_a lse_a out_b lse_b",
-    "min_p_sampling_from_probs": "probs seed offset",
+    "min_p_sampling_from_probs": "probs min_p seed offset",
     "moe_activation": "x",
     "moe_align_block_size": "topk_ids",
     "moe_fused_gate": "input",

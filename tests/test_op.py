@@ -430,8 +430,9 @@ def test_each_call_is_each_call() -> None:
 
     drawn = iter(range(100))
     trace = Trace(describe.Place(None, 0, H200), 0, Guards(), 0)  # type: ignore[arg-type]
-    value = follow(trace, lambda: each_call(lambda: next(drawn)))
-    assert [value.evaluate([]) for _ in range(3)] == [1, 2, 3]
+    value = follow(trace, lambda: each_call(lambda: next(drawn), 99))
+    assert value.value == 99  # a plan draws nothing
+    assert [value.evaluate([]) for _ in range(3)] == [0, 1, 2]
 
 
 # --- descriptions -------------------------------------------------------------------------------------

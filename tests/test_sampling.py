@@ -21,15 +21,17 @@ import cukern.runtime.compile as compiler
 from cukern.ops import _sampling as op
 from cukern.ops import sampling
 from cukern.reference import sampling as twin
-from cukern.runtime import arrays, describe, template
+from cukern.runtime import arrays, describe, generators, template
 from cukern.runtime.cuda import cupy
 from cukern.runtime.gpu import Gpu, of_arch
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.late import Guards, Late
 from cukern.runtime.op import OPS
+from cukern.runtime.plan import Plan
 from cukern.testing import TOLERANCES, assert_matches
 from tests.buffers import Buffer, on_gpu, place, to_numpy
 from tests.calls import CALLS
+from tests.test_op import packed, unpacked
 
 Array = NDArray[Any]
 Options = dict[str, Any]
@@ -123,15 +125,15 @@ def test_philox_gives_the_published_numbers(counter: str, key: str, want: str) -
     assert twin.philox(many, high << 32 | low)[1].tolist() == wanted
 
 
-def test_the_counter_is_the_group_the_round_and_the_offset() -> None:
-    seed, offset = 0x299F31D0A4093822, 0x0370734413198A2E
-    assert twin.random_bits(np.array([0x243F6A88]), 0x85A308D3, seed, offset).tolist() == [
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
-    ]
+def test_the_counter_is_the_group_the_round_the_place_and_the_offset() -> None:
+    stream = twin.Stream(0x299F31D0A4093822, 0x0370734413198A2E)
+    known = [[0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]]
+    assert twin.random_bits(np.array([0x243F6A88]), 0x85A308D3, stream).tolist() == known
+    # The place is beside the round, in 24 bits.
+    assert twin.random_bits(np.array([0x243F6A88]), 0xD3, stream._replace(place=0x85A308)).tolist() == known
     # A negative number counts as the unsigned one of the same bits.
-    assert np.array_equal(
-        twin.random_bits(np.arange(9), 0, -1, -2), twin.random_bits(np.arange(9), 0, 2**64 - 1, 2**64 - 2)
-    )
+    signed, unsigned = (twin.random_bits(np.arange(9), 0, twin.Stream(*x)) for x in ((-1, -2), (2**64 - 1, 2**64 - 2)))
+    assert np.array_equal(signed, unsigned)
 
 
 def test_uniform_numbers_are_below_one() -> None:
@@ -195,7 +197,7 @@ def test_the_kept_set_is_torchs(
     # Top-p refuses tokens until one is kept. If the race always gives the last token, that is the last one kept, and
     # what is kept is a prefix of the order.
     with patch.object(twin, "race", last_of):
-        got = twin.draw(x, BINARY if logits else None, top_k, top_p, min_p, 0, 0, joint)
+        got = twin.draw(x, BINARY if logits else None, top_k, top_p, min_p, twin.Stream(0, 0), joint)
     order = torch.sort(torch.from_numpy(x), descending=True, stable=True).indices
     kept = int(wanted.sum())
     assert wanted[order[:kept]].all()
@@ -342,7 +344,7 @@ def test_the_distribution(name: str, params: Options, shape: str, run: Place) ->
     where = SHAPES[shape]
     x, probs = distribution(where.weights(), name, params)
     draws, share = DRAWS[run.form]
-    # One row in memory; each draw has an offset of its own.
+    # One row in memory; the draws are those of its places in the batch.
     ids = run(name, x[None], **params, indices=np.zeros(draws, np.int32), seed=1)
     assert ids.shape == (draws,) and probs[ids].all()
     if where.bins:
@@ -358,9 +360,10 @@ def test_the_distribution_over_seeds_and_offsets(randomness: str, run: Place) ->
     numbers = np.arange(draws)
     options = {
         "seeds": {"seed": numbers, "offset": 5},
-        "offsets": {"seed": -3, "offset": (7 * numbers + 100).astype(np.int32)},
+        # A seed per row, so that the places do not enter.
+        "offsets": {"seed": np.full(draws, -3), "offset": (7 * numbers + 100).astype(np.int32)},
         # Many of them differ in their high words alone.
-        "wide offsets": {"seed": 11, "offset": (numbers // 16 << 32) + numbers % 16},
+        "wide offsets": {"seed": np.full(draws, 11), "offset": (numbers // 16 << 32) + numbers % 16},
     }[randomness]
     ids = run("sampling_from_probs", x[None], indices=np.zeros(draws, np.int64), **options)
     assert_distributed(ids, probs, share)
@@ -375,19 +378,23 @@ def test_each_round_of_top_p_draws_anew(run: Place) -> None:
 
 
 def test_draws_do_not_depend_on_each_other(run: Place) -> None:
-    # Pairs of draws at neighbouring offsets, and at the same offset of two streams.
+    # Pairs of draws at neighbouring offsets, at the same offset of two streams, and at neighbouring places.
     draws = 1500 if run.form is None else 2**15
     x, probs = distribution(np.arange(1.0, 6.0), "sampling_from_probs", {})
     both = np.outer(probs, probs).ravel()
     one = {"indices": np.zeros(draws, np.int32)}
-    first = run("sampling_from_probs", x[None], seed=5, offset=np.arange(draws), **one)
-    for seed, offset in ((5, np.arange(draws) + draws), (6, np.arange(draws))):
+    fives, numbers = np.full(draws, 5), np.arange(draws)
+    first = run("sampling_from_probs", x[None], seed=fives, offset=numbers, **one)
+    for seed, offset in ((fives, numbers + draws), (fives + 1, numbers), (5, numbers)):
         second = run("sampling_from_probs", x[None], seed=seed, offset=offset, **one)
-        assert p_value(np.bincount(5 * first + second, minlength=25), both) > 1e-3
-    neighbours = run(
-        "sampling_from_probs", x[None], seed=5, offset=np.arange(2 * draws), indices=np.repeat(0, 2 * draws)
-    )
-    assert p_value(np.bincount(5 * neighbours[::2] + neighbours[1::2], minlength=25), both) > 1e-3
+        # The first row has the place 0, which does not enter.
+        same = int(np.isscalar(seed))
+        assert second[0] == first[0] or not same
+        assert p_value(np.bincount((5 * first + second)[same:], minlength=25), both) > 1e-3
+    many = {"indices": np.repeat(0, 2 * draws)}
+    for seed, offset in ((np.full(2 * draws, 5), np.arange(2 * draws)), (5, 9), (5, None)):
+        ids = run("sampling_from_probs", x[None], seed=seed, offset=offset, **many)
+        assert p_value(np.bincount(5 * ids[::2] + ids[1::2], minlength=25), both) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -396,9 +403,240 @@ def test_an_array_of_one_seed_or_offset_is_that_of_all_rows(run: Place, dtype: s
     x = rng.random((40, 300), np.float32)
     want = run("sampling_from_probs", x, seed=5, offset=9)
     assert (want != run("sampling_from_probs", x, seed=5, offset=10)).any()
-    seed, offset = (np.array(value, dtype) for value in (5, 9))
-    np.testing.assert_array_equal(run("sampling_from_probs", x, seed=seed, offset=9), want)
-    np.testing.assert_array_equal(run("sampling_from_probs", x, seed=5, offset=offset), want)
+    for shape in ((), (1,)):
+        seed, offset = (np.full(shape, value, dtype) for value in (5, 9))
+        np.testing.assert_array_equal(run("sampling_from_probs", x, seed=seed, offset=9), want)
+        np.testing.assert_array_equal(run("sampling_from_probs", x, seed=5, offset=offset), want)
+        # The place of the one row of a batch is 0, so that it does not matter what the array is.
+        assert run("sampling_from_probs", x[:1], seed=seed, offset=offset).tolist() == [want[0]]
+
+
+# --- seeds from generators ----------------------------------------------------------------------------------
+
+
+def call_of(name: str, put: Callable[[Array], Any]) -> Callable[..., Any]:
+    """A call of a function that draws, on five rows; its result is the ids as a list."""
+    if name == CHAIN:
+        probs = np.full((5, 4, 3000), 1 / 3000, np.float32)
+        arguments: tuple[Any, ...] = put(probs[:, :3].copy()), put(np.zeros((5, 3), np.int32)), put(probs)
+    else:
+        values = {"top_k": 2000, "top_p": 0.9, "min_p": 0.5}
+        arguments = put(np.full((5, 3000), 0.5, np.float32)), *(values[x] for x in SAMPLERS[name] if name != "sample")
+
+    def call(**options: Any) -> Any:
+        ids = getattr(cukern, name)(*arguments, **options)
+        return to_numpy(ids[0] if isinstance(ids, tuple) else ids).tolist()
+
+    return call
+
+
+DRAWING = [*SAMPLERS, CHAIN]
+
+
+def reset_numpy() -> None:
+    """Seed NumPy's own generator, which is the legacy one."""
+    np.random.seed(7)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_numpys_generators_give_seeds(name: str) -> None:
+    call = call_of(name, lambda array: array)
+    reset_numpy()
+    first, second = call(), call()
+    assert first != second
+    reset_numpy()
+    assert [call(), call()] == [first, second]
+    for kind in (np.random.default_rng, np.random.RandomState):
+        drawn, one, other = kind(3), kind(3), kind(4)
+        found = [call(generator=drawn), call(generator=drawn)]
+        assert [call(generator=one), call(generator=one)] == found and found[0] != found[1]
+        assert call(generator=other) != found[0]
+        # It is not asked where there is a seed.
+        before = kind(3)
+        call(seed=1, generator=before)
+        assert call(generator=before) == found[0]
+
+
+def test_the_twin_draws_its_own_seed() -> None:
+    x = np.zeros((5, 3000), np.float32)
+    reset_numpy()
+    first, second = twin.sample(x), twin.sample(x)
+    reset_numpy()
+    assert cukern.sample(x).tolist() == first.tolist() != second.tolist()
+    generators = [np.random.default_rng(3), np.random.default_rng(3)]
+    assert np.array_equal(twin.sample(x, generator=generators[0]), cukern.sample(x, generator=generators[1]))
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_torchs_cpu_generator_gives_seeds(name: str) -> None:
+    call = call_of(name, torch.from_numpy)
+    torch.manual_seed(7)
+    first, second = call(), call()
+    assert first != second
+    torch.manual_seed(7)
+    assert [call(), call()] == [first, second]
+    generator = torch.Generator().manual_seed(7)
+    assert [call(generator=generator), call(generator=generator)] == [first, second]
+    # What is drawn is one seed for the batch.
+    seed = torch.empty((), dtype=torch.int64).random_(generator=generator.manual_seed(7))
+    assert call(seed=seed) == first
+    wanted = "generator must be a torch.Generator like the tensors, got numpy.random.mtrand.RandomState"
+    with pytest.raises(TypeError, match=re.escape(wanted)):
+        call(generator=np.random.RandomState(0))
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_call_draws_once(name: str) -> None:
+    """A plan draws nothing, and each call of it one seed, for the scalars or as an address."""
+    arguments = call_of(name, lambda array: array)
+    drawn = iter([generators.Drawn(11, 12), generators.Drawn(2**64 - 1, 2**64 - 4), generators.Drawn(address=4096)])
+    seen: list[Any] = []
+
+    def draw(*call: Any) -> generators.Drawn:
+        seen.append(call)
+        return next(drawn)
+
+    generator = np.random.default_rng(0)
+    with patch.object(cukern, name, lambda *args, **options: plan_of_call(name, *args, **options)):
+        checked = patch.object(generators, "expect", lambda *call: call[-1])
+        with patch.object(generators, "draw", draw), checked, pytest.raises(StopCall) as stopped:
+            arguments(generator=generator)
+        plan, environment = stopped.value.args
+        assert not seen
+        fields = [launched(plan, environment) for _ in range(3)]
+    assert seen == [(arrays.NUMPY, 0, generator)] * 3
+    assert [(x["scalar_seed"], x["scalar_offset"], x["seed"]) for x in fields] == [
+        (11, 12, 0), (2**64 - 1, 2**64 - 4, 0), (0, 0, 4096),
+    ]  # fmt: skip
+    bits = template.constants("sampling/sample")
+    assert all(x["by_place"] == 1 and x["wide"] & x["single"] & bits["SEED"] and not x["offset"] for x in fields)
+
+
+class StopCall(Exception):
+    """The plan of a call, in place of its results."""
+
+
+def plan_of_call(name: str, *args: Any, **options: Any) -> None:
+    """Raise the plan of a call as if on an H200, with its environment."""
+    made = OPS[name]
+    form = made.form(len(args), tuple(options))
+    trace, returned, reader = made.say(form, (*args, *options.values()), on=of_arch("90a"))
+    # Nothing is allocated: NumPy's arrays stand for those on the GPU.
+    with patch.object(arrays.NUMPY, "maker", lambda *sizes: None, create=True):
+        plan = Plan(trace, returned, reader.paths)
+    raise StopCall(plan, [*reader.addresses, *reader.lates, *([0] * len(trace.made))])
+
+
+def launched(plan: Plan, environment: list[Any]) -> Options:
+    """The fields of a plan's one launch, computed as a call computes them."""
+    filled = list(environment)
+    for compute in plan._computed:
+        filled.append(compute(filled))
+    (step,) = plan._steps
+    packing = plan._open_steps[0][0].packing
+    assert packing is not None
+    data = packing.struct.pack(*step.parameters([*filled, *plan._known]))
+    layout = template.params(step.variant.instance.file, step.variant.instance.function)
+    return {key: unpacked(kind, data, offset) for key, (offset, kind) in layout.fields.items()}
+
+
+def test_by_place_is_for_one_seed() -> None:
+    x = np.ones((4, 99), np.float32)
+    for seed, by_place in ((1, 1), (np.array(1), 1), (np.array([1]), 1), (np.arange(4), 0)):
+        trace, _, reader = OPS["sample"].say(OPS["sample"].form(1, ("seed",)), (x, seed), on=of_arch("90a"))
+        (fields,) = packed(trace, [*reader.addresses, *reader.lates])
+        assert fields["by_place"] == by_place
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DRAWING)
+def test_torchs_cuda_generator_gives_seed_and_offset(name: str, compiled: None) -> None:
+    call = call_of(name, lambda array: torch.from_numpy(array).cuda())
+    torch.cuda.manual_seed(7)
+    default = torch.cuda.default_generators[0]
+    first = call()
+    assert (default.initial_seed(), default.get_offset()) == (7, 4)
+    torch.rand(9, device="cuda")
+    offset = default.get_offset()
+    second = call()
+    assert default.get_offset() == offset + 4
+    assert [call(seed=7), call(seed=7, offset=offset)] == [first, second] and first != second
+    torch.manual_seed(7)
+    assert call() == first
+    own = torch.Generator("cuda").manual_seed(7)
+    # Enough calls for the plan's text.
+    found = [call(generator=own) for _ in range(8)]
+    assert found == [call(seed=7, offset=4 * i) for i in range(8)] and default.get_offset() == 4
+    assert own.get_offset() == 32
+    for wrong, error, message in (
+        (torch.Generator(), ValueError, "generator must be on cuda:0 like the tensors, got one on cpu"),
+        (np.random.default_rng(0), TypeError, "generator must be a torch.Generator like the tensors, got numpy."),
+    ):
+        for _ in range(2):
+            with pytest.raises(error, match=re.escape(message)):
+                call(generator=wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [False, True], ids=["default", "own"])
+def test_each_replay_of_a_graph_draws_anew(own: bool, compiled: None) -> None:
+    x = torch.zeros(64, 3000, device="cuda")
+    cukern.sample(x, seed=1)  # loads the kernel
+    torch.cuda.synchronize()
+    generator = torch.Generator("cuda") if own else torch.cuda.default_generators[0]
+    options = {"generator": generator} if own else {}
+    graph = torch.cuda.CUDAGraph()
+    if own:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        both = cukern.sample(x, **options), cukern.sample(x, **options)
+
+    def replays(seed: int) -> list[list[int]]:
+        generator.manual_seed(seed)
+        found = []
+        for _ in range(3):
+            for ids in both:
+                ids.fill_(-7)
+            graph.replay()
+            found += [ids.tolist() for ids in both]
+        return found
+
+    found = replays(5)
+    assert len({tuple(ids) for ids in found}) == 6
+    assert all(len({*ids}) > 32 and min(ids) >= 0 for ids in found)
+    assert replays(5) == found and replays(6) != found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DRAWING)
+def test_cupys_generators_give_seeds(name: str, compiled: None) -> None:
+    call = call_of(name, cupy.asarray)
+    cupy.random.seed(7)
+    first, second = call(), call()
+    assert first != second
+    cupy.random.seed(7)
+    assert [call(), call()] == [first, second]
+    for kind in (cupy.random.RandomState, cupy.random.default_rng):
+        own = kind(7), kind(7)
+        found = [[call(generator=x), call(generator=x)] for x in own]
+        assert found[0] == found[1] and found[0][0] != found[0][1]
+    wanted = "generator must be a Generator or a RandomState of cupy.random like the arrays, got numpy."
+    with pytest.raises(TypeError, match=re.escape(wanted)):
+        call(generator=np.random.default_rng(0))
+
+
+@pytest.mark.gpu
+def test_cupy_cannot_draw_in_a_capture(compiled: None) -> None:
+    x = cupy.zeros((4, 3000), np.float32)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cukern.sample(x, seed=1)  # loads the kernel, and leaves the stream memory for the ids
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match="seed must be given while a stream is captured"):
+                cukern.sample(x)
+        finally:
+            stream.end_capture()
 
 
 # --- semantics, one by one ----------------------------------------------------------------------------------
@@ -428,25 +666,43 @@ def test_a_token_depends_on_its_own_row_alone(vocab: int, run: Place, rng: np.ra
     for dtype in (np.int32, np.int64):
         chosen = order[:7].astype(dtype)
         mine = {k: v[chosen].astype(np.int64) if k in ("top_k", "offset") else v[chosen] for k, v in params.items()}
-        assert np.array_equal(run("sample", x, indices=chosen, **mine), want[chosen])
+        ids = run("sample", x, indices=chosen, **mine)
+        assert ids.dtype == dtype and np.array_equal(ids, want[chosen])
     # One row by itself, its parameters as numbers or as one number for all.
     for i in range(12):
         own = {k: v[i].item() for k, v in params.items()}
         assert run("sample", x[i : i + 1], **own).tolist() == [want[i]]
-        arrays_ = {k: np.array(v[i]) for k, v in params.items()}
+        arrays_ = {k: np.array(v[i]) for k, v in params.items()} | {"seed": params["seed"][[i, i]]}
         assert run("sample", np.repeat(x[i : i + 1], 2, axis=0), **arrays_).tolist() == [want[i]] * 2
 
 
-def test_rows_have_their_own_offsets_unless_told(run: Place, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("offset", [None, 9, np.array(9), np.full(300, 9)], ids=["none", "number", "one", "per row"])
+def test_equal_rows_draw_apart_where_they_have_one_seed(offset: Any, run: Place) -> None:
     x = np.zeros((300, 1000), np.float32)
-    ids = run("sampling_from_logits", x, seed=3)
-    assert np.array_equal(ids, run("sampling_from_logits", x, seed=3, offset=np.arange(300)))
+    ids = run("sampling_from_logits", x, seed=3, offset=offset)
     assert len(set(ids.tolist())) > 200
-    assert len(set(run("sampling_from_logits", x, seed=3, offset=9).tolist())) == 1
-    for other in ({"seed": 4}, {"seed": 3, "offset": np.arange(300) + 300}, {"seed": 3 + 2**32}):
+    # The place in the batch enters, not the row that is drawn from.
+    zeros = np.zeros(300, np.int32)
+    assert np.array_equal(run("sampling_from_logits", x, seed=3, offset=offset, indices=zeros), ids)
+    # At the place 0 it is as if it did not enter: so the first row draws as any does that has this seed of its own.
+    own = run("sampling_from_logits", x, seed=np.full(300, 3), offset=offset)
+    assert own.tolist() == [ids[0]] * 300
+    others = [{"seed": 4, "offset": offset}, {"seed": 3 + 2**32, "offset": offset}, {"seed": 3, "offset": 300}]
+    for other in others:
         assert np.count_nonzero(ids == run("sampling_from_logits", x, **other)) < 10
-    # Without a seed each call takes another one.
-    assert np.count_nonzero(run("sampling_from_logits", x) == run("sampling_from_logits", x)) < 10
+
+
+def test_a_chain_has_one_seed_or_one_per_row(run: Place) -> None:
+    # Drafts that the draft model is sure of and the target gives half of the probability: half of them are accepted.
+    drafts = np.zeros((200, 3), np.int32)
+    probs = np.full((200, 4, 8), 1 / 14, np.float32)
+    probs[:, :, 0] = 0.5
+    certain = np.zeros((200, 3, 8), np.float32)
+    certain[:, :, 0] = 1
+    ids, accepted, _ = run(CHAIN, certain, drafts, probs, seed=5)
+    assert len({tuple(row) for row in ids.tolist()}) > 10 and {*accepted.tolist()} == {0, 1, 2, 3}
+    own = run(CHAIN, certain, drafts, probs, seed=np.full(200, 5))
+    assert (own[0] == ids[0]).all() and (own[1] == accepted[0]).all()
 
 
 @pytest.mark.parametrize("vocab", [1, 4, 1000, 5000])
@@ -541,12 +797,13 @@ def test_rows_that_hold_nothing_to_draw(name: str, vocab: int, run: Place, rng: 
     x[4, 0] = NAN
     x[4, 1:] = nothing
     want_valid = [True, False, False, False, False, True]
-    sound = run(name, x[[0, 5]], **params, seed=1, offset=np.array([0, 5]))
-    ids, valid, logprobs = run(name, x, **params, seed=1, return_valid=True, return_logprobs=True)
+    seeds = np.arange(6)
+    sound = run(name, x[[0, 5]], **params, seed=seeds[[0, 5]])
+    ids, valid, logprobs = run(name, x, **params, seed=seeds, return_valid=True, return_logprobs=True)
     assert valid.dtype == bool and valid.tolist() == want_valid
     assert ids.dtype == np.int32 and ids.tolist() == [sound[0], 0, 0, 0, 0, sound[1]]
     assert np.isneginf(logprobs[1:5]).all() and np.isfinite(logprobs[[0, 5]]).all()
-    assert np.array_equal(run(name, x, **params, seed=1), ids)
+    assert np.array_equal(run(name, x, **params, seed=seeds), ids)
     if takes_probs(name):
         x[0, 0] = INF
         x[5, :] = -1
@@ -920,7 +1177,9 @@ def _bad_numbers(name: str) -> Iterator[Any]:
         yield {p: NAN}, ValueError, f"{p} must be a finite number, got nan"
         yield {p: INF}, ValueError, f"{p} must be a finite number, got inf"
         yield {p: "0.x"}, TypeError, f"{p} must be a number, got '0.x' (str)"
-        yield {p: np.zeros(3)}, TypeError, f"{p} must be float32, got float64"
+        yield {p: np.zeros(3)}, TypeError, f"{p} must be float32 or int32 or int64, got float64"
+        yield {p: np.zeros(3, bool)}, TypeError, f"{p} must be float32 or int32 or int64, got bool"
+        yield {p: np.array([0, 1, -1])}, ValueError, f"{p} must be in {range_}, got -1"
         yield {p: np.zeros(2, f32)}, ValueError, f"{p} must be of shape [batch] = [3], got [2]"
         yield {p: np.zeros((3, 1), f32)}, ValueError, f"{p} must be of shape [batch] = [3], got [3, 1]"
         yield {p: np.zeros(6, f32)[::2]}, ValueError, f"{p} must be contiguous, got strides (2,)"
@@ -967,6 +1226,11 @@ def _bad_rows(name: str) -> Iterator[Any]:
 
 
 def _bad_streams(like: str) -> Iterator[Any]:
+    yield {"seed": None}, ValueError, "offset must be given together with seed, got no seed"
+    without = {"seed": None, "offset": None}
+    wanted = "generator must be a Generator or a RandomState of numpy.random like the arrays, got"
+    yield without | {"generator": 3}, TypeError, f"{wanted} builtins.int"
+    yield without | {"generator": torch.Generator()}, TypeError, f"{wanted} torch._C.Generator"
     for p in ("seed", "offset"):
         wanted = f"{p} must be an integer in [-9223372036854775808, 18446744073709551615], got"
         yield {p: 1.5}, TypeError, f"{wanted} 1.5 (float)"
@@ -996,6 +1260,8 @@ def _bad_samplers(name: str) -> Iterator[Any]:
     yield {"indices": np.zeros(4, np.int32)}, ValueError, "offset must be of shape [batch] = [4], got [3]"
     ids, valid, logprobs = np.zeros(3, np.int32), np.zeros(3, bool), np.zeros(3, f32)
     yield {"out": ids.astype(np.int64)}, TypeError, "out must be int32, got int64"
+    wide = {"indices": np.zeros(3, np.int64)}
+    yield wide | {"out": ids}, TypeError, "out must be int64, got int32"
     yield {"out": np.zeros(4, np.int32)}, ValueError, "out must be of shape [batch] = [3], got [4]"
     yield {"out": np.zeros(6, np.int32)[::2]}, ValueError, "out must be contiguous, got strides (2,)"
     yield {"out": torch.zeros(3, dtype=torch.int32)}, TypeError, f"out must be a NumPy array like {first}, got torch"
@@ -1191,16 +1457,10 @@ def test_a_plan_serves_other_numbers_and_batches() -> None:
 
 def test_each_number_is_checked_where_a_plan_is_used_again() -> None:
     x = np.ones((4, 50257), np.float32)
-    guards, packed, environment = said("sample", x, top_k=100, top_p=0.5)
+    guards, packed, environment = said("sample", x, seed=1, top_k=100, top_p=0.5)
     for k, p, message in ((0, 0.5, "top_k must be an integer in [1, 50257]"), (100, 1.5, "top_p must be in [0, 1]")):
         with pytest.raises(ValueError, match=re.escape(message)):
             assert guards.hold([*environment[:-2], k, p]) and [x.evaluate([*environment[:-2], k, p]) for x in packed]
-
-
-def test_without_a_seed_each_call_draws_one() -> None:
-    _, packed, environment = said("sampling_from_logits", np.ones((4, 99), np.float32))
-    (seed,) = (part for part in packed if part.value > 2**32)
-    assert len({seed.evaluate(environment) for _ in range(9)}) > 1
 
 
 def test_the_tile_is_the_templates() -> None:
@@ -1263,11 +1523,11 @@ def compare(
     options = {key: on_gpu(value) for key, value in options.items()}
     first = None
     for variant in forms():
-        buffers = [Buffer((batch,), kind, skip) for kind in ("int32", "bool", "float32")]
+        buffers = [Buffer((batch,), kind, skip) for kind in (want[0].dtype.name, "bool", "float32")]
         out = tuple(buffer.array for buffer in buffers)
         function = getattr(cukern, name)
         function(x, **options, return_valid=True, return_logprobs=True, out=out, variant=variant)
-        alone = Buffer((batch,), "int32")
+        alone = Buffer((batch,), want[0].dtype.name)
         function(x, **options, out=alone.array, variant=variant)
         ids, valid, logprobs = (buffer.numpy() for buffer in buffers)
         np.testing.assert_array_equal(alone.numpy(), ids)
@@ -1501,6 +1761,16 @@ def test_whole_rows(vocab: int, dtype: str, compiled: None, rng: np.random.Gener
             compare_rows(name, values, value)
 
 
+def assert_whole_numbers_count(x: Array, dtype: Any) -> None:
+    """Integers are taken for the floats of the same value by the functions of whole rows."""
+    counts = np.arange(len(x)) % 3
+    for name, value in (("softmax", counts), ("top_p_renorm_probs", np.minimum(counts, 1))):
+        for integers in (value.astype(dtype), np.array(1, dtype)):
+            values = cupy.asarray(np.exp(x.astype(np.float32)))
+            got, want = (getattr(cukern, name)(values, cupy.asarray(y)) for y in (integers, integers.astype("float32")))
+            np.testing.assert_array_equal(cupy.asnumpy(got), cupy.asnumpy(want))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1000, 2051, 33000])
@@ -1522,6 +1792,13 @@ def test_parameters_per_row(vocab: int, dtype: str, compiled: None, rng: np.rand
     # Indices out of range are clamped there.
     indices = rng.integers(-9, 49, 40)
     compare("sample", x, {**wide, "bias": bias, "indices": indices}, tally)
+    # Integers of both widths where floats are the rule, per row and one for all.
+    for dtype_ in (np.int32, np.int64):
+        whole = {key: rng.integers(0, 2, 40).astype(dtype_) for key in ("top_p", "min_p")}
+        whole["temperature"] = rng.integers(0, 4, 40).astype(dtype_)
+        compare("sample", x, {**params, **whole}, tally)
+        compare("sample", x, {**params, **{key: v[:1].reshape(()) for key, v in whole.items()}}, tally)
+        assert_whole_numbers_count(x[:8], dtype_)
     compare("sample", x, {key: v[:1].reshape(()) for key, v in params.items()}, tally)
     tally.check()
     for name, parameter in WHOLE_ROWS.items():
@@ -1570,13 +1847,17 @@ def test_any_batch_size_gives_the_same_ids(name: str, compiled: None, rng: np.ra
     params = {key: choices[key] for key in SAMPLERS[name]}
     x = cupy.asarray(draw(rng, name, 0, 600, 20_000, "float32"))
     function = getattr(cukern, name)
-    want = function(x, **params, seed=3, return_logprobs=True)
+    one, own = 3, cupy.arange(600)
+    wants = [function(x, **params, seed=seed, return_logprobs=True) for seed in (one, own)]
     for variant in forms():
         for first, last in ((0, 1), (0, 5), (599, 600), (100, 150), (0, 300), (0, 600)):
-            offset = cupy.arange(first, last)
-            got = function(x[first:last], **params, seed=3, offset=offset, return_logprobs=True, variant=variant)
-            assert (got[0] == want[0][first:last]).all()
-            assert_matches("sampling.logprobs", got[1], want[1][first:last])
+            for seed, all_of in zip((one, own[first:last]), wants, strict=True):
+                if seed is one and first:
+                    continue  # the place of a row enters
+                got = function(x[first:last], **params, seed=seed, return_logprobs=True, variant=variant)
+                want = [result[first:last] for result in all_of]
+                assert (got[0] == want[0]).all()
+                assert_matches("sampling.logprobs", got[1], want[1])
 
 
 def compare_chain(rng: np.random.Generator, batch: int, drafts: int, vocab: int, dtype: str, alike: float) -> None:
@@ -1767,10 +2048,13 @@ def test_more_than_2_31_elements(compiled: None) -> None:
     x = torch.empty(rows, vocab, dtype=torch.bfloat16, device="cuda").normal_()
     ends = [0, 2**30 // vocab, 2**31 // vocab - 1, 2**31 // vocab, rows - 1]
     some = to_numpy(x[ends])
-    offsets = np.array(ends)
+    drawn = [
+        twin.draw(row.astype(np.float32), 1.0, vocab, 0.9, 0.0, twin.Stream(3, 0, i), False).id
+        for i, row in zip(ends, some, strict=True)
+    ]
     for variant in forms():
         ids = cukern.sample(x, top_p=0.9, seed=3, variant=variant)
-        np.testing.assert_array_equal(ids[ends].cpu().numpy(), twin.sample(some, top_p=0.9, seed=3, offset=offsets))
+        assert ids[ends].tolist() == drawn
         masked = cukern.top_k_mask_logits(x, 100, variant=variant)
         np.testing.assert_array_equal(
             to_numpy(masked[ends]).astype(np.float32), twin.top_k_mask_logits(some, 100).astype(np.float32)

@@ -494,6 +494,67 @@ def test_a_decoding_step_is_one_graph(backend: str, device: str) -> None:
     _assert_same(run(_compiled(step, backend)), run(step))
 
 
+#: The operators of the functions that draw.
+DRAWING = [x for x in FUNCTIONS if "generator" in inspect.signature(getattr(cukern, x)).parameters]
+
+
+def test_what_draws_is_no_common_subexpression() -> None:
+    assert len(DRAWING) == 9
+    for name in FUNCTIONS:
+        packet = getattr(torch.ops.cukern, name, None)
+        for overload in packet.overloads() if packet else ():
+            tags = getattr(packet, overload).tags
+            assert (torch.Tag.nondeterministic_seeded in tags) == (name in DRAWING), f"{name}.{overload}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("trained", [False, True])
+def test_two_draws_of_one_graph_differ(trained: bool, backend: str, device: str) -> None:
+    weight = torch.ones(64, device=device, requires_grad=trained)
+
+    # Both are used in the graph: what it returns is not compared with anything.
+    def draw(logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first, second = cukern.sample(logits * 2), cukern.sample(logits * 2)
+        third, fourth = (torch.ops.cukern.sample.functional(logits * 2) for _ in range(2))
+        return torch.stack([(first - second) * weight, (third - fourth) * weight, (first - third) * weight])
+
+    logits = torch.zeros(64, 3000, device=device)
+    compiled = _compiled(draw, backend)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        got = compiled(logits, weight).detach()
+    assert (got != 0).float().mean(dim=1).min() > 0.9
+    assert (compiled(logits, weight) != got).float().mean() > 0.9
+    # The same draws again; inductor may have its own order of draws that need nothing of each other.
+    found = []
+    for function in (compiled, compiled if backend == "inductor" else draw):
+        torch.manual_seed(3)
+        found.append(function(logits, weight).detach())
+    _assert_same(*found)
+
+
+def test_a_generator_stays_out_of_the_graph(device: str) -> None:
+    logits, generator = torch.zeros(64, 3000, device=device), torch.Generator(device)
+    wanted = cukern.sample(logits, generator=generator.manual_seed(3))
+    _assert_same(torch.ops.cukern.sample(logits, generator=generator.manual_seed(3)), wanted)
+    compiled = torch.compile(lambda x: cukern.sample(x, generator=generator), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Generator"):
+        compiled(logits)
+    eager = torch.compiler.disable(cukern.sample)
+    compiled = torch.compile(lambda x: eager(x * 1, generator=generator) + 1, backend="eager")
+    generator.manual_seed(3)
+    _assert_same(compiled(logits) - 1, wanted)
+
+
+@pytest.mark.gpu
+def test_compiled_draws_differ_at_each_replay() -> None:
+    draw = torch.compile(lambda x: cukern.sample(x * 2), fullgraph=True, mode="reduce-overhead")
+    logits, found = torch.zeros(64, 3000, device="cuda"), []
+    for _ in range(6):  # warm-up, recording, replays
+        torch.compiler.cudagraph_mark_step_begin()
+        found.append(tuple(draw(logits).tolist()))
+    assert len(set(found)) == 6 and all(len({*ids}) > 32 for ids in found)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_graph_serves_any_number_of_words(backend: str, device: str) -> None:
     # How many words there are is only known when the graph runs.

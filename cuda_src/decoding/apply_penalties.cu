@@ -1,10 +1,11 @@
 // Change the logits by what the sequence already holds, then divide them by the temperature.
 //
-// With x = logits[b, i], n[i] the count of token i among the generated ones, seen[i] whether it is one of those or of
-// the prompt:
+// With x = logits[b, i], n[i] the count of token i among the generated ones, made[i] whether it is one of those or of
+// `output_mask`, seen[i] whether it is one of those, of the prompt or of `prompt_mask`:
 //
 //   x = seen[i] ? x * (x > 0 ? 1 / repetition : repetition) : x
-//   x = n[i] > 0 ? x - frequency * n[i] - presence : x
+//   x = n[i] > 0 ? x - frequency * n[i] : x
+//   x = made[i] ? x - presence : x
 //   x = -inf   where token i would complete a bad word, or is end_id before min_length tokens were generated
 //   out[b, i] = x * (1 / temperature)   (x where the temperature is no positive normal number)
 //
@@ -21,8 +22,8 @@
 //
 // Speed of light: memory if WHOLE, each logit read once and written once. On an H200 64 rows of 128256 float32 with
 // histories of 512 tokens take 20 us, 77% of the bandwidth of a copy. In place the bytes are few, and what
-// is left is latency: each block clears its table, then goes through the chain of the length, the sequence, the atomics
-// and the marked logits; 14 us for these rows.
+// is left is latency: each block fills its table with zeros, or with what the masks say, then goes through the chain of
+// the length, the sequence, the atomics and the marked logits; 14 us for these rows.
 #include "common/numeric.cuh"
 #include "decoding/pack.cuh"
 #include "decoding/words.cuh"
@@ -42,6 +43,8 @@ struct PenaltyParams {
     const int* sequence_length; // [batch], may be null: 0
     const int* prompt_length;   // [batch], may be null: 0
     const int* bad_words;       // [2, bad_words_size] for all rows, or one per row; may be null
+    const void* prompt_mask;    // [batch, vocab] bool, may be null
+    const void* output_mask;    // [batch, vocab] bool, may be null
     PerRow<float> temperature;
     PerRow<float> repetition;
     PerRow<float> presence;
@@ -94,20 +97,78 @@ struct Sequence {
 
 // --- marks: what the sequence says of the tokens of the slice -------------------------------------------
 
-// A mark is the count of a token among the generated ones, with these bits.
-constexpr unsigned IN_PROMPT = 1u << 30, BANNED = 1u << 31;
+// A mark is the count of a token among the generated ones, with these bits; IN_OUTPUT is of `output_mask`.
+constexpr unsigned IN_OUTPUT = 1u << 29, IN_PROMPT = 1u << 30, BANNED = 1u << 31;
+
+// The bytes of four neighbouring tokens of a mask, of which `left` are in the row, in one load if `aligned`; 0 without
+// a mask.
+__device__ __forceinline__ unsigned mask_bytes(const void* mask, long long at, unsigned left, bool aligned) {
+    if (!mask) return 0;
+    const unsigned char* from = static_cast<const unsigned char*>(mask) + at;
+    if (aligned) return *reinterpret_cast<const unsigned*>(from);
+    unsigned bytes = 0;
+#pragma unroll
+    for (unsigned c = 0; c < 4; ++c)
+        if (c < left) bytes |= unsigned(from[c]) << 8 * c;
+    return bytes;
+}
+
+__device__ __forceinline__ unsigned masked_mark(unsigned prompt, unsigned output, int c) {
+    const unsigned byte = 0xFFu << 8 * c;
+    return (prompt & byte ? IN_PROMPT : 0) | (output & byte ? IN_OUTPUT : 0);
+}
 
 template <int THREADS, int TOKENS> struct Marks {
-    static_assert(TOKENS % (THREADS * 4) == 0, "whole vectors to clear");
-    unsigned* mark; // [TOKENS], in shared memory
+    static_assert(TOKENS % (THREADS * 4) == 0, "whole vectors to begin with");
+    static constexpr int QUADS = TOKENS / THREADS / 4; // vectors of four marks that a thread begins with
+    unsigned* mark;                                    // [TOKENS], in shared memory
     const Slice<TOKENS>& slice;
     bool any = false; // whether this thread has marked a token
 
-    __device__ __forceinline__ void clear() {
+    // What the masks say, or zeros.
+    __device__ __forceinline__ void begin(const PenaltyParams& p) {
+        if (p.prompt_mask || p.output_mask) {
+            const auto is_aligned = [&](const void* mask) {
+                return reinterpret_cast<unsigned long long>(mask) % 4 == 0;
+            };
+            if (p.vocab % 4 == 0 && is_aligned(p.prompt_mask) && is_aligned(p.output_mask))
+                begin_masked<true>(p);
+            else
+                begin_masked<false>(p);
+        } else {
 #pragma unroll
-        for (int i = 0; i < TOKENS / THREADS / 4; ++i)
-            reinterpret_cast<uint4*>(mark)[i * THREADS + threadIdx.x] = make_uint4(0, 0, 0, 0);
+            for (int i = 0; i < QUADS; ++i) quad(i) = make_uint4(0, 0, 0, 0);
+        }
         __syncthreads();
+    }
+
+    // ALIGNED: the bytes of four tokens are a word in memory, of one row.
+    template <bool ALIGNED> __device__ __forceinline__ void begin_masked(const PenaltyParams& p) {
+        constexpr int AT_ONCE = 2; // loads in flight for each mask; more would take registers from others
+        static_assert(QUADS % AT_ONCE == 0, "whole groups of loads");
+        const long long row = (long long)slice.row * p.vocab + slice.base;
+#pragma unroll
+        for (int first = 0; first < QUADS; first += AT_ONCE) {
+            unsigned prompt[AT_ONCE], output[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const unsigned token = 4 * ((first + i) * THREADS + threadIdx.x);
+                const unsigned left = token < slice.tokens ? slice.tokens - token : 0;
+                prompt[i] = left ? mask_bytes(p.prompt_mask, row + token, left, ALIGNED) : 0;
+                output[i] = left ? mask_bytes(p.output_mask, row + token, left, ALIGNED) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                quad(first + i) =
+                    make_uint4(masked_mark(prompt[i], output[i], 0), masked_mark(prompt[i], output[i], 1),
+                               masked_mark(prompt[i], output[i], 2), masked_mark(prompt[i], output[i], 3));
+                any |= (prompt[i] | output[i]) != 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ uint4& quad(int i) const {
+        return reinterpret_cast<uint4*>(mark)[i * THREADS + threadIdx.x];
     }
 
     __device__ __forceinline__ void count(const Sequence& sequence) {
@@ -170,8 +231,9 @@ struct Penalties {
     __device__ __forceinline__ float apply(float x, unsigned mark) const {
         if (mark & BANNED) return -CUDART_INF_F;
         x = __fmul_rn(x, x > 0.f ? inverse_repetition : repetition);
-        const unsigned count = mark & (IN_PROMPT - 1);
-        return count ? __fsub_rn(__fsub_rn(x, __fmul_rn(frequency, float(count))), presence) : x;
+        const unsigned count = mark & (IN_OUTPUT - 1);
+        if (count) x = __fsub_rn(x, __fmul_rn(frequency, float(count)));
+        return count || mark & IN_OUTPUT ? __fsub_rn(x, presence) : x;
     }
 };
 
@@ -237,7 +299,7 @@ __global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant
     if constexpr (COUNTED) {
         penalties.load(p, slice.row);
         Marks<THREADS, TOKENS> found{marks, slice};
-        found.clear();
+        found.begin(p);
         const Sequence sequence(p, slice.row);
         if (p.counts) found.count(sequence);
         if (p.bad_words)

@@ -3,12 +3,17 @@
 #include "common/numeric.cuh"
 #include "common/philox.cuh"
 
-// The random numbers of a row: a function of the seed, the offset, the group of tokens and the round of the draw.
+// The random numbers of a row: a function of the seed, the offset, the place of the row among those of one seed, the
+// group of tokens and the round of the draw.
+//
+// A word of the counter holds both the place and the round, in its high 24 and its low 8 bits: a batch has at most 2^24
+// rows, and a draw has more than 256 rounds with a probability below 1e-30, whatever top_p.
 struct Stream {
     unsigned long long seed, offset;
+    unsigned place; // in the high 24 bits; 0 where each row has a seed of its own
 
     __device__ __forceinline__ uint4 at(unsigned group, unsigned round) const {
-        return philox(make_uint4(group, round, unsigned(offset), unsigned(offset >> 32)), seed);
+        return philox(make_uint4(group, place ^ round, unsigned(offset), unsigned(offset >> 32)), seed);
     }
 };
 

@@ -40,16 +40,17 @@ template <typename T> struct OutOf<T, SOFTMAX> {
 };
 
 struct RenormalizeParams {
-    const void* values;       // [rows, vocab] T
-    void* out;                // [rows, vocab] T; float32 for SOFTMAX
-    const float* temperature; // [rows], or null for the scalar; so are top_p and top_k
-    const float* top_p;
-    const void* top_k; // int32, or int64 if wide
+    const void* values;      // [rows, vocab] T
+    void* out;               // [rows, vocab] T; float32 for SOFTMAX
+    const void* temperature; // [rows], or null for the scalar; so are top_p and top_k
+    const void* top_p;
+    const void* top_k;
     long long row_stride;
     int vocab, scalar_top_k;
     Layout layout;
-    int wide;
-    int single; // the array holds one number for all rows
+    int wide;     // the array holds int64, not int32
+    int integral; // the array of floats holds integers, not float32
+    int single;   // the array holds one number for all rows
     float scalar_temperature, scalar_top_p;
 };
 
@@ -94,13 +95,19 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
     if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
         using RowOfT = Row<T, MODE == TOP_K_RENORM || MODE == TOP_P_RENORM, CLUSTER>;
         const int i = blockIdx.x / CLUSTER;
-        const float temperature =
-            params.temperature ? params.temperature[params.single ? 0 : i] : params.scalar_temperature;
-        const float top_p = params.top_p ? params.top_p[params.single ? 0 : i] : params.scalar_top_p;
-        const float scale = scale_of(temperature);
-        long long top_k =
-            params.top_k ? integer_at(params.top_k, params.wide, params.single ? 0 : i) : params.scalar_top_k;
-        if (top_k < 1 || top_k > params.vocab) top_k = params.vocab;
+        const int at = params.single ? 0 : i;
+        const auto number = [&](const void* array, float scalar) {
+            return array ? float_at(array, params.integral, params.wide, at) : scalar;
+        };
+        // What a mode does not use costs no registers.
+        float scale = BEST_ALONE, top_p = 1;
+        long long top_k = params.vocab;
+        if constexpr (MODE == SOFTMAX) scale = scale_of(number(params.temperature, params.scalar_temperature));
+        if constexpr (MODE == TOP_P_RENORM) top_p = number(params.top_p, params.scalar_top_p);
+        if constexpr (MODE == TOP_K_RENORM || MODE == TOP_K_MASK) {
+            top_k = params.top_k ? integer_at(params.top_k, params.wide, at) : params.scalar_top_k;
+            if (top_k < 1 || top_k > params.vocab) top_k = params.vocab;
+        }
 
         RowOfT x(static_cast<const T*>(params.values) + i * params.row_stride, nullptr, params.vocab, params.layout,
                  scale, shared, &common<RowOfT>().list_size);

@@ -8,8 +8,8 @@
 // The draw has two steps, so that it needs few random numbers and no running sums over the row. The vocabulary is cut
 // into groups of 32 ids. First the groups race: group g, whose kept weights sum to W[g], arrives after an exponentially
 // distributed time of rate W[g], so the first is g with probability W[g] / sum W (the Gumbel-max trick, for groups).
-// Then one of its ids is drawn by its share. Both random numbers come from Philox at (seed, offset, round, g), so that
-// the token depends on nothing else, and on no order of execution.
+// Then one of its ids is drawn by its share. Both random numbers come from Philox at (seed, offset, round, g), and where
+// all rows have one seed the index of the row, so that the token depends on nothing else, and on no order of execution.
 //
 // Top-p is drawn by rejection (as in FlashInfer, but with the race): a drawn token is taken if the tokens before it, in
 // order, have less than the share top_p of the sum; otherwise it and all behind it are dropped, and the draw is
@@ -30,20 +30,20 @@
 #include "sampling/params.cuh"
 #include "sampling/search.cuh"
 
-// The bits of the parameters in SampleParams::wide (an array of int64, not int32) and ::single (one number for all
-// rows).
+// The bits of the parameters in SampleParams::wide (an array of int64, not int32), ::integral (an array of integers, not
+// float32) and ::single (one number for all rows).
 enum Parameter { TOP_K = 1, SEED = 2, OFFSET = 4, TEMPERATURE = 8, TOP_P = 16, MIN_P = 32 };
-constexpr int INDICES = 8; // in `wide` alone, where TEMPERATURE has no use
+constexpr int INDICES = 64; // in `wide` alone: of the indices and of the ids
 
 struct SampleParams {
-    const void* values;       // [rows, vocab] T: logits, or probabilities
-    const void* second;       // the bias [vocab] T of logits; draft probabilities [batch, drafts, vocab] T; or null
-    int* ids;                 // [batch]; with drafts [batch, drafts + 1]
-    unsigned char* valid;     // [batch] bool, or null
-    float* logprobs;          // [batch], or null
-    const float* temperature; // [batch], or null for the scalar below; so are the parameters up to `offset`
-    const float* top_p;
-    const float* min_p;
+    const void* values;      // [rows, vocab] T: logits, or probabilities
+    const void* second;      // the bias [vocab] T of logits; draft probabilities [batch, drafts, vocab] T; or null
+    void* ids;               // [batch] int, or long long if the indices are; with drafts [batch, drafts + 1] int
+    unsigned char* valid;    // [batch] bool, or null
+    float* logprobs;         // [batch], or null
+    const void* temperature; // [batch], or null for the scalar below; so are the parameters up to `offset`
+    const void* top_p;
+    const void* min_p;
     const void* top_k;
     const void* seed;
     const void* offset;
@@ -55,10 +55,11 @@ struct SampleParams {
     int* emitted;            // [batch]
     long long row_stride;
     unsigned long long scalar_seed, scalar_offset;
-    int own_offsets; // the offset of row i is scalar_offset + i
+    int by_place; // all rows have one seed, so the index of a row enters its draw
     int rows, vocab, scalar_top_k, end_id, drafts;
     Layout layout;
     int wide;
+    int integral;
     int single;
     int joint; // top_p is a share of the sum of the whole row, not of what top-k keeps
     float scalar_temperature, scalar_top_p, scalar_min_p;
@@ -74,13 +75,17 @@ struct Request {
 
 template <bool PROBS> __device__ __forceinline__ Request request_of(const SampleParams& params, int i) {
     const auto place = [&](int bit) { return params.single & bit ? 0 : i; };
+    const auto number = [&](const void* array, int bit, float scalar) {
+        return array ? float_at(array, params.integral & bit, params.wide & bit, place(bit)) : scalar;
+    };
     Request request;
     request.stream.seed = params.seed ? integer_at(params.seed, params.wide & SEED, place(SEED)) : params.scalar_seed;
-    request.stream.offset = params.offset ? integer_at(params.offset, params.wide & OFFSET, place(OFFSET))
-                                          : params.scalar_offset + (params.own_offsets ? i : 0);
-    const float temperature = params.temperature ? params.temperature[place(TEMPERATURE)] : params.scalar_temperature;
-    request.top_p = params.top_p ? params.top_p[place(TOP_P)] : params.scalar_top_p;
-    request.min_p = params.min_p ? params.min_p[place(MIN_P)] : params.scalar_min_p;
+    request.stream.offset =
+        params.offset ? integer_at(params.offset, params.wide & OFFSET, place(OFFSET)) : params.scalar_offset;
+    request.stream.place = params.by_place ? unsigned(i) << 8 : 0;
+    const float temperature = number(params.temperature, TEMPERATURE, params.scalar_temperature);
+    request.top_p = number(params.top_p, TOP_P, params.scalar_top_p);
+    request.min_p = number(params.min_p, MIN_P, params.scalar_min_p);
     const long long k =
         params.top_k ? integer_at(params.top_k, params.wide & TOP_K, place(TOP_K)) : params.scalar_top_k;
     request.top_k = k < 1 || k > params.vocab ? params.vocab : k;
@@ -93,9 +98,16 @@ template <bool PROBS> __device__ __forceinline__ Request request_of(const Sample
     return request;
 }
 
+__device__ __forceinline__ void write_id(const SampleParams& params, long long at, int id) {
+    if (params.wide & INDICES)
+        static_cast<long long*>(params.ids)[at] = id;
+    else
+        static_cast<int*>(params.ids)[at] = id;
+}
+
 // Write the results of a sequence that was finished before; by one thread.
 __device__ __forceinline__ void write_finished(const SampleParams& params, int i) {
-    params.ids[i] = params.end_id;
+    write_id(params, i, params.end_id);
     if (params.valid) params.valid[i] = true;
     if (params.logprobs) params.logprobs[i] = 0;
 }
@@ -105,7 +117,7 @@ __device__ __forceinline__ void write_finished(const SampleParams& params, int i
 template <bool PROBS, typename Row>
 __device__ __forceinline__ void write_result(const SampleParams& params, int i, long long drawn_at, const Row& x,
                                              int id, float value, float sum) {
-    params.ids[drawn_at] = id;
+    write_id(params, drawn_at, id);
     if (params.valid) params.valid[i] = x.valid();
     if (params.logprobs) {
         const float log2_prob = (PROBS ? x.log2_of(value) : (value - x.top) * x.scale) - x.log2_of(sum);
@@ -147,8 +159,8 @@ __device__ __forceinline__ void verify_drafts(const SampleParams& params, int i,
 __device__ __forceinline__ void write_drafts(const SampleParams& params, int i, int refused, int accepted) {
     for (int n = threadIdx.x; n <= params.drafts; n += blockDim.x)
         if (n != refused)
-            params.ids[(long long)i * (params.drafts + 1) + n] =
-                n < refused ? params.draft_ids[(long long)i * params.drafts + n] : -1;
+            write_id(params, (long long)i * (params.drafts + 1) + n,
+                     n < refused ? params.draft_ids[(long long)i * params.drafts + n] : -1);
     if (threadIdx.x == 0) params.accepted[i] = accepted, params.emitted[i] = refused;
 }
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check, generators, template
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -16,13 +15,16 @@ from cukern.runtime.describe import (
     expect_array,
     expect_contiguous,
     expect_row_stride,
+    same_shape,
 )
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import checked
+from cukern.runtime.late import checked, parts
 from cukern.runtime.plan import each_call, launch, outputs, run_twin
 
 DTYPES = ("float32", "float16", "bfloat16")
 INTEGERS = ("int32", "int64")
+#: The dtypes of an array of numbers that need not be integers.
+NUMBERS = ("float32", *INTEGERS)
 VARIANTS = ("auto", "cluster", "block")
 ORDERS = ("top_k_first", "joint")
 MAX_VOCAB = 2**20
@@ -120,36 +122,77 @@ _share = _within(0, 1, "in [0, 1]")
 _RULES: dict[str, tuple[tuple[str, ...], Callable[[str, Any], Any], Any]] = {
     "seed": (INTEGERS, _word, 0),
     "offset": (INTEGERS, _word, 0),
-    "temperature": (("float32",), _within(0, float("inf"), "at least 0"), 1.0),
-    "top_p": (("float32",), _share, 1.0),
-    "min_p": (("float32",), _share, 0.0),
+    "temperature": (NUMBERS, _within(0, float("inf"), "at least 0"), 1.0),
+    "top_p": (NUMBERS, _share, 1.0),
+    "min_p": (NUMBERS, _share, 0.0),
 }
 PARAMETERS = ("top_k", *_RULES)
 
 
 def _parameters(first_name: str, first: Array, batch: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the parameters: an array, or a number for all rows."""
+    """The fields of the parameters: an array [batch], or of one element or a number for all rows."""
     vocab, bits = first.shape[-1], template.constants(_sample.file)
 
     def count(name: str, value: Any) -> int:
         return check.integer(name, value, 1, vocab, "the vocabulary")
 
-    fields: dict[str, Any] = {"wide": 0, "single": 0}
+    fields: dict[str, Any] = {"wide": 0, "integral": 0, "single": 0}
     for name, (dtypes, convert, number) in {"top_k": (INTEGERS, count, vocab), **_RULES}.items():
         value, array = given.get(name), None
         if isinstance(value, Array):
-            array = expect(name, value, first, first_name, dtypes, value.shape and (batch,), "[batch]")
+            # The batch first: it is no plan of its own where that is 1.
+            single = not value.shape or not (same_shape(value, (batch,)) or not same_shape(value, (1,)))
+            shape = value.shape if single else (batch,)
+            array = expect(name, value, first, first_name, dtypes, shape, "[batch]")
             fields["wide"] |= bits[name.upper()] * (array.dtype == "int64")
-            fields["single"] |= bits[name.upper()] * (not array.shape)
+            fields["integral"] |= bits[name.upper()] * (dtypes is NUMBERS and array.dtype in INTEGERS)
+            fields["single"] |= bits[name.upper()] * single
         elif value is not None:
             number = checked(functools.partial(convert, name), value)
         fields |= {name: array, f"scalar_{name}": number}
     return fields
 
 
-def _seed(seed: Any) -> Any:
-    """The seed; for None another one at each call."""
-    return each_call(lambda: random.getrandbits(64)) if seed is None else seed
+#: The arguments of `_stream`, as functions have them.
+Randomness = tuple[Any, Any, Any]
+
+
+def _stream(name: str, first: Array, batch: Any, randomness: Randomness, filters: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the parameters, with seed and offset; without a seed, a generator gives both at each call."""
+    seed, offset, generator = randomness
+    fields = _parameters(name, first, batch, {"seed": seed, "offset": offset, **filters})
+    bits = template.constants(_sample.file)
+    fields["by_place"] = not isinstance(seed, Array) or fields["single"] & bits["SEED"] != 0
+    if seed is not None:
+        return fields
+    if offset is not None:
+        check.fail("offset", "given together with seed", "no seed")
+    draw, numbers = _generator(first, generator)
+    fields["scalar_seed"], fields["scalar_offset"], fields["seed"], _ = parts(
+        tuple, each_call(draw, generators.Drawn(), *numbers)
+    )
+    fields["wide"] |= bits["SEED"]
+    fields["single"] |= bits["SEED"]
+    return fields
+
+
+def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.Drawn], tuple[Any, ...]]:
+    """What draws a seed, and its arguments: the generator if the call gives one."""
+    library, device = first.place.library, first.place.device
+    draw = functools.partial(generators.draw, library, device)
+    if generator is None:
+        return draw, ()
+    return draw, (checked(functools.partial(generators.expect, library, device), generator),)
+
+
+def _leave_to_twin(first: Array, randomness: Randomness, variant: str) -> Any:
+    """Leave a draw to the twin: without a seed, with one from the generator."""
+    seed, _, generator = randomness
+    if seed is not None:
+        return run_twin(variant, VARIANTS)
+    draw, numbers = _generator(first, generator)
+    given = [x.value for x in numbers]
+    return run_twin(variant, VARIANTS, lambda: {"seed": draw(*given).seed})
 
 
 def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[Any, int, Any]:
@@ -217,12 +260,13 @@ def _check_step(
 _RESULTS = {"ids": "int32", "valid": "bool", "logprobs": "float32"}
 
 
-def _results(name: str, values: Array, batch: Any, wanted: list[str], out: Any) -> list[Array]:
+def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[str], out: Any) -> list[Array]:
     """The arrays of the `wanted` results [batch]: new ones, or those of `out`, which is one array or several."""
     given = out if out is None or isinstance(out, (tuple, list)) else [out]
     if given is not None and len(given) != len(wanted):
         check.fail("out", " and ".join(wanted), f"{len(given)} arrays")
-    results = [Result((batch,), _RESULTS[label], "[batch]") for label in wanted]
+    dtypes = _RESULTS if indices is None else _RESULTS | {"ids": indices.dtype}
+    results = [Result((batch,), dtypes[label], "[batch]") for label in wanted]
     made = outputs(given[0] if given and len(given) == 1 else given, values, name, *results)
     return list(made) if len(results) > 1 else [made]
 
@@ -238,8 +282,7 @@ def _reads_again(fields: dict[str, Any], vocab: int) -> bool:
 def draw(
     name: str,
     values: Any,
-    seed: Any,
-    offset: Any,
+    randomness: Randomness,
     indices: Any,
     return_valid: bool,
     return_logprobs: bool,
@@ -256,12 +299,12 @@ def draw(
     rows, vocab, stride = _check_rows(name, values, "batch" if indices is None else "rows")
     joint = check.one_of("filter_apply_order", filter_apply_order, ORDERS) == "joint"
     batch = _batch_of(name, values, rows, indices)
-    fields = _parameters(name, values, batch, {"seed": _seed(seed), "offset": offset, **filters})
+    fields = _stream(name, values, batch, randomness, filters)
     end_id = _check_step(name, values, batch, bias, finished, end_id, sequence_length)
     wanted = ["ids", *["valid"] * return_valid, *["logprobs"] * return_logprobs]
-    made = _results(name, values, batch, wanted, out)
+    made = _results(name, values, batch, indices, wanted, out)
     if values.on_host:
-        return run_twin(variant, VARIANTS)
+        return _leave_to_twin(values, randomness, variant)
     if indices is not None:
         fields["wide"] |= template.constants(_sample.file)["INDICES"] * (indices.dtype == "int64")
     _launch_sampler(
@@ -275,7 +318,6 @@ def draw(
         finished=finished,
         sequence_length=sequence_length,
         row_stride=stride,
-        own_offsets=offset is None,
         rows=rows,
         end_id=end_id,
         joint=joint,
@@ -286,7 +328,8 @@ def draw(
 
 
 def ids_of(values: Any, *_: Any, indices: Any = None, **__: Any) -> Result:
-    return Result(((values if indices is None else indices).shape[0],), "int32")
+    by = values if indices is None else indices
+    return Result((by.shape[0],), "int32" if indices is None else dtype_name(indices))
 
 
 def like_rows(values: Any, *_: Any, **__: Any) -> Result:
@@ -321,8 +364,7 @@ def whole_rows(mode: str, name: str, values: Any, parameter: str, value: Any, ou
             row_stride=stride,
             vocab=vocab,
             layout=plan.layout,
-            wide=fields["wide"] != 0,
-            single=fields["single"] != 0,
+            **{flag: fields[flag] != 0 for flag in ("wide", "integral", "single")},
             **asked,
         )
     return out
@@ -334,7 +376,7 @@ def verified(draft_probs: Any, *_: Any, **__: Any) -> list[Result]:
 
 
 def verify(
-    draft_probs: Any, draft_token_ids: Any, target_probs: Any, seed: Any, offset: Any, out: Any, variant: str
+    draft_probs: Any, draft_token_ids: Any, target_probs: Any, randomness: Randomness, out: Any, variant: str
 ) -> Any:
     """The plan of `chain_speculative_sampling`."""
     first, like = expect_array("draft_probs", draft_probs, DTYPES, ("batch", "drafts", "vocab")), "draft_probs"
@@ -347,11 +389,11 @@ def verify(
     expect("draft_token_ids", draft_token_ids, first, like, ("int32",), (batch, drafts), "[batch, drafts]")
     shape = (batch, drafts + 1, vocab)
     expect("target_probs", target_probs, first, like, (first.dtype,), shape, "[batch, drafts + 1, vocab]")
-    fields = _parameters(like, first, batch, {"seed": _seed(seed), "offset": offset})
+    fields = _stream(like, first, batch, randomness, {})
     names = "three arrays (ids, accepted, emitted)"
     ids, accepted, emitted = outputs(out, first, like, *verified(first), names=names)
     if first.on_host:
-        return run_twin(variant, VARIANTS)
+        return _leave_to_twin(first, randomness, variant)
     _launch_sampler(
         target_probs,
         True,
@@ -365,7 +407,6 @@ def verify(
         accepted=accepted,
         emitted=emitted,
         row_stride=vocab,
-        own_offsets=offset is None,
         rows=batch * (drafts + 1),
         end_id=-1,
         drafts=drafts,

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_RANDOM = "Tensor? seed=None, Tensor? offset=None"
+_RANDOM = "Tensor? seed=None, Tensor? offset=None, Generator? generator=None"
 _ORDER = "str filter_apply_order='top_k_first'"
 _ONE_PER_ROW = f"{_RANDOM}, Tensor? indices=None, str variant='auto') -> Tensor ids"
 _BY_ROW = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs", *PARAMETERS)
@@ -48,7 +48,7 @@ def _declare(arguments: str, results: Callable[..., Any] = ids_of) -> Callable[[
             f"{name}({arguments}",
             results,
             rows={"batch": [x for x in parameters if x in _BY_ROW]},
-            late=[x for x in parameters if x in PARAMETERS],
+            late=[x for x in parameters if x in (*PARAMETERS, "generator")],
         )(function)
 
     return declare
@@ -60,6 +60,7 @@ def sampling_from_logits(
     *,
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -71,12 +72,23 @@ def sampling_from_logits(
     Args:
         logits: [rows, vocab], float32, float16 or bfloat16, contiguous along the vocabulary, of at most 2^20 tokens;
             rows may be strided. +inf counts as the largest finite number.
-        seed: the stream of random numbers: an int, or an int32 or int64 array, [batch] or [] (one for all). None takes
-            one from Python's `random`, at the call: a CUDA graph replays it.
-        offset: the place in the stream, likewise; take another at each step. None gives row i the offset i. A token
-            depends on the seed, the offset, the values and the parameters of its own row, and on nothing else: not on
-            its place, the batch size or the variant. So rows that agree in all of them draw alike.
-        indices: integers [batch]: the row that each token is drawn from, if not its own; out of range they are clamped.
+        seed: the stream of random numbers: an int, or an int32 or int64 array, [batch] or of one element. One seed for
+            the batch: the index of a row in the batch enters its draw, so that equal rows draw apart (as FlashInfer's
+            rows, by the subsequence of Philox); index 0 is as if it did not. A seed per row, [batch]: the index does
+            not enter, so that a row draws alike at any place of any batch. A token depends on this, the offset, the
+            values and the parameters of its own row, and on nothing else: not on the batch size or the variant. None:
+            `generator` gives one seed for the batch and the offset.
+        offset: the place in the stream, likewise an int or an array; take another at each step. None is 0. With `seed`
+            only.
+        generator: what gives the seed if there is none: a `torch.Generator` of the device for tensors, a `Generator` or
+            a `RandomState` of their library's `random` for NumPy's and CuPy's arrays. None is the library's own, of
+            `torch.manual_seed`, `numpy.random.seed` or `cupy.random.seed`. No call waits for the GPU. For CUDA tensors
+            the host reads seed and offset, and the offset grows by 4, so that a call is the one with
+            `seed=generator.initial_seed(), offset=generator.get_offset()`. While a stream is captured torch refuses
+            that: it then draws an int64 as the seed, by one more kernel, so that each replay draws anew. CuPy draws it
+            on the device always, and cannot while a stream is captured.
+        indices: int32 or int64 [batch]: the row that each token is drawn from, if not its own; out of range they are
+            clamped.
         return_valid: also return bool [batch]: False for a row that holds NaN, or nothing that can be drawn. Its id
             is 0.
         return_logprobs: also return float32 [batch]: the logarithm of the token's probability in its row before any
@@ -86,18 +98,19 @@ def sampling_from_logits(
             the same tokens.
 
     Returns:
-        ids int32 [batch], in the library and on the device of the first argument; a tuple with what else was asked for.
-        Arrays in host memory go through the NumPy twin.
+        ids [batch], int32 or of the dtype of `indices`, in the library and on the device of the first argument; a tuple
+        with what else was asked for. Arrays in host memory go through the NumPy twin.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument. Parameters in
             arrays on a device are clamped instead.
+        RuntimeError: no seed for CuPy's arrays while a stream is captured.
 
     The functions and the order of their arguments are FlashInfer's. The draw is a race of groups of 32 tokens,
     the exponential form of the Gumbel-max trick, with random numbers from Philox (Salmon et al., 2011).
     """
-    return draw("logits", logits, seed, offset, indices, return_valid, return_logprobs, out, variant)
+    return draw("logits", logits, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
 
 @_declare(f"Tensor probs, *, {_ONE_PER_ROW}")
@@ -106,6 +119,7 @@ def sampling_from_probs(
     *,
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -117,7 +131,7 @@ def sampling_from_probs(
     They need not sum to 1; what is below 0 counts as 0. The other arguments, results and errors are as in
     `sampling_from_logits`.
     """
-    return draw("probs", probs, seed, offset, indices, return_valid, return_logprobs, out, variant)
+    return draw("probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
 
 @_declare(f"Tensor probs, Tensor? top_k, *, {_ONE_PER_ROW}")
@@ -127,6 +141,7 @@ def top_k_sampling_from_probs(
     *,
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -142,7 +157,9 @@ def top_k_sampling_from_probs(
 
     The other arguments, results and errors are as in `sampling_from_logits`.
     """
-    return draw("probs", probs, seed, offset, indices, return_valid, return_logprobs, out, variant, top_k=top_k)
+    return draw(
+        "probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant, top_k=top_k
+    )
 
 
 @_declare(f"Tensor probs, Tensor? top_p, *, {_ONE_PER_ROW}")
@@ -152,6 +169,7 @@ def top_p_sampling_from_probs(
     *,
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -162,13 +180,15 @@ def top_p_sampling_from_probs(
 
     Args:
         probs: [rows, vocab], as in `sampling_from_probs`; the sum is compared with `top_p` times that of the row.
-        top_p: a float in [0, 1] or a float32 array [batch]. The token whose probability reaches it is kept, and always
-            the most probable one; ties go to the lower id. None keeps all.
+        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64. The token whose probability reaches it is
+            kept, and always the most probable one; ties go to the lower id. None keeps all.
 
     The other arguments, results and errors are as in `sampling_from_logits`. The method is that of "The curious case of
     neural text degeneration" (arXiv:1904.09751), by rejection as in FlashInfer.
     """
-    return draw("probs", probs, seed, offset, indices, return_valid, return_logprobs, out, variant, top_p=top_p)
+    return draw(
+        "probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant, top_p=top_p
+    )
 
 
 @_declare(f"Tensor probs, Tensor? min_p, *, {_ONE_PER_ROW}")
@@ -178,6 +198,7 @@ def min_p_sampling_from_probs(
     *,
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -188,12 +209,14 @@ def min_p_sampling_from_probs(
 
     Args:
         probs: [rows, vocab], as in `sampling_from_probs`.
-        min_p: a float in [0, 1] or a float32 array [batch]. None keeps all.
+        min_p: a float in [0, 1] or an array [batch], float32, int32 or int64. None keeps all.
 
     The other arguments, results and errors are as in `sampling_from_logits`. The method is that of "Turning up the
     heat: min-p sampling" (arXiv:2407.01082).
     """
-    return draw("probs", probs, seed, offset, indices, return_valid, return_logprobs, out, variant, min_p=min_p)
+    return draw(
+        "probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant, min_p=min_p
+    )
 
 
 @_declare(f"Tensor logits, Tensor? top_k, Tensor? top_p, *, {_ORDER}, {_ONE_PER_ROW}")
@@ -205,6 +228,7 @@ def top_k_top_p_sampling_from_logits(
     filter_apply_order: str = "top_k_first",
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -222,7 +246,7 @@ def top_k_top_p_sampling_from_logits(
 
     The other arguments, results and errors are as in `sampling_from_logits`.
     """
-    common = seed, offset, indices, return_valid, return_logprobs, out, variant
+    common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
     return draw("logits", logits, *common, filter_apply_order, top_k=top_k, top_p=top_p)
 
 
@@ -235,6 +259,7 @@ def top_k_top_p_sampling_from_probs(
     filter_apply_order: str = "top_k_first",
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -242,7 +267,7 @@ def top_k_top_p_sampling_from_probs(
     variant: str = "auto",
 ) -> AnyArray:
     """`top_k_top_p_sampling_from_logits` from probabilities [rows, vocab], as in `sampling_from_probs`."""
-    common = seed, offset, indices, return_valid, return_logprobs, out, variant
+    common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
     return draw("probs", probs, *common, filter_apply_order, top_k=top_k, top_p=top_p)
 
 
@@ -261,6 +286,7 @@ def sample(
     filter_apply_order: str = "top_k_first",
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     indices: AnyArray | None = None,
     bias: AnyArray | None = None,
     finished: AnyArray | None = None,
@@ -275,8 +301,8 @@ def sample(
 
     Args:
         logits: [rows, vocab], as in `sampling_from_logits`.
-        temperature: divides the logits; a float of at least 0 or a float32 array [batch]. 0 takes the largest logit,
-            the lower id on ties.
+        temperature: divides the logits; a float of at least 0 or an array [batch], float32, int32 or int64. 0 takes the
+            largest logit, the lower id on ties.
         top_k, top_p, filter_apply_order: as in `top_k_top_p_sampling_from_logits`, after the temperature.
         min_p: as in `min_p_sampling_from_probs`, after the temperature.
         bias: [vocab] of the dtype of `logits`, added to each row in float32.
@@ -288,7 +314,7 @@ def sample(
     The other arguments, results and errors are as in `sampling_from_logits`. The step is FasterTransformer's (its
     sampling kernels), with the filters of today's servers.
     """
-    common = seed, offset, indices, return_valid, return_logprobs, out, variant
+    common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
     step = bias, finished, end_id, sequence_length
     filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     return draw("logits", logits, *common, filter_apply_order, *step, **filters)
@@ -302,8 +328,8 @@ def softmax(
 
     Args:
         logits: [batch, vocab], as in `sampling_from_logits`.
-        temperature: a float of at least 0 or a float32 array [batch]; None is 1. 0 puts all on the largest logit, the
-            lower id on ties.
+        temperature: a float of at least 0 or an array [batch], float32, int32 or int64; None is 1. 0 puts all on the
+            largest logit, the lower id on ties.
         out: float32 [batch, vocab] to write into and return.
         variant: as in `sampling_from_logits`.
 
@@ -339,7 +365,8 @@ def top_p_renorm_probs(
 
     Args:
         probs: [batch, vocab], as in `sampling_from_probs`.
-        top_p: a float in [0, 1] or a float32 array [batch], with the meaning it has in `top_p_sampling_from_probs`.
+        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64, with the meaning it has in
+            `top_p_sampling_from_probs`.
 
     The other arguments, results and errors are as in `top_k_renorm_probs`.
     """
@@ -370,6 +397,7 @@ def chain_speculative_sampling(
     *,
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
+    generator: Any = None,
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
@@ -382,7 +410,7 @@ def chain_speculative_sampling(
         draft_probs: the draft model's probabilities [batch, drafts, vocab], float32, float16 or bfloat16, contiguous.
         draft_token_ids: int32 [batch, drafts]; one out of the vocabulary is refused.
         target_probs: the target model's probabilities [batch, drafts + 1, vocab], of the same dtype, contiguous.
-        seed, offset, variant: as in `sampling_from_logits`.
+        seed, offset, generator, variant: as in `sampling_from_logits`.
         out: the three arrays to write into and return.
 
     Returns:
@@ -393,4 +421,4 @@ def chain_speculative_sampling(
     Raises TypeError and ValueError as `sampling_from_logits` does. The function is FlashInfer's; the method is that of
     "Accelerating large language model decoding with speculative sampling" (arXiv:2302.01318).
     """
-    return verify(draft_probs, draft_token_ids, target_probs, seed, offset, out, variant)
+    return verify(draft_probs, draft_token_ids, target_probs, (seed, offset, generator), out, variant)

@@ -64,6 +64,8 @@ def apply_penalties(
     min_length: Any = None,
     end_id: int | None = None,
     bad_words: Array | None = None,
+    prompt_mask: Array | None = None,
+    output_mask: Array | None = None,
 ) -> Array:
     """See `cukern.apply_penalties`."""
     batch, vocab = logits.shape
@@ -87,10 +89,13 @@ def apply_penalties(
             in_vocab = (sequence >= 0) & (sequence < vocab)
             is_generated = np.arange(len(sequence)) >= prompt[b]
             count = np.bincount(sequence[in_vocab & is_generated], minlength=vocab)
-            seen = np.bincount(sequence[in_vocab], minlength=vocab) > 0
+            counted = count > 0
+            generated = counted if output_mask is None else counted | output_mask[b]
+            seen = (np.bincount(sequence[in_vocab], minlength=vocab) > 0) | generated
+            if prompt_mask is not None:
+                seen |= prompt_mask[b]
             x[seen] *= np.where(x[seen] > 0, np.float32(1) / repetition[b], repetition[b])
-            generated = count > 0
-            x[generated] -= frequency[b] * count[generated].astype(np.float32)
+            x[counted] -= frequency[b] * count[counted].astype(np.float32)
             x[generated] -= presence[b]
 
             words = [] if bad_words is None else _words(bad_words, b)

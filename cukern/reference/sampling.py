@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukern.runtime import check
+from cukern.runtime.generators import numpy_seed
 
 Array = np.ndarray[Any, Any]
 
@@ -35,11 +36,27 @@ def philox(counter: Array, key: int) -> Array:
     return np.stack([x, y, z, w], axis=-1).astype(np.uint32)
 
 
-def random_bits(groups: Array, round: int, seed: int, offset: int) -> Array:
+class Stream(NamedTuple):
+    """A row's stream of random numbers; `place` is its index where the rows have one seed, and 0 where each has one."""
+
+    seed: int
+    offset: int
+    place: int = 0
+
+
+def streams(batch: int, seed: Any, offset: Any, generator: Any) -> list[Stream]:
+    """The stream of each row."""
+    seed = numpy_seed(generator) if seed is None else seed
+    seeds, offsets = (np.broadcast_to(np.asarray(x, object), batch) for x in (seed, 0 if offset is None else offset))
+    shared = np.size(seed) == 1
+    return [Stream(int(seeds[i]), int(offsets[i]), i if shared else 0) for i in range(batch)]
+
+
+def random_bits(groups: Array, round: int, stream: Stream) -> Array:
     """Four 32-bit random numbers [n, 4] for each of `groups` [n]."""
-    seed, offset = seed & (2**64 - 1), offset & (2**64 - 1)
+    seed, offset = stream.seed & (2**64 - 1), stream.offset & (2**64 - 1)
     counter = np.empty((len(groups), 4), np.uint32)
-    counter[:] = [0, round, offset & 0xFFFFFFFF, offset >> 32]
+    counter[:] = [0, round ^ stream.place << 8, offset & 0xFFFFFFFF, offset >> 32]
     counter[:, 0] = groups
     return philox(counter, seed)
 
@@ -62,13 +79,13 @@ def order(x: Array) -> Array:
     return np.lexsort((np.arange(len(x)), -x))
 
 
-def race(weights: Array, round: int, seed: int, offset: int) -> int:
+def race(weights: Array, round: int, stream: Stream) -> int:
     """An id drawn with probability weights[id] / sum(weights): its group wins the race, it the draw in its group."""
     tiles = -(-len(weights) // TILE)
     padded = np.zeros(tiles * TILE)
     padded[: len(weights)] = weights
     groups = padded.reshape(tiles, 8, 32, 4).transpose(0, 2, 1, 3).reshape(tiles * 32, GROUP)
-    bits = random_bits(np.arange(len(groups)), round, seed, offset)
+    bits = random_bits(np.arange(len(groups)), round, stream)
     time = -np.log1p(-(bits[:, 0] + 0.5) * 2.0**-32)
     with np.errstate(divide="ignore"):
         winner = int(np.argmax(np.log(groups.sum(axis=1)) - np.log(time)))
@@ -84,8 +101,7 @@ def draw(
     top_k: int,
     top_p: float,
     min_p: float,
-    seed: int,
-    offset: int,
+    stream: Stream,
     joint: bool,
 ) -> Drawn:
     """A token of one row: of logits, or of probabilities where `temperature` is None."""
@@ -110,7 +126,7 @@ def draw(
     round = 0
     # Where the best token alone reaches top_p, nothing is drawn.
     while not greedy and not (top_p < 1 and top_p * total <= weights[ids[0]]):
-        id = race(np.where(kept, weights, 0), round, seed, offset)
+        id = race(np.where(kept, weights, 0), round, stream)
         better = rank < rank[id]
         # The better tokens must not reach top_p by themselves.
         if not top_p < 1 or weights[better].sum() < top_p * total:
@@ -129,6 +145,7 @@ def step(
     min_p: Any = None,
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     joint: bool = False,
     return_valid: bool = False,
@@ -141,15 +158,15 @@ def step(
     """A token of each row [rows, vocab] of logits, or of probabilities if `probs`: what all functions of tokens do."""
     rows = np.arange(len(values)) if indices is None else np.clip(indices, 0, len(values) - 1)
     batch, vocab = len(rows), values.shape[1]
-    ids, valid, logprobs = np.zeros(batch, np.int32), np.ones(batch, bool), np.zeros(batch, np.float32)
+    dtype = np.int32 if indices is None else indices.dtype
+    ids, valid, logprobs = np.zeros(batch, dtype), np.ones(batch, bool), np.zeros(batch, np.float32)
     parameters = (
         1.0 if temperature is None else temperature,
         vocab if top_k is None else top_k,
         1.0 if top_p is None else top_p,
         0.0 if min_p is None else min_p,
-        np.random.default_rng().integers(2**63) if seed is None else seed,
-        np.arange(batch) if offset is None else offset,
     )
+    stream = streams(batch, seed, offset, generator)
     by_row = [np.broadcast_to(np.asarray(parameter, object), batch) for parameter in parameters]
     for i in range(batch):
         if finished is not None and finished[i]:
@@ -158,10 +175,9 @@ def step(
         x = values[rows[i]].astype(np.float32)
         if bias is not None:
             x = x + bias.astype(np.float32)
-        own_temperature, k, p, own_min_p, own_seed, own_offset = (parameter[i] for parameter in by_row)
+        own_temperature, k, p, own_min_p = (parameter[i] for parameter in by_row)
         kept = int(k), float(p), float(own_min_p)
-        stream = int(own_seed), int(own_offset)
-        ids[i], valid[i], logprobs[i] = draw(x, None if probs else own_temperature, *kept, *stream, joint)
+        ids[i], valid[i], logprobs[i] = draw(x, None if probs else own_temperature, *kept, stream[i], joint)
         if sequence_length is not None:
             sequence_length[i] += 1
         if finished is not None:
@@ -175,6 +191,7 @@ def sampling_from_logits(
     *,
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -185,6 +202,7 @@ def sampling_from_logits(
         False,
         seed=seed,
         offset=offset,
+        generator=generator,
         indices=indices,
         return_valid=return_valid,
         return_logprobs=return_logprobs,
@@ -196,6 +214,7 @@ def sampling_from_probs(
     *,
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -206,6 +225,7 @@ def sampling_from_probs(
         True,
         seed=seed,
         offset=offset,
+        generator=generator,
         indices=indices,
         return_valid=return_valid,
         return_logprobs=return_logprobs,
@@ -218,6 +238,7 @@ def top_k_sampling_from_probs(
     *,
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -229,6 +250,7 @@ def top_k_sampling_from_probs(
         top_k=top_k,
         seed=seed,
         offset=offset,
+        generator=generator,
         indices=indices,
         return_valid=return_valid,
         return_logprobs=return_logprobs,
@@ -241,6 +263,7 @@ def top_p_sampling_from_probs(
     *,
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -252,6 +275,7 @@ def top_p_sampling_from_probs(
         top_p=top_p,
         seed=seed,
         offset=offset,
+        generator=generator,
         indices=indices,
         return_valid=return_valid,
         return_logprobs=return_logprobs,
@@ -264,6 +288,7 @@ def min_p_sampling_from_probs(
     *,
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -275,6 +300,7 @@ def min_p_sampling_from_probs(
         min_p=min_p,
         seed=seed,
         offset=offset,
+        generator=generator,
         indices=indices,
         return_valid=return_valid,
         return_logprobs=return_logprobs,
@@ -289,6 +315,7 @@ def top_k_top_p_sampling_from_logits(
     filter_apply_order: str = "top_k_first",
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -301,6 +328,7 @@ def top_k_top_p_sampling_from_logits(
         top_p=top_p,
         seed=seed,
         offset=offset,
+        generator=generator,
         indices=indices,
         joint=filter_apply_order == "joint",
         return_valid=return_valid,
@@ -316,6 +344,7 @@ def top_k_top_p_sampling_from_probs(
     filter_apply_order: str = "top_k_first",
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -328,6 +357,7 @@ def top_k_top_p_sampling_from_probs(
         top_p=top_p,
         seed=seed,
         offset=offset,
+        generator=generator,
         indices=indices,
         joint=filter_apply_order == "joint",
         return_valid=return_valid,
@@ -345,6 +375,7 @@ def sample(
     filter_apply_order: str = "top_k_first",
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
     indices: Array | None = None,
     bias: Array | None = None,
     finished: Array | None = None,
@@ -356,8 +387,8 @@ def sample(
     """See `cukern.sample`."""
     joint = filter_apply_order == "joint"
     return step(
-        logits, False, temperature, top_k, top_p, min_p, seed, offset, indices, joint, return_valid, return_logprobs,
-        bias, finished, end_id, sequence_length,
+        logits, False, temperature, top_k, top_p, min_p, seed, offset, generator, indices, joint, return_valid,
+        return_logprobs, bias, finished, end_id, sequence_length,
     )  # fmt: skip
 
 
@@ -428,16 +459,15 @@ def chain_speculative_sampling(
     *,
     seed: Any = None,
     offset: Any = None,
+    generator: Any = None,
 ) -> tuple[Array, Array, Array]:
     """See `cukern.chain_speculative_sampling`."""
     batch, drafts, vocab = draft_probs.shape
     ids = np.full((batch, drafts + 1), -1, np.int32)
     accepted, emitted = np.empty(batch, np.int32), np.empty(batch, np.int32)
-    seeds = np.broadcast_to(np.random.default_rng().integers(2**63) if seed is None else seed, batch)
-    offsets = np.arange(batch) if offset is None else np.broadcast_to(offset, batch)
-    for i in range(batch):
+    for i, stream in enumerate(streams(batch, seed, offset, generator)):
         draft, target = draft_probs[i].astype(np.float32), target_probs[i].astype(np.float32)
-        bits = random_bits(np.arange(drafts), 0xFFFFFFFF, int(seeds[i]), int(offsets[i]))
+        bits = random_bits(np.arange(drafts), 0xFFFFFFFF, stream)
         accept = np.zeros(drafts, bool)
         for n, id in enumerate(draft_token_ids[i]):
             # A draft is accepted with probability min(1, target / draft).
@@ -447,9 +477,9 @@ def chain_speculative_sampling(
         ids[i, :n] = draft_token_ids[i, :n]
         # By how much the draft model proposes each token too rarely; the target itself where no draft is refused.
         rest = np.maximum(target[n] - draft[n], 0) if n < drafts else target[n]
-        drawn = draw(rest, None, vocab, 1.0, 0.0, int(seeds[i]), int(offsets[i]), False)
+        drawn = draw(rest, None, vocab, 1.0, 0.0, stream, False)
         if not drawn.valid and n < drafts:
-            drawn = draw(target[n], None, vocab, 1.0, 0.0, int(seeds[i]), int(offsets[i]), False)
+            drawn = draw(target[n], None, vocab, 1.0, 0.0, stream, False)
         ids[i, n] = drawn.id
     return ids, accepted, emitted
 

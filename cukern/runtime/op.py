@@ -158,7 +158,8 @@ class Op:
         takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in takes.values())
         arguments = self._defaults | dict(zip(form.names, values, strict=True))
         taken = {name for name in arguments if name in takes or (takes_all and name not in ("out", "variant"))}
-        results = self.twin(**{name: to_numpy(x) for name, x in arguments.items() if name in taken})
+        given_arguments = {name: to_numpy(x) for name, x in arguments.items() if name in taken}
+        results = self.twin(**given_arguments | trace.for_twin())
         if returned is not None:  # the plan returns arguments that the twin has written
             return tuple(map(given, returned)) if isinstance(returned, tuple) else given(returned)
         if results is None:

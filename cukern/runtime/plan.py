@@ -52,6 +52,7 @@ class Trace:
         self.made: list[tuple[tuple[Any, ...], str]] = []  # shapes and dtypes of the arrays to allocate
         self.transposed: set[int] = set()  # sources of made arrays that are returned transposed
         self.is_host_call = False
+        self.for_twin: Callable[[], dict[str, Any]] = dict
         self.outputs: list[Array | None] = []
         self.notes: dict[str, Any] = {}
 
@@ -134,13 +135,17 @@ def write_into(*results: Array) -> None:
     current().outputs = list(results)
 
 
-def run_twin(variant: str = "auto", variants: Collection[str] = ("auto",)) -> Any:
+def run_twin(
+    variant: str = "auto", variants: Collection[str] = ("auto",), arguments: Callable[[], dict[str, Any]] = dict
+) -> Any:
     """Leave arrays in host memory, which are checked by now, to the NumPy twin.
 
-    The body then returns nothing, or arguments that the twin writes and the op returns.
+    `arguments` gives those that the twin gets in place of the caller's; it is called when the twin is. The body then
+    returns nothing, or arguments that the twin writes and the op returns.
     """
     check.host_variant(variant, variants)
-    current().is_host_call = True
+    trace = current()
+    trace.is_host_call, trace.for_twin = True, arguments
     return None
 
 
@@ -206,9 +211,14 @@ def note(**facts: Any) -> None:
     current().notes.update(facts)
 
 
-def each_call(function: Callable[[], Any]) -> Late:
-    """A number that `function` is asked for at each call, such as a random one."""
-    return Late(function(), lambda environment: function(), current().guards)
+def each_call(function: Callable[..., Any], like: Any, *numbers: Late) -> Late:
+    """What `function` of the late numbers gives at each call, such as a random number.
+
+    It is called once by each call, and not for the plan, which is given `like` in its place.
+    """
+    made = Late(like, evaluator(function, numbers), current().guards)
+    made.formula = function, numbers
+    return made
 
 
 def _three(sizes: Any) -> tuple[Any, Any, Any]:

@@ -19,6 +19,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")
 _LARGEST_FLOAT = 3.4028234663852886e38
 _SMALLEST_FLOAT = 2.0**-126  # the smallest normal number: it has a finite reciprocal
+_MOST_COUNTED = 2**29 - 1  # of one token, in a mark of the kernel that has room for a mask's bit
 # Template arguments, by the names of the parameters.
 _THREADS = 256
 _PACKS = 4
@@ -186,16 +187,17 @@ def _per_row(
 
 
 def _check_sequences(
-    logits: Array, output_ids: Any, sequence_length: Any, prompt_length: Any, need_ids: bool, need_length: bool
+    logits: Array, output_ids: Any, sequence_length: Any, prompt_length: Any, need_ids: str, need_length: bool
 ) -> tuple[int, int]:
-    """The columns and the row stride of the sequences, 0 where there are none; those that are needed must be given."""
+    """The columns and the row stride of the sequences, 0 where there are none; those that are needed must be given.
+
+    `need_ids` says in words what needs `output_ids`, and is empty where nothing does.
+    """
     batch, found = logits.shape[0], (0, 0)
     if output_ids is not None:
         found = check_output_ids(output_ids, logits, "logits")
     elif need_ids:
-        check.fail(
-            "output_ids", "given with repetition, presence or frequency penalties or bad words", "None", TypeError
-        )
+        check.fail("output_ids", f"given with {need_ids}", "None", TypeError)
     for name, lengths in (("sequence_length", sequence_length), ("prompt_length", prompt_length)):
         if lengths is not None:
             expect(name, lengths, logits, "logits", ("int32",), (batch,), "[batch]")
@@ -204,6 +206,17 @@ def _check_sequences(
     return found
 
 
+def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: Any) -> dict[str, Array]:
+    """The masks that are given, by name."""
+    given = {name: x for name, x in zip(_MASKS, (prompt_mask, output_mask), strict=True) if x is not None}
+    for name, mask in given.items():
+        expect(name, mask, logits, "logits", ("bool",), logits.shape, "[batch, vocab]")
+    if output_mask is not None and output_ids is not None and output_ids.shape[-1] > _MOST_COUNTED:
+        check.fail("max_length of output_ids", f"at most {_MOST_COUNTED} beside output_mask", output_ids.shape[-1])
+    return given
+
+
+_MASKS = ("prompt_mask", "output_mask")
 _PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_length")
 
 
@@ -212,9 +225,10 @@ _PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequenc
     "apply_penalties(Tensor logits, *, Tensor? temperature=None, Tensor? repetition_penalty=None, "
     "Tensor? presence_penalty=None, Tensor? frequency_penalty=None, Tensor? output_ids=None, "
     "Tensor? sequence_length=None, Tensor? prompt_length=None, Tensor? min_length=None, int? end_id=None, "
-    "Tensor? bad_words=None, str variant='auto') -> Tensor penalized",
+    "Tensor? bad_words=None, Tensor? prompt_mask=None, Tensor? output_mask=None, str variant='auto') "
+    "-> Tensor penalized",
     _like_logits,
-    rows={"batch": ("logits", *_PENALTIES, "output_ids", "sequence_length", "prompt_length", "out")},
+    rows={"batch": ("logits", *_PENALTIES, "output_ids", "sequence_length", "prompt_length", *_MASKS, "out")},
     late=_PENALTIES,
 )
 def apply_penalties(
@@ -230,6 +244,8 @@ def apply_penalties(
     min_length: int | AnyArray | None = None,
     end_id: int | None = None,
     bad_words: AnyArray | None = None,
+    prompt_mask: AnyArray | None = None,
+    output_mask: AnyArray | None = None,
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
@@ -239,7 +255,8 @@ def apply_penalties(
 
     1. tokens of the sequence, the prompt included: a logit above 0 times (1 / repetition_penalty), any other times
        repetition_penalty (CTRL, arXiv:1909.05858);
-    2. generated tokens: logit - frequency_penalty * count - presence_penalty (OpenAI's API);
+    2. generated tokens: logit - frequency_penalty * count - presence_penalty (OpenAI's API); the count of those that
+       only `output_mask` has is 0;
     3. -inf for a token that would complete a bad word, and for `end_id` before `min_length` tokens are generated;
     4. all tokens: logit * (1 / temperature), which is left out where the temperature is 0 (or, in an array, not a
        positive normal number), for then the greedy choice is wanted.
@@ -264,6 +281,10 @@ def apply_penalties(
         bad_words: words (of one or more tokens each) that must not be generated, int32 [2, size] for all rows or
             [batch, 2, size], in FasterTransformer's layout: the tokens of all words one after the other, then where
             each word ends there, then -1. The words [7], [3, 4] and [9] are [[7, 3, 4, 9], [1, 3, 4, -1]].
+        prompt_mask: bool [batch, vocab], contiguous: tokens of the prompt, beside those of `output_ids` or in their
+            place. With it or the next one, repetition and presence penalties need no `output_ids`: the repetition
+            penalty alone, in place, is vLLM's `apply_repetition_penalties`.
+        output_mask: bool [batch, vocab], contiguous: generated tokens, likewise.
         out: an array like `logits` to write into and return; it may be `logits`.
         variant: "auto", or a kernel by name: "wide" (16-byte loads and stores, for aligned rows) or "narrow". Both
             return the same bits.
@@ -285,8 +306,14 @@ def apply_penalties(
     frequency = per_row("frequency_penalty", frequency_penalty, 0.0, -_LARGEST_FLOAT, "a float32")
     min_lengths = per_row("min_length", min_length, 0, 0, "", dtype="int32")
 
+    masks = _check_masks(logits, output_ids, prompt_mask, output_mask)
+    need_ids = ""
+    if bad_words is not None or (counts and not masks):
+        need_ids = "repetition, presence or frequency penalties or bad words"
+    elif frequency_penalty is not None:
+        need_ids = "frequency penalties, whose counts no mask has"
     max_length, ids_row_stride = _check_sequences(
-        logits, output_ids, sequence_length, prompt_length, counts or bad_words is not None, min_length is not None
+        logits, output_ids, sequence_length, prompt_length, need_ids, min_length is not None
     )
     if end_id is not None:
         end_id = check.integer("end_id", end_id, 0, vocab - 1)
@@ -320,6 +347,7 @@ def apply_penalties(
         row_stride=logits.strides[0], out_row_stride=out.strides[0],
         ids_row_stride=ids_row_stride, bad_words_stride=words_stride,
         vocab=vocab, slices=slices, max_length=max_length, bad_words_size=words_size,
-        end_id=-1 if end_id is None else end_id, counts=counts,
+        end_id=-1 if end_id is None else end_id, counts=counts and output_ids is not None,
+        **dict.fromkeys(_MASKS) | (masks if counts else {}),
     )  # fmt: skip
     return out
