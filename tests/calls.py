@@ -298,6 +298,11 @@ def _paged_attention_calls() -> list[Call]:
         Call("paged_attention_v1", (torch.zeros_like(paged[0]), *vllm)),
         Call("paged_attention_v2", (torch.zeros_like(paged[0]), *workspaces, *vllm)),
         Call("merge_attention_states", (paged[0], floats(3, 4, seed=1), floats(3, 4, 16, seed=2), floats(3, 4))),
+        Call(
+            "merge_attention_states",
+            (floats(3, 2, 4, 16), floats(3, 4, 2, seed=1), floats(3, 2, 4, 16, seed=2), floats(3, 4, 2)),
+            {"lse_heads_first": True},
+        ),
     ]
 
 

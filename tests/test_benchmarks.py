@@ -1300,6 +1300,7 @@ def _small_cases() -> Iterator[Case]:
     yield from attentions
     yield bench_paged_attention._version(2, paged)
     yield bench_paged_attention._merge(5, 4, 32, "bfloat16")
+    yield bench_paged_attention._merge(5, 4, 32, "bfloat16", heads_first=True)
 
 
 def _distinct(cases: Iterable[Case]) -> list[Case]:

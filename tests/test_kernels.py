@@ -144,8 +144,8 @@ def _paged_attention() -> Iterator[Variant]:
         yield dynamic._replace(layout=layout, cluster=cluster, extras=False).variant
     yield op.scalar.variant("float", "float", "VLLM", "true")
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
-    yield paged_attention._merge.variant("float", 4)
-    yield paged_attention._merge.variant("float", 1)
+    yield paged_attention._merge.variant("float", 4, "false")
+    yield paged_attention._merge.variant("float", 1, "true")
 
 
 def _quantizations() -> Iterator[Variant]:
