@@ -467,7 +467,7 @@ def _merge(tokens: int, heads: int, head_dim: int, dtype: str, heads_first: bool
         lambda *inputs: cukern.merge_attention_states(*inputs[:4], lse_heads_first=heads_first),
         3 * tokens * heads * (head_dim * ITEM_SIZE[dtype] + 4),
         baselines={
-            "torch": Baseline(lambda: lambda *inputs: merged(*inputs[:4], heads_first)),
+            "torch": Baseline(lambda: lambda a, lse_a, b, lse_b, _: merged(a, lse_a, b, lse_b, heads_first)),
             "torch.compile": Baseline(compiled, slow=True),
         },
         peers=peers,

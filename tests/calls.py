@@ -216,6 +216,15 @@ def topk_sigmoid() -> Call:
     return Call("topk_sigmoid", (*outputs(5, 8), logits, True, bias))
 
 
+def topk_sigmoid_with_all_options() -> Call:
+    logits, bias = floats(5, 100), floats(100, seed=1, dtype=BF16)
+    options = {
+        "num_fused_shared_experts": 1, "routed_scaling_factor": 2.5, "apply_routed_scaling_factor_on_output": False,
+        "num_token_non_padded": torch.tensor(3),
+    }  # fmt: skip
+    return Call("topk_sigmoid", (*outputs(5, 7), logits, True, bias), options)
+
+
 GATE_CALLS = {
     "moe_fused_gate": gate(),
     "moe_fused_gate bfloat16": gate(dtype=torch.bfloat16),
@@ -227,6 +236,7 @@ GATE_CALLS = {
     "topk_softmax": topk_softmax(),
     "topk_softmax all options": topk_softmax_with_all_options(),
     "topk_sigmoid": topk_sigmoid(),
+    "topk_sigmoid all options": topk_sigmoid_with_all_options(),
 }
 
 

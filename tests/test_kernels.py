@@ -20,6 +20,7 @@ from cukern.ops import (
     decoder_attention,
     embedding,
     moe_activation,
+    moe_gate,
     moe_gemm,
     norm,
     paged_attention,
@@ -90,6 +91,15 @@ def _moe_activation() -> Iterator[Variant]:
     yield moe_activation._variant("float32", 1, 4)
     yield moe_activation._bias_variant("float16", "gelu", 2)
     yield moe_activation._bias_variant("float32", "gelu", 4)
+
+
+def _moe_gate() -> Iterator[Variant]:
+    # A bias of each float dtype that the instances of the import do not take, in each way of loading it.
+    op, config = moe_gate, moe_gate.SPECIALIZED[0]
+    for dtype, lanes, bias_type in (("bfloat16", 32, "__half"), ("float32", 8, "double"), ("float16", 16, "double")):
+        yield op._variant(dtype, config, lanes, (bias_type,))
+    yield op._dynamic("float32", 16, 16, ("__nv_bfloat16",))
+    yield op._dynamic("float16", 32, 32, ("double",))
 
 
 def _moe_gemm() -> Iterator[Variant]:
@@ -181,6 +191,7 @@ AT_FIRST_USE = {
     "kv_cache": _kv_cache,
     "mla_decode": _mla_decode,
     "moe_activation": _moe_activation,
+    "moe_gate": _moe_gate,
     "moe_gemm": _moe_gemm,
     "moe_permute": _permutations,
     "norm": _norm,
@@ -192,8 +203,8 @@ AT_FIRST_USE = {
 }
 #: The stems of which no such variant spills.
 NONE_SPILLS = {
-    "decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "norm", "padding",
-    "varlen_attention",
+    "decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gate", "moe_gemm", "moe_permute", "norm",
+    "padding", "varlen_attention",
 }  # fmt: skip
 
 #: The stems that list every product of their template parameters: for an architecture other than sm_90a, one of so many
