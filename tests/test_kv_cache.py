@@ -131,12 +131,16 @@ def test_an_mla_cache_and_its_gathering_by_hand(put: Callable[[Any], Any]) -> No
     want[2, 1], want[1, 0], want[1, 1] = [0, 1, 2, 3, 50, 51], [4, 5, 6, 7, 52, 53], [8, 9, 10, 11, 54, 55]
     same_bits(cache, want)
 
-    # Sequences of 3, 0 and 1 tokens; the last one starts past its first block.
+    # Sequences of 3, 0 and 1 tokens; the first one starts in the middle of a block, the last one past its first block.
     table, lengths = np.array([[1, 2, 9], [9, 9, 9], [9, 2, 9]], np.int32), np.array([0, 3, 3, 4], np.int32)
     dst = put(np.full((5, 6), 7, np.float16))
     starts = put(np.array([1, 0, 3], np.int32))
     assert cukern.gather_cache(cache, dst, put(table), put(lengths), 3, starts) is None
-    same_bits(dst, np.stack([want[1, 0], want[1, 1], want[2, 0], want[2, 0], np.full(6, 7, np.float16)]))
+    same_bits(dst, np.stack([want[1, 1], want[2, 0], want[2, 1], want[2, 1], np.full(6, 7, np.float16)]))
+    # What lies before a sequence is left out.
+    dst, starts = put(np.full((4, 6), 7, np.float16)), put(np.array([-2, -1, -9], np.int32))
+    cukern.gather_cache(cache, dst, put(table), put(lengths), 3, starts)
+    same_bits(dst, np.stack([*np.full((2, 6), 7, np.float16), want[1, 0], np.full(6, 7, np.float16)]))
 
 
 def test_fp8_by_hand(put: Callable[[Any], Any]) -> None:
@@ -339,9 +343,9 @@ def test_gathering_undoes_storing(lengths: list[int], seed: int) -> None:
     starts = torch.from_numpy(rng.integers(0, 5, len(lengths)).astype(np.int32))
     rows = torch.from_numpy(draw(rng, (sum(lengths), 6), "float16"))
     slots = [
-        int(table[b, (int(starts[b]) // 4) + t // 4]) * 4 + t % 4
+        int(table[b, u // 4]) * 4 + u % 4
         for b, length in enumerate(lengths)
-        for t in range(length)
+        for u in range(int(starts[b]), int(starts[b]) + length)
     ]
     cache = torch.zeros(len(lengths) * 5, 4, 6, dtype=torch.float16)
     cukern.concat_and_cache_mla(rows[:, :4], rows[:, 4:], cache, torch.tensor(slots, dtype=torch.int64), "auto", None)
@@ -1003,11 +1007,12 @@ def test_gathering_and_copying_with_bad_indices(rng: np.random.Generator) -> Non
     src, table = draw(rng, (6, 8, 24), "float16"), rng.integers(-(2**31), 2**31, (3, 4)).astype(np.int32)
     table[:, ::2] %= 6
     dst = Buffer((40, 24), "float16")
-    lengths, starts = np.array([0, 20, 21, 200], np.int32), np.array([0, 2**31 - 1, 9], np.int32)
-    moved = [cupy.asarray(x) for x in (table, lengths)]
-    cukern.gather_cache(place(src), dst.device, *moved, 3, cupy.asarray(starts))
-    twin.gather_cache(src, dst.host, table, lengths, 3, starts)
-    dst.check()
+    lengths, moved_table = np.array([0, 20, 21, 200], np.int32), cupy.asarray(table)
+    for some in ([0, 2**31 - 1, 9], [-5, -(2**31), 2**31 - 8], [3, -1, -19]):
+        starts = np.array(some, np.int32)
+        cukern.gather_cache(place(src), dst.device, moved_table, cupy.asarray(lengths), 3, cupy.asarray(starts))
+        twin.gather_cache(src, dst.host, table, lengths, 3, starts)
+        dst.check()
     cache = Buffer((6, 50), "uint8", 1)
     pairs = np.array([[0, 5], [2**40, 1], [1, -(2**63)], [6, 2], [2, 6], [1, 4]], np.int64)
     cache.host[:3] = cache.host[:3] + np.arange(3, dtype=np.uint8)[:, None]

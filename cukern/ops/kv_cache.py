@@ -490,8 +490,8 @@ def gather_cache(
 ) -> None:
     """Gather the tokens of sequences, one after the other, out of a paged cache.
 
-    For sequence b and t < cu_seq_lens[b + 1] - cu_seq_lens[b]: dst[cu_seq_lens[b] + t] =
-    src_cache[block_table[b, seq_starts[b] // block_size + t // block_size], t % block_size].
+    For sequence b, t < cu_seq_lens[b + 1] - cu_seq_lens[b] and u = seq_starts[b] + t: dst[cu_seq_lens[b] + t] =
+    src_cache[block_table[b, u // block_size], u % block_size].
 
     Args:
         src_cache: [blocks, block_size, ...], of any dtype that a cache may have; blocks and tokens may be strided.
@@ -501,8 +501,7 @@ def gather_cache(
         block_table: int32 [batch, max_blocks], with at least batch_size rows; rows may be strided.
         cu_seq_lens: int32 [batch + 1], the tokens before each sequence, and of all. They must not fall.
         batch_size: how many sequences to gather.
-        seq_starts: int32 [batch], how many tokens of each sequence come before those to gather; only whole blocks of
-            them are left out. Not negative.
+        seq_starts: int32 [batch], how many tokens of each sequence come before those to gather. Not negative.
         kv_cache_dtype: as in `concat_and_cache_mla`; it matters only where an FP8 cache is converted.
         scale: as in `reshape_and_cache`; not used where bits are copied, nor for FlashMLA's FP8 cache.
 
@@ -513,7 +512,7 @@ def gather_cache(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `gather_cache`, with the conversions of `gather_and_maybe_dequant_cache` and
+    The function is vLLM's `gather_cache`, today `cp_gather_cache`, with the conversions of `gather_and_maybe_dequant_cache` and
     `cp_gather_and_upconvert_fp8_kv_cache`.
     """
     cache_format = _check_gathered(src_cache, dst, kv_cache_dtype)

@@ -95,7 +95,7 @@ def _variants(config: Config) -> list[Instance]:
 
 
 def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = ()) -> Variant:
-    arguments = (arrays.CUDA_TYPE[dtype], 0, 0, "ANY", lanes, values, "false", *bias_types)
+    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], 0, 0, "ANY", lanes, values, "false", *bias_types)
     return _kernel.variant(*arguments, max_shared_bytes=_MAX_SHARED_BYTES)
 
 

@@ -152,10 +152,9 @@ def gather_cache(
         return
     for sequence in range(batch_size):
         begin, end = cu_seq_lens[sequence : sequence + 2].tolist()
-        first = 0 if seq_starts is None else int(seq_starts[sequence]) // block_size
+        start = 0 if seq_starts is None else int(seq_starts[sequence])
         for token in range(max(begin, 0), min(end, len(dst))):
-            entry, place = divmod(token - begin, block_size)
-            entry += first
+            entry, place = divmod(start + token - begin, block_size)
             if not 0 <= entry < block_table.shape[1]:
                 continue
             block = int(block_table[sequence, entry])
