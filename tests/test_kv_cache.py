@@ -169,8 +169,9 @@ def parts_of(cache: Any) -> tuple[Array, Array, Array]:
 def test_latents_with_scales_by_hand(put: Callable[[Any], Any]) -> None:
     kv_c, k_pe = np.zeros((2, 512), np.float16), np.zeros((2, 64), np.float16)
     kv_c[0, :6] = [448, 17, -19, -0.0, 2**-10, 3 * 2**-10]  # of scale 1: ties to even
-    kv_c[0, 255] = -224  # the second group, of scale 1 / 2
-    kv_c[0, 384:387] = [7, 1, 0.3]  # the last one, of 1 / 64; the third has zeros alone
+    kv_c[0, 254:256] = 132, -225  # the second group: 225 / 448 is just over 1 / 2, so its scale is 1
+    kv_c[0, 256] = 2**-10  # the third one has the smallest scale, 2**-13
+    kv_c[0, 384:387] = [7, 1, 0.3]  # the last one, of 7 / 448 = 1 / 64
     k_pe[0, :3] = [1 + 2**-8, 1 + 3 * 2**-8, -5]  # ties to even
     kv_c[1], k_pe[1] = 1, 2
     cache = put(np.zeros((2, 3, 656), np.uint8))
@@ -179,9 +180,9 @@ def test_latents_with_scales_by_hand(put: Callable[[Any], Any]) -> None:
     latents, scales, rotary = parts_of(cache)
     stored = latents[4].astype(np.float64)
     assert stored[:6].tolist() == [448, 16, -20, 0, 0, 2**-8] and np.signbit(stored[3])
-    assert stored[255] == -448 and stored[384:387].tolist() == [448, 64, 20]
-    assert np.count_nonzero(stored) == 8
-    assert scales[4].tolist() == [1, 0.5, 2.0**-126, 2.0**-6]
+    assert stored[254:257].tolist() == [128, -224, 8] and stored[384:387].tolist() == [448, 64, 20]
+    assert np.count_nonzero(stored) == 10
+    assert scales[4].tolist() == [1, 1, 2.0**-13, 2.0**-6]
     assert rotary[4, :3].tolist() == [1, 1 + 2**-6, -5] and not rotary[4, 3:].any()
     assert not any(x.view(np.uint8)[[0, 1, 2, 3, 5]].any() for x in (latents, scales, rotary))
 
@@ -191,7 +192,7 @@ def test_latents_with_scales_by_hand(put: Callable[[Any], Any]) -> None:
     got = arrays.library_of(dst).to_numpy(dst)
     assert not got[0].any()
     assert got[1, :6].tolist() == [448, 16, -20, 0, 0, 2**-8] and got[1, 384:387].tolist() == [7, 1, 20 / 64]
-    assert got[1, 255] == -224 and got[1, 512:515].tolist() == [1, 1 + 2**-6, -5]
+    assert got[1, 254:257].tolist() == [128, -224, 2**-10] and got[1, 512:515].tolist() == [1, 1 + 2**-6, -5]
     bits = put(np.zeros((2, 656), np.uint8))
     cukern.gather_cache(cache, bits, table, lengths, 1, kv_cache_dtype=SCALED)
     same_bits(bits, arrays.library_of(cache).to_numpy(cache)[1, :2])
@@ -212,9 +213,9 @@ def test_what_is_no_number_in_a_group(put: Callable[[Any], Any], dtype: str) -> 
     want[[3, 9]] = np.nan, 448
     want[128:256], want[256:384] = np.nan, 0
     want[[300, 301]] = np.nan
-    want[384:] = 448
+    want[384:] = 256
     np.testing.assert_array_equal(latents, want)
-    assert scales.tolist() == [1, 2.0**-126, np.inf, np.float32(2) / np.float32(448)]
+    assert scales.tolist() == [1, 2.0**-13, np.inf, 2.0**-7]
     np.testing.assert_array_equal(rotary, [np.nan, -np.inf, *[3] * 62])
     dst = put(np.zeros((1, 576), kv_c.dtype))
     table, lengths = put(np.array([[0]], np.int32)), put(np.array([0, 1], np.int32))
@@ -296,14 +297,20 @@ def test_the_twin_against_indexing(data: st.DataObject) -> None:
 
 
 def draw_latents(rng: np.random.Generator, tokens: int, dtype: str) -> tuple[Array, Array]:
-    """Groups of every magnitude of the dtype, whose quotients are halfway between two numbers of E4M3."""
+    """Groups of every magnitude of the dtype, whose quotients are halfway between two numbers of E4M3.
+
+    The largest of some is 448 times a power of two, or next to it, where the scale doubles.
+    """
     low, high = (-24, 15) if dtype == "float16" else (-148, 120)
     shape = (tokens, 4, 128)
-    largest = rng.integers(1, 256, (tokens, 4, 1)) * np.exp2(rng.integers(low, high - 7, (tokens, 4, 1)))
-    middles = rng.integers(16, 33, shape) / 32 * np.exp2(-rng.integers(0, 20, shape)) / 0.875
+    largest = np.exp2(rng.integers(low, high, (tokens, 4, 1)))
+    middles = rng.integers(16, 33, shape) / 32 * np.exp2(-rng.integers(0, 20, shape))
     random = np.exp2(-12 * rng.random(shape))
-    ratios = np.where(rng.random(shape) < 0.5, np.minimum(middles, 1), random) * rng.choice([-1, 1], shape)
+    ratios = np.where(rng.random(shape) < 0.5, middles, random) * rng.choice([-1, 1], shape)
     ratios[rng.random(shape) < 0.05] = -0.0
+    bits = {"float32": 23, "float16": 10, "bfloat16": 7}[dtype]
+    edge = rng.random((tokens, 4)) < 0.5
+    ratios[edge, 5] = 1.75 * (1 + rng.integers(-1, 2, np.count_nonzero(edge)) * 2.0**-bits)
     kind = arrays.numpy_dtype(dtype)
     kv_c = (largest * ratios).reshape(tokens, 512).astype(np.float32).astype(kind)
     rotary = np.exp2(rng.uniform(low, high, (tokens, 64))) * rng.choice([-1, 1], (tokens, 64))
@@ -314,7 +321,9 @@ def draw_latents(rng: np.random.Generator, tokens: int, dtype: str) -> tuple[Arr
 def test_latents_with_scales_against_torch(dtype: str, rng: np.random.Generator) -> None:
     kv_c, k_pe = map(as_torch, draw_latents(rng, 500, dtype))
     groups = kv_c.float().view(-1, 4, 128)
-    scales = (groups.abs().amax(-1) / torch.full((1,), 448.0)).clamp_min(2.0**-126)
+    # As in FlashMLA's tests; in float64, where no logarithm is rounded to a whole number.
+    scales = (groups.abs().amax(-1) / torch.full((1,), 448.0)).clamp_min(1e-4).double().log2().ceil().exp2().float()
+    assert 0 < (scales == 2.0**-13).float().mean() < 1
     latents = (groups / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(-1, 512)
     rows = torch.cat([x.view(torch.uint8) for x in (latents, scales, k_pe.bfloat16())], dim=1)
     slots = torch.from_numpy(rng.permutation(64 * 9)[:500])
@@ -526,7 +535,7 @@ def _bad_latents_with_scales() -> Iterator[Any]:
     many = "kv_cache_dtype must be one of 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', 'fp8_ds_mla', got 'fp8_mla'"
     for changes, error, message in (
         ({"kv_c": halves(3, 256)}, ValueError, "kv_c must be of a kv_lora_rank of 512 for 'fp8_ds_mla', got"),
-        ({"k_pe": halves(3, 32)}, ValueError, "k_pe must be of a rope_dim of 64 for 'fp8_ds_mla', got 32"),
+        ({"k_pe": halves(3, 32)}, ValueError, "k_pe must be of a rope_dim of 64 or 0 for 'fp8_ds_mla', got 32"),
         ({"kv_cache": halves(4, 8, 656)}, TypeError, "kv_cache must be uint8 or float8_e4m3fn, got float16"),
         ({"kv_cache": octets(4, 8, 576)}, ValueError, "[blocks, block_size, 656] = [4, 8, 656], got [4"),
         ({"kv_cache": octets(4, 8, 1, 656)}, ValueError, "of shape [blocks, block_size, 656], got [4, 8"),
@@ -927,6 +936,20 @@ def test_latents_with_scales_of_any_sizes(
     tokens: int, block_size: int, skip: int, extra: int, dtype: str, rng: np.random.Generator
 ) -> None:
     compare_latents(tokens, block_size, "holes", dtype, rng, skip, extra)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_without_rotary_numbers(put: Callable[[Any], Any], dtype: str, rng: np.random.Generator) -> None:
+    kv_c, _ = draw_latents(rng, 5, dtype)
+    slots = put(np.array([5, 2, -1, 0, 3], np.int64))
+    caches = []
+    for rope_dim in (0, 64):
+        caches.append(put(np.full((2, 3, 656), 255, np.uint8)))
+        k_pe = put(np.zeros((5, rope_dim), kv_c.dtype))
+        cukern.concat_and_cache_mla(put(kv_c), k_pe, caches[-1], slots, SCALED, None)
+    same_bits(caches[0], arrays.library_of(caches[1]).to_numpy(caches[1]))
+    rotary = parts_of(caches[0])[2].view(np.uint16)
+    assert not rotary[[0, 2, 3, 5]].any() and (rotary[[1, 4]] == 0xFFFF).all()
 
 
 @pytest.mark.gpu

@@ -227,8 +227,8 @@ def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype:
         check.dtype("kv_cache", kv_cache.dtype, DS_MLA_DTYPES)
         if rank != twin.LATENTS:
             check.fail("kv_c", f"of a kv_lora_rank of {twin.LATENTS} for {DS_MLA!r}", rank)
-        if rope_dim != twin.ROTARY:
-            check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} for {DS_MLA!r}", rope_dim)
+        if rope_dim not in (0, twin.ROTARY):
+            check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} or 0 for {DS_MLA!r}", rope_dim)
     cache_format = SAME if scaled else format_of(kv_c.dtype, "kv_cache", kv_cache, kv_cache_dtype)
     last, entry = (str(twin.ENTRY), twin.ENTRY) if scaled else ("kv_lora_rank + rope_dim", rank + rope_dim)
     check.dimensions("kv_cache", kv_cache.shape, ("blocks", "block_size", last))
@@ -261,13 +261,14 @@ def concat_and_cache_mla(
             may be strided. For "fp8_ds_mla" it is [blocks, block_size, 656] of bytes, uint8 or float8_e4m3fn.
         slot_mapping, scale: as in `reshape_and_cache`, and so are the errors.
         kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla", FlashMLA's FP8 cache, which takes a kv_lora_rank of
-            512 and a rope_dim of 64 and has its own scales: `scale` is not used there.
+            512 and a rope_dim of 64, or of 0 for zeros, and has its own scales: `scale` is not used there.
 
     A token in FlashMLA's FP8 cache, which `flash_mla_with_kvcache` reads with is_fp8_kvcache, takes 656 bytes: 512 of
     float8_e4m3fn, 4 float32 scales, one for each 128 of those, and 64 bfloat16. For each 128 of kv_c, in float32,
-    scale = max(max(abs(x)) / 448, 2**-126) and stored = x / scale, each operation and the conversion rounded to the
-    nearest (ties to even); k_pe is rounded to bfloat16. So zeros stay zeros. NaN is left out of the maximum and stored
-    as NaN; an infinity makes the scale infinite, and all its 128 numbers are read as NaN.
+    scale is the smallest power of two that is at least max(max(abs(x)) / 448, 1e-4), and stored = x / scale, rounded to
+    the nearest (ties to even); k_pe is rounded to bfloat16. So scales are 2**-13 or more, and zeros stay zeros. NaN is
+    left out of the maximum and stored as NaN; an infinity makes the scale infinite, and all its 128 numbers are read as
+    NaN. The scales are those of FlashMLA's tests and of vLLM from 0.33 on; a cache with any other ones is read as well.
 
     The function is vLLM's `concat_and_cache_mla`.
     """
@@ -292,7 +293,7 @@ def concat_and_cache_mla(
             ceil_div(slots.tokens, LATENTS_WARPS),
             LATENTS_WARPS * 32,
             latents=kv_c,
-            rotary=k_pe,
+            rotary=k_pe if rope_dim else None,
             cache=kv_cache,
             latents_stride=kv_c_stride,
             rotary_stride=k_pe_stride,
@@ -512,8 +513,8 @@ def gather_cache(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `gather_cache`, today `cp_gather_cache`, with the conversions of `gather_and_maybe_dequant_cache` and
-    `cp_gather_and_upconvert_fp8_kv_cache`.
+    The function is vLLM's `gather_cache`, today `cp_gather_cache`, with the conversions of
+    `gather_and_maybe_dequant_cache` and `cp_gather_and_upconvert_fp8_kv_cache`.
     """
     cache_format = _check_gathered(src_cache, dst, kv_cache_dtype)
     scaled = kv_cache_dtype == DS_MLA and cache_format != SAME

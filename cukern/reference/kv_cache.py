@@ -49,12 +49,17 @@ def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
 
 
 def _scaled(latents: Array, rotary: Array) -> Array:
-    """The bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]."""
+    """The bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]. Without rotary numbers these are 0."""
+    if not rotary.shape[1]:
+        rotary = np.zeros((len(rotary), ROTARY), rotary.dtype)
     groups = latents.astype(np.float32).reshape(-1, LATENTS // GROUP, GROUP)
     with np.errstate(all="ignore"):
         # fmax leaves NaN out.
         largest = np.fmax.reduce(np.abs(groups), axis=2, initial=0)
-        scales = np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny)
+        least = np.maximum(largest / np.float32(448), np.float32(1e-4))
+        mantissa, exponent = np.frexp(least)
+        powers = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # the smallest from `least` on
+        scales = np.where(np.isinf(least), least, powers)
         quotients = np.clip(groups / scales[..., None], -448, 448)
         quotients[np.isnan(quotients)] = np.nan  # positive, as the kernel has it
         stored = quotients.astype(ml_dtypes.float8_e4m3fn).reshape(-1, LATENTS)
