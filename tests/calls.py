@@ -468,11 +468,14 @@ def _fused_moe_calls() -> list[Call]:
 
 
 def _moe_activation_calls() -> list[Call]:
-    gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul", "relu2_and_mul")
+    gated = (
+        "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul", "relu2_and_mul", "mul_and_silu",
+    )  # fmt: skip
     return [
         Call("moe_activation", (floats(2, 3, 32, dtype=BF16), "gelu")),
         *(Call(name, (floats(3, 32),)) for name in gated),
         Call("add_bias_act", (floats(2, 3, 32, dtype=BF16), floats(32, seed=1, dtype=BF16), "silu")),
+        *(Call(name, (floats(3, 32),)) for name in ("gelu_new", "gelu_fast", "gelu_quick")),
         Call("bias_gelu", (floats(3, 30), floats(30, seed=1))),
         Call("bias_gelu", (floats(3, 32, dtype=BF16), None), {"approximate": "tanh"}),
     ]

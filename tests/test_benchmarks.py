@@ -1264,6 +1264,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         result.copy_(cukern.scaled_fp8_quant(y, scale)[0])
 
     operators: dict[str, Any] = {f"{name}_and_mul": activation(name) for name in ("silu", "gelu", "gelu_tanh")}
+    for name, by_torch in bench_moe_activation._VLLMS.items():
+        operators[name] = lambda out, input, by_torch=by_torch: out.copy_(by_torch(input))
     operators["rms_norm_static_fp8_quant"] = rms_norm_static_fp8_quant
     monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(**operators), raising=False)
     properties = SimpleNamespace(multi_processor_count=132)

@@ -89,6 +89,8 @@ def _mla_decode() -> Iterator[Variant]:
 def _moe_activation() -> Iterator[Variant]:
     yield moe_activation._variant("bfloat16", 1, 2)
     yield moe_activation._variant("float32", 1, 4)
+    yield moe_activation._variant("bfloat16", 1, 16, gate_last=True)
+    yield moe_activation._variant("float16", 1, 2, gate_last=True)
     yield moe_activation._bias_variant("float16", "gelu", 2)
     yield moe_activation._bias_variant("float32", "gelu", 4)
 
