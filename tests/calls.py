@@ -343,6 +343,9 @@ def _kv_cache_calls() -> list[Call]:
         ),
         Call("copy_blocks", (flash_caches, flash_caches[::-1], integers([0, 2], dtype=torch.int64))),
         Call(
+            "copy_blocks", (flash_caches,), {"value_caches": [], "block_mapping": integers([0, 2], dtype=torch.int64)}
+        ),
+        Call(
             "gather_cache",
             (flash_caches[0], floats(6, 2, 16), integers([2, 0], [1, 1]), integers(0, 2, 5), 2),
             {"seq_starts": integers(0, 2), "scale": SHARE},

@@ -392,6 +392,17 @@ def test_copy_blocks_copies_in_every_layer(put: Callable[[Any], Any], rng: np.ra
         same_bits(new, want)
 
 
+@pytest.mark.parametrize("layers", [1, 3, 65])
+def test_copy_blocks_of_caches_without_values(put: Callable[[Any], Any], layers: int, rng: np.random.Generator) -> None:
+    caches = [rng.integers(0, 256, (6, 4, 656)).astype(np.uint8) for _ in range(layers)]
+    got = [put(x.copy()) for x in caches]
+    assert cukern.copy_blocks(got, [], put(np.array([[0, 3], [5, 1]], np.int64))) is None
+    for old, new in zip(caches, got, strict=True):
+        want = old.copy()
+        want[3], want[1] = old[0], old[5]
+        same_bits(new, want)
+
+
 # --- arrays of every library, in host memory --------------------------------------------------------------
 
 
@@ -559,6 +570,8 @@ def _bad_copies() -> Iterator[Any]:
     caches = good_arguments(COPY)["key_caches"]
     yield COPY, {"key_caches": caches[0]}, TypeError, "key_caches must be a list of arrays, one per layer, got ndarray"
     yield COPY, {"value_caches": caches[:1]}, ValueError, "value_caches must be of the 2 layers of key_caches, got 1"
+    yield COPY, {"key_caches": []}, ValueError, "value_caches must be of the 0 layers of key_caches, got 2"
+    yield COPY, {"value_caches": None}, TypeError, "value_caches must be a list of arrays, one per layer, got NoneType"
     yield COPY, {"key_caches": [[1], [2]]}, TypeError, f"key_caches[0] {ANYTHING}"
     yield (
         COPY,

@@ -357,7 +357,8 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     Args:
         key_caches, value_caches: lists of arrays [blocks, ...], one per layer, all of one dtype that a cache may have,
             with equally many blocks of equally many elements, in any layout. A block must be contiguous; the distance
-            between blocks is the same in all caches.
+            between blocks is the same in all caches. Where caches have no values of their own, as MLA caches,
+            value_caches is an empty list.
         block_mapping: int64 [pairs, 2], on the device of the caches. A pair with a block that is not in the cache is
             left out. The pairs are copied at the same time: the result is undefined for a block that one pair writes
             and another one reads or writes.
@@ -369,12 +370,13 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `copy_blocks`, which waits for a copy of the caches' addresses to the device.
+    The function is vLLM's `copy_blocks`, which waits for a copy of the caches' addresses to the device; with an empty
+    list it is `copy_blocks_mla`.
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         if not isinstance(caches, (tuple, list)):
             check.fail(name, "a list of arrays, one per layer", type_name(caches), TypeError)
-    if len(key_caches) != len(value_caches):
+    if len(value_caches) not in (0, len(key_caches)):
         check.fail("value_caches", f"of the {len(key_caches)} layers of key_caches", len(value_caches))
     if not key_caches:
         if not isinstance(block_mapping, Array) or block_mapping.on_host:
