@@ -288,6 +288,38 @@ def _copy(pairs: int, layers: int, blocks: int) -> Case:
     return Case("copy_blocks", case, "dynamic", inputs, call, size, baselines=baselines, agree=agree, host=True)
 
 
+def _swap(pairs: int, blocks: int) -> Case:
+    """Blocks of an MLA cache to another one on the same GPU: by the driver, a copy for each."""
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        caches = (_random(generator, PREFILL, blocks, BLOCK_SIZE, LATENTS + ROTARY) for _ in range(2))
+        return *caches, torch.stack([torch.arange(pairs) * 2, pairs - 1 - torch.arange(pairs)], dim=1)
+
+    def call(src: Any, dst: Any, mapping: Any) -> Any:
+        cukern.swap_blocks(src, dst, src[0].nbytes, mapping)
+        return (dst,)
+
+    def put(src: Any, dst: Any, mapping: Any) -> Any:
+        for first, to in mapping.tolist():
+            dst[to].copy_(src[first])
+        return (dst,)
+
+    def vllm() -> Callable[..., Any]:
+        theirs = _vllm("swap_blocks")
+
+        def run(src: Any, dst: Any, mapping: Any) -> Any:
+            theirs(src, dst, src[0].nbytes, mapping)
+            return (dst,)
+
+        return run
+
+    case: dict[str, int | str] = {"pairs": pairs, "kv_lora_rank": LATENTS, "rope_dim": ROTARY}
+    case |= {"block_size": BLOCK_SIZE, "dtype": PREFILL.dtype}
+    size = 2 * pairs * BLOCK_SIZE * (LATENTS + ROTARY) * ITEM_SIZE[PREFILL.dtype]
+    baselines, peers = {"torch": _baseline(put)}, {"vLLM": Baseline(vllm)}
+    return Case("swap_blocks", case, "auto", inputs, call, size, baselines=baselines, peers=peers, agree=agree)
+
+
 def _gather(batch: int, length: int, cache: str = "auto") -> Case:
     sizes = Sizes(batch * length, cache=cache)
     entry, columns = 576, -(-length // BLOCK_SIZE)
@@ -408,6 +440,7 @@ def cases(small: bool = False) -> list[Case]:
         yield _mla_with_scales(decode)
         pairs, batch, length = ((2, 2, 6), 3, 20) if small else ((64, 32, 256), 8, 4096)
         yield _copy(*pairs)
+        yield _swap(*pairs[::2])
         yield _gather(batch, length)
         yield _gather(batch, length, "fp8_e4m3")
         yield _gather_with_scales(batch, length)

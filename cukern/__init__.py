@@ -25,6 +25,7 @@ from cukern.ops.kv_cache import (
     gather_cache,
     reshape_and_cache,
     reshape_and_cache_flash,
+    swap_blocks,
 )
 from cukern.ops.mla_decode import flash_mla_with_kvcache, get_mla_metadata
 from cukern.ops.moe_activation import (
@@ -192,6 +193,7 @@ __all__ = [
     "softmax",
     "specialize",
     "stop_words_criterion",
+    "swap_blocks",
     "swigluoai_and_mul",
     "top_k_mask_logits",
     "top_k_renorm_probs",

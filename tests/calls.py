@@ -18,8 +18,8 @@ from tests.buffers import OnlyDLPack
 PLACES = ("numpy", "cpu", "foreign", "cupy", "cuda", "foreign cuda")
 
 
-#: The public functions that are no ops.
-NO_OPS = {"explain", "specialize"}
+#: The public functions that are no ops; `swap_blocks` launches no kernel.
+NO_OPS = {"explain", "specialize", "swap_blocks"}
 #: The ops of an exchange: their first argument is a state, which no torch operator takes, and a call means something
 #: beside those of the other ranks only. `tests/test_all_to_all.py` holds them to the contract.
 WITH_STATE = {"all_to_all_combine", "all_to_all_dispatch"}

@@ -19,6 +19,7 @@ import cukern
 from benchmarks import bench_kv_cache, harness
 from cukern.ops import _kv_cache as parts
 from cukern.ops import kv_cache as op
+from cukern.ops._swap_blocks import runs_of
 from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
@@ -401,6 +402,63 @@ def test_copy_blocks_of_caches_without_values(put: Callable[[Any], Any], layers:
         want = old.copy()
         want[3], want[1] = old[0], old[5]
         same_bits(new, want)
+
+
+def swapped(src: Array, dst: Array, pairs: Array) -> Array:
+    """What `dst` holds when its blocks are copied one by one."""
+    want = dst.copy()
+    for source, target in pairs.tolist():
+        want[target] = src[source]
+    return want
+
+
+PAIRS = np.array([[0, 3], [1, 4], [2, 5], [5, 0], [7, 2]], np.int64)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "uint8"])
+def test_blocks_swapped_in_host_memory(dtype: str, rng: np.random.Generator) -> None:
+    src, dst = draw(rng, (8, 3, 5), dtype), draw(rng, (6, 15), dtype)  # blocks of as many bytes, in another layout
+    want, block_bytes = swapped(src.reshape(8, 15), dst, PAIRS), src[0].nbytes
+    for into, pairs in ((dst.copy(), PAIRS), (as_torch(dst.copy()), torch.from_numpy(PAIRS))):
+        # The libraries may differ.
+        assert cukern.swap_blocks(src, into, block_bytes, pairs) is None
+        same_bits(into, want)
+    cukern.swap_blocks(src, dst[:0], block_bytes, PAIRS[:0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_runs_are_the_pairs(pairs: list[tuple[int, int]]) -> None:
+    runs = runs_of(np.array(pairs, np.int64).reshape(-1, 2)).tolist()
+    assert [(first + i, to + i) for first, to, blocks in runs for i in range(blocks)] == pairs
+    ends = [(first + blocks, to + blocks) for first, to, blocks in runs[:-1]]
+    assert all(tuple(run[:2]) != end for run, end in zip(runs[1:], ends, strict=True))
+
+
+def _bad_swaps() -> Iterator[Any]:
+    yield {"src": [1.0]}, TypeError, "src must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
+    yield (
+        {"dst": np.zeros((4, 6))},
+        TypeError,
+        "dst must be float32 or float16 or bfloat16 or uint8 or float8_e4m3fn or",
+    )
+    yield {"src": np.zeros((6, 4), np.float32).T}, ValueError, "src must be contiguous, got strides (1, 4)"
+    wanted = "dst must be of whole blocks of 24 bytes (block_size_in_bytes), got 112"
+    yield {"dst": np.zeros((4, 7), np.float32)}, ValueError, wanted
+    yield {"block_size_in_bytes": 0}, ValueError, "block_size_in_bytes must be an integer"
+    yield {"block_size_in_bytes": 24.0}, TypeError, "block_size_in_bytes must be an integer"
+    yield {"block_mapping": np.zeros((1, 2), np.int32)}, TypeError, "block_mapping must be int64, got int32"
+    yield {"block_mapping": np.zeros(2, np.int64)}, ValueError, "block_mapping must be of shape [pairs, 2], got [2]"
+    yield {"block_mapping": np.array([[0, 0], [4, 0]])}, ValueError, "block_mapping must be of blocks of src in [0, 4)"
+    yield {"block_mapping": np.array([[0, -1]])}, ValueError, "block_mapping must be of blocks of dst in [0, 5), got -1"
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), list(_bad_swaps()))
+def test_a_bad_swap_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    src, dst = np.zeros((4, 6), np.float32), np.full((5, 6), np.nan, np.float32)
+    good = {"src": src, "dst": dst, "block_size_in_bytes": 24, "block_mapping": np.array([[0, 4]])}
+    with pytest.raises(error, match=re.escape(message)):
+        cukern.swap_blocks(**good | changes)
+    assert np.isnan(dst).all()
 
 
 # --- arrays of every library, in host memory --------------------------------------------------------------
@@ -1056,6 +1114,54 @@ def test_gathering_and_copying_with_bad_indices(rng: np.random.Generator) -> Non
     cukern.copy_blocks([cache.device], [cupy.zeros((6, 50), cupy.uint8)], cupy.asarray(pairs))
     twin.copy_blocks([cache.host], [np.zeros((6, 50), np.uint8)], pairs)
     cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+@pytest.mark.parametrize("places", ["numpy cupy", "cupy numpy", "cupy cupy", "cpu cuda", "cuda cpu", "cuda numpy"])
+def test_blocks_swapped_between_memories(places: str, dtype: str, rng: np.random.Generator) -> None:
+    arrays_of: dict[str, Callable[[Array], Any]] = {
+        "numpy": np.array,
+        "cupy": cupy.asarray,
+        "cpu": lambda x: as_torch(x).clone(),
+        "cuda": lambda x: as_torch(x).cuda(),
+    }
+    src, dst = draw(rng, (8, 3, 5), dtype), draw(rng, (6, 3, 5), dtype)
+    want, (first, second) = swapped(src, dst, PAIRS), places.split()
+    got, moved = arrays_of[second](dst), arrays_of[first](src)
+    if "cuda" in places:
+        torch.cuda.synchronize()
+    cukern.swap_blocks(moved, got, src[0].nbytes, torch.from_numpy(PAIRS))
+    cupy.cuda.runtime.deviceSynchronize()
+    same_bits(got.cpu() if second == "cuda" else got, want)
+
+
+@pytest.mark.gpu
+def test_a_swap_is_of_the_current_stream_and_of_a_graph() -> None:
+    src, back = torch.zeros(8, 1 << 20, device="cuda"), torch.zeros(8, 1 << 20).pin_memory()
+    mapping, block_bytes = torch.tensor([[0, 1], [1, 2], [5, 0]]), src[0].nbytes
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # what follows must wait for it
+        src.copy_(torch.arange(8.0, device="cuda")[:, None].expand_as(src))
+        cukern.swap_blocks(src, back, block_bytes, mapping)
+    stream.synchronize()
+    assert back[:, 0].tolist() == back[:, -1].tolist() == [5, 0, 1, 0, 0, 0, 0, 0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cukern.swap_blocks(src, back, block_bytes, mapping)
+    src += 10
+    graph.replay()
+    torch.cuda.synchronize()
+    assert back[:3, 7].tolist() == [15, 10, 11]
+
+
+@pytest.mark.gpu
+def test_a_swap_with_its_mapping_on_the_device_is_refused() -> None:
+    cache = cupy.zeros((4, 6), cupy.float32)
+    with pytest.raises(ValueError, match="block_mapping must be in host memory, where it is read, got one on CUDA"):
+        cukern.swap_blocks(cache, cache, 24, cupy.zeros((1, 2), cupy.int64))
 
 
 @pytest.mark.gpu

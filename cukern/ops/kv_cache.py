@@ -34,6 +34,7 @@ from cukern.ops._kv_cache import (
     store_latents_variant,
     tile_of,
 )
+from cukern.ops._swap_blocks import swap_blocks
 from cukern.reference import kv_cache as twin
 from cukern.runtime import check, fp8
 from cukern.runtime.arrays import AnyArray
@@ -50,6 +51,7 @@ __all__ = [
     "gather_cache",
     "reshape_and_cache",
     "reshape_and_cache_flash",
+    "swap_blocks",
 ]
 
 _STORE = (

@@ -140,6 +140,12 @@ def copy_blocks(key_caches: Sequence[Array], value_caches: Sequence[Array], bloc
         cache[target] = cache[source]
 
 
+def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array) -> None:
+    """See `cukern.swap_blocks`."""
+    of_src, of_dst = (x.reshape(-1).view(np.uint8).reshape(-1, block_size_in_bytes) for x in (src, dst))
+    of_dst[block_mapping[:, 1]] = of_src[block_mapping[:, 0]]
+
+
 def gather_cache(
     src_cache: Array,
     dst: Array,
