@@ -482,8 +482,9 @@ def biased_grouped_topk(
 
     Of `hidden_states` [tokens, ...], which may be None, only the number of tokens is checked. Without
     `num_expert_group` and `topk_group` there is one group; without `routed_scaling_factor` it is 1. As there,
-    `apply_routed_scaling_factor_on_output` does nothing without `renormalize`. Other arguments, results and errors are
-    those of `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
+    `apply_routed_scaling_factor_on_output` does nothing without `renormalize`. Unlike there, where one of several
+    shared experts is drawn for the last slot, each has a slot. Other arguments, results and errors are those of
+    `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
     """
     _check_hidden_states(hidden_states, gating_output)
     if correction_bias is None:
