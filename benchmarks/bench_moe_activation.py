@@ -118,9 +118,55 @@ def _biased(tokens: int, inter: int, name: str = "gelu", dtype: str = "float16")
     )
 
 
+#: The other names of vLLM, and the same by torch.
+_VLLMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mul_and_silu": lambda x: x.chunk(2, -1)[0] * torch.nn.functional.silu(x.chunk(2, -1)[1]),
+    "gelu_new": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def _of_vllm(tokens: int, inter: int, name: str, dtype: str = "bfloat16") -> Case:
+    halves = 2 if name == "mul_and_silu" else 1
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        x = torch.randn(tokens, halves * inter, generator=generator, device=generator.device)
+        return (x.to(getattr(torch, dtype)),)
+
+    def compiled() -> Callable[..., Any]:
+        torch.compiler.reset()
+        return torch.compile(_VLLMS[name], dynamic=False)
+
+    def vllm() -> Callable[..., Any]:
+        importlib.import_module("vllm._custom_ops")
+        function = getattr(torch.ops._C, name)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            out = x.new_empty(tokens, inter)
+            function(out, x)
+            return out
+
+        return run
+
+    return Case(
+        op=name,
+        case={"tokens": tokens, "inter": inter, "dtype": dtype},
+        variant="vector",
+        inputs=inputs,
+        call=getattr(cukern, name),
+        bytes=(halves + 1) * tokens * inter * ITEM_SIZE[dtype],
+        baselines={"torch": Baseline(lambda: _VLLMS[name]), "torch.compile": Baseline(compiled, slow=True)},
+        peers={"vLLM": Baseline(vllm)},
+        agree=agree,
+    )
+
+
 def shrunk(case: Case) -> Case:
     """The same case with few tokens and columns, for a machine with no GPU."""
     sizes = case.case
+    if case.op in _VLLMS:
+        return _of_vllm(4, 32, case.op)
     if case.op == "bias_gelu":
         return _biased(4, 32, str(sizes["activation"]), str(sizes["dtype"]))
     return dataclasses.replace(
@@ -135,4 +181,5 @@ def cases() -> list[Case]:
     dtypes = [_case(*SIZES[0], "silu", dtype) for dtype in ("float16", "float32")]
     biased = [_biased(*sizes) for sizes in BIASED]
     more = [_biased(*BIASED[0], "gelu_tanh"), _biased(*BIASED[0], dtype="float32")]
-    return [*silu, *others, *dtypes, *biased, *more]
+    of_vllm = [_of_vllm(*SIZES[0], name) for name in _VLLMS]
+    return [*silu, *others, *dtypes, *biased, *more, *of_vllm]

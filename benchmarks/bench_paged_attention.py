@@ -395,10 +395,11 @@ def _version(version: int, sizes: Sizes) -> Case:
     return Case(name, sizes.case, "auto", inputs, call, sizes.bytes, peers=peers, agree=agree, host=host)
 
 
-def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, heads_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_attention_states` in torch, where no lse is infinite."""
     lse = torch.logaddexp(lse_a, lse_b)
-    shares = ((x - lse).exp()[..., None] * out.float() for out, x in ((out_a, lse_a), (out_b, lse_b)))
+    logs = ((x - lse).t() if heads_first else x - lse for x in (lse_a, lse_b))
+    shares = (x.exp()[..., None] * out.float() for out, x in zip((out_a, out_b), logs, strict=True))
     return sum(shares).to(out_a.dtype), lse  # type: ignore[union-attr, return-value]
 
 
@@ -410,7 +411,7 @@ class States:
     by_head: tuple[torch.Tensor, torch.Tensor]  # [heads, tokens]
 
 
-def _merge(tokens: int, heads: int, head_dim: int, dtype: str) -> Case:
+def _merge(tokens: int, heads: int, head_dim: int, dtype: str, heads_first: bool = False) -> Case:
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         outs = [_normal(generator, dtype, tokens, heads, head_dim) for _ in range(2)]
         lses = [_normal(generator, "float32", tokens, heads) for _ in range(2)]
@@ -418,12 +419,13 @@ def _merge(tokens: int, heads: int, head_dim: int, dtype: str) -> Case:
             (lses[0] / math.log(2), lses[1] / math.log(2)),
             (lses[0].t().contiguous(), lses[1].t().contiguous()),
         )
-        return outs[0], lses[0], outs[1], lses[1], others
+        given = others.by_head if heads_first else lses
+        return outs[0], given[0], outs[1], given[1], others
 
     def compiled() -> Callable[..., Any]:
         torch.compiler.reset()
         function = torch.compile(merged, dynamic=False)
-        return lambda *inputs: function(*inputs[:4])
+        return lambda *inputs: function(*inputs[:4], heads_first)
 
     def flashinfer() -> Callable[..., Any]:
         from flashinfer import merge_state
@@ -448,25 +450,27 @@ def _merge(tokens: int, heads: int, head_dim: int, dtype: str) -> Case:
 
         return lambda out_a, lse_a, out_b, lse_b, _: merge_state_v2(out_a, lse_a, out_b, lse_b)
 
+    # A user has the log-sum-exps in one layout, which only some take.
+    peers = {"vLLM": Baseline(vllm)}
+    if not heads_first:
+        peers |= {"FlashInfer": Baseline(flashinfer, slow=True), "SGLang": Baseline(sglang)}
+
     def agree_on_outputs(ours: Any, theirs: Any) -> bool:
         return agree(ours[0], theirs[0])  # the log-sum-exps are of another base, or another layout
 
+    sizes: dict[str, int | str] = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
     return Case(
         "merge_attention_states",
-        {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype},
+        sizes | ({"lse_heads_first": True} if heads_first else {}),
         "auto",
         inputs,
-        lambda *inputs: cukern.merge_attention_states(*inputs[:4]),
+        lambda *inputs: cukern.merge_attention_states(*inputs[:4], lse_heads_first=heads_first),
         3 * tokens * heads * (head_dim * ITEM_SIZE[dtype] + 4),
         baselines={
-            "torch": Baseline(lambda: lambda *inputs: merged(*inputs[:4])),
+            "torch": Baseline(lambda: lambda a, lse_a, b, lse_b, _: merged(a, lse_a, b, lse_b, heads_first)),
             "torch.compile": Baseline(compiled, slow=True),
         },
-        peers={
-            "FlashInfer": Baseline(flashinfer, slow=True),
-            "SGLang": Baseline(sglang),
-            "vLLM": Baseline(vllm),
-        },
+        peers=peers,
         agree=agree_on_outputs,
     )
 
@@ -485,7 +489,8 @@ def _all_cases() -> Iterator[Case]:
     for version in (1, 2):
         for sizes in (ONE, MANY):
             yield _version(version, sizes)
-    yield _merge(8192, 32, 128, "bfloat16")
+    for heads_first in (False, True):
+        yield _merge(8192, 32, 128, "bfloat16", heads_first)
 
 
 def cases() -> list[Case]:

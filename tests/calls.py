@@ -18,8 +18,8 @@ from tests.buffers import OnlyDLPack
 PLACES = ("numpy", "cpu", "foreign", "cupy", "cuda", "foreign cuda")
 
 
-#: The public functions that are no ops.
-NO_OPS = {"explain", "specialize"}
+#: The public functions that are no ops; `swap_blocks` launches no kernel.
+NO_OPS = {"explain", "specialize", "swap_blocks"}
 #: The ops of an exchange: their first argument is a state, which no torch operator takes, and a call means something
 #: beside those of the other ranks only. `tests/test_all_to_all.py` holds them to the contract.
 WITH_STATE = {"all_to_all_combine", "all_to_all_dispatch"}
@@ -216,6 +216,15 @@ def topk_sigmoid() -> Call:
     return Call("topk_sigmoid", (*outputs(5, 8), logits, True, bias))
 
 
+def topk_sigmoid_with_all_options() -> Call:
+    logits, bias = floats(5, 100), floats(100, seed=1, dtype=BF16)
+    options = {
+        "num_fused_shared_experts": 1, "routed_scaling_factor": 2.5, "apply_routed_scaling_factor_on_output": False,
+        "num_token_non_padded": torch.tensor(3),
+    }  # fmt: skip
+    return Call("topk_sigmoid", (*outputs(5, 7), logits, True, bias), options)
+
+
 GATE_CALLS = {
     "moe_fused_gate": gate(),
     "moe_fused_gate bfloat16": gate(dtype=torch.bfloat16),
@@ -227,6 +236,7 @@ GATE_CALLS = {
     "topk_softmax": topk_softmax(),
     "topk_softmax all options": topk_softmax_with_all_options(),
     "topk_sigmoid": topk_sigmoid(),
+    "topk_sigmoid all options": topk_sigmoid_with_all_options(),
 }
 
 
@@ -298,6 +308,11 @@ def _paged_attention_calls() -> list[Call]:
         Call("paged_attention_v1", (torch.zeros_like(paged[0]), *vllm)),
         Call("paged_attention_v2", (torch.zeros_like(paged[0]), *workspaces, *vllm)),
         Call("merge_attention_states", (paged[0], floats(3, 4, seed=1), floats(3, 4, 16, seed=2), floats(3, 4))),
+        Call(
+            "merge_attention_states",
+            (floats(3, 2, 4, 16), floats(3, 4, 2, seed=1), floats(3, 2, 4, 16, seed=2), floats(3, 4, 2)),
+            {"lse_heads_first": True},
+        ),
     ]
 
 
@@ -328,9 +343,12 @@ def _kv_cache_calls() -> list[Call]:
         ),
         Call("copy_blocks", (flash_caches, flash_caches[::-1], integers([0, 2], dtype=torch.int64))),
         Call(
+            "copy_blocks", (flash_caches,), {"value_caches": [], "block_mapping": integers([0, 2], dtype=torch.int64)}
+        ),
+        Call(
             "gather_cache",
             (flash_caches[0], floats(6, 2, 16), integers([2, 0], [1, 1]), integers(0, 2, 5), 2),
-            {"seq_starts": integers(0, 4), "scale": SHARE},
+            {"seq_starts": integers(0, 2), "scale": SHARE},
         ),
     ]
 
@@ -464,11 +482,14 @@ def _fused_moe_calls() -> list[Call]:
 
 
 def _moe_activation_calls() -> list[Call]:
-    gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul", "relu2_and_mul")
+    gated = (
+        "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul", "relu2_and_mul", "mul_and_silu",
+    )  # fmt: skip
     return [
         Call("moe_activation", (floats(2, 3, 32, dtype=BF16), "gelu")),
         *(Call(name, (floats(3, 32),)) for name in gated),
         Call("add_bias_act", (floats(2, 3, 32, dtype=BF16), floats(32, seed=1, dtype=BF16), "silu")),
+        *(Call(name, (floats(3, 32),)) for name in ("gelu_new", "gelu_fast", "gelu_quick")),
         Call("bias_gelu", (floats(3, 30), floats(30, seed=1))),
         Call("bias_gelu", (floats(3, 32, dtype=BF16), None), {"approximate": "tanh"}),
     ]

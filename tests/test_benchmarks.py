@@ -739,6 +739,10 @@ def _c() -> dict[str, Any]:
         scale = None if kv_cache_dtype == "fp8_ds_mla" else scale
         cukern.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
 
+    def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
+        assert not block_mapping.is_cuda and src.nbytes % block_size_in_bytes == 0
+        dst[block_mapping[:, 1]] = src[block_mapping[:, 0]]
+
     def cp_gather_cache(
         src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, batch_size: int, seq_starts: Any = None
     ) -> None:
@@ -784,6 +788,7 @@ def _c() -> dict[str, Any]:
         "reshape_and_cache": reshape(cukern.reshape_and_cache),
         "reshape_and_cache_flash": reshape(cukern.reshape_and_cache_flash),
         "concat_and_cache_mla": concat_and_cache_mla,
+        "swap_blocks": swap_blocks,
         "cp_gather_cache": cp_gather_cache,
         "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
         "cp_gather_and_upconvert_fp8_kv_cache": cp_gather_and_upconvert_fp8_kv_cache,
@@ -1264,6 +1269,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         result.copy_(cukern.scaled_fp8_quant(y, scale)[0])
 
     operators: dict[str, Any] = {f"{name}_and_mul": activation(name) for name in ("silu", "gelu", "gelu_tanh")}
+    for name, by_torch in bench_moe_activation._VLLMS.items():
+        operators[name] = lambda out, input, by_torch=by_torch: out.copy_(by_torch(input))
     operators["rms_norm_static_fp8_quant"] = rms_norm_static_fp8_quant
     monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(**operators), raising=False)
     properties = SimpleNamespace(multi_processor_count=132)
@@ -1302,6 +1309,7 @@ def _small_cases() -> Iterator[Case]:
     yield from attentions
     yield bench_paged_attention._version(2, paged)
     yield bench_paged_attention._merge(5, 4, 32, "bfloat16")
+    yield bench_paged_attention._merge(5, 4, 32, "bfloat16", heads_first=True)
 
 
 def _distinct(cases: Iterable[Case]) -> list[Case]:

@@ -47,10 +47,15 @@ TOLERANCES: dict[str, str | tuple[str | None, ...] | None] = {
     "merge_attention_states": ("paged_attention.merged", "paged_attention.lse"),
     "flash_mla_with_kvcache": ("mla_decode.out", "mla_decode.lse"),
     **dict.fromkeys(
-        ("moe_activation", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul", "relu2_and_mul"),
+        (
+            "moe_activation", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul",
+            "relu2_and_mul", "mul_and_silu",
+        ),
         "moe_activation.out",
     ),
-    **dict.fromkeys(("add_bias_act", "bias_gelu"), "moe_activation.biased"),
+    **dict.fromkeys(
+        ("add_bias_act", "bias_gelu", "gelu_new", "gelu_fast", "gelu_quick"), "moe_activation.biased"
+    ),
     "silu_and_mul_quant": ("quantization.activated", "quantization.activated_scales"),
     "softmax": "sampling.probs",
     "top_k_renorm_probs": "sampling.renormalized",
@@ -508,10 +513,14 @@ OF_MANY_ROWS: dict[str, Callable[[Any], Any]] = {
     "gelu_tanh_and_mul": cukern.gelu_tanh_and_mul,
     "swigluoai_and_mul": cukern.swigluoai_and_mul,
     "relu2_and_mul": cukern.relu2_and_mul,
+    "mul_and_silu": cukern.mul_and_silu,
     "moe_activation": lambda x: cukern.moe_activation(x, "gelu"),
     "moe_activation scalar": lambda x: cukern.moe_activation(x, variant="scalar" if torch.is_tensor(x) else "auto"),
     "add_bias_act": lambda x: cukern.add_bias_act(x, x[0]),
     "bias_gelu": lambda x: cukern.bias_gelu(x, None, approximate="tanh"),
+    "gelu_new": cukern.gelu_new,
+    "gelu_fast": cukern.gelu_fast,
+    "gelu_quick": cukern.gelu_quick,
     "silu_and_mul_quant": cukern.silu_and_mul_quant,
     "rms_norm": lambda x: cukern.rms_norm(x, x[0] + 1),
     "fused_add_rms_norm": lambda x: cukern.fused_add_rms_norm(x, _like(x), None),

@@ -20,6 +20,7 @@ from cukern.ops import (
     decoder_attention,
     embedding,
     moe_activation,
+    moe_gate,
     moe_gemm,
     norm,
     paged_attention,
@@ -88,8 +89,19 @@ def _mla_decode() -> Iterator[Variant]:
 def _moe_activation() -> Iterator[Variant]:
     yield moe_activation._variant("bfloat16", 1, 2)
     yield moe_activation._variant("float32", 1, 4)
+    yield moe_activation._variant("bfloat16", 1, 16, gate_last=True)
+    yield moe_activation._variant("float16", 1, 2, gate_last=True)
     yield moe_activation._bias_variant("float16", "gelu", 2)
     yield moe_activation._bias_variant("float32", "gelu", 4)
+
+
+def _moe_gate() -> Iterator[Variant]:
+    # A bias of each float dtype that the instances of the import do not take, in each way of loading it.
+    op, config = moe_gate, moe_gate.SPECIALIZED[0]
+    for dtype, lanes, bias_type in (("bfloat16", 32, "__half"), ("float32", 8, "double"), ("float16", 16, "double")):
+        yield op._variant(dtype, config, lanes, (bias_type,))
+    yield op._dynamic("float32", 16, 16, ("__nv_bfloat16",))
+    yield op._dynamic("float16", 32, 32, ("double",))
 
 
 def _moe_gemm() -> Iterator[Variant]:
@@ -147,8 +159,8 @@ def _paged_attention() -> Iterator[Variant]:
         yield dynamic._replace(layout=layout, cluster=cluster, extras=False).variant
     yield op.scalar.variant("float", "float", "VLLM", "true")
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
-    yield paged_attention._merge.variant("float", 4)
-    yield paged_attention._merge.variant("float", 1)
+    yield paged_attention._merge.variant("float", 4, "false")
+    yield paged_attention._merge.variant("float", 1, "true")
 
 
 def _quantizations() -> Iterator[Variant]:
@@ -184,6 +196,7 @@ AT_FIRST_USE = {
     "kv_cache": _kv_cache,
     "mla_decode": _mla_decode,
     "moe_activation": _moe_activation,
+    "moe_gate": _moe_gate,
     "moe_gemm": _moe_gemm,
     "moe_permute": _permutations,
     "norm": _norm,
@@ -195,8 +208,8 @@ AT_FIRST_USE = {
 }
 #: The stems of which no such variant spills.
 NONE_SPILLS = {
-    "decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gemm", "moe_permute", "norm", "padding",
-    "varlen_attention",
+    "decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gate", "moe_gemm", "moe_permute", "norm",
+    "padding", "varlen_attention",
 }  # fmt: skip
 
 #: The stems that list every product of their template parameters: for an architecture other than sm_90a, one of so many

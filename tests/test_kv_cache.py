@@ -19,6 +19,7 @@ import cukern
 from benchmarks import bench_kv_cache, harness
 from cukern.ops import _kv_cache as parts
 from cukern.ops import kv_cache as op
+from cukern.ops._swap_blocks import runs_of
 from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
@@ -131,12 +132,16 @@ def test_an_mla_cache_and_its_gathering_by_hand(put: Callable[[Any], Any]) -> No
     want[2, 1], want[1, 0], want[1, 1] = [0, 1, 2, 3, 50, 51], [4, 5, 6, 7, 52, 53], [8, 9, 10, 11, 54, 55]
     same_bits(cache, want)
 
-    # Sequences of 3, 0 and 1 tokens; the last one starts past its first block.
+    # Sequences of 3, 0 and 1 tokens; the first one starts in the middle of a block, the last one past its first block.
     table, lengths = np.array([[1, 2, 9], [9, 9, 9], [9, 2, 9]], np.int32), np.array([0, 3, 3, 4], np.int32)
     dst = put(np.full((5, 6), 7, np.float16))
     starts = put(np.array([1, 0, 3], np.int32))
     assert cukern.gather_cache(cache, dst, put(table), put(lengths), 3, starts) is None
-    same_bits(dst, np.stack([want[1, 0], want[1, 1], want[2, 0], want[2, 0], np.full(6, 7, np.float16)]))
+    same_bits(dst, np.stack([want[1, 1], want[2, 0], want[2, 1], want[2, 1], np.full(6, 7, np.float16)]))
+    # What lies before a sequence is left out.
+    dst, starts = put(np.full((4, 6), 7, np.float16)), put(np.array([-2, -1, -9], np.int32))
+    cukern.gather_cache(cache, dst, put(table), put(lengths), 3, starts)
+    same_bits(dst, np.stack([*np.full((2, 6), 7, np.float16), want[1, 0], np.full(6, 7, np.float16)]))
 
 
 def test_fp8_by_hand(put: Callable[[Any], Any]) -> None:
@@ -165,8 +170,9 @@ def parts_of(cache: Any) -> tuple[Array, Array, Array]:
 def test_latents_with_scales_by_hand(put: Callable[[Any], Any]) -> None:
     kv_c, k_pe = np.zeros((2, 512), np.float16), np.zeros((2, 64), np.float16)
     kv_c[0, :6] = [448, 17, -19, -0.0, 2**-10, 3 * 2**-10]  # of scale 1: ties to even
-    kv_c[0, 255] = -224  # the second group, of scale 1 / 2
-    kv_c[0, 384:387] = [7, 1, 0.3]  # the last one, of 1 / 64; the third has zeros alone
+    kv_c[0, 254:256] = 132, -225  # the second group: 225 / 448 is just over 1 / 2, so its scale is 1
+    kv_c[0, 256] = 2**-10  # the third one has the smallest scale, 2**-13
+    kv_c[0, 384:387] = [7, 1, 0.3]  # the last one, of 7 / 448 = 1 / 64
     k_pe[0, :3] = [1 + 2**-8, 1 + 3 * 2**-8, -5]  # ties to even
     kv_c[1], k_pe[1] = 1, 2
     cache = put(np.zeros((2, 3, 656), np.uint8))
@@ -175,9 +181,9 @@ def test_latents_with_scales_by_hand(put: Callable[[Any], Any]) -> None:
     latents, scales, rotary = parts_of(cache)
     stored = latents[4].astype(np.float64)
     assert stored[:6].tolist() == [448, 16, -20, 0, 0, 2**-8] and np.signbit(stored[3])
-    assert stored[255] == -448 and stored[384:387].tolist() == [448, 64, 20]
-    assert np.count_nonzero(stored) == 8
-    assert scales[4].tolist() == [1, 0.5, 2.0**-126, 2.0**-6]
+    assert stored[254:257].tolist() == [128, -224, 8] and stored[384:387].tolist() == [448, 64, 20]
+    assert np.count_nonzero(stored) == 10
+    assert scales[4].tolist() == [1, 1, 2.0**-13, 2.0**-6]
     assert rotary[4, :3].tolist() == [1, 1 + 2**-6, -5] and not rotary[4, 3:].any()
     assert not any(x.view(np.uint8)[[0, 1, 2, 3, 5]].any() for x in (latents, scales, rotary))
 
@@ -187,7 +193,7 @@ def test_latents_with_scales_by_hand(put: Callable[[Any], Any]) -> None:
     got = arrays.library_of(dst).to_numpy(dst)
     assert not got[0].any()
     assert got[1, :6].tolist() == [448, 16, -20, 0, 0, 2**-8] and got[1, 384:387].tolist() == [7, 1, 20 / 64]
-    assert got[1, 255] == -224 and got[1, 512:515].tolist() == [1, 1 + 2**-6, -5]
+    assert got[1, 254:257].tolist() == [128, -224, 2**-10] and got[1, 512:515].tolist() == [1, 1 + 2**-6, -5]
     bits = put(np.zeros((2, 656), np.uint8))
     cukern.gather_cache(cache, bits, table, lengths, 1, kv_cache_dtype=SCALED)
     same_bits(bits, arrays.library_of(cache).to_numpy(cache)[1, :2])
@@ -208,9 +214,9 @@ def test_what_is_no_number_in_a_group(put: Callable[[Any], Any], dtype: str) -> 
     want[[3, 9]] = np.nan, 448
     want[128:256], want[256:384] = np.nan, 0
     want[[300, 301]] = np.nan
-    want[384:] = 448
+    want[384:] = 256
     np.testing.assert_array_equal(latents, want)
-    assert scales.tolist() == [1, 2.0**-126, np.inf, np.float32(2) / np.float32(448)]
+    assert scales.tolist() == [1, 2.0**-13, np.inf, 2.0**-7]
     np.testing.assert_array_equal(rotary, [np.nan, -np.inf, *[3] * 62])
     dst = put(np.zeros((1, 576), kv_c.dtype))
     table, lengths = put(np.array([[0]], np.int32)), put(np.array([0, 1], np.int32))
@@ -292,14 +298,20 @@ def test_the_twin_against_indexing(data: st.DataObject) -> None:
 
 
 def draw_latents(rng: np.random.Generator, tokens: int, dtype: str) -> tuple[Array, Array]:
-    """Groups of every magnitude of the dtype, whose quotients are halfway between two numbers of E4M3."""
+    """Groups of every magnitude of the dtype, whose quotients are halfway between two numbers of E4M3.
+
+    The largest of some is 448 times a power of two, or next to it, where the scale doubles.
+    """
     low, high = (-24, 15) if dtype == "float16" else (-148, 120)
     shape = (tokens, 4, 128)
-    largest = rng.integers(1, 256, (tokens, 4, 1)) * np.exp2(rng.integers(low, high - 7, (tokens, 4, 1)))
-    middles = rng.integers(16, 33, shape) / 32 * np.exp2(-rng.integers(0, 20, shape)) / 0.875
+    largest = np.exp2(rng.integers(low, high, (tokens, 4, 1)))
+    middles = rng.integers(16, 33, shape) / 32 * np.exp2(-rng.integers(0, 20, shape))
     random = np.exp2(-12 * rng.random(shape))
-    ratios = np.where(rng.random(shape) < 0.5, np.minimum(middles, 1), random) * rng.choice([-1, 1], shape)
+    ratios = np.where(rng.random(shape) < 0.5, middles, random) * rng.choice([-1, 1], shape)
     ratios[rng.random(shape) < 0.05] = -0.0
+    bits = {"float32": 23, "float16": 10, "bfloat16": 7}[dtype]
+    edge = rng.random((tokens, 4)) < 0.5
+    ratios[edge, 5] = 1.75 * (1 + rng.integers(-1, 2, np.count_nonzero(edge)) * 2.0**-bits)
     kind = arrays.numpy_dtype(dtype)
     kv_c = (largest * ratios).reshape(tokens, 512).astype(np.float32).astype(kind)
     rotary = np.exp2(rng.uniform(low, high, (tokens, 64))) * rng.choice([-1, 1], (tokens, 64))
@@ -310,7 +322,9 @@ def draw_latents(rng: np.random.Generator, tokens: int, dtype: str) -> tuple[Arr
 def test_latents_with_scales_against_torch(dtype: str, rng: np.random.Generator) -> None:
     kv_c, k_pe = map(as_torch, draw_latents(rng, 500, dtype))
     groups = kv_c.float().view(-1, 4, 128)
-    scales = (groups.abs().amax(-1) / torch.full((1,), 448.0)).clamp_min(2.0**-126)
+    # As in FlashMLA's tests; in float64, where no logarithm is rounded to a whole number.
+    scales = (groups.abs().amax(-1) / torch.full((1,), 448.0)).clamp_min(1e-4).double().log2().ceil().exp2().float()
+    assert 0 < (scales == 2.0**-13).float().mean() < 1
     latents = (groups / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(-1, 512)
     rows = torch.cat([x.view(torch.uint8) for x in (latents, scales, k_pe.bfloat16())], dim=1)
     slots = torch.from_numpy(rng.permutation(64 * 9)[:500])
@@ -339,9 +353,9 @@ def test_gathering_undoes_storing(lengths: list[int], seed: int) -> None:
     starts = torch.from_numpy(rng.integers(0, 5, len(lengths)).astype(np.int32))
     rows = torch.from_numpy(draw(rng, (sum(lengths), 6), "float16"))
     slots = [
-        int(table[b, (int(starts[b]) // 4) + t // 4]) * 4 + t % 4
+        int(table[b, u // 4]) * 4 + u % 4
         for b, length in enumerate(lengths)
-        for t in range(length)
+        for u in range(int(starts[b]), int(starts[b]) + length)
     ]
     cache = torch.zeros(len(lengths) * 5, 4, 6, dtype=torch.float16)
     cukern.concat_and_cache_mla(rows[:, :4], rows[:, 4:], cache, torch.tensor(slots, dtype=torch.int64), "auto", None)
@@ -377,6 +391,74 @@ def test_copy_blocks_copies_in_every_layer(put: Callable[[Any], Any], rng: np.ra
         want = old.copy()
         want[3], want[4], want[5], want[7] = old[0], old[1], old[1], old[2]
         same_bits(new, want)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 65])
+def test_copy_blocks_of_caches_without_values(put: Callable[[Any], Any], layers: int, rng: np.random.Generator) -> None:
+    caches = [rng.integers(0, 256, (6, 4, 656)).astype(np.uint8) for _ in range(layers)]
+    got = [put(x.copy()) for x in caches]
+    assert cukern.copy_blocks(got, [], put(np.array([[0, 3], [5, 1]], np.int64))) is None
+    for old, new in zip(caches, got, strict=True):
+        want = old.copy()
+        want[3], want[1] = old[0], old[5]
+        same_bits(new, want)
+
+
+def swapped(src: Array, dst: Array, pairs: Array) -> Array:
+    """What `dst` holds when its blocks are copied one by one."""
+    want = dst.copy()
+    for source, target in pairs.tolist():
+        want[target] = src[source]
+    return want
+
+
+PAIRS = np.array([[0, 3], [1, 4], [2, 5], [5, 0], [7, 2]], np.int64)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "uint8"])
+def test_blocks_swapped_in_host_memory(dtype: str, rng: np.random.Generator) -> None:
+    src, dst = draw(rng, (8, 3, 5), dtype), draw(rng, (6, 15), dtype)  # blocks of as many bytes, in another layout
+    want, block_bytes = swapped(src.reshape(8, 15), dst, PAIRS), src[0].nbytes
+    for into, pairs in ((dst.copy(), PAIRS), (as_torch(dst.copy()), torch.from_numpy(PAIRS))):
+        # The libraries may differ.
+        assert cukern.swap_blocks(src, into, block_bytes, pairs) is None
+        same_bits(into, want)
+    cukern.swap_blocks(src, dst[:0], block_bytes, PAIRS[:0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_runs_are_the_pairs(pairs: list[tuple[int, int]]) -> None:
+    runs = runs_of(np.array(pairs, np.int64).reshape(-1, 2)).tolist()
+    assert [(first + i, to + i) for first, to, blocks in runs for i in range(blocks)] == pairs
+    ends = [(first + blocks, to + blocks) for first, to, blocks in runs[:-1]]
+    assert all(tuple(run[:2]) != end for run, end in zip(runs[1:], ends, strict=True))
+
+
+def _bad_swaps() -> Iterator[Any]:
+    yield {"src": [1.0]}, TypeError, "src must be an array (NumPy, CuPy, torch, or any with __dlpack__), got list"
+    yield (
+        {"dst": np.zeros((4, 6))},
+        TypeError,
+        "dst must be float32 or float16 or bfloat16 or uint8 or float8_e4m3fn or",
+    )
+    yield {"src": np.zeros((6, 4), np.float32).T}, ValueError, "src must be contiguous, got strides (1, 4)"
+    wanted = "dst must be of whole blocks of 24 bytes (block_size_in_bytes), got 112"
+    yield {"dst": np.zeros((4, 7), np.float32)}, ValueError, wanted
+    yield {"block_size_in_bytes": 0}, ValueError, "block_size_in_bytes must be an integer"
+    yield {"block_size_in_bytes": 24.0}, TypeError, "block_size_in_bytes must be an integer"
+    yield {"block_mapping": np.zeros((1, 2), np.int32)}, TypeError, "block_mapping must be int64, got int32"
+    yield {"block_mapping": np.zeros(2, np.int64)}, ValueError, "block_mapping must be of shape [pairs, 2], got [2]"
+    yield {"block_mapping": np.array([[0, 0], [4, 0]])}, ValueError, "block_mapping must be of blocks of src in [0, 4)"
+    yield {"block_mapping": np.array([[0, -1]])}, ValueError, "block_mapping must be of blocks of dst in [0, 5), got -1"
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), list(_bad_swaps()))
+def test_a_bad_swap_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    src, dst = np.zeros((4, 6), np.float32), np.full((5, 6), np.nan, np.float32)
+    good = {"src": src, "dst": dst, "block_size_in_bytes": 24, "block_mapping": np.array([[0, 4]])}
+    with pytest.raises(error, match=re.escape(message)):
+        cukern.swap_blocks(**good | changes)
+    assert np.isnan(dst).all()
 
 
 # --- arrays of every library, in host memory --------------------------------------------------------------
@@ -522,7 +604,7 @@ def _bad_latents_with_scales() -> Iterator[Any]:
     many = "kv_cache_dtype must be one of 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', 'fp8_ds_mla', got 'fp8_mla'"
     for changes, error, message in (
         ({"kv_c": halves(3, 256)}, ValueError, "kv_c must be of a kv_lora_rank of 512 for 'fp8_ds_mla', got"),
-        ({"k_pe": halves(3, 32)}, ValueError, "k_pe must be of a rope_dim of 64 for 'fp8_ds_mla', got 32"),
+        ({"k_pe": halves(3, 32)}, ValueError, "k_pe must be of a rope_dim of 64 or 0 for 'fp8_ds_mla', got 32"),
         ({"kv_cache": halves(4, 8, 656)}, TypeError, "kv_cache must be uint8 or float8_e4m3fn, got float16"),
         ({"kv_cache": octets(4, 8, 576)}, ValueError, "[blocks, block_size, 656] = [4, 8, 656], got [4"),
         ({"kv_cache": octets(4, 8, 1, 656)}, ValueError, "of shape [blocks, block_size, 656], got [4, 8"),
@@ -546,6 +628,8 @@ def _bad_copies() -> Iterator[Any]:
     caches = good_arguments(COPY)["key_caches"]
     yield COPY, {"key_caches": caches[0]}, TypeError, "key_caches must be a list of arrays, one per layer, got ndarray"
     yield COPY, {"value_caches": caches[:1]}, ValueError, "value_caches must be of the 2 layers of key_caches, got 1"
+    yield COPY, {"key_caches": []}, ValueError, "value_caches must be of the 0 layers of key_caches, got 2"
+    yield COPY, {"value_caches": None}, TypeError, "value_caches must be a list of arrays, one per layer, got NoneType"
     yield COPY, {"key_caches": [[1], [2]]}, TypeError, f"key_caches[0] {ANYTHING}"
     yield (
         COPY,
@@ -925,6 +1009,20 @@ def test_latents_with_scales_of_any_sizes(
     compare_latents(tokens, block_size, "holes", dtype, rng, skip, extra)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_without_rotary_numbers(put: Callable[[Any], Any], dtype: str, rng: np.random.Generator) -> None:
+    kv_c, _ = draw_latents(rng, 5, dtype)
+    slots = put(np.array([5, 2, -1, 0, 3], np.int64))
+    caches = []
+    for rope_dim in (0, 64):
+        caches.append(put(np.full((2, 3, 656), 255, np.uint8)))
+        k_pe = put(np.zeros((5, rope_dim), kv_c.dtype))
+        cukern.concat_and_cache_mla(put(kv_c), k_pe, caches[-1], slots, SCALED, None)
+    same_bits(caches[0], arrays.library_of(caches[1]).to_numpy(caches[1]))
+    rotary = parts_of(caches[0])[2].view(np.uint16)
+    assert not rotary[[0, 2, 3, 5]].any() and (rotary[[1, 4]] == 0xFFFF).all()
+
+
 @pytest.mark.gpu
 @settings(max_examples=20)
 @given(st.data())
@@ -1003,11 +1101,12 @@ def test_gathering_and_copying_with_bad_indices(rng: np.random.Generator) -> Non
     src, table = draw(rng, (6, 8, 24), "float16"), rng.integers(-(2**31), 2**31, (3, 4)).astype(np.int32)
     table[:, ::2] %= 6
     dst = Buffer((40, 24), "float16")
-    lengths, starts = np.array([0, 20, 21, 200], np.int32), np.array([0, 2**31 - 1, 9], np.int32)
-    moved = [cupy.asarray(x) for x in (table, lengths)]
-    cukern.gather_cache(place(src), dst.device, *moved, 3, cupy.asarray(starts))
-    twin.gather_cache(src, dst.host, table, lengths, 3, starts)
-    dst.check()
+    lengths, moved_table = np.array([0, 20, 21, 200], np.int32), cupy.asarray(table)
+    for some in ([0, 2**31 - 1, 9], [-5, -(2**31), 2**31 - 8], [3, -1, -19]):
+        starts = np.array(some, np.int32)
+        cukern.gather_cache(place(src), dst.device, moved_table, cupy.asarray(lengths), 3, cupy.asarray(starts))
+        twin.gather_cache(src, dst.host, table, lengths, 3, starts)
+        dst.check()
     cache = Buffer((6, 50), "uint8", 1)
     pairs = np.array([[0, 5], [2**40, 1], [1, -(2**63)], [6, 2], [2, 6], [1, 4]], np.int64)
     cache.host[:3] = cache.host[:3] + np.arange(3, dtype=np.uint8)[:, None]
@@ -1015,6 +1114,54 @@ def test_gathering_and_copying_with_bad_indices(rng: np.random.Generator) -> Non
     cukern.copy_blocks([cache.device], [cupy.zeros((6, 50), cupy.uint8)], cupy.asarray(pairs))
     twin.copy_blocks([cache.host], [np.zeros((6, 50), np.uint8)], pairs)
     cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+@pytest.mark.parametrize("places", ["numpy cupy", "cupy numpy", "cupy cupy", "cpu cuda", "cuda cpu", "cuda numpy"])
+def test_blocks_swapped_between_memories(places: str, dtype: str, rng: np.random.Generator) -> None:
+    arrays_of: dict[str, Callable[[Array], Any]] = {
+        "numpy": np.array,
+        "cupy": cupy.asarray,
+        "cpu": lambda x: as_torch(x).clone(),
+        "cuda": lambda x: as_torch(x).cuda(),
+    }
+    src, dst = draw(rng, (8, 3, 5), dtype), draw(rng, (6, 3, 5), dtype)
+    want, (first, second) = swapped(src, dst, PAIRS), places.split()
+    got, moved = arrays_of[second](dst), arrays_of[first](src)
+    if "cuda" in places:
+        torch.cuda.synchronize()
+    cukern.swap_blocks(moved, got, src[0].nbytes, torch.from_numpy(PAIRS))
+    cupy.cuda.runtime.deviceSynchronize()
+    same_bits(got.cpu() if second == "cuda" else got, want)
+
+
+@pytest.mark.gpu
+def test_a_swap_is_of_the_current_stream_and_of_a_graph() -> None:
+    src, back = torch.zeros(8, 1 << 20, device="cuda"), torch.zeros(8, 1 << 20).pin_memory()
+    mapping, block_bytes = torch.tensor([[0, 1], [1, 2], [5, 0]]), src[0].nbytes
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # what follows must wait for it
+        src.copy_(torch.arange(8.0, device="cuda")[:, None].expand_as(src))
+        cukern.swap_blocks(src, back, block_bytes, mapping)
+    stream.synchronize()
+    assert back[:, 0].tolist() == back[:, -1].tolist() == [5, 0, 1, 0, 0, 0, 0, 0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cukern.swap_blocks(src, back, block_bytes, mapping)
+    src += 10
+    graph.replay()
+    torch.cuda.synchronize()
+    assert back[:3, 7].tolist() == [15, 10, 11]
+
+
+@pytest.mark.gpu
+def test_a_swap_with_its_mapping_on_the_device_is_refused() -> None:
+    cache = cupy.zeros((4, 6), cupy.float32)
+    with pytest.raises(ValueError, match="block_mapping must be in host memory, where it is read, got one on CUDA"):
+        cukern.swap_blocks(cache, cache, 24, cupy.zeros((1, 2), cupy.int64))
 
 
 @pytest.mark.gpu

@@ -71,6 +71,9 @@ def test_by_hand(put: Callable[[Any], Any]) -> None:
     x = put(np.array([[0.0, 1, -2, 9, 2, 3, 4, 20]], np.float32))
     got = {name: arrays.library_of(x).to_numpy(cukern.moe_activation(x, name))[0] for name in NAMES}  # type: ignore[union-attr]
     np.testing.assert_allclose(got["relu2"], [0, 3, 0, 1620])
+    # 0 * silu(2), 1 * silu(3), -2 * silu(4), 9 * silu(20)
+    last = arrays.library_of(x).to_numpy(cukern.mul_and_silu(x))[0]  # type: ignore[union-attr]
+    np.testing.assert_allclose(last, [0, 3 * 0.9525741, -8 * 0.9820138, 180], 1e-5)
     np.testing.assert_allclose(got["silu"], [0, 3 * 0.7310586, -8 * 0.1192029, 180 * 0.9998766], 1e-5)
     np.testing.assert_allclose(got["swigluoai"][3], 7 * 8, 1e-4)
     for function, name in WRAPPERS.items():
@@ -94,6 +97,7 @@ def biased_by_torch(name: str, x: torch.Tensor, bias: torch.Tensor | None) -> to
         "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
         "silu": functional.silu,
         "relu": functional.relu,
+        "gelu_quick": lambda z: z * torch.sigmoid(1.702 * z),
     }
     return forms[name](z)
 
@@ -108,7 +112,21 @@ def test_the_twin_with_a_bias_is_what_torch_has(name: str, dtype: str, rng: np.r
         assert got.dtype == x.dtype
         want = biased_by_torch(name, as_torch(x), None if vector is None else as_torch(vector)).numpy()
         # torch's float64 loses digits where 1 + erf or 1 + tanh is near 0.
-        np.testing.assert_allclose(got.astype(np.float64), want, epsilon, 6e-8 if dtype == "float16" else 1e-14)
+        # gelu_quick's 1.702 is a float32.
+        least = {"float16": 6e-8}.get(dtype, 1e-14 if name != "gelu_quick" else 1e-10)
+        np.testing.assert_allclose(got.astype(np.float64), want, epsilon, least)
+
+
+def test_the_names_of_vllm(put: Callable[[Any], Any], rng: np.random.Generator) -> None:
+    x = draw(rng, (5, 32), "float16")
+    exchanged = np.concatenate([x[:, 16:], x[:, :16]], axis=1)
+    matches(cukern.mul_and_silu(put(x)), twin.silu_and_mul(exchanged))
+    for name, same in {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_quick": "gelu_quick"}.items():
+        function, want = getattr(cukern, name), twin.add_bias_act(x, None, same)
+        biased_matches(function(put(x)), want)
+        into = put(x.copy())
+        assert function(into, out=into) is into
+        biased_matches(into, want)
 
 
 def test_gelu_keeps_its_digits_where_it_is_near_0() -> None:
@@ -121,6 +139,8 @@ def test_with_a_bias_by_hand(put: Callable[[Any], Any]) -> None:
     x, bias = put(np.array([[0.0, 1, -2, 9]], np.float32)), put(np.array([1.0, 1, 1, 1], np.float32))
     to_numpy = arrays.library_of(x).to_numpy  # type: ignore[union-attr]
     np.testing.assert_allclose(to_numpy(cukern.add_bias_act(x, bias, "relu"))[0], [1, 2, 0, 10])
+    quick = to_numpy(cukern.add_bias_act(x, bias, "gelu_quick"))[0]
+    np.testing.assert_allclose(quick, [0.8457958, 1.9356586, -0.1542042, 10], 1e-6)
     np.testing.assert_allclose(to_numpy(cukern.bias_gelu(x, bias))[0], [0.8413447, 1.9544997, -0.1586553, 10], 1e-6)
     gelu = to_numpy(cukern.bias_gelu(x, bias, approximate="tanh"))[0]
     np.testing.assert_allclose(gelu, [0.8411920, 1.9545977, -0.1588080, 10], 1e-6)
@@ -262,6 +282,19 @@ def test_the_kernel_is_the_twin(shape: tuple[int, ...], dtype: str, name: str, r
     if want.size and "vector" not in variants:
         with pytest.raises(ValueError, match="variant must be 'auto' or 'scalar' here, got 'vector'"):
             cukern.moe_activation(cupy.asarray(x), name, variant="vector")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_kernel_with_the_gate_last_is_the_twin(
+    shape: tuple[int, ...], dtype: str, rng: np.random.Generator
+) -> None:
+    x = draw(rng, shape, dtype)
+    want = twin.mul_and_silu(x)
+    out = Buffer(want.shape, dtype)
+    assert cukern.mul_and_silu(cupy.asarray(x), out=out.array) is out.array
+    matches(out.numpy(), want)
 
 
 @pytest.mark.gpu

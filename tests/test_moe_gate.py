@@ -334,12 +334,45 @@ def test_shared_experts_by_hand(route: Place) -> None:
     assert_routing(route("moe_fused_gate", *args, True, renormalize=False), (raw * np.float32(2.5), ids))
 
 
+@pytest.mark.parametrize("name", ["topk_sigmoid", "topk_softmax"])
+def test_shared_experts_without_groups_by_hand(route: Place, name: str) -> None:
+    # As vLLM's operator scales: the weights, renormalized or not.
+    logits = np.array([[UP, DOWN, MIDDLE, MIDDLE]] if name == "topk_sigmoid" else [[log(4), 0, log(2), 0]], np.float32)
+    ids = np.array([[0, 2, 4, 5]], np.int32)
+    routed = np.array([3 / 4, 1 / 2] if name == "topk_sigmoid" else [1 / 2, 1 / 4], np.float32)
+    raw = np.concatenate([routed, [routed.sum() / 2.5] * 2]).astype(np.float32)[None]
+    options = {"topk": 4, "num_fused_shared_experts": 2, "routed_scaling_factor": 2.5}
+    unscaled = {"apply_routed_scaling_factor_on_output": False}
+    assert_routing(route(name, logits, False, **options, **unscaled), (raw, ids))
+    assert_routing(route(name, logits, True, **options, **unscaled), (raw / routed.sum(), ids))
+    assert_routing(route(name, logits, False, **options), (raw * np.float32(2.5), ids))
+    assert_routing(route(name, logits, True, **options), (raw / routed.sum() * np.float32(2.5), ids))
+    options = {"topk": 2, "routed_scaling_factor": 2.5}
+    for renormalize in (False, True):
+        plain = route(name, logits, renormalize, topk=2)[0]
+        assert_routing(route(name, logits, renormalize, **options), (plain * np.float32(2.5), ids[:, :2]))
+
+
 def test_the_scaling_factor_is_applied_only_when_asked(route: Place) -> None:
     logits, bias = np.array([[UP, DOWN, MIDDLE]], np.float32), np.zeros(3, np.float32)
     ids = np.array([[0, 2]], np.int32)
     plain = np.array([[0.6, 0.4]], np.float32)
     assert_routing(route("moe_fused_gate", logits, bias, 1, 1, 2, 0, 2.5), (plain, ids))
     assert_routing(route("moe_fused_gate", logits, bias, 1, 1, 2, 0, 2.5, True), (plain * np.float32(2.5), ids))
+
+
+@pytest.mark.parametrize("name", ["biased_grouped_topk", "grouped_topk"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_sglangs_functions_scale_what_they_renormalize(route: Place, name: str, shared: int) -> None:
+    logits = np.array([[UP, DOWN, MIDDLE]], np.float32)
+    options: dict[str, Any] = {"scoring_func": "sigmoid", "num_fused_shared_experts": shared}
+    given = (None, logits, *([np.zeros(3, np.float32)] if name[0] == "b" else []), 2 + shared)
+    for renormalize in (False, True):
+        plain, ids = route(name, *given, renormalize, routed_scaling_factor=2.5, **options)
+        options["apply_routed_scaling_factor_on_output"] = True
+        scaled = route(name, *given, renormalize, routed_scaling_factor=2.5, **options)
+        assert_routing(scaled, (plain * np.float32(2.5 if renormalize else 1), ids))
+        del options["apply_routed_scaling_factor_on_output"]
 
 
 # --- semantics, one by one ------------------------------------------------------------------------------
@@ -509,6 +542,25 @@ def test_a_float32_bias_is_not_rounded_to_the_input(route_model: Place, dtype: s
     assert ids.tolist() == [[100, 0, 1, 2, 3, 4, 5, 6]]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"),
+    [("float32", "bfloat16"), ("float32", "float64"), ("float16", "float64"), ("bfloat16", "float16")],
+)
+def test_a_bias_of_any_float_dtype_is_used_as_float32(
+    route_model: Place, dtype: str, bias_dtype: str, rng: np.random.Generator
+) -> None:
+    logits, bias = draw(Case(256, 8, 4), 20, rng, dtype, bias_dtype=bias_dtype)
+    bias[3], bias[77] = NAN, -INF
+    want = deepseek(route_model, logits, bias.astype(np.float32))
+    assert_same_bits(deepseek(route_model, logits, bias), want)
+
+
+def test_a_float64_bias_past_float32_is_infinite(route: Place) -> None:
+    bias = np.array([0, 1e300, 0, -1e300])
+    _, ids = route("moe_fused_gate", np.zeros((1, 4), np.float32), bias, 1, 1, 4)
+    assert ids.tolist() == [[1, 0, 2, 3]]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_computed_in_float32(route_model: Place, dtype: str, rng: np.random.Generator) -> None:
     logits = rng.normal(size=(33, 256)).astype(arrays.numpy_dtype(dtype))
@@ -612,7 +664,7 @@ def composed(case: Case, logits: Array, bias: Array) -> Routing:
     weights = torch.cat([weights, (total / case.scaling).expand(-1, case.shared)], dim=1)
     if case.renormalize:
         weights = weights / total
-    if case.scale_output:
+    if case.scale_output and (case.renormalize or case.biased):  # grouped_topk scales what it renormalizes
         weights = weights * case.scaling
     return weights.float().numpy(), ids.int().numpy()
 
@@ -891,8 +943,7 @@ def _bad_numbers_and_names() -> Iterator[Any]:
 
 def _bad_biases() -> Iterator[Any]:
     for value, error, message, what in (
-        (zeros(256, dtype=np.float64), TypeError, "float32, got float64", "float64"),
-        (zeros(256, dtype=np.float16), TypeError, "float32, got float16", "half for float32 logits"),
+        (zeros(256, dtype=np.int32), TypeError, "float32 or float16 or bfloat16 or float64, got int32", "of integers"),
         (zeros(255), ValueError, "of shape [experts] = [256], got [255]", "too short"),
         (zeros(1, 256), ValueError, "of shape [experts] = [256], got [1, 256]", "of two dimensions"),
         (zeros(512)[::2], ValueError, "contiguous, got strides (2,) (in elements)", "strided"),
@@ -900,9 +951,6 @@ def _bad_biases() -> Iterator[Any]:
         ([0.0] * 256, TypeError, "a NumPy array like LOGITS, got builtins.list", "a list"),
     ):
         yield from bad(BIASED, {"BIAS": value}, error, f"BIAS must be {message}", f"bias {what}")
-    half = {"LOGITS": zeros(5, 256, dtype=np.float16), "BIAS": zeros(256, dtype=arrays.numpy_dtype("bfloat16"))}
-    message = "BIAS must be float32 or float16, got bfloat16"
-    yield from bad(BIASED, half, TypeError, message, "bias bfloat16 for float16 logits")
     for name in ("moe_fused_gate", "biased_grouped_topk"):
         yield from bad(name, {"BIAS": None}, TypeError, "BIAS must be an array [experts], got None", "no bias")
 
@@ -1035,9 +1083,9 @@ def test_each_specialized_configuration_is_tested() -> None:
             assert {variant.instance for variant in used} <= set(op._kernel.at_import)
 
 
-def choices(case: Case, dtype: str = "float32", softcap: bool = False) -> Any:
+def choices(case: Case, dtype: str = "float32", softcap: bool = False, bias_dtype: str = "float32") -> Any:
     sizes = (case.groups, case.topk_group, case.topk, case.shared)
-    return op._choose(dtype, case.experts, sizes, case.scoring, case.biased, softcap)
+    return op._choose(dtype, case.experts, sizes, case.scoring, bias_dtype if case.biased else None, softcap)
 
 
 def forms_of(case: Case, dtype: str = "float32") -> list[str | int]:
@@ -1059,6 +1107,13 @@ def test_the_variant_follows_from_the_sizes() -> None:
     for other in (Case(256, 4, 2, 8), Case(255, topk=8), Case(256, 8, 4, 8, "softmax"), Case(256, 8, 4, 33)):
         assert forms_of(other) == ["dynamic"]
     assert not choices(without, softcap=True).specialized
+    # A bias of another float dtype has the same kernels in instances of their own.
+    for dtype, bias_dtype in itertools.product(op.DTYPES, op.BIAS_DTYPES):
+        found, usual = (choices(deepseek, dtype, bias_dtype=x) for x in (bias_dtype, "float32"))
+        same = bias_dtype in ("float32", dtype)
+        for one, other in zip((found.dynamic, *found.specialized), (usual.dynamic, *usual.specialized), strict=True):
+            assert (one.variant is other.variant) == same and one[1:] == other[1:]
+            assert one.variant.instance.arguments[:7] == other.variant.instance.arguments
     # The dynamic variant that is chosen holds all experts.
     for experts in range(1, op.MAX_EXPERTS + 1):
         *_, lanes, values, _ = choices(Case(experts, topk=1)).dynamic.variant.instance.arguments

@@ -110,6 +110,11 @@ def test_blocks_by_hand(put: Callable[[Any], Any]) -> None:
     same_bits(got[0], np.array([0, 4, 6, 5] + [6] * 11, np.int32))
     same_bits(got[1], np.array([0, 1, -1, -1, -1], np.int32))
     same_bits(got[2], np.array([6], np.int32))
+    # Into longer arrays, which are filled.
+    out = tuple(put(np.full(n, 77, np.int32)) for n in (rows + 2, 8, 1))
+    assert cukern.moe_align_block_size(ids, 3, 4, out=out) is out
+    for array, want in zip(out, ([*sorted_ids, 6, 6], [0, 1, 3, *[-1] * 5], [9]), strict=True):
+        same_bits(array, np.array(want, np.int32))
 
 
 def test_rows_by_hand(put: Callable[[Any], Any]) -> None:
@@ -360,6 +365,21 @@ def _bad_sorts() -> Iterator[Any]:
     yield SORT, {"out": triple[0]}, TypeError, f"{wanted} ndarray"
     yield SORT, {"out": [triple[1], *triple[1:]]}, ValueError, "out[0] must be of shape [experts + 1] = [5], got [6]"
     yield SORT, {"out": [*triple[:2], triple[2].astype(np.int64)]}, TypeError, "out[2] must be int32, got int64"
+    aligned = [np.zeros(n, I32) for n in (18, 5, 1)]
+    wanted = "out must be a triple (sorted_token_ids, expert_ids, num_tokens_post_pad), got"
+    yield ALIGN, {"out": aligned[:2]}, TypeError, f"{wanted} list"
+    yield ALIGN, {"out": [aligned[0][:17], *aligned[1:]]}, ValueError, "out[0] must be of at least 18 elements, got 17"
+    yield ALIGN, {"out": [aligned[0], aligned[2], aligned[2]]}, ValueError, "out[1] must be of at least 5 elements, got"
+    yield ALIGN, {"out": [*aligned[:2], aligned[1]]}, ValueError, "out[2] must be of 1 elements, got 5"
+    yield ALIGN, {"out": [*aligned[:2], aligned[2][0]]}, TypeError, "out[2] must be a NumPy array like topk_ids, got"
+    yield ALIGN, {"out": [aligned[0], aligned[1].astype(F32), aligned[2]]}, TypeError, "out[1] must be int32, got"
+    yield ALIGN, {"out": [np.zeros(36, I32)[::2], *aligned[1:]]}, ValueError, "out[0] must be contiguous, got strides"
+    yield (
+        ALIGN,
+        {"out": [np.zeros((9, 2), I32), *aligned[1:]]},
+        ValueError,
+        "out[0] must be of shape [rows], got [9, 2]",
+    )
     for value in (0, 2**15 + 1):
         yield ALIGN, {"block_size": value}, ValueError, f"block_size must be an integer in [1, 32768], got {value}"
     yield ALIGN, {"block_size": 4.0}, TypeError, "block_size must be an integer in [1, 32768], got 4.0 (float)"
@@ -457,8 +477,8 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
     st.booleans(),
 )
 def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: int, one_block: bool) -> None:
-    for capacity in (None, (1, False), (16, True)):
-        split = kernels.split_pairs(experts, mapped, capacity, one_block, 1024, pairs)
+    for capacity in (0, pairs, twin.aligned_rows(pairs, experts, 16, True)):
+        split = kernels.split_pairs(experts, mapped, one_block, 1024, pairs, capacity)
         per_block, per_warp, warps = split.pairs_per_block, split.pairs_per_warp, split.warps
         assert (split.blocks - 1) * per_block < max(pairs, 1) <= split.blocks * per_block
         assert (split.blocks > 1) == (not one_block and pairs > kernels._PAIRS_PER_BLOCK)
@@ -505,7 +525,7 @@ def test_a_plan_of_a_sort_serves_other_numbers_of_tokens() -> None:
         for first, others in ((5, (0, 1, 100, 256)), (300, (257, 4096)), (5000, (4097, 2**20))):
             _, sizes = launches_of("moe_sort", np.resize(ids, (first, 8)), 64, **options)
             for tokens in (first, *others):
-                split = kernels.split_pairs(64, mapped, (1, False), first == 5, 1024, tokens * 8)
+                split = kernels.split_pairs(64, mapped, first == 5, 1024, tokens * 8, tokens * 8)
                 *counting, sorting = sizes(tokens)
                 assert sorting == (split.blocks, split.threads, 1, split.shared_bytes)
                 assert counting == (
@@ -622,6 +642,18 @@ def compare_sorts(case: Case, rng: np.random.Generator, variant: str, block_size
             aligned, twin.moe_align_block_size(ids, block_size, case.experts, expert_map, pad, **more), strict=True
         ):
             same_bits(got, expected)
+        # Arrays of the caller's, as long as needed or longer: those of SGLang, with a block for no expert, and more.
+        for longer in (0, block_size - 1, 9000):
+            outs = [Buffer((size,), "int32") for size in (len(aligned[0]) + longer, len(aligned[1]) + longer, 1)]
+            given = tuple(out.array for out in outs)
+            got = cukern.moe_align_block_size(
+                on_device, block_size, case.experts, mapping, pad, **more, out=given, variant=variant
+            )
+            assert got is given
+            want_longer = tuple(np.empty(x.array.shape, np.int32) for x in outs)
+            twin.moe_align_block_size(ids, block_size, case.experts, expert_map, pad, **more, out=want_longer)
+            for out, expected in zip(outs, want_longer, strict=True):
+                same_bits(out.numpy(), expected)
 
 
 SORTS = {

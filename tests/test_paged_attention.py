@@ -501,15 +501,49 @@ def test_merging_by_hand(on_device: bool) -> None:
         # What is wrong stays wrong.
         (NAN, -INF, NAN, NAN),
         (-INF, NAN, NAN, NAN),
-        (INF, 0, NAN, NAN),
+        # No tokens, as FlashAttention 2 and FlashMLA say it.
+        (INF, 0, 3, 0),
+        (0, INF, 1, 0),
+        (INF, INF, 0, -INF),
+        (-INF, INF, 0, -INF),
+        (INF, NAN, NAN, NAN),
     ]
     lse_a, lse_b, want, want_lse = np.ascontiguousarray(np.array(rows, np.float32).T)[:, :, None]
     out_a, out_b = (np.full((len(rows), 1, 8), value, np.float32) for value in (1, 3))
-    out_a[lse_a == -INF], out_b[lse_b == -INF] = NAN, NAN
+    out_a[np.isinf(lse_a)], out_b[np.isinf(lse_b)] = NAN, NAN
     given = out_a, lse_a, out_b, lse_b
     merged, lse = cukern.merge_attention_states(*(map(cupy.asarray, given) if on_device else given))
     assert_matches(OUT, merged, np.repeat(want[..., None], 8, 2))
     assert_matches(LSE, lse, want_lse)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 8), (2, 5, 3, 8), (0, 4, 8)], ids=str)
+def test_merging_with_the_heads_first(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    out_a, out_b = (normal(rng, shape, "float32") for _ in range(2))
+    lse_a, lse_b = (normal(rng, shape[:-1], "float32") for _ in range(2))
+    want, want_lse = cukern.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    by_head = [np.ascontiguousarray(lse.swapaxes(-1, -2)) for lse in (lse_a, lse_b)]
+    out, lse = cukern.merge_attention_states(out_a, by_head[0], out_b, by_head[1], lse_heads_first=True)
+    assert np.array_equal(out, want) and lse.shape == by_head[0].shape
+    assert np.array_equal(lse.swapaxes(-1, -2), want_lse)
+
+
+def test_latent_attention_in_parts(rng: np.random.Generator) -> None:
+    # What flash_mla_with_kvcache returns is merged as it is, also where a part has no tokens: its lse is +inf there.
+    cache, q = (normal(rng, shape, "bfloat16") for shape in ((4, 16, 1, 64), (2, 3, 4, 64)))
+    table = np.array([[0, 1], [2, 3]], np.int32)
+
+    def attend(blocks: slice, *lengths: int) -> Any:
+        ends = np.array(lengths, np.int32)
+        schedule = cukern.get_mla_metadata(ends, 12, 1)
+        return cukern.flash_mla_with_kvcache(q, cache, table[:, blocks].copy(), ends, 32, *schedule)
+
+    first, rest = attend(slice(0, 1), 16, 16), attend(slice(1, 2), 9, 0)
+    assert np.isposinf(rest[1][1]).all()
+    merged, lse = cukern.merge_attention_states(*first, *rest, lse_heads_first=True)
+    want, want_lse = attend(slice(0, 2), 25, 16)
+    assert np.abs(merged.astype(np.float32) - want.astype(np.float32)).max() < 2**-6
+    assert np.abs(lse - want_lse).max() < 1e-5
 
 
 # --- corners, in the twin and in each variant -----------------------------------------------------------
@@ -931,6 +965,10 @@ def _bad_merges() -> Iterator[Any]:
         ({"out": (zeros(2, 4, 8), zeros(2, 4))}, ValueError, "out[0] must be of shape out_a's = [2, 4, 16], got"),
         ({"out": (zeros(2, 4, 16), zeros(2, 3))}, ValueError, "out[1] must be of shape out_a's without head_dim = "),
         ({"variant": "scalar"}, ValueError, "variant must be one of 'auto', got 'scalar'"),
+        ({"lse_heads_first": True}, ValueError,
+         "lse_a must be of shape [..., heads, tokens] of out_a = [4, 2], got [2, 4]"),
+        ({"lse_heads_first": True, "out_a": zeros(2, 16)}, ValueError,
+         "out_a must be of shape [..., tokens, heads, head_dim], got [2, 16]"),
     )  # fmt: skip
 
 
@@ -1540,9 +1578,16 @@ def test_v1_takes_a_strided_query_and_bad_ids(rng: np.random.Generator) -> None:
 def test_merging_kernels(dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> None:
     out_a, out_b = (rng.uniform(-1, 1, shape).astype(arrays.numpy_dtype(dtype)) for _ in range(2))
     lse_a, lse_b = (normal(rng, shape[:-1], "float32") * 4 for _ in range(2))
-    lse_a.ravel()[::3], lse_b.ravel()[::5] = -INF, -INF
-    out_a[lse_a == -INF], out_b[lse_b == -INF] = NAN, NAN
+    lse_a.ravel()[::3], lse_b.ravel()[::5], lse_b.ravel()[::7] = -INF, -INF, INF
+    out_a[np.isinf(lse_a)], out_b[np.isinf(lse_b)] = NAN, NAN
     want, want_lse = twin.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    by_head = [cupy.asarray(np.ascontiguousarray(lse.swapaxes(-1, -2))) for lse in (lse_a, lse_b)]
+    out_by_head, lse_by_head = cukern.merge_attention_states(
+        cupy.asarray(out_a), by_head[0], cupy.asarray(out_b), by_head[1], lse_heads_first=True
+    )
+    assert lse_by_head.shape == by_head[0].shape
+    assert_matches("paged_attention.merged", out_by_head, want)
+    assert_matches(LSE, lse_by_head.swapaxes(-1, -2), want_lse)
     given = [cupy.asarray(a) for a in (out_a, lse_a, out_b, lse_b)]
     out, lse = Buffer(shape, dtype), Buffer(shape[:-1], "float32")
     pair = out.array, lse.array

@@ -20,7 +20,7 @@ import cukern.torch_ops
 from cukern import fused_moe, ops
 from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS, operator
-from tests.calls import CALLS, GATE_CALLS, WITH_OUT, WITH_STATE, Call, floats, gate, outputs, topk_softmax
+from tests.calls import CALLS, GATE_CALLS, NO_OPS, WITH_OUT, WITH_STATE, Call, floats, gate, outputs, topk_softmax
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -30,7 +30,7 @@ FUNCTIONS = [
     for module in (*vars(ops).values(), fused_moe)
     if isinstance(module, ModuleType)
     for name in getattr(module, "__all__", [])
-    if inspect.isfunction(getattr(module, name)) and name not in WITH_STATE
+    if inspect.isfunction(getattr(module, name)) and name not in NO_OPS | WITH_STATE
 ]
 
 

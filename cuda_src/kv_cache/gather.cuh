@@ -1,7 +1,7 @@
 // Where the rows of gathered sequences lie in a paged cache.
 //
-//   row cu_seq_lens[b] + t of dst is place t % block_size of block block_table[b, first + t / block_size],
-//   with first = seq_starts[b] / block_size
+//   row cu_seq_lens[b] + t of dst is place u % block_size of block block_table[b, u / block_size],
+//   with u = seq_starts[b] + t
 //
 // A row is left out that belongs to no sequence, to an entry outside of the table or to a block outside of the cache,
 // so that whatever the arrays hold, nothing is read or written outside of them.
@@ -60,12 +60,19 @@ __device__ __forceinline__ long long find_row(const GatherRowsParams& p, long lo
     if (sequence < 0 || sequence >= p.batch) return -1;
     const unsigned t = unsigned(token - __ldg(p.cu_seq_lens + sequence));
     const unsigned block_of = p.by_block_size.quotient(t);
+    unsigned place = t - block_of * p.block_size;
     long long entry = block_of;
-    if (p.seq_starts) entry += __ldg(p.seq_starts + sequence) / p.block_size;
+    if (p.seq_starts) {
+        const int start = __ldg(p.seq_starts + sequence), blocks = start / p.block_size;
+        const int rest = start - blocks * p.block_size; // negative for a negative start
+        entry += rest < 0 ? blocks - 1 : blocks;
+        place += rest < 0 ? rest + p.block_size : rest;
+        if (place >= unsigned(p.block_size)) place -= p.block_size, ++entry;
+    }
     if (entry < 0 || entry >= p.table_columns) return -1;
     const int block = __ldg(p.block_table + sequence * p.table_stride + entry);
     if (unsigned(block) >= unsigned(p.blocks)) return -1;
-    return block * p.block_stride + (t - block_of * p.block_size) * p.token_stride;
+    return block * p.block_stride + place * p.token_stride;
 }
 
 // Offsets in src of the rows of a tile, from[r], or -1. All threads call it. Two warps find the sequences of the tile's

@@ -1,8 +1,8 @@
 // Gather the tokens of sequences out of a paged cache, one after the other, converted from the cache's format.
 //
-//   dst[cu_seq_lens[b] + t] = read(src[block_table[b, first + t / block_size], t % block_size])
+//   dst[cu_seq_lens[b] + t] = read(src[block_table[b, u / block_size], u % block_size])
 //
-// with first = seq_starts[b] / block_size: see kv_cache/gather.cuh; read: see kv_cache/format.cuh.
+// with u = seq_starts[b] + t: see kv_cache/gather.cuh; read: see kv_cache/format.cuh.
 //
 // Grid: x: tiles of tokens of dst; y: parts of a row. Once it is known where the rows are, the threads move units as in
 // store_rows.

@@ -7,7 +7,7 @@
 // GROUP latents share a scale.
 constexpr int LATENTS = 512, GROUP = 128;
 constexpr int SCALES_AT = LATENTS, ROTARY_AT = SCALES_AT + LATENTS / GROUP * 4; // bytes
-constexpr float LARGEST_E4M3 = 448.f, SMALLEST_SCALE = 0x1p-126f;
+constexpr float LARGEST_E4M3 = 448.f, SMALLEST_SCALE = 1e-4f;
 
 // A unit by one load or, if it is not ALIGNED, byte by byte.
 template <typename U, bool ALIGNED> __device__ __forceinline__ U load_unit(const char* from) {

@@ -1,7 +1,10 @@
 // Store new tokens in FlashMLA's FP8 cache (kv_cache/latents.cuh), with a scale for each GROUP latents.
 //
-//   scale  = max(max(|latent|) / 448, 2^-126) over the GROUP, NaN left out
+//   scale  = the smallest power of two from max(max(|latent|) / 448, 1e-4) on, over the GROUP, NaN left out
 //   stored = E4M3(latent / scale), rounded to the nearest, ties to even, and saturated
+//
+// With powers of two nothing but the 8-bit number rounds, neither the quotient here nor the product when it is read. A
+// token without rotary numbers stores zeros for them.
 //
 // A cache has blocks of block_size tokens. slot_mapping gives each new token its slot: block slot / block_size, place
 // slot % block_size in it. A token whose slot is outside of the cache, such as -1, is left out.
@@ -16,7 +19,7 @@
 
 struct StoreLatentsParams {
     const char* latents;           // T [tokens, LATENTS]
-    const char* rotary;            // T [tokens, 64]
+    const char* rotary;            // T [tokens, 64], may be null: zeros
     char* cache;                   // [blocks, block_size, 656]
     const long long* slot_mapping; // [tokens]
     long long latents_stride;      // between tokens
@@ -28,6 +31,11 @@ struct StoreLatentsParams {
     int block_size;
     Divisor by_block_size;
 };
+
+// The smallest power of two that is not below a normal x; of an infinity that one.
+__device__ __forceinline__ float power_of_two_from(float x) {
+    return __uint_as_float((__float_as_uint(x) + 0x7FFFFFu) & 0x7F800000u);
+}
 
 template <typename T, bool ALIGNED, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32) store_latents(const __grid_constant__ StoreLatentsParams p) {
@@ -41,7 +49,8 @@ __global__ void __launch_bounds__(WARPS * 32) store_latents(const __grid_constan
     uint4 vector[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) vector[i] = load_unit<uint4, ALIGNED>(latents + i * 16);
-    const Pair pair = load_unit<Pair, ALIGNED>(rotary);
+    Pair pair = {};
+    if (p.rotary) pair = load_unit<Pair, ALIGNED>(rotary);
 
     float latent[EACH], largest = 0;
 #pragma unroll
@@ -49,16 +58,14 @@ __global__ void __launch_bounds__(WARPS * 32) store_latents(const __grid_constan
         latent[i] = to_float(reinterpret_cast<const T*>(vector)[i]);
         largest = fmaxf(largest, fabsf(latent[i])); // fmaxf leaves NaN out
     }
-    const float scale = fmaxf(__fdiv_rn(lanes_max<GROUP / EACH>(largest), LARGEST_E4M3), SMALLEST_SCALE);
+    const float least = fmaxf(__fdiv_rn(lanes_max<GROUP / EACH>(largest), LARGEST_E4M3), SMALLEST_SCALE);
+    const float scale = power_of_two_from(least), reciprocal = __frcp_rn(scale);
     if ((unsigned long long)slot >= (unsigned long long)p.slots) return;
 
-    // With a tiny scale the remainder in Quotient would be too small to be exact: a power of two raises both sides.
-    const float raise = scale < 0x1p-64f ? 0x1p64f : 1.f;
-    const Quotient quotient(__fmul_rn(scale, raise));
     uint4 stored;
 #pragma unroll
     for (int i = 0; i < EACH; i += 2) {
-        const float x = quotient(__fmul_rn(latent[i], raise)), y = quotient(__fmul_rn(latent[i + 1], raise));
+        const float x = __fmul_rn(latent[i], reciprocal), y = __fmul_rn(latent[i + 1], reciprocal);
         reinterpret_cast<unsigned short*>(&stored)[i / 2] = to_fp8<__NV_E4M3>(x, y);
     }
     unsigned rounded;

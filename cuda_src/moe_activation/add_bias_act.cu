@@ -5,6 +5,7 @@
 //             = z * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 z^3))) / 2                   GELU_TANH
 //             = z / (1 + exp(-z))                                                       SILU
 //             = max(z, 0)                                                               RELU
+//             = z / (1 + exp(-1.702 z))                                                 GELU_QUICK
 //
 // Float32 has the accurate functions of CUDA, good to a few units in the last place also where erf and tanh are near
 // -1. For 16 bits the quick forms of common/activation.cuh are far more exact than the result.
@@ -20,7 +21,7 @@
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-constexpr int RELU = RELU2 + 1; // beside the activations that may have a gate
+constexpr int RELU = RELU2 + 1, GELU_QUICK = RELU2 + 2; // beside the activations that may have a gate
 
 struct Params {
     const char* x;      // [rows, inter]
@@ -36,6 +37,10 @@ struct Params {
 
 template <typename T, int ACTIVATION> __device__ __forceinline__ float activated(float z) {
     if constexpr (ACTIVATION == RELU) return z < 0.f ? 0.f : z; // a comparison, so that NaN stays NaN
+    if constexpr (ACTIVATION == GELU_QUICK) {
+        const float y = 1.702f * z;
+        return sizeof(T) < 4 ? z * sigmoid_of(y) : z / (1.f + expf(-y));
+    }
     if constexpr (sizeof(T) < 4) return activate<ACTIVATION>(z, 1.f);
     if constexpr (ACTIVATION == GELU) return z * normcdff(z);
     // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which loses no digits where tanh is near -1.

@@ -4,7 +4,8 @@
 //
 // With counts, x is [experts, max_tokens, 2 * inter]; rows of an expert from its count on are neither read nor written.
 //
-// T: the elements. BYTES: a unit of them, the width of a load. ITEMS: units per thread.
+// T: the elements. BYTES: a unit of them, the width of a load. ITEMS: units per thread. GATE_LAST: the second half of a
+// row is the gate, activate(x[r, inter + c], x[r, c]).
 //
 // Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns / ITEMS neighbouring threads; thread
 // t has its units t, t + threads, ... and loads all of them before it computes the first.
@@ -32,7 +33,7 @@ struct Params {
     Divisor by_threads;
 };
 
-template <typename T, int ACTIVATION, int BYTES, int ITEMS>
+template <typename T, int ACTIVATION, int BYTES, int ITEMS, bool GATE_LAST = false>
 __global__ void __launch_bounds__(256) moe_activation(const __grid_constant__ Params p) {
     constexpr int EACH = BYTES / int(sizeof(T));
     const int threads = unsigned(p.tile_columns) / ITEMS, tile_row = p.by_threads.quotient(threadIdx.x);
@@ -60,7 +61,8 @@ __global__ void __launch_bounds__(256) moe_activation(const __grid_constant__ Pa
         for (int j = 0; j < EACH; ++j) {
             const float g = to_float(reinterpret_cast<const T*>(&gate[i])[j]);
             const float u = to_float(reinterpret_cast<const T*>(&up[i])[j]);
-            reinterpret_cast<T*>(&out)[j] = from_float<T>(activate<ACTIVATION>(g, u));
+            reinterpret_cast<T*>(&out)[j] =
+                from_float<T>(GATE_LAST ? activate<ACTIVATION>(u, g) : activate<ACTIVATION>(g, u));
         }
         reinterpret_cast<Unit<BYTES>*>(to)[i * threads] = out;
     }

@@ -17,7 +17,8 @@
 // EXPERTS > 0 fixes experts and groups: lane l holds the VALUES = EXPERTS / LANES experts from l * VALUES on, so that a
 // group is one or more whole neighbouring lanes. EXPERTS == 0 is dynamic, sizes are arguments: lane l holds experts l,
 // l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless
-// dynamic. No sum depends on which lane holds an expert, so all instances return the same bits.
+// dynamic. OTHER: the elements of a bias that are not float. No sum depends on which lane holds an expert, so all
+// instances return the same bits.
 //
 // Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS warps per block.
 //
@@ -36,7 +37,7 @@ enum Scoring { ANY, SIGMOID, SOFTMAX, SQRTSOFTPLUS };
 
 struct Params {
     const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
-    const void* bias;            // [experts]  float if bias_is_float, else T; null: unbiased
+    const void* bias;            // [experts]  float if bias_is_float, else OTHER; null: unbiased
     float* weights;              // [tokens, topk + shared]
     int* ids;                    // [tokens, topk + shared]
     const void* valid_on_device; // one int32 or int64 that replaces `valid`, may be null
@@ -106,6 +107,9 @@ template <bool DYNAMIC> struct Scores {
 
 // --- loads ----------------------------------------------------------------------------------------------
 
+// For a bias of double.
+__device__ __forceinline__ float to_float(double x) { return __double2float_rn(x); }
+
 // Consecutive values of type T as floats, in loads as wide as their count allows.
 template <typename T, int COUNT>
 __device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&to)[COUNT]) {
@@ -160,7 +164,7 @@ template <typename T, int COUNT, int LANES> struct Staging {
 };
 
 // A lane's view of its token's row: the experts it holds, their logits and their biases.
-template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Row {
+template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER> struct Row {
     static constexpr bool DYNAMIC = EXPERTS == 0;
     using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES>;
     using BiasStage = Staging<float, VALUES, LANES>;
@@ -194,7 +198,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
     // One expert's bias, from global memory. fmax turns a NaN into -inf.
     __device__ __forceinline__ float load_bias_of(int e) const {
         const float b =
-            p.bias_is_float ? static_cast<const float*>(p.bias)[e] : to_float(static_cast<const T*>(p.bias)[e]);
+            p.bias_is_float ? static_cast<const float*>(p.bias)[e] : to_float(static_cast<const OTHER*>(p.bias)[e]);
         return fmaxf(b, -CUDART_INF_F);
     }
     __device__ __forceinline__ float bias_of(unsigned e) const {
@@ -214,12 +218,12 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED> struct Ro
             if (p.bias_is_float)
                 load_each([&](int e) { return static_cast<const float*>(p.bias)[e]; }, bias);
             else
-                load_each([&](int e) { return to_float(static_cast<const T*>(p.bias)[e]); }, bias);
+                load_each([&](int e) { return to_float(static_cast<const OTHER*>(p.bias)[e]); }, bias);
         } else if (biased) {
             if (p.bias_is_float)
                 load_floats(static_cast<const float*>(p.bias) + lane * VALUES, bias);
             else
-                load_floats(static_cast<const T*>(p.bias) + lane * VALUES, bias);
+                load_floats(static_cast<const OTHER*>(p.bias) + lane * VALUES, bias);
         }
     }
     // Load the logit of each value, and the bias if it is staged.
@@ -360,14 +364,14 @@ constexpr int resident_blocks(int lanes, int values) {
     return lanes > STAGED_LANES ? 1 : values <= 16 ? 16 : __CUDA_ARCH__ >= 1000 ? 12 : 14;
 }
 
-template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED>
+template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED, typename OTHER = T>
 __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 32, VALUES))
     moe_gate(const __grid_constant__ Params p) {
     constexpr bool DYNAMIC = EXPERTS == 0;
     static_assert(DYNAMIC || EXPERTS == LANES * VALUES, "a lane holds a whole number of experts");
     static_assert(DYNAMIC || LANES % GROUPS == 0, "a group is whole lanes");
     static_assert(VALUES <= 32, "a lane keeps a bit for each of its values");
-    using OwnRow = Row<T, EXPERTS, LANES, VALUES, BIASED>;
+    using OwnRow = Row<T, EXPERTS, LANES, VALUES, BIASED, OTHER>;
     using Stage = typename OwnRow::Stage;
 
     int experts = p.experts, groups = p.groups, scoring = p.scoring, capacity = p.capacity;

@@ -4,7 +4,9 @@
 //   lse    = larger + log(exp(lse_a - larger) + exp(lse_b - larger))
 //   out    = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 //
-// A side whose lse is -inf counts for nothing, even if its output is NaN.
+// A side whose lse is -inf or +inf is over no tokens and counts for nothing, even if its output is NaN.
+//
+// HEADS_FIRST: the log-sum-exps are [..., heads, tokens] for outputs of [..., tokens, heads, head_dim].
 //
 // Grid: a thread per VECTOR elements of `out`.
 //
@@ -21,9 +23,24 @@ struct MergeParams {
     float* lse;         // like lse_a, and may not be it: other threads still read
     long long rows;
     int head_dim;
+    long long heads;  // if HEADS_FIRST, like the next one
+    long long tokens; // of each [tokens, heads, head_dim]
 };
 
-template <typename T, int VECTOR>
+// A side's log-sum-exp, with -inf for both of the values that say that it is over no tokens.
+__device__ __forceinline__ float load_lse(const float* from) {
+    const float lse = *from;
+    return lse == CUDART_INF_F ? -CUDART_INF_F : lse;
+}
+
+// Where the log-sum-exp of a row of `out` is.
+template <bool HEADS_FIRST> __device__ __forceinline__ long long lse_of(const MergeParams& p, long long row) {
+    if constexpr (!HEADS_FIRST) return row;
+    const long long token = row / p.heads, block = token / p.tokens;
+    return (block * p.heads + (row - token * p.heads)) * p.tokens + (token - block * p.tokens);
+}
+
+template <typename T, int VECTOR, bool HEADS_FIRST>
 __global__ __launch_bounds__(128) void merge_states(const __grid_constant__ MergeParams p) {
     struct alignas(sizeof(T) * VECTOR) Vector {
         T items[VECTOR];
@@ -31,7 +48,8 @@ __global__ __launch_bounds__(128) void merge_states(const __grid_constant__ Merg
     const int vectors = p.head_dim / VECTOR;
     const long long i = blockIdx.x * 128ll + threadIdx.x, row = i / vectors;
     if (row >= p.rows) return;
-    const float a = p.lse_a[row], b = p.lse_b[row];
+    const long long at = lse_of<HEADS_FIRST>(p, row);
+    const float a = load_lse(p.lse_a + at), b = load_lse(p.lse_b + at);
     const float larger = a == a && b == b ? fmaxf(a, b) : CUDART_NAN_F;
     const Vector from_a = static_cast<const Vector*>(p.out_a)[i], from_b = static_cast<const Vector*>(p.out_b)[i];
     const bool some = larger != -CUDART_INF_F;
@@ -46,5 +64,5 @@ __global__ __launch_bounds__(128) void merge_states(const __grid_constant__ Merg
         merged.items[j] = from_float<T>(some ? (value_a * share_a + value_b * share_b) / sum : 0.f);
     }
     static_cast<Vector*>(p.out)[i] = merged;
-    if (i % vectors == 0) p.lse[row] = some ? larger + logf(sum) : -CUDART_INF_F;
+    if (i % vectors == 0) p.lse[at] = some ? larger + logf(sum) : -CUDART_INF_F;
 }

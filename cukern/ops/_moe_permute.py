@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cukern.reference.moe_permute import aligned_rows
 from cukern.runtime import arrays, check, template
-from cukern.runtime.describe import Array
+from cukern.runtime.describe import Array, Result, expect_contiguous, expect_place, type_name
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, parts
-from cukern.runtime.plan import empty, launch
+from cukern.runtime.plan import empty, launch, write_into
 from cukern.runtime.units import divisor, unit_width
 
 SUM_DTYPES = ("float32", "float16", "bfloat16")
@@ -95,15 +95,11 @@ class Split(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def split_pairs(
-    experts: int, mapped: int, padding: tuple[int, bool] | None, one_block: bool, most_threads: int, pairs: int
-) -> Split:
+def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, pairs: int, capacity: int) -> Split:
     """The split of `pairs` pairs.
 
-    `mapped` is the size of the map, 0 without one; `padding` the last two arguments of `aligned_rows` where the kernel
-    writes `rows`, else None.
+    `mapped` is the size of the map, 0 without one; `capacity` that of `rows`, 0 where the kernel does not write it.
     """
-    capacity = aligned_rows(pairs, experts, *padding) if padding else 0
     bins = experts + 1
     fixed = 3 * bins + (mapped + 1 if mapped else 0)
     most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES // 4 - fixed) // bins)
@@ -138,17 +134,17 @@ def launch_sort(
     experts: int,
     expert_map: Array | None,
     variant: str,
-    padding: tuple[int, bool] | None = None,
+    capacity: Any = 0,
     **results: Any,
 ) -> None:
-    """Sort pairs. `padding` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
+    """Sort pairs. `capacity` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
     check.one_of("variant", variant, SORT_VARIANTS)
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
     most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
     threads = template.constants(_sort.file)["SORT_THREADS"]
     mapped = 0 if expert_map is None else global_experts
-    split = Split(*parts(functools.partial(split_pairs, experts, mapped, padding, one_block, threads), pairs))
+    split = Split(*parts(functools.partial(split_pairs, experts, mapped, one_block, threads), pairs, capacity))
     of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
     id_bytes = 8 if topk_ids.dtype == "int64" else 4
     counts = None
@@ -178,6 +174,29 @@ def launch_sort(
         staged=split.staged,
         **_NO_RESULTS | results,
     )
+
+
+def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tuple[Array, ...]:
+    """The arrays of `out` for the results of `moe_align_block_size`, of which the first two may be longer than those.
+
+    Raises TypeError and ValueError for arrays that do not fit.
+    """
+    if not isinstance(out, (tuple, list)) or len(out) != len(results):
+        wanted = "a triple (sorted_token_ids, expert_ids, num_tokens_post_pad)"
+        check.fail("out", wanted, type_name(out), TypeError)
+    for i, (array, result) in enumerate(zip(out, results, strict=True)):
+        name, (least,) = f"out[{i}]", result.shape
+        expect_place(name, array, topk_ids, "topk_ids")
+        check.dtype(name, array.dtype, (result.dtype,))
+        check.dimensions(name, array.shape, ("rows", "blocks", "1")[i : i + 1])
+        size = array.shape[0]
+        if size < least or (i == 2 and size > 1):
+            check.fail(name, f"of {'at least ' if i < 2 else ''}{int(least)} elements", int(size))
+        if size > MAX_PAIRS:
+            check.fail(name, f"of at most {MAX_PAIRS} elements", int(size))
+        expect_contiguous(name, array)
+    write_into(*out)
+    return tuple(out)
 
 
 # --- rows ---------------------------------------------------------------------------------------------

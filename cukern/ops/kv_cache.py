@@ -34,6 +34,7 @@ from cukern.ops._kv_cache import (
     store_latents_variant,
     tile_of,
 )
+from cukern.ops._swap_blocks import swap_blocks
 from cukern.reference import kv_cache as twin
 from cukern.runtime import check, fp8
 from cukern.runtime.arrays import AnyArray
@@ -50,6 +51,7 @@ __all__ = [
     "gather_cache",
     "reshape_and_cache",
     "reshape_and_cache_flash",
+    "swap_blocks",
 ]
 
 _STORE = (
@@ -227,8 +229,8 @@ def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype:
         check.dtype("kv_cache", kv_cache.dtype, DS_MLA_DTYPES)
         if rank != twin.LATENTS:
             check.fail("kv_c", f"of a kv_lora_rank of {twin.LATENTS} for {DS_MLA!r}", rank)
-        if rope_dim != twin.ROTARY:
-            check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} for {DS_MLA!r}", rope_dim)
+        if rope_dim not in (0, twin.ROTARY):
+            check.fail("k_pe", f"of a rope_dim of {twin.ROTARY} or 0 for {DS_MLA!r}", rope_dim)
     cache_format = SAME if scaled else format_of(kv_c.dtype, "kv_cache", kv_cache, kv_cache_dtype)
     last, entry = (str(twin.ENTRY), twin.ENTRY) if scaled else ("kv_lora_rank + rope_dim", rank + rope_dim)
     check.dimensions("kv_cache", kv_cache.shape, ("blocks", "block_size", last))
@@ -261,13 +263,14 @@ def concat_and_cache_mla(
             may be strided. For "fp8_ds_mla" it is [blocks, block_size, 656] of bytes, uint8 or float8_e4m3fn.
         slot_mapping, scale: as in `reshape_and_cache`, and so are the errors.
         kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla", FlashMLA's FP8 cache, which takes a kv_lora_rank of
-            512 and a rope_dim of 64 and has its own scales: `scale` is not used there.
+            512 and a rope_dim of 64, or of 0 for zeros, and has its own scales: `scale` is not used there.
 
     A token in FlashMLA's FP8 cache, which `flash_mla_with_kvcache` reads with is_fp8_kvcache, takes 656 bytes: 512 of
     float8_e4m3fn, 4 float32 scales, one for each 128 of those, and 64 bfloat16. For each 128 of kv_c, in float32,
-    scale = max(max(abs(x)) / 448, 2**-126) and stored = x / scale, each operation and the conversion rounded to the
-    nearest (ties to even); k_pe is rounded to bfloat16. So zeros stay zeros. NaN is left out of the maximum and stored
-    as NaN; an infinity makes the scale infinite, and all its 128 numbers are read as NaN.
+    scale is the smallest power of two that is at least max(max(abs(x)) / 448, 1e-4), and stored = x / scale, rounded to
+    the nearest (ties to even); k_pe is rounded to bfloat16. So scales are 2**-13 or more, and zeros stay zeros. NaN is
+    left out of the maximum and stored as NaN; an infinity makes the scale infinite, and all its 128 numbers are read as
+    NaN. The scales are those of FlashMLA's tests and of vLLM from 0.33 on; a cache with any other ones is read as well.
 
     The function is vLLM's `concat_and_cache_mla`.
     """
@@ -292,7 +295,7 @@ def concat_and_cache_mla(
             ceil_div(slots.tokens, LATENTS_WARPS),
             LATENTS_WARPS * 32,
             latents=kv_c,
-            rotary=k_pe,
+            rotary=k_pe if rope_dim else None,
             cache=kv_cache,
             latents_stride=kv_c_stride,
             rotary_stride=k_pe_stride,
@@ -356,7 +359,8 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     Args:
         key_caches, value_caches: lists of arrays [blocks, ...], one per layer, all of one dtype that a cache may have,
             with equally many blocks of equally many elements, in any layout. A block must be contiguous; the distance
-            between blocks is the same in all caches.
+            between blocks is the same in all caches. Where caches have no values of their own, as MLA caches,
+            value_caches is an empty list.
         block_mapping: int64 [pairs, 2], on the device of the caches. A pair with a block that is not in the cache is
             left out. The pairs are copied at the same time: the result is undefined for a block that one pair writes
             and another one reads or writes.
@@ -368,12 +372,13 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `copy_blocks`, which waits for a copy of the caches' addresses to the device.
+    The function is vLLM's `copy_blocks`, which waits for a copy of the caches' addresses to the device; with an empty
+    list it is `copy_blocks_mla`.
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         if not isinstance(caches, (tuple, list)):
             check.fail(name, "a list of arrays, one per layer", type_name(caches), TypeError)
-    if len(key_caches) != len(value_caches):
+    if len(value_caches) not in (0, len(key_caches)):
         check.fail("value_caches", f"of the {len(key_caches)} layers of key_caches", len(value_caches))
     if not key_caches:
         if not isinstance(block_mapping, Array) or block_mapping.on_host:
@@ -490,8 +495,8 @@ def gather_cache(
 ) -> None:
     """Gather the tokens of sequences, one after the other, out of a paged cache.
 
-    For sequence b and t < cu_seq_lens[b + 1] - cu_seq_lens[b]: dst[cu_seq_lens[b] + t] =
-    src_cache[block_table[b, seq_starts[b] // block_size + t // block_size], t % block_size].
+    For sequence b, t < cu_seq_lens[b + 1] - cu_seq_lens[b] and u = seq_starts[b] + t: dst[cu_seq_lens[b] + t] =
+    src_cache[block_table[b, u // block_size], u % block_size].
 
     Args:
         src_cache: [blocks, block_size, ...], of any dtype that a cache may have; blocks and tokens may be strided.
@@ -501,8 +506,7 @@ def gather_cache(
         block_table: int32 [batch, max_blocks], with at least batch_size rows; rows may be strided.
         cu_seq_lens: int32 [batch + 1], the tokens before each sequence, and of all. They must not fall.
         batch_size: how many sequences to gather.
-        seq_starts: int32 [batch], how many tokens of each sequence come before those to gather; only whole blocks of
-            them are left out. Not negative.
+        seq_starts: int32 [batch], how many tokens of each sequence come before those to gather. Not negative.
         kv_cache_dtype: as in `concat_and_cache_mla`; it matters only where an FP8 cache is converted.
         scale: as in `reshape_and_cache`; not used where bits are copied, nor for FlashMLA's FP8 cache.
 
@@ -513,8 +517,8 @@ def gather_cache(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `gather_cache`, with the conversions of `gather_and_maybe_dequant_cache` and
-    `cp_gather_and_upconvert_fp8_kv_cache`.
+    The function is vLLM's `gather_cache`, today `cp_gather_cache`, with the conversions of
+    `gather_and_maybe_dequant_cache` and `cp_gather_and_upconvert_fp8_kv_cache`.
     """
     cache_format = _check_gathered(src_cache, dst, kv_cache_dtype)
     scaled = kv_cache_dtype == DS_MLA and cache_format != SAME

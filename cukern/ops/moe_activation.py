@@ -20,8 +20,12 @@ __all__ = [
     "add_bias_act",
     "bias_gelu",
     "gelu_and_mul",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_quick",
     "gelu_tanh_and_mul",
     "moe_activation",
+    "mul_and_silu",
     "relu2_and_mul",
     "silu_and_mul",
     "swigluoai_and_mul",
@@ -31,7 +35,13 @@ DTYPES = ("float32", "float16", "bfloat16")
 #: "vector": 16 bytes at a time; "scalar": one element.
 VARIANTS = ("auto", "vector", "scalar")
 #: Activations without a gate, and their names in the kernel.
-WITH_BIAS = {"gelu": "GELU", "gelu_tanh": "GELU_TANH", "silu": "SILU", "relu": "RELU"}
+WITH_BIAS = {
+    "gelu": "GELU",
+    "gelu_tanh": "GELU_TANH",
+    "silu": "SILU",
+    "relu": "RELU",
+    "gelu_quick": "GELU_QUICK",
+}
 #: The names that `torch.nn.functional.gelu` has for two of them.
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -41,8 +51,9 @@ _ITEMS = 2
 _ROWS = 2  # per thread, which share a unit of the bias
 
 
-def _variant(dtype: str, activation: int, width: int) -> Variant:
-    return _kernel.variant(arrays.CUDA_TYPE[dtype], activation, width, _ITEMS)
+def _variant(dtype: str, activation: int, width: int, gate_last: bool = False) -> Variant:
+    arguments = arrays.CUDA_TYPE[dtype], activation, width, _ITEMS
+    return _kernel.variant(*arguments, "true") if gate_last else _kernel.variant(*arguments)
 
 
 # Other activations and dtypes, and rows that are not aligned, are compiled at their first use.
@@ -113,6 +124,13 @@ def moe_activation(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
+    return _gated(x, activation, expert_num_tokens, out, variant)
+
+
+def _gated(
+    x: Any, activation: str, expert_num_tokens: Any, out: Any, variant: str = "auto", gate_last: bool = False
+) -> Any:
+    """The plan of `moe_activation`; `gate_last`: the second half of a row is the gate."""
     number = activations.number(activation)
     expect_array("x", x, DTYPES)
     inter = check_halves("x", x)
@@ -130,7 +148,7 @@ def moe_activation(
     width = 16 if wide and variant != "scalar" else item_size
     plan = tile(inter * item_size // width, _ITEMS)
     launch(
-        _variant(x.dtype, number, width),
+        _variant(x.dtype, number, width, gate_last),
         (ceil_div(rows.total, plan.rows), plan.chunks),
         plan.threads,
         x=x,
@@ -183,6 +201,16 @@ def relu2_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     return moe_activation(x, "relu2", out=out)
 
 
+@_alias("mul_and_silu")
+def mul_and_silu(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
+    """`silu_and_mul` with the halves of a row exchanged: x[..., :inter] * silu(x[..., inter:]).
+
+    Arguments, results and errors are those of `moe_activation`. It is vLLM's operator of this name, which takes `out`
+    first.
+    """
+    return _gated(x, "silu", None, out, gate_last=True)
+
+
 # --- with a bias --------------------------------------------------------------------------------------
 
 
@@ -205,6 +233,7 @@ def add_bias_act(
         gelu_tanh   z * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 * z**3))) / 2
         silu        z * sigmoid(z)
         relu        max(z, 0)
+        gelu_quick  z * sigmoid(1.702 * z)
 
     These are the activations of encoders and of decoders without a gate: BERT has gelu, GPT-2 gelu_tanh, Marian silu.
 
@@ -273,3 +302,32 @@ def bias_gelu(
     """
     check.one_of("approximate", approximate, _APPROXIMATE)
     return add_bias_act(x, bias, _APPROXIMATE[approximate], out=out)
+
+
+def _without_bias(name: str) -> Any:
+    """Declare a function of one activation without a gate."""
+    return op(getattr(twin, name), f"{name}(Tensor x) -> (Tensor activated)", _as_given, rows={"rows": ("x", "out")})
+
+
+@_without_bias("gelu_new")
+def gelu_new(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
+    """`add_bias_act` with "gelu_tanh" and no bias; vLLM's operator of this name, which takes `out` first.
+
+    vLLM rounds the cube, the tanh and the sum to the dtype of `x`; here the result alone is rounded.
+    """
+    return add_bias_act(x, None, "gelu_tanh", out=out)
+
+
+@_without_bias("gelu_fast")
+def gelu_fast(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
+    """`gelu_new`, of which it is another way of writing: tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x**2)).
+
+    vLLM's operator of this name takes `out` first.
+    """
+    return add_bias_act(x, None, "gelu_tanh", out=out)
+
+
+@_without_bias("gelu_quick")
+def gelu_quick(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
+    """`add_bias_act` with "gelu_quick" and no bias (CLIP); vLLM's operator of this name, which takes `out` first."""
+    return add_bias_act(x, None, "gelu_quick", out=out)

@@ -17,6 +17,10 @@ from cukern.runtime.plan import launch, outputs, run_twin
 __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoid", "topk_softmax"]
 
 DTYPES = ("float32", "float16", "bfloat16")
+#: The dtypes of a bias, and the types of those that the instances of every dtype of the logits do not take: a call with
+#: one of them compiles an instance of its own.
+BIAS_DTYPES = (*DTYPES, "float64")
+_BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
 SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
 VARIANTS = ("auto", "specialized", "dynamic")
 #: A lane keeps one bit for each of its experts in a 32-bit word.
@@ -78,18 +82,20 @@ def _lanes(config: Config) -> tuple[int, ...]:
     return tuple(n for n in fitting if n >= fewest and config.experts // n <= most_experts) or tuple(fitting[:1])
 
 
-def _variant(dtype: str, config: Config, lanes: int) -> Variant:
+def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...] = ()) -> Variant:
     experts, groups, scoring, biased = config
     flag = "true" if biased else "false"
-    return _kernel.variant(arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, experts // lanes, flag)
+    sizes = experts, groups, scoring.upper(), lanes, experts // lanes
+    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, flag, *bias_types)
+    return _kernel.variant(*arguments)
 
 
 def _variants(config: Config) -> list[Instance]:
     return [_variant(dtype, config, lanes).instance for dtype in DTYPES for lanes in _lanes(config)]
 
 
-def _dynamic(dtype: str, lanes: int, values: int) -> Variant:
-    arguments = (arrays.CUDA_TYPE[dtype], 0, 0, "ANY", lanes, values, "false")
+def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = ()) -> Variant:
+    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], 0, 0, "ANY", lanes, values, "false", *bias_types)
     return _kernel.variant(*arguments, max_shared_bytes=_MAX_SHARED_BYTES)
 
 
@@ -156,9 +162,9 @@ def _staged_units(values: int, lanes: int, item_size: int) -> int:
     return lanes * (chunks if chunks % 2 else chunks + 1)
 
 
-def _specialized(dtype: str, config: Config, lanes: int) -> _Choice:
+def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]) -> _Choice:
     values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
-    variant = _variant(dtype, config, lanes)
+    variant = _variant(dtype, config, lanes, bias_types)
     capacity = _of_template("CAPACITY")
     if lanes > _of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
         return _Choice(variant, lanes, _shared_bytes(lanes, capacity, 0))
@@ -167,8 +173,10 @@ def _specialized(dtype: str, config: Config, lanes: int) -> _Choice:
     return _Choice(variant, lanes, shared_bytes)
 
 
-def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, biased: bool, softcap: bool) -> _Choices:
+def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, bias_dtype: str | None, softcap: bool) -> _Choices:
     """Check the scalar arguments against each other and choose the variants for them."""
+    biased = bias_dtype is not None
+    bias_types = (_BIAS_TYPE[bias_dtype],) if bias_dtype and bias_dtype not in ("float32", dtype) else ()
     groups, topk_group, topk, shared = sizes
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("the number of experts", f"in [1, {MAX_EXPERTS}]", experts)
@@ -196,13 +204,13 @@ def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, biased: bool,
     dynamic_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
     if dynamic_bytes > _MAX_SHARED_BYTES:
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
-    dynamic = _Choice(_dynamic(dtype, lanes, values), lanes, dynamic_bytes)
+    dynamic = _Choice(_dynamic(dtype, lanes, values, bias_types), lanes, dynamic_bytes)
     config = Config(experts, groups, scoring if biased else "any", biased)
     specialized = []
     if config in _registered and not softcap:
         # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
         most = _of_template("CAPACITY")
-        specialized = [_specialized(dtype, config, n) for n in _lanes(config) if routed <= min(most, 2 * n)]
+        specialized = [_specialized(dtype, config, n, bias_types) for n in _lanes(config) if routed <= min(most, 2 * n)]
     fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
     return _Choices(dynamic, specialized, fields | {"group_magic": magic})
 
@@ -292,14 +300,14 @@ def _gate(
         check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
     row_stride = expect_row_stride(name, logits)
     groups, topk_group, topk, shared = sizes = _check_sizes(sizes)
-    biased = bias is not None
-    choices = _choose(logits.dtype, experts, sizes, call.scoring, biased, softcap != 0)
+    if bias is not None:
+        expect(call.bias_name, bias, logits, name, BIAS_DTYPES, (experts,), "[experts]")
+    bias_dtype = None if bias is None else bias.dtype
+    choices = _choose(logits.dtype, experts, sizes, call.scoring, bias_dtype, softcap != 0)
     factor = check.number("routed_scaling_factor", scaling[0])
     if shared and factor == 0:
         check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
     check.one_of("variant", call.variant, VARIANTS)
-    if biased:
-        expect(call.bias_name, bias, logits, name, ("float32", logits.dtype), (experts,), "[experts]")
     results = _results(logits, topk)
     if written is None:
         weights, ids = outputs(out, logits, name, *results, names="a pair (weights, ids)")
@@ -336,7 +344,7 @@ def _gate(
         scoring=_of_template(call.scoring.upper()),
         group_by_two=by_two,
         renormalize=call.renormalize,
-        bias_is_float=biased and bias.dtype == "float32",
+        bias_is_float=bias_dtype == "float32",
         valid_is_int64=valid_on_device is not None and valid_on_device.dtype == "int64",
         shared_scale=1 / factor if shared else 0.0,
         output_scale=factor if scaling[1] else 1.0,
@@ -391,7 +399,8 @@ def moe_fused_gate(
     Args:
         input: router logits [tokens, experts], float32, float16 or bfloat16, contiguous along experts; rows may be
             strided. At most 1024 experts.
-        bias: correction bias [experts], float32 or the dtype of `input`.
+        bias: correction bias [experts], float32, float16, bfloat16 or float64; used as float32. The kernels of one that
+            is neither float32 nor of the dtype of `input` are compiled at their first use.
         num_expert_group: groups of neighbouring experts; divides experts. 1 for no groups.
         topk_group: groups kept per token.
         topk: slots per token, shared experts included.
@@ -472,8 +481,10 @@ def biased_grouped_topk(
     """`moe_fused_gate` under the name and argument order of the reference function in SGLang's `topk.py`.
 
     Of `hidden_states` [tokens, ...], which may be None, only the number of tokens is checked. Without
-    `num_expert_group` and `topk_group` there is one group; without `routed_scaling_factor` it is 1. Other arguments,
-    results and errors are those of `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
+    `num_expert_group` and `topk_group` there is one group; without `routed_scaling_factor` it is 1. As there,
+    `apply_routed_scaling_factor_on_output` does nothing without `renormalize`. Unlike there, where one of several
+    shared experts is drawn for the last slot, each has a slot. Other arguments, results and errors are those of
+    `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
     """
     _check_hidden_states(hidden_states, gating_output)
     if correction_bias is None:
@@ -481,7 +492,7 @@ def biased_grouped_topk(
     names = "gating_output", gating_output, "correction_bias", correction_bias
     call = _Call(*names, renormalize, scoring_func, num_token_non_padded, variant)
     sizes = (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts)
-    scaling = (_or_one(routed_scaling_factor), apply_routed_scaling_factor_on_output)
+    scaling = (_or_one(routed_scaling_factor), renormalize and apply_routed_scaling_factor_on_output)
     return _gate(call, sizes, scaling, by_two=True, out=out)
 
 
@@ -523,7 +534,7 @@ def grouped_topk(
     names = "gating_output", gating_output, "", None
     call = _Call(*names, renormalize, scoring_func, num_token_non_padded, variant)
     sizes = (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts)
-    scaling = (_or_one(routed_scaling_factor), apply_routed_scaling_factor_on_output)
+    scaling = (_or_one(routed_scaling_factor), renormalize and apply_routed_scaling_factor_on_output)
     return _gate(call, sizes, scaling, out=out)
 
 
@@ -534,11 +545,16 @@ def _slots(topk_ids: Any) -> int:
     return topk_ids.shape[1]
 
 
+_SHARED = (
+    "int num_fused_shared_experts=0, float routed_scaling_factor=1.0, bool apply_routed_scaling_factor_on_output=True, "
+    "Tensor? num_token_non_padded=None, str variant='auto') -> ()"
+)
+
+
 @op(
     twin.topk_softmax,
     "topk_softmax(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
-    "float moe_softcapping=0.0, Tensor? correction_bias=None, *, Tensor? num_token_non_padded=None, "
-    "str variant='auto') -> ()",
+    f"float moe_softcapping=0.0, Tensor? correction_bias=None, *, {_SHARED}",
     rows={"tokens": ("topk_weights", "topk_ids", "gating_output")},
     late=("num_token_non_padded",),
     leader="gating_output",
@@ -551,6 +567,9 @@ def topk_softmax(
     moe_softcapping: float = 0.0,
     correction_bias: AnyArray | None = None,
     *,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = True,
     num_token_non_padded: AnyArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
@@ -563,21 +582,28 @@ def topk_softmax(
         renormalize: divide the weights by their sum.
         moe_softcapping: a cap; if not 0, the softmax is of cap * tanh(logits / cap).
         correction_bias: [experts], added to the softmax for the choice but not for the weights.
+        num_fused_shared_experts: how many of the topk slots, the last ones, are those of shared experts.
+        routed_scaling_factor: the model's scaling of the routed experts' output.
+        apply_routed_scaling_factor_on_output: multiply the weights by it, whether they are renormalized or not; unlike
+            in `moe_fused_gate` it is on unless turned off, so that a factor acts as in vLLM's `topk_sigmoid`.
 
-    Returns (topk_weights, topk_ids). The other arguments, ties, NaN and the errors are as in `moe_fused_gate`;
-    without a bias the logits themselves order the experts. The function is SGLang's `sgl_kernel.topk_softmax`.
+    Returns (topk_weights, topk_ids). The other arguments, shared experts, ties, NaN and the errors are as in
+    `moe_fused_gate`; without a bias the logits themselves order the experts. The function is SGLang's
+    `sgl_kernel.topk_softmax`.
     """
     names = "gating_output", gating_output, "correction_bias", correction_bias
     call = _Call(*names, renormalize, "softmax", num_token_non_padded, variant)
     written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    _gate(call, (1, 1, _slots(topk_ids), 0), softcap=check.number("moe_softcapping", moe_softcapping), written=written)
+    sizes = (1, 1, _slots(topk_ids), num_fused_shared_experts)
+    scaling = (routed_scaling_factor, apply_routed_scaling_factor_on_output)
+    _gate(call, sizes, scaling, softcap=check.number("moe_softcapping", moe_softcapping), written=written)
     return topk_weights, topk_ids
 
 
 @op(
     twin.topk_sigmoid,
     "topk_sigmoid(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
-    "Tensor? correction_bias=None, *, Tensor? num_token_non_padded=None, str variant='auto') -> ()",
+    f"Tensor? correction_bias=None, *, {_SHARED}",
     rows={"tokens": ("topk_weights", "topk_ids", "gating_output")},
     late=("num_token_non_padded",),
     leader="gating_output",
@@ -589,15 +615,20 @@ def topk_sigmoid(
     renormalize: bool = False,
     correction_bias: AnyArray | None = None,
     *,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = True,
     num_token_non_padded: AnyArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """Route tokens by the sigmoid of their logits (Llama-4; with a bias GLM-4.5 and Kimi-K2), without groups.
 
-    Arguments, results and errors are those of `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`.
+    Arguments, results and errors are those of `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`, with
+    the scaling of vLLM's operator of this name.
     """
     names = "gating_output", gating_output, "correction_bias", correction_bias
     call = _Call(*names, renormalize, "sigmoid", num_token_non_padded, variant)
     written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    _gate(call, (1, 1, _slots(topk_ids), 0), written=written)
+    sizes = (1, 1, _slots(topk_ids), num_fused_shared_experts)
+    _gate(call, sizes, (routed_scaling_factor, apply_routed_scaling_factor_on_output), written=written)
     return topk_weights, topk_ids

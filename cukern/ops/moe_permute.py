@@ -134,14 +134,15 @@ def moe_sort(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
-    _, topk = _check_ids(topk_ids)
+    tokens, topk = _check_ids(topk_ids)
     num_experts, experts = _check_experts(topk_ids, num_experts, expert_map, num_local_experts)
     names = "a triple (expert_offsets, row_token, inverse)"
     out = outputs(out, topk_ids, "topk_ids", *_sorted(topk_ids, experts), names=names)
     if topk_ids.on_host:
         return run_twin(variant, SORT_VARIANTS)
-    results = dict(zip(("offsets", "rows", "inverse"), out, strict=True))
-    kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, (1, False), topk=divisor(topk), **results)
+    results: dict[str, Any] = dict(zip(("offsets", "rows", "inverse"), out, strict=True))
+    results["topk"] = divisor(topk)
+    kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, tokens * topk, **results)
     return out
 
 
@@ -212,7 +213,7 @@ def _aligned(
     "bool pad_sorted_ids=False, *, bool ignore_invalid_experts=False, str variant='auto') "
     "-> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_pad)",
     _aligned,
-    rows={"tokens": ("topk_ids",)},
+    rows={"tokens": ("topk_ids",), "rows": ("out",)},
 )
 def moe_align_block_size(
     topk_ids: AnyArray,
@@ -222,6 +223,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     *,
     ignore_invalid_experts: bool = False,
+    out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Sort the pairs by expert, stably, those of each expert padded to whole blocks of block_size rows.
@@ -235,6 +237,8 @@ def moe_align_block_size(
         pad_sorted_ids: make sorted_token_ids a whole number of blocks.
         ignore_invalid_experts: with expert_map, leave out the pairs of experts that it maps outside of
             [0, num_experts), instead of giving them blocks; the blocks are then ordered by mapped number.
+        out: a triple to write into and return. The first two may be longer than the results, as SGLang's are, and are
+            filled to their ends.
         variant: as in `moe_sort`; all give the same.
 
     Returns:
@@ -254,19 +258,22 @@ def moe_align_block_size(
     num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
     block_size = check.integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
     _check_map(expert_map, topk_ids, num_experts)
-    padding = (block_size, bool(pad_sorted_ids))
     results = _aligned(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
-    (rows,), (groups,), _ = (result.shape for result in results)
+    (rows,) = results[0].shape
     if rows > MAX_PAIRS:
         check.fail("block_size", f"such that there are at most {MAX_PAIRS} rows", f"{block_size} with {rows} rows")
-    out = outputs(None, topk_ids, "topk_ids", *results)
+    if out is None:
+        found = outputs(None, topk_ids, "topk_ids", *results)
+    else:
+        found = kernels.aligned_outputs(out, topk_ids, results)
+    (rows,), (groups,), _ = (array.shape for array in found)
     if topk_ids.on_host:
         return run_twin(variant, SORT_VARIANTS)
     early, id_of = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    fields = {"id_of": id_of, "rows": out[0], "group_ids": out[1], "end_of_rows": out[2], "fill": tokens * topk}
+    fields = {"id_of": id_of, "rows": found[0], "group_ids": found[1], "end_of_rows": found[2], "fill": tokens * topk}
     fields |= {"block_size": block_size, "group_rows": block_size, "groups": groups, "group_fill": -1}
-    kernels.launch_sort(topk_ids, num_experts, num_experts, early, variant, padding, **fields)
-    return out
+    kernels.launch_sort(topk_ids, num_experts, num_experts, early, variant, rows, **fields)
+    return found
 
 
 # --- rows ---------------------------------------------------------------------------------------------

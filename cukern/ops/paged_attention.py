@@ -332,11 +332,12 @@ def paged_attention_v2(
     )  # fmt: skip
 
 
-def _like_a_side(out_a: Any, *_: Any, **__: Any) -> list[Result]:
-    return [
-        Result(out_a.shape, dtype_name(out_a), "out_a's"),
-        Result(out_a.shape[:-1], "float32", "out_a's without head_dim"),
-    ]
+def _like_a_side(out_a: Any, *_: Any, lse_heads_first: bool = False, **__: Any) -> list[Result]:
+    lse = Result(out_a.shape[:-1], "float32", "out_a's without head_dim")
+    if lse_heads_first:
+        *outer, tokens, heads, _ = out_a.shape
+        lse = Result((*outer, heads, tokens), "float32", "[..., heads, tokens] of out_a")
+    return [Result(out_a.shape, dtype_name(out_a), "out_a's"), lse]
 
 
 def _merge_blocks(rows: int, row_threads: int) -> int:
@@ -352,8 +353,8 @@ def _not_read(written: int, *read: int) -> int:
 
 @op(
     twin.merge_attention_states,
-    "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, str variant='auto') "
-    "-> (Tensor merged, Tensor lse)",
+    "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, bool lse_heads_first=False, "
+    "str variant='auto') -> (Tensor merged, Tensor lse)",
     _like_a_side,
     rows={"rows": ("out_a", "lse_a", "out_b", "lse_b", "out")},
 )
@@ -363,6 +364,7 @@ def merge_attention_states(
     out_b: AnyArray,
     lse_b: AnyArray,
     *,
+    lse_heads_first: bool = False,
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
@@ -373,31 +375,35 @@ def merge_attention_states(
 
     Args:
         out_a, out_b: [..., heads, head_dim], float32, float16 or bfloat16, contiguous.
-        lse_a, lse_b: float32 [..., heads], natural logarithms. Where one is -inf, its side counts for nothing, even if
-            it is NaN.
+        lse_a, lse_b: float32 [..., heads], natural logarithms. Where one is -inf or +inf, its side is over no tokens
+            (FlashAttention 2 and FlashMLA say so with +inf) and counts for nothing, even if it is NaN.
+        lse_heads_first: lse_a, lse_b and the lse that is returned are [..., heads, tokens], as vLLM and
+            `flash_mla_with_kvcache` have them, for out_a and out_b of [..., tokens, heads, head_dim].
         out: a pair of arrays (out, lse) to write into; the first may be `out_a` or `out_b`, the second neither lse.
         variant: "auto".
 
     Returns:
-        (out, lse), like those of a side. Where both lse are -inf: 0 and -inf.
+        (out, lse), like those of a side. Where both sides are over no tokens: 0 and -inf.
 
     Raises:
         TypeError: what is no array, or has the wrong dtype or library.
         ValueError: a shape, stride or device that does not fit.
 
-    The identity is that of FlashAttention's and FlashInfer's merges (Ye et al., 2024).
+    The identity is that of FlashAttention's and FlashInfer's merges (Ye et al., 2024). vLLM's `merge_attn_states` and
+    SGLang's `merge_state_v2` give the same.
     """
     shape = expect_array("out_a", out_a, DTYPES).shape
-    if len(shape) < 2 or shape[-1] < 1:
-        check.fail("out_a", "of shape [..., heads, head_dim]", list(shape))
+    heads_first = bool(lse_heads_first)
+    if len(shape) < 2 + heads_first or shape[-1] < 1:
+        check.fail("out_a", f"of shape [..., {'tokens, ' if heads_first else ''}heads, head_dim]", list(shape))
     if shape[-1] > 2**16:
         check.fail("out_a", f"of a head_dim in [1, {2**16}]", shape[-1])
     check.one_of("variant", variant, ("auto",))
     expect_contiguous("out_a", out_a)
-    results = _like_a_side(out_a)
+    results = _like_a_side(out_a, lse_heads_first=heads_first)
     expect("out_b", out_b, out_a, "out_a", (out_a.dtype,), shape, results[0].symbols)
     for name, array in (("lse_a", lse_a), ("lse_b", lse_b)):
-        expect(name, array, out_a, "out_a", ("float32",), shape[:-1], results[1].symbols)
+        expect(name, array, out_a, "out_a", ("float32",), results[1].shape, results[1].symbols)
     merged, lse = outputs(out, out_a, "out_a", *results, names="a pair (out, lse)")
     if out_a.on_host:
         return run_twin()
@@ -410,7 +416,7 @@ def merge_attention_states(
     if shape[0] > most // row:
         check.fail("out_a", f"of at most {most} elements", f"shape {list(shape)}")
     launch(
-        _merge.variant(CUDA_TYPE[out_a.dtype], vector),
+        _merge.variant(CUDA_TYPE[out_a.dtype], vector, str(heads_first).lower()),
         late(_merge_blocks, shape[0], row // vector),
         _MERGE_THREADS,
         out_a=out_a,
@@ -421,5 +427,7 @@ def merge_attention_states(
         lse=lse if out is None else late(_not_read, lse.address, lse_a.address, lse_b.address),
         rows=shape[0] * (row // shape[-1]),
         head_dim=shape[-1],
+        heads=shape[-2] if heads_first else 0,
+        tokens=shape[-3] if heads_first else 0,
     )
     return merged, lse

@@ -49,12 +49,17 @@ def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
 
 
 def _scaled(latents: Array, rotary: Array) -> Array:
-    """The bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]."""
+    """The bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]. Without rotary numbers these are 0."""
+    if not rotary.shape[1]:
+        rotary = np.zeros((len(rotary), ROTARY), rotary.dtype)
     groups = latents.astype(np.float32).reshape(-1, LATENTS // GROUP, GROUP)
     with np.errstate(all="ignore"):
         # fmax leaves NaN out.
         largest = np.fmax.reduce(np.abs(groups), axis=2, initial=0)
-        scales = np.maximum(largest / np.float32(448), np.finfo(np.float32).tiny)
+        least = np.maximum(largest / np.float32(448), np.float32(1e-4))
+        mantissa, exponent = np.frexp(least)
+        powers = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # the smallest from `least` on
+        scales = np.where(np.isinf(least), least, powers)
         quotients = np.clip(groups / scales[..., None], -448, 448)
         quotients[np.isnan(quotients)] = np.nan  # positive, as the kernel has it
         stored = quotients.astype(ml_dtypes.float8_e4m3fn).reshape(-1, LATENTS)
@@ -135,6 +140,12 @@ def copy_blocks(key_caches: Sequence[Array], value_caches: Sequence[Array], bloc
         cache[target] = cache[source]
 
 
+def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array) -> None:
+    """See `cukern.swap_blocks`."""
+    of_src, of_dst = (x.reshape(-1).view(np.uint8).reshape(-1, block_size_in_bytes) for x in (src, dst))
+    of_dst[block_mapping[:, 1]] = of_src[block_mapping[:, 0]]
+
+
 def gather_cache(
     src_cache: Array,
     dst: Array,
@@ -152,10 +163,9 @@ def gather_cache(
         return
     for sequence in range(batch_size):
         begin, end = cu_seq_lens[sequence : sequence + 2].tolist()
-        first = 0 if seq_starts is None else int(seq_starts[sequence]) // block_size
+        start = 0 if seq_starts is None else int(seq_starts[sequence])
         for token in range(max(begin, 0), min(end, len(dst))):
-            entry, place = divmod(token - begin, block_size)
-            entry += first
+            entry, place = divmod(start + token - begin, block_size)
             if not 0 <= entry < block_table.shape[1]:
                 continue
             block = int(block_table[sequence, entry])

@@ -84,6 +84,11 @@ def relu2_and_mul(x: Array, *, out: Array | None = None) -> Array:
     return moe_activation(x, "relu2", out=out)
 
 
+def mul_and_silu(x: Array, *, out: Array | None = None) -> Array:
+    """See `cukern.mul_and_silu`."""
+    return moe_activation(np.roll(x, x.shape[-1] // 2, axis=-1), "silu", out=out)
+
+
 def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Array:
     """See `cukern.add_bias_act`. The sums are of float32; their activation is computed in float64."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -98,6 +103,8 @@ def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Arra
             y = wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
         elif activation == "silu":
             y = wide / (1 + np.exp(-wide))
+        elif activation == "gelu_quick":
+            y = wide / (1 + np.exp(-float(np.float32(1.702)) * wide))
         else:
             y = np.maximum(wide, 0)
         return y.astype(x.dtype)
@@ -106,3 +113,18 @@ def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Arra
 def bias_gelu(x: Array, bias: Array | None, *, approximate: str = "none") -> Array:
     """See `cukern.bias_gelu`."""
     return add_bias_act(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def gelu_new(x: Array) -> Array:
+    """See `cukern.gelu_new`."""
+    return add_bias_act(x, None, "gelu_tanh")
+
+
+def gelu_fast(x: Array) -> Array:
+    """See `cukern.gelu_fast`."""
+    return add_bias_act(x, None, "gelu_tanh")
+
+
+def gelu_quick(x: Array) -> Array:
+    """See `cukern.gelu_quick`."""
+    return add_bias_act(x, None, "gelu_quick")

@@ -57,7 +57,8 @@ def gate(
     tokens, experts = logits.shape
     x = logits.astype(np.float32)
     scores = _scores(x, scoring_func, softcap)
-    choice = x if bias is None else scores + bias.astype(np.float32)
+    with np.errstate(over="ignore"):
+        choice = x if bias is None else scores + bias.astype(np.float32)
     choice = np.where((x > -np.inf) & ~np.isnan(choice), choice, np.float32(-np.inf))
 
     by_group = choice.reshape(tokens, groups, experts // groups)
@@ -148,7 +149,7 @@ def biased_grouped_topk(
         topk,
         num_fused_shared_experts,
         1.0 if routed_scaling_factor is None else routed_scaling_factor,
-        apply_routed_scaling_factor_on_output,
+        renormalize and apply_routed_scaling_factor_on_output,
         renormalize,
         scoring_func,
         True,
@@ -179,7 +180,7 @@ def grouped_topk(
         topk,
         num_fused_shared_experts,
         1.0 if routed_scaling_factor is None else routed_scaling_factor,
-        apply_routed_scaling_factor_on_output,
+        renormalize and apply_routed_scaling_factor_on_output,
         renormalize,
         scoring_func,
         False,
@@ -195,6 +196,9 @@ def topk_softmax(
     moe_softcapping: float = 0.0,
     correction_bias: Array | None = None,
     *,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = True,
     num_token_non_padded: Any = None,
 ) -> tuple[Array, Array]:
     """See `cukern.topk_softmax`."""
@@ -204,9 +208,9 @@ def topk_softmax(
         1,
         1,
         topk_ids.shape[1],
-        0,
-        1.0,
-        False,
+        num_fused_shared_experts,
+        routed_scaling_factor,
+        apply_routed_scaling_factor_on_output,
         renormalize,
         "softmax",
         False,
@@ -223,6 +227,9 @@ def topk_sigmoid(
     renormalize: bool = False,
     correction_bias: Array | None = None,
     *,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = True,
     num_token_non_padded: Any = None,
 ) -> tuple[Array, Array]:
     """See `cukern.topk_sigmoid`."""
@@ -232,9 +239,9 @@ def topk_sigmoid(
         1,
         1,
         topk_ids.shape[1],
-        0,
-        1.0,
-        False,
+        num_fused_shared_experts,
+        routed_scaling_factor,
+        apply_routed_scaling_factor_on_output,
         renormalize,
         "sigmoid",
         False,

@@ -79,19 +79,22 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     *,
     ignore_invalid_experts: bool = False,
+    out: tuple[Array, Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
     """See `cukern.moe_align_block_size`."""
     early = expert_map if ignore_invalid_experts else None
     starts, inverse = _sort(_experts(topk_ids, num_experts, early, num_experts), num_experts, block_size)
     rows = aligned_rows(topk_ids.size, num_experts, block_size, pad_sorted_ids)
-    sorted_token_ids = np.full(rows, topk_ids.size, np.int32)
+    if out is None:
+        out = np.empty(rows, np.int32), np.empty(-(-rows // block_size), np.int32), np.empty(1, np.int32)
+    sorted_token_ids, expert_ids, end = out
+    sorted_token_ids[:], expert_ids[:], end[:] = topk_ids.size, -1, starts[-1]
     there = inverse >= 0
     sorted_token_ids[inverse[there]] = np.flatnonzero(there)
     names = np.arange(num_experts) if expert_map is None or ignore_invalid_experts else expert_map
-    expert_ids = np.full(-(-rows // block_size), -1, np.int32)
     blocks = np.repeat(names, np.diff(starts) // block_size)
     expert_ids[: len(blocks)] = blocks
-    return sorted_token_ids, expert_ids, starts[-1:].astype(np.int32)
+    return out
 
 
 def _by_token(inverse: Array, tokens: int) -> Array:

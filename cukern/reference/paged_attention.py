@@ -254,9 +254,15 @@ def paged_attention_v2(
                 tmp_out[s, h, j] = _number(v_scale) * attended
 
 
-def merge_attention_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+def merge_attention_states(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, lse_heads_first: bool = False
+) -> tuple[Array, Array]:
     """Attention over two sets of keys from the attention over each."""
-    a, b = lse_a.astype(np.float64), lse_b.astype(np.float64)
+    if lse_heads_first:
+        merged, lse = merge_attention_states(out_a, lse_a.swapaxes(-1, -2), out_b, lse_b.swapaxes(-1, -2))
+        return merged, np.ascontiguousarray(lse.swapaxes(-1, -2))
+    # An infinity of either sign says that there are no keys.
+    a, b = (np.where(np.isinf(x), -np.inf, x.astype(np.float64)) for x in (lse_a, lse_b))
     with np.errstate(invalid="ignore", divide="ignore"):
         largest = np.maximum(a, b)
         weight_a = np.where(a == -np.inf, 0, np.exp(a - largest))
