@@ -18,7 +18,7 @@ from cukern.runtime import check
 
 
 class Peer(NamedTuple):
-    """A library: the release that the signatures are of, and which module of `cukern.compat` stands for which of its."""
+    """A library: the release of the signatures, and what of `cukern.compat` stands for which of its modules."""
 
     release: str
     modules: dict[str, str]
@@ -57,6 +57,8 @@ class _Change(NamedTuple):
     after: Any
 
 
+#: Functions that share a plan, which is the library's own or cukern's: all of them are replaced, or none.
+_TOGETHER = {"FlashMLASchedMeta", "flash_mla_with_kvcache", "get_flash_mla_metadata", "get_mla_metadata"}
 _NOTHING = object()
 _LOCK = threading.RLock()
 _changes: dict[str, list[_Change]] = {}
@@ -110,7 +112,7 @@ def _add_modules(peer: Peer, changes: list[_Change]) -> str:
 
 
 def _takes(ours: Any, theirs: Any) -> bool:
-    """Whether a call that is right for `theirs` is right for `ours`: it has the same arguments, or more that it can do without."""
+    """Whether a call of `theirs` is right for `ours`: it has the same arguments, or more that it can do without."""
     try:
         own, given = (list(inspect.signature(each).parameters.values()) for each in (ours, theirs))
     except (TypeError, ValueError):
@@ -125,17 +127,16 @@ def _takes(ours: Any, theirs: Any) -> bool:
 
 
 def _replace(name: str, source: str, changes: list[_Change]) -> tuple[list[str], list[str]]:
-    """Replace the functions of the real module `name`; the names that were, and those whose arguments are others."""
-    real, replaced, left = vars(sys.modules[name]), [], []
-    for function, value in _functions(_compat(source)):
-        if function not in real or real[function] is value:
-            continue
-        if inspect.isfunction(value) and not _takes(value, real[function]):
-            left.append(function)
-            continue
-        _put(changes, real, function, value)
-        replaced.append(function)
-    return replaced, left
+    """Replace the functions of the real module `name`; the names that were, and those that were not."""
+    real = vars(sys.modules[name])
+    found = {name: value for name, value in _functions(_compat(source)) if name in real and real[name] is not value}
+    left = {name for name, value in found.items() if inspect.isfunction(value) and not _takes(value, real[name])}
+    if left & _TOGETHER:
+        left |= _TOGETHER & {*found}
+    replaced = [name for name in found if name not in left]
+    for function in replaced:
+        _put(changes, real, function, found[function])
+    return replaced, sorted(left)
 
 
 def _holders(changes: list[_Change]) -> list[str]:
@@ -167,7 +168,7 @@ def _replace_functions(peer: Peer, was_imported: bool, changes: list[_Change]) -
         replaced, left = _replace(name, source, changes)
         lines.append(f"{name}: replaced {', '.join(replaced) or 'nothing'}")
         if left:
-            lines.append(f"{name}: left as they were, for their arguments are others: {', '.join(left)}")
+            lines.append(f"{name}: left as they were, for arguments are others: {', '.join(left)}")
     if was_imported:
         lines.insert(0, "was imported before")
         holders = _holders(changes)

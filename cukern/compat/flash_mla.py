@@ -3,9 +3,9 @@
 The signatures are those of flash_mla 1.0.0 as of 2026-04-29 (github.com/deepseek-ai/FlashMLA). Its `get_mla_metadata`
 takes no arguments; those of older releases are accepted and not used, and the pair that it returns is the new one.
 
-Not covered: `extra_k_cache`, `extra_indices_in_kvcache`, `topk_length` and `extra_topk_length`, and sparse attention over
-a 16-bit cache of prefill: these arguments raise NotImplementedError, and so do the functions of `NOT_COVERED` when they
-are called. Beyond FlashMLA, all GPUs from Ampere on and all pages of a multiple of 16 tokens are taken.
+Not covered: `extra_k_cache`, `extra_indices_in_kvcache`, `topk_length` and `extra_topk_length`, which raise
+NotImplementedError, and prefill: the functions of `NOT_COVERED` raise it when they are called. Beyond FlashMLA, all
+GPUs from Ampere on and all pages of a multiple of 16 tokens are taken.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def flash_mla_with_kvcache(
     block_table: AnyArray | None,
     cache_seqlens: AnyArray | None,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta,
-    num_splits: None = None,
+    tile_scheduler_metadata: Any,
+    num_splits: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool = False,
@@ -110,7 +110,16 @@ def flash_mla_with_kvcache(
     if k_cache.shape[2] and q.shape[2] and not q.shape[2] % k_cache.shape[2]:
         _plan(meta, q, cache_seqlens, sizes)
     plan = meta.tile_scheduler_metadata, meta.num_splits
-    options = {"is_fp8_kvcache": is_fp8_kvcache, "indices": indices, "attn_sink": attn_sink}
     return cukern.flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, softmax_scale, causal, **options
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        head_dim_v,
+        *plan,
+        softmax_scale,
+        causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+        indices=indices,
+        attn_sink=attn_sink,
     )

@@ -1,8 +1,9 @@
 """FlashInfer's functions as far as cukern has them, by the names and arguments of flashinfer-python 0.7.2.post1.
 
 The modules `sampling`, `norm`, `activation` and `page` stand for those of FlashInfer, and the names here for those that
-`flashinfer` itself has; each module says what it does not cover and what differs. Not covered at all, besides: attention
-(plans and wrappers), rope, products, fused mixtures of experts, communication. These names are an AttributeError.
+`flashinfer` itself has; each module says what it does not cover and what differs. Not covered at all, besides:
+attention (plans and wrappers), rope, products, fused mixtures of experts, communication. These names are an
+AttributeError.
 """
 
 from cukern.compat.flashinfer import activation, norm, page, sampling

@@ -28,7 +28,7 @@ __getattr__ = not_covered("cukern.compat.flashinfer.page", NOT_COVERED, __all__)
 
 
 def get_seq_lens(kv_indptr: AnyArray, kv_last_page_len: AnyArray, page_size: int) -> AnyArray:
-    """The tokens of each sequence [batch], of its pages kv_indptr [batch + 1] and the tokens in its last one [batch]."""
+    """The tokens of each sequence [batch], from its pages, kv_indptr [batch + 1], and the tokens in its last one."""
     pages: Any = kv_indptr[1:] - kv_indptr[:-1]
     return torch.clamp(pages - 1, min=0) * page_size + kv_last_page_len
 

@@ -67,7 +67,10 @@ def _refuse_nan(check_nan: bool, name: str, values: Any) -> None:
 
 def _count(top_k: Any, values: Any) -> Any:
     """A top-k that is at most the vocabulary, as FlashInfer takes larger ones for all of it."""
-    return top_k if isinstance(top_k, torch.Tensor) else min(top_k, values.shape[-1])
+    if not isinstance(top_k, torch.Tensor):
+        return min(top_k, values.shape[-1])
+    # The kernels clamp; the twins, which can see the numbers, refuse.
+    return top_k if top_k.is_cuda else top_k.clamp(max=values.shape[-1])
 
 
 def _share(number: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 import cukern
 from cukern.compat._limits import not_covered, refuse
+from cukern.compat.flashinfer import sampling
 from cukern.compat.flashinfer.norm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from cukern.compat.sglang import flash_mla
 from cukern.runtime.arrays import AnyArray
@@ -102,12 +103,12 @@ def gelu_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
     """`cukern.top_k_renorm_probs`; a number above the vocabulary keeps all."""
-    return cukern.top_k_renorm_probs(probs, top_k if isinstance(top_k, torch.Tensor) else min(top_k, probs.shape[-1]))
+    return sampling.top_k_renorm_probs(probs, top_k)
 
 
 def top_p_renorm_probs(probs: AnyArray, top_p: AnyArray | float) -> AnyArray:
     """`cukern.top_p_renorm_probs`."""
-    return cukern.top_p_renorm_probs(probs, top_p.float() if isinstance(top_p, torch.Tensor) else top_p)
+    return sampling.top_p_renorm_probs(probs, top_p)
 
 
 top_k_renorm_prob = top_k_renorm_probs
@@ -151,7 +152,9 @@ def moe_fused_gate(
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
     """`cukern.moe_fused_gate`: weights float32 and ids int32 [tokens, topk]."""
-    scaling = routed_scaling_factor, apply_routed_scaling_factor_on_output
+    # The factor of 0, which is the default, is of no use: then it is not read.
+    factor = routed_scaling_factor if num_fused_shared_experts or apply_routed_scaling_factor_on_output else 1.0
+    scaling = factor, apply_routed_scaling_factor_on_output
     return cukern.moe_fused_gate(
         input_tensor, bias, num_expert_group, topk_group, topk, num_fused_shared_experts, *scaling
     )
@@ -165,7 +168,7 @@ def kimi_k2_moe_fused_gate(
     routed_scaling_factor: float = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.moe_fused_gate` of one group, of any number of experts; as in SGLang, only what is renormalized is scaled."""
+    """`cukern.moe_fused_gate` of one group and any number of experts; only what is renormalized is scaled, as there."""
     scaling = routed_scaling_factor, apply_routed_scaling_factor_on_output and renormalize
     return cukern.moe_fused_gate(input_tensor, bias, 1, 1, topk, 0, *scaling, renormalize=renormalize)
 
@@ -180,7 +183,7 @@ def moe_align_block_size(
     cumsum_buffer: AnyArray,
     pad_sorted_token_ids: bool = False,
 ) -> None:
-    """`cukern.moe_align_block_size` into the three arrays, with SGLang's count: `num_experts` is one more than there are.
+    """`cukern.moe_align_block_size` into the three arrays; `num_experts` is one more than there are, as in SGLang.
 
     The one more is -1, the id of a token that was filtered out, which has blocks of its own, with -1 in `experts_ids`.
     What lies past the last block is filled in any case, with topk_ids.numel() and -1.
@@ -201,7 +204,7 @@ def moe_sum(input_tensor: AnyArray, output_tensor: AnyArray) -> None:
 
 
 def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scaling_factor: float = 0) -> None:
-    """The sum over the slots of each token times a factor, rounded once: `cukern.moe_unpermute` into `output_tensor`."""
+    """The sum of the slots of each token times a factor, rounded once: `cukern.moe_unpermute` of rows in order."""
     tokens, topk, hidden = input_tensor.shape
     weights = torch.full((tokens, topk), routed_scaling_factor, dtype=torch.float32, device=input_tensor.device)
     cukern.moe_unpermute(output_tensor, input_tensor.reshape(tokens * topk, hidden), weights, None)

@@ -49,7 +49,16 @@ def flash_mla_with_kvcache(
 ) -> tuple[AnyArray, AnyArray]:
     """`cukern.flash_mla_with_kvcache` over a plan of `get_mla_metadata`. Refused: `descale_q`, `descale_k`."""
     unless_default("flash_mla_with_kvcache", None, descale_q=descale_q, descale_k=descale_k)
-    plan, options = (tile_scheduler_metadata, num_splits), {"is_fp8_kvcache": is_fp8_kvcache, "indices": indices}
     return cukern.flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, softmax_scale, causal, **options
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        head_dim_v,
+        tile_scheduler_metadata,
+        num_splits,
+        softmax_scale,
+        causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+        indices=indices,
     )

@@ -4,13 +4,13 @@ The signatures are those of vLLM 0.33.0. What 0.10.2 had and 0.33.0 has not is h
 `paged_attention_v1`, `paged_attention_v2`, `copy_blocks`, `copy_blocks_mla`, `get_flash_mla_metadata`,
 `flash_mla_with_kvcache`. Tensors may be on the CPU, where the NumPy twins run.
 
-Not covered: `grouped_topk`, `gather_and_maybe_dequant_cache` and `swap_blocks` with the arguments of 0.10.2; int8 results
-of the fused norms and activations; FP8 with given scales of groups, rows or columns; `is_padding`; the 8x4 layout of
-NVFP4 scales. These arguments raise NotImplementedError, as do the functions of `NOT_COVERED` when they are called.
+Not covered: `grouped_topk` and `gather_and_maybe_dequant_cache` with the arguments of 0.10.2; int8 results of the fused
+norms and activations; FP8 with given scales of groups, rows or columns; `is_padding`; the 8x4 layout of NVFP4 scales.
+These arguments raise NotImplementedError, as do the functions of `NOT_COVERED` when they are called.
 
 The results are vLLM's but for these: norms are rounded once, at the end, where vLLM rounds before the weight too; the
-order of the tokens of an expert is stable; unused experts in `experts_ids` are -1; activations that are quantized are not
-rounded to 16 bits in between; smallest scales are those of `cukern.rms_norm_quant` and `cukern.silu_and_mul_quant`.
+order of the tokens of an expert is stable; unused experts in `experts_ids` are -1; activations that are quantized are
+not rounded to 16 bits in between; smallest scales are those of `cukern.rms_norm_quant` and `cukern.silu_and_mul_quant`.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def paged_attention_v1(
 ) -> None:
     """`cukern.paged_attention_v1`, into `out`."""
     sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
+    cache = kv_cache_dtype, k_scale, v_scale
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
-    caches = key_cache, value_cache
-    cukern.paged_attention_v1(out, query, *caches, *sizes, kv_cache_dtype, k_scale, v_scale, tp_rank, *sparse)
+    cukern.paged_attention_v1(out, query, key_cache, value_cache, *sizes, *cache, tp_rank, *sparse)
 
 
 def paged_attention_v2(
@@ -139,10 +139,11 @@ def paged_attention_v2(
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
     """`cukern.paged_attention_v2`, into `out`, `exp_sum`, `max_logits` and `tmp_out`."""
-    sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
-    sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
     arrays = out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache
-    cukern.paged_attention_v2(*arrays, *sizes, kv_cache_dtype, k_scale, v_scale, tp_rank, *sparse)
+    sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
+    cache = kv_cache_dtype, k_scale, v_scale
+    sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
+    cukern.paged_attention_v2(*arrays, *sizes, *cache, tp_rank, *sparse)
 
 
 def get_flash_mla_metadata(
@@ -342,8 +343,8 @@ def scaled_fp4_quant(
     """`cukern.scaled_fp4_quant` of rows; swizzled scales are a copy.
 
     Returns uint8 [rows, n / 2] and scales float8_e4m3fn [rows, n / 16], or with `is_sf_swizzled_layout` rounded up to
-    multiples of 128 and 4. Refused: a `backend` with the 8x4 layout (trtllm, up to 32 rows), and a `padded_n` other than
-    n.
+    multiples of 128 and 4. Refused: a `backend` with the 8x4 layout (trtllm, up to 32 rows), and a `padded_n` other
+    than n.
     """
     rows = input.reshape(-1, input.shape[-1])
     if "trtllm" in backend and rows.shape[0] <= 32:
@@ -387,8 +388,9 @@ def moe_align_block_size(
     Refused: `scatter_idx`.
     """
     unless_default("moe_align_block_size", None, scatter_idx=scatter_idx)
-    ignore = {"ignore_invalid_experts": expert_map is not None}
-    rows, experts, end = cukern.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, **ignore)
+    rows, experts, end = cukern.moe_align_block_size(
+        topk_ids, block_size, num_experts, expert_map, ignore_invalid_experts=expert_map is not None
+    )
     _fill(sorted_token_ids, rows, topk_ids.numel())
     _fill(experts_ids, experts, -1)
     num_tokens_post_pad.copy_(end)
@@ -442,7 +444,7 @@ def topk_sigmoid(
     routed_scaling_factor: float = 1.0,
     is_padding: AnyArray | None = None,
 ) -> None:
-    """`cukern.topk_sigmoid` likewise; a `routed_scaling_factor` other than 1 multiplies the weights in a second launch."""
+    """`cukern.topk_sigmoid` likewise; a `routed_scaling_factor` other than 1 costs one more launch."""
     unless_default("topk_sigmoid", None, is_padding=is_padding)
     bias = _bias(e_score_correction_bias, gating_output)
     arrays = topk_weights, topk_ids, token_expert_indices, gating_output
@@ -467,9 +469,8 @@ def grouped_topk(
     """
     if scoring_func != 1:
         refuse("grouped_topk", "scoring_func", "1 (sigmoid of logits)", scoring_func)
-    groups = num_expert_group, topk_group, topk, 0
-    options = {"renormalize": renormalize, "scoring_func": "sigmoid"}
-    return cukern.moe_fused_gate(scores, _bias(bias, scores), *groups, routed_scaling_factor, True, **options)
+    options = num_expert_group, topk_group, topk, 0, routed_scaling_factor, True
+    return cukern.moe_fused_gate(scores, _bias(bias, scores), *options, renormalize=renormalize)
 
 
 # --- cache --------------------------------------------------------------------------------------------
