@@ -25,7 +25,7 @@ FLASH_MLA = {
         def get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
             return "real"
 
-        def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens):
+        def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits):
             return "real"
 
         def flash_mla_sparse_fwd(q):
@@ -144,13 +144,13 @@ def test_functions_of_an_installed_library_are_replaced(tmp_path: Path, monkeypa
     compat.disable("flash_mla")
     for module in (real, inner):
         assert module.get_mla_metadata(1, 2, 3) == "real"
-        assert module.flash_mla_with_kvcache(1, 2, 3, 4) == "real"
+        assert module.flash_mla_with_kvcache(*range(7)) == "real"
 
 
 def test_functions_that_share_a_plan_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = dict(FLASH_MLA)
     name = "flash_mla/flash_mla_interface.py"
-    files[name] = files[name].replace("(q, k_cache, block_table, cache_seqlens)", "(q, cache)")
+    files[name] = files[name].replace("(q, k_cache, block_table", "(q, cache, table")
     write(tmp_path, files)
     monkeypatch.syspath_prepend(str(tmp_path))
     left = "left as they were, for arguments are others: flash_mla_with_kvcache, get_mla_metadata"
