@@ -25,7 +25,9 @@ FLASH_MLA = {
         def get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
             return "real"
 
-        def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits):
+        def flash_mla_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits
+        ):
             return "real"
 
         def flash_mla_sparse_fwd(q):
@@ -150,7 +152,7 @@ def test_functions_of_an_installed_library_are_replaced(tmp_path: Path, monkeypa
 def test_functions_that_share_a_plan_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = dict(FLASH_MLA)
     name = "flash_mla/flash_mla_interface.py"
-    files[name] = files[name].replace("(q, k_cache, block_table", "(q, cache, table")
+    files[name] = files[name].replace("q, k_cache, block_table", "q, cache, table")
     write(tmp_path, files)
     monkeypatch.syspath_prepend(str(tmp_path))
     left = "left as they were, for arguments are others: flash_mla_with_kvcache, get_mla_metadata"
