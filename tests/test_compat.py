@@ -556,6 +556,8 @@ def test_flashinfer_filters(name: str) -> None:
     arrays = [torch.full((4,), x, dtype=torch.float64 if isinstance(x, float) else torch.int64) for x in DRAWS[name]]
     assert torch.equal(function(values, *arrays, seed=3, offset=4).long(), best)
     order = torch.tensor([3, 0, 0, 1, 2])
+    long = [array.repeat(2)[:5] for array in arrays]
+    assert torch.equal(function(values, *long, indices=order), best[order])
     found = function(values, *DRAWS[name], indices=order)
     assert found.dtype == torch.int64
     assert torch.equal(found, best[order])
@@ -602,6 +604,19 @@ def test_flashinfer_check_nan() -> None:
         sampling.sampling_from_logits(probs, check_nan=True)
 
 
+def test_flashinfer_parameters_that_are_not_by_row() -> None:
+    probs = probabilities()
+    for wrong, words in (
+        (torch.full((4, 1), 0.5), r"1D tensor or scalar for top_p, got a 2D tensor"),
+        (torch.tensor(0.5), r"1D tensor of shape \(batch_size,\) or scalar for top_p, got a 0-dimensional tensor"),
+        (torch.full((3,), 0.5), r"batch size mismatch: top_p has 3 for 4 rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sampling.top_p_sampling_from_probs(probs, wrong)
+        with pytest.raises(ValueError, match=words):
+            sampling.top_p_renorm_probs(probs, wrong)
+
+
 @pytest.mark.parametrize("compat", [sglang, sampling], ids=["sglang", "flashinfer"])
 def test_renormalization(compat: Any) -> None:
     probs = probabilities()
@@ -635,7 +650,7 @@ def test_flashinfer_chain_speculative_sampling() -> None:
     ids_are(accepted, 2, 2)
     ids_are(emitted, 2, 2)
     counts = torch.tensor([5, 6], dtype=torch.int32), torch.tensor([7, 8], dtype=torch.int32)
-    _, *found = sampling.chain_speculative_sampling(target[:, :2].contiguous(), drafts, target, *counts)
+    _, *found = sampling.chain_speculative_sampling(target[:, :2].contiguous(), drafts.long(), target, *counts)
     assert [x is y for x, y in zip(found, counts, strict=True)] == [True, True]
     ids_are(counts[0], 7, 8)
     ids_are(counts[1], 9, 10)

@@ -65,25 +65,37 @@ def _refuse_nan(check_nan: bool, name: str, values: Any) -> None:
         raise ValueError(f"Input {name} contains NaN.")
 
 
-def _count(top_k: Any, values: Any) -> Any:
-    """A top-k that is at most the vocabulary, as FlashInfer takes larger ones for all of it."""
-    if not isinstance(top_k, torch.Tensor):
-        return min(top_k, values.shape[-1])
+def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
+    """A parameter as cukern takes it: top-k at most the vocabulary, the others in float32.
+
+    Raises ValueError, with FlashInfer's words, for a tensor that is not [batch].
+    """
+    vocab, counts = values.shape[-1], name == "top_k"
+    if not isinstance(given, torch.Tensor):
+        return min(given, vocab) if counts else given
+    rows = values.shape[0] if indices is None else indices.shape[0]
+    if given.ndim > 1:
+        raise ValueError(f"Expected a 1D tensor or scalar for {name}, got a {given.ndim}D tensor.")
+    if given.ndim == 0:
+        raise ValueError(
+            f"Expected a 1D tensor of shape (batch_size,) or scalar for {name}, got a 0-dimensional tensor."
+        )
+    if given.shape[0] != rows:
+        raise ValueError(f"Sampling parameter tensor batch size mismatch: {name} has {given.shape[0]} for {rows} rows.")
+    if not counts:
+        return given.float()
     # The kernels clamp; the twins, which can see the numbers, refuse.
-    return top_k if top_k.is_cuda else top_k.clamp(max=values.shape[-1])
-
-
-def _share(number: Any) -> Any:
-    return number.float() if isinstance(number, torch.Tensor) else number
+    return given if given.is_cuda else given.clamp(max=vocab)
 
 
 def _drawn(
-    function: Any, name: str, values: Any, filters: tuple[Any, ...], draw: tuple[Any, ...], **options: Any
+    function: Any, name: str, values: Any, filters: dict[str, Any], draw: tuple[Any, ...], **options: Any
 ) -> Any:
     """Draw ids of the dtype of `indices`; `draw` is (indices, generator, check_nan, seed, offset)."""
     indices, generator, check_nan, seed, offset = draw
     _refuse_nan(check_nan, name, values)
-    found = function(values, *filters, indices=indices, **options, **_draws(values, indices, generator, seed, offset))
+    converted = [_parameter(each, given, values, indices) for each, given in filters.items()]
+    found = function(values, *converted, indices=indices, **options, **_draws(values, indices, generator, seed, offset))
     if indices is None:
         return found
     ids, *more = found if isinstance(found, tuple) else (found,)
@@ -93,7 +105,7 @@ def _drawn(
 
 def softmax(logits: AnyArray, temperature: AnyArray | float | None = None, enable_pdl: bool | None = None) -> AnyArray:
     """`cukern.softmax`."""
-    return cukern.softmax(logits, _share(temperature))
+    return cukern.softmax(logits, _parameter("temperature", temperature, logits))
 
 
 def sampling_from_logits(
@@ -107,7 +119,7 @@ def sampling_from_logits(
 ) -> AnyArray:
     """`cukern.sampling_from_logits`; ids int32, or of the dtype of `indices`."""
     draw = indices, generator, check_nan, seed, offset
-    return _drawn(cukern.sampling_from_logits, "logits", logits, (), draw)
+    return _drawn(cukern.sampling_from_logits, "logits", logits, {}, draw)
 
 
 def sampling_from_probs(
@@ -122,7 +134,7 @@ def sampling_from_probs(
 ) -> Any:
     """`cukern.sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
     draw = indices, generator, check_nan, seed, offset
-    return _drawn(cukern.sampling_from_probs, "probs", probs, (), draw, return_valid=return_valid)
+    return _drawn(cukern.sampling_from_probs, "probs", probs, {}, draw, return_valid=return_valid)
 
 
 def top_p_sampling_from_probs(
@@ -137,7 +149,7 @@ def top_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """`cukern.top_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
-    draw, filters = (indices, generator, check_nan, seed, offset), (_share(top_p),)
+    draw, filters = (indices, generator, check_nan, seed, offset), {"top_p": top_p}
     return _drawn(cukern.top_p_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
 
 
@@ -153,7 +165,7 @@ def top_k_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """`cukern.top_k_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
-    draw, filters = (indices, generator, check_nan, seed, offset), (_count(top_k, probs),)
+    draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k}
     return _drawn(cukern.top_k_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
 
 
@@ -169,7 +181,7 @@ def min_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """`cukern.min_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
-    draw, filters = (indices, generator, check_nan, seed, offset), (_share(min_p),)
+    draw, filters = (indices, generator, check_nan, seed, offset), {"min_p": min_p}
     return _drawn(cukern.min_p_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
 
 
@@ -186,7 +198,7 @@ def top_k_top_p_sampling_from_logits(
     offset: int | AnyArray | None = None,
 ) -> AnyArray:
     """`cukern.top_k_top_p_sampling_from_logits`."""
-    draw, filters = (indices, generator, check_nan, seed, offset), (_count(top_k, logits), _share(top_p))
+    draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
     options = {"filter_apply_order": filter_apply_order}
     return _drawn(cukern.top_k_top_p_sampling_from_logits, "logits", logits, filters, draw, **options)
 
@@ -205,19 +217,19 @@ def top_k_top_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """`cukern.top_k_top_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
-    draw, filters = (indices, generator, check_nan, seed, offset), (_count(top_k, probs), _share(top_p))
+    draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
     options = {"filter_apply_order": filter_apply_order, "return_valid": return_valid}
     return _drawn(cukern.top_k_top_p_sampling_from_probs, "probs", probs, filters, draw, **options)
 
 
 def top_p_renorm_probs(probs: AnyArray, top_p: AnyArray | float, is_deterministic: bool = False) -> AnyArray:
     """`cukern.top_p_renorm_probs`."""
-    return cukern.top_p_renorm_probs(probs, _share(top_p))
+    return cukern.top_p_renorm_probs(probs, _parameter("top_p", top_p, probs))
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int, is_deterministic: bool = False) -> AnyArray:
     """`cukern.top_k_renorm_probs`."""
-    return cukern.top_k_renorm_probs(probs, _count(top_k, probs))
+    return cukern.top_k_renorm_probs(probs, _parameter("top_k", top_k, probs))
 
 
 top_p_renorm_prob = top_p_renorm_probs
@@ -226,7 +238,7 @@ top_k_renorm_prob = top_k_renorm_probs
 
 def top_k_mask_logits(logits: AnyArray, top_k: AnyArray | int) -> AnyArray:
     """`cukern.top_k_mask_logits`."""
-    return cukern.top_k_mask_logits(logits, _count(top_k, logits))
+    return cukern.top_k_mask_logits(logits, _parameter("top_k", top_k, logits))
 
 
 def chain_speculative_sampling(
@@ -242,7 +254,8 @@ def chain_speculative_sampling(
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
     """`cukern.chain_speculative_sampling`; counts are added to the arrays that are given for them."""
     draws = _draws(draft_probs, None, generator, seed, offset)
-    ids, accepted, emitted = cukern.chain_speculative_sampling(draft_probs, draft_token_ids, target_probs, **draws)
+    drafts = draft_token_ids.int() if isinstance(draft_token_ids, torch.Tensor) else draft_token_ids
+    ids, accepted, emitted = cukern.chain_speculative_sampling(draft_probs, drafts, target_probs, **draws)
     if maybe_output_accepted_token_num is not None:
         accepted = maybe_output_accepted_token_num.add_(accepted)
     if maybe_output_emitted_draft_token_num is not None:
