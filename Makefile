@@ -5,6 +5,7 @@
 #   OPS="moe_gate ..."  limits the second group to these stems
 #   SOURCES=1           `make notebooks` makes only the outputs that show sources, for which it needs no GPU
 #   ARGS="..."          more arguments for the demo or for pytest
+#   FOLDER=...          where the peers' test files are, for `make peer-tests`: an unpacked sdist, a checkout, any folder
 
 # CuPy has one package per CUDA major version. Without a driver either compiles, so the newer one is taken.
 CUDA_EXTRA ?= $(shell nvidia-smi 2>/dev/null | grep -Eq 'CUDA[A-Za-z ]* Version: *12\.' && echo cuda12 || echo cuda13)
@@ -24,7 +25,7 @@ PY := $(BIN)/python
 READY := .venv/dev.stamp
 endif
 
-.PHONY: help demo test lint gpu sanitize bench check notebooks
+.PHONY: help demo test lint gpu sanitize bench check notebooks peer-tests
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +41,8 @@ help:
 	@echo 'make bench      the benchmarks; writes benchmarks/results and benchmarks/RESULTS.md'
 	@echo 'make check      say whether the GPU record is older than the sources'
 	@echo 'make notebooks  run the notebooks and keep their outputs'
+	@echo 'make peer-tests FOLDER=...'
+	@echo '                run the test files of vLLM, SGLang, FlashInfer or FlashMLA in a folder on cukern'
 
 demo: .venv/demo.stamp
 	$(BIN)/python -m cukern demo $(ARGS)
@@ -64,6 +67,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(PY) -m cukern bench $(OPS) --results
+
+peer-tests: $(READY)
+	$(PY) -m tests.peers $(FOLDER) $(ARGS)
 
 notebooks: $(READY)
 ifdef SOURCES

@@ -1,0 +1,274 @@
+"""`enable` and `disable`: the modules of `cukern.compat` in the place of the libraries they stand for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from cukern.compat._limits import RAISES
+from cukern.runtime import check
+
+
+class Peer(NamedTuple):
+    """A library: the release of the signatures, and what of `cukern.compat` stands for which of its modules."""
+
+    release: str
+    modules: dict[str, str]
+
+
+_SGL_KERNEL_MODULES = ("attention", "elementwise", "gemm", "moe", "sampling")
+#: The libraries that `enable` knows.
+PEERS = {
+    "vllm": Peer(
+        "0.33.0",
+        {
+            "vllm._custom_ops": "vllm._custom_ops",
+            "vllm.model_executor.layers.fused_moe.moe_permute_unpermute": "vllm.moe_permute_unpermute",
+        },
+    ),
+    "sglang": Peer(
+        "0.4.2.post2",
+        {"sgl_kernel": "sglang", "sgl_kernel.flash_mla": "sglang.flash_mla"}
+        | {f"sgl_kernel.{name}": "sglang" for name in _SGL_KERNEL_MODULES},
+    ),
+    "flashinfer": Peer(
+        "0.7.2.post1",
+        {"flashinfer": "flashinfer"}
+        | {f"flashinfer.{name}": f"flashinfer.{name}" for name in ("sampling", "norm", "activation", "page")},
+    ),
+    "flash_mla": Peer("1.0.0", {"flash_mla": "flash_mla", "flash_mla.flash_mla_interface": "flash_mla"}),
+}
+
+
+class _Change(NamedTuple):
+    """One name in one namespace: the attributes of a module, or `sys.modules`."""
+
+    space: dict[str, Any]
+    name: str
+    before: Any  # _NOTHING if the name was not there
+    after: Any
+
+
+#: Functions that share a plan, which is the library's own or cukern's: all of them are replaced, or none.
+_TOGETHER = {"FlashMLASchedMeta", "flash_mla_with_kvcache", "get_flash_mla_metadata", "get_mla_metadata"}
+_NOTHING = object()
+_LOCK = threading.RLock()
+_changes: dict[str, list[_Change]] = {}
+
+
+def _compat(name: str) -> ModuleType:
+    return importlib.import_module(f"cukern.compat.{name}")
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The public functions and classes of a module of `cukern.compat`."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        if callable(value) and not hasattr(value, RAISES):
+            yield name, value
+
+
+def _put(changes: list[_Change], space: dict[str, Any], name: str, value: Any) -> None:
+    changes.append(_Change(space, name, space.get(name, _NOTHING), value))
+    space[name] = value
+
+
+# --- in place of a library that is not installed ------------------------------------------------------
+
+
+def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
+    """A module of the peer's name with what `source` of `cukern.compat` has, or an empty package."""
+    module = ModuleType(name, f"{name}, as far as cukern has it (cukern.compat.enable).")
+    if source is not None:
+        compat = _compat(source)
+        vars(module).update({each: getattr(compat, each) for each in compat.__all__}, __all__=list(compat.__all__))
+        if "__getattr__" in vars(compat):
+            vars(module)["__getattr__"] = vars(compat)["__getattr__"]
+    vars(module).update(__path__=[], __version__=release, __spec__=ModuleSpec(name, None, is_package=True))
+    return module
+
+
+def _add_modules(peer: Peer, changes: list[_Change]) -> str:
+    """Enter modules of the peer's names in `sys.modules`, with their parents."""
+    names = {name.rsplit(".", depth)[0] for name in peer.modules for depth in range(name.count(".") + 1)}
+    for name in sorted(names):
+        module = _stand_in(name, peer.modules.get(name), peer.release)
+        _put(changes, sys.modules, name, module)  # type: ignore[arg-type]
+        parent, _, child = name.rpartition(".")
+        if parent:
+            _put(changes, vars(sys.modules[parent]), child, module)
+    return f"is not installed: {', '.join(sorted(peer.modules))} are modules of cukern now"
+
+
+# --- in a library that is installed -------------------------------------------------------------------
+
+
+def _takes(ours: Any, theirs: Any) -> bool:
+    """Whether a call of `theirs` is right for `ours`: it has the same arguments, or more that it can do without."""
+    try:
+        own, given = (list(inspect.signature(each).parameters.values()) for each in (ours, theirs))
+    except (TypeError, ValueError):
+        return False
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own):
+        return True
+    names = [parameter.name for parameter in given]
+    more = own[len(names) :]
+    return [parameter.name for parameter in own[: len(names)]] == names and all(
+        parameter.default is not parameter.empty for parameter in more
+    )
+
+
+def _replace(name: str, source: str, changes: list[_Change]) -> tuple[list[str], list[str]]:
+    """Replace the functions of the real module `name`; the names that were, and those that were not."""
+    real = vars(sys.modules[name])
+    found = {name: value for name, value in _functions(_compat(source)) if name in real and real[name] is not value}
+    left = {name for name, value in found.items() if inspect.isfunction(value) and not _takes(value, real[name])}
+    if left & _TOGETHER:
+        left |= _TOGETHER & {*found}
+    replaced = [name for name in found if name not in left]
+    for function in replaced:
+        _put(changes, real, function, found[function])
+    return replaced, sorted(left)
+
+
+def _holders(changes: list[_Change]) -> list[str]:
+    """The modules that hold functions which were replaced elsewhere, by an import of the names before."""
+    before = {id(change.before) for change in changes if callable(change.before)}
+    spaces = {id(change.space) for change in changes}
+    found = set()
+    for name, module in [*sys.modules.items()]:
+        space = getattr(module, "__dict__", None)
+        if space is None or id(space) in spaces or name.partition(".")[0] == "cukern":
+            continue
+        if any(id(value) in before for value in [*space.values()]):
+            found.add(name)
+    return sorted(found)
+
+
+def _replace_functions(peer: Peer, was_imported: bool, changes: list[_Change]) -> list[str]:
+    """Replace the functions of all modules of an installed library; what was done, in words."""
+    lines = []
+    for name, source in peer.modules.items():
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # A release without this module; anything else that is missing is the library's own trouble.
+            if not error.name or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            lines.append(f"{name} is not in this release")
+            continue
+        replaced, left = _replace(name, source, changes)
+        lines.append(f"{name}: replaced {', '.join(replaced) or 'nothing'}")
+        if left:
+            lines.append(f"{name}: left as they were, for arguments are others: {', '.join(left)}")
+    if was_imported:
+        lines.insert(0, "was imported before")
+        holders = _holders(changes)
+        if holders:
+            lines.append(f"functions imported by name before are still its own in {', '.join(holders)}")
+    return lines
+
+
+def _is_installed(root: str) -> bool:
+    return root in sys.modules or importlib.util.find_spec(root) is not None
+
+
+def _enable(name: str) -> list[str]:
+    peer, changes = PEERS[name], list[_Change]()
+    root = next(iter(peer.modules)).partition(".")[0]
+    was_imported = root in sys.modules
+    try:
+        if _is_installed(root):
+            lines = _replace_functions(peer, was_imported, changes)
+        else:
+            lines = [_add_modules(peer, changes)]
+    except BaseException:
+        _undo(changes)
+        raise
+    _changes[name] = changes
+    return [f"{root} {lines[0]}", *lines[1:]] if lines[0].startswith(("is ", "was ")) else lines
+
+
+def _undo(changes: list[_Change]) -> list[str]:
+    """Put back what was there, but where another has changed the name since; those names."""
+    kept = []
+    for space, name, before, after in reversed(changes):
+        if space.get(name, _NOTHING) is not after:
+            kept.append(name)
+        elif before is _NOTHING:
+            del space[name]
+        else:
+            space[name] = before
+    return kept
+
+
+def _check(names: tuple[str, ...]) -> None:
+    for name in names:
+        check.one_of("name", name, PEERS)
+
+
+def enable(*names: str) -> tuple[str, ...]:
+    """Put cukern's functions where programs look up those of other libraries.
+
+    A library that is not installed gets modules of its names in `sys.modules`. In one that is installed, which is
+    imported for it, the functions that cukern covers are replaced and all else is left; a function whose arguments are
+    others in that release is left too. Functions that a program has imported by name before stay what they were, so
+    this is best called first. The operators of torch that a library registers (`torch.ops._C`) are not touched.
+
+    Args:
+        names: of "vllm", "sglang" (its `sgl_kernel`), "flashinfer" and "flash_mla". One that is enabled already is
+            left as it is.
+
+    Returns:
+        what was done, in sentences. A UserWarning says the same where a library was imported before and other modules
+        hold its functions.
+
+    Raises:
+        ValueError: an unknown name; then nothing is changed.
+        ImportError: from a library that is installed but cannot be imported; then nothing is changed in it.
+    """
+    _check(names)
+    done: list[str] = []
+    with _LOCK:
+        for name in names:
+            if name in _changes:
+                done.append(f"{name} is enabled already")
+                continue
+            lines = _enable(name)
+            if any("still its own" in line for line in lines):
+                warnings.warn("; ".join(lines), UserWarning, stacklevel=2)
+            done += lines
+    return tuple(done)
+
+
+def disable(*names: str) -> tuple[str, ...]:
+    """Undo `enable` for these libraries, or for all without names.
+
+    A name that another has changed since is left. Returns what was done, in sentences. Raises ValueError for an unknown
+    name; then nothing is changed.
+    """
+    _check(names)
+    done = []
+    with _LOCK:
+        for name in names or tuple(_changes):
+            changes = _changes.pop(name, None)
+            if changes is None:
+                done.append(f"{name} is not enabled")
+                continue
+            kept = _undo(changes)
+            done.append(f"{name}: restored" + (f", but for {', '.join(kept)}, changed since" if kept else ""))
+    return tuple(done)
+
+
+def enabled() -> tuple[str, ...]:
+    """The libraries that are enabled."""
+    with _LOCK:
+        return tuple(_changes)

@@ -1,0 +1,65 @@
+"""FlashInfer's functions as far as cukern has them, by the names and arguments of flashinfer-python 0.7.2.post1.
+
+The modules `sampling`, `norm`, `activation` and `page` stand for those of FlashInfer, and the names here for those that
+`flashinfer` itself has; each module says what it does not cover and what differs. Not covered at all, besides:
+attention (plans and wrappers), rope, products, fused mixtures of experts, communication. These names are an
+AttributeError.
+"""
+
+from cukern.compat.flashinfer import activation, norm, page, sampling
+from cukern.compat.flashinfer.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from cukern.compat.flashinfer.norm import (
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_quant,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    layernorm,
+    rmsnorm,
+    rmsnorm_quant,
+)
+from cukern.compat.flashinfer.page import append_paged_kv_cache, get_seq_lens
+from cukern.compat.flashinfer.sampling import (
+    chain_speculative_sampling,
+    min_p_sampling_from_probs,
+    sampling_from_logits,
+    sampling_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_probs,
+    top_k_sampling_from_probs,
+    top_k_top_p_sampling_from_logits,
+    top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
+    top_p_sampling_from_probs,
+)
+
+__all__ = [
+    "activation",
+    "append_paged_kv_cache",
+    "chain_speculative_sampling",
+    "fused_add_rmsnorm",
+    "fused_add_rmsnorm_quant",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "get_seq_lens",
+    "layernorm",
+    "min_p_sampling_from_probs",
+    "norm",
+    "page",
+    "rmsnorm",
+    "rmsnorm_quant",
+    "sampling",
+    "sampling_from_logits",
+    "sampling_from_probs",
+    "silu_and_mul",
+    "softmax",
+    "top_k_mask_logits",
+    "top_k_renorm_probs",
+    "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
+]

@@ -1,0 +1,31 @@
+"""FlashInfer's gated activations (`flashinfer.activation`), with its arguments and results.
+
+The signatures are those of flashinfer-python 0.7.2.post1. `enable_pdl` speaks of the launch and changes nothing.
+Not covered: `silu_and_mul_scaled_nvfp4_experts_quantize`, which raises NotImplementedError when it is called.
+"""
+
+from __future__ import annotations
+
+import cukern
+from cukern.compat._limits import not_covered
+from cukern.runtime.arrays import AnyArray
+
+__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"]
+
+NOT_COVERED = ("silu_and_mul_scaled_nvfp4_experts_quantize",)
+__getattr__ = not_covered("cukern.compat.flashinfer.activation", NOT_COVERED, __all__)
+
+
+def silu_and_mul(input: AnyArray, out: AnyArray | None = None, enable_pdl: bool | None = None) -> AnyArray:
+    """`cukern.silu_and_mul`."""
+    return cukern.silu_and_mul(input, out=out)
+
+
+def gelu_tanh_and_mul(input: AnyArray, out: AnyArray | None = None, enable_pdl: bool | None = None) -> AnyArray:
+    """`cukern.gelu_tanh_and_mul`."""
+    return cukern.gelu_tanh_and_mul(input, out=out)
+
+
+def gelu_and_mul(input: AnyArray, out: AnyArray | None = None, enable_pdl: bool | None = None) -> AnyArray:
+    """`cukern.gelu_and_mul`."""
+    return cukern.gelu_and_mul(input, out=out)

@@ -1,0 +1,90 @@
+"""FlashInfer's norms (`flashinfer.norm`): the names, orders and defaults of the arguments, and the results.
+
+The signatures are those of flashinfer-python 0.7.2.post1. `enable_pdl` speaks of the launch and changes nothing.
+Not covered: the functions of `NOT_COVERED`, which raise NotImplementedError when they are called.
+"""
+
+from __future__ import annotations
+
+import cukern
+from cukern.compat._limits import not_covered
+from cukern.runtime.arrays import AnyArray
+
+__all__ = [
+    "fused_add_rmsnorm",
+    "fused_add_rmsnorm_quant",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "layernorm",
+    "rmsnorm",
+    "rmsnorm_quant",
+]
+
+NOT_COVERED = (
+    "fused_add_rmsnorm_fp8_block_quant",
+    "fused_qk_rmsnorm_rope",
+    "fused_rmsnorm_silu",
+    "gated_residual_next_rmsnorm",
+    "gated_residual_rmsnorm",
+    "layernorm_quant",
+    "rmsnorm_sigmoid_gate",
+)
+__getattr__ = not_covered("cukern.compat.flashinfer.norm", NOT_COVERED, __all__)
+
+
+def rmsnorm(
+    input: AnyArray, weight: AnyArray, eps: float = 1e-6, out: AnyArray | None = None, enable_pdl: bool | None = None
+) -> AnyArray:
+    """`cukern.rms_norm`."""
+    return cukern.rms_norm(input, weight, eps, out=out)
+
+
+def rmsnorm_quant(
+    out: AnyArray,
+    input: AnyArray,
+    weight: AnyArray,
+    scale: float | AnyArray,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """`cukern.rms_norm_quant` with one given scale, into `out`, float8_e4m3fn."""
+    cukern.rms_norm_quant(input, weight, eps, scale=scale, out_q=out)
+
+
+def fused_add_rmsnorm(
+    input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
+) -> None:
+    """`cukern.fused_add_rms_norm`: `input` and `residual` are written."""
+    cukern.fused_add_rms_norm(input, residual, weight, eps)
+
+
+def fused_add_rmsnorm_quant(
+    out: AnyArray,
+    input: AnyArray,
+    residual: AnyArray,
+    weight: AnyArray,
+    scale: float | AnyArray,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """`cukern.fused_add_rms_norm_quant` with one given scale: `out`, float8_e4m3fn, and `residual` are written."""
+    cukern.fused_add_rms_norm_quant(input, residual, weight, eps, scale=scale, out_q=out)
+
+
+def gemma_rmsnorm(
+    input: AnyArray, weight: AnyArray, eps: float = 1e-6, out: AnyArray | None = None, enable_pdl: bool | None = None
+) -> AnyArray:
+    """`cukern.rms_norm` with weights that are stored less 1."""
+    return cukern.rms_norm(input, weight, eps, weight_offset=1.0, out=out)
+
+
+def gemma_fused_add_rmsnorm(
+    input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
+) -> None:
+    """`cukern.fused_add_rms_norm` with weights that are stored less 1: `input` and `residual` are written."""
+    cukern.fused_add_rms_norm(input, residual, weight, eps, weight_offset=1.0)
+
+
+def layernorm(input: AnyArray, gemma: AnyArray, beta: AnyArray, eps: float = 1e-6) -> AnyArray:
+    """`cukern.layer_norm`; `gemma` is the weight, `beta` the bias."""
+    return cukern.layer_norm(input, gemma, beta, eps)

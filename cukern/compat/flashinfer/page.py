@@ -1,0 +1,67 @@
+"""FlashInfer's functions of the paged cache (`flashinfer.page`), with its arguments and results.
+
+The signatures are those of flashinfer-python 0.7.2.post1. Not covered: caches of MLA and of 4 bits, the functions of
+`NOT_COVERED`, which raise NotImplementedError when they are called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import cukern
+from cukern.compat._limits import not_covered
+from cukern.runtime import check
+from cukern.runtime.arrays import AnyArray
+
+__all__ = ["append_paged_kv_cache", "get_seq_lens"]
+
+NOT_COVERED = (
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "nvfp4_quantize_append_paged_mla_kv_cache",
+)
+__getattr__ = not_covered("cukern.compat.flashinfer.page", NOT_COVERED, __all__)
+
+
+def get_seq_lens(kv_indptr: AnyArray, kv_last_page_len: AnyArray, page_size: int) -> AnyArray:
+    """The tokens of each sequence [batch], from its pages, kv_indptr [batch + 1], and the tokens in its last one."""
+    pages: Any = kv_indptr[1:] - kv_indptr[:-1]
+    return torch.clamp(pages - 1, min=0) * page_size + kv_last_page_len
+
+
+def append_paged_kv_cache(
+    append_key: AnyArray,
+    append_value: AnyArray,
+    batch_indices: AnyArray,
+    positions: AnyArray,
+    paged_kv_cache: Any,
+    kv_indices: AnyArray,
+    kv_indptr: AnyArray,
+    kv_last_page_len: AnyArray,
+    kv_layout: str = "NHD",
+) -> None:
+    """`cukern.reshape_and_cache_flash` of new tokens, into slots that small launches of torch find first.
+
+    Token i is number positions[i] of sequence batch_indices[i]: its page is kv_indices[kv_indptr[b] + position //
+    page_size]. A token whose batch index is negative, or whose position is past the pages of its sequence, is left out.
+    `paged_kv_cache` is one tensor with keys and values along dimension 1, or a pair. `kv_last_page_len` is not needed.
+    An FP8 cache gets the numbers as they are, without a scale.
+    """
+    check.one_of("kv_layout", kv_layout, ("NHD", "HND"))
+    if not isinstance(paged_kv_cache, (tuple, list)):
+        paged_kv_cache = paged_kv_cache.unbind(dim=1)
+    keys, values = (cache.transpose(1, 2) if kv_layout == "HND" else cache for cache in paged_kv_cache)
+    page_size = keys.shape[1]
+    sequences: Any = batch_indices.long().clamp(min=0)
+    places: Any = positions.long()
+    entry = kv_indptr[sequences].long() + places // page_size
+    has_page = (batch_indices >= 0) & (places >= 0) & (entry < kv_indptr[sequences + 1])
+    if not kv_indices.shape[0]:
+        return
+    pages = kv_indices[entry.clamp(0, kv_indices.shape[0] - 1)].long()
+    slots = torch.where(has_page, pages * page_size + places % page_size, -1)
+    cukern.reshape_and_cache_flash(append_key, append_value, keys, values, slots, "auto", None, None)

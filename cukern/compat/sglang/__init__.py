@@ -1,0 +1,286 @@
+"""SGLang's kernels, `sgl_kernel`, as far as cukern has them: the names, orders and defaults, and the results.
+
+The signatures are those of sglang-kernel 0.4.2.post2. `enable_pdl` speaks of the launch and changes nothing;
+`cumsum_buffer` and `enable_v2` are not needed.
+
+Not covered: packed UE8M0 scales (`scale_ue8m0`) and other ranges than e4m3's and int8's in the quantization by groups;
+the functions of `NOT_COVERED`. They raise NotImplementedError, the functions when they are called.
+
+What differs: gates score in float32 whatever the dtype; the order of the tokens of an expert is stable; an activation
+that is quantized is not rounded to 16 bits in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import cukern
+from cukern.compat._limits import not_covered, refuse
+from cukern.compat.flashinfer import sampling
+from cukern.compat.flashinfer.norm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
+from cukern.compat.sglang import flash_mla
+from cukern.runtime.arrays import AnyArray
+
+__all__ = [
+    "flash_mla",
+    "fused_add_rmsnorm",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "kimi_k2_moe_fused_gate",
+    "merge_state_v2",
+    "moe_align_block_size",
+    "moe_fused_gate",
+    "moe_sum",
+    "moe_sum_reduce",
+    "rmsnorm",
+    "sgl_per_token_group_quant_8bit",
+    "sgl_per_token_group_quant_fp8",
+    "sgl_per_token_group_quant_int8",
+    "sgl_per_token_quant_fp8",
+    "silu_and_mul",
+    "top_k_renorm_prob",
+    "top_k_renorm_probs",
+    "top_p_renorm_prob",
+    "top_p_renorm_probs",
+    "topk_sigmoid",
+    "topk_softmax",
+]
+
+NOT_COVERED = (
+    "apply_shuffle_mul_sum",
+    "apply_token_bitmask_inplace_cuda",
+    "awq_dequantize",
+    "bmm_fp8",
+    "build_tree_kernel_efficient",
+    "concat_mla_absorb_q",
+    "concat_mla_k",
+    "cutlass_mla_decode",
+    "fast_topk",
+    "fast_topk_transform_fused",
+    "fast_topk_transform_ragged_fused",
+    "fast_topk_v2",
+    "fp8_blockwise_scaled_grouped_mm",
+    "fp8_blockwise_scaled_mm",
+    "fp8_scaled_mm",
+    "fused_qk_norm_rope",
+    "gelu_quick",
+    "gptq_gemm",
+    "int8_scaled_mm",
+    "prepare_moe_input",
+    "rotary_embedding",
+    "shuffle_rows",
+    "transfer_kv_all_layer",
+    "transfer_kv_all_layer_mla",
+    "transfer_kv_per_layer",
+    "transfer_kv_per_layer_mla",
+    "tree_speculative_sampling_target_only",
+    "verify_tree_greedy",
+)
+__getattr__ = not_covered("cukern.compat.sglang", NOT_COVERED, __all__)
+
+
+# --- activations and renormalization ------------------------------------------------------------------
+
+
+def silu_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
+    """`cukern.silu_and_mul`."""
+    return cukern.silu_and_mul(input, out=out)
+
+
+def gelu_tanh_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
+    """`cukern.gelu_tanh_and_mul`."""
+    return cukern.gelu_tanh_and_mul(input, out=out)
+
+
+def gelu_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
+    """`cukern.gelu_and_mul`."""
+    return cukern.gelu_and_mul(input, out=out)
+
+
+def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
+    """`cukern.top_k_renorm_probs`; a number above the vocabulary keeps all."""
+    return sampling.top_k_renorm_probs(probs, top_k)
+
+
+def top_p_renorm_probs(probs: AnyArray, top_p: AnyArray | float) -> AnyArray:
+    """`cukern.top_p_renorm_probs`."""
+    return sampling.top_p_renorm_probs(probs, top_p)
+
+
+top_k_renorm_prob = top_k_renorm_probs
+top_p_renorm_prob = top_p_renorm_probs
+
+
+# --- mixture of experts -------------------------------------------------------------------------------
+
+
+def topk_softmax(
+    topk_weights: AnyArray,
+    topk_ids: AnyArray,
+    gating_output: AnyArray,
+    renormalize: bool = False,
+    moe_softcapping: float = 0.0,
+    correction_bias: AnyArray | None = None,
+) -> None:
+    """`cukern.topk_softmax` into `topk_weights` and `topk_ids`."""
+    cukern.topk_softmax(topk_weights, topk_ids, gating_output, renormalize, moe_softcapping, correction_bias)
+
+
+def topk_sigmoid(
+    topk_weights: AnyArray,
+    topk_ids: AnyArray,
+    gating_output: AnyArray,
+    renormalize: bool = False,
+    correction_bias: AnyArray | None = None,
+) -> None:
+    """`cukern.topk_sigmoid` into `topk_weights` and `topk_ids`."""
+    cukern.topk_sigmoid(topk_weights, topk_ids, gating_output, renormalize, correction_bias)
+
+
+def moe_fused_gate(
+    input_tensor: AnyArray,
+    bias: AnyArray,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 0,
+    apply_routed_scaling_factor_on_output: bool = False,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.moe_fused_gate`: weights float32 and ids int32 [tokens, topk]."""
+    # The factor of 0, which is the default, is of no use: then it is not read.
+    factor = routed_scaling_factor if num_fused_shared_experts or apply_routed_scaling_factor_on_output else 1.0
+    scaling = factor, apply_routed_scaling_factor_on_output
+    return cukern.moe_fused_gate(
+        input_tensor, bias, num_expert_group, topk_group, topk, num_fused_shared_experts, *scaling
+    )
+
+
+def kimi_k2_moe_fused_gate(
+    input_tensor: AnyArray,
+    bias: AnyArray,
+    topk: int,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = False,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.moe_fused_gate` of one group and any number of experts; only what is renormalized is scaled, as there."""
+    scaling = routed_scaling_factor, apply_routed_scaling_factor_on_output and renormalize
+    return cukern.moe_fused_gate(input_tensor, bias, 1, 1, topk, 0, *scaling, renormalize=renormalize)
+
+
+def moe_align_block_size(
+    topk_ids: AnyArray,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: AnyArray,
+    experts_ids: AnyArray,
+    num_tokens_post_pad: AnyArray,
+    cumsum_buffer: AnyArray,
+    pad_sorted_token_ids: bool = False,
+) -> None:
+    """`cukern.moe_align_block_size` into the three arrays; `num_experts` is one more than there are, as in SGLang.
+
+    The one more is -1, the id of a token that was filtered out, which has blocks of its own, with -1 in `experts_ids`.
+    What lies past the last block is filled in any case, with topk_ids.numel() and -1.
+    """
+    ids: Any = topk_ids + 1
+    numbers = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=ids.device)
+    rows, experts, end = cukern.moe_align_block_size(ids, block_size, num_experts, numbers)
+    for given, found, rest in ((sorted_token_ids, rows, ids.numel()), (experts_ids, experts, -1)):
+        size = min(given.shape[0], found.shape[0])
+        given[:size].copy_(found[:size])
+        given[size:].fill_(rest)
+    num_tokens_post_pad.copy_(end.reshape(num_tokens_post_pad.shape))
+
+
+def moe_sum(input_tensor: AnyArray, output_tensor: AnyArray) -> None:
+    """`cukern.moe_sum` into `output_tensor`."""
+    cukern.moe_sum(input_tensor, output_tensor)
+
+
+def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scaling_factor: float = 0) -> None:
+    """The sum of the slots of each token times a factor, rounded once: `cukern.moe_unpermute` of rows in order."""
+    tokens, topk, hidden = input_tensor.shape
+    weights = torch.full((tokens, topk), routed_scaling_factor, dtype=torch.float32, device=input_tensor.device)
+    cukern.moe_unpermute(output_tensor, input_tensor.reshape(tokens * topk, hidden), weights, None)
+
+
+# --- quantization -------------------------------------------------------------------------------------
+
+#: The range that a dtype is quantized to, by the bounds that SGLang's callers give.
+_RANGES = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
+
+
+def sgl_per_token_group_quant_8bit(
+    input: AnyArray,
+    output_q: AnyArray,
+    output_s: AnyArray,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    scale_ue8m0: bool = False,
+    fuse_silu_and_mul: bool = False,
+    masked_m: AnyArray | None = None,
+    enable_v2: bool | None = None,
+) -> None:
+    """`cukern.per_token_group_quant_fp8` or `_int8` into `output_q` and `output_s`, by the dtype of `output_q`.
+
+    With `fuse_silu_and_mul` `cukern.silu_and_mul_quant`, to FP8 and with an `eps` of 1e-10. Scales that are not
+    row by row in memory are copied. Refused: `scale_ue8m0`, and another range than that of the dtype.
+    """
+    function = "sgl_per_token_group_quant_8bit"
+    if scale_ue8m0:
+        refuse(function, "scale_ue8m0", "False", True)
+    wanted = _RANGES.get(output_q.dtype)
+    if wanted is None:
+        refuse(function, "output_q", "of float8_e4m3fn or int8", output_q.dtype)
+    for name, given, bound in (("fp8_min", fp8_min, wanted[0]), ("fp8_max", fp8_max, wanted[1])):
+        if given != bound:
+            refuse(function, name, f"{bound} for {output_q.dtype}", given)
+    in_place = output_s.is_contiguous()
+    options = {"expert_num_tokens": masked_m, "out_q": output_q, "out_s": output_s if in_place else None}
+    if fuse_silu_and_mul:
+        if output_q.dtype != torch.float8_e4m3fn:
+            refuse(function, "output_q", "of float8_e4m3fn with fuse_silu_and_mul", output_q.dtype)
+        if eps != 1e-10:
+            refuse(function, "eps", "1e-10 with fuse_silu_and_mul", eps)
+        _, scales = cukern.silu_and_mul_quant(input, group_size=group_size, **options)
+    elif output_q.dtype == torch.int8:
+        _, scales = cukern.per_token_group_quant_int8(input, group_size, eps, **options)
+    else:
+        _, scales = cukern.per_token_group_quant_fp8(input, group_size, eps, **options)
+    if not in_place:
+        output_s.copy_(scales)
+
+
+sgl_per_token_group_quant_fp8 = sgl_per_token_group_quant_8bit
+sgl_per_token_group_quant_int8 = sgl_per_token_group_quant_8bit
+
+
+def sgl_per_token_quant_fp8(input: AnyArray, output_q: AnyArray, output_s: AnyArray) -> None:
+    """`cukern.per_token_group_quant_fp8` with a row for a group, into `output_q` and `output_s` [tokens, 1]."""
+    scales = output_s.view(*input.shape[:-1], 1)
+    cukern.per_token_group_quant_fp8(input, input.shape[-1], out_q=output_q, out_s=scales)
+
+
+# --- attention ----------------------------------------------------------------------------------------
+
+
+def merge_state_v2(
+    v_a: AnyArray,
+    s_a: AnyArray,
+    v_b: AnyArray,
+    s_b: AnyArray,
+    v_merged: AnyArray | None = None,
+    s_merged: AnyArray | None = None,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.merge_attention_states` of [tokens, heads, head_dim] and lse [tokens, heads]: the pair of both merged."""
+    out = torch.empty_like(v_a) if v_merged is None else v_merged
+    lse = torch.empty_like(s_a, dtype=torch.float32) if s_merged is None else s_merged
+    return cukern.merge_attention_states(v_a, s_a.float(), v_b, s_b.float(), out=(out, lse))

@@ -1,0 +1,13 @@
+"""vLLM's functions as far as cukern has them: `vllm._custom_ops`, by the names and arguments of vLLM 0.33.0.
+
+`from cukern.compat import vllm as ops` stands for `from vllm import _custom_ops as ops`; see
+`cukern.compat.vllm._custom_ops` for what is covered and what differs. `cukern.compat.vllm.moe_permute_unpermute` has
+the two functions of that module of vLLM.
+"""
+
+from cukern.compat.vllm import _custom_ops, moe_permute_unpermute
+from cukern.compat.vllm._custom_ops import *  # noqa: F403
+from cukern.compat.vllm._custom_ops import __all__ as _names
+
+__all__ = [*_names, "moe_permute_unpermute"]
+__getattr__ = _custom_ops.__getattr__

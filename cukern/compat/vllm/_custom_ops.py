@@ -1,0 +1,583 @@
+"""vLLM's `vllm._custom_ops`, as far as cukern has it: the names, orders and defaults of the arguments, and the results.
+
+The signatures are those of vLLM 0.33.0. What 0.10.2 had and 0.33.0 has not is here with the signature of 0.10.2:
+`paged_attention_v1`, `paged_attention_v2`, `copy_blocks`, `copy_blocks_mla`, `get_flash_mla_metadata`,
+`flash_mla_with_kvcache`. Tensors may be on the CPU, where the NumPy twins run.
+
+Not covered: `grouped_topk` and `gather_and_maybe_dequant_cache` with the arguments of 0.10.2; int8 results of the fused
+norms and activations; FP8 with given scales of groups, rows or columns; `is_padding`; the 8x4 layout of NVFP4 scales.
+These arguments raise NotImplementedError, as do the functions of `NOT_COVERED` when they are called.
+
+The results are vLLM's but for these: norms are rounded once, at the end, where vLLM rounds before the weight too; the
+order of the tokens of an expert is stable; unused experts in `experts_ids` are -1; activations that are quantized are
+not rounded to 16 bits in between; smallest scales are those of `cukern.rms_norm_quant` and `cukern.silu_and_mul_quant`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import cukern
+from cukern.compat._limits import not_covered, refuse, unless_default
+from cukern.runtime.arrays import AnyArray
+
+__all__ = [
+    "concat_and_cache_mla",
+    "copy_blocks",
+    "copy_blocks_mla",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_cache",
+    "flash_mla_with_kvcache",
+    "fused_add_rms_norm",
+    "gather_and_maybe_dequant_cache",
+    "get_flash_mla_metadata",
+    "grouped_topk",
+    "merge_attn_states",
+    "moe_align_block_size",
+    "moe_sum",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "rms_norm",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "scaled_fp4_quant",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
+    "silu_and_mul_per_block_quant",
+    "topk_sigmoid",
+    "topk_softmax",
+]
+
+NOT_COVERED = (
+    "apply_repetition_penalties",
+    "apply_repetition_penalties_cuda",
+    "apply_repetition_penalties_torch",
+    "batched_moe_align_block_size",
+    "concat_and_cache_mla_grouped",
+    "concat_and_cache_mla_rope_fused",
+    "convert_fp8",
+    "cutlass_moe_mm",
+    "cutlass_scaled_mm",
+    "fused_qk_norm_rope",
+    "fused_qknorm_rope_cache",
+    "indexer_k_quant_and_cache",
+    "moe_lora_align_block_size",
+    "moe_wna16_marlin_gemm",
+    "poly_norm",
+    "rotary_embedding",
+    "scaled_fp4_experts_quant",
+    "shuffle_rows",
+    "silu_and_mul_scaled_fp4_experts_quant",
+    "swap_blocks",
+    "swap_blocks_batch",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
+    "topk_hash_softplus_sqrt",
+)
+__getattr__ = not_covered("cukern.compat.vllm", NOT_COVERED, __all__)
+
+_E4M3 = torch.float8_e4m3fn
+
+
+# --- attention ----------------------------------------------------------------------------------------
+
+
+def paged_attention_v1(
+    out: AnyArray,
+    query: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: AnyArray,
+    seq_lens: AnyArray,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: AnyArray | None,
+    kv_cache_dtype: str,
+    k_scale: AnyArray,
+    v_scale: AnyArray,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """`cukern.paged_attention_v1`, into `out`."""
+    sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
+    cache = kv_cache_dtype, k_scale, v_scale
+    sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
+    cukern.paged_attention_v1(out, query, key_cache, value_cache, *sizes, *cache, tp_rank, *sparse)
+
+
+def paged_attention_v2(
+    out: AnyArray,
+    exp_sum: AnyArray,
+    max_logits: AnyArray,
+    tmp_out: AnyArray,
+    query: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: AnyArray,
+    seq_lens: AnyArray,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: AnyArray | None,
+    kv_cache_dtype: str,
+    k_scale: AnyArray,
+    v_scale: AnyArray,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """`cukern.paged_attention_v2`, into `out`, `exp_sum`, `max_logits` and `tmp_out`."""
+    arrays = out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache
+    sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
+    cache = kv_cache_dtype, k_scale, v_scale
+    sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
+    cukern.paged_attention_v2(*arrays, *sizes, *cache, tp_rank, *sparse)
+
+
+def get_flash_mla_metadata(
+    cache_seqlens: AnyArray, num_heads_per_head_k: int, num_heads_k: int
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.get_mla_metadata`; the plan is cukern's, for `flash_mla_with_kvcache` of this module."""
+    return cukern.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
+
+
+def flash_mla_with_kvcache(
+    q: AnyArray,
+    k_cache: AnyArray,
+    block_table: AnyArray,
+    cache_seqlens: AnyArray,
+    head_dim_v: int,
+    tile_scheduler_metadata: AnyArray,
+    num_splits: AnyArray,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.flash_mla_with_kvcache` over a plan of `get_flash_mla_metadata`."""
+    plan = tile_scheduler_metadata, num_splits
+    return cukern.flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, softmax_scale, causal
+    )
+
+
+def merge_attn_states(
+    output: AnyArray,
+    prefix_output: AnyArray,
+    prefix_lse: AnyArray,
+    suffix_output: AnyArray,
+    suffix_lse: AnyArray,
+    output_lse: AnyArray | None = None,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: AnyArray | None = None,
+) -> None:
+    """`cukern.merge_attention_states` into `output` [tokens, heads, head_dim] and `output_lse` [heads, tokens].
+
+    The lse are [heads, tokens], as vLLM's, and are transposed for the kernel and back. Refused:
+    `prefill_tokens_with_context` other than the number of tokens, and `output_scale`.
+    """
+    if prefill_tokens_with_context is not None and prefill_tokens_with_context < output.shape[0]:
+        wanted = f"None or all {output.shape[0]} tokens"
+        refuse("merge_attn_states", "prefill_tokens_with_context", wanted, prefill_tokens_with_context)
+    unless_default("merge_attn_states", None, output_scale=output_scale)
+    lse = [x.t().contiguous() for x in (prefix_lse, suffix_lse)]
+    merged = torch.empty_like(lse[0])
+    cukern.merge_attention_states(prefix_output, lse[0], suffix_output, lse[1], out=(output, merged))
+    if output_lse is not None:
+        output_lse.copy_(merged.t())
+
+
+# --- norms and quantization ---------------------------------------------------------------------------
+
+
+def rms_norm(out: AnyArray, input: AnyArray, weight: AnyArray | None, epsilon: float) -> None:
+    """`cukern.rms_norm` into `out`."""
+    cukern.rms_norm(input, weight, epsilon, out=out)
+
+
+def fused_add_rms_norm(input: AnyArray, residual: AnyArray, weight: AnyArray | None, epsilon: float) -> None:
+    """`cukern.fused_add_rms_norm`: `input` and `residual` are written."""
+    cukern.fused_add_rms_norm(input, residual, weight, epsilon)
+
+
+def _expect_e4m3(function: str, quant_dtype: Any, scale_ub: Any) -> None:
+    if quant_dtype != _E4M3:
+        refuse(function, "quant_dtype", "torch.float8_e4m3fn", quant_dtype)
+    unless_default(function, None, scale_ub=scale_ub)
+
+
+def _normalized(input: Any, weight: Any, epsilon: float, residual: Any, group_size: int | None) -> tuple[Any, Any]:
+    """FP8 of a norm, and scales [rows, groups]."""
+    if residual is None:
+        q, scales = cukern.rms_norm_quant(input, weight, epsilon, group_size=group_size)
+    else:
+        q, scales = cukern.fused_add_rms_norm_quant(input, residual, weight, epsilon, group_size=group_size)
+    return q, scales.reshape(-1, scales.shape[-1])
+
+
+def _column_major(scales: Any, alignment: int = 0) -> Any:
+    """A copy of scales [rows, groups] with the rows side by side, columns at multiples of `alignment` rows."""
+    rows, groups = scales.shape
+    step = -(-rows // alignment) * alignment if alignment else rows
+    turned = torch.empty_strided((rows, groups), (1, step), dtype=scales.dtype, device=scales.device)
+    return turned.copy_(scales)
+
+
+def rms_norm_dynamic_per_token_quant(
+    input: AnyArray,
+    weight: AnyArray,
+    epsilon: float,
+    quant_dtype: Any,
+    scale_ub: AnyArray | None = None,
+    residual: AnyArray | None = None,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.rms_norm_quant` with a scale for each row, or with `residual`, which is written, that of the sum.
+
+    Returns FP8 like `input` and scales [rows, 1]. Refused: a `quant_dtype` other than float8_e4m3fn, and `scale_ub`.
+    """
+    _expect_e4m3("rms_norm_dynamic_per_token_quant", quant_dtype, scale_ub)
+    return _normalized(input, weight, epsilon, residual, None)
+
+
+def rms_norm_per_block_quant(
+    input: AnyArray,
+    weight: AnyArray,
+    epsilon: float,
+    quant_dtype: Any,
+    group_size: list[int],
+    scale_ub: AnyArray | None = None,
+    residual: AnyArray | None = None,
+    is_scale_transposed: bool = False,
+    tma_alignment: int = 0,
+) -> tuple[AnyArray, AnyArray]:
+    """The same with a scale for each `group_size[1]` neighbours; transposed scales are a copy.
+
+    Refused: a `quant_dtype` other than float8_e4m3fn, `scale_ub`, and a `group_size[0]` other than 1.
+    """
+    _expect_e4m3("rms_norm_per_block_quant", quant_dtype, scale_ub)
+    if len(group_size) != 2 or group_size[0] != 1:
+        refuse("rms_norm_per_block_quant", "group_size", "[1, columns]", list(group_size))
+    q, scales = _normalized(input, weight, epsilon, residual, group_size[1])
+    return q, _column_major(scales, tma_alignment) if is_scale_transposed else scales
+
+
+def silu_and_mul_per_block_quant(
+    input: AnyArray,
+    group_size: int,
+    quant_dtype: Any,
+    scale_ub: AnyArray | None = None,
+    is_scale_transposed: bool = False,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.silu_and_mul_quant` by groups; transposed scales are a copy.
+
+    Refused: a `quant_dtype` other than float8_e4m3fn, and `scale_ub`.
+    """
+    _expect_e4m3("silu_and_mul_per_block_quant", quant_dtype, scale_ub)
+    q, scales = cukern.silu_and_mul_quant(input, group_size=group_size)
+    return q, _column_major(scales) if is_scale_transposed else scales
+
+
+def scaled_fp8_quant(
+    input: AnyArray,
+    scale: AnyArray | None = None,
+    num_token_padding: int | None = None,
+    scale_ub: AnyArray | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: AnyArray | None = None,
+    group_shape: tuple[int, int] | None = None,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.scaled_fp8_quant`; a given scale is returned itself.
+
+    `scale_ub` bounds the scales of tokens alone, as vLLM's. Refused: scales of more than one element, and a
+    `group_shape` other than (-1, -1).
+    """
+    if group_shape is not None and tuple(group_shape) != (-1, -1):
+        refuse("scaled_fp8_quant", "group_shape", "None or (-1, -1)", group_shape)
+    if scale is not None and scale.numel() != 1:
+        refuse("scaled_fp8_quant", "scale", "of one element", f"shape {list(scale.shape)}")
+    bound = scale_ub if scale is None and use_per_token_if_dynamic else None
+    padding = num_token_padding or None
+    q, found = cukern.scaled_fp8_quant(input, scale, padding, bound, use_per_token_if_dynamic, output)
+    return q, found if scale is None else scale
+
+
+def scaled_int8_quant(
+    input: AnyArray, scale: AnyArray | None = None, azp: AnyArray | None = None, symmetric: bool = True
+) -> tuple[AnyArray, AnyArray, AnyArray | None]:
+    """`cukern.scaled_int8_quant`; given scales and zero points are returned themselves, found ones are [rows, 1]."""
+    q, scales, zero = cukern.scaled_int8_quant(input, scale, azp, symmetric)
+    if scale is not None:
+        return q, scale, azp
+    return q, scales.reshape(-1, 1), None if zero is None else zero.reshape(-1, 1)
+
+
+def _swizzled(scale: Any) -> Any:
+    """Scales [rows, groups] in tiles of 128 x 4, as Blackwell's matrix units read them: a copy, padded with zeros.
+
+    Scale (row, group) of a tile is byte row % 32 * 16 + row // 32 * 4 + group.
+    """
+    rows, groups = scale.shape
+    tiles = -(-rows // 128), -(-groups // 4)
+    padded = scale.new_zeros((tiles[0] * 128, tiles[1] * 4))
+    padded[:rows, :groups] = scale
+    return padded.view(tiles[0], 4, 32, tiles[1], 4).permute(0, 3, 2, 1, 4).reshape(padded.shape)
+
+
+def scaled_fp4_quant(
+    input: AnyArray,
+    input_global_scale: AnyArray,
+    is_sf_swizzled_layout: bool = True,
+    backend: str = "none",
+    padded_n: int | None = None,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.scaled_fp4_quant` of rows; swizzled scales are a copy.
+
+    Returns uint8 [rows, n / 2] and scales float8_e4m3fn [rows, n / 16], or with `is_sf_swizzled_layout` rounded up to
+    multiples of 128 and 4. Refused: a `backend` with the 8x4 layout (trtllm, up to 32 rows), and a `padded_n` other
+    than n.
+    """
+    rows = input.reshape(-1, input.shape[-1])
+    if "trtllm" in backend and rows.shape[0] <= 32:
+        refuse("scaled_fp4_quant", "backend", "one without the 8x4 layout of scales", repr(backend))
+    if padded_n is not None and padded_n != rows.shape[1]:
+        refuse("scaled_fp4_quant", "padded_n", f"None or {rows.shape[1]}", padded_n)
+    packed, scale = cukern.scaled_fp4_quant(rows, input_global_scale)
+    return packed, (_swizzled(scale) if is_sf_swizzled_layout else scale).view(_E4M3)
+
+
+# --- mixture of experts -------------------------------------------------------------------------------
+
+
+def moe_sum(
+    input: AnyArray, output: AnyArray, topk_ids: AnyArray | None = None, expert_map: AnyArray | None = None
+) -> None:
+    """`cukern.moe_sum` into `output`. Refused: `topk_ids`, with which vLLM leaves out experts that are not here."""
+    unless_default("moe_sum", None, topk_ids=topk_ids, expert_map=expert_map)
+    cukern.moe_sum(input, output)
+
+
+def _fill(given: Any, found: Any, rest: Any) -> None:
+    """Write `found` into the array that the caller gave, and `rest` after it; what does not fit is left out."""
+    size = min(given.shape[0], found.shape[0])
+    given[:size].copy_(found[:size])
+    given[size:].fill_(rest)
+
+
+def moe_align_block_size(
+    topk_ids: AnyArray,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: AnyArray,
+    experts_ids: AnyArray,
+    num_tokens_post_pad: AnyArray,
+    expert_map: AnyArray | None = None,
+    scatter_idx: AnyArray | None = None,
+) -> None:
+    """`cukern.moe_align_block_size`, copied into the three arrays; with `expert_map` without experts that are not here.
+
+    Refused: `scatter_idx`.
+    """
+    unless_default("moe_align_block_size", None, scatter_idx=scatter_idx)
+    rows, experts, end = cukern.moe_align_block_size(
+        topk_ids, block_size, num_experts, expert_map, ignore_invalid_experts=expert_map is not None
+    )
+    _fill(sorted_token_ids, rows, topk_ids.numel())
+    _fill(experts_ids, experts, -1)
+    num_tokens_post_pad.copy_(end)
+
+
+def _topk(
+    function: Any, topk_weights: Any, topk_ids: Any, token_expert_indices: Any, gating_output: Any, **options: Any
+) -> None:
+    """Call a gate and write what it does not: ids of another integer dtype, and the sources of the pairs."""
+    tokens, topk = topk_ids.shape
+    ids = topk_ids if topk_ids.dtype == torch.int32 else torch.empty_like(topk_ids, dtype=torch.int32)
+    function(topk_weights, ids, gating_output, **options)
+    if ids is not topk_ids:
+        topk_ids.copy_(ids)
+    if token_expert_indices is not None:
+        sources = torch.arange(tokens * topk, dtype=token_expert_indices.dtype, device=token_expert_indices.device)
+        token_expert_indices.copy_(sources.view(topk, tokens).t())
+
+
+def _bias(bias: Any, logits: Any) -> Any:
+    """A bias that the gates take: of the logits' dtype or float32."""
+    return bias if bias is None or bias.dtype in (torch.float32, logits.dtype) else bias.float()
+
+
+def topk_softmax(
+    topk_weights: AnyArray,
+    topk_ids: AnyArray,
+    token_expert_indices: AnyArray,
+    gating_output: AnyArray,
+    renormalize: bool = False,
+    e_score_correction_bias: AnyArray | None = None,
+    is_padding: AnyArray | None = None,
+) -> None:
+    """`cukern.topk_softmax` into `topk_weights` and `topk_ids`.
+
+    `token_expert_indices`[t, s] becomes s * tokens + t; it may be None, which saves a launch. Refused: `is_padding`.
+    """
+    unless_default("topk_softmax", None, is_padding=is_padding)
+    bias = _bias(e_score_correction_bias, gating_output)
+    arrays = topk_weights, topk_ids, token_expert_indices, gating_output
+    _topk(cukern.topk_softmax, *arrays, renormalize=renormalize, correction_bias=bias)
+
+
+def topk_sigmoid(
+    topk_weights: AnyArray,
+    topk_ids: AnyArray,
+    token_expert_indices: AnyArray,
+    gating_output: AnyArray,
+    renormalize: bool = False,
+    e_score_correction_bias: AnyArray | None = None,
+    routed_scaling_factor: float = 1.0,
+    is_padding: AnyArray | None = None,
+) -> None:
+    """`cukern.topk_sigmoid` likewise; a `routed_scaling_factor` other than 1 costs one more launch."""
+    unless_default("topk_sigmoid", None, is_padding=is_padding)
+    bias = _bias(e_score_correction_bias, gating_output)
+    arrays = topk_weights, topk_ids, token_expert_indices, gating_output
+    _topk(cukern.topk_sigmoid, *arrays, renormalize=renormalize, correction_bias=bias)
+    if routed_scaling_factor != 1.0:
+        topk_weights.mul_(routed_scaling_factor)
+
+
+def grouped_topk(
+    scores: AnyArray,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: AnyArray,
+    scoring_func: int = 0,
+) -> tuple[AnyArray, AnyArray]:
+    """`cukern.moe_fused_gate` of logits: weights float32 and ids int32 [tokens, topk].
+
+    Refused: a `scoring_func` other than 1 (sigmoid), such as 0, with which `scores` are no logits.
+    """
+    if scoring_func != 1:
+        refuse("grouped_topk", "scoring_func", "1 (sigmoid of logits)", scoring_func)
+    options = num_expert_group, topk_group, topk, 0, routed_scaling_factor, True
+    return cukern.moe_fused_gate(scores, _bias(bias, scores), *options, renormalize=renormalize)
+
+
+# --- cache --------------------------------------------------------------------------------------------
+
+
+def reshape_and_cache(
+    key: AnyArray,
+    value: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
+    slot_mapping: AnyArray,
+    kv_cache_dtype: str,
+    k_scale: AnyArray,
+    v_scale: AnyArray,
+    interleaved_v: bool = False,
+) -> None:
+    """`cukern.reshape_and_cache`. Refused: `interleaved_v`."""
+    unless_default("reshape_and_cache", False, interleaved_v=interleaved_v)
+    cukern.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def reshape_and_cache_flash(
+    key: AnyArray,
+    value: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
+    slot_mapping: AnyArray,
+    kv_cache_dtype: str,
+    k_scale: AnyArray,
+    v_scale: AnyArray,
+) -> None:
+    """`cukern.reshape_and_cache_flash`."""
+    cukern.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def concat_and_cache_mla(
+    kv_c: AnyArray,
+    k_pe: AnyArray,
+    kv_cache: AnyArray,
+    slot_mapping: AnyArray,
+    kv_cache_dtype: str,
+    scale: AnyArray,
+    skip_scale: bool = False,
+) -> None:
+    """`cukern.concat_and_cache_mla`. Refused: `skip_scale`."""
+    unless_default("concat_and_cache_mla", False, skip_scale=skip_scale)
+    cukern.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
+
+
+def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: AnyArray) -> None:
+    """`cukern.copy_blocks`."""
+    cukern.copy_blocks(key_caches, value_caches, block_mapping)
+
+
+def copy_blocks_mla(kv_caches: list[Any], block_mapping: AnyArray) -> None:
+    """`cukern.copy_blocks` of caches without values.
+
+    The first and the second half of the list stand for keys and values. Of an odd number both have the one in the
+    middle, whose blocks are written twice with the same bytes.
+    """
+    half = -(-len(kv_caches) // 2)
+    cukern.copy_blocks(kv_caches[:half], kv_caches[len(kv_caches) - half :], block_mapping)
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: AnyArray,
+    dst: AnyArray,
+    block_table: AnyArray,
+    cu_seq_lens: AnyArray,
+    token_to_seq: AnyArray,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: AnyArray,
+    seq_starts: AnyArray | None = None,
+) -> None:
+    """`cukern.gather_cache` of the first `num_tokens` tokens; `token_to_seq` is not needed."""
+    if not isinstance(num_tokens, int):
+        refuse("gather_and_maybe_dequant_cache", "num_tokens", "an int, as in vLLM 0.33.0", type(num_tokens).__name__)
+    batch, options = cu_seq_lens.shape[0] - 1, {"kv_cache_dtype": kv_cache_dtype, "scale": scale}
+    cukern.gather_cache(src_cache, dst[:num_tokens], block_table, cu_seq_lens, batch, seq_starts, **options)
+
+
+def cp_gather_cache(
+    src_cache: AnyArray,
+    dst: AnyArray,
+    block_table: AnyArray,
+    cu_seq_lens: AnyArray,
+    batch_size: int,
+    seq_starts: AnyArray | None = None,
+) -> None:
+    """`cukern.gather_cache` of the stored bits."""
+    cukern.gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: AnyArray,
+    dst: AnyArray,
+    block_table: AnyArray,
+    workspace_starts: AnyArray,
+    batch_size: int,
+    seq_starts: AnyArray | None = None,
+    host_cache: AnyArray | None = None,
+    host_row_ids: AnyArray | None = None,
+    device_row_ids: AnyArray | None = None,
+) -> None:
+    """`cukern.gather_cache` of FlashMLA's FP8 cache; the last sequence ends with `dst`. Refused: rows of the host."""
+    rows = {"host_cache": host_cache, "host_row_ids": host_row_ids, "device_row_ids": device_row_ids}
+    unless_default("cp_gather_and_upconvert_fp8_kv_cache", None, **rows)
+    ends = torch.nn.functional.pad(workspace_starts[:batch_size], (0, 1), value=dst.shape[0])
+    cukern.gather_cache(src_cache, dst, block_table, ends, batch_size, seq_starts, kv_cache_dtype="fp8_ds_mla")

@@ -1,0 +1,70 @@
+"""vLLM's `moe_permute` and `moe_unpermute`, of `vllm.model_executor.layers.fused_moe.moe_permute_unpermute`.
+
+The signatures are those of vLLM 0.33.0. `moe_permute` of 0.10.2, with `align_block_size`, is `cukern.moe_permute`.
+Not covered: `scratch`, which raises NotImplementedError. A pair whose expert is not here has the row -1 in
+`inv_permuted_idx`, where vLLM gives it one past the last expert's; `moe_unpermute` leaves both out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import cukern
+from cukern.compat._limits import not_covered, unless_default
+from cukern.runtime.arrays import AnyArray
+
+__all__ = ["moe_permute", "moe_permute_unpermute_supported", "moe_unpermute"]
+
+NOT_COVERED = ("get_moe_permute_scratch", "moe_prepare_scatter")
+__getattr__ = not_covered("cukern.compat.vllm.moe_permute_unpermute", NOT_COVERED, __all__)
+
+
+def moe_permute(
+    hidden_states: AnyArray,
+    a1q_scale: AnyArray | None,
+    topk_ids: AnyArray,
+    n_expert: int,
+    n_local_expert: int = -1,
+    expert_map: AnyArray | None = None,
+    permuted_hidden_states: AnyArray | None = None,
+    scratch: Any = None,
+) -> tuple[AnyArray, AnyArray | None, AnyArray, AnyArray, AnyArray]:
+    """`cukern.moe_permute`, and the pair of each row.
+
+    Returns rows, scales, expert_first_token_offset, inv_permuted_idx and permuted_idx int32 [tokens * topk]: the pair
+    token * topk + slot of each row, tokens * topk where it has none. Refused: `scratch`.
+    """
+    unless_default("moe_permute", None, scratch=scratch)
+    rows, scales, offsets, inverse, _ = cukern.moe_permute(
+        hidden_states,
+        a1q_scale,
+        topk_ids,
+        n_expert,
+        n_local_expert,
+        expert_map,
+        permuted_hidden_states=permuted_hidden_states,
+    )
+    pairs = inverse.numel()
+    # The element past the last row takes the pairs that have none.
+    permuted = torch.full((pairs + 1,), pairs, dtype=torch.int32, device=inverse.device)
+    numbers = torch.arange(pairs, dtype=torch.int32, device=inverse.device)
+    permuted.scatter_(0, torch.where(inverse < 0, pairs, inverse).long(), numbers)
+    return rows, scales, offsets, inverse, permuted[:pairs]
+
+
+def moe_unpermute(
+    out: AnyArray,
+    permuted_hidden_states: AnyArray,
+    topk_weights: AnyArray,
+    inv_permuted_idx: AnyArray,
+    expert_first_token_offset: AnyArray | None = None,
+) -> None:
+    """`cukern.moe_unpermute` into `out`."""
+    cukern.moe_unpermute(out, permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset)
+
+
+def moe_permute_unpermute_supported() -> bool:
+    """True: every GPU that cukern runs on has them."""
+    return True

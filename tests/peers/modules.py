@@ -1,0 +1,275 @@
+"""Modules that stand for the rest of a peer, where it is not installed: what its test files import beside the kernels.
+
+Python sources of the peer are taken from the folder of the tests as they are. Where one is not there, or needs what is
+not installed, its names are placeholders: a test that uses one is skipped, and says which.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import cukern
+
+ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers")
+
+
+def placeholder(name: str) -> Any:
+    """A class that skips the test that makes or calls one, and has placeholders for attributes.
+
+    While a file is collected, a call gives another, or what it decorates.
+    """
+
+    def skip(_: Any, *args: Any, **kwargs: Any) -> Any:
+        if "PYTEST_CURRENT_TEST" in os.environ:
+            pytest.skip(f"needs {name} of the peer")
+        decorates = len(args) == 1 and not kwargs and callable(args[0])
+        return args[0] if decorates else placeholder(f"{name}()")
+
+    class Meta(type):
+        def __iter__(cls) -> Any:
+            return iter(())
+
+        def __getitem__(cls, _: Any) -> Any:
+            return cls
+
+        def __getattr__(cls, attribute: str) -> Any:
+            if attribute.startswith("__"):
+                raise AttributeError(attribute)
+            return placeholder(f"{name}.{attribute}")
+
+    return Meta(name.rpartition(".")[2], (), {"__new__": skip, "__module__": "tests.peers"})
+
+
+def _attribute_of(module: str) -> Callable[[str], Any]:
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return placeholder(f"{module}.{name}")
+
+    return get
+
+
+class _Module(Loader):
+    """Loads a module of a peer from its source, or gives it placeholders."""
+
+    def __init__(self, source: Path | None) -> None:
+        self.source = source
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        if self.source is not None:
+            try:
+                exec(compile(self.source.read_text(), str(self.source), "exec"), vars(module))
+                return
+            except Exception as error:  # whatever a peer's module meets without the peer
+                print(f"tests.peers: {name} has placeholders ({type(error).__name__}: {error})", file=sys.stderr)
+        vars(module)["__getattr__"] = _attribute_of(name)
+
+
+class _Finder(MetaPathFinder):
+    """Finds any module of the peers: packages are empty, with the sources of the folder below them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in ROOTS:
+            return None
+        source = self.folder.joinpath(*fullname.split(".")).with_suffix(".py")
+        is_package = not source.exists()
+        spec = ModuleSpec(fullname, _Module(None if is_package else source), is_package=is_package)
+        spec.origin = str(source)
+        return spec
+
+
+# --- what is no kernel --------------------------------------------------------------------------------
+
+
+def _no() -> bool:
+    return False
+
+
+class _Platform(SimpleNamespace):
+    """vLLM's `current_platform` on an NVIDIA GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("is_"):
+            return lambda *_: name in ("is_cuda", "is_cuda_alike")
+        return _attribute_of("vllm.platforms.current_platform")(name)
+
+
+def _seed_everything(seed: int | None) -> None:
+    if seed is not None:
+        torch.manual_seed(seed)
+
+
+def _capability(wanted: Any, device_id: int = 0) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    major, minor = torch.cuda.get_device_capability(device_id)
+    return (major, minor) >= wanted if isinstance(wanted, tuple) else major * 10 + minor >= wanted
+
+
+def _platform() -> _Platform:
+    return _Platform(
+        device_type="cuda",
+        dispatch_key="CUDA",
+        seed_everything=_seed_everything,
+        fp8_dtype=lambda: torch.float8_e4m3fn,
+        is_fp8_fnuz=_no,
+        has_device_capability=_capability,
+        get_device_capability=lambda device_id=0: torch.cuda.get_device_capability(device_id),
+        get_device_name=lambda device_id=0: torch.cuda.get_device_name(device_id),
+        supports_fp8=lambda: True,
+        import_kernels=lambda: None,
+        simple_compile_backend="eager",
+    )
+
+
+def fp8_allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """`torch.allclose` that takes FP8 too."""
+    return bool(torch.allclose(a.float(), b.float(), rtol, atol, equal_nan))
+
+
+def fp8_ulp_distance(a: Any, b: Any) -> Any:
+    """How many e4m3 numbers apart the elements are."""
+    codes = [x.view(torch.uint8).int() for x in (a, b)]
+    ordered = [torch.where(x >= 128, 128 - x, x) for x in codes]
+    return (ordered[0] - ordered[1]).abs()
+
+
+def _module(name: str, **names: Any) -> None:
+    """Enter a module with these names, and placeholders for all others."""
+    module = ModuleType(name)
+    vars(module).update(names, __getattr__=_attribute_of(name), __path__=[])
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], child, module)
+
+
+# --- vLLM's operators ---------------------------------------------------------------------------------
+
+
+def _into(function: Callable[..., Any]) -> Callable[..., None]:
+    def call(out: Any, x: Any, *_: Any) -> None:
+        function(x, out=out)
+
+    return call
+
+
+def _scaled(out: Any, x: Any, scale: Any, group_shape: Any = None) -> None:
+    sys.modules["vllm._custom_ops"].scaled_fp8_quant(x, scale, output=out, group_shape=group_shape)
+
+
+def _scaled_dynamically(out: Any, x: Any, scale: Any, bound: Any = None, per_token: bool = False) -> None:
+    _, found = cukern.scaled_fp8_quant(x, None, None, bound, per_token, out)
+    scale.copy_(found)
+
+
+def _quantized_norm(out: Any, x: Any, weight: Any, scale: Any, epsilon: float) -> None:
+    cukern.rms_norm_quant(x, weight, epsilon, scale=scale, out_q=out)
+
+
+def _quantized_sum(out: Any, x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> None:
+    cukern.fused_add_rms_norm_quant(x, residual, weight, epsilon, scale=scale, out_q=out)
+
+
+class _Operators:
+    """A namespace of `torch.ops`: the operators below, and placeholders."""
+
+    def __init__(self, name: str, **operators: Any) -> None:
+        self.name = name
+        vars(self).update(operators)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return placeholder(f"torch.ops.{self.name}.{name}")
+
+
+def _enter_operators() -> None:
+    ops = sys.modules["vllm._custom_ops"]
+    gated = {name: _into(getattr(cukern, name)) for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")}
+    torch.ops._C = _Operators(
+        "_C",
+        rms_norm=ops.rms_norm,
+        fused_add_rms_norm=ops.fused_add_rms_norm,
+        static_scaled_fp8_quant=_scaled,
+        dynamic_scaled_fp8_quant=_scaled_dynamically,
+        dynamic_per_token_scaled_fp8_quant=functools.partial(_scaled_dynamically, per_token=True),
+        rms_norm_static_fp8_quant=_quantized_norm,
+        fused_add_rms_norm_static_fp8_quant=_quantized_sum,
+        silu_and_mul_quant=lambda out, x, scale: cukern.silu_and_mul_quant(x, scale=scale, out_q=out),
+        **gated,
+    )
+    torch.ops._moe_C = _Operators("_moe_C")
+    torch.ops._C_cache_ops = _Operators("_C_cache_ops")
+
+
+def _open(name: str, module: ModuleType) -> None:
+    """Let a module that `enable` entered have placeholders for what it does not know."""
+    own, others = vars(module).get("__getattr__"), _attribute_of(name)
+
+    def get(attribute: str) -> Any:
+        try:
+            return own(attribute) if own else others(attribute)
+        except AttributeError:
+            return others(attribute)
+
+    vars(module)["__getattr__"] = get
+
+
+def _shared_memory(device: int = 0) -> int:
+    """Bytes of shared memory that a block may have."""
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_block_optin if torch.cuda.is_available() else 2**16
+    )
+
+
+def _triton(maths: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM's `triton_utils` has: Triton, or of it what is no kernel."""
+    try:
+        import triton
+        from triton import language
+    except ImportError:
+        return {"HAS_TRITON": False, "triton": SimpleNamespace(**maths, jit=placeholder("triton.jit"))}
+    return {"HAS_TRITON": True, "triton": triton, "tl": language}
+
+
+def install(folder: Path) -> None:
+    """Put the modules in place; `cukern.compat.enable` has entered those of the kernels."""
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] in ROOTS:
+            _open(name, module)
+    sys.meta_path.append(_Finder(folder))
+    if "as far as cukern has it" not in str(sys.modules["vllm"].__doc__):
+        return  # the real one
+    maths = {
+        "cdiv": lambda a, b: -(-a // b),
+        "round_up": lambda a, b: -(-a // b) * b,
+        "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
+    }
+    _module("vllm.platforms", current_platform=_platform())
+    _module("vllm.triton_utils", **_triton(maths))
+    _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, **maths)
+    _module("vllm.utils.math_utils", **maths)
+    _module("vllm.utils.torch_utils", set_random_seed=_seed_everything)
+    # The operators are no operators of torch here; cukern's own are checked by its own tests.
+    checks = {"opcheck": lambda *_, **__: {}, "DEFAULT_OPCHECK_TEST_UTILS": (), "ALL_OPCHECK_TEST_UTILS": ()}
+    _module("tests.kernels.utils", **checks, fp8_allclose=fp8_allclose, fp8_ulp_distance=fp8_ulp_distance)
+    _module("tests.utils")
+    ops = vars(sys.modules["vllm._custom_ops"])
+    ops["get_max_shared_memory_per_block_device_attribute"] = _shared_memory
+    _enter_operators()
