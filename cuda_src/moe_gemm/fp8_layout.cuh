@@ -26,6 +26,8 @@ template <int STAGES> struct Fp8Shared {
 template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVATION_> struct Fp8Layout {
     static constexpr int TOKENS = TOKENS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
     static constexpr bool BLOCK_SCALED = BLOCK_SCALED_;
+    static constexpr bool SHARES_ROWS = true;  // the blocks of a cluster have the same rows, and neighbouring weights
+    static constexpr int TILE_TOKENS = TOKENS; // rows of a cluster's tile
     static constexpr int OUT_COLUMNS = ACTIVATION ? FP8_COLUMNS / 2 : FP8_COLUMNS;
     static constexpr int STAGE_BYTES = TOKENS * FP8_K + FP8_WEIGHT_BYTES;
     static constexpr int STAGED_BYTES = 16 * FP8_STAGED_COLUMNS * 2;         // of a warp
@@ -35,5 +37,7 @@ template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVA
     static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;
     static constexpr int REST = SCALES + STAGES * SCALE_BYTES;
     using Shared = Fp8Shared<STAGES>;
+    // Rows of weights from those of a set of scales to those of the next.
+    static __device__ __forceinline__ int between_sets(int n) { return n / 2; }
     static_assert(1024 - 16 + REST + sizeof(Shared) <= 227 << 10, "more than a block can have");
 };

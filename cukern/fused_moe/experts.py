@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cukern.fused_moe.buffers import aligned, arch_of, dtype_of, part
+from cukern.fused_moe.buffers import ALIGNMENT, aligned, arch_of, dtype_of, part
 from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import (
     ExpertTokensMetadata,
@@ -25,8 +25,8 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOp,
 )
-from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched
-from cukern.ops.moe_gemm.kernels import FP4_GATHERED_ROWS, STREAM_ROWS
+from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched, moe_gemm_quantized
+from cukern.ops.moe_gemm.kernels import FP4_GATHERED_ROWS, STREAM_ROWS, quantizes
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.ops.quantization import silu_and_mul_quant
 from cukern.reference import fused_moe as twin
@@ -255,8 +255,10 @@ class _Fp8GemmExperts(_GemmExperts):
         self, rows: Any, N: int, K: int, output: tuple[Any, ...], dtype: str, reduces: bool = True
     ) -> Workspaces:
         # The first workspace has the first product, then the second where that is not the output; the other one has
-        # quantized rows and their scales.
-        wide = rows * ((max(N, K) if reduces and not self.batched else N) * arrays.ITEM_SIZE[dtype])
+        # quantized rows and their scales. Of a first product that is quantized, the first one has the rows.
+        size = arrays.ITEM_SIZE[dtype]
+        rows_of_first = K + self._scales(K) * arrays.ITEM_SIZE["float32"] + ALIGNMENT
+        wide = rows * (N * size if self.batched else max(N * size, K * size if reduces else rows_of_first))
         columns = N // 2 if self.batched else max(N // 2, K)
         quantized = aligned(rows * columns) + rows * self._scales(columns) * arrays.ITEM_SIZE["float32"]
         return Workspaces((wide,), (quantized,), output, "uint8")
@@ -304,25 +306,24 @@ class _Fp8GemmExperts(_GemmExperts):
         expert_offsets, row_token, inverse = where
         config = self.quant_config
         experts, columns, hidden = w1.shape
+        # By blocks, the first product quantizes the activation; its rows then leave the second workspace to that.
+        fuses = row_token is None and config.block_shape is not None and quantizes(columns, arch_of(by_row))
         if row_token is None:
-            q, scale = self._quantized(workspace2, (rows,), hidden)
+            q, scale = self._quantized(workspace13 if fuses else workspace2, (rows,), hidden)
             a = permute_rows(a, inverse, rows, out=q)
             if scale is not None:
                 a_scale = permute_rows(a_scale, inverse, rows, out=scale)
-        gate_up = moe_gemm(
-            a,
-            w1,
-            expert_offsets,
-            a_scale=a_scale,
-            b_scale=config.w1_scale,
-            row_token=row_token,
-            out_dtype=dtype,
-            expected_m=expected_rows,
-            out=part(workspace13, 0, (rows, columns), dtype),
-        )
-        q, scale = self._quantized(workspace2, (1, rows), columns // 2)
-        # The rows of all experts count as those of one: rows past the last expert's were not written, and are not read.
-        a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
+        product = {"a_scale": a_scale, "b_scale": config.w1_scale, "out_dtype": dtype, "expected_m": expected_rows}
+        if fuses:
+            q, scale = self._quantized(workspace2, (rows,), columns // 2)
+            moe_gemm_quantized(a, w1, expert_offsets, activation=activation, out_q=q, out_s=scale, **product)
+            a_scale = scale
+        else:
+            gate_up = part(workspace13, 0, (rows, columns), dtype)
+            moe_gemm(a, w1, expert_offsets, row_token=row_token, out=gate_up, **product)
+            q, scale = self._quantized(workspace2, (1, rows), columns // 2)
+            # The rows of all experts count as those of one: those past the last expert's were not written.
+            a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
         moe_gemm(
             q.reshape(rows, columns // 2),
             w2,

@@ -10,7 +10,7 @@ from cukern.ops.moe_gemm.kernels import Product
 from cukern.ops.moe_gemm.prepare import MAX_COUNT, MAX_EXPERTS, prepare_weights, prepared_format, restore_weights
 from cukern.reference import moe_gemm as twin
 from cukern.reference.moe_gemm import BLOCK, is_prepared, rows_of_weights
-from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
+from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP, SMALLEST
 from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
@@ -62,6 +62,13 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
     if variant == "wgmma":
         return kernels.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
     return kernels.mma if variant == "mma" else kernels.stream
+
+
+def _quantizing(x: Product, out_scale: Array, dtype: str) -> Callable[[Product], None]:
+    """The function that launches the product whose activation is quantized."""
+    if reason := _why_not("wgmma", x):
+        check.fail("a", "of a call that Hopper's kernel can do", reason)
+    return lambda x: kernels.fp8_quantized(x, out_scale, dtype, float(SMALLEST))
 
 
 # --- the arguments ---------------------------------------------------------------------------------------
@@ -211,6 +218,22 @@ def _product(
     return Result((*rows, n // 2 if half else n), dtype, symbols)
 
 
+def _quantized_results(columns: Any, rows: Any) -> list[Result]:
+    shapes = (rows, columns), (rows, columns // BLOCK)
+    names = "[rows, n / 2]", f"[rows, n / {2 * BLOCK}]"
+    return [Result(shape, *of) for shape, *of in zip(shapes, (FP8_DTYPES[0], "float32"), names, strict=True)]
+
+
+def _quantized_outputs(a: Array, formats: tuple[str, str, str], activated: Result, out: Any, out_scale: Any) -> Any:
+    """The arrays for a quantized result and its scales; `activated`: the result without quantization."""
+    rows, columns = activated.shape
+    if formats[2] != "block":
+        check.fail("b_scale", "by blocks, with a result that is quantized", formats[2] or None)
+    if columns % BLOCK:
+        check.fail("b", f"of n that is a multiple of {2 * BLOCK}, with a result that is quantized", 2 * columns)
+    return outputs((out, out_scale), a, "a", *_quantized_results(columns, rows), names=("out_q", "out_s"))
+
+
 def _multiply(
     a: Any,
     b: Any,
@@ -224,8 +247,12 @@ def _multiply(
     out: Any,
     expected_m: Any,
     variant: str,
+    out_scale: Any = None,
 ) -> Any:
-    """The plan of either function, once `a` is known to have its dtype and its dimensions."""
+    """The plan of either function, once `a` is known to have its dtype and its dimensions.
+
+    With `out_scale`, of `moe_gemm_quantized`, whose result it is with `out`.
+    """
     expect_contiguous("a", a)
     offsets_name = "expert_num_tokens" if len(a.shape) == 3 else "expert_offsets"
     optional = {"a_scale": a_scale, "b_scale": b_scale, "b_global_scale": b_global_scale, "row_token": row_token}
@@ -242,25 +269,28 @@ def _multiply(
         check.one_of("out_dtype", out_dtype, DTYPES if is_fp8 else (a.dtype,))
     expected_m = _expected(expected_m)
     result = _product(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
-    out = outputs(out, a, "a", result)
+    if out_scale is None:
+        out = outputs(out, a, "a", result)
+    else:
+        out, out_scale = _quantized_outputs(a, formats, result, out, out_scale)
     if a.on_host:
         return run_twin(variant, VARIANTS)
     check.one_of("variant", variant, VARIANTS)
     rows, experts, n, k = result.shape[-2], b.shape[0], rows_of_weights(b), a.shape[-1]
     if rows == 0:
-        return out
+        return out if out_scale is None else (out, out_scale)
     if len(a.shape) == 2:  # batched, only the GPU knows how many rows there are
         note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
     scales, sizes = (a_scale, b_scale, b_global_scale), (len(a.shape) == 3, rows, experts, n, k)
     x = Product(
         a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m, is_prepared=is_prepared(b)
     )
-    launch = _kernel(variant, x)
+    launch = _kernel(variant, x) if out_scale is None else _quantizing(x, out_scale, out_dtype or "bfloat16")
     for name, array in (("a", a), ("b", b), ("out", out)):
         if array.alignment < 16:
             check.fail(name, "at a multiple of 16 bytes", f"address {array.address:#x}")
     launch(x)
-    return out
+    return out if out_scale is None else (out, out_scale)
 
 
 # --- the functions --------------------------------------------------------------------------------------
@@ -382,3 +412,47 @@ def moe_gemm_batched(
     expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("experts", "max_tokens", "k"))
     scales = a_scale, b_scale, b_global_scale
     return _multiply(a, b, expert_num_tokens, *scales, None, activation, out_dtype, out, expected_m, variant)
+
+
+def _quantized(a: Any, b: Any, *_: Any, **__: Any) -> list[Result]:
+    return _quantized_results(b.shape[1] // 2, a.shape[0])
+
+
+@op(
+    twin.moe_gemm_quantized,
+    {},
+    _quantized,
+    rows={"tokens": ("a", "a_scale", "out_q", "out_s")},
+    late=("expected_m",),
+)
+def moe_gemm_quantized(
+    a: AnyArray,
+    b: AnyArray,
+    expert_offsets: AnyArray,
+    *,
+    a_scale: AnyArray,
+    b_scale: AnyArray,
+    activation: str = "silu",
+    out_dtype: str | None = None,
+    out_q: AnyArray,
+    out_s: AnyArray,
+    expected_m: int | None = None,
+) -> tuple[AnyArray, AnyArray]:
+    """The first product of a gated layer in FP8 by blocks, with its activation, quantized again. For `fused_experts`.
+
+    The bits are those of `moe_gemm` and `silu_and_mul_quant` behind it: sums are rounded to `out_dtype`, and v =
+    activate(gate, up) of them is divided by max(max |v|, 1e-10) / 448 of 128 neighbours.
+
+    Args:
+        a, b, expert_offsets, a_scale, b_scale, out_dtype, expected_m: as in `moe_gemm` with scales by blocks; n must be
+            a multiple of 256.
+        activation: of a gated layer, as in `moe_gemm`.
+        out_q: e4m3 [rows, n / 2], in CuPy uint8, to write into. Rows of no expert are not written.
+        out_s: float32 [rows, n / 256], to write the scales into.
+
+    Raises:
+        TypeError, ValueError: as `moe_gemm` does, and on other GPUs than Hopper.
+    """
+    expect_array("a", a, FP8_DTYPES, ("tokens", "k"))
+    options = None, None, activation, out_dtype, out_q, expected_m, "auto", out_s
+    return _multiply(a, b, expert_offsets, a_scale, b_scale, *options)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cukern.reference.moe_gemm import UNIT_ROWS
+from cukern.reference.moe_gemm import BLOCK, UNIT_ROWS
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, gpu, template
@@ -21,6 +21,7 @@ STREAM_ROWS, STREAM_MEAN = 4, 2
 
 _wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
+_fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
 _mma = Kernel("moe_gemm/mma", "gemm_mma")
 _stream = Kernel("moe_gemm/stream", "gemm_stream")
 _fp4_wgmma = Kernel("moe_gemm/fp4_wgmma", "gemm_fp4_wgmma", compile_s=2)
@@ -394,8 +395,76 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
     return Fp8Wgmma(128 if x.expects(128) or x.by_expected_rows(is_small_cheaper) else 256, cluster)
 
 
+class Fp8Blocks(NamedTuple):
+    """The template arguments of `gemm_fp8_blocks` but the type and the activation."""
+
+    cluster: int  # 1 or 2
+    stages: int  # 3 or 4
+    takes_turns: bool = False
+
+    def variant(self, out_dtype: str, activation: int) -> Variant:
+        arguments = self.cluster, self.stages, activation, _flag(self.takes_turns)
+        return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
+
+
+#: The form of large groups: with few stages, which leaves room to stage whole rows of the result.
+FP8_BLOCKS = Fp8Blocks(2, 3)
+#: The forms with an activation that is quantized, whose rows are short: of groups up to 128 rows, and of larger ones.
+FP8_QUANTIZED = Fp8Blocks(1, 4), Fp8Blocks(2, 4)
+_fp8_blocks.specialized = [
+    FP8_BLOCKS.variant("bfloat16", 0).instance,
+    *(form.variant("bfloat16", _ACTIVATIONS_AHEAD[1]).instance for form in FP8_QUANTIZED),
+]
+
+
+def _fp8_blocks_form(x: Product, multiprocessors: int) -> Fp8Blocks | None:
+    """The form of `gemm_fp8_blocks`; None where `gemm_fp8_wgmma` needs less time, or does what this does not."""
+    if not x.is_by_blocks or x.activation or x.expects(128):
+        return None
+    box, form = constant(_fp8_blocks, "FP8_BOX"), FP8_BLOCKS
+
+    def cost(rows: int, tile_rows: int, tile_columns: int, at_once: int) -> int:
+        tiles = -(-rows // tile_rows) * x.experts * -(-x.n // tile_columns)
+        return -(-tiles // max(at_once, 1)) * -(-min(rows, tile_rows) // box)
+
+    def is_cheaper(rows: int) -> bool:
+        wide = cost(rows, 256, constant(_fp8_blocks, "FP8_WIDE"), multiprocessors // 2)
+        return 0.9 * wide <= cost(rows, 128, constant(_fp8_blocks, "FP8_COLUMNS"), multiprocessors)
+
+    return form if x.by_expected_rows(is_cheaper) else None
+
+
+def _fp8_blocks_launch(x: Product, form: Fp8Blocks, dtype: str, **further: Any) -> None:
+    """Launch `gemm_fp8_blocks`; `further`: fields for the scales of a result that is quantized."""
+    columns = constant(_fp8_blocks, "FP8_COLUMNS" if x.activation else "FP8_WIDE")
+    blocks = x.tiles(128 * form.cluster, -(-x.out.shape[-1] // columns) * form.cluster)
+    launch(
+        form.variant(dtype, x.activation),
+        late(min, blocks, max(x.a.gpu.multiprocessors // form.cluster, 1) * form.cluster),
+        constant(_fp8_blocks, "FP8_THREADS"),
+        _HOPPER_BYTES,
+        **{"out_scale": None, "smallest": 0.0, **further},
+        **x.fields(),
+        **x.maps(constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")),
+    )
+
+
+def quantizes(n: int, arch: str | None) -> bool:
+    """Whether a product by blocks can quantize its activation: on Hopper, of groups that are whole."""
+    return arch == "90a" and n % (2 * BLOCK) == 0
+
+
+def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
+    """Launch the product whose activation is quantized, of sums that are rounded to `dtype`."""
+    form = FP8_QUANTIZED[0 if x.expects(128) else 1]
+    _fp8_blocks_launch(x, form, dtype, out_scale=out_scale, smallest=smallest)
+
+
 def fp8_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
+    if wide := _fp8_blocks_form(x, count):
+        _fp8_blocks_launch(x, wide, x.out.dtype)
+        return
     # The columns of the result of a tile: with an activation, half of its rows of weights are ups.
     columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.activation else 1)
     strips = -(-x.out.shape[-1] // columns)
