@@ -12,7 +12,7 @@ from cukern.runtime.describe import Array
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.late import late
 
-ALIGNMENT = 256  # of the parts of a workspace, in bytes
+_ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
 
 def dtype_of(array: Any) -> str:
@@ -52,7 +52,7 @@ def aligned(size: Any) -> Any:
 
 
 def _round_up(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _library(array: Any) -> arrays.Library:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cukern.fused_moe.buffers import ALIGNMENT, aligned, arch_of, dtype_of, part
+from cukern.fused_moe.buffers import aligned, arch_of, dtype_of, part
 from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import (
     ExpertTokensMetadata,
@@ -33,7 +33,7 @@ from cukern.reference import fused_moe as twin
 from cukern.reference.moe_gemm import rows_of_weights
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import same_shape
-from cukern.runtime.late import ceil_div
+from cukern.runtime.late import ceil_div, late
 
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
@@ -255,10 +255,10 @@ class _Fp8GemmExperts(_GemmExperts):
         self, rows: Any, N: int, K: int, output: tuple[Any, ...], dtype: str, reduces: bool = True
     ) -> Workspaces:
         # The first workspace has the first product, then the second where that is not the output; the other one has
-        # quantized rows and their scales. Of a first product that is quantized, the first one has the rows.
-        size = arrays.ITEM_SIZE[dtype]
-        rows_of_first = K + self._scales(K) * arrays.ITEM_SIZE["float32"] + ALIGNMENT
-        wide = rows * (N * size if self.batched else max(N * size, K * size if reduces else rows_of_first))
+        # quantized rows and their scales. Of a first product that is quantized, the first one has its rows.
+        wide = rows * ((max(N, K) if reduces and not self.batched else N) * arrays.ITEM_SIZE[dtype])
+        if not reduces and not self.batched:
+            wide = late(max, wide, aligned(rows * K) + rows * self._scales(K) * arrays.ITEM_SIZE["float32"])
         columns = N // 2 if self.batched else max(N // 2, K)
         quantized = aligned(rows * columns) + rows * self._scales(columns) * arrays.ITEM_SIZE["float32"]
         return Workspaces((wide,), (quantized,), output, "uint8")
