@@ -53,7 +53,8 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
 #pragma unroll
                 for (int box = 0; box < 2; ++box)
                     if (box < boxes)
-                        tma_load<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, tile.y + box * FP8_BOX, 0, 0, full);
+                        tma_load<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, tile.y + box * FP8_BOX, 0, 0,
+                                               full);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const unsigned here = weights + half * FP8_WEIGHT_BYTES;
@@ -145,8 +146,8 @@ template <class Layout> struct Fp8BlocksRing {
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                factors[half][i] = load_shared_float(scales + stage * Layout::SCALE_BYTES +
-                                                     (half * Layout::TOKENS + i * 8) * 4);
+                factors[half][i] =
+                    load_shared_float(scales + stage * Layout::SCALE_BYTES + (half * Layout::TOKENS + i * 8) * 4);
     }
 
     // The lower half of the descriptor of half the weights of the stage at hand.

@@ -22,8 +22,8 @@ template <int CLUSTER_, int STAGES_, int ACTIVATION_> struct Fp8BlocksLayout {
     // Whether whole rows of a warp are staged, and copied in bulk while it goes on.
     static constexpr bool IN_BULK = STAGES < 4 || ACTIVATION != 0;
     static constexpr int STAGED_PITCH = IN_BULK ? OUT_COLUMNS * (ACTIVATION ? 1 : 2) + FP8_PAD : FP8_STAGED_COLUMNS * 2;
-    static constexpr int STAGED_BYTES = 16 * STAGED_PITCH;           // of a warp
-    static constexpr int SETS = 2, SCALE_BYTES = SETS * TOKENS * 4;  // the halves have their own scales
+    static constexpr int STAGED_BYTES = 16 * STAGED_PITCH;          // of a warp
+    static constexpr int SETS = 2, SCALE_BYTES = SETS * TOKENS * 4; // the halves have their own scales
     static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;
     static constexpr int REST = SCALES + STAGES * SCALE_BYTES;
     using Shared = Fp8Shared<STAGES>;

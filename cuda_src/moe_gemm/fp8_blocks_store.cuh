@@ -46,7 +46,8 @@ __device__ __forceinline__ void store_wide_rows(const Fp8BlocksParams& p, const 
             unsigned pairs[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                pairs[i] = pack<T>(sums[half][(j + i / 2) * 4 + i % 2 * 2], sums[half][(j + i / 2) * 4 + i % 2 * 2 + 1]);
+                pairs[i] =
+                    pack<T>(sums[half][(j + i / 2) * 4 + i % 2 * 2], sums[half][(j + i / 2) * 4 + i % 2 * 2 + 1]);
             stmatrix(staged + lane % 16 * Layout::STAGED_PITCH + (half * (FP8_COLUMNS / 8) + j + lane / 16) * 16,
                      pairs);
         }
@@ -84,7 +85,8 @@ __device__ __forceinline__ void store_activated_rows(const Fp8BlocksParams& p, c
             store_shared_half(staged + row * Layout::STAGED_PITCH + j * 8 + lane % 4 * 2,
                               to_fp8<__NV_E4M3>(quotient(sums[0][at]), quotient(sums[0][at + 1])));
         }
-        if (lane % 4 == 0 && row < left) p.out_scale[(first + row) * (columns / FP8_COLUMNS) + tile.w / FP8_COLUMNS] = scale;
+        if (lane % 4 == 0 && row < left)
+            p.out_scale[(first + row) * (columns / FP8_COLUMNS) + tile.w / FP8_COLUMNS] = scale;
     }
     char* const out = static_cast<char*>(p.out) + first * columns + tile.w;
     copy_staged_rows<Layout>(out, columns, FP8_COLUMNS, left, staged);

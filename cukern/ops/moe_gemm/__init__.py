@@ -219,9 +219,10 @@ def _product(
 
 
 def _quantized_results(columns: Any, rows: Any) -> list[Result]:
-    shapes = (rows, columns), (rows, columns // BLOCK)
-    names = "[rows, n / 2]", f"[rows, n / {2 * BLOCK}]"
-    return [Result(shape, *of) for shape, *of in zip(shapes, (FP8_DTYPES[0], "float32"), names, strict=True)]
+    return [
+        Result((rows, columns), FP8_DTYPES[0], "[rows, n / 2]"),
+        Result((rows, columns // BLOCK), "float32", f"[rows, n / {2 * BLOCK}]"),
+    ]
 
 
 def _quantized_outputs(a: Array, formats: tuple[str, str, str], activated: Result, out: Any, out_scale: Any) -> Any:
