@@ -62,7 +62,7 @@ class EncoderLayer:
         weights = self.weights
         h = self._norm(x, weights.self_norm) if self.normalize_before else x
         qkv = self._linear(h, *weights.qkv)
-        attended = self.layers.attention(qkv, self.heads, words, any_kernel=self.product_rows is None)
+        attended = self.layers.attention(qkv, self.heads, words)
         x = self._add(attended, weights.out, x, weights.self_norm)
         h = self._norm(x, weights.final_norm) if self.normalize_before else x
         up = self._linear(h, weights.up.weight)
