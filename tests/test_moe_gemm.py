@@ -520,7 +520,7 @@ def _bad_calls() -> Iterator[Any]:
         ("rows", {"out": zeros(8, 16, dtype="float16")}, TypeError, "out must be bfloat16, got float16"),
         ("rows fp8 row", {"out": zeros(8, 16, dtype="float32")}, TypeError, "out must be bfloat16, got float32"),
         ("rows", {"out": zeros(8, 32)[:, ::2]}, ValueError, "out must be contiguous"),
-        ("rows", {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wgmma', 'mma', 'stream', 'fma', got"),
+        ("rows", {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wgmma', 'mma', 'stream', 'fma'"),
         ("rows", {"variant": "mma"}, ValueError, "variant must be 'auto' for arrays in host memory"),
     ):  # fmt: skip
         words = re.sub(r"[^\w]+", " ", message)[:50]

@@ -20,14 +20,21 @@ def number(activation: Any, *, optional: bool = False) -> int:
     return _NUMBERS[check.one_of("activation", activation, (None, *ACTIVATIONS) if optional else ACTIVATIONS)]
 
 
-def function_number(activation: Any) -> int:
-    """The number of an activation with or without a gate; 0 for None. Raises ValueError for another name."""
-    name = check.one_of("activation", activation, (None, *ACTIVATIONS, *UNGATED))
+def function_number(activation: Any, *, optional: bool = False) -> int:
+    """The number of an activation with or without a gate; 0 for None if `optional`.
+
+    Raises ValueError for another name.
+    """
+    names = *ACTIVATIONS, *UNGATED
+    name = check.one_of("activation", activation, (None, *names) if optional else names)
     return _NUMBERS[name.removesuffix("_no_mul") if name else None]
 
 
 def check_bounds(alpha: Any, limit: Any) -> tuple[float, float]:
-    """`alpha` and `limit` of swigluoai as floats. Raises TypeError or ValueError unless they are numbers, limit >= 0."""
+    """`alpha` and `limit` of swigluoai as floats.
+
+    Raises TypeError for what is no number, ValueError for one that is not finite, or a negative limit.
+    """
     alpha, limit = check.number("alpha", alpha), check.number("limit", limit)
     if not limit >= 0:
         check.fail("limit", "at least 0", limit)
