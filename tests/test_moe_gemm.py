@@ -22,6 +22,7 @@ from benchmarks import bench_moe_gemm, harness
 from cukern.ops import moe_gemm as op
 from cukern.ops.moe_gemm import kernels
 from cukern.reference import moe_gemm as twin
+from cukern.reference.moe_activation import is_gated
 from cukern.runtime import arrays, describe, gpu, late, plan
 from cukern.runtime import op as declared
 from cukern.runtime.activation import ACTIVATIONS
@@ -63,7 +64,7 @@ class Case(NamedTuple):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        columns = self.arguments["b"].shape[1] // (2 if self.arguments.get("activation") else 1)
+        columns = self.arguments["b"].shape[1] // (2 if is_gated(self.arguments.get("activation")) else 1)
         return (*self.rows.shape, columns)
 
     @property

@@ -242,21 +242,20 @@ def _multiply(
     a: Any,
     b: Any,
     offsets: Any,
-    a_scale: Any,
-    b_scale: Any,
-    b_global_scale: Any,
+    scales: tuple[Any, Any, Any],
     row_token: Any,
     bias: Any,
-    activation: str | None,
-    alpha: float,
-    limit: float,
-    interleaved: bool,
+    form: tuple[str | None, float, float, bool],
     out_dtype: str | None,
     out: Any,
     expected_m: Any,
     variant: str,
 ) -> Any:
-    """The plan of either function, once `a` is known to have its dtype and its dimensions."""
+    """The plan of either function, once `a` is known to have its dtype and its dimensions.
+
+    `scales`: of `a`, of `b`, and the global ones; `form`: activation, alpha, limit and interleaved.
+    """
+    (a_scale, b_scale, b_global_scale), (activation, alpha, limit, interleaved) = scales, form
     expect_contiguous("a", a)
     offsets_name = "expert_num_tokens" if len(a.shape) == 3 else "expert_offsets"
     optional = {"a_scale": a_scale, "b_scale": b_scale, "b_global_scale": b_global_scale, "row_token": row_token}
@@ -288,7 +287,7 @@ def _multiply(
         return out
     if len(a.shape) == 2:  # batched, only the GPU knows how many rows there are
         note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
-    scales, sizes = (a_scale, b_scale, b_global_scale), (len(a.shape) == 3, rows, experts, n, k)
+    sizes = len(a.shape) == 3, rows, experts, n, k
     is_bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
     flags = {"biased": bias is not None, "bounded": is_bounded, "scale_of_expert": formats[1] == "expert"}
     epilogue = kernels.epilogue(number, is_gated=gated, interleaved=interleaved, **flags)
@@ -388,8 +387,8 @@ def moe_gemm(
     """
     expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("tokens", "k"))
     scales = a_scale, b_scale, b_global_scale
-    form: tuple[Any, ...] = activation, alpha, limit, interleaved
-    return _multiply(a, b, expert_offsets, *scales, row_token, bias, *form, out_dtype, out, expected_m, variant)
+    form = activation, alpha, limit, interleaved
+    return _multiply(a, b, expert_offsets, scales, row_token, bias, form, out_dtype, out, expected_m, variant)
 
 
 @op(
@@ -438,5 +437,5 @@ def moe_gemm_batched(
     """
     expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("experts", "max_tokens", "k"))
     scales = a_scale, b_scale, b_global_scale
-    form: tuple[Any, ...] = activation, alpha, limit, interleaved
-    return _multiply(a, b, expert_num_tokens, *scales, None, bias, *form, out_dtype, out, expected_m, variant)
+    form = activation, alpha, limit, interleaved
+    return _multiply(a, b, expert_num_tokens, scales, None, bias, form, out_dtype, out, expected_m, variant)

@@ -172,7 +172,13 @@ def constant(kernel: Kernel, name: str) -> int:
 
 
 def epilogue(
-    activation: int, *, is_gated: bool, interleaved: bool, biased: bool, bounded: bool, scale_of_expert: bool
+    activation: int,
+    *,
+    is_gated: bool,
+    interleaved: bool = False,
+    biased: bool = False,
+    bounded: bool = False,
+    scale_of_expert: bool = False,
 ) -> int:
     """ACTIVATION of the templates: the number of an activation, with the flags of `moe_gemm/epilogue.cuh`."""
     flags = {
@@ -346,6 +352,12 @@ FP4_FORMS = (
 #: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
 FP4_GATHERED_ROWS = 16
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in FP4_FORMS]
+#: Those of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
+_GPT_OSS = (
+    epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
+    epilogue(0, is_gated=False, biased=True),
+)
+_fp4_ahead += [form.variant("bfloat16", "MXFP4", x, False).instance for x in _GPT_OSS for form in FP4_FORMS]
 _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
 
 
