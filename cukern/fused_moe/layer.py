@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from cukern.fused_moe.config import NOT_QUANTIZED, FusedMoEQuantConfig
 from cukern.fused_moe.experts import AutoExperts
@@ -18,7 +19,8 @@ from cukern.runtime.op import op, operator
 from cukern.runtime.plan import run_twin
 
 
-class _Numbers(NamedTuple):
+@dataclass(frozen=True)
+class _Numbers:
     """A configuration without its scales: its name, or all that it has."""
 
     name: Any

@@ -107,9 +107,11 @@ def gelu_tanh_and_mul(x: Array, *, out: Array | None = None) -> Array:
     return moe_activation(x, "gelu_tanh", out=out)
 
 
-def swigluoai_and_mul(x: Array, *, out: Array | None = None) -> Array:
+def swigluoai_and_mul(
+    x: Array, alpha: float = ALPHA, limit: float = LIMIT, *, interleaved: bool = False, out: Array | None = None
+) -> Array:
     """See `cukern.swigluoai_and_mul`."""
-    return moe_activation(x, "swigluoai", out=out)
+    return moe_activation(x, "swigluoai", alpha=alpha, limit=limit, interleaved=interleaved, out=out)
 
 
 def relu2_and_mul(x: Array, *, out: Array | None = None) -> Array:

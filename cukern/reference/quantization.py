@@ -81,6 +81,7 @@ def scaled_fp8_quant(
     scale_ub: Any = None,
     use_per_token_if_dynamic: bool = False,
     output: Array | None = None,
+    *,
     expert_num_tokens: Array | None = None,
 ) -> tuple[Array, Array]:
     """See `cukern.scaled_fp8_quant`."""
