@@ -884,8 +884,9 @@ CASES = [case for case in bench_fused_moe.cases() if case.gpus == 1]
 
 
 def test_the_cases_are_those_of_the_models() -> None:
-    assert len({json.dumps(case.case) for case in CASES}) == len(CASES) == 31
-    assert all(list(case.case) == ["tokens", "experts", "inter", "hidden", "topk", "dtype"] for case in CASES)
+    assert len({json.dumps(case.case) for case in CASES}) == len(CASES) == 34
+    sizes = ["tokens", "experts", "inter", "hidden", "topk", "dtype"]
+    assert all([key for key in case.case if key != "activation"] == sizes for case in CASES)
     # At one token of Mixtral, the weights of two experts.
     assert CASES[0].bytes == pytest.approx(2 * 3 * 14336 * 4096 * 2, rel=1e-3)
 
@@ -900,6 +901,18 @@ def test_a_benchmark_on_small_sizes(dtype: str) -> None:
         assert case.agree is not None
         assert case.agree(ours, case.baselines["torch"].load()(*inputs))
         assert not case.agree(ours, ours.roll(1, 0))
+
+
+def test_the_benchmark_of_gpt_oss_on_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_fused_moe, "GPT_OSS", bench_fused_moe.Sizes(4, 96, 64, 2))
+    case = bench_fused_moe._gpt_oss(5)
+    inputs = case.inputs(torch.Generator().manual_seed(0))
+    given, biases = inputs[:7], inputs[-2:]
+    got = case.call(*given, *biases)
+    assert case.case["activation"] == "swigluoai"
+    assert torch.isfinite(got.float()).all()
+    prepared = [cukern.prepare_weights(w, s) for w, s in zip(given[1:3], given[5:7], strict=True)]
+    torch.testing.assert_close(case.call(*given, *prepared, *biases), got)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------
