@@ -392,7 +392,10 @@ def _over_two(sizes: Sizes, tokens: int) -> several.Case:
 
 
 def cases() -> list[Case | several.Case]:
-    """Layers of four models in bfloat16, one in FP8, two in MXFP4, of which gpt-oss's also with its biases; and a whole one in FP8 over two GPUs."""
+    """Layers of four models in bfloat16, one in FP8, two in MXFP4, and a whole one in FP8 over two GPUs.
+
+    gpt-oss's are also measured with its biases and its activation.
+    """
     made: list[Case | several.Case] = [
         _case(sizes, tokens, "bfloat16") for sizes in (MIXTRAL, HALF_MIXTRAL, DEEPSEEK_V3, QWEN3) for tokens in TOKENS
     ]

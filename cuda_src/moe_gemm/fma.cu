@@ -141,9 +141,12 @@ __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ 
 #pragma unroll
         for (int n = 0; n < N / SIDES; ++n) {
             const int column = column_of(x + n * 16);
-            if (column < columns)
-                static_cast<T*>(p.out)[(long long)row * columns + column] = from_float<T>(
-                    GATED ? finish<ACTIVATION>(p, sums[m][n], sums[m][n + N / 2]) : finish<ACTIVATION>(p, sums[m][n]));
+            if (column >= columns) continue;
+            T* const to = static_cast<T*>(p.out) + (long long)row * columns + column;
+            if constexpr (GATED)
+                *to = from_float<T>(finish<ACTIVATION>(p, sums[m][n], sums[m][n + N / 2]));
+            else
+                *to = from_float<T>(finish<ACTIVATION>(p, sums[m][n]));
         }
     }
 }
