@@ -172,7 +172,7 @@ def kimi_k2_moe_fused_gate(
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
     """`cukern.biased_grouped_topk` of one group and any number of experts."""
-    scaling = {
+    scaling: dict[str, Any] = {
         "routed_scaling_factor": routed_scaling_factor,
         "apply_routed_scaling_factor_on_output": apply_routed_scaling_factor_on_output,
     }
