@@ -588,6 +588,18 @@ def test_flashinfer_append_paged_kv_cache(layout: str, apart: bool) -> None:
     assert torch.equal(cache, wanted if layout == "NHD" else wanted.transpose(2, 3))
 
 
+def test_flashinfer_get_batch_indices_positions() -> None:
+    ends, lengths = torch.tensor([0, 1, 3, 3, 7], dtype=torch.int32), torch.tensor([5, 4, 9, 6], dtype=torch.int32)
+    sequences, positions = flashinfer.get_batch_indices_positions(ends, lengths, 9)
+    assert (sequences.dtype, positions.dtype) == (torch.int32, torch.int32)
+    ids_are(sequences, 0, 1, 1, 3, 3, 3, 3, -1, -1)
+    ids_are(positions, 4, 2, 3, 2, 3, 4, 5, 0, 0)
+    into = torch.empty(9, dtype=torch.int32), torch.empty(9, dtype=torch.int32)
+    found = flashinfer.get_batch_indices_positions(ends, lengths, 9, *into)
+    assert [x is y for x, y in zip(found, into, strict=True)] == [True, True]
+    assert torch.equal(into[1], positions)
+
+
 def probabilities(rows: int = 4, vocab: int = 40) -> Any:
     return rand(rows, vocab).mul(2).softmax(-1)
 
