@@ -259,8 +259,8 @@ def test_vllm_moe_align_block_size_into_larger_arrays() -> None:
     ids_are(end, 8)
     ids_are(rows[:8], 0, 2, 6, 6, 3, 6, 6, 6)
     ids_are(experts, 0, 1, -1, -1, -1, -1, -1)
-    with pytest.raises(ValueError, match=r"out\[1\] must be of at least 5 elements, got 4"):
-        vllm.moe_align_block_size(ids, 4, 4, rows, experts[:4], end)
+    with pytest.raises(ValueError, match=r"out\[1\] must be of at least 4 elements, got 3"):
+        vllm.moe_align_block_size(ids, 4, 4, rows, experts[:3], end)
 
 
 def test_vllm_moe_sum_and_permutation() -> None:
@@ -505,6 +505,9 @@ def test_sglang_moe_align_block_size_has_blocks_of_tokens_filtered_out() -> None
     ids_are(end, 16)
     ids_are(rows[16:], *[6] * 8)
     ids_are(experts[4:], *[-1] * 4)
+    fewest = torch.empty(18 // 4, dtype=torch.int32)
+    sglang.moe_align_block_size(ids, 4, 4, rows[:18], fewest, end, buffer)
+    ids_are(fewest, -1, 0, 1, 2)
     ids_are(rows[:16], 1, 4, 6, 6, 5, 6, 6, 6, 3, 6, 6, 6, 0, 2, 6, 6)
     ids_are(experts[:4], -1, 0, 1, 2)
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import cukern
+from cukern.compat import sglang as compat_sglang
 from cukern.compat import vllm as compat_vllm
 
 ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers", "rich")
@@ -293,6 +294,30 @@ def _enter_flashinfer_utils() -> None:
     )
 
 
+def _align_used_blocks(ids: Any, experts: int, block_size: int, rows: Any, blocks: Any, end: Any, *others: Any) -> None:
+    """SGLang's `moe_align_block_size`, which leaves blocks that are not used as they are; cukern gives them -1."""
+    found = torch.empty_like(blocks)
+    compat_sglang.moe_align_block_size(ids, experts, block_size, rows, found, end, *others)
+    is_used = torch.arange(blocks.shape[0], device=blocks.device) * block_size < end
+    assert bool((found[~is_used] == -1).all())
+    blocks.copy_(torch.where(is_used, found, blocks))
+
+
+def _enter_sglang_utils() -> None:
+    """What SGLang's references ask of the machine, which is one with NVIDIA's GPUs; they are run as they are."""
+    others = ("is_cpu", "is_hip", "is_musa", "is_npu", "is_xpu", "cpu_has_amx_support", "get_bool_env_var")
+    others += ("is_sm100_supported", "is_sm120_supported")
+    answers = dict.fromkeys(others, lambda *_, **__: False)
+    _module(
+        "sglang.srt.utils",
+        **answers,
+        is_cuda=lambda: True,
+        get_compiler_backend=lambda *_, **__: "eager",
+        ceil_align=lambda a, b: -(-a // b) * b,
+        ceil_div=lambda a, b: -(-a // b),
+    )
+
+
 def install(folder: Path) -> None:
     """Put the modules in place; `cukern.compat.enable` has entered those of the kernels."""
     for name, module in [*sys.modules.items()]:
@@ -301,6 +326,9 @@ def install(folder: Path) -> None:
     sys.meta_path.append(_Finder(folder))
     if "as far as cukern has it" in str(sys.modules["flashinfer"].__doc__):
         _enter_flashinfer_utils()
+    if "as far as cukern has it" in str(sys.modules["sgl_kernel"].__doc__):
+        _enter_sglang_utils()
+        vars(sys.modules["sgl_kernel"])["moe_align_block_size"] = _align_used_blocks
     if "as far as cukern has it" not in str(sys.modules["vllm"].__doc__):
         return  # the real one
     maths = {
