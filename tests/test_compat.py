@@ -767,6 +767,8 @@ REFUSED: list[tuple[str, str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("flash_mla", "flash_mla_with_kvcache", "extra_k_cache", (*LATENT, None), {"extra_k_cache": X}),
     ("flash_mla", "flash_mla_with_kvcache", "topk_length", (*LATENT, None), {"topk_length": IDS}),
     ("flash_mla", "flash_mla_with_kvcache", "extra_topk_length", (*LATENT, None), {"extra_topk_length": IDS}),
+    ("flashinfer.norm", "rmsnorm_quant", "out", (X.to(torch.float8_e5m2), X, W, 1.0), {}),
+    ("flashinfer.norm", "fused_add_rmsnorm_quant", "out", (X.to(torch.float8_e5m2), X, X, W, 1.0), {}),
     ("sglang.flash_mla", "get_mla_metadata", "is_fp8_kvcache", (IDS, 4, 1, None, True), {}),
     ("sglang.flash_mla", "flash_mla_with_kvcache", "descale_q", (*LATENT, None, None), {"descale_q": ONE}),
     ("sglang", QUANT, "scale_ue8m0", (X, X.to(E4M3), EMPTY, 32, 1e-10, -448, 448, True), {}),

@@ -67,6 +67,9 @@ FILES = {
 }
 
 
+_LEAST_S = 5.0  # in which a process can do anything
+
+
 class _Unit(NamedTuple):
     """What one of several processes runs."""
 
@@ -109,17 +112,19 @@ def _run_unit(
     unit: _Unit, number: int, work: Path, options: argparse.Namespace, arguments: list[str]
 ) -> list[tally.Case]:
     """The cases of a unit, run by a process of its own; one more that failed if it did not come to its end."""
-    path, part = work / f"{number}.json", unit.part
+    path, part, name = work / f"{number}.json", unit.part, f"{unit.folder.name}/{unit.file}"
+    begin = time.monotonic()
+    limit = min(options.limit, options.end - begin)
+    if limit < _LEAST_S:
+        return [tally.Case(name, f"part {part.index + 1} of {part.count}", "failed", "not begun in time (--until)")]
     command = [sys.executable, "-m", "tests.peers", str(unit.folder), f"--only={unit.file}", f"--tally={path}"]
     command += [f"--part={part.index}/{part.count}", f"--every={options.every}", *arguments]
-    begin = time.monotonic()
     with (work / f"{number}.log").open("w") as log:
         try:
-            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=options.limit).returncode
+            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=limit).returncode
             ended = "" if status in (0, 1, 5) else f"the process ended with {status}"
         except subprocess.TimeoutExpired:
-            ended = f"stopped after {options.limit:.0f} s"
-    name = f"{unit.folder.name}/{unit.file}"
+            ended = f"stopped after {limit:.0f} s"
     cases = [case._replace(file=name) for case in tally.read(path)]
     print(
         f"{time.monotonic() - begin:6.1f} s  {name} {part.index + 1}/{part.count}: {len(cases)} cases {ended}",
@@ -156,12 +161,14 @@ def main() -> int:
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=lambda text: Path(text).resolve())
     parser.add_argument("--jobs", type=int, default=0, help="processes that run at the same time")
     parser.add_argument("--limit", type=float, default=600, help="seconds that each of them may take")
+    parser.add_argument("--until", type=float, default=86400, help="seconds after which no more of them are begun")
     parser.add_argument("--only", default="", help="only files with this in their names")
     parser.add_argument("--part", type=Part.of, default=Part(), help="INDEX/COUNT: the share of the cases to run")
     parser.add_argument("--every", type=int, default=1, help="of FlashMLA's cases, one in so many")
     parser.add_argument("--tally", type=Path, help="a file to write each case to")
     options, arguments = parser.parse_known_args()
     if options.jobs or len(options.folders) > 1:
+        options.end = time.monotonic() + options.until
         options.jobs = options.jobs or 1
         return run_jobs(options.folders, options, arguments)
     if options.tally is not None:

@@ -6,9 +6,11 @@ not installed, its names are placeholders: a test that uses one is skipped, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -284,6 +286,24 @@ def _triton(maths: dict[str, Any]) -> dict[str, Any]:
     return {"HAS_TRITON": True, "triton": triton, "tl": language}
 
 
+def _config(**given: Any) -> SimpleNamespace:
+    """vLLM's configuration, with all of its own operators."""
+    own = {"custom_ops": ["all"], "enabled_custom_ops": Counter(), "disabled_custom_ops": Counter(), "backend": "eager"}
+    return SimpleNamespace(**{"compilation_config": SimpleNamespace(**own)} | given)
+
+
+def _enter_config() -> None:
+    _module(
+        "vllm.config",
+        CompilationConfig=lambda **given: SimpleNamespace(**vars(_config().compilation_config) | given),
+        VllmConfig=_config,
+        get_cached_compilation_config=lambda: _config().compilation_config,
+        get_current_vllm_config=_config,
+        get_current_vllm_config_or_none=_config,
+        set_current_vllm_config=lambda *_, **__: contextlib.nullcontext(),
+    )
+
+
 def _enter_flashinfer_utils() -> None:
     """What FlashInfer's files ask of the GPU; there is nothing to compile ahead."""
     _module(
@@ -336,6 +356,7 @@ def install(folder: Path) -> None:
         "round_up": lambda a, b: -(-a // b) * b,
         "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
     }
+    _enter_config()
     _module("vllm.platforms", current_platform=_platform())
     _module("vllm.triton_utils", **_triton(maths))
     _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, **maths)

@@ -92,6 +92,9 @@ def _case(report: Any) -> tally.Case:
     elif outcome == "failed":
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = (str(report.longrepr).strip().splitlines() or [""])[-1] if crash is None else crash.message
+        on_purpose = tally.DIFFERENT.get(name.partition("[")[0])
+        if on_purpose is not None:
+            outcome, reason = "differs", on_purpose
     return tally.Case(file, name, outcome, reason.partition("\n")[0][:200])
 
 
