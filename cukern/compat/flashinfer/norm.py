@@ -56,7 +56,7 @@ def rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """`cukern.rms_norm_quant` with one given scale, into `out`. Refused: an `out` of another dtype than float8_e4m3fn."""
+    """`cukern.rms_norm_quant` with one given scale, into `out`. Refused: an `out` that is not float8_e4m3fn."""
     _expect_e4m3("rmsnorm_quant", out)
     cukern.rms_norm_quant(input, weight, eps, scale=scale, out_q=out)
 
@@ -79,7 +79,7 @@ def fused_add_rmsnorm_quant(
 ) -> None:
     """`cukern.fused_add_rms_norm_quant` with one given scale: `out` and `residual` are written.
 
-    Refused: an `out` of another dtype than float8_e4m3fn.
+    Refused: an `out` that is not float8_e4m3fn.
     """
     _expect_e4m3("fused_add_rmsnorm_quant", out)
     cukern.fused_add_rms_norm_quant(input, residual, weight, eps, scale=scale, out_q=out)
