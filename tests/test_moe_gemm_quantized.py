@@ -1,7 +1,8 @@
-"""Products in FP8 by blocks in wide tiles, and those whose activation is quantized again."""
+"""Products in FP8 by blocks whose activation is quantized again."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,27 +10,32 @@ import numpy as np
 import pytest
 
 import cukern
+from cukern.fused_moe.layer import _Numbers
 from cukern.ops.moe_gemm import kernels, moe_gemm_quantized
-from cukern.runtime.op import forget_plans
+from cukern.runtime import gpu
+from cukern.runtime.op import OPS, forget_plans
 from tests.buffers import POISON, on_gpu, same_bits, to_numpy
-from tests.test_moe_gemm import E4M3, compare, made
+from tests.test_moe_gemm import E4M3, made
 
-FORMS = [
-    kernels.Fp8Blocks(cluster, stages, turns) for cluster in (1, 2) for stages in (3, 4) for turns in (False, True)
-]
 #: Groups of no rows, of parts of 64 rows and of both blocks of a cluster; more experts than a warp looks at.
 GROUPS = [([3, 0, 4], 272), ([64, 65, 1, 127, 129, 192, 193, 255, 257], 400), ([1] * 40 + [300], 144)]
-PLACES = [np.asarray, pytest.param(on_gpu, marks=pytest.mark.gpu)]
+#: Where the arrays are, and the blocks of a cluster.
+PLACES = [(np.asarray, 1), *(pytest.param(on_gpu, x, marks=[pytest.mark.gpu, pytest.mark.sanitize]) for x in (1, 2))]
+HOPPER = gpu.of_arch("90a")
+#: The weights of a small layer, and their scales.
+SMALL = {
+    **{"w1": np.zeros((8, 256, 512), E4M3), "w1_scale": np.zeros((8, 2, 4), np.float32)},
+    **{"w2": np.zeros((8, 512, 128), E4M3), "w2_scale": np.zeros((8, 4, 1), np.float32)},
+}
+WIDE_SCALE = np.zeros((8, 4, 32), np.float32)
 
 
 @pytest.fixture
-def forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that sets the forms of all calls."""
+def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that sets how many blocks a cluster has."""
 
-    def use(plain: kernels.Fp8Blocks | None, quantized: kernels.Fp8Blocks | None = None) -> None:
-        monkeypatch.setattr(kernels, "_fp8_blocks_form", lambda *_: plain)
-        if quantized:
-            monkeypatch.setattr(kernels, "FP8_QUANTIZED", (quantized, quantized))
+    def use(cluster: int) -> None:
+        monkeypatch.setattr(kernels, "_FP8_ALONE", 1 << 31 if cluster == 1 else -1)
         forget_plans()
 
     yield use
@@ -37,50 +43,26 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     forget_plans()
 
 
-@pytest.mark.gpu
-@pytest.mark.sanitize
-@pytest.mark.parametrize(("counts", "k"), GROUPS, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_wide_tiles(form: kernels.Fp8Blocks, counts: list[int], k: int, forms: Any, rng: np.random.Generator) -> None:
-    forms(form)
-    for n, dtype in ((264, "bfloat16"), (1032, "float16")):
-        compare(made(rng, counts, n, k, "fp8 block", dtype, whole=True))
-
-
-@pytest.mark.gpu
-def test_wide_tiles_give_the_bits_of_narrow_ones(forms: Any, rng: np.random.Generator) -> None:
-    x = made(rng, [300, 20, 130], 520, 1040, "fp8 block")
-    given = x.replaced(**{name: on_gpu(x.arguments[name].view(np.uint8)) for name in ("a", "b")})
-    given = given.replaced(**{name: on_gpu(x.arguments[name]) for name in ("expert_offsets", "a_scale", "b_scale")})
-    forms(None)
-    want = to_numpy(given.run(variant="wgmma"))[x.rows]
-    for form in FORMS:
-        forms(form)
-        same_bits(to_numpy(given.run(variant="wgmma"))[x.rows], want)
-
-
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "cluster"), PLACES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai"])
 @pytest.mark.parametrize(("counts", "k"), GROUPS, ids=str)
 def test_a_quantized_activation_is_that_of_two_calls(
-    counts: list[int], k: int, activation: str, place: Any, forms: Any, rng: np.random.Generator
+    counts: list[int], k: int, activation: str, place: Any, cluster: int, clusters: Any, rng: np.random.Generator
 ) -> None:
+    clusters(cluster)
     for n, dtype in ((256, "bfloat16"), (768, "float16")):
         x = made(rng, counts, n, k, "fp8 block", spare=2).arguments
         bytes_of = {name: place(x[name].view(np.uint8)) for name in ("a", "b")}
         given = {**bytes_of, **{name: place(x[name]) for name in ("expert_offsets", "a_scale", "b_scale")}}
         rows = sum(counts)
-        forms(None)
         q, s = cukern.silu_and_mul_quant(cukern.moe_gemm(**given, out_dtype=dtype), activation)
-        for form in (None,) if place is np.asarray else [x for x in FORMS if x.stages == 4]:
-            forms(None, form)
-            out_q = place(np.full((rows + 2, n // 2), POISON, np.uint8))
-            out_s = place(np.full((rows + 2, n // 256), np.nan, np.float32))
-            moe_gemm_quantized(**given, activation=activation, out_dtype=dtype, out_q=out_q, out_s=out_s)
-            same_bits(to_numpy(out_q)[:rows], to_numpy(q)[:rows].view(np.uint8))
-            same_bits(to_numpy(out_s)[:rows], to_numpy(s)[:rows])
-            assert (to_numpy(out_q)[rows:] == POISON).all()
-            assert np.isnan(to_numpy(out_s)[rows:]).all()
+        out_q = place(np.full((rows + 2, n // 2), POISON, np.uint8))
+        out_s = place(np.full((rows + 2, n // 256), np.nan, np.float32))
+        moe_gemm_quantized(**given, activation=activation, out_dtype=dtype, out_q=out_q, out_s=out_s)
+        same_bits(to_numpy(out_q)[:rows], to_numpy(q)[:rows].view(np.uint8))
+        same_bits(to_numpy(out_s)[:rows], to_numpy(s)[:rows])
+        assert (to_numpy(out_q)[rows:] == POISON).all()
+        assert np.isnan(to_numpy(out_s)[rows:]).all()
 
 
 @pytest.mark.parametrize(
@@ -90,12 +72,81 @@ def test_a_quantized_activation_is_that_of_two_calls(
         ({"out_q": (4, 256)}, r"out_q must be of shape \[rows, n / 2\]"),
         ({"out_s": (4, 2)}, r"out_s must be of shape \[rows, n / 256\]"),
         ({"b_scale": (2,), "a_scale": (4,)}, "b_scale must be by blocks"),
+        ({"activation": "relu2_no_mul"}, "activation must be one with a gate"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, tuple[int, ...]], message: str) -> None:
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     shapes = {"a": (4, 128), "b": (2, 256, 128), "a_scale": (4, 1), "b_scale": (2, 2, 1), "out_q": (4, 128)}
     shapes |= {"out_s": (4, 1), **changes}
-    given = {name: np.zeros(x, "float32" if "_s" in name else E4M3) for name, x in shapes.items()}
+    given: dict[str, Any] = {"activation": shapes.pop("activation")} if "activation" in changes else {}
+    given |= {name: np.zeros(x, "float32" if "_s" in name else E4M3) for name, x in shapes.items()}
     with pytest.raises(ValueError, match=message):
         moe_gemm_quantized(expert_offsets=np.array([0, 1, 4], np.int32), **given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "n", "want"),
+    [
+        (4, 32, 4096, False),  # the weights are streamed
+        (5, 32, 4096, True),
+        (16, 32, 4096, True),
+        (256, 32, 4096, True),
+        (256, 4, 4096, True),
+        (1024, 8, 4096, True),
+        (8192, 4, 4096, True),
+        (16, 8, 256, False),  # with twice the weights, tiles for half of the multiprocessors
+        (16, 32, 4096 + 128, False),
+    ],
+)
+def test_where_the_activation_is_quantized(rows: int, experts: int, n: int, want: bool) -> None:
+    assert kernels.quantizes(rows, experts, n, HOPPER) is want
+    assert not kernels.quantizes(rows, experts, n, None)
+    assert not kernels.quantizes(rows, experts, n, gpu.of_arch("100a"))
+
+
+def launched(tokens: int, **more: Any) -> list[str]:
+    """The kernels of a layer with 8 experts on Hopper."""
+    w1, w2 = np.zeros((8, 4096, 512), E4M3), np.zeros((8, 512, 2048), E4M3)
+    scales = {"w1_scale": np.zeros((8, 32, 4), np.float32), "w2_scale": np.zeros((8, 4, 16), np.float32)}
+    x, ids = np.zeros((tokens, 512), "bfloat16"), np.zeros((tokens, 2), np.int32)
+    given = {"hidden_states": x, "w1": w1, "w2": w2, "topk_weights": ids.astype(np.float32), "topk_ids": ids}
+    given |= {"activation": "silu", "quant": _Numbers("fp8_block", ()), "apply_router_weight_on_input": False}
+    given |= scales | more
+    layer = OPS["_layer"]
+    trace, _, _ = layer.say(layer.form(0, tuple(given)), list(given.values()), on=HOPPER)
+    return [step.variant.instance.function for step in trace.steps if step.variant is not None]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "count"),
+    [
+        (4, {}, 0),
+        (64, {}, 1),
+        (2048, {}, 1),
+        (64, SMALL, 0),
+        (2048, {"activation": "relu2_no_mul", "w2": np.zeros((8, 512, 4096), E4M3), "w2_scale": WIDE_SCALE}, 0),
+        (2048, {"w1_bias": np.zeros((8, 4096), np.float32)}, 0),
+        (2048, {"quant": _Numbers("fp8_block", (("gemm1_interleaved", True),))}, 0),
+    ],
+    ids=["4", "64", "2048", "small", "no gate", "bias", "interleaved"],
+)
+def test_a_layer_quantizes_in_its_first_product(tokens: int, more: dict[str, Any], count: int) -> None:
+    functions = launched(tokens, **more)
+    assert functions.count("gemm_fp8_blocks") == count
+    # That of the tokens, and that between the products.
+    assert functions.count("quantize_groups") == 2 - count
+
+
+def test_compiled_graphs_keep_the_product(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    importlib.import_module("cukern.torch_ops")
+    x = made(rng, [3, 2], 256, 128, "fp8 block").arguments
+    given = {name: torch.from_numpy(x[name].view(np.uint8)).view(torch.float8_e4m3fn) for name in ("a", "b")}
+    given |= {name: torch.from_numpy(x[name]) for name in ("expert_offsets", "a_scale", "b_scale")}
+    wanted = cukern.silu_and_mul_quant(cukern.moe_gemm(**given))
+    out_q, out_s = (torch.zeros_like(array) for array in wanted)
+    compiled = torch.compile(lambda **more: moe_gemm_quantized(**more), fullgraph=True, backend="aot_eager")
+    for got in (compiled(**given, out_q=out_q, out_s=out_s), (out_q, out_s)):
+        same_bits(to_numpy(got[0].view(torch.uint8)), to_numpy(wanted[0].view(torch.uint8)))
+        same_bits(to_numpy(got[1]), to_numpy(wanted[1]))

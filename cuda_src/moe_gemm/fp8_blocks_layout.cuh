@@ -2,33 +2,28 @@
 #pragma once
 #include "moe_gemm/fp8_tiles.cuh"
 
-// The arguments of gemm_fp8_blocks. With ACTIVATION `out` has e4m3: [rows, n / 2].
+// The arguments of gemm_fp8_blocks. `out` has e4m3: [rows, n / 2].
 struct Fp8BlocksParams : MappedGemmParams {
-    float* out_scale; // with ACTIVATION: [rows, n / 256]
-    float smallest;   // with ACTIVATION: the least of the largest magnitudes that scales are made of
+    float* out_scale; // [rows, n / 256]
+    float smallest;   // the least of the largest magnitudes that scales are made of
 };
 
-constexpr int FP8_WIDE = 2 * FP8_COLUMNS; // rows of weights of a tile: two halves
-constexpr int FP8_PAD = 16;               // bytes after each staged row, so that 8 rows' chunks are in different banks
+constexpr int FP8_PAD = 16; // bytes after each staged row, so that 8 rows' chunks are in different banks
 
-// Sizes in bytes, and places from a multiple of 1024 on: STAGES stages of rows and weights, staging rooms, scales,
+// Sizes in bytes, and places from a multiple of 1024 on: stages of rows, gates and ups, staging rooms, scales,
 // Fp8Shared.
-template <int CLUSTER_, int STAGES_, int ACTIVATION_> struct Fp8BlocksLayout {
-    static constexpr int TOKENS = 128, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
+template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
+    static constexpr int TOKENS = 128, CLUSTER = CLUSTER_, STAGES = 4, ACTIVATION = ACTIVATION_;
+    static constexpr bool GATED = true;
+    static_assert(has_halves(ACTIVATION) && ACTIVATION < FUNCTIONS, "gates and ups come in halves, without biases");
     static constexpr bool SHARES_ROWS = false; // the blocks of a cluster have the same weights, and neighbouring rows
-    static constexpr int TILE_TOKENS = TOKENS * CLUSTER;
-    static constexpr int OUT_COLUMNS = ACTIVATION ? FP8_COLUMNS : FP8_WIDE;
-    static constexpr int ROW_BYTES = TOKENS * FP8_K, STAGE_BYTES = ROW_BYTES + FP8_WIDE * FP8_K;
-    // Whether whole rows of a warp are staged, and copied in bulk while it goes on.
-    static constexpr bool IN_BULK = STAGES < 4 || ACTIVATION != 0;
-    static constexpr int STAGED_PITCH = IN_BULK ? OUT_COLUMNS * (ACTIVATION ? 1 : 2) + FP8_PAD : FP8_STAGED_COLUMNS * 2;
-    static constexpr int STAGED_BYTES = 16 * STAGED_PITCH;          // of a warp
-    static constexpr int SETS = 2, SCALE_BYTES = SETS * TOKENS * 4; // the halves have their own scales
+    static constexpr int TILE_TOKENS = TOKENS * CLUSTER, OUT_COLUMNS = FP8_COLUMNS;
+    static constexpr int ROW_BYTES = TOKENS * FP8_K, STAGE_BYTES = ROW_BYTES + 2 * FP8_WEIGHT_BYTES;
+    static constexpr int STAGED_PITCH = OUT_COLUMNS + FP8_PAD, STAGED_BYTES = 16 * STAGED_PITCH; // of a row, of a warp
+    static constexpr int SETS = 2, SCALE_BYTES = SETS * TOKENS * 4; // gates and ups have their own scales
     static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;
     static constexpr int REST = SCALES + STAGES * SCALE_BYTES;
     using Shared = Fp8Shared<STAGES>;
-    // Rows of weights from those of a half to those of the other.
-    static __device__ __forceinline__ int between_sets(int n) { return ACTIVATION ? n / 2 : FP8_COLUMNS; }
     static_assert(1024 - 16 + REST + sizeof(Shared) <= 227 << 10, "more than a block can have");
 };
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typen
                 load_four_scales(of_rows[i], a + min(first_row + i, tile.z - 1) * k_blocks, k, k_blocks, aligned);
 #pragma unroll
             for (int set = 0; set < SETS; ++set) {
-                const int strip = min((tile.w + set * Layout::between_sets(p.n)) / FP8_COLUMNS, strips - 1);
+                const int strip = min((tile.w + set * (p.n / 2)) / FP8_COLUMNS, strips - 1);
                 of_weights[set] = __ldg(b + (long long)strip * k_blocks + min(k + lane % FP8_SCALES, k_blocks - 1));
             }
 #pragma unroll

@@ -20,7 +20,7 @@ template <class Layout> struct Fp8Tiles {
 
     __device__ __forceinline__ Fp8Tiles(const MappedGemmParams& p, int4 (&groups)[32])
         : p(p), groups(groups),
-          strips(((Layout::ACTIVATION ? p.n / 2 : p.n) + OUT_COLUMNS * STRIPS - 1) / (OUT_COLUMNS * STRIPS)), window(0),
+          strips(((Layout::GATED ? p.n / 2 : p.n) + OUT_COLUMNS * STRIPS - 1) / (OUT_COLUMNS * STRIPS)), window(0),
           ahead(blockIdx.x / CLUSTER) {
         read_window();
     }

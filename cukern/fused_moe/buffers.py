@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cukern.runtime import arrays, plan
+from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.describe import Array
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.late import late
@@ -26,6 +26,14 @@ def arch_of(array: Any) -> str | None:
         return None if array.on_host else array.gpu.arch
     device = _library(array).device(array)
     return None if device is None else arch_of_device(device)
+
+
+def gpu_of(array: Any) -> gpu.Gpu | None:
+    """The GPU that an array is on; None in host memory."""
+    if isinstance(array, Array):
+        return None if array.on_host else array.gpu
+    device = _library(array).device(array)
+    return None if device is None else gpu.of_device(device)
 
 
 def empty(shape: Sequence[Any], dtype: str, like: Any) -> Any:
