@@ -32,7 +32,11 @@ MAX_TOKENS = 2**30
 _MAX_SHARED_BYTES = 99 * 1024
 #: By lanes per token, the most tokens for which they are faster than fewer lanes (measured on an H200; the bits are the
 #: same).
-_UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS}
+_UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 1: MAX_TOKENS}
+#: The most slots that gate_by_warp deals one after the other, and the experts of which one thread chooses.
+_BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
+#: Threads per block of gate_by_warp and gate_by_thread.
+_BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 64
 #: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
 
@@ -63,6 +67,8 @@ SPECIALIZED = [
 ]
 
 _kernel = Kernel("moe_gate/moe_gate", "moe_gate", compile_s=1.3)
+_by_warp = Kernel("moe_gate/gate_by_warp", "gate_by_warp")
+_by_thread = Kernel("moe_gate/gate_by_thread", "gate_by_thread")
 
 
 def _fits(config: Config, lanes: int) -> bool:
@@ -90,8 +96,27 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
     return _kernel.variant(*arguments)
 
 
-def _variants(config: Config) -> list[Instance]:
-    return [_variant(dtype, config, lanes).instance for dtype in DTYPES for lanes in _lanes(config)]
+def _is_by_thread(config: Config) -> bool:
+    """Whether one thread per token takes the experts, in loads of 16 bytes."""
+    return config.groups == 1 and not config.biased and config.experts == _BY_THREAD_EXPERTS
+
+
+def _by_warp_variant(dtype: str, config: Config, bias_types: tuple[str, ...] = ()) -> Variant:
+    experts, groups, scoring, biased = config
+    sizes = experts, groups, scoring.upper(), "true" if biased else "false"
+    return _by_warp.variant(arrays.CUDA_TYPE[dtype], *sizes, *bias_types)
+
+
+def _by_thread_variant(dtype: str, config: Config) -> Variant:
+    return _by_thread.variant(arrays.CUDA_TYPE[dtype], config.experts)
+
+
+def _variants(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instance]:
+    """The instances of a configuration, but for those that only many slots take."""
+    if _is_by_thread(config):
+        return [_by_thread_variant(dtype, config).instance for dtype in dtypes]
+    few = [_by_warp_variant(dtype, config).instance for dtype in dtypes if 32 in _lanes(config)]
+    return few + [_variant(dtype, config, n).instance for dtype in dtypes for n in _lanes(config) if n < 32]
 
 
 def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = ()) -> Variant:
@@ -99,8 +124,11 @@ def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = 
     return _kernel.variant(*arguments, max_shared_bytes=_MAX_SHARED_BYTES)
 
 
-_kernel.specialized = [instance for config in SPECIALIZED for instance in _variants(config)]
-_kernel.at_import = [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC] + _kernel.specialized
+for _own in (_kernel, _by_warp, _by_thread):
+    _all = [instance for config in SPECIALIZED for instance in _variants(config)]
+    _own.specialized = [instance for instance in _all if instance.function == _own.function]
+    _own.at_import = [*_own.specialized]
+_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC]
 
 _registered = set(SPECIALIZED)
 
@@ -127,11 +155,12 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
 
 
 class _Choice(NamedTuple):
-    """A variant, its lanes per token, and its shared memory per block."""
+    """A variant, its lanes per token, its dynamic shared memory per block, and its threads per block."""
 
     variant: Variant
     lanes: int
     shared_bytes: int
+    threads: int
 
 
 class _Choices(NamedTuple):
@@ -151,7 +180,7 @@ def _of_template(name: str) -> int:
 
 
 def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
-    """Bytes of shared memory per block, as the template lays them out in units of 16."""
+    """Bytes of shared memory per block of moe_gate, as the template lays them out in units of 16."""
     list_units = capacity + capacity // 4 + 2
     return (block_units + (list_units + row_units) * _of_template("WARPS") * (32 // lanes)) * 16
 
@@ -165,12 +194,26 @@ def _staged_units(values: int, lanes: int, item_size: int) -> int:
 def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]) -> _Choice:
     values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
     variant = _variant(dtype, config, lanes, bias_types)
-    capacity = _of_template("CAPACITY")
+    capacity, threads = _of_template("CAPACITY"), _of_template("WARPS") * 32
     if lanes > _of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
-        return _Choice(variant, lanes, _shared_bytes(lanes, capacity, 0))
+        return _Choice(variant, lanes, _shared_bytes(lanes, capacity, 0), threads)
     bias = _staged_units(values, lanes, 4) if config.biased else 0
     shared_bytes = _shared_bytes(lanes, capacity, _staged_units(values, lanes, item_size), bias)
-    return _Choice(variant, lanes, shared_bytes)
+    return _Choice(variant, lanes, shared_bytes, threads)
+
+
+def _all_specialized(dtype: str, config: Config, routed: int, bias_types: tuple[str, ...]) -> list[_Choice]:
+    """The specialized kernels for a number of routed experts, from few tokens to many."""
+    if _is_by_thread(config):
+        return [_Choice(_by_thread_variant(dtype, config), 1, 0, _BY_THREAD_THREADS)]
+    found = []
+    for lanes in _lanes(config):
+        if lanes == 32 and routed <= _BY_WARP_TOPK:
+            found.append(_Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, _BY_WARP_THREADS))
+        # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
+        elif routed <= min(_of_template("CAPACITY"), 2 * lanes):
+            found.append(_specialized(dtype, config, lanes, bias_types))
+    return found
 
 
 def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, bias_dtype: str | None, softcap: bool) -> _Choices:
@@ -204,13 +247,11 @@ def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, bias_dtype: s
     dynamic_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
     if dynamic_bytes > _MAX_SHARED_BYTES:
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
-    dynamic = _Choice(_dynamic(dtype, lanes, values, bias_types), lanes, dynamic_bytes)
+    dynamic = _Choice(_dynamic(dtype, lanes, values, bias_types), lanes, dynamic_bytes, _of_template("WARPS") * 32)
     config = Config(experts, groups, scoring if biased else "any", biased)
     specialized = []
     if config in _registered and not softcap:
-        # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
-        most = _of_template("CAPACITY")
-        specialized = [_specialized(dtype, config, n, bias_types) for n in _lanes(config) if routed <= min(most, 2 * n)]
+        specialized = _all_specialized(dtype, config, routed, bias_types)
     fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
     return _Choices(dynamic, specialized, fields | {"group_magic": magic})
 
@@ -322,36 +363,50 @@ def _gate(
     chosen = _select(choices, call, row_stride, groups)
     if tokens == 0:
         return weights, ids
-    threads = _of_template("WARPS") * 32
-    launch(
-        chosen.variant,
-        ceil_div(tokens, threads // chosen.lanes),
-        threads,
-        chosen.shared_bytes,
-        logits=logits,
-        bias=bias,
-        weights=weights,
-        ids=ids,
-        valid_on_device=valid_on_device,
-        row_stride=row_stride,
-        tokens=tokens,
-        valid=valid,
-        experts=experts,
-        groups=groups,
-        topk_group=topk_group,
-        topk=topk - shared,
-        shared=shared,
-        scoring=_of_template(call.scoring.upper()),
-        group_by_two=by_two,
-        renormalize=call.renormalize,
-        bias_is_float=bias_dtype == "float32",
-        valid_is_int64=valid_on_device is not None and valid_on_device.dtype == "int64",
-        shared_scale=1 / factor if shared else 0.0,
-        output_scale=factor if scaling[1] else 1.0,
-        softcap=softcap,
-        **choices.fields,
-    )
+    fields = {
+        "logits": logits,
+        "bias": bias,
+        "weights": weights,
+        "ids": ids,
+        "valid_on_device": valid_on_device,
+        "row_stride": row_stride,
+        "tokens": tokens,
+        "valid": valid,
+        "experts": experts,
+        "groups": groups,
+        "topk_group": topk_group,
+        "topk": topk - shared,
+        "shared": shared,
+        "scoring": _of_template(call.scoring.upper()),
+        "group_by_two": by_two,
+        "renormalize": call.renormalize,
+        "bias_is_float": bias_dtype == "float32",
+        "valid_is_int64": valid_on_device is not None and valid_on_device.dtype == "int64",
+        "shared_scale": 1 / factor if shared else 0.0,
+        "output_scale": factor if scaling[1] else 1.0,
+        "softcap": softcap,
+    }
+    blocks = ceil_div(tokens, chosen.threads // chosen.lanes)
+    taken = _fields_of(chosen.variant, fields | choices.fields)
+    launch(chosen.variant, blocks, chosen.threads, chosen.shared_bytes, **taken)
     return weights, ids
+
+
+#: Fields of moe_gate's Params that the other kernels do without.
+_OF_ANY_SIZES = (
+    *("experts", "groups", "group_by_two", "softcap"),
+    *("capacity", "group_size", "log2_lanes_per_group", "group_magic"),
+)
+_WITHOUT = {
+    _kernel.function: (),
+    _by_warp.function: _OF_ANY_SIZES,
+    _by_thread.function: (*_OF_ANY_SIZES, "bias", "topk_group", "bias_is_float"),
+}
+
+
+def _fields_of(variant: Variant, fields: dict[str, Any]) -> dict[str, Any]:
+    without = _WITHOUT[variant.instance.function]
+    return {name: value for name, value in fields.items() if name not in without}
 
 
 def _results(gating_output: Any, topk: Any) -> tuple[Result, Result]:
