@@ -1,12 +1,12 @@
-// Route each of a few tokens to its top-k experts: the gates of moe_gate.cu, one warp per token, few steps in a row.
+// Route each of a few tokens to its top-k experts: the gates of moe_gate.cu, a warp per token, few steps in a row.
 //
 // Results, formulas and ties are those of moe_gate.cu, and so are the bits. Lane l holds the experts from l * VALUES on,
 // VALUES = EXPERTS / 32, and sorts their choices. Then, topk times, the warp takes the largest of the lanes' first
 // choices, by one `redux` of the floats' sortable bits; the lowest lane that has it (one vote) is the winner, and moves
 // to its next choice. Which expert of the lane it was is looked up for all slots at once, at the end.
 //
-// With few tokens nothing but the chain of dependent steps matters. Here it is about ten instructions a slot; the list
-// of moe_gate.cu takes fewer of them for many slots, or where other warps fill the time between.
+// With few tokens nothing but the chain of dependent steps matters. Here it is about ten instructions a slot; with many
+// slots the list of moe_gate.cu has the shorter one.
 //
 // SCORING == ANY: the scoring is an argument. BIASED: with a bias, float or OTHER. For topk <= 32.
 //

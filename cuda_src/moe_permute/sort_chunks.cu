@@ -65,16 +65,16 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, rank = blockIdx.x % CLUSTER;
     const int first = CLUSTER > 1 ? (rank * clusters + cluster) * SEGMENT : 0; // of the pairs that this block ranks
 
-    unsigned* const bytes;                      // [experts, PITCH] pairs in each chunk; later in the chunks before it
-    int* const base = (int*)bytes + experts * PITCH;    // [experts, PITCH] the row of each four chunks' first pair
-    int* const map = base + experts * PITCH;            // [global_experts + 1]
+    unsigned* const bytes; // [experts, PITCH] pairs in each chunk; later in the chunks before it
+    int* const base = (int*)bytes + experts * PITCH; // [experts, PITCH] the row of each four chunks' first pair
+    int* const map = base + experts * PITCH;         // [global_experts + 1]
     int* const rest = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0);
-    int* const staged = rest;                           // [rows_per_block]; CLUSTER == 1
-    int* const earlier = rest;                          // [experts + 1] pairs of earlier segments of this rank, like
-    int* const later = earlier + experts + 1;           // [experts + 1] those of later segments; CLUSTER > 1, like
-    int* const of_rank = later + experts + 1;           // [CLUSTER, experts] pairs of the segments of each rank
-    int* const start = of_rank + CLUSTER * experts;     // [experts + 1]
-    int* const count = start + experts + 1;             // [experts]
+    int* const staged = rest;                       // [rows_per_block]; CLUSTER == 1
+    int* const earlier = rest;                      // [experts + 1] pairs of earlier segments of this rank, like
+    int* const later = earlier + experts + 1;       // [experts + 1] those of later segments; CLUSTER > 1, like
+    int* const of_rank = later + experts + 1;       // [CLUSTER, experts] pairs of the segments of each rank
+    int* const start = of_rank + CLUSTER * experts; // [experts + 1]
+    int* const count = start + experts + 1;         // [experts]
 
     __device__ __forceinline__ ChunkSort(const Params& p, uint4* shared) : p(p), bytes((unsigned*)shared) {}
 
@@ -331,7 +331,7 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
 }
 
 template <typename ID, int BITS, int CHUNKS, int CLUSTER>
-__global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(CHUNK_THREADS) sort_chunks(const __grid_constant__ Params p) {
+__global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(CHUNK_THREADS, 1) sort_chunks(const __grid_constant__ Params p) {
     if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
         extern __shared__ uint4 shared[];
         __shared__ int warp_sums[CHUNK_THREADS / 32];

@@ -186,7 +186,7 @@ def _form_of_chunks(
         return None
     # The groups of a permutation are rows, of which sort_chunks would write only those of pairs.
     fits = experts <= _CHUNKED_EXPERTS and (
-        results.get("group_ids") is None or results["group_rows"] == results["block_size"]
+        results.get("group_ids") is None or results.get("group_rows", 1) == results["block_size"]
     )
     most_shared = functools.partial(_shared_bytes_of_chunks, experts, mapped)
     if fits and variant != "clusters":
@@ -199,10 +199,9 @@ def _form_of_chunks(
         return clustered
     if variant != "auto":
         most = {"chunks": 32 * _CHUNKS[-1], "clusters": _CLUSTERED_PAIRS}[variant]
-        wanted = f"'auto' or another for more than {most} pairs or {_CHUNKED_EXPERTS} experts, groups of single rows"
-        on = " or a GPU without clusters" if variant == "clusters" else ""
-        got = f"{variant!r} with {pairs} pairs and {experts} experts on sm_{topk_ids.gpu.arch}"
-        check.fail("variant", wanted + on, got)
+        on = " and a GPU with clusters" if variant == "clusters" else ""
+        wanted = f"another one, or at most {most} pairs and {_CHUNKED_EXPERTS} experts, blocks of rows{on}"
+        check.fail("variant", wanted, f"{variant!r} with {pairs} pairs and {experts} experts on {topk_ids.gpu.arch}")
     return None
 
 
@@ -215,7 +214,7 @@ def _launch_chunks(
     capacity: Any,
     results: dict[str, Any],
 ) -> None:
-    """Launch sort_chunks; `form` is the chunks of a block and the blocks of a cluster, the others as in `launch_sort`."""
+    """Launch sort_chunks with the chunks of a block and the blocks of a cluster in `form`; see `launch_sort`."""
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
     split = Chunked(*parts(functools.partial(split_chunks, experts, mapped, *form), pairs, capacity))
