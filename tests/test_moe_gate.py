@@ -1135,6 +1135,17 @@ def test_the_kernel_of_few_tokens_follows_from_the_slots() -> None:
     assert [taken.variant.instance.function for taken in mixtral] == ["gate_by_thread"]
 
 
+def test_the_dynamic_kernel_of_many_tokens_has_fewer_lanes() -> None:
+    bias = rows_apart(1)[0]
+    for tokens, lanes in ((16384, 16), (16385, 8)):
+        (launched,) = trace_of(rows_apart(tokens), bias, variant="dynamic").steps
+        assert launched.variant.instance.arguments[1:5] == (0, 0, "ANY", lanes)
+        assert launched.fields["log2_lanes_per_group"] == (1 if lanes == 16 else 0)
+    for case in (Case(256, topk=8), Case(256, 16, 8, 8), Case(256, 8, 4, 9), Case(264, 8, 4, 8)):
+        assert choices(case).dynamic_for_many is None
+    assert choices(Case(252, 4, 2, 8)).dynamic_for_many is not None
+
+
 def trace_of(logits: Array, bias: Array, **options: Any) -> Any:
     """The trace of a plan of a DeepSeek-V3 layer on an H200."""
     gate = OPS["moe_fused_gate"]
@@ -1502,6 +1513,19 @@ def wild(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
     """Random bits: every kind of NaN, infinity, denormal and huge number."""
     kind = arrays.numpy_dtype(dtype)
     return rng.integers(0, 256, (*shape[:-1], shape[-1] * kind.itemsize), np.uint8).view(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("case", [Case(256, 8, 4, 8), Case(252, 4, 2, 8), Case(20, 5, 2, 6)], ids=str)
+def test_the_dynamic_kernels_agree_bit_for_bit(case: Case, dtype: str, rng: np.random.Generator) -> None:
+    tokens = op._UP_TO_TOKENS[16] + 37
+    logits, bias = wild(rng, (tokens, case.experts), dtype), rng.normal(0, 0.1, case.experts).astype(np.float32)
+    logits[::2] = rng.normal(0, 1, (tokens + 1) // 2)[:, None].astype(logits.dtype)  # all experts of a row tie
+    logits[1::4] = rng.normal(0, 1, (logits[1::4].shape)).astype(logits.dtype)
+    weights, ids = launch(case, logits, bias, "dynamic")
+    for part in (slice(0, 9000), slice(9000, tokens)):
+        assert_same_bits(launch(case, np.ascontiguousarray(logits[part]), bias, "dynamic"), (weights[part], ids[part]))
 
 
 @pytest.mark.gpu

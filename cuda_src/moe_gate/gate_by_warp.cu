@@ -1,7 +1,7 @@
 // Route each of a few tokens to its top-k experts: the gates of moe_gate.cu, a warp per token, few steps in a row.
 //
-// Results, formulas and ties are those of moe_gate.cu, and so are the bits. Lane l holds the experts from l * VALUES on,
-// VALUES = EXPERTS / 32, and sorts their choices. Then, topk times, the warp takes the largest of the lanes' first
+// Results, formulas and ties are those of moe_gate.cu, and so are the bits. Lane l holds the experts from l * VALUES
+// on, VALUES = EXPERTS / 32, and sorts their choices. Then, topk times, the warp takes the largest of the lanes' first
 // choices, by one `redux` of the floats' sortable bits; the lowest lane that has it (one vote) is the winner, and moves
 // to its next choice. Which expert of the lane it was is looked up for all slots at once, at the end.
 //
@@ -37,6 +37,21 @@ struct Params {
     float shared_scale; // a shared expert's weight is the routed sum times this
     float output_scale;
 };
+
+// Consecutive words of a lane, in stores as wide as their count allows: single words would all go to a few banks.
+template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to, const T (&from)[COUNT]) {
+    constexpr int PER_STORE = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+    struct alignas(PER_STORE * sizeof(T)) Pack {
+        T item[PER_STORE];
+    };
+#pragma unroll
+    for (int i = 0; i < COUNT / PER_STORE; ++i) {
+        Pack pack;
+#pragma unroll
+        for (int j = 0; j < PER_STORE; ++j) pack.item[j] = from[i * PER_STORE + j];
+        reinterpret_cast<Pack*>(to)[i] = pack;
+    }
+}
 
 // Put the values in descending order, by Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M).
 template <int COUNT> __device__ __forceinline__ void sort_descending(unsigned (&value)[COUNT]) {
@@ -165,19 +180,21 @@ __global__ void __launch_bounds__(WARPS * 32) gate_by_warp(const __grid_constant
         sum_exponentials(scores, logit, from_sortable(__reduce_max_sync(FULL_WARP, sortable(largest))));
     }
     unsigned sorted[VALUES];
+    float score[VALUES] = {};
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
         // fmax turns a NaN into -inf. No choice is -0, which would be below 0.
         if constexpr (BIASED) {
-            const float score = scores.of(logit[i]);
-            kept_scores[lane * VALUES + i] = score;
-            choice[i] = __fadd_rn(score, fmaxf(bias[i], -CUDART_INF_F));
+            score[i] = scores.of(logit[i]);
+            choice[i] = __fadd_rn(score[i], fmaxf(bias[i], -CUDART_INF_F));
         } else {
             choice[i] = __fadd_rn(logit[i], 0.f);
         }
         if (!(logit[i] > -CUDART_INF_F)) choice[i] = -CUDART_INF_F;
-        keys[lane * VALUES + i] = sorted[i] = sortable(choice[i]);
+        sorted[i] = sortable(choice[i]);
     }
+    store_own(keys + lane * VALUES, sorted);
+    if constexpr (BIASED) store_own(kept_scores + lane * VALUES, score);
     sort_descending(sorted);
     if constexpr (GROUPS > 1) {
         float second;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cukern.reference import moe_gate as twin
@@ -39,6 +40,8 @@ _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
 _BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 64
 #: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
+#: The same, for many tokens in groups and few slots: four tokens of a warp share the steps that are not per expert.
+_DYNAMIC_FOR_MANY = (8, 32)
 
 
 class Config(NamedTuple):
@@ -128,7 +131,7 @@ for _own in (_kernel, _by_warp, _by_thread):
     _all = [instance for config in SPECIALIZED for instance in _variants(config)]
     _own.specialized = [instance for instance in _all if instance.function == _own.function]
     _own.at_import = [*_own.specialized]
-_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC]
+_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in (*_DYNAMIC, _DYNAMIC_FOR_MANY)]
 
 _registered = set(SPECIALIZED)
 
@@ -155,20 +158,24 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
 
 
 class _Choice(NamedTuple):
-    """A variant, its lanes per token, its dynamic shared memory per block, and its threads per block."""
+    """A variant, its lanes per token, its dynamic shared memory per block, and its threads per block.
+
+    `fields` are those of moe_gate's Params that only the dynamic variant reads.
+    """
 
     variant: Variant
     lanes: int
     shared_bytes: int
     threads: int
+    fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
 
 
 class _Choices(NamedTuple):
     """The variants for the scalar arguments of a call."""
 
     dynamic: _Choice
+    dynamic_for_many: _Choice | None  # for so many tokens as 8 lanes per token are faster for
     specialized: list[_Choice]  # from few tokens to many
-    fields: dict[str, int]  # of Params, for the dynamic variant
 
 
 #: groups, topk_group, topk with shared experts, shared experts.
@@ -200,6 +207,24 @@ def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, 
     bias = _staged_units(values, lanes, 4) if config.biased else 0
     shared_bytes = _shared_bytes(lanes, capacity, _staged_units(values, lanes, item_size), bias)
     return _Choice(variant, lanes, shared_bytes, threads)
+
+
+def _dynamic_choice(
+    dtype: str, experts: int, groups: int, routed: int, form: tuple[int, int], bias_types: tuple[str, ...]
+) -> _Choice:
+    """The dynamic kernel of a number of lanes and of experts per lane, for these sizes."""
+    lanes, values = form
+    group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
+    log2_lanes_per_group = 0
+    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
+        log2_lanes_per_group += 1
+    magic = -(-(1 << 20) // group_size)
+    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
+    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
+    shared_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
+    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
+    variant, threads = _dynamic(dtype, lanes, values, bias_types), _of_template("WARPS") * 32
+    return _Choice(variant, lanes, shared_bytes, threads, fields | {"group_magic": magic})
 
 
 def _all_specialized(dtype: str, config: Config, routed: int, bias_types: tuple[str, ...]) -> list[_Choice]:
@@ -235,25 +260,20 @@ def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, bias_dtype: s
     check.integer("topk", topk, 1 + shared, reachable + shared, why)
 
     routed = topk - shared
-    capacity = max(64, -(-routed // 4) * 4)
     # With fewer lanes than ranks there is no threshold, and most rows would overflow the list.
-    lanes, values = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
-    log2_lanes_per_group = 0
-    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
-        log2_lanes_per_group += 1
-    magic = -(-(1 << 20) // group_size)
-    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
-    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
-    dynamic_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
-    if dynamic_bytes > _MAX_SHARED_BYTES:
+    form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
+    dynamic = _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
+    if dynamic.shared_bytes > _MAX_SHARED_BYTES:
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
-    dynamic = _Choice(_dynamic(dtype, lanes, values, bias_types), lanes, dynamic_bytes, _of_template("WARPS") * 32)
+    dynamic_for_many = None
+    lanes, values = _DYNAMIC_FOR_MANY
+    if 1 < groups <= lanes and experts <= lanes * values and routed <= lanes:
+        dynamic_for_many = _dynamic_choice(dtype, experts, groups, routed, _DYNAMIC_FOR_MANY, bias_types)
     config = Config(experts, groups, scoring if biased else "any", biased)
     specialized = []
     if config in _registered and not softcap:
         specialized = _all_specialized(dtype, config, routed, bias_types)
-    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
-    return _Choices(dynamic, specialized, fields | {"group_magic": magic})
+    return _Choices(dynamic, dynamic_for_many, specialized)
 
 
 def _valid_tokens(count: Any, tokens: int) -> int:
@@ -302,7 +322,7 @@ def _select(choices: _Choices, call: _Call, row_stride: Any, groups: int) -> _Ch
     aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
     if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
         if call.variant == "dynamic":
-            return choices.dynamic
+            return _select_dynamic(choices, logits.shape[0])
         chosen = choices.specialized[0]
         for fewer_lanes in choices.specialized[1:]:
             if logits.shape[0] > _UP_TO_TOKENS[chosen.lanes]:
@@ -316,6 +336,12 @@ def _select(choices: _Choices, call: _Call, row_stride: Any, groups: int) -> _Ch
             f"{call.scoring} {'without' if bias is None else 'with'} a bias, or the rows are not 16-byte aligned "
             "(cukern.specialize adds one)",
         )
+    return _select_dynamic(choices, logits.shape[0])
+
+
+def _select_dynamic(choices: _Choices, tokens: Any) -> _Choice:
+    if choices.dynamic_for_many is not None and tokens > _UP_TO_TOKENS[16]:
+        return choices.dynamic_for_many
     return choices.dynamic
 
 
@@ -387,7 +413,7 @@ def _gate(
         "softcap": softcap,
     }
     blocks = ceil_div(tokens, chosen.threads // chosen.lanes)
-    taken = _fields_of(chosen.variant, fields | choices.fields)
+    taken = _fields_of(chosen.variant, fields | {**chosen.fields})
     launch(chosen.variant, blocks, chosen.threads, chosen.shared_bytes, **taken)
     return weights, ids
 
