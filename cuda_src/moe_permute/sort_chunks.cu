@@ -1,4 +1,4 @@
-// Sort the pairs (token, slot) by expert, as sort_pairs does, in fewer steps that wait for each other.
+// Sort the pairs (token, slot) by expert, as sort_pairs does, in a shorter chain of steps.
 //
 // Results, formulas and order are those of sort_pairs.cu. A chunk is 32 consecutive pairs, one per lane of a warp. A
 // block ranks CHUNKS chunks, and keeps how many pairs of an expert each of them has in a byte:
