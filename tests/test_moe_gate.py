@@ -1162,12 +1162,13 @@ def rows_apart(tokens: int, stride: int = 1024, skip: int = 0) -> Array:
 
 def test_the_lanes_follow_from_the_tokens() -> None:
     bias = rows_apart(1)[0]
-    for most, lanes, fits in ((4096, 32, (1, 64, 4096)), (16384, 16, (4097,)), (op.MAX_TOKENS, 8, (16385,))):
+    sizes = (512, 32, (1, 64, 512)), (4096, 32, (513, 4096)), (16384, 16, (4097,)), (op.MAX_TOKENS, 8, (16385,))
+    for most, lanes, fits in sizes:
         trace = trace_of(rows_apart(most), bias)
         (launched,) = trace.steps
         instance = launched.variant.instance
-        assert instance.function == "gate_by_warp" if lanes == 32 else instance.arguments[4] == lanes
-        for tokens in (0, 1, 64, 4096, 4097, 16385):
+        assert instance.function == "gate_by_warp" if most == 512 else instance.arguments[4] == lanes
+        for tokens in (0, 1, 64, 512, 513, 4096, 4097, 16385):
             environment = [0, 0, tokens]
             assert trace.guards.hold(environment) == (tokens in fits or (lanes == 8 and tokens > 16384))
             assert launched.grid[0].evaluate(environment) == -(-tokens * lanes // 64)

@@ -526,7 +526,7 @@ def test_a_plan_of_a_sort_serves_other_numbers_of_tokens() -> None:
         for first, others, chunks, cluster in (
             (5, (0, 1, 64), 16, 1),
             (65, (66, 256), 64, 1),
-            (300, (257, 4096, 8192), 32, 8),
+            (300, (257, 4096, 8192), 16, 8),
         ):
             _, sizes = launches_of("moe_sort", np.resize(ids, (first, 8)), 64, **options)
             for tokens in (first, *others):
@@ -549,7 +549,7 @@ def test_a_plan_of_a_sort_serves_other_numbers_of_tokens() -> None:
     st.integers(0, kernels._CLUSTERED_PAIRS),
     st.integers(1, kernels._CHUNKED_EXPERTS),
     st.integers(0, op.MAX_EXPERTS),
-    st.sampled_from([(16, 1), (64, 1), (32, 8)]),
+    st.sampled_from([(16, 1), (64, 1), (16, 8)]),
 )
 def test_the_chunks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: int, form: tuple[int, int]) -> None:
     chunks, cluster = form
@@ -576,11 +576,11 @@ def test_what_sort_chunks_does_not_take_is_sorted_by_sort_pairs() -> None:
             if variant == "clusters" or args[0] is many or args[1] > 512:
                 with pytest.raises(ValueError, match=f"variant must be .*, got '{variant}' with"):
                     of(name, *args, variant=variant)
-    assert of("moe_sort", few, 8, variant="clusters") == ("sort_chunks", ("unsigned", 5, 32, 8))
+    assert of("moe_sort", few, 8, variant="clusters") == ("sort_chunks", ("unsigned", 5, 16, 8))
     assert of("moe_permute", np.zeros((9, 64), np.float16), None, few, 64)[0] == "permute_rows"
     # The map, with counts for many chunks of many experts, is more than fits a block.
     mapping = {"expert_map": np.zeros(4096, np.int32), "num_local_experts": 512}
-    assert of("moe_sort", np.zeros((200, 8), np.int32), 4096, **mapping)[1][2:] == (32, 8)
+    assert of("moe_sort", np.zeros((200, 8), np.int32), 4096, **mapping)[1][2:] == (16, 8)
 
 
 def test_the_threads_of_few_rows_are_late() -> None:

@@ -33,11 +33,14 @@ MAX_TOKENS = 2**30
 _MAX_SHARED_BYTES = 99 * 1024
 #: By lanes per token, the most tokens for which they are faster than fewer lanes (measured on an H200; the bits are the
 #: same).
-_UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 1: MAX_TOKENS}
+_UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
 #: The most slots that gate_by_warp deals one after the other, and the experts of which one thread chooses.
 _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
+#: The most tokens for which gate_by_warp is faster than 32 lanes that share a token's experts (measured on an H200):
+#: each lane sorts its own, so its work grows with them. With at most so many experts it is always faster.
+_BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
 #: Threads per block of gate_by_warp and gate_by_thread.
-_BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 64
+_BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 128
 #: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
 #: The same, for many tokens in groups and few slots: four tokens of a warp share the steps that are not per expert.
@@ -119,7 +122,8 @@ def _variants(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instance
     if _is_by_thread(config):
         return [_by_thread_variant(dtype, config).instance for dtype in dtypes]
     few = [_by_warp_variant(dtype, config).instance for dtype in dtypes if 32 in _lanes(config)]
-    return few + [_variant(dtype, config, n).instance for dtype in dtypes for n in _lanes(config) if n < 32]
+    others = [n for n in _lanes(config) if n < 32 or config.experts > _BY_WARP_EXPERTS]
+    return few + [_variant(dtype, config, n).instance for dtype in dtypes for n in others]
 
 
 def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = ()) -> Variant:
@@ -168,6 +172,7 @@ class _Choice(NamedTuple):
     shared_bytes: int
     threads: int
     fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
+    most_tokens: int = MAX_TOKENS  # for which it is taken
 
 
 class _Choices(NamedTuple):
@@ -233,11 +238,16 @@ def _all_specialized(dtype: str, config: Config, routed: int, bias_types: tuple[
         return [_Choice(_by_thread_variant(dtype, config), 1, 0, _BY_THREAD_THREADS)]
     found = []
     for lanes in _lanes(config):
+        most = _UP_TO_TOKENS[lanes]
         if lanes == 32 and routed <= _BY_WARP_TOPK:
-            found.append(_Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, _BY_WARP_THREADS))
+            by_warp = _Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, _BY_WARP_THREADS)
+            if config.experts <= _BY_WARP_EXPERTS:
+                found.append(by_warp._replace(most_tokens=most))
+                continue
+            found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
         # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
-        elif routed <= min(_of_template("CAPACITY"), 2 * lanes):
-            found.append(_specialized(dtype, config, lanes, bias_types))
+        if routed <= min(_of_template("CAPACITY"), 2 * lanes):
+            found.append(_specialized(dtype, config, lanes, bias_types)._replace(most_tokens=most))
     return found
 
 
@@ -324,9 +334,9 @@ def _select(choices: _Choices, call: _Call, row_stride: Any, groups: int) -> _Ch
         if call.variant == "dynamic":
             return _select_dynamic(choices, logits.shape[0])
         chosen = choices.specialized[0]
-        for fewer_lanes in choices.specialized[1:]:
-            if logits.shape[0] > _UP_TO_TOKENS[chosen.lanes]:
-                chosen = fewer_lanes
+        for for_more in choices.specialized[1:]:
+            if logits.shape[0] > chosen.most_tokens:
+                chosen = for_more
         return chosen
     if call.variant == "specialized":
         check.fail(
