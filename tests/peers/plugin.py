@@ -92,9 +92,10 @@ def _case(report: Any) -> tally.Case:
     elif outcome == "failed":
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = (str(report.longrepr).strip().splitlines() or [""])[-1] if crash is None else crash.message
-        on_purpose = tally.DIFFERENT.get(name.partition("[")[0])
-        if on_purpose is not None:
-            outcome, reason = "differs", on_purpose
+        test = name.partition("[")[0]
+        for of_outcome, reasons in (("differs", tally.DIFFERENT), ("skipped", tally.PROGRAMS)):
+            if test in reasons:
+                outcome, reason = of_outcome, reasons[test]
     return tally.Case(file, name, outcome, reason.partition("\n")[0][:200])
 
 

@@ -15,6 +15,10 @@ OUTCOMES = ("passed", "failed", "differs", "refused", "skipped")
 DIFFERENT = {
     "test_grouped_topk_single_group_nonfinite_scores": "infinite and NaN logits of a gate",
 }
+#: Tests that start programs of their own, in which there are no adapters, and what those need.
+PROGRAMS = {
+    "test_nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_cuda_graph_bad_scale": "needs flashinfer in a program",
+}
 _MOST_REASONS = 12
 
 
