@@ -297,7 +297,18 @@ def _gather_and_maybe_dequant_cache(src: Any, dst: Any, table: Any, ends: Any, f
     cukern.gather_cache(src, dst, table, ends, fifth, *starts, kv_cache_dtype=kv_cache_dtype, scale=scale)
 
 
+def _fused_topk(x: Any, logits: Any, topk: int, renormalize: bool, indices_type: Any = None) -> tuple[Any, Any, Any]:
+    """vLLM's function of this name over its `topk_softmax`."""
+    weights, *ids = (
+        torch.empty(x.shape[0], topk, dtype=dtype or torch.int32, device=x.device)
+        for dtype in (torch.float32, indices_type, torch.int32)
+    )
+    compat_vllm.topk_softmax(weights, *ids, logits, renormalize)
+    return weights, ids[0], ids[1]
+
+
 def _enter_operators() -> None:
+    vars(sys.modules["vllm.model_executor.layers.fused_moe"])["fused_topk"] = _fused_topk
     ops = sys.modules["vllm._custom_ops"]
     vars(ops).update(
         convert_fp8=_convert_fp8,
@@ -360,7 +371,13 @@ def _triton(maths: dict[str, Any]) -> dict[str, Any]:
 #: vLLM's configuration, with all of its own operators.
 CONFIG = SimpleNamespace(
     compilation_config=SimpleNamespace(
-        custom_ops=["all"], enabled_custom_ops=Counter(), disabled_custom_ops=Counter(), backend="eager"
+        custom_ops=["all"],
+        enabled_custom_ops=Counter(),
+        disabled_custom_ops=Counter(),
+        backend="eager",
+        level=0,
+        mode=0,
+        use_inductor=False,
     )
 )
 
@@ -372,6 +389,7 @@ def _enter_config() -> None:
     _module(
         "vllm.config",
         CompilationConfig=with_given(CONFIG.compilation_config),
+        CompilationLevel=SimpleNamespace(NO_COMPILATION=0, DYNAMO_AS_IS=1, DYNAMO_ONCE=2, PIECEWISE=3),
         VllmConfig=with_given(CONFIG),
         get_cached_compilation_config=functools.cache(lambda: CONFIG.compilation_config),
         get_current_vllm_config=lambda: CONFIG,

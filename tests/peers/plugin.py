@@ -93,7 +93,7 @@ def _case(report: Any) -> tally.Case:
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = (str(report.longrepr).strip().splitlines() or [""])[-1] if crash is None else crash.message
         known = tally.DIFFERENT.get(test)
-        if known is not None and known.is_in(reason):
+        if known is not None and known.is_in(name, reason):
             outcome, reason = "differs", known.reason
         elif test in tally.PROGRAMS:
             outcome, reason = "skipped", tally.PROGRAMS[test]
