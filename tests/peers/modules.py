@@ -24,6 +24,7 @@ import torch
 import cukern
 from cukern.compat import sglang as compat_sglang
 from cukern.compat import vllm as compat_vllm
+from cukern.compat.vllm import moe_permute_unpermute as permutation
 
 ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers", "rich")
 
@@ -307,7 +308,14 @@ def _fused_topk(x: Any, logits: Any, topk: int, renormalize: bool, indices_type:
     return weights, ids[0], ids[1]
 
 
+def _moe_permute(*args: Any, **kwargs: Any) -> Any:
+    """`moe_permute`, also with `align_block_size`, as in vLLM 0.10.2, whose function is cukern's."""
+    function = cukern.moe_permute if "align_block_size" in kwargs else permutation.moe_permute
+    return function(*args, **kwargs)
+
+
 def _enter_operators() -> None:
+    vars(sys.modules["vllm.model_executor.layers.fused_moe.moe_permute_unpermute"])["moe_permute"] = _moe_permute
     vars(sys.modules["vllm.model_executor.layers.fused_moe"])["fused_topk"] = _fused_topk
     ops = sys.modules["vllm._custom_ops"]
     vars(ops).update(
