@@ -1,6 +1,7 @@
 // Grouped products of 16-bit numbers on Hopper, by TMA and wgmma: each expert's weights times its rows.
 //
-//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
+//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e; with GATHER, a's
+//                                                        row row_token[r] in place of r
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
 //
 // sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
@@ -16,7 +17,7 @@
 // neighbouring weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
 //
 //   warp 8           finds tiles, and has TMA copy 64 numbers along k at a time to a ring of STAGES stages; it is ahead of
-//                    the others by the whole ring, across tiles too
+//                    the others by the whole ring, across tiles too. GATHER: one warp or four, moe_gemm/wgmma_gather.cuh
 //   warpgroup 0, 1   multiply weights 64 w ... 64 w + 63 of a tile, and write the results
 //
 // A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released
@@ -32,6 +33,7 @@
 // H200, with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99% and
 // 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%.
 #include "common/cluster.cuh"
+#include "moe_gemm/wgmma_gather.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
@@ -160,8 +162,9 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
 
 // T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS: blocks that fit a multiprocessor. STREAMED:
 // for few tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
-__global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
+// GATHER: how the rows of `a` come, a `Gather`.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, int GATHER>
+__global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     using Shared = WgmmaShared<TOKENS, STAGES>;
@@ -172,9 +175,9 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
         *reinterpret_cast<Shared*>(memory + misplaced + STAGES * Shared::STAGE + WARPGROUPS * 2 * Shared::STAGING);
     if (threadIdx.x == 0) {
         prefetch_tensormap(p.b_map);
-        prefetch_tensormap(p.a_map);
+        if constexpr (GATHER < ROWS_BY_COPIES) prefetch_tensormap(p.a_map);
         for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(shared_address(&shared.full[i]), 1);
+            mbarrier_init(shared_address(&shared.full[i]), full_arrivals(GATHER, TOKENS));
             mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
         }
         mbarrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
@@ -187,8 +190,15 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
         compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
-        if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
-            load_tiles<ACTIVATION != NO_ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+        constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
+        if constexpr (GATHER == ROWS_BY_TMA)
+            gather_by_tma<GatherLoop<GATED, TOKENS, STAGES, CLUSTER, STREAMED>>(p, shared, stages,
+                                                                                reinterpret_cast<int*>(&shared + 1));
+        else if constexpr (GATHER >= ROWS_BY_COPIES)
+            gather_by_copies<GatherLoop<GATED, TOKENS, STAGES, CLUSTER, STREAMED>, GATHER - ROWS_BY_COPIES>(p, shared,
+                                                                                                            stages);
+        else if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
+            load_tiles<GATED, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }
     // A block may not end while others of its cluster write to its shared memory.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();

@@ -1,8 +1,8 @@
 """The experts: both products of a mixture-of-experts layer, with the activation between them.
 
-Tokens of the standard format are sorted by expert first. With few rows for each expert, the products are bound by the
-weights' bytes and read the tokens where they are (gather); otherwise the rows are copied into the order of the experts
-(permute), which the fastest products need.
+Tokens of the standard format are sorted by expert first. Products of 16 bits read the tokens where they are (gather),
+and so do others with few rows for each expert, which are bound by the weights' bytes; otherwise the rows are copied
+into the order of the experts (permute), which the fastest of these products need.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ BATCHED: Formats = (FusedMoEActivationFormat.BatchedExperts,) * 2
 def gathers(expected_rows: Any, arch: str | None) -> bool:
     """Whether the first product should read the tokens where they are, for so many rows per expert.
 
-    Two kernels can: "stream", which is taken up to STREAM_ROWS rows, and "mma", which other GPUs than Hopper take.
+    Of 8 bits two kernels can: "stream", which is taken up to STREAM_ROWS rows, and "mma", which other GPUs than Hopper
+    take.
     """
     return expected_rows <= STREAM_ROWS or arch not in (None, "90a")
 
@@ -377,7 +378,13 @@ class _Fp8GemmExperts(_GemmExperts):
 
 
 class GroupedGemmExperts(_GemmExperts):
-    """Float16 or bfloat16 weights, tokens in their own order."""
+    """Float16 or bfloat16 weights, tokens in their own order.
+
+    The first product gathers at every size: all kernels for these weights can.
+    """
+
+    def _gathers(self, expected_rows: Any, arch: str | None) -> bool:
+        return True
 
 
 class BatchedGroupedGemmExperts(_GemmExperts):

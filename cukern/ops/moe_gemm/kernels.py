@@ -131,6 +131,12 @@ class Product(NamedTuple):
         dtype = "uint8" if size == 1 else self.a.dtype
         return tensor_map(self.a, dtype, dims, strides, (128 // size, rows, 1, 1), promotion)
 
+    def row_map(self) -> Late:
+        """The map of `a`, whose rows are gathered, with boxes of 128 bytes of one row."""
+        size = self.a.item_size
+        dims, strides = (self.k, self.a.shape[-2]), (self.k * size,)
+        return tensor_map(self.a, self.a.dtype, dims, strides, (128 // size, 1), 256)
+
 
 def constant(kernel: Kernel, name: str) -> int:
     """The integer that a kernel's file, or what it includes, declares under this name."""
@@ -146,6 +152,8 @@ def _flag(value: bool) -> str:
 _TOGETHER = 8  # tiles of tokens that share a tile of weights before the next
 _DEVIATIONS = 2.5  # standard deviations of random routing above the mean that few groups exceed
 _TOKENS_OF_TILES = 256  # the most tokens of a tile of the largest form, where a group has several tiles
+#: A `Gather` of the template; BY_COPIES is that plus the stages that are under way before one is waited for.
+BY_TMA, BY_COPIES = 1, 2
 
 
 class Wgmma(NamedTuple):
@@ -156,6 +164,7 @@ class Wgmma(NamedTuple):
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
     is_streamed: bool = False
+    gather: int = BY_TMA  # how rows are gathered
 
     @property
     def shared_bytes(self) -> int:
@@ -165,8 +174,19 @@ class Wgmma(NamedTuple):
         # The tiles begin at a multiple of 1024 bytes.
         return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers
 
-    def variant(self, dtype: str, activation: int) -> Variant:
-        arguments = *self[:4], _flag(self.is_streamed)
+    @property
+    def gather_bytes(self) -> int:
+        """Further shared memory where rows are gathered: the sources of those that a block copies."""
+        return self.tokens // self.cluster * 4
+
+    def threads(self, gathers: bool) -> int:
+        """Threads of a block: `gather_threads` or `gemm_threads`."""
+        whole = 64 if gathers else 129  # the tokens from which on a whole warpgroup loads
+        loading = constant(_wgmma, "WARPGROUP") if self.tokens >= whole else 32
+        return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
+
+    def variant(self, dtype: str, activation: int, gathers: bool = False) -> Variant:
+        arguments = *self[:4], _flag(self.is_streamed), self.gather if gathers else 0
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
@@ -179,7 +199,10 @@ WGMMA_FORMS = (
     Wgmma(128, 6, cluster=2),
     Wgmma(288, 4, cluster=2),
 )
-_wgmma.specialized = [form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS]
+_wgmma.specialized = [
+    *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
+    *(form.variant("bfloat16", _ACTIVATIONS_AHEAD[-1], gathers=True).instance for form in WGMMA_FORMS),
+]
 # The other forms are compiled at their first use: which are needed depends on the model and on the GPU.
 _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD]
 
@@ -208,10 +231,10 @@ def why_not_wgmma(x: Product) -> str:
     """The reason why neither `gemm_wgmma` nor `gemm_fp8_wgmma` can do it; empty if one can."""
     if x.a.gpu.arch != "90a":
         return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
-    if x.row_token is not None:
-        return "rows are gathered"
     if x.weights in ("MXFP4", "NVFP4"):
         return "weights are of 4 bits"
+    if x.row_token is not None and x.weights == "FP8":
+        return "rows of FP8 are gathered"
     box = constant(_fp8_wgmma, "FP8_BOX")
     if x.activation and x.is_by_blocks and x.n % (2 * box):
         return f"the halves of n ({x.n}) are no multiples of {box}, with scales by blocks"
@@ -219,19 +242,21 @@ def why_not_wgmma(x: Product) -> str:
 
 
 def wgmma(x: Product) -> None:
-    count = x.a.gpu.multiprocessors
+    count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
     form, weights = _form_of(WGMMA_FORMS, x, count), _wgmma_weights()
     strips = -(-x.n // (form.cluster * weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
-    maps = x.maps(weights, box, 128 if form.is_streamed else 256, is_gated=x.activation > 0)
+    promotion = 128 if form.is_streamed else 256
+    maps: dict[str, Any] = x.maps(weights, box, promotion, is_gated=x.activation > 0)
+    if gathers:
+        maps["a_map"] = x.row_map() if form.gather == BY_TMA else None
     launch(
-        form.variant(x.a.dtype, x.activation),
+        form.variant(x.a.dtype, x.activation, gathers),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP")
-        + (constant(_wgmma, "WARPGROUP") if form.tokens > 128 else 32),
-        form.shared_bytes,
+        form.threads(gathers),
+        form.shared_bytes + (form.gather_bytes if gathers else 0),
         **x.fields(_TOGETHER),
         **maps,
     )
