@@ -26,8 +26,8 @@
 // ACTIVATION: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. So a thread has
 // the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
 //
-// With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while
-// the other writes, so the tensor cores always have work.
+// With the largest tiles the second warpgroup begins SKEW stages after the first, and stays behind: one multiplies while
+// the other writes, so the tensor cores have work.
 //
 // Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
 // H200, with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99% and
@@ -131,11 +131,10 @@ __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, 
 }
 
 // The loop of a warpgroup that multiplies.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, int SKEW>
 __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                               unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
-    constexpr int SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
     // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
     // registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
@@ -160,14 +159,16 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     }
 }
 
-// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS: blocks that fit a multiprocessor. STREAMED:
+// T: __nv_bfloat16 or __half. TOKENS: one of WIDTHS. BLOCKS: blocks that fit a multiprocessor. STREAMED:
 // for few tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
-// GATHER: how the rows of `a` come, a `Gather`.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, int GATHER>
+// SKEW: stages that the second warpgroup is behind the first, or 0. GATHER: how the rows of `a` come, a `Gather`.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, int SKEW,
+          int GATHER>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     using Shared = WgmmaShared<TOKENS, STAGES>;
+    static_assert(SKEW < STAGES - 1, "");
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned stages = shared_address(memory) + misplaced;
@@ -187,7 +188,7 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
     constexpr bool DEAL = TOKENS > 128;
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
         if constexpr (DEAL) setmaxnreg_inc<224>();
-        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, SKEW>(p, shared, stages);
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
         constexpr bool GATED = ACTIVATION != NO_ACTIVATION;

@@ -159,11 +159,12 @@ BY_TMA, BY_COPIES = 1, 2
 class Wgmma(NamedTuple):
     """The template arguments of `gemm_wgmma` but the type and the activation."""
 
-    tokens: int  # 8, 16, 32, 64, 128 or 288
+    tokens: int  # one of WIDTHS
     stages: int  # as many as fit
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
     is_streamed: bool = False
+    skew: int = 0  # stages that the second warpgroup is behind the first
     gather: int = BY_TMA  # how rows are gathered
 
     @property
@@ -186,7 +187,7 @@ class Wgmma(NamedTuple):
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
     def variant(self, dtype: str, activation: int, gathers: bool = False) -> Variant:
-        arguments = *self[:4], _flag(self.is_streamed), self.gather if gathers else 0
+        arguments = *self[:4], _flag(self.is_streamed), self.skew, self.gather if gathers else 0
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
@@ -197,7 +198,7 @@ WGMMA_FORMS = (
     Wgmma(32, 5, blocks=2, is_streamed=True),
     Wgmma(64, 4, cluster=2, blocks=2, is_streamed=True),
     Wgmma(128, 6, cluster=2),
-    Wgmma(288, 4, cluster=2),
+    Wgmma(288, 4, cluster=2, skew=1),
 )
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
