@@ -26,8 +26,8 @@
 // ACTIVATION: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. So a thread has
 // the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
 //
-// With the largest tiles the second warpgroup begins SKEW stages after the first, and stays behind: one multiplies while
-// the other writes, so the tensor cores have work.
+// With the largest tiles the second warpgroup begins SKEW stages after the first, and stays behind: one multiplies
+// while the other writes, so the tensor cores have work.
 //
 // Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
 // H200, with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99% and
@@ -159,11 +159,12 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     }
 }
 
-// T: __nv_bfloat16 or __half. TOKENS: one of WIDTHS. BLOCKS: blocks that fit a multiprocessor. STREAMED:
-// for few tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
-// SKEW: stages that the second warpgroup is behind the first, or 0. GATHER: how the rows of `a` come, a `Gather`.
+// T: __nv_bfloat16 or __half. TOKENS: one of WIDTHS. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens,
+// where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
+// SKEW: stages that the second warpgroup is behind the first, or 0. GATHER: rows of `a` are
+// gathered, by COPYING of the loading warps with copies of their own.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, int SKEW,
-          int GATHER>
+          bool GATHER, int COPYING>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
@@ -176,9 +177,9 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
         *reinterpret_cast<Shared*>(memory + misplaced + STAGES * Shared::STAGE + WARPGROUPS * 2 * Shared::STAGING);
     if (threadIdx.x == 0) {
         prefetch_tensormap(p.b_map);
-        if constexpr (GATHER < ROWS_BY_COPIES) prefetch_tensormap(p.a_map);
+        if constexpr (!GATHER || COPYING < gather_warps(TOKENS)) prefetch_tensormap(p.a_map);
         for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(shared_address(&shared.full[i]), full_arrivals(GATHER, TOKENS));
+            mbarrier_init(shared_address(&shared.full[i]), GATHER ? gather_warps(TOKENS) + 1 : 1);
             mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
         }
         mbarrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
@@ -192,12 +193,8 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
         constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
-        if constexpr (GATHER == ROWS_BY_TMA)
-            gather_by_tma<GatherLoop<GATED, TOKENS, STAGES, CLUSTER, STREAMED>>(p, shared, stages,
-                                                                                reinterpret_cast<int*>(&shared + 1));
-        else if constexpr (GATHER >= ROWS_BY_COPIES)
-            gather_by_copies<GatherLoop<GATED, TOKENS, STAGES, CLUSTER, STREAMED>, GATHER - ROWS_BY_COPIES>(p, shared,
-                                                                                                            stages);
+        if constexpr (GATHER)
+            gather_tiles<GATED, TOKENS, STAGES, CLUSTER, STREAMED, COPYING>(p, shared, stages);
         else if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
             load_tiles<GATED, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }

@@ -152,8 +152,6 @@ def _flag(value: bool) -> str:
 _TOGETHER = 8  # tiles of tokens that share a tile of weights before the next
 _DEVIATIONS = 2.5  # standard deviations of random routing above the mean that few groups exceed
 _TOKENS_OF_TILES = 256  # the most tokens of a tile of the largest form, where a group has several tiles
-#: A `Gather` of the template; BY_COPIES is that plus the stages that are under way before one is waited for.
-BY_TMA, BY_COPIES = 1, 2
 
 
 class Wgmma(NamedTuple):
@@ -165,7 +163,7 @@ class Wgmma(NamedTuple):
     blocks: int = 1  # that fit a multiprocessor
     is_streamed: bool = False
     skew: int = 0  # stages that the second warpgroup is behind the first
-    gather: int = BY_TMA  # how rows are gathered
+    copying: int = 0  # loading warps that copy gathered rows themselves; TMA copies those of the others
 
     @property
     def shared_bytes(self) -> int:
@@ -187,7 +185,8 @@ class Wgmma(NamedTuple):
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
     def variant(self, dtype: str, activation: int, gathers: bool = False) -> Variant:
-        arguments = *self[:4], _flag(self.is_streamed), self.skew, self.gather if gathers else 0
+        flags = _flag(self.is_streamed), self.skew, _flag(gathers), self.copying if gathers else 0
+        arguments = *self[:4], *flags
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
@@ -252,7 +251,7 @@ def wgmma(x: Product) -> None:
     promotion = 128 if form.is_streamed else 256
     maps: dict[str, Any] = x.maps(weights, box, promotion, is_gated=x.activation > 0)
     if gathers:
-        maps["a_map"] = x.row_map() if form.gather == BY_TMA else None
+        maps["a_map"] = x.row_map()
     launch(
         form.variant(x.a.dtype, x.activation, gathers),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
