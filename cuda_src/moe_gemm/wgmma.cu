@@ -16,8 +16,8 @@
 // tile after the other: 128 weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and
 // neighbouring weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
 //
-//   warp 8           finds tiles, and has TMA copy 64 numbers along k at a time to a ring of STAGES stages; it is ahead of
-//                    the others by the whole ring, across tiles too. GATHER: one warp or four, moe_gemm/wgmma_gather.cuh
+//   warp 8           finds tiles, and has TMA copy 64 numbers along k at a time to a ring of STAGES stages; it is ahead
+//                    of the others by the whole ring, across tiles too. GATHER: moe_gemm/wgmma_gather.cuh
 //   warpgroup 0, 1   multiply weights 64 w ... 64 w + 63 of a tile, and write the results
 //
 // A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released
@@ -159,8 +159,8 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     }
 }
 
-// T: __nv_bfloat16 or __half. TOKENS: one of WIDTHS. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens,
-// where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
+// T: __nv_bfloat16 or __half. TOKENS: one of WIDTHS. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few
+// tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
 // SKEW: stages that the second warpgroup is behind the first, or 0. GATHER: rows of `a` are
 // gathered, by COPYING of the loading warps with copies of their own.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, int SKEW,
