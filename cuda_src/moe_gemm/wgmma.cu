@@ -2,7 +2,7 @@
 //
 //   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e; with GATHER, a's
 //                                                        row row_token[r] in place of r
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
 //
@@ -23,15 +23,16 @@
 // A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released
 // it.
 //
-// ACTIVATION: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. So a thread has
-// the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// A gated product: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. A thread
+// has the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
 //
-// With the largest tiles the second warpgroup begins SKEW stages after the first, and stays behind: one multiplies
-// while the other writes, so the tensor cores have work.
+// With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while
+// the other writes, so the tensor cores always have work.
 //
 // Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
 // H200, with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99% and
-// 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%.
+// 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%. Gathered, 8 x 1024 rows take 5% more time, and few
+// rows no more.
 #include "common/cluster.cuh"
 #include "moe_gemm/wgmma_gather.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
@@ -40,10 +41,11 @@
 #include "moe_gemm/wgmma_widths.cuh"
 
 // The loop of the warp that loads.
-template <bool GATED, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
 __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                            unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
+    constexpr bool GATED = is_gated(ACTIVATION);
     constexpr int WEIGHTS = WARPGROUPS * 64, BOX = box_of(TOKENS);
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
@@ -62,7 +64,9 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
                 const unsigned tokens_to = weights_to + Shared::WEIGHT_TILE;
                 const int x = step * DEPTH;
                 mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-                if (step == 0) shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
+                if (step == 0)
+                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight,
+                                                 ACTIVATION & BIASED ? expert : 0};
                 mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
                 if constexpr (GATED)
                     tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
@@ -131,10 +135,11 @@ __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, 
 }
 
 // The loop of a warpgroup that multiplies.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, int SKEW>
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
 __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                               unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
+    constexpr int SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
     // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
     // registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
@@ -159,17 +164,14 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     }
 }
 
-// T: __nv_bfloat16 or __half. TOKENS: one of WIDTHS. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few
-// tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
-// SKEW: stages that the second warpgroup is behind the first, or 0. GATHER: rows of `a` are
-// gathered, by COPYING of the loading warps with copies of their own.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, int SKEW,
-          bool GATHER, int COPYING>
+// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 96, 128 or 288. BLOCKS: blocks that fit a multiprocessor.
+// STREAMED: for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh
+// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     using Shared = WgmmaShared<TOKENS, STAGES>;
-    static_assert(SKEW < STAGES - 1, "");
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned stages = shared_address(memory) + misplaced;
@@ -177,7 +179,7 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
         *reinterpret_cast<Shared*>(memory + misplaced + STAGES * Shared::STAGE + WARPGROUPS * 2 * Shared::STAGING);
     if (threadIdx.x == 0) {
         prefetch_tensormap(p.b_map);
-        if constexpr (!GATHER || COPYING < gather_warps(TOKENS)) prefetch_tensormap(p.a_map);
+        prefetch_tensormap(p.a_map);
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(shared_address(&shared.full[i]), GATHER ? gather_warps(TOKENS) + 1 : 1);
             mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
@@ -189,14 +191,13 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
     constexpr bool DEAL = TOKENS > 128;
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
         if constexpr (DEAL) setmaxnreg_inc<224>();
-        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, SKEW>(p, shared, stages);
+        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
-        constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
         if constexpr (GATHER)
-            gather_tiles<GATED, TOKENS, STAGES, CLUSTER, STREAMED, COPYING>(p, shared, stages);
+            gather_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
         else if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
-            load_tiles<GATED, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+            load_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }
     // A block may not end while others of its cluster write to its shared memory.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();

@@ -3,7 +3,7 @@
 #include "moe_gemm/wgmma_layout.cuh"
 
 // Columns of a product, so many tokens of a tile. An instance has those from a quarter of its TOKENS on.
-constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288};
+constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 240, 256, 272, 288};
 
 template <int WIDTH> struct Width {
     static constexpr int value = WIDTH;
@@ -17,8 +17,7 @@ template <int WIDTH> struct Width {
 #define PLACES_48 PLACES_40, EIGHT(40)
 #define PLACES_80 PLACES_48, EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72)
 #define PLACES_96 PLACES_80, EIGHT(80), EIGHT(88)
-#define PLACES_104 PLACES_96, EIGHT(96)
-#define PLACES_112 PLACES_104, EIGHT(104)
+#define PLACES_112 PLACES_96, EIGHT(96), EIGHT(104)
 #define PLACES_120 PLACES_112, EIGHT(112)
 #define NAMES_24 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
@@ -28,8 +27,8 @@ template <int WIDTH> struct Width {
     NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
              "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES_96 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_104 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define NAMES_112 NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define NAMES_112 \
+    NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES_120 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define PRODUCT(columns, places, types, a_at, b_at, add_at, how, ...) \
     asm volatile("{ .reg .pred add;\n" \
@@ -53,8 +52,6 @@ template <int WIDTH> struct Width {
         OF_SHARED("160", 80, types, "%80", "%81", "%82"); \
     else if constexpr (N == 96) \
         OF_SHARED("192", 96, types, "%96", "%97", "%98"); \
-    else if constexpr (N == 104) \
-        OF_SHARED("208", 104, types, "%104", "%105", "%106"); \
     else if constexpr (N == 112) \
         OF_SHARED("224", 112, types, "%112", "%113", "%114"); \
     else if constexpr (N == 120) \
@@ -72,8 +69,6 @@ template <int WIDTH> struct Width {
         OF_REGISTERS("160", 80, types, "{%80, %81, %82, %83}", "%84", "%85"); \
     else if constexpr (N == 96) \
         OF_REGISTERS("192", 96, types, "{%96, %97, %98, %99}", "%100", "%101"); \
-    else if constexpr (N == 104) \
-        OF_REGISTERS("208", 104, types, "{%104, %105, %106, %107}", "%108", "%109"); \
     else if constexpr (N == 112) \
         OF_REGISTERS("224", 112, types, "{%112, %113, %114, %115}", "%116", "%117"); \
     else if constexpr (N == 120) \
@@ -104,7 +99,6 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], const unsigned (&a
 #undef PLACES_48
 #undef PLACES_80
 #undef PLACES_96
-#undef PLACES_104
 #undef PLACES_112
 #undef PLACES_120
 #undef NAMES_24
@@ -112,7 +106,6 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], const unsigned (&a
 #undef NAMES_48
 #undef NAMES_80
 #undef NAMES_96
-#undef NAMES_104
 #undef NAMES_112
 #undef NAMES_120
 #undef PRODUCT
