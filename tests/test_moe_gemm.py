@@ -744,6 +744,23 @@ def test_as_many_stages_as_fit() -> None:
         assert form.shared_bytes + form.gather_bytes <= most < form._replace(stages=form.stages + 1).shared_bytes
 
 
+@pytest.mark.parametrize("how", ["rows", "gathered"])
+def test_tiles_of_96_tokens_only_where_they_fill_the_gpu(how: str) -> None:
+    def tokens_of(experts: int, mean: int, n: int) -> int:
+        found = planned(shaped(experts * mean, experts=experts, n=n, how=how), "wgmma")
+        assert found is not None
+        return next(
+            form.tokens
+            for form in kernels.WGMMA_FORMS
+            if form.variant("bfloat16", 0, how == "gathered") == found.step.variant
+        )
+
+    # 132 multiprocessors, tiles of 128 weights.
+    assert [tokens_of(66, mean, 512) for mean in (46, 47, 74, 75)] == [64, 96, 96, 128]
+    assert [tokens_of(65, mean, 512) for mean in (46, 47, 74, 75)] == [64, 128, 128, 128]
+    assert tokens_of(1, 64, 4096) == 128
+
+
 def test_the_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "encode", lambda address, *arguments: arguments)
 
@@ -1082,6 +1099,15 @@ def test_every_size_of_tiles_gathers(rng: np.random.Generator) -> None:
     x = made(rng, [5, 130, 0, 33, 300, 577], 264, 296, whole=True, tokens=170)
     for expected_m in (0, 1, 5, 12, 20, 40, 70, 100, 200, 2000):
         compare(x.replaced(expected_m=expected_m))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [None, 400])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_tiles_of_96_tokens(activation: str | None, tokens: int | None, rng: np.random.Generator) -> None:
+    # So many experts that there are two tiles of weights for each multiprocessor.
+    counts = [5, 130, 0, 33, 96, 64, 97, 1, 88, 24, 31, 193] * 12
+    compare(made(rng, counts, 272, 136, activation=activation, tokens=tokens, whole=True).replaced(expected_m=64))
 
 
 @pytest.mark.gpu
