@@ -922,6 +922,16 @@ def cuda(layer: Layer) -> Layer:
     return layer.map(as_tensor("cuda"))
 
 
+def test_where_the_first_product_gathers() -> None:
+    def gathers(name: str, rows: int, columns: int, arch: str = "90a") -> bool:
+        return EXPERTS[name]()._gathers(rows, arch, columns)  # type: ignore[attr-defined]
+
+    assert gathers("GroupedGemmExperts", 1024, 8192)
+    assert not gathers("GroupedGemmExperts", 1024, 8193)
+    assert gathers("GroupedGemmExperts", 4, 28672) and gathers("GroupedGemmExperts", 1024, 28672, "80")
+    assert gathers("Fp8BlockExperts", 4, 4096) and not gathers("Fp8BlockExperts", 5, 4096)
+
+
 @pytest.mark.gpu
 @dtypes
 @quantizations

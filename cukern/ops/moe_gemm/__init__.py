@@ -370,10 +370,10 @@ def moe_gemm(
         out: [rows, n] or [rows, n / 2], to write into. Rows from expert_offsets[experts] on are not written.
         expected_m: rows that a group is expected to have at most: a hint, as in DeepGEMM, by which "auto" and the sizes
             of tiles are chosen. None: by the mean.
-        variant: "wgmma" (Hopper; 16 bits and 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
+        variant: "wgmma" (Hopper; 16 bits, 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
             reads the weights anew for every few rows), "fma" (all sizes, strides and addresses; without tensor cores)
             or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma", "mma" and "fma", the first that can.
-            More rows are better permuted than gathered.
+            Many rows are better permuted than gathered where they are of 8 bits, or n is above some 8000.
 
     Returns:
         `out`, or an array like `a`, in which rows of no expert have no particular value.
