@@ -111,7 +111,7 @@ def _folded(b: Array, scales: Array) -> Array:
 
 
 def _unfolded(prepared: Array) -> tuple[Array, Array, Array]:
-    """The numbers of 4 bits [experts, n, k], differences [experts, n, k / 32] and exponents [experts, n] of the rows."""
+    """Numbers of 4 bits [experts, n, k], differences [experts, n, k / 32], and the rows' exponents [experts, n]."""
     experts, eights, units, _ = prepared.shape
     words = np.ascontiguousarray(prepared[..., :_FOLDED_NUMBERS]).view("<u4").astype(np.uint32)
     words = words.reshape(experts, eights, units, 2, UNIT_ROWS, 4, 2).transpose(0, 1, 4, 2, 3, 6, 5)

@@ -368,9 +368,9 @@ def moe_gemm(
 
     FP8 rows and MXFP4 weights are multiplied in e4m3, and sums of 128 along k are added up in float32, times the row's
     a_scale. The weights there are what they are, exactly, where the scales of a row of weights differ by at most 2^14
-    (see `prepare_weights`): what differs from bfloat16 rows is what FP8 takes from the rows. By the twin, of normal rows
-    and normal weights quantized to MXFP4, k = 4096, the results differ by 2.6% of their root mean square; from those of
-    numbers that are not quantized, by 11.7%, and those of bfloat16 rows by 11.4%.
+    (see `prepare_weights`): what differs from bfloat16 rows is what FP8 takes from the rows. By the twin, of normal
+    rows and normal weights quantized to MXFP4, k = 4096, the results differ by 2.6% of their root mean square; from
+    those of numbers that are not quantized, by 11.7%, and those of bfloat16 rows by 11.4%.
 
     The groups are those of DeepGEMM's contiguous layout, without its alignment, and of `torch._grouped_mm`.
     """
