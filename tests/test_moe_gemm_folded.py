@@ -17,8 +17,8 @@ from cukern.reference import moe_gemm as twin
 from cukern.reference.quantization import dequantize_mxfp4, quantize_mxfp4
 from cukern.runtime import plan
 from cukern.runtime.kernel import arch_of_device
-from tests.buffers import on_gpu, same_bits, to_numpy
-from tests.test_moe_gemm import E4M3, EDGES, LONG, NAN, as_torch, planned, shaped, unreal
+from tests.buffers import as_torch, on_gpu, same_bits, to_numpy
+from tests.test_moe_gemm import E4M3, EDGES, LONG, NAN, planned, shaped, unreal
 
 FP8 = "float8_e4m3fn"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
