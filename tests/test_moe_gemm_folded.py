@@ -12,6 +12,7 @@ import pytest
 import cukern
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
+from cukern.fused_moe import FusedMoEQuantConfig
 from cukern.ops.moe_gemm import folded
 from cukern.reference import moe_gemm as twin
 from cukern.reference.quantization import dequantize_mxfp4, quantize_mxfp4
@@ -222,6 +223,36 @@ def test_what_cannot_be_prepared_is_named() -> None:
         cukern.restore_weights(zeros(2, 3, 4, 544), 384)
 
 
+# --- layers ---------------------------------------------------------------------------------------------
+
+
+def layer(rng: np.random.Generator, tokens: int) -> tuple[Any, ...]:
+    """The arguments of `fused_experts`, and the weights as they were: 3 experts of 128 x 256, top 2."""
+    x = (rng.standard_normal((tokens, 256)) / 8).astype(ml_dtypes.bfloat16)
+    pairs = [quantize_mxfp4(rng.standard_normal(shape, np.float32) / 16) for shape in ((3, 256, 256), (3, 256, 128))]
+    w1, w2 = (cukern.prepare_weights(b, scale, a_dtype=FP8) for b, scale in pairs)
+    ids = np.argsort(rng.random((tokens, 3)), 1)[:, :2].astype(np.int32)
+    factors = rng.random((tokens, 2)).astype(np.float32)
+    return (x, w1, w2, factors, ids), (x, pairs[0][0], pairs[1][0], factors, ids), (pairs[0][1], pairs[1][1])
+
+
+def test_a_layer_takes_them(rng: np.random.Generator) -> None:
+    given, plain, scales = layer(rng, 7)
+    got = cukern.fused_experts(*given, quant="mxfp4_fp8")
+    want = cukern.fused_experts(*plain, quant="mxfp4", w1_scale=scales[0], w2_scale=scales[1]).astype(np.float64)
+    error = got.astype(np.float64) - want
+    assert 0 < np.sqrt((error**2).mean()) <= 0.06 * np.sqrt((want**2).mean())
+    config = FusedMoEQuantConfig.mxfp4_fp8()
+    assert config.is_prepared and config.is_in_groups and config.name == "mxfp4_fp8"
+    same_bits(cukern.fused_experts(*given, quant=config), got)
+    with pytest.raises(ValueError, match=r"w1_scale must be the scales of w1, which is not prepared, got None"):
+        cukern.fused_experts(*plain, quant=config)
+    with pytest.raises(ValueError, match=r"w1 must be of shape \[experts, n / 8, ceil\(k / 128\), bytes\]"):
+        cukern.fused_experts(given[0], cukern.prepare_weights(plain[1], scales[0]), *given[2:], quant=config)
+    with pytest.raises(ValueError, match="w1_scale must be None with mxfp4_fp8"):
+        cukern.fused_experts(*given, quant="mxfp4_fp8", w1_scale=scales[0], w2_scale=scales[1])
+
+
 # --- the launch -----------------------------------------------------------------------------------------
 
 
@@ -386,3 +417,13 @@ def test_the_kernels_that_prepare_and_restore(rng: np.random.Generator) -> None:
         same_bits(to_numpy(found), want)
         for got, back in zip(cukern.restore_weights(found, k), cukern.restore_weights(want, k), strict=True):
             same_bits(to_numpy(got), back)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_a_layer_on_the_gpu(tokens: int, rng: np.random.Generator) -> None:
+    only_hopper()
+    given, _, _ = layer(rng, tokens)
+    want = cukern.fused_experts(*given, quant="mxfp4_fp8").astype(np.float32)
+    got = to_numpy(cukern.fused_experts(*(on_gpu(x) for x in given), quant="mxfp4_fp8")).astype(np.float32)
+    assert np.abs(got - want).max() <= 0.03 * np.abs(want).max()

@@ -123,7 +123,8 @@ def fused_experts(
         activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas.
         quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of one, "fp8_block", "fp8", "mxfp4" or "nvfp4",
             with the scales it needs in the arguments below, as described there. Weights of 4 bits may be prepared by
-            `cukern.prepare_weights`: then w1_scale and w2_scale are None.
+            `cukern.prepare_weights`: then w1_scale and w2_scale are None. "mxfp4_fp8" takes MXFP4 weights prepared for
+            FP8 rows and quantizes the activations to FP8, with a scale for 128 of a row (on Hopper).
         expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those of other ranks.
         apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
         out: [tokens, hidden], written and returned.

@@ -21,9 +21,9 @@ GROUP = 128
 
 def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
     """Rows as the first product takes them, and their scales."""
-    if quant is None or quant.name not in ("fp8_block", "fp8"):
+    if quant is None or quant.name not in ("fp8_block", "fp8", "mxfp4_fp8"):
         return x, None
-    if quant.name == "fp8_block":
+    if quant.is_in_groups:
         return per_token_group_quant_fp8(x, GROUP)
     return scaled_fp8_quant(x, quant.a1_scale, use_per_token_if_dynamic=quant.per_act_token_quant)
 
@@ -42,7 +42,7 @@ def expert(
     if a_scale is None:
         return multiply(multiply(a, None, w1, "w1", activation), None, w2, "w2", None)
     gate_up = multiply(a, a_scale, w1, "w1", None)
-    group = GROUP if quant.block_shape else None
+    group = GROUP if quant.is_in_groups else None
     activated, scale = silu_and_mul_quant(gate_up, activation, group_size=group, scale=quant.a2_scale)
     return multiply(activated, scale, w2, "w2", None)
 
