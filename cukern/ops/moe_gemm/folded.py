@@ -50,11 +50,11 @@ class FoldedWgmma(NamedTuple):
     def _sizes(self) -> tuple[int, int]:
         """Bytes of shared memory, the places of `FoldedLayout`: of a stage and its barriers, and of the rest."""
         staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
-        unit = constant(_folded_wgmma, "FOLDED_ROWS") * (constant(_folded_wgmma, "FOLDED_K") // 2 + 4)
         scaled = min(self.tokens, 128)
         scales = self.tokens // scaled * 4 * (scaled + 16)
         rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
-        stage = rows + self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * unit + scales + 32
+        weights = self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * constant(_folded_wgmma, "FOLDED_UNIT")
+        stage = rows + weights + scales + 32
         staging = constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows * constant(_folded_wgmma, "ROW_BYTES")
         # The rings begin at a multiple of 1024 bytes, the room for results at one of 128, and the table of 256 bytes at
         # one of these.
