@@ -11,8 +11,8 @@ __host__ __device__ constexpr int folded_threads(int tokens) {
     return WARPGROUPS * WARPGROUP + (tokens >= 128 ? WARPGROUP : 32 + 32 * folded_scale_warps(tokens));
 }
 
-// Places in bytes, from a multiple of 1024 on: the ring of tokens, that of weights, that of the tokens' scales, room for
-// results, Shared. WIDTH: tokens of a product.
+// Places in bytes, from a multiple of 1024 on: the ring of tokens, that of weights, that of the tokens' scales, room
+// for results, Shared. WIDTH: tokens of a product.
 template <int TOKENS_, int WIDTH_, int STAGES_, int CLUSTER_> struct FoldedLayout {
     static constexpr int TOKENS = TOKENS_, WIDTH = WIDTH_, STAGES = STAGES_, CLUSTER = CLUSTER_;
     static constexpr int PARTS = TOKENS / WIDTH;

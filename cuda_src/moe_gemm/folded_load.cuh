@@ -62,9 +62,9 @@ __device__ __forceinline__ void store_shared_pair(unsigned to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-// The loop of a warp that loads scales, of tokens 128 * part ... + 127 of each tile, 4 neighbours of a lane. It goes from
-// stage to stage as the other warp does, and arrives at the same barriers: a stage is full when its bytes and its scales
-// are there. It reads the scales of FOUR stages before it waits for the first of these to be empty.
+// The loop of a warp that loads scales, of tokens 128 * part ... + 127 of each tile, 4 neighbours of a lane. It goes
+// from stage to stage as the other warp does, and arrives at the same barriers: a stage is full when its bytes and its
+// scales are there. It reads the scales of FOUR stages before it waits for the first of these to be empty.
 template <class Layout>
 __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned scales, int part) {

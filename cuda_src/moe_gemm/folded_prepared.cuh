@@ -1,12 +1,12 @@
 // MXFP4 weights as gemm_folded_wgmma takes them, for products with FP8 rows, and as prepare_folded.cu makes them.
 //
-// A row of weights has one exponent E, the largest of its scales 2^e. It is multiplied by 2^(E - 6) at the end; a number
-// of 4 bits goes into the products as the e4m3 number nearest to it times 2^(6 + e - E), ties to even. So the largest,
-// 6, becomes 384 of at most 448, and what is multiplied is exact while E - e <= 14: then 0.5 is at least 2^-9, the
-// smallest e4m3 number. From E - e = 19 on all is 0.
+// A row of weights has one exponent E, the largest of its scales 2^e. It is multiplied by 2^(E - 6) at the end; a
+// number of 4 bits goes into the products as the e4m3 number nearest to it times 2^(6 + e - E), ties to even. So the
+// largest, 6, becomes 384 of at most 448, and what is multiplied is exact while E - e <= 14: then 0.5 is at least 2^-9,
+// the smallest e4m3 number. From E - e = 19 on all is 0.
 //
-// A unit is 8 rows of weights and 128 numbers along k: 512 bytes of numbers, then a word for each row. Units along k lie
-// together, then those of the next 8 rows, then the next expert's; past k all numbers are 0.
+// A unit is 8 rows of weights and 128 numbers along k: 512 bytes of numbers, then a word for each row. Units along k
+// lie together, then those of the next 8 rows, then the next expert's; past k all numbers are 0.
 //
 // The numbers are those that each lane of a warp needs as fragments (wgmma_k_major of common/hopper.cuh): lane l has a
 // word of row l / 4 for each 32 along k, those of 32 g at byte 256 (g / 2) + 8 l + 4 (g % 2): numbers 4 (l % 4) ... + 3

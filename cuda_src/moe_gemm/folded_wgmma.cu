@@ -14,8 +14,8 @@
 // its token. The weights' power of two, the same along k, waits for the end.
 //
 // Grid: CLUSTER * (as many clusters as run at once) blocks of folded_threads(TOKENS) threads. They stay, and take one
-// tile after the other: 128 rows of weights (gated: 64 gates and their 64 ups) times up to TOKENS tokens. The blocks of a
-// cluster have the same tokens and neighbouring weights; each copies every CLUSTER-th box of tokens, to all of them
+// tile after the other: 128 rows of weights (gated: 64 gates and their 64 ups) times up to TOKENS tokens. The blocks of
+// a cluster have the same tokens and neighbouring weights; each copies every CLUSTER-th box of tokens, to all of them
 // (multicast).
 //
 //   warp 8           finds tiles, and has TMA copy 128 numbers along k at a time to a ring of STAGES stages
