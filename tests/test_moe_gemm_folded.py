@@ -13,9 +13,10 @@ import cukern
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
 from cukern.fused_moe import FusedMoEQuantConfig
-from cukern.ops.moe_gemm import folded
+from cukern.ops.moe_gemm import folded, kernels
 from cukern.reference import moe_gemm as twin
 from cukern.reference.quantization import dequantize_mxfp4, quantize_mxfp4
+from cukern.runtime import activation as activations
 from cukern.runtime import plan
 from cukern.runtime.kernel import arch_of_device
 from tests.buffers import as_torch, on_gpu, same_bits, to_numpy
@@ -43,6 +44,7 @@ def made(
     whole: bool = True,
     max_tokens: int | None = None,
     spare: int = 3,
+    biased: bool = False,
     **options: Any,
 ) -> tuple[dict[str, Any], Any]:
     """A call, and which rows of its result are written. Rows that may not be read are NaN.
@@ -64,6 +66,8 @@ def made(
     a[~is_row], scales[~is_row] = NAN, NAN
     low, high = (126, 127) if whole else (108, 122)
     b = cukern.prepare_weights(*random_weights(rng, (experts, n, k), low, high), a_dtype=FP8)
+    if biased:
+        x["bias"] = rng.integers(-2, 3, (experts, n)).astype(np.float32)
     return {"a": a, "b": b, "a_scale": scales, **x, **options}, is_row
 
 
@@ -166,7 +170,15 @@ def test_the_product_is_off_from_that_of_16_bits_by_what_is_told(rng: np.random.
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"out_dtype": "float16"}, {"activation": "silu"}, {"max_tokens": 9}, {"max_tokens": 9, "activation": "gelu"}],
+    [
+        {},
+        {"out_dtype": "float16"},
+        {"activation": "silu"},
+        {"max_tokens": 9},
+        {"max_tokens": 9, "activation": "gelu"},
+        {"biased": True},
+        {"activation": "swigluoai", "interleaved": True, "biased": True},
+    ],
     ids=str,
 )
 def test_the_twin_is_the_formula(options: dict[str, Any], rng: np.random.Generator) -> None:
@@ -178,11 +190,16 @@ def test_the_twin_is_the_formula(options: dict[str, Any], rng: np.random.Generat
     experts = (
         np.broadcast_to(np.arange(3)[:, None], is_row.shape) if is_row.ndim == 2 else np.repeat(range(3), [5, 0, 9])
     )
-    sums = np.einsum("rk,rnk->rn", rows[is_row], weights[experts[is_row] if is_row.ndim == 2 else experts])
+    if is_row.ndim == 2:
+        experts = experts[is_row]
+    sums = np.einsum("rk,rnk->rn", rows[is_row], weights[experts])
+    if "bias" in x:
+        sums += x["bias"][experts]
     if activation := options.get("activation"):
         from cukern.reference.moe_activation import activate
 
-        sums = activate(activation, *np.split(sums.astype(np.float32), 2, axis=1))
+        halves = (sums[:, ::2], sums[:, 1::2]) if "interleaved" in x else np.split(sums, 2, axis=1)
+        sums = activate(activation, *(half.astype(np.float32) for half in halves))
     same_bits(got[is_row], sums.astype(np.float32).astype(got.dtype))
     assert got.dtype == (np.float16 if "out_dtype" in options else ml_dtypes.bfloat16)
     tensors = {name: as_torch(v) if isinstance(v, np.ndarray) else v for name, v in x.items()}
@@ -223,6 +240,22 @@ def test_what_cannot_be_prepared_is_named() -> None:
         cukern.restore_weights(zeros(2, 3, 4, 544), 384)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_lanes_have_a_gate_and_its_up(side: int, rng: np.random.Generator) -> None:
+    """The places that gemm_folded_wgmma computes with interleaved gates, of a lane's words in 16 rows."""
+    b, b_scale = random_weights(rng, (1, 16, 128), 110, 118)
+    flat = cukern.prepare_weights(b, b_scale, a_dtype=FP8).reshape(-1)
+    for lane in range(32):
+        row, unit = lane // 4 * 2 % 8, lane // 16 * 544
+        weight = [lane // 4 * 2 + side] * 8
+        want = cukern.prepare_weights(b[:, weight], b_scale[:, weight], a_dtype=FP8)[0, 0, 0]
+        for half in range(2):
+            at = unit + row * 32 + lane % 4 * 8 + side * 32 + half * 256
+            same_bits(flat[at : at + 8], want[half * 256 + lane % 4 * 8 :][:8])
+        at = unit + 512 + row * 4 + side * 4
+        same_bits(flat[at : at + 4], want[512:516])
+
+
 # --- layers ---------------------------------------------------------------------------------------------
 
 
@@ -242,6 +275,12 @@ def test_a_layer_takes_them(rng: np.random.Generator) -> None:
     want = cukern.fused_experts(*plain, quant="mxfp4", w1_scale=scales[0], w2_scale=scales[1]).astype(np.float64)
     error = got.astype(np.float64) - want
     assert 0 < np.sqrt((error**2).mean()) <= 0.06 * np.sqrt((want**2).mean())
+    for form in ({"activation": "swigluoai", "interleaved": True}, {"activation": "gelu"}):
+        biases = {f"w{i}_bias": rng.standard_normal((3, 256), np.float32) / 8 for i in (1, 2)}
+        mine = cukern.fused_experts(*given, quant="mxfp4_fp8", **biases, **form).astype(np.float64)
+        want = cukern.fused_experts(*plain, quant="mxfp4", w1_scale=scales[0], w2_scale=scales[1], **biases, **form)
+        error = mine - want.astype(np.float64)
+        assert 0 < np.sqrt((error**2).mean()) <= 0.06 * np.sqrt((want.astype(np.float64) ** 2).mean())
     config = FusedMoEQuantConfig.mxfp4_fp8()
     assert config.is_prepared and config.is_in_groups and config.name == "mxfp4_fp8"
     same_bits(cukern.fused_experts(*given, quant=config), got)
@@ -268,18 +307,23 @@ def shaped_folded(rows: int, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["rows", "batched"])
 def test_every_form_fits_a_multiprocessor(how: str) -> None:
     seen = set()
-    for hint in (8, 16, 32, 64, 128, 1000) if how == "batched" else HINTS:
+    for hint in (8, 16, 32, 128, 1000) if how == "batched" else HINTS:
         found = planned(shaped_folded(800, how=how, expected_m=hint))
         assert found is not None and found.function == "gemm_folded_wgmma"
         arguments = found.step.variant.instance.arguments
-        flags = (x == "true" for x in arguments[7:9])
-        form = folded.FoldedWgmma(*arguments[2:4], *arguments[5:7], *flags)
+        form = folded.FoldedWgmma(arguments[2], *arguments[4:6], arguments[6] == "true")
         seen.add(form)
-        assert arguments[4] == form.stages >= 4
+        assert arguments[3] == form.stages >= 4
         assert found.step.shared_bytes == form.shared_bytes
         # 228 KiB of a multiprocessor, of which each block's system takes 1.
         assert form.blocks * (found.step.shared_bytes + 1024) <= 228 * 1024
     assert seen == set(folded.FOLDED_FORMS)
+
+
+@pytest.mark.parametrize(("mean", "tokens"), [(3, 8), (8, 16), (20, 32), (33, 128), (128, 128), (129, 256)])
+def test_the_form_by_the_mean(mean: int, tokens: int) -> None:
+    found = planned(shaped_folded(32 * mean, experts=32))
+    assert found is not None and found.step.variant.instance.arguments[2] == tokens
 
 
 def test_the_maps_of_folded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +352,10 @@ def test_other_gpus_and_variants_refuse_them() -> None:
     assert planned(shaped_folded(800), "wgmma") is not None
 
 
-@pytest.mark.parametrize("activation", [0, 1])
+PAIRS = kernels.epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True)
+
+
+@pytest.mark.parametrize("activation", [0, 1, PAIRS])
 def test_products_overlap_and_nothing_spills(activation: int) -> None:
     """The compiler says where it lets each product wait for the one before."""
     if compiler.available():
@@ -360,6 +407,11 @@ KERNEL_CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "no row": ([0, 0], 64, 64, {}),
     "batched": (EDGES, 264, 224, {"max_tokens": 150}),
     "batched, silu": (EDGES, 272, 224, {"activation": "silu", "max_tokens": 150}),
+    "bias": (LONG, 264, 96, {"biased": True}),
+    "bias, silu": (EDGES, 272, 224, {"biased": True, "activation": "silu"}),
+    "pairs, bias": (LONG, 272, 288, {"biased": True, "interleaved": True, "activation": "swigluoai"}),
+    "pairs, alpha and limit": (EDGES, 272, 96, {"interleaved": True, "activation": "swigluoai", "limit": 0.5}),
+    "no gate": (EDGES, 136, 224, {"activation": "relu2_no_mul"}),
 }
 
 
@@ -401,7 +453,11 @@ def test_scales_of_any_distance(rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("shape", [{}, {"max_tokens": 40}, {"activation": "silu"}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"max_tokens": 40}, {"activation": "silu"}, {"activation": "swigluoai", "interleaved": True, "biased": True}],
+    ids=str,
+)
 def test_each_form_stays_inside_its_arrays(shape: dict[str, Any], rng: np.random.Generator) -> None:
     only_hopper()
     compare(*made(rng, [19, 0, 33], 80, 160, spare=0, **shape))

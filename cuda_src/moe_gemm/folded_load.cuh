@@ -2,12 +2,13 @@
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
+#include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/folded_layout.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
 // The loop of the warp that has TMA copy tokens and weights. A tile's first stage says which tile it is; one without
 // tokens says that there are no more.
-template <class Layout, bool GATED, bool STREAMED>
+template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_folded_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                   unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, BOX = box_of(TOKENS);
@@ -29,10 +30,11 @@ __device__ __forceinline__ void load_folded_tiles(const MappedGemmParams& p, typ
                 const unsigned weights_to = ring + Layout::WEIGHTS + place.stage * Layout::WEIGHT_BYTES;
                 mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
                 if (step == 0)
-                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
+                    shared.tiles[place.stage] = {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight,
+                                                 expert};
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + boxes * BOX * FOLDED_K);
                 const int x = step * (FOLDED_UNIT / 8); // the map's elements have 8 bytes
-                if constexpr (GATED)
+                if constexpr (has_halves(ACTIVATION))
                     tma_load<POLICY>(weights_to, p.b_map, x, 0, first_weight / 16, expert, full);
                 else
                     tma_load<POLICY>(weights_to, p.b_map, x, first_weight / 8, expert, 0, full);

@@ -20,10 +20,11 @@
 #include "moe_gemm/params.cuh"
 
 constexpr int FOLDED_ROWS = 8, FOLDED_K = 128, FOLDED_NUMBERS = FOLDED_ROWS * FOLDED_K / 2; // bytes of numbers
-constexpr int FOLDED_UNIT = FOLDED_NUMBERS + FOLDED_ROWS * 4;                               // bytes of a unit
-constexpr int FOLDED_GROUP = 32;      // numbers that share a scale
-constexpr int FOLDED_DIFFERENCE = 19; // the largest E - e
-constexpr int FOLDED_SHIFT = 6;       // the numbers are multiplied by 2^6 beside their scales
+constexpr int FOLDED_ROW_NUMBERS = 32;                        // bytes from a row's numbers to the next row's
+constexpr int FOLDED_UNIT = FOLDED_NUMBERS + FOLDED_ROWS * 4; // bytes of a unit
+constexpr int FOLDED_GROUP = 32;                              // numbers that share a scale
+constexpr int FOLDED_DIFFERENCE = 19;                         // the largest E - e
+constexpr int FOLDED_SHIFT = 6;                               // the numbers are multiplied by 2^6 beside their scales
 
 // The sign bits of two bytes, four numbers of 4 bits, as bit 8 i + 7 of a word.
 __device__ __forceinline__ unsigned spread_signs(unsigned four) {

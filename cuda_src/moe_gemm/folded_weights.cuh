@@ -17,8 +17,13 @@ __device__ __forceinline__ float folded_factor(unsigned word) {
     return exponent == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(max(exponent - FOLDED_SHIFT, 0) << 23);
 }
 
-// What a lane reads of a stage for two products along k: of rows l / 4 and l / 4 + 8 of its warp.
-struct FoldedWords {
+// What a lane reads of a stage for two products along k: of rows l / 4 and l / 4 + 8 of its warp; with PAIRS, of
+// neighbours.
+template <bool PAIRS> struct FoldedWords {
+    // Bytes from the lane's first row to its second: 8 rows, or one.
+    static constexpr int NUMBERS_APART = PAIRS ? FOLDED_ROW_NUMBERS : FOLDED_UNIT;
+    static constexpr int ROWS_APART = PAIRS ? 4 : FOLDED_UNIT;
+
     uint2 numbers[2];
     unsigned rows[2]; // the rows' words, the same for all products of a stage
 
@@ -28,13 +33,13 @@ struct FoldedWords {
         for (int i = 0; i < 2; ++i)
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                          : "=r"(numbers[i].x), "=r"(numbers[i].y)
-                         : "r"(from + i * FOLDED_UNIT)
+                         : "r"(from + i * NUMBERS_APART)
                          : "memory");
     }
 
     __device__ __forceinline__ void load_rows(unsigned from) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) rows[i] = __float_as_uint(load_shared_float(from + i * FOLDED_UNIT));
+        for (int i = 0; i < 2; ++i) rows[i] = __float_as_uint(load_shared_float(from + i * ROWS_APART));
     }
 };
 
@@ -43,7 +48,8 @@ struct FoldedFragments {
     unsigned a[4][4];
 
     // Convert the numbers of products FIRST and FIRST + 1. table: shared address, a multiple of 256.
-    template <int FIRST> __device__ __forceinline__ void convert(const FoldedWords& words, unsigned table) {
+    template <int FIRST, bool PAIRS>
+    __device__ __forceinline__ void convert(const FoldedWords<PAIRS>& words, unsigned table) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const unsigned differences = words.rows[row] & 0xf8f8f8f8;

@@ -2,7 +2,7 @@
 // rows.
 //
 //   x[r, j]   = sum over i of a[r, i] * a_scale[r, i / 128] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // sums in float32, rounded once. a_scale: [rows, ceil(k / 128)]. moe_gemm/params.cuh says what a group is,
 // moe_gemm/folded_prepared.cuh what the weights are: e4m3 numbers, times a power of two of their row.
@@ -22,9 +22,8 @@
 //   warps 9, 10      copy the scales of up to 128 tokens each
 //   warpgroup 0, 1   convert, multiply and write weights 64 w ... 64 w + 63 of a tile
 //
-// A warpgroup multiplies WIDTH tokens at a time. With WIDTH 64 it adds the sums of some while the tensor cores multiply
-// the next; with 128 the other warpgroup's products run meanwhile, for which ORDERED has the two take turns. The next
-// stage's weights are converted during the last products of this one, and after them.
+// A warpgroup multiplies up to 128 tokens at a time. While it adds their sums, the other warpgroup's products run. The
+// next stage's weights are converted during the last products of this one, and after them.
 //
 // Speed of light: the bytes of the weights, then 2 * rows * n * k operations at twice the rate of bfloat16.
 #include "moe_gemm/folded_load.cuh"
@@ -37,7 +36,7 @@ struct FoldedOperands {
     unsigned weights, rows, scales, tokens;
 };
 
-// Start two of the products along k of a stage and WIDTH tokens.
+// Start two of the products along k of a stage, of 2 N tokens.
 template <int FIRST, int N>
 __device__ __forceinline__ void start_folded_products(float (&sums)[N], const FoldedFragments& fragments,
                                                       unsigned tokens) {
@@ -68,8 +67,10 @@ __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums
 }
 
 // A warpgroup that multiplies: its place in the ring, and the weights of the stage that comes next.
-template <class Layout, bool ORDERED> struct FoldedMultiplier {
-    static constexpr int WIDTH = Layout::WIDTH, N = WIDTH / 2, PARTS = Layout::PARTS, BUFFERS = Layout::BUFFERS;
+// PAIRS: a lane's two rows, l / 4 and
+// l / 4 + 8 of a product's 16, are neighbours in memory, a gate and its up.
+template <class Layout, bool PAIRS> struct FoldedMultiplier {
+    static constexpr int WIDTH = Layout::WIDTH, N = WIDTH / 2, PARTS = Layout::PARTS;
     static constexpr int STAGES = Layout::STAGES, CLUSTER = Layout::CLUSTER;
 
     typename Layout::Shared& shared;
@@ -77,7 +78,7 @@ template <class Layout, bool ORDERED> struct FoldedMultiplier {
     unsigned table;
     int warpgroup;
     RingPlace<STAGES> place;
-    FoldedWords words;
+    FoldedWords<PAIRS> words;
     FoldedFragments fragments;
     float factors[2]; // of the lane's rows of weights
 
@@ -87,6 +88,12 @@ template <class Layout, bool ORDERED> struct FoldedMultiplier {
         const unsigned weights =
             ring + Layout::WEIGHTS + (warpgroup * 8 + threadIdx.x % WARPGROUP / 32 * 2) * FOLDED_UNIT;
         first.weights = weights + lane * 8, first.rows = weights + FOLDED_NUMBERS + lane / 4 * 4;
+        if constexpr (PAIRS) { // a lane's first row is 2 (l / 4), and rows 8, 10, ... are in the second unit
+            const int row = lane / 4 * 2 % FOLDED_ROWS;
+            const unsigned unit = weights + lane / 16 * FOLDED_UNIT;
+            first.weights = unit + row * FOLDED_ROW_NUMBERS + lane % 4 * 8,
+            first.rows = unit + FOLDED_NUMBERS + row * 4;
+        }
         first.scales = ring + Layout::SCALES + lane % 4 * Layout::SCALE_PITCH;
         first.tokens = unsigned(k_major_descriptor(ring));
         // Else the compiler would compute them again at every stage.
@@ -143,68 +150,39 @@ template <class Layout, bool ORDERED> struct FoldedMultiplier {
         }
     }
 
-    // The turns of two warpgroups. Barrier 3 + w says that warpgroup w may start products.
-    __device__ __forceinline__ void take_turn() {
-        if constexpr (ORDERED) {
-            if (warpgroup == 0)
-                named_barrier_sync<3, 2 * WARPGROUP>();
-            else
-                named_barrier_sync<4, 2 * WARPGROUP>();
-        }
-    }
-    __device__ __forceinline__ void give_turn() {
-        if constexpr (ORDERED) {
-            if (warpgroup == 0)
-                named_barrier_arrive<4, 2 * WARPGROUP>();
-            else
-                named_barrier_arrive<3, 2 * WARPGROUP>();
-        }
-    }
-
     // Add the products of the stage at hand and the first ACTIVE parts of the tokens, whose fragments are there, and
     // make those of the next stage. last: of the tile.
     template <int ACTIVE> __device__ __forceinline__ void multiply_stage(float (&total)[PARTS][N], bool last) {
         const unsigned tokens = first.tokens + place.stage * (Layout::TOKEN_BYTES >> 4);
         const unsigned scales = first.scales + place.stage * Layout::SCALE_BYTES;
         const int stage = place.stage;
-        float sums[BUFFERS][N];
+        float sums[N];
         auto add = [&](int part) {
-            const int token = part * WIDTH;
-            wgmma_fence_operand(sums[part % BUFFERS]);
-            add_scaled(total[part], sums[part % BUFFERS], scales + token / 128 * Layout::SCALES_EACH + token % 128);
+            wgmma_fence_operand(sums);
+            add_scaled(total[part], sums, scales + part * Layout::SCALES_EACH);
         };
 #pragma unroll
         for (int part = 0; part < ACTIVE; ++part) {
-            float (&c)[N] = sums[part % BUFFERS];
             const unsigned from = tokens + part * (WIDTH * FOLDED_K >> 4);
-            take_turn();
             wgmma_fence();
-            start_folded_products<0>(c, fragments, from);
+            start_folded_products<0>(sums, fragments, from);
             // The fragments of the last part are free by halves.
             if (part == ACTIVE - 1) wgmma_commit_group();
-            start_folded_products<2>(c, fragments, from);
+            start_folded_products<2>(sums, fragments, from);
             wgmma_commit_group();
-            give_turn();
             if (part == 0) {
                 if (last) {
                     const unsigned here = first.rows + stage * Layout::WEIGHT_BYTES;
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        factors[i] = folded_factor(__float_as_uint(load_shared_float(here + i * FOLDED_UNIT)));
+                        factors[i] = folded_factor(__float_as_uint(load_shared_float(here + i * words.ROWS_APART)));
                 }
                 place.advance();
                 // The next stage, of this tile or of the next, or the one that says that there is none.
                 wait_full(place);
                 load_words();
             }
-            if (BUFFERS > 1 && part > 0) {
-                if (part < ACTIVE - 1)
-                    wgmma_wait_group<1>();
-                else
-                    wgmma_wait_group<2>();
-                add(part - 1);
-            }
-            if (BUFFERS == 1 && part < ACTIVE - 1) {
+            if (part < ACTIVE - 1) {
                 wgmma_wait_group<0>();
                 add(part);
             }
@@ -224,7 +202,7 @@ template <class Layout, bool ORDERED> struct FoldedMultiplier {
 };
 
 // The loop of a warpgroup that multiplies.
-template <typename T, int ACTIVATION, bool ORDERED, class Layout>
+template <typename T, int ACTIVATION, class Layout>
 __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                      unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, PARTS = Layout::PARTS, N = Layout::WIDTH / 2;
@@ -232,16 +210,18 @@ __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, 
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const unsigned staging = ring + Layout::STAGED + warpgroup * 2 * Layout::STAGING;
     const int steps = (p.k + FOLDED_K - 1) / FOLDED_K;
-    FoldedMultiplier<Layout, ORDERED> multiplier(shared, ring, warpgroup);
+    constexpr bool PAIRS = is_gated(ACTIVATION) && !has_halves(ACTIVATION);
+    FoldedMultiplier<Layout, PAIRS> multiplier(shared, ring, warpgroup);
+    WgmmaTile& kept = shared.kept[threadIdx.x / 32];
     int round = 0;
-    if (ORDERED && warpgroup > 0) multiplier.give_turn();
     multiplier.begin();
     for (;;) {
-        // The tile, a quarter of it in each of four neighbouring lanes, as registers are scarce.
-        const int quarter = reinterpret_cast<const int*>(&shared.tiles[multiplier.place.stage])[threadIdx.x % 4];
         // By a reduction, so that the compiler knows that it is the same in all lanes.
-        const int tokens = __reduce_max_sync(FULL_WARP, threadIdx.x % 4 == 1 ? quarter : 0);
+        const int tokens = __reduce_max_sync(FULL_WARP, shared.tiles[multiplier.place.stage].tokens);
         if (tokens == 0) break;
+        // The tile waits in shared memory, as registers are scarce.
+        if (threadIdx.x % 32 == 0) kept = shared.tiles[multiplier.place.stage];
+        __syncwarp();
         float total[PARTS][N];
 #pragma unroll
         for (int i = 0; i < PARTS * N; ++i) total[i / N][i % N] = 0.f;
@@ -252,23 +232,21 @@ __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, 
         float (&all)[PARTS * N] = reinterpret_cast<float (&)[PARTS * N]>(total);
 #pragma unroll
         for (int i = 0; i < PARTS * N; ++i) all[i] *= multiplier.factors[i / 2 % 2];
-        const WgmmaTile tile{__shfl_sync(FULL_WARP, quarter, 0), tokens, __shfl_sync(FULL_WARP, quarter, 2), 0};
+        const WgmmaTile tile{kept.row, tokens, kept.column, kept.expert};
         store_tile<T, ACTIVATION, TOKENS>(p, all, tile, warpgroup, staging, round);
+        __syncwarp(); // before the next tile is kept
     }
-    if (ORDERED && warpgroup == 0) multiplier.take_turn();
 }
 
-// T: __nv_bfloat16 or __half, of the result. TOKENS: 8, 16, 32, 64, 128 or 256. WIDTH: TOKENS, or a divisor of it.
-// BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens, where weights are read once. ACTIVATION: a number
-// of common/activation.cuh.
-template <typename T, int ACTIVATION, int TOKENS, int WIDTH, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED,
-          bool ORDERED>
+// T: __nv_bfloat16 or __half, of the result. TOKENS: 8, 16, 32, 128 or 256. BLOCKS: blocks that fit a
+// multiprocessor. STREAMED: for few tokens, where weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh has it.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
 __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_folded_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
-    using Layout = FoldedLayout<TOKENS, WIDTH, STAGES, CLUSTER>;
+    using Layout = FoldedLayout<TOKENS, STAGES, CLUSTER>;
     using Shared = typename Layout::Shared;
-    constexpr bool GATED = ACTIVATION != NO_ACTIVATION, DEAL = TOKENS >= 128;
+    constexpr bool DEAL = TOKENS >= 128;
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned ring = shared_address(memory) + misplaced;
@@ -288,12 +266,12 @@ __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
         if constexpr (DEAL) setmaxnreg_inc<232>();
-        compute_folded_tiles<T, ACTIVATION, ORDERED, Layout>(p, shared, ring);
+        compute_folded_tiles<T, ACTIVATION, Layout>(p, shared, ring);
     } else {
         if constexpr (DEAL) setmaxnreg_dec<40>();
         const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32) - WARPGROUPS * WARPGROUP / 32, 0);
         if (warp == 0)
-            load_folded_tiles<Layout, GATED, STREAMED>(p, shared, ring);
+            load_folded_tiles<Layout, ACTIVATION, STREAMED>(p, shared, ring);
         else if (warp <= Layout::SCALE_WARPS)
             load_folded_scales<Layout>(p, shared, ring + Layout::SCALES, warp - 1);
     }

@@ -2,25 +2,27 @@
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
+#include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/fp4_layout.cuh"
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
-// Start the copy of a stage's weights, from unit `unit` along k on. Gated, gates and their ups alternate by 8 rows.
-template <class Layout, bool GATED, bool STREAMED>
+// Start the copy of a stage's weights, from unit `unit` along k on. Gates of a half and
+// their ups alternate by 8 rows.
+template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsigned ring, int stage, int unit,
                                                  int first_weight, int expert, unsigned full) {
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const unsigned to = ring + Layout::WEIGHTS + stage * Layout::WEIGHT_BYTES;
     const int x = unit * (UNIT_BYTES<Layout::FORMAT> / 8); // the map's elements have 8 bytes
-    if constexpr (GATED)
+    if constexpr (has_halves(ACTIVATION))
         tma_load<POLICY>(to, p.b_map, x, 0, first_weight / 16, expert, full);
     else
         tma_load<POLICY>(to, p.b_map, x, first_weight / 8, expert, 0, full);
 }
 
 // The loop of the warp where TMA copies the tokens.
-template <class Layout, bool GATED, bool STREAMED>
+template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, CLUSTER = Layout::CLUSTER, BOX = box_of(TOKENS);
@@ -39,10 +41,11 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
                 const unsigned tokens_to = ring + place.stage * Layout::TOKEN_BYTES;
                 mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
                 if (step == 0)
-                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
+                    shared.tiles[place.stage] = {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight,
+                                                 expert};
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + UNITS * boxes * BOX * ROW_BYTES);
-                load_fp4_weights<Layout, GATED, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
-                                                          full);
+                load_fp4_weights<Layout, ACTIVATION, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
+                                                               full);
 #pragma unroll
                 for (int unit = 0; unit < UNITS; ++unit) {
                     const int x = (step * UNITS + unit) * DEPTH;
@@ -68,7 +71,7 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
 
 // The loop of the warp where it gathers the tokens itself, by cp.async. wgmma reads what cp.async has written only after
 // a fence of the thread that started the copy, once it is complete: so a stage is said to be full BEHIND stages later.
-template <class Layout, bool GATED, bool STREAMED>
+template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, STAGES = Layout::STAGES, BEHIND = STAGES / 2;
@@ -94,10 +97,11 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
             if (lane == 0) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
                 if (step == 0)
-                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, expert};
+                    shared.tiles[place.stage] = {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight,
+                                                 expert};
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES);
-                load_fp4_weights<Layout, GATED, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
-                                                          full);
+                load_fp4_weights<Layout, ACTIVATION, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
+                                                               full);
             }
 #pragma unroll
             for (int i = 0; i < TOKENS / 4; ++i) {

@@ -2,7 +2,7 @@
 // times its rows, which may be gathered.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // each number of b times its scale; sums in float32, rounded once. moe_gemm/params.cuh says what a group is,
 // moe_gemm/fp4_prepared.cuh what prepared weights are.
@@ -32,17 +32,21 @@ struct Fp4Operands {
     unsigned weights, scales, tokens;
 };
 
-// Convert HALVES halves of unit `unit`, from `half` on, and start their products.
-template <typename T, class Layout, int REGISTERS>
+// Convert HALVES halves of unit `unit`, from `half` on, and start their products. PAIRS: a lane's two rows, l / 4 and
+// l / 4 + 8 of a product's 16, are neighbours in memory, a gate and its up.
+template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragments<Layout::HALVES>& fragments,
                                               const Fp4Operands& stage, int unit, int half, int width, bool add) {
     constexpr int HALVES = Layout::HALVES;
     const unsigned at = unit * UNIT_BYTES<Layout::FORMAT>;
+    // From a lane's first row to its second: 8 rows, or one.
+    constexpr int NUMBERS_APART = PAIRS ? ROW_NUMBERS : Layout::EIGHT;
+    constexpr int SCALES_APART = PAIRS ? UNIT_SCALES<Layout::FORMAT> : Layout::EIGHT;
     unsigned words[HALVES][2];
     Fp4Factors<T, Layout::FORMAT> factors[HALVES][2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const unsigned from = stage.weights + at + row * Layout::EIGHT;
+        const unsigned from = stage.weights + at + row * NUMBERS_APART;
         if constexpr (HALVES == 2) {
             const uint2 both = load_shared_two(from);
             words[0][row] = both.x, words[1][row] = both.y;
@@ -50,7 +54,7 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
             words[0][row] = load_shared_word(from + half * 4);
         }
 #pragma unroll
-        for (int i = 0; i < HALVES; ++i) factors[i][row].load(stage.scales + at + row * Layout::EIGHT, half + i);
+        for (int i = 0; i < HALVES; ++i) factors[i][row].load(stage.scales + at + row * SCALES_APART, half + i);
     }
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) fragments.template convert<T>(i, words[i], factors[i]);
@@ -69,7 +73,7 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
 
 // Sum a warpgroup's part of a tile of at most WIDTH tokens. `first_stage`: what it reads of stage 0.
 // `skewed_after`: the step after which the other warpgroup may begin, or -1.
-template <typename T, class Layout, int REGISTERS>
+template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Layout::Shared& shared,
                                              RingPlace<Layout::STAGES>& place, int steps, int skewed_after,
                                              int warpgroup, int width, const Fp4Operands& first_stage) {
@@ -94,7 +98,7 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
 #pragma unroll
         for (int i = 0; i < Layout::UNITS / EACH * TIMES; ++i) {
             const int unit = i / TIMES * EACH + (Layout::SPLIT ? warpgroup : 0);
-            multiply_part<T, Layout>(c, fragments[i % 2], stage, unit, i % TIMES, width, i > 0 || step > 0);
+            multiply_part<T, Layout, PAIRS>(c, fragments[i % 2], stage, unit, i % TIMES, width, i > 0 || step > 0);
             // All of the stage before has been read.
             if (i == 0 && step > 0) release(previous);
         }
@@ -147,6 +151,13 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
                          unsigned(k_major_descriptor(ring))};
+    constexpr bool PAIRS = is_gated(ACTIVATION) && !has_halves(ACTIVATION);
+    if constexpr (PAIRS) { // a lane's first row is 2 (l / 4), and rows 8, 10, ... are in the second unit
+        const int row = lane / 4 * 2 % UNIT_ROWS;
+        const unsigned unit = weights + lane / 16 * Layout::EIGHT;
+        operands.weights = unit + row * ROW_NUMBERS + lane % 4 * 8;
+        operands.scales = unit + UNIT_NUMBERS + row * UNIT_SCALES<Layout::FORMAT>;
+    }
     // Else the compiler would compute them again at every stage.
     asm volatile("" : "+r"(operands.weights), "+r"(operands.scales), "+r"(operands.tokens));
     const unsigned staging = ring + Layout::STAGED + side * 2 * Layout::STAGING;
@@ -164,7 +175,7 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
         if (tokens == 0) break;
         if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
         const float factor = p.b_global_scale ? MISSING * p.b_global_scale[tile.expert] : MISSING;
-        sum_fp4_tile<T, Layout>(c, shared, place, steps, skewed_after, warpgroup, tokens, operands);
+        sum_fp4_tile<T, Layout, PAIRS>(c, shared, place, steps, skewed_after, warpgroup, tokens, operands);
         skewed_after = -1;
         // The sums are not changed in place: else the compiler would wait for each product.
         if constexpr (Layout::SPLIT) {
@@ -179,8 +190,8 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
 }
 
 // T: __nv_bfloat16 or __half, of the tokens and of the result. FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 128 or 288.
-// BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens, where weights are read once. ACTIVATION: a number
-// of common/activation.cuh.
+// BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens, where weights are read once. ACTIVATION: as
+// moe_gemm/epilogue.cuh has it.
 template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STAGES, int CLUSTER, int BLOCKS,
           bool STREAMED, bool SPLIT, bool GATHER>
 __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
@@ -189,7 +200,7 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
     static_assert(!GATHER || (CLUSTER == 1 && TOKENS <= 128), "");
     using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SPLIT>;
     using Shared = typename Layout::Shared;
-    constexpr bool GATED = ACTIVATION != NO_ACTIVATION, DEAL = TOKENS > 128;
+    constexpr bool DEAL = TOKENS > 128;
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned ring = shared_address(memory) + misplaced;
@@ -212,9 +223,9 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
         if constexpr (DEAL) setmaxnreg_dec<56>();
         if (threadIdx.x < WARPGROUPS * WARPGROUP + 32) {
             if constexpr (GATHER)
-                gather_fp4_tiles<Layout, GATED, STREAMED>(p, shared, ring);
+                gather_fp4_tiles<Layout, ACTIVATION, STREAMED>(p, shared, ring);
             else
-                load_fp4_tiles<Layout, GATED, STREAMED>(p, shared, ring);
+                load_fp4_tiles<Layout, ACTIVATION, STREAMED>(p, shared, ring);
         }
     }
     // A block may not end while others of its cluster write to its shared memory.

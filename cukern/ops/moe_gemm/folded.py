@@ -30,12 +30,10 @@ _restore = Kernel("moe_gemm/restore_folded", "restore_folded")
 class FoldedWgmma(NamedTuple):
     """The template arguments of `gemm_folded_wgmma` but the type, the activation and the stages: as many as fit."""
 
-    tokens: int  # 8, 16, 32, 64, 128 or 256
-    width: int  # tokens of a product
+    tokens: int  # 8, 16, 32, 128 or 256
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
     is_streamed: bool = False
-    is_ordered: bool = False
 
     @property
     def units(self) -> int:
@@ -56,9 +54,10 @@ class FoldedWgmma(NamedTuple):
         weights = self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * constant(_folded_wgmma, "FOLDED_UNIT")
         stage = rows + weights + scales + 32
         staging = constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows * constant(_folded_wgmma, "ROW_BYTES")
+        kept = 16 * constant(_folded_wgmma, "WARPGROUPS") * constant(_folded_wgmma, "WARPGROUP") // 32
         # The rings begin at a multiple of 1024 bytes, the room for results at one of 128, and the table of 256 bytes at
         # one of these.
-        return stage, 1024 + staging + 128 + 256 + 256
+        return stage, 1024 + staging + 128 + 256 + 256 + kept
 
     @property
     def stages(self) -> int:
@@ -76,43 +75,35 @@ class FoldedWgmma(NamedTuple):
         warpgroup = constant(_folded_wgmma, "WARPGROUP")
         return constant(_folded_wgmma, "WARPGROUPS") * warpgroup + (warpgroup if self.tokens >= 128 else 64)
 
-    def variant(self, out_dtype: str, activation: int) -> Variant:
-        sizes = self.tokens, self.width, self.stages, self.cluster, self.blocks
-        arguments = *sizes, _flag(self.is_streamed), _flag(self.is_ordered)
-        return _folded_wgmma.variant(
-            arrays.CUDA_TYPE[out_dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES
-        )
+    def variant(self, out_dtype: str, epilogue: int) -> Variant:
+        arguments = self.tokens, self.stages, self.cluster, self.blocks, _flag(self.is_streamed)
+        return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
-#: The forms, by the most rows that a group is likely to have.
+#: The forms, by the most rows that a group is likely to have. One for 64 rows takes longer than that for 128.
 FOLDED_FORMS = (
-    FoldedWgmma(8, 8, blocks=3, is_streamed=True),
-    FoldedWgmma(16, 16, blocks=2, is_streamed=True),
-    FoldedWgmma(32, 32, blocks=2, is_streamed=True),
-    FoldedWgmma(64, 64, cluster=2, is_streamed=True),
-    FoldedWgmma(128, 64, cluster=2),
-    FoldedWgmma(256, 64, cluster=2),
+    FoldedWgmma(8, blocks=3, is_streamed=True),
+    FoldedWgmma(16, blocks=2, is_streamed=True),
+    FoldedWgmma(32, blocks=2, is_streamed=True),
+    FoldedWgmma(128, cluster=2),
+    FoldedWgmma(256, cluster=2),
 )
 _ahead = [form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in FOLDED_FORMS]
 _folded_wgmma.specialize_by_arch({arch: _ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
 
 
-def why_not_folded(variant: str, x: Product) -> str:
-    """The reason why the product cannot be formed; empty if it can."""
-    if x.a.gpu.arch != "90a":
-        return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
-    return "" if variant in ("auto", "wgmma") else f"variant {variant!r} takes others"
-
-
 def folded_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
-    form = _form_of(FOLDED_FORMS, x, count)
+    form, medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
+    # The larger form gains nothing before groups have more rows than the smaller one takes.
+    if form is FOLDED_FORMS[-1] and x.expects(medium.tokens):
+        form = medium
     strips = -(-x.n // (form.cluster * form.weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     promotion = 128 if form.is_streamed else 256
     launch(
-        form.variant(x.out.dtype, x.activation),
+        form.variant(x.out.dtype, x.epilogue),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
         form.threads,
         form.shared_bytes,
