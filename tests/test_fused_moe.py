@@ -265,7 +265,7 @@ BAD: dict[str, tuple[str | None, dict[str, Any], type[Exception], str]] = {
     "quant": (None, {"quant": 8}, TypeError, "quant must be a FusedMoEQuantConfig, its name, or None, got int"),
     "quant's name": (
         None, {"quant": "int4"}, ValueError,
-        "quant must be one of 'fp8_block', 'fp8', 'mxfp4', 'nvfp4', got 'int4'",
+        "quant must be one of 'fp8_block', 'fp8', 'mxfp4', 'nvfp4', 'mxfp4_fp8', got 'int4'",
     ),
     "no scales": (
         None, {"quant": "fp8_block"}, ValueError, "w1_scale must be the scales of fp8_block, got None",
@@ -342,7 +342,10 @@ ONE = np.ones(1, np.float32)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quant_dtype": "int8"}, "quant_dtype must be one of None, 'float8_e4m3fn', 'mxfp4', 'nvfp4', got 'int8'"),
+        (
+            {"quant_dtype": "int8"},
+            "quant_dtype must be one of None, 'float8_e4m3fn', 'mxfp4', 'nvfp4', 'mxfp4_fp8', got 'int8'",
+        ),
         (
             {"quant_dtype": "float8_e4m3fn", "block_shape": (64, 64)},
             "block_shape must be None, or (128, 128) with float8_e4m3fn, got (64, 64) with float8_e4m3fn",

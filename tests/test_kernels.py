@@ -116,6 +116,8 @@ def _moe_gemm() -> Iterator[Variant]:
     for weights in ("MXFP4", "NVFP4"):
         yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))
         yield op.FP4_FORMS[-1].variant("float16", weights, 1, False)
+    yield from (moe_gemm.folded.prepare_variant(), moe_gemm.folded.prepare_variant(True))
+    yield moe_gemm.folded.FOLDED_FORMS[-1].variant("float16", 1)
     of_4_bits = itertools.product(("MXFP4", "NVFP4"), ("bfloat16", "float16"))
     for (weights, dtype), most in itertools.product((("FP8", "bfloat16"), *of_4_bits), SHARED_BYTES.values()):
         is_by_blocks = weights == "FP8"

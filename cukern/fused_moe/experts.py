@@ -261,11 +261,11 @@ class _Fp8GemmExperts(_GemmExperts):
     @property
     def _group(self) -> int | None:
         """The numbers that share a scale; None: all of a row, or of all rows."""
-        return GROUP if self.quant_config.block_shape else None
+        return GROUP if self.quant_config.is_in_groups else None
 
     def _scales(self, columns: int) -> int:
         """The number of scales of a row of so many numbers."""
-        if self.quant_config.block_shape:
+        if self.quant_config.is_in_groups:
             return columns // GROUP
         return 1 if self.quant_config.per_act_token_quant else 0
 
@@ -299,7 +299,7 @@ class _Fp8GemmExperts(_GemmExperts):
         config = self.quant_config
         static = config.a2_scale
         if config.quantizes_activated(activation):
-            if config.block_shape:
+            if config.is_in_groups:
                 per_token_group_quant_fp8(gate_up, GROUP, expert_num_tokens=expert_num_tokens, out_q=q, out_s=scale)
                 return scale
             per_token = config.per_act_token_quant
@@ -336,11 +336,11 @@ class _Fp8GemmExperts(_GemmExperts):
         dtype = dtype_of(by_row)
         expert_offsets, row_token, inverse = where
         config = self.quant_config
-        experts, _, hidden = w1.shape
+        experts = w1.shape[0]
         inter = inter_of(w1, activation)
-        columns = inter if config.quantizes_activated(activation) else w1.shape[1]
+        columns = inter if config.quantizes_activated(activation) else rows_of_weights(w1)
         if row_token is None:
-            q, scale = self._quantized(workspace2, (rows,), hidden)
+            q, scale = self._quantized(workspace2, (rows,), a.shape[1])
             a = permute_rows(a, inverse, rows, out=q)
             if scale is not None:
                 a_scale = permute_rows(a_scale, inverse, rows, out=scale)
@@ -387,7 +387,7 @@ class _Fp8GemmExperts(_GemmExperts):
         dtype = dtype_of(output)
         config = self.quant_config
         shape, inter = tuple(a.shape[:2]), inter_of(w1, activation)
-        columns = inter if config.quantizes_activated(activation) else w1.shape[1]
+        columns = inter if config.quantizes_activated(activation) else rows_of_weights(w1)
         gate_up = moe_gemm_batched(
             a,
             w1,
@@ -401,7 +401,7 @@ class _Fp8GemmExperts(_GemmExperts):
         )
         q, scale = self._quantized(workspace2, shape, inter)
         a_scale = self._activate(gate_up, activation, expert_num_tokens, q, scale)
-        if scale is not None and not config.block_shape:
+        if scale is not None and not config.is_in_groups:
             a_scale = a_scale.reshape(shape)
         moe_gemm_batched(
             q,
@@ -488,10 +488,19 @@ class Fp4Experts(_EitherFormat):
         return not self.quant_config.is_prepared or bool(expected_rows <= FP4_GATHERED_ROWS)
 
 
+class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
+    """MXFP4 weights prepared for FP8 rows, and FP8 activations with a scale for 128 of a row; rows are permuted."""
+
+    quantizations = ("mxfp4_fp8",)
+
+    def _gathers(self, expected_rows: Any, arch: str | None) -> bool:
+        return False
+
+
 class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
     """Experts that pass each call on to the class for the configuration's quantization."""
 
-    quantizations = (None, "fp8_block", "fp8", "mxfp4", "nvfp4")
+    quantizations = (None, "fp8_block", "fp8", "mxfp4", "nvfp4", "mxfp4_fp8")
     use_batched_format: ClassVar[bool] = False
 
     def __init__(self, quant_config: FusedMoEQuantConfig = NOT_QUANTIZED) -> None:
@@ -501,6 +510,8 @@ class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
     def _choose(self, config: FusedMoEQuantConfig) -> _GemmExperts:
         if config.name == "fp8":
             return Fp8Experts(config, use_batched_format=self.use_batched_format)
+        if config.name == "mxfp4_fp8":
+            return Fp8RowsFp4Experts(config, use_batched_format=self.use_batched_format)
         if config.name in ("mxfp4", "nvfp4"):
             return Fp4Experts(config, use_batched_format=self.use_batched_format)
         if config.name == "fp8_block":

@@ -422,7 +422,7 @@ def fp4_wgmma(x: Product) -> None:
     )
 
 
-def _prepared_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
+def _prepared_map(x: Product, form: Any, promotion: int) -> Late:
     """A map of prepared weights, with boxes of a stage, where gates of a half and their ups alternate by 8 rows."""
     _, eights, units, unit = x.b.shape
     words, line, eight = unit // 8, form.units * (unit // 8), units * unit
