@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cukern
+from cukern.fused_moe.buffers import is_of_units
 from cukern.fused_moe.layer import _Numbers
 from cukern.ops.moe_gemm import kernels, moe_gemm_quantized
 from cukern.runtime import gpu
@@ -118,6 +119,15 @@ def launched(tokens: int, **more: Any) -> list[str]:
     return [step.variant.instance.function for step in trace.steps if step.variant is not None]
 
 
+def test_weights_of_units() -> None:
+    whole = np.zeros(4096 + 64, np.uint8)
+    start = -whole.ctypes.data % 16
+    rows = whole[start : start + 4096].reshape(16, 256)
+    assert is_of_units(rows)
+    assert not is_of_units(rows[:, :128])
+    assert not is_of_units(whole[start + 8 :])
+
+
 @pytest.mark.parametrize(
     ("tokens", "more", "count"),
     [
@@ -126,10 +136,11 @@ def launched(tokens: int, **more: Any) -> list[str]:
         (2048, {}, 1),
         (64, SMALL, 0),
         (2048, {"activation": "relu2_no_mul", "w2": np.zeros((8, 512, 4096), E4M3), "w2_scale": WIDE_SCALE}, 0),
+        (2048, {"w1": np.zeros((8, 4096, 512 + 8), E4M3)[..., :512]}, 0),
         (2048, {"w1_bias": np.zeros((8, 4096), np.float32)}, 0),
         (2048, {"quant": _Numbers("fp8_block", (("gemm1_interleaved", True),))}, 0),
     ],
-    ids=["4", "64", "2048", "small", "no gate", "bias", "interleaved"],
+    ids=["4", "64", "2048", "small", "no gate", "strides", "bias", "interleaved"],
 )
 def test_a_layer_quantizes_in_its_first_product(tokens: int, more: dict[str, Any], count: int) -> None:
     functions = launched(tokens, **more)
