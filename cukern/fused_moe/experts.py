@@ -501,7 +501,7 @@ class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
 
     quantizations = ("mxfp4_fp8",)
 
-    def _gathers(self, expected_rows: Any, arch: str | None) -> bool:
+    def _gathers(self, expected_rows: Any, arch: str | None, columns: int) -> bool:
         return False
 
 
