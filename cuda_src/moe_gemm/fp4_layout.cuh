@@ -5,7 +5,7 @@
 
 static_assert(DEPTH == UNIT_K, "");
 
-constexpr int TILES_AHEAD = 8;            // tiles that the loading warp may have found and the others not yet read
+constexpr int TILES_AHEAD = 8;            // tiles that the loading warp may have found and the others not yet summed
 constexpr int FP4_SHARED = 304;           // bytes of Fp4Layout::Shared but those of stages
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES; // bytes of 8 rows of a swizzled tile
 constexpr int MOST_BOX_WORDS = 256;       // of 8 bytes: TMA's limit of a box along a dimension

@@ -93,13 +93,13 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
 
 // The loop of the warp where it gathers the tokens itself, by cp.async. wgmma reads what cp.async has written only after
 // a fence of the thread that started the copy, once it is complete: so a stage is said to be full BEHIND stages later.
-// Two waits limit BEHIND. A tile, which may be a single stage, is published once the one TILES_AHEAD before has been read.
+// Two waits limit BEHIND. A tile, which may be a single stage, is published once the one TILES_AHEAD before is done.
 // And a warpgroup releases a stage in the middle of the next one that it has, SPLIT further.
 template <class Layout, bool GATED, bool STREAMED>
 __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, STAGES = Layout::STAGES;
-    constexpr int MOST = STAGES / 2 < TILES_AHEAD ? STAGES / 2 : TILES_AHEAD, ROOM = STAGES - Layout::SPLIT - 1;
+    constexpr int MOST = STAGES / 2 < TILES_AHEAD ? STAGES / 2 : TILES_AHEAD - 1, ROOM = STAGES - Layout::SPLIT - 1;
     constexpr int BEHIND = MOST < ROOM ? MOST : ROOM;
     static_assert(BEHIND > 0, "");
     const int lane = threadIdx.x % 32, chunk = lane % 8;

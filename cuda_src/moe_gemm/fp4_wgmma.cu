@@ -135,17 +135,18 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
     wgmma_fence_operand(c);
 }
 
-// SPLIT: the first warpgroup of a side adds up the sums of all of them, thread by thread, always in the same order.
+// SPLIT: the warpgroup of a side that has the last part adds up the sums of all of them, thread by thread, always in the
+// same order.
 // `any`: whether this warpgroup has sums; else they are 0. `phase`: the tiles before, but for an even number. `exchange`:
-// room for the side's sums but the first ones.
+// room for the side's sums but the last ones.
 template <class Layout, int REGISTERS>
 __device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const float (&c)[REGISTERS],
-                                          typename Layout::Shared& shared, bool any, int group, int side,
+                                          typename Layout::Shared& shared, bool any, int part, int side,
                                           unsigned exchange, int phase) {
     const unsigned full = shared_address(&shared.sums_full[side]), empty = shared_address(&shared.sums_empty[side]);
     const unsigned mine = exchange + threadIdx.x % WARPGROUP * 16;
-    if (group > 0) {
-        const unsigned to = mine + (group - 1) * Layout::SUMS;
+    if (part < Layout::SPLIT - 1) {
+        const unsigned to = mine + part * Layout::SUMS;
         mbarrier_wait(empty, phase + 1);
 #pragma unroll
         for (int i = 0; i < REGISTERS; i += 4)
@@ -153,23 +154,21 @@ __device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const floa
                          any ? make_uint4(__float_as_uint(c[i]), __float_as_uint(c[i + 1]), __float_as_uint(c[i + 2]),
                                           __float_as_uint(c[i + 3]))
                              : make_uint4(0, 0, 0, 0));
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
+        mbarrier_arrive(full);
     } else {
         mbarrier_wait(full, phase);
 #pragma unroll
         for (int i = 0; i < REGISTERS; ++i) joined[i] = any ? c[i] : 0;
 #pragma unroll 1
-        for (int other = 1; other < Layout::SPLIT; ++other) {
+        for (int other = 0; other < Layout::SPLIT - 1; ++other) {
 #pragma unroll
             for (int i = 0; i < REGISTERS; i += 4) {
-                const uint4 sums = load_shared(mine + (other - 1) * Layout::SUMS + i / 4 * WARPGROUP * 16);
+                const uint4 sums = load_shared(mine + other * Layout::SUMS + i / 4 * WARPGROUP * 16);
                 joined[i] += __uint_as_float(sums.x), joined[i + 1] += __uint_as_float(sums.y);
                 joined[i + 2] += __uint_as_float(sums.z), joined[i + 3] += __uint_as_float(sums.w);
             }
         }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+        mbarrier_arrive(empty);
     }
 }
 
@@ -183,7 +182,10 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
     // registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
-    const int side = warpgroup % SIDES, group = warpgroup / SIDES, lane = threadIdx.x % 32;
+    const int side = SIDES == 1 ? 0 : SPLIT == 1 ? warpgroup : warpgroup % SIDES, lane = threadIdx.x % 32;
+    // The last part, which may have the fewest stages, is that of the warpgroups that write. By a reduction for the same
+    // reason, as a loop's bound follows from it.
+    const int part = SPLIT == 1 ? 0 : __reduce_max_sync(FULL_WARP, SPLIT - 1 - warpgroup / SIDES);
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
                          unsigned(k_major_descriptor(ring))};
@@ -191,7 +193,6 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     asm volatile("" : "+r"(operands.weights), "+r"(operands.scales), "+r"(operands.tokens));
     const unsigned staging = ring + Layout::STAGED + side * 2 * Layout::STAGING;
     const int steps = (p.k + Layout::UNITS * DEPTH - 1) / (Layout::UNITS * DEPTH);
-    const int part = SPLIT - 1 - group; // group 0, which writes, has the fewest stages
     RingPlace<Layout::STAGES> place;
     if constexpr (SPLIT > 1) skip(place, part);
     RingPlace<TILES_AHEAD> at;
@@ -203,20 +204,21 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
         const WgmmaTile tile = shared.tiles[at.stage];
         // By a reduction, so that the compiler knows that they are the same in all lanes.
         const int tokens = __reduce_max_sync(FULL_WARP, tile.tokens);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared_address(&shared.tile_empty[at.stage]));
         if (tokens == 0) break;
-        at.advance();
         if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
-        const float factor = p.b_global_scale ? MISSING * p.b_global_scale[tile.expert] : MISSING;
+        const float factor = Layout::FORMAT == NVFP4 ? MISSING * p.b_global_scale[tile.expert] : MISSING;
         sum_fp4_tile<T, Layout>(c, shared, place, steps, skewed_after, part, tokens, operands);
         skewed_after = -1;
+        // Here, where all lanes have read the tile: after a __syncwarp the compiler would no longer keep what is the same
+        // in all lanes in uniform registers.
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.tile_empty[at.stage]));
+        at.advance();
         // The sums are not changed in place: else the compiler would wait for each product.
         if constexpr (SPLIT > 1) {
             float joined[TOKENS / 2];
-            join_sums<Layout>(joined, c, shared, part < steps, group, side,
+            join_sums<Layout>(joined, c, shared, part < steps, part, side,
                               ring + Layout::EXCHANGE + side * (SPLIT - 1) * Layout::SUMS, at.stage - 1);
-            if (group == 0) store_tile<T, ACTIVATION, TOKENS>(p, joined, tile, side, staging, round, factor);
+            if (part == SPLIT - 1) store_tile<T, ACTIVATION, TOKENS>(p, joined, tile, side, staging, round, factor);
         } else {
             store_tile<T, ACTIVATION, TOKENS>(p, c, tile, side, staging, round, factor);
         }
@@ -253,8 +255,8 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
             mbarrier_init(shared_address(&shared.tile_empty[i]), Layout::GROUPS * WARPS);
         }
         for (int i = 0; i < SIDES && SPLIT > 1; ++i) {
-            mbarrier_init(shared_address(&shared.sums_full[i]), (SPLIT - 1) * WARPS);
-            mbarrier_init(shared_address(&shared.sums_empty[i]), WARPS);
+            mbarrier_init(shared_address(&shared.sums_full[i]), (SPLIT - 1) * WARPGROUP);
+            mbarrier_init(shared_address(&shared.sums_empty[i]), WARPGROUP);
         }
         mbarrier_init(shared_address(&shared.skewed), WARPS);
         fence_mbarrier_init();

@@ -299,6 +299,7 @@ FP4_FORMS = (
     Fp4Wgmma(16, 2, blocks=3, halves=2, is_streamed=True),
     Fp4Wgmma(32, 2, cluster=2, blocks=2, halves=2, is_streamed=True),
     Fp4Wgmma(64, 1, cluster=2, blocks=2, is_streamed=True),
+    Fp4Wgmma(96, 1, cluster=2, blocks=2),
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2),
 )
