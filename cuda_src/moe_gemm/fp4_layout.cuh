@@ -48,5 +48,6 @@ template <int STAGES> __device__ __forceinline__ void skip(RingPlace<STAGES>& pl
     if (place.stage >= STAGES) place.stage -= STAGES, ++place.phase;
 }
 
-// Stages of a tile whose k takes `steps` of them: as many for each of SPLIT warpgroups, of which the last ones stay empty.
+// Stages of a tile whose k takes `steps` of them: as many for each of SPLIT warpgroups, so that the last ones may stay
+// empty.
 template <int SPLIT> __device__ __forceinline__ int stages_of(int steps) { return (steps + SPLIT - 1) / SPLIT * SPLIT; }

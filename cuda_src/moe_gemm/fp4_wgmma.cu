@@ -17,12 +17,12 @@
 //
 //   the last warp   finds tiles, and has TMA copy UNITS * 64 numbers along k at a time to a ring of STAGES stages;
 //                   GATHER: it copies the tokens itself, by cp.async
-//   warpgroup w     converts and multiplies weights 64 s ... 64 s + 63 of a tile, s = w % SIDES, of every SPLIT-th stage;
-//                   in the end warpgroup s adds up the SPLIT sums, and writes
+//   warpgroup w     converts and multiplies weights 64 s ... 64 s + 63 of a tile, s = w % SIDES, of every SPLIT-th
+//                   stage; in the end warpgroup s adds up the SPLIT sums, and writes
 //
 // With few tokens a warpgroup waits for one thing after the other, from shared memory to the end of a product, so that
-// only six of them or so on a multiprocessor take weights as fast as memory has them. SPLIT puts them into one block, with
-// a tile for them all: there are enough tiles for all multiprocessors, and the last ones take little time.
+// it takes several of them on a multiprocessor to read weights as fast as memory has them. SPLIT puts them into one
+// block, with a tile for them all: so many tiles are not under way at once, and the last ones take little time.
 //
 // Speed of light: the bytes of the weights, then 2 * rows * n * k operations at the rate of bfloat16.
 #include "moe_gemm/fp4_load.cuh"
@@ -75,8 +75,8 @@ template <int I> struct FragmentSet {
     static constexpr int value = I;
 };
 
-// Sum a warpgroup's part of a tile of at most WIDTH tokens, of the stages `part`, + SPLIT, ... of the tile. `at`: the place
-// of the first of them, and then of the next tile's. `first_stage`: what a warpgroup reads of stage 0 of the ring.
+// Sum a warpgroup's part of a tile of at most `width` tokens, of the stages `part`, + SPLIT, ... of the tile. `at`: the
+// place of the first of them, and then of the next tile's. `first_stage`: what a warpgroup reads of stage 0 of the ring.
 // `skewed_after`: the step after which the other warpgroup may begin, or -1.
 template <typename T, class Layout, int REGISTERS>
 __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Layout::Shared& shared,
@@ -135,10 +135,9 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
     wgmma_fence_operand(c);
 }
 
-// SPLIT: the warpgroup of a side that has the last part adds up the sums of all of them, thread by thread, always in the
-// same order.
-// `any`: whether this warpgroup has sums; else they are 0. `phase`: the tiles before, but for an even number. `exchange`:
-// room for the side's sums but the last ones.
+// SPLIT: the warpgroup of a side that has the last part adds up the sums of all of them, thread by thread, always in
+// the same order. `any`: whether this warpgroup has sums; else they are 0. `phase`: the tiles before, but for an even
+// number. `exchange`: room for the side's sums but the last ones.
 template <class Layout, int REGISTERS>
 __device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const float (&c)[REGISTERS],
                                           typename Layout::Shared& shared, bool any, int part, int side,
@@ -183,8 +182,8 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     // registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const int side = SIDES == 1 ? 0 : SPLIT == 1 ? warpgroup : warpgroup % SIDES, lane = threadIdx.x % 32;
-    // The last part, which may have the fewest stages, is that of the warpgroups that write. By a reduction for the same
-    // reason, as a loop's bound follows from it.
+    // The last part, which may have the fewest stages, is that of the warpgroups that write. By a reduction for the
+    // same reason, as a loop's bound follows from it.
     const int part = SPLIT == 1 ? 0 : __reduce_max_sync(FULL_WARP, SPLIT - 1 - warpgroup / SIDES);
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
@@ -209,8 +208,8 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
         const float factor = Layout::FORMAT == NVFP4 ? MISSING * p.b_global_scale[tile.expert] : MISSING;
         sum_fp4_tile<T, Layout>(c, shared, place, steps, skewed_after, part, tokens, operands);
         skewed_after = -1;
-        // Here, where all lanes have read the tile: after a __syncwarp the compiler would no longer keep what is the same
-        // in all lanes in uniform registers.
+        // Here, where all lanes have read the tile: after a __syncwarp the compiler would no longer keep what is the
+        // same in all lanes in uniform registers.
         if (lane == 0) mbarrier_arrive(shared_address(&shared.tile_empty[at.stage]));
         at.advance();
         // The sums are not changed in place: else the compiler would wait for each product.
