@@ -245,10 +245,10 @@ class Fp4Wgmma(NamedTuple):
 
     tokens: int  # 8, 16, 32, 64, 96, 128 or 288
     units: int  # of 64 numbers along k of a stage
-    cluster: int = 1  # 1, 2 or, where that many blocks fit any part of the GPU, 4
+    cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
-    sides: int = 2  # warpgroups along the weights of a tile, 64 each
-    split: int = 1  # warpgroups along k of a tile
+    sides: int = 2  # warpgroups along the weights of a tile, 64 each: 1 or 2
+    split: int = 1  # warpgroups along k of a tile: 1, 2 or 4
     halves: int = 1  # of a unit that are converted at once, 1 or 2
     is_streamed: bool = False
 
@@ -295,18 +295,18 @@ class Fp4Wgmma(NamedTuple):
 
 #: The forms, by the most rows that a group is likely to have.
 FP4_FORMS = (
-    Fp4Wgmma(8, 2, blocks=3, halves=2, is_streamed=True),
-    Fp4Wgmma(16, 2, blocks=3, halves=2, is_streamed=True),
-    Fp4Wgmma(32, 2, cluster=2, blocks=2, halves=2, is_streamed=True),
+    Fp4Wgmma(8, 4, blocks=3, sides=1, split=2, halves=2, is_streamed=True),
+    Fp4Wgmma(16, 4, blocks=2, halves=2, is_streamed=True),
+    Fp4Wgmma(32, 2, blocks=2, halves=2, is_streamed=True),
     Fp4Wgmma(64, 1, cluster=2, blocks=2, is_streamed=True),
     Fp4Wgmma(96, 1, cluster=2, blocks=2),
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2),
 )
-#: The first form where it has few tiles: tiles of fewer weights, each for all warpgroups of a multiprocessor.
-FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=6, halves=2, is_streamed=True)
+#: The first form where it has few tiles: fewer at once, each by all warpgroups of a multiprocessor.
+FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
 #: Tiles of the first form for each multiprocessor up to which that pays.
-_FEW_TILES = 6
+_FEW_TILES = 12
 #: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
 FP4_GATHERED_ROWS = 16
 _fp4_ahead = [
