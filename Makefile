@@ -5,7 +5,7 @@
 #   OPS="moe_gate ..."  limits the second group to these stems
 #   SOURCES=1           `make notebooks` makes only the outputs that show sources, for which it needs no GPU
 #   ARGS="..."          more arguments for the demo or for pytest
-#   FOLDER=...          where the peers' test files are, for `make peer-tests`: an unpacked sdist, a checkout, any folder
+#   FOLDER="..."        where the peers' test files are, for `make peer-tests`: unpacked sdists, checkouts, any folders
 
 # CuPy has one package per CUDA major version. Without a driver either compiles, so the newer one is taken.
 CUDA_EXTRA ?= $(shell nvidia-smi 2>/dev/null | grep -Eq 'CUDA[A-Za-z ]* Version: *12\.' && echo cuda12 || echo cuda13)

@@ -5,6 +5,7 @@ Over two GPUs, whose experts are half of the model's each, it is measured beside
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -279,6 +280,29 @@ def _case(sizes: Sizes, tokens: int, dtype: str) -> Case:
     )
 
 
+def _gpt_oss(tokens: int) -> Case:
+    """gpt-oss-20b's layer as it is: with biases, gates and ups in pairs, and its activation."""
+    plain = _case(GPT_OSS, tokens, MXFP4)
+    experts, inter, hidden, _ = GPT_OSS
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        biases = _random(generator, experts, 2 * inter), _random(generator, experts, hidden)
+        return (*plain.inputs(generator), *biases)
+
+    def call(
+        x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *s: torch.Tensor
+    ) -> torch.Tensor:
+        *scales, w1_bias, w2_bias = s
+        form: dict[str, Any] = {"w1_bias": w1_bias, "w2_bias": w2_bias, "gemm1_interleaved": True}
+        if len(scales) == 4:  # prepared
+            (w1, w2), scales = scales[2:], [None, None]
+        config = FusedMoEQuantConfig.mxfp4(*scales, **form)
+        return cukern.fused_experts(x, w1, w2, weights, ids, activation="swigluoai", quant=config)
+
+    case = {**plain.case, "activation": "swigluoai"}
+    return dataclasses.replace(plain, case=case, inputs=inputs, call=call, baselines={}, peers={}, agree=None)
+
+
 # --- two GPUs -------------------------------------------------------------------------------------------
 
 
@@ -368,10 +392,14 @@ def _over_two(sizes: Sizes, tokens: int) -> several.Case:
 
 
 def cases() -> list[Case | several.Case]:
-    """Layers of four models in bfloat16, one in FP8, two in MXFP4; and a whole one in FP8 over two GPUs."""
+    """Layers of four models in bfloat16, one in FP8, two in MXFP4, and a whole one in FP8 over two GPUs.
+
+    gpt-oss's are also measured with its biases and its activation.
+    """
     made: list[Case | several.Case] = [
         _case(sizes, tokens, "bfloat16") for sizes in (MIXTRAL, HALF_MIXTRAL, DEEPSEEK_V3, QWEN3) for tokens in TOKENS
     ]
     made += [_case(DEEPSEEK_V3, tokens, FP8) for tokens in TOKENS]
     made += [_case(sizes, tokens, MXFP4) for sizes in (GPT_OSS, MIXTRAL) for tokens in (1, 64, 1024)]
+    made += [_gpt_oss(tokens) for tokens in (1, 64, 1024)]
     return made + [_over_two(DEEPSEEK_V3._replace(experts=256), tokens) for tokens in (128, 4096)]

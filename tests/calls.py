@@ -452,6 +452,23 @@ def _moe_gemm_calls() -> list[Call]:
             (floats(2, 3, 128, dtype=BF16), packed, integers(3, 3)),
             fp4_scales,
         ),
+        Call(
+            "moe_gemm",
+            (floats(4, 128, dtype=BF16), packed, integers(0, 1, 4)),
+            {
+                **fp4_scales,
+                "bias": floats(2, 32, seed=4),
+                "activation": "swigluoai",
+                "alpha": 1.5,
+                "limit": 3.0,
+                "interleaved": True,
+            },
+        ),
+        Call(
+            "moe_gemm",
+            (floats(4, 13, dtype=BF16), floats(2, 21, 13, seed=1, dtype=BF16), integers(0, 1, 4)),
+            {"bias": floats(2, 21, seed=4)},
+        ),
         Call("prepare_weights", (packed, fp4_scales["b_scale"])),
         Call("restore_weights", (cukern.prepare_weights(packed, fp4_scales["b_scale"]),)),
     ]
@@ -478,6 +495,14 @@ def _fused_moe_calls() -> list[Call]:
                 "apply_router_weight_on_input": True,
             },
         ),
+        Call(
+            "fused_experts",
+            (rows, *weights, topk_weights, topk_ids),
+            {
+                "activation": "swigluoai", "w1_bias": floats(3, 64, seed=2), "w2_bias": floats(3, 128, dtype=BF16),
+                "alpha": 1.5, "limit": 3.0, "interleaved": True,
+            },
+        ),
     ]  # fmt: skip
 
 
@@ -487,6 +512,7 @@ def _moe_activation_calls() -> list[Call]:
     )  # fmt: skip
     return [
         Call("moe_activation", (floats(2, 3, 32, dtype=BF16), "gelu")),
+        Call("swigluoai_and_mul", (floats(3, 32), 1.5, 3.0), {"interleaved": True}),
         *(Call(name, (floats(3, 32),)) for name in gated),
         Call("add_bias_act", (floats(2, 3, 32, dtype=BF16), floats(32, seed=1, dtype=BF16), "silu")),
         *(Call(name, (floats(3, 32),)) for name in ("gelu_new", "gelu_fast", "gelu_quick")),

@@ -179,6 +179,33 @@ def test_vllm_merge_attn_states() -> None:
     vllm.merge_attn_states(alone, outs[0], lse[0], outs[1], lse[1])
     assert torch.equal(alone, out)
 
+    # Tokens without a prefix, by their number or by their log-sum-exp of either infinity, are the suffix itself.
+    before = lse[0].clone()
+    part, merged = torch.empty(4, 2, 8), torch.empty(2, 4)
+    vllm.merge_attn_states(part, outs[0], lse[0], outs[1], lse[1], merged, 3)
+    assert torch.equal(lse[0], before)
+    assert torch.equal(part, torch.cat([out[:3], outs[1][3:]]))
+    close(merged[:, 3], lse[1][:, 3])
+    lse[0][:, 3] = torch.inf
+    vllm.merge_attn_states(alone, outs[0], lse[0], outs[1], lse[1])
+    assert torch.equal(alone, part)
+
+
+@pytest.mark.parametrize("name", ["apply_repetition_penalties", "apply_repetition_penalties_cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_vllm_repetition_penalties(name: str, dtype: Any) -> None:
+    logits, penalties = rand(5, 40, dtype=dtype), torch.linspace(1.1, 1.5, 5).to(dtype)
+    prompt, output = rand(5, 40, seed=1) > 1, rand(5, 40, seed=2) > 1
+    wanted, by_rows = logits.clone(), torch.empty(40, 5, dtype=dtype).t().copy_(logits)
+    chosen = prompt | output
+    penalty = penalties[:, None].expand(5, 40)[chosen]
+    x = wanted[chosen]
+    wanted[chosen] = torch.where(x > 0, x / penalty, x * penalty)
+    assert getattr(vllm, name)(logits, prompt, output, penalties) is None
+    close(logits, wanted, 1e-3)
+    vllm.apply_repetition_penalties_torch(by_rows, prompt, output, penalties)
+    close(by_rows, wanted, 1e-3)
+
 
 @pytest.mark.parametrize("name", ["topk_softmax", "topk_sigmoid"])
 def test_vllm_gates(name: str) -> None:
@@ -192,6 +219,11 @@ def test_vllm_gates(name: str) -> None:
     share = scores.gather(1, wanted)
     close(weights, share / share.sum(-1, keepdim=True))
     assert torch.equal(sources, torch.arange(28, dtype=torch.int32).view(4, 7).t())
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        again, of_32_bits = torch.empty(7, 4), torch.empty(7, 4, dtype=torch.int32)
+        getattr(vllm, name)(again, of_32_bits, None, logits, True, bias.to(dtype))
+        assert torch.equal(again, weights)
+        assert torch.equal(of_32_bits, wanted.int())
     if name == "topk_sigmoid":
         scaled = torch.empty(7, 4)
         vllm.topk_sigmoid(scaled, ids, None, logits, True, bias, 2.5)
@@ -209,22 +241,26 @@ def test_vllm_grouped_topk() -> None:
     assert torch.equal(ids.long(), wanted)
     share = scores.gather(1, wanted)
     close(weights, share / share.sum(-1, keepdim=True) * 2.5)
+    same, _ = vllm.grouped_topk(logits, 4, 2, 3, False, 2.5, bias.double(), 1)
+    close(same, share * 2.5)
 
 
-def test_vllm_moe_align_block_size_into_larger_and_smaller_arrays() -> None:
+def test_vllm_moe_align_block_size_into_larger_arrays() -> None:
     ids = torch.tensor([[2, 0], [2, 1], [0, 3]], dtype=torch.int32)
-    rows, experts = torch.full((40,), 99, dtype=torch.int32), torch.full((3,), 99, dtype=torch.int32)
+    rows, experts = torch.full((40,), 99, dtype=torch.int32), torch.full((7,), 99, dtype=torch.int32)
     end = torch.empty(1, dtype=torch.int32)
     vllm.moe_align_block_size(ids, 4, 4, rows, experts, end)
     ids_are(end, 16)
     ids_are(rows[:16], 1, 4, 6, 6, 3, 6, 6, 6, 0, 2, 6, 6, 5, 6, 6, 6)
     ids_are(rows[16:], *[6] * 24)
-    ids_are(experts, 0, 1, 2)
+    ids_are(experts, 0, 1, 2, 3, -1, -1, -1)
     here = torch.tensor([-1, 1, 0, -1], dtype=torch.int32)
     vllm.moe_align_block_size(ids, 4, 4, rows, experts, end, here)
     ids_are(end, 8)
     ids_are(rows[:8], 0, 2, 6, 6, 3, 6, 6, 6)
-    ids_are(experts, 0, 1, -1)
+    ids_are(experts, 0, 1, -1, -1, -1, -1, -1)
+    with pytest.raises(ValueError, match=r"out\[1\] must be of at least 4 elements, got 3"):
+        vllm.moe_align_block_size(ids, 4, 4, rows, experts[:3], end)
 
 
 def test_vllm_moe_sum_and_permutation() -> None:
@@ -273,6 +309,10 @@ def test_vllm_cache() -> None:
         assert torch.equal(caches[i][[3, 1]], before[i][[0, 4]])
         assert torch.equal(caches[i][[0, 2, 4]], before[i][[0, 2, 4]])
     assert torch.equal(caches[2], before[2])
+    into, size = torch.zeros(3, 8), caches[0][0].numel() * 4
+    assert size == 32
+    vllm.swap_blocks(caches[2], into, size, torch.tensor([[4, 0], [1, 2]]))
+    assert torch.equal(into, torch.stack([before[2][4], torch.zeros(8), before[2][1]]))
 
 
 def test_vllm_latent_cache() -> None:
@@ -290,9 +330,15 @@ def test_vllm_latent_cache() -> None:
     vllm.gather_and_maybe_dequant_cache(cache, found, table, ends, numbers, 8, "auto", one)
     assert torch.equal(found[:8], wanted[:8])
     assert bool((found[8] == 7).all())
+    starts = torch.tensor([3, 14], dtype=torch.int32)
+    vllm.cp_gather_cache(cache, found, table, ends, 2, starts)
+    assert torch.equal(found, torch.cat([cache[0, 3:7], cache[1, 14:], cache[0, :3]]))
 
     packed = torch.zeros(3, 16, 656, dtype=torch.uint8)
     vllm.concat_and_cache_mla(latents, rotary, packed, slots, "fp8_ds_mla", one)
+    scales = packed.view(48, 656)[slots, 512:528].contiguous().view(torch.float32)
+    least = (latents.view(5, 4, 128).abs().amax(-1) / 448).clamp(1e-4)
+    assert torch.equal(scales, torch.exp2(torch.log2(least).ceil()))
     found = torch.zeros(9, 576, dtype=torch.bfloat16)
     vllm.cp_gather_and_upconvert_fp8_kv_cache(packed, found, table, ends[:2], 2)
     close(found[:4], rows[:4], 0.25)
@@ -393,6 +439,12 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def test_sglang_gelu_quick() -> None:
+    x, out = rand(4, 32), torch.empty(4, 32)
+    assert sglang.gelu_quick(x, out) is out
+    close(out, x * torch.sigmoid(1.702 * x))
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("compat", [sglang, flashinfer], ids=["sglang", "flashinfer"])
 def test_activations(compat: Any, name: str) -> None:
@@ -442,14 +494,20 @@ def test_sglang_gates() -> None:
     shared, ids = sglang.moe_fused_gate(logits, bias, 1, 1, 4, 1, 2.5)
     assert bool((ids[:, 3] == 16).all())
     close(shared[:, 3], torch.full((6,), 0.4))
+    close(sglang.moe_fused_gate(logits, bias.half().float(), 1, 1, 3, 0, 2.5, True)[0], 2.5 * one[0], 1e-2)
 
 
 def test_sglang_moe_align_block_size_has_blocks_of_tokens_filtered_out() -> None:
     ids = torch.tensor([[2, -1], [2, 1], [-1, 0]], dtype=torch.int32)
     rows, experts = torch.full((24,), 99, dtype=torch.int32), torch.full((8,), 99, dtype=torch.int32)
     end, buffer = torch.empty(1, dtype=torch.int32), torch.empty(5, dtype=torch.int32)
-    sglang.moe_align_block_size(ids, 4, 4, rows, experts, end, buffer, True)
+    assert sglang.moe_align_block_size(ids, 4, 4, rows, experts, end, buffer, True) is None
     ids_are(end, 16)
+    ids_are(rows[16:], *[6] * 8)
+    ids_are(experts[4:], *[-1] * 4)
+    fewest = torch.empty(18 // 4, dtype=torch.int32)
+    sglang.moe_align_block_size(ids, 4, 4, rows[:18], fewest, end, buffer)
+    ids_are(fewest, -1, 0, 1, 2)
     ids_are(rows[:16], 1, 4, 6, 6, 5, 6, 6, 6, 3, 6, 6, 6, 0, 2, 6, 6)
     ids_are(experts[:4], -1, 0, 1, 2)
 
@@ -533,6 +591,18 @@ def test_flashinfer_append_paged_kv_cache(layout: str, apart: bool) -> None:
     assert torch.equal(cache, wanted if layout == "NHD" else wanted.transpose(2, 3))
 
 
+def test_flashinfer_get_batch_indices_positions() -> None:
+    ends, lengths = torch.tensor([0, 1, 3, 3, 7], dtype=torch.int32), torch.tensor([5, 4, 9, 6], dtype=torch.int32)
+    sequences, positions = flashinfer.get_batch_indices_positions(ends, lengths, 9)
+    assert (sequences.dtype, positions.dtype) == (torch.int32, torch.int32)
+    ids_are(sequences, 0, 1, 1, 3, 3, 3, 3, -1, -1)
+    ids_are(positions, 4, 2, 3, 2, 3, 4, 5, 0, 0)
+    into = torch.empty(9, dtype=torch.int32), torch.empty(9, dtype=torch.int32)
+    found = flashinfer.get_batch_indices_positions(ends, lengths, 9, *into)
+    assert [x is y for x, y in zip(found, into, strict=True)] == [True, True]
+    assert torch.equal(into[1], positions)
+
+
 def probabilities(rows: int = 4, vocab: int = 40) -> Any:
     return rand(rows, vocab).mul(2).softmax(-1)
 
@@ -555,6 +625,8 @@ def test_flashinfer_filters(name: str) -> None:
     assert torch.equal(function(values, *DRAWS[name]).long(), best)
     arrays = [torch.full((4,), x, dtype=torch.float64 if isinstance(x, float) else torch.int64) for x in DRAWS[name]]
     assert torch.equal(function(values, *arrays, seed=3, offset=4).long(), best)
+    for dtype in (torch.int32, torch.float16):
+        assert torch.equal(function(values, *[array.to(dtype) for array in arrays], seed=3).long(), best)
     order = torch.tensor([3, 0, 0, 1, 2])
     long = [array.repeat(2)[:5] for array in arrays]
     assert torch.equal(function(values, *long, indices=order), best[order])
@@ -591,6 +663,14 @@ def test_flashinfer_draws_follow_the_distribution_and_the_generator() -> None:
     assert torch.equal(first, sampling.sampling_from_probs(probs))
     by_row = torch.full((4000,), 9)
     assert len({*sampling.sampling_from_probs(probs, seed=by_row).tolist()}) == 1
+    # An offset without a seed is not used; the draw is the generator's.
+    torch.manual_seed(7)
+    assert torch.equal(first, sampling.sampling_from_probs(probs, offset=3))
+    unsigned = {"seed": torch.tensor([2**64 - 1], dtype=torch.uint64), "offset": torch.tensor([5], dtype=torch.uint64)}
+    signed = {"seed": torch.tensor([-1]), "offset": torch.tensor([5])}
+    assert torch.equal(sampling.sampling_from_probs(probs, **unsigned), sampling.sampling_from_probs(probs, **signed))
+    with pytest.raises(ValueError, match="seed and offset must both be tensors or both be scalars"):
+        sampling.sampling_from_probs(probs, seed=torch.tensor([1]), offset=2)
     large = sampling.sampling_from_probs(probs, seed=2**64 - 1)
     assert torch.equal(large, sampling.sampling_from_probs(probs, seed=-1))
 
@@ -663,7 +743,6 @@ LATENT = rand(1, 1, 4, 576), rand(1, 64, 1, 576), None, ONE.int(), 512
 IDS, EMPTY = torch.zeros(4, 2, dtype=torch.int32), torch.empty(4, 2)
 QUANT = "sgl_per_token_group_quant_8bit"
 REFUSED: list[tuple[str, str, str, tuple[Any, ...], dict[str, Any]]] = [
-    ("vllm", "merge_attn_states", "prefill_tokens_with_context", (EMPTY,) * 5, {"prefill_tokens_with_context": 1}),
     ("vllm", "merge_attn_states", "output_scale", (EMPTY,) * 5, {"output_scale": ONE}),
     ("vllm", "rms_norm_dynamic_per_token_quant", "quant_dtype", (X, W, 1e-6, torch.int8), {}),
     ("vllm", "rms_norm_dynamic_per_token_quant", "scale_ub", (X, W, 1e-6, E4M3, ONE), {}),
@@ -688,6 +767,8 @@ REFUSED: list[tuple[str, str, str, tuple[Any, ...], dict[str, Any]]] = [
     ("flash_mla", "flash_mla_with_kvcache", "extra_k_cache", (*LATENT, None), {"extra_k_cache": X}),
     ("flash_mla", "flash_mla_with_kvcache", "topk_length", (*LATENT, None), {"topk_length": IDS}),
     ("flash_mla", "flash_mla_with_kvcache", "extra_topk_length", (*LATENT, None), {"extra_topk_length": IDS}),
+    ("flashinfer.norm", "rmsnorm_quant", "out", (X.to(torch.float8_e5m2), X, W, 1.0), {}),
+    ("flashinfer.norm", "fused_add_rmsnorm_quant", "out", (X.to(torch.float8_e5m2), X, X, W, 1.0), {}),
     ("sglang.flash_mla", "get_mla_metadata", "is_fp8_kvcache", (IDS, 4, 1, None, True), {}),
     ("sglang.flash_mla", "flash_mla_with_kvcache", "descale_q", (*LATENT, None, None), {"descale_q": ONE}),
     ("sglang", QUANT, "scale_ue8m0", (X, X.to(E4M3), EMPTY, 32, 1e-10, -448, 448, True), {}),

@@ -188,7 +188,7 @@ def test_arrays_of_every_library(make: Any) -> None:
 
 _kernel = next(kernel for kernel in KERNELS["moe_activation"] if kernel.function == "moe_activation")
 FIELDS = ["counts", "x_stride", "rows", "max_tokens", "by_max_tokens"]
-FIELDS += ["columns", "tile_rows", "tile_columns", "by_threads"]
+FIELDS += ["columns", "tile_rows", "tile_columns", "by_threads", "alpha", "limit"]
 
 
 @pytest.fixture(autouse=True)

@@ -319,11 +319,11 @@ def test_bad_input_is_refused(case: str, rng: np.random.Generator) -> None:
 
 def test_a_configuration_and_scales_are_too_many(rng: np.random.Generator) -> None:
     layer = small(rng, "fp8")
-    with pytest.raises(ValueError, match="w1_scale must be None, since quant holds the scales, got ndarray"):
+    with pytest.raises(ValueError, match="w1_scale must be None, since quant holds the scales and biases, got ndarray"):
         cukern.fused_experts(*layer.arrays, quant=layer.config, w1_scale=layer.config.w1_scale)
 
 
-@pytest.mark.parametrize(("quantization", "inter"), [("fp8_block", 64), ("mxfp4", 48), (None, 4)])
+@pytest.mark.parametrize(("quantization", "inter"), [("fp8_block", 64), ("mxfp4", 48), ("nvfp4", 8)])
 def test_sizes_that_do_not_fit_a_group_are_refused(
     quantization: str | None, inter: int, rng: np.random.Generator
 ) -> None:
@@ -354,10 +354,6 @@ ONE = np.ones(1, np.float32)
         (
             {"per_act_token_quant": True},
             "per_act_token_quant must be False unless the activations are FP8 without blocks, got True with no quant",
-        ),
-        (
-            {"quant_dtype": "float8_e4m3fn", "w1_scale": ONE, "w2_scale": ONE},
-            "a2_scale must be a static scale, where the activations have one per tensor (or set per_act_token_quant)",
         ),
         (
             {"quant_dtype": "mxfp4", "w1_scale": ONE, "w2_scale": ONE, "w1_global_scale": ONE},
@@ -888,8 +884,9 @@ CASES = [case for case in bench_fused_moe.cases() if case.gpus == 1]
 
 
 def test_the_cases_are_those_of_the_models() -> None:
-    assert len({json.dumps(case.case) for case in CASES}) == len(CASES) == 31
-    assert all(list(case.case) == ["tokens", "experts", "inter", "hidden", "topk", "dtype"] for case in CASES)
+    assert len({json.dumps(case.case) for case in CASES}) == len(CASES) == 34
+    sizes = ["tokens", "experts", "inter", "hidden", "topk", "dtype"]
+    assert all([key for key in case.case if key != "activation"] == sizes for case in CASES)
     # At one token of Mixtral, the weights of two experts.
     assert CASES[0].bytes == pytest.approx(2 * 3 * 14336 * 4096 * 2, rel=1e-3)
 
@@ -904,6 +901,18 @@ def test_a_benchmark_on_small_sizes(dtype: str) -> None:
         assert case.agree is not None
         assert case.agree(ours, case.baselines["torch"].load()(*inputs))
         assert not case.agree(ours, ours.roll(1, 0))
+
+
+def test_the_benchmark_of_gpt_oss_on_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_fused_moe, "GPT_OSS", bench_fused_moe.Sizes(4, 96, 64, 2))
+    case = bench_fused_moe._gpt_oss(5)
+    inputs = case.inputs(torch.Generator().manual_seed(0))
+    given, biases = inputs[:7], inputs[-2:]
+    got = case.call(*given, *biases)
+    assert case.case["activation"] == "swigluoai"
+    assert torch.isfinite(got.float()).all()
+    prepared = [cukern.prepare_weights(w, s) for w, s in zip(given[1:3], given[5:7], strict=True)]
+    torch.testing.assert_close(case.call(*given, *prepared, *biases), got)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------

@@ -831,8 +831,8 @@ def test_the_tensor_map_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def tensor_map(x: Sizes) -> Any:
         found = launches_of(x)
         assert found.map is not None
-        address, dtype, *sizes, promotion = found.map.evaluate(found.addresses)  # type: ignore[misc]
-        assert (address, dtype, promotion) == (found.addresses[1], x.dtype, 256)
+        address, dtype, *sizes, promotion, swizzled = found.map.evaluate(found.addresses)  # type: ignore[misc]
+        assert (address, dtype, promotion, swizzled) == (found.addresses[1], x.dtype, 256, True)
         return sizes
 
     dims, strides, box = tensor_map(Sizes())

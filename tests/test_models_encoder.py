@@ -221,14 +221,14 @@ def test_attention_and_pooling_give_the_same_bits_in_any_batch(
     layers = layers_of("words", of(words))
     bounds = [0, 9, 9, 10, 41, 60]
     rows = of(words)
-    whole_words = Words(put(torch.tensor(bounds, dtype=torch.int32), library), 31, bounds)
+    whole_words = Words(put(torch.tensor(bounds, dtype=torch.int32), library), bounds)
     whole: dict[str, Any] = {
         "attention": layers.attention(rows, 4, whole_words),
         **{mode: layers.pool(rows, whole_words, mode) for mode in ("cls", "mean", "max")},
     }
     for number, (first, last) in enumerate(itertools.pairwise(bounds)):
         own = rows[first:last]
-        alone = Words(put(torch.tensor([0, last - first], dtype=torch.int32), library), last - first, [0, last - first])
+        alone = Words(put(torch.tensor([0, last - first], dtype=torch.int32), library), [0, last - first])
         attended = numpy_of(layers.attention(own, 4, alone))
         np.testing.assert_array_equal(attended, numpy_of(whole["attention"])[first:last])
         for mode in ("cls", "mean", "max"):

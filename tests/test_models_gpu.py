@@ -11,8 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cukern.models import Decoding, Encoder, TextConfig  # noqa: E402  (after torch is known to be there)
+from cukern.models import Decoding, Encoder, TextConfig, encoder_layer  # noqa: E402  (after torch is known to be there)
 from cukern.models._layers import ArrayLayers  # noqa: E402
+from cukern.ops.moe_gemm import moe_gemm  # noqa: E402
 from tests import decoders, encoders  # noqa: E402
 from tests.encoders import LARGER, numpy_of, put, state_of, wanted  # noqa: E402
 
@@ -65,6 +66,30 @@ def test_hidden_states_of_layers_as_large_as_known_ones(name: str, library: str,
     assert not got[~is_word].any()
     assert np.abs(want[is_word]).max() > 2
     _assert_near(got[is_word], want[is_word], dtype)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float16", 2e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("library", [DEVICE, "cupy"])
+def test_many_rows_are_multiplied_biased_and_activated_at_once(
+    library: str, activation: str, dtype: str, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = _encoder("bert-base", library, dtype=dtype)._stack[0]
+    monkeypatch.setattr(layer, "activation", activation)
+    x = torch.randn(300, 768, generator=torch.Generator().manual_seed(1))
+    rows = layer.layers.cast(put(x, library), dtype)
+    made = []
+    monkeypatch.setattr(encoder_layer, "moe_gemm", lambda *a, **k: made.append(k) or moe_gemm(*a, **k))
+    apart = numpy_of(layer._up(rows)).astype(np.float32)
+    assert not made
+    monkeypatch.setattr(encoder_layer, "_FUSED_ROWS", 300)
+    at_once = numpy_of(layer._up(rows)).astype(np.float32)
+    assert [k["activation"] for k in made] == [f"{activation}_no_mul"]
+    np.testing.assert_allclose(at_once, apart, rtol=error, atol=error)
+    assert np.abs(apart).max() > 0.5
+    # A product whose rows are to have the same bits in any batch is always apart.
+    assert _encoder("bert-base", library, dtype=dtype, product_rows=64)._stack[0]._all_rows is None
+    assert _encoder("bert-base", library, dtype="float32")._stack[0]._all_rows is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

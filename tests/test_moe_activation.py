@@ -80,6 +80,19 @@ def test_by_hand(put: Callable[[Any], Any]) -> None:
         matches(getattr(cukern, function)(x), arrays.library_of(x).to_numpy(cukern.moe_activation(x, name)))  # type: ignore[union-attr]
 
 
+def test_the_twin_with_columns_in_pairs_and_bounds(rng: np.random.Generator) -> None:
+    x = draw(rng, (40, 64), "float32") * 3
+    halves = np.concatenate([x[:, ::2], x[:, 1::2]], 1)
+    for name in NAMES:
+        np.testing.assert_array_equal(twin.moe_activation(x, name, interleaved=True), twin.moe_activation(halves, name))
+    gate, up = (torch.from_numpy(y).double() for y in (x[:, ::2], x[:, 1::2]))
+    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+    want = gate * torch.sigmoid(0.5 * gate) * (up + 1)
+    np.testing.assert_allclose(twin.swigluoai_and_mul(x, 0.5, 1.5, interleaved=True), want, 2e-6, 2e-6)
+    # Other activations have neither.
+    np.testing.assert_array_equal(twin.moe_activation(x, alpha=9.0, limit=0.0), twin.moe_activation(x))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_nan_and_infinities(put: Callable[[Any], Any], name: str) -> None:
     special = np.array([np.nan, np.inf, -np.inf, 0, -100, 100, 1], np.float32)
@@ -282,6 +295,23 @@ def test_the_kernel_is_the_twin(shape: tuple[int, ...], dtype: str, name: str, r
     if want.size and "vector" not in variants:
         with pytest.raises(ValueError, match="variant must be 'auto' or 'scalar' here, got 'vector'"):
             cukern.moe_activation(cupy.asarray(x), name, variant="vector")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_kernel_with_columns_in_pairs_is_the_twin(
+    shape: tuple[int, ...], dtype: str, rng: np.random.Generator
+) -> None:
+    x = draw(rng, shape, dtype)
+    for form in ({}, {"alpha": 0.5, "limit": 1.5}):
+        for interleaved in (False, True):
+            want = twin.moe_activation(x, "swigluoai", interleaved=interleaved, **form)
+            for variant in ("auto", "scalar"):
+                out = Buffer(want.shape, dtype)
+                options = {"out": out.array, "variant": variant, "interleaved": interleaved, **form}
+                cukern.moe_activation(cupy.asarray(x), "swigluoai", **options)
+                matches(out.numpy(), want)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from benchmarks import bench_moe_gemm, harness
 from cukern.ops import moe_gemm as op
 from cukern.ops.moe_gemm import kernels
 from cukern.reference import moe_gemm as twin
+from cukern.reference.moe_activation import is_gated
 from cukern.runtime import arrays, describe, gpu, late, plan
 from cukern.runtime import op as declared
 from cukern.runtime.activation import ACTIVATIONS
@@ -63,7 +64,7 @@ class Case(NamedTuple):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        columns = self.arguments["b"].shape[1] // (2 if self.arguments.get("activation") else 1)
+        columns = self.arguments["b"].shape[1] // (2 if is_gated(self.arguments.get("activation")) else 1)
         return (*self.rows.shape, columns)
 
     @property
@@ -425,13 +426,12 @@ def _bad_calls() -> Iterator[Any]:
         ("rows", {"a": fortran}, ValueError, "a must be contiguous, got strides (1, 8)"),
         ("rows", {"a": zeros(8, 252)}, ValueError,
          "b must be of shape [experts, n, k] = [2, 16, 252], got [2, 16, 256]"),
-        ("rows", {"a": zeros(8, 12), "b": zeros(2, 16, 12)}, ValueError,
-         "a must be of k that is a positive multiple of 8, got 12"),
         ("rows", {"a": zeros(8, 0), "b": zeros(2, 16, 0)}, ValueError, "a must be of k that is a positive"),
-        ("rows fp8 row", {"a": zeros(8, 24, dtype=E4M3), "b": zeros(2, 16, 24, dtype=E4M3)}, ValueError,
-         "a must be of k that is a positive multiple of 16, got 24"),
-        ("rows mxfp4", {"a": zeros(8, 48), "b": zeros(2, 16, 24, dtype="uint8")}, ValueError,
-         "a must be of k that is a positive multiple of 32, got 48"),
+        ("rows mxfp4", {"a": zeros(8, 40), "b": zeros(2, 16, 20, dtype="uint8")}, ValueError,
+         "a must be of k that is a multiple of 16 with weights of 4 bits, got 40"),
+        ("rows mxfp4", {"a": zeros(8, 48), "b": zeros(2, 16, 24, dtype="uint8"),
+                        "b_scale": zeros(2, 16, 1, dtype="uint8")}, ValueError,
+         "(MXFP4) or [experts, n, k / 16] = [2, 16, 3] (NVFP4), got [2, 16, 1]"),
         ("rows", {"b": None}, TypeError, "b must be a NumPy array like a, got builtins.NoneType"),
         ("rows", {"b": torch.zeros(2, 16, 256)}, TypeError, "b must be a NumPy array like a, got torch.Tensor"),
         ("rows", {"b": zeros(2, 16, 256, dtype="float16")}, TypeError, "b must be bfloat16 or uint8, got float16"),
@@ -439,11 +439,26 @@ def _bad_calls() -> Iterator[Any]:
         ("rows", {"b": zeros(16, 256)}, ValueError, "b must be of shape [experts, n, k], got [16, 256]"),
         ("rows", {"b": zeros(0, 16, 256)}, ValueError, "b must be of at least one and at most 4096 experts, got 0"),
         ("rows", {"b": zeros(4097, 8, 256)}, ValueError, "at most 4096 experts, got 4097"),
-        ("rows", {"b": zeros(2, 12, 256)}, ValueError, "b must be of n that is a positive multiple of 8, got 12"),
-        ("rows", {"b": zeros(2, 0, 256)}, ValueError, "b must be of n that is a positive multiple of 8, got 0"),
-        ("rows", {"b": zeros(2, 24, 256), "activation": "silu"}, ValueError,
-         "b must be of n that is a positive multiple of 16 (with an activation, gate and up), got 24"),
-        ("rows", {"b": zeros(2, 32, 256)[:, ::2]}, ValueError, "b must be contiguous, got strides (8192, 512, 1)"),
+        ("rows", {"b": zeros(2, 0, 256)}, ValueError, "b must be of n that is a positive number, got 0"),
+        ("rows", {"b": zeros(2, 23, 256), "activation": "silu"}, ValueError,
+         "b must be of n that is a positive multiple of 2 (with a gate), got 23"),
+        ("rows", {"b": zeros(2, 16, 512)[..., ::2]}, ValueError,
+         "b must be contiguous along its last dimension, got strides (8192, 512, 2)"),
+        ("rows", {"b": zeros(2, 16, 256)[:, ::-1]}, ValueError,
+         "b must be contiguous along its last dimension, got strides (4096, -256, 1)"),
+        ("rows", {"bias": np.zeros((2, 17), f32)}, ValueError,
+         "bias must be of shape [experts, n] = [2, 16], got [2, 17]"),
+        ("rows", {"bias": np.zeros((2, 16))}, TypeError, "bias must be float32 or bfloat16, got float64"),
+        ("rows fp8 row", {"bias": zeros(2, 16, dtype="float16")}, TypeError,
+         "bias must be float32 or bfloat16, got float16"),
+        ("rows", {"bias": [0.0]}, TypeError, "bias must be a NumPy array like a, got builtins.list"),
+        ("rows", {"interleaved": True}, ValueError,
+         "interleaved must be False without a gate, got True with activation None"),
+        ("rows", {"interleaved": True, "activation": "silu_no_mul"}, ValueError,
+         "interleaved must be False without a gate, got True with activation 'silu_no_mul'"),
+        ("rows", {"alpha": None}, TypeError, "alpha must be a number"),
+        ("rows", {"limit": -1}, ValueError, "limit must be at least 0, got -1.0"),
+        ("rows", {"activation": "swigluoai_no_mul"}, ValueError, "activation must be one of None, 'silu', 'gelu'"),
         ("batched", {"b": zeros(3, 16, 256)}, ValueError,
          "a must be of shape [experts, max_tokens, k] = [3, 4, 256], got [2, 4, 256]"),
         ("batched", {"a": zeros(8, 256)}, ValueError, "a must be of shape [experts, max_tokens, k], got [8, 256]"),
@@ -469,7 +484,7 @@ def _bad_calls() -> Iterator[Any]:
          "a_scale must be of shape [1], [tokens] = [8] or [tokens, 1], as b_scale is not by blocks, got [7]"),
         ("rows fp8 row", {"a_scale": np.ones((8, 2), f32)}, ValueError, "as b_scale is not by blocks, got [8, 2]"),
         ("batched fp8 row", {"a_scale": np.ones(8, f32)}, ValueError,
-         "a_scale must be of shape [1], [experts, max_tokens] = [2, 4] or [experts, max_tokens, 1]"),
+         "a_scale must be of shape [1], [experts], [experts, max_tokens] = [2, 4] or [experts, max_tokens, 1]"),
         ("rows fp8 row", {"b_scale": np.ones((2, 17), f32)}, ValueError,
          "b_scale must be of shape [experts] = [2], [experts, n] = [2, 16] or by blocks, got [2, 17]"),
         ("rows fp8 block", {"b_scale": np.ones((2, 2, 2), f32)}, ValueError,
@@ -506,7 +521,7 @@ def _bad_calls() -> Iterator[Any]:
         ("rows", {"out": zeros(8, 16, dtype="float16")}, TypeError, "out must be bfloat16, got float16"),
         ("rows fp8 row", {"out": zeros(8, 16, dtype="float32")}, TypeError, "out must be bfloat16, got float32"),
         ("rows", {"out": zeros(8, 32)[:, ::2]}, ValueError, "out must be contiguous"),
-        ("rows", {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wgmma', 'mma', 'stream', got"),
+        ("rows", {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wgmma', 'mma', 'stream', 'fma'"),
         ("rows", {"variant": "mma"}, ValueError, "variant must be 'auto' for arrays in host memory"),
     ):  # fmt: skip
         words = re.sub(r"[^\w]+", " ", message)[:50]
@@ -1090,16 +1105,24 @@ def test_tensors(weights: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_off_alignment_is_refused(rng: np.random.Generator) -> None:
-    x = made(rng, [3, 1], 16, 16)
+def test_what_is_off_alignment_has_its_kernel(rng: np.random.Generator) -> None:
+    x = made(rng, [3, 1], 16, 32, whole=True)
+    want = x.twin()[x.rows]
     for name in ("a", "b"):
-        bad = there(x).replaced(**{name: on_gpu(x.arguments[name], skip=1)})
-        with pytest.raises(ValueError, match=f"{name} must be at a multiple of 16 bytes, got address"):
-            bad.run()
+        given = there(x).replaced(**{name: on_gpu(x.arguments[name], skip=1)})
+        same_bits(to_numpy(given.run())[x.rows], want)
+        with pytest.raises(ValueError, match="variant must be 'auto' or another here, got 'mma': rows or addresses"):
+            given.run(variant="mma")
     out = Buffer(x.out_shape, "bfloat16", skip=1)
-    with pytest.raises(ValueError, match="out must be at a multiple of 16 bytes, got address"):
-        there(x).run(out=out.array)
-    assert (cupy.asnumpy(out.array).view(np.uint8) == POISON).all()
+    there(x).run(out=out.array)
+    same_bits(out.numpy()[x.rows], want)
+    if arch_of_device(0) == "90a":
+        y = there(made(rng, [3, 1], 16, 32, "mxfp4"))
+        b = cukern.prepare_weights(y.arguments["b"], y.arguments["b_scale"])
+        out = Buffer(x.out_shape, "bfloat16", skip=1)
+        with pytest.raises(ValueError, match="out must be at a multiple of 16 bytes with prepared weights, got addr"):
+            y.run(b=b, b_scale=None, out=out.array)
+        assert (cupy.asnumpy(out.array).view(np.uint8) == POISON).all()
 
 
 @pytest.mark.gpu
@@ -1151,7 +1174,7 @@ def test_more_than_2_31_elements(weights: str, rng: np.random.Generator) -> None
     for variant in variants_of(small):
         same_bits(to_numpy(given.replaced(**more, expert_offsets=offsets).run(variant=variant)), want)
     del more, of_two
-    # The kernel for few rows would take a second for the rows before the last ones.
+    # The kernels for few rows and for any sizes would take a second for the rows before the last ones.
     small = made(rng, [0, 100], 4096, 4096, weights, whole=True, spare=0)
     given, rows = tensors(small), 2**19 + 300
     a = torch.zeros(rows, 4096, dtype=given.arguments["a"].dtype, device="cuda")
@@ -1161,7 +1184,7 @@ def test_more_than_2_31_elements(weights: str, rng: np.random.Generator) -> None
         more["a_scale"] = torch.ones(rows, 32, device="cuda")
         more["a_scale"][-100:] = given.arguments["a_scale"]
     want = small.twin()
-    for variant in set(variants_of(small)) - {"stream"}:
+    for variant in set(variants_of(small)) - {"stream", "fma"}:
         same_bits(to_numpy(given.replaced(**more).run(variant=variant)[-100:]), want)
 
 

@@ -369,7 +369,7 @@ def _bad_sorts() -> Iterator[Any]:
     wanted = "out must be a triple (sorted_token_ids, expert_ids, num_tokens_post_pad), got"
     yield ALIGN, {"out": aligned[:2]}, TypeError, f"{wanted} list"
     yield ALIGN, {"out": [aligned[0][:17], *aligned[1:]]}, ValueError, "out[0] must be of at least 18 elements, got 17"
-    yield ALIGN, {"out": [aligned[0], aligned[2], aligned[2]]}, ValueError, "out[1] must be of at least 5 elements, got"
+    yield ALIGN, {"out": [aligned[0], aligned[2], aligned[2]]}, ValueError, "out[1] must be of at least 4 elements, got"
     yield ALIGN, {"out": [*aligned[:2], aligned[1]]}, ValueError, "out[2] must be of 1 elements, got 5"
     yield ALIGN, {"out": [*aligned[:2], aligned[2][0]]}, TypeError, "out[2] must be a NumPy array like topk_ids, got"
     yield ALIGN, {"out": [aligned[0], aligned[1].astype(F32), aligned[2]]}, TypeError, "out[1] must be int32, got"
@@ -644,7 +644,8 @@ def compare_sorts(case: Case, rng: np.random.Generator, variant: str, block_size
             same_bits(got, expected)
         # Arrays of the caller's, as long as needed or longer: those of SGLang, with a block for no expert, and more.
         for longer in (0, block_size - 1, 9000):
-            outs = [Buffer((size,), "int32") for size in (len(aligned[0]) + longer, len(aligned[1]) + longer, 1)]
+            blocks = len(aligned[1]) + longer if longer else len(aligned[0]) // block_size
+            outs = [Buffer((size,), "int32") for size in (len(aligned[0]) + longer, blocks, 1)]
             given = tuple(out.array for out in outs)
             got = cukern.moe_align_block_size(
                 on_device, block_size, case.experts, mapping, pad, **more, out=given, variant=variant

@@ -254,7 +254,7 @@ def test_plans(rng: np.random.Generator) -> None:
 
 
 def planned_maps(batch: Batch, **options: Any) -> dict[str, tuple[Any, ...]]:
-    """What the tensor maps of a plan are made of: dims, strides, box and promotion."""
+    """What the tensor maps of a plan are made of: dims, strides, box, promotion and whether it is swizzled."""
     made: dict[int, tuple[Any, ...]] = {}
 
     def encode(address: int, dtype: str, *how: Any) -> bytes:
@@ -285,9 +285,9 @@ def test_plans_by_wgmma(rng: np.random.Generator) -> None:
             assert step.notes["why"] == "16 bits in aligned rows: tensor cores"
         maps, row = planned_maps(batch), dim * 2
         assert maps == {
-            "q": ((dim, 4, 330, 1), (row, 4 * row, 4 * row), (64, 1, 32, 1), 128),
-            **dict.fromkeys(("k", "v"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 128, 1), 128)),
-            **dict.fromkeys(("k_box", "v_box"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 32, 1), 128)),
+            "q": ((dim, 4, 330, 1), (row, 4 * row, 4 * row), (64, 1, 32, 1), 128, True),
+            **dict.fromkeys(("k", "v"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 128, 1), 128, True)),
+            **dict.fromkeys(("k_box", "v_box"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 32, 1), 128, True)),
         }
     # Any distance does along a dimension of size 1, but a map takes none of 0.
     one = draw(rng, [1], 64, "float16", heads=1, left_over=0)

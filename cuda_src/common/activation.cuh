@@ -3,7 +3,8 @@
 //   silu        gate / (1 + exp(-gate)) * up
 //   gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
 //   gelu_tanh   gate * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3))) / 2 * up
-//   swigluoai   gate' / (1 + exp(-1.702 gate')) * (up' + 1), with gate' = min(gate, 7), up' = clamp(up, -7, 7)
+//   swigluoai   gate' / (1 + exp(-alpha gate')) * (up' + 1), with gate' = min(gate, limit) and
+//               up' = clamp(up, -limit, limit)
 //   relu2       max(gate, 0)^2 * up
 #pragma once
 #include "common/numeric.cuh"
@@ -12,7 +13,8 @@ enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2 }; // a
 
 __device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
-template <int ACTIVATION> __device__ __forceinline__ float activate(float gate, float up) {
+template <int ACTIVATION>
+__device__ __forceinline__ float activate(float gate, float up, float alpha = 1.702f, float limit = 7.f) {
     if constexpr (ACTIVATION == SILU) return gate * sigmoid_of(gate) * up;
     if constexpr (ACTIVATION == GELU) {
         // tail = (1 - erf(|gate| / sqrt(2))) / 2, the normal distribution below -|gate|, as a power of two. The
@@ -35,9 +37,9 @@ template <int ACTIVATION> __device__ __forceinline__ float activate(float gate, 
         return gate * sigmoid_of(1.5957691f * (gate + .044715f * gate * gate * gate)) * up;
     if constexpr (ACTIVATION == SWIGLUOAI) {
         // Comparisons instead of fminf, so that NaN stays NaN.
-        gate = gate > 7.f ? 7.f : gate;
-        up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
-        return gate * sigmoid_of(1.702f * gate) * (up + 1.f);
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        return gate * sigmoid_of(alpha * gate) * (up + 1.f);
     }
     if constexpr (ACTIVATION == RELU2) {
         gate = gate < 0.f ? 0.f : gate;

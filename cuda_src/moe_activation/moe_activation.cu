@@ -1,11 +1,12 @@
 // The gated activation between the two projections of a feed-forward layer.
 //
 //   out[r, c] = activate(x[r, c], x[r, inter + c])                 the formulas are in common/activation.cuh
+//             = activate(x[r, 2 c], x[r, 2 c + 1])                 INTERLEAVED
 //
 // With counts, x is [experts, max_tokens, 2 * inter]; rows of an expert from its count on are neither read nor written.
 //
 // T: the elements. BYTES: a unit of them, the width of a load. ITEMS: units per thread. GATE_LAST: the second half of a
-// row is the gate, activate(x[r, inter + c], x[r, c]).
+// row is the gate, activate(x[r, inter + c], x[r, c]). BOUNDED: alpha and limit are those of the arguments.
 //
 // Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns / ITEMS neighbouring threads; thread
 // t has its units t, t + threads, ... and loads all of them before it computes the first.
@@ -31,9 +32,11 @@ struct Params {
     int tile_rows;    // tile_rows * threads <= blockDim.x
     int tile_columns; // in units, a multiple of ITEMS
     Divisor by_threads;
+    float alpha, limit; // if BOUNDED
 };
 
-template <typename T, int ACTIVATION, int BYTES, int ITEMS, bool GATE_LAST = false>
+template <typename T, int ACTIVATION, int BYTES, int ITEMS, bool GATE_LAST = false, bool INTERLEAVED = false,
+          bool BOUNDED = false>
 __global__ void __launch_bounds__(256) moe_activation(const __grid_constant__ Params p) {
     constexpr int EACH = BYTES / int(sizeof(T));
     const int threads = unsigned(p.tile_columns) / ITEMS, tile_row = p.by_threads.quotient(threadIdx.x);
@@ -44,14 +47,19 @@ __global__ void __launch_bounds__(256) moe_activation(const __grid_constant__ Pa
         const int expert = p.by_max_tokens.quotient(row);
         if (row - expert * p.max_tokens >= __ldg(p.counts + expert)) return;
     }
-    const char* from = p.x + row * p.x_stride + (long long)column * BYTES;
+    const char* from = p.x + row * p.x_stride + (long long)column * (INTERLEAVED ? 2 * BYTES : BYTES);
     char* to = p.out + ((long long)row * p.columns + column) * BYTES;
     Unit<BYTES> gate[ITEMS], up[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (column + i * threads >= p.columns) continue;
-        gate[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + i * threads);
-        up[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from + (long long)p.columns * BYTES) + i * threads);
+        if constexpr (INTERLEAVED) { // both are of pairs
+            gate[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + 2 * i * threads);
+            up[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + 2 * i * threads + 1);
+        } else {
+            gate[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + i * threads);
+            up[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from + (long long)p.columns * BYTES) + i * threads);
+        }
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -59,10 +67,20 @@ __global__ void __launch_bounds__(256) moe_activation(const __grid_constant__ Pa
         Unit<BYTES> out;
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
-            const float g = to_float(reinterpret_cast<const T*>(&gate[i])[j]);
-            const float u = to_float(reinterpret_cast<const T*>(&up[i])[j]);
-            reinterpret_cast<T*>(&out)[j] =
-                from_float<T>(GATE_LAST ? activate<ACTIVATION>(u, g) : activate<ACTIVATION>(g, u));
+            float g, u;
+            if constexpr (INTERLEAVED) {
+                const Unit<BYTES>& pairs = 2 * j < EACH ? gate[i] : up[i];
+                g = to_float(reinterpret_cast<const T*>(&pairs)[2 * j % EACH]);
+                u = to_float(reinterpret_cast<const T*>(EACH == 1 ? &up[i] : &pairs)[EACH == 1 ? 0 : 2 * j % EACH + 1]);
+            } else {
+                g = to_float(reinterpret_cast<const T*>(&gate[i])[j]);
+                u = to_float(reinterpret_cast<const T*>(&up[i])[j]);
+            }
+            if constexpr (BOUNDED)
+                reinterpret_cast<T*>(&out)[j] = from_float<T>(activate<ACTIVATION>(g, u, p.alpha, p.limit));
+            else
+                reinterpret_cast<T*>(&out)[j] =
+                    from_float<T>(GATE_LAST ? activate<ACTIVATION>(u, g) : activate<ACTIVATION>(g, u));
         }
         reinterpret_cast<Unit<BYTES>*>(to)[i * threads] = out;
     }

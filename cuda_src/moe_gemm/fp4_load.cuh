@@ -2,18 +2,20 @@
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
+#include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/fp4_layout.cuh"
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
-// Start the copy of a stage's weights, from unit `unit` along k on. Gated, gates and their ups alternate by 8 rows.
-template <class Layout, bool GATED, bool STREAMED>
+// Start the copy of a stage's weights, from unit `unit` along k on. Gates of a half and
+// their ups alternate by 8 rows.
+template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsigned ring, int stage, int unit,
                                                  int first_weight, int expert, unsigned full) {
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const unsigned to = ring + Layout::WEIGHTS + stage * Layout::WEIGHT_BYTES;
     const int x = unit * (UNIT_BYTES<Layout::FORMAT> / 8); // the map's elements have 8 bytes
-    if constexpr (GATED)
+    if constexpr (has_halves(ACTIVATION))
         tma_load<POLICY>(to, p.b_map, x, 0, first_weight / 16, expert, full);
     else
         tma_load<POLICY>(to, p.b_map, x, first_weight / 8, expert, 0, full);
@@ -53,7 +55,7 @@ __device__ __forceinline__ void load_fp4_tokens(const MappedGemmParams& p, unsig
 }
 
 // The loop of the warp where TMA copies the tokens.
-template <class Layout, bool GATED, bool STREAMED>
+template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, CLUSTER = Layout::CLUSTER, BOX = Layout::BOX;
@@ -70,7 +72,7 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
         if (lane == 0) {
             const int first_weight = weight_tile * WEIGHTS + rank * Layout::ROWS;
             const int boxes = TOKENS <= BOX ? 1 : (tokens + BOX - 1) / BOX;
-            publish_tile(shared, at, {row, tokens, GATED ? first_weight / 2 : first_weight, expert});
+            publish_tile(shared, at, {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight, expert});
             for (int step = 0; step < stages; ++step, place.advance()) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
                 const unsigned tokens_to = ring + place.stage * Layout::TOKEN_BYTES;
@@ -80,8 +82,8 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
                     continue;
                 }
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + UNITS * boxes * BOX * ROW_BYTES);
-                load_fp4_weights<Layout, GATED, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
-                                                          full);
+                load_fp4_weights<Layout, ACTIVATION, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
+                                                               full);
                 load_fp4_tokens<Layout>(p, tokens_to, step * UNITS, row, boxes, rank, whole, full);
             }
         }
@@ -95,7 +97,7 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
 // a fence of the thread that started the copy, once it is complete: so a stage is said to be full BEHIND stages later.
 // Two waits limit BEHIND. A tile, which may be a single stage, is published once the one TILES_AHEAD before is done.
 // And a warpgroup releases a stage in the middle of the next one that it has, SPLIT further.
-template <class Layout, bool GATED, bool STREAMED>
+template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, STAGES = Layout::STAGES;
@@ -117,7 +119,8 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
     int expert, row, tokens, weight_tile;
     for (int tile = blockIdx.x; tiles.find(tile, expert, row, tokens, weight_tile); tile += gridDim.x, at.advance()) {
         const int first_weight = weight_tile * Layout::ROWS;
-        if (lane == 0) publish_tile(shared, at, {row, tokens, GATED ? first_weight / 2 : first_weight, expert});
+        if (lane == 0)
+            publish_tile(shared, at, {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight, expert});
         int sources[TOKENS / 4]; // of tokens lane / 8, + 4, ...
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) sources[i] = source_of(p, row + min(lane / 8 + i * 4, tokens - 1));
@@ -128,8 +131,8 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
             if (lane == 0 && any) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES);
-                load_fp4_weights<Layout, GATED, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
-                                                          full);
+                load_fp4_weights<Layout, ACTIVATION, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
+                                                               full);
             }
 #pragma unroll
             for (int i = 0; i < TOKENS / 4; ++i) {

@@ -26,8 +26,9 @@
 #include "common/numeric.cuh"
 #include "moe_gemm/params.cuh"
 
-constexpr int UNIT_ROWS = 8, UNIT_K = 64, UNIT_NUMBERS = UNIT_ROWS * UNIT_K / 2; // bytes of numbers
-constexpr int UNIT_MXFP4 = 272, UNIT_NVFP4 = 288;                                // bytes of a unit
+constexpr int UNIT_ROWS = 8, UNIT_K = 64;
+constexpr int ROW_NUMBERS = UNIT_K / 2, UNIT_NUMBERS = UNIT_ROWS * ROW_NUMBERS; // bytes of numbers
+constexpr int UNIT_MXFP4 = 272, UNIT_NVFP4 = 288;                               // bytes of a unit
 constexpr int LARGEST_E8M0 = 161;
 
 template <int FORMAT> constexpr int UNIT_BYTES = FORMAT == MXFP4 ? UNIT_MXFP4 : UNIT_NVFP4;

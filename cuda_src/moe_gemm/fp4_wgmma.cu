@@ -2,7 +2,7 @@
 // times its rows, which may be gathered.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // each number of b times its scale; sums in float32, rounded once. moe_gemm/params.cuh says what a group is,
 // moe_gemm/fp4_prepared.cuh what prepared weights are.
@@ -36,24 +36,28 @@ struct Fp4Operands {
     unsigned weights, scales, tokens;
 };
 
-// Convert HALVES halves of unit `unit`, from `half` on, and start their products.
-template <typename T, class Layout, int REGISTERS>
+// Convert HALVES halves of unit `unit`, from `half` on, and start their products. PAIRS: a lane's two rows, l / 4 and
+// l / 4 + 8 of a product's 16, are neighbours in memory, a gate and its up.
+template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragments<Layout::HALVES>& fragments,
                                               const Fp4Operands& stage, int unit, int half, int width, bool add) {
     constexpr int HALVES = Layout::HALVES;
     const unsigned at = unit * UNIT_BYTES<Layout::FORMAT>;
+    // From a lane's first row to its second: 8 rows, or one.
+    constexpr int NUMBERS_APART = PAIRS ? ROW_NUMBERS : Layout::EIGHT;
+    constexpr int SCALES_APART = PAIRS ? UNIT_SCALES<Layout::FORMAT> : Layout::EIGHT;
     unsigned words[HALVES][2];
     Fp4Factors<T, Layout::FORMAT, HALVES> factors[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        const unsigned from = stage.weights + at + row * Layout::EIGHT;
+        const unsigned from = stage.weights + at + row * NUMBERS_APART;
         if constexpr (HALVES == 2) {
             const uint2 both = load_shared_two(from);
             words[0][row] = both.x, words[1][row] = both.y;
         } else {
             words[0][row] = load_shared_bytes<4>(from + half * 4);
         }
-        factors[row].load(stage.scales + at + row * Layout::EIGHT, half);
+        factors[row].load(stage.scales + at + row * SCALES_APART, half);
     }
     fragments.template convert<T, 0>(words[0], factors);
     if constexpr (HALVES == 2) fragments.template convert<T, 1>(words[1], factors);
@@ -78,7 +82,7 @@ template <int I> struct FragmentSet {
 // Sum a warpgroup's part of a tile of at most `width` tokens, of the stages `part`, + SPLIT, ... of the tile. `at`: the
 // place of the first of them, and then of the next tile's. `first_stage`: what a warpgroup reads of stage 0 of the ring.
 // `skewed_after`: the step after which the other warpgroup may begin, or -1.
-template <typename T, class Layout, int REGISTERS>
+template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Layout::Shared& shared,
                                              RingPlace<Layout::STAGES>& at, int steps, int skewed_after, int part,
                                              int width, const Fp4Operands& first_stage) {
@@ -102,8 +106,8 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
                                 first_stage.tokens + at.stage * (Layout::TOKEN_BYTES >> 4)};
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
-            multiply_part<T, Layout>(c, fragments[(decltype(set)::value + i) % 2], stage, i / TIMES, i % TIMES, width,
-                                     i > 0 || step > part);
+            multiply_part<T, Layout, PAIRS>(c, fragments[(decltype(set)::value + i) % 2], stage, i / TIMES, i % TIMES,
+                                            width, i > 0 || step > part);
             // All of the stage before has been read.
             if (i == 0 && step > part) release(previous);
         }
@@ -188,6 +192,13 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
                          unsigned(k_major_descriptor(ring))};
+    constexpr bool PAIRS = is_gated(ACTIVATION) && !has_halves(ACTIVATION);
+    if constexpr (PAIRS) { // a lane's first row is 2 (l / 4), and rows 8, 10, ... are in the second unit
+        const int row = lane / 4 * 2 % UNIT_ROWS;
+        const unsigned unit = weights + lane / 16 * Layout::EIGHT;
+        operands.weights = unit + row * ROW_NUMBERS + lane % 4 * 8;
+        operands.scales = unit + UNIT_NUMBERS + row * UNIT_SCALES<Layout::FORMAT>;
+    }
     // Else the compiler would compute them again at every stage.
     asm volatile("" : "+r"(operands.weights), "+r"(operands.scales), "+r"(operands.tokens));
     const unsigned staging = ring + Layout::STAGED + side * 2 * Layout::STAGING;
@@ -206,7 +217,7 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
         if (tokens == 0) break;
         if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
         const float factor = Layout::FORMAT == NVFP4 ? MISSING * p.b_global_scale[tile.expert] : MISSING;
-        sum_fp4_tile<T, Layout>(c, shared, place, steps, skewed_after, part, tokens, operands);
+        sum_fp4_tile<T, Layout, PAIRS>(c, shared, place, steps, skewed_after, part, tokens, operands);
         skewed_after = -1;
         // Here, where all lanes have read the tile: after a __syncwarp the compiler would no longer keep what is the
         // same in all lanes in uniform registers.
@@ -227,7 +238,7 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
 // T: __nv_bfloat16 or __half, of the tokens and of the result. FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 96, 128 or
 // 288. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens, where weights are read once. SIDES, SPLIT:
 // warpgroups along the weights of a tile, 1 or 2, and along k. HALVES: of a unit, that are converted and multiplied at
-// once. ACTIVATION: a number of common/activation.cuh.
+// once. ACTIVATION: as moe_gemm/epilogue.cuh has it.
 template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STAGES, int CLUSTER, int BLOCKS, int SIDES,
           int SPLIT, int HALVES, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>::THREADS), BLOCKS)
@@ -236,7 +247,7 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
     static_assert(!GATHER || (CLUSTER == 1 && TOKENS <= 128), "");
     using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>;
     using Shared = typename Layout::Shared;
-    constexpr bool GATED = ACTIVATION != NO_ACTIVATION, DEAL = TOKENS > 128;
+    constexpr bool DEAL = TOKENS > 128;
     constexpr int WARPS = WARPGROUP / 32;
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
@@ -268,9 +279,9 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
         if constexpr (DEAL) setmaxnreg_dec<56>();
         if (threadIdx.x < Layout::COMPUTE_THREADS + 32) {
             if constexpr (GATHER)
-                gather_fp4_tiles<Layout, GATED, STREAMED>(p, shared, ring);
+                gather_fp4_tiles<Layout, ACTIVATION, STREAMED>(p, shared, ring);
             else
-                load_fp4_tiles<Layout, GATED, STREAMED>(p, shared, ring);
+                load_fp4_tiles<Layout, ACTIVATION, STREAMED>(p, shared, ring);
         }
     }
     // A block may not end while others of its cluster write to its shared memory.

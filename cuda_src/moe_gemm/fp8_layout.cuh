@@ -1,6 +1,6 @@
 // Sizes and shared memory of a block of gemm_fp8_wgmma.
 #pragma once
-#include "common/hopper.cuh"
+#include "moe_gemm/epilogue.cuh"
 
 constexpr int FP8_THREADS = 3 * WARPGROUP;
 constexpr int FP8_BOX = 64;      // rows of `a` of a box of TMA, and of a product
@@ -25,11 +25,12 @@ template <int STAGES> struct Fp8Shared {
 // Sizes in bytes, and places from a multiple of 1024 on: STAGES stages, staging rooms, scales, Fp8Shared.
 template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVATION_> struct Fp8Layout {
     static constexpr int TOKENS = TOKENS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
-    static constexpr bool BLOCK_SCALED = BLOCK_SCALED_;
-    static constexpr int OUT_COLUMNS = ACTIVATION ? FP8_COLUMNS / 2 : FP8_COLUMNS;
+    static constexpr bool BLOCK_SCALED = BLOCK_SCALED_, GATED = is_gated(ACTIVATION);
+    static_assert(GATED == has_halves(ACTIVATION), "gates and ups are loaded from the halves of n");
+    static constexpr int OUT_COLUMNS = GATED ? FP8_COLUMNS / 2 : FP8_COLUMNS;
     static constexpr int STAGE_BYTES = TOKENS * FP8_K + FP8_WEIGHT_BYTES;
     static constexpr int STAGED_BYTES = 16 * FP8_STAGED_COLUMNS * 2;         // of a warp
-    static constexpr int SETS = ACTIVATION ? 2 : 1;                          // of scales: gates and ups have their own
+    static constexpr int SETS = GATED ? 2 : 1;                               // of scales: gates and ups have their own
     static constexpr int SCALE_BYTES = BLOCK_SCALED ? SETS * TOKENS * 4 : 0; // of a stage
     static constexpr int SCALE_WARPS = BLOCK_SCALED ? TOKENS / FP8_SCALED_ROWS : 0;
     static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;

@@ -1,7 +1,7 @@
 // The epilogue of gemm_fp8_wgmma: from sums to results in memory.
 #pragma once
-#include "common/activation.cuh"
 #include "common/mma.cuh"
+#include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/fp8_layout.cuh"
 #include "moe_gemm/params.cuh"
 #include "moe_gemm/shared_memory.cuh"
@@ -13,8 +13,8 @@ struct Fp8NoScales {
     __device__ __forceinline__ float apply(float sum, int, float) const { return sum; }
 };
 
-// Scales of whole rows, of tokens and of weights.
-struct Fp8RowScales {
+// Scales of whole rows, of tokens and of weights. ONE: the expert's for its tokens.
+template <bool ONE> struct Fp8RowScales {
     const MappedGemmParams& p;
     const int lane, last_column;
     float row_scales[2] = {1.f, 1.f};
@@ -27,7 +27,7 @@ struct Fp8RowScales {
           column_scales(static_cast<const float*>(p.b_scale)) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            row_scales[i] = p.a_scale[(first + min(lane / 4 + i * 8, left - 1)) * p.a_scale_step];
+            row_scales[i] = p.a_scale[ONE ? tile.x : (first + min(lane / 4 + i * 8, left - 1)) * p.a_scale_step];
         column_scales += p.b_scale_step ? (long long)tile.x * p.n + tile.w : tile.x;
     }
 
@@ -41,27 +41,43 @@ struct Fp8RowScales {
     __device__ __forceinline__ float apply(float sum, int i, float scale) const { return sum * row_scales[i] * scale; }
 };
 
-template <bool BLOCK_SCALED> struct Fp8ScalesOf {
+template <bool BLOCK_SCALED, bool ONE> struct Fp8ScalesOf {
     using Type = Fp8NoScales;
 };
-template <> struct Fp8ScalesOf<false> {
-    using Type = Fp8RowScales;
+template <bool ONE> struct Fp8ScalesOf<false, ONE> {
+    using Type = Fp8RowScales<ONE>;
 };
 
 // The results of eight columns, of which a lane has two in two rows: [row][column].
-template <int ACTIVATION, class Scales>
+template <typename T, int ACTIVATION, class Scales>
 __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const float (&sums)[64], int eight,
-                                                const Scales& scales) {
+                                                const MappedGemmParams& p, const Fp8Tile& tile, const Scales& scales) {
+    constexpr bool GATED = is_gated(ACTIVATION);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
         const float scale = scales.of_column(eight, c, 0);
-        const float up_scale = ACTIVATION ? scales.of_column(eight, c, 1) : scale;
+        const float up_scale = GATED ? scales.of_column(eight, c, 1) : scale;
+        float biases[2] = {};
+        if constexpr (ACTIVATION & BIASED) {
+            const int last = (GATED ? p.n / 2 : p.n) - 1;
+            const int column = min(tile.w + eight * 8 + int(threadIdx.x % 4) * 2 + c, last);
+#pragma unroll
+            for (int side = 0; side < (GATED ? 2 : 1); ++side)
+                biases[side] = bias_of<T>(p, tile.x, weight_row<ACTIVATION>(p, column, side));
+        }
+        auto biased = [&](float sum, int side) {
+            if constexpr (ACTIVATION & BIASED) return sum + biases[side];
+            return sum;
+        };
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int at = eight * 4 + i * 2 + c;
-            results[i][c] = scales.apply(sums[at], i, scale);
-            if constexpr (ACTIVATION != 0)
-                results[i][c] = activate<ACTIVATION>(results[i][c], scales.apply(sums[at + 32], i, up_scale));
+            results[i][c] = biased(scales.apply(sums[at], i, scale), 0);
+            if constexpr (GATED)
+                results[i][c] =
+                    finish<ACTIVATION>(p, results[i][c], biased(scales.apply(sums[at + 32], i, up_scale), 1));
+            else
+                results[i][c] = finish<ACTIVATION>(p, results[i][c]);
         }
     }
 }
@@ -74,9 +90,10 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
     constexpr int CHUNKS = FP8_STAGED_COLUMNS / 8, PITCH = FP8_STAGED_COLUMNS * 2; // chunks of 16 bytes
     const int lane = threadIdx.x % 32, left = tile.z - first_row;
     if (left <= 0) return;
-    const int out_columns = Layout::ACTIVATION ? p.n / 2 : p.n;
+    const int out_columns = Layout::GATED ? p.n / 2 : p.n;
     const long long first = (long long)tile.y + first_row;
-    const typename Fp8ScalesOf<Layout::BLOCK_SCALED>::Type scales(p, tile, first, left, out_columns);
+    constexpr bool ONE = Layout::ACTIVATION & EXPERT_SCALE;
+    const typename Fp8ScalesOf<Layout::BLOCK_SCALED, ONE>::Type scales(p, tile, first, left, out_columns);
     T* const out = static_cast<T*>(p.out) + first * out_columns + tile.w;
 #pragma unroll
     for (int from = 0; from < Layout::OUT_COLUMNS / 8; from += CHUNKS) {
@@ -86,7 +103,7 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
 #pragma unroll
             for (int chunk = 0; chunk < 2; ++chunk) {
                 float results[2][2];
-                finish_fp8_sums<Layout::ACTIVATION>(results, sums, from + j + chunk, scales);
+                finish_fp8_sums<T, Layout::ACTIVATION>(results, sums, from + j + chunk, p, tile, scales);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) pairs[chunk * 2 + i] = pack<T>(results[i][0], results[i][1]);
             }

@@ -1,7 +1,7 @@
 // Grouped products in FP8 (e4m3) on Hopper, by TMA and wgmma: each expert's weights times its rows.
 //
 //   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // each number of a and b times its scale; sums in float32, rounded once. BLOCK_SCALED: a_scale [rows, ceil(k / 128)],
 // b_scale [experts, ceil(n / 128), ceil(k / 128)]. Else a_scale is of each row or one, b_scale of each row of weights
@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
                         tma_load_multicast((1 << CLUSTER) - 1, to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
                 }
                 tma_load<EVICT_NORMAL>(weights, p.b_map, k, tile.w, tile.x, 0, full);
-                if constexpr (Layout::ACTIVATION != 0)
+                if constexpr (Layout::GATED)
                     tma_load<EVICT_NORMAL>(weights + FP8_WEIGHT_BYTES / 2, p.b_map, k, half + tile.w, tile.x, 0, full);
             }
         }
@@ -218,8 +218,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     }
 }
 
-// T: __nv_bfloat16 or __half, of the result. TOKENS: 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks. ACTIVATION: a
-// number of common/activation.cuh.
+// T: __nv_bfloat16 or __half, of the result. TOKENS: 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks. ACTIVATION: as
+// moe_gemm/epilogue.cuh has it, with gates and ups in halves.
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {

@@ -2,7 +2,7 @@
 // gathered.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // each number of a and b times its scale, if there are scales; sums in float32, rounded once. moe_gemm/params.cuh says
 // what a group is.
@@ -46,8 +46,8 @@ template <typename T, class Block> struct MmaFormOf<T, NVFP4, false, Block> {
 };
 
 // T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. STEP: 32 or 64 with PLAIN, else
-// 128. STAGES: steps that shared memory holds. BLOCKS: blocks that fit a multiprocessor. ACTIVATION: a number of
-// common/activation.cuh. BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has
+// 128. STAGES: steps that shared memory holds. BLOCKS: blocks that fit a multiprocessor. ACTIVATION: as
+// moe_gemm/epilogue.cuh has it. BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has
 // scales of whole rows.
 template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int WEIGHT_WARPS, int STEP, int STAGES,
           int BLOCKS, int ACTIVATION, bool BLOCK_SCALES>
@@ -75,13 +75,14 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
     tile.locate(); // again, rather than keeping its registers during the products
     const typename Form::Factors factors(p, tile, me, sums);
     const MmaOutput<T, Block> out(tile, me);
+    const MmaBiases<T, Block> biases(tile, me);
 #pragma unroll
     for (int m = 0; m < Block::M; ++m)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int in_tile = (me.token_warp * Block::M + m) * 16 + j * 8 + me.row, row = tile.first_row + in_tile;
             unsigned pairs[Block::OUT];
-            pack_row<T, Block>(pairs, sums[m], j, factors.of_row(in_tile));
+            pack_row<T, Block>(pairs, sums[m], j, factors.of_row(in_tile), biases);
             out.write(row, tile.end, pairs);
         }
 }

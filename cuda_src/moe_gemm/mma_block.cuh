@@ -1,6 +1,6 @@
 // Sizes of a block of gemm_mma, its tile, and the places of its threads.
 #pragma once
-#include "common/activation.cuh"
+#include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
 
 // Sizes, as gemm_mma takes them.
@@ -8,7 +8,7 @@ template <int TOKENS_, int WEIGHTS_, int TOKEN_WARPS_, int WEIGHT_WARPS_, int ST
 struct MmaBlock {
     static constexpr int TOKENS = TOKENS_, WEIGHTS = WEIGHTS_, TOKEN_WARPS = TOKEN_WARPS_, WEIGHT_WARPS = WEIGHT_WARPS_;
     static constexpr int STEP = STEP_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
-    static constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
+    static constexpr bool GATED = is_gated(ACTIVATION), HALVES = has_halves(ACTIVATION);
     static constexpr int THREADS = TOKEN_WARPS * WEIGHT_WARPS * 32;
     static constexpr int M = TOKENS / TOKEN_WARPS / 16, N = WEIGHTS / WEIGHT_WARPS / 8; // fragments of a warp
     static constexpr int OUT = GATED ? N / 2 : N; // fragments of its results along n
@@ -60,6 +60,7 @@ template <class Block> struct MmaTile {
     // The row of the expert's weights for row r of the tile's weights; the last one past their end.
     __device__ __forceinline__ int weight_of(int r) const {
         if constexpr (!Block::GATED) return min(first_column + r, p.n - 1);
+        if constexpr (!Block::HALVES) return r / 8 % 2 + min(first_column + r / 16 * 8 + r % 8, half - 1) * 2;
         return r / 8 % 2 * half + min(first_column + r / 16 * 8 + r % 8, half - 1);
     }
 };

@@ -9,11 +9,11 @@
 template <class Form> struct MmaCopies {
     using Block = typename Form::Block;
     static constexpr int TOKENS = Block::TOKENS, WEIGHTS = Block::WEIGHTS, THREADS = Block::THREADS;
-    static constexpr bool GATED = Block::GATED;
+    static constexpr bool GATED = Block::GATED, HALVES = Block::HALVES;
     static constexpr int A_CHUNKS = Form::A_LINE / 16, A_ROWS = THREADS / A_CHUNKS;
     static constexpr int B_CHUNKS = Form::B_LINE / 16, B_ROWS = THREADS / B_CHUNKS;
     static constexpr int A_COPIES = (TOKENS + A_ROWS - 1) / A_ROWS, B_COPIES = (WEIGHTS + B_ROWS - 1) / B_ROWS;
-    static constexpr int B_APART = GATED ? B_ROWS / 2 : B_ROWS; // rows of the expert's weights, from copy to copy
+    static constexpr int B_APART = HALVES ? B_ROWS / 2 : B_ROWS; // rows of the expert's weights, from copy to copy
     static_assert(A_ROWS % 8 == 0 && B_ROWS % (GATED ? 16 : 8) == 0, "");
 
     // The rows of `a`. The array is the kernel's: the compiler takes a struct with an array apart only after it has
@@ -39,9 +39,13 @@ template <class Form> struct MmaCopies {
 #pragma unroll
         for (int i = 0; i < A_COPIES; ++i) tokens[i] = tile.token_of(a_row + i * A_ROWS);
         const int half = tile.half;
-        weight =
-            GATED ? b_row / 8 % 2 * half + tile.first_column + b_row / 16 * 8 + b_row % 8 : tile.first_column + b_row;
-        last_weight = GATED ? (b_row / 8 % 2 + 1) * half - 1 : p.n - 1;
+        const int side = b_row / 8 % 2, column = tile.first_column + b_row / 16 * 8 + b_row % 8;
+        if constexpr (HALVES)
+            weight = side * half + column, last_weight = (side + 1) * half - 1;
+        else if constexpr (GATED)
+            weight = column * 2 + side, last_weight = p.n - 2 + side;
+        else
+            weight = tile.first_column + b_row, last_weight = p.n - 1;
         steps = (p.k + Block::STEP - 1) / Block::STEP;
         scales.begin(p, tile, me);
     }

@@ -213,6 +213,7 @@ template <class Block> struct RowFactors {
     }
 
     __device__ __forceinline__ float of_row(int r) const {
+        if constexpr (Block::ACTIVATION & EXPERT_SCALE) return p.a_scale[tile.group.expert];
         return p.a_scale[(long long)tile.token_of(r) * p.a_scale_step];
     }
 };

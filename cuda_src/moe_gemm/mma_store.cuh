@@ -1,28 +1,46 @@
 // The epilogue of gemm_mma: from sums to results in memory.
 #pragma once
-#include "common/activation.cuh"
 #include "common/mma.cuh"
 #include "common/warp.cuh"
 #include "moe_gemm/mma_block.cuh"
 
+// Biases of a lane's sums.
+template <typename T, class Block> struct MmaBiases {
+    const MmaTile<Block>& tile;
+    const int first; // the lane's first row of weights of the tile
+
+    __device__ __forceinline__ MmaBiases(const MmaTile<Block>& tile, const MmaThread<Block>& me)
+        : tile(tile), first(me.weight_warp * Block::N * 8 + me.pair * 2) {}
+
+    // A sum times `factor`, with its bias: of fragment n, and column i of the lane's two.
+    __device__ __forceinline__ float add(float sum, float factor, int n, int i) const {
+        if constexpr (Block::ACTIVATION & BIASED)
+            return sum * factor + bias_of<T>(tile.p, tile.group.expert, tile.weight_of(first + n * 8 + i));
+        return sum * factor;
+    }
+};
+
 // The result of sums[n] or, gated, of sums[2 n] (gates) and sums[2 n + 1] (ups), at one of a lane's places in
 // fragments.
-template <int ACTIVATION, int N>
-__device__ __forceinline__ float result(const float (&sums)[N][4], int n, int at, float factor) {
-    if constexpr (ACTIVATION != NO_ACTIVATION)
-        return activate<ACTIVATION>(sums[n * 2][at] * factor, sums[n * 2 + 1][at] * factor);
+template <typename T, class Block>
+__device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n, int at, float factor,
+                                        const MmaBiases<T, Block>& biases) {
+    const GemmParams& p = biases.tile.p;
+    if constexpr (Block::GATED)
+        return finish<Block::ACTIVATION>(p, biases.add(sums[n * 2][at], factor, n * 2, at % 2),
+                                         biases.add(sums[n * 2 + 1][at], factor, n * 2 + 1, at % 2));
     else
-        return sums[n][at] * factor;
+        return finish<Block::ACTIVATION>(p, biases.add(sums[n][at], factor, n, at % 2));
 }
 
 // The results of one row: of the two rows of a fragment that a lane has sums of, row j. A pair of each fragment.
 template <typename T, class Block>
 __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const float (&sums)[Block::N][4], int j,
-                                         float factor) {
+                                         float factor, const MmaBiases<T, Block>& biases) {
 #pragma unroll
     for (int n = 0; n < Block::OUT; ++n) {
-        const float low = result<Block::ACTIVATION>(sums, n, j * 2, factor);
-        const float high = result<Block::ACTIVATION>(sums, n, j * 2 + 1, factor);
+        const float low = result<T, Block>(sums, n, j * 2, factor, biases);
+        const float high = result<T, Block>(sums, n, j * 2 + 1, factor, biases);
         pairs[n] = pack<T>(low, high);
     }
 }

@@ -24,6 +24,10 @@ struct GemmParams {
     int a_scale_step;                // 1: a_scale is of each token. 0: there is one
     int b_scale_step;                // 1: b_scale is of each row of weights. 0: of each expert
     int together;                    // gemm_wgmma: tiles of tokens that share a tile of weights before the next
+    // Read only where moe_gemm/epilogue.cuh says so.
+    const void* bias;   // [experts, n], float32 or T
+    float alpha, limit; // of swigluoai
+    int bias_is_float;
 };
 
 // The same with tensor maps for TMA, whose boxes are described where they are copied.

@@ -1,7 +1,7 @@
 // Grouped products for few rows of each expert, on every GPU: weights are read at the speed of the memory.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // each number of a and b times its scale with FP8; sums in float32, rounded once. moe_gemm/params.cuh says what a group
 // is.
@@ -24,14 +24,15 @@
 // Speed of light: the bytes of the weights, experts * n * k numbers. On an H200 one row of 2 experts reaches the
 // memory's floor in bfloat16 (n = 28672, k = 4096: 108 us; n = 4096, k = 14336: 99% of it). One row of 8 experts with n
 // = 1536, k = 2048 reaches 85% and, with n = 2048, k = 768, 72%: in 8 us the start of the kernel counts.
-#include "common/activation.cuh"
 #include "common/fp8.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
+#include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
 
 // The task of a warp: pairs of rows of weights from `pair` on, times `count` tokens from row `first` on.
-template <bool GATED> struct StreamTask {
+template <int ACTIVATION_> struct StreamTask {
+    static constexpr int ACTIVATION = ACTIVATION_;
     const GemmParams& p;
     const int first, count;
     const int pairs, pair;
@@ -39,7 +40,7 @@ template <bool GATED> struct StreamTask {
     // Row i of the warp's weights, of which two are a pair; of the last pair past their end.
     __device__ __forceinline__ int weight_of(int i) const {
         const int mine = min(pair + i / 2, pairs - 1);
-        return GATED ? mine + i % 2 * pairs : 2 * mine + i % 2;
+        return has_halves(ACTIVATION) ? mine + i % 2 * pairs : 2 * mine + i % 2;
     }
 
     // The row of `a` of token t; of the last token past their end.
@@ -102,8 +103,12 @@ template <class Task> struct Fp8RowUnits {
     }
 
     __device__ __forceinline__ float scaled(float sum, int t, int i) const {
-        return sum * (task.p.a_scale[(long long)task.token_of(t) * task.p.a_scale_step] *
-                      b_scale[(long long)task.weight_of(i) * task.p.b_scale_step]);
+        const GemmParams& p = task.p;
+        if constexpr (Task::ACTIVATION & EXPERT_SCALE)
+            return sum *
+                   (p.a_scale[task.first / p.max_tokens] * b_scale[(long long)task.weight_of(i) * p.b_scale_step]);
+        return sum * (p.a_scale[(long long)task.token_of(t) * p.a_scale_step] *
+                      b_scale[(long long)task.weight_of(i) * p.b_scale_step]);
     }
 };
 
@@ -175,11 +180,12 @@ struct Diagonal {
 
 // T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. FORMAT: PLAIN or FP8.
 // BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows.
+// ACTIVATION: as moe_gemm/epilogue.cuh has it.
 // LOADS: units of each row of weights that a lane has under way at once. BLOCKS: blocks that fit a multiprocessor.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int TOKENS, int ACTIVATION, int PAIRS, int WARPS, int LOADS,
           int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_constant__ GemmParams p) {
-    using Task = StreamTask<ACTIVATION != NO_ACTIVATION>;
+    using Task = StreamTask<ACTIVATION>;
     using Units = typename UnitsOf<T, FORMAT, BLOCK_SCALES, Task>::Type;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __shared__ GroupTile tile;
@@ -231,12 +237,16 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
         for (int j = 0; j < PAIRS; ++j) {
             float both[2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) both[i] = units.scaled(diagonal.trace(sums[t][j], i), t, 2 * j + i);
+            for (int i = 0; i < 2; ++i) {
+                both[i] = units.scaled(diagonal.trace(sums[t][j], i), t, 2 * j + i);
+                if constexpr (ACTIVATION & BIASED) both[i] += bias_of<T>(p, tile.expert, task.weight_of(2 * j + i));
+            }
             if (lane != 0 || pair + j >= pairs) continue;
-            if constexpr (ACTIVATION != NO_ACTIVATION)
-                out[row * pairs + pair + j] = from_float<T>(activate<ACTIVATION>(both[0], both[1]));
+            if constexpr (is_gated(ACTIVATION))
+                out[row * pairs + pair + j] = from_float<T>(finish<ACTIVATION>(p, both[0], both[1]));
             else
-                *reinterpret_cast<unsigned*>(out + row * p.n + 2 * (pair + j)) = pack<T>(both[0], both[1]);
+                *reinterpret_cast<unsigned*>(out + row * p.n + 2 * (pair + j)) =
+                    pack<T>(finish<ACTIVATION>(p, both[0]), finish<ACTIVATION>(p, both[1]));
         }
     }
 }

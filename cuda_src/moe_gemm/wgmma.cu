@@ -1,7 +1,7 @@
 // Grouped products of 16-bit numbers on Hopper, by TMA and wgmma: each expert's weights times its rows.
 //
 //   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
 //
@@ -22,7 +22,7 @@
 // A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released
 // it.
 //
-// ACTIVATION: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. So a thread has
+// A gated product: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. A thread has
 // the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
 //
 // With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while
@@ -38,10 +38,11 @@
 #include "moe_gemm/wgmma_widths.cuh"
 
 // The loop of the warp that loads.
-template <bool GATED, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
 __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                            unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
+    constexpr bool GATED = is_gated(ACTIVATION);
     constexpr int WEIGHTS = WARPGROUPS * 64, BOX = box_of(TOKENS);
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
@@ -60,7 +61,9 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
                 const unsigned tokens_to = weights_to + Shared::WEIGHT_TILE;
                 const int x = step * DEPTH;
                 mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-                if (step == 0) shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight, 0};
+                if (step == 0)
+                    shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight,
+                                                 ACTIVATION & BIASED ? expert : 0};
                 mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
                 if constexpr (GATED)
                     tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
@@ -159,7 +162,7 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
 }
 
 // T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS: blocks that fit a multiprocessor. STREAMED:
-// for few tokens, where memory is the limit and weights are read once. ACTIVATION: a number of common/activation.cuh.
+// for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh has it.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
 __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
@@ -188,7 +191,7 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
         if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
-            load_tiles<ACTIVATION != NO_ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+            load_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }
     // A block may not end while others of its cluster write to its shared memory.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();

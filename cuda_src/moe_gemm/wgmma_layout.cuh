@@ -25,7 +25,7 @@ struct alignas(16) WgmmaTile {
     int row;    // its first row of `out`
     int tokens; // 0: there are no more tiles
     int column; // its first column of `out`
-    int expert; // of gemm_fp4_wgmma
+    int expert; // of gemm_fp4_wgmma, and where there are biases
 };
 
 template <int TOKENS, int STAGES> struct WgmmaShared {

@@ -1,8 +1,7 @@
 // The epilogue of gemm_wgmma: from sums to results in memory.
 #pragma once
-#include "common/activation.cuh"
 #include "common/mma.cuh"
-#include "moe_gemm/params.cuh"
+#include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 
@@ -28,7 +27,7 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     named_barrier_sync<2, WARPGROUP>();
 }
 
-// Write a warpgroup's results of a tile, of sums times `factor`.
+// Write a warpgroup's results of a tile, of sums times `factor`, plus their biases.
 //
 // They lie along the weights in memory, but along the tokens in the registers of a thread. stmatrix transposes them
 // through shared memory, a round of ROUND tokens at a time, so that 8 (gated: 4) threads write neighbouring bytes of a
@@ -38,7 +37,7 @@ template <typename T, int ACTIVATION, int TOKENS>
 __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const float (&c)[TOKENS / 2],
                                            const WgmmaTile& tile, int warpgroup, unsigned staging, int& round,
                                            float factor = 1.f) {
-    constexpr bool GATED = ACTIVATION != NO_ACTIVATION;
+    constexpr bool GATED = is_gated(ACTIVATION);
     constexpr int ROUND = round_of(TOKENS);
     constexpr int CHUNKS = GATED ? 4 : 8; // chunks of 16 bytes of a token
     constexpr int EACH = CHUNKS / 4;      // of them by each warp
@@ -52,6 +51,18 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
         (lane / 8 / EACH * 8 + lane % 8) * CHUNKS * 16 + ((warp * EACH + lane / 8 % EACH) ^ swizzle(lane % 8)) * 16;
     const int chunk = thread % CHUNKS, column = tile.column + warpgroup * CHUNKS * 8 + chunk * 8;
     T* const out = static_cast<T*>(p.out) + (long long)tile.row * columns + column;
+    float biases[2]; // of a lane's two rows of weights
+    if constexpr (ACTIVATION & BIASED) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int first = tile.column + warpgroup * CHUNKS * 8 + warp * EACH * 8 + lane / 4 + (GATED ? 0 : i * 8);
+            biases[i] = bias_of<T>(p, tile.expert, weight_row<ACTIVATION>(p, min(first, columns - 1), i));
+        }
+    }
+    auto biased = [&](float sum, int i) {
+        if constexpr (ACTIVATION & BIASED) return sum * factor + biases[i];
+        return sum * factor;
+    };
 #pragma unroll
     for (int first = 0; first < TOKENS; first += ROUND) {
         if (first >= tile.tokens) break;
@@ -63,10 +74,11 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
             for (int i = 0; i < MATRICES; ++i) {
                 const float* const sums = c + (first / 8 + group + i / EACH) * 4;
                 if constexpr (GATED)
-                    packed[i] = pack<T>(activate<ACTIVATION>(sums[0] * factor, sums[2] * factor),
-                                        activate<ACTIVATION>(sums[1] * factor, sums[3] * factor));
+                    packed[i] = pack<T>(finish<ACTIVATION>(p, biased(sums[0], 0), biased(sums[2], 1)),
+                                        finish<ACTIVATION>(p, biased(sums[1], 0), biased(sums[3], 1)));
                 else
-                    packed[i] = pack<T>(sums[i % 2 * 2] * factor, sums[i % 2 * 2 + 1] * factor);
+                    packed[i] = pack<T>(finish<ACTIVATION>(p, biased(sums[i % 2 * 2], i % 2)),
+                                        finish<ACTIVATION>(p, biased(sums[i % 2 * 2 + 1], i % 2)));
             }
             store_transposed(place + lane_to + group * 8 * CHUNKS * 16, packed);
         }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from cukern.reference.moe_activation import is_gated
+from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.describe import type_name
 
@@ -40,8 +42,13 @@ class FusedMoEQuantConfig:
             [experts, n, k / 32]. NVFP4: uint8 (e4m3) [experts, n, k / 16]. Weights of 4 bits that
             `cukern.prepare_weights` has prepared hold theirs: then both are None.
         a1_scale, a2_scale: float32 [1], the static scales of what enters the first and the second product, for FP8 per
-            tensor. Without a1_scale the first is computed from the tokens.
+            tensor. Without a1_scale the first is computed from the tokens, without a2_scale the second from what the
+            activation gives, of all tokens (of a chunk, where the layer has chunks).
         w1_global_scale, w2_global_scale: float32 [experts], for NVFP4.
+        w1_bias, w2_bias: float32 or of the layer's dtype, [experts, n], added to the products. Each rank adds those of
+            its experts.
+        gemm1_alpha, gemm1_clamp_limit: alpha and limit of swigluoai.
+        gemm1_interleaved: rows 2 j and 2 j + 1 of w1 (and w1_bias) are gate j and its up; else the gates come first.
 
     Raises:
         ValueError: arguments that do not fit each other; the message names the one that is missing or superfluous.
@@ -56,6 +63,11 @@ class FusedMoEQuantConfig:
     a2_scale: Any = None
     w1_global_scale: Any = None
     w2_global_scale: Any = None
+    w1_bias: Any = None
+    w2_bias: Any = None
+    gemm1_alpha: float = activations.ALPHA
+    gemm1_clamp_limit: float = activations.LIMIT
+    gemm1_interleaved: bool = False
 
     def __post_init__(self) -> None:
         check.one_of("quant_dtype", self.quant_dtype, (None, *QUANT_DTYPES))
@@ -67,10 +79,8 @@ class FusedMoEQuantConfig:
             wanted = "False unless the activations are FP8 without blocks"
             check.fail("per_act_token_quant", wanted, f"True with {self.name or 'no quantization'}")
         takes = set()
-        if self.quant_dtype:
+        if self.quant_dtype and not self.is_prepared:
             takes = {"w1_scale", "w2_scale"}
-        if self.is_prepared:
-            takes = set()
         if self.quant_dtype == "nvfp4":
             takes |= {"w1_global_scale", "w2_global_scale"}
         for name in sorted(takes):
@@ -78,11 +88,8 @@ class FusedMoEQuantConfig:
                 check.fail(name, f"the scales of {self.name}", "None")
         if fp8 and not self.block_shape and not self.per_act_token_quant:
             takes |= {"a1_scale", "a2_scale"}
-            if self.a2_scale is None:
-                wanted = "a static scale, where the activations have one per tensor (or set per_act_token_quant)"
-                check.fail("a2_scale", wanted, "None")
         for name in SCALES:
-            if name not in takes and getattr(self, name) is not None:
+            if name not in takes | {"w1_bias", "w2_bias"} and getattr(self, name) is not None:
                 check.fail(name, f"None with {self.name or 'no quantization'}", type_name(getattr(self, name)))
 
     @property
@@ -99,14 +106,34 @@ class FusedMoEQuantConfig:
 
     @property
     def scales(self) -> dict[str, Any]:
-        """The scales that are not None, by name."""
+        """The scales and biases that are not None, by name."""
         return {name: value for name in SCALES if (value := getattr(self, name)) is not None}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """All else, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SCALES}
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The arguments alpha, limit and interleaved of the first product."""
+        numbers = self.gemm1_alpha, self.gemm1_clamp_limit, self.gemm1_interleaved
+        return dict(zip(("alpha", "limit", "interleaved"), numbers, strict=True))
+
+    def quantizes_activated(self, activation: str) -> bool:
+        """Whether, in FP8, the first product rounds what it has activated, which then is quantized.
+
+        Else it rounds gates and ups, and what is quantized is their activation in float32.
+        """
+        is_dynamic = self.name == "fp8" and not self.per_act_token_quant and self.a2_scale is None
+        return is_dynamic or not is_gated(activation) or self.form != NOT_QUANTIZED.form
 
     @classmethod
     def make(cls, name: str | None, **scales: Any) -> FusedMoEQuantConfig:
-        """The quantization called `name`, one of `QUANTIZATIONS` or None, with these scales.
+        """The quantization called `name`, one of `QUANTIZATIONS` or None, with these scales, biases and numbers.
 
-        "fp8" without `a2_scale` gives each row of activations a scale of its own.
+        "fp8" without `a2_scale` gives each row of activations a scale of its own, unless `per_act_token_quant` is there
+        and False.
         """
         if name is None:
             return cls(**scales)
@@ -114,7 +141,8 @@ class FusedMoEQuantConfig:
         if name == "fp8_block":
             return cls("float8_e4m3fn", block_shape=(GROUP, GROUP), **scales)
         if name == "fp8":
-            return cls("float8_e4m3fn", per_act_token_quant=scales.get("a2_scale") is None, **scales)
+            scales.setdefault("per_act_token_quant", scales.get("a2_scale") is None)
+            return cls("float8_e4m3fn", **scales)
         return cls(name, **scales)
 
     @classmethod
@@ -128,9 +156,11 @@ class FusedMoEQuantConfig:
         return cls.make("fp8", w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale)
 
     @classmethod
-    def mxfp4(cls, w1_scale: Any = None, w2_scale: Any = None) -> FusedMoEQuantConfig:
-        """Weights of 4 bits with a power of two per 32 of them; without scales, prepared ones."""
-        return cls.make("mxfp4", w1_scale=w1_scale, w2_scale=w2_scale)
+    def mxfp4(cls, w1_scale: Any = None, w2_scale: Any = None, **more: Any) -> FusedMoEQuantConfig:
+        """Weights of 4 bits with a power of two per 32 of them; without scales, prepared ones. `more`: biases and what
+        gpt-oss has besides.
+        """
+        return cls.make("mxfp4", w1_scale=w1_scale, w2_scale=w2_scale, **more)
 
     @classmethod
     def nvfp4(cls, w1_scale: Any, w2_scale: Any, w1_global_scale: Any, w2_global_scale: Any) -> FusedMoEQuantConfig:
@@ -147,5 +177,7 @@ class FusedMoEQuantConfig:
 
 
 QUANTIZATIONS = ("fp8_block", "fp8", "mxfp4", "nvfp4")
-SCALES = ("w1_scale", "w2_scale", "a1_scale", "a2_scale", "w1_global_scale", "w2_global_scale")
+SCALES = (
+    "w1_scale", "w2_scale", "a1_scale", "a2_scale", "w1_global_scale", "w2_global_scale", "w1_bias", "w2_bias",
+)  # fmt: skip
 NOT_QUANTIZED = FusedMoEQuantConfig()

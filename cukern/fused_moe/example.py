@@ -38,14 +38,14 @@ class Layer(NamedTuple):
         """The layer with `function` applied to each array."""
         config = self.config
         scales = {name: function(value) for name, value in config.scales.items()}
-        config = FusedMoEQuantConfig(config.quant_dtype, config.per_act_token_quant, config.block_shape, **scales)
+        config = FusedMoEQuantConfig(**config.numbers, **scales)
         return Layer(*[function(array) for array in self.arrays], config)  # type: ignore[call-arg]
 
     def of_rank(self, tokens: slice, here: Any) -> Layer:
         """The part of a rank: some of the tokens, and the experts at `here`, bool or int [experts], in NumPy."""
         own = self.config
         scales = {k: s if k in ("a1_scale", "a2_scale") else s[here] for k, s in own.scales.items()}
-        config = FusedMoEQuantConfig(own.quant_dtype, own.per_act_token_quant, own.block_shape, **scales)
+        config = FusedMoEQuantConfig(**own.numbers, **scales)
         x, weights, ids = (x[tokens] for x in (self.hidden_states, self.topk_weights, self.topk_ids))
         return Layer(x, self.w1[here], self.w2[here], weights, ids, config)
 

@@ -28,8 +28,9 @@ from cukern.fused_moe.topk_weight_and_reduce import (
 from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched
 from cukern.ops.moe_gemm.kernels import FP4_GATHERED_ROWS, STREAM_ROWS
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
-from cukern.ops.quantization import silu_and_mul_quant
+from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
 from cukern.reference import fused_moe as twin
+from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import rows_of_weights
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import same_shape
@@ -55,6 +56,11 @@ def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
     would read all its weights again.
     """
     return tokens if tokens <= STREAM_ROWS else max(ceil_div(tokens * topk, experts), STREAM_ROWS + 1)
+
+
+def inter_of(w1: Any, activation: str) -> int:
+    """The numbers of a row between the products."""
+    return rows_of_weights(w1) // (2 if is_gated(activation) else 1)
 
 
 class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
@@ -188,7 +194,9 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             b_scale=config.w1_scale,
             b_global_scale=config.w1_global_scale,
             row_token=row_token,
+            bias=config.w1_bias,
             activation=activation,
+            **config.form,
             expected_m=expected_rows,
             out=workspace2,
         )
@@ -198,6 +206,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             expert_offsets,
             b_scale=config.w2_scale,
             b_global_scale=config.w2_global_scale,
+            bias=config.w2_bias,
             expected_m=expected_rows,
             out=by_row,
         )
@@ -222,9 +231,11 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             expert_num_tokens,
             b_scale=config.w1_scale,
             b_global_scale=config.w1_global_scale,
+            bias=config.w1_bias,
             activation=activation,
+            **config.form,
             expected_m=expected_rows,
-            out=workspace2.reshape(*a.shape[:2], rows_of_weights(w1) // 2),
+            out=workspace2.reshape(*a.shape[:2], inter_of(w1, activation)),
         )
         moe_gemm_batched(
             activated,
@@ -232,6 +243,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             expert_num_tokens,
             b_scale=config.w2_scale,
             b_global_scale=config.w2_global_scale,
+            bias=config.w2_bias,
             expected_m=expected_rows,
             out=output,
         )
@@ -269,9 +281,24 @@ class _Fp8GemmExperts(_GemmExperts):
             return q, None
         return q, part(workspace2, aligned(rows * columns), (*shape, scales), "float32")
 
+    def _first_form(self, activation: str) -> dict[str, Any]:
+        """The further arguments of the first product: it activates unless the activation is quantized in float32."""
+        config = self.quant_config
+        if not config.quantizes_activated(activation):
+            return {"bias": config.w1_bias}
+        return {"bias": config.w1_bias, "activation": activation, **config.form}
+
     def _activate(self, gate_up: Any, activation: str, expert_num_tokens: Any, q: Any, scale: Any) -> Any:
-        """Write the quantized activation and its scales. Returns the scales."""
-        static = self.quant_config.a2_scale
+        """Write the quantized activation of the first product, and its scales. Returns the scales."""
+        config = self.quant_config
+        static = config.a2_scale
+        if config.quantizes_activated(activation):
+            if config.block_shape:
+                per_token_group_quant_fp8(gate_up, GROUP, expert_num_tokens=expert_num_tokens, out_q=q, out_s=scale)
+                return scale
+            per_token = config.per_act_token_quant
+            _, found = scaled_fp8_quant(gate_up, static, None, None, per_token, q, expert_num_tokens=expert_num_tokens)
+            return found
         silu_and_mul_quant(
             gate_up,
             activation,
@@ -303,7 +330,9 @@ class _Fp8GemmExperts(_GemmExperts):
         dtype = dtype_of(by_row)
         expert_offsets, row_token, inverse = where
         config = self.quant_config
-        experts, columns, hidden = w1.shape
+        experts, _, hidden = w1.shape
+        inter = inter_of(w1, activation)
+        columns = inter if config.quantizes_activated(activation) else w1.shape[1]
         if row_token is None:
             q, scale = self._quantized(workspace2, (rows,), hidden)
             a = permute_rows(a, inverse, rows, out=q)
@@ -316,19 +345,21 @@ class _Fp8GemmExperts(_GemmExperts):
             a_scale=a_scale,
             b_scale=config.w1_scale,
             row_token=row_token,
+            **self._first_form(activation),
             out_dtype=dtype,
             expected_m=expected_rows,
             out=part(workspace13, 0, (rows, columns), dtype),
         )
-        q, scale = self._quantized(workspace2, (1, rows), columns // 2)
+        q, scale = self._quantized(workspace2, (1, rows), inter)
         # The rows of all experts count as those of one: rows past the last expert's were not written, and are not read.
         a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
         moe_gemm(
-            q.reshape(rows, columns // 2),
+            q.reshape(rows, inter),
             w2,
             expert_offsets,
             a_scale=a_scale if scale is None else a_scale.reshape(rows, -1),
             b_scale=config.w2_scale,
+            bias=config.w2_bias,
             out_dtype=dtype,
             expected_m=expected_rows,
             out=by_row,
@@ -349,18 +380,20 @@ class _Fp8GemmExperts(_GemmExperts):
     ) -> None:
         dtype = dtype_of(output)
         config = self.quant_config
-        shape, columns = tuple(a.shape[:2]), w1.shape[1]
+        shape, inter = tuple(a.shape[:2]), inter_of(w1, activation)
+        columns = inter if config.quantizes_activated(activation) else w1.shape[1]
         gate_up = moe_gemm_batched(
             a,
             w1,
             expert_num_tokens,
             a_scale=a_scale,
             b_scale=config.w1_scale,
+            **self._first_form(activation),
             out_dtype=dtype,
             expected_m=expected_rows,
             out=part(workspace13, 0, (*shape, columns), dtype),
         )
-        q, scale = self._quantized(workspace2, shape, columns // 2)
+        q, scale = self._quantized(workspace2, shape, inter)
         a_scale = self._activate(gate_up, activation, expert_num_tokens, q, scale)
         if scale is not None and not config.block_shape:
             a_scale = a_scale.reshape(shape)
@@ -370,6 +403,7 @@ class _Fp8GemmExperts(_GemmExperts):
             expert_num_tokens,
             a_scale=a_scale,
             b_scale=config.w2_scale,
+            bias=config.w2_bias,
             out_dtype=dtype,
             expected_m=expected_rows,
             out=output,
@@ -551,21 +585,21 @@ class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
         scale = None if a1q_scale is None else library.to_numpy(a1q_scale)
         config = on_host(self.quant_config)
         result = np.zeros(tuple(output.shape), arrays.numpy_dtype(library.dtype(output)))
-        for index, count in enumerate(np.clip(counts, 0, a.shape[1])):
-            own = scale if scale is None or scale.size == 1 else scale[index, :count]
+        own: dict[int, tuple[Any, Any]] = {}
+        for index, count in enumerate(np.clip(counts, 0, a.shape[1]).tolist()):
             if count:
-                result[index, :count] = twin.expert(
-                    a[index, :count], own, first, second, index, activation, config, result.dtype
-                )
+                own[index] = a[index, :count], scale if scale is None or scale.size == 1 else scale[index, :count]
+        for index, rows in twin.experts(own, first, second, activation, config, result.dtype).items():
+            result[index, : len(rows)] = rows
         output[...] = library.from_numpy(result, output)
 
 
 def on_host(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
     """The same configuration with its scales in NumPy."""
-    scales = {}
+    scales: dict[str, Any] = {}
     for name, value in config.scales.items():
         library = arrays.library_of(value)
         if library is None:
             check.fail(name, "an array", type(value).__name__, TypeError)
         scales[name] = library.to_numpy(value)
-    return FusedMoEQuantConfig(config.quant_dtype, config.per_act_token_quant, config.block_shape, **scales)
+    return FusedMoEQuantConfig(**config.numbers, **scales)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from cukern.fused_moe.config import FusedMoEQuantConfig
+from cukern.fused_moe.config import NOT_QUANTIZED, FusedMoEQuantConfig
 from cukern.fused_moe.experts import AutoExperts
 from cukern.fused_moe.modular_kernel import FusedMoEModularKernel, layer_output
 from cukern.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoEP
 from cukern.reference import fused_moe as twin
+from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Result, dtype_name, expect_array
@@ -17,20 +19,21 @@ from cukern.runtime.op import op, operator
 from cukern.runtime.plan import run_twin
 
 
-class _Numbers(NamedTuple):
-    """A configuration without its scales."""
+@dataclass(frozen=True)
+class _Numbers:
+    """A configuration without its scales: its name, or all that it has."""
 
-    quant_dtype: str | None
-    per_act_token_quant: bool
-    block_shape: tuple[int, int] | None
+    name: Any
+    numbers: tuple[tuple[str, Any], ...]
 
 
-def _config(quant: Any, scales: dict[str, Any]) -> FusedMoEQuantConfig:
-    if isinstance(quant, _Numbers):
-        return FusedMoEQuantConfig(*quant, **scales)
-    if quant is not None and not isinstance(quant, str):
-        check.fail("quant", "a FusedMoEQuantConfig, its name, or None", type(quant).__name__, TypeError)
-    return FusedMoEQuantConfig.make(quant, **scales)
+def _config(quant: _Numbers, scales: dict[str, Any]) -> FusedMoEQuantConfig:
+    numbers = dict(quant.numbers)
+    if "quant_dtype" in numbers:
+        return FusedMoEQuantConfig(**numbers, **scales)
+    if quant.name is not None and not isinstance(quant.name, str):
+        check.fail("quant", "a FusedMoEQuantConfig, its name, or None", type(quant.name).__name__, TypeError)
+    return FusedMoEQuantConfig.make(quant.name, **numbers, **scales)
 
 
 def _layer_on_host(
@@ -64,7 +67,7 @@ def _layer(
         options = {} if expert_map is None else {"expert_map": expert_map}
         layer_output(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, config.name, apply_router_weight_on_input,
-            out=out, **options, **scales,
+            out=out, form=tuple(config.form.values()), **options, **scales,
         )  # fmt: skip
         return run_twin()
     layer = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), AutoExperts(config))
@@ -82,7 +85,8 @@ def _result(hidden_states: Any, *_: Any, **__: Any) -> Result:
     "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, *, "
     "str activation='silu', str? quant=None, Tensor? expert_map=None, bool apply_router_weight_on_input=False, "
     "Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, Tensor? a2_scale=None, "
-    "Tensor? w1_global_scale=None, Tensor? w2_global_scale=None) -> (Tensor output)",
+    "Tensor? w1_global_scale=None, Tensor? w2_global_scale=None, Tensor? w1_bias=None, Tensor? w2_bias=None, "
+    "float alpha=1.702, float limit=7.0, bool interleaved=False, bool? per_act_token_quant=None) -> (Tensor output)",
     _result,
 )
 def fused_experts(
@@ -102,6 +106,12 @@ def fused_experts(
     a2_scale: AnyArray | None = None,
     w1_global_scale: AnyArray | None = None,
     w2_global_scale: AnyArray | None = None,
+    w1_bias: AnyArray | None = None,
+    w2_bias: AnyArray | None = None,
+    alpha: float = activations.ALPHA,
+    limit: float = activations.LIMIT,
+    interleaved: bool = False,
+    per_act_token_quant: bool | None = None,
     out: AnyArray | None = None,
 ) -> AnyArray:
     """Send each token through its experts, from the top-k ids to the layer's output.
@@ -116,16 +126,25 @@ def fused_experts(
     Args:
         hidden_states: [tokens, hidden], float16 or bfloat16.
         w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; quantized as `quant` says, of 4 bits
-            uint8 with two numbers in a byte.
-        w2: [experts, hidden, inter].
+            uint8 with two numbers in a byte. Without a gate: [experts, inter, hidden].
+        w2: [experts, hidden, inter]. Rows of both may have a stride. Sizes may be any that the quantization has groups
+            for; `cukern.moe_gemm` says which are fast.
         topk_weights: float32 [tokens, topk].
         topk_ids: int32 or int64 [tokens, topk]. A slot whose id is -1, or of no expert, has no part in the result.
-        activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas.
+        activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas. Of experts
+            without a gate silu_no_mul, gelu_no_mul, gelu_tanh_no_mul or relu2_no_mul, as vLLM calls them.
         quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of one, "fp8_block", "fp8", "mxfp4" or "nvfp4",
             with the scales it needs in the arguments below, as described there. Weights of 4 bits may be prepared by
             `cukern.prepare_weights`: then w1_scale and w2_scale are None.
         expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those of other ranks.
         apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
+        w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of
+            the dtype of hidden_states: added to the products, before the activation and before topk_weights.
+        alpha, limit: of swigluoai.
+        interleaved: rows 2 j and 2 j + 1 of w1, and of w1_bias, are gate j and its up, as in gpt-oss.
+        per_act_token_quant: with "fp8" whether each row of activations has a scale of its own, or all have one:
+            a1_scale and a2_scale, or found at each call without waiting for the GPU. None: it has, unless a2_scale is
+            given.
         out: [tokens, hidden], written and returned.
 
     Returns:
@@ -140,14 +159,27 @@ def fused_experts(
     """
     given: dict[str, Any] = {
         "expert_map": expert_map, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
-        "a2_scale": a2_scale, "w1_global_scale": w1_global_scale, "w2_global_scale": w2_global_scale, "out": out,
+        "a2_scale": a2_scale, "w1_global_scale": w1_global_scale, "w2_global_scale": w2_global_scale,
+        "w1_bias": w1_bias, "w2_bias": w2_bias, "out": out,
     }  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None}
+    alpha, limit = activations.check_bounds(alpha, limit)
+    check.one_of("interleaved", interleaved, (False, True))
+    check.one_of("per_act_token_quant", per_act_token_quant, (None, False, True))
+    form = alpha, limit, interleaved
     if isinstance(quant, FusedMoEQuantConfig):
         for name in itertools.filterfalse(("expert_map", "out").__contains__, options):
-            check.fail(name, "None, since quant holds the scales", type(options[name]).__name__)
+            check.fail(name, "None, since quant holds the scales and biases", type(options[name]).__name__)
+        if (form, per_act_token_quant) != (tuple(NOT_QUANTIZED.form.values()), None):
+            wanted = "as they are by default, since quant holds them"
+            check.fail("alpha, limit, interleaved and per_act_token_quant", wanted, (*form, per_act_token_quant))
         options.update(quant.scales)
-        quant = _Numbers(quant.quant_dtype, quant.per_act_token_quant, quant.block_shape)  # type: ignore[assignment]
+        numbers = _Numbers(quant.name, tuple(quant.numbers.items()))
+    else:
+        own = dict(zip(("gemm1_alpha", "gemm1_clamp_limit", "gemm1_interleaved"), form, strict=True))
+        if per_act_token_quant is not None:
+            own["per_act_token_quant"] = per_act_token_quant
+        numbers = _Numbers(quant, tuple(own.items()))
     return _layer(
-        hidden_states, w1, w2, topk_weights, topk_ids, activation, quant, apply_router_weight_on_input, **options
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, numbers, apply_router_weight_on_input, **options
     )

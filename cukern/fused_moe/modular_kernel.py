@@ -20,6 +20,7 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOp,
 )
+from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import UNIT_BYTES, UNIT_K, UNIT_ROWS, is_prepared, rows_of_weights
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
@@ -30,6 +31,7 @@ from cukern.runtime.describe import (
     expect,
     expect_array,
     expect_contiguous,
+    expect_lines,
     expect_place,
     same_shape,
 )
@@ -373,11 +375,13 @@ class FusedMoEModularKernel:
 
         Args:
             hidden_states: [tokens, hidden], float16 or bfloat16.
-            w1: [local experts, 2 * inter, hidden], the gate's rows first; of 4-bit weights uint8, half as wide.
+            w1: [local experts, 2 * inter, hidden], the gate's rows first, or without a gate [local experts, inter,
+                hidden]; of 4-bit weights uint8, half as wide.
             w2: [local experts, hidden, inter].
             topk_weights: float32 [tokens, topk].
             topk_ids: int32 or int64 [tokens, topk]; an id of no expert has no part in the result.
-            activation: silu, gelu, gelu_tanh, swigluoai or relu2.
+            activation: silu, gelu, gelu_tanh, swigluoai or relu2; without a gate silu_no_mul, gelu_no_mul,
+                gelu_tanh_no_mul or relu2_no_mul.
             global_num_experts: the experts of all ranks; -1: as many as expert_map has, or as w1.
             expert_map: int32 [global_num_experts], the place of each expert in w1 and w2, -1 for those elsewhere; None:
                 what the prepare/finalize class says.
@@ -398,7 +402,7 @@ class FusedMoEModularKernel:
         options = {} if expert_map is None else {"expert_map": expert_map}
         output = layer_output(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, config.name, apply_router_weight_on_input,
-            out=out, **options, **config.scales,
+            out=out, form=tuple(config.form.values()), **options, **config.scales,
         )  # fmt: skip
         if pf.num_local_experts not in (None, w1.shape[0]):
             check.fail("w1", f"of the {pf.num_local_experts} experts of this rank (num_local_experts)", w1.shape[0])
@@ -469,7 +473,7 @@ class FusedMoEModularKernel:
         """The experts' output, in chunks of tokens; it is `output` itself where they write the layer's."""
         experts, dtype, hidden = self.fused_experts, dtype_of(hidden_states), hidden_states.shape[1]
         a1q, scale, meta = prepared.a1q, prepared.a1q_scale, prepared.expert_tokens_meta
-        rows, inter2, topk = a1q.shape[-2], rows_of_weights(w1), ids.shape[1]
+        rows, inter2, topk = a1q.shape[-2], rows_of_weights(w1) * (1 if is_gated(activation) else 2), ids.shape[1]
         chunk = rows if self.chunk_size is None or rows <= self.chunk_size else self.chunk_size
         sorts = self.prepare_finalize.sorts_tokens()
         if sorts is not (meta is not None and meta.sorted is not None):
@@ -522,14 +526,19 @@ def layer_output(
     *,
     expert_map: Any = None,
     out: Any = None,
+    form: tuple[Any, Any, Any] = (activations.ALPHA, activations.LIMIT, False),
     **scales: Any,
 ) -> Any:
-    """The layer's output, to be written, after a check of all arguments.
+    """The layer's output, to be written, after a check of all arguments; `form`: alpha, limit and interleaved.
 
     Raises TypeError or ValueError, as the layer does, for arguments that do not fit each other.
     """
     x = expect_array("hidden_states", hidden_states, DTYPES, ("tokens", "hidden"))
-    activations.number(activation)
+    activations.function_number(activation)
+    gated = is_gated(activation)
+    activations.check_bounds(*form[:2])
+    if check.one_of("interleaved", form[2], (False, True)) and not gated:
+        check.fail("interleaved", "False without a gate", f"True with activation {activation!r}")
     like = "hidden_states"
     tokens, hidden = x.shape
     packed = quantization in ("mxfp4", "nvfp4")
@@ -541,24 +550,31 @@ def layer_output(
         if not prepared:
             check.dimensions(name, array.shape, ("experts", "n", "k"))
     experts, columns = w1.shape[0], rows_of_weights(w1)
-    inter = columns // 2
-    if not experts or columns % 2 or not columns:
-        check.fail("w1", "of shape [experts, 2 * inter, hidden], none of them 0", list(w1.shape))
+    inter = columns // 2 if gated else columns
+    symbols = "[experts, 2 * inter, hidden]" if gated else "[experts, inter, hidden]"
+    if not experts or (gated and columns % 2) or not columns:
+        check.fail("w1", f"of shape {symbols}, none of them 0", list(w1.shape))
     if quantization is None:
         dtypes: tuple[str, ...] = (x.dtype,)
     else:
         dtypes = ("float8_e4m3fn", "uint8") if quantization.startswith("fp8") else ("uint8",)
-    group = {"mxfp4": 32, "nvfp4": 32, "fp8_block": 128, "fp8": 16}.get(quantization or "", 8)
+    group = 32 if prepared else {"mxfp4": 32, "nvfp4": 16, "fp8_block": 128}.get(quantization or "", 1)
     for name, size in ((like, hidden), ("w1", inter)):
         if size % group:
             what = "a hidden size" if name == like else "an inter"
-            check.fail(name, f"of {what} that is a multiple of {group} ({quantization or 'rows of 16 bytes'})", size)
+            check.fail(name, f"of {what} that is a multiple of {group} ({quantization})", size)
     if prepared:
-        _check_prepared(w1, w2, x, quantization, hidden, inter)
+        _check_prepared(w1, w2, x, quantization, hidden, columns, inter)
     else:
         in_byte = 2 if packed else 1
-        expect("w1", w1, x, like, dtypes, (experts, columns, hidden // in_byte), "[experts, 2 * inter, hidden]")
-        expect("w2", w2, x, like, dtypes, (experts, hidden, inter // in_byte), "[experts, hidden, inter]")
+        for name, array, wanted, of in (
+            ("w1", w1, (experts, columns, hidden // in_byte), symbols),
+            ("w2", w2, (experts, hidden, inter // in_byte), "[experts, hidden, inter]"),
+        ):
+            check.dtype(name, array.dtype, dtypes)
+            if not same_shape(array, wanted):
+                check.shape(name, array.shape, wanted, of)
+            expect_lines(name, array)
     expect_place("topk_ids", topk_ids, x, like)
     check.dimensions("topk_ids", topk_ids.shape, ("tokens", "topk"))
     shape = (tokens, topk_ids.shape[1])
@@ -580,23 +596,28 @@ def layer_output(
     return run_twin() if x.on_host else output
 
 
-def _check_prepared(w1: Any, w2: Any, like: Array, quantization: str | None, hidden: int, inter: int) -> None:
+def _check_prepared(
+    w1: Any, w2: Any, like: Array, quantization: str | None, hidden: int, columns: int, inter: int
+) -> None:
     """Check the shapes of prepared weights."""
     size = UNIT_BYTES[MXFP4_GROUP if quantization == "mxfp4" else NVFP4_GROUP]
-    for name, array, n, k in (("w1", w1, 2 * inter, hidden), ("w2", w2, hidden, inter)):
+    for name, array, n, k in (("w1", w1, columns, hidden), ("w2", w2, hidden, inter)):
         shape = w1.shape[0], n // UNIT_ROWS, -(-k // UNIT_K), size
         expect(name, array, like, "hidden_states", ("uint8",), shape, "[experts, n / 8, ceil(k / 64), bytes]")
 
 
 def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, int], inter: int) -> None:
-    """Check a scale by its name; `w1` is the number of experts, and of the rows of w1."""
+    """Check a scale or a bias by its name; `w1` is the number of experts, and of the rows of w1."""
     expect_place(name, scale, like, "hidden_states")
     experts, columns = w1
     hidden = like.shape[1]
     n, k = (columns, hidden) if name[1] == "1" else (hidden, inter)
     kind: tuple[str, ...] = ("float32",)
-    if name in ("a1_scale", "a2_scale"):
-        options: tuple[tuple[int, ...], ...] = ((1,), (1, 1), ())
+    if name.endswith("bias"):
+        options: tuple[tuple[int, ...], ...] = ((experts, n),)
+        kind = "float32", like.dtype
+    elif name in ("a1_scale", "a2_scale"):
+        options = ((1,), (1, 1), ())
     elif name.endswith("global_scale"):
         options = ((experts,),)
     elif quantization in ("mxfp4", "nvfp4"):

@@ -10,11 +10,9 @@ bounds the host does not know: a step made of the others can be captured in a CU
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,10 +36,6 @@ ACTIVATIONS = {
 }
 
 
-#: Sequences of at most so many words are short: the keys of one tile of `varlen_attention`.
-_SHORT = 64
-
-
 class Affine(NamedTuple):
     """The weight and the bias of a product, [out, in] and [out], or of a layer norm, [hidden] both."""
 
@@ -53,7 +47,6 @@ class Words(NamedTuple):
     """Where the words of a batch lie: one sequence after the other, without padding."""
 
     cu_seqlens: Any  # int32 [batch + 1], the words before each sequence, then all
-    max_seq_len: int  # at least the length of the longest sequence
     bounds: Sequence[int] | None = None  # cu_seqlens, where the host knows it
 
     def on_host(self) -> Sequence[int]:
@@ -150,11 +143,10 @@ class ArrayLayers:
         y = x @ weight.T
         return y if bias is None else y + bias
 
-    def attention(self, qkv: Any, heads: int, words: Words, any_kernel: bool = False) -> Any:
+    def attention(self, qkv: Any, heads: int, words: Words) -> Any:
         """softmax(q k' / sqrt(head_dim)) v of each sequence with itself.
 
-        qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden]. With
-        `any_kernel` the longest sequence of a batch may decide which kernel computes it, and so a sequence's last bits.
+        qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden].
         """
         return _attention(qkv, heads, words)
 
@@ -301,18 +293,8 @@ class TorchLayers:
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         return self._functional.linear(x, weight, bias)
 
-    def attention(self, qkv: Any, heads: int, words: Words, any_kernel: bool = False) -> Any:
-        """See `ArrayLayers.attention`. Tensors of 16 bits on a GPU go to torch's variable-length attention.
-
-        With `any_kernel` those of short sequences do not: a call of it takes the host longer than one of ours.
-        """
-        rows, head_dim = len(qkv), qkv.shape[1] // 3 // heads
-        is_short = any_kernel and words.max_seq_len <= _SHORT
-        if not qkv.is_cuda or qkv.dtype == self._torch.float32 or is_short or rows == 0 or head_dim % 8:
-            return _attention(qkv, heads, words)
-        q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
-        offsets, longest = words.cu_seqlens, words.max_seq_len
-        return _varlen_attention()(q, k, v, offsets, offsets, longest, longest).reshape(rows, -1)
+    def attention(self, qkv: Any, heads: int, words: Words) -> Any:
+        return _attention(qkv, heads, words)
 
     def clipped(self, x: Any, most: float) -> Any:
         return x.clip(-most, most) if x.dtype == self._torch.float16 else x
@@ -391,17 +373,6 @@ def _attention(qkv: Any, heads: int, words: Words) -> Any:
     by_head = qkv.reshape(len(qkv), 3, heads, qkv.shape[1] // 3 // heads)
     attended = varlen_attention(by_head[:, 0], by_head[:, 1], by_head[:, 2], words.cu_seqlens)
     return attended.reshape(len(qkv), qkv.shape[1] // 3)
-
-
-@functools.cache
-def _varlen_attention() -> Callable[..., Any]:
-    """torch's attention of sequences without padding, which gives each the same bits in any batch."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Releases without the option never split a sequence's keys; the others do so by the longest sequence of the batch.
-    if "num_splits" in inspect.signature(varlen_attn).parameters:
-        return functools.partial(varlen_attn, num_splits=1)
-    return varlen_attn
 
 
 def place(device: int | None) -> str:

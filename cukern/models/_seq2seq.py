@@ -85,8 +85,7 @@ class Seq2Seq:
         """The encoder's last hidden states of the words, [words, hidden]."""
         layers, weights = self.layers, self.weights
         bounds = np.concatenate([[0], np.cumsum(source.lengths)])
-        longest = int(source.lengths.max(initial=0))
-        words = Words(layers.put(bounds.astype(np.int32)), longest, bounds.tolist())
+        words = Words(layers.put(bounds.astype(np.int32)), bounds.tolist())
         x = self._embed(weights.source, layers.put(source.ids), 0, layers.put(source.columns))
         for layer in self.encoder:
             x = layer(x, words)

@@ -246,10 +246,10 @@ class Encoder:
             offsets, cu_seqlens, count = built
             # Another number than theirs may not lead out of the arrays: words too many are put nowhere.
             index = (layers.arange(count) + offsets).clip(0, max(batch * seq - 1, 0))
-            return index, offsets, Words(cu_seqlens.clip(0, count), seq)
+            return index, offsets, Words(cu_seqlens.clip(0, count))
         index = layers.flat_nonzero(is_word)
         offsets = layers.cast(index - layers.arange(len(index)), "int32")
-        return index, offsets, Words(layers.cu_seqlens(lengths), seq)
+        return index, offsets, Words(layers.cu_seqlens(lengths))
 
     def _whole(self, batch: int, seq: int) -> tuple[Words, Any]:
         """How the words of a batch without padding lie, and the positions of each, int64 [words].
@@ -260,7 +260,7 @@ class Encoder:
         if size not in self._wholes:
             cu_seqlens = layers.cast(layers.arange(batch + 1) * seq, "int32")
             positions = layers.arange(batch * seq) % max(seq, 1)
-            made = Words(cu_seqlens, seq, [row * seq for row in range(batch + 1)]), positions
+            made = Words(cu_seqlens, [row * seq for row in range(batch + 1)]), positions
             if layers.is_capturing():
                 return made  # in memory of the graph
             layers.host(positions[:1])  # another stream may be the next that reads them
@@ -403,7 +403,7 @@ class Encoder:
         ids, places, cu_seqlens = (
             uploaded[start : start + len(part)] for part, start in zip(parts, starts, strict=False)
         )
-        words = Words(cu_seqlens, max(map(len, texts)), bounds.tolist())
+        words = Words(cu_seqlens, bounds.tolist())
         return self._encode(ids, places, words), words
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cukern.models._layers import Affine, Layers, Words
+import numpy as np
+
+from cukern.models._layers import Affine, Layers, Words, library_of
 from cukern.ops.moe_activation import add_bias_act
+from cukern.ops.moe_gemm import moe_gemm
 from cukern.ops.norm import fused_add_layer_norm, layer_norm
+from cukern.runtime import gpu
 
 #: The largest magnitude that transformers leaves in float16 between layers that normalize before.
 _LARGEST_HALF = 65504.0 - 1000
+#: Rows from which a product with its bias and its activation takes less time than cuBLAS's and a sweep over its result.
+_FUSED_ROWS = 4096
+#: The activations that `moe_gemm` has without a gate.
+_FUSED = ("gelu", "gelu_tanh", "silu")
 
 
 class EncoderLayerWeights(NamedTuple):
@@ -56,19 +64,36 @@ class EncoderLayer:
         self.layers, self.weights, self.heads = layers, weights, heads
         self.activation, self.epsilon = activation, epsilon
         self.normalize_before, self.product_rows = normalize_before, product_rows
+        # Offsets of one group: what is outside of the rows counts as their end.
+        self._all_rows = layers.put(np.array([0, 2**31 - 1], np.int32)) if self._may_fuse() else None
 
     def __call__(self, x: Any, words: Words) -> Any:
         """The hidden states [words, hidden] after the layer, from those before it."""
         weights = self.weights
         h = self._norm(x, weights.self_norm) if self.normalize_before else x
         qkv = self._linear(h, *weights.qkv)
-        attended = self.layers.attention(qkv, self.heads, words, any_kernel=self.product_rows is None)
+        attended = self.layers.attention(qkv, self.heads, words)
         x = self._add(attended, weights.out, x, weights.self_norm)
         h = self._norm(x, weights.final_norm) if self.normalize_before else x
-        up = self._linear(h, weights.up.weight)
-        up = add_bias_act(up, weights.up.bias, self.activation, out=up)
-        x = self._add(up, weights.down, x, weights.final_norm)
+        x = self._add(self._up(h), weights.down, x, weights.final_norm)
         return self.layers.clipped(x, _LARGEST_HALF) if self.normalize_before else x
+
+    def _may_fuse(self) -> bool:
+        """Whether one kernel can multiply by the weights of `up`, add the bias and activate: Hopper's, of 16 bits."""
+        weight = self.weights.up.weight
+        device = library_of("weights.up.weight", weight).device(weight)
+        is_taken = self.activation in _FUSED and self.product_rows is None and weight.dtype.itemsize == 2
+        is_taken = is_taken and all(size % 8 == 0 for size in weight.shape)
+        return is_taken and device is not None and gpu.of_device(device).arch == "90a"
+
+    def _up(self, x: Any) -> Any:
+        """activation(x times the weights of `up` + bias)."""
+        weight, bias = self.weights.up
+        if self._all_rows is not None and len(x) >= _FUSED_ROWS:
+            activation = f"{self.activation}_no_mul"
+            return moe_gemm(x, weight[None], self._all_rows, bias=bias[None], activation=activation)
+        y = self._linear(x, weight)
+        return add_bias_act(y, bias, self.activation, out=y)
 
     def _norm(self, x: Any, norm: Affine) -> Any:
         return layer_norm(x, *norm, self.epsilon)

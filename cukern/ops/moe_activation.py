@@ -51,9 +51,14 @@ _ITEMS = 2
 _ROWS = 2  # per thread, which share a unit of the bias
 
 
-def _variant(dtype: str, activation: int, width: int, gate_last: bool = False) -> Variant:
+def _variant(
+    dtype: str, activation: int, width: int, gate_last: bool = False, interleaved: bool = False, bounded: bool = False
+) -> Variant:
     arguments = arrays.CUDA_TYPE[dtype], activation, width, _ITEMS
-    return _kernel.variant(*arguments, "true") if gate_last else _kernel.variant(*arguments)
+    flags = gate_last, interleaved, bounded
+    # Those of the end that are not set have their default.
+    given = flags[: max((i + 1 for i, flag in enumerate(flags) if flag), default=0)]
+    return _kernel.variant(*arguments, *("true" if flag else "false" for flag in given))
 
 
 # Other activations and dtypes, and rows that are not aligned, are compiled at their first use.
@@ -84,8 +89,8 @@ def _activated(x: Any, *_: Any, **__: Any) -> Result:
 
 @op(
     twin.moe_activation,
-    "moe_activation(Tensor x, str activation='silu', *, Tensor? expert_num_tokens=None, str variant='auto') "
-    "-> (Tensor activated)",
+    "moe_activation(Tensor x, str activation='silu', *, float alpha=1.702, float limit=7.0, bool interleaved=False, "
+    "Tensor? expert_num_tokens=None, str variant='auto') -> (Tensor activated)",
     _activated,
     rows={"rows": ("x", "expert_num_tokens", "out")},
 )
@@ -93,23 +98,29 @@ def moe_activation(
     x: AnyArray,
     activation: str = "silu",
     *,
+    alpha: float = activations.ALPHA,
+    limit: float = activations.LIMIT,
+    interleaved: bool = False,
     expert_num_tokens: AnyArray | None = None,
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
     """Activate the gate of each token and multiply it with the up projection: activate(gate) * up.
 
-    The first half of a row of `x` is the gate, the second half the up projection:
+    The first half of a row of `x` is the gate, the second half the up projection; interleaved, its even columns are the
+    gate:
 
         silu        gate * sigmoid(gate) * up
         gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
         gelu_tanh   gate * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate**3))) / 2 * up
-        swigluoai   min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clamp(up, -7, 7) + 1)
+        swigluoai   g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1), with g = min(gate, limit)
         relu2       max(gate, 0)**2 * up
 
     Args:
         x: [..., 2 * inter], float32, float16 or bfloat16; rows may be strided, with one stride for all.
         activation: one of the names above.
+        alpha, limit: of swigluoai.
+        interleaved: columns 2 j and 2 j + 1 of a row are gate j and its up, as in gpt-oss.
         expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the rows of each expert that
             hold tokens, the first ones. Rows after them are neither read nor written.
         out: an array to write into and return.
@@ -124,14 +135,25 @@ def moe_activation(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
-    return _gated(x, activation, expert_num_tokens, out, variant)
+    return _gated(x, activation, expert_num_tokens, out, variant, form=(alpha, limit, interleaved))
 
 
 def _gated(
-    x: Any, activation: str, expert_num_tokens: Any, out: Any, variant: str = "auto", gate_last: bool = False
+    x: Any,
+    activation: str,
+    expert_num_tokens: Any,
+    out: Any,
+    variant: str = "auto",
+    gate_last: bool = False,
+    form: tuple[float, float, bool] = (activations.ALPHA, activations.LIMIT, False),
 ) -> Any:
-    """The plan of `moe_activation`; `gate_last`: the second half of a row is the gate."""
+    """The plan of `moe_activation`; `gate_last`: the second half of a row is the gate. `form`: alpha, limit,
+    interleaved.
+    """
     number = activations.number(activation)
+    alpha, limit = activations.check_bounds(*form[:2])
+    interleaved = check.one_of("interleaved", form[2], (False, True))
+    bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
     expect_array("x", x, DTYPES)
     inter = check_halves("x", x)
     rows = rows_of("x", x, expert_num_tokens)
@@ -148,7 +170,7 @@ def _gated(
     width = 16 if wide and variant != "scalar" else item_size
     plan = tile(inter * item_size // width, _ITEMS)
     launch(
-        _variant(x.dtype, number, width, gate_last),
+        _variant(x.dtype, number, width, gate_last, interleaved, bounded),
         (ceil_div(rows.total, plan.rows), plan.chunks),
         plan.threads,
         x=x,
@@ -158,6 +180,8 @@ def _gated(
         rows=rows.total,
         max_tokens=rows.batch,
         by_max_tokens=divisor(rows.batch),
+        alpha=alpha,
+        limit=limit,
         **plan.fields,
     )
     return out
@@ -186,13 +210,26 @@ def gelu_tanh_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     return moe_activation(x, "gelu_tanh", out=out)
 
 
-@_alias("swigluoai_and_mul")
-def swigluoai_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`moe_activation` with "swigluoai", the activation of gpt-oss with its limit of 7.
+@op(
+    twin.swigluoai_and_mul,
+    "swigluoai_and_mul(Tensor x, float alpha=1.702, float limit=7.0, *, bool interleaved=False) -> (Tensor activated)",
+    _activated,
+    rows={"rows": ("x", "out")},
+)
+def swigluoai_and_mul(
+    x: AnyArray,
+    alpha: float = activations.ALPHA,
+    limit: float = activations.LIMIT,
+    *,
+    interleaved: bool = False,
+    out: AnyArray | None = None,
+) -> AnyArray:
+    """`moe_activation` with "swigluoai", the activation of gpt-oss.
 
-    The two projections are halves of a row here, where vLLM's operator of this name has them interleaved.
+    The two projections are halves of a row unless `interleaved`, as vLLM's operator of this name, which takes `out`
+    first, always has them.
     """
-    return moe_activation(x, "swigluoai", out=out)
+    return moe_activation(x, "swigluoai", alpha=alpha, limit=limit, interleaved=interleaved, out=out)
 
 
 @_alias("relu2_and_mul")

@@ -237,8 +237,8 @@ def moe_align_block_size(
         pad_sorted_ids: make sorted_token_ids a whole number of blocks.
         ignore_invalid_experts: with expert_map, leave out the pairs of experts that it maps outside of
             [0, num_experts), instead of giving them blocks; the blocks are then ordered by mapped number.
-        out: a triple to write into and return. The first two may be longer than the results, as SGLang's are, and are
-            filled to their ends.
+        out: a triple to write into and return. The first two may be longer than the results and are filled to their
+            ends; the second may also be of rows // block_size elements, as SGLang's is.
         variant: as in `moe_sort`; all give the same.
 
     Returns:
@@ -265,7 +265,9 @@ def moe_align_block_size(
     if out is None:
         found = outputs(None, topk_ids, "topk_ids", *results)
     else:
-        found = kernels.aligned_outputs(out, topk_ids, results)
+        # The rows of all blocks are whole blocks, so that no part of one follows the last.
+        fewest = Result((rows // block_size,), "int32")
+        found = kernels.aligned_outputs(out, topk_ids, [results[0], fewest, results[2]])
     (rows,), (groups,), _ = (array.shape for array in found)
     if topk_ids.on_host:
         return run_twin(variant, SORT_VARIANTS)

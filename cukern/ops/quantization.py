@@ -53,10 +53,10 @@ def _scaled_fp8_results(
 @op(
     twin.scaled_fp8_quant,
     "scaled_fp8_quant(Tensor input, Tensor? scale=None, SymInt? num_token_padding=None, Tensor? scale_ub=None, "
-    "bool use_per_token_if_dynamic=False, Tensor(a!)? output=None, *, str variant='auto') "
-    "-> (Tensor quantized, Tensor scales)",
+    "bool use_per_token_if_dynamic=False, Tensor(a!)? output=None, *, Tensor? expert_num_tokens=None, "
+    "str variant='auto') -> (Tensor quantized, Tensor scales)",
     _scaled_fp8_results,
-    rows={"tokens": ("input", "output")},
+    rows={"tokens": ("input", "output", "expert_num_tokens")},
     late=("scale", "num_token_padding", "scale_ub"),
 )
 def scaled_fp8_quant(
@@ -67,6 +67,7 @@ def scaled_fp8_quant(
     use_per_token_if_dynamic: bool = False,
     output: AnyArray | None = None,
     *,
+    expert_num_tokens: AnyArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """FP8 (e4m3) with one scale, given or found, or one for each token.
@@ -82,6 +83,8 @@ def scaled_fp8_quant(
         scale_ub: a number, or a float32 array of one element: a bound of the largest magnitude.
         use_per_token_if_dynamic: without a scale, find one for each token.
         output: an array to write into and return, float8_e4m3fn, or uint8 for its bytes.
+        expert_num_tokens: int32 [experts], for input of [experts, max_tokens, hidden]: the tokens of each expert. Rows
+            past them are neither read nor written, and have no part in the scale.
         variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
             the same bits.
 
@@ -96,7 +99,9 @@ def scaled_fp8_quant(
     The function, its arguments and their order are vLLM's `scaled_fp8_quant`.
     """
     expect_array("input", input, DTYPES)
-    rows = rows_of("input", input)
+    rows = rows_of("input", input, expert_num_tokens)
+    if num_token_padding is not None and expert_num_tokens is not None:
+        check.fail("num_token_padding", "None with expert_num_tokens", "one")
     if num_token_padding is not None:
         if len(input.shape) < 2:
             check.dimensions("input", input.shape, ("tokens", "hidden"))

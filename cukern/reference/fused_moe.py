@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.reference.moe_activation import ALPHA, LIMIT
 from cukern.reference.moe_gemm import product
 from cukern.reference.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
 
@@ -28,23 +29,55 @@ def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
     return scaled_fp8_quant(x, quant.a1_scale, use_per_token_if_dynamic=quant.per_act_token_quant)
 
 
-def expert(
-    a: Array, a_scale: Array | None, w1: Array, w2: Array, index: int, activation: str, quant: Any, dtype: Any
-) -> Array:
-    """The output of expert `index` for its rows `a`, which are quantized; `a_scale` is of each row, or [1] for all."""
+def experts(
+    rows: dict[int, tuple[Array, Array | None]], w1: Array, w2: Array, activation: str, quant: Any, dtype: Any
+) -> dict[int, Array]:
+    """The outputs of experts, by their indices, for the rows of each: `a`, quantized, and its scale.
 
-    def multiply(x: Array, scale: Array | None, weights: Array, layer: str, activation: str | None) -> Array:
-        scales = [getattr(quant, f"{layer}_{what}", None) for what in ("scale", "global_scale")]
-        own = [None if s is None else s[index] for s in scales]
+    A scale is of each row, or [1] for all.
+    """
+
+    def multiply(index: int, x: Array, scale: Array | None, weights: Array, layer: str, **form: Any) -> Array:
+        names = "scale", "global_scale", "bias"
+        b_scale, global_scale, bias = (_own(getattr(quant, f"{layer}_{name}", None), index) for name in names)
         with np.errstate(over="ignore"):
-            return product(x, weights[index], scale, own[0], own[1], activation).astype(dtype)
+            return product(x, weights[index], scale, b_scale, global_scale, bias=bias, **form).astype(dtype)
 
-    if a_scale is None:
-        return multiply(multiply(a, None, w1, "w1", activation), None, w2, "w2", None)
-    gate_up = multiply(a, a_scale, w1, "w1", None)
-    group = GROUP if quant.block_shape else None
-    activated, scale = silu_and_mul_quant(gate_up, activation, group_size=group, scale=quant.a2_scale)
-    return multiply(activated, scale, w2, "w2", None)
+    is_fp8 = quant is not None and quant.name in ("fp8_block", "fp8")
+    form: dict[str, Any] = {"activation": None}
+    is_activated = not is_fp8 or quant.quantizes_activated(activation)
+    if is_activated:
+        form = {"activation": activation, **({} if quant is None else quant.form)}
+    first = {index: multiply(index, a, scale, w1, "w1", **form) for index, (a, scale) in rows.items()}
+    second: dict[int, tuple[Array, Array | None]]
+    if not is_fp8:
+        second = {index: (x, None) for index, x in first.items()}
+    elif is_activated:
+        second = _quantized(first, quant)
+    else:
+        group = GROUP if quant.block_shape else None
+        second = {
+            index: silu_and_mul_quant(x, activation, group_size=group, scale=quant.a2_scale)
+            for index, x in first.items()
+        }
+    return {index: multiply(index, x, scale, w2, "w2", activation=None) for index, (x, scale) in second.items()}
+
+
+def _own(values: Array | None, index: int) -> Any:
+    return None if values is None else values[index]
+
+
+def _quantized(activated: dict[int, Array], quant: Any) -> dict[int, tuple[Array, Array | None]]:
+    """Activated rows of experts in FP8, with their scales."""
+    if quant.block_shape:
+        return {index: per_token_group_quant_fp8(x, GROUP) for index, x in activated.items()}
+    scale = quant.a2_scale
+    if scale is None and not quant.per_act_token_quant and activated:
+        scale = scaled_fp8_quant(np.concatenate(list(activated.values())))[1]
+    return {
+        index: scaled_fp8_quant(x, scale, use_per_token_if_dynamic=quant.per_act_token_quant)
+        for index, x in activated.items()
+    }
 
 
 def local_ids(topk_ids: Array, experts: int, expert_map: Array | None) -> Array:
@@ -73,9 +106,15 @@ def fused_experts(
     a2_scale: Array | None = None,
     w1_global_scale: Array | None = None,
     w2_global_scale: Array | None = None,
+    w1_bias: Array | None = None,
+    w2_bias: Array | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
+    interleaved: bool = False,
+    per_act_token_quant: bool | None = None,
 ) -> Array:
     """See `cukern.fused_experts`."""
-    if isinstance(quant, str):
+    if quant is None or isinstance(quant, str):
         # Here, since the package imports this module.
         from cukern.fused_moe.config import FusedMoEQuantConfig
 
@@ -87,6 +126,12 @@ def fused_experts(
             a2_scale=a2_scale,
             w1_global_scale=w1_global_scale,
             w2_global_scale=w2_global_scale,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+            gemm1_alpha=alpha,
+            gemm1_clamp_limit=limit,
+            gemm1_interleaved=interleaved,
+            **({} if per_act_token_quant is None else {"per_act_token_quant": per_act_token_quant}),
         )
     dtype = hidden_states.dtype
     ids = local_ids(topk_ids, len(w1), expert_map)
@@ -96,10 +141,12 @@ def fused_experts(
         topk_weights = np.ones_like(topk_weights)
     a, a_scale = quantize_input(x, quant)
     rows = np.zeros((*ids.shape, x.shape[1]), dtype)
+    own = {}
     for index in np.unique(ids[ids >= 0]).tolist():
-        token, slot = np.nonzero(ids == index)
-        scale = a_scale if a_scale is None or a_scale.size == 1 else a_scale[token]
-        rows[token, slot] = expert(a[token], scale, w1, w2, index, activation, quant, dtype)
+        token, _ = np.nonzero(ids == index)
+        own[index] = a[token], a_scale if a_scale is None or a_scale.size == 1 else a_scale[token]
+    for index, found in experts(own, w1, w2, activation, quant, dtype).items():
+        rows[np.nonzero(ids == index)] = found
     total = np.zeros(x.shape, np.float32)
     for column in range(ids.shape[1]):
         chosen = ids[:, column] >= 0

@@ -17,7 +17,33 @@ _erf = np.vectorize(math.erf, otypes=[np.float32])
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
-def activate(name: str, gate: Array, up: Array) -> Array:
+#: Numbers of swigluoai unless others are given.
+ALPHA, LIMIT = 1.702, 7.0
+
+
+def is_gated(activation: str | None) -> bool:
+    """Whether an activation, if there is one, has a gate."""
+    return activation is not None and not activation.endswith("_no_mul")
+
+
+def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
+    """Gates and ups [..., inter] of rows [..., 2 * inter]: halves, or even and odd columns."""
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
+    inter = x.shape[-1] // 2
+    return x[..., :inter], x[..., inter:]
+
+
+def activate_sums(name: str | None, sums: Array, alpha: float, limit: float, interleaved: bool) -> Array:
+    """The activation, if there is one, of float32 sums; with a gate, half as many columns."""
+    if name is None:
+        return sums
+    if not is_gated(name):
+        return activate(name.removesuffix("_no_mul"), sums, np.ones_like(sums))
+    return activate(name, *sides(sums, interleaved), alpha, limit)
+
+
+def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: float = LIMIT) -> Array:
     """The activation `name` of float32 arrays, in float32. Raises KeyError for another name."""
     one, half = np.float32(1), np.float32(0.5)
     gate, up = gate.astype(np.float32), up.astype(np.float32)
@@ -31,8 +57,8 @@ def activate(name: str, gate: Array, up: Array) -> Array:
             # 1 / (1 + exp(-2 z)) is (1 + tanh(z)) / 2, without its cancellation where tanh is near -1.
             return gate / (one + np.exp(-2 * inner)) * up
         if name == "swigluoai":
-            gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
-            return gate / (one + np.exp(np.float32(-1.702) * gate)) * (up + one)
+            gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
+            return gate / (one + np.exp(np.float32(-alpha) * gate)) * (up + one)
         if name == "relu2":
             gate = np.maximum(gate, np.float32(0))
             return gate * gate * up
@@ -47,7 +73,14 @@ def valid_rows(shape: tuple[int, ...], expert_num_tokens: Array | None) -> Array
 
 
 def moe_activation(
-    x: Array, activation: str = "silu", *, expert_num_tokens: Array | None = None, out: Array | None = None
+    x: Array,
+    activation: str = "silu",
+    *,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
+    interleaved: bool = False,
+    expert_num_tokens: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """See `cukern.moe_activation`."""
     inter = x.shape[-1] // 2
@@ -55,7 +88,7 @@ def moe_activation(
         out = np.zeros((*x.shape[:-1], inter), x.dtype)
     rows = valid_rows(x.shape, expert_num_tokens)
     with np.errstate(over="ignore"):
-        out[rows] = activate(activation, x[rows][:, :inter], x[rows][:, inter:]).astype(x.dtype)
+        out[rows] = activate(activation, *sides(x[rows], interleaved), alpha, limit).astype(x.dtype)
     return out
 
 
@@ -74,9 +107,11 @@ def gelu_tanh_and_mul(x: Array, *, out: Array | None = None) -> Array:
     return moe_activation(x, "gelu_tanh", out=out)
 
 
-def swigluoai_and_mul(x: Array, *, out: Array | None = None) -> Array:
+def swigluoai_and_mul(
+    x: Array, alpha: float = ALPHA, limit: float = LIMIT, *, interleaved: bool = False, out: Array | None = None
+) -> Array:
     """See `cukern.swigluoai_and_mul`."""
-    return moe_activation(x, "swigluoai", out=out)
+    return moe_activation(x, "swigluoai", alpha=alpha, limit=limit, interleaved=interleaved, out=out)
 
 
 def relu2_and_mul(x: Array, *, out: Array | None = None) -> Array:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cukern.reference.moe_activation import activate
+from cukern.reference.moe_activation import ALPHA, LIMIT, activate_sums, is_gated
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP, dequantize_mxfp4, dequantize_nvfp4
 
 Array = NDArray[Any]
@@ -156,15 +156,18 @@ def product(
     b_scale: Array | None,
     b_global_scale: Array | None,
     activation: str | None,
+    bias: Array | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
+    interleaved: bool = False,
 ) -> Array:
-    """The product of one expert's rows and weights in float32; with an activation, half as many columns."""
+    """The product of one expert's rows and weights in float32; gated, half as many columns."""
     weights = values_of_b(b, b_scale, b_global_scale, a.shape[1])
     with np.errstate(invalid="ignore", over="ignore"):
         sums = (values_of_a(a, a_scale) @ weights.T).astype(np.float32)
-    if activation is None:
-        return sums
-    gate, up = np.split(sums, 2, axis=1)
-    return activate(activation, gate, up)
+    if bias is not None:
+        sums += bias.astype(np.float32)
+    return activate_sums(activation, sums, alpha, limit, interleaved)
 
 
 def result_dtype(a: Array, out_dtype: str | None) -> Any:
@@ -183,7 +186,11 @@ def moe_gemm(
     b_scale: Array | None = None,
     b_global_scale: Array | None = None,
     row_token: Array | None = None,
+    bias: Array | None = None,
     activation: str | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
+    interleaved: bool = False,
     out_dtype: str | None = None,
     out: Array | None = None,
     expected_m: int | None = None,
@@ -199,7 +206,7 @@ def moe_gemm(
         if a_scale is not None and len(a_scale) > 1:
             a_scale = a_scale[tokens]
     if out is None:
-        columns = rows_of_weights(b) // (1 if activation is None else 2)
+        columns = rows_of_weights(b) // (2 if is_gated(activation) else 1)
         out = np.zeros((len(a), columns), result_dtype(a, out_dtype))
     bounds = np.clip(expert_offsets, 0, len(a))
     for expert, (first, end) in enumerate(itertools.pairwise(bounds)):
@@ -207,9 +214,18 @@ def moe_gemm(
         scale_of_rows = a_scale if a_scale is None or len(a_scale) == 1 else a_scale[rows]
         scale = None if b_scale is None else b_scale[expert]
         global_scale = None if b_global_scale is None else b_global_scale[expert]
+        own_bias, form = None if bias is None else bias[expert], (alpha, limit, interleaved)
         with np.errstate(over="ignore", invalid="ignore"):
-            out[rows] = product(a[rows], b[expert], scale_of_rows, scale, global_scale, activation).astype(out.dtype)
+            result = product(a[rows], b[expert], scale_of_rows, scale, global_scale, activation, own_bias, *form)
+            out[rows] = result.astype(out.dtype)
     return out
+
+
+def _own_scale(a_scale: Array | None, expert: int, count: int) -> Array | None:
+    """The scales of an expert's rows; of [1] and of [experts] one."""
+    if a_scale is None or a_scale.shape == (1,):
+        return a_scale
+    return a_scale[expert : expert + 1] if a_scale.ndim == 1 else a_scale[expert, :count]
 
 
 def moe_gemm_batched(
@@ -220,7 +236,11 @@ def moe_gemm_batched(
     a_scale: Array | None = None,
     b_scale: Array | None = None,
     b_global_scale: Array | None = None,
+    bias: Array | None = None,
     activation: str | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
+    interleaved: bool = False,
     out_dtype: str | None = None,
     out: Array | None = None,
     expected_m: int | None = None,
@@ -231,7 +251,7 @@ def moe_gemm_batched(
     """
     experts, max_tokens, _ = a.shape
     if out is None:
-        columns = rows_of_weights(b) // (1 if activation is None else 2)
+        columns = rows_of_weights(b) // (2 if is_gated(activation) else 1)
         out = np.zeros((experts, max_tokens, columns), result_dtype(a, out_dtype))
     for expert, count in enumerate(np.clip(expert_num_tokens, 0, max_tokens)):
         own = slice(expert, expert + 1)
@@ -239,10 +259,14 @@ def moe_gemm_batched(
             a[expert, :count],
             b[own],
             np.array([0, count]),
-            a_scale=a_scale if a_scale is None or a_scale.shape == (1,) else a_scale[expert, :count],
+            a_scale=_own_scale(a_scale, expert, count),
             b_scale=None if b_scale is None else b_scale[own],
             b_global_scale=None if b_global_scale is None else b_global_scale[own],
+            bias=None if bias is None else bias[own],
             activation=activation,
+            alpha=alpha,
+            limit=limit,
+            interleaved=interleaved,
             out=out[expert, :count],
         )
     return out

@@ -81,11 +81,22 @@ def scaled_fp8_quant(
     scale_ub: Any = None,
     use_per_token_if_dynamic: bool = False,
     output: Array | None = None,
+    *,
+    expert_num_tokens: Array | None = None,
 ) -> tuple[Array, Array]:
     """See `cukern.scaled_fp8_quant`."""
     rows = max(num_token_padding or 0, len(input))
     if output is None:
         output = np.zeros((rows, *input.shape[1:]), E4M3)
+    if expert_num_tokens is not None:
+        counted = valid_rows(input.shape, expert_num_tokens)
+        own, own_scales = scaled_fp8_quant(input[counted], scale, None, scale_ub, use_per_token_if_dynamic)
+        output.view(E4M3)[counted] = own
+        if scale is not None or not use_per_token_if_dynamic:
+            return output, own_scales
+        all_scales = np.zeros((*input.shape[:-1], 1), np.float32)
+        all_scales[counted] = own_scales
+        return output, all_scales
     x = input.astype(np.float32)
     per_token = scale is None and use_per_token_if_dynamic
     if scale is not None:

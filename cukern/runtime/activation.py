@@ -1,4 +1,4 @@
-"""The activations of a gated feed-forward layer, by the names users know and the numbers the kernels have."""
+"""The activations of a feed-forward layer, by the names users know and the numbers the kernels have."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from cukern.runtime import check
 
 #: Names in the order of the numbers in `common/activation.cuh`, which has the formulas, as the twin has.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+#: Those without a gate, by vLLM's names: of each sum, activate(x, 1).
+UNGATED = tuple(f"{name}_no_mul" for name in ACTIVATIONS if name != "swigluoai")
+#: Numbers of swigluoai unless others are given.
+ALPHA, LIMIT = 1.702, 7.0
 _NUMBERS: dict[Any, int] = {None: 0, **{name: i + 1 for i, name in enumerate(ACTIVATIONS)}}
 
 
 def number(activation: Any, *, optional: bool = False) -> int:
     """The number of an activation in the templates; 0 for None if `optional`. Raises ValueError for another name."""
     return _NUMBERS[check.one_of("activation", activation, (None, *ACTIVATIONS) if optional else ACTIVATIONS)]
+
+
+def function_number(activation: Any, *, optional: bool = False) -> int:
+    """The number of an activation with or without a gate; 0 for None if `optional`.
+
+    Raises ValueError for another name.
+    """
+    names = *ACTIVATIONS, *UNGATED
+    name = check.one_of("activation", activation, (None, *names) if optional else names)
+    return _NUMBERS[name.removesuffix("_no_mul") if name else None]
+
+
+def check_bounds(alpha: Any, limit: Any) -> tuple[float, float]:
+    """`alpha` and `limit` of swigluoai as floats.
+
+    Raises TypeError for what is no number, ValueError for one that is not finite, or a negative limit.
+    """
+    alpha, limit = check.number("alpha", alpha), check.number("limit", limit)
+    if not limit >= 0:
+        check.fail("limit", "at least 0", limit)
+    return alpha, limit

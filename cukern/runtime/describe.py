@@ -245,6 +245,12 @@ def expect_contiguous(name: str, array: Array) -> None:
         check.fail(name, "contiguous", f"strides {array.strides} (in elements)")
 
 
+def expect_lines(name: str, array: Array) -> None:
+    """Raises ValueError unless the last dimension of `array` is contiguous, and no stride is negative."""
+    if not array.is_contiguous and ((array.strides[-1] != 1 and array.shape[-1] > 1) or min(array.strides) < 0):
+        check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
+
+
 def expect_row_stride(name: str, matrix: Array) -> Any:
     """The distance between the rows of a matrix, in elements.
 

@@ -2,6 +2,9 @@
 
     make peer-tests FOLDER=...                       all test files that an adapter knows
     make peer-tests FOLDER=... ARGS="-k rms_norm"    more arguments for pytest
+    make peer-tests FOLDER="a b" ARGS="--jobs 16"    several folders, by 16 processes on one GPU
+
+At the end there is a table: by file, how many cases passed, failed, differ on purpose, are refused and are skipped.
 
 FOLDER is an unpacked sdist of vLLM (`pip download --no-deps --no-binary :all: vllm==0.10.2`), a checkout of FlashInfer,
 SGLang or FlashMLA, or any folder of test files. See `tests.peers.__main__` for the files, `tests.peers.modules` for the

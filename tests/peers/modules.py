@@ -6,9 +6,11 @@ not installed, its names are placeholders: a test that uses one is skipped, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,8 +22,10 @@ import pytest
 import torch
 
 import cukern
+from cukern.compat import sglang as compat_sglang
+from cukern.compat import vllm as compat_vllm
 
-ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers")
+ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers", "rich")
 
 
 def placeholder(name: str) -> Any:
@@ -69,6 +73,7 @@ class _Module(Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if self.source is not None:
+            module.__file__ = str(self.source)  # Triton reads the sources of its kernels
             try:
                 exec(compile(self.source.read_text(), str(self.source), "exec"), vars(module))
                 return
@@ -199,9 +204,41 @@ class _Operators:
         return placeholder(f"torch.ops.{self.name}.{name}")
 
 
+def _convert_fp8(output: Any, x: Any, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
+    """Bytes of FP8 from numbers over a scale, or numbers from bytes times it: how vLLM's files make their caches."""
+    dtype = torch.float8_e5m2 if "e5m2" in kv_dtype else torch.float8_e4m3fn
+    if output.element_size() == 1:
+        most = torch.finfo(dtype).max
+        output.view(dtype).copy_((x.float() / scale).clamp(-most, most))
+    else:
+        output.copy_(x.view(dtype).float() * scale)
+
+
+def _swap_blocks(src: Any, dst: Any, *sizes_and_mapping: Any) -> None:
+    """`swap_blocks`, also without the bytes of a block, as in vLLM 0.10.2."""
+    *sizes, mapping = sizes_and_mapping
+    block_bytes = sizes[0] if sizes else src.stride(0) * src.element_size()
+    cukern.swap_blocks(src, dst, block_bytes, mapping)
+
+
+def _gather_and_maybe_dequant_cache(src: Any, dst: Any, table: Any, ends: Any, fifth: Any, *others: Any) -> None:
+    """`gather_and_maybe_dequant_cache`, also with the batch as the fifth argument, as in vLLM 0.10.2."""
+    if not isinstance(fifth, int):
+        compat_vllm.gather_and_maybe_dequant_cache(src, dst, table, ends, fifth, *others)
+        return
+    kv_cache_dtype, scale, *starts = others
+    cukern.gather_cache(src, dst, table, ends, fifth, *starts, kv_cache_dtype=kv_cache_dtype, scale=scale)
+
+
 def _enter_operators() -> None:
     ops = sys.modules["vllm._custom_ops"]
-    gated = {name: _into(getattr(cukern, name)) for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")}
+    vars(ops).update(
+        convert_fp8=_convert_fp8,
+        swap_blocks=_swap_blocks,
+        gather_and_maybe_dequant_cache=_gather_and_maybe_dequant_cache,
+    )
+    names = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_new", "gelu_fast", "gelu_quick")
+    activations = {name: _into(getattr(cukern, name)) for name in names}
     torch.ops._C = _Operators(
         "_C",
         rms_norm=ops.rms_norm,
@@ -212,7 +249,8 @@ def _enter_operators() -> None:
         rms_norm_static_fp8_quant=_quantized_norm,
         fused_add_rms_norm_static_fp8_quant=_quantized_sum,
         silu_and_mul_quant=lambda out, x, scale: cukern.silu_and_mul_quant(x, scale=scale, out_q=out),
-        **gated,
+        apply_repetition_penalties_=ops.apply_repetition_penalties,
+        **activations,
     )
     torch.ops._moe_C = _Operators("_moe_C")
     torch.ops._C_cache_ops = _Operators("_C_cache_ops")
@@ -248,12 +286,69 @@ def _triton(maths: dict[str, Any]) -> dict[str, Any]:
     return {"HAS_TRITON": True, "triton": triton, "tl": language}
 
 
+def _config(**given: Any) -> SimpleNamespace:
+    """vLLM's configuration, with all of its own operators."""
+    own = {"custom_ops": ["all"], "enabled_custom_ops": Counter(), "disabled_custom_ops": Counter(), "backend": "eager"}
+    return SimpleNamespace(**{"compilation_config": SimpleNamespace(**own)} | given)
+
+
+def _enter_config() -> None:
+    _module(
+        "vllm.config",
+        CompilationConfig=lambda **given: SimpleNamespace(**vars(_config().compilation_config) | given),
+        VllmConfig=_config,
+        get_cached_compilation_config=lambda: _config().compilation_config,
+        get_current_vllm_config=_config,
+        get_current_vllm_config_or_none=_config,
+        set_current_vllm_config=lambda *_, **__: contextlib.nullcontext(),
+    )
+
+
+def _enter_flashinfer_utils() -> None:
+    """What FlashInfer's files ask of the GPU; there is nothing to compile ahead."""
+    _module(
+        "flashinfer.utils",
+        get_compute_capability=torch.cuda.get_device_capability,
+        device_support_pdl=lambda device: torch.cuda.get_device_capability(device)[0] >= 9,
+        has_flashinfer_jit_cache=lambda: True,
+    )
+
+
+def _align_used_blocks(ids: Any, experts: int, block_size: int, rows: Any, blocks: Any, end: Any, *others: Any) -> None:
+    """SGLang's `moe_align_block_size`, which leaves blocks that are not used as they are; cukern gives them -1."""
+    found = torch.empty_like(blocks)
+    compat_sglang.moe_align_block_size(ids, experts, block_size, rows, found, end, *others)
+    is_used = torch.arange(blocks.shape[0], device=blocks.device) * block_size < end
+    assert bool((found[~is_used] == -1).all())
+    blocks.copy_(torch.where(is_used, found, blocks))
+
+
+def _enter_sglang_utils() -> None:
+    """What SGLang's references ask of the machine, which is one with NVIDIA's GPUs; they are run as they are."""
+    others = ("is_cpu", "is_hip", "is_musa", "is_npu", "is_xpu", "cpu_has_amx_support", "get_bool_env_var")
+    others += ("is_sm100_supported", "is_sm120_supported")
+    answers = dict.fromkeys(others, lambda *_, **__: False)
+    _module(
+        "sglang.srt.utils",
+        **answers,
+        is_cuda=lambda: True,
+        get_compiler_backend=lambda *_, **__: "eager",
+        ceil_align=lambda a, b: -(-a // b) * b,
+        ceil_div=lambda a, b: -(-a // b),
+    )
+
+
 def install(folder: Path) -> None:
     """Put the modules in place; `cukern.compat.enable` has entered those of the kernels."""
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] in ROOTS:
             _open(name, module)
     sys.meta_path.append(_Finder(folder))
+    if "as far as cukern has it" in str(sys.modules["flashinfer"].__doc__):
+        _enter_flashinfer_utils()
+    if "as far as cukern has it" in str(sys.modules["sgl_kernel"].__doc__):
+        _enter_sglang_utils()
+        vars(sys.modules["sgl_kernel"])["moe_align_block_size"] = _align_used_blocks
     if "as far as cukern has it" not in str(sys.modules["vllm"].__doc__):
         return  # the real one
     maths = {
@@ -261,6 +356,7 @@ def install(folder: Path) -> None:
         "round_up": lambda a, b: -(-a // b) * b,
         "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
     }
+    _enter_config()
     _module("vllm.platforms", current_platform=_platform())
     _module("vllm.triton_utils", **_triton(maths))
     _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, **maths)

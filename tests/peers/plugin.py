@@ -2,23 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+import gc
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from tests.peers import tally
+
 #: The bytes of a cache by name, where it is not the model's dtype.
 _CACHE_DTYPES = {"fp8": torch.uint8, "fp8_e4m3": torch.uint8, "fp8_e5m2": torch.uint8}
+_WAITS = 8
+_WAIT_S = 3.0
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_pyfunc_call(pyfuncitem: Any) -> Generator[None, Any, None]:
-    """Count as skipped, with the reason, what cukern does not cover and says so."""
-    outcome = yield
-    error = outcome.excinfo and outcome.excinfo[1]
-    if isinstance(error, NotImplementedError) and "cukern" in str(error):
-        outcome.force_exception(pytest.skip.Exception(f"refused: {error}"))
+class Part(NamedTuple):
+    """A share of the cases of a file."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Part:
+        index, _, count = text.partition("/")
+        return cls(int(index), int(count))
+
+
+def with_memory(call: Callable[[], Any]) -> Any:
+    """Call; where other processes have the memory of the GPU, wait until they have given it back."""
+    for wait in range(_WAITS):
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            if wait == _WAITS - 1:
+                raise
+        gc.collect()
+        torch.cuda.empty_cache()
+        time.sleep(_WAIT_S)
+    return None
+
+
+def refusal_of(error: BaseException | None) -> str | None:
+    """What cukern says that it does not have: in an error, or in what that one came from."""
+    while error is not None:
+        if isinstance(error, NotImplementedError) and "cukern" in str(error):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--peers-part", type=Part.of, default=Part(), help="INDEX/COUNT: the share of the cases to run")
+    parser.addoption("--peers-tally", type=Path, help="the file that each case is written to")
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Keep a share of the cases, of all kinds in equal measure, in their order."""
+    part = config.getoption("--peers-part")
+    places = list(range(len(items)))
+    random.Random(0).shuffle(places)
+    items[:] = [item for item, place in zip(items, places, strict=True) if place % part.count == part.index]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool:
+    """Run a case, and count as refused, with the reason, what cukern does not cover and says so."""
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    try:
+        with_memory(lambda: pyfuncitem.obj(**arguments))
+    except Exception as error:
+        reason = refusal_of(error)
+        if reason is None:
+            raise
+        pytest.skip(f"refused: {reason}")
+    return True
+
+
+def _case(report: Any) -> tally.Case:
+    file, _, name = report.nodeid.partition("::")
+    outcome, reason = report.outcome, ""
+    if outcome == "skipped":
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason.startswith("refused: "):
+            outcome, reason = "refused", reason.removeprefix("refused: ")
+    elif outcome == "failed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = (str(report.longrepr).strip().splitlines() or [""])[-1] if crash is None else crash.message
+        on_purpose = tally.DIFFERENT.get(name.partition("[")[0])
+        if on_purpose is not None:
+            outcome, reason = "differs", on_purpose
+    return tally.Case(file, name, outcome, reason.partition("\n")[0][:200])
+
+
+class _Recorder:
+    """Writes what each case comes to, and each file that cannot be collected."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            tally.append(self.path, _case(report))
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.outcome != "passed":
+            tally.append(self.path, _case(report))
+
+
+def pytest_configure(config: Any) -> None:
+    path = config.getoption("--peers-tally")
+    if path is not None:
+        config.pluginmanager.register(_Recorder(path))
 
 
 def _dtype(cache_dtype: Any, model_dtype: Any) -> Any:
@@ -96,3 +194,9 @@ def default_vllm_config() -> None:
 @pytest.fixture
 def workspace_init() -> None:
     """vLLM's workspaces, which nothing here uses."""
+
+
+@pytest.fixture
+def dist_init() -> None:
+    """vLLM's process groups, which are not here."""
+    pytest.skip("needs the process groups of vLLM")

@@ -17,7 +17,7 @@ from cukern.compat.flashinfer.norm import (
     rmsnorm,
     rmsnorm_quant,
 )
-from cukern.compat.flashinfer.page import append_paged_kv_cache, get_seq_lens
+from cukern.compat.flashinfer.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from cukern.compat.flashinfer.sampling import (
     chain_speculative_sampling,
     min_p_sampling_from_probs,
@@ -43,6 +43,7 @@ __all__ = [
     "gelu_tanh_and_mul",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
+    "get_batch_indices_positions",
     "get_seq_lens",
     "layernorm",
     "min_p_sampling_from_probs",

@@ -1,13 +1,17 @@
 """FlashInfer's norms (`flashinfer.norm`): the names, orders and defaults of the arguments, and the results.
 
 The signatures are those of flashinfer-python 0.7.2.post1. `enable_pdl` speaks of the launch and changes nothing.
-Not covered: the functions of `NOT_COVERED`, which raise NotImplementedError when they are called.
+Not covered: FP8 of other formats than e4m3, and the functions of `NOT_COVERED`; they raise NotImplementedError.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 import cukern
-from cukern.compat._limits import not_covered
+from cukern.compat._limits import not_covered, refuse
 from cukern.runtime.arrays import AnyArray
 
 __all__ = [
@@ -32,6 +36,11 @@ NOT_COVERED = (
 __getattr__ = not_covered("cukern.compat.flashinfer.norm", NOT_COVERED, __all__)
 
 
+def _expect_e4m3(function: str, out: Any) -> None:
+    if out.dtype != torch.float8_e4m3fn:
+        refuse(function, "out", "of float8_e4m3fn", out.dtype)
+
+
 def rmsnorm(
     input: AnyArray, weight: AnyArray, eps: float = 1e-6, out: AnyArray | None = None, enable_pdl: bool | None = None
 ) -> AnyArray:
@@ -47,7 +56,8 @@ def rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """`cukern.rms_norm_quant` with one given scale, into `out`, float8_e4m3fn."""
+    """`cukern.rms_norm_quant` with one given scale, into `out`. Refused: an `out` that is not float8_e4m3fn."""
+    _expect_e4m3("rmsnorm_quant", out)
     cukern.rms_norm_quant(input, weight, eps, scale=scale, out_q=out)
 
 
@@ -67,7 +77,11 @@ def fused_add_rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """`cukern.fused_add_rms_norm_quant` with one given scale: `out`, float8_e4m3fn, and `residual` are written."""
+    """`cukern.fused_add_rms_norm_quant` with one given scale: `out` and `residual` are written.
+
+    Refused: an `out` that is not float8_e4m3fn.
+    """
+    _expect_e4m3("fused_add_rmsnorm_quant", out)
     cukern.fused_add_rms_norm_quant(input, residual, weight, eps, scale=scale, out_q=out)
 
 

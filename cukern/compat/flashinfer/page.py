@@ -15,11 +15,10 @@ from cukern.compat._limits import not_covered
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 
-__all__ = ["append_paged_kv_cache", "get_seq_lens"]
+__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
 NOT_COVERED = (
     "append_paged_mla_kv_cache",
-    "get_batch_indices_positions",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_append_paged_mla_kv_cache",
@@ -31,6 +30,31 @@ def get_seq_lens(kv_indptr: AnyArray, kv_last_page_len: AnyArray, page_size: int
     """The tokens of each sequence [batch], from its pages, kv_indptr [batch + 1], and the tokens in its last one."""
     pages: Any = kv_indptr[1:] - kv_indptr[:-1]
     return torch.clamp(pages - 1, min=0) * page_size + kv_last_page_len
+
+
+def get_batch_indices_positions(
+    append_indptr: AnyArray,
+    seq_lens: AnyArray,
+    nnz: int,
+    batch_indices: AnyArray | None = None,
+    positions: AnyArray | None = None,
+) -> tuple[AnyArray, AnyArray]:
+    """The sequence of each of `nnz` new tokens, and its place there, int32 [nnz], by small launches of torch.
+
+    The new tokens of sequence b, append_indptr[b] to append_indptr[b + 1], are its last ones. Tokens past the last
+    sequence have the sequence -1 and the place 0. Written into `batch_indices` and `positions` if they are given.
+    """
+    ends: Any = append_indptr[1:]
+    tokens = torch.arange(nnz, dtype=torch.int32, device=ends.device)
+    sequences = torch.searchsorted(ends.contiguous(), tokens.to(ends.dtype), right=True)
+    is_new = sequences < ends.shape[0]
+    kept = sequences.clamp(max=ends.shape[0] - 1)
+    places = torch.where(is_new, seq_lens[kept] - ends[kept] + tokens, 0).int()
+    found: Any = torch.where(is_new, sequences, -1).int()
+    return (
+        found if batch_indices is None else batch_indices.copy_(found),
+        places if positions is None else positions.copy_(places),
+    )
 
 
 def append_paged_kv_cache(

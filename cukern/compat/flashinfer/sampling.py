@@ -2,11 +2,12 @@
 
 The signatures are those of flashinfer-python 0.7.2.post1. All functions of that module are covered.
 
-What differs: the tokens that a seed gives are cukern's. All draws are deterministic, so `deterministic` and
-`is_deterministic` change nothing; nor does `enable_pdl`, which speaks of the launch. Ties at a threshold of top-k go to
-the lower id, so exactly k tokens are kept. `check_nan` waits for the device, as in FlashInfer. A row without a seed of
-its own draws by its index too. Without `seed`, the draw takes its numbers from `generator`, or from torch's default one
-for the device (one more launch), so `torch.manual_seed` counts, also in a CUDA graph.
+What differs: the tokens that a seed gives are cukern's. A seed for each row determines its draw at any place of any
+batch; in FlashInfer the place counts too, as it does for one seed in both. A `seed` without `offset` has the offset 0,
+where FlashInfer draws from the generator. All draws are deterministic, so `deterministic` and `is_deterministic`
+change nothing; nor does `enable_pdl`, which speaks of the launch. Ties at a threshold of top-k go to the lower id, so
+exactly k tokens are kept. `check_nan` waits for the device, as in FlashInfer. Without `seed` the numbers come from
+`generator`, or from torch's default one for the device, also in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -38,26 +39,22 @@ __all__ = [
 
 __getattr__ = not_covered("cukern.compat.flashinfer.sampling", ("get_seed_and_offset",), __all__)
 
-#: An odd number far from all small ones (2**64 divided by the golden ratio, signed): rows get seeds this far apart.
-_STEP = 0x9E3779B97F4A7C15 - 2**64
+#: The dtypes that the functions of cukern take; others are converted, as there.
+_INTEGERS = torch.int32, torch.int64
+_NUMBERS = torch.float32, *_INTEGERS
 
 
-def _draws(values: Any, indices: Any, generator: Any, seed: Any, offset: Any) -> dict[str, Any]:
-    """`seed` and `offset` of a draw with a stream of its own for each row, unless it has a seed of its own."""
-    rows = values.shape[0] if indices is None else indices.shape[0]
-    on = {"dtype": torch.int64, "device": values.device}
+def _randomness(generator: Any, seed: Any, offset: Any) -> dict[str, Any]:
+    """`seed`, `offset` and `generator` of a draw; an offset without a seed is not used, as there."""
     if seed is None:
-        return {"seed": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator, **on), "offset": 0}
-    if isinstance(offset, torch.Tensor) and offset.numel() == 1:
-        offset = offset.reshape(())
-    if isinstance(seed, torch.Tensor):
-        if seed.numel() != 1:
-            return {"seed": seed, "offset": 0 if offset is None else offset}
-        first = seed.reshape(())
-    else:
-        seed = int(seed) % 2**64
-        first = seed - 2**64 if seed >= 2**63 else seed
-    return {"seed": torch.arange(rows, **on) * _STEP + first, "offset": 0 if offset is None else offset}
+        return {"generator": generator}
+    if offset is not None and isinstance(seed, torch.Tensor) != isinstance(offset, torch.Tensor):
+        raise ValueError("seed and offset must both be tensors or both be scalars")
+    numbers = {"seed": seed, "offset": offset}
+    for name, given in numbers.items():
+        if isinstance(given, torch.Tensor) and given.dtype == torch.uint64:
+            numbers[name] = given.view(torch.int64)
+    return numbers
 
 
 def _refuse_nan(check_nan: bool, name: str, values: Any) -> None:
@@ -66,7 +63,7 @@ def _refuse_nan(check_nan: bool, name: str, values: Any) -> None:
 
 
 def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
-    """A parameter as cukern takes it: top-k at most the vocabulary, the others in float32.
+    """A parameter as cukern takes it: top-k at most the vocabulary, no doubles or halves.
 
     Raises ValueError, with FlashInfer's words, for a tensor that is not [batch].
     """
@@ -83,7 +80,8 @@ def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
     if given.shape[0] != rows:
         raise ValueError(f"Sampling parameter tensor batch size mismatch: {name} has {given.shape[0]} for {rows} rows.")
     if not counts:
-        return given.float()
+        return given if given.dtype in _NUMBERS else given.float()
+    given = given if given.dtype in _INTEGERS else given.int()
     # The kernels clamp; the twins, which can see the numbers, refuse.
     return given if given.is_cuda else given.clamp(max=vocab)
 
@@ -91,16 +89,11 @@ def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
 def _drawn(
     function: Any, name: str, values: Any, filters: dict[str, Any], draw: tuple[Any, ...], **options: Any
 ) -> Any:
-    """Draw ids of the dtype of `indices`; `draw` is (indices, generator, check_nan, seed, offset)."""
+    """Draw; `draw` is (indices, generator, check_nan, seed, offset)."""
     indices, generator, check_nan, seed, offset = draw
     _refuse_nan(check_nan, name, values)
     converted = [_parameter(each, given, values, indices) for each, given in filters.items()]
-    found = function(values, *converted, indices=indices, **options, **_draws(values, indices, generator, seed, offset))
-    if indices is None:
-        return found
-    ids, *more = found if isinstance(found, tuple) else (found,)
-    ids = ids.to(indices.dtype)
-    return (ids, *more) if more else ids
+    return function(values, *converted, indices=indices, **_randomness(generator, seed, offset), **options)
 
 
 def softmax(logits: AnyArray, temperature: AnyArray | float | None = None, enable_pdl: bool | None = None) -> AnyArray:
@@ -253,7 +246,7 @@ def chain_speculative_sampling(
     offset: int | AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
     """`cukern.chain_speculative_sampling`; counts are added to the arrays that are given for them."""
-    draws = _draws(draft_probs, None, generator, seed, offset)
+    draws = _randomness(generator, seed, offset)
     drafts = draft_token_ids.int() if isinstance(draft_token_ids, torch.Tensor) else draft_token_ids
     ids, accepted, emitted = cukern.chain_speculative_sampling(draft_probs, drafts, target_probs, **draws)
     if maybe_output_accepted_token_num is not None:

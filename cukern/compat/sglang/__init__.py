@@ -27,6 +27,7 @@ __all__ = [
     "flash_mla",
     "fused_add_rmsnorm",
     "gelu_and_mul",
+    "gelu_quick",
     "gelu_tanh_and_mul",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
@@ -67,7 +68,6 @@ NOT_COVERED = (
     "fp8_blockwise_scaled_mm",
     "fp8_scaled_mm",
     "fused_qk_norm_rope",
-    "gelu_quick",
     "gptq_gemm",
     "int8_scaled_mm",
     "prepare_moe_input",
@@ -99,6 +99,11 @@ def gelu_tanh_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
 def gelu_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
     """`cukern.gelu_and_mul`."""
     return cukern.gelu_and_mul(input, out=out)
+
+
+def gelu_quick(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
+    """`cukern.gelu_quick`, which SGLang has on AMD's GPUs alone."""
+    return cukern.gelu_quick(input, out=out)
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
@@ -152,12 +157,10 @@ def moe_fused_gate(
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
     """`cukern.moe_fused_gate`: weights float32 and ids int32 [tokens, topk]."""
+    sizes = num_expert_group, topk_group, topk, num_fused_shared_experts
     # The factor of 0, which is the default, is of no use: then it is not read.
     factor = routed_scaling_factor if num_fused_shared_experts or apply_routed_scaling_factor_on_output else 1.0
-    scaling = factor, apply_routed_scaling_factor_on_output
-    return cukern.moe_fused_gate(
-        input_tensor, bias, num_expert_group, topk_group, topk, num_fused_shared_experts, *scaling
-    )
+    return cukern.moe_fused_gate(input_tensor, bias, *sizes, factor, apply_routed_scaling_factor_on_output)
 
 
 def kimi_k2_moe_fused_gate(
@@ -168,9 +171,12 @@ def kimi_k2_moe_fused_gate(
     routed_scaling_factor: float = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.moe_fused_gate` of one group and any number of experts; only what is renormalized is scaled, as there."""
-    scaling = routed_scaling_factor, apply_routed_scaling_factor_on_output and renormalize
-    return cukern.moe_fused_gate(input_tensor, bias, 1, 1, topk, 0, *scaling, renormalize=renormalize)
+    """`cukern.biased_grouped_topk` of one group and any number of experts."""
+    scaling: dict[str, Any] = {
+        "routed_scaling_factor": routed_scaling_factor,
+        "apply_routed_scaling_factor_on_output": apply_routed_scaling_factor_on_output,
+    }
+    return cukern.biased_grouped_topk(None, input_tensor, bias, topk, renormalize, **scaling)
 
 
 def moe_align_block_size(
@@ -185,17 +191,14 @@ def moe_align_block_size(
 ) -> None:
     """`cukern.moe_align_block_size` into the three arrays; `num_experts` is one more than there are, as in SGLang.
 
-    The one more is -1, the id of a token that was filtered out, which has blocks of its own, with -1 in `experts_ids`.
-    What lies past the last block is filled in any case, with topk_ids.numel() and -1.
+    The one more is -1, the id of a token that was filtered out, which has blocks of its own, with -1 in `experts_ids`:
+    two small launches of torch make it the first expert. What lies past the last block is filled in any case, with
+    topk_ids.numel() and -1.
     """
     ids: Any = topk_ids + 1
     numbers = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=ids.device)
-    rows, experts, end = cukern.moe_align_block_size(ids, block_size, num_experts, numbers)
-    for given, found, rest in ((sorted_token_ids, rows, ids.numel()), (experts_ids, experts, -1)):
-        size = min(given.shape[0], found.shape[0])
-        given[:size].copy_(found[:size])
-        given[size:].fill_(rest)
-    num_tokens_post_pad.copy_(end.reshape(num_tokens_post_pad.shape))
+    out = sorted_token_ids, experts_ids, num_tokens_post_pad
+    cukern.moe_align_block_size(ids, block_size, num_experts, numbers, out=out)
 
 
 def moe_sum(input_tensor: AnyArray, output_tensor: AnyArray) -> None:

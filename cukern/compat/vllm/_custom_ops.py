@@ -24,6 +24,9 @@ from cukern.compat._limits import not_covered, refuse, unless_default
 from cukern.runtime.arrays import AnyArray
 
 __all__ = [
+    "apply_repetition_penalties",
+    "apply_repetition_penalties_cuda",
+    "apply_repetition_penalties_torch",
     "concat_and_cache_mla",
     "copy_blocks",
     "copy_blocks_mla",
@@ -48,14 +51,12 @@ __all__ = [
     "scaled_fp8_quant",
     "scaled_int8_quant",
     "silu_and_mul_per_block_quant",
+    "swap_blocks",
     "topk_sigmoid",
     "topk_softmax",
 ]
 
 NOT_COVERED = (
-    "apply_repetition_penalties",
-    "apply_repetition_penalties_cuda",
-    "apply_repetition_penalties_torch",
     "batched_moe_align_block_size",
     "concat_and_cache_mla_grouped",
     "concat_and_cache_mla_rope_fused",
@@ -72,7 +73,6 @@ NOT_COVERED = (
     "scaled_fp4_experts_quant",
     "shuffle_rows",
     "silu_and_mul_scaled_fp4_experts_quant",
-    "swap_blocks",
     "swap_blocks_batch",
     "top_k_per_row_decode",
     "top_k_per_row_prefill",
@@ -183,18 +183,17 @@ def merge_attn_states(
 ) -> None:
     """`cukern.merge_attention_states` into `output` [tokens, heads, head_dim] and `output_lse` [heads, tokens].
 
-    The lse are [heads, tokens], as vLLM's, and are transposed for the kernel and back. Refused:
-    `prefill_tokens_with_context` other than the number of tokens, and `output_scale`.
+    Tokens from `prefill_tokens_with_context` on have no prefix: a copy of `prefix_lse` says so. Refused:
+    `output_scale`.
     """
-    if prefill_tokens_with_context is not None and prefill_tokens_with_context < output.shape[0]:
-        wanted = f"None or all {output.shape[0]} tokens"
-        refuse("merge_attn_states", "prefill_tokens_with_context", wanted, prefill_tokens_with_context)
     unless_default("merge_attn_states", None, output_scale=output_scale)
-    lse = [x.t().contiguous() for x in (prefix_lse, suffix_lse)]
-    merged = torch.empty_like(lse[0])
-    cukern.merge_attention_states(prefix_output, lse[0], suffix_output, lse[1], out=(output, merged))
-    if output_lse is not None:
-        output_lse.copy_(merged.t())
+    lse: Any = prefix_lse
+    if prefill_tokens_with_context is not None and prefill_tokens_with_context < output.shape[0]:
+        lse = lse.clone()
+        lse[:, prefill_tokens_with_context:] = -torch.inf
+    merged = torch.empty_like(lse) if output_lse is None else output_lse
+    sides = prefix_output, lse, suffix_output, suffix_lse
+    cukern.merge_attention_states(*sides, lse_heads_first=True, out=(output, merged))
 
 
 # --- norms and quantization ---------------------------------------------------------------------------
@@ -355,6 +354,35 @@ def scaled_fp4_quant(
     return packed, (_swizzled(scale) if is_sf_swizzled_layout else scale).view(_E4M3)
 
 
+# --- penalties ----------------------------------------------------------------------------------------
+
+
+def apply_repetition_penalties(
+    logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
+) -> None:
+    """`cukern.apply_penalties` of the tokens of two masks, into `logits`; penalties become float32 [batch]."""
+    penalties: Any = repetition_penalties
+    masks = {"prompt_mask": prompt_mask, "output_mask": output_mask}
+    cukern.apply_penalties(logits, repetition_penalty=penalties.float(), **masks, out=logits)
+
+
+def apply_repetition_penalties_cuda(
+    logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
+) -> None:
+    """`apply_repetition_penalties`."""
+    apply_repetition_penalties(logits, prompt_mask, output_mask, repetition_penalties)
+
+
+def apply_repetition_penalties_torch(
+    logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
+) -> None:
+    """vLLM's formula in torch, for any strides: `logits` is written."""
+    given: Any = logits
+    is_used: Any = prompt_mask | output_mask
+    penalties = torch.where(is_used, repetition_penalties.reshape(-1, 1), 1.0)
+    given.mul_(torch.where(given > 0, 1.0 / penalties, penalties))
+
+
 # --- mixture of experts -------------------------------------------------------------------------------
 
 
@@ -364,13 +392,6 @@ def moe_sum(
     """`cukern.moe_sum` into `output`. Refused: `topk_ids`, with which vLLM leaves out experts that are not here."""
     unless_default("moe_sum", None, topk_ids=topk_ids, expert_map=expert_map)
     cukern.moe_sum(input, output)
-
-
-def _fill(given: Any, found: Any, rest: Any) -> None:
-    """Write `found` into the array that the caller gave, and `rest` after it; what does not fit is left out."""
-    size = min(given.shape[0], found.shape[0])
-    given[:size].copy_(found[:size])
-    given[size:].fill_(rest)
 
 
 def moe_align_block_size(
@@ -383,17 +404,14 @@ def moe_align_block_size(
     expert_map: AnyArray | None = None,
     scatter_idx: AnyArray | None = None,
 ) -> None:
-    """`cukern.moe_align_block_size`, copied into the three arrays; with `expert_map` without experts that are not here.
+    """`cukern.moe_align_block_size` into the three arrays; with `expert_map` without experts that are not here.
 
-    Refused: `scatter_idx`.
+    The arrays must hold the rows and blocks of any ids, as those of vLLM's layers do. Refused: `scatter_idx`.
     """
     unless_default("moe_align_block_size", None, scatter_idx=scatter_idx)
-    rows, experts, end = cukern.moe_align_block_size(
-        topk_ids, block_size, num_experts, expert_map, ignore_invalid_experts=expert_map is not None
-    )
-    _fill(sorted_token_ids, rows, topk_ids.numel())
-    _fill(experts_ids, experts, -1)
-    num_tokens_post_pad.copy_(end)
+    options: dict[str, Any] = {"ignore_invalid_experts": expert_map is not None}
+    options["out"] = sorted_token_ids, experts_ids, num_tokens_post_pad
+    cukern.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, **options)
 
 
 def _topk(
@@ -410,11 +428,6 @@ def _topk(
         token_expert_indices.copy_(sources.view(topk, tokens).t())
 
 
-def _bias(bias: Any, logits: Any) -> Any:
-    """A bias that the gates take: of the logits' dtype or float32."""
-    return bias if bias is None or bias.dtype in (torch.float32, logits.dtype) else bias.float()
-
-
 def topk_softmax(
     topk_weights: AnyArray,
     topk_ids: AnyArray,
@@ -429,9 +442,8 @@ def topk_softmax(
     `token_expert_indices`[t, s] becomes s * tokens + t; it may be None, which saves a launch. Refused: `is_padding`.
     """
     unless_default("topk_softmax", None, is_padding=is_padding)
-    bias = _bias(e_score_correction_bias, gating_output)
     arrays = topk_weights, topk_ids, token_expert_indices, gating_output
-    _topk(cukern.topk_softmax, *arrays, renormalize=renormalize, correction_bias=bias)
+    _topk(cukern.topk_softmax, *arrays, renormalize=renormalize, correction_bias=e_score_correction_bias)
 
 
 def topk_sigmoid(
@@ -444,13 +456,11 @@ def topk_sigmoid(
     routed_scaling_factor: float = 1.0,
     is_padding: AnyArray | None = None,
 ) -> None:
-    """`cukern.topk_sigmoid` likewise; a `routed_scaling_factor` other than 1 costs one more launch."""
+    """`cukern.topk_sigmoid` likewise."""
     unless_default("topk_sigmoid", None, is_padding=is_padding)
-    bias = _bias(e_score_correction_bias, gating_output)
     arrays = topk_weights, topk_ids, token_expert_indices, gating_output
-    _topk(cukern.topk_sigmoid, *arrays, renormalize=renormalize, correction_bias=bias)
-    if routed_scaling_factor != 1.0:
-        topk_weights.mul_(routed_scaling_factor)
+    options = {"correction_bias": e_score_correction_bias, "routed_scaling_factor": routed_scaling_factor}
+    _topk(cukern.topk_sigmoid, *arrays, renormalize=renormalize, **options)
 
 
 def grouped_topk(
@@ -470,7 +480,7 @@ def grouped_topk(
     if scoring_func != 1:
         refuse("grouped_topk", "scoring_func", "1 (sigmoid of logits)", scoring_func)
     options = num_expert_group, topk_group, topk, 0, routed_scaling_factor, True
-    return cukern.moe_fused_gate(scores, _bias(bias, scores), *options, renormalize=renormalize)
+    return cukern.moe_fused_gate(scores, bias, *options, renormalize=renormalize)
 
 
 # --- cache --------------------------------------------------------------------------------------------
@@ -526,13 +536,13 @@ def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: A
 
 
 def copy_blocks_mla(kv_caches: list[Any], block_mapping: AnyArray) -> None:
-    """`cukern.copy_blocks` of caches without values.
+    """`cukern.copy_blocks` of caches without values."""
+    cukern.copy_blocks(kv_caches, [], block_mapping)
 
-    The first and the second half of the list stand for keys and values. Of an odd number both have the one in the
-    middle, whose blocks are written twice with the same bytes.
-    """
-    half = -(-len(kv_caches) // 2)
-    cukern.copy_blocks(kv_caches[:half], kv_caches[len(kv_caches) - half :], block_mapping)
+
+def swap_blocks(src: AnyArray, dst: AnyArray, block_size_in_bytes: int, block_mapping: AnyArray) -> None:
+    """`cukern.swap_blocks`."""
+    cukern.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
 
 
 def gather_and_maybe_dequant_cache(

@@ -9,6 +9,7 @@ from cukern.ops.moe_gemm import kernels
 from cukern.ops.moe_gemm.kernels import Product
 from cukern.ops.moe_gemm.prepare import MAX_COUNT, MAX_EXPERTS, prepare_weights, prepared_format, restore_weights
 from cukern.reference import moe_gemm as twin
+from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import BLOCK, is_prepared, rows_of_weights
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
@@ -21,6 +22,7 @@ from cukern.runtime.describe import (
     expect,
     expect_array,
     expect_contiguous,
+    expect_lines,
     expect_place,
 )
 from cukern.runtime.late import Late, late
@@ -33,7 +35,7 @@ DTYPES = ("bfloat16", "float16")
 #: The dtypes of e4m3. CuPy has no such dtype, and gives their bytes.
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
-VARIANTS = ("auto", "wgmma", "mma", "stream")
+VARIANTS = ("auto", "wgmma", "mma", "stream", "fma")
 #: Architectures without an instruction that converts FP8: there "stream" would take too long for each weight.
 _NO_FP8_ARCHS = ("80", "86", "87")
 
@@ -43,32 +45,40 @@ _NO_FP8_ARCHS = ("80", "86", "87")
 
 def _why_not(variant: str, x: Product) -> str:
     """The reason why a variant cannot do it; empty if it can."""
-    reasons = {"wgmma": kernels.why_not_wgmma, "stream": kernels.why_not_stream}
-    return reasons[variant](x) if variant in reasons else ""
+    if variant == "fma":
+        return ""
+    if not x.is_of_units:
+        return "rows or addresses are no multiples of 16 bytes"
+    reasons = {"wgmma": kernels.why_not_wgmma, "mma": kernels.why_not_mma, "stream": kernels.why_not_stream}
+    return reasons[variant](x)
 
 
 def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
     """The function that launches the variant. What depends on the offsets is left to the device."""
     if x.is_prepared:
+        for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
+            if array.alignment < 16:
+                check.fail(name, "at a multiple of 16 bytes with prepared weights", f"address {array.address:#x}")
         if reason := kernels.why_not_prepared(variant, x):
             check.fail("b", "weights that are not prepared", f"prepared ones: {reason}")
         return kernels.fp4_wgmma
     if variant == "auto":
         may_stream = x.weights != "FP8" or x.a.gpu.arch not in _NO_FP8_ARCHS
-        few = may_stream and x.expects(kernels.STREAM_ROWS) and not _why_not("stream", x)
-        variant = "stream" if few else "mma" if _why_not("wgmma", x) else "wgmma"
+        few = may_stream and x.expects(kernels.STREAM_ROWS)
+        others = ("stream",) * few + ("wgmma", "mma", "fma")
+        variant = next(name for name in others if not _why_not(name, x))
     elif reason := _why_not(variant, x):
         check.fail("variant", "'auto' or another here", f"{variant!r}: {reason}")
     if variant == "wgmma":
         return kernels.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
-    return kernels.mma if variant == "mma" else kernels.stream
+    return {"mma": kernels.mma, "stream": kernels.stream, "fma": kernels.fma}[variant]
 
 
 # --- the arguments ---------------------------------------------------------------------------------------
 
 
-def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, activation: int) -> None:
-    """Check the dtypes and the shapes of all arrays but the scales."""
+def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, gated: bool) -> None:
+    """Check the dtypes and the shapes of all arrays but the scales and the bias."""
     is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
     check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, "uint8"))
     is_fp4 = not is_fp8 and b.dtype == "uint8"
@@ -76,19 +86,21 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ac
         prepared_format(b, k)
     else:
         check.dimensions("b", b.shape, ("experts", "n", "k"))
+        if is_fp4 and k % NVFP4_GROUP:
+            check.fail("a", f"of k that is a multiple of {NVFP4_GROUP} with weights of 4 bits", k)
         wanted = (*b.shape[:2], k // 2 if is_fp4 else k)
         check.shape("b", b.shape, wanted, "[experts, n, k / 2]" if is_fp4 else "[experts, n, k]")
+    _check_strides(b)
     experts, n = b.shape[0], rows_of_weights(b)
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("b", f"of at least one and at most {MAX_EXPERTS} experts", experts)
-    multiple = 16 if activation else 8
+    # Prepared rows come in units of 16 with their gates and ups.
+    multiple = 1 if not gated else 16 if is_prepared(b) else 2
     if n % multiple or not 0 < n <= MAX_COUNT:
-        why = " (with an activation, gate and up)" if activation else ""
-        check.fail("b", f"of n that is a positive multiple of {multiple}{why}", n)
-    # Rows are whole units of 16 bytes.
-    multiple = 32 if is_fp4 else 16 if is_fp8 else 8
-    if k % multiple or not 0 < k <= MAX_COUNT:
-        check.fail("a", f"of k that is a positive multiple of {multiple}", k)
+        why = f" multiple of {multiple} (with a gate)" if gated else " number"
+        check.fail("b", f"of n that is a positive{why}", n)
+    if not 0 < k <= MAX_COUNT:
+        check.fail("a", "of k that is a positive number", k)
     if is_batched:
         check.shape("a", a.shape, (experts, tokens, k), "[experts, max_tokens, k]")
         expect("expert_num_tokens", offsets, a, "a", ("int32",), (experts,), "[experts]")
@@ -104,6 +116,18 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ac
         check.fail("a", f"of at most {MAX_COUNT} rows", list(a.shape))
     if row_token is not None and rows and not tokens:
         check.fail("a", "of at least one token, as row_token has rows", list(a.shape))
+
+
+def _check_strides(b: Array) -> None:
+    """Rows of weights are contiguous, and do not lie backwards; prepared ones have no gaps between them."""
+    if is_prepared(b):
+        expect_contiguous("b", b)
+    else:
+        expect_lines("b", b)
+
+
+def _check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None:
+    expect("bias", bias, a, "a", ("float32", dtype), (experts, n), "[experts, n]")
 
 
 def _formats(
@@ -141,10 +165,13 @@ def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None
         wanted = f"of shape [experts] = {[experts]}, [experts, n] = {[experts, n]} or by blocks"
         check.fail("b_scale", wanted, list(b_scale.shape))
     # Late sizes are compared only where that decides. A single token's scale counts as one by row.
+    if len(rows) == 2 and len(shape) == 1 and shape[0] == experts != 1:
+        return "expert", "one" if len(b_scale.shape) == 1 else "column"
     flat = shape[:-1] if len(shape) > len(rows) and shape[-1] == 1 else shape
     is_by_row = len(flat) == len(rows) and flat == rows
     if not is_by_row and (len(shape) != 1 or shape[0] != 1):
-        wanted = f"of shape [1], [{symbol}] = {list(rows)} or [{symbol}, 1], as b_scale is not by blocks"
+        one = "[1], [experts]," if len(rows) == 2 else "[1],"
+        wanted = f"of shape {one} [{symbol}] = {list(rows)} or [{symbol}, 1], as b_scale is not by blocks"
         check.fail("a_scale", wanted, list(shape))
     return "row" if is_by_row else "one", "one" if len(b_scale.shape) == 1 else "column"
 
@@ -161,7 +188,7 @@ def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array
     if b_scale is None:
         check.fail("b_scale", "an array with weights of 4 bits", None, TypeError)
     shapes = (experts, n, k // MXFP4_GROUP), (experts, n, k // NVFP4_GROUP)
-    if b_scale.shape == shapes[0]:
+    if b_scale.shape == shapes[0] and k % MXFP4_GROUP == 0:
         check.dtype("b_scale", b_scale.dtype, E8M0_DTYPES)
         _check_global_scale(a, experts, "MXFP4", b_global_scale)
         return "MXFP4"
@@ -203,7 +230,7 @@ def _product(
 ) -> Result:
     """The result of either function."""
     rows = a.shape[:-1] if row_token is None else row_token.shape
-    dtype, half = dtype_name(a), "" if activation is None else " / 2"
+    dtype, half = dtype_name(a), " / 2" if is_gated(activation) else ""
     if dtype not in DTYPES:
         dtype = out_dtype or "bfloat16"
     symbols = f"[experts, max_tokens, n{half}]" if len(rows) == 2 else f"[rows, n{half}]"
@@ -215,25 +242,32 @@ def _multiply(
     a: Any,
     b: Any,
     offsets: Any,
-    a_scale: Any,
-    b_scale: Any,
-    b_global_scale: Any,
+    scales: tuple[Any, Any, Any],
     row_token: Any,
-    activation: str | None,
+    bias: Any,
+    form: tuple[str | None, float, float, bool],
     out_dtype: str | None,
     out: Any,
     expected_m: Any,
     variant: str,
 ) -> Any:
-    """The plan of either function, once `a` is known to have its dtype and its dimensions."""
+    """The plan of either function, once `a` is known to have its dtype and its dimensions.
+
+    `scales`: of `a`, of `b`, and the global ones; `form`: activation, alpha, limit and interleaved.
+    """
+    (a_scale, b_scale, b_global_scale), (activation, alpha, limit, interleaved) = scales, form
     expect_contiguous("a", a)
     offsets_name = "expert_num_tokens" if len(a.shape) == 3 else "expert_offsets"
     optional = {"a_scale": a_scale, "b_scale": b_scale, "b_global_scale": b_global_scale, "row_token": row_token}
     given = {name: array for name, array in optional.items() if array is not None}
-    for name, array in {"b": b, offsets_name: offsets, **given}.items():
+    expect_place("b", b, a, "a")
+    for name, array in {offsets_name: offsets, **given}.items():
         expect_contiguous(name, expect_place(name, array, a, "a"))
-    number = activations.number(activation, optional=True)
-    _check_sizes(a, b, offsets, row_token, number)
+    number, gated = activations.function_number(activation, optional=True), is_gated(activation)
+    alpha, limit = activations.check_bounds(alpha, limit)
+    if check.one_of("interleaved", interleaved, (False, True)) and not gated:
+        check.fail("interleaved", "False without a gate", f"True with activation {activation!r}")
+    _check_sizes(a, b, offsets, row_token, gated)
     formats = _formats(a, b, a_scale, b_scale, b_global_scale)
     is_fp8 = a.dtype not in DTYPES
     if out_dtype is None and is_fp8 and isinstance(out, Array) and out.dtype in DTYPES:
@@ -242,6 +276,8 @@ def _multiply(
         check.one_of("out_dtype", out_dtype, DTYPES if is_fp8 else (a.dtype,))
     expected_m = _expected(expected_m)
     result = _product(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
+    if bias is not None:
+        _check_bias(bias, b.shape[0], rows_of_weights(b), a, result.dtype)
     out = outputs(out, a, "a", result)
     if a.on_host:
         return run_twin(variant, VARIANTS)
@@ -251,22 +287,25 @@ def _multiply(
         return out
     if len(a.shape) == 2:  # batched, only the GPU knows how many rows there are
         note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
-    scales, sizes = (a_scale, b_scale, b_global_scale), (len(a.shape) == 3, rows, experts, n, k)
+    sizes = len(a.shape) == 3, rows, experts, n, k
+    is_bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
+    flags = {"biased": bias is not None, "bounded": is_bounded, "scale_of_expert": formats[1] == "expert"}
+    epilogue = kernels.epilogue(number, is_gated=gated, interleaved=interleaved, **flags)
     x = Product(
-        a, b, out, offsets, *scales, row_token, *sizes, *formats, number, expected_m, is_prepared=is_prepared(b)
-    )
-    launch = _kernel(variant, x)
-    for name, array in (("a", a), ("b", b), ("out", out)):
-        if array.alignment < 16:
-            check.fail(name, "at a multiple of 16 bytes", f"address {array.address:#x}")
-    launch(x)
+        a, b, out, offsets, *scales, row_token, *sizes, *formats, epilogue, gated, expected_m, is_prepared(b),
+        interleaved, bias, alpha, limit,
+    )  # fmt: skip
+    _kernel(variant, x)(x)
     return out
 
 
 # --- the functions --------------------------------------------------------------------------------------
 
 _SCALES = "Tensor? a_scale=None, Tensor? b_scale=None, Tensor? b_global_scale=None, "
-_OPTIONS = "str? activation=None, str? out_dtype=None, int? expected_m=None, str variant='auto') -> (Tensor product)"
+_OPTIONS = (
+    "Tensor? bias=None, str? activation=None, float alpha=1.702, float limit=7.0, bool interleaved=False, "
+    "str? out_dtype=None, int? expected_m=None, str variant='auto') -> (Tensor product)"
+)
 
 
 @op(
@@ -285,7 +324,11 @@ def moe_gemm(
     b_scale: AnyArray | None = None,
     b_global_scale: AnyArray | None = None,
     row_token: AnyArray | None = None,
+    bias: AnyArray | None = None,
     activation: str | None = None,
+    alpha: float = activations.ALPHA,
+    limit: float = activations.LIMIT,
+    interleaved: bool = False,
     out_dtype: str | None = None,
     out: AnyArray | None = None,
     expected_m: int | None = None,
@@ -300,7 +343,10 @@ def moe_gemm(
         a: [rows, k] bfloat16, float16 or FP8 (e4m3; CuPy, which has no such dtype, gives its bytes as uint8).
         b: weights [experts, n, k] of the dtype of `a`; or, where that is of 16 bits, uint8 [experts, n, k / 2]: numbers
             of 4 bits (e2m1), two in a byte, the low half first; or those prepared by `cukern.prepare_weights`, for
-            Hopper. n must be a multiple of 8, k one of 8 in 16 bits, of 16 in 8, of 32 in 4.
+            Hopper. Rows are contiguous, and may have any stride. n and k may be of any size, in 4 bits whole groups of
+            a scale; fast are n of multiples of 8 (gated, of 16), k of multiples of 8 in 16 bits, of 16 in 8, of 32 in
+            4, addresses at multiples of 16 bytes, and weights without strides or, on Hopper and in 16 bits or 8, with
+            those of such multiples.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
             expert_offsets[e + 1] - 1. Offsets outside of the rows count as their ends.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
@@ -313,30 +359,36 @@ def moe_gemm(
             `dequantize_nvfp4` divides by.
         row_token: int32 [rows]; row r is a[row_token[r]], and `a` is [tokens, k], `a_scale` by token. A number that
             names no token is taken for the nearest that does.
+        bias: float32 or of the result's dtype, [experts, n], added to the sums in float32.
         activation: of a gated layer: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2", see `cukern.moe_activation`.
-            The result has n / 2 columns, activate(gate, up) of the sums in float32: the gate is the first half of n,
-            which must be a multiple of 16.
+            The result has n / 2 columns, activate(gate, up) of the sums in float32; n must be even. Of a layer without
+            a gate, by vLLM's names: "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul" or "relu2_no_mul", of each sum.
+        alpha, limit: of "swigluoai".
+        interleaved: rows 2 j and 2 j + 1 of an expert's weights (and bias) are gate j and its up, as in gpt-oss; else
+            the gates are the first half of n.
         out_dtype: with FP8 "bfloat16", the default, or "float16"; else it is that of `a`.
         out: [rows, n] or [rows, n / 2], to write into. Rows from expert_offsets[experts] on are not written.
         expected_m: rows that a group is expected to have at most: a hint, as in DeepGEMM, by which "auto" and the sizes
             of tiles are chosen. None: by the mean.
         variant: "wgmma" (Hopper; 16 bits and 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
-            reads the weights anew for every few rows) or "auto": "stream" for at most 4 rows, or a mean of 2, then
-            "wgmma" where it can. More rows are better permuted than gathered.
+            reads the weights anew for every few rows), "fma" (all sizes, strides and addresses; without tensor cores)
+            or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma", "mma" and "fma", the first that can.
+            More rows are better permuted than gathered.
 
     Returns:
         `out`, or an array like `a`, in which rows of no expert have no particular value.
 
     Raises:
         TypeError: for what is no array, of another library, or of a wrong dtype.
-        ValueError: for another device, a wrong shape, strides, an address that is no multiple of 16, an unknown name,
-            or a variant that cannot do it.
+        ValueError: for another device, a wrong shape, strides, an unknown name, or a variant that cannot do it; with
+            prepared weights also for an address that is no multiple of 16.
 
     The groups are those of DeepGEMM's contiguous layout, without its alignment, and of `torch._grouped_mm`.
     """
     expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("tokens", "k"))
     scales = a_scale, b_scale, b_global_scale
-    return _multiply(a, b, expert_offsets, *scales, row_token, activation, out_dtype, out, expected_m, variant)
+    form = activation, alpha, limit, interleaved
+    return _multiply(a, b, expert_offsets, scales, row_token, bias, form, out_dtype, out, expected_m, variant)
 
 
 @op(
@@ -353,7 +405,11 @@ def moe_gemm_batched(
     a_scale: AnyArray | None = None,
     b_scale: AnyArray | None = None,
     b_global_scale: AnyArray | None = None,
+    bias: AnyArray | None = None,
     activation: str | None = None,
+    alpha: float = activations.ALPHA,
+    limit: float = activations.LIMIT,
+    interleaved: bool = False,
     out_dtype: str | None = None,
     out: AnyArray | None = None,
     expected_m: int | None = None,
@@ -363,10 +419,10 @@ def moe_gemm_batched(
 
     Args:
         a: [experts, max_tokens, k], as in `moe_gemm`.
-        b, b_scale, b_global_scale, activation, out_dtype, variant: as in `moe_gemm`.
+        b, b_scale, b_global_scale, bias, activation, alpha, limit, interleaved, out_dtype, variant: as in `moe_gemm`.
         expert_num_tokens: int32 [experts], how many rows of each expert there are; the rest is not read.
         a_scale: with FP8, float32: [experts, max_tokens, ceil(k / 128)], or [experts, max_tokens], the same with a last
-            dimension of 1, or [1].
+            dimension of 1, [experts] or [1].
         out: [experts, max_tokens, n] or, with an activation, [experts, max_tokens, n / 2], to write into. Rows past the
             count are not written.
         expected_m: as in `moe_gemm`. None: max_tokens.
@@ -381,4 +437,5 @@ def moe_gemm_batched(
     """
     expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("experts", "max_tokens", "k"))
     scales = a_scale, b_scale, b_global_scale
-    return _multiply(a, b, expert_num_tokens, *scales, None, activation, out_dtype, out, expected_m, variant)
+    form = activation, alpha, limit, interleaved
+    return _multiply(a, b, expert_num_tokens, scales, None, bias, form, out_dtype, out, expected_m, variant)

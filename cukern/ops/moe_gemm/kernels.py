@@ -23,6 +23,7 @@ _wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
 _mma = Kernel("moe_gemm/mma", "gemm_mma")
 _stream = Kernel("moe_gemm/stream", "gemm_stream")
+_fma = Kernel("moe_gemm/fma", "gemm_fma")
 _fp4_wgmma = Kernel("moe_gemm/fp4_wgmma", "gemm_fp4_wgmma", compile_s=2)
 _prepare = Kernel("moe_gemm/prepare", "prepare_weights")
 _restore = Kernel("moe_gemm/restore", "restore_weights")
@@ -51,9 +52,38 @@ class Product(NamedTuple):
     weights: str  # a `Format` of the templates
     a_scales: str  # "", "block", "row" or "one"
     b_scales: str  # "", "block", "column", "one" or "group"
-    activation: int
+    epilogue: int  # ACTIVATION of the templates, by `epilogue`
+    is_gated: bool
     expected_m: Any  # the most rows that a group is expected to have, or None; late
     is_prepared: bool  # weights of 4 bits by `prepare_weights`
+    interleaved: bool  # gated: rows 2 j and 2 j + 1 of the weights are gate j and its up; else each has a half of n
+    bias: Array | None
+    alpha: float
+    limit: float
+
+    @property
+    def has_halves(self) -> bool:
+        return self.is_gated and not self.interleaved
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether rows of weights do not follow each other without gaps."""
+        return not self.b.is_contiguous
+
+    @property
+    def b_strides(self) -> tuple[int, int]:
+        """Elements of `b` from an expert's weights, and from a row, to the next. A dimension of one has any stride."""
+        if self.is_strided:
+            return self.b.strides[0], self.b.strides[1]
+        _, n, line = self.b.shape[:3]
+        return n * line, line
+
+    @property
+    def is_of_units(self) -> bool:
+        """Whether arrays begin, and rows are made of, whole units of 16 bytes; strides of weights do not count."""
+        unit = 32 if self.weights in ("MXFP4", "NVFP4") else 16 // self.a.item_size
+        columns = self.out.shape[-1]
+        return self.k % unit == 0 == columns % 8 and all(x.alignment >= 16 for x in (self.a, self.b, self.out))
 
     @property
     def is_by_blocks(self) -> bool:
@@ -102,24 +132,28 @@ class Product(NamedTuple):
             "a_scale_step": int(self.a_scales == "row"),
             "b_scale_step": int(self.b_scales == "column"),
             "together": together,
+            "bias": self.bias,
+            "alpha": self.alpha,
+            "limit": self.limit,
+            "bias_is_float": int(self.bias is not None and self.bias.dtype == "float32"),
         }
 
     def maps(self, weights: int, rows: int, promotion: int = 256, is_gated: bool = False) -> dict[str, Late]:
         """The further fields of MappedGemmParams: maps with boxes of `weights` and of `rows` rows of 128 bytes.
 
-        Of a gated product a box of weights is 8 gates, their 8 ups, the next 8 gates, and so on.
+        `is_gated`: a box of weights is 8 gates, their 8 ups, the next 8 gates, and so on.
         """
         size = self.a.item_size
-        dtype, line, between = "uint8" if size == 1 else self.a.dtype, 128 // size, self.k * size
-        of_expert = self.n * between
+        dtype, line = "uint8" if size == 1 else self.a.dtype, 128 // size
+        of_expert, between = (stride * size for stride in self.b_strides)
         dims: tuple[int, ...] = (self.k, self.n, self.experts, 1)
         strides: tuple[int, ...] = (between, of_expert, self.experts * of_expert)
         box: tuple[int, ...] = (line, weights, 1, 1)
         if is_gated:
-            dims, strides = (
-                (self.k, 8, 2, self.n // 16, self.experts),
-                (between, of_expert // 2, 8 * between, of_expert),
-            )
+            # From a gate to the next, to its up, and to the gate 8 further on.
+            rows_apart = (2, 1, 16) if self.interleaved else (1, self.n // 2, 8)
+            dims = self.k, 8, 2, self.n // 16, self.experts
+            strides = (*(apart * between for apart in rows_apart), of_expert)
             box = line, 8, 2, weights // 16, 1
         return {"b_map": tensor_map(self.b, dtype, dims, strides, box, promotion), "a_map": self.a_map(rows, promotion)}
 
@@ -135,6 +169,26 @@ class Product(NamedTuple):
 def constant(kernel: Kernel, name: str) -> int:
     """The integer that a kernel's file, or what it includes, declares under this name."""
     return template.constants(kernel.file)[name]
+
+
+def epilogue(
+    activation: int,
+    *,
+    is_gated: bool,
+    interleaved: bool = False,
+    biased: bool = False,
+    bounded: bool = False,
+    scale_of_expert: bool = False,
+) -> int:
+    """ACTIVATION of the templates: the number of an activation, with the flags of `moe_gemm/epilogue.cuh`."""
+    flags = {
+        "UNGATED": activation and not is_gated,
+        "INTERLEAVED": interleaved,
+        "BIASED": biased,
+        "BOUNDED": bounded,
+        "EXPERT_SCALE": scale_of_expert,
+    }
+    return activation + sum(constant(_mma, name) for name, is_set in flags.items() if is_set)
 
 
 def _flag(value: bool) -> str:
@@ -212,8 +266,12 @@ def why_not_wgmma(x: Product) -> str:
         return "rows are gathered"
     if x.weights in ("MXFP4", "NVFP4"):
         return "weights are of 4 bits"
+    if x.is_strided and any(stride * x.b.item_size % 16 or stride < x.k for stride in x.b_strides):
+        return "rows of b lie at no multiples of 16 bytes, or overlap"
+    if x.weights == "FP8" and x.is_gated and x.interleaved:
+        return "gates and ups are interleaved, in FP8"
     box = constant(_fp8_wgmma, "FP8_BOX")
-    if x.activation and x.is_by_blocks and x.n % (2 * box):
+    if x.is_gated and x.is_by_blocks and x.n % (2 * box):
         return f"the halves of n ({x.n}) are no multiples of {box}, with scales by blocks"
     return ""
 
@@ -225,9 +283,9 @@ def wgmma(x: Product) -> None:
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
-    maps = x.maps(weights, box, 128 if form.is_streamed else 256, is_gated=x.activation > 0)
+    maps = x.maps(weights, box, 128 if form.is_streamed else 256, is_gated=x.is_gated)
     launch(
-        form.variant(x.a.dtype, x.activation),
+        form.variant(x.a.dtype, x.epilogue),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
         constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP")
         + (constant(_wgmma, "WARPGROUP") if form.tokens > 128 else 32),
@@ -309,9 +367,14 @@ FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
 _FEW_TILES = 12
 #: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
 FP4_GATHERED_ROWS = 16
-_fp4_ahead = [
-    form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in (FP4_FEW_TILES, *FP4_FORMS)
-]
+_FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
+_fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
+#: Those of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
+_GPT_OSS = (
+    epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
+    epilogue(0, is_gated=False, biased=True),
+)
+_fp4_ahead += [form.variant("bfloat16", "MXFP4", x, False).instance for x in _GPT_OSS for form in _FP4_ALL]
 _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
 
 
@@ -333,7 +396,7 @@ def fp4_wgmma(x: Product) -> None:
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     promotion = 128 if form.is_streamed else 256
     launch(
-        form.variant(x.a.dtype, x.weights, x.activation, gathers),
+        form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
         form.threads,
         form.shared_bytes(x.weights),
@@ -354,11 +417,11 @@ def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
 
 
 def _prepared_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
-    """A map of prepared weights, with boxes of a stage: gated, gates and their ups alternate by 8 rows."""
+    """A map of prepared weights, with boxes of a stage, where gates of a half and their ups alternate by 8 rows."""
     _, eights, units, unit = x.b.shape
     words, line, eight = unit // 8, form.units * (unit // 8), units * unit
     eights_of_box, of_expert = form.weights // UNIT_ROWS, eights * eight
-    if x.activation:
+    if x.has_halves:
         dims = units * words, 2, eights // 2, x.experts
         strides, box = (of_expert // 2, eight, of_expert), (line, 2, eights_of_box // 2, 1)
     else:
@@ -424,13 +487,13 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
 
 def fp8_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
-    # The columns of the result of a tile: with an activation, half of its rows of weights are ups.
-    columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.activation else 1)
+    # The columns of the result of a tile: gated, half of its rows of weights are ups.
+    columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
     strips = -(-x.out.shape[-1] // columns)
     form = _fp8_wgmma_form(x, strips, count)
     blocks = x.tiles(form.tokens, -(-strips // form.cluster) * form.cluster)
     launch(
-        form.variant(x.out.dtype, x.is_by_blocks, x.activation),
+        form.variant(x.out.dtype, x.is_by_blocks, x.epilogue),
         late(min, blocks, max(count // form.cluster, 1) * form.cluster),
         constant(_fp8_wgmma, "FP8_THREADS"),
         _HOPPER_BYTES,
@@ -523,9 +586,14 @@ def mma(x: Product) -> None:
     forms = _MMA_MXFP4_FLOAT16 if (x.weights, x.a.dtype) == ("MXFP4", "float16") else MMA_FORMS[x.weights]
     form = next((form for form in forms[:-1] if x.expects(form.tokens)), forms[-1])
     form = form.fit(x.weights, x.is_by_blocks, x.a.gpu.shared_per_block)
-    variant = form.variant(x.out.dtype, x.weights, x.is_by_blocks, x.activation)
+    variant = form.variant(x.out.dtype, x.weights, x.is_by_blocks, x.epilogue)
     blocks, threads = x.tiles(form.tokens, -(-x.n // form.weights)), form.token_warps * form.weight_warps * 32
     launch(variant, blocks, threads, variant.max_shared_bytes, **x.fields())
+
+
+def why_not_mma(x: Product) -> str:
+    """The reason why `gemm_mma` cannot do it; empty if it can."""
+    return "rows of b have a stride" if x.is_strided else ""
 
 
 # --- few rows of each expert ----------------------------------------------------------------------------
@@ -575,6 +643,8 @@ def why_not_stream(x: Product) -> str:
     """The reason why `gemm_stream` cannot do it; empty if it can."""
     if x.weights not in _STREAM_FORMS:
         return "weights are of 4 bits"
+    if x.is_strided:
+        return "rows of b have a stride"
     tokens, groups = _stream_tokens(x), x.experts if x.is_batched else 1
     # The most rows whose tiles cannot be more than a grid has blocks along y.
     most = _MAX_GRID_Y // groups * tokens if x.is_batched else (_MAX_GRID_Y + 1) * tokens - 1 - x.experts * (tokens - 1)
@@ -590,5 +660,29 @@ def why_not_stream(x: Product) -> str:
 def stream(x: Product) -> None:
     form, tokens = _STREAM_FORMS[x.weights], _stream_tokens(x)
     grid = -(-x.n // (2 * form.warps * form.pairs)), x.tiles(tokens)
-    variant = stream_variant(tokens, x.out.dtype, x.weights, x.is_by_blocks, x.activation)
+    variant = stream_variant(tokens, x.out.dtype, x.weights, x.is_by_blocks, x.epilogue)
     launch(variant, grid, 32 * form.warps, **x.fields())
+
+
+# --- any sizes, addresses and strides -------------------------------------------------------------------
+
+#: Rows of a tile of `gemm_fma`.
+FMA_TOKENS = (16, 64)
+
+
+def fma_variant(out_dtype: str, weights: str, is_by_blocks: bool, epilogue: int, tokens: int) -> Variant:
+    return _fma.variant(arrays.CUDA_TYPE[out_dtype], weights, _flag(is_by_blocks), epilogue, tokens)
+
+
+def fma(x: Product) -> None:
+    tokens = next((tokens for tokens in FMA_TOKENS[:-1] if x.expects(tokens)), FMA_TOKENS[-1])
+    columns = constant(_fma, "FMA_WEIGHTS") // (2 if x.is_gated else 1)
+    strips = -(-x.out.shape[-1] // columns)
+    launch(
+        fma_variant(x.out.dtype, x.weights, x.is_by_blocks, x.epilogue, tokens),
+        x.tiles(tokens, strips),
+        constant(_fma, "FMA_THREADS"),
+        **x.fields(),
+        b_row=x.b_strides[1],
+        b_expert=x.b_strides[0],
+    )

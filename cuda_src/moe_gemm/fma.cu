@@ -1,0 +1,152 @@
+// Grouped products of any sizes, addresses and strides, on every GPU, number by number.
+//
+//   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
+//
+// each number of a and b times its scale, if there are scales; sums in float32, rounded once. moe_gemm/params.cuh says
+// what a group is. The other kernels load 16 bytes at a time; this one takes what they cannot: n and k that are no
+// multiples of such units, arrays at other addresses, rows of weights with any stride. It has no tensor cores, since
+// their fragments would have to be put together number by number too.
+//
+// Grid: tiles * ceil(n / FMA_WEIGHTS) blocks at least, where `tiles` bounds the tiles of TOKENS rows that the groups
+// have; gated, a tile has FMA_WEIGHTS / 2 gates and their ups. Of each FMA_STEP numbers along k a warp loads rows warp,
+// warp + 8, ... of tokens and of weights, a number of each lane, to shared memory in float32. Thread (x, y) of 16 x 16
+// then has rows x, x + 16, ... of the weights and y, y + 16, ... of the tokens. Blocks without a tile end at once.
+//
+// Speed of light: 2 * rows * n * k operations at the rate of float32 without tensor cores.
+#include "common/fp8.cuh"
+#include "moe_gemm/epilogue.cuh"
+#include "moe_gemm/groups.cuh"
+
+constexpr int FMA_THREADS = 256, FMA_WEIGHTS = 64, FMA_STEP = 32;
+
+struct FmaParams : GemmParams {
+    long long b_row, b_expert; // numbers (of 4 bits: bytes) from a row of weights, and from an expert's, to the next
+};
+
+// The numbers of e2m1 by their codes, without the sign.
+__device__ __forceinline__ float e2m1_of(unsigned code) {
+    const unsigned magnitude = code & 7;
+    // 0, 0.5; from 1 on two bits of exponent and one of mantissa.
+    const float x = magnitude < 2 ? magnitude * .5f : __uint_as_float((magnitude << 22) + (126u << 23));
+    return code & 8 ? -x : x;
+}
+
+// 2^(byte - 127); 255 is NaN.
+__device__ __forceinline__ float e8m0_of(unsigned byte) {
+    return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u);
+}
+
+// Number i of a row of `a`, times its scale by blocks.
+template <typename T, int FORMAT, bool BLOCK_SCALES>
+__device__ __forceinline__ float token_number(const FmaParams& p, int row, int i) {
+    const long long at = (long long)row * p.k + i;
+    if constexpr (FORMAT != FP8) return to_float(static_cast<const T*>(p.a)[at]);
+    const float x = to_float(static_cast<const __nv_fp8_e4m3*>(p.a)[at]);
+    return BLOCK_SCALES ? x * p.a_scale[(long long)row * ((p.k + 127) / 128) + i / 128] : x;
+}
+
+// Number i of a row of an expert's weights, times its scale by blocks or by groups.
+template <typename T, int FORMAT, bool BLOCK_SCALES>
+__device__ __forceinline__ float weight_number(const FmaParams& p, int expert, int row, int i) {
+    const long long first = expert * p.b_expert + row * p.b_row;
+    if constexpr (FORMAT == PLAIN) return to_float(static_cast<const T*>(p.b)[first + i]);
+    if constexpr (FORMAT == FP8) {
+        const float x = to_float(static_cast<const __nv_fp8_e4m3*>(p.b)[first + i]);
+        if constexpr (!BLOCK_SCALES) return x;
+        const long long strip = (long long)expert * ((p.n + 127) / 128) + row / 128;
+        return x * static_cast<const float*>(p.b_scale)[strip * ((p.k + 127) / 128) + i / 128];
+    }
+    if constexpr (FORMAT == MXFP4 || FORMAT == NVFP4) {
+        constexpr int GROUP = FORMAT == MXFP4 ? 32 : 16;
+        const unsigned both = static_cast<const unsigned char*>(p.b)[first + i / 2];
+        const long long scale_at = ((long long)expert * p.n + row) * (p.k / GROUP) + i / GROUP;
+        const float x = e2m1_of(both >> i % 2 * 4);
+        if constexpr (FORMAT == MXFP4) return x * e8m0_of(static_cast<const unsigned char*>(p.b_scale)[scale_at]);
+        return x * to_float(static_cast<const __nv_fp8_e4m3*>(p.b_scale)[scale_at]);
+    }
+}
+
+// The scale of all products of a row of `a` and a row of weights.
+template <int FORMAT, bool BLOCK_SCALES, int ACTIVATION>
+__device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, int token, int row) {
+    if constexpr (FORMAT == NVFP4) return p.b_global_scale[expert];
+    if constexpr (FORMAT != FP8 || BLOCK_SCALES) return 1.f;
+    const float of_a = p.a_scale[ACTIVATION & EXPERT_SCALE ? expert : (long long)token * p.a_scale_step];
+    return of_a * static_cast<const float*>(p.b_scale)[p.b_scale_step ? (long long)expert * p.n + row : expert];
+}
+
+// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. BLOCK_SCALES: FP8 with a scale for
+// every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows. ACTIVATION: as moe_gemm/epilogue.cuh
+// has it. TOKENS: a multiple of 16.
+template <typename T, int FORMAT, bool BLOCK_SCALES, int ACTIVATION, int TOKENS>
+__global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ FmaParams p) {
+    constexpr bool GATED = is_gated(ACTIVATION);
+    constexpr int SIDES = GATED ? 2 : 1, COLUMNS = FMA_WEIGHTS / SIDES, WARPS = FMA_THREADS / 32;
+    constexpr int M = TOKENS / 16, N = FMA_WEIGHTS / 16;
+    __shared__ float tokens[FMA_STEP][TOKENS + 1], weights[FMA_STEP][FMA_WEIGHTS + 1];
+    __shared__ GroupTile group;
+    const int columns = p.n / SIDES, strips = (columns + COLUMNS - 1) / COLUMNS;
+    const int tile = blockIdx.x / strips;
+    if (!find_tile<TOKENS, FMA_THREADS>(p, tile, group)) return;
+    const int first_row = group.begin + (tile - group.before) * TOKENS, first_column = blockIdx.x % strips * COLUMNS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x = threadIdx.x % 16, y = threadIdx.x / 16;
+    // The column of the result that row r of the tile's weights is for, and its row of the expert's weights.
+    auto column_of = [&](int r) { return first_column + r % COLUMNS; };
+    auto row_of = [&](int r) { return weight_row<ACTIVATION>(p, min(column_of(r), columns - 1), r / COLUMNS); };
+
+    int sources[TOKENS / WARPS];
+#pragma unroll
+    for (int i = 0; i < TOKENS / WARPS; ++i)
+        sources[i] = source_of(p, min(first_row + warp + i * WARPS, group.end - 1));
+    float sums[M][N] = {};
+    for (int k = 0; k < p.k; k += FMA_STEP) {
+        const int at = k + lane;
+#pragma unroll
+        for (int i = 0; i < TOKENS / WARPS; ++i)
+            tokens[lane][warp + i * WARPS] = at < p.k ? token_number<T, FORMAT, BLOCK_SCALES>(p, sources[i], at) : 0.f;
+#pragma unroll
+        for (int i = 0; i < FMA_WEIGHTS / WARPS; ++i) {
+            const int r = warp + i * WARPS;
+            weights[lane][r] = at < p.k ? weight_number<T, FORMAT, BLOCK_SCALES>(p, group.expert, row_of(r), at) : 0.f;
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int step = 0; step < FMA_STEP; ++step) {
+            float a[M], b[N];
+#pragma unroll
+            for (int m = 0; m < M; ++m) a[m] = tokens[step][y + m * 16];
+#pragma unroll
+            for (int n = 0; n < N; ++n) b[n] = weights[step][x + n * 16];
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int n = 0; n < N; ++n) sums[m][n] = fmaf(a[m], b[n], sums[m][n]);
+        }
+        __syncthreads();
+    }
+
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        const int row = first_row + y + m * 16;
+        if (row >= group.end) return;
+        const int token = source_of(p, row);
+        // Row r of the tile's weights is a gate and r + COLUMNS its up.
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const int weight = row_of(x + n * 16);
+            sums[m][n] *= scale_of_sum<FORMAT, BLOCK_SCALES, ACTIVATION>(p, group.expert, token, weight);
+            if constexpr (ACTIVATION & BIASED) sums[m][n] += bias_of<T>(p, group.expert, weight);
+        }
+#pragma unroll
+        for (int n = 0; n < N / SIDES; ++n) {
+            const int column = column_of(x + n * 16);
+            if (column >= columns) continue;
+            T* const to = static_cast<T*>(p.out) + (long long)row * columns + column;
+            if constexpr (GATED)
+                *to = from_float<T>(finish<ACTIVATION>(p, sums[m][n], sums[m][n + N / 2]));
+            else
+                *to = from_float<T>(finish<ACTIVATION>(p, sums[m][n]));
+        }
+    }
+}

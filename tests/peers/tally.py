@@ -1,0 +1,80 @@
+"""What the cases of the peers' test files came to: a line of JSON for each case, and tables of them by file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+#: What a case may come to. "differs": it fails, where cukern has another result on purpose; "refused": cukern says that
+#: it does not have what is asked for; "skipped": by the file itself, or because it needs what only the peer has.
+OUTCOMES = ("passed", "failed", "differs", "refused", "skipped")
+#: Tests that ask for results which are others on purpose, and what differs (see docs/differences.md).
+DIFFERENT = {
+    "test_grouped_topk_single_group_nonfinite_scores": "infinite and NaN logits of a gate",
+}
+_MOST_REASONS = 12
+
+
+class Case(NamedTuple):
+    """A case of a test file, which is named from the folder of its peer on."""
+
+    file: str
+    name: str
+    outcome: str
+    reason: str = ""
+
+
+def append(path: Path | None, case: Case) -> None:
+    """Add a case at once, so that it counts even if the process ends in the next one."""
+    if path is not None:
+        with path.open("a") as lines:
+            lines.write(json.dumps(case) + "\n")
+
+
+def read(path: Path) -> Iterator[Case]:
+    if path.exists():
+        for line in path.read_text().splitlines():
+            yield Case(*json.loads(line))
+
+
+def _count(cases: Iterable[Case]) -> str:
+    counts = Counter(case.outcome for case in cases)
+    return "  ".join(f"{counts[outcome]:7}" for outcome in OUTCOMES)
+
+
+def _reasons(cases: Iterable[Case], outcome: str) -> Iterator[str]:
+    """The reasons of an outcome, the most frequent first."""
+    counts = Counter((case.file, case.reason) for case in cases if case.outcome == outcome)
+    for (file, reason), count in counts.most_common():
+        yield f"  {count:5}  {file}: {reason}"
+
+
+def table(cases: Iterable[Case]) -> str:
+    """The counts of each file, the reasons of what was refused or skipped, and the failures."""
+    cases = list(cases)
+    by_file: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_file[case.file].append(case)
+    width = max((len(name) for name in by_file), default=0)
+    lines = [f"{'':{width}}  {'  '.join(f'{outcome:>7}' for outcome in OUTCOMES)}"]
+    lines += [f"{name:{width}}  {_count(of_file)}" for name, of_file in sorted(by_file.items())]
+    lines.append(f"{'all':{width}}  {_count(cases)}")
+    for outcome in ("differs", "refused", "skipped"):
+        reasons = list(_reasons(cases, outcome))
+        lines += ["", outcome, *reasons] if reasons else []
+    for name, of_file in sorted(by_file.items()):
+        failed = [case for case in of_file if case.outcome == "failed"]
+        if failed:
+            lines += ["", f"failed in {name}"]
+            lines += [f"  {count:5}  {reason}" for reason, count in _first_words(failed)]
+            lines += [f"         {case.name}: {case.reason}" for case in failed[:_MOST_REASONS]]
+    return "\n".join(lines)
+
+
+def _first_words(failed: list[Case]) -> list[tuple[str, int]]:
+    """Failures by test and kind of error."""
+    counts = Counter(f"{case.name.partition('[')[0]}: {case.reason[:60]}" for case in failed)
+    return counts.most_common(_MOST_REASONS)
