@@ -366,7 +366,7 @@ KERNEL_CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
             ("float16", LONG[:4], 136, 160, {"dtype": "float16"}),
             ("n of a tile, k of a stage", [9, 70], 128, 256, {}),
             ("a row each", [1] * 130, 72, 288, {}),
-            ("a row each, many tiles", [1] * 900, 40, 352, {}),
+            ("a row each, many tiles", [1] * 900, 136, 352, {}),
             ("k of less stages than warpgroups", [3, 0, 1], 136, 512, {}),
             ("some of many experts", [0] * 200 + [2, 0, 1] + [0] * 400 + [9, 70] + [0] * 31 + [1], 40, 64, {}),
             ("no row", [0, 0], 64, 64, {}),
