@@ -361,9 +361,9 @@ FP4_FORMS = (
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2),
 )
-#: The first form where it has few tiles: fewer at once, each by all warpgroups of a multiprocessor.
+#: In place of the first form where that has few tiles: a multiprocessor has one at a time, its warpgroups share the k.
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
-#: Tiles of the first form for each multiprocessor up to which that pays.
+#: Tiles of the first form for each multiprocessor that count as few.
 _FEW_TILES = 12
 #: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
 FP4_GATHERED_ROWS = 16
