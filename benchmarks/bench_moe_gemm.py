@@ -45,7 +45,13 @@ class Sizes(NamedTuple):
         usual = Sizes(0, 0, 0, 0)._asdict()
         sizes = {key: self._asdict()[key] for key in ("experts", "m", "n", "k", "dtype")}
         named = ("scales", "weights", "activation", "gathered")
-        return {**sizes, **{key: value for key in named if (value := getattr(self, key)) != usual[key]}}
+        activations = {"activations": FP8} if self.is_folded else {}
+        return {**sizes, **{key: value for key in named if (value := getattr(self, key)) != usual[key]}, **activations}
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether rows are FP8 and weights MXFP4."""
+        return self.dtype == FP8 and self.weights != ""
 
     @property
     def rows(self) -> int:
@@ -65,6 +71,8 @@ class Sizes(NamedTuple):
         total = self.tokens * self.k * item + self.rows * columns * 2
         if self.weights:
             group = {"mxfp4": 32, "nvfp4": 16}[self.weights]
+            if self.is_folded:
+                total += 4 * self.tokens * -(-self.k // _BLOCK)
             return total + weights // 2 + weights // group
         if self.dtype == FP8:
             blocks = -(-self.k // _BLOCK)
@@ -174,7 +182,12 @@ def inputs_of(sizes: Sizes) -> Callable[[torch.Generator], tuple[Inputs]]:
             row_token = many[torch.randperm(sizes.rows, generator=generator, device=device)]
         counts = torch.full((experts,), sizes.m, dtype=torch.int32, device=device)
         offsets = counts if sizes.batched else torch.arange(experts + 1, dtype=torch.int32, device=device) * sizes.m
-        prepared = cukern.prepare_weights(b, scales["b_scale"]) if sizes.weights and has_wgmma() else None
+        prepared = None
+        if sizes.weights and has_wgmma():
+            a_dtype = FP8 if sizes.is_folded else None
+            prepared = cukern.prepare_weights(b, scales["b_scale"], a_dtype=a_dtype)
+        if sizes.is_folded:
+            scales["a_scale"] = torch.rand(*shape, -(-sizes.k // _BLOCK), generator=generator, device=device) + 0.5
         return (Inputs(a, b, offsets, scales, row_token, rowwise, prepared),)
 
     return inputs
@@ -343,7 +356,7 @@ def _vllm_triton() -> Prepare:
 
 def _peers(sizes: Sizes) -> dict[str, Baseline]:
     """The kernels of other libraries: none where they would need several steps."""
-    if sizes.activation or sizes.gathered or sizes.dtype == "float16" or sizes.weights == "nvfp4":
+    if sizes.activation or sizes.gathered or sizes.dtype == "float16" or sizes.weights == "nvfp4" or sizes.is_folded:
         return {}
     if sizes.weights:
         return {
@@ -441,6 +454,7 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
         yield sizes._replace(weights="nvfp4"), "auto", False, False
         if has_wgmma():
             yield sizes._replace(weights="mxfp4"), "mma", False, False
+            yield sizes._replace(weights="mxfp4", dtype=FP8), "auto", False, False
 
 
 def cases(small: bool = False) -> list[Case]:

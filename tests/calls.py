@@ -471,6 +471,7 @@ def _moe_gemm_calls() -> list[Call]:
         ),
         Call("prepare_weights", (packed, fp4_scales["b_scale"])),
         Call("restore_weights", (cukern.prepare_weights(packed, fp4_scales["b_scale"]),)),
+        Call("prepare_weights", (packed, fp4_scales["b_scale"]), {"a_dtype": "float8_e4m3fn"}),
     ]
 
 

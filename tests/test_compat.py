@@ -327,8 +327,10 @@ def test_vllm_latent_cache() -> None:
     vllm.cp_gather_cache(cache, found, table, ends, 2)
     assert torch.equal(found, wanted)
     found.fill_(7)
-    vllm.gather_and_maybe_dequant_cache(cache, found, table, ends, numbers, 8, "auto", one)
-    assert torch.equal(found[:8], wanted[:8])
+    for tokens in (8, torch.tensor(8)):
+        found.fill_(7)
+        vllm.gather_and_maybe_dequant_cache(cache, found, table, ends, numbers, tokens, "auto", one)
+        assert torch.equal(found[:8], wanted[:8])
     assert bool((found[8] == 7).all())
     starts = torch.tensor([3, 14], dtype=torch.int32)
     vllm.cp_gather_cache(cache, found, table, ends, 2, starts)

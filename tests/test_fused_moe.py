@@ -265,7 +265,7 @@ BAD: dict[str, tuple[str | None, dict[str, Any], type[Exception], str]] = {
     "quant": (None, {"quant": 8}, TypeError, "quant must be a FusedMoEQuantConfig, its name, or None, got int"),
     "quant's name": (
         None, {"quant": "int4"}, ValueError,
-        "quant must be one of 'fp8_block', 'fp8', 'mxfp4', 'nvfp4', got 'int4'",
+        "quant must be one of 'fp8_block', 'fp8', 'mxfp4', 'nvfp4', 'mxfp4_fp8', got 'int4'",
     ),
     "no scales": (
         None, {"quant": "fp8_block"}, ValueError, "w1_scale must be the scales of fp8_block, got None",
@@ -342,7 +342,10 @@ ONE = np.ones(1, np.float32)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quant_dtype": "int8"}, "quant_dtype must be one of None, 'float8_e4m3fn', 'mxfp4', 'nvfp4', got 'int8'"),
+        (
+            {"quant_dtype": "int8"},
+            "quant_dtype must be one of None, 'float8_e4m3fn', 'mxfp4', 'nvfp4', 'mxfp4_fp8', got 'int8'",
+        ),
         (
             {"quant_dtype": "float8_e4m3fn", "block_shape": (64, 64)},
             "block_shape must be None, or (128, 128) with float8_e4m3fn, got (64, 64) with float8_e4m3fn",
@@ -920,6 +923,16 @@ def test_the_benchmark_of_gpt_oss_on_small_sizes(monkeypatch: pytest.MonkeyPatch
 
 def cuda(layer: Layer) -> Layer:
     return layer.map(as_tensor("cuda"))
+
+
+def test_where_the_first_product_gathers() -> None:
+    def gathers(name: str, rows: int, columns: int, arch: str = "90a") -> bool:
+        return EXPERTS[name]()._gathers(rows, arch, columns)  # type: ignore[attr-defined]
+
+    assert gathers("GroupedGemmExperts", 1024, 8192)
+    assert not gathers("GroupedGemmExperts", 1024, 8193)
+    assert gathers("GroupedGemmExperts", 4, 28672) and gathers("GroupedGemmExperts", 1024, 28672, "80")
+    assert gathers("Fp8BlockExperts", 4, 4096) and not gathers("Fp8BlockExperts", 5, 4096)
 
 
 @pytest.mark.gpu

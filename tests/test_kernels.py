@@ -100,6 +100,10 @@ def _moe_gate() -> Iterator[Variant]:
     op, config = moe_gate, moe_gate.SPECIALIZED[0]
     for dtype, lanes, bias_type in (("bfloat16", 32, "__half"), ("float32", 8, "double"), ("float16", 16, "double")):
         yield op._variant(dtype, config, lanes, (bias_type,))
+    # One warp per token for more slots than gate_by_warp deals, and that one with another bias and other scores.
+    yield op._variant("float32", config, 32)
+    yield op._by_warp_variant("bfloat16", config, ("double",))
+    yield op._by_warp_variant("float32", op.Config(1024, 1, "softmax", biased=True))
     yield op._dynamic("float32", 16, 16, ("__nv_bfloat16",))
     yield op._dynamic("float16", 32, 32, ("double",))
 
@@ -112,6 +116,8 @@ def _moe_gemm() -> Iterator[Variant]:
     for weights in ("MXFP4", "NVFP4"):
         yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))
         yield op.FP4_FORMS[-1].variant("float16", weights, 1, False)
+    yield from (moe_gemm.folded.prepare_variant(), moe_gemm.folded.prepare_variant(True))
+    yield moe_gemm.folded.FOLDED_FORMS[-1].variant("float16", 1)
     of_4_bits = itertools.product(("MXFP4", "NVFP4"), ("bfloat16", "float16"))
     for (weights, dtype), most in itertools.product((("FP8", "bfloat16"), *of_4_bits), SHARED_BYTES.values()):
         is_by_blocks = weights == "FP8"
@@ -122,6 +128,8 @@ def _moe_gemm() -> Iterator[Variant]:
 def _permutations() -> Iterator[Variant]:
     op = _moe_permute
     yield op.count_variant(8)
+    for experts, (chunks, cluster) in itertools.product((32, 256, 512), ((16, 1), (64, 1), (32, 8))):
+        yield op.chunks_variant(8, experts, chunks, cluster)
     for width, items in itertools.product((8, 4, 2, 1), (1, op._PERMUTE_ITEMS)):
         yield op.permute_variant(width, items)
     for dtype in DTYPES:

@@ -1074,13 +1074,14 @@ MODELS = {
 
 def test_each_specialized_configuration_is_tested() -> None:
     assert sorted(MODELS) == sorted(config[:4] for config in op.SPECIALIZED)
+    at_import = {instance for kernel in (op._kernel, op._by_warp, op._by_thread) for instance in kernel.at_import}
     assert set(op._kernel.specialized) < set(op._kernel.at_import)
     for (experts, groups, scoring, biased), (_, topk_group, topk) in MODELS.items():
         for dtype in op.DTYPES:
             case = Case(experts, groups, topk_group, topk, "softmax" if scoring == "any" else scoring, biased)
             assert variants_of(case, dtype)
             used = [*variants_of(case, dtype), choices(case, dtype).dynamic.variant]
-            assert {variant.instance for variant in used} <= set(op._kernel.at_import)
+            assert {variant.instance for variant in used} <= at_import
 
 
 def choices(case: Case, dtype: str = "float32", softcap: bool = False, bias_dtype: str = "float32") -> Any:
@@ -1113,11 +1114,36 @@ def test_the_variant_follows_from_the_sizes() -> None:
         same = bias_dtype in ("float32", dtype)
         for one, other in zip((found.dynamic, *found.specialized), (usual.dynamic, *usual.specialized), strict=True):
             assert (one.variant is other.variant) == same and one[1:] == other[1:]
-            assert one.variant.instance.arguments[:7] == other.variant.instance.arguments
+            shared = len(other.variant.instance.arguments)
+            assert one.variant.instance.arguments[:shared] == other.variant.instance.arguments
     # The dynamic variant that is chosen holds all experts.
     for experts in range(1, op.MAX_EXPERTS + 1):
         *_, lanes, values, _ = choices(Case(experts, topk=1)).dynamic.variant.instance.arguments
         assert lanes * values >= experts
+
+
+def test_the_kernel_of_few_tokens_follows_from_the_slots() -> None:
+    def first(case: Case) -> Any:
+        return choices(case).specialized[0].variant.instance
+
+    for topk, function in ((12, "gate_by_warp"), (13, "moe_gate")):
+        assert first(Case(256, topk=topk)).function == function
+    # A shared expert's slot is no other step.
+    assert first(Case(256, topk=13, shared=1)).function == "gate_by_warp"
+    assert first(Case(256, topk=13)).arguments[4] == 32
+    mixtral = choices(Case(8, topk=2, scoring="softmax", biased=False)).specialized
+    assert [taken.variant.instance.function for taken in mixtral] == ["gate_by_thread"]
+
+
+def test_the_dynamic_kernel_of_many_tokens_has_fewer_lanes() -> None:
+    bias = rows_apart(1)[0]
+    for tokens, lanes in ((16384, 16), (16385, 8)):
+        (launched,) = trace_of(rows_apart(tokens), bias, variant="dynamic").steps
+        assert launched.variant.instance.arguments[1:5] == (0, 0, "ANY", lanes)
+        assert launched.fields["log2_lanes_per_group"] == (1 if lanes == 16 else 0)
+    for case in (Case(256, topk=8), Case(256, 16, 8, 8), Case(256, 8, 4, 9), Case(264, 8, 4, 8)):
+        assert choices(case).dynamic_for_many is None
+    assert choices(Case(252, 4, 2, 8)).dynamic_for_many is not None
 
 
 def trace_of(logits: Array, bias: Array, **options: Any) -> Any:
@@ -1136,11 +1162,13 @@ def rows_apart(tokens: int, stride: int = 1024, skip: int = 0) -> Array:
 
 def test_the_lanes_follow_from_the_tokens() -> None:
     bias = rows_apart(1)[0]
-    for most, lanes, fits in ((4096, 32, (1, 64, 4096)), (16384, 16, (4097,)), (op.MAX_TOKENS, 8, (16385,))):
+    sizes = (512, 32, (1, 64, 512)), (4096, 32, (513, 4096)), (16384, 16, (4097,)), (op.MAX_TOKENS, 8, (16385,))
+    for most, lanes, fits in sizes:
         trace = trace_of(rows_apart(most), bias)
         (launched,) = trace.steps
-        assert launched.variant.instance.arguments[4] == lanes
-        for tokens in (0, 1, 64, 4096, 4097, 16385):
+        instance = launched.variant.instance
+        assert instance.function == "gate_by_warp" if most == 512 else instance.arguments[4] == lanes
+        for tokens in (0, 1, 64, 512, 513, 4096, 4097, 16385):
             environment = [0, 0, tokens]
             assert trace.guards.hold(environment) == (tokens in fits or (lanes == 8 and tokens > 16384))
             assert launched.grid[0].evaluate(environment) == -(-tokens * lanes // 64)
@@ -1210,8 +1238,11 @@ def test_specialize_lays_the_experts_out(own_configurations: None) -> None:
         accepted += 1
         assert {instance.arguments[0] for instance in made} == {arrays.CUDA_TYPE[dtype] for dtype in op.DTYPES}
         for instance in made:
-            _, own_experts, own_groups, _, lanes, values, _ = instance.arguments
-            assert (own_experts, own_groups) == (experts, groups)
+            assert instance.arguments[1:3] == (experts, groups)
+            if instance.function == "gate_by_warp":
+                assert experts % 32 == 0 and 32 % groups == 0 and experts <= 1024
+                continue
+            lanes, values = instance.arguments[4:6]
             assert lanes * values == experts
             assert lanes % groups == 0
             assert values <= 32
@@ -1483,6 +1514,19 @@ def wild(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
     """Random bits: every kind of NaN, infinity, denormal and huge number."""
     kind = arrays.numpy_dtype(dtype)
     return rng.integers(0, 256, (*shape[:-1], shape[-1] * kind.itemsize), np.uint8).view(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("case", [Case(256, 8, 4, 8), Case(252, 4, 2, 8), Case(20, 5, 2, 6)], ids=str)
+def test_the_dynamic_kernels_agree_bit_for_bit(case: Case, dtype: str, rng: np.random.Generator) -> None:
+    tokens = op._UP_TO_TOKENS[16] + 37
+    logits, bias = wild(rng, (tokens, case.experts), dtype), rng.normal(0, 0.1, case.experts).astype(np.float32)
+    logits[::2] = rng.normal(0, 1, (tokens + 1) // 2)[:, None].astype(logits.dtype)  # all experts of a row tie
+    logits[1::4] = rng.normal(0, 1, (logits[1::4].shape)).astype(logits.dtype)
+    weights, ids = launch(case, logits, bias, "dynamic")
+    for part in (slice(0, 9000), slice(9000, tokens)):
+        assert_same_bits(launch(case, np.ascontiguousarray(logits[part]), bias, "dynamic"), (weights[part], ids[part]))
 
 
 @pytest.mark.gpu

@@ -640,7 +640,9 @@ def function_for(x: dict[str, Any], variant: str = "auto", on: str = "90a") -> s
         (8192, {}, "gemm_wgmma"),
         (8192, {"expected_m": 4}, "gemm_stream"),
         (8192, {"dtype": "float16", "activation": "silu"}, "gemm_wgmma"),
-        (40, {"how": "gathered"}, "gemm_mma"),
+        (40, {"how": "gathered"}, "gemm_wgmma"),
+        (8192, {"how": "gathered", "activation": "silu"}, "gemm_wgmma"),
+        (8192, {"how": "gathered", "weights": "fp8 row"}, "gemm_mma"),
         (32, {"how": "gathered"}, "gemm_stream"),
         (4, {"how": "batched"}, "gemm_stream"),
         (256, {"how": "batched"}, "gemm_wgmma"),
@@ -657,7 +659,7 @@ def function_for(x: dict[str, Any], variant: str = "auto", on: str = "90a") -> s
         # 64 GiB of the weights of an expert, or of a, and more.
         (8, {"n": 2**13, "k": 2**22}, "gemm_stream"),
         (8, {"n": 2**13 + 8, "k": 2**22}, "gemm_wgmma"),
-        (8, {"n": 2**13 + 16, "k": 2**22, "how": "gathered"}, "gemm_mma"),
+        (8, {"n": 2**13 + 16, "k": 2**22, "how": "gathered"}, "gemm_wgmma"),
         (2**13, {"k": 2**22, "expected_m": 1}, "gemm_stream"),
         (2**13 + 1, {"k": 2**22, "expected_m": 1}, "gemm_wgmma"),
         (2**10 + 1, {"k": 2**22, "expected_m": 1, "how": "batched"}, "gemm_wgmma"),
@@ -705,7 +707,7 @@ def test_the_variant_without_hopper() -> None:
 @pytest.mark.parametrize(
     ("changes", "variant", "reason"),
     [
-        ({"how": "gathered"}, "wgmma", "rows are gathered"),
+        ({"how": "gathered", "weights": "fp8 block"}, "wgmma", "rows of FP8 are gathered"),
         ({"weights": "mxfp4"}, "wgmma", "weights are of 4 bits"),
         (
             {"weights": "fp8 block", "activation": "silu", "n": 208},
@@ -739,7 +741,24 @@ def test_as_many_stages_as_fit() -> None:
     for form in kernels.WGMMA_FORMS:
         # The system has 1 KiB of each block.
         most = min(of.shared_per_block, of.shared_per_multiprocessor // form.blocks - 1024)
-        assert form.shared_bytes <= most < form._replace(stages=form.stages + 1).shared_bytes
+        assert form.shared_bytes + form.gather_bytes <= most < form._replace(stages=form.stages + 1).shared_bytes
+
+
+@pytest.mark.parametrize("how", ["rows", "gathered"])
+def test_tiles_of_96_tokens_only_where_they_fill_the_gpu(how: str) -> None:
+    def tokens_of(experts: int, mean: int, n: int) -> int:
+        found = planned(shaped(experts * mean, experts=experts, n=n, how=how), "wgmma")
+        assert found is not None
+        return next(
+            form.tokens
+            for form in kernels.WGMMA_FORMS
+            if form.variant("bfloat16", 0, how == "gathered") == found.step.variant
+        )
+
+    # 132 multiprocessors, tiles of 128 weights.
+    assert [tokens_of(66, mean, 512) for mean in (46, 47, 74, 75)] == [64, 96, 96, 128]
+    assert [tokens_of(65, mean, 512) for mean in (46, 47, 74, 75)] == [64, 128, 128, 128]
+    assert tokens_of(1, 64, 4096) == 128
 
 
 def test_the_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -766,6 +785,9 @@ def test_the_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     b_map, a_map = maps_of(shaped(8192, weights="fp8 block", activation="silu"))
     assert b_map == ("uint8", (7168, 4096, 8, 1), (7168, 7168 * 4096, 7168 * 4096 * 8), (128, 64, 1, 1), 256, True)
     assert a_map == ("uint8", (7168, 8192, 1, 1), (7168, 7168 * 8192, 7168 * 8192), (128, 64, 1, 1), 256, True)
+    # Boxes of gathered rows are one row of 128 bytes.
+    _, a_map = maps_of(shaped(8192, how="gathered"))
+    assert a_map == ("bfloat16", (7168, 8192), (14336,), (64, 1), 256, True)
     # Streamed weights are fetched to L2 by 128 bytes, not 256.
     assert [x[-2] for x in maps_of(shaped(64))] == [128, 128]
 
@@ -906,6 +928,12 @@ CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "no row": ([0, 0], 64, 64, {}),
     "nothing": ([0, 0], 64, 64, {"spare": 0}),
     "gathered": (EDGES, 264, 200, {"tokens": 50}),
+    "gathered, long": (LONG, 264, 72, {"tokens": 300}),
+    "gathered, one long group": ([1290], 520, 136, {"tokens": 160}),
+    "gathered, many tiles": ([700] * 9, 520, 64, {"tokens": 999}),
+    "gathered, large k": ([5, 130, 1], 136, 4104, {"tokens": 30}),
+    "gathered, 4096 experts": ([0] * 4000 + [3] + [0] * 94 + [4], 8, 16, {"tokens": 3}),
+    "gathered, a row each": ([1] * 130, 72, 264, {"tokens": 7}),
     "gathered, float16, one token": ([1, 1, 0], 520, 1024, {"tokens": 1, "dtype": "float16"}),
     "batched": (EDGES, 264, 200, {"max_tokens": 150}),
     "batched, full": ([5, 5, 5], 264, 200, {"max_tokens": 5}),
@@ -939,6 +967,7 @@ ACTIVATED_CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "the least": ([1], 16, 8, {"activation": "silu"}),
     "one row": ([0, 1], 1040, 1024, {"activation": "silu"}),
     "gathered": (EDGES, 272, 200, {"activation": "swigluoai", "tokens": 50}),
+    "gathered, long, float16": (LONG, 272, 72, {"activation": "silu", "tokens": 300, "dtype": "float16"}),
     "batched": (EDGES, 272, 200, {"activation": "silu", "max_tokens": 150}),
     **{
         f"{w}, {inter}": ([3, 0, 70, 260], 2 * inter, 288, {"weights": w, "activation": "silu"})
@@ -1044,6 +1073,41 @@ def test_every_size_of_tiles(weights: str, rng: np.random.Generator) -> None:
     for expected_m in (0, 1, 2, 3, 5, 12, 20, 40, 70, 100, 200, 2000):
         compare(x.replaced(expected_m=expected_m))
         compare(gated.replaced(expected_m=expected_m))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathered_rows_give_the_bits_of_copied_ones(
+    dtype: str, activation: str | None, rng: np.random.Generator
+) -> None:
+    counts = [5, 130, 0, 33, 300, 64, 577, 1, 288]
+    x = made(rng, counts, 272, 296, dtype=dtype, activation=activation, tokens=170)
+    a, row_token = x.arguments["a"], x.arguments["row_token"]
+    copied = Case({**x.arguments, "a": a[np.where(x.rows, row_token, 0)], "row_token": None}, x.rows)
+    gathered, copied = there(x), there(copied)
+    for expected_m in (1, 4, 8, 12, 20, 40, 90, 2000):
+        got, again, want = (
+            launch(case.replaced(expected_m=expected_m))[x.rows] for case in (gathered, gathered, copied)
+        )
+        same_bits(got, want)
+        same_bits(again, want)
+
+
+@pytest.mark.gpu
+def test_every_size_of_tiles_gathers(rng: np.random.Generator) -> None:
+    x = made(rng, [5, 130, 0, 33, 300, 577], 264, 296, whole=True, tokens=170)
+    for expected_m in (0, 1, 5, 12, 20, 40, 70, 100, 200, 2000):
+        compare(x.replaced(expected_m=expected_m))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [None, 400])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_tiles_of_96_tokens(activation: str | None, tokens: int | None, rng: np.random.Generator) -> None:
+    # So many experts that there are two tiles of weights for each multiprocessor.
+    counts = [5, 130, 0, 33, 96, 64, 97, 1, 88, 24, 31, 193] * 12
+    compare(made(rng, counts, 272, 136, activation=activation, tokens=tokens, whole=True).replaced(expected_m=64))
 
 
 @pytest.mark.gpu

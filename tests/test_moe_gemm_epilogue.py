@@ -294,7 +294,7 @@ def test_every_form_with_prepared_weights(weights: str, name: str, rng: np.rando
 @pytest.mark.parametrize("columns", [16, 3])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_with_a_stride(weights: str, columns: int, rng: np.random.Generator) -> None:
-    for changes in ({}, GPT_OSS):
+    for changes in ({}, GPT_OSS, {"tokens": 9}):
         x = finished(rng, [3, 0, 70, 260], 272, 288, weights=weights, whole=True, **changes)
         want, given = x.twin()[x.rows], there(x)
         view = padded(x.arguments["b"], columns)

@@ -342,7 +342,7 @@ def _bad_ids_and_experts() -> Iterator[Any]:
         yield name, {"expert_map": torch.zeros(4), **more}, TypeError, "expert_map must be a NumPy array like topk_ids"
         host = "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'counted'"
         yield name, {"variant": "counted"}, ValueError, host
-        names = "variant must be one of 'auto', 'one_block', 'many_blocks', 'counted', got 'fast'"
+        names = "variant must be one of 'auto', 'one_block', 'many_blocks', 'counted', 'chunks', 'clusters', got 'fast'"
         yield name, {"variant": "fast"}, ValueError, names
 
 
@@ -522,17 +522,65 @@ def test_a_plan_of_a_sort_serves_other_numbers_of_tokens() -> None:
     ids = np.zeros((5, 8), np.int32)
     for mapped in (0, 64):
         options = {"expert_map": np.zeros(64, np.int32), "num_local_experts": 64} if mapped else {}
-        for first, others in ((5, (0, 1, 100, 256)), (300, (257, 4096)), (5000, (4097, 2**20))):
+        # By sort_chunks: chunks of 32 pairs that a block ranks, and blocks of a cluster.
+        for first, others, chunks, cluster in (
+            (5, (0, 1, 64), 16, 1),
+            (65, (66, 256), 64, 1),
+            (300, (257, 4096, 8192), 16, 8),
+        ):
             _, sizes = launches_of("moe_sort", np.resize(ids, (first, 8)), 64, **options)
             for tokens in (first, *others):
-                split = kernels.split_pairs(64, mapped, first == 5, 1024, tokens * 8, tokens * 8)
+                split = kernels.split_chunks(64, mapped, chunks, cluster, tokens * 8, tokens * 8)
+                assert sizes(tokens) == [(split.blocks, split.threads, 1, split.shared_bytes)]
+            for tokens in {5: (65,), 65: (64, 257), 300: (256, 8193)}[first]:
+                with pytest.raises(AssertionError):
+                    sizes(tokens)
+        for variant, first, others in (("one_block", 5, (0, 1, 5000)), ("auto", 9000, (8193, 2**20))):
+            _, sizes = launches_of("moe_sort", np.resize(ids, (first, 8)), 64, **options, variant=variant)
+            for tokens in (first, *others):
+                split = kernels.split_pairs(64, mapped, variant == "one_block", 1024, tokens * 8, tokens * 8)
                 *counting, sorting = sizes(tokens)
                 assert sorting == (split.blocks, split.threads, 1, split.shared_bytes)
-                assert counting == (
-                    [(split.blocks, 1024, 1, 4 * (66 + mapped + (mapped > 0)) - 4)] if first == 5000 else []
-                )
-            with pytest.raises(AssertionError):
-                sizes(257 if first == 5 else 256)
+                counted = [(split.blocks, 1024, 1, 4 * (66 + mapped + (mapped > 0)) - 4)]
+                assert counting == ([] if variant == "one_block" else counted)
+
+
+@given(
+    st.integers(0, kernels._CLUSTERED_PAIRS),
+    st.integers(1, kernels._CHUNKED_EXPERTS),
+    st.integers(0, op.MAX_EXPERTS),
+    st.sampled_from([(16, 1), (64, 1), (16, 8)]),
+)
+def test_the_chunks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: int, form: tuple[int, int]) -> None:
+    chunks, cluster = form
+    pairs = min(pairs, 32 * chunks) if cluster == 1 else pairs
+    split = kernels.split_chunks(experts, mapped, chunks, cluster, pairs, pairs)
+    turns = chunks // 16
+    assert split.threads % 32 == 0 and max(experts, 1) <= split.threads <= 512
+    assert split.threads * turns * (split.blocks if cluster > 1 else 1) >= pairs
+    assert split.blocks % cluster == 0 and split.blocks * kernels._ROWS_PER_BLOCK >= (pairs if cluster == 1 else 0)
+
+
+def test_what_sort_chunks_does_not_take_is_sorted_by_sort_pairs() -> None:
+    def of(name: str, *args: Any, **options: Any) -> tuple[str, tuple[Any, ...]]:
+        instance = launches_of(name, *args, **options)[0].steps[-1].variant.instance
+        return instance.function, instance.arguments
+
+    few, many = np.zeros((9, 8), np.int32), np.zeros((9000, 8), np.int32)
+    assert of("moe_sort", few, 512) == ("sort_chunks", ("unsigned", 9, 16, 1))
+    assert of("moe_sort", few.astype(np.int64), 32) == ("sort_chunks", ("unsigned long long", 5, 16, 1))
+    assert of("moe_align_block_size", few, 16, 256) == ("sort_chunks", ("unsigned", 8, 16, 1))
+    for name, args in (("moe_sort", (few, 513)), ("moe_sort", (many, 512))):
+        assert of(name, *args)[0] == "sort_pairs"
+        for variant in ("chunks", "clusters"):
+            if variant == "clusters" or args[0] is many or args[1] > 512:
+                with pytest.raises(ValueError, match=f"variant must be .*, got '{variant}' with"):
+                    of(name, *args, variant=variant)
+    assert of("moe_sort", few, 8, variant="clusters") == ("sort_chunks", ("unsigned", 5, 16, 8))
+    assert of("moe_permute", np.zeros((9, 64), np.float16), None, few, 64)[0] == "permute_rows"
+    # The map, with counts for many chunks of many experts, is more than fits a block.
+    mapping = {"expert_map": np.zeros(4096, np.int32), "num_local_experts": 512}
+    assert of("moe_sort", np.zeros((200, 8), np.int32), 4096, **mapping)[1][2:] == (16, 8)
 
 
 def test_the_threads_of_few_rows_are_late() -> None:
@@ -679,18 +727,30 @@ SORTS = {
 }
 
 
+def takes(case: Case, variant: str) -> bool:
+    """Whether a variant sorts the case."""
+    pairs, experts = case.tokens * case.topk, case.experts
+    if variant == "clusters":
+        clustered = gpu.of_device(0).arch in kernels._CLUSTERED_ARCHS
+        return clustered and experts <= kernels._CHUNKED_EXPERTS and pairs <= kernels._CLUSTERED_PAIRS
+    return variant != "chunks" or (experts <= kernels._CHUNKED_EXPERTS and pairs <= 32 * kernels._CHUNKS[-1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", op.SORT_VARIANTS)
 @pytest.mark.parametrize("case", SORTS.values(), ids=SORTS)
 def test_sorts_of_any_sizes(case: Case, variant: str, rng: np.random.Generator) -> None:
-    compare_sorts(case, rng, variant)
+    if takes(case, variant):
+        compare_sorts(case, rng, variant)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [1, 2, 100, 128])
 def test_blocks_of_any_size(block_size: int, rng: np.random.Generator) -> None:
-    for case, variant in ((Case(100, 4, 30), "one_block"), (Case(900, 4, 30, skew=0.5), "counted")):
-        compare_sorts(case, rng, variant, block_size)
+    few, many = Case(100, 4, 30), Case(900, 4, 30, skew=0.5)
+    for case, variant in ((few, "one_block"), (few, "chunks"), (many, "counted"), (many, "clusters")):
+        if takes(case, variant):
+            compare_sorts(case, rng, variant, block_size)
 
 
 @pytest.mark.gpu

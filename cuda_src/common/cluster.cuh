@@ -52,6 +52,13 @@ template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, flo
         asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(map_shared_rank(here, rank)), "f"(value) : "memory");
 }
 
+template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, int* here, int value) {
+    if constexpr (CLUSTER == 1)
+        *here = value;
+    else
+        asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(map_shared_rank(here, rank)), "r"(value) : "memory");
+}
+
 template <int CLUSTER>
 __device__ __forceinline__ void dsmem_store(int rank, unsigned long long* here, unsigned long long value) {
     if constexpr (CLUSTER == 1)

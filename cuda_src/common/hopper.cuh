@@ -245,9 +245,9 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
                  : __VA_ARGS__, "r"(int(accumulate)))
 #define WGMMA_SHARED(columns, registers, k, types, a_at, b_at, accumulate_at, how) \
     WGMMA(columns, registers, k, types, a_at, b_at, accumulate_at, how, "l"(a), "l"(b))
-#define WGMMA_REGISTERS(columns, registers, types, a_at, b_at, accumulate_at, how) \
-    WGMMA(columns, registers, "k16", types, a_at, b_at, accumulate_at, how, "r"(a[0]), "r"(a[1]), "r"(a[2]), \
-          "r"(a[3]), "l"(b))
+#define WGMMA_REGISTERS(columns, registers, k, types, a_at, b_at, accumulate_at, how) \
+    WGMMA(columns, registers, k, types, a_at, b_at, accumulate_at, how, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), \
+          "l"(b))
 #define WGMMA_COLUMNS(k, types, how) \
     if constexpr (N == 4) \
         WGMMA_SHARED("8", 4, k, types, "%4", "%5", "%6", how); \
@@ -264,19 +264,19 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
     else \
         static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
-#define WGMMA_COLUMNS_REGISTERS(types) \
+#define WGMMA_COLUMNS_REGISTERS(k, types, how) \
     if constexpr (N == 4) \
-        WGMMA_REGISTERS("8", 4, types, "{%4, %5, %6, %7}", "%8", "%9", ", 0"); \
+        WGMMA_REGISTERS("8", 4, k, types, "{%4, %5, %6, %7}", "%8", "%9", how); \
     else if constexpr (N == 8) \
-        WGMMA_REGISTERS("16", 8, types, "{%8, %9, %10, %11}", "%12", "%13", ", 0"); \
+        WGMMA_REGISTERS("16", 8, k, types, "{%8, %9, %10, %11}", "%12", "%13", how); \
     else if constexpr (N == 16) \
-        WGMMA_REGISTERS("32", 16, types, "{%16, %17, %18, %19}", "%20", "%21", ", 0"); \
+        WGMMA_REGISTERS("32", 16, k, types, "{%16, %17, %18, %19}", "%20", "%21", how); \
     else if constexpr (N == 32) \
-        WGMMA_REGISTERS("64", 32, types, "{%32, %33, %34, %35}", "%36", "%37", ", 0"); \
+        WGMMA_REGISTERS("64", 32, k, types, "{%32, %33, %34, %35}", "%36", "%37", how); \
     else if constexpr (N == 64) \
-        WGMMA_REGISTERS("128", 64, types, "{%64, %65, %66, %67}", "%68", "%69", ", 0"); \
+        WGMMA_REGISTERS("128", 64, k, types, "{%64, %65, %66, %67}", "%68", "%69", how); \
     else if constexpr (N == 128) \
-        WGMMA_REGISTERS("256", 128, types, "{%128, %129, %130, %131}", "%132", "%133", ", 0"); \
+        WGMMA_REGISTERS("256", 128, k, types, "{%128, %129, %130, %131}", "%132", "%133", how); \
     else \
         static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
@@ -293,14 +293,18 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long 
     }
 }
 
-// a: 16-bit fragments in registers, of each warp's 16 rows as in common/mma.cuh; b: a K-major descriptor.
+// a: fragments in registers, of each warp's 16 rows: of 16 bits as in common/mma.cuh; of 8 bits a lane has numbers
+// 4 (lane % 4) ... + 3 of row lane / 4 in a[0] and of row lane / 4 + 8 in a[1], and the same 16 numbers further in a[2]
+// and a[3]. b: a K-major descriptor.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)[4], unsigned long long b,
                                               bool accumulate) {
     if constexpr (IS_BFLOAT16<T>) {
-        WGMMA_COLUMNS_REGISTERS("bf16.bf16");
+        WGMMA_COLUMNS_REGISTERS("k16", "bf16.bf16", ", 0");
+    } else if constexpr (sizeof(T) == 2) {
+        WGMMA_COLUMNS_REGISTERS("k16", "f16.f16", ", 0");
     } else {
-        WGMMA_COLUMNS_REGISTERS("f16.f16");
+        WGMMA_COLUMNS_REGISTERS("k32", "e4m3.e4m3", "");
     }
 }
 
@@ -318,9 +322,9 @@ template <typename T>
 __device__ __forceinline__ void wgmma_mn_major(float (&c)[128], const unsigned (&a)[4], unsigned long long b,
                                                bool accumulate) {
     if constexpr (IS_BFLOAT16<T>)
-        WGMMA_REGISTERS("256", 128, "bf16.bf16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
+        WGMMA_REGISTERS("256", 128, "k16", "bf16.bf16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
     else
-        WGMMA_REGISTERS("256", 128, "f16.f16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
+        WGMMA_REGISTERS("256", 128, "k16", "f16.f16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
 }
 
 #undef FOUR

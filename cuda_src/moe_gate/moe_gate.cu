@@ -27,13 +27,12 @@
 // experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 26 us, 64% of a copy's
 // bandwidth, and of bfloat16 as long, 35%. 1 token takes 2.7 us and 1024 take 3.4 us, where an empty kernel takes 0.54
 // us.
+#include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
 
 constexpr int WARPS = 2;
 constexpr int CAPACITY = 28;     // entries in a token's candidate list, unless dynamic
 constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
-
-enum Scoring { ANY, SIGMOID, SOFTMAX, SQRTSOFTPLUS };
 
 struct Params {
     const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
@@ -64,68 +63,7 @@ struct Params {
     float softcap; // dynamic only: logits become softcap * tanh(logits / softcap) in a softmax; 0: off
 };
 
-// --- scores ---------------------------------------------------------------------------------------------
-
-// Scores of logits. No multiply and add are fused, which the compiler might do in one instance and not in another.
-template <bool DYNAMIC> struct Scores {
-    const Params& p;
-    int scoring;
-    float inverse_sum = 1.f, largest = 0.f; // of a row's exponentials and logits, for a softmax
-
-    // A logit as the softmax takes it. The cap is monotonic, so the order of the raw logits stands.
-    __device__ __forceinline__ float softmax_argument(float x) const {
-        if constexpr (DYNAMIC)
-            if (p.softcap != 0.f) return p.softcap * tanhf(x / p.softcap);
-        return fmaxf(fminf(x, LARGEST_FLOAT), -LARGEST_FLOAT);
-    }
-    // Find `largest` and `inverse_sum` of a row. The sum is in fixed point, where the order of its terms, and so the
-    // number of lanes, cannot change it.
-    template <int LANES, int VALUES>
-    __device__ __forceinline__ void sum_exponentials(const float (&logit)[VALUES], unsigned existing) {
-        largest = -CUDART_INF_F;
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) largest = fmaxf(largest, logit[i]);
-        largest = softmax_argument(lanes_max<LANES>(largest));
-        unsigned long long sum = 0;
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i)
-            if (existing >> i & 1 && logit[i] > -CUDART_INF_F)
-                sum += __float2uint_rn(fast_exp2((softmax_argument(logit[i]) - largest) * LOG2_E) * 0x1p31f);
-        inverse_sum = __fdividef(0x1p31f, float(lanes_sum<LANES>(sum)));
-    }
-    __device__ __forceinline__ float sigmoid(float x) const {
-        return fast_reciprocal(__fadd_rn(1.f, fast_exp2(__fmul_rn(x, -LOG2_E))));
-    }
-    __device__ __forceinline__ float softmax(float x) const {
-        return __fmul_rn(fast_exp2(__fmul_rn(__fsub_rn(softmax_argument(x), largest), LOG2_E)), inverse_sum);
-    }
-    __device__ __forceinline__ float sqrtsoftplus(float x) const { return sqrtf(softplus(fminf(x, LARGEST_FLOAT))); }
-    __device__ __forceinline__ float of(float x) const {
-        return scoring == SIGMOID ? sigmoid(x) : scoring == SOFTMAX ? softmax(x) : sqrtsoftplus(x);
-    }
-};
-
 // --- loads ----------------------------------------------------------------------------------------------
-
-// For a bias of double.
-__device__ __forceinline__ float to_float(double x) { return __double2float_rn(x); }
-
-// Consecutive values of type T as floats, in loads as wide as their count allows.
-template <typename T, int COUNT>
-__device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&to)[COUNT]) {
-    constexpr int BYTES = COUNT * sizeof(T);
-    constexpr int WIDTH = BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : sizeof(T);
-    constexpr int PER_LOAD = WIDTH / sizeof(T);
-    struct alignas(WIDTH) Pack {
-        T item[PER_LOAD];
-    };
-#pragma unroll
-    for (int i = 0; i < COUNT / PER_LOAD; ++i) {
-        const Pack pack = reinterpret_cast<const Pack*>(from)[i];
-#pragma unroll
-        for (int j = 0; j < PER_LOAD; ++j) to[i * PER_LOAD + j] = to_float(pack.item[j]);
-    }
-}
 
 // A row on its way from global memory to the lanes. If each lane read its own COUNT values from global memory, every
 // load of a warp would touch a cache line per lane or two. So the lanes copy the row in whole lines to shared memory,
@@ -255,15 +193,6 @@ __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
         if (own < VALUES) existing = (1u << max(own, 0)) - 1;
     }
     return existing;
-}
-
-// The first token that is padding.
-__device__ __forceinline__ int load_valid(const Params& p) {
-    int valid = p.valid;
-    if (p.valid_on_device)
-        valid = p.valid_is_int64 ? int(min(*static_cast<const long long*>(p.valid_on_device), (long long)p.tokens))
-                                 : *static_cast<const int*>(p.valid_on_device);
-    return valid;
 }
 
 // --- phases ---------------------------------------------------------------------------------------------
@@ -408,7 +337,7 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     const int valid = load_valid(p);
     row.load(choice, bias);
 
-    Scores<DYNAMIC> scores{p, scoring};
+    Scores<DYNAMIC> scores{p.softcap, scoring};
     if (scoring == SOFTMAX && (biased || !p.renormalize)) scores.template sum_exponentials<LANES>(choice, existing);
     const bool any_irregular = choose(row, scores, biased, bias, choice);
 

@@ -1,6 +1,7 @@
 // Grouped products of 16-bit numbers on Hopper, by TMA and wgmma: each expert's weights times its rows.
 //
-//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
+//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e; with GATHER, a's
+//                                                        row row_token[r] in place of r
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
 //
 // sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
@@ -15,23 +16,25 @@
 // tile after the other: 128 weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and
 // neighbouring weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
 //
-//   warp 8           finds tiles, and has TMA copy 64 numbers along k at a time to a ring of STAGES stages; it is ahead of
-//                    the others by the whole ring, across tiles too
+//   warp 8           finds tiles, and has TMA copy 64 numbers along k at a time to a ring of STAGES stages; it is ahead
+//                    of the others by the whole ring, across tiles too. GATHER: moe_gemm/wgmma_gather.cuh
 //   warpgroup 0, 1   multiply weights 64 w ... 64 w + 63 of a tile, and write the results
 //
 // A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released
 // it.
 //
-// A gated product: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. A thread has
-// the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// A gated product: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. A thread
+// has the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
 //
 // With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while
 // the other writes, so the tensor cores always have work.
 //
 // Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
 // H200, with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99% and
-// 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%.
+// 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%. Gathered, 8 x 1024 rows take 5% more time, and few
+// rows no more.
 #include "common/cluster.cuh"
+#include "moe_gemm/wgmma_gather.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
@@ -161,10 +164,11 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     }
 }
 
-// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 128 or 288. BLOCKS: blocks that fit a multiprocessor. STREAMED:
-// for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh has it.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
-__global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
+// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 96, 128 or 288. BLOCKS: blocks that fit a multiprocessor.
+// STREAMED: for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh
+// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER>
+__global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     using Shared = WgmmaShared<TOKENS, STAGES>;
@@ -177,7 +181,7 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
         prefetch_tensormap(p.b_map);
         prefetch_tensormap(p.a_map);
         for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(shared_address(&shared.full[i]), 1);
+            mbarrier_init(shared_address(&shared.full[i]), GATHER ? gather_warps(TOKENS) + 1 : 1);
             mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
         }
         mbarrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
@@ -190,7 +194,9 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
         compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
-        if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
+        if constexpr (GATHER)
+            gather_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+        else if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
             load_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }
     // A block may not end while others of its cluster write to its shared memory.

@@ -43,3 +43,15 @@ __device__ __forceinline__ void load_map(const Pairs& p, int* map) {
         for (int i = threadIdx.x; i <= p.global_experts; i += int(blockDim.x))
             map[i] = i < p.global_experts ? p.expert_map[i] : -1;
 }
+
+// The lanes whose expert is this lane's; meaningless for a lane without an expert.
+template <int BITS> __device__ __forceinline__ unsigned lanes_of_expert(int expert, int experts) {
+    unsigned lanes = __ballot_sync(FULL_WARP, expert < experts);
+#pragma unroll
+    for (int bit = 0; bit < BITS; ++bit) {
+        const bool set = expert >> bit & 1;
+        const unsigned lanes_set = __ballot_sync(FULL_WARP, set);
+        lanes &= set ? lanes_set : ~lanes_set;
+    }
+    return lanes;
+}

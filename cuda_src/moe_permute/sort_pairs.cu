@@ -54,18 +54,6 @@ struct Params {
     Divisor topk;   // 1 for `rows` of pairs
 };
 
-// The lanes whose expert is this lane's; meaningless for a lane without an expert.
-template <int BITS> __device__ __forceinline__ unsigned lanes_of_expert(int expert, int experts) {
-    unsigned lanes = __ballot_sync(FULL_WARP, expert < experts);
-#pragma unroll
-    for (int bit = 0; bit < BITS; ++bit) {
-        const bool set = expert >> bit & 1;
-        const unsigned lanes_set = __ballot_sync(FULL_WARP, set);
-        lanes &= set ? lanes_set : ~lanes_set;
-    }
-    return lanes;
-}
-
 // A block's threads, its pairs and its shared memory, and the stages that the kernel below takes it through.
 template <typename ID, int BITS> struct Sort {
     static constexpr int AT_ONCE = 4, COUNTS_AT_ONCE = 8; // loads in flight

@@ -310,7 +310,7 @@ def _load_chart(model: Model, loads: dict[str, Array], utf8: bool) -> Any:
 def _instance(model: Model, dtype: str) -> compile.Instance:
     """The kernel that routes for the model: its own if it has one, else the dynamic one."""
     scoring = model.scoring if model.biased else "any"
-    (gate,) = kernel.KERNELS["moe_gate"]
+    gate = next(own for own in kernel.KERNELS["moe_gate"] if own.function == "moe_gate")
     if any(config[:4] == (model.experts, model.groups, scoring, model.biased) for config in moe_gate.SPECIALIZED):
         chosen = moe_gate.specialize(
             experts=model.experts, groups=model.groups, scoring_func=model.scoring, biased=model.biased

@@ -11,8 +11,8 @@ from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.describe import type_name
 
-#: The formats of quantized weights: FP8 (e4m3), and the two of 4 bits.
-QUANT_DTYPES = ("float8_e4m3fn", "mxfp4", "nvfp4")
+#: The formats of quantized weights: FP8 (e4m3), and the two of 4 bits; one of them also with FP8 activations.
+QUANT_DTYPES = ("float8_e4m3fn", "mxfp4", "nvfp4", "mxfp4_fp8")
 #: Numbers of a row, and rows and columns of a weight, that share a scale.
 GROUP = 128
 
@@ -30,11 +30,13 @@ class FusedMoEActivationFormat(enum.Enum):
 class FusedMoEQuantConfig:
     """The number formats of the weights and of the activations that they multiply, with the scales.
 
-    `FusedMoEQuantConfig()` is a layer in float16 or bfloat16; `fp8_block`, `fp8`, `mxfp4` and `nvfp4` make the others.
+    `FusedMoEQuantConfig()` is a layer in float16 or bfloat16; `fp8_block`, `fp8`, `mxfp4`, `nvfp4` and `mxfp4_fp8` make
+    the others.
 
     Args:
         quant_dtype: None, "float8_e4m3fn" (weights and activations), or "mxfp4" or "nvfp4" (weights of 4 bits;
-            the activations stay in 16 bits).
+            the activations stay in 16 bits), or "mxfp4_fp8" (weights that `cukern.prepare_weights` has prepared for FP8
+            rows; activations FP8, a scale for 128 of a row; on Hopper).
         per_act_token_quant: each row of activations has an FP8 scale of its own, computed when it is quantized.
         block_shape: (128, 128) for FP8 in blocks: a scale for 128 x 128 weights, and for 128 numbers of a row.
         w1_scale, w2_scale: FP8: float32 [experts] (per tensor), [experts, n] (per channel) or, in blocks,
@@ -95,11 +97,18 @@ class FusedMoEQuantConfig:
     @property
     def is_prepared(self) -> bool:
         """Whether the weights are of 4 bits and prepared, since they come without scales."""
+        if self.quant_dtype == "mxfp4_fp8":
+            return True
         return self.quant_dtype in ("mxfp4", "nvfp4") and self.w1_scale is None and self.w2_scale is None
 
     @property
+    def is_in_groups(self) -> bool:
+        """Whether activations are FP8 with a scale for each GROUP numbers of a row."""
+        return self.block_shape is not None or self.quant_dtype == "mxfp4_fp8"
+
+    @property
     def name(self) -> str | None:
-        """None, or one of `QUANTIZATIONS`."""
+        """None, one of `QUANTIZATIONS`, or "mxfp4_fp8"."""
         if self.quant_dtype == "float8_e4m3fn":
             return "fp8_block" if self.block_shape else "fp8"
         return self.quant_dtype
@@ -130,14 +139,15 @@ class FusedMoEQuantConfig:
 
     @classmethod
     def make(cls, name: str | None, **scales: Any) -> FusedMoEQuantConfig:
-        """The quantization called `name`, one of `QUANTIZATIONS` or None, with these scales, biases and numbers.
+        """The quantization called `name`, one of `QUANTIZATIONS`, "mxfp4_fp8" or None, with these scales, biases and
+        numbers.
 
         "fp8" without `a2_scale` gives each row of activations a scale of its own, unless `per_act_token_quant` is there
         and False.
         """
         if name is None:
             return cls(**scales)
-        check.one_of("quant", name, QUANTIZATIONS)
+        check.one_of("quant", name, (*QUANTIZATIONS, "mxfp4_fp8"))
         if name == "fp8_block":
             return cls("float8_e4m3fn", block_shape=(GROUP, GROUP), **scales)
         if name == "fp8":
@@ -163,6 +173,16 @@ class FusedMoEQuantConfig:
         return cls.make("mxfp4", w1_scale=w1_scale, w2_scale=w2_scale, **more)
 
     @classmethod
+    def mxfp4_fp8(cls, **more: Any) -> FusedMoEQuantConfig:
+        """MXFP4 weights that were prepared for FP8 rows, and FP8 activations with a scale for 128 of a row. `more`:
+        biases and what gpt-oss has besides.
+
+        The numbers are those of vLLM's backend DEEPGEMM_MXFP4. Its `mxfp4_w4a8_moe_quant_config` has static scales of
+        whole tensors of activations, its `mxfp4_mxfp8_moe_quant_config` a power of two for 32 of a row.
+        """
+        return cls.make("mxfp4_fp8", **more)
+
+    @classmethod
     def nvfp4(cls, w1_scale: Any, w2_scale: Any, w1_global_scale: Any, w2_global_scale: Any) -> FusedMoEQuantConfig:
         """Weights of 4 bits with an FP8 scale per 16 of them and a float32 one per expert; prepared ones have None for
         the former.
@@ -176,6 +196,7 @@ class FusedMoEQuantConfig:
         )
 
 
+#: Those for weights of any GPU.
 QUANTIZATIONS = ("fp8_block", "fp8", "mxfp4", "nvfp4")
 SCALES = (
     "w1_scale", "w2_scale", "a1_scale", "a2_scale", "w1_global_scale", "w2_global_scale", "w1_bias", "w2_bias",

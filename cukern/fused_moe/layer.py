@@ -135,7 +135,9 @@ def fused_experts(
             without a gate silu_no_mul, gelu_no_mul, gelu_tanh_no_mul or relu2_no_mul, as vLLM calls them.
         quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of one, "fp8_block", "fp8", "mxfp4" or "nvfp4",
             with the scales it needs in the arguments below, as described there. Weights of 4 bits may be prepared by
-            `cukern.prepare_weights`: then w1_scale and w2_scale are None.
+            `cukern.prepare_weights`: then w1_scale and w2_scale are None. "mxfp4_fp8" takes MXFP4 weights prepared for
+            FP8 rows and quantizes the activations to FP8, with a scale for 128 of a row (on Hopper), as vLLM's backend
+            DEEPGEMM_MXFP4 does.
         expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those of other ranks.
         apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
         w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of

@@ -21,7 +21,15 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceNoOp,
 )
 from cukern.reference.moe_activation import is_gated
-from cukern.reference.moe_gemm import UNIT_BYTES, UNIT_K, UNIT_ROWS, is_prepared, rows_of_weights
+from cukern.reference.moe_gemm import (
+    FOLDED_BYTES,
+    FOLDED_K,
+    UNIT_BYTES,
+    UNIT_K,
+    UNIT_ROWS,
+    is_prepared,
+    rows_of_weights,
+)
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
 from cukern.runtime import check
@@ -541,7 +549,7 @@ def layer_output(
         check.fail("interleaved", "False without a gate", f"True with activation {activation!r}")
     like = "hidden_states"
     tokens, hidden = x.shape
-    packed = quantization in ("mxfp4", "nvfp4")
+    packed = quantization in ("mxfp4", "nvfp4", "mxfp4_fp8")
     prepared = packed and "w1_scale" not in scales
     for name, array in (("w1", w1), ("w2", w2)):
         expect_place(name, array, x, like)
@@ -558,7 +566,8 @@ def layer_output(
         dtypes: tuple[str, ...] = (x.dtype,)
     else:
         dtypes = ("float8_e4m3fn", "uint8") if quantization.startswith("fp8") else ("uint8",)
-    group = 32 if prepared else {"mxfp4": 32, "nvfp4": 16, "fp8_block": 128}.get(quantization or "", 1)
+    groups = {"mxfp4": 32, "nvfp4": 32 if prepared else 16, "fp8_block": 128, "mxfp4_fp8": 128}
+    group = groups.get(quantization or "", 1)
     for name, size in ((like, hidden), ("w1", inter)):
         if size % group:
             what = "a hidden size" if name == like else "an inter"
@@ -600,10 +609,12 @@ def _check_prepared(
     w1: Any, w2: Any, like: Array, quantization: str | None, hidden: int, columns: int, inter: int
 ) -> None:
     """Check the shapes of prepared weights."""
-    size = UNIT_BYTES[MXFP4_GROUP if quantization == "mxfp4" else NVFP4_GROUP]
+    size, unit = UNIT_BYTES[MXFP4_GROUP if quantization == "mxfp4" else NVFP4_GROUP], UNIT_K
+    if quantization == "mxfp4_fp8":
+        size, unit = FOLDED_BYTES, FOLDED_K
     for name, array, n, k in (("w1", w1, columns, hidden), ("w2", w2, hidden, inter)):
-        shape = w1.shape[0], n // UNIT_ROWS, -(-k // UNIT_K), size
-        expect(name, array, like, "hidden_states", ("uint8",), shape, "[experts, n / 8, ceil(k / 64), bytes]")
+        shape = w1.shape[0], n // UNIT_ROWS, -(-k // unit), size
+        expect(name, array, like, "hidden_states", ("uint8",), shape, f"[experts, n / 8, ceil(k / {unit}), bytes]")
 
 
 def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, int], inter: int) -> None:

@@ -19,7 +19,7 @@ from cukern.runtime import check
 
 def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
     """The activations as the first product takes them, and their scales or None."""
-    if config.name == "fp8_block":
+    if config.is_in_groups:
         return per_token_group_quant_fp8(a1, GROUP)
     if config.name == "fp8":
         return scaled_fp8_quant(a1, config.a1_scale, use_per_token_if_dynamic=config.per_act_token_quant)

@@ -208,7 +208,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         refuse_own_scales(quant_config)
         if apply_router_weight_on_input:
             a1 = weigh_input(a1, topk_weights)
-        scale, in_blocks = None, quant_config.name == "fp8_block"
+        scale, in_blocks = None, quant_config.is_in_groups
         if not in_blocks:
             a1, scale = quantize_input(a1, quant_config)
         return self.send(

@@ -14,7 +14,7 @@ from cukern.runtime.plan import empty, launch, write_into
 from cukern.runtime.units import divisor, unit_width
 
 SUM_DTYPES = ("float32", "float16", "bfloat16")
-SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted")
+SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted", "chunks", "clusters")
 SUM_VARIANTS = ("auto", "specialized", "dynamic")
 MAX_PAIRS = 2**30
 
@@ -28,10 +28,12 @@ SPECIALIZED = [
 
 _count = Kernel("moe_permute/count_pairs", "count_pairs")
 _sort = Kernel("moe_permute/sort_pairs", "sort_pairs")
+_chunks = Kernel("moe_permute/sort_chunks", "sort_chunks")
 _permute = Kernel("moe_permute/permute_rows", "permute_rows")
 _unpermute = Kernel("moe_permute/unpermute_rows", "unpermute_rows")
 
 _MAX_SHARED_BYTES = 96 * 2**10
+_MAX_CHUNKED_BYTES = 99 * 2**10
 _STAGED_ROWS = 2**13  # most rows that a block puts together in shared memory
 # Parameters to tune on a GPU.
 _ONE_BLOCK_PAIRS = 2048  # most pairs that one block sorts
@@ -39,18 +41,31 @@ _COUNT_AGAIN_PAIRS = 2**15  # most pairs that each of many blocks counts itself
 _PAIRS_PER_BLOCK = 1024
 _TURNS = 2  # turns of 32 pairs that a warp ranks; more where there are not enough warps
 _MAX_BLOCKS = 128
+_CHUNKS = (16, 64)  # chunks of 32 pairs that a block of sort_chunks ranks
+_CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks of a cluster, and the chunks of each
+_CLUSTERED_PAIRS = 2**16  # most pairs that clusters sort
+_ROWS_PER_BLOCK = 1024  # rows that a block of sort_chunks puts together at once
 _PERMUTE_ITEMS = 4  # units per thread of permute_rows
 _FEW_UNITS = 2**19  # with fewer units than these, one per thread
 _UNPERMUTE_THREADS = 128
 
 _ID_TYPE = {4: "unsigned", 8: "unsigned long long"}
 _BITS = (5, 8, 12)
+_CHUNK_BITS = (5, 8, 9)
+#: sort_chunks has a thread for each expert.
+_CHUNKED_EXPERTS = 512
+_CLUSTERED_ARCHS = ("90a", "100a", "103a")
 registered = set(SPECIALIZED)
 
 
 def sort_variant(id_bytes: int, experts: int) -> Variant:
     bits = next(b for b in _BITS if experts <= 1 << b)
     return _sort.variant(_ID_TYPE[id_bytes], bits, max_shared_bytes=_MAX_SHARED_BYTES)
+
+
+def chunks_variant(id_bytes: int, experts: int, chunks: int, cluster: int = 1) -> Variant:
+    bits = next(b for b in _CHUNK_BITS if experts <= 1 << b)
+    return _chunks.variant(_ID_TYPE[id_bytes], bits, chunks, cluster, max_shared_bytes=_MAX_CHUNKED_BYTES)
 
 
 def count_variant(id_bytes: int) -> Variant:
@@ -69,6 +84,9 @@ def _list_instances() -> None:
     # int64 ids, float32, odd widths and other topk are compiled when they are first used.
     _sort.at_import = [sort_variant(4, experts).instance for experts in (32, 256)]
     _sort.specialized = [sort_variant(size, 1 << bits).instance for size in (4, 8) for bits in _BITS]
+    few = [chunks_variant(4, experts, chunks).instance for experts in (32, 256) for chunks in _CHUNKS]
+    clustered = [chunks_variant(4, experts, _CLUSTER_CHUNKS, _CLUSTER).instance for experts in (32, 256)]
+    _chunks.at_import = _chunks.specialized = few + clustered
     _count.at_import = _count.specialized = [count_variant(4).instance]
     _permute.at_import = _permute.specialized = [permute_variant(16, items).instance for items in (1, _PERMUTE_ITEMS)]
     _unpermute.at_import = [unpermute_variant(d, 16, topk).instance for d in ("bfloat16", "float16") for topk in (8, 2)]
@@ -118,6 +136,35 @@ def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, p
     return Split(blocks, threads, shared_bytes, per_block, per_warp, warps, capacity, int(staged))
 
 
+class Chunked(NamedTuple):
+    """The launch of sort_chunks."""
+
+    blocks: int
+    threads: int
+    shared_bytes: int
+    capacity: int
+
+
+@functools.lru_cache(maxsize=4096)
+def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: int, capacity: int) -> Chunked:
+    """The launch for `pairs` pairs in clusters of `cluster` blocks, or 1; the others are as in `split_pairs`."""
+    of_pairs = -(-pairs // 32)
+    if cluster > 1:
+        blocks, warps = max(1, -(-of_pairs // (chunks * cluster))) * cluster, 16
+    else:
+        blocks = min(_MAX_BLOCKS, max(1, -(-capacity // _ROWS_PER_BLOCK)))
+        warps = 16 if chunks > 16 else max(1, min(of_pairs, 16), -(-experts // 32))
+    return Chunked(blocks, 32 * warps, _shared_bytes_of_chunks(experts, mapped, chunks, cluster), capacity)
+
+
+@functools.cache
+def _shared_bytes_of_chunks(experts: int, mapped: int, chunks: int, cluster: int) -> int:
+    """The shared memory of a block of sort_chunks, as `ChunkSort` of the template lays it out."""
+    words = chunks // 4
+    ints = 2 * experts * (words if words // 4 % 2 else words + 4) + (mapped + 1 if mapped else 0)
+    return 4 * (ints + (3 * (experts + 1) + (cluster + 1) * experts if cluster > 1 else _ROWS_PER_BLOCK))
+
+
 #: The fields of sort_pairs' Params that not every function needs.
 _NO_RESULTS = {
     **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
@@ -126,6 +173,64 @@ _NO_RESULTS = {
     "group_rows": 1,
     "topk": divisor(1),
 }
+
+
+def _form_of_chunks(
+    topk_ids: Array, experts: int, mapped: int, variant: str, pairs: Any, results: dict[str, Any]
+) -> tuple[int, int] | None:
+    """The chunks of a block of sort_chunks and the blocks of its clusters; None where sort_pairs sorts.
+
+    Raises ValueError where the variant asks for sort_chunks, which does not take the call.
+    """
+    if variant not in ("auto", "chunks", "clusters"):
+        return None
+    # The groups of a permutation are rows, of which sort_chunks would write only those of pairs.
+    fits = experts <= _CHUNKED_EXPERTS and (
+        results.get("group_ids") is None or results.get("group_rows", 1) == results["block_size"]
+    )
+    most_shared = functools.partial(_shared_bytes_of_chunks, experts, mapped)
+    if fits and variant != "clusters":
+        for chunks in _CHUNKS:
+            if pairs <= 32 * chunks and most_shared(chunks, 1) <= _MAX_CHUNKED_BYTES:
+                return chunks, 1
+    clustered = _CLUSTER_CHUNKS, _CLUSTER
+    fits = fits and topk_ids.gpu.arch in _CLUSTERED_ARCHS and most_shared(*clustered) <= _MAX_CHUNKED_BYTES
+    if fits and variant != "chunks" and pairs <= _CLUSTERED_PAIRS:
+        return clustered
+    if variant != "auto":
+        most = {"chunks": 32 * _CHUNKS[-1], "clusters": _CLUSTERED_PAIRS}[variant]
+        on = " and a GPU with clusters" if variant == "clusters" else ""
+        wanted = f"another one, or at most {most} pairs and {_CHUNKED_EXPERTS} experts, blocks of rows{on}"
+        check.fail("variant", wanted, f"{variant!r} with {pairs} pairs and {experts} experts on {topk_ids.gpu.arch}")
+    return None
+
+
+def _launch_chunks(
+    topk_ids: Array,
+    global_experts: int,
+    experts: int,
+    expert_map: Array | None,
+    form: tuple[int, int],
+    capacity: Any,
+    results: dict[str, Any],
+) -> None:
+    """Launch sort_chunks with the chunks of a block and the blocks of a cluster in `form`; see `launch_sort`."""
+    pairs = topk_ids.shape[0] * topk_ids.shape[1]
+    mapped = 0 if expert_map is None else global_experts
+    split = Chunked(*parts(functools.partial(split_chunks, experts, mapped, *form), pairs, capacity))
+    fields = _NO_RESULTS | results
+    del fields["group_rows"]
+    launch(
+        chunks_variant(8 if topk_ids.dtype == "int64" else 4, experts, *form),
+        split.blocks,
+        split.threads,
+        split.shared_bytes,
+        pairs=(topk_ids, expert_map, pairs, global_experts, experts),
+        capacity=split.capacity,
+        rows_per_block=_ROWS_PER_BLOCK,
+        by_block_size=divisor(fields["block_size"]),
+        **fields,
+    )
 
 
 def launch_sort(
@@ -140,10 +245,14 @@ def launch_sort(
     """Sort pairs. `capacity` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
     check.one_of("variant", variant, SORT_VARIANTS)
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
+    mapped = 0 if expert_map is None else global_experts
+    form = _form_of_chunks(topk_ids, experts, mapped, variant, pairs, results)
+    if form:
+        _launch_chunks(topk_ids, global_experts, experts, expert_map, form, capacity, results)
+        return
     one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
     most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
     threads = template.constants(_sort.file)["SORT_THREADS"]
-    mapped = 0 if expert_map is None else global_experts
     split = Split(*parts(functools.partial(split_pairs, experts, mapped, one_block, threads), pairs, capacity))
     of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
     id_bytes = 8 if topk_ids.dtype == "int64" else 4

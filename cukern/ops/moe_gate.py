@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cukern.reference import moe_gate as twin
@@ -32,9 +33,18 @@ MAX_TOKENS = 2**30
 _MAX_SHARED_BYTES = 99 * 1024
 #: By lanes per token, the most tokens for which they are faster than fewer lanes (measured on an H200; the bits are the
 #: same).
-_UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS}
+_UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
+#: The most slots that gate_by_warp deals one after the other, and the experts of which one thread chooses.
+_BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
+#: The most tokens for which gate_by_warp is faster than 32 lanes that share a token's experts (measured on an H200):
+#: each lane sorts its own, so its work grows with them. With at most so many experts it is always faster.
+_BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
+#: Threads per block of gate_by_warp and gate_by_thread.
+_BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 128
 #: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
+#: The same, for many tokens in groups and few slots: four tokens of a warp share the steps that are not per expert.
+_DYNAMIC_FOR_MANY = (8, 32)
 
 
 class Config(NamedTuple):
@@ -63,6 +73,8 @@ SPECIALIZED = [
 ]
 
 _kernel = Kernel("moe_gate/moe_gate", "moe_gate", compile_s=1.3)
+_by_warp = Kernel("moe_gate/gate_by_warp", "gate_by_warp")
+_by_thread = Kernel("moe_gate/gate_by_thread", "gate_by_thread")
 
 
 def _fits(config: Config, lanes: int) -> bool:
@@ -90,8 +102,28 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
     return _kernel.variant(*arguments)
 
 
-def _variants(config: Config) -> list[Instance]:
-    return [_variant(dtype, config, lanes).instance for dtype in DTYPES for lanes in _lanes(config)]
+def _is_by_thread(config: Config) -> bool:
+    """Whether one thread per token takes the experts, in loads of 16 bytes."""
+    return config.groups == 1 and not config.biased and config.experts == _BY_THREAD_EXPERTS
+
+
+def _by_warp_variant(dtype: str, config: Config, bias_types: tuple[str, ...] = ()) -> Variant:
+    experts, groups, scoring, biased = config
+    sizes = experts, groups, scoring.upper(), "true" if biased else "false"
+    return _by_warp.variant(arrays.CUDA_TYPE[dtype], *sizes, *bias_types)
+
+
+def _by_thread_variant(dtype: str, config: Config) -> Variant:
+    return _by_thread.variant(arrays.CUDA_TYPE[dtype], config.experts)
+
+
+def _variants(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instance]:
+    """The instances of a configuration, but for those that only many slots take."""
+    if _is_by_thread(config):
+        return [_by_thread_variant(dtype, config).instance for dtype in dtypes]
+    few = [_by_warp_variant(dtype, config).instance for dtype in dtypes if 32 in _lanes(config)]
+    others = [n for n in _lanes(config) if n < 32 or config.experts > _BY_WARP_EXPERTS]
+    return few + [_variant(dtype, config, n).instance for dtype in dtypes for n in others]
 
 
 def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = ()) -> Variant:
@@ -99,8 +131,11 @@ def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = 
     return _kernel.variant(*arguments, max_shared_bytes=_MAX_SHARED_BYTES)
 
 
-_kernel.specialized = [instance for config in SPECIALIZED for instance in _variants(config)]
-_kernel.at_import = [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC] + _kernel.specialized
+for _own in (_kernel, _by_warp, _by_thread):
+    _all = [instance for config in SPECIALIZED for instance in _variants(config)]
+    _own.specialized = [instance for instance in _all if instance.function == _own.function]
+    _own.at_import = [*_own.specialized]
+_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in (*_DYNAMIC, _DYNAMIC_FOR_MANY)]
 
 _registered = set(SPECIALIZED)
 
@@ -127,19 +162,25 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
 
 
 class _Choice(NamedTuple):
-    """A variant, its lanes per token, and its shared memory per block."""
+    """A variant, its lanes per token, its dynamic shared memory per block, and its threads per block.
+
+    `fields` are those of moe_gate's Params that only the dynamic variant reads.
+    """
 
     variant: Variant
     lanes: int
     shared_bytes: int
+    threads: int
+    fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
+    most_tokens: int = MAX_TOKENS  # for which it is taken
 
 
 class _Choices(NamedTuple):
     """The variants for the scalar arguments of a call."""
 
     dynamic: _Choice
+    dynamic_for_many: _Choice | None  # for so many tokens as 8 lanes per token are faster for
     specialized: list[_Choice]  # from few tokens to many
-    fields: dict[str, int]  # of Params, for the dynamic variant
 
 
 #: groups, topk_group, topk with shared experts, shared experts.
@@ -151,7 +192,7 @@ def _of_template(name: str) -> int:
 
 
 def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
-    """Bytes of shared memory per block, as the template lays them out in units of 16."""
+    """Bytes of shared memory per block of moe_gate, as the template lays them out in units of 16."""
     list_units = capacity + capacity // 4 + 2
     return (block_units + (list_units + row_units) * _of_template("WARPS") * (32 // lanes)) * 16
 
@@ -165,12 +206,49 @@ def _staged_units(values: int, lanes: int, item_size: int) -> int:
 def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]) -> _Choice:
     values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
     variant = _variant(dtype, config, lanes, bias_types)
-    capacity = _of_template("CAPACITY")
+    capacity, threads = _of_template("CAPACITY"), _of_template("WARPS") * 32
     if lanes > _of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
-        return _Choice(variant, lanes, _shared_bytes(lanes, capacity, 0))
+        return _Choice(variant, lanes, _shared_bytes(lanes, capacity, 0), threads)
     bias = _staged_units(values, lanes, 4) if config.biased else 0
     shared_bytes = _shared_bytes(lanes, capacity, _staged_units(values, lanes, item_size), bias)
-    return _Choice(variant, lanes, shared_bytes)
+    return _Choice(variant, lanes, shared_bytes, threads)
+
+
+def _dynamic_choice(
+    dtype: str, experts: int, groups: int, routed: int, form: tuple[int, int], bias_types: tuple[str, ...]
+) -> _Choice:
+    """The dynamic kernel of a number of lanes and of experts per lane, for these sizes."""
+    lanes, values = form
+    group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
+    log2_lanes_per_group = 0
+    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
+        log2_lanes_per_group += 1
+    magic = -(-(1 << 20) // group_size)
+    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
+    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
+    shared_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
+    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
+    variant, threads = _dynamic(dtype, lanes, values, bias_types), _of_template("WARPS") * 32
+    return _Choice(variant, lanes, shared_bytes, threads, fields | {"group_magic": magic})
+
+
+def _all_specialized(dtype: str, config: Config, routed: int, bias_types: tuple[str, ...]) -> list[_Choice]:
+    """The specialized kernels for a number of routed experts, from few tokens to many."""
+    if _is_by_thread(config):
+        return [_Choice(_by_thread_variant(dtype, config), 1, 0, _BY_THREAD_THREADS)]
+    found = []
+    for lanes in _lanes(config):
+        most = _UP_TO_TOKENS[lanes]
+        if lanes == 32 and routed <= _BY_WARP_TOPK:
+            by_warp = _Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, _BY_WARP_THREADS)
+            if config.experts <= _BY_WARP_EXPERTS:
+                found.append(by_warp._replace(most_tokens=most))
+                continue
+            found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
+        # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
+        if routed <= min(_of_template("CAPACITY"), 2 * lanes):
+            found.append(_specialized(dtype, config, lanes, bias_types)._replace(most_tokens=most))
+    return found
 
 
 def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, bias_dtype: str | None, softcap: bool) -> _Choices:
@@ -192,27 +270,20 @@ def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, bias_dtype: s
     check.integer("topk", topk, 1 + shared, reachable + shared, why)
 
     routed = topk - shared
-    capacity = max(64, -(-routed // 4) * 4)
     # With fewer lanes than ranks there is no threshold, and most rows would overflow the list.
-    lanes, values = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
-    log2_lanes_per_group = 0
-    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
-        log2_lanes_per_group += 1
-    magic = -(-(1 << 20) // group_size)
-    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
-    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
-    dynamic_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
-    if dynamic_bytes > _MAX_SHARED_BYTES:
+    form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
+    dynamic = _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
+    if dynamic.shared_bytes > _MAX_SHARED_BYTES:
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
-    dynamic = _Choice(_dynamic(dtype, lanes, values, bias_types), lanes, dynamic_bytes)
+    dynamic_for_many = None
+    lanes, values = _DYNAMIC_FOR_MANY
+    if 1 < groups <= lanes and experts <= lanes * values and routed <= lanes:
+        dynamic_for_many = _dynamic_choice(dtype, experts, groups, routed, _DYNAMIC_FOR_MANY, bias_types)
     config = Config(experts, groups, scoring if biased else "any", biased)
     specialized = []
     if config in _registered and not softcap:
-        # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
-        most = _of_template("CAPACITY")
-        specialized = [_specialized(dtype, config, n, bias_types) for n in _lanes(config) if routed <= min(most, 2 * n)]
-    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
-    return _Choices(dynamic, specialized, fields | {"group_magic": magic})
+        specialized = _all_specialized(dtype, config, routed, bias_types)
+    return _Choices(dynamic, dynamic_for_many, specialized)
 
 
 def _valid_tokens(count: Any, tokens: int) -> int:
@@ -261,11 +332,11 @@ def _select(choices: _Choices, call: _Call, row_stride: Any, groups: int) -> _Ch
     aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
     if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
         if call.variant == "dynamic":
-            return choices.dynamic
+            return _select_dynamic(choices, logits.shape[0])
         chosen = choices.specialized[0]
-        for fewer_lanes in choices.specialized[1:]:
-            if logits.shape[0] > _UP_TO_TOKENS[chosen.lanes]:
-                chosen = fewer_lanes
+        for for_more in choices.specialized[1:]:
+            if logits.shape[0] > chosen.most_tokens:
+                chosen = for_more
         return chosen
     if call.variant == "specialized":
         check.fail(
@@ -275,6 +346,12 @@ def _select(choices: _Choices, call: _Call, row_stride: Any, groups: int) -> _Ch
             f"{call.scoring} {'without' if bias is None else 'with'} a bias, or the rows are not 16-byte aligned "
             "(cukern.specialize adds one)",
         )
+    return _select_dynamic(choices, logits.shape[0])
+
+
+def _select_dynamic(choices: _Choices, tokens: Any) -> _Choice:
+    if choices.dynamic_for_many is not None and tokens > _UP_TO_TOKENS[16]:
+        return choices.dynamic_for_many
     return choices.dynamic
 
 
@@ -322,36 +399,50 @@ def _gate(
     chosen = _select(choices, call, row_stride, groups)
     if tokens == 0:
         return weights, ids
-    threads = _of_template("WARPS") * 32
-    launch(
-        chosen.variant,
-        ceil_div(tokens, threads // chosen.lanes),
-        threads,
-        chosen.shared_bytes,
-        logits=logits,
-        bias=bias,
-        weights=weights,
-        ids=ids,
-        valid_on_device=valid_on_device,
-        row_stride=row_stride,
-        tokens=tokens,
-        valid=valid,
-        experts=experts,
-        groups=groups,
-        topk_group=topk_group,
-        topk=topk - shared,
-        shared=shared,
-        scoring=_of_template(call.scoring.upper()),
-        group_by_two=by_two,
-        renormalize=call.renormalize,
-        bias_is_float=bias_dtype == "float32",
-        valid_is_int64=valid_on_device is not None and valid_on_device.dtype == "int64",
-        shared_scale=1 / factor if shared else 0.0,
-        output_scale=factor if scaling[1] else 1.0,
-        softcap=softcap,
-        **choices.fields,
-    )
+    fields = {
+        "logits": logits,
+        "bias": bias,
+        "weights": weights,
+        "ids": ids,
+        "valid_on_device": valid_on_device,
+        "row_stride": row_stride,
+        "tokens": tokens,
+        "valid": valid,
+        "experts": experts,
+        "groups": groups,
+        "topk_group": topk_group,
+        "topk": topk - shared,
+        "shared": shared,
+        "scoring": _of_template(call.scoring.upper()),
+        "group_by_two": by_two,
+        "renormalize": call.renormalize,
+        "bias_is_float": bias_dtype == "float32",
+        "valid_is_int64": valid_on_device is not None and valid_on_device.dtype == "int64",
+        "shared_scale": 1 / factor if shared else 0.0,
+        "output_scale": factor if scaling[1] else 1.0,
+        "softcap": softcap,
+    }
+    blocks = ceil_div(tokens, chosen.threads // chosen.lanes)
+    taken = _fields_of(chosen.variant, fields | {**chosen.fields})
+    launch(chosen.variant, blocks, chosen.threads, chosen.shared_bytes, **taken)
     return weights, ids
+
+
+#: Fields of moe_gate's Params that the other kernels do without.
+_OF_ANY_SIZES = (
+    *("experts", "groups", "group_by_two", "softcap"),
+    *("capacity", "group_size", "log2_lanes_per_group", "group_magic"),
+)
+_WITHOUT = {
+    _kernel.function: (),
+    _by_warp.function: _OF_ANY_SIZES,
+    _by_thread.function: (*_OF_ANY_SIZES, "bias", "topk_group", "bias_is_float"),
+}
+
+
+def _fields_of(variant: Variant, fields: dict[str, Any]) -> dict[str, Any]:
+    without = _WITHOUT[variant.instance.function]
+    return {name: value for name, value in fields.items() if name not in without}
 
 
 def _results(gating_output: Any, topk: Any) -> tuple[Result, Result]:

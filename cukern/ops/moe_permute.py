@@ -122,8 +122,10 @@ def moe_sort(
             [0, num_local_experts), such as -1, is not here.
         num_local_experts: the number of experts here; required with expert_map, else num_experts.
         out: a triple to write into and return.
-        variant: "auto", or by name: "one_block", "many_blocks" (each counts all pairs itself) or "counted" (by the
-            launch before). All give the same.
+        variant: "auto", or by name: "one_block", "many_blocks" (each counts all pairs itself), "counted" (by the
+            launch before), "chunks" (each block ranks all pairs, at most 2048) or "clusters" (of blocks that tell each
+            other their counts; at most 65536 pairs, on a data-center GPU from Hopper on). The last two take at most 512
+            experts. All give the same.
 
     Returns:
         expert_offsets int32 [experts + 1]: the first row of each expert, and last the end of all rows.

@@ -18,13 +18,15 @@ from cukern.reference.quantization import per_token_group_quant_fp8, scaled_fp8_
 Array = NDArray[Any]
 
 GROUP = 128
+#: The quantizations whose activations are FP8.
+FP8_NAMES = ("fp8_block", "fp8", "mxfp4_fp8")
 
 
 def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
     """Rows as the first product takes them, and their scales."""
-    if quant is None or quant.name not in ("fp8_block", "fp8"):
+    if quant is None or quant.name not in FP8_NAMES:
         return x, None
-    if quant.name == "fp8_block":
+    if quant.is_in_groups:
         return per_token_group_quant_fp8(x, GROUP)
     return scaled_fp8_quant(x, quant.a1_scale, use_per_token_if_dynamic=quant.per_act_token_quant)
 
@@ -43,7 +45,7 @@ def experts(
         with np.errstate(over="ignore"):
             return product(x, weights[index], scale, b_scale, global_scale, bias=bias, **form).astype(dtype)
 
-    is_fp8 = quant is not None and quant.name in ("fp8_block", "fp8")
+    is_fp8 = quant is not None and quant.name in FP8_NAMES
     form: dict[str, Any] = {"activation": None}
     is_activated = not is_fp8 or quant.quantizes_activated(activation)
     if is_activated:
@@ -55,7 +57,7 @@ def experts(
     elif is_activated:
         second = _quantized(first, quant)
     else:
-        group = GROUP if quant.block_shape else None
+        group = GROUP if quant.is_in_groups else None
         second = {
             index: silu_and_mul_quant(x, activation, group_size=group, scale=quant.a2_scale)
             for index, x in first.items()
@@ -69,7 +71,7 @@ def _own(values: Array | None, index: int) -> Any:
 
 def _quantized(activated: dict[int, Array], quant: Any) -> dict[int, tuple[Array, Array | None]]:
     """Activated rows of experts in FP8, with their scales."""
-    if quant.block_shape:
+    if quant.is_in_groups:
         return {index: per_token_group_quant_fp8(x, GROUP) for index, x in activated.items()}
     scale = quant.a2_scale
     if scale is None and not quant.per_act_token_quant and activated:

@@ -23,6 +23,13 @@ BLOCK = 128
 UNIT_ROWS, UNIT_K = 8, 64
 UNIT_BYTES = {MXFP4_GROUP: 272, NVFP4_GROUP: 288}
 _UNIT_NUMBERS = UNIT_ROWS * UNIT_K // 2
+#: Numbers along k of a unit of weights prepared for FP8 rows, and its bytes: numbers, and a word for each row.
+FOLDED_K, FOLDED_BYTES = 128, 544
+_FOLDED_NUMBERS = UNIT_ROWS * FOLDED_K // 2
+#: The largest difference of exponents that is kept, and the power of two by which all numbers are multiplied.
+_FOLDED_DIFFERENCE, _FOLDED_SHIFT = 19, 6
+#: The numbers of 4 bits.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 #: The largest scale of MXFP4 that is prepared: 2^34, which becomes infinite.
 _LARGEST_E8M0 = 161
 
@@ -33,6 +40,11 @@ _LARGEST_E8M0 = 161
 def is_prepared(b: Any) -> bool:
     """Whether weights are prepared: an array of four dimensions, which no others have."""
     return len(b.shape) == 4
+
+
+def is_folded(b: Any) -> bool:
+    """Whether weights are prepared for FP8 rows."""
+    return is_prepared(b) and b.shape[3] == FOLDED_BYTES
 
 
 def rows_of_weights(b: Any) -> Any:
@@ -74,8 +86,53 @@ def _narrowed(scales: Array) -> Array:
     return np.where(scales == 0, 0, np.where(exponent > 0, exponent << 3 | mantissa, small)).astype(np.uint8)
 
 
-def prepare_weights(b: Array, b_scale: Array) -> Array:
+def _folded(b: Array, scales: Array) -> Array:
+    """Weights [experts, n, k / 2] and scales [experts, n, k / 32] as products with FP8 rows take them."""
+    (experts, n, half), groups = b.shape, scales.shape[2]
+    units = -(-2 * half // FOLDED_K)
+    exponents = scales.max(2).astype(np.uint8)
+    differences = np.full((experts, n, units * 4), _FOLDED_DIFFERENCE, np.uint8)
+    differences[..., :groups] = np.minimum(exponents[..., None] - scales, _FOLDED_DIFFERENCE)
+    of_units = (differences << 3).reshape(experts, n, units, 4)
+    for i, part in enumerate((exponents & 7, exponents >> 3 & 7, exponents >> 6)):
+        of_units[..., i] |= part[..., None]
+    b = np.pad(b, ((0, 0), (0, 0), (0, units * FOLDED_K // 2 - half)))
+    # Of each 32 numbers: their halves, the lanes, and the four numbers that a lane has of a half.
+    two = b.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, 2, 2, 2, 4, 2)
+    four = np.stack([two & 15, two >> 4], -1).reshape(*two.shape[:-1], 4).astype(np.uint32)
+    words = np.zeros(four.shape[:6] + four.shape[7:8], np.uint32)  # of rows, units, halves, groups, lanes
+    for half_of, i in itertools.product(range(2), range(4)):
+        number = four[..., half_of, :, i]
+        words |= (number & 7) << (16 * half_of + 4 * i) | number >> 3 << (8 * i + 7 - 4 * half_of)
+    shape = experts, n // UNIT_ROWS, units
+    numbers = np.ascontiguousarray(words.transpose(0, 1, 3, 4, 2, 6, 5), "<u4").view(np.uint8)
+    of_units = of_units.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, 4).swapaxes(2, 3)
+    return np.concatenate([numbers.reshape(*shape, _FOLDED_NUMBERS), of_units.reshape(*shape, -1)], -1)
+
+
+def _unfolded(prepared: Array) -> tuple[Array, Array, Array]:
+    """Numbers of 4 bits [experts, n, k], differences [experts, n, k / 32], and the rows' exponents [experts, n]."""
+    experts, eights, units, _ = prepared.shape
+    words = np.ascontiguousarray(prepared[..., :_FOLDED_NUMBERS]).view("<u4").astype(np.uint32)
+    words = words.reshape(experts, eights, units, 2, UNIT_ROWS, 4, 2).transpose(0, 1, 4, 2, 3, 6, 5)
+    four = [
+        words >> (16 * half + 4 * i) & 7 | (words >> (8 * i + 7 - 4 * half) & 1) << 3
+        for half, i in itertools.product(range(2), range(4))
+    ]
+    numbers = np.stack(four, -1).reshape(*words.shape, 2, 4).swapaxes(6, 7)
+    n = eights * UNIT_ROWS
+    of_rows = prepared[..., _FOLDED_NUMBERS:].reshape(experts, eights, units, UNIT_ROWS, 4).swapaxes(2, 3)
+    of_rows = of_rows.reshape(experts, n, units, 4)
+    first = of_rows[:, :, 0]
+    exponents = first[..., 0] & 7 | (first[..., 1] & 7) << 3 | (first[..., 2] & 3) << 6
+    shape = experts, n, units * FOLDED_K
+    return numbers.astype(np.uint8).reshape(shape), (of_rows >> 3).reshape(experts, n, units * 4), exponents
+
+
+def prepare_weights(b: Array, b_scale: Array, *, a_dtype: str | None = None) -> Array:
     """See `cukern.prepare_weights`."""
+    if a_dtype == "float8_e4m3fn":
+        return _folded(b, b_scale.view(np.uint8))
     (experts, n, half), scales = b.shape, b_scale.view(np.uint8)
     k, units = 2 * half, -(-2 * half // UNIT_K)
     group = k // scales.shape[2]
@@ -101,6 +158,12 @@ def prepare_weights(b: Array, b_scale: Array) -> Array:
 def restore_weights(prepared: Array, k: int | None = None) -> tuple[Array, Array]:
     """See `cukern.restore_weights`."""
     experts, eights, units, size = prepared.shape
+    if size == FOLDED_BYTES:
+        k = units * FOLDED_K if k is None else k
+        numbers, differences, exponents = _unfolded(prepared)
+        b = np.ascontiguousarray((numbers[..., ::2] | numbers[..., 1::2] << 4)[..., : k // 2])
+        scales = np.maximum(exponents[..., None].astype(int) - differences, 0)[..., : k // MXFP4_GROUP]
+        return b, np.ascontiguousarray(scales.astype(np.uint8))
     group = next(group for group, unit_bytes in UNIT_BYTES.items() if unit_bytes == size)
     k = units * UNIT_K if k is None else k
     words = np.ascontiguousarray(prepared[..., :_UNIT_NUMBERS]).view("<u4")
@@ -132,8 +195,24 @@ def values_of_a(a: Array, a_scale: Array | None) -> Array:
     return values * np.repeat(a_scale, BLOCK, 1)[:, : a.shape[1]]
 
 
+def folded_values(b: Array, k: int) -> Array:
+    """The numbers [n, k] that an expert's weights prepared for FP8 rows [n / 8, units, bytes] are multiplied as.
+
+    They are e4m3 numbers times a power of two of their row.
+    """
+    numbers, differences, exponents = (x[0] for x in _unfolded(b[None]))
+    sizes = _E2M1[numbers & 7] * np.repeat(np.exp2(_FOLDED_SHIFT - differences.astype(float)), MXFP4_GROUP, 1)
+    values = fp8_values(np.where(numbers & 8, -sizes, sizes).astype(ml_dtypes.float8_e4m3fn))
+    smallest = 127 - 120  # exponents below this are those of rows of 0
+    factors = np.exp2(np.where(exponents < smallest, 0, exponents.astype(float) - 127 - _FOLDED_SHIFT))
+    factors = np.where(exponents < smallest, 0, np.where(exponents == 255, np.nan, factors))
+    return (values * factors[:, None])[:, :k]
+
+
 def values_of_b(b: Array, b_scale: Array | None, b_global_scale: Array | None, k: int) -> Array:
     """The numbers [n, k] that the weights of one expert stand for, in float64; `b` has 3 dimensions if prepared."""
+    if b.ndim == 3 and b.shape[2] == FOLDED_BYTES:
+        return folded_values(b, k)
     if b.ndim == 3:
         b, b_scale = (x[0] for x in restore_weights(b[None], k))
     if b_scale is None:

@@ -24,6 +24,7 @@ import torch
 import cukern
 from cukern.compat import sglang as compat_sglang
 from cukern.compat import vllm as compat_vllm
+from cukern.compat.vllm import moe_permute_unpermute as permutation
 
 ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers", "rich")
 
@@ -139,6 +140,7 @@ def _platform() -> _Platform:
         supports_fp8=lambda: True,
         import_kernels=lambda: None,
         simple_compile_backend="eager",
+        use_sync_weight_loader=_no,
     )
 
 
@@ -183,12 +185,78 @@ def _scaled_dynamically(out: Any, x: Any, scale: Any, bound: Any = None, per_tok
     scale.copy_(found)
 
 
+def _quantized(out: Any, x: Any, norm: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> None:
+    """A fused norm and quantization as vLLM rounds it, to 16 bits in between: cukern's is at most one step away."""
+    if residual is None:
+        cukern.rms_norm_quant(x, weight, epsilon, scale=scale, out_q=out)
+    else:
+        cukern.fused_add_rms_norm_quant(x, residual, weight, epsilon, scale=scale, out_q=out)
+    rounded, _ = cukern.scaled_fp8_quant(norm, scale)
+    assert int(fp8_ulp_distance(out, rounded).max()) <= 1
+    out.copy_(rounded)
+
+
 def _quantized_norm(out: Any, x: Any, weight: Any, scale: Any, epsilon: float) -> None:
-    cukern.rms_norm_quant(x, weight, epsilon, scale=scale, out_q=out)
+    _quantized(out, x, cukern.rms_norm(x, weight, epsilon), None, weight, scale, epsilon)
 
 
 def _quantized_sum(out: Any, x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> None:
-    cukern.fused_add_rms_norm_quant(x, residual, weight, epsilon, scale=scale, out_q=out)
+    norm, total = x.clone(memory_format=torch.contiguous_format), residual.clone()
+    cukern.fused_add_rms_norm(norm, total, weight, epsilon)
+    _quantized(out, x, norm, residual, weight, scale, epsilon)
+
+
+def _bounded(found: tuple[Any, Any], rounded: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Fused FP8 and scales as vLLM rounds them, `rounded`: cukern's are at most a step of both formats away."""
+    (q, scales), (wanted, wanted_scales) = found, rounded
+    wanted_scales = wanted_scales.reshape(scales.shape)
+    torch.testing.assert_close(scales, wanted_scales, rtol=2**-6, atol=0)
+    assert int(fp8_ulp_distance(q, wanted).max()) <= 1
+    return q.copy_(wanted), scales.copy_(wanted_scales)
+
+
+def _norm_of(x: Any, weight: Any, epsilon: float, residual: Any) -> Any:
+    """The norm as vLLM rounds it: before the weight too."""
+    if residual is None:
+        return cukern.rms_norm(x.contiguous(), None, epsilon) * weight
+    norm, total = x.clone(memory_format=torch.contiguous_format), residual.clone()
+    cukern.fused_add_rms_norm(norm, total, None, epsilon)
+    return norm * weight
+
+
+def _norm_by_tokens(x: Any, weight: Any, epsilon: float, dtype: Any, scale_ub: Any = None, residual: Any = None) -> Any:
+    norm = _norm_of(x, weight, epsilon, residual)
+    found = compat_vllm.rms_norm_dynamic_per_token_quant(x, weight, epsilon, dtype, scale_ub, residual)
+    return _bounded(found, cukern.scaled_fp8_quant(norm, None, None, None, True))
+
+
+def _norm_by_blocks(
+    x: Any,
+    weight: Any,
+    epsilon: float,
+    dtype: Any,
+    group_size: list[int],
+    scale_ub: Any = None,
+    residual: Any = None,
+    *layout: Any,
+) -> Any:
+    norm = _norm_of(x, weight, epsilon, residual)
+    arguments = x, weight, epsilon, dtype, group_size, scale_ub, residual, *layout
+    found = compat_vllm.rms_norm_per_block_quant(*arguments)
+    return _bounded(found, cukern.per_token_group_quant_fp8(norm, group_size[1]))
+
+
+def _activation_by_blocks(x: Any, group_size: int, *others: Any, **options: Any) -> Any:
+    found = compat_vllm.silu_and_mul_per_block_quant(x, group_size, *others, **options)
+    gate, up = x.chunk(2, -1)
+    return _bounded(found, cukern.per_token_group_quant_fp8(torch.nn.functional.silu(gate) * up, group_size))
+
+
+def _by_groups(x: Any, q: Any, scales: Any, group_size: int, eps: float, low: float, high: float, *flags: Any) -> None:
+    if flags and flags[0]:
+        raise NotImplementedError("per_token_group_fp8_quant: use_ue8m0 must be False with cukern")
+    _, found = cukern.per_token_group_quant_fp8(x, group_size, eps, out_q=q)
+    scales.copy_(found)
 
 
 class _Operators:
@@ -230,12 +298,33 @@ def _gather_and_maybe_dequant_cache(src: Any, dst: Any, table: Any, ends: Any, f
     cukern.gather_cache(src, dst, table, ends, fifth, *starts, kv_cache_dtype=kv_cache_dtype, scale=scale)
 
 
+def _fused_topk(x: Any, logits: Any, topk: int, renormalize: bool, indices_type: Any = None) -> tuple[Any, Any, Any]:
+    """vLLM's function of this name over its `topk_softmax`."""
+    weights, *ids = (
+        torch.empty(x.shape[0], topk, dtype=dtype or torch.int32, device=x.device)
+        for dtype in (torch.float32, indices_type, torch.int32)
+    )
+    compat_vllm.topk_softmax(weights, *ids, logits, renormalize)
+    return weights, ids[0], ids[1]
+
+
+def _moe_permute(*args: Any, **kwargs: Any) -> Any:
+    """`moe_permute`, also with `align_block_size`, as in vLLM 0.10.2, whose function is cukern's."""
+    function = cukern.moe_permute if "align_block_size" in kwargs else permutation.moe_permute
+    return function(*args, **kwargs)
+
+
 def _enter_operators() -> None:
+    vars(sys.modules["vllm.model_executor.layers.fused_moe.moe_permute_unpermute"])["moe_permute"] = _moe_permute
+    vars(sys.modules["vllm.model_executor.layers.fused_moe"])["fused_topk"] = _fused_topk
     ops = sys.modules["vllm._custom_ops"]
     vars(ops).update(
         convert_fp8=_convert_fp8,
         swap_blocks=_swap_blocks,
         gather_and_maybe_dequant_cache=_gather_and_maybe_dequant_cache,
+        rms_norm_dynamic_per_token_quant=_norm_by_tokens,
+        rms_norm_per_block_quant=_norm_by_blocks,
+        silu_and_mul_per_block_quant=_activation_by_blocks,
     )
     names = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_new", "gelu_fast", "gelu_quick")
     activations = {name: _into(getattr(cukern, name)) for name in names}
@@ -249,6 +338,7 @@ def _enter_operators() -> None:
         rms_norm_static_fp8_quant=_quantized_norm,
         fused_add_rms_norm_static_fp8_quant=_quantized_sum,
         silu_and_mul_quant=lambda out, x, scale: cukern.silu_and_mul_quant(x, scale=scale, out_q=out),
+        per_token_group_fp8_quant=_by_groups,
         apply_repetition_penalties_=ops.apply_repetition_penalties,
         **activations,
     )
@@ -286,22 +376,55 @@ def _triton(maths: dict[str, Any]) -> dict[str, Any]:
     return {"HAS_TRITON": True, "triton": triton, "tl": language}
 
 
-def _config(**given: Any) -> SimpleNamespace:
-    """vLLM's configuration, with all of its own operators."""
-    own = {"custom_ops": ["all"], "enabled_custom_ops": Counter(), "disabled_custom_ops": Counter(), "backend": "eager"}
-    return SimpleNamespace(**{"compilation_config": SimpleNamespace(**own)} | given)
+#: vLLM's configuration, with all of its own operators.
+CONFIG = SimpleNamespace(
+    compilation_config=SimpleNamespace(
+        custom_ops=["all"],
+        enabled_custom_ops=Counter(),
+        disabled_custom_ops=Counter(),
+        backend="eager",
+        level=0,
+        mode=0,
+        use_inductor=False,
+    )
+)
 
 
 def _enter_config() -> None:
+    def with_given(of: SimpleNamespace) -> Callable[..., SimpleNamespace]:
+        return lambda **given: SimpleNamespace(**vars(of) | given)
+
     _module(
         "vllm.config",
-        CompilationConfig=lambda **given: SimpleNamespace(**vars(_config().compilation_config) | given),
-        VllmConfig=_config,
-        get_cached_compilation_config=lambda: _config().compilation_config,
-        get_current_vllm_config=_config,
-        get_current_vllm_config_or_none=_config,
+        CompilationConfig=with_given(CONFIG.compilation_config),
+        CompilationLevel=SimpleNamespace(NO_COMPILATION=0, DYNAMO_AS_IS=1, DYNAMO_ONCE=2, PIECEWISE=3),
+        VllmConfig=with_given(CONFIG),
+        get_cached_compilation_config=functools.cache(lambda: CONFIG.compilation_config),
+        get_current_vllm_config=lambda: CONFIG,
+        get_current_vllm_config_or_none=lambda: CONFIG,
         set_current_vllm_config=lambda *_, **__: contextlib.nullcontext(),
     )
+
+
+def _reference_norm(x: Any, weight: Any, epsilon: float, *_: Any) -> Any:
+    """vLLM's norm in torch, the reference of its fused norms; its other files would compare it with itself."""
+    if "test_fused_quant_layernorm" not in os.environ.get("PYTEST_CURRENT_TEST", ""):
+        pytest.skip("needs the layers of vllm, which compute the norm and its reference alike here")
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (y if weight is None else y.to(weight.dtype) * weight).to(x.dtype)
+
+
+def _reference_sum(x: Any, residual: Any, weight: Any, epsilon: float, *_: Any) -> Any:
+    total = x.float() + residual.float()
+    y = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (y if weight is None else y.to(weight.dtype) * weight).to(x.dtype), total.to(x.dtype)
+
+
+def _enter_ir() -> None:
+    total = SimpleNamespace(maybe_inplace=_reference_sum)
+    _module("vllm.ir")
+    _module("vllm.ir.ops", rms_norm=_reference_norm, fused_add_rms_norm=total)
 
 
 def _enter_flashinfer_utils() -> None:
@@ -357,6 +480,7 @@ def install(folder: Path) -> None:
         "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
     }
     _enter_config()
+    _enter_ir()
     _module("vllm.platforms", current_platform=_platform())
     _module("vllm.triton_utils", **_triton(maths))
     _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, **maths)

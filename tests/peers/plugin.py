@@ -84,7 +84,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool:
 
 def _case(report: Any) -> tally.Case:
     file, _, name = report.nodeid.partition("::")
-    outcome, reason = report.outcome, ""
+    test, outcome, reason = name.partition("[")[0], report.outcome, ""
     if outcome == "skipped":
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if reason.startswith("refused: "):
@@ -92,9 +92,11 @@ def _case(report: Any) -> tally.Case:
     elif outcome == "failed":
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = (str(report.longrepr).strip().splitlines() or [""])[-1] if crash is None else crash.message
-        on_purpose = tally.DIFFERENT.get(name.partition("[")[0])
-        if on_purpose is not None:
-            outcome, reason = "differs", on_purpose
+        known = tally.DIFFERENT.get(test)
+        if known is not None and known.is_in(name, reason):
+            outcome, reason = "differs", known.reason
+        elif test in tally.PROGRAMS:
+            outcome, reason = "skipped", tally.PROGRAMS[test]
     return tally.Case(file, name, outcome, reason.partition("\n")[0][:200])
 
 
@@ -187,8 +189,11 @@ def kv_cache_factory_flashinfer() -> Any:
 
 
 @pytest.fixture
-def default_vllm_config() -> None:
-    """vLLM's configuration, which nothing here reads."""
+def default_vllm_config() -> Any:
+    """vLLM's configuration."""
+    from tests.peers import modules
+
+    return modules.CONFIG
 
 
 @pytest.fixture

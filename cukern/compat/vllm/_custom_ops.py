@@ -556,7 +556,12 @@ def gather_and_maybe_dequant_cache(
     scale: AnyArray,
     seq_starts: AnyArray | None = None,
 ) -> None:
-    """`cukern.gather_cache` of the first `num_tokens` tokens; `token_to_seq` is not needed."""
+    """`cukern.gather_cache` of the first `num_tokens` tokens; `token_to_seq` is not needed.
+
+    As in vLLM, the host waits for a `num_tokens` that is in a tensor.
+    """
+    if isinstance(num_tokens, torch.Tensor):
+        num_tokens = int(num_tokens)
     if not isinstance(num_tokens, int):
         refuse("gather_and_maybe_dequant_cache", "num_tokens", "an int, as in vLLM 0.33.0", type(num_tokens).__name__)
     batch, options = cu_seq_lens.shape[0] - 1, {"kv_cache_dtype": kv_cache_dtype, "scale": scale}

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cukern.ops.moe_gemm import kernels
+from cukern.ops.moe_gemm import folded, kernels
 from cukern.ops.moe_gemm.kernels import Product
-from cukern.ops.moe_gemm.prepare import MAX_COUNT, MAX_EXPERTS, prepare_weights, prepared_format, restore_weights
+from cukern.ops.moe_gemm.prepare import (
+    MAX_COUNT,
+    MAX_EXPERTS,
+    check_folded,
+    prepare_weights,
+    prepared_format,
+    restore_weights,
+)
 from cukern.reference import moe_gemm as twin
 from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import BLOCK, is_prepared, rows_of_weights
@@ -59,6 +66,10 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
         for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
             if array.alignment < 16:
                 check.fail(name, "at a multiple of 16 bytes with prepared weights", f"address {array.address:#x}")
+        if x.weights == "FOLDED":
+            if reason := kernels.why_not_prepared(variant, x):
+                check.fail("b", "weights of 8 bits", f"MXFP4 prepared for FP8 rows: {reason}")
+            return folded.folded_wgmma
         if reason := kernels.why_not_prepared(variant, x):
             check.fail("b", "weights that are not prepared", f"prepared ones: {reason}")
         return kernels.fp4_wgmma
@@ -82,7 +93,12 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
     is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
     check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, "uint8"))
     is_fp4 = not is_fp8 and b.dtype == "uint8"
-    if is_fp4 and is_prepared(b):
+    is_folded = is_fp8 and is_prepared(b)
+    if is_folded:
+        check_folded(b, k)
+        if row_token is not None:
+            check.fail("row_token", "None with FP8 rows and MXFP4 weights: permute the rows", "an array")
+    elif is_fp4 and is_prepared(b):
         prepared_format(b, k)
     else:
         check.dimensions("b", b.shape, ("experts", "n", "k"))
@@ -135,6 +151,9 @@ def _formats(
 ) -> tuple[str, str, str]:
     """The format of the weights, the scales of `a` and the scales of `b`: fields of `kernels.Product`."""
     is_fp8 = a.dtype not in DTYPES
+    if is_fp8 and is_prepared(b):
+        _check_folded_scales(a, a_scale, b_scale, b_global_scale)
+        return "FOLDED", "block", "group"
     formats = ("FP8", *_fp8_scales(a, b, a_scale, b_scale)) if is_fp8 else ("PLAIN", "", "")
     if not is_fp8 and a_scale is not None:
         check.fail("a_scale", f"None with {a.dtype} a", "an array")
@@ -174,6 +193,20 @@ def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None
         wanted = f"of shape {one} [{symbol}] = {list(rows)} or [{symbol}, 1], as b_scale is not by blocks"
         check.fail("a_scale", wanted, list(shape))
     return "row" if is_by_row else "one", "one" if len(b_scale.shape) == 1 else "column"
+
+
+def _check_folded_scales(a: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None) -> None:
+    """Check the scales of FP8 rows with MXFP4 weights."""
+    if a_scale is None:
+        check.fail("a_scale", "an array with FP8", None, TypeError)
+    check.dtype("a_scale", a_scale.dtype, ("float32",))
+    symbol = "experts, max_tokens" if len(a.shape) == 3 else "tokens"
+    wanted = (*a.shape[:-1], -(-a.shape[-1] // BLOCK))
+    check.shape("a_scale", a_scale.shape, wanted, f"[{symbol}, ceil(k / {BLOCK})], with MXFP4 weights,")
+    if b_scale is not None:
+        check.fail("b_scale", "None with prepared weights, which hold their scales", "an array")
+    if b_global_scale is not None:
+        check.fail("b_global_scale", "None with MXFP4", "an array")
 
 
 def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array | None) -> str:
@@ -343,10 +376,10 @@ def moe_gemm(
         a: [rows, k] bfloat16, float16 or FP8 (e4m3; CuPy, which has no such dtype, gives its bytes as uint8).
         b: weights [experts, n, k] of the dtype of `a`; or, where that is of 16 bits, uint8 [experts, n, k / 2]: numbers
             of 4 bits (e2m1), two in a byte, the low half first; or those prepared by `cukern.prepare_weights`, for
-            Hopper. Rows are contiguous, and may have any stride. n and k may be of any size, in 4 bits whole groups of
-            a scale; fast are n of multiples of 8 (gated, of 16), k of multiples of 8 in 16 bits, of 16 in 8, of 32 in
-            4, addresses at multiples of 16 bytes, and weights without strides or, on Hopper and in 16 bits or 8, with
-            those of such multiples.
+            Hopper; FP8 rows take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn"). Rows are contiguous, and
+            may have any stride. n and k may be of any size, in 4 bits whole groups of a scale; fast are n of multiples
+            of 8 (gated, of 16), k of multiples of 8 in 16 bits, of 16 in 8, of 32 in 4, addresses at multiples of 16
+            bytes, and weights without strides or, on Hopper and in 16 bits or 8, with those of such multiples.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
             expert_offsets[e + 1] - 1. Offsets outside of the rows count as their ends.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
@@ -370,10 +403,10 @@ def moe_gemm(
         out: [rows, n] or [rows, n / 2], to write into. Rows from expert_offsets[experts] on are not written.
         expected_m: rows that a group is expected to have at most: a hint, as in DeepGEMM, by which "auto" and the sizes
             of tiles are chosen. None: by the mean.
-        variant: "wgmma" (Hopper; 16 bits and 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
+        variant: "wgmma" (Hopper; 16 bits, 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
             reads the weights anew for every few rows), "fma" (all sizes, strides and addresses; without tensor cores)
             or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma", "mma" and "fma", the first that can.
-            More rows are better permuted than gathered.
+            Many rows are better permuted than gathered where they are of 8 bits, or n is above some 8000.
 
     Returns:
         `out`, or an array like `a`, in which rows of no expert have no particular value.
@@ -382,6 +415,12 @@ def moe_gemm(
         TypeError: for what is no array, of another library, or of a wrong dtype.
         ValueError: for another device, a wrong shape, strides, an unknown name, or a variant that cannot do it; with
             prepared weights also for an address that is no multiple of 16.
+
+    FP8 rows and MXFP4 weights are multiplied in e4m3, and sums of 128 along k are added up in float32, times the row's
+    a_scale. The weights there are what they are, exactly, where the scales of a row of weights differ by at most 2^14
+    (see `prepare_weights`): what differs from bfloat16 rows is what FP8 takes from the rows. By the twin, of normal
+    rows and normal weights quantized to MXFP4, k = 4096, the results differ by 2.6% of their root mean square; from
+    those of numbers that are not quantized, by 11.7%, and those of bfloat16 rows by 11.4%.
 
     The groups are those of DeepGEMM's contiguous layout, without its alignment, and of `torch._grouped_mm`.
     """

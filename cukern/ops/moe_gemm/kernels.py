@@ -165,6 +165,12 @@ class Product(NamedTuple):
         dtype = "uint8" if size == 1 else self.a.dtype
         return tensor_map(self.a, dtype, dims, strides, (128 // size, rows, 1, 1), promotion)
 
+    def row_map(self) -> Late:
+        """The map of `a`, whose rows are gathered, with boxes of 128 bytes of one row."""
+        size = self.a.item_size
+        dims, strides = (self.k, self.a.shape[-2]), (self.k * size,)
+        return tensor_map(self.a, self.a.dtype, dims, strides, (128 // size, 1), 256)
+
 
 def constant(kernel: Kernel, name: str) -> int:
     """The integer that a kernel's file, or what it includes, declares under this name."""
@@ -205,7 +211,7 @@ _TOKENS_OF_TILES = 256  # the most tokens of a tile of the largest form, where a
 class Wgmma(NamedTuple):
     """The template arguments of `gemm_wgmma` but the type and the activation."""
 
-    tokens: int  # 8, 16, 32, 64, 128 or 288
+    tokens: int  # 8, 16, 32, 64, 96, 128 or 288
     stages: int  # as many as fit
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
@@ -219,8 +225,19 @@ class Wgmma(NamedTuple):
         # The tiles begin at a multiple of 1024 bytes.
         return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers
 
-    def variant(self, dtype: str, activation: int) -> Variant:
-        arguments = *self[:4], _flag(self.is_streamed)
+    @property
+    def gather_bytes(self) -> int:
+        """Further shared memory where rows are gathered: the sources of those whose copies a block starts."""
+        return self.tokens // self.cluster * 4
+
+    def threads(self, gathers: bool) -> int:
+        """Threads of a block: `gather_threads` or `gemm_threads`."""
+        whole = 64 if gathers else 129  # the tokens from which on a whole warpgroup loads
+        loading = constant(_wgmma, "WARPGROUP") if self.tokens >= whole else 32
+        return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
+
+    def variant(self, dtype: str, activation: int, gathers: bool = False) -> Variant:
+        arguments = *self[:4], _flag(self.is_streamed), _flag(gathers)
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
@@ -230,10 +247,14 @@ WGMMA_FORMS = (
     Wgmma(16, 5, blocks=2, is_streamed=True),
     Wgmma(32, 5, blocks=2, is_streamed=True),
     Wgmma(64, 4, cluster=2, blocks=2, is_streamed=True),
+    Wgmma(96, 3, cluster=2, blocks=2, is_streamed=True),
     Wgmma(128, 6, cluster=2),
     Wgmma(288, 4, cluster=2),
 )
-_wgmma.specialized = [form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS]
+_wgmma.specialized = [
+    *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
+    *(form.variant("bfloat16", _ACTIVATIONS_AHEAD[-1], gathers=True).instance for form in WGMMA_FORMS),
+]
 # The other forms are compiled at their first use: which are needed depends on the model and on the GPU.
 _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD]
 
@@ -258,14 +279,24 @@ def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> Any:
     return forms[-2] if tiles and x.expects(tiles * _TOKENS_OF_TILES) else forms[-1]
 
 
+def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
+    """The forms for a product: of 96 tokens only where every multiprocessor gets both blocks that fit it.
+
+    A block alone has half as many bytes on their way with them as with 128 tokens.
+    """
+    if x.experts * -(-x.n // _wgmma_weights()) >= 2 * multiprocessors:
+        return WGMMA_FORMS
+    return [form for form in WGMMA_FORMS if form.tokens != 96]
+
+
 def why_not_wgmma(x: Product) -> str:
     """The reason why neither `gemm_wgmma` nor `gemm_fp8_wgmma` can do it; empty if one can."""
     if x.a.gpu.arch != "90a":
         return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
-    if x.row_token is not None:
-        return "rows are gathered"
     if x.weights in ("MXFP4", "NVFP4"):
         return "weights are of 4 bits"
+    if x.row_token is not None and x.weights == "FP8":
+        return "rows of FP8 are gathered"
     if x.is_strided and any(stride * x.b.item_size % 16 or stride < x.k for stride in x.b_strides):
         return "rows of b lie at no multiples of 16 bytes, or overlap"
     if x.weights == "FP8" and x.is_gated and x.interleaved:
@@ -277,19 +308,21 @@ def why_not_wgmma(x: Product) -> str:
 
 
 def wgmma(x: Product) -> None:
-    count = x.a.gpu.multiprocessors
-    form, weights = _form_of(WGMMA_FORMS, x, count), _wgmma_weights()
+    count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
+    form, weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
     strips = -(-x.n // (form.cluster * weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
-    maps = x.maps(weights, box, 128 if form.is_streamed else 256, is_gated=x.is_gated)
+    promotion = 128 if form.is_streamed else 256
+    maps: dict[str, Any] = x.maps(weights, box, promotion, is_gated=x.is_gated)
+    if gathers:
+        maps["a_map"] = x.row_map()
     launch(
-        form.variant(x.a.dtype, x.epilogue),
+        form.variant(x.a.dtype, x.epilogue, gathers),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP")
-        + (constant(_wgmma, "WARPGROUP") if form.tokens > 128 else 32),
-        form.shared_bytes,
+        form.threads(gathers),
+        form.shared_bytes + (form.gather_bytes if gathers else 0),
         **x.fields(_TOGETHER),
         **maps,
     )
@@ -416,7 +449,7 @@ def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
     return tensor_map(x.a, x.a.dtype, dims, strides, (unit, form.box, form.units, 1), promotion)
 
 
-def _prepared_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
+def _prepared_map(x: Product, form: Any, promotion: int) -> Late:
     """A map of prepared weights, with boxes of a stage, where gates of a half and their ups alternate by 8 rows."""
     _, eights, units, unit = x.b.shape
     words, line, eight = unit // 8, form.units * (unit // 8), units * unit

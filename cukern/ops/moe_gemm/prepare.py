@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukern.ops.moe_gemm import kernels
+from cukern.ops.moe_gemm import folded, kernels
 from cukern.reference import moe_gemm as twin
-from cukern.reference.moe_gemm import UNIT_BYTES, UNIT_K, UNIT_ROWS
+from cukern.reference.moe_gemm import FOLDED_BYTES, FOLDED_K, UNIT_BYTES, UNIT_K, UNIT_ROWS, is_folded
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
@@ -17,6 +17,9 @@ from cukern.runtime.plan import outputs, run_twin
 __all__ = ["prepare_weights", "restore_weights"]
 
 _SYMBOLS = "[experts, n / 8, ceil(k / 64), bytes]"
+_FOLDED_SYMBOLS = "[experts, n / 8, ceil(k / 128), bytes]"
+#: The dtypes of rows that weights can be prepared for, but those of 16 bits.
+A_DTYPES = ("float8_e4m3fn",)
 SCALE_DTYPES = ("uint8", "float8_e8m0fnu", "float8_e4m3fn")
 MAX_EXPERTS = 4096
 MAX_COUNT = 2**31 - 2**12
@@ -32,14 +35,32 @@ def prepared_format(b: Array, k: int) -> str:
     return "MXFP4" if b.shape[3] == UNIT_BYTES[MXFP4_GROUP] else "NVFP4"
 
 
-def _prepared(b: Any, b_scale: Any, *_: Any, **__: Any) -> Result:
+def check_folded(b: Array, k: int) -> None:
+    """Check the shape of weights prepared for FP8 rows of k numbers."""
+    expect_array("b", b, ("uint8",), ("experts", "n / 8", "ceil(k / 128)", "bytes"))
+    units = -(-k // FOLDED_K)
+    if b.shape[2:] != (units, FOLDED_BYTES):
+        wanted = f"of shape {_FOLDED_SYMBOLS} = [.., .., {units}, {FOLDED_BYTES}] (MXFP4)"
+        check.fail("b", f"{wanted}, as prepare_weights makes it with a_dtype='float8_e4m3fn'", list(b.shape))
+
+
+def _prepared(b: Any, b_scale: Any, *_: Any, a_dtype: Any = None, **__: Any) -> Result:
     experts, n, half = b.shape
+    if a_dtype is not None:
+        shape = experts, n // UNIT_ROWS, -(-2 * half // FOLDED_K), FOLDED_BYTES
+        return Result(shape, "uint8", _FOLDED_SYMBOLS)
     size = UNIT_BYTES[NVFP4_GROUP if b_scale.shape[-1] * NVFP4_GROUP == 2 * half else MXFP4_GROUP]
     return Result((experts, n // UNIT_ROWS, -(-2 * half // UNIT_K), size), "uint8", _SYMBOLS)
 
 
-@op(twin.prepare_weights, "prepare_weights(Tensor b, Tensor b_scale) -> (Tensor prepared)", _prepared)
-def prepare_weights(b: AnyArray, b_scale: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
+@op(
+    twin.prepare_weights,
+    "prepare_weights(Tensor b, Tensor b_scale, *, str? a_dtype=None) -> (Tensor prepared)",
+    _prepared,
+)
+def prepare_weights(
+    b: AnyArray, b_scale: AnyArray, *, a_dtype: str | None = None, out: AnyArray | None = None
+) -> AnyArray:
     """Put weights of 4 bits and their scales in the order in which Hopper's kernel for them reads them, once.
 
     `moe_gemm`, `moe_gemm_batched` and the layers take the result in place of the weights, with no scales but
@@ -50,7 +71,10 @@ def prepare_weights(b: AnyArray, b_scale: AnyArray, *, out: AnyArray | None = No
             multiple of 8 and k one of 32.
         b_scale: bytes [experts, n, k / 32], powers of two (E8M0): MXFP4; or [experts, n, k / 16], numbers of e4m3, none
             of them NaN: NVFP4. Contiguous.
-        out: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], to write into.
+        a_dtype: of the rows that they will be multiplied with: None, bfloat16 or float16, or "float8_e4m3fn", for which
+            weights must be MXFP4. What is prepared for one is refused with the other.
+        out: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], to write into; [experts, n / 8, ceil(k / 128), 544] with
+            `a_dtype`.
 
     Returns:
         `out`, or a new array: units of 8 rows and 64 numbers along k, of 272 bytes (MXFP4) or 288 (NVFP4). Bytes
@@ -59,6 +83,12 @@ def prepare_weights(b: AnyArray, b_scale: AnyArray, *, out: AnyArray | None = No
         which bits these are. From byte 256 on there are the scales of row 0, of row 1, ...: of each 2 of E8M0, at most
         2^34, which counts as infinite, or 4 of e4m3, as 5 bits of exponent (bias 16) and 3 of mantissa. Weights with a
         scale of 0 are 0, and those with a negative one change their sign, as the scale does. Numbers past k are 0.
+
+        For FP8 rows, units of 8 rows and 128 numbers along k, of 544 bytes: 512 of numbers, and a word of each row,
+        which has the largest exponent E of all scales of the row and for each 32 numbers how far theirs is below it,
+        at most 19; `cuda_src/moe_gemm/folded_prepared.cuh` says where. A number x with scale 2^e is multiplied as the
+        e4m3 number nearest to x 2^(6 + e - E), ties to even, times 2^(E - 6): exact while E - e is at most 14, else
+        off by at most 2^(E - 16), and 0 from 19 on. A row with a scale of NaN is NaN, one of E below -120 is 0.
 
     Raises:
         TypeError: for what is no array, of another library, or of a wrong dtype.
@@ -77,20 +107,28 @@ def prepare_weights(b: AnyArray, b_scale: AnyArray, *, out: AnyArray | None = No
         wanted += f"[experts, n, k / 16] = {list(shapes[NVFP4_GROUP])} (NVFP4)"
         check.fail("b_scale", wanted, list(b_scale.shape))
     weights = "MXFP4" if b_scale.shape == shapes[MXFP4_GROUP] else "NVFP4"
+    if a_dtype is not None:
+        check.one_of("a_dtype", a_dtype, A_DTYPES)
+        if weights == "NVFP4":
+            wanted = f"of shape [experts, n, k / 32] = {list(shapes[MXFP4_GROUP])} (MXFP4) with a_dtype={a_dtype!r}"
+            check.fail("b_scale", wanted, list(b_scale.shape))
     kind = "float8_e8m0fnu" if weights == "MXFP4" else "float8_e4m3fn"
     check.dtype("b_scale", b_scale.dtype, (kind, "uint8"))
-    out = outputs(out, b, "b", _prepared(b, b_scale))
+    out = outputs(out, b, "b", _prepared(b, b_scale, a_dtype=a_dtype))
     if b.on_host:
         return run_twin()
     _check_alignment(b=b, out=out)
-    kernels.prepare(weights, b, b_scale, out, k)
+    if a_dtype is None:
+        kernels.prepare(weights, b, b_scale, out, k)
+    else:
+        folded.convert(b, b_scale, out, k)
     return out
 
 
 def _restored(prepared: Any, k: int | None = None, *_: Any, **__: Any) -> list[Result]:
     experts, eights, units, size = prepared.shape
-    k = units * UNIT_K if k is None else k
-    group = MXFP4_GROUP if size == UNIT_BYTES[MXFP4_GROUP] else NVFP4_GROUP
+    k = units * (FOLDED_K if is_folded(prepared) else UNIT_K) if k is None else k
+    group = NVFP4_GROUP if size == UNIT_BYTES[NVFP4_GROUP] else MXFP4_GROUP
     n = eights * UNIT_ROWS
     return [
         Result((experts, n, k // 2), "uint8", "[experts, n, k / 2]"),
@@ -105,14 +143,15 @@ def restore_weights(
     """The weights and the scales of what `cukern.prepare_weights` returned.
 
     Args:
-        prepared: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], contiguous.
-        k: the numbers of a row, a multiple of 32. None: all that there is room for, a multiple of 64.
+        prepared: uint8 [experts, n / 8, ceil(k / 64), 272 or 288] or [experts, n / 8, ceil(k / 128), 544], contiguous.
+        k: the numbers of a row, a multiple of 32. None: all that there is room for, a multiple of 64, or 128.
         out: a pair of arrays to write into.
 
     Returns:
         b, uint8 [experts, n, k / 2], and b_scale, uint8 [experts, n, k / 32] or [experts, n, k / 16]. They are the
         bytes that were prepared, but for E8M0 above 2^34, which is that, weights whose scale is 0, which are 0, and
-        negative scales, which are positive, with weights of the other sign.
+        negative scales, which are positive, with weights of the other sign. Of what was prepared for FP8 rows a scale
+        more than 2^19 below its row's largest is 2^19 below it.
 
     Raises:
         TypeError: for what is no array, or of a wrong dtype.
@@ -122,13 +161,16 @@ def restore_weights(
     expect_contiguous("prepared", prepared)
     experts, eights, units, size = prepared.shape
     sizes = tuple(UNIT_BYTES.values())
-    if size not in sizes:
-        check.fail("prepared", f"of {sizes[0]} (MXFP4) or {sizes[1]} (NVFP4) bytes in its last dimension", size)
+    if size not in (*sizes, FOLDED_BYTES):
+        wanted = f"of {sizes[0]} (MXFP4) or {sizes[1]} (NVFP4) bytes in its last dimension"
+        check.fail("prepared", f"{wanted}, or {FOLDED_BYTES} (for FP8 rows)", size)
+    unit = FOLDED_K if size == FOLDED_BYTES else UNIT_K
     if k is not None:
         k = check.integer("k", k, 1)
-        if k % 32 or -(-k // UNIT_K) != units:
-            check.fail("k", f"{units * UNIT_K - 32} or {units * UNIT_K}, for {units} units of 64", k)
-    all_k = units * UNIT_K if k is None else k
+        if k % 32 or -(-k // unit) != units:
+            first = " or ".join(str(x) for x in range((units - 1) * unit + 32, units * unit + 1, 32))
+            check.fail("k", f"{first}, for {units} units of {unit}", k)
+    all_k = units * unit if k is None else k
     _check_sizes("prepared", experts, eights * UNIT_ROWS, all_k)
     b, b_scale = outputs(out, prepared, "prepared", *_restored(prepared, k), names="a pair (b, b_scale)")
     for name, array in (("out[0]", b), ("out[1]", b_scale)):
@@ -136,6 +178,9 @@ def restore_weights(
     if prepared.on_host:
         return run_twin()
     _check_alignment(prepared=prepared)
+    if size == FOLDED_BYTES:
+        folded.convert(b, b_scale, prepared, all_k, restores=True)
+        return b, b_scale
     kernels.restore("MXFP4" if size == sizes[0] else "NVFP4", prepared, b, b_scale, all_k)
     return b, b_scale
 

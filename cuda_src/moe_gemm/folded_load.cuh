@@ -1,0 +1,121 @@
+// The warps of gemm_folded_wgmma that load.
+#pragma once
+#include "common/cluster.cuh"
+#include "common/mma.cuh"
+#include "moe_gemm/epilogue.cuh"
+#include "moe_gemm/folded_layout.cuh"
+#include "moe_gemm/wgmma_tiles.cuh"
+
+// The loop of the warp that has TMA copy tokens and weights. A tile's first stage says which tile it is; one without
+// tokens says that there are no more.
+template <class Layout, int ACTIVATION, bool STREAMED>
+__device__ __forceinline__ void load_folded_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
+                                                  unsigned ring) {
+    constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, BOX = box_of(TOKENS);
+    constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights of a cluster's tiles
+    constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
+    const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
+    WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
+    RingPlace<Layout::STAGES> place;
+    const int steps = (p.k + FOLDED_K - 1) / FOLDED_K;
+    int expert, row, tokens, weight_tile;
+    for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile);
+         tile += gridDim.x / CLUSTER) {
+        if (lane == 0) {
+            const int first_weight = weight_tile * WEIGHTS + rank * Layout::ROWS, boxes = (tokens + BOX - 1) / BOX;
+#pragma unroll 1
+            for (int step = 0; step < steps; ++step) {
+                const unsigned full = shared_address(&shared.full[place.stage]);
+                const unsigned tokens_to = ring + place.stage * Layout::TOKEN_BYTES;
+                const unsigned weights_to = ring + Layout::WEIGHTS + place.stage * Layout::WEIGHT_BYTES;
+                mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+                if (step == 0)
+                    shared.tiles[place.stage] = {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight,
+                                                 expert};
+                mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + boxes * BOX * FOLDED_K);
+                const int x = step * (FOLDED_UNIT / 8); // the map's elements have 8 bytes
+                if constexpr (has_halves(ACTIVATION))
+                    tma_load<POLICY>(weights_to, p.b_map, x, 0, first_weight / 16, expert, full);
+                else
+                    tma_load<POLICY>(weights_to, p.b_map, x, first_weight / 8, expert, 0, full);
+#pragma unroll 1
+                for (int box = rank; box < boxes; box += CLUSTER) {
+                    const unsigned to = tokens_to + box * BOX * FOLDED_K;
+                    if constexpr (CLUSTER == 1)
+                        tma_load<EVICT_NORMAL>(to, p.a_map, step * FOLDED_K, row + box * BOX, 0, 0, full);
+                    else
+                        tma_load_multicast((1 << CLUSTER) - 1, to, p.a_map, step * FOLDED_K, row + box * BOX, 0, 0,
+                                           full);
+                }
+                place.advance();
+            }
+        }
+        __syncwarp();
+    }
+    if (lane == 0) {
+        mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+        shared.tiles[place.stage].tokens = 0;
+        mbarrier_arrive(shared_address(&shared.full[place.stage]));
+    }
+    __syncwarp();
+}
+
+__device__ __forceinline__ void store_shared_pair(unsigned to, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+
+// The loop of a warp that loads scales, of tokens 128 * part ... + 127 of each tile, 4 neighbours of a lane. It goes
+// from stage to stage as the other warp does, and arrives at the same barriers: a stage is full when its bytes and its
+// scales are there. It reads the scales of FOUR stages before it waits for the first of these to be empty.
+template <class Layout>
+__device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
+                                                   unsigned scales, int part) {
+    constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, WEIGHTS = CLUSTER * Layout::ROWS, FOUR = 4;
+    const int steps = (p.k + FOLDED_K - 1) / FOLDED_K, lane = threadIdx.x % 32;
+    const int first = part * 128 + lane * 4; // of the lane's tokens
+    const bool aligned = steps % FOUR == 0 && reinterpret_cast<size_t>(p.a_scale) % 16 == 0;
+    // Tokens 4 l and 4 l + 2 of 128 are numbers 4 (l % 2) and + 2 of eight l / 2.
+    const unsigned to = scales + part * Layout::SCALES_EACH + lane % 2 * 2 * Layout::SCALE_PITCH + lane / 2 * 8;
+    WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
+    RingPlace<Layout::STAGES> place;
+    auto wait_empty = [&] { mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1); };
+    auto say_full = [&] {
+        mbarrier_arrive(shared_address(&shared.full[place.stage]));
+        place.advance();
+    };
+    int expert, row, tokens, weight_tile;
+    for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile);
+         tile += gridDim.x / CLUSTER) {
+        const float* const of_tile = p.a_scale + (long long)row * steps;
+#pragma unroll 1
+        for (int step = 0; step < steps; step += FOUR) {
+            float found[4][FOUR];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* const from = of_tile + (long long)min(first + i, tokens - 1) * steps;
+                if (aligned) {
+                    const float4 four = __ldg(reinterpret_cast<const float4*>(from + step));
+                    found[i][0] = four.x, found[i][1] = four.y, found[i][2] = four.z, found[i][3] = four.w;
+                } else {
+#pragma unroll
+                    for (int j = 0; j < FOUR; ++j) found[i][j] = __ldg(from + min(step + j, steps - 1));
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < FOUR; ++j)
+                if (step + j < steps) {
+                    wait_empty();
+                    if (TOKENS >= 128 || first < TOKENS) {
+                        const unsigned at = to + place.stage * Layout::SCALE_BYTES;
+                        store_shared_pair(at, found[0][j], found[1][j]);
+                        store_shared_pair(at + Layout::SCALE_PITCH, found[2][j], found[3][j]);
+                    }
+                    say_full();
+                }
+        }
+        __syncwarp();
+    }
+    wait_empty(); // the stage that says that there are no more tiles
+    say_full();
+    __syncwarp();
+}

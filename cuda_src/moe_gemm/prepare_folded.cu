@@ -1,0 +1,48 @@
+// MXFP4 weights to the layout that gemm_folded_wgmma takes (moe_gemm/folded_prepared.cuh).
+//
+// Grid: a block of FOLDED_THREADS threads for every 8 rows. Warp w finds the largest scale of row w; then each thread
+// makes every FOLDED_THREADS-th word of the numbers, and the lanes 4 g of a unit the word of row g.
+#include "moe_gemm/folded_prepared.cuh"
+
+template <int THREADS = FOLDED_THREADS>
+__global__ __launch_bounds__(THREADS) void prepare_folded(const __grid_constant__ FoldedParams p) {
+    static_assert(THREADS / 32 == FOLDED_ROWS, "");
+    __shared__ int exponents[FOLDED_ROWS];
+    const int warp = threadIdx.x / 32, groups = p.k / FOLDED_GROUP;
+    const int units = (p.k + FOLDED_K - 1) / FOLDED_K;
+    const long long first_row = (long long)blockIdx.x * FOLDED_ROWS;
+    {
+        const unsigned char* const scales = p.b_scale + (first_row + warp) * groups;
+        int largest = 0;
+        for (int i = threadIdx.x % 32; i < groups; i += 32) largest = max(largest, int(scales[i]));
+        largest = __reduce_max_sync(~0u, largest);
+        if (threadIdx.x % 32 == 0) exponents[warp] = largest;
+    }
+    __syncthreads();
+    for (long long i = threadIdx.x; i < (long long)units * FOLDED_WORDS; i += THREADS) {
+        const int in = int(i % FOLDED_WORDS), unit = int(i / FOLDED_WORDS);
+        const FoldedPlace at(in);
+        const int lane = at.lane, word = at.group, of_eight = lane / 4;
+        const long long row = first_row + of_eight;
+        unsigned char* const to = p.prepared + ((long long)blockIdx.x * units + unit) * FOLDED_UNIT;
+        const int group = unit * (FOLDED_K / FOLDED_GROUP) + word;
+        unsigned made = 0;
+        if (group < groups) {
+            const unsigned char* const from = p.b + row * (p.k / 2) + group * 16 + lane % 4 * 2;
+            const unsigned low = from[0] | from[1] << 8, high = from[8] | from[9] << 8;
+            made = (low & 0x7777) | (high & 0x7777) << 16 | spread_signs(low) | spread_signs(high) >> 4;
+        }
+        reinterpret_cast<unsigned*>(to)[in] = made;
+        if (lane % 4 == 0) {
+            const unsigned exponent = exponents[of_eight];
+            const unsigned scale = group < groups ? p.b_scale[row * groups + group] : 0;
+            const unsigned part = word == 0   ? exponent & 7
+                                  : word == 1 ? exponent >> 3 & 7
+                                  : word == 2 ? exponent >> 6
+                                              : 0;
+            const unsigned difference =
+                group < groups ? min(exponent - scale, unsigned(FOLDED_DIFFERENCE)) : unsigned(FOLDED_DIFFERENCE);
+            to[FOLDED_NUMBERS + lane + word] = difference << 3 | part;
+        }
+    }
+}

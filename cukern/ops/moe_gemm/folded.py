@@ -1,0 +1,131 @@
+"""The product of FP8 rows and MXFP4 weights, on Hopper: the sizes of its tiles, and its launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cukern.ops.moe_gemm.kernels import (
+    _ACTIVATIONS_AHEAD,
+    _HOPPER_BYTES,
+    _RESERVED_BYTES,
+    _TOGETHER,
+    _TOKENS_OF_TILES,
+    Product,
+    _flag,
+    _form_of,
+    _prepared_map,
+    constant,
+)
+from cukern.runtime import arrays, gpu
+from cukern.runtime.describe import Array
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import late
+from cukern.runtime.plan import launch
+
+_folded_wgmma = Kernel("moe_gemm/folded_wgmma", "gemm_folded_wgmma")
+_prepare = Kernel("moe_gemm/prepare_folded", "prepare_folded")
+_restore = Kernel("moe_gemm/restore_folded", "restore_folded")
+
+
+class FoldedWgmma(NamedTuple):
+    """The template arguments of `gemm_folded_wgmma` but the type, the activation and the stages: as many as fit."""
+
+    tokens: int  # 8, 16, 32, 128 or 256
+    cluster: int = 1  # 1 or 2
+    blocks: int = 1  # that fit a multiprocessor
+    is_streamed: bool = False
+
+    @property
+    def units(self) -> int:
+        """Units of prepared weights along k of a stage."""
+        return 1
+
+    @property
+    def weights(self) -> int:
+        """Rows of weights of a tile."""
+        return constant(_folded_wgmma, "WARPGROUPS") * 64
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of shared memory, the places of `FoldedLayout`: of a stage and its barriers, and of the rest."""
+        staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
+        scaled = min(self.tokens, 128)
+        scales = self.tokens // scaled * 4 * (scaled + 16)
+        rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
+        weights = self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * constant(_folded_wgmma, "FOLDED_UNIT")
+        stage = rows + weights + scales + 32
+        staging = constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows * constant(_folded_wgmma, "ROW_BYTES")
+        kept = 16 * constant(_folded_wgmma, "WARPGROUPS") * constant(_folded_wgmma, "WARPGROUP") // 32
+        # The rings begin at a multiple of 1024 bytes, the room for results at one of 128, and the table of 256 bytes at
+        # one of these.
+        return stage, 1024 + staging + 128 + 256 + 256 + kept
+
+    @property
+    def stages(self) -> int:
+        stage, rest = self._sizes()
+        room = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
+        return (room - rest) // stage
+
+    @property
+    def shared_bytes(self) -> int:
+        stage, rest = self._sizes()
+        return self.stages * stage + rest
+
+    @property
+    def threads(self) -> int:
+        warpgroup = constant(_folded_wgmma, "WARPGROUP")
+        return constant(_folded_wgmma, "WARPGROUPS") * warpgroup + (warpgroup if self.tokens >= 128 else 64)
+
+    def variant(self, out_dtype: str, epilogue: int) -> Variant:
+        arguments = self.tokens, self.stages, self.cluster, self.blocks, _flag(self.is_streamed)
+        return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, max_shared_bytes=_HOPPER_BYTES)
+
+
+#: The forms, by the most rows that a group is likely to have. One for 64 rows takes longer than that for 128.
+FOLDED_FORMS = (
+    FoldedWgmma(8, blocks=3, is_streamed=True),
+    FoldedWgmma(16, blocks=2, is_streamed=True),
+    FoldedWgmma(32, blocks=2, is_streamed=True),
+    FoldedWgmma(128, cluster=2),
+    FoldedWgmma(256, cluster=2),
+)
+_ahead = [form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in FOLDED_FORMS]
+_folded_wgmma.specialize_by_arch({arch: _ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
+
+
+def folded_wgmma(x: Product) -> None:
+    count = x.a.gpu.multiprocessors
+    form, medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
+    # The larger form gains nothing before groups have more rows than the smaller one takes.
+    if form is FOLDED_FORMS[-1] and x.expects(medium.tokens):
+        form = medium
+    strips = -(-x.n // (form.cluster * form.weights))
+    blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
+    box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
+    promotion = 128 if form.is_streamed else 256
+    launch(
+        form.variant(x.out.dtype, x.epilogue),
+        late(min, blocks, count * form.blocks // form.cluster * form.cluster),
+        form.threads,
+        form.shared_bytes,
+        **x.fields(_TOGETHER),
+        b_map=_prepared_map(x, form, promotion),
+        a_map=x.a_map(box, promotion),
+    )
+
+
+def prepare_variant(restores: bool = False) -> Variant:
+    return (_restore if restores else _prepare).variant()
+
+
+def convert(b: Array, b_scale: Array, prepared: Array, k: int, restores: bool = False) -> None:
+    """Prepare weights for FP8 rows, or restore what was prepared."""
+    eights = prepared.shape[0] * prepared.shape[1]
+    launch(
+        prepare_variant(restores),
+        eights,
+        constant(_prepare, "FOLDED_THREADS"),
+        b=b,
+        b_scale=b_scale,
+        prepared=prepared,
+        k=k,
+    )
