@@ -335,63 +335,80 @@ def wgmma(x: Product) -> None:
 class Fp4Wgmma(NamedTuple):
     """The sizes among the template arguments of `gemm_fp4_wgmma` but the stages: there are as many as fit."""
 
-    tokens: int  # 8, 16, 32, 64, 128 or 288
+    tokens: int  # 8, 16, 32, 64, 96, 128 or 288
     units: int  # of 64 numbers along k of a stage
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
+    sides: int = 2  # warpgroups along the weights of a tile, 64 each: 1 or 2
+    split: int = 1  # warpgroups along k of a tile: 1, 2 or 4
+    halves: int = 1  # of a unit that are converted at once, 1 or 2
     is_streamed: bool = False
-    is_split: bool = False
 
     @property
     def weights(self) -> int:
         """Rows of weights of a tile."""
-        return 64 if self.is_split else _wgmma_weights()
+        return self.sides * 64
+
+    @property
+    def threads(self) -> int:
+        warpgroup = constant(_fp4_wgmma, "WARPGROUP")
+        return self.sides * self.split * warpgroup + (warpgroup if self.tokens > 128 else 32)
+
+    @property
+    def box(self) -> int:
+        """Rows of a box of tokens."""
+        return 8 if self.units > 1 else 32 if self.tokens >= 64 else max(self.tokens // 2, 8)
 
     def _sizes(self, weights: str) -> tuple[int, int]:
         """Bytes of shared memory, the places of `Fp4Layout`: of a stage and its barriers, and of the rest."""
         staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
-        row_bytes, warpgroups = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUPS")
+        row_bytes, warpgroup = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUP")
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
-        stage = self.units * (self.tokens * row_bytes + unit) + 32
-        staging = (1 if self.is_split else warpgroups) * 2 * staged_rows * row_bytes
-        exchange = constant(_fp4_wgmma, "WARPGROUP") * self.tokens * 2 if self.is_split else 0
-        # The rings begin at a multiple of 1024 bytes. The last barrier has 16.
-        return stage, 1024 + staging + exchange + 16
+        stage = self.units * (self.tokens * row_bytes + unit) + 16
+        staging, sums = self.sides * 2 * staged_rows * row_bytes, warpgroup * self.tokens * 2
+        # The rings begin at a multiple of 1024 bytes.
+        return stage, 1024 + staging + (self.split - 1) * self.sides * sums + constant(_fp4_wgmma, "FP4_SHARED")
 
     def stages(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
         room = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
-        return (room - rest) // stage
+        return (room - rest) // stage // self.split * self.split
 
     def shared_bytes(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
         return self.stages(weights) * stage + rest
 
     def variant(self, dtype: str, weights: str, activation: int, gathers: bool) -> Variant:
-        sizes = self.tokens, self.units, self.stages(weights), self.cluster, self.blocks
-        arguments: tuple[Any, ...] = *sizes, *map(_flag, (self.is_streamed, self.is_split, gathers))
+        sizes = self.tokens, self.units, self.stages(weights), *self[2:7]
+        arguments: tuple[Any, ...] = *sizes, *map(_flag, (self.is_streamed, gathers))
         format = arrays.CUDA_TYPE[dtype], weights, activation
         return _fp4_wgmma.variant(*format, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
 #: The forms, by the most rows that a group is likely to have.
 FP4_FORMS = (
-    Fp4Wgmma(8, 4, blocks=3, is_streamed=True, is_split=True),
-    Fp4Wgmma(16, 4, blocks=2, is_streamed=True),
-    Fp4Wgmma(32, 2, blocks=2, is_streamed=True),
+    Fp4Wgmma(8, 4, blocks=3, sides=1, split=2, halves=2, is_streamed=True),
+    Fp4Wgmma(16, 4, blocks=2, halves=2, is_streamed=True),
+    Fp4Wgmma(32, 2, blocks=2, halves=2, is_streamed=True),
     Fp4Wgmma(64, 1, cluster=2, blocks=2, is_streamed=True),
-    Fp4Wgmma(128, 1, cluster=2),
+    Fp4Wgmma(96, 1, cluster=2, blocks=2),
+    Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2),
 )
+#: In place of the first form where that has few tiles: a multiprocessor has one at a time, its warpgroups share the k.
+FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
+#: Tiles of the first form for each multiprocessor that count as few.
+_FEW_TILES = 12
 #: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
 FP4_GATHERED_ROWS = 16
-_fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in FP4_FORMS]
+_FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
+_fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
 #: Those of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
 _GPT_OSS = (
     epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
     epilogue(0, is_gated=False, biased=True),
 )
-_fp4_ahead += [form.variant("bfloat16", "MXFP4", x, False).instance for x in _GPT_OSS for form in FP4_FORMS]
+_fp4_ahead += [form.variant("bfloat16", "MXFP4", x, False).instance for x in _GPT_OSS for form in _FP4_ALL]
 _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
 
 
@@ -405,22 +422,32 @@ def why_not_prepared(variant: str, x: Product) -> str:
 def fp4_wgmma(x: Product) -> None:
     count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
     form = _form_of(FP4_FORMS, x, count)
+    if form is FP4_FORMS[0] and x.tiles(form.tokens, -(-x.n // form.weights)) <= _FEW_TILES * count:
+        form = FP4_FEW_TILES
     if gathers:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
     strips = -(-x.n // (form.cluster * form.weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
-    box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        constant(_fp4_wgmma, "WARPGROUPS") * constant(_fp4_wgmma, "WARPGROUP")
-        + (constant(_fp4_wgmma, "WARPGROUP") if form.tokens > 128 else 32),
+        form.threads,
         form.shared_bytes(x.weights),
         **x.fields(_TOGETHER),
         b_map=_prepared_map(x, form, promotion),
-        a_map=None if gathers else x.a_map(box, promotion),
+        a_map=None if gathers else _token_map(x, form, promotion),
     )
+
+
+def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
+    """A map of the tokens. Where k is whole units, a box has all those of a stage."""
+    unit = 128 // x.a.item_size
+    if form.units == 1 or x.k % unit:
+        return x.a_map(form.box, promotion)
+    between, all_rows = x.k * x.a.item_size, x.all_rows * x.k * x.a.item_size
+    dims, strides = (unit, x.all_rows, x.k // unit, 1), (between, 128, all_rows)
+    return tensor_map(x.a, x.a.dtype, dims, strides, (unit, form.box, form.units, 1), promotion)
 
 
 def _prepared_map(x: Product, form: Any, promotion: int) -> Late:
