@@ -319,11 +319,16 @@ def _paged_attention_calls() -> list[Call]:
 def _mla_decode_calls() -> list[Call]:
     latents = [floats(3, 2, 4, 48, dtype=BF16), floats(3, 16, 2, 48, seed=1, dtype=BF16) / 10]
     sparse = {"attn_sink": floats(4, seed=2), "indices": integers(*[[[40, -1, 2], [5, 6, 7]]] * 3)}
+    extra = {"extra_k_cache": floats(5, 7, 2, 48, seed=3, dtype=BF16) / 10, "extra_topk_length": integers(1, 0, 2)}
+    extra |= {"extra_indices_in_kvcache": integers(*[[[30, 2], [-1, 9]]] * 3), "topk_length": integers(2, 3, 0)}
+    counts = {"topk_length": integers(70, 0, 100), "extra_topk": 200, "extra_topk_length": integers(0, 200, 3)}
     return [
         Call("get_mla_metadata", (integers(300, 0, 5), 8, 2)),
         Call("get_mla_metadata", (integers(300, 0, 5), 8, 2), {"num_heads_q": 4, "topk": 100}),
+        Call("get_mla_metadata", (integers(300, 0, 5), 8, 2), {"num_heads_q": 4, "topk": 100, **counts}),
         Call("flash_mla_with_kvcache", (*latents, *PAGES, 32, None, None, 0.2, True)),
         Call("flash_mla_with_kvcache", (*latents, None, None, 32, None, None), sparse),
+        Call("flash_mla_with_kvcache", (*latents, None, None, 32, None, None), sparse | extra),
     ]
 
 
