@@ -393,7 +393,7 @@ FP4_FORMS = (
     Fp4Wgmma(64, 1, cluster=2, blocks=2, is_streamed=True),
     Fp4Wgmma(96, 1, cluster=2, blocks=2),
     Fp4Wgmma(128, 1, cluster=2, halves=2),
-    Fp4Wgmma(288, 1, cluster=2),
+    Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
 #: In place of the first form where that has few tiles: a multiprocessor has one at a time, its warpgroups share the k.
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
@@ -783,6 +783,10 @@ FMA_TOKENS = (16, 64)
 
 def fma_variant(out_dtype: str, weights: str, is_by_blocks: bool, epilogue: int, tokens: int) -> Variant:
     return _fma.variant(arrays.CUDA_TYPE[out_dtype], weights, _flag(is_by_blocks), epilogue, tokens)
+
+
+# Compiled at its first use, as few models have such sizes.
+_fma.specialized = [fma_variant("bfloat16", "PLAIN", False, 0, tokens).instance for tokens in FMA_TOKENS]
 
 
 def fma(x: Product) -> None:
