@@ -399,8 +399,6 @@ FP4_FORMS = (
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
 #: Tiles of the first form for each multiprocessor that count as few.
 _FEW_TILES = 12
-#: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
-FP4_GATHERED_ROWS = 16
 _FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
 #: Those of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
