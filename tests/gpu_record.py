@@ -90,7 +90,7 @@ def test_files(name: str) -> list[Path]:
     if name in COMPOSITIONS:
         return sorted(folder.glob(f"test_{name}*.py")) + contract
     if name != SHARED:
-        return [folder / f"test_{name}.py", *contract]
+        return [folder / f"test_{name}.py", *sorted(folder.glob(f"test_{name}_*.py")), *contract]
     owned = {file for stem in stems() for file in test_files(stem)} - {*contract}
     return [file for file in sorted(folder.glob("test_*.py")) if file not in owned and "mark.gpu" in file.read_text()]
 

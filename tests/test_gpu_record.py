@@ -109,6 +109,11 @@ def test_what_there_is_to_prove(checkout: Path) -> None:
     assert gpu_record.provable() == ["fused_moe", "models", "moe_gate", "sampling", "runtime"]
     assert [path.name for path in gpu_record.test_files("runtime")] == ["test_streams.py"]
     assert [path.name for path in gpu_record.test_files("moe_gate")] == ["test_moe_gate.py", "test_contract.py"]
+    # What begins with a stem's name is that stem's.
+    (checkout / "tests" / "test_moe_gate_forms.py").write_text("pytest.mark.gpu")
+    of_gate = [path.name for path in gpu_record.test_files("moe_gate")]
+    assert of_gate == ["test_moe_gate.py", "test_moe_gate_forms.py", "test_contract.py"]
+    assert [path.name for path in gpu_record.test_files("runtime")] == ["test_streams.py"]
 
 
 GATE = ["fused_moe", "moe_gate"]

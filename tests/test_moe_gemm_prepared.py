@@ -15,7 +15,8 @@ import cukern.runtime.compile as compiler
 from cukern.commands import resources
 from cukern.fused_moe import FusedMoEQuantConfig
 from cukern.ops.moe_gemm import kernels
-from cukern.reference.moe_gemm import values_of_b
+from cukern.reference.moe_activation import is_gated
+from cukern.reference.moe_gemm import rows_of_weights, values_of_b
 from cukern.runtime import arrays, plan
 from cukern.runtime.kernel import arch_of_device
 from tests.buffers import on_gpu, same_bits, to_numpy
@@ -51,11 +52,20 @@ def random_weights(rng: np.random.Generator, shape: tuple[int, int, int], weight
     return rng.integers(0, 256, (experts, n, k // 2)).astype(np.uint8), b_scale
 
 
-def prepared(x: Case) -> Case:
+class PreparedCase(Case):
+    """A call with prepared weights, whose second dimension is not that of the result."""
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        rows = rows_of_weights(self.arguments["b"])
+        return (*self.rows.shape, rows // (2 if is_gated(self.arguments.get("activation")) else 1))
+
+
+def prepared(x: Case) -> PreparedCase:
     """The case with prepared weights."""
     given = dict(x.arguments)
     given["b"] = cukern.prepare_weights(given["b"], given.pop("b_scale"))
-    return x._replace(arguments=given)
+    return PreparedCase(given, x.rows)
 
 
 # --- the layout -----------------------------------------------------------------------------------------
