@@ -487,7 +487,7 @@ class Fp4Experts(_EitherFormat):
     """Weights of 4 bits, MXFP4 or NVFP4, that become 16 bits in the kernel; the activations are float16 or bfloat16.
 
     The first product gathers at every size, as the kernel for these weights can, but with prepared weights: their
-    kernel takes rows in order by TMA, which on an H200 saves 3 to 16 us of a layer of 16 or 64 tokens, and about costs
+    kernel takes rows in order by TMA, which on an H200 saves 1 to 16 us of a layer of 16 or 64 tokens, and about costs
     its copy with one.
     """
 
