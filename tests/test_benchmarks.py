@@ -36,6 +36,7 @@ from benchmarks import (
     bench_quantization,
     bench_sampling,
     harness,
+    plots,
     report,
     several,
     start_up,
@@ -1487,7 +1488,7 @@ def test_results_of_several_gpus_have_a_file_of_their_own(tmp_path: Path) -> Non
     assert [path.name for path in written if path.suffix == ".json"] == ["h200-x2.json"]
     text = (tmp_path / "RESULTS.md").read_text()
     first, second = text.index("## NVIDIA H200\n"), text.index("## NVIDIA H200 x2\n")
-    assert first < text.index("### gate") < second < text.index("### all_to_all")
+    assert first < second < text.index("### gate") < text.index("### all_to_all")
     assert "stores to a peer 400 GB/s each way, minimal exchange 2.50 µs" in text[second:]
     assert "stores to a peer" not in text[:second].split("## NVIDIA H200")[1]
     assert report.of_several(MACHINE, 1) is MACHINE
@@ -1530,14 +1531,14 @@ def test_results_are_written_and_kept(tmp_path: Path) -> None:
     assert "## NVIDIA H200" in text
     assert "| 64 | specialized | 2.50 | 1.00 | 40% | 10.0 (4.0×) | 3.75 (1.5×) | 9.25 |" in text
     assert "| 1 | specialized | 2.00 | 1.00 | 50% | 8.00 (4.0×) |  |  |" in text
-    assert "![gate: time against tokens](results/h200-gate.png)" in text
+    assert "![gate: times, floor and others](results/h200-gate.png)" in text
     assert report.load(written[0])["digest"] in text
-    # One size makes no curve.
+    # One case without another library leaves nothing to compare.
     assert not (folder / "h200-lonely.png").exists()
     plot = written[2].read_bytes()
     assert len(plot) < 300_000
     drawn = imread(written[2])[:, :, :3]
-    for line in ("C0", "C1", "C2", "C3", "black"):
+    for line in ("crimson", "0.45", "0.3", "black"):
         assert (abs(drawn - to_rgb(line)).max(axis=2) < 0.01).any(), line
 
     report.write(_document(_row("lonely", 8, 1000.0)), folder)
@@ -1545,6 +1546,41 @@ def test_results_are_written_and_kept(tmp_path: Path) -> None:
     assert "| 8 | auto | 1,000 |" in text and "1,234" not in text
     assert "| 64 | specialized | 2.50 |" in text
     assert written[2].read_bytes() == plot
+
+
+def test_the_results_begin_with_a_line_for_each_function(tmp_path: Path) -> None:
+    peers = [{"torch": 8.0, "vLLM": 1.0}, {"vLLM": 6.0}, {"torch": 1.0}]
+    rows = [
+        _row("gate", tokens, us, baselines=of)
+        for tokens, us, of in zip((1, 8, 64), (2.0, 4.0, 1.25), peers, strict=True)
+    ]
+    # What a call takes by itself is measured first; other variants of a case do not count.
+    rows += [_row("gate", 8, 0.5, "dynamic"), _row("lonely", 8, 2.0)]
+    gate, lonely = report.summary(rows)
+    spread = ["50% (25% to 80%)", "1.00 (0.50 to 1.50)", "vLLM"]
+    assert gate == ["gate", "3", "tokens 64: 1.25 µs", "tokens 8: 4.00 µs", *spread]
+    assert lonely == ["lonely", "1", "tokens 8, experts 256, dtype float32: 2.00 µs", "", "50%", "", ""]
+    folder = tmp_path / "results"
+    written = report.write(_document(*rows), folder)
+    assert folder / "h200.png" in written and folder / "h200-gate.png" in written
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.index(" | ".join(gate)) < text.index("## How it is measured") < text.index("### gate")
+    assert "![Functions beside the fastest other library](results/h200.png)" in text
+
+
+def test_a_picture_has_a_panel_for_each_question() -> None:
+    rows = [_row("gate", tokens, 2.0, baselines={"vLLM": 3.0}) for tokens in (1, 64, 65536)]
+    rows += [_row("gate", 8, 2.0, case={"tokens": 8, "experts": n, "dtype": "float16"}) for n in (8, 16)]
+    shown: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: shown.append(figure))
+        assert plots.draw(report.sections(rows), Path("none.png"))
+    by_size, by_case = shown[0].get_axes()
+    assert [tick.get_text() for tick in by_size.get_xticklabels()] == ["1", "64", "64k"]
+    assert by_size.get_title() == "experts 256, dtype float32" and by_size.get_xlabel() == "tokens"
+    assert [tick.get_text() for tick in by_case.get_yticklabels()] == ["experts 8: 2.00 µs", "experts 16: 2.00 µs"]
+    (legend,) = [legend for part in shown[0].subfigs for legend in part.legends]
+    assert [text.get_text() for text in legend.get_texts()] == ["cukern", "vLLM", "floor"]
 
 
 def test_rows_are_put_together_along_the_size_that_varies_most() -> None:
