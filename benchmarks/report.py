@@ -25,6 +25,7 @@ import re
 import shutil
 import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -325,7 +326,7 @@ def _limits(ceilings: dict[str, float | None]) -> str:
 
 
 #: Headings of columns of words.
-_LEFT = ("variant", "op", "function", "best case", "worst case", "by")
+_LEFT = ("variant", "op", "function", "best case", "worst case")
 
 
 def print_tables(console: Console, content: Document) -> None:
@@ -356,8 +357,9 @@ def _print_table(console: Console, headings: list[str], lines: list[list[str]]) 
 _SUMMARY = """\
 Each function by its best and its worst case, which are those nearest to and farthest from the floor (what the hardware
 allows); the share of the floor that is reached; and the time of the fastest other library as a multiple of cukern's, so
-that above 1 cukern is faster. Medians, with the range over the cases in parentheses. Written by
-`python -m cukern bench --results` from `results/*.json`.
+that above 1 cukern is faster. Medians, with the range over the cases in parentheses, and the library of the worst ratio.
+Sizes that most cases of a function have are left out. Written by `python -m cukern bench --results` from
+`results/*.json`.
 """
 
 _METHOD = """\
@@ -453,14 +455,14 @@ def _plot_name(content: Document, op: str) -> str:
     return f"{Path(file_name(content['gpu'])).stem}-{op}.png"
 
 
-SUMMARY = ["function", "cases", "best case", "worst case", "of floor", "to the best peer", "by"]
+SUMMARY = ["function", "cases", "of the floor", "to the best peer", "best case", "worst case"]
 
 
 def summary(rows: Iterable[Row]) -> list[list[str]]:
     """A line for each function, of the first variant of each case.
 
-    By the share of the floor, its best and its worst case, the median and the range of that share, and the median and
-    the range of the ratio to the fastest other library, with that of the worst ratio.
+    The median and the range of the share of the floor, and of the ratio to the fastest other library, with that of the
+    worst ratio; the best and the worst case by that share, without the sizes that most cases have.
     """
     by_op: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -471,18 +473,27 @@ def summary(rows: Iterable[Row]) -> list[list[str]]:
         shares = [row["floor_us"] / row["us"] for row in cases]
         found = standings(cases)
         ratios = found[0].ratios if found else []
-        beside = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
-        common = set.intersection(*(set(row["case"].items()) for row in cases)) if len(cases) > 1 else set()
-        best, worst = (_sizes(row["case"], common) + f": {figure(row['us'])} µs" for row in (cases[-1], cases[0]))
-        spread = f"{statistics.median(shares):.0%} ({shares[0]:.0%} to {shares[-1]:.0%})"
-        if len(cases) == 1:
-            worst, spread, beside = "", f"{shares[0]:.0%}", f"{ratios[0]:.2f}" if ratios else ""
-        lines.append([op, f"{len(cases)}", best, worst, spread, beside, found[0].against if found else ""])
+        counts = Counter(size for row in cases for size in row["case"].items())
+        usual = {size for size, count in counts.items() if len(cases) > 1 and 2 * count > len(cases)}
+        best, worst = (f"{_sizes(row['case'], usual)}: {figure(row['us'])} µs" for row in (cases[-1], cases[0]))
+        share, beside = (_spread(values, form) for values, form in ((shares, ".0%"), (ratios, ".2f")))
+        beside += f", {found[0].against}" if found else ""
+        lines.append([op, f"{len(cases)}", share, beside, best, worst if len(cases) > 1 else ""])
     return lines
 
 
-def _sizes(case: dict[str, Any], common: set[tuple[str, Any]]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in case.items() if (name, value) not in common)
+def _sizes(case: dict[str, Any], usual: set[tuple[str, Any]]) -> str:
+    """The sizes of a case but for the usual ones; its first one where all are."""
+    told = [f"{name} {value}" for name, value in case.items() if (name, value) not in usual]
+    return ", ".join(told or [f"{name} {value}" for name, value in case.items()][:1])
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """The median, and the range of several values."""
+    if not values:
+        return ""
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
 
 
 def _provenance(run: dict[str, Any]) -> str:

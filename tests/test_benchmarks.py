@@ -1549,17 +1549,14 @@ def test_results_are_written_and_kept(tmp_path: Path) -> None:
 
 
 def test_the_results_begin_with_a_line_for_each_function(tmp_path: Path) -> None:
-    peers = [{"torch": 8.0, "vLLM": 1.0}, {"vLLM": 6.0}, {"torch": 1.0}]
-    rows = [
-        _row("gate", tokens, us, baselines=of)
-        for tokens, us, of in zip((1, 8, 64), (2.0, 4.0, 1.25), peers, strict=True)
-    ]
+    figures = (1, 2.0, {"torch": 8.0, "vLLM": 1.0}), (8, 4.0, {"vLLM": 6.0}), (64, 1.25, {"torch": 1.0})
+    rows = [_row("gate", tokens, us, baselines=of) for tokens, us, of in figures]
     # What a call takes by itself is measured first; other variants of a case do not count.
     rows += [_row("gate", 8, 0.5, "dynamic"), _row("lonely", 8, 2.0)]
     gate, lonely = report.summary(rows)
-    spread = ["50% (25% to 80%)", "1.00 (0.50 to 1.50)", "vLLM"]
-    assert gate == ["gate", "3", "tokens 64: 1.25 µs", "tokens 8: 4.00 µs", *spread]
-    assert lonely == ["lonely", "1", "tokens 8, experts 256, dtype float32: 2.00 µs", "", "50%", "", ""]
+    spread = ["50% (25% to 80%)", "1.00 (0.50 to 1.50), vLLM"]
+    assert gate == ["gate", "3", *spread, "tokens 64: 1.25 µs", "tokens 8: 4.00 µs"]
+    assert lonely == ["lonely", "1", "50%", "", "tokens 8, experts 256, dtype float32: 2.00 µs", ""]
     folder = tmp_path / "results"
     written = report.write(_document(*rows), folder)
     assert folder / "h200.png" in written and folder / "h200-gate.png" in written
