@@ -357,8 +357,8 @@ def _print_table(console: Console, headings: list[str], lines: list[list[str]]) 
 _SUMMARY = """\
 Each function by its best and its worst case, which are those nearest to and farthest from the floor (what the hardware
 allows); the share of the floor that is reached; and the time of the fastest other library as a multiple of cukern's, so
-that above 1 cukern is faster. Medians, with the range over the cases in parentheses, and the library of the worst ratio.
-Sizes that most cases of a function have are left out. Written by `python -m cukern bench --results` from
+that above 1 cukern is faster. Medians, with the range over the cases in parentheses, and the library of the worst
+ratio. Sizes that most cases of a function have are left out. Written by `python -m cukern bench --results` from
 `results/*.json`.
 """
 

@@ -41,6 +41,7 @@ _THUMBNAIL = 480, 300
 def write(folder: Path) -> None:
     """Write all sources of the site into `folder`."""
     shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    _share_readme(folder)
     shutil.copytree(report.RESULTS, folder / "results")
     shutil.copy(ROOT / "CHANGELOG.md", folder / "changelog.md")
     titles = _write_notebooks(folder / "notebooks")
@@ -51,6 +52,18 @@ def write(folder: Path) -> None:
     _write_index(folder / "families")
     (folder / "support.md").write_text(support.page(), encoding="utf-8")
     (folder / "cli.md").write_text(_commands(), encoding="utf-8")
+
+
+def _share_readme(folder: Path) -> None:
+    """Put sections of the README, each up to the next heading, where pages name them."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path in folder.rglob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        for marker, heading in re.findall(r"(<!-- README: (.*) -->)", text):
+            found = re.search(rf"^#+ {re.escape(heading)}\n\n(.*?)(?=^#+ \w)", readme, re.M | re.S)
+            assert found, f"{path} names a section of README.md that is not there: {heading}"
+            shared = found[1].strip().replace("](notebooks/", "](../notebooks/").replace("](docs/", "](../")
+            path.write_text(text.replace(marker, shared), encoding="utf-8")
 
 
 def _title(path: Path) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,15 @@ def test_a_test_that_is_named_and_not_there_is_found(tmp_path: Path) -> None:
     assert own is not None
     (tmp_path / "a.md").write_text(f"`tests/test_docs.py::{own.f_code.co_name}` `tests/test_docs.py::test_none`")
     assert build.problems_of_tests(tmp_path) == ["a.md names tests/test_docs.py::test_none, which is not there"]
+
+
+@pytest.mark.parametrize("page", sorted(p.relative_to(pages.DOCS).as_posix() for p in pages.DOCS.rglob("*.md")))
+def test_the_examples_of_a_page_run(page: str) -> None:
+    pytest.importorskip("torch")
+    blocks = re.findall(r"^```python\n(.*?)^```", (pages.DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
 
 
 def test_each_family_has_a_page() -> None:
