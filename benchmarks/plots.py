@@ -9,7 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row, Section, Standing, figure, peers_of
+from benchmarks.report import (
+    Document,
+    Row,
+    Section,
+    Standing,
+    figure,
+    file_name,
+    peers_of,
+    plot_name,
+    sections,
+    standings,
+)
 
 #: How each library looks in every picture: color and marker. Others take those that are left, in their order.
 _LOOKS = {
@@ -28,7 +39,7 @@ _DPI = 80
 _SAVE: dict[str, Any] = {"dpi": _DPI, "metadata": {"Software": None}}
 
 
-def draw(sections: Sequence[Section], path: Path) -> bool:
+def draw(shown: Sequence[Section], path: Path) -> bool:
     """Draw a function's times beside the floor and the others; False where there is nothing to compare.
 
     A panel for each set of sizes of which three or more were measured: time against that size. Then one panel with a
@@ -37,8 +48,8 @@ def draw(sections: Sequence[Section], path: Path) -> bool:
     """
     from matplotlib.figure import Figure
 
-    lines = [s for s in sections if len({row["case"].get(s.axis) for row in s.rows}) >= _LINE]
-    cases = [row for s in sections if s not in lines for row in _first(s.rows)]
+    lines = [s for s in shown if len({row["case"].get(s.axis) for row in s.rows}) >= _LINE]
+    cases = [row for s in shown if s not in lines for row in _first(s.rows)]
     if len(cases) < 2 and not (cases and cases[0]["baselines"]):
         cases = []
     if not lines and not cases:
@@ -73,14 +84,27 @@ def draw(sections: Sequence[Section], path: Path) -> bool:
     return True
 
 
-def draw_standings(gpu: str, standings: Sequence[Standing], path: Path) -> bool:
+def draw_all(content: Document, folder: Path) -> list[Path]:
+    """Draw what a results file or a run holds into a folder: each function, and all beside the other libraries."""
+    stem = Path(file_name(content["gpu"])).stem
+    written = []
+    if draw_standings(content["gpu"], standings(content["rows"]), folder / f"{stem}.png"):
+        written.append(folder / f"{stem}.png")
+    for op in content["ops"]:
+        path = folder / plot_name(content, op)
+        if draw(sections(row for row in content["rows"] if row["op"] == op), path):
+            written.append(path)
+    return written
+
+
+def draw_standings(gpu: str, found: Sequence[Standing], path: Path) -> bool:
     """Draw each family beside the fastest other library in each case; False where there is no other library."""
     from matplotlib.figure import Figure
 
-    if not standings:
+    if not found:
         return False
     families: dict[str, list[float]] = {}
-    for standing in standings:
+    for standing in found:
         families.setdefault(_family(standing.op), []).extend(standing.ratios)
     canvas = Figure(figsize=(9, 1.4 + 0.27 * len(families)), layout="constrained")
     panel = canvas.subplots()
@@ -89,7 +113,7 @@ def draw_standings(gpu: str, standings: Sequence[Standing], path: Path) -> bool:
     for y, ratios in enumerate(families.values()):
         panel.plot(ratios, [y] * len(ratios), "o", color=_OURS, alpha=0.3, markersize=5.5, mew=0)
         panel.plot([statistics.median(ratios)], [y], "|", color="black", markersize=14, mew=2)
-    low, high = (pick(r for s in standings for r in s.ratios) for pick in (min, max))
+    low, high = (pick(r for s in found for r in s.ratios) for pick in (min, max))
     panel.set(xscale="log", xlim=(low / 1.1, high * 1.1), ylim=(len(families) - 0.4, -0.6))
     panel.set_yticks(range(len(families)), [*families], fontsize=9.5)
     ticks = [x for x in (0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100) if low / 1.1 <= x <= high * 1.1]

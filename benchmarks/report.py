@@ -399,15 +399,7 @@ def render(folder: Path) -> list[Path]:
     from benchmarks import plots
 
     contents = {path: load(path) for path in sorted(folder.glob("*.json"), key=lambda path: path.stem)}
-    written = []
-    for path, content in contents.items():
-        beside = folder / f"{path.stem}.png"
-        if plots.draw_standings(content["gpu"], standings(content["rows"]), beside):
-            written.append(beside)
-        for op in content["ops"]:
-            plot = folder / _plot_name(content, op)
-            if plots.draw(sections(row for row in content["rows"] if row["op"] == op), plot):
-                written.append(plot)
+    written = [path for content in contents.values() for path in plots.draw_all(content, folder)]
     text = [introduction([*contents.values()], folder.name, folder)]
     for content in contents.values():
         text.append(f"## {content['gpu']}: all cases\n")
@@ -443,7 +435,7 @@ def of_op(content: Document, op: str, pictures: str, folder: Path | None = None)
     """All that was measured of a function, in Markdown: the run, the plot if there is one, and the tables."""
     text = [f"{_provenance(content['ops'][op])}\n"]
     rows = [row for row in content["rows"] if row["op"] == op]
-    plot = _plot_name(content, op)
+    plot = plot_name(content, op)
     if ((folder or RESULTS) / plot).is_file():
         text.append(f"![{op}: times, floor and others]({pictures}/{plot})\n")
     for section in sections(rows):
@@ -451,7 +443,8 @@ def of_op(content: Document, op: str, pictures: str, folder: Path | None = None)
     return text
 
 
-def _plot_name(content: Document, op: str) -> str:
+def plot_name(content: Document, op: str) -> str:
+    """The file of a function's plot."""
     return f"{Path(file_name(content['gpu'])).stem}-{op}.png"
 
 

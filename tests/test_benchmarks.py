@@ -1689,6 +1689,17 @@ def test_bench_measures_the_ops_asked_for_and_keeps_the_results(
     assert "grouped_topk has no case" in _refusal(capsys, "grouped_topk")
 
 
+def test_bench_draws_the_figures_of_a_run(
+    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cases = [_case(op="topk_softmax", case={"tokens": n, "dtype": "float32"}) for n in (1, 2, 3)]
+    monkeypatch.setattr(bench_moe_gate, "cases", lambda: cases)
+    assert main(["bench", "topk_softmax", "--plot", str(tmp_path)]) == 0
+    assert "h200-topk_softmax.png" in capsys.readouterr().out
+    assert (tmp_path / "h200-topk_softmax.png").is_file() and not pretended_gpu.exists()
+    assert "there is no such folder" in _refusal(capsys, "topk_softmax", "--plot", str(tmp_path / "missing"))
+
+
 def test_bench_keeps_no_results_of_a_run_in_which_an_op_failed(
     pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
