@@ -87,7 +87,12 @@ def _write_family(path: Path, stem: str, titles: dict[str, str], measured: dict[
     """Complete a family's page: links in its table, then notebooks, benchmarks and the functions."""
     text = path.read_text(encoding="utf-8")
     module = _module(stem)
-    text = re.sub(r"^\| `(cukern\.models\.)?(\w+)` \|", rf"| {{py:obj}}`~{_owner(module)}.\2` |", text, flags=re.M)
+    text = re.sub(
+        r"^\| `(?:cukern\.models\.)?(\w+)` \|",
+        lambda found: f"| {{py:obj}}`~{_public(module, found[1])}` |",
+        text,
+        flags=re.M,
+    )
     further = [f"the notebook [{titles[name]}](../notebooks/{name}.ipynb)" for name in _NOTEBOOKS.get(stem, [stem])]
     if stem in measured:
         further.append(f"[the benchmarks](../benchmarks/{stem}.md)")
@@ -97,13 +102,18 @@ def _write_family(path: Path, stem: str, titles: dict[str, str], measured: dict[
         thing = getattr(module, name)
         if not callable(thing) or (_owner(module) == "cukern" and name not in cukern.__all__):
             continue
-        text += _directive(f"{_owner(module)}.{name}" if name not in cukern.__all__ else f"cukern.{name}", thing)
+        text += _directive(_public(module, name), thing)
     path.write_text(text, encoding="utf-8")
 
 
 def _owner(module: Any) -> str:
     """Where users find a family's functions."""
     return "cukern" if module.__name__ not in ("cukern.models", "cukern.fused_moe") else module.__name__
+
+
+def _public(module: Any, name: str) -> str:
+    """The name by which users call what a family has."""
+    return f"cukern.{name}" if name in cukern.__all__ else f"{_owner(module)}.{name}"
 
 
 def _directive(name: str, thing: Any) -> str:
