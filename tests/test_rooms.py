@@ -171,7 +171,7 @@ def test_each_function_has_a_row_in_its_familys_page(stem: str, name: str) -> No
 CUDA_FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "cuda_src").rglob("*.cu*"))
 PYTHON_FILES = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in ("cukern", "tests", "benchmarks", "notebooks", "examples")
+    for folder in ("cukern", "tests", "benchmarks", "notebooks", "examples", "docs")
     for path in (ROOT / folder).rglob("*.py")
 )
 MOST_LINES = 120
