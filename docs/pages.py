@@ -36,6 +36,8 @@ FAMILIES = (
 _NOTEBOOKS = {"models": ["encoder", "decoder"]}
 TOOLS = ("explain", "specialize", "CompileError")
 _THUMBNAIL = 480, 300
+#: Libraries whose functions are not in `cukern.compat`.
+_OTHERS = ("FasterTransformer", "DeepGEMM", "DeepEP", "FlashAttention", "transformers", "torch")
 
 
 def write(folder: Path) -> None:
@@ -50,6 +52,8 @@ def write(folder: Path) -> None:
     for stem in FAMILIES:
         _write_family(folder / "families" / f"{stem}.md", stem, titles, measured)
     _write_index(folder / "families")
+    with (folder / "differences.md").open("a", encoding="utf-8") as page:
+        page.write(_counterparts())
     (folder / "support.md").write_text(support.page(), encoding="utf-8")
     (folder / "cli.md").write_text(_commands(), encoding="utf-8")
 
@@ -138,6 +142,28 @@ def _write_index(folder: Path) -> None:
     (folder / "index.md").write_text("\n".join([*lines, _toctree([*FAMILIES, "tools"])]), encoding="utf-8")
     text = "# Tools\n" + "".join(_directive(f"cukern.{name}", getattr(cukern, name)) for name in TOOLS)
     (folder / "tools.md").write_text(text, encoding="utf-8")
+
+
+def _reference(name: str) -> str:
+    return f"~cukern.{name}" if name in cukern.__all__ else f"~cukern.models.{name}"
+
+
+def _counterparts() -> str:
+    """The functions that stand for those of libraries without a module in `cukern.compat`, by the families' tables."""
+    text = [
+        "\n## FasterTransformer, DeepGEMM and others\n",
+        "These have no module in `cukern.compat`: FasterTransformer's functions are kernels of C++, the others' arguments",
+        "are objects of their own. The pages of the functions say what each argument is, and what differs.\n",
+    ]
+    rows = []
+    for stem in FAMILIES:
+        table = (DOCS / "families" / f"{stem}.md").read_text(encoding="utf-8")
+        rows += re.findall(r"^\| `(?:cukern\.models\.)?(\w+)` \| (.*) \| (.*) \|$", table, re.M)
+    for library in _OTHERS:
+        own = [row for row in rows if library in row[2]]
+        lines = [f"| {{py:obj}}`{_reference(name)}` | {upstream} | {what} |" for name, what, upstream in own]
+        text += [f"### {library}\n", "| function | there | what it does |", "| --- | --- | --- |", *lines, ""]
+    return "\n".join(text)
 
 
 # --- notebooks ------------------------------------------------------------------------------------------
