@@ -152,8 +152,8 @@ def _counterparts() -> str:
     """The functions that stand for those of libraries without a module in `cukern.compat`, by the families' tables."""
     text = [
         "\n## FasterTransformer, DeepGEMM and others\n",
-        "These have no module in `cukern.compat`: FasterTransformer's functions are kernels of C++, the others' arguments",
-        "are objects of their own. The pages of the functions say what each argument is, and what differs.\n",
+        "These have no module in `cukern.compat`, and their functions take arguments of another kind: kernels of C++,",
+        "objects that hold buffers. The page of each function says what its arguments are.\n",
     ]
     rows = []
     for stem in FAMILIES:
