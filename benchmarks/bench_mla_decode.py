@@ -22,7 +22,7 @@ from cukern.runtime.op import OPS, Op
 from cukern.runtime.plan import launch
 
 HEAD_DIM, HEAD_DIM_V = 576, 512
-FP8_BYTES = 656
+FP8_BYTES, PAGED_BYTES = 656, 584
 FP8 = "fp8"
 _FP8_GROUP = 128
 _WORKSPACE_BYTES = 256 * 2**20
@@ -521,6 +521,78 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
     )
 
 
+class TwoCaches(NamedTuple):
+    """Calls with two 8-bit caches for heads of 512, of whose indices `topk` and `extra_topk` count; 0: one cache."""
+
+    batch: int
+    query_tokens: int
+    heads: int
+    length: int  # tokens of each cache
+    topk: int
+    extra_topk: int
+    page_size: int
+    extra_page_size: int
+
+    @property
+    def small(self) -> TwoCaches:
+        return self._replace(batch=2, heads=4, length=512, topk=min(self.topk, 40), extra_topk=min(self.extra_topk, 24))
+
+
+TWO_CACHES = (
+    TwoCaches(64, 1, 128, 65536, 2048, 0, 64, 64),
+    TwoCaches(128, 2, 128, 16384, 128, 1024, 256, 64),
+    TwoCaches(128, 2, 64, 16384, 128, 512, 256, 2),
+)
+
+
+def _paged_cache(generator: torch.Generator, length: int, page_size: int) -> torch.Tensor:
+    """Bytes [pages, page_size, 1, 584]: 448 numbers of e4m3 and 64 of bfloat16, then the scales, all 2^-9."""
+    pages = length // page_size
+    numbers = _normal(generator, "float32", pages, page_size, 448).mul_(50).to(torch.float8_e4m3fn).view(torch.uint8)
+    rotary = _normal(generator, "bfloat16", pages, page_size, 64).div_(10).view(torch.uint8)
+    size = -(-page_size * PAGED_BYTES // 576) * 576  # as FlashMLA's tests have it
+    flat = torch.full((pages, size), 127 - 9, dtype=torch.uint8, device=generator.device)
+    flat[:, : page_size * 576] = torch.cat([numbers, rotary], 2).flatten(1)
+    return flat.as_strided((pages, page_size, 1, PAGED_BYTES), (size, PAGED_BYTES, PAGED_BYTES, 1))
+
+
+def two_caches(sizes: TwoCaches) -> Case:
+    """A case of `flash_mla_with_kvcache` with a second cache, planned ahead."""
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        def chosen(topk: int) -> torch.Tensor:
+            shape, device = (sizes.batch, sizes.query_tokens, topk), generator.device
+            return torch.randint(0, sizes.length, shape, generator=generator, device=device, dtype=torch.int32)
+
+        query = _normal(generator, "bfloat16", sizes.batch, sizes.query_tokens, sizes.heads, HEAD_DIM_V)
+        options = {"is_fp8_kvcache": True, "indices": chosen(sizes.topk)}
+        if sizes.extra_topk:
+            options["extra_k_cache"] = _paged_cache(generator, sizes.length, sizes.extra_page_size)
+            options["extra_indices_in_kvcache"] = chosen(sizes.extra_topk)
+        meta, _ = cukern.get_mla_metadata()
+        cache = _paged_cache(generator, sizes.length, sizes.page_size)
+        cukern.flash_mla_with_kvcache(query, cache, None, None, HEAD_DIM_V, meta, None, **options)
+        plan = meta.tile_scheduler_metadata, meta.num_splits
+        return query, cache, plan, Options(options)
+
+    def call(query: torch.Tensor, cache: torch.Tensor, plan: Any, options: Options) -> Any:
+        return cukern.flash_mla_with_kvcache(query, cache, None, None, HEAD_DIM_V, *plan, **options.given)
+
+    rows, seen = sizes.batch * sizes.query_tokens, sizes.topk + sizes.extra_topk
+    tokens = min(rows * seen, sizes.length * (1 + bool(sizes.extra_topk)))
+    moved = tokens * PAGED_BYTES + rows * sizes.heads * (4 * HEAD_DIM_V + 4) + 4 * rows * seen
+    case = {**sizes._asdict(), "dtype": "bfloat16", "cache_dtype": FP8, "slot_bytes": PAGED_BYTES}
+    flops = 4 * HEAD_DIM_V * sizes.heads * rows * seen
+    return Case("flash_mla_with_kvcache", case, "auto", inputs, call, moved, flops)
+
+
+@dataclass
+class Options:
+    """Named arguments. No tuple, so that they are not among the inputs that rotate."""
+
+    given: dict[str, Any]
+
+
 def metadata(batch: int, heads: int = 128, length: int = 4096, host: bool = False) -> Case:
     """A case of `get_mla_metadata`."""
 
@@ -570,6 +642,8 @@ def _all_cases(size: Callable[[Sizes], Sizes]) -> Iterator[Case]:
     yield attention(size(MANY_HEADS._replace(ragged=True)), compared=True)
     yield attention(size(SPARSE), compared=True)
     yield attention(size(SPARSE._replace(cache_dtype=FP8)), compared=True)
+    for both in TWO_CACHES:
+        yield two_caches(both.small if size(SPARSE) != SPARSE else both)
     yield attention(size(MANY_HEADS), how=PLANNING)
     yield attention(size(ONE), host=True, how=PLANNING)
     yield attention(size(ONE), host=True, how=OPERATOR)

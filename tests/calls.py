@@ -20,6 +20,8 @@ PLACES = ("numpy", "cpu", "foreign", "cupy", "cuda", "foreign cuda")
 
 #: The public functions that are no ops; `swap_blocks` launches no kernel.
 NO_OPS = {"explain", "specialize", "swap_blocks"}
+#: The ops that only others of the package call: `tests/test_moe_gemm_quantized.py` has the tests.
+INTERNAL = {"moe_gemm_quantized"}
 #: The ops of an exchange: their first argument is a state, which no torch operator takes, and a call means something
 #: beside those of the other ranks only. `tests/test_all_to_all.py` holds them to the contract.
 WITH_STATE = {"all_to_all_combine", "all_to_all_dispatch"}
@@ -319,11 +321,16 @@ def _paged_attention_calls() -> list[Call]:
 def _mla_decode_calls() -> list[Call]:
     latents = [floats(3, 2, 4, 48, dtype=BF16), floats(3, 16, 2, 48, seed=1, dtype=BF16) / 10]
     sparse = {"attn_sink": floats(4, seed=2), "indices": integers(*[[[40, -1, 2], [5, 6, 7]]] * 3)}
+    extra = {"extra_k_cache": floats(5, 7, 2, 48, seed=3, dtype=BF16) / 10, "extra_topk_length": integers(1, 0, 2)}
+    extra |= {"extra_indices_in_kvcache": integers(*[[[30, 2], [-1, 9]]] * 3), "topk_length": integers(2, 3, 0)}
+    counts = {"topk_length": integers(70, 0, 100), "extra_topk": 200, "extra_topk_length": integers(0, 200, 3)}
     return [
         Call("get_mla_metadata", (integers(300, 0, 5), 8, 2)),
         Call("get_mla_metadata", (integers(300, 0, 5), 8, 2), {"num_heads_q": 4, "topk": 100}),
+        Call("get_mla_metadata", (integers(300, 0, 5), 8, 2), {"num_heads_q": 4, "topk": 100, **counts}),
         Call("flash_mla_with_kvcache", (*latents, *PAGES, 32, None, None, 0.2, True)),
         Call("flash_mla_with_kvcache", (*latents, None, None, 32, None, None), sparse),
+        Call("flash_mla_with_kvcache", (*latents, None, None, 32, None, None), sparse | extra),
     ]
 
 

@@ -35,7 +35,8 @@ BATCH = {
     "dequantize_nvfp4": "packed scale",
     "embedding_lookup": "word_ids",
     "embedding_lookup_sine_position_encoding": "word_ids",
-    "flash_mla_with_kvcache": "q block_table cache_seqlens indices",
+    "flash_mla_with_kvcache": "q block_table cache_seqlens indices extra_indices_in_kvcache topk_length "
+    "extra_topk_length",
     "fused_add_layer_norm": "input residual residual_out",
     "fused_add_rms_norm": "input residual",
     "fused_add_rms_norm_quant": "input residual",
@@ -47,7 +48,7 @@ BATCH = {
     "gelu_new": "x",
     "gelu_quick": "x",
     "gelu_tanh_and_mul": "x",
-    "get_mla_metadata": "cache_seqlens",
+    "get_mla_metadata": "cache_seqlens topk_length extra_topk_length",
     "grouped_topk": "hidden_states gating_output",
     "layer_norm": "input",
     "masked_attention": "q k v key_cache:1 value_cache:1",

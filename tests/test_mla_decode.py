@@ -66,11 +66,18 @@ class Case(NamedTuple):
         """The twin's results, of rounded values where the variant rounds those of an 8-bit cache."""
         if not self.options.get("is_fp8_kvcache") or not rounds(self, variant):
             return self.twin()
-        with np.errstate(over="ignore", invalid="ignore"):
-            # Float32 first, as the products of numbers and scales are there: a product that it rounds to half of a unit
-            # in the last place of `q.dtype` would be rounded otherwise from float64.
-            values = twin.dequantize(self.k_cache, self.q.dtype).astype(np.float32).astype(self.q.dtype)
-        return self._replace(k_cache=values).with_options(is_fp8_kvcache=False).twin()
+
+        def rounded(cache: Array | None) -> Array | None:
+            if cache is None:
+                return None
+            unpacked = twin.dequantize_paged if is_paged(self) else twin.dequantize
+            with np.errstate(over="ignore", invalid="ignore"):
+                # Float32 first, as the products of numbers and scales are there: a product that it rounds to half of a
+                # unit in the last place of `q.dtype` would be rounded otherwise from float64.
+                return unpacked(cache, self.q.dtype).astype(np.float32).astype(self.q.dtype)
+
+        values, extra = rounded(self.k_cache), rounded(self.options.get("extra_k_cache"))
+        return self._replace(k_cache=values).with_options(is_fp8_kvcache=False, extra_k_cache=extra).twin()
 
     def with_options(self, **more: Any) -> Case:
         return self._replace(options={**self.options, **more})
@@ -81,11 +88,22 @@ class Case(NamedTuple):
         _, query_tokens, heads, _ = self.q.shape
         kv_heads, indices = self.k_cache.shape[2], self.options.get("indices")
         sparse = {} if indices is None else {"num_heads_q": heads, "topk": indices.shape[2]}
+        if self.options.get("extra_indices_in_kvcache") is not None:
+            sparse["extra_topk"] = self.options["extra_indices_in_kvcache"].shape[2]
+        names = "topk_length", "extra_topk_length"
+        sparse |= {name: self.options[name] for name in names if self.options.get(name) is not None}
         return (self.cache_seqlens, query_tokens * heads // kv_heads, kv_heads), sparse
+
+
+def is_paged(x: Case) -> bool:
+    """Whether the pages of its 8-bit cache have two parts."""
+    return bool(x.options.get("is_fp8_kvcache")) and x.q.shape[3] == 512
 
 
 def rounds(x: Case, variant: str) -> bool:
     """Whether this variant rounds the values of an 8-bit cache: "wgmma" does, which "auto" is from 33 rows on."""
+    if is_paged(x):
+        return True
     rows = x.q.shape[2] // x.k_cache.shape[2] * (1 if x.options.get("indices") is not None else x.q.shape[1])
     return variant == "wgmma" or (variant == "auto" and rows > 32 and arch_of_device(0) == "90a")
 
@@ -499,12 +517,51 @@ def _good_metadata() -> dict[str, Any]:
 GOOD = {"flash_mla_with_kvcache": _good_attention, "get_mla_metadata": _good_metadata}
 
 
-def _bad_calls() -> Iterator[Any]:
-    fp8 = {
+def _fp8() -> dict[str, Any]:
+    return {
         "is_fp8_kvcache": True, "q": _half(2, 3, 4, 576), "k_cache": zeros(5, 16, 2, 656, dtype=np.uint8),
         "head_dim_v": 512, "out": None,
     }  # fmt: skip
-    sparse = {"indices": _int32(2, 3, 10), "num_splits": _int32(7), "block_table": None, "cache_seqlens": None}
+
+
+def _sparse() -> dict[str, Any]:
+    return {"indices": _int32(2, 3, 10), "num_splits": _int32(7), "block_table": None, "cache_seqlens": None}
+
+
+def _bad_chosen() -> Iterator[Any]:
+    """Calls with bad indices, lengths of these, and second caches."""
+    fp8, sparse = _fp8(), _sparse()
+    extra = sparse | {"extra_k_cache": _half(5, 7, 2, 64), "extra_indices_in_kvcache": _int32(2, 3, 9)}
+    paged = fp8 | sparse | {"q": _half(2, 3, 4, 512), "k_cache": zeros(5, 16, 1, 584, dtype=np.uint8)}
+    for changes, error, message in (
+        ({**fp8, "q": _half(2, 3, 4, 512)}, ValueError, "indices must be given with is_fp8_kvcache and a head_dim of"),
+        ({**paged, "k_cache": zeros(5, 16, 1, 656, dtype=np.uint8)}, ValueError,
+         "k_cache must be of shape [pages, page_size, kv_heads, slot_bytes] = [5, 16, 1, 584], got [5, 16, 1, 656]"),
+        ({**paged, "k_cache": zeros(5, 16, 2, 584, dtype=np.uint8)}, ValueError,
+         "k_cache must be of one kv head with slots of 584 bytes, got 2"),
+        ({**paged, "k_cache": zeros(5, 16, 1, 600, dtype=np.uint8)[..., :584]}, ValueError,
+         "k_cache must be contiguous within a page, got strides (9600, 600, 600, 1) (in elements)"),
+        ({"topk_length": _int32(2)}, ValueError, "indices must be given with topk_length, got None"),
+        ({"extra_k_cache": _half(5, 16, 2, 64)}, ValueError, "indices must be given with extra_k_cache, got None"),
+        ({**sparse, "topk_length": _int32(3)}, ValueError, "topk_length must be of shape [batch] = [2], got [3]"),
+        ({**sparse, "topk_length": zeros(2)}, TypeError, "topk_length must be int32, got float32"),
+        ({**sparse, "topk_length": 3}, TypeError, "topk_length must be a NumPy array like q, got builtins.int"),
+        ({**sparse, "extra_topk_length": _int32(2)}, ValueError, "extra_k_cache must be given with extra_topk_length"),
+        ({**sparse, "extra_indices_in_kvcache": _int32(2, 3, 1)}, ValueError, "extra_k_cache must be given with extra"),
+        ({**sparse, "extra_k_cache": _half(5, 7, 2, 64)}, TypeError, "extra_indices_in_kvcache must be given with"),
+        ({**extra, "extra_k_cache": zeros(5, 7, 2, 64)}, TypeError, "extra_k_cache must be float16, got float32"),
+        ({**extra, "extra_k_cache": _half(5, 7, 2, 80)}, ValueError, "extra_k_cache must be of shape [pages, page"),
+        ({**extra, "extra_k_cache": _half(5, 7, 1, 64)}, ValueError,
+         "extra_k_cache must be of 2 kv heads like k_cache, got 1"),
+        ({**extra, "extra_indices_in_kvcache": _int32(2, 1, 9)}, ValueError,
+         "extra_indices_in_kvcache must be of shape [batch, query_tokens, topk] = [2, 3, 9], got [2, 1, 9]"),
+        ({**extra, "extra_topk_length": _int32(1)}, ValueError, "extra_topk_length must be of shape [batch] = [2]"),
+    ):  # fmt: skip
+        yield pytest.param("flash_mla_with_kvcache", changes, error, message, id=message[:60])
+
+
+def _bad_calls() -> Iterator[Any]:
+    fp8, sparse = _fp8(), _sparse()
     out, lse = _good_attention()["out"]
     kind = "k_cache must be of shape [pages, page_size, kv_heads, head_dim]"
     for changes, error, message in (
@@ -525,13 +582,14 @@ def _bad_calls() -> Iterator[Any]:
         ({"k_cache": _half(5, 16, 64)}, ValueError, f"{kind}, got [5, 16, 64]"),
         ({"k_cache": _half(5, 16, 2, 80)}, ValueError, f"{kind} = [5, 16, 2, 64], got [5, 16, 2, 80]"),
         ({"k_cache": _half(5, 24, 2, 64)}, ValueError,
-         "k_cache must be of pages of a multiple of 16 tokens, at most 65536, got 24"),
+         "k_cache must be of pages of a multiple of 16 tokens, at most 65536, without indices, got 24"),
+        ({**sparse, "k_cache": _half(5, 0, 2, 64)}, ValueError, "k_cache must be of pages of at least one and at most"),
         ({"k_cache": _half(5, 0, 2, 64)}, ValueError, "k_cache must be of pages of a multiple of 16 tokens, at most"),
         ({"k_cache": _half(5, 16, 0, 64)}, ValueError, "k_cache must be of at least one and at most 65535 kv heads"),
         ({"k_cache": _half(5, 16, 2, 128)[..., ::2]}, ValueError, "k_cache must be contiguous along its last"),
         ({"is_fp8_kvcache": True}, TypeError, "k_cache must be uint8 or int8 or float8_e4m3fn, got float16"),
         ({"is_fp8_kvcache": "yes"}, ValueError, "is_fp8_kvcache must be one of False, True, got 'yes'"),
-        ({**fp8, "q": _half(2, 3, 4, 64)}, ValueError, "q must be of a head_dim of 576 with is_fp8_kvcache, got 64"),
+        ({**fp8, "q": _half(2, 3, 4, 64)}, ValueError, "q must be of a head_dim of 576 or 512 with is_fp8_"),
         ({**fp8, "head_dim_v": 256}, ValueError, "head_dim_v must be 512 with is_fp8_kvcache, got 256"),
         ({**fp8, "k_cache": zeros(5, 16, 2, 576, dtype=np.uint8)}, ValueError,
          "k_cache must be of shape [pages, page_size, kv_heads, slot_bytes] = [5, 16, 2, 656], got [5, 16, 2, 576]"),
@@ -606,6 +664,12 @@ def _bad_calls() -> Iterator[Any]:
         ({"num_heads_q": 0}, ValueError, "num_heads_q must be an integer in [1, "),
         ({"topk": -1}, ValueError, "topk must be an integer in [0, "),
         ({"topk": 1.5}, TypeError, "topk must be an integer in [0, "),
+        ({"topk": None, "topk_length": _int32(2)}, ValueError, "topk_length must be None without topk, got an array"),
+        ({"topk": None, "extra_topk_length": _int32(2)}, ValueError, "extra_topk_length must be None without topk"),
+        ({"topk_length": _int32(3)}, ValueError, "topk_length must be of shape [batch] = [2], got [3]"),
+        ({"topk": None, "extra_topk": 5}, ValueError, "extra_topk must be 0 without topk, got 5"),
+        ({"extra_topk": -1}, ValueError, "extra_topk must be an integer in [0, "),
+        ({"extra_topk": 3, "extra_topk_length": zeros(2)}, TypeError, "extra_topk_length must be int32, got float32"),
         ({"out": _int32(66, 8)}, TypeError, "out must be a pair (tile_scheduler_metadata, num_splits), got ndarray"),
         ({"out": (_int32(65, 8), _int32(7))}, ValueError, "out[0] must be of shape [parts, 8] = [66, 8], got [65, 8]"),
         ({"out": (_int32(66, 8), _int32(6))}, ValueError, "out[1] must be of shape [sequences + 1] = [7], got [6]"),
@@ -614,7 +678,7 @@ def _bad_calls() -> Iterator[Any]:
         yield pytest.param("get_mla_metadata", changes, error, message, id=message[:60])
 
 
-@pytest.mark.parametrize(("name", "changes", "error", "message"), list(_bad_calls()))
+@pytest.mark.parametrize(("name", "changes", "error", "message"), [*_bad_calls(), *_bad_chosen()])
 def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = GOOD[name]()
     with pytest.raises(error, match=re.escape(message)):
@@ -722,11 +786,11 @@ def test_a_gpu_is_given_what_is_compiled_for_it(arch: str) -> None:
 
 
 def forms() -> set[Any]:
-    dims = [(576, 512), (0, 0)]
+    kinds = [((576, 512), False, False), ((576, 512), True, False), ((0, 0), False, False)]
+    kinds += [((576, 512), True, True), ((512, 512), True, True)]
     return {
-        op.best_form("bfloat16", is_fp8, rows, of_head, most)
-        for of_head in dims
-        for is_fp8 in ((False, True) if of_head == (576, 512) else (False,))
+        op.best_form("bfloat16", is_fp8, rows, of_head, most, has_extra)
+        for of_head, is_fp8, has_extra in kinds
         for rows in (1, 16, 17, 32, 33, 64, 1000)
         for most in map(op.mma_shared_bytes, gpu.BY_ARCH.values())
     }
@@ -740,7 +804,7 @@ def test_every_gpu_has_the_shared_memory() -> None:
                 assert op.best_form("bfloat16", is_fp8, rows, (576, 512), most).shared_bytes <= most
     kinds = {"bfloat16": "__nv_bfloat16"}
     lines = [
-        f"static_assert(Form<{kinds[f.dtype]}, {str(f.is_fp8).lower()}, {', '.join(map(str, f[2:]))}>::BYTES "
+        f"static_assert(Form<{kinds[f.dtype]}, {', '.join(str(x).lower() for x in f[1:])}>::BYTES "
         f'== {f.shared_bytes}, "");'
         for f in sorted(forms())
     ]
@@ -875,7 +939,7 @@ def test_a_variant_that_is_not_there_is_refused() -> None:
 
 def variants_of(x: Case) -> list[str]:
     """What can be asked for."""
-    if (x.q.shape[3], x.head_dim_v) != (576, 512):
+    if (x.q.shape[3], x.head_dim_v) != (576, 512) and not is_paged(x):
         return ["auto", "dynamic"]
     mapped = not x.options.get("is_fp8_kvcache") and x.options.get("indices") is None
     takes = arch_of_device(0) == "90a" and (x.k_cache.size or not mapped) and x.options.get("softmax_scale", 1) > 0
@@ -885,7 +949,23 @@ def variants_of(x: Case) -> list[str]:
 def there(x: Case) -> Case:
     """The same on the GPU."""
     options = {key: on_gpu(value) for key, value in x.options.items()}
-    return Case(*(a if a is None else on_gpu(a) for a in x[:4]), x.head_dim_v, options, x.latents)
+    given = [a if a is None else on_gpu(a) for a in x[:4]]
+    if is_paged(x):
+        given[1] = pages_there(x.k_cache)
+        if options.get("extra_k_cache") is not None:
+            options["extra_k_cache"] = pages_there(x.options["extra_k_cache"])
+    return Case(given[0], given[1], given[2], given[3], x.head_dim_v, options, x.latents)
+
+
+def pages_there(cache: Any) -> Any:
+    """Pages of two parts on the GPU, as far apart as here: at multiples of 16 bytes."""
+    if not isinstance(cache, np.ndarray):
+        return cache
+    pages, page_size = cache.shape[:2]
+    distance = cache.strides[0]
+    flat = cupy.full((pages, distance), 0xFF, cupy.uint8)
+    flat[:, : page_size * 584] = cupy.asarray(np.ascontiguousarray(cache).reshape(pages, -1))
+    return cupy.lib.stride_tricks.as_strided(flat, cache.shape, (distance, 584, 584, 1))
 
 
 def plan_there(x: Case) -> list[Any]:
@@ -1425,6 +1505,279 @@ def test_any_plan_of_the_gpu_is_the_twins(lengths: list[int], rows: int) -> None
     want = twin.plan([-(-max(n, 0) // 64) for n in lengths], twin.parts_of(rows, 1, gpu.of_device(0).multiprocessors))
     for ours, theirs in zip(got, want, strict=True):
         same_bits(ours, theirs)
+
+
+# --- a second cache, numbers of indices, pages of any size ----------------------------------------------
+
+
+def pack_paged(latents: Array, gap: int = 0) -> Array:
+    """Pages [pages, page_size, 1, 584] of [pages, page_size, 1, 512], by powers of two; `gap` bytes between pages."""
+    pages, page_size = latents.shape[:2]
+    tiles = latents[..., :448].astype(np.float32).reshape(pages, page_size, 7, 64)
+    exponents = np.ceil(np.log2(np.maximum(np.abs(tiles).max(-1) / 448, 1e-4)))
+    numbers = (tiles / 2.0 ** exponents[..., None]).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    rotary = np.ascontiguousarray(latents[:, :, 0, 448:].astype(ml_dtypes.bfloat16)).view(np.uint8)
+    flat = np.full((pages, page_size * 584 + gap), 0xFF, np.uint8)
+    flat[:, : page_size * 576] = np.concatenate([numbers.reshape(pages, page_size, 448), rotary], -1).reshape(pages, -1)
+    scales = flat[:, page_size * 576 : page_size * 584].reshape(pages, page_size, 8)
+    scales[..., :7] = exponents + 127
+    flat[:, page_size * 576 : page_size * 584] = scales.reshape(pages, -1)
+    strides = flat.shape[1], 584, 584, 1
+    return np.lib.stride_tricks.as_strided(flat, (pages, page_size, 1, 584), strides)
+
+
+def unpack_paged(cache: Array, dtype: Any) -> Array:
+    """What `pack_paged` kept, [slots, 1, 512], as torch has it, in float64."""
+    pages, page_size = cache.shape[:2]
+    flat = torch.from_numpy(np.ascontiguousarray(cache)).reshape(pages, -1)
+    tokens = flat[:, : page_size * 576].reshape(-1, 576)
+    scales = flat[:, page_size * 576 :].reshape(-1, 8)[:, :7].clone().view(torch.float8_e8m0fnu).double()
+    numbers = tokens[:, :448].clone().view(torch.float8_e4m3fn).double().view(-1, 7, 64)
+    rotary = tokens[:, 448:].clone().view(torch.bfloat16).to(getattr(torch, np.dtype(dtype).name)).double()
+    return torch.cat([(numbers * scales[:, :, None]).flatten(1), rotary], 1)[:, None].numpy()
+
+
+class Chosen(NamedTuple):
+    """A cache whose tokens indices name: what nobody attends to is NaN, what does not count points anywhere."""
+
+    cache: Array
+    indices: Array
+    lengths: Array | None
+    latents: Array  # [slots, kv_heads, head_dim], float64
+    seen: Array  # bool like the indices
+
+
+def chosen(
+    rng: np.random.Generator, kind: str, sizes: tuple[int, int, int], kv_heads: int, dtype: Any, page_size: int,
+    with_lengths: bool,
+) -> Chosen:  # fmt: skip
+    """A cache of `kind` "16 bits", "656" or "584"; sizes are the batch, the query tokens and topk."""
+    batch, _, topk = sizes
+    pages, head_dim = 700 // page_size + 2, 512 if kind == "584" else 576
+    slots = pages * page_size
+    dense = np.clip(rng.standard_normal((slots, kv_heads, head_dim), np.float32) / 10, -1, 1)
+    indices = rng.integers(0, slots, sizes).astype(np.int32)
+    indices[rng.random(sizes) < 0.1] = rng.choice([-1, -7])
+    lengths, counts = None, np.ones(sizes, bool)
+    if with_lengths:
+        lengths = rng.integers(0, topk + 1, batch).astype(np.int32)
+        lengths[:2] = [-3, topk + 9][: len(lengths[:2])]
+        counts = np.broadcast_to((np.arange(topk) < lengths[:, None])[:, None], sizes)
+        indices = np.where(counts, indices, rng.choice(np.array([*JUNK, slots], np.int32), sizes))
+    seen = counts & (indices >= 0)
+    unused = np.ones(slots, bool)
+    unused[indices[seen]] = False
+    if kind == "16 bits":
+        cache = dense.astype(dtype)
+        latents = cache.astype(np.float64)
+        cache[unused] = NAN
+        cache = cache.reshape(pages, page_size, kv_heads, head_dim)
+    elif kind == "656":
+        cache = pack(dense)
+        latents = unpack(cache, dtype)
+        cache[unused] = 0xFF
+        cache = cache.reshape(pages, page_size, kv_heads, 656)
+    else:
+        cache = pack_paged(dense.reshape(pages, page_size, 1, 512), -page_size * 584 % 576)
+        latents = unpack_paged(cache, dtype)
+        flat = np.lib.stride_tricks.as_strided(cache, (pages, page_size * 584), (cache.strides[0], 1))
+        for slot in np.flatnonzero(unused):
+            page, place = divmod(int(slot), page_size)
+            flat[page, place * 576 : place * 576 + 576] = 0xFF
+            flat[page, page_size * 576 + place * 8 :][:8] = 0xFF
+    return Chosen(cache, indices, lengths, latents, seen)
+
+
+def sparse(
+    rng: np.random.Generator, kind: str, batch: int, heads: int, topk: int, page_size: int, *,
+    extra: tuple[int, int] | None = None, query_tokens: int = 1, kv_heads: int = 1, dtype: str = "bfloat16",
+    lengths: str = "", **options: Any,
+) -> tuple[Case, list[Chosen]]:  # fmt: skip
+    """A case by indices; `extra` is topk and the page size of a second cache, `lengths` names those that are given."""
+    numpy_dtype = arrays.numpy_dtype(dtype)
+    own = chosen(rng, kind, (batch, query_tokens, topk), kv_heads, numpy_dtype, page_size, "own" in lengths)
+    both = [own]
+    options |= {"indices": own.indices, "is_fp8_kvcache": kind != "16 bits", "topk_length": own.lengths}
+    if extra is not None:
+        more = chosen(rng, kind, (batch, query_tokens, extra[0]), kv_heads, numpy_dtype, extra[1], "extra" in lengths)
+        both.append(more)
+        options |= {"extra_k_cache": more.cache, "extra_indices_in_kvcache": more.indices}
+        options |= {"extra_topk_length": more.lengths}
+    q = (10 * rng.standard_normal((batch, query_tokens, heads, own.latents.shape[2]), np.float32)).astype(numpy_dtype)
+    return Case(q, own.cache, None, np.zeros(batch, np.int32), 512, options, []), both
+
+
+def of_both(x: Case, both: list[Chosen]) -> tuple[Array, Array]:
+    """What torch makes of it."""
+    sinks = x.options.get("attn_sink")
+    out, lse = np.zeros((*x.q.shape[:3], 512)), np.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]))
+    for at in np.ndindex(x.q.shape[:2]):
+        keys = np.concatenate([own.latents[own.indices[at][own.seen[at]]] for own in both])
+        seen = np.ones((1, len(keys)), bool)
+        found = by_torch(x.q[at][None], keys, 512, x.q.shape[3] ** -0.5, seen, sinks)
+        out[at], lse[at[0], :, at[1]] = found[0][0], found[1][:, 0]
+    return out.astype(x.q.dtype), lse.astype(np.float32)
+
+
+#: Kind of cache, batch, heads, topk, page size; then what else there is.
+CHOSEN: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
+    "pages of 1": ("16 bits", 3, 128, 100, 1, {}),
+    "pages of 61, few heads": ("16 bits", 3, 3, 200, 61, {"query_tokens": 2}),
+    "lengths": ("16 bits", 4, 128, 300, 64, {"lengths": "own"}),
+    "a second cache, kv heads, float16": (
+        "16 bits", 2, 6, 90, 69, {"extra": (130, 2), "kv_heads": 2, "dtype": "float16", "lengths": "extra"}),
+    "656, pages of 2": ("656", 3, 64, 576, 2, {"query_tokens": 3}),
+    "656, lengths, few heads": ("656", 4, 16, 300, 53, {"lengths": "own", "query_tokens": 3}),
+    "656, a second cache": ("656", 3, 128, 64, 61, {"extra": (576, 64), "lengths": "own extra"}),
+    "656, a second cache, few heads, float16": ("656", 3, 5, 64, 61, {"extra": (5, 700), "dtype": "float16"}),
+    "584": ("584", 3, 64, 576, 69, {"query_tokens": 2}),
+    "584, one head": ("584", 2, 1, 65, 1, {}),
+    "584, a second cache, sinks": (
+        "584", 5, 128, 64, 64,
+        {"extra": (200, 69), "lengths": "own extra", "attn_sink": np.linspace(-2, 9, 128, dtype=np.float32)}),
+    "584, a second cache without lengths, float16": ("584", 2, 33, 1, 2, {"extra": (512, 61), "dtype": "float16"}),
+    "584, only the second cache": ("584", 3, 64, 0, 64, {"extra": (130, 2), "lengths": "extra"}),
+    "584, one query in many parts": ("584", 1, 128, 600, 64, {"extra": (600, 256)}),
+    "584, a part of many queries": ("584", 70, 64, 140, 64, {"extra": (70, 53), "lengths": "own", "query_tokens": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_twin_of_chosen_tokens_is_torchs_attention(name: str, rng: np.random.Generator) -> None:
+    kind, batch, heads, topk, page_size, changes = CHOSEN[name]
+    x, both = sparse(rng, kind, min(batch, 5), heads, topk, page_size, **changes)
+    assert_close(x.run(), of_both(x, both))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_kernels_of_chosen_tokens(name: str, rng: np.random.Generator) -> None:
+    kind, batch, heads, topk, page_size, changes = CHOSEN[name]
+    x, _ = sparse(rng, kind, batch, heads, topk, page_size, **changes)
+    compare(x)
+
+
+@pytest.mark.gpu
+@settings(max_examples=60)
+@given(st.data())
+def test_random_chosen_tokens(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["16 bits", "656", "584"]))
+    kv_heads = 1 if kind == "584" else data.draw(st.sampled_from([1, 1, 2]))
+    heads = kv_heads * data.draw(st.integers(1, 70) | st.sampled_from([16, 64, 128]))
+    sizes, page_sizes = st.integers(0, 300), st.sampled_from([1, 2, 16, 53, 64, 69, 576, 1000])
+    changes: dict[str, Any] = {"kv_heads": kv_heads, "query_tokens": data.draw(st.integers(1, 3))}
+    changes["dtype"] = data.draw(st.sampled_from(DTYPES))
+    changes["lengths"] = data.draw(st.sampled_from(["", "own", "extra", "own extra"]))
+    if data.draw(st.booleans()):
+        changes["extra"] = data.draw(sizes), data.draw(page_sizes)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    batch, topk, page_size = data.draw(st.integers(1, 7)), data.draw(sizes), data.draw(page_sizes)
+    compare(sparse(rng, kind, batch, heads, topk, page_size, **changes)[0])
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "656", "584"])
+def test_a_bad_slot_of_the_second_cache(attend: Place, kind: str, rng: np.random.Generator) -> None:
+    x, _ = sparse(rng, kind, 2, 40, 90, 61, extra=(100, 69), query_tokens=2)
+    x.options["extra_indices_in_kvcache"][1, 0, 99] = x.options["extra_k_cache"].shape[0] * 69
+    for (out, lse), want in attend.variants(x):
+        assert is_nan(out).all(3)[..., 0].tolist() == [[False, False], [True, False]]
+        assert (np.isnan(lse) == np.isnan(want[1])).all()
+        assert_close((out, lse), want)
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "656", "584"])
+def test_no_index_that_counts(attend: Place, kind: str, rng: np.random.Generator) -> None:
+    x, _ = sparse(rng, kind, 3, 40, 90, 61, extra=(100, 69), lengths="own extra")
+    x.options["topk_length"][:], x.options["extra_topk_length"][:] = [0, -5, 0], [-(2**31), 0, 1]
+    x.options["extra_indices_in_kvcache"][2, 0, 0] = -1
+    for out, lse in attend(x):
+        assert not out.any() and (lse == INF).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "changes", "function", "last", "plan"),
+    [
+        ("16 bits", 128, {}, "attend_wgmma", ("false", "true"), ()),
+        ("16 bits", 128, {"lengths": "own"}, "attend_wgmma", ("false", "true", "true"), (256, "true")),
+        ("656", 128, {"extra": (9, 5)}, "attend_wgmma", ("true", "true", "true"), ()),
+        ("656", 128, {"extra": (9, 5), "lengths": "extra"}, "attend_wgmma", ("true",) * 3, (256, "true")),
+        ("656", 16, {}, "attend_mma", (576, 512), ()),
+        ("656", 16, {"extra": (9, 5)}, "attend_mma", (576, 512, "true"), ()),
+        ("584", 128, {}, "attend_wgmma", ("true", "true", "true", 584), ()),
+        ("584", 1, {"lengths": "own"}, "attend_wgmma", ("true", "true", "true", 584), (256, "true")),
+    ],
+)
+def test_the_kernels_for_chosen_tokens(
+    kind: str, heads: int, changes: Any, function: str, last: Any, plan: Any, rng: np.random.Generator
+) -> None:
+    x, _ = sparse(rng, kind, 2, heads, 70, 64, **changes)
+    declared, arguments = OPS["flash_mla_with_kvcache"], dict(zip(x._fields[:5], x[:5], strict=True)) | x.options
+    arguments |= {"tile_scheduler_metadata": None, "num_splits": None}
+    trace, _, _ = declared.say(declared.form(0, tuple(arguments)), tuple(arguments.values()), on=H200)
+    found = {step.variant.instance.function: step.variant.instance.arguments for step in trace.steps}
+    assert found[function][-len(last) :] == last and found["plan_parts"] == plan
+    assert len(found[function]) == len(last) + (1 if function == "attend_wgmma" else 5)
+
+
+def test_the_plan_of_lengths_of_indices() -> None:
+    lengths, extra = np.array([0, 100, 9999], np.int32), np.array([65, -1, 64], np.int32)
+    got = cukern.get_mla_metadata(
+        lengths, 128, 1, num_heads_q=64, topk=200, topk_length=lengths, extra_topk=64, extra_topk_length=extra
+    )
+    blocks = [ceil(n / 64) for n in (64, 64, 100, 100, 264, 264)]
+    for ours, theirs in zip(got, twin.plan(blocks, 132), strict=True):
+        same_bits(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_the_plan_of_lengths_of_indices_on_the_gpu(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "MULTIPROCESSORS", gpu.of_device(0).multiprocessors)
+    for batch in (1, 5, 400):
+        lengths, extra = (rng.integers(-5, 3000, batch).astype(np.int32) for _ in range(2))
+        for pair in ((lengths, extra), (lengths, None), (None, extra)):
+            options = {"num_heads_q": 64, "topk": 2048, "extra_topk": 500}
+            options |= {"topk_length": pair[0], "extra_topk_length": pair[1]}
+            want = twin.get_mla_metadata(lengths, 192, 1, **options)
+            there = {name: None if x is None else cupy.asarray(x) for name, x in zip(
+                ("topk_length", "extra_topk_length"), pair, strict=True)}  # fmt: skip
+            got = cukern.get_mla_metadata(cupy.asarray(lengths), 192, 1, **options | there)
+            for ours, theirs in zip(got, want, strict=True):
+                same_bits(cupy.asnumpy(ours), theirs)
+
+
+@pytest.mark.parametrize("place", ["numpy", "tensors", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_plan_of_the_first_call(place: str, rng: np.random.Generator) -> None:
+    def moved(array: Any) -> Any:
+        if not arrays.is_array(array):
+            return array
+        return array if place == "numpy" else as_torch(array).to("cuda" if place == "cuda" else "cpu")
+
+    x, _ = sparse(rng, "656", 3, 16, 90, 61, extra=(100, 69), lengths="own extra")
+    x = x._replace(q=moved(x.q), k_cache=moved(x.k_cache), cache_seqlens=None)
+    x = x.with_options(**{name: moved(value) for name, value in x.options.items()})
+    meta, splits = cukern.get_mla_metadata()
+    assert splits is None and not meta.have_initialized
+    assert cukern.get_mla_metadata()[0] is not meta
+    with pytest.raises(ValueError, match="topk_length must be of shape"):
+        x.run(meta, None, topk_length=x.options["topk_length"][:2])
+    assert not meta.have_initialized
+    first = x.run(meta, None)
+    plan = meta.tile_scheduler_metadata
+    assert meta.have_initialized and type(plan) is type(x.q)
+    for own, other, alone in zip(first, x.run(meta, None), x.run(None, None), strict=True):
+        assert (own == other).all() and (own == alone).all()
+    assert meta.tile_scheduler_metadata is plan
+    indices = x.options["indices"]
+    for changes, name, got in (
+        ({"indices": indices[..., :80]}, "topk of this one, 80", "90"),
+        ({"extra_k_cache": x.options["extra_k_cache"][:, :68]}, "extra_page_size of this one, 68", "69"),
+    ):
+        with pytest.raises(ValueError, match=f"tile_scheduler_metadata must be of a call with the {name}, got {got}"):
+            x.run(meta, None, **changes)
+    with pytest.raises(TypeError, match="num_splits must be None with what get_mla_metadata gave without arguments"):
+        x.run(meta, plan)
+    with pytest.raises(TypeError, match="missing a required argument: 'cache_seqlens'"):
+        cukern.get_mla_metadata(topk=3)
 
 
 # --- torch, streams, graphs -----------------------------------------------------------------------------

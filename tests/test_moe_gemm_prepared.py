@@ -40,7 +40,7 @@ FORMATS = ("mxfp4", "nvfp4")
 GROUPS = {"mxfp4": 32, "nvfp4": 16}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 #: Rows of a group, as a hint, by each of which another form is taken.
-HINTS = (1, 8, 16, 40, 100, 1000)
+HINTS = (1, 8, 16, 40, 60, 100, 1000)
 
 
 def random_weights(rng: np.random.Generator, shape: tuple[int, int, int], weights: str) -> tuple[Any, Any]:
@@ -261,22 +261,29 @@ def shaped_prepared(rows: int, weights: str = "mxfp4", **changes: Any) -> dict[s
 @pytest.mark.parametrize("how", ["rows", "gathered", "batched"])
 def test_every_form_fits_a_multiprocessor(weights: str, how: str) -> None:
     seen = set()
-    hints = (8, 16, 32, 64, 128, 1000) if how == "batched" else HINTS
+    hints = (8, 16, 32, 64, 96, 128, 1000) if how == "batched" else HINTS
     for hint in hints:
         found = planned(shaped_prepared(800, weights, how=how, expected_m=hint))
         assert found is not None and found.function == "gemm_fp4_wgmma"
         arguments = found.step.variant.instance.arguments
-        flags = (x == "true" for x in arguments[8:10])
-        form = kernels.Fp4Wgmma(*arguments[3:5], *arguments[6:8], *flags)
+        form = kernels.Fp4Wgmma(*arguments[3:5], *arguments[6:11], arguments[11] == "true")
         seen.add(form)
-        assert arguments[5] == form.stages(str(arguments[1])) >= 3
+        assert arguments[5] == form.stages(str(arguments[1])) >= max(3, 2 * form.split)
+        assert arguments[5] % form.split == 0 and found.step.block[0] == form.threads <= 1024
+        # A box of TMA has at most 256 elements along a dimension, of weights 8 bytes each.
+        assert form.units * {"mxfp4": 272, "nvfp4": 288}[weights] // 8 <= 256 and form.tokens % form.box == 0
         assert found.step.shared_bytes == form.shared_bytes(arguments[1])
         # 228 KiB of a multiprocessor, of which each block's system takes 1.
         assert form.blocks * (found.step.shared_bytes + 1024) <= 228 * 1024
-        assert (arguments[10] == "true") == (how == "gathered")
+        assert (arguments[12] == "true") == (how == "gathered")
         if how == "gathered":
             assert form.cluster == 1 and form.tokens <= 128
     assert len(seen) == len(HINTS) - (how == "gathered")
+    # 800 rows of 8 experts are too many for it.
+    form = kernels.FP4_FEW_TILES
+    found = planned(shaped_prepared(1, weights, how=how, experts=1, expected_m=1))
+    assert found is not None and found.step.shared_bytes == form.shared_bytes(weights.upper())
+    assert found.step.block[0] == form.threads and form.shared_bytes(weights.upper()) <= 227 * 1024
 
 
 def test_the_maps_of_prepared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +301,23 @@ def test_the_maps_of_prepared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert a_map == ("bfloat16", (7168, 8192, 1, 1), (14336, 14336 * 8192, 14336 * 8192), (64, 32, 1, 1), 256, True)
     gated, _ = maps_of(shaped_prepared(8192, activation="silu"))
     assert gated == ("uint64", (112 * 34, 2, 256, 8), (line * 256, line, line * 512), (34, 2, 8, 1), 256, False)
-    few, _ = maps_of(shaped_prepared(8, "nvfp4", n=72, k=96))
+    few, rows = maps_of(shaped_prepared(8, "nvfp4", n=72, k=96))
     assert few == ("uint64", (72, 9, 8, 1), (576, 576 * 9, 576 * 72), (144, 8, 1, 1), 128, False)
+    assert rows == ("bfloat16", (96, 8, 1, 1), (192, 192 * 8, 192 * 8), (64, 8, 1, 1), 128, True)
+    # Where k is whole units, a box has those of a stage.
+    _, rows = maps_of(shaped_prepared(8))
+    assert rows == ("bfloat16", (64, 8, 112, 1), (14336, 128, 14336 * 8), (64, 8, 4, 1), 128, True)
+
+
+def test_few_tiles_are_of_fewer_weights() -> None:
+    def form_of(rows: int, experts: int, n: int, k: int) -> kernels.Fp4Wgmma:
+        found = planned(shaped_prepared(rows, n=n, k=k, experts=experts, expected_m=1))
+        assert found is not None
+        arguments = found.step.variant.instance.arguments
+        return kernels.Fp4Wgmma(*arguments[3:5], *arguments[6:11], arguments[11] == "true")
+
+    assert form_of(2, 8, 28672, 4096) == form_of(2, 8, 4096, 14336) == kernels.FP4_FEW_TILES
+    assert form_of(128, 32, 5760, 2880) == kernels.FP4_FORMS[0]
 
 
 def test_other_gpus_and_variants_refuse_them() -> None:
@@ -313,7 +335,7 @@ def test_products_overlap_and_nothing_spills(weights: str, gathers: bool) -> Non
     """The compiler says where it lets each product wait for the one before."""
     if compiler.available():
         pytest.skip("NVRTC cannot be used")
-    for form in kernels.FP4_FORMS:
+    for form in (kernels.FP4_FEW_TILES, *kernels.FP4_FORMS):
         if gathers and form.tokens > 128:
             continue
         variant = form._replace(cluster=1 if gathers else form.cluster).variant("bfloat16", weights, 0, gathers)
@@ -344,6 +366,8 @@ KERNEL_CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
             ("float16", LONG[:4], 136, 160, {"dtype": "float16"}),
             ("n of a tile, k of a stage", [9, 70], 128, 256, {}),
             ("a row each", [1] * 130, 72, 288, {}),
+            ("a row each, many tiles", [1] * 900, 136, 352, {}),
+            ("k of less stages than warpgroups", [3, 0, 1], 136, 512, {}),
             ("some of many experts", [0] * 200 + [2, 0, 1] + [0] * 400 + [9, 70] + [0] * 31 + [1], 40, 64, {}),
             ("no row", [0, 0], 64, 64, {}),
             ("batched, silu", EDGES, 272, 224, {"activation": "silu", "max_tokens": 150}),

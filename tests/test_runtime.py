@@ -884,7 +884,7 @@ def test_processes_may_fill_one_cache_at_once(cache: Path) -> None:
     code = """
 import cukern.runtime.compile as compiler
 from cukern.ops import moe_gate
-instances = [i for i in moe_gate._kernel.specialized if i.arguments[1] == 8]
+instances = [i for i in moe_gate._kernel.specialized if i.arguments[1] == 64]
 assert instances
 for instance in instances:
     path, name = compiler.cubin(instance, "80")
@@ -1257,7 +1257,7 @@ def test_a_home_that_cannot_be_used(home: str, tmp_path: Path) -> None:
 import os
 from cukern.runtime import compile, nvrtc
 from cukern.runtime.kernel import KERNELS
-instance = [i for i in KERNELS["moe_gate"][0].specialized if i.arguments[1] == 8][:1]
+instance = [i for i in KERNELS["moe_gate"][0].specialized if i.arguments[1] == 64][:1]
 compile.compile_all([(instance[0], "80")])
 path, _ = compile.cubin(instance[0], "80")
 print(path.parent, os.environ["CUPY_CACHE_DIR"], sep="\\n")
@@ -1284,7 +1284,7 @@ def refuse(job):
     raise AssertionError("compiled here")
 nvrtc.compile_to_cache = refuse
 compiler._worker_count = lambda jobs: 2
-work = [(i, "80") for i in KERNELS["moe_gate"][0].specialized if i.arguments[1] == 8][:2]
+work = [(i, "80") for i in KERNELS["moe_gate"][0].specialized if i.arguments[1] == 64][:2]
 compiler.compile_all(work)
 assert all(compiler._is_intact(compiler.cached_path(*item)) for item in work)
 """

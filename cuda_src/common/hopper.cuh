@@ -168,10 +168,11 @@ __device__ __forceinline__ unsigned long long k_major_descriptor(unsigned addres
     return (unsigned long long)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// The descriptor that k_major_descriptor makes, from its lower half: the upper one is always the same.
-__device__ __forceinline__ unsigned long long k_major_descriptor_of(unsigned lower) {
+// The descriptor that k_major_descriptor makes, from its lower half: the upper one is always the same. STRIDE: bytes from
+// 8 rows to the next.
+template <int STRIDE = 1024> __device__ __forceinline__ unsigned long long k_major_descriptor_of(unsigned lower) {
     unsigned long long operand;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | 64u));
+    asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | unsigned(STRIDE >> 4)));
     return operand;
 }
 

@@ -50,7 +50,7 @@ __device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thr
     thread.group_barrier();
     // Found once more, so that they take no registers while tiles are computed.
     const Part part(p, blockIdx.z);
-    const Visit visit(p, part, sequence);
+    const VisitOf<F::EXTRA> visit(p, part, sequence);
 #pragma unroll
     for (int m = 0; m < F::M; ++m)
 #pragma unroll
@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& t
     merged.add(thread, shared, out[0], meeting);
     if (thread.group == 1) return;
     const Part part(p, blockIdx.z);
-    const Visit visit(p, part, sequence);
+    const VisitOf<F::EXTRA> visit(p, part, sequence);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         // A bad row has a total of NaN.
@@ -135,12 +135,13 @@ __device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& t
     }
 }
 
-// T: the type of the queries and results. FP8: an 8-bit cache (576, 512 only). ROWS: 16, 32 or 64. TILE: 16, 32 or 64
+// T: the type of the queries and results. FP8: an 8-bit cache. ROWS: 16, 32 or 64. TILE: 16, 32 or 64
 // tokens. STAGES: tiles of a ring. DIM, DIM_V: 576 and 512, or 0: from the arguments, multiples of 16 up to 576 (not with
-// ROWS == 64).
-template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM_V>
+// ROWS == 64); 512 and 512 of an 8-bit cache, with EXTRA. EXTRA: with a second cache, or with numbers of the indices that
+// count.
+template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM_V, bool EXTRA = false>
 __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Params p) {
-    using F = Form<T, FP8, ROWS, TILE, STAGES, DIM, DIM_V>;
+    using F = Form<T, FP8, ROWS, TILE, STAGES, DIM, DIM_V, EXTRA>;
     extern __shared__ __align__(1024) char shared[];
     __shared__ unsigned long long met;
     const unsigned shared_at = shared_address(shared);
@@ -158,7 +159,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
 
 #pragma unroll 1
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
-        const Visit visit(p, part, sequence);
+        const VisitOf<F::EXTRA> visit(p, part, sequence);
         queries.load_visit(p, visit, thread);
         float out[F::M][F::V][4] = {};
         softmax.begin_visit();

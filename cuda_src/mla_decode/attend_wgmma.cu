@@ -1,5 +1,5 @@
 // Attention at decode time over a latent cache (multi-head latent attention, DeepSeek), by Hopper's wgmma, for heads of 576
-// and 512 dimensions. The heads of a group share one key per token; its first 512 numbers are the value.
+// dimensions, or 512 of an 8-bit cache, and values of 512. The heads of a group share one key per token; its first 512 numbers are the value.
 //
 //   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    if causal for t <= length - query_tokens + i
 //   p        = softmax over the tokens
@@ -40,7 +40,7 @@
 #include "mla_decode/wgmma_tma.cuh"
 
 // A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
-template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
+template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES> struct Seesaw {
     // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
     const Params& p;
@@ -75,7 +75,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
     __device__ __forceinline__ void start_scores(float (&scores)[32], int phase) {
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) {
+        for (int i = 0; i < KEY_TILES; ++i) {
             const int tile = i == ROTARY_TILE ? ROTARY_TILE : (i + SIDE * 4) % VALUE_TILES; // in the order of loading
             if constexpr (BY_TILE)
                 mbarrier_wait(shared_address(&shared.full[SIDE][tile]), phase);
@@ -255,17 +255,17 @@ template <typename T, bool FP8, bool GATHER, int SIDE> struct Seesaw {
 };
 
 // A part's visits, one after the other, for a warpgroup that computes.
-template <typename T, bool FP8, bool GATHER, int SIDE>
+template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
-    Seesaw<T, FP8, GATHER, SIDE> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
+    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
     const Part part(p, blockIdx.z);
     // For `own_tile`, if causal: found once, since they are the same for all visits and take divisions.
     const int first_end = causal_end(p, 0, first_row);
     const int ends[2] = {causal_end(p, 0, first_row + w.row(0)), causal_end(p, 0, first_row + w.row(1))};
     int used = 0, visited = 0; // tiles and visits with tiles, before
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
-        const Visit visit(p, part, sequence);
+        const VisitOf<EXTRA> visit(p, part, sequence);
         const int tiles = ceil_div(max(visit.end - visit.begin, 0), BLOCK_TOKENS);
         w.begin_visit();
         if (tiles) mbarrier_wait(shared_address(&shared.queries_full), visited++);
@@ -304,13 +304,16 @@ template <bool FP8, bool TMA> __device__ __forceinline__ void init_shared(WgmmaS
     fence_mbarrier_init();
 }
 
-// T: the type of the queries and results. FP8: an 8-bit cache. GATHER: with `indices`.
-template <typename T, bool FP8, bool GATHER>
+// T: the type of the queries and results. FP8: an 8-bit cache. GATHER: with `indices`. EXTRA: with a second cache, or with
+// numbers of the indices that count. BYTES: of a token of an 8-bit cache, 656, or with EXTRA 584.
+template <typename T, bool FP8, bool GATHER, bool EXTRA = false, int BYTES = BYTES_OF_576>
 __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_constant__ WgmmaParams params) {
 #if HAS_WGMMA
     constexpr bool TMA = !FP8 && !GATHER;
+    constexpr int KEY_TILES = BYTES == BYTES_OF_512 ? VALUE_TILES : TILES;
+    static_assert((GATHER || !EXTRA) && (BYTES == BYTES_OF_576 || (FP8 && EXTRA)), "");
     // Registers of a thread: the launch gives 168 to each, of which the loading warpgroup leaves most to the others.
-    constexpr int LOADING = FP8 ? 88 : GATHER ? 72 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
+    constexpr int LOADING = FP8 || EXTRA ? 88 : GATHER ? 72 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned queries = shared_address(memory) + misplaced;
@@ -321,16 +324,16 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 0>(params.p, shared, queries);
+        compute<T, FP8, GATHER, 0, EXTRA, KEY_TILES>(params.p, shared, queries);
     } else if (warpgroup == 1) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 1>(params.p, shared, queries);
+        compute<T, FP8, GATHER, 1, EXTRA, KEY_TILES>(params.p, shared, queries);
     } else {
         setmaxnreg_dec<LOADING>();
         if constexpr (FP8)
-            convert_tiles<T, GATHER>(params.p, shared, queries);
+            convert_tiles<T, GATHER, EXTRA, BYTES>(params.p, shared, queries);
         else if constexpr (GATHER)
-            gather_tiles<T>(params.p, shared, queries);
+            gather_tiles<T, EXTRA>(params.p, shared, queries);
         else
             load_tiles<T>(params, shared, queries);
     }

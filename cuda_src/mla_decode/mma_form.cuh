@@ -39,9 +39,12 @@
 //   8-bit cache            16, 64, 2     16, 32, 3     16, 16, 4
 //                          32, 64, 4     32, 64, 2     32, 32, 3
 //                          64, 32, 4     64, 32, 2     -
-template <typename T_, bool FP8_, int ROWS_, int TILE_, int STAGES_, int DIM_, int DIM_V_> struct Form {
+template <typename T_, bool FP8_, int ROWS_, int TILE_, int STAGES_, int DIM_, int DIM_V_, bool EXTRA_ = false>
+struct Form {
     using T = T_;
-    static constexpr bool FP8 = FP8_;
+    static constexpr bool EXTRA = EXTRA_;
+    // An 8-bit cache of 512 dimensions is converted while it is copied; all else is as with a 16-bit cache.
+    static constexpr bool CONVERTS = FP8_ && DIM_ == 512, FP8 = FP8_ && !CONVERTS;
     static constexpr int ROWS = ROWS_, TILE = TILE_, STAGES = STAGES_, DIM = DIM_, DIM_V = DIM_V_;
 
     static constexpr int WARPS = 8, GROUPS = FP8 || ROWS == 64 ? 2 : 1, MEMBERS = WARPS / GROUPS;
@@ -93,6 +96,7 @@ template <typename T_, bool FP8_, int ROWS_, int TILE_, int STAGES_, int DIM_, i
 
     static_assert(DIMS == LINES * 64 && LINES * 4 % DEPTHS == 0 && LINES % DEPTHS < 2 && N % 2 == 0, "");
     static_assert(DIMS_V % 64 == 0 && REST_V < 2 && COPIED % 4 == 0, "");
+    static_assert(!CONVERTS || (EXTRA && DIM_V == 512), "");
     static_assert(!FP8 || (DIM == 576 && DIM_V == 512 && DEPTHS == SCALES && MEMBERS == SCALES), "");
 
     // The sizes of a head.

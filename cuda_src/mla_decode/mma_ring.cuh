@@ -23,13 +23,17 @@ template <typename F> __device__ constexpr unsigned long long all_valid() {
 
 // The tokens that a warp copies, one for each lane.
 struct Sources {
-    const char* from; // this lane's token
-    bool known;       // it is there
-    unsigned lanes;   // those whose token is there
+    const char* from;   // this lane's token
+    bool known;         // it is there
+    unsigned lanes;     // those whose token is there
+    const char* scales; // of this lane's token, where they lie apart from it
 
     // The token of lane i.
-    __device__ __forceinline__ const char* of(int i) const {
-        const unsigned long long mine = reinterpret_cast<unsigned long long>(from);
+    __device__ __forceinline__ const char* of(int i) const { return of_lane(from, i); }
+    __device__ __forceinline__ const char* scales_of(int i) const { return of_lane(scales, i); }
+
+    static __device__ __forceinline__ const char* of_lane(const char* address, int i) {
+        const unsigned long long mine = reinterpret_cast<unsigned long long>(address);
         const unsigned low = __shfl_sync(FULL_WARP, unsigned(mine), i);
         const unsigned high = __shfl_sync(FULL_WARP, unsigned(mine >> 32), i);
         return reinterpret_cast<const char*>((unsigned long long)high << 32 | low);
@@ -44,7 +48,7 @@ template <typename F> struct TileCursor {
     int sequence, token, end;
     bool more;       // there is a tile
     bool wanted;     // this lane has a token of it
-    int entry, slot; // what the table, or `indices`, says of that token
+    int entry, slot; // what the table, or `indices`, says of that token; with EXTRA `slot` is the cache, 0 or 1
 
     __device__ __forceinline__ TileCursor(const Thread<F>& thread, char* shared)
         : copies(F::RINGS == 2 || thread.warp >= F::WARPS - F::COPIERS),
@@ -55,7 +59,7 @@ template <typename F> struct TileCursor {
     __device__ __forceinline__ void enter(const Params& p, const Part& part, const Thread<F>& thread, int next) {
         more = false;
         for (; next <= part.last; ++next) {
-            const Visit visit(p, part, next);
+            const VisitOf<F::EXTRA> visit(p, part, next);
             sequence = next, token = visit.begin + thread.first_token(), end = visit.end;
             if (token < end) {
                 more = true;
@@ -69,6 +73,11 @@ template <typename F> struct TileCursor {
         wanted = more && own < end;
         entry = -1, slot = 0;
         if (!wanted) return;
+        if constexpr (F::EXTRA) {
+            const Index index(p, sequence, own);
+            entry = index.slot, slot = index.second;
+            return;
+        }
         if (p.indices) {
             const int batch = sequence / p.query_tokens;
             entry = p.indices[batch * p.indices_strides[0] +
@@ -88,20 +97,33 @@ template <typename F> struct TileCursor {
 
     // Where the warp's tokens lie; those who use the tile are told by `arrivals`.
     __device__ __forceinline__ Sources find(const Params& p, const Thread<F>& thread, int stage) {
-        long long page = entry;
-        bool known = wanted && unsigned(entry) < unsigned(p.pages);
-        bool bad = wanted && !known;
-        if (p.indices) {
-            bad = wanted && entry >= (long long)p.pages * p.page_size;
-            known = wanted && entry >= 0 && !bad;
-            page = unsigned(entry) / unsigned(p.page_size);
-            slot = entry - int(page) * p.page_size;
-        }
         constexpr int ITEM = F::FP8 ? 1 : sizeof(typename F::T);
-        const char* from = static_cast<const char*>(p.cache);
-        if (known)
-            from +=
-                (page * p.cache_strides[0] + slot * p.cache_strides[1] + thread.kv_head * p.cache_strides[2]) * ITEM;
+        bool known, bad;
+        const char *from, *scales = nullptr;
+        if constexpr (F::EXTRA) {
+            const Place place(p, slot == 1);
+            known = wanted && place.has(entry), bad = wanted && entry >= 0 && !known;
+            from = place.cache;
+            if constexpr (F::CONVERTS) {
+                if (known) from = place.in_two_parts(entry, scales);
+            } else {
+                if (known) from = place.at<ITEM>(entry, thread.kv_head);
+            }
+        } else {
+            long long page = entry;
+            known = wanted && unsigned(entry) < unsigned(p.pages);
+            bad = wanted && !known;
+            if (p.indices) {
+                bad = wanted && entry >= (long long)p.pages * p.page_size;
+                known = wanted && entry >= 0 && !bad;
+                page = unsigned(entry) / unsigned(p.page_size);
+                slot = entry - int(page) * p.page_size;
+            }
+            from = static_cast<const char*>(p.cache);
+            if (known)
+                from += (page * p.cache_strides[0] + slot * p.cache_strides[1] + thread.kv_head * p.cache_strides[2]) *
+                        ITEM;
+        }
         const unsigned known_lanes = __ballot_sync(FULL_WARP, known);
         const unsigned bad_lanes = __ballot_sync(FULL_WARP, bad);
         // A warp's share of the 64 bits.
@@ -110,7 +132,7 @@ template <typename F> struct TileCursor {
             reinterpret_cast<Bits*>(&arrivals[stage].valid)[copier] = known_lanes & ((1u << F::COPIED) - 1);
             reinterpret_cast<Bits*>(&arrivals[stage].bad)[copier] = bad_lanes != 0;
         }
-        return {from, known, known_lanes};
+        return {from, known, known_lanes, scales};
     }
 };
 

@@ -1,5 +1,6 @@
 // Tiles of a 16-bit cache in attend_mma: their copies, both products with them, and the rows of the output.
 #pragma once
+#include "common/fp8.cuh"
 #include "mla_decode/mma_form.cuh"
 #include "mla_decode/mma_queries.cuh"
 #include "mla_decode/mma_ring.cuh"
@@ -28,6 +29,10 @@ template <typename F> struct Tile16 {
     // Start the copies of a warp's tokens. Eight lanes take the lines of a token, one after the other.
     static __device__ __forceinline__ void copy(const Params& p, const Thread<F>& thread, const Sources& sources,
                                                 int copier, unsigned tile_at, unsigned) {
+        if constexpr (F::CONVERTS) {
+            convert(thread, sources, copier, tile_at);
+            return;
+        }
         const int lane = thread.lane, chunk = lane % 8;
 #pragma unroll
         for (int i = 0; i < F::COPIED; i += 4) {
@@ -40,6 +45,62 @@ template <typename F> struct Tile16 {
                 if (F::DIM || line * 64 + chunk * 8 < p.head_dim)
                     copy_async_or_zero(to + line * 128, source + line * 128, there);
         }
+    }
+
+    // The same from an 8-bit cache of 512 dimensions: a line is 64 numbers of one scale, or the rotary part. What is not
+    // there is zeros.
+    static __device__ __forceinline__ void convert(const Thread<F>& thread, const Sources& sources, int copier,
+                                                   unsigned tile_at) {
+        constexpr int LATENT_LINES = PAGED_LATENT / 64;
+        const int lane = thread.lane, chunk = lane % 8;
+#pragma unroll 1
+        for (int i = 0; i < F::COPIED; i += 4) {
+            const int mine = i + lane / 8, t = copier * F::COPIED + mine;
+            const char *const source = sources.of(mine), *const scales = sources.scales_of(mine);
+            const unsigned to = tile_at + F::chunk_at(t, chunk);
+            const bool there = sources.lanes >> mine & 1;
+            // Four lines at once, of which the registers of 64 rows have room.
+#pragma unroll
+            for (int first = 0; first < LATENT_LINES; first += 4) {
+                uint2 latent[4] = {};
+                unsigned exponents = 0;
+                if (there) {
+                    exponents = *reinterpret_cast<const unsigned*>(scales + first);
+#pragma unroll
+                    for (int line = first; line < min(first + 4, LATENT_LINES); ++line)
+                        latent[line - first] = *reinterpret_cast<const uint2*>(source + line * 64 + chunk * 8);
+                }
+#pragma unroll
+                for (int line = first; line < min(first + 4, LATENT_LINES); ++line) {
+                    const float scale = of_e8m0(exponents >> (line - first) * 8 & 255);
+                    const uint2 low = scaled(latent[line - first].x, scale),
+                                high = scaled(latent[line - first].y, scale);
+                    store_shared(to + line * 128, make_uint4(low.x, low.y, high.x, high.y));
+                }
+            }
+            uint4 rotary = {};
+            if (there) rotary = *reinterpret_cast<const uint4*>(source + PAGED_LATENT + chunk * 16);
+            if constexpr (!IS_BFLOAT16<T>)
+                rotary = make_uint4(of_bfloat16(rotary.x), of_bfloat16(rotary.y), of_bfloat16(rotary.z),
+                                    of_bfloat16(rotary.w));
+            store_shared(to + LATENT_LINES * 128, rotary);
+        }
+    }
+
+    // Four numbers of a byte, times their scale.
+    static __device__ __forceinline__ uint2 scaled(unsigned four, float scale) {
+        unsigned halves[2], made[2];
+        to_halves<__nv_fp8_e4m3>(halves, four);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&halves[i]));
+            made[i] = pack<T>(both.x * scale, both.y * scale);
+        }
+        return make_uint2(made[0], made[1]);
+    }
+
+    static __device__ __forceinline__ unsigned of_bfloat16(unsigned pair) {
+        return pack<T>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
     }
 
     struct Queries : QueryFragments<F> {
@@ -88,7 +149,8 @@ template <typename F> struct Tile16 {
     __device__ __forceinline__ void add_values(const Params& p, const Thread<F>& thread, float (&out)[M][V][4],
                                                const char* probabilities, unsigned tile_at) const {
         // All steps at once would spill registers of 64 rows.
-        constexpr int STEPS_AT_ONCE = M > 1 && __CUDA_ARCH__ < 900 ? 1 : F::TILE / 16;
+        constexpr bool IS_TIGHT = __CUDA_ARCH__ < 900 || (F::CONVERTS && __CUDA_ARCH__ >= 1000);
+        constexpr int STEPS_AT_ONCE = M > 1 && IS_TIGHT ? 1 : F::TILE / 16;
 #pragma unroll STEPS_AT_ONCE
         for (int step = 0; step < F::TILE / 16; ++step) {
             unsigned a[M][4];

@@ -30,6 +30,10 @@ struct PlanParams {
     int* metadata;      // [parts, 8], as Part reads it; of an unused part: sequences, 0, ...
     int* splits;        // [sequences + 1]: visits to the sequences before
     int sequences, parts, length;
+    // With EXTRA: sequence i is a query token of sequence i / query_tokens of the batch.
+    int query_tokens, extra_topk;
+    const int* topk_lengths;       // [batch], at most `length`; null: all are `length`
+    const int* extra_topk_lengths; // [batch], at most `extra_topk`; null: all are that
 };
 
 // What is known of up to PLAN_CHUNK sequences.
@@ -39,18 +43,24 @@ struct PlanChunk {
     int* const blocks; // [sequence]
 };
 
-__device__ __forceinline__ int blocks_of(const PlanParams& p, int sequence) {
-    const int length = max(p.lengths ? p.lengths[sequence] : p.length, 0);
+template <bool EXTRA> __device__ __forceinline__ int blocks_of(const PlanParams& p, int sequence) {
+    int length;
+    if constexpr (EXTRA) {
+        const int batch = sequence / p.query_tokens;
+        length = counted(p.topk_lengths, batch, p.length) + counted(p.extra_topk_lengths, batch, p.extra_topk);
+    } else {
+        length = max(p.lengths ? p.lengths[sequence] : p.length, 0);
+    }
     return length / BLOCK_TOKENS + (length % BLOCK_TOKENS > 0);
 }
 
 // The cost of all sequences; leaves the blocks of the first chunk in `blocks`.
-template <int THREADS>
+template <int THREADS, bool EXTRA>
 __device__ __forceinline__ long long total_cost(const PlanParams& p, int* blocks, long long (&totals)[THREADS / 32],
                                                 int thread, int lane) {
     long long total = 0;
     for (int i = thread; i < p.sequences; i += THREADS) {
-        const int n = blocks_of(p, i);
+        const int n = blocks_of<EXTRA>(p, i);
         if (i < PLAN_CHUNK) blocks[i] = n;
         total += n + FIXED;
     }
@@ -92,7 +102,8 @@ __device__ __forceinline__ void deal(const PlanChunk& chunk, int count, int capa
     }
 }
 
-template <int PLAN_THREADS = 256>
+// EXTRA: with a second cache, or with numbers of the indices that count.
+template <int PLAN_THREADS = 256, bool EXTRA = false>
 __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant__ PlanParams p) {
     __shared__ int2 steps[PLAN_CHUNK * LOADS];
     __shared__ int fresh[PLAN_CHUNK * LOADS];
@@ -107,7 +118,7 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant
         if (thread == 0) p.splits[0] = 0;
         return;
     }
-    const long long total = total_cost<PLAN_THREADS>(p, blocks, totals, thread, lane);
+    const long long total = total_cost<PLAN_THREADS, EXTRA>(p, blocks, totals, thread, lane);
     const long long share = max((total + p.parts - 1) / p.parts, (long long)FIXED + 1);
     const int least = int(min(share, 1ll << 30)) - FIXED; // capacity of a part
 
@@ -122,7 +133,7 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant
             if (pass == 0 || !one_chunk) {
                 if (!one_chunk) {
                     __syncthreads();
-                    for (int i = thread; i < count; i += PLAN_THREADS) blocks[i] = blocks_of(p, start + i);
+                    for (int i = thread; i < count; i += PLAN_THREADS) blocks[i] = blocks_of<EXTRA>(p, start + i);
                     __syncthreads();
                 }
                 prepare_steps<PLAN_THREADS>(chunk, count, least + offset);
@@ -150,7 +161,8 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant
                         p.splits[sequence] = earlier;
                         if (begins || sequence == 0) row[0] = sequence;
                         if (begins)
-                            row[2 - 8] = sequence - 1, row[3 - 8] = i > 0 ? blocks[i - 1] : blocks_of(p, sequence - 1);
+                            row[2 - 8] = sequence - 1,
+                                    row[3 - 8] = i > 0 ? blocks[i - 1] : blocks_of<EXTRA>(p, sequence - 1);
                     }
                     if (sequence == p.sequences - 1 && visit == visits - 1) {
                         row[2] = sequence, row[3] = n;

@@ -12,6 +12,8 @@ struct Row {
     int token, head;
     bool valid; // there is such a row
 
+    __device__ __forceinline__ Row(int token, int head, bool valid) : token(token), head(head), valid(valid) {}
+
     __device__ __forceinline__ Row(const Params& p, const Visit& visit, int kv_head, int r) {
         const int group = p.group(), of_token = r < group ? 0 : r / group;
         valid = r < p.rows();

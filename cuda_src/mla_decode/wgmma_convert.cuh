@@ -9,11 +9,13 @@
 #include "mla_decode/wgmma_tokens.cuh"
 
 // What a lane converts.
-struct ConverterLane {
+template <int BYTES> struct ConverterLane {
+    static constexpr bool PAGED = BYTES == BYTES_OF_512;
     static constexpr int WARPS = WARPGROUP / 32, TOKENS = BLOCK_TOKENS / WARPS;
     static constexpr int HELD = TOKENS / 2;     // registers of 16 bytes: of a half, one for each of the lane's tokens
     static constexpr int ROTARIES = TOKENS / 4; // of these registers, as many as the rotary part takes
-    static constexpr int LATENT_DIMS = 512, SCALES = 4, SLOT_BYTES = 656;
+    static constexpr int LATENT_DIMS = 512, SCALES = 4;
+    static constexpr int FETCHED = PAGED ? PAGED_BYTES : BYTES;   // of a token, in one piece
     static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // in place of a token's address
 
     int warp, lane, odd;    // odd: it has the odd tokens
@@ -29,20 +31,24 @@ __device__ __forceinline__ unsigned long long& address_of(WgmmaShared& shared, i
 
 // 16 bytes of a token; zeros if it is not there.
 __device__ __forceinline__ uint4 load_bytes(unsigned long long address, unsigned offset) {
-    return load_or_zero(reinterpret_cast<const char*>(address + offset), address > ConverterLane::OUTSIDE);
+    return load_or_zero(reinterpret_cast<const char*>(address + offset), address > ConverterLane<0>::OUTSIDE);
 }
 
-__device__ __forceinline__ uint4 load_latent(WgmmaShared& shared, const ConverterLane& c, int tile, unsigned half,
-                                             int i) {
+template <int BYTES>
+__device__ __forceinline__ uint4 load_latent(WgmmaShared& shared, const ConverterLane<BYTES>& c, int tile,
+                                             unsigned half, int i) {
     return load_bytes(address_of(shared, tile, c.first + 2 * i + c.odd), c.latent_offset + half * 256);
 }
 
-__device__ __forceinline__ uint4 load_rotary(WgmmaShared& shared, const ConverterLane& c, int tile, int i) {
-    return load_bytes(address_of(shared, tile, c.first + 4 * i + c.lane / 8), c.rotary_offset);
+template <int BYTES>
+__device__ __forceinline__ uint4 load_rotary(WgmmaShared& shared, const ConverterLane<BYTES>& c, int tile, int i) {
+    const unsigned long long address = address_of(shared, tile, c.first + 4 * i + c.lane / 8);
+    return load_bytes(address, c.PAGED ? PAGED_LATENT + c.lane % 8 * 16 : c.rotary_offset);
 }
 
 // The scale of the token that the lane finds, for columns 128 (lane / 16) ... of a half.
-__device__ __forceinline__ float load_scale(WgmmaShared& shared, const ConverterLane& c, int tile, int half) {
+template <int BYTES>
+__device__ __forceinline__ float load_scale(WgmmaShared& shared, const ConverterLane<BYTES>& c, int tile, int half) {
     const unsigned long long address = address_of(shared, tile, c.own);
     float scale = 0.f;
     if (address > c.OUTSIDE)
@@ -50,10 +56,9 @@ __device__ __forceinline__ float load_scale(WgmmaShared& shared, const Converter
     return scale;
 }
 
-template <typename T>
-__device__ __forceinline__ void store_latent(unsigned queries, const ConverterLane& c, int buffer, int half, int i,
-                                             const uint4& raw, float scale) {
-    const float its_scale = __shfl_sync(FULL_WARP, scale, 2 * i + c.odd + (c.lane & 16));
+template <typename T, int BYTES>
+__device__ __forceinline__ void store_scaled(unsigned queries, const ConverterLane<BYTES>& c, int buffer, int half,
+                                             int i, const uint4& raw, float scale) {
     const unsigned fours[4] = {raw.x, raw.y, raw.z, raw.w};
     unsigned scaled[8];
 #pragma unroll
@@ -63,7 +68,7 @@ __device__ __forceinline__ void store_latent(unsigned queries, const ConverterLa
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&halves[h]));
-            scaled[k * 2 + h] = pack<T>(both.x * its_scale, both.y * its_scale);
+            scaled[k * 2 + h] = pack<T>(both.x * scale, both.y * scale);
         }
     }
     const unsigned to =
@@ -72,8 +77,25 @@ __device__ __forceinline__ void store_latent(unsigned queries, const ConverterLa
     store_shared(to ^ 16, make_uint4(scaled[4], scaled[5], scaled[6], scaled[7]));
 }
 
-template <typename T>
-__device__ __forceinline__ void store_rotary(unsigned queries, const ConverterLane& c, int buffer, int i,
+// Store the lane's i-th token; `scale` is what `load_scale` gave.
+template <typename T, int BYTES>
+__device__ __forceinline__ void store_latent(unsigned queries, const ConverterLane<BYTES>& c, int buffer, int half,
+                                             int i, const uint4& raw, float scale) {
+    store_scaled<T>(queries, c, buffer, half, i, raw, __shfl_sync(FULL_WARP, scale, 2 * i + c.odd + (c.lane & 16)));
+}
+
+// The same if PAGED, where a tile of 64 columns has a scale of its own.
+template <typename T, int BYTES>
+__device__ __forceinline__ void store_paged(WgmmaShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
+                                            int tile, int half, int i, const uint4& raw) {
+    const unsigned long long* const scales = &shared.scales[tile & 3][c.first + 2 * i + c.odd];
+    const unsigned scale = reinterpret_cast<const unsigned char*>(scales)[half * 4 + c.lane / 8];
+    // In the second half the last eight lanes have no numbers: there is the rotary part.
+    if (half == 0 || c.lane < 24) store_scaled<T>(queries, c, tile & 1, half, i, raw, of_e8m0(scale));
+}
+
+template <typename T, int BYTES>
+__device__ __forceinline__ void store_rotary(unsigned queries, const ConverterLane<BYTES>& c, int buffer, int i,
                                              const uint4& raw) {
     const int t = 4 * i + c.lane / 8;
     uint4 eight = raw;
@@ -83,13 +105,14 @@ __device__ __forceinline__ void store_rotary(unsigned queries, const ConverterLa
         };
         eight = make_uint4(half_of(eight.x), half_of(eight.y), half_of(eight.z), half_of(eight.w));
     }
-    store_shared(key_tile(queries, buffer, ROTARY_TILE) + (c.first + t) * COLUMNS * 2 + ((c.lane ^ t) & 7) * 16, eight);
+    constexpr int TILE = BYTES == BYTES_OF_512 ? VALUE_TILES - 1 : ROTARY_TILE;
+    store_shared(key_tile(queries, buffer, TILE) + (c.first + t) * COLUMNS * 2 + ((c.lane ^ t) & 7) * 16, eight);
 }
 
 // Convert the half of a tile that the warpgroup of its buffer reads, from `raw`, which takes up the bytes of the other.
-template <typename T>
-__device__ __forceinline__ void convert_first_half(WgmmaShared& shared, unsigned queries, const ConverterLane& c,
-                                                   uint4 (&raw)[ConverterLane::HELD], float& scale, int used) {
+template <typename T, int BYTES>
+__device__ __forceinline__ void convert_first_half(WgmmaShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
+                                                   uint4 (&raw)[ConverterLane<BYTES>::HELD], float& scale, int used) {
     const int buffer = used & 1;
     const float next_scale = load_scale(shared, c, used, 1 - buffer);
 #pragma unroll
@@ -101,9 +124,10 @@ __device__ __forceinline__ void convert_first_half(WgmmaShared& shared, unsigned
 }
 
 // Convert the other half and the rotary part; `raw` takes up the first half of the next tile.
-template <typename T>
-__device__ __forceinline__ void convert_second_half(WgmmaShared& shared, unsigned queries, const ConverterLane& c,
-                                                    uint4 (&raw)[ConverterLane::HELD], float& scale, int used) {
+template <typename T, int BYTES>
+__device__ __forceinline__ void convert_second_half(WgmmaShared& shared, unsigned queries,
+                                                    const ConverterLane<BYTES>& c,
+                                                    uint4 (&raw)[ConverterLane<BYTES>::HELD], float& scale, int used) {
     const int buffer = used & 1;
     const float next_scale = load_scale(shared, c, used + 1, 1 - buffer);
 #pragma unroll
@@ -122,13 +146,37 @@ __device__ __forceinline__ void convert_second_half(WgmmaShared& shared, unsigne
     }
 }
 
-template <typename T, bool GATHER>
+// If PAGED: convert half `half` of tile `used`, with the rotary part if that is the second of its columns; `raw` takes up
+// half 1 - (used & 1) of tile `next`.
+template <typename T, int BYTES>
+__device__ __forceinline__ void convert_paged_half(WgmmaShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
+                                                   uint4 (&raw)[ConverterLane<BYTES>::HELD], int used, int half,
+                                                   int next) {
+    const int buffer = used & 1;
+    const bool has_rotary = half == 1;
+#pragma unroll
+    for (int i = 0; i < c.HELD; ++i) {
+        store_paged<T>(shared, queries, c, used, half, i, raw[i]);
+        if (i < c.ROTARIES && has_rotary)
+            raw[i] = load_rotary(shared, c, used, i);
+        else
+            raw[i] = load_latent(shared, c, next, 1 - buffer, i);
+    }
+    if (!has_rotary) return;
+#pragma unroll
+    for (int i = 0; i < c.ROTARIES; ++i) {
+        store_rotary<T>(queries, c, buffer, i, raw[i]);
+        raw[i] = load_latent(shared, c, next, 1 - buffer, i);
+    }
+}
+
+template <typename T, bool GATHER, bool EXTRA, int BYTES>
 __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shared, unsigned queries) {
-    using C = ConverterLane;
+    using C = ConverterLane<BYTES>;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int odd = lane / 4 % 2, quarter = lane / 8;
     const Part part(p, blockIdx.z);
-    TileCursor<GATHER> cursor(p, part);
+    TileCursor<GATHER, EXTRA> cursor(p, part);
     // Lanes i and i + 16 find the warp's i-th token.
     const int first = warp * C::TOKENS, own = first + lane % C::TOKENS;
     const C c{warp,
@@ -137,7 +185,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shar
               first,
               own,
               unsigned(quarter * 64 + lane % 4 * 16),
-              unsigned(C::LATENT_DIMS + C::SCALES * 4 + lane % 8 * 16),
+              unsigned((C::PAGED ? PAGED_LATENT : C::LATENT_DIMS + C::SCALES * 4) + lane % 8 * 16),
               unsigned(quarter * TILE_BYTES + (first + odd) * COLUMNS * 2 + ((lane % 4 * 2) ^ odd) * 16)};
     Entry entry; // of the tile after those that are found
     auto look_up = [&] {
@@ -146,30 +194,41 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shar
     };
     auto find = [&](int tile) {
         Found found;
-        found.template find<true, GATHER>(p, entry);
+        if constexpr (EXTRA)
+            found.template find_extra<true, BYTES>(p, entry);
+        else
+            found.template find<true, GATHER>(p, entry);
         if (c.lane < C::TOKENS) {
             unsigned long long address = found.bad ? C::OUTSIDE : C::MISSING;
             if (found.there >> c.lane & 1) address = reinterpret_cast<unsigned long long>(found.from);
             address_of(shared, tile, c.own) = address;
+            if constexpr (C::PAGED) {
+                unsigned long long& scales = shared.scales[tile & 3][c.own];
+                if (found.there >> c.lane & 1)
+                    copy_async_8(shared_address(&scales), found.scales);
+                else
+                    scales = 0;
+            }
         }
         __syncwarp();
-        found.template prefetch<C::TOKENS, C::SLOT_BYTES>();
+        if constexpr (C::PAGED) cp_async_commit_group();
+        found.template prefetch<C::TOKENS, C::FETCHED>();
         look_up();
     };
 
     uint4 raw[C::HELD];
     look_up();
     find(0);
-    float scale = load_scale(shared, c, 0, 0);
+    float scale = C::PAGED ? 0.f : load_scale(shared, c, 0, 0);
 #pragma unroll
     for (int i = 0; i < C::HELD; ++i) raw[i] = load_latent(shared, c, 0, 0, i);
     find(1);
     int used = 0, visited = 0; // tiles, and visits with tiles
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
-        const Visit visit(p, part, sequence);
+        const VisitOf<EXTRA> visit(p, part_again<EXTRA>(p, part), sequence);
         if (visit.begin >= visit.end) continue;
         mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries<T, C::WARPS>(p, visit, queries, c.warp);
+        load_queries<T, C::WARPS, C::PAGED ? VALUE_TILES : TILES>(p, visit, queries, c.warp);
         const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
         for (; used < before + tiles; ++used) {
             const int buffer = used & 1, phase = used / 2 + 1;
@@ -181,12 +240,22 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shar
                 if (c.lane == 0) reinterpret_cast<unsigned short*>(&shared.valid[buffer])[c.warp] = there;
             }
             if (address == C::OUTSIDE) shared.bad[visited % VISITS] = visited;
-            convert_first_half<T>(shared, queries, c, raw, scale, used);
+            if constexpr (C::PAGED) {
+                cp_async_wait_group<2>(); // all but the scales of the two tiles after this one
+                __syncwarp();
+            }
+            if constexpr (C::PAGED)
+                convert_paged_half<T>(shared, queries, c, raw, used, buffer, used);
+            else
+                convert_first_half<T>(shared, queries, c, raw, scale, used);
             if (used == before) publish_queries<0>(shared);
             publish_keys(shared_address(&shared.full[buffer][buffer]));
 
             mbarrier_wait(shared_address(&shared.empty[buffer][1 - buffer]), phase);
-            convert_second_half<T>(shared, queries, c, raw, scale, used);
+            if constexpr (C::PAGED)
+                convert_paged_half<T>(shared, queries, c, raw, used, 1 - buffer, used + 1);
+            else
+                convert_second_half<T>(shared, queries, c, raw, scale, used);
             publish_keys(shared_address(&shared.full[buffer][1 - buffer]));
         }
     }

@@ -30,14 +30,14 @@ __device__ __forceinline__ void copy_rotary(const Found (&found)[2], unsigned qu
 
 // There is a warp for each half of each buffer, which fills it again as soon as it is free, so that no half waits for
 // another. Tokens are brought to the L2 cache a turn of the warp ahead.
-template <typename T>
+template <typename T, bool EXTRA>
 __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int buffer = warp / 2, half = warp % 2;
     const Part part(p, blockIdx.z);
     const unsigned full = shared_address(&shared.full[buffer][half]),
                    empty = shared_address(&shared.empty[buffer][half]);
-    TileCursor<true> cursor(p, part);
+    TileCursor<true, EXTRA> cursor(p, part);
     Entry entries[2]; // of the tile after the one that is found
     Found found[2];   // lane i has tokens i and i + 32
     auto look_up = [&] {
@@ -46,16 +46,21 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     };
     auto find = [&] {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) found[k].template find<false, true>(p, entries[k]);
+        for (int k = 0; k < 2; ++k) {
+            if constexpr (EXTRA)
+                found[k].template find_extra<false, 0>(p, entries[k]);
+            else
+                found[k].template find<false, true>(p, entries[k]);
+        }
     };
     if (buffer == 1) cursor.advance();
     look_up(), find(), look_up();
     int used = 0, visited = 0; // tiles, and visits with tiles
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
-        const Visit visit(p, part, sequence);
+        const VisitOf<EXTRA> visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
         mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries<T, WARPGROUP / 32>(p, visit, queries, warp);
+        load_queries<T, WARPGROUP / 32, TILES>(p, visit, queries, warp);
         bool first = true;
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;

@@ -12,7 +12,8 @@ constexpr int WGMMA_THREADS = 3 * WARPGROUP;
 // A tile in shared memory: 64 rows of 64 columns, which are 128 bytes.
 constexpr int COLUMNS = 64;
 constexpr int TILE_BYTES = 64 * COLUMNS * 2;
-// The tiles of 64 queries or tokens: four for each half of the value columns, then the rotary part.
+// The tiles of 64 queries or tokens: four for each half of the value columns, then the rotary part. With 512 dimensions, which
+// have only the first eight, the ninth of the keys has place for the probabilities alone.
 constexpr int TILES = 9, VALUE_TILES = 8, ROTARY_TILE = 8;
 constexpr int VISITS = 4; // of which `bad` is kept: the loading warps are up to two visits ahead
 
@@ -28,6 +29,7 @@ struct WgmmaShared {
     int bad[VISITS];                               // the latest visit that found a bad page or slot
     unsigned long long valid[2];                   // with `indices`: the tokens of a buffer that are there, a bit each
     unsigned long long addresses[4][BLOCK_TOKENS]; // of the tokens of the next tiles; or MISSING, OUTSIDE
+    unsigned long long scales[4][BLOCK_TOKENS];    // of the same, 8 of a byte each, where they lie apart
 };
 static_assert(3 * TILES * TILE_BYTES + sizeof(WgmmaShared) + 1024 <= 232448, "");
 
@@ -47,13 +49,16 @@ __device__ __forceinline__ unsigned key_tile(unsigned queries, int buffer, int t
     return queries + ((buffer + 1) * TILES + tile) * TILE_BYTES;
 }
 
-// Start copying every LOADERS-th row of the queries, from row `first` on.
-template <typename T, int LOADERS>
+// Start copying every LOADERS-th row of the queries, of 8 or 9 tiles, from row `first` on.
+template <typename T, int LOADERS, int ROW_TILES>
 __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit, unsigned queries, int first) {
     constexpr int EACH = (WGMMA_ROWS + LOADERS - 1) / LOADERS;
     const int lane = threadIdx.x % 32;
     // Lane i finds this warp's i-th row.
-    const Row row(p, visit, blockIdx.y, blockIdx.x * WGMMA_ROWS + min(first + lane * LOADERS, WGMMA_ROWS - 1));
+    const int own = blockIdx.x * WGMMA_ROWS + min(first + lane * LOADERS, WGMMA_ROWS - 1);
+    // With 8 tiles there are one query token and one kv head, and the row is the head: no division.
+    const Row row =
+        ROW_TILES == 8 ? Row{visit.token, min(own, p.heads - 1), own < p.heads} : Row(p, visit, blockIdx.y, own);
     const unsigned long long at =
         reinterpret_cast<unsigned long long>(static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] +
                                              row.token * p.q_strides[1] + row.head * p.q_strides[2]);
@@ -67,7 +72,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit
         const bool wanted = valid >> i & 1;
         copy_async_or_zero(to, from, wanted);
         copy_async_or_zero(to + 4 * TILE_BYTES, from + 4 * COLUMNS, wanted);
-        if (lane < 8) copy_async_or_zero(to + 8 * TILE_BYTES, from + 8 * COLUMNS, wanted);
+        if (ROW_TILES > 8 && lane < 8) copy_async_or_zero(to + 8 * TILE_BYTES, from + 8 * COLUMNS, wanted);
     }
     cp_async_commit_group();
 }

@@ -11,7 +11,7 @@ __device__ __forceinline__ void load_queries_of_visits(const Params& p, const Pa
         const Visit visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
         mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries<T, WARPGROUP / 32 - 1>(p, visit, queries, warp - 1);
+        load_queries<T, WARPGROUP / 32 - 1, TILES>(p, visit, queries, warp - 1);
         publish_queries<0>(shared);
     }
 }

@@ -6,10 +6,26 @@
 struct Entry {
     int id;   // its page, or its slot in the cache
     int slot; // in the page; -1: the tile has no such token
+
+    // With EXTRA all in one register: `id` is a slot, the sign says that it is of the second cache; -1: none.
+    static __device__ __forceinline__ Entry in_one(int slot, bool second) {
+        return {slot < 0 ? -1 : int(min(slot, LAST) | unsigned(second) << 31), 0};
+    }
+    __device__ __forceinline__ bool second() const { return id < -1; }
+    __device__ __forceinline__ int slot_of_one() const { return id & 0x7fffffff; }
+    static constexpr int LAST = 0x7ffffffe; // no memory has so many slots
 };
 
+// The part of the block. With EXTRA it is read once more, so that it takes no registers while tiles are converted.
+template <bool EXTRA> __device__ __forceinline__ Part part_again(const Params& p, const Part& part) {
+    if constexpr (EXTRA)
+        return Part(p, blockIdx.z);
+    else
+        return part;
+}
+
 // The tiles of all visits of a part, one after the other.
-template <bool GATHER> struct TileCursor {
+template <bool GATHER, bool EXTRA> struct TileCursor {
     const Params& p;
     const Part& part;
     int sequence, token, end;
@@ -19,7 +35,7 @@ template <bool GATHER> struct TileCursor {
     // Go to the first tile of sequence `first`, or of the first one after it that has tokens here.
     __device__ __forceinline__ void enter(int first) {
         for (sequence = first; sequence <= part.last; ++sequence) {
-            const Visit visit(p, part, sequence);
+            const VisitOf<EXTRA> visit(p, part_again<EXTRA>(p, part), sequence);
             token = visit.begin, end = visit.end;
             if (token < end) return;
         }
@@ -36,8 +52,11 @@ template <bool GATHER> struct TileCursor {
     __device__ __forceinline__ Entry entry(int i) const {
         const int at = token + i;
         Entry entry{0, -1};
-        if (at >= end) return entry;
-        if constexpr (GATHER) {
+        if (at >= end) return EXTRA ? Entry::in_one(-1, false) : entry;
+        if constexpr (EXTRA) {
+            const Index index(p, sequence, at);
+            return Entry::in_one(index.slot, index.second);
+        } else if constexpr (GATHER) {
             const Visit which(p, sequence);
             entry.id = p.indices[which.batch * p.indices_strides[0] + which.token * p.indices_strides[1] + at];
             entry.slot = 0;
@@ -52,9 +71,26 @@ template <bool GATHER> struct TileCursor {
 
 // The tokens of a warp in the cache, one for each lane.
 struct Found {
-    const char* from; // this lane's token
-    unsigned there;   // lanes whose token is there
-    bool bad;         // an entry of one of them is outside the cache
+    const char* from;   // this lane's token
+    unsigned there;     // lanes whose token is there
+    bool bad;           // an entry of one of them is outside the cache
+    const char* scales; // of this lane's token, where they lie apart from it
+
+    // With EXTRA; BYTES: of a token of an 8-bit cache.
+    template <bool FP8, int BYTES> __device__ __forceinline__ void find_extra(const Params& p, const Entry& entry) {
+        const int slot = entry.slot_of_one();
+        const bool wanted = entry.id != -1;
+        const Place place(p, entry.second());
+        const bool known = wanted && place.has(slot);
+        bad = __any_sync(FULL_WARP, wanted && !known);
+        from = place.cache, scales = nullptr;
+        if constexpr (FP8 && BYTES == BYTES_OF_512) {
+            if (known) from = place.in_two_parts(slot, scales);
+        } else {
+            if (known) from = place.at<FP8 ? 1 : 2>(slot, blockIdx.y);
+        }
+        there = __ballot_sync(FULL_WARP, known);
+    }
 
     template <bool FP8, bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry) {
         const bool wanted = entry.slot >= 0;

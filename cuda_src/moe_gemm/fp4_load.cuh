@@ -21,64 +21,94 @@ __device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsi
         tma_load<POLICY>(to, p.b_map, x, first_weight / 8, expert, 0, full);
 }
 
+// Say which tile is the next, for all warps that multiply; tile.tokens == 0: there is none. One thread calls this.
+template <class Shared>
+__device__ __forceinline__ void publish_tile(Shared& shared, const RingPlace<TILES_AHEAD>& at, const WgmmaTile& tile) {
+    mbarrier_wait(shared_address(&shared.tile_empty[at.stage]), at.phase + 1);
+    shared.tiles[at.stage] = tile;
+    mbarrier_arrive(shared_address(&shared.tile_full[at.stage]));
+}
+
+// Start the copies of a stage's tokens, to all blocks of the cluster: each block has every CLUSTER-th box. Where k is
+// whole units, the map has a dimension for them, and a box has all units of the stage.
+template <class Layout>
+__device__ __forceinline__ void load_fp4_tokens(const MappedGemmParams& p, unsigned to, int unit, int row, int boxes,
+                                                int rank, bool whole, unsigned full) {
+    constexpr int CLUSTER = Layout::CLUSTER, UNITS = Layout::UNITS, BOX = Layout::BOX;
+    auto load = [&](unsigned to, int x, int y, int z) {
+        if constexpr (CLUSTER == 1)
+            tma_load<EVICT_NORMAL>(to, p.a_map, x, y, z, 0, full);
+        else
+            tma_load_multicast((1 << CLUSTER) - 1, to, p.a_map, x, y, z, 0, full);
+    };
+    for (int box = rank; box < boxes; box += CLUSTER) {
+        const unsigned box_to = to + box * (UNITS * BOX * ROW_BYTES);
+        if constexpr (UNITS == 1) {
+            load(box_to, unit * DEPTH, row + box * BOX, 0);
+        } else if (whole) {
+            load(box_to, 0, row + box * BOX, unit);
+        } else {
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) load(box_to + i * EIGHT_ROWS, (unit + i) * DEPTH, row + box * BOX, 0);
+        }
+    }
+}
+
 // The loop of the warp where TMA copies the tokens.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
-    constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, CLUSTER = Layout::CLUSTER, BOX = box_of(TOKENS);
+    constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, CLUSTER = Layout::CLUSTER, BOX = Layout::BOX;
     constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights of a cluster's tiles
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
     WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
     RingPlace<Layout::STAGES> place;
-    const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH);
+    RingPlace<TILES_AHEAD> at;
+    const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH), stages = stages_of<Layout::SPLIT>(steps);
+    const bool whole = p.k % DEPTH == 0;
     int expert, row, tokens, weight_tile;
     for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile);
-         tile += gridDim.x / CLUSTER) {
+         tile += gridDim.x / CLUSTER, at.advance()) {
         if (lane == 0) {
-            const int first_weight = weight_tile * WEIGHTS + rank * Layout::ROWS, boxes = (tokens + BOX - 1) / BOX;
-            for (int step = 0; step < steps; ++step, place.advance()) {
+            const int first_weight = weight_tile * WEIGHTS + rank * Layout::ROWS;
+            const int boxes = TOKENS <= BOX ? 1 : (tokens + BOX - 1) / BOX;
+            publish_tile(shared, at, {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight, expert});
+            for (int step = 0; step < stages; ++step, place.advance()) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
                 const unsigned tokens_to = ring + place.stage * Layout::TOKEN_BYTES;
                 mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-                if (step == 0)
-                    shared.tiles[place.stage] = {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight,
-                                                 expert};
+                if (Layout::SPLIT > 1 && step >= steps) {
+                    mbarrier_arrive(full);
+                    continue;
+                }
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + UNITS * boxes * BOX * ROW_BYTES);
                 load_fp4_weights<Layout, ACTIVATION, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
                                                                full);
-#pragma unroll
-                for (int unit = 0; unit < UNITS; ++unit) {
-                    const int x = (step * UNITS + unit) * DEPTH;
-                    for (int box = rank; box < boxes; box += CLUSTER) {
-                        const unsigned to = tokens_to + unit * Layout::TOKEN_TILE + box * BOX * ROW_BYTES;
-                        if constexpr (CLUSTER == 1)
-                            tma_load<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
-                        else
-                            tma_load_multicast((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
-                    }
-                }
+                load_fp4_tokens<Layout>(p, tokens_to, step * UNITS, row, boxes, rank, whole, full);
             }
         }
         __syncwarp();
     }
-    if (lane == 0) {
-        mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-        shared.tiles[place.stage].tokens = 0;
-        mbarrier_arrive(shared_address(&shared.full[place.stage]));
-    }
+    if (lane == 0) publish_tile(shared, at, {0, 0, 0, 0});
     __syncwarp();
 }
 
 // The loop of the warp where it gathers the tokens itself, by cp.async. wgmma reads what cp.async has written only after
 // a fence of the thread that started the copy, once it is complete: so a stage is said to be full BEHIND stages later.
+// Two waits limit BEHIND. A tile, which may be a single stage, is published once the one TILES_AHEAD before is done.
+// And a warpgroup releases a stage in the middle of the next one that it has, SPLIT further.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
-    constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, STAGES = Layout::STAGES, BEHIND = STAGES / 2;
+    constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, STAGES = Layout::STAGES;
+    constexpr int MOST = STAGES / 2 < TILES_AHEAD ? STAGES / 2 : TILES_AHEAD - 1, ROOM = STAGES - Layout::SPLIT - 1;
+    constexpr int BEHIND = MOST < ROOM ? MOST : ROOM;
+    static_assert(BEHIND > 0, "");
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     WgmmaTiles<TOKENS> tiles(p, (p.n + Layout::ROWS - 1) / Layout::ROWS);
     RingPlace<STAGES> place, behind;
-    const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH);
+    RingPlace<TILES_AHEAD> at;
+    const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH), stages = stages_of<Layout::SPLIT>(steps);
     int copied = 0;
     auto say_full = [&] {
         fence_proxy_async();
@@ -87,18 +117,19 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
         behind.advance();
     };
     int expert, row, tokens, weight_tile;
-    for (int tile = blockIdx.x; tiles.find(tile, expert, row, tokens, weight_tile); tile += gridDim.x) {
+    for (int tile = blockIdx.x; tiles.find(tile, expert, row, tokens, weight_tile); tile += gridDim.x, at.advance()) {
         const int first_weight = weight_tile * Layout::ROWS;
+        if (lane == 0)
+            publish_tile(shared, at, {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight, expert});
         int sources[TOKENS / 4]; // of tokens lane / 8, + 4, ...
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) sources[i] = source_of(p, row + min(lane / 8 + i * 4, tokens - 1));
-        for (int step = 0; step < steps; ++step, place.advance()) {
+        for (int step = 0; step < stages; ++step, place.advance()) {
             mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-            if (lane == 0) {
+            const bool any = Layout::SPLIT == 1 || step < steps;
+            if (lane == 0 && !any) mbarrier_arrive(shared_address(&shared.full[place.stage]));
+            if (lane == 0 && any) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
-                if (step == 0)
-                    shared.tiles[place.stage] = {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight,
-                                                 expert};
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES);
                 load_fp4_weights<Layout, ACTIVATION, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
                                                                full);
@@ -106,13 +137,13 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
 #pragma unroll
             for (int i = 0; i < TOKENS / 4; ++i) {
                 const int token = lane / 8 + i * 4;
-                if (i * 4 >= tokens) break;
-                const unsigned to =
-                    ring + place.stage * Layout::TOKEN_BYTES + token * ROW_BYTES + ((chunk ^ token % 8) * 16);
+                if (i * 4 >= tokens || !any) break;
+                const unsigned to = ring + place.stage * Layout::TOKEN_BYTES + token / 8 * (UNITS * EIGHT_ROWS) +
+                                    token % 8 * ROW_BYTES + ((chunk ^ token % 8) * 16);
 #pragma unroll
                 for (int unit = 0; unit < UNITS; ++unit) {
                     const int x = (step * UNITS + unit) * DEPTH + chunk * 8;
-                    copy_part_async<16>(to + unit * Layout::TOKEN_TILE,
+                    copy_part_async<16>(to + unit * EIGHT_ROWS,
                                         static_cast<const char*>(p.a) +
                                             ((long long)sources[i] * p.k + min(x, p.k - 8)) * 2,
                                         x < p.k ? 16 : 0);
@@ -127,12 +158,6 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
     }
     cp_async_wait_group<0>();
     for (int left = min(copied, BEHIND); left > 0; --left) say_full();
-    if (lane == 0) {
-        const unsigned full = shared_address(&shared.full[place.stage]);
-        mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-        shared.tiles[place.stage].tokens = 0;
-        mbarrier_arrive(full);
-        mbarrier_arrive(full);
-    }
+    if (lane == 0) publish_tile(shared, at, {0, 0, 0, 0});
     __syncwarp();
 }

@@ -3,61 +3,73 @@
 #include "moe_gemm/fp4_pairs.cuh"
 #include "moe_gemm/fp4_prepared.cuh"
 
-__device__ __forceinline__ unsigned load_shared_byte(unsigned from) {
-    unsigned value;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ uint2 load_shared_two(unsigned from) {
     uint2 value;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(from) : "memory");
     return value;
 }
 
-__device__ __forceinline__ unsigned load_shared_word(unsigned from) {
+// 1, 2 or 4 bytes.
+template <int BYTES> __device__ __forceinline__ unsigned load_shared_bytes(unsigned from) {
     unsigned value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
-    return value;
-}
-
-// Scales of a lane's row for 32 numbers along k, and what they become: factors, which bring the missing 2^126 back
-// (float16: 2^14) but for MISSING, by which the sums are multiplied; otherwise they would overflow. With bfloat16 all is
-// exact for E8M0 from 2^-100 to 2^33 and for all of e4m3; with float16 for E8M0 from 2^-17 to 2^7, of which 2^8 and
-// more count as infinite and less than 2^-22 as 0, and for all of e4m3.
-template <typename T, int FORMAT> struct Fp4Factors;
-
-template <typename T> struct Fp4Factors<T, MXFP4> {
-    static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p6f;
-    unsigned byte;
-
-    // at: the scales of the lane's row in a unit.
-    __device__ __forceinline__ void load(unsigned at, int half) { byte = load_shared_byte(at + half); }
-
-    // The factor of 16 numbers, as a pair.
-    __device__ __forceinline__ unsigned factor(int) const {
-        if constexpr (IS_BFLOAT16<T>) return byte * 0x00800080 + 0x2f002f00; // 2^(byte - 127) * 2^126 * 2^-32
-        return (min(max(byte, 104u), 135u) - 104) * 0x04000400;              // 2^(byte - 127) * 2^14 * 2^-6
-    }
-};
-
-template <typename T> struct Fp4Factors<T, NVFP4> {
-    static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p7f;
-    unsigned bytes;
-
-    __device__ __forceinline__ void load(unsigned at, int half) {
+    if constexpr (BYTES == 1)
+        asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+    else if constexpr (BYTES == 2)
         asm volatile("{ .reg .u16 both;\n"
                      "  ld.shared.u16 both, [%1];\n"
                      "  cvt.u32.u16 %0, both; }"
-                     : "=r"(bytes)
-                     : "r"(at + half * 2)
+                     : "=r"(value)
+                     : "r"(from)
                      : "memory");
+    else
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+    return value;
+}
+
+// The pair of a pair's lower or higher number, twice. The compiler makes it a modifier of the product that reads it.
+template <bool HIGH> __device__ __forceinline__ unsigned twice(unsigned pair) {
+    unsigned both;
+    if constexpr (HIGH)
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(both) : "r"(pair));
+    else
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(both) : "r"(pair));
+    return both;
+}
+
+// Scales of a lane's row for 32 HALVES numbers along k, and what they become: factors, which bring the missing 2^126
+// back (float16: 2^14) but for MISSING, by which the sums are multiplied; otherwise they would overflow. With bfloat16
+// all is exact for E8M0 from 2^-100 to 2^33 and for all of e4m3; with float16 for E8M0 from 2^-17 to 2^7, of which 2^8
+// and more count as infinite and less than 2^-22 as 0, and for all of e4m3.
+template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
+    static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : FORMAT == MXFP4 ? 0x1p6f : 0x1p7f;
+    static constexpr int EACH = UNIT_SCALES<FORMAT> / 2, COUNT = HALVES * EACH; // EACH: of a half
+    unsigned pairs[(COUNT + 1) / 2];
+
+    // Factors of two scales, bytes 0 and 2.
+    static __device__ __forceinline__ unsigned factors_of(unsigned scales) {
+        if constexpr (FORMAT == NVFP4) {
+            if constexpr (IS_BFLOAT16<T>) return scales * 0x10 + 0x66806680; // * 2^126 * 2^-32
+            return scales * 0x80 + 0x18001800;                               // * 2^14 * 2^-7
+        } else if constexpr (IS_BFLOAT16<T>) {
+            return scales * 0x80 + 0x2f002f00; // 2^(scale - 127) * 2^126 * 2^-32
+        } else {                               // 2^(scale - 127) * 2^14 * 2^-6
+            asm("max.u16x2 %0, %0, %1;" : "+r"(scales) : "r"(0x00680068));
+            asm("min.u16x2 %0, %0, %1;" : "+r"(scales) : "r"(0x00870087));
+            return (scales - 0x00680068) * 0x400;
+        }
     }
 
-    __device__ __forceinline__ unsigned factor(int step) const {
-        const unsigned scale = step ? bytes >> 8 : bytes & 255;
-        if constexpr (IS_BFLOAT16<T>) return scale * 0x00100010 + 0x66806680; // * 2^126 * 2^-32
-        return scale * 0x00800080 + 0x18001800;                               // * 2^14 * 2^-7
+    // at: the scales of the lane's row in a unit.
+    __device__ __forceinline__ void load(unsigned at, int half) {
+        const unsigned bytes = load_shared_bytes<COUNT>(at + half * EACH);
+        pairs[0] = factors_of(COUNT == 1 ? bytes : __byte_perm(bytes, 0, 0x4140));
+        if constexpr (COUNT == 4) pairs[1] = factors_of(__byte_perm(bytes, 0, 0x4342));
+    }
+
+    // The factor of 16 numbers, as a pair: those of step STEP of half HALF.
+    template <int HALF, int STEP> __device__ __forceinline__ unsigned factor() const {
+        constexpr int AT = HALF * EACH + (EACH == 2 ? STEP : 0);
+        return twice<AT % 2>(pairs[AT / 2]);
     }
 };
 
@@ -65,9 +77,9 @@ template <typename T> struct Fp4Factors<T, NVFP4> {
 template <int HALVES> struct Fp4Fragments {
     unsigned a[2 * HALVES][4];
 
-    // Convert a half of the numbers, `words` of rows l / 4 and l / 4 + 8 (of lane l), with their scales.
-    template <typename T, class Factors>
-    __device__ __forceinline__ void convert(int half, const unsigned (&words)[2], const Factors (&factors)[2]) {
+    // Convert half HALF of the numbers, `words` of rows l / 4 and l / 4 + 8 (of lane l), with their scales.
+    template <typename T, int HALF, class Factors>
+    __device__ __forceinline__ void convert(const unsigned (&words)[2], const Factors (&factors)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             unsigned pairs[4];
@@ -75,7 +87,9 @@ template <int HALVES> struct Fp4Fragments {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if constexpr (!IS_BFLOAT16<T>) pairs[i] = (pairs[i] << 3 & 0x0e000e00) | (pairs[i] & 0x80008000);
-                a[half * 2 + i / 2][i % 2 * 2 + row] = multiply_pairs<T>(pairs[i], factors[row].factor(i / 2));
+                const unsigned factor =
+                    i < 2 ? factors[row].template factor<HALF, 0>() : factors[row].template factor<HALF, 1>();
+                a[HALF * 2 + i / 2][i % 2 * 2 + row] = multiply_pairs<T>(pairs[i], factor);
             }
         }
     }

@@ -15,10 +15,14 @@
 // after the other: weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring
 // weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
 //
-//   warp 8           finds tiles, and has TMA copy UNITS * 64 numbers along k at a time to a ring of STAGES stages; GATHER:
-//                    it copies the tokens itself, by cp.async
-//   warpgroup 0, 1   convert, multiply and write weights 64 w ... 64 w + 63 of a tile. SPLIT: a tile has 64 weights, and
-//                    both have them, each every second 64 numbers along k; in the end warpgroup 0 adds up both sums
+//   the last warp   finds tiles, and has TMA copy UNITS * 64 numbers along k at a time to a ring of STAGES stages;
+//                   GATHER: it copies the tokens itself, by cp.async
+//   warpgroup w     converts and multiplies weights 64 s ... 64 s + 63 of a tile, s = w % SIDES, of every SPLIT-th
+//                   stage; in the end warpgroup s adds up the SPLIT sums, and writes
+//
+// With few tokens a warpgroup waits for one thing after the other, from shared memory to the end of a product, so that
+// it takes several of them on a multiprocessor to read weights as fast as memory has them. SPLIT puts them into one
+// block, with a tile for them all: so many tiles are not under way at once, and the last ones take little time.
 //
 // Speed of light: the bytes of the weights, then 2 * rows * n * k operations at the rate of bfloat16.
 #include "moe_gemm/fp4_load.cuh"
@@ -43,7 +47,7 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
     constexpr int NUMBERS_APART = PAIRS ? ROW_NUMBERS : Layout::EIGHT;
     constexpr int SCALES_APART = PAIRS ? UNIT_SCALES<Layout::FORMAT> : Layout::EIGHT;
     unsigned words[HALVES][2];
-    Fp4Factors<T, Layout::FORMAT> factors[HALVES][2];
+    Fp4Factors<T, Layout::FORMAT, HALVES> factors[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         const unsigned from = stage.weights + at + row * NUMBERS_APART;
@@ -51,33 +55,39 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
             const uint2 both = load_shared_two(from);
             words[0][row] = both.x, words[1][row] = both.y;
         } else {
-            words[0][row] = load_shared_word(from + half * 4);
+            words[0][row] = load_shared_bytes<4>(from + half * 4);
         }
-#pragma unroll
-        for (int i = 0; i < HALVES; ++i) factors[i][row].load(stage.scales + at + row * SCALES_APART, half + i);
+        factors[row].load(stage.scales + at + row * SCALES_APART, half);
     }
-#pragma unroll
-    for (int i = 0; i < HALVES; ++i) fragments.template convert<T>(i, words[i], factors[i]);
+    fragments.template convert<T, 0>(words[0], factors);
+    if constexpr (HALVES == 2) fragments.template convert<T, 1>(words[1], factors);
     fragments.finish();
-    const unsigned tokens = stage.tokens + (unit * (Layout::TOKEN_TILE >> 4) + half * 4);
+    const unsigned tokens = stage.tokens + (unit * (EIGHT_ROWS >> 4) + half * 4);
     with_width<Layout::TOKENS>(width, [&](auto columns) {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; ++i) // 16 numbers are 32 bytes
-            multiply_step<T, decltype(columns)::value>(c, fragments.a[i], k_major_descriptor_of(tokens + i * 2),
-                                                       i > 0 || add);
+            multiply_step<T, decltype(columns)::value>(
+                c, fragments.a[i], k_major_descriptor_of<Layout::UNITS * EIGHT_ROWS>(tokens + i * 2), i > 0 || add);
         wgmma_commit_group();
     });
     wgmma_wait_group<1>(); // the products before: the registers of their fragments are free
 }
 
-// Sum a warpgroup's part of a tile of at most WIDTH tokens. `first_stage`: what it reads of stage 0.
+// Which of two sets of fragments a stage begins with.
+template <int I> struct FragmentSet {
+    static constexpr int value = I;
+};
+
+// Sum a warpgroup's part of a tile of at most `width` tokens, of the stages `part`, + SPLIT, ... of the tile. `at`: the
+// place of the first of them, and then of the next tile's. `first_stage`: what a warpgroup reads of stage 0 of the ring.
 // `skewed_after`: the step after which the other warpgroup may begin, or -1.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Layout::Shared& shared,
-                                             RingPlace<Layout::STAGES>& place, int steps, int skewed_after,
-                                             int warpgroup, int width, const Fp4Operands& first_stage) {
-    constexpr int CLUSTER = Layout::CLUSTER, EACH = Layout::SPLIT ? 2 : 1, TIMES = 2 / Layout::HALVES;
+                                             RingPlace<Layout::STAGES>& at, int steps, int skewed_after, int part,
+                                             int width, const Fp4Operands& first_stage) {
+    constexpr int CLUSTER = Layout::CLUSTER, SPLIT = Layout::SPLIT;
+    constexpr int TIMES = 2 / Layout::HALVES, PARTS = Layout::UNITS * TIMES;
     const int lane = threadIdx.x % 32;
     auto release = [&](int stage) {
         const unsigned empty = shared_address(&shared.empty[stage]);
@@ -89,52 +99,79 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
     };
     Fp4Fragments<Layout::HALVES> fragments[2];
     int previous = 0;
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-        mbarrier_wait(shared_address(&shared.full[place.stage]), place.phase);
-        const Fp4Operands stage{first_stage.weights + place.stage * Layout::WEIGHT_BYTES,
-                                first_stage.scales + place.stage * Layout::WEIGHT_BYTES,
-                                first_stage.tokens + place.stage * (Layout::TOKEN_BYTES >> 4)};
+    auto multiply_stage = [&](int step, auto set) {
+        mbarrier_wait(shared_address(&shared.full[at.stage]), at.phase);
+        const Fp4Operands stage{first_stage.weights + at.stage * Layout::WEIGHT_BYTES,
+                                first_stage.scales + at.stage * Layout::WEIGHT_BYTES,
+                                first_stage.tokens + at.stage * (Layout::TOKEN_BYTES >> 4)};
 #pragma unroll
-        for (int i = 0; i < Layout::UNITS / EACH * TIMES; ++i) {
-            const int unit = i / TIMES * EACH + (Layout::SPLIT ? warpgroup : 0);
-            multiply_part<T, Layout, PAIRS>(c, fragments[i % 2], stage, unit, i % TIMES, width, i > 0 || step > 0);
+        for (int i = 0; i < PARTS; ++i) {
+            multiply_part<T, Layout, PAIRS>(c, fragments[(decltype(set)::value + i) % 2], stage, i / TIMES, i % TIMES,
+                                            width, i > 0 || step > part);
             // All of the stage before has been read.
-            if (i == 0 && step > 0) release(previous);
+            if (i == 0 && step > part) release(previous);
         }
         if (step == skewed_after && lane == 0) mbarrier_arrive(shared_address(&shared.skewed));
-        previous = place.stage;
-        place.advance();
+        previous = at.stage;
+        if constexpr (SPLIT == 1)
+            at.advance();
+        else
+            skip(at, SPLIT);
+    };
+    // Two sets of fragments take turns.
+    int step = part;
+#pragma unroll 1
+    for (; step < steps; step += SPLIT) {
+        multiply_stage(step, FragmentSet<0>());
+        if constexpr (PARTS % 2) {
+            step += SPLIT;
+            if (step >= steps) break;
+            multiply_stage(step, FragmentSet<1>());
+        }
     }
     wgmma_wait_group<0>();
-    release(previous);
+    if (SPLIT == 1 || part < steps) release(previous);
+    if (SPLIT > 1 && step < stages_of<SPLIT>(steps)) {
+        mbarrier_wait(shared_address(&shared.full[at.stage]), at.phase);
+        release(at.stage);
+        skip(at, SPLIT);
+    }
     wgmma_fence_operand(c);
 }
 
-// SPLIT: add the sums of warpgroup 1 to those of warpgroup 0, thread by thread. Barrier 3 says that they are there,
-// barrier 4 that they have been read.
-template <int REGISTERS>
-__device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const float (&c)[REGISTERS], int warpgroup,
-                                          unsigned exchange, bool first) {
-    constexpr int BOTH = WARPGROUPS * WARPGROUP;
+// SPLIT: the warpgroup of a side that has the last part adds up the sums of all of them, thread by thread, always in
+// the same order. `any`: whether this warpgroup has sums; else they are 0. `phase`: the tiles before, but for an even
+// number. `exchange`: room for the side's sums but the last ones.
+template <class Layout, int REGISTERS>
+__device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const float (&c)[REGISTERS],
+                                          typename Layout::Shared& shared, bool any, int part, int side,
+                                          unsigned exchange, int phase) {
+    const unsigned full = shared_address(&shared.sums_full[side]), empty = shared_address(&shared.sums_empty[side]);
     const unsigned mine = exchange + threadIdx.x % WARPGROUP * 16;
-    if (warpgroup > 0) {
-        if (!first) named_barrier_sync<4, BOTH>();
+    if (part < Layout::SPLIT - 1) {
+        const unsigned to = mine + part * Layout::SUMS;
+        mbarrier_wait(empty, phase + 1);
 #pragma unroll
         for (int i = 0; i < REGISTERS; i += 4)
-            store_shared(mine + i / 4 * WARPGROUP * 16,
-                         make_uint4(__float_as_uint(c[i]), __float_as_uint(c[i + 1]), __float_as_uint(c[i + 2]),
-                                    __float_as_uint(c[i + 3])));
-        named_barrier_arrive<3, BOTH>();
+            store_shared(to + i / 4 * WARPGROUP * 16,
+                         any ? make_uint4(__float_as_uint(c[i]), __float_as_uint(c[i + 1]), __float_as_uint(c[i + 2]),
+                                          __float_as_uint(c[i + 3]))
+                             : make_uint4(0, 0, 0, 0));
+        mbarrier_arrive(full);
     } else {
-        named_barrier_sync<3, BOTH>();
+        mbarrier_wait(full, phase);
 #pragma unroll
-        for (int i = 0; i < REGISTERS; i += 4) {
-            const uint4 other = load_shared(mine + i / 4 * WARPGROUP * 16);
-            joined[i] = c[i] + __uint_as_float(other.x), joined[i + 1] = c[i + 1] + __uint_as_float(other.y);
-            joined[i + 2] = c[i + 2] + __uint_as_float(other.z), joined[i + 3] = c[i + 3] + __uint_as_float(other.w);
+        for (int i = 0; i < REGISTERS; ++i) joined[i] = any ? c[i] : 0;
+#pragma unroll 1
+        for (int other = 0; other < Layout::SPLIT - 1; ++other) {
+#pragma unroll
+            for (int i = 0; i < REGISTERS; i += 4) {
+                const uint4 sums = load_shared(mine + other * Layout::SUMS + i / 4 * WARPGROUP * 16);
+                joined[i] += __uint_as_float(sums.x), joined[i + 1] += __uint_as_float(sums.y);
+                joined[i + 2] += __uint_as_float(sums.z), joined[i + 3] += __uint_as_float(sums.w);
+            }
         }
-        named_barrier_arrive<4, BOTH>();
+        mbarrier_arrive(empty);
     }
 }
 
@@ -143,11 +180,15 @@ template <typename T, int ACTIVATION, class Layout>
 __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                   unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
-    constexpr float MISSING = Fp4Factors<T, Layout::FORMAT>::MISSING;
+    constexpr int SIDES = Layout::SIDES, SPLIT = Layout::SPLIT;
+    constexpr float MISSING = Fp4Factors<T, Layout::FORMAT, Layout::HALVES>::MISSING;
     // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
     // registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
-    const int side = Layout::SPLIT ? 0 : warpgroup, lane = threadIdx.x % 32;
+    const int side = SIDES == 1 ? 0 : SPLIT == 1 ? warpgroup : warpgroup % SIDES, lane = threadIdx.x % 32;
+    // The last part, which may have the fewest stages, is that of the warpgroups that write. By a reduction for the
+    // same reason, as a loop's bound follows from it.
+    const int part = SPLIT == 1 ? 0 : __reduce_max_sync(FULL_WARP, SPLIT - 1 - warpgroup / SIDES);
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
                          unsigned(k_major_descriptor(ring))};
@@ -163,44 +204,51 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     const unsigned staging = ring + Layout::STAGED + side * 2 * Layout::STAGING;
     const int steps = (p.k + Layout::UNITS * DEPTH - 1) / (Layout::UNITS * DEPTH);
     RingPlace<Layout::STAGES> place;
+    if constexpr (SPLIT > 1) skip(place, part);
+    RingPlace<TILES_AHEAD> at;
     int round = 0;
     int skewed_after = SKEW && warpgroup == 0 ? min(SKEW, steps) - 1 : -1;
-    bool first = true;
     float c[TOKENS / 2];
-    for (;; first = false) {
-        mbarrier_wait(shared_address(&shared.full[place.stage]), place.phase);
-        const WgmmaTile tile = shared.tiles[place.stage];
+    for (bool first = true;; first = false) {
+        mbarrier_wait(shared_address(&shared.tile_full[at.stage]), at.phase);
+        const WgmmaTile tile = shared.tiles[at.stage];
         // By a reduction, so that the compiler knows that they are the same in all lanes.
         const int tokens = __reduce_max_sync(FULL_WARP, tile.tokens);
         if (tokens == 0) break;
         if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
-        const float factor = p.b_global_scale ? MISSING * p.b_global_scale[tile.expert] : MISSING;
-        sum_fp4_tile<T, Layout, PAIRS>(c, shared, place, steps, skewed_after, warpgroup, tokens, operands);
+        const float factor = Layout::FORMAT == NVFP4 ? MISSING * p.b_global_scale[tile.expert] : MISSING;
+        sum_fp4_tile<T, Layout, PAIRS>(c, shared, place, steps, skewed_after, part, tokens, operands);
         skewed_after = -1;
+        // Here, where all lanes have read the tile: after a __syncwarp the compiler would no longer keep what is the
+        // same in all lanes in uniform registers.
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.tile_empty[at.stage]));
+        at.advance();
         // The sums are not changed in place: else the compiler would wait for each product.
-        if constexpr (Layout::SPLIT) {
+        if constexpr (SPLIT > 1) {
             float joined[TOKENS / 2];
-            join_sums(joined, c, warpgroup, ring + Layout::EXCHANGE, first);
-            if (warpgroup == 0) store_tile<T, ACTIVATION, TOKENS>(p, joined, tile, side, staging, round, factor);
+            join_sums<Layout>(joined, c, shared, part < steps, part, side,
+                              ring + Layout::EXCHANGE + side * (SPLIT - 1) * Layout::SUMS, at.stage - 1);
+            if (part == SPLIT - 1) store_tile<T, ACTIVATION, TOKENS>(p, joined, tile, side, staging, round, factor);
         } else {
             store_tile<T, ACTIVATION, TOKENS>(p, c, tile, side, staging, round, factor);
         }
     }
-    if (Layout::SPLIT && warpgroup > 0 && !first) named_barrier_sync<4, WARPGROUPS * WARPGROUP>();
 }
 
-// T: __nv_bfloat16 or __half, of the tokens and of the result. FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 128 or 288.
-// BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens, where weights are read once. ACTIVATION: as
-// moe_gemm/epilogue.cuh has it.
-template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STAGES, int CLUSTER, int BLOCKS,
-          bool STREAMED, bool SPLIT, bool GATHER>
-__global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
+// T: __nv_bfloat16 or __half, of the tokens and of the result. FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 96, 128 or
+// 288. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens, where weights are read once. SIDES, SPLIT:
+// warpgroups along the weights of a tile, 1 or 2, and along k. HALVES: of a unit, that are converted and multiplied at
+// once. ACTIVATION: as moe_gemm/epilogue.cuh has it.
+template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STAGES, int CLUSTER, int BLOCKS, int SIDES,
+          int SPLIT, int HALVES, bool STREAMED, bool GATHER>
+__global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>::THREADS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_fp4_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     static_assert(!GATHER || (CLUSTER == 1 && TOKENS <= 128), "");
-    using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SPLIT>;
+    using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>;
     using Shared = typename Layout::Shared;
     constexpr bool DEAL = TOKENS > 128;
+    constexpr int WARPS = WARPGROUP / 32;
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned ring = shared_address(memory) + misplaced;
@@ -210,18 +258,26 @@ __global__ __launch_bounds__(gemm_threads(TOKENS), BLOCKS)
         if constexpr (!GATHER) prefetch_tensormap(p.a_map);
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(shared_address(&shared.full[i]), GATHER ? 2 : 1);
-            mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * WARPGROUPS * (WARPGROUP / 32));
+            mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * SIDES * WARPS);
         }
-        mbarrier_init(shared_address(&shared.skewed), WARPGROUP / 32);
+        for (int i = 0; i < TILES_AHEAD; ++i) {
+            mbarrier_init(shared_address(&shared.tile_full[i]), 1);
+            mbarrier_init(shared_address(&shared.tile_empty[i]), Layout::GROUPS * WARPS);
+        }
+        for (int i = 0; i < SIDES && SPLIT > 1; ++i) {
+            mbarrier_init(shared_address(&shared.sums_full[i]), (SPLIT - 1) * WARPGROUP);
+            mbarrier_init(shared_address(&shared.sums_empty[i]), WARPGROUP);
+        }
+        mbarrier_init(shared_address(&shared.skewed), WARPS);
         fence_mbarrier_init();
     }
     cluster_sync<CLUSTER>();
-    if (threadIdx.x < WARPGROUPS * WARPGROUP) {
+    if (threadIdx.x < Layout::COMPUTE_THREADS) {
         if constexpr (DEAL) setmaxnreg_inc<224>();
         compute_fp4_tiles<T, ACTIVATION, Layout>(p, shared, ring);
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
-        if (threadIdx.x < WARPGROUPS * WARPGROUP + 32) {
+        if (threadIdx.x < Layout::COMPUTE_THREADS + 32) {
             if constexpr (GATHER)
                 gather_fp4_tiles<Layout, ACTIVATION, STREAMED>(p, shared, ring);
             else

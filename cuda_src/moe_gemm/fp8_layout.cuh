@@ -27,6 +27,8 @@ template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVA
     static constexpr int TOKENS = TOKENS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
     static constexpr bool BLOCK_SCALED = BLOCK_SCALED_, GATED = is_gated(ACTIVATION);
     static_assert(GATED == has_halves(ACTIVATION), "gates and ups are loaded from the halves of n");
+    static constexpr bool SHARES_ROWS = true;  // the blocks of a cluster have the same rows, and neighbouring weights
+    static constexpr int TILE_TOKENS = TOKENS; // rows of a cluster's tile
     static constexpr int OUT_COLUMNS = GATED ? FP8_COLUMNS / 2 : FP8_COLUMNS;
     static constexpr int STAGE_BYTES = TOKENS * FP8_K + FP8_WEIGHT_BYTES;
     static constexpr int STAGED_BYTES = 16 * FP8_STAGED_COLUMNS * 2;         // of a warp

@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const 
 // from stage to stage as the warp that loads tiles does, and arrives at the same barriers: a stage is full when its
 // bytes and its scales are there. It reads the scales of four stages before it waits for the first of these to be
 // empty, so their latency is over when the copies to that stage start.
-template <class Layout>
+template <class Layout, class Tiles = Fp8Tiles<Layout>>
 __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                 unsigned scales, int part) {
     constexpr int TOKENS = Layout::TOKENS, STAGES = Layout::STAGES;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typen
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, strips = (p.n + FP8_COLUMNS - 1) / FP8_COLUMNS;
     const int lane = threadIdx.x % 32, first_row = part * FP8_SCALED_ROWS + lane * ROWS;
     const bool aligned = k_blocks % FP8_SCALES == 0 && reinterpret_cast<size_t>(p.a_scale) % 16 == 0;
-    Fp8Tiles<Layout> tiles(p, shared.groups[1 + part]);
+    Tiles tiles(p, shared.groups[1 + part]);
     int stage = 0, phase = 1;
     auto fill = [&](auto&& write) {
         mbarrier_wait(shared_address(&shared.empty[stage]), phase);

@@ -8,9 +8,10 @@
 template <class Layout> struct Fp8Tiles {
     // Tiles of rows that go with the same weights before the next weights: what all clusters work on at once is about a
     // square of tiles, whose operands fit in L2.
-    static constexpr int BAND = 2048 / Layout::TOKENS;
+    static constexpr int BAND = 2048 / Layout::TILE_TOKENS;
     static constexpr int MOST = (1 << 26) - 1; // tiles of an expert, of which 32 can be added
-    static constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, OUT_COLUMNS = Layout::OUT_COLUMNS;
+    static constexpr int TOKENS = Layout::TILE_TOKENS, CLUSTER = Layout::CLUSTER, OUT_COLUMNS = Layout::OUT_COLUMNS;
+    static constexpr int STRIPS = Layout::SHARES_ROWS ? CLUSTER : 1; // of a cluster, one after the other
 
     const MappedGemmParams& p;
     int4 (&groups)[32]; // of the experts from `window` on, as Fp8Shared has them
@@ -19,8 +20,8 @@ template <class Layout> struct Fp8Tiles {
 
     __device__ __forceinline__ Fp8Tiles(const MappedGemmParams& p, int4 (&groups)[32])
         : p(p), groups(groups),
-          strips(((OUT_COLUMNS < FP8_COLUMNS ? p.n / 2 : p.n) + OUT_COLUMNS * CLUSTER - 1) / (OUT_COLUMNS * CLUSTER)),
-          window(0), ahead(blockIdx.x / CLUSTER) {
+          strips(((Layout::GATED ? p.n / 2 : p.n) + OUT_COLUMNS * STRIPS - 1) / (OUT_COLUMNS * STRIPS)), window(0),
+          ahead(blockIdx.x / CLUSTER) {
         read_window();
     }
 
@@ -56,7 +57,7 @@ template <class Layout> struct Fp8Tiles {
         tile.x = window + at;
         tile.y = group.x + start;
         tile.z = min(group.y - int(start), TOKENS);
-        tile.w = (strip * CLUSTER + cluster_rank<CLUSTER>()) * OUT_COLUMNS;
+        tile.w = (strip * STRIPS + cluster_rank<STRIPS>()) * OUT_COLUMNS;
         ahead += gridDim.x / CLUSTER;
         return true;
     }

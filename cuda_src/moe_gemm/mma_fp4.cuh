@@ -133,24 +133,32 @@ template <int M, int N> struct Fp4Registers {
     float group_factors[2]; // GroupScales: those scales
 };
 
+// How much further into its slot than tile row r's the first scale of row r + 8 is, where that is the up next to a gate.
+// Else rows 8 apart are alike, since n and n / 2 are multiples of 8.
+template <class Form, typename SlotOf> __device__ __forceinline__ int shift_of_up(int r, const SlotOf& slot_of) {
+    if constexpr (Form::Block::GATED && !Form::Block::HALVES) return slot_of(r + 8) - slot_of(r) - 8 * Form::SLOT;
+    return 0;
+}
+
 // Scales that are multiplied into the weights. `slots_at`: where a stage has the slots of the warp's weights.
 template <typename T, class Form> struct FoldedScales {
     using Block = typename Form::Block;
     using Registers = Fp4Registers<Block::M, Block::N>;
     Registers& r;
     const MmaThread<Block>& me;
-    const int slot_at;
+    const int slot_at, shift;
 
     template <typename SlotOf>
     __device__ __forceinline__ FoldedScales(Registers& r, const MmaThread<Block>& me, int slots_at,
                                             const SlotOf& slot_of)
-        : r(r), me(me), slot_at(slots_at + slot_of(me.row)) {}
+        : r(r), me(me), slot_at(slots_at + slot_of(me.row)), shift(shift_of_up<Form>(me.row, slot_of)) {}
 
     // Load fragment n of 64 numbers along k, which lies at `line`: a lane has 16 neighbours, since they share a scale.
     __device__ __forceinline__ void load(const char* stage, const char* line, int block, int n) {
         r.nibbles[n] = *reinterpret_cast<const uint2*>(line + (block * 32 ^ (me.row & 2) * 16) + me.pair * 8);
-        const unsigned scale = *reinterpret_cast<const unsigned char*>(stage + slot_at + n * 8 * Form::SLOT +
-                                                                       Form::Scale::of_lane(block, me.pair));
+        const int at = slot_at + n * 8 * Form::SLOT + (n % 2 ? shift : 0);
+        const unsigned scale =
+            *reinterpret_cast<const unsigned char*>(stage + at + Form::Scale::of_lane(block, me.pair));
         r.factors[n] = Form::Scale::factor(scale);
     }
 
@@ -174,11 +182,13 @@ template <typename T, class Form> struct GroupScales {
     using Registers = Fp4Registers<Block::M, Block::N>;
     Registers& r;
     const MmaThread<Block>& me;
+    const int shift_0, shift_1; // of the lane's two columns
 
     template <typename SlotOf>
     __device__ __forceinline__ GroupScales(Registers& r, const MmaThread<Block>& me, int slots_at,
                                            const SlotOf& slot_of)
-        : r(r), me(me) {
+        : r(r), me(me), shift_0(shift_of_up<Form>(me.pair * 2, slot_of)),
+          shift_1(shift_of_up<Form>(me.pair * 2 + 1, slot_of)) {
         r.slots_at[0] = slots_at + slot_of(me.pair * 2), r.slots_at[1] = slots_at + slot_of(me.pair * 2 + 1);
     }
 
@@ -195,7 +205,8 @@ template <typename T, class Form> struct GroupScales {
         const int at = n * 8 * Form::SLOT + block * 2 + half;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const unsigned scale = *reinterpret_cast<const unsigned char*>(stage + r.slots_at[i] + at);
+            const int shift = n % 2 == 0 ? 0 : i ? shift_1 : shift_0;
+            const unsigned scale = *reinterpret_cast<const unsigned char*>(stage + r.slots_at[i] + at + shift);
             r.group_factors[i] = __uint_as_float(scale << 23);
         }
 #pragma unroll
@@ -242,8 +253,7 @@ template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block:
                                            const char* shared) {
         const int a_at = (me.token_warp * M * 16 + me.row) * Form::A_LINE;
         const int b_at = Form::B + (me.weight_warp * N * 8 + me.row) * Form::B_LINE;
-        // Where row r has its first scale: up to 3 bytes into its slot. Rows 8 apart are alike, since n and n / 2 are
-        // multiples of 8.
+        // Where row r has its first scale: up to 3 bytes into its slot.
         auto slot_of = [&](int r) { return r * Form::SLOT + int(copies.scales.first_of(r) & 3); };
         typename Form::Scales scales(*this, me, Form::SCALES + me.weight_warp * N * 8 * Form::SLOT, slot_of);
         unsigned stage_at = 0;

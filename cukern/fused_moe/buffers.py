@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cukern.runtime import arrays, plan
-from cukern.runtime.describe import Array
+from cukern.runtime import arrays, gpu, plan
+from cukern.runtime.describe import Array, Place
 from cukern.runtime.kernel import arch_of_device
-from cukern.runtime.late import late
+from cukern.runtime.late import Guards, late
 
 _ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
@@ -26,6 +26,24 @@ def arch_of(array: Any) -> str | None:
         return None if array.on_host else array.gpu.arch
     device = _library(array).device(array)
     return None if device is None else arch_of_device(device)
+
+
+def gpu_of(array: Any) -> gpu.Gpu | None:
+    """The GPU that an array is on; None in host memory."""
+    if isinstance(array, Array):
+        return None if array.on_host else array.gpu
+    device = _library(array).device(array)
+    return None if device is None else gpu.of_device(device)
+
+
+def is_of_units(array: Any) -> bool:
+    """Whether an array is contiguous, and begins at a multiple of 16 bytes."""
+    if not isinstance(array, Array):
+        library = _library(array)
+        address, strides = library.address(array), library.strides(array)
+        alignment, place = min(address & -address or 16, 16), Place(library, None, None)
+        array = Array(library.dtype(array), array.shape, strides, alignment, place, 0, Guards())
+    return array.is_contiguous and array.alignment >= 16
 
 
 def empty(shape: Sequence[Any], dtype: str, like: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cukern.fused_moe.buffers import aligned, arch_of, dtype_of, part
+from cukern.fused_moe.buffers import aligned, arch_of, dtype_of, gpu_of, is_of_units, part
 from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import (
     ExpertTokensMetadata,
@@ -26,8 +26,8 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOp,
 )
-from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched
-from cukern.ops.moe_gemm.kernels import FP4_GATHERED_ROWS, STREAM_ROWS
+from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched, moe_gemm_quantized
+from cukern.ops.moe_gemm.kernels import STREAM_ROWS, quantizes
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
 from cukern.reference import fused_moe as twin
@@ -35,7 +35,7 @@ from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import rows_of_weights
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import same_shape
-from cukern.runtime.late import ceil_div
+from cukern.runtime.late import ceil_div, late
 
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
@@ -273,8 +273,10 @@ class _Fp8GemmExperts(_GemmExperts):
         self, rows: Any, N: int, K: int, output: tuple[Any, ...], dtype: str, reduces: bool = True
     ) -> Workspaces:
         # The first workspace has the first product, then the second where that is not the output; the other one has
-        # quantized rows and their scales.
+        # quantized rows and their scales. Of a first product that is quantized, the first one has its rows.
         wide = rows * ((max(N, K) if reduces and not self.batched else N) * arrays.ITEM_SIZE[dtype])
+        if not reduces and not self.batched:
+            wide = late(max, wide, aligned(rows * K) + rows * self._scales(K) * arrays.ITEM_SIZE["float32"])
         columns = N // 2 if self.batched else max(N // 2, K)
         quantized = aligned(rows * columns) + rows * self._scales(columns) * arrays.ITEM_SIZE["float32"]
         return Workspaces((wide,), (quantized,), output, "uint8")
@@ -286,6 +288,13 @@ class _Fp8GemmExperts(_GemmExperts):
         if not scales:
             return q, None
         return q, part(workspace2, aligned(rows * columns), (*shape, scales), "float32")
+
+    def _fuses(self, activation: str, w1: Any, expected_rows: Any, like: Any) -> bool:
+        """Whether the first product quantizes its activation itself."""
+        config = self.quant_config
+        if not config.block_shape or config.w1_bias is not None or config.quantizes_activated(activation):
+            return False
+        return bool(quantizes(expected_rows, w1.shape[0], w1.shape[1], gpu_of(like))) and is_of_units(w1)
 
     def _first_form(self, activation: str) -> dict[str, Any]:
         """The further arguments of the first product: it activates unless the activation is quantized in float32."""
@@ -339,26 +348,25 @@ class _Fp8GemmExperts(_GemmExperts):
         experts = w1.shape[0]
         inter = inter_of(w1, activation)
         columns = inter if config.quantizes_activated(activation) else rows_of_weights(w1)
+        fuses = row_token is None and self._fuses(activation, w1, expected_rows, by_row)
         if row_token is None:
-            q, scale = self._quantized(workspace2, (rows,), a.shape[1])
+            # Where the first product quantizes, it reads the first workspace and writes the second.
+            q, scale = self._quantized(workspace13 if fuses else workspace2, (rows,), a.shape[1])
             a = permute_rows(a, inverse, rows, out=q)
             if scale is not None:
                 a_scale = permute_rows(a_scale, inverse, rows, out=scale)
-        gate_up = moe_gemm(
-            a,
-            w1,
-            expert_offsets,
-            a_scale=a_scale,
-            b_scale=config.w1_scale,
-            row_token=row_token,
-            **self._first_form(activation),
-            out_dtype=dtype,
-            expected_m=expected_rows,
-            out=part(workspace13, 0, (rows, columns), dtype),
-        )
-        q, scale = self._quantized(workspace2, (1, rows), inter)
-        # The rows of all experts count as those of one: rows past the last expert's were not written, and are not read.
-        a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
+        product = {"a_scale": a_scale, "b_scale": config.w1_scale, "out_dtype": dtype, "expected_m": expected_rows}
+        if fuses:
+            q, scale = self._quantized(workspace2, (rows,), inter)
+            moe_gemm_quantized(a, w1, expert_offsets, activation=activation, out_q=q, out_s=scale, **product)
+            a_scale = scale
+        else:
+            gate_up = part(workspace13, 0, (rows, columns), dtype)
+            form = self._first_form(activation)
+            moe_gemm(a, w1, expert_offsets, row_token=row_token, **form, out=gate_up, **product)
+            q, scale = self._quantized(workspace2, (1, rows), inter)
+            # The rows of all experts count as those of one: those past the last expert's were not written.
+            a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
         moe_gemm(
             q.reshape(rows, inter),
             w2,
@@ -478,14 +486,15 @@ class Fp8Experts(_EitherFormat, _Fp8GemmExperts):
 class Fp4Experts(_EitherFormat):
     """Weights of 4 bits, MXFP4 or NVFP4, that become 16 bits in the kernel; the activations are float16 or bfloat16.
 
-    The first product gathers at every size, as the kernel for these weights can; with prepared weights where rows are
-    few, as their kernel is faster with rows in order where they are many.
+    The first product gathers at every size, as the kernel for these weights can, but with prepared weights: their
+    kernel takes rows in order by TMA, which on an H200 saves 3 to 16 us of a layer of 16 or 64 tokens, and about costs
+    its copy with one.
     """
 
     quantizations = ("mxfp4", "nvfp4")
 
     def _gathers(self, expected_rows: Any, arch: str | None, columns: int) -> bool:
-        return not self.quant_config.is_prepared or bool(expected_rows <= FP4_GATHERED_ROWS)
+        return not self.quant_config.is_prepared
 
 
 class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
@@ -493,7 +502,7 @@ class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
 
     quantizations = ("mxfp4_fp8",)
 
-    def _gathers(self, expected_rows: Any, arch: str | None) -> bool:
+    def _gathers(self, expected_rows: Any, arch: str | None, columns: int) -> bool:
         return False
 
 

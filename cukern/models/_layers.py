@@ -143,12 +143,13 @@ class ArrayLayers:
         y = x @ weight.T
         return y if bias is None else y + bias
 
-    def attention(self, qkv: Any, heads: int, words: Words) -> Any:
+    def attention(self, qkv: Any, heads: int, words: Words, variant: str = "auto") -> Any:
         """softmax(q k' / sqrt(head_dim)) v of each sequence with itself.
 
-        qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden].
+        qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden]. `variant`
+        is `varlen_attention`'s.
         """
-        return _attention(qkv, heads, words)
+        return _attention(qkv, heads, words, variant)
 
     def clipped(self, x: Any, most: float) -> Any:
         """`x` within -most and most where it is float16, else as it is."""
@@ -293,8 +294,8 @@ class TorchLayers:
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         return self._functional.linear(x, weight, bias)
 
-    def attention(self, qkv: Any, heads: int, words: Words) -> Any:
-        return _attention(qkv, heads, words)
+    def attention(self, qkv: Any, heads: int, words: Words, variant: str = "auto") -> Any:
+        return _attention(qkv, heads, words, variant)
 
     def clipped(self, x: Any, most: float) -> Any:
         return x.clip(-most, most) if x.dtype == self._torch.float16 else x
@@ -369,9 +370,9 @@ class TorchLayers:
 Layers = ArrayLayers | TorchLayers
 
 
-def _attention(qkv: Any, heads: int, words: Words) -> Any:
+def _attention(qkv: Any, heads: int, words: Words, variant: str) -> Any:
     by_head = qkv.reshape(len(qkv), 3, heads, qkv.shape[1] // 3 // heads)
-    attended = varlen_attention(by_head[:, 0], by_head[:, 1], by_head[:, 2], words.cu_seqlens)
+    attended = varlen_attention(by_head[:, 0], by_head[:, 1], by_head[:, 2], words.cu_seqlens, variant=variant)
     return attended.reshape(len(qkv), qkv.shape[1] // 3)
 
 

@@ -57,22 +57,24 @@ class Form(NamedTuple):
     stages: int
     head_dim: int  # 0: dynamic
     head_dim_v: int
+    has_extra: bool = False
 
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a block, computed as in the struct `Form` of the template."""
         dims = self.head_dim or MAX_DIM
-        groups = 2 if self.is_fp8 or self.rows == 64 else 1
-        rings = 2 if self.is_fp8 and self.rows == 16 else 1
-        group_rows, halves = self.rows // groups * rings, 1 if self.is_fp8 else 2
+        is_fp8 = self.is_fp8 and dims == MAX_DIM  # another 8-bit cache is converted to 16 bits first
+        groups = 2 if is_fp8 or self.rows == 64 else 1
+        rings = 2 if is_fp8 and self.rows == 16 else 1
+        group_rows, halves = self.rows // groups * rings, 1 if is_fp8 else 2
         fragments_of_rows, depths = group_rows // 16, 8 // groups // halves
         fragments = self.tile // halves // 8  # of a warp's tokens
         own = max(fragments // depths, 1)
         sent = fragments - own if fragments >= depths else fragments
         steps = dims // 16 // depths
-        kept_steps = steps if fragments_of_rows == 1 or groups == 1 else 0 if self.is_fp8 else 4
-        scales = twin.LATENT_DIMS // twin.SCALE_DIMS if self.is_fp8 else 1
-        tiles = rings * self.stages * (self.tile * (twin.SLOT_BYTES if self.is_fp8 else dims * 2) + 32)
+        kept_steps = steps if fragments_of_rows == 1 or groups == 1 else 0 if is_fp8 else 4
+        scales = twin.LATENT_DIMS // twin.SCALE_DIMS if is_fp8 else 1
+        tiles = rings * self.stages * (self.tile * (twin.SLOT_BYTES if is_fp8 else dims * 2) + 32)
         queries = self.rows // 16 * depths * (steps - kept_steps) * 512
         partial_scores = 8 * sent * fragments_of_rows * 512
         probabilities = groups * group_rows * self.tile * 2 * scales
@@ -80,7 +82,9 @@ class Form(NamedTuple):
         return tiles + queries + partial_scores + probabilities + maxima_and_sums
 
 
-def best_form(dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], most_shared_bytes: int) -> Form:
+def best_form(
+    dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], most_shared_bytes: int, has_extra: bool = False
+) -> Form:
     """The best form for `group_rows` rows of a kv head, with at most `most_shared_bytes` for a block.
 
     `dims` are 0 where they are dynamic.
@@ -88,23 +92,31 @@ def best_form(dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], 
     wanted = next((rows for rows in _ROWS if rows >= group_rows), _ROWS[-1])
     most = _ROWS[-1] if dims[0] else _ROWS[-2]
     for rows in (rows for rows in reversed(_ROWS) if rows <= min(wanted, most)):
-        for tile in _FP8_TILES[rows] if is_fp8 else _TILES:
+        for tile in _FP8_TILES[rows] if is_fp8 and dims[0] == MAX_DIM else _TILES:
             # At least two: a tile must come while another is in use.
             for stages in range(_MOST_STAGES, 1, -1):
-                form = Form(dtype, is_fp8, rows, tile, stages, *dims)
+                form = Form(dtype, is_fp8, rows, tile, stages, *dims, has_extra)
                 if form.shared_bytes <= most_shared_bytes:
                     return form
     raise AssertionError("the smallest form fits every GPU")
 
 
 def mma_variant(form: Form) -> Variant:
-    arguments = str(form.is_fp8).lower(), *form[2:]
+    sizes = form.rows, form.tile, form.stages, form.head_dim, form.head_dim_v
+    arguments: list[str | int] = [str(form.is_fp8).lower(), *sizes, *["true"] * form.has_extra]
     return attend_mma.variant(arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes)
 
 
-def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
-    flags = str(is_fp8).lower(), str(is_sparse).lower()
+def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
+    """The variant of `attend_wgmma`; `extra_bytes` is 0, or with EXTRA the bytes of a token of an 8-bit cache."""
+    flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
+    if extra_bytes:
+        flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
+
+
+def plan_variant(has_extra: bool) -> Variant:
+    return plan_kernel.variant(THREADS, "true") if has_extra else plan_kernel.variant()
 
 
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
@@ -135,12 +147,16 @@ attend_mma.specialize_by_arch(
 attend_wgmma.specialized = [
     wgmma_variant("bfloat16", is_fp8, is_sparse).instance for is_fp8 in (False, True) for is_sparse in (False, True)
 ]
+attend_wgmma.specialized += [
+    wgmma_variant("bfloat16", True, True, extra_bytes).instance
+    for extra_bytes in (twin.SLOT_BYTES, twin.PAGED_SLOT_BYTES)
+]
 combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
-plan_kernel.specialized = [plan_kernel.variant().instance]
+plan_kernel.specialized = [plan_variant(False).instance, plan_variant(True).instance]
 # The rest is compiled at its first use: what is best depends on the GPU.
 attend_wgmma.at_import = attend_wgmma.specialized[:1]
 combine.at_import = combine.specialized
-plan_kernel.at_import = plan_kernel.specialized
+plan_kernel.at_import = plan_kernel.specialized[:1]
 
 
 # --- the choice of a variant --------------------------------------------------------------------------
@@ -157,13 +173,19 @@ class Work(NamedTuple):
     rows: int  # query rows that share a kv head of a sequence
     sequences: int
     parts: int
+    has_extra: bool  # a second cache, or numbers of the indices that count
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the pages of an 8-bit cache are in two parts, as for heads of 512."""
+        return self.is_fp8 and self.dims[0] == twin.PAGED_DIMS
 
 
 def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float, arch: str) -> str:
     """The reason why `attend_wgmma` cannot do it; empty where it can."""
     if arch != "90a":
         return f"this GPU is of sm_{arch}, not sm_90a"
-    if work.dims != (MAX_DIM, twin.LATENT_DIMS):
+    if work.dims != (MAX_DIM, twin.LATENT_DIMS) and not work.is_paged:
         return f"heads are of {work.dims[0]} and {work.dims[1]}, not {MAX_DIM} and {twin.LATENT_DIMS}"
     if not (work.is_fp8 or work.is_sparse):
         if not k_cache.shape[0]:
@@ -182,34 +204,57 @@ def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
     check.one_of("variant", variant, VARIANTS)
     if variant == "wgmma" and reason:
         check.fail("variant", "'auto', 'mma' or 'dynamic' here", f"'wgmma': {reason}")
-    if variant == "mma" and work.dims not in SPECIALIZED:
+    if variant == "mma" and work.dims not in SPECIALIZED and not work.is_fp8:
         got = f"'mma': there is none for heads of {work.dims[0]} and {work.dims[1]}"
         check.fail("variant", "'auto' or 'dynamic' here", got)
-    # Few rows leave most of a product of 64 unused, and memory is what takes the time.
-    is_many = work.rows > (_FEW_ROWS_FP8 if work.is_fp8 else _FEW_ROWS)
+    # Few rows leave most of a product of 64 unused, and memory is what takes the time. `attend_mma` waits while it
+    # converts the pages of two parts, for any number of rows.
+    is_many = work.is_paged or work.rows > (_FEW_ROWS_FP8 if work.is_fp8 else _FEW_ROWS)
     return variant == "wgmma" or (variant == "auto" and not reason and is_many)
 
 
 # --- launches -----------------------------------------------------------------------------------------
 
 
-def launch_plan(lengths: Array | None, metadata: Array, splits: Array, topk: int) -> None:
-    """Make a plan of the lengths, or of `topk` tokens for each sequence."""
-    sizes = {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0], "length": topk}
-    launch(plan_kernel.variant(), 1, THREADS, 0, lengths=lengths, metadata=metadata, splits=splits, **sizes)
+class Counts(NamedTuple):
+    """The numbers of indices that count, of both caches."""
+
+    query_tokens: int
+    topk: int
+    topk_length: Array | None = None
+    extra_topk: int = 0
+    extra_topk_length: Array | None = None
+
+    @property
+    def vary(self) -> bool:
+        return self.topk_length is not None or self.extra_topk_length is not None
+
+
+def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: Counts) -> None:
+    """Make a plan of the lengths, or of so many indices for each sequence."""
+    fields: dict[str, Any] = {"lengths": lengths, "metadata": metadata, "splits": splits}
+    fields |= {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0]}
+    if counts.vary:
+        fields |= {"length": counts.topk, "topk_lengths": counts.topk_length, "query_tokens": counts.query_tokens}
+        fields |= {"extra_topk": counts.extra_topk, "extra_topk_lengths": counts.extra_topk_length}
+    else:
+        unused: dict[str, Any] = {"topk_lengths": None, "query_tokens": 1, "extra_topk": 0, "extra_topk_lengths": None}
+        fields |= {"length": counts.topk + counts.extra_topk} | unused
+    launch(plan_variant(counts.vary), 1, THREADS, 0, **fields)
 
 
 def launch_attention(
     work: Work, variant: str, is_wgmma: bool, k_cache: Array, of: gpu.Gpu, fields: dict[str, Any]
 ) -> None:
     """Attend, and put together what several parts found; `fields` are those of the struct Params."""
-    is_special = work.dims in SPECIALIZED and variant != "dynamic"
+    is_special = (work.dims in SPECIALIZED or work.is_paged) and variant != "dynamic"
     if is_wgmma:
         _launch_wgmma(work, k_cache, fields)
     else:
         # For an 8-bit cache there are no others.
         dims = work.dims if is_special or work.is_fp8 else (0, 0)
-        form = best_form(work.dtype, work.is_fp8, work.rows, dims, mma_shared_bytes(of))
+        most = mma_shared_bytes(of)
+        form = best_form(work.dtype, work.is_fp8, work.rows, dims, most, work.has_extra)
         grid = -(-work.rows // form.rows), work.kv_heads, work.parts
         launch(mma_variant(form), grid, THREADS, form.shared_bytes, **fields)
     if work.parts > 1:
@@ -229,9 +274,10 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
         strides = tuple(2 * (stride or head_dim) for stride in reversed(fields["cache_strides"]))
         dims, box = (head_dim, kv_heads, page_size, pages), (constants["COLUMNS"], 1, box_tokens, 1)
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
-    variant, threads = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse), constants["WGMMA_THREADS"]
+    slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
+    variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
-    launch(variant, grid, threads, WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
+    launch(variant, grid, constants["WGMMA_THREADS"], WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
 
 
 def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from cukern.ops._mla_decode import MAX_DIM, VARIANTS, Work, launch_attention, launch_plan, no_wgmma, takes_wgmma
+from cukern.ops._mla_decode import MAX_DIM, VARIANTS, Counts, Work, launch_attention, launch_plan, no_wgmma, takes_wgmma
+from cukern.ops._mla_plan import attend_by_a_plan, plan_of_the_first_call
 from cukern.reference import mla_decode as twin
 from cukern.runtime import check, gpu
 from cukern.runtime.arrays import AnyArray
@@ -56,45 +57,92 @@ def _check_alignment(name: str, array: Array, strides: tuple[int, ...] = ()) -> 
         check.fail(name, wanted, got)
 
 
-def _check_cache(q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool) -> None:
-    """Check q, k_cache and head_dim_v against each other."""
-    batch, query_tokens, heads, head_dim = q.shape
-    check.dtype("k_cache", k_cache.dtype, FP8_DTYPES if is_fp8 else (q.dtype,))
-    symbols = "pages", "page_size", "kv_heads", "slot_bytes" if is_fp8 else "head_dim"
-    check.dimensions("k_cache", k_cache.shape, symbols)
+def _check_head(q: Array, head_dim_v: int, is_fp8: bool, is_sparse: bool) -> None:
+    """Check the sizes of a head."""
+    head_dim = q.shape[3]
     if head_dim % 16 or not 16 <= head_dim <= MAX_DIM:
         check.fail("q", f"of a head_dim that is a multiple of 16 in [16, {MAX_DIM}]", head_dim)
-    if is_fp8 and head_dim != MAX_DIM:
-        check.fail("q", f"of a head_dim of {MAX_DIM} with is_fp8_kvcache", head_dim)
+    if is_fp8 and head_dim not in (MAX_DIM, twin.PAGED_DIMS):
+        check.fail("q", f"of a head_dim of {MAX_DIM} or {twin.PAGED_DIMS} with is_fp8_kvcache", head_dim)
     if is_fp8 and head_dim_v != twin.LATENT_DIMS:
         check.fail("head_dim_v", f"{twin.LATENT_DIMS} with is_fp8_kvcache", head_dim_v)
     if head_dim_v % 16 or not 16 <= head_dim_v <= head_dim:
         check.fail("head_dim_v", f"a multiple of 16 in [16, {head_dim}] (head_dim of q)", head_dim_v)
-    pages, page_size, kv_heads, _ = k_cache.shape
-    wanted = (pages, page_size, kv_heads, twin.SLOT_BYTES if is_fp8 else head_dim)
-    check.shape("k_cache", k_cache.shape, wanted, f"[{', '.join(symbols)}]")
-    if page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
-        check.fail("k_cache", f"of pages of a multiple of 16 tokens, at most {MAX_PAGE_SIZE}", page_size)
+    if is_fp8 and head_dim == twin.PAGED_DIMS and not is_sparse:
+        check.fail("indices", f"given with is_fp8_kvcache and a head_dim of {twin.PAGED_DIMS}", None)
+
+
+def _check_pages(name: str, cache: Array, q: Array, is_fp8: bool, is_sparse: bool) -> tuple[int, ...]:
+    """Check the dtype and the sizes of a cache; its strides."""
+    check.dtype(name, cache.dtype, FP8_DTYPES if is_fp8 else (q.dtype,))
+    symbols = "pages", "page_size", "kv_heads", "slot_bytes" if is_fp8 else "head_dim"
+    check.dimensions(name, cache.shape, symbols)
+    (pages, page_size, kv_heads, _), head_dim = cache.shape, q.shape[3]
+    is_paged = is_fp8 and head_dim == twin.PAGED_DIMS
+    slot_bytes = twin.PAGED_SLOT_BYTES if is_paged else twin.SLOT_BYTES
+    wanted = (pages, page_size, kv_heads, slot_bytes if is_fp8 else head_dim)
+    check.shape(name, cache.shape, wanted, f"[{', '.join(symbols)}]")
+    if is_sparse:
+        if not 1 <= page_size <= MAX_COUNT:
+            check.fail(name, f"of pages of at least one and at most {MAX_COUNT} tokens", page_size)
+    elif page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
+        check.fail(name, f"of pages of a multiple of 16 tokens, at most {MAX_PAGE_SIZE}, without indices", page_size)
     if not 1 <= kv_heads <= MAX_GRID:
-        check.fail("k_cache", f"of at least one and at most {MAX_GRID} kv heads", kv_heads)
+        check.fail(name, f"of at least one and at most {MAX_GRID} kv heads", kv_heads)
+    if pages > MAX_COUNT:
+        check.fail(name, f"of at most {MAX_COUNT} pages", pages)
+    strides = _strides(name, cache)
+    if is_paged and kv_heads > 1:
+        check.fail(name, f"of one kv head with slots of {slot_bytes} bytes", kv_heads)
+    if is_paged and page_size > 1 and strides[1] != slot_bytes:
+        check.fail(name, "contiguous within a page", f"strides {cache.strides} (in elements)")
+    return strides
+
+
+def _check_cache(q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, is_sparse: bool) -> tuple[int, ...]:
+    """Check q, k_cache and head_dim_v against each other; the strides of k_cache."""
+    batch, query_tokens, heads, _ = q.shape
+    check.dtype("k_cache", k_cache.dtype, FP8_DTYPES if is_fp8 else (q.dtype,))
+    _check_head(q, head_dim_v, is_fp8, is_sparse)
+    strides = _check_pages("k_cache", k_cache, q, is_fp8, is_sparse)
+    kv_heads = k_cache.shape[2]
     if heads < 1 or heads % kv_heads:
         check.fail("q", f"of a multiple of {kv_heads} heads (kv_heads of k_cache), and at least one", heads)
     if batch * query_tokens * heads > MAX_COUNT:
         check.fail("q", f"of at most {MAX_COUNT} rows in all", list(q.shape))
-    if pages > MAX_COUNT:
-        check.fail("k_cache", f"of at most {MAX_COUNT} pages", pages)
+    return strides
 
 
-def _check_indices(indices: Any, q: Array) -> int:
+def _check_indices(name: str, indices: Any, q: Array) -> int:
     """Check indices; the number of slots that each query token names."""
-    expect_place("indices", indices, q, "q")
-    check.dtype("indices", indices.dtype, ("int32",))
-    check.dimensions("indices", indices.shape, ("batch", "query_tokens", "topk"))
+    expect_place(name, indices, q, "q")
+    check.dtype(name, indices.dtype, ("int32",))
+    check.dimensions(name, indices.shape, ("batch", "query_tokens", "topk"))
     topk = indices.shape[2]
     if topk > MAX_COUNT:
-        check.fail("indices", f"of at most {MAX_COUNT} slots for each query token", topk)
-    check.shape("indices", indices.shape, (*q.shape[:2], topk), "[batch, query_tokens, topk]")
+        check.fail(name, f"of at most {MAX_COUNT} slots for each query token", topk)
+    check.shape(name, indices.shape, (*q.shape[:2], topk), "[batch, query_tokens, topk]")
     return topk
+
+
+class _Extra(NamedTuple):
+    """A second cache, and its tokens."""
+
+    cache: Array
+    strides: tuple[int, ...]
+    indices: Array
+    indices_strides: tuple[int, ...]
+
+
+def _check_alignments(
+    q: Array, q_strides: tuple[int, ...], cache: Array, strides: tuple[int, ...], extra: _Extra | None, is_paged: bool
+) -> None:
+    """Check where the inputs begin on a GPU, and their rows."""
+    aligned = slice(0, 1 if is_paged else 3)  # a page of two parts is contiguous
+    _check_alignment("q", q, q_strides)
+    _check_alignment("k_cache", cache, strides[aligned])
+    if extra is not None:
+        _check_alignment("extra_k_cache", extra.cache, extra.strides[aligned])
 
 
 class _Tokens(NamedTuple):
@@ -105,18 +153,60 @@ class _Tokens(NamedTuple):
     indices: Array | None
     max_pages: int
     table_stride: int
-    topk: int
+    counts: Counts
     indices_strides: tuple[int, ...]
+    extra: _Extra | None = None
 
 
-def _check_tokens(block_table: Any, cache_seqlens: Any, indices: Any, causal: bool, q: Array, pages: int) -> _Tokens:
-    """Check what says where tokens lie: block_table and cache_seqlens, or indices."""
-    if indices is not None:
-        topk = _check_indices(indices, q)
-        strides = _strides("indices", indices)
+def _check_extra(cache: Any, indices: Any, length: Any, q: Array, k_cache: Array, is_fp8: bool) -> _Extra | None:
+    """Check the second cache and its indices against each other and the first; None if there is none."""
+    if cache is None:
+        for name, array in (("extra_indices_in_kvcache", indices), ("extra_topk_length", length)):
+            if array is not None:
+                check.fail("extra_k_cache", f"given with {name}", None)
+        return None
+    if indices is None:
+        check.fail("extra_indices_in_kvcache", "given with extra_k_cache", None, TypeError)
+    expect_place("extra_k_cache", cache, q, "q")
+    strides = _check_pages("extra_k_cache", cache, q, is_fp8, True)
+    if cache.shape[2] != k_cache.shape[2]:
+        check.fail("extra_k_cache", f"of {k_cache.shape[2]} kv heads like k_cache", cache.shape[2])
+    _check_indices("extra_indices_in_kvcache", indices, q)
+    return _Extra(cache, strides, indices, _strides("extra_indices_in_kvcache", indices))
+
+
+def _check_chosen(
+    q: Array, k_cache: Array, is_fp8: bool, indices: Any, topk_length: Any, extra: tuple[Any, Any, Any]
+) -> _Tokens | None:
+    """Check indices, and what goes with them alone: topk_length, and the second cache with its indices and lengths."""
+    named = {"topk_length": topk_length, "extra_k_cache": extra[0]}
+    named |= {"extra_indices_in_kvcache": extra[1], "extra_topk_length": extra[2]}
+    if indices is None:
+        for name, array in named.items():
+            if array is not None:
+                check.fail("indices", f"given with {name}", None)
+        return None
+    topk = _check_indices("indices", indices, q)
+    strides = _strides("indices", indices)
+    second = _check_extra(*extra, q, k_cache, is_fp8)
+    for name in ("topk_length", "extra_topk_length"):
+        if named[name] is not None:
+            expect(name, named[name], q, "q", ("int32",), (q.shape[0],), "[batch]")
+    extra_topk = 0 if second is None else second.indices.shape[2]
+    if topk + extra_topk > MAX_COUNT:
+        check.fail("extra_indices_in_kvcache", f"of at most {MAX_COUNT - topk} slots for each query token", extra_topk)
+    counts = Counts(q.shape[1], topk, topk_length, extra_topk, extra[2])
+    return _Tokens(None, None, indices, 0, 0, counts, strides, second)
+
+
+def _check_tokens(
+    block_table: Any, cache_seqlens: Any, chosen: _Tokens | None, causal: bool, q: Array, pages: int
+) -> _Tokens:
+    """Check what says where tokens lie: block_table and cache_seqlens, or indices, which are checked."""
+    if chosen is not None:
         if causal:
             check.fail("causal", "False with indices", True)
-        return _Tokens(None, None, indices, 0, 0, topk, strides)
+        return chosen
     for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if array is None:
             check.fail(name, "an array, unless there are indices", None, TypeError)
@@ -124,7 +214,7 @@ def _check_tokens(block_table: Any, cache_seqlens: Any, indices: Any, causal: bo
     max_pages, stride = expect_table("block_table", block_table, q, "q", batch, ("batch", "max_pages"))
     expect("cache_seqlens", cache_seqlens, q, "q", ("int32",), (batch,), "[batch]")
     # A cache without pages has room for no token.
-    return _Tokens(block_table, cache_seqlens, None, max_pages if pages else 0, stride, 0, (0, 0))
+    return _Tokens(block_table, cache_seqlens, None, max_pages if pages else 0, stride, Counts(1, 0), (0, 0))
 
 
 def _check_scale(softmax_scale: Any, head_dim: int) -> float:
@@ -173,7 +263,13 @@ def _multiprocessors(array: Any) -> int:
 
 
 def _plan_results(
-    cache_seqlens: Any, num_heads_per_head_k: int, num_heads_k: int, *, num_heads_q: Any = None, topk: Any = None
+    cache_seqlens: Any,
+    num_heads_per_head_k: int,
+    num_heads_k: int,
+    *,
+    num_heads_q: Any = None,
+    topk: Any = None,
+    **_: Any,
 ) -> list[Result]:
     sequences, rows = cache_seqlens.shape[0], num_heads_per_head_k
     if topk is not None and num_heads_q is not None:
@@ -185,8 +281,10 @@ def _plan_results(
 @op(
     twin.get_mla_metadata,
     "get_mla_metadata(Tensor cache_seqlens, int num_heads_per_head_k, int num_heads_k, *, int? num_heads_q=None, "
-    "int? topk=None) -> (Tensor tile_scheduler_metadata, Tensor num_splits)",
+    "int? topk=None, Tensor? topk_length=None, int extra_topk=0, Tensor? extra_topk_length=None) "
+    "-> (Tensor tile_scheduler_metadata, Tensor num_splits)",
     _plan_results,
+    instead=plan_of_the_first_call,
 )
 def get_mla_metadata(
     cache_seqlens: AnyArray,
@@ -195,6 +293,9 @@ def get_mla_metadata(
     *,
     num_heads_q: int | None = None,
     topk: int | None = None,
+    topk_length: AnyArray | None = None,
+    extra_topk: int = 0,
+    extra_topk_length: AnyArray | None = None,
     out: AnyArray | None = None,
 ) -> AnyArray:
     """Deal the tokens of all sequences out to the multiprocessors, for `flash_mla_with_kvcache`.
@@ -207,6 +308,12 @@ def get_mla_metadata(
     Nothing here waits for the device: the plan is made there, and a CUDA graph that captured the call makes it anew
     from the lengths of its time. The plan holds for all layers of a decoding step.
 
+    Without arguments it returns (FlashMLASchedMeta(), None): a plan that is still to be made. The first call of
+    `flash_mla_with_kvcache` that is given it as tile_scheduler_metadata, with num_splits None, makes the plan for its
+    sizes and lengths; later ones use it, and are refused unless their sizes are the same. Whether the lengths are the
+    same is not looked at: a plan of other lengths leaves tokens out. It is no array, so torch.compile takes it into no
+    graph.
+
     Args:
         cache_seqlens: int32 [batch], tokens in the cache; a negative number counts as 0.
         num_heads_per_head_k: query rows that share a kv head: query tokens * query heads // kv heads.
@@ -214,6 +321,9 @@ def get_mla_metadata(
         num_heads_q: query heads; needed with `topk`.
         topk: plan for `indices` of so many slots instead: each query token is then a sequence of its own, of topk
             tokens, and cache_seqlens only says the batch.
+        topk_length: int32 [batch], with `topk`: how many of the indices count, as `flash_mla_with_kvcache` takes it.
+        extra_topk: with `topk`, the indices of a second cache, and
+        extra_topk_length: int32 [batch], how many of these count.
         out: a pair of arrays like the results to write into.
 
     Returns:
@@ -228,7 +338,7 @@ def get_mla_metadata(
         ValueError: sizes that do not fit each other.
 
     The function and its results are FlashMLA's (DeepSeek, 2025), whose parts are of another load, and whose batch is
-    limited.
+    limited; without arguments those of its later releases.
     """
     expect_array("cache_seqlens", cache_seqlens, ("int32",), ("batch",))
     expect_contiguous("cache_seqlens", cache_seqlens)
@@ -245,6 +355,7 @@ def get_mla_metadata(
         query_tokens = heads // num_heads_q
     elif topk is not None:
         check.fail("num_heads_q", "given with topk", None)
+    counts = _check_counts(cache_seqlens, query_tokens, topk, topk_length, extra_topk, extra_topk_length)
     sequences = cache_seqlens.shape[0] * query_tokens
     if sequences > MAX_COUNT:
         check.fail("cache_seqlens", f"of at most {MAX_COUNT} sequences", sequences)
@@ -252,8 +363,24 @@ def get_mla_metadata(
     made = outputs(out, cache_seqlens, "cache_seqlens", *results, names="a pair (tile_scheduler_metadata, num_splits)")
     if cache_seqlens.on_host:
         return run_twin()
-    launch_plan(cache_seqlens if topk is None else None, made[0], made[1], topk or 0)
+    launch_plan(cache_seqlens if topk is None else None, made[0], made[1], counts)
     return made
+
+
+def _check_counts(lengths: Array, query_tokens: int, topk: Any, length: Any, extra: Any, extra_length: Any) -> Counts:
+    """Check the numbers of indices that count, of a plan for `topk` of them."""
+    extra = check.integer("extra_topk", extra, 0, MAX_COUNT - (topk or 0))
+    for name, given, array in (
+        ("topk_length", topk is not None, length),
+        ("extra_topk_length", topk is not None, extra_length),
+    ):
+        if array is not None:
+            if not given:
+                check.fail(name, "None without topk", "an array")
+            expect(name, array, lengths, "cache_seqlens", ("int32",), lengths.shape, "[batch]")
+    if extra and topk is None:
+        check.fail("extra_topk", "0 without topk", extra)
+    return Counts(query_tokens, topk or 0, length, extra, extra_length)
 
 
 def _attention_results(
@@ -278,18 +405,32 @@ def _work(
         parts = twin.parts_of(rows, kv_heads, _multiprocessors(q))
     else:
         parts = _check_plan(metadata, num_splits, sequences, q)
-    return Work(q.dtype, is_fp8, is_sparse, (head_dim, head_dim_v), kv_heads, rows, sequences, parts)
+    dims, is_paged = (head_dim, head_dim_v), is_fp8 and head_dim == twin.PAGED_DIMS
+    has_extra = tokens.counts.vary or tokens.extra is not None or is_paged
+    return Work(q.dtype, is_fp8, is_sparse, dims, kv_heads, rows, sequences, parts, has_extra)
 
 
 def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, Any]:
     """The fields of the struct Params that follow from the inputs alone."""
-    return {
+    counts, extra = tokens.counts, tokens.extra
+    second = {
+        "topk_lengths": counts.topk_length,
+        "extra_cache": extra and extra.cache,
+        "extra_indices": extra and extra.indices,
+        "extra_topk_lengths": counts.extra_topk_length,
+        "extra_strides": extra.strides if extra else (0, 0, 0),
+        "extra_indices_strides": extra.indices_strides if extra else (0, 0),
+        "extra_pages": extra.cache.shape[0] if extra else 0,
+        "extra_page_size": extra.cache.shape[1] if extra else 1,
+        "extra_topk": counts.extra_topk,
+    }
+    return second | {
         "q": q,
         "cache": k_cache,
         "block_table": tokens.block_table,
         "lengths": tokens.lengths,
         # Non-null even when empty: null means the block table.
-        "indices": tokens.indices if tokens.topk else q if work.is_sparse else None,
+        "indices": tokens.indices if counts.topk else q if work.is_sparse else None,
         "table_stride": tokens.table_stride,
         "indices_strides": tokens.indices_strides,
         "batch": q.shape[0],
@@ -301,18 +442,27 @@ def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, 
         "pages": k_cache.shape[0],
         "page_size": k_cache.shape[1],
         "max_pages": tokens.max_pages,
-        "topk": tokens.topk,
+        "topk": counts.topk,
         "parts": work.parts,
     }
+
+
+def _results(work: Work, attended: Array, lse: Array) -> dict[str, Any]:
+    """The fields of the struct Params for the results, and for what several parts find of a sequence."""
+    slots = 2 * work.parts, work.kv_heads, work.rows
+    partial = empty((*slots, work.dims[1]), "float32"), empty(slots, "float32")
+    return {"out": attended, "lse": lse, "partial_out": partial[0], "partial_lse": partial[1]}
 
 
 @op(
     twin.flash_mla_with_kvcache,
     "flash_mla_with_kvcache(Tensor q, Tensor k_cache, Tensor? block_table, Tensor? cache_seqlens, int head_dim_v, "
     "Tensor? tile_scheduler_metadata, Tensor? num_splits, float? softmax_scale=None, bool causal=False, *, "
-    "bool is_fp8_kvcache=False, Tensor? indices=None, Tensor? attn_sink=None, str variant='auto') "
-    "-> (Tensor attended, Tensor lse)",
+    "bool is_fp8_kvcache=False, Tensor? indices=None, Tensor? attn_sink=None, Tensor? extra_k_cache=None, "
+    "Tensor? extra_indices_in_kvcache=None, Tensor? topk_length=None, Tensor? extra_topk_length=None, "
+    "str variant='auto') -> (Tensor attended, Tensor lse)",
     _attention_results,
+    instead=attend_by_a_plan,
 )
 def flash_mla_with_kvcache(
     q: AnyArray,
@@ -328,6 +478,10 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: AnyArray | None = None,
     attn_sink: AnyArray | None = None,
+    extra_k_cache: AnyArray | None = None,
+    extra_indices_in_kvcache: AnyArray | None = None,
+    topk_length: AnyArray | None = None,
+    extra_topk_length: AnyArray | None = None,
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
@@ -342,31 +496,40 @@ def flash_mla_with_kvcache(
     over all tokens t of the sequence; if `causal`, query token i of s stands at position cache_seqlens[b] - s + i and
     sees the tokens up to it. Token t is slot t % page_size of page block_table[b, t // page_size]. Sums are in float32;
     the probabilities are rounded to the query's dtype before they meet the values. With an 8-bit cache they are
-    multiplied by the scale of a value and rounded to float16; variant "wgmma" rounds the values to the query's dtype
-    instead.
+    multiplied by the scale of a value and rounded to float16; variant "wgmma", and every one with slots of 584 bytes,
+    rounds the values to the query's dtype instead.
 
     Args:
         q: [batch, query_tokens, heads, head_dim], bfloat16 or float16, contiguous along the last dimension, which is a
             multiple of 16, at most 576. On a GPU rows begin at multiples of 16 bytes.
         k_cache: [pages, page_size, kv_heads, head_dim], of q's dtype, contiguous along the last dimension; pages,
-            tokens and heads may be strided, on a GPU by multiples of 16 bytes. page_size is a multiple of 16. With
-            `is_fp8_kvcache` [pages, page_size, kv_heads, 656], of bytes (uint8, int8, or float8_e4m3fn that only counts
-            as bytes): 512 numbers in float8_e4m3fn, 4 float32 scales (each for 128 of them: value = number * scale)
-            and 64 rotary numbers in bfloat16, whatever q's dtype, rounded to it; head_dim is then 576 and head_dim_v
-            512.
+            tokens and heads may be strided, on a GPU by multiples of 16 bytes. page_size is a multiple of 16; with
+            `indices` any. With `is_fp8_kvcache` [pages, page_size, kv_heads, slot_bytes], of bytes (uint8, int8, or
+            float8_e4m3fn that only counts as bytes); head_dim_v is then 512.
+            For a head_dim of 576 a slot has 656: 512 numbers in float8_e4m3fn, 4 float32 scales (each for 128 of them:
+            value = number * scale) and 64 rotary numbers in bfloat16, whatever q's dtype, rounded to it.
+            For a head_dim of 512 it has 584, and contiguous pages have two parts: first page_size times 448 numbers in
+            float8_e4m3fn and 64 rotary ones in bfloat16, all key and value; then page_size times 7 scales in
+            float8_e8m0fnu, each for 64 numbers, and an unused byte. Needs `indices` and one kv head.
         block_table: int32 [batch, max_pages]; rows may be strided. Entries beyond the tokens of a sequence are not
             used. May be None with `indices`.
         cache_seqlens: int32 [batch], tokens in the cache, those of q included; a negative number counts as 0. May be
             None with `indices`.
         head_dim_v: a multiple of 16, at most head_dim.
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` gave for these lengths, or None both: then the call
-            plans by itself.
+            plans by itself. Or what `get_mla_metadata` gave without arguments, and None.
         softmax_scale: head_dim ** -0.5 by default; variant "wgmma" takes it from 1e-30 on.
         causal: not with `indices`.
         indices: int32 [batch, query_tokens, topk]: the slots (page * page_size + place in the page) that a query token
             attends to, and no others; less than 0: none. block_table and cache_seqlens are then not used.
         attn_sink: float32 [heads], logits of a token without value: out is multiplied by exp(lse) / (exp(lse) +
             exp(attn_sink)), lse is not changed.
+        extra_k_cache: a second cache, with pages of another number and size, else like k_cache, and
+        extra_indices_in_kvcache: int32 [batch, query_tokens, extra_topk], slots of it: a query token attends to these
+            tokens too, in one softmax with the others. With `indices`.
+        topk_length: int32 [batch]: of the indices of a sequence only the first topk_length[b] count, whatever the
+            others are; less than 0 counts as 0, and more than topk as topk. All by default. With `indices`.
+        extra_topk_length: the same for extra_indices_in_kvcache.
         out: an array like the (contiguous) result to write into, at a multiple of 16 bytes, or a pair of that and one
             for lse (under torch.compile a pair).
         variant: "auto", "wgmma" (sm_90a, heads of 576 and 512), "mma" (heads of 576 and 512) or "dynamic" (everything).
@@ -383,17 +546,20 @@ def flash_mla_with_kvcache(
         ValueError: a shape, stride, device or option that does not fit.
 
     Latent attention is DeepSeek-V2's (2024), the functions and the cache of 656 bytes are FlashMLA's (DeepSeek, 2025),
-    the online softmax that of Milakov and Gimelshein (2018), indices those of DeepSeek-V3.2 (2025).
+    the online softmax that of Milakov and Gimelshein (2018), indices those of DeepSeek-V3.2 (2025), the second cache,
+    the numbers of indices and slots of 584 bytes those of FlashMLA's later releases (2026).
     """
     expect_array("q", q, DTYPES, ("batch", "query_tokens", "heads", "head_dim"))
     expect_place("k_cache", k_cache, q, "q")
     head_dim_v = check.integer("head_dim_v", head_dim_v, 1)
     is_fp8 = bool(check.one_of("is_fp8_kvcache", is_fp8_kvcache, (False, True)))
-    _check_cache(q, k_cache, head_dim_v, is_fp8)
-    q_strides, cache_strides = _strides("q", q), _strides("k_cache", k_cache)
+    cache_strides = _check_cache(q, k_cache, head_dim_v, is_fp8, indices is not None)
+    q_strides = _strides("q", q)
     check.one_of("causal", causal, (False, True))
     scale = _check_scale(softmax_scale, q.shape[3])
-    tokens = _check_tokens(block_table, cache_seqlens, indices, causal, q, k_cache.shape[0])
+    second = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+    chosen = _check_chosen(q, k_cache, is_fp8, indices, topk_length, second)
+    tokens = _check_tokens(block_table, cache_seqlens, chosen, causal, q, k_cache.shape[0])
     if attn_sink is not None:
         expect("attn_sink", attn_sink, q, "q", ("float32",), (q.shape[2],), "[heads]")
     work = _work(q, k_cache, head_dim_v, is_fp8, tokens, tile_scheduler_metadata, num_splits)
@@ -402,26 +568,16 @@ def flash_mla_with_kvcache(
         return run_twin(variant, VARIANTS)
 
     is_wgmma = takes_wgmma(work, variant, no_wgmma(work, k_cache, cache_strides, scale, q.gpu.arch))
-    _check_alignment("q", q, q_strides)
-    _check_alignment("k_cache", k_cache, cache_strides)
+    _check_alignments(q, q_strides, k_cache, cache_strides, tokens.extra, work.is_paged)
     if not work.sequences * q.shape[1]:
         return attended, lse
-    slots = 2 * work.parts, work.kv_heads, work.rows
-    fields = _fields(q, k_cache, tokens, work) | {
-        "sinks": attn_sink,
-        "out": attended,
-        "lse": lse,
-        "partial_out": empty((*slots, head_dim_v), "float32"),
-        "partial_lse": empty(slots, "float32"),
-        "q_strides": q_strides,
-        "cache_strides": cache_strides,
-        "causal": bool(causal),
-        "scale_log2": scale * math.log2(math.e),
-    }
+    fields = _fields(q, k_cache, tokens, work) | _results(work, attended, lse)
+    fields |= {"sinks": attn_sink, "q_strides": q_strides, "cache_strides": cache_strides}
+    fields |= {"causal": bool(causal), "scale_log2": scale * math.log2(math.e)}
     if tile_scheduler_metadata is None:
         tile_scheduler_metadata = empty((work.parts, 8), "int32")
         num_splits = empty((work.sequences + 1,), "int32")
-        launch_plan(tokens.lengths, tile_scheduler_metadata, num_splits, tokens.topk)
+        launch_plan(tokens.lengths, tile_scheduler_metadata, num_splits, tokens.counts)
     fields |= {"metadata": tile_scheduler_metadata, "splits": num_splits}
     launch_attention(work, variant, is_wgmma, k_cache, q.gpu, fields)
     return attended, lse

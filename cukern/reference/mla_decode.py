@@ -25,6 +25,12 @@ FIXED = 5
 #: A slot of an 8-bit cache: numbers of a byte, a float32 scale for each SCALE_DIMS of them, rotary numbers in bfloat16.
 LATENT_DIMS, SCALE_DIMS, ROTARY_DIMS = 512, 128, 64
 SLOT_BYTES = LATENT_DIMS + LATENT_DIMS // SCALE_DIMS * 4 + ROTARY_DIMS * 2
+#: A page of an 8-bit cache for heads of PAGED_DIMS has first the numbers of all its slots, of a byte, then rotary ones
+#: in bfloat16; and then their scales, a power of two of a byte for each PAGED_SCALE_DIMS, and a byte of no meaning.
+PAGED_DIMS, PAGED_SCALE_DIMS = 512, 64
+PAGED_LATENT_DIMS = PAGED_DIMS - ROTARY_DIMS
+PAGED_NUMBER_BYTES = PAGED_LATENT_DIMS + ROTARY_DIMS * 2
+PAGED_SLOT_BYTES = PAGED_NUMBER_BYTES + PAGED_LATENT_DIMS // PAGED_SCALE_DIMS + 1
 
 
 def parts_of(rows: int, num_heads_k: int, multiprocessors: int) -> int:
@@ -75,15 +81,24 @@ def get_mla_metadata(
     *,
     num_heads_q: int | None = None,
     topk: int | None = None,
+    topk_length: Array | None = None,
+    extra_topk: int = 0,
+    extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
     """Deal the blocks of all sequences out to parts of nearly the same load."""
     lengths, rows = cache_seqlens.tolist(), num_heads_per_head_k
     if topk is not None:
         assert num_heads_q is not None
         query_tokens = num_heads_per_head_k * num_heads_k // num_heads_q
-        lengths, rows = [topk] * (len(lengths) * query_tokens), num_heads_q // num_heads_k
+        counts = counted(topk_length, topk, len(lengths)) + counted(extra_topk_length, extra_topk, len(lengths))
+        lengths, rows = np.repeat(counts, query_tokens).tolist(), num_heads_q // num_heads_k
     blocks = [-(-max(length, 0) // BLOCK_TOKENS) for length in lengths]
     return plan(blocks, parts_of(rows, num_heads_k, MULTIPROCESSORS))
+
+
+def counted(topk_length: Array | None, topk: int, batch: int) -> Array:
+    """How many of the topk indices of each sequence count, int64 [batch]."""
+    return np.full(batch, topk) if topk_length is None else np.clip(topk_length.astype(np.int64), 0, topk)
 
 
 def dequantize(slots: Array, dtype: Any) -> Array:
@@ -96,6 +111,38 @@ def dequantize(slots: Array, dtype: Any) -> Array:
     return np.concatenate([latent * np.repeat(scales, SCALE_DIMS, -1), rotary.astype(np.float64)], -1)
 
 
+def dequantize_paged(pages: Array, dtype: Any) -> Array:
+    """The numbers [pages, page_size, 1, 512] of an 8-bit cache [pages, page_size, 1, 584], like `dequantize`."""
+    count, page_size = pages.shape[:2]
+    flat = np.ascontiguousarray(pages).view(np.uint8).reshape(count, page_size * PAGED_SLOT_BYTES)
+    numbers, exponents = np.split(flat, [page_size * PAGED_NUMBER_BYTES], -1)
+    numbers = numbers.reshape(count, page_size, PAGED_NUMBER_BYTES)
+    exponents = exponents.reshape(count, page_size, PAGED_SLOT_BYTES - PAGED_NUMBER_BYTES)[..., :-1]
+    latent = numbers[..., :PAGED_LATENT_DIMS].copy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    scales = exponents.copy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    rotary = numbers[..., PAGED_LATENT_DIMS:].copy().view(ml_dtypes.bfloat16).astype(np.float32).astype(dtype)
+    latent *= np.repeat(scales, PAGED_SCALE_DIMS, -1)
+    return np.concatenate([latent, rotary.astype(np.float64)], -1)[:, :, None]
+
+
+def _tokens(cache: Array, slots: Array, dtype: Any, is_fp8: bool) -> Array:
+    """The latents [slots, kv_heads, head_dim] of a cache in float64."""
+    page_size = cache.shape[1]
+    if is_fp8 and cache.shape[3] == PAGED_SLOT_BYTES:
+        used, which = np.unique(slots // page_size, return_inverse=True)
+        return dequantize_paged(cache[used], dtype)[which, slots % page_size]
+    latents = cache[slots // page_size, slots % page_size]
+    return dequantize(latents, dtype) if is_fp8 else latents.astype(np.float64)
+
+
+def _named(indices: Array, topk_length: Array | None, at: tuple[int, int], cache: Array) -> Array | None:
+    """The slots of a cache that a query token attends to; None where one is not there."""
+    count = counted(topk_length, indices.shape[2], len(indices))[at[0]]
+    named = indices[at][:count].astype(np.int64)
+    named = named[named >= 0]
+    return None if (named >= cache.shape[0] * cache.shape[1]).any() else named
+
+
 def _slots(
     query_tokens: int,
     pages: int,
@@ -103,14 +150,8 @@ def _slots(
     block_table: Array | None,
     cache_seqlens: Array | None,
     causal: bool,
-    indices: Array | None,
 ) -> Iterator[tuple[tuple[int, int], Array | None]]:
     """The slots that each query token attends to; None where one of its own, or of its sequence's, is not there."""
-    if indices is not None:
-        for at in np.ndindex(indices.shape[:2]):
-            named = indices[at][indices[at] >= 0].astype(np.int64)
-            yield at, None if (named >= pages * page_size).any() else named
-        return
     assert block_table is not None and cache_seqlens is not None
     for s, length in enumerate(cache_seqlens.tolist()):
         length = max(length, 0)
@@ -136,8 +177,28 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: Array | None = None,
     attn_sink: Array | None = None,
+    extra_k_cache: Array | None = None,
+    extra_indices_in_kvcache: Array | None = None,
+    topk_length: Array | None = None,
+    extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attend over latents; how the work is cut changes nothing."""
+
+    def seen() -> Iterator[tuple[tuple[int, int], Array | None]]:
+        """The latents that each query token attends to; None where one is not there."""
+        if indices is None:
+            found = _slots(query_tokens, pages, page_size, block_table, cache_seqlens, causal)
+            for at, slots in found:
+                yield at, None if slots is None else _tokens(k_cache, slots, q.dtype, is_fp8_kvcache)
+            return
+        for at in np.ndindex(indices.shape[:2]):
+            both = [(k_cache, _named(indices, topk_length, at, k_cache))]
+            if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+                named = _named(extra_indices_in_kvcache, extra_topk_length, at, extra_k_cache)
+                both.append((extra_k_cache, named))
+            tokens = [_tokens(cache, slots, q.dtype, is_fp8_kvcache) for cache, slots in both if slots is not None]
+            yield at, np.concatenate(tokens) if len(tokens) == len(both) else None
+
     batch, query_tokens, heads, head_dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
@@ -145,12 +206,10 @@ def flash_mla_with_kvcache(
     out = np.zeros((batch, query_tokens, heads, head_dim_v), q.dtype)
     lse = np.full((batch, heads, query_tokens), np.inf, np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        for (s, i), slots in _slots(query_tokens, pages, page_size, block_table, cache_seqlens, causal, indices):
-            if slots is None:
+        for (s, i), latents in seen():
+            if latents is None:
                 out[s, i], lse[s, :, i] = np.nan, np.nan
                 continue
-            latents = k_cache[slots // page_size, slots % page_size]
-            latents = dequantize(latents, q.dtype) if is_fp8_kvcache else latents.astype(np.float64)
             for k in range(kv_heads):
                 own, its = latents[:, k], np.arange(k * group, (k + 1) * group)
                 scores = scale * (q[s, i, its].astype(np.float64) @ own.T)

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.reference.moe_activation import ALPHA, LIMIT, activate_sums, is_gated
-from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP, dequantize_mxfp4, dequantize_nvfp4
+from cukern.reference.quantization import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    silu_and_mul_quant,
+)
 
 Array = NDArray[Any]
 
@@ -298,6 +304,30 @@ def moe_gemm(
             result = product(a[rows], b[expert], scale_of_rows, scale, global_scale, activation, own_bias, *form)
             out[rows] = result.astype(out.dtype)
     return out
+
+
+def moe_gemm_quantized(
+    a: Array,
+    b: Array,
+    expert_offsets: Array,
+    *,
+    a_scale: Array,
+    b_scale: Array,
+    activation: str = "silu",
+    out_dtype: str | None = None,
+    out_q: Array,
+    out_s: Array,
+    expected_m: int | None = None,
+) -> tuple[Array, Array]:
+    """The product, then its activation quantized by groups of 128; see `cukern.ops.moe_gemm.moe_gemm_quantized`.
+
+    Rows of no expert are left as they are. `expected_m` has no effect.
+    """
+    both = moe_gemm(a, b, expert_offsets, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype)
+    first, end = np.clip(expert_offsets[[0, -1]], 0, len(a))
+    q, scale = silu_and_mul_quant(both[first:end], activation)
+    out_q[first:end], out_s[first:end] = q.view(out_q.dtype), scale
+    return out_q, out_s
 
 
 def _own_scale(a_scale: Array | None, expert: int, count: int) -> Array | None:

@@ -82,6 +82,7 @@ class Op:
         rows: Mapping[str, Sequence[str]],
         late_scalars: Collection[str],
         leader: str = "",
+        instead: Callable[..., Any] | None = None,
     ) -> None:
         self.name = function.__name__
         self.plan = function
@@ -92,6 +93,7 @@ class Op:
         self.rows = {array: size for size, of in rows.items() for array in of}
         self.late_scalars = frozenset(late_scalars)
         self.leader = leader
+        self.instead = instead
         self.forms: dict[tuple[Any, ...], _Form] = {}
         self.call: Callable[..., Any] = _call_of(self, function)
         self._lock = threading.Lock()
@@ -112,6 +114,10 @@ class Op:
 
     def miss(self, form: _Form, key: tuple[Any, ...] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call without a plan: make one, keep it where there is a key, and run it."""
+        if self.instead is not None:
+            answer = self.instead(*args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
         values = (*args, *kwargs.values())
         flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else (value,))]
         if any(isinstance(x, Array) for x in flat):
@@ -317,6 +323,7 @@ def op(
     rows: Mapping[str, Sequence[str]] | None = None,
     late: Collection[str] = (),
     leader: str = "",
+    instead: Callable[..., Any] | None = None,
 ) -> Callable[[_F], _F]:
     """Declare an op by the function that is its public signature, its docstring and its plan.
 
@@ -330,10 +337,12 @@ def op(
         rows: late sizes by name, each with the arrays that have it as their first dimension.
         late: late scalars; one that may also be an array is in `rows` too.
         leader: the array that decides the library and the device of a call; by default the first one.
+        instead: a function of a call's arguments that may answer in its place, or else gives NotImplemented. It is
+            asked where there is no plan: always if an argument cannot be hashed, or if they do not fit the signature.
     """
 
     def declare(function: _F) -> _F:
-        made = OPS[function.__name__] = Op(function, twin, rows or {}, late, leader)
+        made = OPS[function.__name__] = Op(function, twin, rows or {}, late, leader, instead)
         return operator(schemas, results)(made.call)  # type: ignore[return-value]
 
     return declare
@@ -414,6 +423,10 @@ def _call_of(op: Op, function: _F) -> _F:
     def call(*args: Any, **kwargs: Any) -> Any:
         form = forms.get((len(args), *kwargs))
         if form is None:
+            if op.instead is not None:
+                answer = op.instead(*args, **kwargs)
+                if answer is not NotImplemented:
+                    return answer
             form = op.form(len(args), tuple(kwargs))
         values = (*args, *kwargs.values()) if kwargs else args
         types = tuple(map(type, values))

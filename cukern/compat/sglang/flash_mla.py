@@ -28,8 +28,9 @@ def get_mla_metadata(
     """`cukern.get_mla_metadata`. Refused: `is_fp8_kvcache` without `topk`, which is SGLang's cache of 576 bytes."""
     if is_fp8_kvcache and topk is None:
         refuse("get_mla_metadata", "is_fp8_kvcache", "False without topk", True)
-    options = {"num_heads_q": num_heads_q, "topk": topk}
-    return cukern.get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, **options)
+    return cukern.get_mla_metadata(
+        cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=num_heads_q, topk=topk
+    )
 
 
 def flash_mla_with_kvcache(

@@ -18,7 +18,7 @@ from cukern.ops.moe_gemm.prepare import (
 from cukern.reference import moe_gemm as twin
 from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import BLOCK, is_prepared, rows_of_weights
-from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
+from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP, SMALLEST
 from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
@@ -83,6 +83,13 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
     if variant == "wgmma":
         return kernels.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
     return {"mma": kernels.mma, "stream": kernels.stream, "fma": kernels.fma}[variant]
+
+
+def _quantizing(x: Product, out_scale: Array, dtype: str) -> Callable[[Product], None]:
+    """The function that launches the product whose activation is quantized."""
+    if reason := _why_not("wgmma", x):
+        check.fail("a", "of a call that Hopper's kernel can do", reason)
+    return lambda x: kernels.fp8_quantized(x, out_scale, dtype, float(SMALLEST))
 
 
 # --- the arguments ---------------------------------------------------------------------------------------
@@ -271,6 +278,24 @@ def _product(
     return Result((*rows, n // 2 if half else n), dtype, symbols)
 
 
+def _quantized_outputs(
+    a: Array, b_scales: str, activation: str | None, activated: Result, out: Any, out_scale: Any
+) -> Any:
+    """The arrays for a quantized result and its scales; `activated`: the result without quantization."""
+    rows, columns = activated.shape
+    if b_scales != "block":
+        check.fail("b_scale", "by blocks, with a result that is quantized", f"one by {b_scales}")
+    if not is_gated(activation):
+        check.fail("activation", "one with a gate, with a result that is quantized", repr(activation))
+    if columns % BLOCK:
+        check.fail("b", f"of n that is a multiple of {2 * BLOCK}, with a result that is quantized", 2 * columns)
+    results = (
+        Result((rows, columns), FP8_DTYPES[0], "[rows, n / 2]"),
+        Result((rows, columns // BLOCK), "float32", f"[rows, n / {2 * BLOCK}]"),
+    )
+    return outputs((out, out_scale), a, "a", *results, names=("out_q", "out_s"))
+
+
 def _multiply(
     a: Any,
     b: Any,
@@ -283,10 +308,12 @@ def _multiply(
     out: Any,
     expected_m: Any,
     variant: str,
+    out_scale: Any = None,
 ) -> Any:
     """The plan of either function, once `a` is known to have its dtype and its dimensions.
 
-    `scales`: of `a`, of `b`, and the global ones; `form`: activation, alpha, limit and interleaved.
+    `scales`: of `a`, of `b`, and the global ones; `form`: activation, alpha, limit and interleaved; `out_scale`: of
+    `moe_gemm_quantized`, a result beside `out`.
     """
     (a_scale, b_scale, b_global_scale), (activation, alpha, limit, interleaved) = scales, form
     expect_contiguous("a", a)
@@ -311,13 +338,16 @@ def _multiply(
     result = _product(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
     if bias is not None:
         _check_bias(bias, b.shape[0], rows_of_weights(b), a, result.dtype)
-    out = outputs(out, a, "a", result)
+    if out_scale is None:
+        out = outputs(out, a, "a", result)
+    else:
+        out, out_scale = _quantized_outputs(a, formats[2], activation, result, out, out_scale)
     if a.on_host:
         return run_twin(variant, VARIANTS)
     check.one_of("variant", variant, VARIANTS)
     rows, experts, n, k = result.shape[-2], b.shape[0], rows_of_weights(b), a.shape[-1]
     if rows == 0:
-        return out
+        return out if out_scale is None else (out, out_scale)
     if len(a.shape) == 2:  # batched, only the GPU knows how many rows there are
         note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
     sizes = len(a.shape) == 3, rows, experts, n, k
@@ -328,8 +358,9 @@ def _multiply(
         a, b, out, offsets, *scales, row_token, *sizes, *formats, epilogue, gated, expected_m, is_prepared(b),
         interleaved, bias, alpha, limit,
     )  # fmt: skip
-    _kernel(variant, x)(x)
-    return out
+    launch = _kernel(variant, x) if out_scale is None else _quantizing(x, out_scale, out_dtype or "bfloat16")
+    launch(x)
+    return out if out_scale is None else (out, out_scale)
 
 
 # --- the functions --------------------------------------------------------------------------------------
@@ -478,3 +509,45 @@ def moe_gemm_batched(
     scales = a_scale, b_scale, b_global_scale
     form = activation, alpha, limit, interleaved
     return _multiply(a, b, expert_num_tokens, scales, None, bias, form, out_dtype, out, expected_m, variant)
+
+
+@op(
+    twin.moe_gemm_quantized,
+    "moe_gemm_quantized(Tensor a, Tensor b, Tensor expert_offsets, *, Tensor a_scale, Tensor b_scale, "
+    "str activation='silu', str? out_dtype=None, Tensor(a!) out_q, Tensor(b!) out_s, int? expected_m=None) -> ()",
+    rows={"tokens": ("a", "a_scale", "out_q", "out_s")},
+    late=("expected_m",),
+)
+def moe_gemm_quantized(
+    a: AnyArray,
+    b: AnyArray,
+    expert_offsets: AnyArray,
+    *,
+    a_scale: AnyArray,
+    b_scale: AnyArray,
+    activation: str = "silu",
+    out_dtype: str | None = None,
+    out_q: AnyArray,
+    out_s: AnyArray,
+    expected_m: int | None = None,
+) -> tuple[AnyArray, AnyArray]:
+    """The first product of a gated layer in FP8 by blocks, with its activation, quantized again. For `fused_experts`.
+
+    The bits are those of `moe_gemm` and `silu_and_mul_quant` behind it: sums are rounded to `out_dtype`, and v =
+    activate(gate, up) of them is divided by max(max |v|, 1e-10) / 448 of 128 neighbours.
+
+    Args:
+        a, b, expert_offsets, a_scale, b_scale, out_dtype, expected_m: as in `moe_gemm` with scales by blocks; n must be
+            a multiple of 256.
+        activation: one with a gate, as in `moe_gemm`.
+        out_q: e4m3 [rows, n / 2], in CuPy uint8, to write into. Rows of no expert are not written.
+        out_s: float32 [rows, n / 256], to write the scales into.
+
+    Raises:
+        TypeError, ValueError: as `moe_gemm` does, and on other GPUs than Hopper.
+    """
+    expect_array("a", a, FP8_DTYPES, ("tokens", "k"))
+    scales, form = (a_scale, b_scale, None), (activation, activations.ALPHA, activations.LIMIT, False)
+    return _multiply(
+        a, b, expert_offsets, scales, None, None, form, out_dtype, out_q, expected_m, "auto", out_s
+    )  # fmt: skip

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cukern.reference.moe_gemm import UNIT_ROWS
+from cukern.reference.moe_gemm import BLOCK, UNIT_ROWS
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, gpu, template
@@ -21,6 +21,7 @@ STREAM_ROWS, STREAM_MEAN = 4, 2
 
 _wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
+_fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
 _mma = Kernel("moe_gemm/mma", "gemm_mma")
 _stream = Kernel("moe_gemm/stream", "gemm_stream")
 _fma = Kernel("moe_gemm/fma", "gemm_fma")
@@ -334,63 +335,78 @@ def wgmma(x: Product) -> None:
 class Fp4Wgmma(NamedTuple):
     """The sizes among the template arguments of `gemm_fp4_wgmma` but the stages: there are as many as fit."""
 
-    tokens: int  # 8, 16, 32, 64, 128 or 288
+    tokens: int  # 8, 16, 32, 64, 96, 128 or 288
     units: int  # of 64 numbers along k of a stage
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
+    sides: int = 2  # warpgroups along the weights of a tile, 64 each: 1 or 2
+    split: int = 1  # warpgroups along k of a tile: 1, 2 or 4
+    halves: int = 1  # of a unit that are converted at once, 1 or 2
     is_streamed: bool = False
-    is_split: bool = False
 
     @property
     def weights(self) -> int:
         """Rows of weights of a tile."""
-        return 64 if self.is_split else _wgmma_weights()
+        return self.sides * 64
+
+    @property
+    def threads(self) -> int:
+        warpgroup = constant(_fp4_wgmma, "WARPGROUP")
+        return self.sides * self.split * warpgroup + (warpgroup if self.tokens > 128 else 32)
+
+    @property
+    def box(self) -> int:
+        """Rows of a box of tokens."""
+        return 8 if self.units > 1 else 32 if self.tokens >= 64 else max(self.tokens // 2, 8)
 
     def _sizes(self, weights: str) -> tuple[int, int]:
         """Bytes of shared memory, the places of `Fp4Layout`: of a stage and its barriers, and of the rest."""
         staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
-        row_bytes, warpgroups = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUPS")
+        row_bytes, warpgroup = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUP")
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
-        stage = self.units * (self.tokens * row_bytes + unit) + 32
-        staging = (1 if self.is_split else warpgroups) * 2 * staged_rows * row_bytes
-        exchange = constant(_fp4_wgmma, "WARPGROUP") * self.tokens * 2 if self.is_split else 0
-        # The rings begin at a multiple of 1024 bytes. The last barrier has 16.
-        return stage, 1024 + staging + exchange + 16
+        stage = self.units * (self.tokens * row_bytes + unit) + 16
+        staging, sums = self.sides * 2 * staged_rows * row_bytes, warpgroup * self.tokens * 2
+        # The rings begin at a multiple of 1024 bytes.
+        return stage, 1024 + staging + (self.split - 1) * self.sides * sums + constant(_fp4_wgmma, "FP4_SHARED")
 
     def stages(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
         room = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
-        return (room - rest) // stage
+        return (room - rest) // stage // self.split * self.split
 
     def shared_bytes(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
         return self.stages(weights) * stage + rest
 
     def variant(self, dtype: str, weights: str, activation: int, gathers: bool) -> Variant:
-        sizes = self.tokens, self.units, self.stages(weights), self.cluster, self.blocks
-        arguments: tuple[Any, ...] = *sizes, *map(_flag, (self.is_streamed, self.is_split, gathers))
+        sizes = self.tokens, self.units, self.stages(weights), *self[2:7]
+        arguments: tuple[Any, ...] = *sizes, *map(_flag, (self.is_streamed, gathers))
         format = arrays.CUDA_TYPE[dtype], weights, activation
         return _fp4_wgmma.variant(*format, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
 #: The forms, by the most rows that a group is likely to have.
 FP4_FORMS = (
-    Fp4Wgmma(8, 4, blocks=3, is_streamed=True, is_split=True),
-    Fp4Wgmma(16, 4, blocks=2, is_streamed=True),
-    Fp4Wgmma(32, 2, blocks=2, is_streamed=True),
+    Fp4Wgmma(8, 4, blocks=3, sides=1, split=2, halves=2, is_streamed=True),
+    Fp4Wgmma(16, 4, blocks=2, halves=2, is_streamed=True),
+    Fp4Wgmma(32, 2, blocks=2, halves=2, is_streamed=True),
     Fp4Wgmma(64, 1, cluster=2, blocks=2, is_streamed=True),
-    Fp4Wgmma(128, 1, cluster=2),
-    Fp4Wgmma(288, 1, cluster=2),
+    Fp4Wgmma(96, 1, cluster=2, blocks=2),
+    Fp4Wgmma(128, 1, cluster=2, halves=2),
+    Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
-#: Rows of a group up to which the kernel gathers them as fast as it reads them in order.
-FP4_GATHERED_ROWS = 16
-_fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in FP4_FORMS]
+#: In place of the first form where that has few tiles: a multiprocessor has one at a time, its warpgroups share the k.
+FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
+#: Tiles of the first form for each multiprocessor that count as few.
+_FEW_TILES = 12
+_FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
+_fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
 #: Those of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
 _GPT_OSS = (
     epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
     epilogue(0, is_gated=False, biased=True),
 )
-_fp4_ahead += [form.variant("bfloat16", "MXFP4", x, False).instance for x in _GPT_OSS for form in FP4_FORMS]
+_fp4_ahead += [form.variant("bfloat16", "MXFP4", x, False).instance for x in _GPT_OSS for form in _FP4_ALL]
 _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
 
 
@@ -404,22 +420,32 @@ def why_not_prepared(variant: str, x: Product) -> str:
 def fp4_wgmma(x: Product) -> None:
     count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
     form = _form_of(FP4_FORMS, x, count)
+    if form is FP4_FORMS[0] and x.tiles(form.tokens, -(-x.n // form.weights)) <= _FEW_TILES * count:
+        form = FP4_FEW_TILES
     if gathers:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
     strips = -(-x.n // (form.cluster * form.weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
-    box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        constant(_fp4_wgmma, "WARPGROUPS") * constant(_fp4_wgmma, "WARPGROUP")
-        + (constant(_fp4_wgmma, "WARPGROUP") if form.tokens > 128 else 32),
+        form.threads,
         form.shared_bytes(x.weights),
         **x.fields(_TOGETHER),
         b_map=_prepared_map(x, form, promotion),
-        a_map=None if gathers else x.a_map(box, promotion),
+        a_map=None if gathers else _token_map(x, form, promotion),
     )
+
+
+def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Late:
+    """A map of the tokens. Where k is whole units, a box has all those of a stage."""
+    unit = 128 // x.a.item_size
+    if form.units == 1 or x.k % unit:
+        return x.a_map(form.box, promotion)
+    between, all_rows = x.k * x.a.item_size, x.all_rows * x.k * x.a.item_size
+    dims, strides = (unit, x.all_rows, x.k // unit, 1), (between, 128, all_rows)
+    return tensor_map(x.a, x.a.dtype, dims, strides, (unit, form.box, form.units, 1), promotion)
 
 
 def _prepared_map(x: Product, form: Any, promotion: int) -> Late:
@@ -456,6 +482,8 @@ def restore(weights: str, prepared: Array, b: Array, b_scale: Array, k: int) -> 
 
 #: Stages by the rows of a tile: 192 KiB of rows and weights.
 _FP8_STAGES = {256: 4, 128: 6}
+#: Boxes of 64 rows that a tile takes at least the time of: that of its weights' bytes.
+_FP8_LEAST_BOXES = 1.2
 
 
 class Fp8Wgmma(NamedTuple):
@@ -474,19 +502,29 @@ _fp8_wgmma.specialized = [
 ]
 
 
+def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multiprocessors: int) -> float:
+    """Boxes that a multiprocessor multiplies one after the other, for groups of so many rows."""
+    tiles = -(-rows // form.tokens) * experts * -(-strips // form.cluster)
+    boxes = -(-min(rows, form.tokens) // constant(_fp8_wgmma, "FP8_BOX"))
+    return -(-tiles // max(multiprocessors // form.cluster, 1)) * max(boxes, _FP8_LEAST_BOXES)
+
+
+def _is_small_cheaper(rows: int, cluster: int, *sizes: int) -> bool:
+    small, large = (_fp8_wgmma_cost(rows, Fp8Wgmma(tokens, cluster), *sizes) for tokens in (128, 256))
+    return small < 0.9 * large
+
+
+def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
+    # The blocks of a cluster have a strip each: of an odd number of strips the last leaves one without work.
+    return 2 if (strips % 2 == 0 or strips >= 16) and not is_one_box else 1
+
+
 def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
     """The form that needs the least time; `strips`: the columns of the result by those of a tile."""
-    box, experts = constant(_fp8_wgmma, "FP8_BOX"), x.experts
-    # The blocks of a cluster have a strip each: of an odd number of strips the last leaves one without work.
-    cluster = 2 if (strips % 2 == 0 or strips >= 16) and not x.expects(box) else 1
-
-    def cost(rows: int, tokens: int) -> float:
-        tiles = -(-rows // tokens) * experts * -(-strips // cluster)
-        boxes = -(-min(rows, tokens) // box)
-        return -(-tiles // max(multiprocessors // cluster, 1)) * max(boxes, 1.2)
+    cluster = _fp8_wgmma_cluster(strips, x.expects(constant(_fp8_wgmma, "FP8_BOX")))
 
     def is_small_cheaper(rows: int) -> bool:
-        return cost(rows, 128) < 0.9 * cost(rows, 256)
+        return _is_small_cheaper(rows, cluster, x.experts, strips, multiprocessors)
 
     return Fp8Wgmma(128 if x.expects(128) or x.by_expected_rows(is_small_cheaper) else 256, cluster)
 
@@ -505,6 +543,63 @@ def fp8_wgmma(x: Product) -> None:
         _HOPPER_BYTES,
         **x.fields(),
         **x.maps(columns, constant(_fp8_wgmma, "FP8_BOX")),
+    )
+
+
+# --- 8 bits, by warpgroups, with an activation that is quantized ----------------------------------------
+
+#: Rows of a group up to which the blocks of `gemm_fp8_blocks` are no clusters: of random routing around 256 rows, half
+#: of the groups have a second tile of few rows.
+_FP8_ALONE = 256
+
+
+def fp8_blocks_variant(out_dtype: str, cluster: int, activation: int) -> Variant:
+    return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], cluster, activation, max_shared_bytes=_HOPPER_BYTES)
+
+
+_fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[1]).instance for x in (1, 2)]
+
+
+@functools.lru_cache(1 << 12)
+def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> bool:
+    """Whether `gemm_fp8_blocks` needs no more time than `gemm_fp8_wgmma` does for the same product alone."""
+    box, columns = constant(_fp8_blocks, "FP8_BOX"), constant(_fp8_blocks, "FP8_COLUMNS")
+    strips = n // columns
+    sizes = experts, strips, multiprocessors
+    narrow = _fp8_wgmma_cluster(strips, rows <= box)
+    tokens = 128 if rows <= 128 or _is_small_cheaper(rows, narrow, *sizes) else 256
+    cluster = 1 if rows <= _FP8_ALONE else 2
+    tiles = -(-rows // (128 * cluster)) * experts * strips // 2
+    boxes = -(-min(rows, 128 * cluster) // (box * cluster))
+    # A tile has twice the weights.
+    cost = -(-tiles // max(multiprocessors // cluster, 1)) * 2 * max(boxes, _FP8_LEAST_BOXES)
+    return cost <= _fp8_wgmma_cost(rows, Fp8Wgmma(tokens, narrow), *sizes)
+
+
+def quantizes(expected_rows: Any, experts: int, n: int, gpu: gpu.Gpu | None) -> Any:
+    """Whether a product by blocks, of so many rows of each expert, should quantize its activation; late.
+
+    It can on Hopper, where groups of columns are whole.
+    """
+    if gpu is None or gpu.arch != "90a" or n % (2 * BLOCK) or expected_rows <= STREAM_ROWS:
+        return False
+    return late(_is_wide_cheaper, expected_rows, experts, n, gpu.multiprocessors)
+
+
+def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
+    """Launch the product whose activation is quantized, of sums that are rounded to `dtype`."""
+    cluster = 1 if x.expects(_FP8_ALONE) else 2
+    columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
+    blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)
+    launch(
+        fp8_blocks_variant(dtype, cluster, x.epilogue),
+        late(min, blocks, max(x.a.gpu.multiprocessors // cluster, 1) * cluster),
+        constant(_fp8_blocks, "FP8_THREADS"),
+        _HOPPER_BYTES,
+        out_scale=out_scale,
+        smallest=smallest,
+        **x.fields(),
+        **x.maps(columns, box),
     )
 
 
@@ -614,17 +709,24 @@ class _Stream(NamedTuple):
     blocks: int  # that fit a multiprocessor
 
 
-_STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
 #: Rows of a tile, which reads the weights once.
 _STREAM_TOKENS = (1, 2, 4, 8)
+_STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
+#: The form in FP8 for tiles of one row (6% to 13% faster on an H200). With more rows it has too few registers.
+_STREAM_FP8_ONE = _Stream(2, 4, 2, 4)
 _MAX_GRID_Y = 2**16 - 1
 
 
-def stream_variant(tokens: int, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
+def _stream_form(tokens: int, weights: str) -> _Stream:
+    if weights == "FP8" and tokens == 1:
+        return _STREAM_FP8_ONE
     form = _STREAM_FORMS[weights]
-    if tokens == _STREAM_TOKENS[-1]:
-        # One block more would leave too few registers.
-        form = form._replace(blocks=form.blocks - 1)
+    # With one block more, tiles of many rows would have too few registers.
+    return form._replace(blocks=form.blocks - 1) if tokens == _STREAM_TOKENS[-1] else form
+
+
+def stream_variant(tokens: int, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
+    form = _stream_form(tokens, weights)
     flags = weights, _flag(is_by_blocks), tokens, activation
     return _stream.variant(arrays.CUDA_TYPE[out_dtype], *flags, *form)
 
@@ -664,7 +766,8 @@ def why_not_stream(x: Product) -> str:
 
 
 def stream(x: Product) -> None:
-    form, tokens = _STREAM_FORMS[x.weights], _stream_tokens(x)
+    tokens = _stream_tokens(x)
+    form = _stream_form(tokens, x.weights)
     grid = -(-x.n // (2 * form.warps * form.pairs)), x.tiles(tokens)
     variant = stream_variant(tokens, x.out.dtype, x.weights, x.is_by_blocks, x.epilogue)
     launch(variant, grid, 32 * form.warps, **x.fields())
@@ -678,6 +781,10 @@ FMA_TOKENS = (16, 64)
 
 def fma_variant(out_dtype: str, weights: str, is_by_blocks: bool, epilogue: int, tokens: int) -> Variant:
     return _fma.variant(arrays.CUDA_TYPE[out_dtype], weights, _flag(is_by_blocks), epilogue, tokens)
+
+
+# Compiled at its first use, as few models have such sizes.
+_fma.specialized = [fma_variant("bfloat16", "PLAIN", False, 0, tokens).instance for tokens in FMA_TOKENS]
 
 
 def fma(x: Product) -> None:

@@ -1,0 +1,276 @@
+// The first product of a gated layer in FP8 (e4m3) with scales by blocks on Hopper, by TMA and wgmma, in tiles of 128
+// rows, 128 gates and their 128 ups, with its activation quantized again.
+//
+//   x[r, j] = sum over blocks c of 128 numbers of k of
+//                 a_scale[r, c] * b_scale[e, j / 128, c] * (sum over i of block c of a[r, i] * b[e, j, i])
+//   y[r, j] = activate(x[r, j], x[r, n / 2 + j]) of sums rounded to T
+//   out_scale[r, g] = max |y[r, group g of 128]| / 448,  out[r, j] = e4m3 of y[r, j] / out_scale[r, j / 128]
+//
+// for the rows r of the group of expert e. moe_gemm/params.cuh says what a group is. The bits are those of
+// gemm_fp8_wgmma and of quantize_groups behind it.
+//
+// Grid: CLUSTER * (as many clusters as run at once) blocks of 384 threads, one on each multiprocessor. They stay, and
+// take one tile after the other. The blocks of a cluster have the same weights and neighbouring rows; each loads a half
+// of the weights, for both (multicast).
+//
+//   warp 8         finds tiles, and has TMA copy 128 bytes along k at a time to a ring of STAGES stages
+//   warp 9         multiplies the scales of the rows by those of the weights, into the same stages
+//   warpgroup 0, 1 multiply 64 rows of a tile each with all its weights, gates and then ups, and write them
+//
+// The tensor cores read what they multiply from shared memory, whose bandwidth is the limit beside them: for 64 rows and
+// 128 rows of weights 96 bytes in a cycle, of 128, and TMA writes 48. Here the rows are loaded to registers once for
+// both halves, so that 80 bytes are read. While one warpgroup adds the sums of 128 numbers, the products of the other
+// run. In clusters the warpgroups start their products alternately, which saves 5% of the time of 4 x 8192 rows.
+//
+// Speed of light: that of gemm_fp8_wgmma; half the bytes of the result are written. On an H200 it takes, with n = 4096
+// and k = 7168, 1525 us for 4 x 8192 rows, 381 for 8 x 1024, 54 for 4 x 256 and 530 for 32 x 256 (random routing),
+// where gemm_fp8_wgmma, with the activation and quantization behind it, takes 1543, 387, 55 and 578.
+#include "common/fp8.cuh"
+#include "moe_gemm/fp8_blocks_products.cuh"
+#include "moe_gemm/fp8_blocks_store.cuh"
+#include "moe_gemm/fp8_scales.cuh"
+
+// The loop of the warp that loads tiles. A tile's first stage says which tile it is; -1 rows say that there are no more.
+template <class Layout>
+__device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typename Layout::Shared& shared,
+                                                 unsigned ring) {
+    constexpr int CLUSTER = Layout::CLUSTER, STAGES = Layout::STAGES;
+    const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
+    const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half_n = p.n / 2;
+    Fp8BlocksTiles<Layout, 0> tiles(p, shared.groups[0]);
+    unsigned used = 0;
+    // A stage is empty when no block of the cluster needs it any more, since this block copies weights to all of them.
+    auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
+    Fp8Tile tile;
+    while (tiles.next(tile)) {
+        const unsigned before = used;
+        if (lane == 0) {
+            const int boxes = (tile.z + FP8_BOX - 1) / FP8_BOX, bytes = boxes * FP8_BOX_BYTES + 2 * FP8_WEIGHT_BYTES;
+#pragma unroll 1
+            for (int i = 0; i < k_blocks; ++i, ++used) {
+                const int stage = used % STAGES, k = i * FP8_K;
+                const unsigned to = ring + stage * Layout::STAGE_BYTES, weights = to + Layout::ROW_BYTES;
+                const unsigned full = shared_address(&shared.full[stage]);
+                wait_empty(stage);
+                if (i == 0) shared.tiles[stage] = tile;
+                mbarrier_arrive_expect_tx(full, bytes);
+#pragma unroll
+                for (int box = 0; box < 2; ++box)
+                    if (box < boxes)
+                        tma_load<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, tile.y + box * FP8_BOX, 0, 0,
+                                               full);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const unsigned here = weights + half * FP8_WEIGHT_BYTES;
+                    const int row = tile.w + half * half_n;
+                    if constexpr (CLUSTER == 1)
+                        tma_load<EVICT_NORMAL>(here, p.b_map, k, row, tile.x, 0, full);
+                    else if (half == rank)
+                        tma_load_multicast((1 << CLUSTER) - 1, here, p.b_map, k, row, tile.x, 0, full);
+                }
+            }
+        }
+        __syncwarp();
+        used = before + k_blocks;
+    }
+    if (lane == 0) {
+        const int stage = used % STAGES;
+        wait_empty(stage);
+        shared.tiles[stage].z = -1;
+        mbarrier_arrive(shared_address(&shared.full[stage]));
+    }
+    __syncwarp();
+}
+
+// Turns of the two warpgroups, if they take them, by barriers 1 and 2: a warpgroup waits for its own, and hands over to
+// the other.
+template <bool TURNS> struct Fp8Turns {
+    const int side;
+
+    // Warpgroup 0 has the first turn.
+    __device__ __forceinline__ void begin() const {
+        if (TURNS && side == 1) pass();
+    }
+
+    __device__ __forceinline__ void wait() const {
+        if constexpr (TURNS) asm volatile("bar.sync %0, %1;" ::"r"(1 + side), "n"(2 * WARPGROUP) : "memory");
+    }
+
+    __device__ __forceinline__ void pass() const {
+        if constexpr (TURNS) asm volatile("bar.arrive %0, %1;" ::"r"(2 - side), "n"(2 * WARPGROUP) : "memory");
+    }
+
+    // What warpgroup 1 handed over last is taken.
+    __device__ __forceinline__ void end() const {
+        if (TURNS && side == 0) wait();
+    }
+};
+
+// Where a warpgroup is in the ring, and what lies there for a lane.
+template <class Layout> struct Fp8BlocksRing {
+    typename Layout::Shared& shared;
+    const unsigned rows, weights, scales, empty; // of stage 0; rows: the lane's row of its warp's first fragment
+    int stage = 0, phase = 0;
+
+    __device__ __forceinline__ Fp8BlocksRing(typename Layout::Shared& shared, unsigned ring)
+        : shared(shared), rows(ring + (first_row() + lane() % 16) * FP8_K + (lane() / 16 ^ lane() % 8) * 16),
+          weights(unsigned(k_major_descriptor(ring + Layout::ROW_BYTES))),
+          scales(ring + Layout::SCALES + (first_row() + lane() / 4) * 4),
+          // Lane i has the barrier of block i of the cluster.
+          empty(Layout::CLUSTER == 1 ? shared_address(&shared.empty[0])
+                                     : map_shared_rank(&shared.empty[0], lane() % Layout::CLUSTER)) {}
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; } // of this warp
+
+    __device__ __forceinline__ void wait_full() const { mbarrier_wait(shared_address(&shared.full[stage]), phase); }
+
+    __device__ __forceinline__ void advance() {
+        const bool wraps = stage == Layout::STAGES - 1;
+        stage = wraps ? 0 : stage + 1, phase ^= wraps;
+    }
+
+    // The barrier that releases the stage at hand.
+    __device__ __forceinline__ unsigned releases() const { return empty + stage * 8; }
+
+    // Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its scales.
+    static __device__ __forceinline__ void release(unsigned barrier) {
+        if (lane() < Layout::CLUSTER) {
+            if constexpr (Layout::CLUSTER == 1)
+                mbarrier_arrive(barrier);
+            else
+                mbarrier_arrive_cluster(barrier);
+        }
+    }
+
+    // Load the rows of the stage at hand, and their scales times those of the weights.
+    __device__ __forceinline__ void load(unsigned (&fragments)[4][4], float (&factors)[2][2]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ldmatrix(fragments[i], (rows + stage * Layout::STAGE_BYTES) ^ i * 32);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                factors[half][i] =
+                    load_shared_float(scales + stage * Layout::SCALE_BYTES + (half * Layout::TOKENS + i * 8) * 4);
+    }
+
+    // The lower half of the descriptor of half the weights of the stage at hand.
+    __device__ __forceinline__ unsigned operand(int half) const {
+        return weights + stage * (Layout::STAGE_BYTES / 16) + half * (FP8_WEIGHT_BYTES / 16);
+    }
+};
+
+// Multiply the 64 rows of a warpgroup with all weights of a tile, whose first stage is full.
+template <class Layout, class Turns>
+__device__ __forceinline__ void multiply_block_tile(Fp8BlocksRing<Layout>& ring, const Turns& turns,
+                                                    float (&total)[2][64], int k_blocks) {
+    float sums[64], factors[2][2];
+    unsigned fragments[4][4];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.f;
+    ring.load(fragments, factors);
+#pragma unroll 1
+    for (int left = k_blocks; left > 0; --left) {
+        turns.wait();
+        start_block_products(sums, fragments, ring.operand(0));
+        turns.pass();
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(sums);
+        add_block_products(total[0], sums, factors[0]);
+        __syncwarp();
+        turns.wait();
+        start_block_products(sums, fragments, ring.operand(1));
+        turns.pass();
+        const unsigned used = ring.releases();
+        const float scales[2] = {factors[1][0], factors[1][1]};
+        ring.advance();
+        if (left > 1) ring.wait_full();
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(sums);
+        ring.release(used);
+        // The next stage is loaded ahead of the additions, which hide the latency. After the last one nothing uses this.
+        ring.load(fragments, factors);
+        add_block_products(total[1], sums, scales);
+    }
+}
+
+// The loop of a warpgroup that computes: of each tile it has 64 rows, if there are so many.
+template <typename T, class Layout>
+__device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, typename Layout::Shared& shared,
+                                                     unsigned start, int side) {
+    const int lane = threadIdx.x % 32, k_blocks = (p.k + FP8_K - 1) / FP8_K;
+    const unsigned staged = start + Layout::STAGED + threadIdx.x / 32 * Layout::STAGED_BYTES;
+    Fp8BlocksRing<Layout> ring(shared, start);
+    const Fp8Turns<(Layout::CLUSTER > 1)> turns{side};
+    turns.begin();
+    for (;;) {
+        ring.wait_full();
+        // The tile, a quarter of it in each of four neighbouring lanes, as registers are scarce.
+        const int part = reinterpret_cast<const int*>(&shared.tiles[ring.stage])[lane % 4];
+        // By a reduction, so that the compiler knows that it, and with it the stage, is the same in all lanes.
+        const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : -1);
+        if (rows < 0) break;
+        if (rows > side * FP8_BOX) {
+            float total[2][64];
+            multiply_block_tile(ring, turns, total, k_blocks);
+            const Fp8Tile tile = make_int4(0, __shfl_sync(FULL_WARP, part, 1), rows, __shfl_sync(FULL_WARP, part, 3));
+            store_activated_rows<T, Layout>(p, tile, ring.first_row(), total, staged);
+        } else {
+#pragma unroll 1
+            for (int k = 0; k < k_blocks; ++k) {
+                ring.wait_full();
+                turns.wait(), turns.pass();
+                turns.wait(), turns.pass();
+                __syncwarp();
+                ring.release(ring.releases());
+                ring.advance();
+            }
+        }
+    }
+    turns.end();
+    // The staged rows are copied before the block ends.
+    bulk_wait<0>();
+}
+
+// T: __nv_bfloat16 or __half, to which sums are rounded. CLUSTER: 1 or 2 blocks. ACTIVATION: of
+// common/activation.cuh.
+template <typename T, int CLUSTER, int ACTIVATION>
+__global__ CLUSTER_OF(CLUSTER)
+    __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_blocks(const __grid_constant__ Fp8BlocksParams p) {
+#if HAS_WGMMA
+    using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
+    // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
+    constexpr int LOADING = 40, COMPUTING = (3 * 168 - LOADING) / 2;
+    extern __shared__ char memory[];
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned ring = shared_address(memory) + misplaced;
+    auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + misplaced + Layout::REST);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Layout::STAGES; ++i) {
+            mbarrier_init(shared_address(&shared.full[i]), 1 + 32);
+            mbarrier_init(shared_address(&shared.empty[i]), CLUSTER * 2 * WARPGROUP / 32);
+        }
+        fence_mbarrier_init();
+    } else if (threadIdx.x == 2 * WARPGROUP) {
+        prefetch_tensormap(p.a_map), prefetch_tensormap(p.b_map);
+    }
+    __syncthreads();
+    // A block may not copy to, or arrive at a barrier of, one that has not begun or that has ended.
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
+    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
+    if (warpgroup < 2) {
+        setmaxnreg_inc<COMPUTING>();
+        multiply_block_tiles<T, Layout>(p, shared, ring, warpgroup);
+    } else {
+        setmaxnreg_dec<LOADING>();
+        const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x % WARPGROUP / 32), 0);
+        if (warp == 0)
+            load_block_tiles<Layout>(p, shared, ring);
+        else if (warp == 1)
+            load_fp8_scales<Layout, Fp8BlocksTiles<Layout, 1>>(p, shared, ring + Layout::SCALES, 0);
+    }
+    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
+#endif
+}
