@@ -105,7 +105,7 @@ from cukern.runtime import kernel as _kernel
 from cukern.runtime.compile import CompileError
 from cukern.runtime.kernel import specialize
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> _ModuleType:

@@ -140,6 +140,7 @@ def fused_experts(
             DEEPGEMM_MXFP4 does.
         expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those of other ranks.
         apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
+        w1_scale, w2_scale, a1_scale, a2_scale, w1_global_scale, w2_global_scale: the scales that `quant` asks for.
         w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of
             the dtype of hidden_states: added to the products, before the activation and before topk_weights.
         alpha, limit: of swigluoai.
