@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import cukern
 from cukern.integrations.transformers import _attention
@@ -70,6 +70,7 @@ class _Session:
         found = static_cache(model, batch, tokens, device)
         self.why = found if isinstance(found, str) else ""
         self.cache, self.slots = (None, None) if isinstance(found, str) else found
+        self.seen = 0  # tokens in a cache that grows
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -142,8 +143,9 @@ class _Session:
         self.positions.copy_(positions[:, -1:] + 1)
         for distance, table in self._tables.items():
             table.copy_(_attention.tables(self.starts, distance, table.shape[1]))
+        self.seen = count
         if self.slots is None:
-            self.cache = DynamicCache(config=self.model.config)
+            self.cache = None  # the model makes its own
         else:
             self.slots.length.zero_()
             self.slots.begin(count)
@@ -160,7 +162,8 @@ class _Session:
             self.mask.index_fill_(3, self.slots.places, True)
             self.lengths += 1
         else:
-            mask = self.padding[:, : self.cache.get_seq_length() + 1]  # type: ignore[union-attr]
+            self.seen += 1
+            mask = self.padding[:, : self.seen]
         with running(self if self.slots is not None else SimpleNamespace(mask=None, tokens=-1)):
             logits = self._forward(self.token, self.positions, mask)
         if self.slots is not None:

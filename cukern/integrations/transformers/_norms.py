@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import cukern
+from cukern.integrations.transformers._rewrite import own_forward, rewritten
 from cukern.integrations.transformers._state import (
     Notes,
     State,
@@ -23,8 +21,6 @@ from cukern.integrations.transformers._state import (
 
 #: The attribute of a norm that holds its (epsilon, weight_offset).
 _NUMBERS = "_cukern_norm"
-#: What transformers wraps the forward of a layer in, for the sake of training alone.
-_CHECKPOINTING = "forward_with_checkpointing"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -39,11 +35,11 @@ def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
     return weight.detach() if weight is not None and torch.is_grad_enabled() else weight
 
 
-def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The forward of a norm that is replaced."""
+def norm_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward of a norm that is replaced. With more arguments, such as a gate, its own runs."""
     weight = getattr(self, "weight", None)
-    if not _takes(hidden_states, weight):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+    if args or kwargs or not _takes(hidden_states, weight):
+        return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
     epsilon, offset = self.__dict__[_NUMBERS]
     return cukern.rms_norm(hidden_states, _detached(weight), epsilon, weight_offset=offset)  # type: ignore[return-value]
 
@@ -149,35 +145,17 @@ def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
     return made, names
 
 
-def _rewritten(forward: Any) -> tuple[Callable[..., Any], list[str]] | None:
+def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
     """A layer's forward with `add_norm` for each sum before a norm; None where it has none, or cannot be read."""
-    if getattr(getattr(forward, "__code__", None), "co_name", "") == _CHECKPOINTING:
-        forward = forward.__wrapped__
-    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
-        return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
-        return None
-    function.body, names = _fused(function.body)
-    if not names:
-        return None
-    # Annotations and defaults would be evaluated anew; the ones of the function stay.
-    arguments = function.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-        if argument is not None:
-            argument.annotation = None
-    function.returns = None
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [None if x is None else ast.Constant(None) for x in arguments.kw_defaults]
-    scope = {**forward.__globals__, "_cukern_add_norm": add_norm}
-    exec(compile(ast.fix_missing_locations(tree), f"<{forward.__qualname__} on cukern>", "exec"), scope)
-    made = scope[function.name]
-    made.__defaults__, made.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
-    return made, names
+    forward, names = own_forward(module), []
+
+    def change(body: list[ast.stmt]) -> list[ast.stmt]:
+        made, found = _fused(body)
+        names.extend(found)
+        return made
+
+    made = None if forward is None else rewritten(forward, {"_cukern_add_norm": add_norm}, change)
+    return None if made is None or not names else (made, names)
 
 
 def enable_sums(model: torch.nn.Module, state: State, notes: Notes) -> None:
@@ -188,7 +166,7 @@ def enable_sums(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if not type(module).__name__.endswith(("Layer", "Block")) or "forward" in module.__dict__:
             continue
         if forward not in known:
-            known[forward] = _rewritten(forward)
+            known[forward] = _rewritten(module)
         if known[forward] is None:
             continue
         made, names = known[forward]

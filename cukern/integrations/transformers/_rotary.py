@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import types
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 import cukern
+from cukern.integrations.transformers._rewrite import own_forward, rewritten
 from cukern.integrations.transformers._state import Notes, State, wants_gradient
 
 _PREFIX = "apply_rotary_pos_emb"
@@ -85,30 +86,26 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
     forms: dict[Any, Form | None] = {}
     made: dict[Any, Any] = {}
     for module in model.modules():
-        forward = type(module).forward
-        if not isinstance(forward, types.FunctionType) or "forward" in module.__dict__:
+        written = inspect.unwrap(type(module).forward)
+        code, scope = getattr(written, "__code__", None), getattr(written, "__globals__", {})
+        names = [x for x in (code.co_names if code else ()) if x.startswith(_PREFIX) and x in scope]
+        if not names or "forward" in module.__dict__:
             continue
-        names = [x for x in forward.__code__.co_names if x.startswith(_PREFIX) and x in forward.__globals__]
-        if not names:
-            continue
-        if hasattr(forward, "__wrapped__") or forward.__closure__:
-            notes.kept.add("rotary", module, "its forward is wrapped")
-            continue
-        own = {name: forward.__globals__[name] for name in names}
+        own = {name: scope[name] for name in names}
         for function in own.values():
             if function not in forms:
                 forms[function] = _form_of(function)
-        replaced = {name: function for name, function in own.items() if forms[function] is not None}
-        for name in own.keys() - replaced.keys():
+        found = {name: (function, form) for name, function in own.items() if (form := forms[function]) is not None}
+        for name in own.keys() - found.keys():
             notes.kept.add("rotary", module, f"the formula of {name} is none of rotary_embedding's")
-        if not replaced:
+        if not found:
             continue
-        if forward not in made:
-            scope = {name: _in_place(function, forms[function]) for name, function in replaced.items()}  # type: ignore[arg-type]
-            copy = types.FunctionType(
-                forward.__code__, {**forward.__globals__, **scope}, forward.__name__, forward.__defaults__
-            )
-            copy.__kwdefaults__ = forward.__kwdefaults__
-            made[forward] = copy
-        state.replace_forward(module, made[forward])
-        notes.replaced.add("rotary", module, ", ".join(sorted({str(forms[x]) for x in replaced.values()})))
+        if written not in made:
+            forward = own_forward(module)
+            functions = {name: _in_place(function, form) for name, (function, form) in found.items()}
+            made[written] = None if forward is None else rewritten(forward, functions)
+        if made[written] is None:
+            notes.kept.add("rotary", module, "its forward is wrapped, or cannot be read")
+            continue
+        state.replace_forward(module, made[written])
+        notes.replaced.add("rotary", module, ", ".join(sorted({str(form) for _, form in found.values()})))

@@ -60,7 +60,7 @@ def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor
     if wants_gradient(hidden_states, self.weight):
         return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
     x, weight, own_bias = hidden_states.reshape(-1, self.weight.shape[1]), self.weight, getattr(self, "bias", None)
-    if gate.in_float32 and weight.dtype != torch.float32:
+    if gate.in_float32:
         x, weight = x.float(), weight.float()
         own_bias = None if own_bias is None else own_bias.float()
     with torch.no_grad():
@@ -128,10 +128,18 @@ def _gate_of(module: Any) -> Gate | None:
         except ValueError:
             continue
         if _same(weights, ids, wanted):
-            halves = copied(module).to(torch.bfloat16)
-            of_halves = type(halves).forward(halves, rows.bfloat16())[0]
-            return gate._replace(in_float32=of_halves.dtype == torch.float32)
+            return gate._replace(in_float32=_is_in_float32(module, rows))
     return None
+
+
+def _is_in_float32(module: Any, rows: torch.Tensor) -> bool:
+    """Whether the product of a router is in float32 whatever the dtype of the model."""
+    halves = copied(module).to(torch.bfloat16)
+    try:
+        logits: torch.Tensor = type(halves).forward(halves, rows.bfloat16())[0]
+    except RuntimeError:
+        return True  # it takes weights of float32 alone
+    return logits.dtype == torch.float32
 
 
 def _is_router(module: Any) -> bool:
