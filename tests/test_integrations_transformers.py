@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,11 +43,14 @@ def logits_of(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any)
     return found[mask.bool()] if found.shape[1] == ids.shape[1] else found
 
 
-def steps_of(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What a model without `generate` gives for two more tokens over its cache."""
+def steps_of(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    """What a model without `generate` gives for two more tokens over its cache; None for one without a cache."""
+    torch.manual_seed(0)
     with torch.no_grad():
         out = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
-        cache, found = out.past_key_values, []
+        cache, found = getattr(out, "past_key_values", None), []
+        if cache is None:
+            return None
         for end in (ids.shape[1] - 1, ids.shape[1]):
             out = model(
                 input_ids=ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True,
@@ -109,8 +111,7 @@ def test_a_class_gives_what_eager_gives(folder: str, name: str) -> None:
     wanted = logits_of(model, ids, mask)
     generates = model.can_generate()
     steps = tokens_of(model, ids, mask) if generates else None
-    caches = not generates and hasattr(model.config, "use_cache") and folder not in ("diffusion_gemma",)
-    rows = steps_of(model, ids, mask) if caches else None
+    rows = None if generates or folder == "diffusion_gemma" else steps_of(model, ids, mask)
 
     report = ck.enable(model)
     assert any(line.what == name for line in report.replaced), report
@@ -118,9 +119,10 @@ def test_a_class_gives_what_eager_gives(folder: str, name: str) -> None:
     torch.testing.assert_close(logits_of(model, ids, mask), wanted, rtol=0, atol=1e-4)
     if generates:
         assert tokens_of(model, ids, mask) == steps
-        assert ck.generate(model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, eos_token_id=None).tokens == steps
-    if caches:
-        assert rows is not None
+        assert (
+            ck.generate(model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, eos_token_id=None).tokens == steps
+        )
+    if rows is not None:
         torch.testing.assert_close(steps_of(model, ids, mask), rows, rtol=0, atol=1e-4)
 
     ck.disable(model)
@@ -218,7 +220,7 @@ def test_where_a_gradient_is_asked_for_the_own_code_runs(qwen: Any) -> None:
     ck.enable(qwen)
     got = qwen(input_ids=ids, attention_mask=mask).logits
     assert got.requires_grad
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()], rtol=0, atol=1e-4)
     got.sum().backward()
     assert all(x.grad is not None for x in qwen.parameters())
 
@@ -304,7 +306,12 @@ def test_stop_tokens_and_callbacks(qwen: Any) -> None:
     stops = [whole[0][2], whole[1][4]]
     seen: list[list[int]] = []
     got = ck.generate(
-        qwen, ids, attention_mask=mask, max_new_tokens=8, eos_token_id=stops, on_token=lambda _, x: seen.append(x.tolist())
+        qwen,
+        ids,
+        attention_mask=mask,
+        max_new_tokens=8,
+        eos_token_id=stops,
+        on_token=lambda _, x: seen.append(x.tolist()),
     )
     for tokens, all_of_them in zip(got.tokens, whole, strict=True):
         end = next(i for i, x in enumerate(all_of_them) if x in stops)
@@ -362,7 +369,13 @@ def test_a_model_enabled_twice_stays_as_it_is(llama: Any) -> None:
 
 def _bad_enables() -> Iterator[Any]:
     yield "a string", "model", {}, TypeError, "model must be a PreTrainedModel of transformers, got str"
-    yield "training", lambda: small_model().train(), {}, ValueError, "model must be in evaluation mode (model.eval()), s"
+    yield (
+        "training",
+        lambda: small_model().train(),
+        {},
+        ValueError,
+        "model must be in evaluation mode (model.eval()), s",
+    )
     yield "a part", small_model, {"parts": ["gates"]}, ValueError, "parts must be one of 'experts', 'routers', 'norms'"
 
     def mixed() -> Any:
@@ -404,9 +417,7 @@ def test_what_cannot_be_enabled(made: Any, options: dict[str, Any], error: type[
         ({"seed": -1}, ValueError, "seed must be an integer in [0, "),
     ],
 )
-def test_what_cannot_be_generated(
-    llama: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_what_cannot_be_generated(llama: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     ck.enable(llama)
     given: dict[str, Any] = {"prompts": torch.tensor([[4, 5, 6]]), "max_new_tokens": 1, **options}
     with pytest.raises(error, match=re.escape(message)):
@@ -414,7 +425,9 @@ def test_what_cannot_be_generated(
 
 
 def test_models_that_generate_cannot_take() -> None:
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).eval()
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    ).eval()
     with pytest.raises(ValueError, match="model must be a decoder that can generate, got T5ForConditionalGeneration"):
         ck.generate(t5, [[1]])
     with pytest.raises(ValueError, match="model must be in evaluation mode"):
@@ -430,8 +443,7 @@ def test_a_failure_leaves_the_model_as_it_was(qwen: Any, monkeypatch: pytest.Mon
     ids, mask = prompts()
     wanted = logits_of(qwen, ids, mask)
     monkeypatch.setitem(ck._ENABLE, "attention", fails)
-    with warnings.catch_warnings(), pytest.raises(KeyError):
-        warnings.simplefilter("ignore")
+    with pytest.raises(KeyError):
         ck.enable(qwen)
     assert torch.equal(logits_of(qwen, ids, mask), wanted)
     assert "_cukern" not in qwen.__dict__

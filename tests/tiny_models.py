@@ -50,10 +50,13 @@ OF_MODEL: dict[str, dict[str, Any]] = {
     "gemma4": {"enable_moe_block": True},
     "glm4v_moe": {
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5,
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.5,
         }
     },
-    "glm5_next": {"qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
+    "glm5_next": {"qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": ["dense", "sparse"], **_HYBRID},
     "granitemoehybrid": _HYBRID,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": {**_HYBRID, "mlp_layer_types": ["dense", "sparse"]},
@@ -61,8 +64,12 @@ OF_MODEL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": _HYBRID,
     "qwen3_next": _HYBRID,
     "qwen4_exp": {
-        "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 4, "indexer_kv_heads": 1,
-        "indexer_head_dim": 8, "indexer_budget": 64, "indexer_compress_ratio": 4,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
     },
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -8,8 +8,8 @@
     ck.disable(model)                # as it was
 
 Experts and attention go through the library's interfaces; routers, norms and rotary embeddings have none, so their
-forwards are replaced, where they compute what a kernel does. That is found by running both on random numbers: no list of
-models decides it.
+forwards are replaced, where they compute what a kernel does. That is found by running both on random numbers: no list
+of models decides it.
 """
 
 from __future__ import annotations

@@ -217,7 +217,9 @@ def _step(
         )  # fmt: skip
         if rows.shortest is None and mask is not None:
             # Sequences of fewer tokens than a page may have no whole page in the memory.
-            out = torch.where((rows.lengths < PAGE)[:, None, None], _short(query, key, value, mask, scaling, kwargs), out)
+            out = torch.where(
+                (rows.lengths < PAGE)[:, None, None], _short(query, key, value, mask, scaling, kwargs), out
+            )
     return out[:, None]
 
 

@@ -58,9 +58,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         shape = batch * self.max_cache_len // PAGE, PAGE, heads, dim
         # Not empty: sdpa multiplies what it has masked by zero.
         self._pages = key_states.new_zeros(shape), key_states.new_zeros(shape)
-        self.keys, self.values = (
-            x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self._pages
-        )
+        self.keys, self.values = (x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self._pages)
         self.is_initialized = True
 
     def update(
@@ -70,11 +68,16 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._pages is None:
-            self.keys.index_copy_(2, self._slots.places, key_states)
-            self.values.index_copy_(2, self._slots.places, value_states)
-            return self.keys, self.values
-        rows = (x.transpose(1, 2).reshape(-1, self.num_heads, self.k_head_dim) for x in (key_states, value_states))
-        cukern.reshape_and_cache_flash(*rows, *self._pages, self._slots.slots, "auto", 1.0, 1.0)
+            keys, values = self.keys, self.values
+            assert keys is not None and values is not None
+            return (
+                keys.index_copy_(2, self._slots.places, key_states),
+                values.index_copy_(2, self._slots.places, value_states),
+            )
+        key, value = (
+            x.transpose(1, 2).reshape(-1, self.num_heads, self.k_head_dim) for x in (key_states, value_states)
+        )
+        cukern.reshape_and_cache_flash(key, value, self._pages[0], self._pages[1], self._slots.slots, "auto", 1.0, 1.0)
         return self.keys, self.values
 
     def get_seq_length(self) -> torch.Tensor:

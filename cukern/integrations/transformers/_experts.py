@@ -206,7 +206,9 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         configs[id(module.config)] = module.config, module.config._experts_implementation
     for key, (config, before) in configs.items():
         if key in kept:
-            raise ValueError("model has experts of one configuration that the kernels take, and others that they do not")
+            raise ValueError(
+                "model has experts of one configuration that the kernels take, and others that they do not"
+            )
         # Models choose by their configuration, which a module of experts shares.
         config._experts_implementation_internal = NAME
         state.undo.append(

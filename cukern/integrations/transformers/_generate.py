@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import cukern
 from cukern.integrations.transformers import _attention
-from cukern.integrations.transformers._cache import static_cache
+from cukern.integrations.transformers._cache import Slots, static_cache
 from cukern.integrations.transformers._state import ATTRIBUTE, State, running
 from cukern.models._progress import progress as progress_bar
 from cukern.models._steps import StepGraphs, watch
@@ -69,7 +69,10 @@ class _Session:
         self.model, self.batch, self.tokens, self.sampling, self.device = model, batch, tokens, sampling, device
         found = static_cache(model, batch, tokens, device)
         self.why = found if isinstance(found, str) else ""
-        self.cache, self.slots = (None, None) if isinstance(found, str) else found
+        self.cache: Any = None
+        self.slots: Slots | None = None
+        if not isinstance(found, str):
+            self.cache, self.slots = found
         self.seen = 0  # tokens in a cache that grows
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -107,7 +110,11 @@ class _Session:
         options = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: options[name] for name in self._takes}
         out = self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **options  # type: ignore[arg-type]
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            **options,  # type: ignore[arg-type]
         )
         if self.slots is None:
             self.cache = out.past_key_values
@@ -247,7 +254,9 @@ def _check_model(model: Any) -> State | None:
         check.fail("model", "in evaluation mode (model.eval())", "one in training mode")
     state = model.__dict__.get(ATTRIBUTE)
     if state is None:
-        warnings.warn("the model is not enabled: its own kernels run (cukern.integrations.transformers.enable)", stacklevel=3)
+        warnings.warn(
+            "the model is not enabled: its own kernels run (cukern.integrations.transformers.enable)", stacklevel=3
+        )
     return state  # type: ignore[no-any-return]
 
 

@@ -54,28 +54,27 @@ def _form_of(function: Callable[..., Any]) -> Form | None:
 def _in_place(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
     """The replacement of a function of transformers, which it calls for what the kernel does not take."""
 
-    def rotate(q: Any, k: Any, cos: Any, sin: Any, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any) -> Any:
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 4 or kwargs.keys() - {"unsqueeze_dim"}:
+            return function(*args, **kwargs)
+        q, k, cos, sin = args
         dim = cos.shape[-1] * 2 // form.halves
         fits = (
-            not args
-            and not kwargs
-            and q.dim() == k.dim() == 4
+            q.dim() == k.dim() == 4
             and cos.dim() == sin.dim() == 3
             and q.dtype == k.dtype
             and q.dtype in _DTYPES
             and cos.dtype in (q.dtype, torch.float32)
             and sin.dtype == cos.dtype
             and q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
-            and all(0 not in x.stride() or 1 in x.shape for x in (q, k))
+            and all(stride or size == 1 for x in (q, k) for size, stride in zip(x.shape, x.stride(), strict=True))
             and dim <= min(q.shape[-1], k.shape[-1], 512)
             and not wants_gradient(q, k)
         )
         if not fits:
-            extra = {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
-            return function(q, k, cos, sin, *args, **extra, **kwargs)
-        cukern.rotary_embedding(
-            q, k, cos, sin, layout=form.layout, rotary_dim=dim, unsqueeze_dim=unsqueeze_dim
-        )
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            cukern.rotary_embedding(q, k, cos, sin, layout=form.layout, rotary_dim=dim, **kwargs)
         return q, k
 
     return rotate

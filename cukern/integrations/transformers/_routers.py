@@ -93,7 +93,7 @@ def _gates(module: Any) -> Iterator[Gate]:
         of_groups, scorings, biases, (True, False), scalings
     ):
         if scoring != "sqrtsoftplus" or own or pair[0] > 1:
-            yield Gate(scoring, topk, *pair, renormalize, factor, own, False)
+            yield Gate(scoring, topk, pair[0], pair[1], renormalize, factor, own, False)
 
 
 def _same(weights: torch.Tensor, ids: torch.Tensor, wanted: tuple[Any, ...]) -> bool:

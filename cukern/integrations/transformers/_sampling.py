@@ -13,8 +13,8 @@ import cukern
 class Sampler(LogitsProcessor):  # type: ignore[misc]
     """Draw the next token by `cukern.sample`, and leave `generate` no other: pass it in `logits_processor=[...]`.
 
-    What `generate` does then, greedy or not, chooses that token, so leave its own temperature, top_k and top_p alone. One
-    sampler is for one generation: draws depend on its seed and on how many came before.
+    What `generate` does then, greedy or not, chooses that token, so leave its own temperature, top_k and top_p alone.
+    One sampler is for one generation: draws depend on its seed and on how many came before.
 
     Args:
         temperature, top_k, top_p, min_p: as in `cukern.sample`. A temperature of 0 takes the largest logit.
