@@ -115,7 +115,7 @@ def _pages(key: torch.Tensor, value: torch.Tensor, rows: Rows, mask: torch.Tenso
     if keys is None or values is None or keys.shape != values.shape or distance != _sequence_distance(value):
         return None
     session = active.session
-    if session is not None and mask is session.mask and key.shape[2] == session.tokens:
+    if session is not None and mask is not None and mask is session.mask:
         own = session.block_tables(distance)
     elif torch.compiler.is_compiling() or mask is None:
         own = _tables_within(rows, distance, key.shape[2])
@@ -146,7 +146,7 @@ def attention_mask(
     It is that of sdpa, but for the steps of `generate`, whose session has the mask.
     """
     session = active.session
-    if session is not None and q_length == 1:
+    if session is not None and session.tokens and q_length == 1:
         if mask_function is causal_mask_function and kv_length == session.tokens:
             return session.mask  # type: ignore[no-any-return]
         allow_is_causal_skip = False

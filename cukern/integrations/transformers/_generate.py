@@ -107,15 +107,17 @@ class _Session:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The logits [batch, vocab] after the last of these tokens."""
+        session = self if self.slots is not None else SimpleNamespace(mask=None, tokens=0)
         options = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: options[name] for name in self._takes}
-        out = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            **options,  # type: ignore[arg-type]
-        )
+        with running(session):
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                **options,  # type: ignore[arg-type]
+            )
         if self.slots is None:
             self.cache = out.past_key_values
         logits: torch.Tensor = out.logits
@@ -171,8 +173,7 @@ class _Session:
         else:
             self.seen += 1
             mask = self.padding[:, : self.seen]
-        with running(self if self.slots is not None else SimpleNamespace(mask=None, tokens=-1)):
-            logits = self._forward(self.token, self.positions, mask)
+        logits = self._forward(self.token, self.positions, mask)
         if self.slots is not None:
             self.slots.end(1)
         self.positions += 1
