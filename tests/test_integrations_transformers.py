@@ -259,6 +259,22 @@ def test_a_mask_that_cannot_be_asked_about_gives_nan_for_holes(monkeypatch: pyte
     assert rows.lengths.tolist() == [40, 33, 2**30 + 1]
 
 
+@pytest.mark.parametrize("window", [None, 12, 40])
+def test_a_step_that_asks_nothing_of_the_device(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a graph is captured: rows shorter than a page, and windows, are found on the device."""
+    model = small_model() if window is None else tiny_models.tiny("mixtral", "MixtralExperts")
+    for config in {id(x.config): x.config for x in model.modules() if hasattr(x, "config")}.values():
+        config.sliding_window = window
+    ids, mask = prompts()
+    mask[1, :14] = 0
+    wanted = tokens_of(model, ids, mask)
+    ck.enable(model)
+    monkeypatch.setattr(_attention, "is_traced", lambda: True)
+    assert tokens_of(model, ids, mask) == wanted
+    assert tokens_of(model, ids, mask, cache_implementation="static") == wanted
+    assert ck.generate(model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, eos_token_id=None).tokens == wanted
+
+
 @pytest.mark.parametrize("tokens", [16, 17, 31, 40])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 3), (15, 9), (24, 20)])
 def test_rows_of_a_cache_as_pages(tokens: int, pads: tuple[int, int]) -> None:
