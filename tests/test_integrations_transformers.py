@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import cukern.integrations.transformers as ck
 from cukern.integrations.transformers import _attention, _experts, _norms
@@ -152,11 +159,18 @@ def test_the_forms_of_well_known_models() -> None:
     found = hows("deepseek_v3", "DeepseekV3Experts")
     assert found["routers"] == "moe_fused_gate, the best 2 by sigmoid and a bias, 1 of 2 groups"
     assert found["rotary"] == "rotary_embedding, deinterleaved, rotary_embedding, half"
+    assert "attention" in found
     assert found["sums"] == "fused_add_rms_norm, in generate of this package"
     assert hows("mixtral", "MixtralExperts")["routers"] == "topk_softmax, the best 2 by softmax"
     assert hows("deepseek_v2", "DeepseekV2Experts")["experts"] == "fused_experts, silu"
     assert "torch's grouped product (weights are [experts, in, out])" in hows("gpt_oss", "GptOssExperts")["experts"]
     assert hows("nemotron_h", "NemotronHExperts")["experts"] == "fused_experts, relu2_no_mul"
+    model = tiny_models.tiny("deepseek_v3", "DeepseekV3Experts")
+    for x in model.modules():
+        if hasattr(x, "qk_head_dim"):
+            x.qk_head_dim = 24
+    kept = [x.how for x in ck.enable(model).kept if x.part == "attention"]
+    assert kept == ["sdpa, since its keys have 24 numbers and its values 16"]
     assert "around the activation of the model" in hows("muse_spark", "MuseSparkExperts")["experts"]
 
 
@@ -298,6 +312,34 @@ def test_torch_compile(qwen: Any) -> None:
     ck.enable(qwen)
     compiled = torch.compile(qwen, backend="aot_eager")
     torch.testing.assert_close(logits_of(compiled, ids, mask, use_cache=False), wanted, rtol=0, atol=1e-4)
+
+
+def test_a_compiled_step_over_a_static_cache_is_one_graph(qwen: Any) -> None:
+    ids, mask = prompts()
+    ck.enable(qwen)
+    wanted = logits_of(qwen, ids, mask)[-1]
+    cache = StaticCache(config=qwen.config, max_cache_len=64)
+    logits_of(qwen, ids[:, :-1], mask[:, :-1], past_key_values=cache, use_cache=True)
+    compiled = torch.compile(qwen.forward, backend="aot_eager", fullgraph=True)
+    place = torch.full((2, 1), PROMPT - 1)
+    with torch.no_grad():
+        out = compiled(
+            input_ids=ids[:, -1:], attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True
+        )
+    torch.testing.assert_close(out.logits[1, 0], wanted, rtol=0, atol=1e-4)
+
+
+def test_a_router_in_float32_follows_its_weight() -> None:
+    model = tiny_models.tiny("deepseek_v3", "DeepseekV3Experts").to(torch.bfloat16)
+    ck.enable(model, parts=["routers"])
+    router = next(x for x in model.modules() if type(x).__name__ == "DeepseekV3TopkRouter")
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(2):
+            got, wanted = router(x)[0], type(router).forward(router, x)[0]
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got, wanted)
+            router.weight.mul_(2)
 
 
 # --- generate -------------------------------------------------------------------------------------------

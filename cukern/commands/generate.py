@@ -78,7 +78,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    model = model.to(device).eval()
     ids = [list(tokenizer(text)["input_ids"]) for text in args.prompt]
     for text, own in zip(args.prompt, ids, strict=True):
         if not own:

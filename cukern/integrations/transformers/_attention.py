@@ -266,6 +266,17 @@ def _classes(model: Any) -> list[Any]:
     ]
 
 
+def _why_never(module: Any) -> str:
+    """Why no step of a module goes to `paged_attention`; empty where its sizes do not say."""
+    keys, values = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    keys = getattr(module, "head_dim", None) if not isinstance(keys, int) else keys
+    if isinstance(keys, int) and isinstance(values, int) and keys != values:
+        return f"its keys have {keys} numbers and its values {values}"
+    if isinstance(keys, int) and (keys % 8 or keys > MAX_HEAD_DIM):
+        return f"its heads have {keys} numbers, and the kernel takes multiples of 8 up to {MAX_HEAD_DIM}"
+    return ""
+
+
 def enable(model: Any, state: State, notes: Notes) -> None:
     """Let the model attend by `attention_forward`."""
     AttentionInterface.register(NAME, attention_forward)
@@ -289,4 +300,7 @@ def enable(model: Any, state: State, notes: Notes) -> None:
             lambda config=config, before=before: setattr(config, "_attn_implementation_internal", before)  # type: ignore[misc]
         )
     for module in modules:
-        notes.replaced.add("attention", module, "paged_attention for a step over a cache, sdpa for more tokens")
+        if reason := _why_never(module):
+            notes.kept.add("attention", module, f"sdpa, since {reason}")
+        else:
+            notes.replaced.add("attention", module, "paged_attention for a step over a cache, sdpa for more tokens")

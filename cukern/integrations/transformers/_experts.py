@@ -125,7 +125,9 @@ def experts_forward(
         own = type(self).forward.__wrapped__
         return own(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     with torch.no_grad():
-        form = self.__dict__.get(_FORM) or form_of(self)
+        form = self.__dict__.get(_FORM)
+        if form is None:  # of another model with the same configuration
+            form = self.__dict__[_FORM] = form_of(self)
         biases = None, None
         if self.has_bias:
             biases = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias), self.down_proj_bias

@@ -15,6 +15,8 @@ from cukern.integrations.transformers._state import Notes, State, copied, simple
 
 #: The attribute of a router that holds its `Gate`.
 _GATE = "_cukern_gate"
+#: And the one that holds its weight in float32, where its product is.
+_WEIGHT = "_cukern_weight"
 _BIASES = ("e_score_correction_bias", "correction_bias", "expert_bias")
 
 
@@ -53,6 +55,17 @@ class Gate(NamedTuple):
         )  # fmt: skip
 
 
+def _in_float32(self: Any) -> torch.Tensor:
+    """The weight of a router in float32, made once: it is small, and each step would make it anew."""
+    weight: torch.Tensor = self.weight
+    if weight.dtype == torch.float32 or torch.compiler.is_compiling():
+        return weight.float()
+    kept = self.__dict__.get(_WEIGHT)
+    if kept is None or kept[0] != (weight.data_ptr(), weight._version):
+        kept = self.__dict__[_WEIGHT] = (weight.data_ptr(), weight._version), weight.detach().float()
+    return kept[1]  # type: ignore[no-any-return]
+
+
 def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The forward of a router that is replaced: logits, weights and ids."""
     gate: Gate = self.__dict__[_GATE]
@@ -61,7 +74,7 @@ def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor
         return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
     x, weight, own_bias = hidden_states.reshape(-1, self.weight.shape[1]), self.weight, getattr(self, "bias", None)
     if gate.in_float32:
-        x, weight = x.float(), weight.float()
+        x, weight = x.float(), _in_float32(self)
         own_bias = None if own_bias is None else own_bias.float()
     with torch.no_grad():
         logits = F.linear(x, weight, own_bias)
@@ -170,6 +183,6 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
             notes.kept.add("routers", module, "its formula is none of the gates")
             continue
         module.__dict__[_GATE] = gate
-        state.undo.append(lambda module=module: module.__dict__.pop(_GATE, None))  # type: ignore[misc]
+        state.undo.append(lambda module=module: [module.__dict__.pop(x, None) for x in (_GATE, _WEIGHT)])  # type: ignore
         state.replace_forward(module, router_forward)
         notes.replaced.add("routers", module, str(gate))
