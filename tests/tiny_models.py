@@ -64,7 +64,7 @@ OF_MODEL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": _HYBRID,
     "qwen3_next": _HYBRID,
     "qwen4_exp": {
-        "layer_types": ["linear_attention", "indexed_attention"],
+        **_HYBRID,
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
