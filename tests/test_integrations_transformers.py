@@ -168,6 +168,7 @@ def test_the_forms_of_well_known_models() -> None:
     assert hows("deepseek_v2", "DeepseekV2Experts")["experts"] == "fused_experts, silu"
     assert "torch's grouped product (weights are [experts, in, out])" in hows("gpt_oss", "GptOssExperts")["experts"]
     assert hows("nemotron_h", "NemotronHExperts")["experts"] == "fused_experts, relu2_no_mul"
+    assert hows("qwen3_next", "Qwen3NextExperts")["norms"] == "rms_norm, of weights that are stored minus 1"
     model = tiny_models.tiny("deepseek_v3", "DeepseekV3Experts")
     for x in model.modules():
         if hasattr(x, "qk_head_dim"):
@@ -294,11 +295,13 @@ def test_a_step_that_asks_nothing_of_the_device(window: int | None, monkeypatch:
 
 @pytest.mark.parametrize("tokens", [16, 17, 31, 40])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 3), (15, 9), (24, 20)])
-def test_rows_of_a_cache_as_pages(tokens: int, pads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("holes", [False, True])
+def test_rows_of_a_cache_as_pages(tokens: int, pads: tuple[int, int], holes: bool) -> None:
     generator = torch.Generator().manual_seed(tokens)
     key, value = (torch.randn(2, 2, tokens, 8, generator=generator) for _ in range(2))
     query = torch.randn(2, 4, 1, 8, generator=generator)
     mask = torch.stack([torch.arange(tokens) >= min(x, tokens - 1) for x in pads])[:, None, None]
+    mask[0, ..., tokens // 2] = not holes
     module = torch.nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
     with torch.no_grad():
@@ -354,6 +357,8 @@ def test_prompts_of_different_lengths(qwen: Any) -> None:
     wanted = ck.generate(qwen, ids, attention_mask=mask, max_new_tokens=5, eos_token_id=None)
     got = ck.generate(qwen, [ids[0].tolist(), ids[1, 3:]], max_new_tokens=5, eos_token_id=None)
     assert got.tokens == wanted.tokens and got.steps == 5
+    again = ck.generate(qwen, [ids[0, 9:], ids[1]], max_new_tokens=5, eos_token_id=None)  # in the same session
+    assert again.tokens[0] == ck.generate(qwen, [ids[0, 9:]], max_new_tokens=5, eos_token_id=None).tokens[0]
     alone = ck.generate(qwen, [ids[1, 3:]], max_new_tokens=5, eos_token_id=None)
     assert alone.tokens[0] == got.tokens[1]
     assert not got.captured and got.why == "the model is on the CPU"
@@ -378,6 +383,7 @@ def test_stop_tokens_and_callbacks(qwen: Any) -> None:
         end = next(i for i, x in enumerate(all_of_them) if x in stops)
         assert tokens == all_of_them[: end + 1]
     assert [x[0] for x in seen][: len(got.tokens[0])] == got.tokens[0]
+    assert len(seen) == got.steps < 8
     ended = ck.generate(qwen, ids, max_new_tokens=8, eos_token_id=None, on_token=lambda step, _: step < 2)
     assert ended.steps == 3
 

@@ -73,6 +73,20 @@ def test_models_of_transformers(
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
 
 
+def test_which_half_of_the_angles_is_read() -> None:
+    rng = np.random.default_rng(1)
+    query, cos, sin = (normal(rng, shape, "float32") for shape in ((5, 3, 8), (5, 8), (5, 8)))
+    for layout in LAYOUTS:
+        same = []
+        for columns in (slice(8), slice(4)):
+            x = query.copy()
+            cukern.rotary_embedding(
+                x, x[:, :0], cos[:, columns].copy(), sin[:, columns].copy(), layout=layout, rotary_dim=8
+            )
+            same.append(x)
+        assert np.array_equal(*same) == (layout == "interleaved")
+
+
 def test_a_part_of_each_head() -> None:
     query, key = normal(np.random.default_rng(0), (5, 3, 24), "float32"), zeros(5, 1, 8)
     before = query.copy()
