@@ -85,6 +85,7 @@ from cukern.ops.quantization import (
     scaled_int8_quant,
     silu_and_mul_quant,
 )
+from cukern.ops.rotary_embedding import rotary_embedding
 from cukern.ops.sampling import (
     chain_speculative_sampling,
     min_p_sampling_from_probs,
@@ -184,6 +185,7 @@ __all__ = [
     "restore_weights",
     "rms_norm",
     "rms_norm_quant",
+    "rotary_embedding",
     "sample",
     "sampling_from_logits",
     "sampling_from_probs",

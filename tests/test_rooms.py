@@ -18,7 +18,7 @@ import pytest
 
 import cukern
 from tests import function_lengths, gpu_record
-from tests.gpu_record import COMPOSITIONS
+from tests.gpu_record import COMPOSITIONS, INTEGRATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -59,7 +59,7 @@ def _stems_in(pattern: str) -> set[str]:
 # tests/ also holds tests of other things than ops, so it names no stem.
 STEMS = sorted(
     set().union(*(_stems_in(pattern) for room, pattern in ROOMS.items() if room != "tests"))
-    - {*COMPOSITIONS, *itertools.chain(*COMPOSITIONS.values())}
+    - {*COMPOSITIONS, *itertools.chain(*COMPOSITIONS.values()), *INTEGRATIONS}
 )
 
 
@@ -114,6 +114,19 @@ def test_each_room_has_each_composition(name: str, room: str) -> None:
 @pytest.mark.parametrize("notebook", [*itertools.chain(*COMPOSITIONS.values())])
 def test_each_composition_has_its_notebooks(notebook: str) -> None:
     assert (ROOT / ROOMS["notebooks"].format(notebook)).is_file(), f"{notebook} is missing"
+
+
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_each_room_has_each_integration(name: str) -> None:
+    rooms = (
+        "tests/test_integrations_{}.py",
+        "tests/test_integrations_{}_gpu.py",
+        ROOMS["benchmarks"],
+        ROOMS["notebooks"],
+    )
+    assert not [room.format(name) for room in rooms if not (ROOT / room.format(name)).is_file()]
+    assert any((ROOT / "cukern" / "integrations" / name).glob("__init__.py"))
+    assert f"cukern.integrations.{name}" in (ROOT / "README.md").read_text()
 
 
 def _imported(path: Path) -> set[str]:

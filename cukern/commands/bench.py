@@ -66,8 +66,11 @@ def _functions_by_stem() -> dict[str, list[str]]:
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
         # A composition of ops is a package beside `cukern.ops`.
-        is_op = importlib.util.find_spec(f"cukern.ops.{stem}") is not None
-        module = importlib.import_module(f"cukern.ops.{stem}" if is_op else f"cukern.{stem}")
+        names = (f"cukern.{room}{stem}" for room in ("ops.", "", "integrations."))
+        name = next(name for name in names if importlib.util.find_spec(name) is not None)
+        if name.startswith("cukern.integrations.") and importlib.util.find_spec(stem) is None:
+            continue  # the library itself is not installed
+        module = importlib.import_module(name)
         functions[stem] = [name for name in module.__all__ if callable(getattr(module, name))]
     return {**functions, _IMPORT: [_IMPORT]}
 

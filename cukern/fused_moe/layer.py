@@ -124,7 +124,7 @@ def fused_experts(
     more for each time that activations are quantized.
 
     Args:
-        hidden_states: [tokens, hidden], float16 or bfloat16.
+        hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).
         w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; quantized as `quant` says, of 4 bits
             uint8 with two numbers in a byte. Without a gate: [experts, inter, hidden].
         w2: [experts, hidden, inter]. Rows of both may have a stride. Sizes may be any that the quantization has groups
