@@ -30,7 +30,7 @@ DOCS = Path(__file__).resolve().parent
 FAMILIES = (
     "moe_gate", "moe_gemm", "fused_moe", "all_to_all", "moe_permute", "moe_activation", "norm", "quantization",
     "paged_attention", "mla_decode", "kv_cache", "decoder_attention", "varlen_attention", "padding", "embedding",
-    "sampling", "beam_search", "decoding", "models",
+    "rotary_embedding", "sampling", "beam_search", "decoding", "models",
 )  # fmt: skip
 #: Other notebooks of a family.
 _NOTEBOOKS = {"models": ["encoder", "decoder"]}
