@@ -25,13 +25,14 @@ PY := $(BIN)/python
 READY := .venv/dev.stamp
 endif
 
-.PHONY: help demo test lint gpu sanitize bench check notebooks peer-tests
+.PHONY: help demo test lint docs gpu sanitize bench check notebooks peer-tests
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       install, then route tokens through a gate and encode texts without padding'
 	@echo 'make test       install, then run the tests that need no GPU'
 	@echo 'make lint       ruff, clang-format and mypy'
+	@echo 'make docs       build the documentation into build/docs/html; any warning fails'
 	@echo 'make notebooks SOURCES=1'
 	@echo '                let the notebooks show the sources as they are; keeps all other outputs'
 	@echo
@@ -55,6 +56,9 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find cuda_src notebooks -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
+
+docs: .venv/dev.stamp
+	$(BIN)/python -m docs
 
 gpu: $(READY)
 	$(PY) -m tests.gpu_record run --ops "$(OPS)"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib
-import itertools
 import json
 import math
 import platform
@@ -26,6 +25,7 @@ import re
 import shutil
 import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -326,7 +326,7 @@ def _limits(ceilings: dict[str, float | None]) -> str:
 
 
 #: Headings of columns of words.
-_LEFT = ("variant", "op", "worst case")
+_LEFT = ("variant", "op", "function", "best case", "worst case")
 
 
 def print_tables(console: Console, content: Document) -> None:
@@ -354,11 +354,15 @@ def _print_table(console: Console, headings: list[str], lines: list[list[str]]) 
 
 # --- RESULTS.md -----------------------------------------------------------------------------------------
 
-_INTRODUCTION = """\
-# Results
+_SUMMARY = """\
+Each function by its best and its worst case, which are those nearest to and farthest from the floor (what the hardware
+allows); the share of the floor that is reached; and the time of the fastest other library as a multiple of cukern's, so
+that above 1 cukern is faster. Medians, with the range over the cases in parentheses, and the library of the worst
+ratio. Sizes that most cases of a function have are left out. Written by `python -m cukern bench --results` from
+`results/*.json`.
+"""
 
-Written by `python -m cukern bench --results` from `results/*.json`.
-
+_METHOD = """\
 A time is the GPU's, in microseconds per call: the median of replays of a CUDA graph of many calls, with inputs that
 the L2 cache does not hold. The floor is what the hardware allows: the time of an empty kernel, or of the op's bytes at
 the bandwidth of a copy, or of its flops at the rate of a large product, whichever is longest, all measured in the same
@@ -392,26 +396,97 @@ def write(content: Document, folder: Path | None = None) -> list[Path]:
 
 def render(folder: Path) -> list[Path]:
     """Write `RESULTS.md` beside `folder`, and the plots into it, from the results files there."""
-    written = []
-    text = [_INTRODUCTION]
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
-        content = load(path)
-        text.append(f"## {content['gpu']}\n")
-        found = standings(content["rows"])
-        if found:
-            text.append(f"{_BESIDE}\n{_markdown(STANDING, [standing.cells for standing in found])}\n")
+    from benchmarks import plots
+
+    contents = {path: load(path) for path in sorted(folder.glob("*.json"), key=lambda path: path.stem)}
+    written = [path for content in contents.values() for path in plots.draw_all(content, folder)]
+    text = [introduction([*contents.values()], folder.name, folder)]
+    for content in contents.values():
+        text.append(f"## {content['gpu']}: all cases\n")
         for op in dict.fromkeys(row["op"] for row in content["rows"]):
-            text.append(f"### {op}\n\n{_provenance(content['ops'][op])}\n")
-            of_op = sections(row for row in content["rows"] if row["op"] == op)
-            plot = folder / f"{path.stem}-{op}.png"
-            if _plot(of_op, plot):
-                written.append(plot)
-                text.append(f"![{op}: time against {of_op[0].axis}]({folder.name}/{plot.name})\n")
-            for section in of_op:
-                text.append(f"{section.title}\n\n{_markdown(*section.table())}\n")
+            text += [f"### {op}\n", *of_op(content, op, folder.name, folder)]
     results = folder.parent / "RESULTS.md"
     results.write_text("\n".join(text))
     return [results, *written]
+
+
+def introduction(contents: Sequence[Document], pictures: str, folder: Path | None = None) -> str:
+    """What the results say at once, in Markdown: a table of all functions, and one of those beside other libraries.
+
+    `pictures` is the path of `folder`, where the plots are, from the page.
+    """
+    text = ["# Results\n", _SUMMARY]
+    for content in contents:
+        text.append(f"## {content['gpu']}\n")
+        beside = Path(file_name(content["gpu"])).with_suffix(".png").name
+        if ((folder or RESULTS) / beside).is_file():
+            text.append(f"![Functions beside the fastest other library]({pictures}/{beside})\n")
+        text.append(markdown(SUMMARY, summary(content["rows"])) + "\n")
+    text += ["## How it is measured\n", _METHOD]
+    for content in contents:
+        found = standings(content["rows"])
+        if found:
+            text += [f"## {content['gpu']}: beside other libraries\n", _BESIDE]
+            text.append(markdown(STANDING, [standing.cells for standing in found]) + "\n")
+    return "\n".join(text)
+
+
+def of_op(content: Document, op: str, pictures: str, folder: Path | None = None) -> list[str]:
+    """All that was measured of a function, in Markdown: the run, the plot if there is one, and the tables."""
+    text = [f"{_provenance(content['ops'][op])}\n"]
+    rows = [row for row in content["rows"] if row["op"] == op]
+    plot = plot_name(content, op)
+    if ((folder or RESULTS) / plot).is_file():
+        text.append(f"![{op}: times, floor and others]({pictures}/{plot})\n")
+    for section in sections(rows):
+        text.append(f"{section.title}\n\n{markdown(*section.table())}\n")
+    return text
+
+
+def plot_name(content: Document, op: str) -> str:
+    """The file of a function's plot."""
+    return f"{Path(file_name(content['gpu'])).stem}-{op}.png"
+
+
+SUMMARY = ["function", "cases", "of the floor", "to the best peer", "best case", "worst case"]
+
+
+def summary(rows: Iterable[Row]) -> list[list[str]]:
+    """A line for each function, of the first variant of each case.
+
+    The median and the range of the share of the floor, and of the ratio to the fastest other library, with that of the
+    worst ratio; the best and the worst case by that share, without the sizes that most cases have.
+    """
+    by_op: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_op.setdefault(row["op"], {}).setdefault(json.dumps(row["case"], sort_keys=True), row)
+    lines = []
+    for op, of in by_op.items():
+        cases = sorted(of.values(), key=lambda row: row["floor_us"] / row["us"])
+        shares = [row["floor_us"] / row["us"] for row in cases]
+        found = standings(cases)
+        ratios = found[0].ratios if found else []
+        counts = Counter(size for row in cases for size in row["case"].items())
+        usual = {size for size, count in counts.items() if len(cases) > 1 and 2 * count > len(cases)}
+        best, worst = (f"{_sizes(row['case'], usual)}: {figure(row['us'])} µs" for row in (cases[-1], cases[0]))
+        share, beside = (_spread(values, form) for values, form in ((shares, ".0%"), (ratios, ".2f")))
+        beside += f", {found[0].against}" if found else ""
+        lines.append([op, f"{len(cases)}", share, beside, best, worst if len(cases) > 1 else ""])
+    return lines
+
+
+def _sizes(case: dict[str, Any], usual: set[tuple[str, Any]]) -> str:
+    """The sizes of a case but for the usual ones; its first one where all are."""
+    told = [f"{name} {value}" for name, value in case.items() if (name, value) not in usual]
+    return ", ".join(told or [f"{name} {value}" for name, value in case.items()][:1])
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """The median, and the range of several values."""
+    if not values:
+        return ""
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
 
 
 def _provenance(run: dict[str, Any]) -> str:
@@ -423,53 +498,6 @@ def _provenance(run: dict[str, Any]) -> str:
     )
 
 
-def _markdown(headings: list[str], lines: list[list[str]]) -> str:
+def markdown(headings: list[str], lines: list[list[str]]) -> str:
     rule = ["---" if heading in _LEFT else "---:" for heading in headings]
     return "\n".join("| " + " | ".join(line) + " |" for line in (headings, rule, *lines))
-
-
-def _plot(of_op: Sequence[Section], path: Path) -> bool:
-    """Draw time against the size on the axis, a panel per section; False where no section has two sizes."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    drawn = [section for section in of_op if len({row["case"].get(section.axis) for row in section.rows}) > 1]
-    if not drawn:
-        return False
-    columns = min(3, len(drawn))
-    lines = -(-len(drawn) // columns)
-    canvas = Figure(figsize=(4.6 * columns, 3.4 * lines), layout="constrained")
-    panels = canvas.subplots(lines, columns, squeeze=False).ravel()
-    for panel in panels:
-        panel.set_visible(False)
-    # Ten colors of the cycle, then more.
-    palette = [*(f"C{i}" for i in range(10)), *colormaps["Dark2"].colors, *colormaps["Set3"].colors]
-    names = dict.fromkeys(n for s in drawn for n in _names(s))
-    colors = dict(zip(names, itertools.cycle(palette), strict=False))
-    for panel, section in zip(panels, drawn, strict=False):
-        panel.set_visible(True)
-        for name in _names(section):
-            points = sorted(
-                (row["case"][section.axis], us) for row in section.rows if (us := _time(row, name)) is not None
-            )
-            ours = name in {row["variant"] for row in section.rows}
-            style = {"marker": "o", "linewidth": 2} if ours else {"marker": ".", "linestyle": "--", "linewidth": 1}
-            panel.plot(*zip(*points, strict=True), color=colors[name], label=name, **style)
-        floor = sorted({(row["case"][section.axis], row["floor_us"]) for row in section.rows})
-        panel.plot(*zip(*floor, strict=True), color="black", linestyle=":", label="floor")
-        panel.set(xscale="log", yscale="log", xlabel=section.axis, ylabel="µs per call")
-        panel.set_title(section.title, fontsize=8)
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=7)
-    canvas.suptitle(drawn[0].op)
-    # The version of matplotlib is left out, so that the file changes only with the figures.
-    canvas.savefig(path, dpi=80, metadata={"Software": None})
-    return True
-
-
-def _names(section: Section) -> list[str]:
-    return [*dict.fromkeys(row["variant"] for row in section.rows), *section.baselines]
-
-
-def _time(row: Row, name: str) -> float | None:
-    return row["us"] if row["variant"] == name else row["baselines"].get(name)

@@ -85,6 +85,7 @@ from cukern.ops.quantization import (
     scaled_int8_quant,
     silu_and_mul_quant,
 )
+from cukern.ops.rotary_embedding import rotary_embedding
 from cukern.ops.sampling import (
     chain_speculative_sampling,
     min_p_sampling_from_probs,
@@ -105,7 +106,7 @@ from cukern.runtime import kernel as _kernel
 from cukern.runtime.compile import CompileError
 from cukern.runtime.kernel import specialize
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> _ModuleType:
@@ -184,6 +185,7 @@ __all__ = [
     "restore_weights",
     "rms_norm",
     "rms_norm_quant",
+    "rotary_embedding",
     "sample",
     "sampling_from_logits",
     "sampling_from_probs",

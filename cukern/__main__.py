@@ -19,6 +19,7 @@ COMMANDS = {
     "compile": ("cukern.commands.compile", "compile kernels into the cache ahead of use, also without a GPU"),
     "encode": ("cukern.commands.encode", "turn each text of a file into a vector, by a model in a directory"),
     "translate": ("cukern.commands.translate", "translate texts by Marian, BART or mBART, line by line"),
+    "generate": ("cukern.commands.generate", "continue prompts by a model of transformers on these kernels"),
     "profile-moe": ("cukern.commands.profile_moe", "trace one forward pass of the fused mixture-of-experts layer"),
     "bench": ("cukern.commands.bench", "measure the ops on this GPU against their floors and the alternatives"),
 }

@@ -266,6 +266,20 @@ def _embedding_calls() -> list[Call]:
     ]
 
 
+def _rotary_calls() -> list[Call]:
+    heads = floats(3, 4, 40, dtype=BF16), floats(3, 2, 32, seed=1, dtype=BF16)
+    angles = floats(3, 3, 24, seed=2), floats(3, 3, 24, seed=3)
+    return [
+        Call("rotary_embedding", (*heads, floats(3, 32, seed=2), floats(3, 32, seed=3))),
+        Call("rotary_embedding", (floats(3, 2, 3, 24), floats(3, 1, 3, 24), *angles), {"layout": "deinterleaved"}),
+        Call(
+            "rotary_embedding",
+            (floats(3, 5, 2, 16), floats(3, 5, 2, 8), floats(3, 5, 4), floats(3, 5, 4)),
+            {"layout": "interleaved", "rotary_dim": 8, "unsqueeze_dim": 2},
+        ),
+    ]
+
+
 def _decoder_attention_calls() -> list[Call]:
     rows, bias = [floats(2, 64, seed=seed) for seed in range(3)], floats(64, seed=3)
     caches = [floats(5, 2, 2, 32, seed=seed) for seed in range(2)]
@@ -476,6 +490,7 @@ def _moe_gemm_calls() -> list[Call]:
             (floats(4, 13, dtype=BF16), floats(2, 21, 13, seed=1, dtype=BF16), integers(0, 1, 4)),
             {"bias": floats(2, 21, seed=4)},
         ),
+        Call("moe_gemm", (floats(4, 24), floats(2, 20, 24, seed=1), integers(0, 1, 4)), {"activation": "silu"}),
         Call("prepare_weights", (packed, fp4_scales["b_scale"])),
         Call("restore_weights", (cukern.prepare_weights(packed, fp4_scales["b_scale"]),)),
         Call("prepare_weights", (packed, fp4_scales["b_scale"]), {"a_dtype": "float8_e4m3fn"}),
@@ -597,6 +612,7 @@ CALLS: dict[str, Call] = GATE_CALLS | _named_by_options(
     _norm_calls(),
     _padding_calls(),
     _embedding_calls(),
+    _rotary_calls(),
     _decoder_attention_calls(),
     _paged_attention_calls(),
     _varlen_attention_calls(),

@@ -49,6 +49,8 @@ _ERRORS_FOUND = 99
 
 #: Packages of `cukern` that are made of ops and have no kernels of their own, each with its notebooks.
 COMPOSITIONS = {"fused_moe": ("fused_moe",), "models": ("encoder", "decoder")}
+#: Libraries whose models run on the ops: a module of `cukern.integrations`, a benchmark and a notebook under its name.
+INTEGRATIONS = ("transformers",)
 #: The file that tests every op; its tests of a stem's functions belong to the proof of the stem.
 CONTRACT = "test_contract.py"
 # Most of a test's time, and of the sanitizer's, is the host's.

@@ -36,6 +36,7 @@ from benchmarks import (
     bench_quantization,
     bench_sampling,
     harness,
+    plots,
     report,
     several,
     start_up,
@@ -1487,7 +1488,7 @@ def test_results_of_several_gpus_have_a_file_of_their_own(tmp_path: Path) -> Non
     assert [path.name for path in written if path.suffix == ".json"] == ["h200-x2.json"]
     text = (tmp_path / "RESULTS.md").read_text()
     first, second = text.index("## NVIDIA H200\n"), text.index("## NVIDIA H200 x2\n")
-    assert first < text.index("### gate") < second < text.index("### all_to_all")
+    assert first < second < text.index("### gate") < text.index("### all_to_all")
     assert "stores to a peer 400 GB/s each way, minimal exchange 2.50 µs" in text[second:]
     assert "stores to a peer" not in text[:second].split("## NVIDIA H200")[1]
     assert report.of_several(MACHINE, 1) is MACHINE
@@ -1530,14 +1531,14 @@ def test_results_are_written_and_kept(tmp_path: Path) -> None:
     assert "## NVIDIA H200" in text
     assert "| 64 | specialized | 2.50 | 1.00 | 40% | 10.0 (4.0×) | 3.75 (1.5×) | 9.25 |" in text
     assert "| 1 | specialized | 2.00 | 1.00 | 50% | 8.00 (4.0×) |  |  |" in text
-    assert "![gate: time against tokens](results/h200-gate.png)" in text
+    assert "![gate: times, floor and others](results/h200-gate.png)" in text
     assert report.load(written[0])["digest"] in text
-    # One size makes no curve.
+    # One case without another library leaves nothing to compare.
     assert not (folder / "h200-lonely.png").exists()
     plot = written[2].read_bytes()
     assert len(plot) < 300_000
     drawn = imread(written[2])[:, :, :3]
-    for line in ("C0", "C1", "C2", "C3", "black"):
+    for line in ("crimson", "0.45", "0.3", "black"):
         assert (abs(drawn - to_rgb(line)).max(axis=2) < 0.01).any(), line
 
     report.write(_document(_row("lonely", 8, 1000.0)), folder)
@@ -1545,6 +1546,38 @@ def test_results_are_written_and_kept(tmp_path: Path) -> None:
     assert "| 8 | auto | 1,000 |" in text and "1,234" not in text
     assert "| 64 | specialized | 2.50 |" in text
     assert written[2].read_bytes() == plot
+
+
+def test_the_results_begin_with_a_line_for_each_function(tmp_path: Path) -> None:
+    figures = (1, 2.0, {"torch": 8.0, "vLLM": 1.0}), (8, 4.0, {"vLLM": 6.0}), (64, 1.25, {"torch": 1.0})
+    rows = [_row("gate", tokens, us, baselines=of) for tokens, us, of in figures]
+    # What a call takes by itself is measured first; other variants of a case do not count.
+    rows += [_row("gate", 8, 0.5, "dynamic"), _row("lonely", 8, 2.0)]
+    gate, lonely = report.summary(rows)
+    spread = ["50% (25% to 80%)", "1.00 (0.50 to 1.50), vLLM"]
+    assert gate == ["gate", "3", *spread, "tokens 64: 1.25 µs", "tokens 8: 4.00 µs"]
+    assert lonely == ["lonely", "1", "50%", "", "tokens 8, experts 256, dtype float32: 2.00 µs", ""]
+    folder = tmp_path / "results"
+    written = report.write(_document(*rows), folder)
+    assert folder / "h200.png" in written and folder / "h200-gate.png" in written
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.index(" | ".join(gate)) < text.index("## How it is measured") < text.index("### gate")
+    assert "![Functions beside the fastest other library](results/h200.png)" in text
+
+
+def test_a_picture_has_a_panel_for_each_question() -> None:
+    rows = [_row("gate", tokens, 2.0, baselines={"vLLM": 3.0}) for tokens in (1, 64, 65536)]
+    rows += [_row("gate", 8, 2.0, case={"tokens": 8, "experts": n, "dtype": "float16"}) for n in (8, 16)]
+    shown: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: shown.append(figure))
+        assert plots.draw(report.sections(rows), Path("none.png"))
+    by_size, by_case = shown[0].get_axes()
+    assert [tick.get_text() for tick in by_size.get_xticklabels()] == ["1", "64", "64k"]
+    assert by_size.get_title() == "experts 256, dtype float32" and by_size.get_xlabel() == "tokens"
+    assert [tick.get_text() for tick in by_case.get_yticklabels()] == ["experts 8: 2.00 µs", "experts 16: 2.00 µs"]
+    (legend,) = [legend for part in shown[0].subfigs for legend in part.legends]
+    assert [text.get_text() for text in legend.get_texts()] == ["cukern", "vLLM", "floor"]
 
 
 def test_rows_are_put_together_along_the_size_that_varies_most() -> None:
@@ -1654,6 +1687,17 @@ def test_bench_measures_the_ops_asked_for_and_keeps_the_results(
     assert [row["op"] for row in kept["rows"]] == ["topk_softmax"] * 2
 
     assert "grouped_topk has no case" in _refusal(capsys, "grouped_topk")
+
+
+def test_bench_draws_the_figures_of_a_run(
+    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cases = [_case(op="topk_softmax", case={"tokens": n, "dtype": "float32"}) for n in (1, 2, 3)]
+    monkeypatch.setattr(bench_moe_gate, "cases", lambda: cases)
+    assert main(["bench", "topk_softmax", "--plot", str(tmp_path)]) == 0
+    assert "h200-topk_softmax.png" in capsys.readouterr().out
+    assert (tmp_path / "h200-topk_softmax.png").is_file() and not pretended_gpu.exists()
+    assert "there is no such folder" in _refusal(capsys, "topk_softmax", "--plot", str(tmp_path / "missing"))
 
 
 def test_bench_keeps_no_results_of_a_run_in_which_an_op_failed(

@@ -427,7 +427,7 @@ def test_compile_takes_what_is_in_the_cache(filled_cache: tuple[Path, str]) -> N
 def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path: Path) -> None:
     cache, _ = filled_cache
     count = len(list(kernel.instances(STEM)))
-    done = _run("doctor", CUKERN_CACHE_DIR=str(cache))
+    done = _run("doctor", "--kernels", CUKERN_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"{STEM} +sm_80 +{count} of {count} +0\b", done.stdout)
     assert f"{cache}, drwx------, {count} kernels" in " ".join(done.stdout.split())
@@ -437,7 +437,7 @@ def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path
     old.mkdir(mode=0o700)
     for path in sorted(cache.iterdir())[:2]:
         (old / path.name.replace("-sm_80-", "-sm_80-0")).write_bytes(path.read_bytes())
-    done = _run("doctor", CUKERN_CACHE_DIR=str(old))
+    done = _run("doctor", "--kernels", CUKERN_CACHE_DIR=str(old))
     assert re.search(rf"{STEM} +sm_80 +0 of {count} +1\b", done.stdout)
 
 
@@ -508,9 +508,31 @@ def test_doctor_reports_a_machine_without_a_gpu(tmp_path: Path) -> None:
     done = _run("doctor", CUKERN_CACHE_DIR=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     words = done.stdout.split()
-    for subject in ("driver", "GPU", "CuPy", "NVRTC", "headers", "torch", "cache"):
+    for subject in ("cukern", "Python", "system", "driver", "GPU", "CuPy", "NVRTC", "headers", "torch", "cache"):
         assert subject in words
     assert "PROBLEM" not in done.stdout and done.stderr == ""
+
+
+def test_doctor_fits_on_a_screen(filled_cache: tuple[Path, str]) -> None:
+    cache, _ = filled_cache
+    count = len(list(kernel.instances(STEM)))
+    done = _run("doctor", CUKERN_CACHE_DIR=str(cache), CUDA_VISIBLE_DEVICES="0", COLUMNS="120")
+    assert len(done.stdout.splitlines()) <= 24, done.stdout
+    assert re.search(rf"ok +kernels +sm_80: {count} of \d+ compiled", done.stdout)
+    assert re.search(rf"ok +cukern +{re.escape(cukern.__version__)}, in ", done.stdout)
+    said = " ".join(done.stdout.split())
+    assert "variables CUKERN_COMPILE=lazy" in said and "CUDA_VISIBLE_DEVICES=0" in said
+    assert " of other versions" not in said
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with cukern.commands.progress("cukern bench", 20) as advance:
+        advance("first", 0)
+        for i in range(20):
+            advance(f"case {i}", 1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11
+    assert lines[0] == "cukern bench: 0 of 20, 0 s: first" and lines[-1] == "cukern bench: 20 of 20, 0 s: case 19"
 
 
 def test_doctor_fails_on_a_cache_that_cannot_be_used(tmp_path: Path) -> None:

@@ -567,7 +567,7 @@ NOT_OF_MANY_ROWS = {
             "masked_attention", "cross_attention", "embedding_lookup", "reshape_and_cache", "reshape_and_cache_flash",
             "concat_and_cache_mla", "copy_blocks", "gather_cache", "flash_mla_with_kvcache", "moe_fused_gate",
             "moe_gemm", "remove_sequence_length_padding", "transpose_remove_padding",
-            "rebuild_sequence_length_padding", "paged_attention", "sample",
+            "rebuild_sequence_length_padding", "paged_attention", "sample", "rotary_embedding",
         ),
         _IN_ITS_OWN,
     ),

@@ -81,6 +81,7 @@ BATCH = {
     "restore_weights": "prepared",
     "rms_norm": "input",
     "rms_norm_quant": "input",
+    "rotary_embedding": "query key cos sin",
     "sample": "logits seed offset finished sequence_length top_k",
     "sampling_from_logits": "logits seed offset indices",
     "sampling_from_probs": "probs seed offset",

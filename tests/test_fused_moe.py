@@ -194,7 +194,7 @@ def _scaled(layer: Layer, **scales: Any) -> dict[str, Any]:
 BAD: dict[str, tuple[str | None, dict[str, Any], type[Exception], str]] = {
     "no array": (None, {"hidden_states": [[1.0]]}, TypeError, "hidden_states must be an array (NumPy, CuPy, torch"),
     "float32": (
-        None, {"hidden_states": np.zeros((9, 256), np.float32)}, TypeError,
+        "fp8", {"hidden_states": np.zeros((9, 256), np.float32)}, TypeError,
         "hidden_states must be bfloat16 or float16, got float32",
     ),
     "dimensions": (

@@ -24,6 +24,7 @@ from cukern.ops import (
     moe_gemm,
     norm,
     paged_attention,
+    rotary_embedding,
     varlen_attention,
 )
 from cukern.ops import _padding as padding_parts
@@ -55,6 +56,12 @@ def _embedding() -> Iterator[Variant]:
     for dtype, add in itertools.product(DTYPES, (False, True)):
         for width in _kinds(dtype):
             yield embedding._variant(dtype, width, add)
+
+
+def _rotary_embedding() -> Iterator[Variant]:
+    op = rotary_embedding
+    for dtype, wide, layout in itertools.product(DTYPES, (False, True), op.LAYOUTS):
+        yield from (op._variant(dtype, angles, wide, layout) for angles in dict.fromkeys((dtype, "float32")))
 
 
 def _kv_cache() -> Iterator[Variant]:
@@ -217,13 +224,14 @@ AT_FIRST_USE = {
     "padding": _padding,
     "paged_attention": _paged_attention,
     "quantization": _quantizations,
+    "rotary_embedding": _rotary_embedding,
     "sampling": _samplers,
     "varlen_attention": _varlen_attention,
 }
 #: The stems of which no such variant spills.
 NONE_SPILLS = {
     "decoder_attention", "embedding", "kv_cache", "moe_activation", "moe_gate", "moe_gemm", "moe_permute", "norm",
-    "padding", "varlen_attention",
+    "padding", "rotary_embedding", "varlen_attention",
 }  # fmt: skip
 
 #: The stems that list every product of their template parameters: for an architecture other than sm_90a, one of so many

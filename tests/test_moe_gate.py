@@ -811,6 +811,16 @@ def test_the_input_is_left_alone(route_model: Place, rng: np.random.Generator) -
     np.testing.assert_array_equal(logits, before)
 
 
+def test_a_token_depends_on_its_own_row_alone(route_model: Place, rng: np.random.Generator) -> None:
+    # By the number of tokens, other kernels take a call.
+    logits, bias = rng.normal(0, 1.5, (600, 256)).astype(np.float32), rng.normal(0, 0.2, 256).astype(np.float32)
+    want = deepseek(route_model, logits, bias)
+    order = rng.permutation(600)
+    for chosen in (order, order[:1], order[:7], order[:64], np.repeat(order[:3], 200)):
+        got = deepseek(route_model, logits[chosen], bias)
+        assert_same_bits(got, (want[0][chosen], want[1][chosen]))
+
+
 # --- bad arguments --------------------------------------------------------------------------------------
 
 LOGITS = dict.fromkeys(FUNCTIONS, "gating_output") | {"moe_fused_gate": "input"}

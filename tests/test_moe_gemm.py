@@ -421,7 +421,8 @@ def _bad_calls() -> Iterator[Any]:
     fortran = np.asfortranarray(zeros(8, 256))
     for name, changes, error, message in (
         ("rows", {"a": 3}, TypeError, "a must be an array"),
-        ("rows", {"a": zeros(8, 256, dtype="float32")}, TypeError, "a must be bfloat16 or float16 or float8_e4m3fn"),
+        ("rows", {"a": zeros(8, 256, dtype="float64")}, TypeError, "a must be bfloat16 or float16 or float32 or"),
+        ("rows", {"a": zeros(8, 256, dtype="float32")}, TypeError, "b must be float32, got bfloat16"),
         ("rows", {"a": zeros(8, 2, 128)}, ValueError, "a must be of shape [tokens, k], got [8, 2, 128]"),
         ("rows", {"a": fortran}, ValueError, "a must be contiguous, got strides (1, 8)"),
         ("rows", {"a": zeros(8, 252)}, ValueError,

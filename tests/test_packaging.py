@@ -94,6 +94,38 @@ def test_the_source_distribution_holds_the_tests(distributions: Path) -> None:
     assert {path.name for path in ROOT.glob("constraints*.txt")} == {n for n in names if n.startswith("constraints")}
 
 
+def test_the_source_distribution_holds_what_its_makefile_needs(distributions: Path) -> None:
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"docs/index.md", "docs/conf.py", "docs/families/moe_gate.md", "docs/guides/torch.md"} <= names
+    assert {"examples/expert_parallel.py", "benchmarks/results/h200.json", "tests/gpu_record.json"} <= names
+    assert not [name for name in names if name.startswith(("build/", ".ci/"))]
+
+
+#: Files of tests that pass wherever cukern is installed: they read no sources. The runtime, two ops, and graphs.
+INSTALLED = ("test_norm.py", "test_moe_gate.py", "test_quantization.py", "test_op.py", "test_dynamic_batch.py")
+
+
+def test_the_installed_wheel_passes_tests_of_the_source_distribution(
+    distributions: Path, clean_python: Path, tmp_path: Path
+) -> None:
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        kept = [x for x in archive.getmembers() if x.name.split("/")[1] in ("tests", "benchmarks", "pyproject.toml")]
+        archive.extractall(tmp_path, members=kept, filter="data")
+    (folder,) = (x for x in tmp_path.iterdir() if x.is_dir())
+    assert not (folder / "cukern").exists()
+    settings = {"CUKERN_CACHE_DIR": str(tmp_path / "cache"), "CUKERN_COMPILE": "lazy"}
+    files = [f"tests/{name}" for name in INSTALLED]
+    arguments = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files)
+    said = _run(clean_python, "-m", "pytest", *arguments, cwd=folder, **settings)
+    passed = int(said.strip().splitlines()[-1].split(" passed")[0].split()[-1])
+    assert passed > 500 and " failed" not in said
+    where = _run(clean_python, "-c", "import tests.calls, cukern; print(cukern.__file__)", cwd=folder, **settings)
+    assert Path(where.strip()).is_relative_to(clean_python.parents[1])
+
+
 def test_the_wheel_installs_the_command(clean_python: Path, tmp_path: Path) -> None:
     settings = {"CUKERN_CACHE_DIR": str(tmp_path / "cache"), "CUKERN_COMPILE": "lazy"}
     version = _run(clean_python, "-m", "cukern", "--version", cwd=tmp_path, **settings)

@@ -18,7 +18,7 @@ import pytest
 
 import cukern
 from tests import function_lengths, gpu_record
-from tests.gpu_record import COMPOSITIONS
+from tests.gpu_record import COMPOSITIONS, INTEGRATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -59,7 +59,7 @@ def _stems_in(pattern: str) -> set[str]:
 # tests/ also holds tests of other things than ops, so it names no stem.
 STEMS = sorted(
     set().union(*(_stems_in(pattern) for room, pattern in ROOMS.items() if room != "tests"))
-    - {*COMPOSITIONS, *itertools.chain(*COMPOSITIONS.values())}
+    - {*COMPOSITIONS, *itertools.chain(*COMPOSITIONS.values()), *INTEGRATIONS}
 )
 
 
@@ -116,6 +116,19 @@ def test_each_composition_has_its_notebooks(notebook: str) -> None:
     assert (ROOT / ROOMS["notebooks"].format(notebook)).is_file(), f"{notebook} is missing"
 
 
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_each_room_has_each_integration(name: str) -> None:
+    rooms = (
+        "tests/test_integrations_{}.py",
+        "tests/test_integrations_{}_gpu.py",
+        ROOMS["benchmarks"],
+        ROOMS["notebooks"],
+    )
+    assert not [room.format(name) for room in rooms if not (ROOT / room.format(name)).is_file()]
+    assert any((ROOT / "cukern" / "integrations" / name).glob("__init__.py"))
+    assert f"cukern.integrations.{name}" in (ROOT / "README.md").read_text()
+
+
 def _imported(path: Path) -> set[str]:
     """The modules of cukern that a file imports, or takes names from."""
     imported = set()
@@ -159,10 +172,11 @@ def test_each_function_has_a_twin_with_its_arguments(stem: str, name: str) -> No
 
 
 @pytest.mark.parametrize(("stem", "name"), FUNCTIONS)
-def test_each_function_has_a_row_in_the_readme(stem: str, name: str) -> None:
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
-    found = [row for row in rows if re.search(rf"`(cukern\.)?{name}\b", row.split("|")[1])]
-    assert found, f"no table of README.md has a row that starts with `{name}`"
+def test_each_function_has_a_row_in_its_familys_page(stem: str, name: str) -> None:
+    page = ROOT / "docs" / "families" / f"{stem}.md"
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{name}` |")]
+    assert len(rows) == 1, f"{page.name} has {len(rows)} rows that start with `{name}`"
+    assert "the same" not in rows[0].split("|")[2], "a row says in words of its own what the function does"
 
 
 # --- one kernel a file, functions of a page -----------------------------------------------------------
@@ -170,7 +184,7 @@ def test_each_function_has_a_row_in_the_readme(stem: str, name: str) -> None:
 CUDA_FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "cuda_src").rglob("*.cu*"))
 PYTHON_FILES = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in ("cukern", "tests", "benchmarks", "notebooks", "examples")
+    for folder in ("cukern", "tests", "benchmarks", "notebooks", "examples", "docs")
     for path in (ROOT / folder).rglob("*.py")
 )
 MOST_LINES = 120

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cukern.commands import UserError
+from cukern.commands import UserError, progress
 from cukern.runtime import kernel
 from cukern.runtime.cuda import runtime
 
@@ -49,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also keep them: in benchmarks/results, benchmarks/RESULTS.md and the plots",
     )
     parser.add_argument(
+        "--plot",
+        nargs="?",
+        const=Path("."),
+        type=Path,
+        metavar="FOLDER",
+        help="also draw the figures of this run, as the documentation shows them, into FOLDER (default: here)",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="few replays, and no baseline that takes seconds to compile"
     )
     parser.add_argument("--no-baselines", action="store_true", help="measure the ops alone")
@@ -59,8 +66,11 @@ def _functions_by_stem() -> dict[str, list[str]]:
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
         # A composition of ops is a package beside `cukern.ops`.
-        is_op = importlib.util.find_spec(f"cukern.ops.{stem}") is not None
-        module = importlib.import_module(f"cukern.ops.{stem}" if is_op else f"cukern.{stem}")
+        names = (f"cukern.{room}{stem}" for room in ("ops.", "", "integrations."))
+        name = next(name for name in names if importlib.util.find_spec(name) is not None)
+        if name.startswith("cukern.integrations.") and importlib.util.find_spec(stem) is None:
+            continue  # the library itself is not installed
+        module = importlib.import_module(name)
         functions[stem] = [name for name in module.__all__ if callable(getattr(module, name))]
     return {**functions, _IMPORT: [_IMPORT]}
 
@@ -86,9 +96,11 @@ def _require(args: argparse.Namespace) -> None:
         raise UserError("--results keeps figures, and --quick takes them with too few replays for that")
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.plot and not args.plot.is_dir():
+        raise UserError(f"--plot {args.plot}: there is no such folder")
     if not kernel.device_count():
         raise UserError("there is no NVIDIA GPU here to measure on (`cukern doctor` says why)")
-    for module, extra in (("torch", "torch"), *([("matplotlib", "bench")] if args.results else [])):
+    for module, extra in (("torch", "torch"), *([("matplotlib", "bench")] if args.results or args.plot else [])):
         if importlib.util.find_spec(module) is None:
             raise UserError(f'{module} is needed and not installed: pip install "cukern[{extra}]"')
     import torch
@@ -137,6 +149,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         for content, path in zip(documents, _paths(args.json, len(documents)), strict=True):
             report.save(content, path)
+    if args.plot:
+        plots: Any = importlib.import_module("benchmarks.plots")
+        for path in [path for content in documents for path in plots.draw_all(content, args.plot)]:
+            print(f"wrote {os.path.relpath(path)}")
     if args.results and failed:
         print("the results are not kept, since an op failed", file=sys.stderr)
     elif args.results:
@@ -176,13 +192,12 @@ def _measured(
     rows = {}
     # Cases with host times come first: torch.compile, for a baseline, starts threads and processes that slow the host.
     order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, cases[i].has_baselines))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("ceilings", total=len(cases))
+    with progress("cukern bench", len(cases)) as advance:
+        advance("ceilings", 0)
         ceilings = clock.ceilings(matrix=gpus == 1 and any(case.flops for case in cases))
         for i in order:
             case = cases[i]
-            progress.update(task, description=str(case))
+            advance(str(case), 0)
             try:
                 measurement = measure(case, clock, ceilings, baselines=not args.no_baselines, slow=not args.quick)
             except Exception as error:
@@ -190,5 +205,5 @@ def _measured(
             else:
                 rows[i] = measurement.row
                 problems += measurement.problems
-            progress.advance(task)
+            advance(str(case), 1)
     return asdict(ceilings), [rows[i] for i in sorted(rows)]

@@ -86,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     for arch in archs:
         for stem in stems:
+            # On a terminal each has a bar of its kernels.
+            if not sys.stderr.isatty():
+                print(f"cukern compile: {stem} for sm_{arch}", file=sys.stderr, flush=True)
             instances = list(kernel.instances(stem))
             absent = compile.missing(instances, arch)
             start = time.perf_counter()

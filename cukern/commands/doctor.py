@@ -6,6 +6,8 @@ import argparse
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
+import platform
 import re
 import stat
 from collections import Counter
@@ -76,6 +78,30 @@ def driver() -> Driver:
             cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, device)
         gpus.append(Gpu(name.value.decode(), (capability[0].value, capability[1].value), memory.value))
     return Driver(version, gpus)
+
+
+#: The variables that decide how cukern, CuPy and the driver behave.
+_VARIABLES = (
+    "CUKERN_COMPILE", "CUKERN_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUDA_HOME", "CUDA_LAUNCH_BLOCKING",
+    "CUPY_CACHE_DIR", "LD_LIBRARY_PATH",
+)  # fmt: skip
+
+
+def look_at_software() -> list[Finding]:
+    """The versions of cukern and of what it always needs, the system, and the variables that are set."""
+    import cukern
+
+    place = Path(cukern.__file__).parent
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "ml_dtypes", "rich"))
+    libc = " ".join(platform.libc_ver())
+    findings = [
+        Finding("cukern", f"{cukern.__version__}, in {place}"),
+        Finding("Python", f"{platform.python_version()}, {versions}"),
+        Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}, {libc}"),
+    ]
+    if given := [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]:
+        findings.append(Finding("variables", " ".join(given)))
+    return findings
 
 
 def _driver_release() -> str:
@@ -247,11 +273,22 @@ def look_at_kernels(found: Driver) -> tuple[list[tuple[str, str, int, int, int]]
     return rows, findings
 
 
+def _sum_of(rows: list[tuple[str, str, int, int, int]], arch: str) -> Finding:
+    """The kernels that are compiled for an architecture, of all families."""
+    own = [row for row in rows if row[1] == arch]
+    present, total, others = sum(row[2] for row in own), sum(row[3] for row in own), sum(row[4] for row in own)
+    words = f", and {others} of other versions" if others else ""
+    return Finding("kernels", f"sm_{arch}: {present} of {total} compiled{words}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--moe",
         action="store_true",
         help="instead say which classes of cukern.fused_moe make a layer together, with which quantization",
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="also list by family which kernels are compiled, for which architecture"
     )
     parser.epilog = "Exit status: 0 when cukern can be used here, if only without a GPU; 1 when something is broken."
 
@@ -303,7 +340,7 @@ def run(args: argparse.Namespace) -> int:
         import cupy  # noqa: F401
     except Exception as error:
         failure = error
-    findings = [*look_at_driver(found), *look_at_cupy(found, packages, failure)]
+    findings = [*look_at_software(), *look_at_driver(found), *look_at_cupy(found, packages, failure)]
     if not failure:
         findings += look_at_nvrtc(found)
     findings += [*look_at_torch(found, torch_build()), *look_at_cache()]
@@ -311,7 +348,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[tuple[str, str, int, int, int]] = []
     if not compile.available():
         rows, missing = look_at_kernels(found)
-        findings += missing
+        findings += [_sum_of(rows, arch) for arch in dict.fromkeys(row[1] for row in rows)] + missing
 
     console = Console(highlight=False)
     marks = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("PROBLEM", "bold red")}
@@ -323,7 +360,7 @@ def run(args: argparse.Namespace) -> int:
             report.add_row("", "", Text(f"-> {finding.fix}", "bold", overflow="fold"))
     console.print(report)
 
-    if rows:
+    if rows and args.kernels:
         table = Table(
             box=box.SIMPLE_HEAD, title="compiled kernels", title_justify="left", title_style="bold", pad_edge=False
         )

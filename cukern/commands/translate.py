@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.commands import UserError, texts
+from cukern.commands import UserError, progress, texts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,6 @@ def _encode(lines: list[str], tokenizer: Any, most: int) -> dict[int, list[int]]
 def run(args: argparse.Namespace) -> int:
     """Translate the texts."""
     from cukern.models import Decoding
-    from cukern.models._progress import progress
     from cukern.models.text import by_length
     from cukern.models.tokenizer import read_translator
 
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         encoded = _encode(given, tokenizer, decoding.config.max_positions)
         numbers = [*encoded]
         translated, tokens, begin = [""] * len(given), 0, time.perf_counter()
-        with progress("translating texts", len(encoded), None) as advance:
+        with progress("cukern translate", len(encoded)) as advance:
             for batch in by_length([*encoded.values()], args.batch_size):
                 lines = [numbers[i] for i in batch]
                 longest = max(len(encoded[line]) for line in lines)
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
                 for row, line in enumerate(lines):
                     own = found.sequences[row, 1 : int(found.lengths[row])].tolist()
                     translated[line], tokens = " ".join(tokenizer.decode(own).splitlines()), tokens + len(own)
-                advance(len(lines))
+                advance("translating texts", len(lines))
         seconds = time.perf_counter() - begin
     output = "".join(f"{line}\n" for line in translated)
     if args.output is None:

@@ -124,7 +124,7 @@ def fused_experts(
     more for each time that activations are quantized.
 
     Args:
-        hidden_states: [tokens, hidden], float16 or bfloat16.
+        hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).
         w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; quantized as `quant` says, of 4 bits
             uint8 with two numbers in a byte. Without a gate: [experts, inter, hidden].
         w2: [experts, hidden, inter]. Rows of both may have a stride. Sizes may be any that the quantization has groups
@@ -140,6 +140,7 @@ def fused_experts(
             DEEPGEMM_MXFP4 does.
         expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those of other ranks.
         apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
+        w1_scale, w2_scale, a1_scale, a2_scale, w1_global_scale, w2_global_scale: the scales that `quant` asks for.
         w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of
             the dtype of hidden_states: added to the products, before the activation and before topk_weights.
         alpha, limit: of swigluoai.

@@ -382,7 +382,7 @@ class FusedMoEModularKernel:
         """Send each token through its experts.
 
         Args:
-            hidden_states: [tokens, hidden], float16 or bfloat16.
+            hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32.
             w1: [local experts, 2 * inter, hidden], the gate's rows first, or without a gate [local experts, inter,
                 hidden]; of 4-bit weights uint8, half as wide.
             w2: [local experts, hidden, inter].
@@ -541,7 +541,8 @@ def layer_output(
 
     Raises TypeError or ValueError, as the layer does, for arguments that do not fit each other.
     """
-    x = expect_array("hidden_states", hidden_states, DTYPES, ("tokens", "hidden"))
+    dtypes_of_x = DTYPES if quantization else (*DTYPES, "float32")
+    x = expect_array("hidden_states", hidden_states, dtypes_of_x, ("tokens", "hidden"))
     activations.function_number(activation)
     gated = is_gated(activation)
     activations.check_bounds(*form[:2])

@@ -126,7 +126,7 @@ def sampling_from_probs(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Draw a token from each row of probabilities [rows, vocab].
+    """Draw a token from each row of `probs`, probabilities [rows, vocab].
 
     They need not sum to 1; what is below 0 counts as 0. The other arguments, results and errors are as in
     `sampling_from_logits`.

@@ -257,7 +257,7 @@ def product(
 
 def result_dtype(a: Array, out_dtype: str | None) -> Any:
     """The dtype of the result: that of `a`; with FP8 bfloat16, or float16 where `out_dtype` says so."""
-    if a.itemsize == 2:
+    if a.itemsize > 1:
         return a.dtype
     return ml_dtypes.bfloat16 if out_dtype in (None, "bfloat16") else np.float16
 

@@ -38,7 +38,9 @@ from cukern.runtime.plan import note, outputs, run_twin
 
 __all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
 
-DTYPES = ("bfloat16", "float16")
+HALF_DTYPES = ("bfloat16", "float16")
+#: float32 is for models on a CPU and for comparisons: its products have no tensor cores.
+DTYPES = (*HALF_DTYPES, "float32")
 #: The dtypes of e4m3. CuPy has no such dtype, and gives their bytes.
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
@@ -54,6 +56,8 @@ def _why_not(variant: str, x: Product) -> str:
     """The reason why a variant cannot do it; empty if it can."""
     if variant == "fma":
         return ""
+    if x.a.dtype == "float32":
+        return "a is float32"
     if not x.is_of_units:
         return "rows or addresses are no multiples of 16 bytes"
     reasons = {"wgmma": kernels.why_not_wgmma, "mma": kernels.why_not_mma, "stream": kernels.why_not_stream}
@@ -98,7 +102,8 @@ def _quantizing(x: Product, out_scale: Array, dtype: str) -> Callable[[Product],
 def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, gated: bool) -> None:
     """Check the dtypes and the shapes of all arrays but the scales and the bias."""
     is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
-    check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, "uint8"))
+    packed = ("uint8",) if a.dtype in HALF_DTYPES else ()
+    check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, *packed))
     is_fp4 = not is_fp8 and b.dtype == "uint8"
     is_folded = is_fp8 and is_prepared(b)
     if is_folded:
@@ -330,10 +335,10 @@ def _multiply(
     _check_sizes(a, b, offsets, row_token, gated)
     formats = _formats(a, b, a_scale, b_scale, b_global_scale)
     is_fp8 = a.dtype not in DTYPES
-    if out_dtype is None and is_fp8 and isinstance(out, Array) and out.dtype in DTYPES:
+    if out_dtype is None and is_fp8 and isinstance(out, Array) and out.dtype in HALF_DTYPES:
         out_dtype = out.dtype
     if out_dtype is not None:
-        check.one_of("out_dtype", out_dtype, DTYPES if is_fp8 else (a.dtype,))
+        check.one_of("out_dtype", out_dtype, HALF_DTYPES if is_fp8 else (a.dtype,))
     expected_m = _expected(expected_m)
     result = _product(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
     if bias is not None:
@@ -404,8 +409,9 @@ def moe_gemm(
     rounded once; the same arguments give the same bits.
 
     Args:
-        a: [rows, k] bfloat16, float16 or FP8 (e4m3; CuPy, which has no such dtype, gives its bytes as uint8).
-        b: weights [experts, n, k] of the dtype of `a`; or, where that is of 16 bits, uint8 [experts, n, k / 2]: numbers
+        a: [rows, k] bfloat16, float16, float32 (always by "fma") or FP8 (e4m3; CuPy, which has no such dtype, gives its
+            bytes as uint8).
+        b: weights [experts, n, k] of the dtype of `a`; or, where that has 16 bits, uint8 [experts, n, k / 2]: numbers
             of 4 bits (e2m1), two in a byte, the low half first; or those prepared by `cukern.prepare_weights`, for
             Hopper; FP8 rows take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn"). Rows are contiguous, and
             may have any stride. n and k may be of any size, in 4 bits whole groups of a scale; fast are n of multiples

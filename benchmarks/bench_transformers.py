@@ -1,0 +1,323 @@
+"""Models of transformers: a decoding step, a prefill and a generation, beside every experts implementation of its own.
+
+Weights are random, in bfloat16. A step is timed by the wall clock, over a cache that holds `length` tokens of each
+sequence and grows by one at each call; tokens are random, so that those of a batch go to different experts. The stock
+model shares its weights with the one that is enabled. Its steps are called as its `generate` calls them, over a dynamic
+cache, and compiled ("reduce-overhead") over a static one.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Baseline, Case
+
+#: Steps before a cache begins anew at its length.
+STEPS = 2048
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Models:
+    """One model twice, of the same weights: enabled, and as transformers has it."""
+
+    name: str
+    ours: Any
+    stock: Any
+
+    @property
+    def is_moe(self) -> bool:
+        return experts_of(self.stock.config) > 0
+
+
+def experts_of(config: Any) -> int:
+    return int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0)
+
+
+_kept: dict[tuple[str, torch.device], Models] = {}
+
+
+def models(name: str, device: torch.device) -> Models:
+    """A model by its shape, kept as long as cases of the same one follow one another."""
+    if (name, device) not in _kept:
+        # Two of the largest do not fit one GPU.
+        _kept.clear()
+        _our_step.cache_clear()
+        gc.collect()
+        torch.compiler.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        _kept[name, device] = _made(name, device)
+    return _kept[name, device]
+
+
+def _made(name: str, device: torch.device) -> Models:
+    from transformers import AutoModelForCausalLM
+
+    import cukern.integrations.transformers as ck
+    from cukern.integrations.transformers import _shapes
+
+    ours = _shapes.random_model(_shapes.configuration(name), device=device)
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(_shapes.configuration(name), dtype=torch.bfloat16)
+    stock.load_state_dict(ours.state_dict(), assign=True)
+    _shapes._restore_angles(stock, device)
+    stock.tie_weights()
+    ck.enable(ours)
+    return Models(name, ours, stock.eval())
+
+
+def _ids(config: Any, batch: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (batch, tokens), device=generator.device, generator=generator)
+
+
+# --- what is read, and computed -------------------------------------------------------------------------
+
+
+def bytes_of_step(config: Any, batch: int, length: int) -> int:
+    """The least that a step reads, in bytes of bfloat16: active weights, the head, and the cache."""
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    attention = hidden * head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    experts, topk = experts_of(config), getattr(config, "num_experts_per_tok", 0)
+    inter = getattr(config, "moe_intermediate_size", None) if experts else None
+    inter = inter or config.intermediate_size
+    # Tokens that choose at random meet so many experts.
+    met = experts * (1 - (1 - topk / experts) ** batch) if experts else 1
+    layer = attention + met * 3 * hidden * inter + experts * hidden
+    cache = 2 * batch * length * config.num_key_value_heads * head_dim
+    return int(2 * (layers * (layer + cache) + hidden * config.vocab_size))
+
+
+def flops_of_tokens(config: Any, tokens: int, length: int) -> int:
+    """The products of a prefill of `tokens`, each sequence of `length`; the head is for one token of each."""
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    attention = hidden * head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    experts, topk = experts_of(config), getattr(config, "num_experts_per_tok", 0)
+    inter = (getattr(config, "moe_intermediate_size", None) if experts else None) or config.intermediate_size
+    layer = attention + (topk if experts else 1) * 3 * hidden * inter + experts * hidden
+    scores = 2 * config.num_attention_heads * head_dim * length / 2
+    return int(2 * tokens * layers * (layer + scores))
+
+
+# --- steps ----------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _our_step(made: Models, batch: int, length: int) -> Callable[[], torch.Tensor]:
+    """A step of `generate`'s session, as a graph once it has run twice."""
+    from cukern.integrations.transformers import _generate
+
+    state = made.ours.__dict__["_cukern"]
+    state.sessions.clear()
+    sampling = _generate._Sampling(0.0, None, None, None, ())
+    own = _generate._session(state, made.ours, batch, length + STEPS, STEPS, sampling)
+    device = next(made.ours.parameters()).device
+    prompt = _ids(made.ours.config, batch, length, torch.Generator(device).manual_seed(1))
+    left = 0
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        nonlocal left
+        if not left:
+            own.prefill(prompt, torch.ones_like(prompt), 0)
+            left = STEPS - 1
+        own.run()
+        left -= 1
+        return own.token
+
+    return step
+
+
+def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        def prepare(made: Models, batch: int, length: int) -> Callable[[], torch.Tensor]:
+            from transformers import DynamicCache, StaticCache
+
+            torch.compiler.reset()
+            _set(made, implementation)
+            device = next(made.stock.parameters()).device
+            prompt = _ids(made.stock.config, batch, length, torch.Generator(device).manual_seed(1))
+            forward = torch.compile(made.stock.forward, mode="reduce-overhead") if compiled else made.stock.forward
+            left, cache, token, place = 0, None, prompt[:, -1:], torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+            @torch.no_grad()
+            def step() -> torch.Tensor:
+                nonlocal left, cache, token
+                if not left:
+                    config = made.stock.config
+                    cache = StaticCache(config, length + STEPS) if compiled else DynamicCache(config=config)
+                    out = made.stock(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    place.fill_(length)
+                    token, left = out.logits[:, -1:].argmax(-1), STEPS - 1
+                out = forward(input_ids=token, position_ids=place, past_key_values=cache, use_cache=True)
+                token = out.logits[:, -1:].argmax(-1)
+                place.add_(1)
+                left -= 1
+                return token
+
+            return step
+
+        return prepare
+
+    return load
+
+
+def _set(made: Models, implementation: str) -> None:
+    made.stock.set_attn_implementation("sdpa")
+    if made.is_moe:
+        made.stock.set_experts_implementation(implementation)
+
+
+def _stocks(
+    name: str, make: Callable[[str, bool], Callable[[], Callable[..., Any]]], compiles: bool
+) -> dict[str, Baseline]:
+    """Every implementation of transformers, with and without torch.compile. A dense model has but one."""
+    from cukern.integrations.transformers._shapes import configuration
+
+    names = IMPLEMENTATIONS if experts_of(configuration(name)) else ("",)
+    return {
+        f"transformers {own}".strip() + " compiled" * compiled: Baseline(make(own, compiled), slow=True, prepared=True)
+        for own in names
+        for compiled in ((False, True) if compiles else (False,))
+    }
+
+
+def agree(ours: Any, theirs: Any) -> bool:
+    """Results of one shape: random weights route by small differences, and the tests compare the models."""
+    return bool(ours.shape == theirs.shape)
+
+
+def _step(name: str, batch: int, length: int = 1024) -> Case:
+    from cukern.integrations.transformers._shapes import configuration
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        return models(name, generator.device), batch, length
+
+    def call(made: Models, batch: int, length: int) -> torch.Tensor:
+        return _our_step(made, batch, length)()
+
+    sizes: Mapping[str, int | str] = {
+        "model": name,
+        "phase": "step",
+        "batch": batch,
+        "length": length,
+        "dtype": "bfloat16",
+    }
+    config = configuration(name)
+    return Case(
+        "generate", sizes, "graph", inputs, call, bytes_of_step(config, batch, length),
+        baselines=_stocks(name, _stock_step, compiles=True), agree=agree, eager=True,
+    )  # fmt: skip
+
+
+# --- prefill, and whole generations ---------------------------------------------------------------------
+
+
+def _prefill(name: str, batch: int, length: int) -> Case:
+    from cukern.integrations.transformers._shapes import configuration
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        made = models(name, generator.device)
+        return made, _ids(made.stock.config, batch, length, generator)
+
+    @torch.no_grad()
+    def call(made: Models, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = made.ours(input_ids=ids, use_cache=True, logits_to_keep=1).logits
+        return out
+
+    def stock(implementation: str, compiled: bool) -> Callable[[], Callable[..., Any]]:
+        def load() -> Callable[..., Any]:
+            def prepare(made: Models, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+                _set(made, implementation)
+
+                @torch.no_grad()
+                def run() -> torch.Tensor:
+                    out: torch.Tensor = made.stock(input_ids=ids, use_cache=True, logits_to_keep=1).logits
+                    return out
+
+                return run
+
+            return prepare
+
+        return load
+
+    config = configuration(name)
+    sizes: Mapping[str, int | str] = {
+        "model": name,
+        "phase": "prefill",
+        "batch": batch,
+        "length": length,
+        "dtype": "bfloat16",
+    }
+    return Case(
+        "generate", sizes, "prefill", inputs, call, bytes_of_step(config, batch * length, 0),
+        flops=flops_of_tokens(config, batch * length, length), baselines=_stocks(name, stock, compiles=False),
+        agree=agree, eager=True,
+    )  # fmt: skip
+
+
+def _whole(name: str, batch: int, length: int = 64) -> Case:
+    """A generation of 128 tokens, by the public functions."""
+    from cukern.integrations.transformers._shapes import configuration
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        made = models(name, generator.device)
+        return made, _ids(made.stock.config, batch, length, generator)
+
+    def call(made: Models, ids: torch.Tensor) -> torch.Tensor:
+        import cukern.integrations.transformers as ck
+
+        return torch.tensor(ck.generate(made.ours, ids, max_new_tokens=_NEW_TOKENS, eos_token_id=None).tokens)
+
+    def stock(implementation: str, compiled: bool) -> Callable[[], Callable[..., Any]]:
+        def load() -> Callable[..., Any]:
+            def prepare(made: Models, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+                _set(made, implementation)
+                options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
+
+                def run() -> torch.Tensor:
+                    out: torch.Tensor = made.stock.generate(
+                        ids, attention_mask=torch.ones_like(ids), max_new_tokens=_NEW_TOKENS, do_sample=False,
+                        pad_token_id=0, eos_token_id=None, **options,
+                    )  # fmt: skip
+                    return out[:, ids.shape[1] :].cpu()
+
+                return run
+
+            return prepare
+
+        return load
+
+    config = configuration(name)
+    steps = sum(bytes_of_step(config, batch, length + i) for i in range(_NEW_TOKENS))
+    sizes: Mapping[str, int | str] = {
+        "model": name, "phase": "generation", "batch": batch, "length": length, "steps": _NEW_TOKENS,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    return Case(
+        "generate", sizes, "graph", inputs, call, steps, baselines=_stocks(name, stock, compiles=True), agree=agree,
+        eager=True,
+    )  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """12 layers of Qwen3-30B-A3B with the head, all 48, Mixtral-8x7B, and Qwen3-0.6B, which is dense."""
+    twelve = "qwen3-30b-a3b-12-layers"
+    return [
+        _step(twelve, 1),
+        _step(twelve, 16),
+        _prefill(twelve, 16, 1024),
+        _whole("qwen3-30b-a3b", 1),
+        _step("mixtral-8x7b", 1),
+        _step("qwen3-0.6b", 1),
+        _whole("qwen3-0.6b", 1),
+    ]

@@ -1,0 +1,243 @@
+"""The pictures of results: each function's times by size and by case, and all functions beside the other libraries."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import (
+    Document,
+    Row,
+    Section,
+    Standing,
+    figure,
+    file_name,
+    peers_of,
+    plot_name,
+    sections,
+    standings,
+)
+
+#: How each library looks in every picture: color and marker. Others take those that are left, in their order.
+_LOOKS = {
+    "vLLM": ("C0", "s"), "vLLM Triton": ("C9", "s"), "vLLM Marlin": ("C4", "s"), "vLLM CUTLASS": ("C6", "s"),
+    "SGLang": ("C2", "^"), "SGLang Triton": ("C8", "^"), "SGLang CUTLASS": ("olive", "^"),
+    "FlashInfer": ("C1", "D"), "FlashMLA": ("C5", "v"), "FlashAttention-3": ("C1", "v"), "DeepGEMM": ("C5", "D"),
+    "torch": ("0.45", "x"), "torch.compile": ("0.6", "+"), "Triton": ("0.3", "1"),
+}  # fmt: skip
+_OURS = "crimson"
+_LEFT_OVER = [(color, marker) for marker in "Ph*X8" for color in ("C0", "C1", "C2", "C4", "C5", "C9")]
+#: A section is drawn as lines from so many sizes on; its cases are dots otherwise.
+_LINE = 3
+_COLUMNS = 2
+_DPI = 80
+#: The sources' version of matplotlib is left out, so that a file changes only with the figures.
+_SAVE: dict[str, Any] = {"dpi": _DPI, "metadata": {"Software": None}}
+
+
+def draw(shown: Sequence[Section], path: Path) -> bool:
+    """Draw a function's times beside the floor and the others; False where there is nothing to compare.
+
+    A panel for each set of sizes of which three or more were measured: time against that size. Then one panel with a
+    line for each of the other cases. Of several variants of a case the first is drawn, which is what a call takes by
+    itself.
+    """
+    from matplotlib.figure import Figure
+
+    lines = [s for s in shown if len({row["case"].get(s.axis) for row in s.rows}) >= _LINE]
+    cases = [row for s in shown if s not in lines for row in _first(s.rows)]
+    if len(cases) < 2 and not (cases and cases[0]["baselines"]):
+        cases = []
+    if not lines and not cases:
+        return False
+    every = [row for s in lines for row in _first(s.rows)] + cases
+    looks = _looks(row["baselines"] for row in every)
+    common, usual = _common(every), _usual(cases)
+    columns = min(_COLUMNS, len(lines)) or 1
+    rows = -(-len(lines) // columns)
+    labels = [_label(row, common | usual) for row in cases]
+    lengths = [0.6 + 0.7 * label.count("\n") for label in labels]
+    heights = [3.2] * rows + ([0.9 + 0.4 * sum(lengths)] if cases else [])
+    canvas = Figure(figsize=(10.5, 0.9 + sum(heights)), layout="constrained")
+    top = canvas.subfigures(1, 2, width_ratios=(8, 2.3))
+    grid = top[0].add_gridspec(len(heights), columns, height_ratios=heights)
+    handles: dict[str, Any] = {}
+    for i, section in enumerate(lines):
+        panel = top[0].add_subplot(grid[i // columns, i % columns])
+        _draw_lines(panel, section, looks, handles)
+        panel.set_title("\n".join(textwrap.wrap(_words(section.fixed, common), 48)), fontsize=9)
+    if cases:
+        _draw_cases(top[0].add_subplot(grid[rows, :]), cases, labels, looks, handles)
+    words = _words(common, {})
+    if cases and usual.keys() - common.keys():
+        of = "other cases" if lines else "all cases"
+        words += f"{'; ' if words else ''}{of} with {_words(usual, common)}, unless said"
+    words = "\n".join(textwrap.wrap(words, 90))
+    top[0].suptitle(f"{every[0]['op']}\n{words}" if words else every[0]["op"], fontsize=11)
+    order = ["cukern", *(name for name in looks if name in handles), "floor"]
+    top[1].legend([handles[n] for n in order], order, loc="center left", frameon=False, fontsize=9)
+    canvas.savefig(path, **_SAVE)
+    return True
+
+
+def draw_all(content: Document, folder: Path) -> list[Path]:
+    """Draw what a results file or a run holds into a folder: each function, and all beside the other libraries."""
+    stem = Path(file_name(content["gpu"])).stem
+    written = []
+    if draw_standings(content["gpu"], standings(content["rows"]), folder / f"{stem}.png"):
+        written.append(folder / f"{stem}.png")
+    for op in content["ops"]:
+        path = folder / plot_name(content, op)
+        if draw(sections(row for row in content["rows"] if row["op"] == op), path):
+            written.append(path)
+    return written
+
+
+def draw_standings(gpu: str, found: Sequence[Standing], path: Path) -> bool:
+    """Draw each family beside the fastest other library in each case; False where there is no other library."""
+    from matplotlib.figure import Figure
+
+    if not found:
+        return False
+    families: dict[str, list[float]] = {}
+    for standing in found:
+        families.setdefault(_family(standing.op), []).extend(standing.ratios)
+    canvas = Figure(figsize=(9, 1.4 + 0.27 * len(families)), layout="constrained")
+    panel = canvas.subplots()
+    panel.axvspan(1e-3, 1, color="0.95", zorder=0)
+    panel.axvline(1, color="0.3", linewidth=1)
+    for y, ratios in enumerate(families.values()):
+        panel.plot(ratios, [y] * len(ratios), "o", color=_OURS, alpha=0.3, markersize=5.5, mew=0)
+        panel.plot([statistics.median(ratios)], [y], "|", color="black", markersize=14, mew=2)
+    low, high = (pick(r for s in found for r in s.ratios) for pick in (min, max))
+    panel.set(xscale="log", xlim=(low / 1.1, high * 1.1), ylim=(len(families) - 0.4, -0.6))
+    panel.set_yticks(range(len(families)), [*families], fontsize=9.5)
+    ticks = [x for x in (0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100) if low / 1.1 <= x <= high * 1.1]
+    _fix(panel.xaxis, ticks, lambda x, _: f"{x:g}×")
+    panel.grid(axis="x", alpha=0.3)
+    panel.set_title(f"Time of the fastest other library / time of cukern, {gpu}", fontsize=11)
+    panel.set_xlabel("right of 1: cukern is faster; a dot is a case, a bar the median of the family")
+    canvas.savefig(path, **_SAVE)
+    return True
+
+
+def _family(op: str) -> str:
+    """The stem of a function, or the package of a class; the name itself where cukern has none such."""
+    import cukern.models
+
+    thing = getattr(cukern, op, None) or getattr(cukern.models, op, None)
+    if thing is None:
+        return op
+    parts = thing.__module__.split(".")
+    return parts[2] if parts[1] == "ops" else parts[1]
+
+
+def _first(rows: Iterable[Row]) -> list[Row]:
+    """The first variant of each case."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(repr(sorted(row["case"].items(), key=str)), row)
+    return [*found.values()]
+
+
+def _looks(baselines: Iterable[dict[str, float]]) -> dict[str, tuple[str, str]]:
+    """Color and marker of each baseline, other libraries first."""
+    names = dict.fromkeys(name for of in baselines for name in of)
+    free = iter(_LEFT_OVER * 3)
+    ordered = sorted(names, key=lambda name: not peers_of({"baselines": {name: 0.0}}))
+    return {name: _LOOKS.get(name) or next(free) for name in ordered}
+
+
+def _common(rows: Sequence[Row]) -> dict[str, Any]:
+    """The sizes that all cases share."""
+    first = rows[0]["case"]
+    return {name: value for name, value in first.items() if all(row["case"].get(name) == value for row in rows)}
+
+
+def _usual(rows: Sequence[Row]) -> dict[str, Any]:
+    """The values that more than half of the cases have."""
+    counts = Counter(item for row in rows for item in row["case"].items())
+    return {name: value for (name, value), count in counts.items() if 2 * count > len(rows)}
+
+
+def _label(row: Row, left_out: dict[str, Any]) -> str:
+    """The sizes of a case that are not the usual ones, and cukern's time."""
+    sizes = {name: value for name, value in row["case"].items() if left_out.get(name) != value}
+    return "\n".join(textwrap.wrap(f"{_words(sizes, {})}: {figure(row['us'])} µs".removeprefix(": "), 56))
+
+
+def _words(sizes: dict[str, Any], common: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sizes.items() if name not in common)
+
+
+def _draw_lines(panel: Any, section: Section, looks: dict[str, tuple[str, str]], handles: dict[str, Any]) -> None:
+    """Time against the size on the axis."""
+    rows = sorted(_first(section.rows), key=lambda row: row["case"][section.axis])
+    x = [row["case"][section.axis] for row in rows]
+    for name, (color, marker) in looks.items():
+        points = [(a, row["baselines"][name]) for a, row in zip(x, rows, strict=True) if name in row["baselines"]]
+        if points:
+            style = {"color": color, "marker": marker, "markersize": 5, "linewidth": 1, "alpha": 0.9}
+            handles[name] = panel.plot(*zip(*points, strict=True), **style)[0]
+    floor = [row["floor_us"] for row in rows]
+    handles["floor"] = panel.plot(x, floor, color="black", linestyle=":", linewidth=1.5)[0]
+    times = [row["us"] for row in rows]
+    handles["cukern"] = panel.plot(x, times, color=_OURS, marker="o", markersize=6, linewidth=2.5, zorder=3)[0]
+    panel.set(xscale="log", yscale="log", xlabel=section.axis, ylabel="µs per call")
+    _round(panel.yaxis, panel.get_ylim())
+    _fix(panel.xaxis, _apart(x), lambda value, _: f"{value / 1024:g}k" if value % 1024 == 0 else f"{value:,.0f}")
+    panel.grid(alpha=0.3)
+
+
+def _draw_cases(
+    panel: Any, cases: Sequence[Row], labels: Sequence[str], looks: dict[str, tuple[str, str]], handles: dict[str, Any]
+) -> None:
+    """A line for each case, with all times on it as multiples of the floor: near times stay apart, whatever the case.
+
+    The other libraries are small and lie over cukern's circle, so that an equal time is seen.
+    """
+    y = range(len(cases))
+    floor = panel.axvline(1, color="black", linestyle=":", linewidth=1.5)
+    handles.setdefault("floor", floor)
+    ours = panel.plot([row["us"] / row["floor_us"] for row in cases], y, "o", color=_OURS, markersize=10, alpha=0.85)[0]
+    handles.setdefault("cukern", ours)
+    for place, (name, (color, marker)) in enumerate(looks.items()):
+        # Above and below the line, so that of two equal times both are seen.
+        up = 0.16 * (1, -1, 0)[place % 3]
+        of = [(r["baselines"][name] / r["floor_us"], i - up) for i, r in enumerate(cases) if name in r["baselines"]]
+        if of:
+            style = {"color": color, "marker": marker, "markersize": 6, "linestyle": "none", "zorder": 4}
+            handles.setdefault(name, panel.plot(*zip(*of, strict=True), **style)[0])
+    panel.set(xscale="log", xlabel="time / floor", ylim=(len(cases) - 0.4, -0.6))
+    panel.set_yticks(y, labels, fontsize=8)
+    _round(panel.xaxis, panel.get_xlim())
+    panel.grid(alpha=0.3)
+
+
+def _apart(x: Sequence[float]) -> list[float]:
+    """Those sizes whose labels do not touch on a logarithmic axis."""
+    least = (x[-1] / x[0]) ** 0.1
+    kept = [x[0]]
+    kept += [value for i, value in enumerate(x[1:], 1) if value >= least * x[i - 1] or i == len(x) - 1]
+    return kept
+
+
+def _round(axis: Any, limits: tuple[float, float]) -> None:
+    """Ticks at 1, 2 and 5, or at 1 alone where there are many."""
+    span = limits[1] / limits[0]
+    steps = (1, 1.2, 1.5, 2, 3, 5, 7) if span < 8 else (1, 2, 5) if span < 200 else (1, 3) if span < 2000 else (1,)
+    ticks = [step * 10.0**power for power in range(-3, 9) for step in steps]
+    inside = [tick for tick in ticks if limits[0] <= tick <= limits[1]]
+    _fix(axis, inside or ticks, lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
+
+
+def _fix(axis: Any, ticks: Sequence[float], words: Callable[[float, int], str]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(words))

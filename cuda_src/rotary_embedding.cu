@@ -1,0 +1,122 @@
+// Rotate the heads of queries and keys by their positions, in place.
+//
+//   first(j), second(j) = x[j], x[j + rotary_dim / 2]      in halves (HALVES)
+//                         x[2 * j], x[2 * j + 1]           in pairs (PAIRS)
+//   first'  = first * cos[t, j] - second * sin[t, j]
+//   second' = second * cos[t, j + second_half] + first * sin[t, j + second_half]
+//
+// for each head x of token t and j < rotary_dim / 2, in float32, rounded once; first' and second' are written in halves
+// or in pairs, whatever the input is in. The numbers of a head from rotary_dim on stay as they are.
+//
+// Grid and threads: a thread has UNIT values of j of one head of `query` or of `key`, `row_threads` threads have a head,
+// and a block has as many whole heads as fit. All threads of a block load what they rotate before any of them writes:
+// where the two layouts differ, a thread writes where others read.
+// T: the elements. C: those of cos and sin. UNIT: the values of j of a thread: 16 bytes of T, or one of them. LOADED and
+// STORED: the layouts.
+//
+// Speed of light: memory. Each rotated number is read once and written once, cos and sin come from L1 and L2 for all
+// heads but the first of a token. For the few tokens of a decoding step the latency of a launch and of a load bounds it.
+#include "common/numeric.cuh"
+#include "common/units.cuh"
+
+constexpr int THREADS = 256;
+enum { HALVES, PAIRS };
+
+// One of the two arrays, [batch, heads, tokens, head_dim] by its strides.
+struct Heads {
+    char* first;
+    long long batch_stride; // bytes
+    long long head_stride;
+    long long token_stride;
+};
+
+struct Params {
+    Heads query, key;
+    const char* cos; // [batch or 1, tokens, rotary_dim or rotary_dim / 2]  C
+    const char* sin;
+    long long cos_batch_stride, cos_token_stride; // bytes
+    long long sin_batch_stride, sin_token_stride;
+    Divisor by_heads;  // of `query` and `key` together
+    Divisor by_tokens; // of a batch entry
+    Divisor by_threads;
+    int rows; // heads of all tokens
+    int all_heads;
+    int query_heads;
+    int tokens;      // of a batch entry
+    int row_threads; // of a head
+    int half;        // rotary_dim / 2
+    int second_half; // where cos has its second half, 0: it has none
+};
+
+// COUNT elements in the widest units that they fill.
+template <typename T, int COUNT> struct Some {
+    static constexpr int BYTES = COUNT * int(sizeof(T)) % 16 == 0 ? 16 : int(sizeof(T));
+    static constexpr int LOADS = COUNT * int(sizeof(T)) / BYTES;
+    alignas(16) typename UnitOf<BYTES>::Type unit[LOADS];
+    __device__ __forceinline__ void load(const char* from) {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) unit[i] = reinterpret_cast<const typename UnitOf<BYTES>::Type*>(from)[i];
+    }
+    __device__ __forceinline__ void load_shared(const char* from) {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i)
+            unit[i] = __ldg(reinterpret_cast<const typename UnitOf<BYTES>::Type*>(from) + i);
+    }
+    __device__ __forceinline__ void store(char* to) const {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) reinterpret_cast<typename UnitOf<BYTES>::Type*>(to)[i] = unit[i];
+    }
+    __device__ __forceinline__ float get(int i) const { return to_float(reinterpret_cast<const T*>(unit)[i]); }
+    __device__ __forceinline__ void set(int i, float value) { reinterpret_cast<T*>(unit)[i] = from_float<T>(value); }
+};
+
+// Where the two units of a thread are: in halves one in each, in pairs one after the other.
+template <typename T, int UNIT, int LAYOUT> __device__ __forceinline__ int offset_of(int unit, int side, int half) {
+    const int element = LAYOUT == PAIRS ? (2 * unit + side) * UNIT : unit * UNIT + side * half;
+    return element * int(sizeof(T));
+}
+
+// Element i of a side, which are one after the other in halves and every second one in pairs.
+template <int UNIT, int LAYOUT> __device__ __forceinline__ constexpr int place_of(int i, int side) {
+    return LAYOUT == PAIRS ? 2 * i + side : side * UNIT + i;
+}
+
+// Four blocks of a multiprocessor at least: left to itself, the compiler spills 8 bytes on sm_120a.
+template <typename T, typename C, int UNIT, int LOADED, int STORED>
+__global__ void __launch_bounds__(THREADS, 4) rotary_embedding(const __grid_constant__ Params p) {
+    const int slot = p.by_threads.quotient(threadIdx.x), heads_of_block = p.by_threads.quotient(THREADS);
+    const int unit = threadIdx.x - slot * p.row_threads, row = blockIdx.x * heads_of_block + slot;
+    const bool active = slot < heads_of_block && row < p.rows;
+    Some<T, UNIT> x[2], y[2];
+    char* head = nullptr;
+    if (active) {
+        const int token = p.by_heads.quotient(row), batch = p.by_tokens.quotient(token);
+        const int of_token = row - token * p.all_heads, of_batch = token - batch * p.tokens;
+        const bool is_key = of_token >= p.query_heads;
+        const Heads heads = is_key ? p.key : p.query;
+        head = heads.first + batch * heads.batch_stride + of_batch * heads.token_stride +
+               (of_token - (is_key ? p.query_heads : 0)) * heads.head_stride;
+        x[0].load(head + offset_of<T, UNIT, LOADED>(unit, 0, p.half));
+        x[1].load(head + offset_of<T, UNIT, LOADED>(unit, 1, p.half));
+        const int first = unit * UNIT * int(sizeof(C)), second = first + p.second_half * int(sizeof(C));
+        const char* const cos = p.cos + batch * p.cos_batch_stride + of_batch * p.cos_token_stride;
+        const char* const sin = p.sin + batch * p.sin_batch_stride + of_batch * p.sin_token_stride;
+        Some<C, UNIT> cos_of[2], sin_of[2];
+        cos_of[0].load_shared(cos + first), sin_of[0].load_shared(sin + first);
+        cos_of[1].load_shared(cos + second), sin_of[1].load_shared(sin + second);
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            const int a = place_of<UNIT, LOADED>(i, 0), b = place_of<UNIT, LOADED>(i, 1);
+            const float one = x[a / UNIT].get(a % UNIT), two = x[b / UNIT].get(b % UNIT);
+            // Not fused: both products are rounded, as in the twin, so that every machine gives these bits.
+            const float left = __fsub_rn(__fmul_rn(one, cos_of[0].get(i)), __fmul_rn(two, sin_of[0].get(i)));
+            const float right = __fadd_rn(__fmul_rn(two, cos_of[1].get(i)), __fmul_rn(one, sin_of[1].get(i)));
+            const int c = place_of<UNIT, STORED>(i, 0), d = place_of<UNIT, STORED>(i, 1);
+            y[c / UNIT].set(c % UNIT, left), y[d / UNIT].set(d % UNIT, right);
+        }
+    }
+    if constexpr (LOADED != STORED) __syncthreads();
+    if (!active) return;
+    y[0].store(head + offset_of<T, UNIT, STORED>(unit, 0, p.half));
+    y[1].store(head + offset_of<T, UNIT, STORED>(unit, 1, p.half));
+}

@@ -1,0 +1,1 @@
+"""Other libraries whose models run on the kernels of cukern, one module for each."""

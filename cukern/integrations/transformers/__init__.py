@@ -1,0 +1,114 @@
+"""Models of transformers on the kernels of cukern.
+
+    import cukern.integrations.transformers as ck
+
+    model = AutoModelForCausalLM.from_pretrained(..., dtype="bfloat16", device_map="cuda")
+    print(ck.enable(model))          # what was replaced, and what was not and why
+    ck.generate(model, prompts, max_new_tokens=100)
+    ck.disable(model)                # as it was
+
+Experts and attention go through the library's interfaces; routers, norms and rotary embeddings have none, so their
+forwards are replaced, where they compute what a kernel does. That is found by running both on random numbers: no list
+of models decides it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import cukern.torch_ops  # noqa: F401  (torch.compile keeps the calls in its graphs)
+from cukern.integrations.transformers import _attention, _experts, _norms, _rotary, _routers
+from cukern.integrations.transformers._generate import Generated, generate
+from cukern.integrations.transformers._sampling import Sampler
+from cukern.integrations.transformers._state import ATTRIBUTE, Line, Notes, Report, State
+from cukern.runtime import check
+
+__all__ = ["PARTS", "Generated", "Line", "Report", "Sampler", "disable", "enable", "generate"]
+
+_ENABLE = {
+    "experts": _experts.enable,
+    "routers": _routers.enable,
+    "norms": _norms.enable,
+    "sums": _norms.enable_sums,
+    "rotary": _rotary.enable,
+    "attention": _attention.enable,
+}
+#: What `enable` may replace.
+PARTS = tuple(_ENABLE)
+
+
+def _check_model(model: Any) -> torch.device:
+    """The device of a model that can be enabled. Raises TypeError or ValueError for another."""
+    if not isinstance(model, PreTrainedModel):
+        check.fail("model", "a PreTrainedModel of transformers", type(model).__name__, TypeError)
+    if model.training:
+        wanted = "in evaluation mode (model.eval()), since the kernels have no gradients"
+        check.fail("model", wanted, "one in training mode")
+    devices = {x.device for x in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        check.fail("model", "on one device", f"one on {', '.join(sorted(map(str, devices)))}")
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        check.fail("model", "on the CPU or on a CUDA device", f"one on {device}")
+    return device
+
+
+def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
+    """Let a model of transformers run on the kernels of cukern, in place.
+
+    Args:
+        model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy twins do the work, which is
+            slow: a warning says so.
+        parts: what to replace, of "experts", "routers", "norms", "sums" (before norms), "rotary" and "attention".
+
+    Returns:
+        What was replaced, and what was not and why; of a model that is enabled already, what it was then.
+
+    Raises:
+        TypeError: for what is no model of transformers.
+        ValueError: a model in training mode, on several devices, or an unknown part.
+
+    Where a gradient may be asked for, which is so outside of `torch.no_grad()` and `generate`, the model's own code
+    runs. A model that is enabled should not be saved by pickle; `save_pretrained` writes what it always does.
+    """
+    device = _check_model(model)
+    for part in parts:
+        check.one_of("parts", part, PARTS)
+    if (known := model.__dict__.get(ATTRIBUTE)) is not None:
+        warnings.warn("the model is enabled already: it stays as it is", stacklevel=2)
+        return known.report  # type: ignore[no-any-return]
+    if device.type == "cpu":
+        warnings.warn("the model is on the CPU, where the NumPy twins do the work: it will be slow", stacklevel=2)
+    report, notes = Report(type(model).__name__), Notes()
+    state = State(report)
+    try:
+        for part in PARTS:
+            if part in parts:
+                _ENABLE[part](model, state, notes)
+            else:
+                notes.kept.add(part, model, "not asked for")
+    except BaseException:
+        state.restore()
+        raise
+    report.replaced, report.kept = notes.replaced.lines(), notes.kept.lines()
+    for part in sorted({*parts} - report.parts() - {x.part for x in report.kept}, key=PARTS.index):
+        report.kept.append(Line(part, type(model).__name__, 1, "there are none that are known here"))
+    model.__dict__[ATTRIBUTE] = state
+    return report
+
+
+def disable(model: Any) -> None:
+    """Undo `enable`: the model runs as it did before. A model that is not enabled stays as it is.
+
+    Raises TypeError for what is no model of transformers.
+    """
+    if not isinstance(model, PreTrainedModel):
+        check.fail("model", "a PreTrainedModel of transformers", type(model).__name__, TypeError)
+    state = model.__dict__.pop(ATTRIBUTE, None)
+    if state is not None:
+        state.restore()

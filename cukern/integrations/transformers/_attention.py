@@ -1,0 +1,306 @@
+"""Attention: the step of one new token over a cache's rows as pages; prefill by scaled_dot_product_attention.
+
+A cache [batch, kv_heads, tokens, head_dim] is read as pages of 16 tokens that begin anywhere, one for each token that
+has 16 after it: a view whose blocks overlap. So a sequence may begin behind the padding on its left, and the cache may
+have any length. The attention of one token does not depend on the order of the others, so where the last page would
+reach past the end of the memory the incomplete page is the first 16 tokens' in place of the last.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import cukern
+from cukern.integrations.transformers._state import NAME, Notes, State, active, is_traced, wants_gradient
+
+PAGE = 16
+MAX_HEAD_DIM = 256
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: The attribute of a mask that holds the `Rows` that it leaves visible.
+_ROWS = "_cukern_rows"
+
+
+class Rows(NamedTuple):
+    """The tokens of each sequence that a step sees, which are neighbours."""
+
+    starts: torch.Tensor  # int64 [batch]
+    lengths: torch.Tensor  # int32 [batch]
+    shortest: int | None  # None: not known on the host
+
+    @classmethod
+    def of_all(cls, batch: int, tokens: int, device: torch.device) -> Rows:
+        starts = torch.zeros(batch, dtype=torch.int64, device=device)
+        return cls(starts, torch.full((batch,), tokens, dtype=torch.int32, device=device), tokens)
+
+    @classmethod
+    def of_mask(cls, mask: torch.Tensor, batch: int) -> Rows | None:
+        """The rows that a mask bool [batch or 1, 1, 1, tokens] shows; None where they are known not to be neighbours.
+
+        While nothing may be asked of the device, a sequence whose rows are no neighbours gets a length that no cache
+        has: its result is NaN.
+        """
+        seen = mask[:, 0, 0].expand(batch, -1)
+        lengths, starts = seen.sum(-1, dtype=torch.int32), seen.int().argmax(-1)
+        begins = (seen[:, 1:] & ~seen[:, :-1]).sum(-1) + seen[:, 0]
+        if is_traced():
+            return cls(starts, torch.where(begins > 1, 2**30 + 1, lengths).int(), None)
+        most, shortest = torch.stack([begins.max(), lengths.min().to(begins.dtype)]).tolist()
+        return None if most > 1 else cls(starts, lengths, shortest)
+
+
+def _rows(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> Rows | None:
+    """The rows that a step sees; found once for all layers that share a mask."""
+    batch = query.shape[0]
+    if mask is None:
+        return Rows.of_all(batch, tokens, query.device)
+    if torch.compiler.is_compiling():
+        return Rows.of_mask(mask, batch)
+    found = getattr(mask, _ROWS, ())
+    if found == ():
+        found = Rows.of_mask(mask, batch)
+        setattr(mask, _ROWS, found)
+    return found  # type: ignore[return-value]
+
+
+class Pages(NamedTuple):
+    """A cache as pages, and the pages of each sequence."""
+
+    keys: torch.Tensor  # [blocks, PAGE, kv_heads, head_dim], overlapping
+    values: torch.Tensor
+    block_tables: torch.Tensor  # int32 [batch, pages]
+    lengths: torch.Tensor
+
+
+def _as_blocks(x: torch.Tensor) -> torch.Tensor | None:
+    """[batch, kv_heads, tokens, head_dim] as overlapping pages; None where tokens have no common distance."""
+    batch, heads, tokens, dim = x.shape
+    of_batch, of_head, of_token, of_number = x.stride()
+    if batch == 1:
+        of_batch = tokens * of_token
+    if of_number != 1 or of_token <= 0 or of_batch % of_token or tokens < PAGE:
+        return None
+    blocks = (batch - 1) * (of_batch // of_token) + tokens - PAGE + 1
+    return x.as_strided((blocks, PAGE, heads, dim), (of_token, of_token, of_head, 1))
+
+
+def _sequence_distance(x: torch.Tensor) -> int:
+    return 0 if x.shape[0] == 1 else x.stride(0) // x.stride(2)
+
+
+def tables(starts: torch.Tensor, distance: int, pages: int) -> torch.Tensor:
+    """Block tables of sequences that begin at `starts` in a cache with PAGE free tokens behind each: [batch, pages]."""
+    batch = torch.arange(len(starts), device=starts.device) * distance
+    first = (batch + starts)[:, None]
+    return (first + torch.arange(pages, device=starts.device) * PAGE).int()
+
+
+def _tables_within(rows: Rows, distance: int, tokens: int) -> torch.Tensor:
+    """The same without free tokens: the incomplete page comes first in memory, and is the last of the table."""
+    batch = torch.arange(len(rows.starts), device=rows.starts.device) * distance
+    first = (batch + rows.starts)[:, None]
+    rest, whole = (rows.lengths % PAGE)[:, None], (rows.lengths // PAGE)[:, None]
+    page = torch.arange(-(-tokens // PAGE), device=rows.starts.device)
+    return torch.where(page < whole, first + rest + page * PAGE, first).int()
+
+
+def _pages(key: torch.Tensor, value: torch.Tensor, rows: Rows, mask: torch.Tensor | None) -> Pages | None:
+    keys, values = _as_blocks(key), _as_blocks(value)
+    distance = _sequence_distance(key)
+    if keys is None or values is None or keys.shape != values.shape or distance != _sequence_distance(value):
+        return None
+    session = active.session
+    if session is not None and mask is not None and mask is session.mask:
+        own = session.block_tables(distance)
+    elif torch.compiler.is_compiling() or mask is None:
+        own = _tables_within(rows, distance, key.shape[2])
+    else:
+        kept = mask.__dict__.setdefault("_cukern_tables", {})
+        own = kept.get((distance, key.shape[2]))
+        if own is None:
+            own = kept[distance, key.shape[2]] = _tables_within(rows, distance, key.shape[2])
+    return Pages(keys, values, own, rows.lengths)
+
+
+# --- the interface --------------------------------------------------------------------------------------
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask function of transformers' `AttentionMaskInterface`: bool, True where a token is seen, or None for all.
+
+    It is that of sdpa, but for the steps of `generate`, whose session has the mask.
+    """
+    session = active.session
+    if session is not None and session.tokens and q_length == 1:
+        if mask_function is causal_mask_function and kv_length == session.tokens:
+            return session.mask  # type: ignore[no-any-return]
+        allow_is_causal_skip = False
+    return sdpa_mask(  # type: ignore[no-any-return]
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **kwargs,
+    )  # fmt: skip
+
+
+def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> str:
+    """Why a call is left to sdpa; empty: it is not."""
+    if query.shape[2] != 1:
+        return "prefill"
+    if key.shape[-1] != value.shape[-1] or key.shape[-1] % 8 or key.shape[-1] > MAX_HEAD_DIM:
+        return f"heads of {key.shape[-1]} and {value.shape[-1]}"
+    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
+        return "dtypes"
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or tuple(mask.shape[1:3]) != (1, 1)):
+        return "a mask of several heads, or of numbers"
+    if mask is not None and mask.shape[-1] != key.shape[2]:
+        return "a mask of another length"
+    if dropout or kwargs.get("position_bias") is not None or query.shape[1] % key.shape[1]:
+        return "dropout or a bias"
+    return "gradients" if wants_gradient(query, key, value) else ""
+
+
+def attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function of transformers' `AttentionInterface`: [batch, heads, tokens, head_dim] to [batch, tokens, ...]."""
+    out = None
+    if not _why_not(query, key, value, attention_mask, dropout, kwargs):
+        out = _step(query, key, value, attention_mask, scaling, kwargs)
+    if out is not None:
+        return out, None
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return _composed(module, query, key, value, attention_mask, scaling, kwargs), None
+    forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return forward(  # type: ignore[no-any-return]
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def _step(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:  # fmt: skip
+    """Attention of one token by `paged_attention`; None where the cache's rows are no pages."""
+    rows = _rows(mask, query, key.shape[2])
+    if rows is None or (rows.shortest is not None and rows.shortest < PAGE):
+        return None
+    pages = _pages(key, value, rows, mask)
+    if pages is None:
+        return None
+    sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+    with torch.no_grad():
+        out: torch.Tensor = cukern.paged_attention(  # type: ignore[assignment]
+            query[:, :, 0], pages.keys, pages.values, pages.block_tables, pages.lengths, layout="flash",
+            scale=None if scaling is None else float(scaling), softcap=softcap,
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
+        )  # fmt: skip
+        if rows.shortest is None and mask is not None:
+            # Sequences of fewer tokens than a page may have no whole page in the memory.
+            out = torch.where(
+                (rows.lengths < PAGE)[:, None, None], _short(query, key, value, mask, scaling, kwargs), out
+            )
+    return out[:, None]
+
+
+def _short(query: Any, key: Any, value: Any, mask: Any, scaling: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Attention of one token as a composition, [batch, heads, head_dim]."""
+    return _composed(None, query, key, value, mask, scaling, kwargs)[:, 0]
+
+
+def _composed(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Attention with a softcap or sinks as a composition, which sdpa does not have."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if kwargs.get("softcap") is not None:
+        scores = torch.tanh(scores / kwargs["softcap"]) * kwargs["softcap"]
+    if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
+        # Behind the queries, a static cache has tokens that are still to come.
+        mask = mask.tril(0 if module is not None and key.shape[2] > query.shape[2] else key.shape[2] - query.shape[2])
+    if mask is not None:
+        mask = mask[..., : key.shape[2]]
+        floor = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, floor) if mask.dtype == torch.bool else scores + mask
+    if (sinks := kwargs.get("s_aux")) is not None:
+        of_sinks = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, of_sinks], dim=-1)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights[..., : key.shape[2]] @ value).transpose(1, 2).contiguous()
+
+
+# --- enable ---------------------------------------------------------------------------------------------
+
+
+def _classes(model: Any) -> list[Any]:
+    """The attention modules of a model that choose their attention by name."""
+    chooses = "ALL_ATTENTION_FUNCTIONS"
+    return [
+        module
+        for module in model.modules()
+        if (code := getattr(type(module).forward, "__code__", None)) is not None and chooses in code.co_names
+    ]
+
+
+def _why_never(module: Any) -> str:
+    """Why no step of a module goes to `paged_attention`; empty where its sizes do not say."""
+    keys, values = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    keys = getattr(module, "head_dim", None) if not isinstance(keys, int) else keys
+    if isinstance(keys, int) and isinstance(values, int) and keys != values:
+        return f"its keys have {keys} numbers and its values {values}"
+    if isinstance(keys, int) and (keys % 8 or keys > MAX_HEAD_DIM):
+        return f"its heads have {keys} numbers, and the kernel takes multiples of 8 up to {MAX_HEAD_DIM}"
+    return ""
+
+
+def enable(model: Any, state: State, notes: Notes) -> None:
+    """Let the model attend by `attention_forward`."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):
+        notes.kept.add("attention", model, "transformers gives it no choice of an attention")
+        return
+    modules = _classes(model)
+    if not modules:
+        notes.kept.add("attention", model, "no module of it chooses its attention by name")
+        return
+    configs = {id(module.config): module.config for module in (model, *modules) if hasattr(module, "config")}
+    for config in list(configs.values()):
+        for name in getattr(config, "sub_configs", {}) or {}:
+            if (own := getattr(config, name, None)) is not None:
+                configs[id(own)] = own
+    for config in configs.values():
+        before = config._attn_implementation
+        config._attn_implementation_internal = NAME
+        state.undo.append(
+            lambda config=config, before=before: setattr(config, "_attn_implementation_internal", before)  # type: ignore[misc]
+        )
+    for module in modules:
+        if reason := _why_never(module):
+            notes.kept.add("attention", module, f"sdpa, since {reason}")
+        else:
+            notes.replaced.add("attention", module, "paged_attention for a step over a cache, sdpa for more tokens")

@@ -1,0 +1,105 @@
+"""The cache of `generate`: static, its rows pages, and its length one number on the device for all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+import cukern
+from cukern.integrations.transformers._attention import PAGE
+
+
+class Slots:
+    """Where the tokens of a forward go: the same in every layer and for every sequence.
+
+    The length is on the device, so that one CUDA graph of a step serves all steps.
+    """
+
+    def __init__(self, batch: int, tokens: int, device: torch.device) -> None:
+        self.batch, self.tokens = batch, tokens
+        self.length = torch.zeros((), dtype=torch.int64, device=device)
+        self._first = torch.arange(batch, device=device)[:, None] * tokens
+        self.places = self.slots = torch.empty(0, dtype=torch.int64, device=device)
+
+    def begin(self, count: int) -> None:
+        """Make room for `count` tokens of each sequence: their places in it, and their slots in the cache."""
+        # One token, as in all steps, takes one small kernel in place of three.
+        self.places = (
+            self.length.view(1) if count == 1 else torch.arange(count, device=self.length.device) + self.length
+        )
+        self.slots = (self._first + self.places).flatten()
+
+    def end(self, count: int) -> None:
+        """The tokens are there."""
+        self.length += count
+
+
+class PagedLayer(StaticLayer):  # type: ignore[misc]
+    """Keys and values [batch, tokens, kv_heads, head_dim], written by one launch for both.
+
+    Where a model keeps keys and values of different sizes, they are those of a `StaticLayer`.
+    """
+
+    is_sliding = False
+
+    def __init__(self, max_cache_len: int, slots: Slots) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        self._slots = slots
+        self._pages: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the layer like the first keys and values."""
+        if key_states.shape[1:] != value_states.shape[1:] and key_states.shape[-1] != value_states.shape[-1]:
+            super().lazy_initialization(key_states, value_states)
+            return
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads, _, dim = key_states.shape
+        self.batch_size, self.num_heads, self.k_head_dim, self.v_head_dim = batch, heads, dim, dim
+        shape = batch * self.max_cache_len // PAGE, PAGE, heads, dim
+        # Not empty: sdpa multiplies what it has masked by zero.
+        self._pages = key_states.new_zeros(shape), key_states.new_zeros(shape)
+        self.keys, self.values = (x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self._pages)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new keys and values to their slots; returns all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self._pages is None:
+            keys, values = self.keys, self.values
+            assert keys is not None and values is not None
+            return (
+                keys.index_copy_(2, self._slots.places, key_states),
+                values.index_copy_(2, self._slots.places, value_states),
+            )
+        key, value = (
+            x.transpose(1, 2).reshape(-1, self.num_heads, self.k_head_dim) for x in (key_states, value_states)
+        )
+        cukern.reshape_and_cache_flash(key, value, self._pages[0], self._pages[1], self._slots.slots, "auto", 1.0, 1.0)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> torch.Tensor:
+        """The tokens that were there before this forward."""
+        return self._slots.length
+
+
+def static_cache(model: Any, batch: int, tokens: int, device: torch.device) -> tuple[Cache, Slots] | str:
+    """A cache for steps that can be captured, or why there is none.
+
+    `tokens` is a multiple of PAGE. Layers with a sliding window keep all tokens: their masks say which are seen.
+    """
+    try:
+        cache = StaticCache(config=model.config, max_cache_len=tokens)
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        return f"transformers has no static cache for it ({error})"
+    slots = Slots(batch, tokens, device)
+    for i, layer in enumerate(cache.layers):
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+            return f"its cache has layers of {type(layer).__name__}, whose steps differ from each other on the host"
+        cache.layers[i] = PagedLayer(tokens, slots)
+    return cache, slots

@@ -1,0 +1,218 @@
+"""The experts of a model: `fused_experts` where it has their formula, else grouped products around their own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+import cukern
+from cukern.integrations.transformers._state import NAME, Notes, State, wants_gradient
+
+#: The attribute of a module of experts that holds its `Form`.
+_FORM = "_cukern_form"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x) ** 2,
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the experts of a module are computed."""
+
+    activation: str | None  # None: by the module's own code
+    options: dict[str, Any] = field(default_factory=dict)  # of the activation
+    by_torch: str = ""  # why torch's grouped product is taken; empty: it is not
+
+    @property
+    def is_fused(self) -> bool:
+        return self.activation is not None and not self.by_torch
+
+    def __str__(self) -> str:
+        if self.is_fused:
+            return f"fused_experts, {self.activation}{', interleaved' * bool(self.options.get('interleaved'))}"
+        product = f"torch's grouped product ({self.by_torch})" if self.by_torch else "moe_gemm"
+        return f"moe_permute, {product} and moe_unpermute around the activation of the model"
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether transformers dispatches the forward of the module by the name of an implementation."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj"))
+
+
+def _first(module: Any) -> torch.Tensor:
+    weights = module.gate_up_proj if module.has_gate else module.up_proj
+    assert isinstance(weights, torch.Tensor)
+    return weights
+
+
+def _bounds(module: Any) -> Iterator[tuple[float, float]]:
+    """alpha and limit, if a module has such numbers."""
+    for alpha in ("alpha", "swiglu_alpha"):
+        for limit in ("limit", "swiglu_limit"):
+            found = getattr(module, alpha, None), getattr(module, limit, None)
+            if all(isinstance(x, (int, float)) for x in found):
+                yield float(found[0]), float(found[1])  # type: ignore[arg-type]
+
+
+def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]]:
+    """Activations of the kernels: name, options, and formula on rows of gates and ups, or of sums."""
+    if not module.has_gate:
+        for name, function in _GATES.items():
+            yield f"{name}_no_mul", {}, function
+        return
+    for interleaved in (False, True):
+
+        def halves(x: torch.Tensor, interleaved: bool = interleaved) -> tuple[torch.Tensor, ...]:
+            return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+        shared = {"interleaved": True} if interleaved else {}
+        for name, function in _GATES.items():
+            yield name, shared, lambda x, f=function, h=halves: f(h(x)[0]) * h(x)[1]  # type: ignore[misc]
+        for alpha, limit in _bounds(module):
+
+            def oai(x: torch.Tensor, a: float = alpha, m: float = limit, h: Any = halves) -> torch.Tensor:
+                gate, up = h(x)
+                gate = gate.clamp(max=m)
+                return gate * torch.sigmoid(gate * a) * (up.clamp(-m, m) + 1)
+
+            yield "swigluoai", {"alpha": alpha, "limit": limit, **shared}, oai
+
+
+@torch.no_grad()
+def form_of(module: Any) -> Form:
+    """How the module is computed, found by what its activation gives for random numbers."""
+    first = _first(module)
+    why = ""
+    if module.is_transposed:
+        why = "weights are [experts, in, out]"
+    if module.has_post_expert_norm if hasattr(module, "has_post_expert_norm") else False:
+        return Form(None, by_torch=why)
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randn(64, 32, generator=generator) * 6).to(first.device)
+    try:
+        wanted = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    except (RuntimeError, ValueError, TypeError, AttributeError):
+        return Form(None, by_torch=why)
+    for name, options, formula in _candidates(module):
+        got = formula(rows)
+        if got.shape == wanted.shape and torch.allclose(got, wanted.float(), rtol=1e-4, atol=1e-5):
+            return Form(name, options, why)
+    return Form(None, by_torch=why)
+
+
+# --- the forward ----------------------------------------------------------------------------------------
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts of transformers' `ExpertsInterface`: tokens [tokens, hidden] to their weighted sums.
+
+    An id that names no expert, as expert parallelism leaves behind, has no part in them. Where a gradient is asked
+    for, the module's own code runs.
+    """
+    first, second = _first(self), self.down_proj
+    if wants_gradient(hidden_states, first, top_k_weights):
+        own = type(self).forward.__wrapped__
+        return own(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        form = self.__dict__.get(_FORM)
+        if form is None:  # of another model with the same configuration
+            form = self.__dict__[_FORM] = form_of(self)
+        biases = None, None
+        if self.has_bias:
+            biases = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias), self.down_proj_bias
+        x = hidden_states.to(first.dtype).contiguous()
+        weights, ids = top_k_weights.float().contiguous(), top_k_index.contiguous()
+        if form.is_fused:
+            out = cukern.fused_experts(
+                x, first, second, weights, ids, activation=form.activation, w1_bias=biases[0], w2_bias=biases[1],
+                **form.options,
+            )  # fmt: skip
+        else:
+            out = _in_pieces(self, form, x, weights, ids, (first, second), biases)
+        return out.to(hidden_states.dtype)
+
+
+def _in_pieces(
+    self: Any, form: Form, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, products: Any, biases: Any
+) -> torch.Tensor:
+    """The experts with the activation, and the norm, of the module itself."""
+    rows, _, offsets, inverse, _ = cukern.moe_permute(x, None, ids, products[0].shape[0])
+    sums = _product(form, rows, products[0], offsets, biases[0])
+    activated = self._apply_gate(sums) if self.has_gate else self.act_fn(sums)
+    sums = _product(form, activated.to(x.dtype).contiguous(), products[1], offsets, biases[1])
+    if getattr(self, "has_post_expert_norm", False):
+        sums = self.post_expert_norm(sums)
+    return cukern.moe_unpermute(torch.empty_like(x), sums.contiguous(), weights, inverse, offsets)  # type: ignore
+
+
+def _product(
+    form: Form, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if not form.by_torch:
+        return cukern.moe_gemm(rows, weights, offsets, bias=bias)  # type: ignore[return-value]
+    ends = offsets[1:].to(torch.int32)
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
+        out = grouped(rows, weights, offs=ends)
+    else:
+        out = rows.new_zeros(rows.shape[0], weights.shape[2])
+        begin = 0
+        for expert, end in enumerate(ends.tolist()):
+            torch.mm(rows[begin:end], weights[expert], out=out[begin:end])
+            begin = end
+    if bias is not None:
+        every = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
+        experts = torch.searchsorted(ends, every, right=True).clamp_(max=len(bias) - 1)
+        out = out + bias[experts]
+    return out
+
+
+# --- enable ---------------------------------------------------------------------------------------------
+
+
+def _why_not(module: Any) -> str:
+    first = _first(module)
+    if first.dim() != 3 or first.dtype not in _DTYPES:
+        return f"weights of {str(first.dtype).removeprefix('torch.')} {list(first.shape)}"
+    if first.dtype != module.down_proj.dtype:
+        return "its two weights have different dtypes"
+    return ""
+
+
+def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
+    """Let all experts of the model run on the kernels."""
+    ExpertsInterface.register(NAME, experts_forward)
+    assert NAME in ALL_EXPERTS_FUNCTIONS
+    configs: dict[int, tuple[Any, Any]] = {}
+    kept = set()
+    for module in filter(is_experts, model.modules()):
+        if reason := _why_not(module):
+            notes.kept.add("experts", module, reason)
+            kept.add(id(module.config))
+            continue
+        form = form_of(module)
+        module.__dict__[_FORM] = form
+        state.undo.append(lambda module=module: module.__dict__.pop(_FORM, None))  # type: ignore[misc]
+        notes.replaced.add("experts", module, str(form))
+        configs[id(module.config)] = module.config, module.config._experts_implementation
+    for key, (config, before) in configs.items():
+        if key in kept:
+            raise ValueError(
+                "model has experts of one configuration that the kernels take, and others that they do not"
+            )
+        # Models choose by their configuration, which a module of experts shares.
+        config._experts_implementation_internal = NAME
+        state.undo.append(
+            lambda config=config, before=before: setattr(config, "_experts_implementation_internal", before)  # type: ignore[misc]
+        )

@@ -1,0 +1,177 @@
+"""RMS norms, and the sum before them where a layer has one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import cukern
+from cukern.integrations.transformers._rewrite import own_forward, rewritten
+from cukern.integrations.transformers._state import (
+    Notes,
+    State,
+    active,
+    copied,
+    simple_attributes,
+    wants_gradient,
+)
+
+#: The attribute of a norm that holds its (epsilon, weight_offset).
+_NUMBERS = "_cukern_norm"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _takes(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether the kernel takes rows as they are."""
+    if x.dtype not in _DTYPES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
+        return False
+    return x.stride(-1) == 1 and (x.dim() <= 3 or x.is_contiguous()) and not wants_gradient(x, weight)
+
+
+def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
+    return weight.detach() if weight is not None and torch.is_grad_enabled() else weight
+
+
+def norm_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward of a norm that is replaced. With more arguments, such as a gate, its own runs."""
+    weight = getattr(self, "weight", None)
+    if args or kwargs or not _takes(hidden_states, weight):
+        return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+    epsilon, offset = self.__dict__[_NUMBERS]
+    return cukern.rms_norm(hidden_states, _detached(weight), epsilon, weight_offset=offset)  # type: ignore[return-value]
+
+
+def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of a sum, and the sum."""
+    weight, numbers = getattr(norm, "weight", None), norm.__dict__.get(_NUMBERS)
+    fits = numbers is not None and hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
+    # Both are overwritten, which others would see who record hidden states.
+    if active.session is not None and fits and _takes(hidden_states, weight) and _takes(residual, weight):
+        return cukern.fused_add_rms_norm(  # type: ignore[return-value]
+            hidden_states, residual, _detached(weight), numbers[0], weight_offset=numbers[1]
+        )
+    residual = residual + hidden_states
+    return norm(residual), residual
+
+
+# --- which modules are norms ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _numbers_of(module: Any) -> tuple[float, float] | None:
+    """epsilon and weight_offset of a norm, found by what it gives for random numbers; None for another formula."""
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(epsilon, (int, float)) or (weight is not None and weight.dim() != 1):
+        return None
+    width = 24 if weight is None else len(weight)
+    rows = torch.randn(5, width, generator=torch.Generator().manual_seed(3)) * 0.7
+    probe = copied(module)
+    try:
+        wanted = type(probe).forward(probe, rows)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None
+    if not isinstance(wanted, torch.Tensor) or wanted.shape != rows.shape:
+        return None
+    for offset in (0.0, 1.0):
+        got = cukern.rms_norm(rows, getattr(probe, "weight", None), float(epsilon), weight_offset=offset)
+        if torch.allclose(got, wanted.float(), rtol=1e-4, atol=1e-5):
+            return float(epsilon), offset
+    return None
+
+
+def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
+    """Let all RMS norms of the model run on `rms_norm`."""
+    known: dict[Any, tuple[float, float] | None] = {}
+    for module in model.modules():
+        if "RMSNorm" not in type(module).__name__ or next(module.children(), None) is not None:
+            continue
+        if "forward" in module.__dict__:
+            notes.kept.add("norms", module, "its forward was replaced before")
+            continue
+        key = simple_attributes(module)
+        if key not in known:
+            known[key] = _numbers_of(module)
+        numbers = known[key]
+        if numbers is None:
+            notes.kept.add("norms", module, "its formula is not that of an RMS norm alone")
+            continue
+        module.__dict__[_NUMBERS] = numbers
+        state.undo.append(lambda module=module: module.__dict__.pop(_NUMBERS, None))  # type: ignore[misc]
+        state.replace_forward(module, norm_forward)
+        notes.replaced.add("norms", module, f"rms_norm{', of weights that are stored minus 1' * bool(numbers[1])}")
+
+
+# --- sums before norms ----------------------------------------------------------------------------------
+
+
+def _is(statement: ast.stmt, text: str) -> bool:
+    return ast.dump(statement) == ast.dump(ast.parse(text).body[0])
+
+
+def _norm_in(statement: ast.stmt) -> str | None:
+    """The name of the norm in `hidden_states = self.NAME(hidden_states)`."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Name("hidden_states")],
+            value=ast.Call(ast.Attribute(ast.Name("self"), name), [ast.Name("hidden_states")], []),
+        ):
+            return name
+    return None
+
+
+def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
+    """The statements with each sum and the norm after it as one, and the names of these norms."""
+    made, names, i = [], [], 0
+    while i < len(body):
+        name = None
+        if (
+            i + 2 < len(body)
+            and _is(body[i], "hidden_states = residual + hidden_states")
+            and _is(body[i + 1], "residual = hidden_states")
+        ):
+            name = _norm_in(body[i + 2])
+        if name is None:
+            made.append(body[i])
+            i += 1
+            continue
+        text = f"hidden_states, residual = _cukern_add_norm(self.{name}, hidden_states, residual)"
+        made.append(ast.copy_location(ast.parse(text).body[0], body[i]))
+        names.append(name)
+        i += 3
+    return made, names
+
+
+def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
+    """A layer's forward with `add_norm` for each sum before a norm; None where it has none, or cannot be read."""
+    forward, names = own_forward(module), []
+
+    def change(body: list[ast.stmt]) -> list[ast.stmt]:
+        made, found = _fused(body)
+        names.extend(found)
+        return made
+
+    made = None if forward is None else rewritten(forward, {"_cukern_add_norm": add_norm}, change)
+    return None if made is None or not names else (made, names)
+
+
+def enable_sums(model: torch.nn.Module, state: State, notes: Notes) -> None:
+    """Let the layers of the model add up and norm in one kernel, while `generate` runs."""
+    known: dict[Any, Any] = {}
+    for module in model.modules():
+        forward = type(module).forward
+        if not type(module).__name__.endswith(("Layer", "Block")) or "forward" in module.__dict__:
+            continue
+        if forward not in known:
+            known[forward] = _rewritten(module)
+        if known[forward] is None:
+            continue
+        made, names = known[forward]
+        if not all(_NUMBERS in getattr(module, name).__dict__ for name in names):
+            notes.kept.add("sums", module, "their norm is not replaced")
+            continue
+        state.replace_forward(module, made)
+        notes.replaced.add("sums", module, "fused_add_rms_norm, in generate of this package")

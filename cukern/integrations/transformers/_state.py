@@ -1,0 +1,152 @@
+"""What `enable` has changed in a model, and what it says of that."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+#: The attribute of a model that holds its `State`.
+ATTRIBUTE = "_cukern"
+#: The name by which the interfaces of transformers know the functions of this package.
+NAME = "cukern"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A part of the model, and what became of it."""
+
+    part: str  # such as "experts"
+    what: str  # the class of the modules
+    count: int
+    how: str  # the ops that run it, or why it stays as it is
+
+
+@dataclass
+class Report:
+    """What `enable` has replaced, and what it has not and why. Printed, it is a table."""
+
+    model: str
+    replaced: list[Line] = field(default_factory=list)
+    kept: list[Line] = field(default_factory=list)
+
+    def parts(self) -> set[str]:
+        """The parts of which something was replaced."""
+        return {line.part for line in self.replaced}
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} on cukern"]
+        for title, rows in (("replaced", self.replaced), ("as it was", self.kept)):
+            lines += [f"  {title}"] * bool(rows)
+            lines += [f"    {x.part:9}  {f'{x.count} x ' if x.count > 1 else ''}{x.what}: {x.how}" for x in rows]
+        return "\n".join(lines)
+
+
+class State:
+    """The changes of a model, so that they can be taken back."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.undo: list[Callable[[], None]] = []
+        self.sessions: dict[Any, Any] = {}  # of `generate`, by their sizes
+
+    def replace_forward(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        """Give a module, and no other of its class, another forward."""
+        before = module.__dict__.get("forward")
+        module.forward = types.MethodType(forward, module)
+
+        def restore() -> None:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+        self.undo.append(restore)
+
+    def restore(self) -> None:
+        """Undo all changes, the last one first."""
+        while self.undo:
+            self.undo.pop()()
+        self.sessions.clear()
+
+
+class _Gathered(dict[tuple[str, str, str], int]):
+    """Lines of a report that differ in nothing but the module, counted."""
+
+    def add(self, part: str, module: Any, how: str) -> None:
+        name = module if isinstance(module, str) else type(module).__name__
+        key = part, name, how
+        self[key] = self.get(key, 0) + 1
+
+    def lines(self) -> list[Line]:
+        return [Line(part, name, count, how) for (part, name, how), count in self.items()]
+
+
+class Notes:
+    """The lines of a report while it is made."""
+
+    def __init__(self) -> None:
+        self.replaced, self.kept = _Gathered(), _Gathered()
+
+
+# --- when the kernels run -------------------------------------------------------------------------------
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient may be asked for: the kernels have none, so the model's own code must run."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_traced() -> bool:
+    """Whether nothing may be asked of the device: torch.compile traces, or a CUDA graph is captured."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class _Active(threading.local):
+    """What `generate` of this thread runs on."""
+
+    session: Any = None
+
+
+active = _Active()
+
+
+@contextlib.contextmanager
+def running(session: Any) -> Iterator[None]:
+    """While `session` runs, sums may overwrite their terms: nobody else sees the hidden states."""
+    before, active.session = active.session, session
+    try:
+        yield
+    finally:
+        active.session = before
+
+
+def copied(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a small module in float32 on the CPU with random numbers, for comparisons with a formula."""
+    import copy
+
+    generator = torch.Generator().manual_seed(1)
+    state, module.__dict__ = module.__dict__, {k: v for k, v in module.__dict__.items() if k != "forward"}
+    try:
+        made = copy.deepcopy(module)
+    finally:
+        module.__dict__ = state
+    made = made.to("cpu").float().requires_grad_(False)
+    for x in (*made.parameters(), *made.buffers()):
+        if x.is_floating_point():
+            x.copy_(torch.randn(x.shape, generator=generator) * 0.5)
+    return made
+
+
+def simple_attributes(module: torch.nn.Module) -> tuple[Any, ...]:
+    """The class of a module, its numbers and the shapes of its tensors: what its formula may depend on."""
+    plain = (str, int, float, bool, type(None))
+    numbers = {k: v for k, v in vars(module).items() if isinstance(v, plain) and k != "layer_idx"}
+    shapes = {k: tuple(x.shape) for k, x in [*module.named_parameters(), *module.named_buffers()]}
+    return type(module), tuple(sorted(numbers.items(), key=str)), tuple(sorted(shapes.items()))

@@ -1,0 +1,224 @@
+"""Rotary position embedding of queries and keys, in place."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from cukern.reference import rotary_embedding as twin
+from cukern.reference.rotary_embedding import LAYOUTS, has_second_half
+from cukern.runtime import arrays, check, template
+from cukern.runtime.arrays import AnyArray
+from cukern.runtime.describe import Array, expect_array, expect_place
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div, late
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, run_twin
+from cukern.runtime.units import divisor
+
+__all__ = ["rotary_embedding"]
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: "wide" loads 16 bytes at a time, "narrow" one element.
+VARIANTS = ("auto", "wide", "narrow")
+MAX_ROWS = 2**31 - 2**12
+#: Of a head, so that "narrow" has a thread for each pair.
+MAX_ROTARY_DIM = 512
+_WIDEST = 16
+
+_kernel = Kernel("rotary_embedding", "rotary_embedding")
+
+
+def _variant(dtype: str, angle_dtype: str, wide: bool, layout: str) -> Variant:
+    loaded, stored = ("PAIRS" if in_pairs else "HALVES" for in_pairs in LAYOUTS[layout])
+    unit = _WIDEST // arrays.ITEM_SIZE[dtype] if wide else 1
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], arrays.CUDA_TYPE[angle_dtype], unit, loaded, stored)
+
+
+_kernel.at_import = [_variant("bfloat16", "bfloat16", True, layout).instance for layout in ("half", "deinterleaved")]
+_kernel.specialized = [
+    _variant(dtype, angle_dtype, True, layout).instance
+    for dtype in DTYPES
+    for angle_dtype in dict.fromkeys((dtype, "float32"))
+    for layout in LAYOUTS
+]
+
+
+def _expect_heads(name: str, array: Array, rotary_dim: int) -> None:
+    """Raises ValueError unless heads have at least `rotary_dim` contiguous numbers, and no two overlap."""
+    if array.shape[-1] < rotary_dim:
+        check.fail(name, f"of a head_dim of at least {rotary_dim} (rotary_dim)", array.shape[-1])
+    strides, width = array.strides, array.shape[-1]
+    if any(n == 0 for n in array.shape):
+        return
+    if strides[-1] != 1 and width > 1:
+        check.fail(name, "contiguous along its last dimension", f"strides {strides} (in elements)")
+    apart = [(abs(x), n) for x, n in zip(strides[:-1], array.shape[:-1], strict=True) if type(n) is not int or n > 1]
+    for stride, count in sorted(apart, key=operator.itemgetter(0)):
+        if stride < width and count > 1:
+            check.fail(name, "of heads that do not overlap", f"strides {strides} (in elements)")
+        # What lies behind a late dimension is known not to overlap by its first distance alone.
+        width = stride * (count - 1) + width if type(count) is int else max(stride, width)
+
+
+def _check_angles(cos: Any, sin: Any, query: Array, unsqueeze_dim: int, rotary_dim: int | None) -> tuple[int, int]:
+    """The checked rotary_dim, and how many columns cos and sin have. They have the shape of `query` without heads."""
+    lengths = [n for i, n in enumerate(query.shape[:-1]) if i != unsqueeze_dim]
+    symbols = "[tokens, rotary_dim]" if len(lengths) == 1 else "[batch or 1, tokens, rotary_dim]"
+    for name, array in (("cos", cos), ("sin", sin)):
+        expect_place(name, array, query, "query")
+        check.dtype(name, array.dtype, dict.fromkeys((query.dtype, "float32")))
+        shape = array.shape
+        fits = len(shape) == len(query.shape) - 1 and shape[-2] == lengths[-1]
+        if not fits or (len(lengths) == 2 and shape[0] != lengths[0] and shape[0] != 1):
+            check.fail(name, f"of shape {symbols} with those of query, {lengths}", list(shape))
+        if array.strides[-1] != 1 and shape[-1] > 1 and all(n != 0 for n in shape):
+            check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
+    check.dtype("sin", sin.dtype, (cos.dtype,))
+    columns = cos.shape[-1]
+    if sin.shape[-1] != columns:
+        check.fail("sin", f"of {columns} columns like cos", sin.shape[-1])
+    rotary_dim = columns if rotary_dim is None else check.integer("rotary_dim", rotary_dim, 2, MAX_ROTARY_DIM)
+    if rotary_dim % 2 or not 2 <= rotary_dim <= MAX_ROTARY_DIM:
+        name = "cos" if rotary_dim == columns else "rotary_dim"
+        check.fail(name, f"of an even rotary_dim in [2, {MAX_ROTARY_DIM}]", rotary_dim)
+    if columns not in (rotary_dim, rotary_dim // 2):
+        check.fail("cos", f"of {rotary_dim} (rotary_dim) or {rotary_dim // 2} columns", columns)
+    return rotary_dim, columns
+
+
+def _strides(array: Array, unsqueeze_dim: int) -> tuple[Any, Any, Any]:
+    """The strides between batch entries, heads and tokens, in bytes."""
+    outer = [x * array.item_size for x in array.strides[:-1]]
+    head = outer.pop(unsqueeze_dim)
+    return (outer[0] if len(outer) == 2 else 0), head, outer[-1]
+
+
+def _angle_strides(array: Array, batch: Any) -> tuple[Any, Any]:
+    """The same of cos or sin, whose batch may be one for all."""
+    if len(array.shape) == 2:
+        return 0, array.strides[0] * array.item_size
+    shared = array.shape[0] == 1 and batch != 1
+    return 0 if shared else array.strides[0] * array.item_size, array.strides[1] * array.item_size
+
+
+def _choose_wide(variant: str, half: int, columns: int, moved: list[tuple[Array, tuple[Any, ...]]]) -> bool:
+    """Whether all that is loaded is in units of 16 bytes. Raises ValueError where "wide" is asked for in vain."""
+    check.one_of("variant", variant, VARIANTS)
+    unit = _WIDEST // moved[0][0].item_size
+    wide = half % unit == 0 and columns % unit == 0
+    wide = wide and all(x.alignment == _WIDEST and all(y % _WIDEST == 0 for y in of) for x, of in moved)
+    if variant == "wide" and not wide:
+        why = "halves, addresses or strides are no multiples of 16 bytes"
+        check.fail("variant", "'auto' or 'narrow' here", f"'wide': {why}")
+    return wide and variant != "narrow"
+
+
+@op(
+    twin.rotary_embedding,
+    "rotary_embedding(Tensor(a!) query, Tensor(b!) key, Tensor cos, Tensor sin, *, str layout='half', "
+    "int? rotary_dim=None, int unsqueeze_dim=1, str variant='auto') -> ()",
+    rows={"tokens": ("query", "key", "cos", "sin")},
+)
+def rotary_embedding(
+    query: AnyArray,
+    key: AnyArray,
+    cos: AnyArray,
+    sin: AnyArray,
+    *,
+    layout: str = "half",
+    rotary_dim: int | None = None,
+    unsqueeze_dim: int = 1,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
+    """Rotate the heads of queries and keys by the angles of their positions, in place.
+
+    For j < rotary_dim / 2, with the cosine c and the sine s of the token's angle j,
+
+        first', second' = first * c - second * s, second * c + first * s
+
+    where `layout` says which two numbers of a head are rotated together: "half" x[j] and x[j + rotary_dim / 2] (the
+    `rotate_half` of Llama, Qwen, Mixtral, NeoX); "interleaved" x[2 j] and x[2 j + 1] (GLM, Cohere, GPT-J, and the code
+    that DeepSeek published); "deinterleaved" reads as "interleaved" and writes as "half", as DeepSeek-V3 does in
+    transformers. The numbers of a head from rotary_dim on stay as they are.
+
+    Args:
+        query: [tokens, heads, head_dim], or [batch, heads, tokens, head_dim] as transformers has it; float32, float16
+            or bfloat16. The last dimension is contiguous, and heads do not overlap; other strides are free. Written.
+        key: the same, of any number of heads and any head_dim. Written.
+        cos, sin: [tokens, rotary_dim], or [batch or 1, tokens, rotary_dim], in the dtype of `query` or float32. In
+            layouts that write halves, the second number of a pair has the column j + rotary_dim / 2, which models fill
+            with the same angle; or they have rotary_dim / 2 columns, with rotary_dim given. "interleaved" reads the
+            first half alone.
+        layout: "half", "interleaved" or "deinterleaved".
+        rotary_dim: an even number of at most 512 and the head_dim; None: the columns of `cos`.
+        unsqueeze_dim: the dimension of the heads in `query` and `key`: 1, or 2 for [batch, tokens, heads, head_dim].
+        variant: "auto", or a kernel by name: "wide" (loads of 16 bytes) or "narrow" (of one element).
+
+    Returns:
+        query and key. It is computed in float32 and rounded once; transformers rounds each product as well.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or options that do not fit; the message names the argument.
+
+    Rotary embedding is that of Su et al. (arXiv:2104.09864). The positional arguments are those of transformers'
+    `apply_rotary_pos_emb`, which returns new tensors.
+    """
+    expect_array("query", query, DTYPES)
+    if len(query.shape) not in (3, 4):
+        check.fail("query", "of shape [tokens, heads, head_dim] or [batch, heads, tokens, head_dim]", list(query.shape))
+    dims = len(query.shape)
+    check.one_of("layout", layout, tuple(LAYOUTS))
+    check.integer("unsqueeze_dim", unsqueeze_dim, 1, dims - 2)
+    expect_place("key", key, query, "query")
+    check.dtype("key", key.dtype, (query.dtype,))
+    same = len(key.shape) == dims and all(i == unsqueeze_dim or key.shape[i] == query.shape[i] for i in range(dims - 1))
+    if not same:
+        check.fail("key", f"like query but for heads and head_dim, {list(query.shape)}", list(key.shape))
+    rotary_dim, columns = _check_angles(cos, sin, query, unsqueeze_dim, rotary_dim)
+    for name, array in (("query", query), ("key", key)):
+        _expect_heads(name, array, rotary_dim)
+    if query.on_host:
+        run_twin(variant, VARIANTS)
+        return query, key
+    lengths = [n for i, n in enumerate(query.shape[:-1]) if i != unsqueeze_dim]
+    batch, tokens = lengths if len(lengths) == 2 else (1, lengths[0])
+    strides = {name: _strides(x, unsqueeze_dim) for name, x in (("query", query), ("key", key))}
+    angles = {name: _angle_strides(x, batch) for name, x in (("cos", cos), ("sin", sin))}
+    moved = [(query, strides["query"]), (key, strides["key"]), (cos, angles["cos"]), (sin, angles["sin"])]
+    half = rotary_dim // 2
+    wide = _choose_wide(variant, half, columns, moved)
+    heads = query.shape[unsqueeze_dim] + key.shape[unsqueeze_dim]
+    rows = batch * tokens * heads
+    if rows > MAX_ROWS:
+        check.fail("query", f"of at most {MAX_ROWS} heads of tokens, with those of key", rows)
+    if rows == 0:
+        return query, key
+    threads = template.constants(_kernel.file)["THREADS"]
+    row_threads = half // (_WIDEST // query.item_size if wide else 1)
+    second = half if has_second_half(layout, columns, rotary_dim) else 0
+    launch(
+        _variant(query.dtype, cos.dtype, wide, layout),
+        ceil_div(rows, threads // row_threads),
+        threads,
+        query=(query, *strides["query"]),
+        key=(key, *strides["key"]),
+        cos=cos,
+        sin=sin,
+        cos_batch_stride=angles["cos"][0],
+        cos_token_stride=angles["cos"][1],
+        sin_batch_stride=angles["sin"][0],
+        sin_token_stride=angles["sin"][1],
+        by_heads=divisor(heads),
+        by_tokens=late(divisor, tokens),
+        by_threads=divisor(row_threads),
+        rows=rows,
+        all_heads=heads,
+        query_heads=query.shape[unsqueeze_dim],
+        tokens=tokens,
+        row_threads=row_threads,
+        half=half,
+        second_half=second,
+    )
+    return query, key

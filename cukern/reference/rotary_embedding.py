@@ -1,0 +1,52 @@
+"""Rotary position embedding in NumPy.
+
+The arguments are those of `cukern.ops.rotary_embedding`, already checked there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+#: What is read in pairs, and what is written in pairs; all else is in halves.
+LAYOUTS = {"half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
+
+
+def rotary_embedding(
+    query: Array,
+    key: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    layout: str = "half",
+    rotary_dim: int | None = None,
+    unsqueeze_dim: int = 1,
+) -> tuple[Array, Array]:
+    """See `cukern.rotary_embedding`."""
+    rotary_dim = rotary_dim or cos.shape[-1]
+    half = rotary_dim // 2
+    second = slice(half, rotary_dim) if has_second_half(layout, cos.shape[-1], rotary_dim) else slice(half)
+    cos, sin = (np.expand_dims(x, unsqueeze_dim).astype(np.float32) for x in (cos, sin))
+    loaded, stored = (_sides(half, in_pairs) for in_pairs in LAYOUTS[layout])
+    for x in (query, key):
+        first, other = (x[..., side].astype(np.float32) for side in loaded)
+        with np.errstate(over="ignore", invalid="ignore"):
+            x[..., stored[0]] = (first * cos[..., :half] - other * sin[..., :half]).astype(x.dtype)
+            x[..., stored[1]] = (other * cos[..., second] + first * sin[..., second]).astype(x.dtype)
+    return query, key
+
+
+def _sides(half: int, in_pairs: bool) -> tuple[slice, slice]:
+    """The two numbers that are rotated together, of all of a head."""
+    if in_pairs:
+        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    return slice(half), slice(half, 2 * half)
+
+
+def has_second_half(layout: str, columns: int, rotary_dim: int) -> bool:
+    """Whether the second number of a pair has a cosine of its own, as in `rotate_half`; else it has the first one's."""
+    return layout != "interleaved" and columns == rotary_dim

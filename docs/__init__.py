@@ -1,0 +1,1 @@
+"""The documentation site: its sources, and `python -m docs`, which builds it."""

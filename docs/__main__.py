@@ -1,0 +1,71 @@
+"""`python -m docs`: build the site into `build/docs/html`, or say what is wrong with it.
+
+Wrong is what Sphinx warns of, a link that leads nowhere, an argument that no docstring speaks of, a public function in
+no page, and a test that is named and is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+os.environ.setdefault("CUKERN_COMPILE", "lazy")
+
+import inspect
+
+from sphinx.cmd.build import main as sphinx
+
+import cukern
+from docs import links, pages
+from docs.docstrings import undocumented
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "docs"
+
+
+def problems_of_docstrings() -> list[str]:
+    """The arguments of public functions that are not documented."""
+    functions = {name: getattr(cukern, name) for name in cukern.__all__}
+    return [
+        f"cukern.{name} has an argument {argument}, of which its docstring says nothing"
+        for name, function in functions.items()
+        if inspect.isfunction(function)
+        for argument in undocumented(function)
+    ]
+
+
+def problems_of_tests(sources: Path) -> list[str]:
+    """The tests that pages name and that are not there."""
+    found = []
+    for page in sources.rglob("*.md"):
+        for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text()):
+            path = ROOT / file
+            if not path.is_file() or f"def {name}(" not in path.read_text():
+                found.append(f"{page.relative_to(sources)} names {file}::{name}, which is not there")
+    return found
+
+
+def main() -> int:
+    """Build; 1 if anything is wrong."""
+    sources, html = BUILD / "source", BUILD / "html"
+    shutil.rmtree(sources, ignore_errors=True)
+    pages.write(sources)
+    problems = problems_of_docstrings() + problems_of_tests(sources)
+    quiet = ["-q"] if not sys.stdout.isatty() else []
+    options = ["-W", "--keep-going", "-j", "2", "-c", str(ROOT / "docs"), "-d", str(BUILD / "doctrees")]
+    status = sphinx([*quiet, "-b", "html", *options, str(sources), str(html)])
+    if html.is_dir():
+        problems += links.problems(html) + links.missing(html / "objects.inv", cukern.__all__)
+    for line in problems:
+        print(f"docs: {line}", file=sys.stderr)
+    if status or problems:
+        return 1
+    print(f"the site is in {os.path.relpath(html)}/index.html")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The docstrings of cukern: as reStructuredText, and which arguments they speak of.
+
+A docstring has paragraphs, formulas (indented lines), and sections such as `Args:` whose entries begin with one name or
+several: "alpha, limit: of swigluoai."
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import cukern
+
+_SECTIONS = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Attributes": "Attributes"}
+_NAMED = ("Args", "Attributes", "Raises")
+_ENTRY = re.compile(r"([*\w]+(?:, [*\w]+)*): (.*)|([*\w]+(?:, [*\w]+)*):$")
+_FUNCTIONS = {name for name in cukern.__all__ if inspect.isfunction(getattr(cukern, name))}
+
+
+def inline(text: str) -> str:
+    """Words of a docstring in reStructuredText: code as code, functions and papers as links, no other markup."""
+
+    def code(found: str) -> str:
+        name = found.removeprefix("cukern.")
+        return f":py:func:`~cukern.{name}`" if name in _FUNCTIONS else f"``{found}``"
+
+    parts = re.split(r"`([^`]+)`", text)
+    for i, part in enumerate(parts):
+        if i % 2:
+            parts[i] = code(part)
+        else:
+            escaped = re.sub(r"(?<!\w)([*|\\])|([*|\\_])(?!\w)|(?<=\w)([*|])(?=\w)", lambda m: "\\" + m[0], part)
+            parts[i] = re.sub(r"arXiv:(\d+\.\d+)", r"`arXiv:\1 <https://arxiv.org/abs/\1>`__", escaped)
+    joined = parts[0]
+    for before, part in itertools.pairwise(parts):
+        # Markup begins and ends at a word's end; an escaped blank is no blank.
+        touching = re.search(r"\w$", before) if part[:1] in ("`", ":") else re.match(r"\w", part)
+        joined += ("\\ " if touching else "") + part
+    return joined
+
+
+def _blocks(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """The parts of a docstring, in turn: (name of a section, its lines less their indentation), or ("", lines)."""
+    name, held = "", []
+    for line in lines:
+        heading = re.fullmatch(r"(\w+):", line)
+        if heading and heading[1] in _SECTIONS:
+            yield name, held
+            name, held = heading[1], []
+        elif name and line and not line.startswith(" "):
+            yield name, held
+            name, held = "", [line]
+        else:
+            held.append(line[4:] if name else line)
+    yield name, held
+
+
+def entries(lines: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+    """The entries of a section: their names, and the lines of what is said."""
+    found: list[tuple[list[str], list[str]]] = []
+    # Names that take two lines are one.
+    whole = re.sub(r"^([*\w]+(?:, [*\w]+)*,)\n +", r"\1 ", "\n".join(lines), flags=re.MULTILINE)
+    for line in whole.split("\n"):
+        entry = _ENTRY.match(line)
+        if entry:
+            names = entry[1] or entry[3]
+            found.append((names.replace("*", "").split(", "), [entry[2] or ""]))
+        elif found:
+            found[-1][1].append(line[4:] if line.startswith("    ") else line)
+        elif line:
+            found.append(([], [line]))
+    return found
+
+
+def _text(lines: Sequence[str]) -> list[str]:
+    """Paragraphs; what is indented is a formula, shown as it is."""
+    result: list[str] = []
+    inside = False
+    for line in lines:
+        if line.startswith("    "):
+            if not inside:
+                result += ["", "::", ""]
+            inside = True
+            result.append(line)
+        elif line:
+            if inside:
+                result.append("")
+            inside = False
+            result.append(inline(line))
+        else:
+            result.append("")
+    return result
+
+
+def to_rst(lines: Iterable[str]) -> list[str]:
+    """A docstring as reStructuredText, of which no line is taken for markup that it is not meant to be."""
+    result: list[str] = []
+    for name, held in _blocks(lines):
+        if not name:
+            result += [*_text(held), ""]
+            continue
+        result += ["", f":{_SECTIONS[name]}:"]
+        for names, said in entries(held) if name in _NAMED else [([], held)]:
+            body = _text(said)
+            if names:
+                result += ["    " + ", ".join(f"``{x}``" for x in names), *("        " + x for x in body), ""]
+            else:
+                result += ["    " + x for x in body]
+        result.append("")
+    return result
+
+
+def signature(function: Callable[..., Any]) -> tuple[str, str | None]:
+    """The arguments of a function, and what it returns, with annotations as they are written."""
+
+    class Written(str):
+        __slots__ = ()
+        __repr__ = str.__str__
+
+    def written(annotation: Any) -> Any:
+        return Written(annotation) if isinstance(annotation, str) else annotation
+
+    of = inspect.signature(function)
+    given = [x.replace(annotation=written(x.annotation)) for x in of.parameters.values()]
+    returned = of.return_annotation
+    bare = of.replace(parameters=given, return_annotation=inspect.Signature.empty)
+    return str(bare), None if returned is inspect.Signature.empty else str(returned)
+
+
+def _said(function: Callable[..., Any]) -> tuple[set[str], set[str]]:
+    """The arguments that a docstring speaks of, and the functions of cukern that it names."""
+    text = inspect.getdoc(function) or ""
+    arguments = {
+        name
+        for section, held in _blocks(text.splitlines())
+        if section == "Args"
+        for names, _ in entries(held)
+        for name in names
+    }
+    quoted = set(re.findall(r"`(?:cukern\.)?(\w+)`", text))
+    return arguments | quoted, quoted & _FUNCTIONS
+
+
+def undocumented(function: Callable[..., Any]) -> list[str]:
+    """The arguments of a function that neither its docstring nor one that it refers to speaks of."""
+    known: set[str] = set()
+    seen: set[Any] = set()
+    waiting = [function]
+    while waiting:
+        own = waiting.pop()
+        if own in seen:
+            continue
+        seen.add(own)
+        arguments, others = _said(own)
+        known |= arguments
+        waiting += [getattr(cukern, name) for name in others]
+    return [name for name in inspect.signature(function).parameters if name not in known]

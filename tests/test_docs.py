@@ -1,0 +1,84 @@
+"""The documentation: what its build rests on. `make docs` builds it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sphinx")
+
+import cukern
+from docs import __main__ as build
+from docs import links, pages
+from docs.docstrings import entries, inline, signature, to_rst, undocumented
+
+
+def test_every_public_argument_is_documented() -> None:
+    assert build.problems_of_docstrings() == []
+
+
+def test_an_argument_that_is_not_documented_is_found() -> None:
+    def some(x: int, y: int, z: int = 0) -> None:
+        """Does something with `z`.
+
+        Args:
+            x: a number.
+        """
+
+    assert undocumented(some) == ["y"]
+    some.__doc__ = "As `cukern.silu_and_mul`, which has `x`; y and z are not said."
+    assert undocumented(some) == ["y", "z"]
+
+
+def test_a_docstring_becomes_markup() -> None:
+    lines = ["With `x` * 2 and `cukern.softmax`:", "", "    a = b * c", "", "Args:", "    a, b: two."]
+    lines += ["        And a_ more.", "    c_d, e,", "        f: others.", "", "Raises what |it| does."]
+    text = "\n".join(to_rst(lines))
+    assert "With ``x`` \\* 2 and :py:func:`~cukern.softmax`:" in text
+    assert "::\n\n    a = b * c" in text
+    assert "    ``a``, ``b``\n        two.\n        And a\\_ more." in text
+    assert "Raises what \\|it\\| does." in text
+    assert entries(["c_d, e,", "    f: others."]) == [(["c_d", "e", "f"], ["others."])]
+    assert inline("arXiv:2412.19437") == "`arXiv:2412.19437 <https://arxiv.org/abs/2412.19437>`__"
+
+
+def test_a_signature_is_as_it_is_written() -> None:
+    arguments, returned = signature(cukern.silu_and_mul)
+    assert arguments == "(x: AnyArray, *, out: AnyArray | None = None)" and returned == "AnyArray"
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<a href="b.html#here">b</a><a href="#top">t</a><a href="https://x.y/z">o</a>')
+    (tmp_path / "b.html").write_text('<p id="there"></p><img src="c.png">')
+    found = links.problems(tmp_path)
+    assert len(found) == 3
+    assert all(any(word in line for line in found) for word in ("b.html#here", "#top", "c.png"))
+    (tmp_path / "c.png").touch()
+    (tmp_path / "b.html").write_text('<p id="here"></p><img src="c.png">')
+    (tmp_path / "a.html").write_text('<a id="top" href="b.html#here">b</a><a href="#top">t</a>')
+    assert links.problems(tmp_path) == []
+
+
+def test_a_test_that_is_named_and_not_there_is_found(tmp_path: Path) -> None:
+    own = inspect.currentframe()
+    assert own is not None
+    (tmp_path / "a.md").write_text(f"`tests/test_docs.py::{own.f_code.co_name}` `tests/test_docs.py::test_none`")
+    assert build.problems_of_tests(tmp_path) == ["a.md names tests/test_docs.py::test_none, which is not there"]
+
+
+@pytest.mark.parametrize("page", sorted(p.relative_to(pages.DOCS).as_posix() for p in pages.DOCS.rglob("*.md")))
+def test_the_examples_of_a_page_run(page: str) -> None:
+    pytest.importorskip("torch")
+    blocks = re.findall(r"^```python\n(.*?)^```", (pages.DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+
+
+def test_each_family_has_a_page() -> None:
+    assert {path.stem for path in (pages.DOCS / "families").glob("*.md")} == set(pages.FAMILIES)
+    assert {name for name in cukern.__all__ if pages.family_of(name)} >= {*cukern.__all__} - {*pages.TOOLS}
