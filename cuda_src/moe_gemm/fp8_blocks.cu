@@ -29,6 +29,7 @@
 #include "moe_gemm/fp8_blocks_products.cuh"
 #include "moe_gemm/fp8_blocks_store.cuh"
 #include "moe_gemm/fp8_scales.cuh"
+#include "moe_gemm/fp8_turns.cuh"
 
 // The loop of the warp that loads tiles. A tile's first stage says which tile it is; -1 rows say that there are no more.
 template <class Layout>
@@ -81,30 +82,6 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     }
     __syncwarp();
 }
-
-// Turns of the two warpgroups, if they take them, by barriers 1 and 2: a warpgroup waits for its own, and hands over to
-// the other.
-template <bool TURNS> struct Fp8Turns {
-    const int side;
-
-    // Warpgroup 0 has the first turn.
-    __device__ __forceinline__ void begin() const {
-        if (TURNS && side == 1) pass();
-    }
-
-    __device__ __forceinline__ void wait() const {
-        if constexpr (TURNS) asm volatile("bar.sync %0, %1;" ::"r"(1 + side), "n"(2 * WARPGROUP) : "memory");
-    }
-
-    __device__ __forceinline__ void pass() const {
-        if constexpr (TURNS) asm volatile("bar.arrive %0, %1;" ::"r"(2 - side), "n"(2 * WARPGROUP) : "memory");
-    }
-
-    // What warpgroup 1 handed over last is taken.
-    __device__ __forceinline__ void end() const {
-        if (TURNS && side == 0) wait();
-    }
-};
 
 // Where a warpgroup is in the ring, and what lies there for a lane.
 template <class Layout> struct Fp8BlocksRing {
@@ -220,8 +197,7 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
 #pragma unroll 1
             for (int k = 0; k < k_blocks; ++k) {
                 ring.wait_full();
-                turns.wait(), turns.pass();
-                turns.wait(), turns.pass();
+                turns.template skip<2>();
                 __syncwarp();
                 ring.release(ring.releases());
                 ring.advance();

@@ -25,6 +25,12 @@ template <class Layout> struct Fp8Tiles {
         read_window();
     }
 
+    // Tiles of rows of a group. A tail makes the last one larger, so that few rows are no tile of their own.
+    template <typename Count> static __device__ __forceinline__ Count tiles_of(int rows) {
+        if constexpr (Layout::TAIL) rows = rows > TOKENS ? rows - Layout::TAIL : rows;
+        return (rows + TOKENS - Count(1)) / TOKENS;
+    }
+
     __device__ __forceinline__ void read_window() {
         const int lane = threadIdx.x % 32, expert = window + lane;
         int4 group = make_int4(0, 0, 0, 0);
@@ -32,7 +38,7 @@ template <class Layout> struct Fp8Tiles {
             const GroupRows rows = rows_of(p, expert);
             group.x = rows.first, group.y = rows.count;
         }
-        group.z = int(min((group.y + TOKENS - 1ll) / TOKENS * strips, (long long)MOST));
+        group.z = int(min(tiles_of<long long>(group.y) * strips, (long long)MOST));
         group.w = lanes_inclusive_sum<32>(group.z);
         __syncwarp();
         groups[lane] = group;
@@ -52,11 +58,12 @@ template <class Layout> struct Fp8Tiles {
         const int4 group = groups[at];
         const unsigned i = ahead - (group.w - group.z);
         const unsigned of_band = BAND * strips, band = i / of_band, in_band = i - band * of_band;
-        const unsigned height = min((group.y + TOKENS - 1u) / TOKENS - band * BAND, unsigned(BAND));
+        const unsigned height = min(tiles_of<unsigned>(group.y) - band * BAND, unsigned(BAND));
         const unsigned strip = in_band / height, start = (band * BAND + in_band - strip * height) * TOKENS;
         tile.x = window + at;
         tile.y = group.x + start;
         tile.z = min(group.y - int(start), TOKENS);
+        if (Layout::TAIL && group.y - int(start) <= TOKENS + Layout::TAIL) tile.z = group.y - int(start);
         tile.w = (strip * STRIPS + cluster_rank<STRIPS>()) * OUT_COLUMNS;
         ahead += gridDim.x / CLUSTER;
         return true;
