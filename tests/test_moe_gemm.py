@@ -908,8 +908,6 @@ def compare(x: Case, whole: bool = True) -> None:
 
 EDGES = [0, 1, 7, 8, 9, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 0]
 LONG = [191, 192, 193, 255, 256, 257, 0, 320, 513]
-#: Groups around the 32 rows past a multiple of 256 that tiles of 288 rows have.
-TAILS = [257, 280, 288, 289, 263, 0, 544, 545, 511, 800]
 
 #: Calls by their reason: counts, n, k, and other arguments of `made`.
 CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
@@ -957,9 +955,6 @@ CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "fp8 block, 16 along k": ([5, 130], 8, 16, {"weights": "fp8 block"}),
     "fp8 block, a row each": ([1] * 40, 264, 400, {"weights": "fp8 block"}),
     "fp8 block, many tiles": ([700] * 9, 520, 128, {"weights": "fp8 block"}),
-    "fp8 block, tails": (TAILS, 1032, 400, {"weights": "fp8 block"}),
-    "fp8 block, tails, float16": (TAILS[:5], 136, 272, {"weights": "fp8 block", "dtype": "float16"}),
-    "fp8 block, tails, batched": (TAILS[:3], 264, 144, {"weights": "fp8 block", "max_tokens": 300}),
     "fp8 row column, int64 offsets": (LONG, 264, 144, {"weights": "fp8 row column", "offsets_dtype": "int64"}),
     "mxfp4, 32 along k": ([5, 130], 8, 32, {"weights": "mxfp4"}),
     "mxfp4, large k": ([1, 0, 9], 136, 2880, {"weights": "mxfp4"}),

@@ -257,7 +257,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             release_fp8_stage<CLUSTER>(used);
             tail.add(of_tail);
         };
-        const int boxes = (min(rows, UNTAILED) + FP8_BOX - 1) / FP8_BOX, mine = (boxes + 1 - side) / 2;
+        const int boxes = (rows + FP8_BOX - 1) / FP8_BOX, mine = (boxes + 1 - side) / 2;
         if (TAIL && rows > UNTAILED) {
             clear(total[0]), clear(total[BLOCKS - 1]), clear(of_tail);
 #pragma unroll 1
