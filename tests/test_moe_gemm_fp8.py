@@ -18,7 +18,8 @@ from tests.test_moe_gemm import launch, made, planned, shaped, there
 #: Groups around the 32 rows past a multiple of 256 that tiles of 288 rows have.
 TAILS = [257, 280, 288, 289, 263, 0, 544, 545, 511, 800]
 FORMS = [Fp8Wgmma(288, 2), Fp8Wgmma(288, 1), Fp8Wgmma(256, 2), Fp8Wgmma(256, 1), Fp8Wgmma(128, 2), Fp8Wgmma(128, 1)]
-TAKING_TURNS = [form._replace(takes_turns=True) for form in FORMS[::2]]
+#: Those whose clusters take odd tiles in a deal of their own, beside the others or last.
+DEALT = [form._replace(odd=odd) for form in FORMS[::2] for odd in (1, 2)]
 #: Calls by their reason: counts, n, k, and other arguments of `made`.
 CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "tails": (TAILS, 1032, 400, {}),
@@ -26,6 +27,7 @@ CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "batched": (TAILS[:3], 264, 144, {"max_tokens": 300}),
     "few rows": ([1, 33, 0, 65, 129, 193], 24, 1168, {}),
     "more tiles than blocks": ([270] * 20, 1096, 128, {}),
+    "odd tiles of several windows of experts": ([20, 256, 0, 270, 300, 130] * 14, 520, 128, {}),
 }
 
 
@@ -46,7 +48,9 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ("rows", "experts", "changes", "tokens"),
     [
         (32 * 256, 32, {}, 288),
-        (8 * 1024, 8, {}, 288),
+        (32 * 512, 32, {}, 288),
+        (32 * 768, 32, {}, 256),
+        (8 * 1024, 8, {}, 256),
         (32 * 64, 32, {}, 128),
         (32 * 256, 32, {"activation": "silu"}, 256),  # gates and ups are neighbours of no tail
         (32 * 256, 32, {"weights": "fp8 row"}, 256),
@@ -60,7 +64,7 @@ def test_which_tiles_have_tails(rows: int, experts: int, changes: dict[str, Any]
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("form", [*FORMS, *TAKING_TURNS], ids=str)
+@pytest.mark.parametrize("form", [*FORMS, *DEALT], ids=str)
 @pytest.mark.parametrize(("counts", "n", "k", "changes"), CASES.values(), ids=CASES)
 def test_the_forms(
     form: Fp8Wgmma, counts: list[int], n: int, k: int, changes: dict[str, Any], forced: Any, rng: np.random.Generator

@@ -29,7 +29,6 @@
 #include "moe_gemm/fp8_blocks_products.cuh"
 #include "moe_gemm/fp8_blocks_store.cuh"
 #include "moe_gemm/fp8_scales.cuh"
-#include "moe_gemm/fp8_turns.cuh"
 
 // The loop of the warp that loads tiles. A tile's first stage says which tile it is; -1 rows say that there are no more.
 template <class Layout>
@@ -82,6 +81,30 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     }
     __syncwarp();
 }
+
+// Turns of the two warpgroups, if they take them, by barriers 1 and 2: a warpgroup waits for its own, and hands over to
+// the other.
+template <bool TURNS> struct Fp8Turns {
+    const int side;
+
+    // Warpgroup 0 has the first turn.
+    __device__ __forceinline__ void begin() const {
+        if (TURNS && side == 1) pass();
+    }
+
+    __device__ __forceinline__ void wait() const {
+        if constexpr (TURNS) asm volatile("bar.sync %0, %1;" ::"r"(1 + side), "n"(2 * WARPGROUP) : "memory");
+    }
+
+    __device__ __forceinline__ void pass() const {
+        if constexpr (TURNS) asm volatile("bar.arrive %0, %1;" ::"r"(2 - side), "n"(2 * WARPGROUP) : "memory");
+    }
+
+    // What warpgroup 1 handed over last is taken.
+    __device__ __forceinline__ void end() const {
+        if (TURNS && side == 0) wait();
+    }
+};
 
 // Where a warpgroup is in the ring, and what lies there for a lane.
 template <class Layout> struct Fp8BlocksRing {
@@ -197,7 +220,8 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
 #pragma unroll 1
             for (int k = 0; k < k_blocks; ++k) {
                 ring.wait_full();
-                turns.template skip<2>();
+                turns.wait(), turns.pass();
+                turns.wait(), turns.pass();
                 __syncwarp();
                 ring.release(ring.releases());
                 ring.advance();
@@ -210,12 +234,12 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
 }
 
 // T: __nv_bfloat16 or __half, to which sums are rounded. CLUSTER: 1 or 2 blocks. ACTIVATION: of
-// common/activation.cuh.
-template <typename T, int CLUSTER, int ACTIVATION>
+// common/activation.cuh. ODD: of moe_gemm/fp8_layout.cuh.
+template <typename T, int CLUSTER, int ACTIVATION, int ODD>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_blocks(const __grid_constant__ Fp8BlocksParams p) {
 #if HAS_WGMMA
-    using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
+    using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION, ODD>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
     constexpr int LOADING = 40, COMPUTING = (3 * 168 - LOADING) / 2;
     extern __shared__ char memory[];

@@ -12,8 +12,8 @@ constexpr int FP8_PAD = 16; // bytes after each staged row, so that 8 rows' chun
 
 // Sizes in bytes, and places from a multiple of 1024 on: stages of rows, gates and ups, staging rooms, scales,
 // Fp8Shared.
-template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
-    static constexpr int TOKENS = 128, CLUSTER = CLUSTER_, STAGES = 4, ACTIVATION = ACTIVATION_;
+template <int CLUSTER_, int ACTIVATION_, int ODD_> struct Fp8BlocksLayout {
+    static constexpr int TOKENS = 128, CLUSTER = CLUSTER_, STAGES = 4, ACTIVATION = ACTIVATION_, ODD = ODD_;
     static constexpr bool GATED = true;
     static_assert(has_halves(ACTIVATION) && ACTIVATION < FUNCTIONS, "gates and ups come in halves, without biases");
     static constexpr int TAIL = 0;

@@ -34,7 +34,6 @@
 #include "moe_gemm/fp8_scales.cuh"
 #include "moe_gemm/fp8_store.cuh"
 #include "moe_gemm/fp8_tiles.cuh"
-#include "moe_gemm/fp8_turns.cuh"
 
 // The loop of the warp that loads tiles. A tile's first stage says which tile it is; one without rows says that there
 // are no more.
@@ -189,7 +188,7 @@ __device__ __forceinline__ Fp8Tile tile_of_parts(int part) {
 
 // The loop of a warpgroup that computes: of each tile it has every second 64 rows, from those of `side` on, and 64
 // weights of the tail's products.
-template <typename T, class Layout, bool TURNS>
+template <typename T, class Layout>
 __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned ring, int side) {
     constexpr int CLUSTER = Layout::CLUSTER, BLOCKS = Layout::ROW_BLOCKS; // of 64 rows
@@ -216,8 +215,6 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
         scales_here = scales + stage * Layout::SCALE_BYTES;
     };
     auto wait_full = [&] { mbarrier_wait(shared_address(&shared.full[stage]), phase); };
-    const Fp8Turns<TURNS> turns{side};
-    turns.begin();
     for (;;) {
         wait_full();
         // The tile, a quarter of it in each of four neighbouring lanes, as registers are scarce.
@@ -231,9 +228,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             typename Fp8FactorsOf<Layout::BLOCK_SCALED, Layout>::Type factors;
             factors.load(scales_here, block);
             if (last) __syncwarp();
-            turns.wait();
             start_fp8_products(sums, tokens_here + block * (2 * FP8_BOX_BYTES / 16), tokens_here + further_weights);
-            turns.pass();
             const unsigned used = empty + stage * 8;
             if (last) advance();
             wgmma_wait_group<0>();
@@ -246,10 +241,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             Fp8Tail tail(sums);
             tail.load(scales_here + to_tail_scales);
             __syncwarp();
-            turns.wait();
             // tokens_here is that of the side's first 64 rows, so the weights are those of the side.
             tail.start(tokens_here + Layout::TOKENS * FP8_K / 16, tokens_here + further_weights - TAIL * FP8_K / 16);
-            turns.pass();
             const unsigned used = empty + stage * 8;
             advance();
             wgmma_wait_group<0>();
@@ -283,9 +276,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
                 wait_full();
                 if (BLOCKS > 1 && mine > 0) {
                     multiply(0, true);
-                    turns.template skip<1>();
                 } else {
-                    turns.template skip<BLOCKS>();
                     __syncwarp();
                     release_fp8_stage<CLUSTER>(empty + stage * 8);
                     advance();
@@ -300,17 +291,15 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             if (rows > UNTAILED) store_fp8_tail<T, Layout>(p, tile, tile.w + first_row, of_tail, staged);
         }
     }
-    turns.end();
 }
 
 // T: __nv_bfloat16 or __half, of the result. TOKENS: 288, 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks.
-// ACTIVATION: as moe_gemm/epilogue.cuh has it, with gates and ups in halves. TURNS: the warpgroups start their products
-// alternately.
-template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION, bool TURNS>
+// ACTIVATION: as moe_gemm/epilogue.cuh has it, with gates and ups in halves. ODD: of moe_gemm/fp8_layout.cuh.
+template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION, int ODD>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
-    using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
+    using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION, ODD>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
     constexpr int LOADING = BLOCK_SCALED && !Layout::TAIL ? 56 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
     extern __shared__ char memory[];
@@ -333,7 +322,7 @@ __global__ CLUSTER_OF(CLUSTER)
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     if (warpgroup < 2) {
         setmaxnreg_inc<COMPUTING>();
-        multiply_fp8_tiles<T, Layout, TURNS>(p, shared, ring, warpgroup);
+        multiply_fp8_tiles<T, Layout>(p, shared, ring, warpgroup);
     } else {
         setmaxnreg_dec<LOADING>();
         const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x % WARPGROUP / 32), 0);

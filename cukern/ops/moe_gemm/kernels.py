@@ -482,9 +482,12 @@ def restore(weights: str, prepared: Array, b: Array, b_scale: Array, k: int) -> 
 
 #: Stages by the rows of a tile: 192 KiB of rows and weights, 208 with a tail.
 _FP8_STAGES = {288: 4, 256: 4, 128: 6}
-#: The rows of the largest tiles of plain products with scales by blocks. Those of 288 have a tail: of random routing
-#: around 256 rows, half of the groups have up to 32 more, and a tile of their own would read all weights again.
-FP8_LARGE = 288
+#: Rows of a group up to which the large tiles of plain products with scales by blocks are of 288 rows, with a tail: of
+#: random routing around 256 rows, half of the groups have up to 32 more, and a tile of their own would read all weights
+#: again. On an H200 they take 20% less time there, and 2% more around 1024 rows, as do groups of whole tiles.
+FP8_TAIL_ROWS = 600
+#: When odd tiles are taken, by the rows of a tile: ODD of the template.
+FP8_ODD = {288: 0, 256: 0, 128: 0}
 #: Boxes of 64 rows that a tile takes at least the time of: that of its weights' bytes.
 _FP8_LEAST_BOXES = 1.2
 
@@ -494,7 +497,7 @@ class Fp8Wgmma(NamedTuple):
 
     tokens: int  # 128, 256, or 288: 256 and a tail
     cluster: int  # 1 or 2
-    takes_turns: bool = False
+    odd: int = 0  # ODD of the template
 
     @property
     def box(self) -> int:
@@ -502,13 +505,13 @@ class Fp8Wgmma(NamedTuple):
         return constant(_fp8_wgmma, "FP8_TAIL" if self.tokens == 288 else "FP8_BOX")
 
     def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
-        stages, turns = _FP8_STAGES[self.tokens], _flag(self.takes_turns)
-        arguments = self.tokens, self.cluster, stages, _flag(is_by_blocks), activation, turns
+        arguments = self.tokens, self.cluster, _FP8_STAGES[self.tokens], _flag(is_by_blocks), activation, self.odd
         return _fp8_wgmma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
 _fp8_wgmma.specialized = [
-    Fp8Wgmma(tokens, cluster).variant("bfloat16", True, 0).instance for tokens in (FP8_LARGE, 128) for cluster in (1, 2)
+    Fp8Wgmma(tokens, cluster, FP8_ODD[tokens]).variant("bfloat16", True, 0).instance
+    for tokens, cluster in ((288, 2), (256, 2), (128, 2), (128, 1))
 ]
 
 
@@ -536,8 +539,9 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
     def is_small_cheaper(rows: int) -> bool:
         return _is_small_cheaper(rows, cluster, x.experts, strips, multiprocessors)
 
-    large = FP8_LARGE if x.is_by_blocks and not x.epilogue else 256
-    return Fp8Wgmma(128 if x.expects(128) or x.by_expected_rows(is_small_cheaper) else large, cluster)
+    large = 288 if x.is_by_blocks and not x.epilogue and x.expects(FP8_TAIL_ROWS) else 256
+    tokens = 128 if x.expects(128) or x.by_expected_rows(is_small_cheaper) else large
+    return Fp8Wgmma(tokens, cluster, FP8_ODD[tokens])
 
 
 def fp8_wgmma(x: Product) -> None:
@@ -559,16 +563,20 @@ def fp8_wgmma(x: Product) -> None:
 
 # --- 8 bits, by warpgroups, with an activation that is quantized ----------------------------------------
 
-#: Rows of a group up to which a layer's first product quantizes its activation itself. With more, tiles with a tail and
-#: a kernel for the activation behind them take less time: groups are of any size, and `gemm_fp8_blocks` has no tails.
+#: Rows of a group up to which a layer's first product quantizes its activation itself, as it does again from more than
+#: FP8_TAIL_ROWS on. Between them tiles with a tail and a kernel for the activation behind them take less time (449 us
+#: beside 553 for 32 x 256 rows of random routing on an H200): `gemm_fp8_blocks` has no tails.
 FP8_QUANTIZED_ROWS = 128
+#: When odd tiles are taken, by the blocks of a cluster: ODD of the template.
+FP8_BLOCKS_ODD = {1: 0, 2: 0}
 #: Rows of a group up to which the blocks of `gemm_fp8_blocks` are no clusters: of random routing around 256 rows, half
 #: of the groups have a second tile of few rows.
 _FP8_ALONE = 256
 
 
 def fp8_blocks_variant(out_dtype: str, cluster: int, activation: int) -> Variant:
-    return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], cluster, activation, max_shared_bytes=_HOPPER_BYTES)
+    arguments = cluster, activation, FP8_BLOCKS_ODD[cluster]
+    return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
 _fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[1]).instance for x in (1, 2)]
@@ -577,7 +585,7 @@ _fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[
 @functools.lru_cache(1 << 12)
 def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> bool:
     """Whether `gemm_fp8_blocks` needs no more time than `gemm_fp8_wgmma` does for the same product alone."""
-    if rows > FP8_QUANTIZED_ROWS:
+    if FP8_QUANTIZED_ROWS < rows <= FP8_TAIL_ROWS:
         return False
     box, columns = constant(_fp8_blocks, "FP8_BOX"), constant(_fp8_blocks, "FP8_COLUMNS")
     strips = n // columns
