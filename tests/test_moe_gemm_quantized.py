@@ -94,7 +94,9 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         (16, 32, 4096, True),
         (128, 32, 4096, True),
         (129, 32, 4096, False),  # the plain product has tiles with tails
-        (1024, 8, 4096, False),
+        (600, 8, 4096, False),
+        (1024, 8, 4096, True),
+        (8192, 4, 4096, True),
         (16, 8, 256, False),  # with twice the weights, tiles for half of the multiprocessors
         (16, 32, 4096 + 128, False),
     ],
@@ -145,8 +147,9 @@ def test_weights_of_units() -> None:
 def test_a_layer_quantizes_in_its_first_product(tokens: int, more: dict[str, Any], count: int) -> None:
     functions = launched(tokens, **more)
     assert functions.count("gemm_fp8_blocks") == count
-    # That of the tokens, and that between the products.
-    assert functions.count("quantize_groups") == 2 - count
+    # The tokens are quantized as they are permuted, unless the first product gathers them.
+    assert functions.count("permute_quantized") == (tokens > 4)
+    assert functions.count("quantize_groups") == (tokens <= 4) + 1 - count
 
 
 def test_compiled_graphs_keep_the_product(rng: np.random.Generator) -> None:
