@@ -127,7 +127,6 @@ def _moe_gemm() -> Iterator[Variant]:
     yield op.Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
     yield op.Fp8Wgmma(256, 2).variant("bfloat16", True, 1)
     yield op.Fp8Wgmma(288, 2).variant("float16", True, 0)
-    yield from (op.Fp8Wgmma(tokens, 2, odd).variant("bfloat16", True, 0) for tokens in (288, 256) for odd in (1, 2))
     yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
     for weights in ("MXFP4", "NVFP4"):
         yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))

@@ -18,8 +18,6 @@ from tests.test_moe_gemm import launch, made, planned, shaped, there
 #: Groups around the 32 rows past a multiple of 256 that tiles of 288 rows have.
 TAILS = [257, 280, 288, 289, 263, 0, 544, 545, 511, 800]
 FORMS = [Fp8Wgmma(288, 2), Fp8Wgmma(288, 1), Fp8Wgmma(256, 2), Fp8Wgmma(256, 1), Fp8Wgmma(128, 2), Fp8Wgmma(128, 1)]
-#: Those whose clusters take odd tiles in a deal of their own, beside the others or last.
-DEALT = [form._replace(odd=odd) for form in FORMS[::2] for odd in (1, 2)]
 #: Calls by their reason: counts, n, k, and other arguments of `made`.
 CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
     "tails": (TAILS, 1032, 400, {}),
@@ -64,7 +62,7 @@ def test_which_tiles_have_tails(rows: int, experts: int, changes: dict[str, Any]
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("form", [*FORMS, *DEALT], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("counts", "n", "k", "changes"), CASES.values(), ids=CASES)
 def test_the_forms(
     form: Fp8Wgmma, counts: list[int], n: int, k: int, changes: dict[str, Any], forced: Any, rng: np.random.Generator

@@ -23,9 +23,10 @@
 // run. In clusters the warpgroups start their products alternately, which saves 5% of the time of 4 x 8192 rows.
 //
 // Speed of light: that of gemm_fp8_wgmma; half the bytes of the result are written. On an H200 it takes, with n = 4096
-// and k = 7168, 1525 us for 4 x 8192 rows, 381 for 8 x 1024 and 1636 for 32 x 1024 (random routing), where
+// and k = 7168, 1525 us for 4 x 8192 rows, 378 for 8 x 1024 and 1634 for 32 x 1024 (random routing), where
 // gemm_fp8_wgmma, with the activation and quantization behind it, takes 1543, 387 and 1692. Around 256 rows that one has
-// tiles with tails, and is ahead: 449 us for 32 x 256 (random routing), and 553 here.
+// tiles with tails, and is ahead: 429 us and some 20 behind it for 32 x 256 (random routing), and 508 here. With odd
+// tiles in one deal with all others these take 557, and 32 x 1024 rows 1665.
 #include "common/fp8.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
 #include "moe_gemm/fp8_blocks_store.cuh"
@@ -235,12 +236,12 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
 }
 
 // T: __nv_bfloat16 or __half, to which sums are rounded. CLUSTER: 1 or 2 blocks. ACTIVATION: of
-// common/activation.cuh. ODD: of moe_gemm/fp8_layout.cuh.
-template <typename T, int CLUSTER, int ACTIVATION, int ODD>
+// common/activation.cuh.
+template <typename T, int CLUSTER, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_blocks(const __grid_constant__ Fp8BlocksParams p) {
 #if HAS_WGMMA
-    using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION, ODD>;
+    using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
     constexpr int LOADING = 40, COMPUTING = (3 * 168 - LOADING) / 2;
     extern __shared__ char memory[];

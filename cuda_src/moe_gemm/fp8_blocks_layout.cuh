@@ -12,13 +12,14 @@ constexpr int FP8_PAD = 16; // bytes after each staged row, so that 8 rows' chun
 
 // Sizes in bytes, and places from a multiple of 1024 on: stages of rows, gates and ups, staging rooms, scales,
 // Fp8Shared.
-template <int CLUSTER_, int ACTIVATION_, int ODD_> struct Fp8BlocksLayout {
-    static constexpr int TOKENS = 128, CLUSTER = CLUSTER_, STAGES = 4, ACTIVATION = ACTIVATION_, ODD = ODD_;
+template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
+    static constexpr int TOKENS = 128, CLUSTER = CLUSTER_, STAGES = 4, ACTIVATION = ACTIVATION_;
     static constexpr bool GATED = true;
     static_assert(has_halves(ACTIVATION) && ACTIVATION < FUNCTIONS, "gates and ups come in halves, without biases");
     static constexpr int TAIL = 0;
     static constexpr bool SHARES_ROWS = false; // the blocks of a cluster have the same weights, and neighbouring rows
     static constexpr int TILE_TOKENS = TOKENS * CLUSTER, OUT_COLUMNS = FP8_COLUMNS;
+    static constexpr bool DEALS_ODD = true; // odd tiles have a deal of their own (Fp8Tiles)
     static constexpr int ROW_BYTES = TOKENS * FP8_K, STAGE_BYTES = ROW_BYTES + 2 * FP8_WEIGHT_BYTES;
     static constexpr int STAGED_PITCH = OUT_COLUMNS + FP8_PAD, STAGED_BYTES = 16 * STAGED_PITCH; // of a row, of a warp
     static constexpr int SCALED_ROWS = TOKENS;

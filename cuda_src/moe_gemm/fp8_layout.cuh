@@ -10,12 +10,6 @@ constexpr int FP8_BOX_BYTES = FP8_BOX * FP8_K, FP8_WEIGHT_BYTES = FP8_COLUMNS * 
 constexpr int FP8_SCALES = 4; // scales of a row, neighbours along k, that a lane loads at once
 constexpr int FP8_TAIL = 32;  // rows past the boxes of the two warpgroups, which are multiplied as columns
 
-// When a cluster takes odd tiles, the last of a group that take much less time than others, or more: those of up to half
-// the rows, and those with a tail.
-constexpr int ODD_IN_TURN = 0; // as they come, in one deal with all others
-constexpr int ODD_BESIDE = 1;  // in a deal of their own, behind the other tiles of the same group
-constexpr int ODD_LAST = 2;    // in a deal of their own, behind all others of 32 experts
-
 // A tile: expert, first row, rows (0: there are no more tiles), first column of the result.
 using Fp8Tile = int4;
 
@@ -28,14 +22,15 @@ template <int STAGES, int WINDOWS = 3> struct Fp8Shared {
 };
 
 // Sizes in bytes, and places from a multiple of 1024 on: STAGES stages, staging rooms, scales, Fp8Shared.
-template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVATION_, int ODD_> struct Fp8Layout {
-    static constexpr int TOKENS = TOKENS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_, ODD = ODD_;
+template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVATION_> struct Fp8Layout {
+    static constexpr int TOKENS = TOKENS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
     static constexpr bool BLOCK_SCALED = BLOCK_SCALED_, GATED = is_gated(ACTIVATION);
     static_assert(GATED == has_halves(ACTIVATION), "gates and ups are loaded from the halves of n");
     static constexpr bool SHARES_ROWS = true; // the blocks of a cluster have the same rows, and neighbouring weights
     static constexpr int TAIL = TOKENS % FP8_BOX, ROW_BLOCKS = TOKENS / (2 * FP8_BOX); // ROW_BLOCKS: of a warpgroup
     static_assert(TAIL == 0 || (TAIL == FP8_TAIL && BLOCK_SCALED && ACTIVATION == 0), "tails are of plain products");
     static constexpr int TILE_TOKENS = TOKENS - TAIL;         // rows of a cluster's tile but the last of its group
+    static constexpr bool DEALS_ODD = ROW_BLOCKS > 1;         // odd tiles have a deal of their own (Fp8Tiles)
     static constexpr int LOADED_ROWS = TAIL ? TAIL : FP8_BOX; // of a box of TMA
     static constexpr int OUT_COLUMNS = GATED ? FP8_COLUMNS / 2 : FP8_COLUMNS;
     static constexpr int STAGE_BYTES = TOKENS * FP8_K + FP8_WEIGHT_BYTES;

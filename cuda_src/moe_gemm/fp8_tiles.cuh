@@ -4,7 +4,11 @@
 #include "moe_gemm/fp8_layout.cuh"
 #include "moe_gemm/groups.cuh"
 
-// The tiles of a cluster, as each of its warps that loads finds them for itself.
+// The tiles of a cluster, as each of its warps that loads finds them for itself. Tiles are dealt to the clusters in turn.
+//
+// Odd tiles. The last tile of a group takes much less time than others with up to half of the rows, and more with a
+// tail. Dealt with all others they may all fall to the same clusters: with two tiles of a group, to every second one. So
+// with DEALS_ODD they have a deal of their own, in turn as well, and come behind the other tiles of their group.
 template <class Layout> struct Fp8Tiles {
     // Tiles of rows that go with the same weights before the next weights: what all clusters work on at once is about a
     // square of tiles, whose operands fit in L2.
@@ -17,7 +21,7 @@ template <class Layout> struct Fp8Tiles {
     int4 (&groups)[32]; // of the experts from `window` on, as Fp8Shared has them
     const int strips;   // the columns of the result, by those of a cluster
     int window, ahead;  // ahead: the next tile, counted from the window's first
-    // Where odd tiles have a deal of their own: the experts of the window that have one, each of which counts as one of
+    // With DEALS_ODD: the experts of the window that have one, each of which counts as one of
     // every strip, and the next one, counted from the window's first. All other counts are of the other tiles.
     unsigned odd = 0;
     int odd_ahead = 0;
@@ -27,7 +31,7 @@ template <class Layout> struct Fp8Tiles {
           strips(((Layout::GATED ? p.n / 2 : p.n) + OUT_COLUMNS * STRIPS - 1) / (OUT_COLUMNS * STRIPS)), window(0),
           ahead(blockIdx.x / CLUSTER) {
         read_window();
-        if constexpr (Layout::ODD != ODD_IN_TURN) {
+        if constexpr (Layout::DEALS_ODD) {
             // The deal of odd tiles goes on with the cluster behind the last of the other tiles.
             const int clusters = gridDim.x / CLUSTER;
             odd_ahead = ahead - groups[31].w % clusters;
@@ -49,7 +53,7 @@ template <class Layout> struct Fp8Tiles {
             group.x = rows.first, group.y = rows.count;
         }
         long long tiles = tiles_of<long long>(group.y);
-        if constexpr (Layout::ODD != ODD_IN_TURN) {
+        if constexpr (Layout::DEALS_ODD) {
             const long long last = group.y - (tiles - 1) * TOKENS;
             const bool is_odd = tiles && (last <= TOKENS / 2 || last > TOKENS);
             odd = __ballot_sync(FULL_WARP, is_odd);
@@ -64,7 +68,7 @@ template <class Layout> struct Fp8Tiles {
 
     // The experts whose odd tile, or one behind it, is ahead.
     __device__ __forceinline__ unsigned experts_with_odd_tiles() const {
-        if constexpr (Layout::ODD == ODD_IN_TURN) return 0;
+        if constexpr (!Layout::DEALS_ODD) return 0;
         const unsigned upto = odd & ((2u << threadIdx.x % 32) - 1);
         return __ballot_sync(FULL_WARP, __popc(upto) * strips > odd_ahead);
     }
@@ -92,10 +96,10 @@ template <class Layout> struct Fp8Tiles {
             if (window >= p.experts) return false;
             read_window();
         }
-        if constexpr (Layout::ODD != ODD_IN_TURN) {
+        if constexpr (Layout::DEALS_ODD) {
             // The first expert of each deal, 32 without one.
             const int at = __clz(__brev(beyond)), odd_at = __clz(__brev(odd_beyond));
-            if (Layout::ODD == ODD_BESIDE ? odd_at < at : !beyond) {
+            if (odd_at < at) {
                 take_odd(tile, odd_at);
                 return true;
             }

@@ -29,8 +29,8 @@
 // Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations at
 // twice the rate of bfloat16. On an H200 8 x 1024 rows with n = 4096, k = 7168 reach 84% of the tensor cores' floor
 // with scales by blocks and 88% with scales of rows, 4 x 8192 rows 87%, 4 x 256 rows 74%; with n = 7168, k = 2048 these
-// reach 56%, in 33 us. 32 groups of random routing around 256 rows take 427 us with tails, and 531 without; around 1024
-// rows 2% more with them.
+// reach 56%, in 33 us. 32 groups of random routing around 256 rows take 429 us with tails and 493 without (437 and 547
+// with odd tiles in one deal with all others); around 1024 rows, with n = 7168 and k = 2048, 826 and 830.
 #include "common/fp8.cuh"
 #include "moe_gemm/fp8_scales.cuh"
 #include "moe_gemm/fp8_store.cuh"
@@ -295,12 +295,12 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
 }
 
 // T: __nv_bfloat16 or __half, of the result. TOKENS: 288, 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks.
-// ACTIVATION: as moe_gemm/epilogue.cuh has it, with gates and ups in halves. ODD: of moe_gemm/fp8_layout.cuh.
-template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION, int ODD>
+// ACTIVATION: as moe_gemm/epilogue.cuh has it, with gates and ups in halves.
+template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
-    using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION, ODD>;
+    using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
     constexpr int LOADING = BLOCK_SCALED && !Layout::TAIL ? 56 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
     extern __shared__ char memory[];

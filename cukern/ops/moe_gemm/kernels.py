@@ -484,10 +484,8 @@ def restore(weights: str, prepared: Array, b: Array, b_scale: Array, k: int) -> 
 _FP8_STAGES = {288: 4, 256: 4, 128: 6}
 #: Rows of a group up to which the large tiles of plain products with scales by blocks are of 288 rows, with a tail: of
 #: random routing around 256 rows, half of the groups have up to 32 more, and a tile of their own would read all weights
-#: again. On an H200 they take 20% less time there, and 2% more around 1024 rows, as do groups of whole tiles.
+#: again. On an H200 they take 6% to 13% less time there, as long around 1024 rows, and 1% to 3% more with whole tiles.
 FP8_TAIL_ROWS = 600
-#: When odd tiles are taken, by the rows of a tile: ODD of the template.
-FP8_ODD = {288: 0, 256: 0, 128: 0}
 #: Boxes of 64 rows that a tile takes at least the time of: that of its weights' bytes.
 _FP8_LEAST_BOXES = 1.2
 
@@ -497,7 +495,6 @@ class Fp8Wgmma(NamedTuple):
 
     tokens: int  # 128, 256, or 288: 256 and a tail
     cluster: int  # 1 or 2
-    odd: int = 0  # ODD of the template
 
     @property
     def box(self) -> int:
@@ -505,12 +502,12 @@ class Fp8Wgmma(NamedTuple):
         return constant(_fp8_wgmma, "FP8_TAIL" if self.tokens == 288 else "FP8_BOX")
 
     def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
-        arguments = self.tokens, self.cluster, _FP8_STAGES[self.tokens], _flag(is_by_blocks), activation, self.odd
+        arguments = self.tokens, self.cluster, _FP8_STAGES[self.tokens], _flag(is_by_blocks), activation
         return _fp8_wgmma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
 _fp8_wgmma.specialized = [
-    Fp8Wgmma(tokens, cluster, FP8_ODD[tokens]).variant("bfloat16", True, 0).instance
+    Fp8Wgmma(tokens, cluster).variant("bfloat16", True, 0).instance
     for tokens, cluster in ((288, 2), (256, 2), (128, 2), (128, 1))
 ]
 
@@ -541,7 +538,7 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
 
     large = 288 if x.is_by_blocks and not x.epilogue and x.expects(FP8_TAIL_ROWS) else 256
     tokens = 128 if x.expects(128) or x.by_expected_rows(is_small_cheaper) else large
-    return Fp8Wgmma(tokens, cluster, FP8_ODD[tokens])
+    return Fp8Wgmma(tokens, cluster)
 
 
 def fp8_wgmma(x: Product) -> None:
@@ -564,19 +561,16 @@ def fp8_wgmma(x: Product) -> None:
 # --- 8 bits, by warpgroups, with an activation that is quantized ----------------------------------------
 
 #: Rows of a group up to which a layer's first product quantizes its activation itself, as it does again from more than
-#: FP8_TAIL_ROWS on. Between them tiles with a tail and a kernel for the activation behind them take less time (449 us
-#: beside 553 for 32 x 256 rows of random routing on an H200): `gemm_fp8_blocks` has no tails.
+#: FP8_TAIL_ROWS on. Between them tiles with a tail and a kernel for the activation behind them take less time (429 us
+#: and some 20 beside 508 for 32 x 256 rows of random routing on an H200): `gemm_fp8_blocks` has no tails.
 FP8_QUANTIZED_ROWS = 128
-#: When odd tiles are taken, by the blocks of a cluster: ODD of the template.
-FP8_BLOCKS_ODD = {1: 0, 2: 0}
 #: Rows of a group up to which the blocks of `gemm_fp8_blocks` are no clusters: of random routing around 256 rows, half
 #: of the groups have a second tile of few rows.
 _FP8_ALONE = 256
 
 
 def fp8_blocks_variant(out_dtype: str, cluster: int, activation: int) -> Variant:
-    arguments = cluster, activation, FP8_BLOCKS_ODD[cluster]
-    return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
+    return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], cluster, activation, max_shared_bytes=_HOPPER_BYTES)
 
 
 _fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[1]).instance for x in (1, 2)]
