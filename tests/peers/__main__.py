@@ -53,7 +53,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=0, help="processes that run at the same time")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a case may take, with --jobs")
     parser.add_argument("--until", type=float, default=86400, help="seconds after which no more cases are begun")
-    parser.add_argument("--only", default="", help="files with one of these in their names: A,B or all others: --only=-A,-B")
+    parser.add_argument(
+        "--only", default="", help="files with one of these in their names: A,B or all others: --only=-A,-B"
+    )
     parser.add_argument("--part", type=Part.of, default=Part(), help="INDEX/COUNT: the share of the cases to run")
     parser.add_argument("--every", type=int, default=1, help="of FlashMLA's cases, one in so many")
     parser.add_argument("--tally", type=Path, help="a file to write each case to, without --jobs")

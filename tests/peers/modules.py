@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import cukern
 from cukern.compat import sglang as compat_sglang
 from cukern.compat import vllm as compat_vllm
 from cukern.compat.vllm import moe_permute_unpermute as permutation
+from tests.peers import experts
 
 ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers", "rich")
 
@@ -127,6 +129,16 @@ def _capability(wanted: Any, device_id: int = 0) -> bool:
     return (major, minor) >= wanted if isinstance(wanted, tuple) else major * 10 + minor >= wanted
 
 
+class _DeviceCapability(NamedTuple):
+    """A GPU's compute capability, as vLLM's platform gives it."""
+
+    major: int
+    minor: int
+
+    def to_int(self) -> int:
+        return self.major * 10 + self.minor
+
+
 def _platform() -> _Platform:
     return _Platform(
         device_type="cuda",
@@ -135,7 +147,7 @@ def _platform() -> _Platform:
         fp8_dtype=lambda: torch.float8_e4m3fn,
         is_fp8_fnuz=_no,
         has_device_capability=_capability,
-        get_device_capability=lambda device_id=0: torch.cuda.get_device_capability(device_id),
+        get_device_capability=lambda device_id=0: _DeviceCapability(*torch.cuda.get_device_capability(device_id)),
         get_device_name=lambda device_id=0: torch.cuda.get_device_name(device_id),
         supports_fp8=lambda: True,
         import_kernels=lambda: None,
@@ -342,8 +354,46 @@ def _enter_operators() -> None:
         apply_repetition_penalties_=ops.apply_repetition_penalties,
         **activations,
     )
-    torch.ops._moe_C = _Operators("_moe_C")
+    torch.ops._moe_C = _Operators("_moe_C", moe_sum=ops.moe_sum)
     torch.ops._C_cache_ops = _Operators("_C_cache_ops")
+
+
+def _enter_experts() -> None:
+    """vLLM's layers of experts, by the modules of 0.10.2 and of 0.33.0."""
+    root = "vllm.model_executor.layers.fused_moe"
+    kernels = {
+        "fused_experts": experts.fused_experts,
+        "fused_moe": experts.fused_moe_of(_fused_topk),
+        "fused_topk": _fused_topk,
+    }
+    # A package, whose other modules are from the folder. Its function `fused_moe` is what 0.10.2 imports from it.
+    vars(sys.modules[root]).update(kernels, __getattr__=_attribute_of(root))
+    parts = {
+        "fused_moe": kernels | {"modular_triton_fused_moe": experts.modular_triton_fused_moe},
+        "config": experts.configs(),
+        "modular_kernel": {"FusedMoEModularKernel": experts.FusedMoEKernel, "FusedMoEKernel": experts.FusedMoEKernel},
+        "all2all_utils": {"maybe_make_prepare_finalize": lambda *_, **__: None},
+        "prepare_finalize": {},
+        "prepare_finalize.batched": {"BatchedPrepareAndFinalize": experts.BatchedPrepareAndFinalize},
+        "router.fused_topk_router": {"fused_topk": _fused_topk},
+        "experts.triton_moe": {"TritonExperts": experts.TritonExperts},
+    }
+    batched = ("BatchedPrepareAndFinalize", "BatchedTritonExperts", "NaiveBatchedExperts")
+    names = {name: getattr(experts, name) for name in (*batched, "invoke_moe_batched_triton_kernel")}
+    for module in ("fused_batched_moe", "experts.fused_batched_moe"):
+        parts[module] = names
+    for module, found in parts.items():
+        package = sys.modules.get(root)
+        before = vars(package).get(module) if package else None
+        _module(f"{root}.{module}", **found)
+        if module in kernels:
+            setattr(package, module, before)  # the function of the module's name
+    for module, found in experts.unknown_weights().items():
+        name = f"vllm.model_executor.layers.quantization.utils.{module}"
+        if module == "quant_utils":
+            vars(importlib.import_module(name)).update(found)
+        else:
+            _module(name, **found)
 
 
 def _open(name: str, module: ModuleType) -> None:
@@ -386,7 +436,9 @@ CONFIG = SimpleNamespace(
         level=0,
         mode=0,
         use_inductor=False,
-    )
+        static_forward_context={},
+    ),
+    scheduler_config=SimpleNamespace(),
 )
 
 
@@ -461,6 +513,25 @@ def _enter_sglang_utils() -> None:
     )
 
 
+def _opcheck(operator: Any, *_: Any, **__: Any) -> dict[str, str]:
+    """Nothing: the operators are no operators of torch here; cukern's own are checked by its own tests."""
+    if getattr(operator, "__module__", "") == "tests.peers":
+        operator()  # a placeholder, which skips the case
+    return {}
+
+
+def _enter_test_utils(folder: Path) -> None:
+    """What vLLM's test files share: references in torch of its own, without the checks of its operators."""
+    source = folder / "tests" / "kernels" / "utils.py"
+    module = ModuleType("tests.kernels.utils")
+    sys.modules[module.__name__] = module
+    if source.exists():
+        _Module(source).exec_module(module)
+    checks = {"opcheck": _opcheck, "DEFAULT_OPCHECK_TEST_UTILS": (), "ALL_OPCHECK_TEST_UTILS": ()}
+    vars(module).update(checks, fp8_allclose=fp8_allclose, fp8_ulp_distance=fp8_ulp_distance)
+    vars(module)["__getattr__"] = _attribute_of(module.__name__)
+
+
 def install(folder: Path) -> None:
     """Put the modules in place; `cukern.compat.enable` has entered those of the kernels."""
     for name, module in [*sys.modules.items()]:
@@ -483,13 +554,13 @@ def install(folder: Path) -> None:
     _enter_ir()
     _module("vllm.platforms", current_platform=_platform())
     _module("vllm.triton_utils", **_triton(maths))
-    _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, **maths)
+    _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, has_deep_gemm=_no, **maths)
     _module("vllm.utils.math_utils", **maths)
     _module("vllm.utils.torch_utils", set_random_seed=_seed_everything)
-    # The operators are no operators of torch here; cukern's own are checked by its own tests.
-    checks = {"opcheck": lambda *_, **__: {}, "DEFAULT_OPCHECK_TEST_UTILS": (), "ALL_OPCHECK_TEST_UTILS": ()}
-    _module("tests.kernels.utils", **checks, fp8_allclose=fp8_allclose, fp8_ulp_distance=fp8_ulp_distance)
+    _module("vllm.utils.import_utils", has_deep_gemm=_no, has_triton_kernels=_no)
     _module("tests.utils")
     ops = vars(sys.modules["vllm._custom_ops"])
     ops["get_max_shared_memory_per_block_device_attribute"] = _shared_memory
     _enter_operators()
+    _enter_experts()
+    _enter_test_utils(folder)

@@ -18,8 +18,8 @@ def prepare(folder: Path) -> None:
     """Put cukern, and what else the files of a folder import, in the place of the peers: once in a process."""
     for line in compat.enable(*compat.PEERS):
         print(line)
-    modules.install(folder)
     tests.__path__.append(str(folder / "tests"))  # vLLM's files import from their own package of that name
+    modules.install(folder)
 
 
 def run_file(folder: Path, name: str, turns: Turns, every: int, arguments: list[str]) -> int:

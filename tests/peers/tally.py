@@ -42,8 +42,10 @@ DIFFERENT = {
     # A step of the 16-bit formats.
     "test_act_and_mul": Difference("rounded once, and not before the product too", 2**-7, 2**-4),
 }
-#: Tests that start programs of their own, in which there are no adapters, and what those need.
+#: Tests of what is in the peer alone, or in programs of their own in which there are no adapters, and what those need.
 PROGRAMS = {
+    "test_w8a8_block_fp8_clamp_skips_fused_silu_quant": "counts calls inside vllm's layer",
+    "test_host_resident_weights_take_sorted_path": "counts calls inside vllm's layer",
     "test_nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_cuda_graph_bad_scale": "needs flashinfer in a program",
 }
 _MOST_REASONS = 12
