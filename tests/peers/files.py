@@ -40,7 +40,7 @@ FILES = {
     # vLLM
     "tests/kernels/attention/test_attention.py": [Load(100)],
     "tests/kernels/attention/test_cache.py": [Load(700)],
-    "tests/kernels/attention/test_flashmla.py": [Load(30)],
+    "tests/kernels/attention/test_flashmla.py": [Load(150, 2)],
     "tests/kernels/attention/test_merge_attn_states.py": [Load(500)],
     "tests/kernels/core/test_activation.py": [Load(30)],
     "tests/kernels/core/test_fused_quant_layernorm.py": [Load(60)],

@@ -25,6 +25,7 @@ import torch
 import cukern
 from cukern.compat import sglang as compat_sglang
 from cukern.compat import vllm as compat_vllm
+from cukern.compat._limits import refuse
 from cukern.compat.vllm import moe_permute_unpermute as permutation
 from tests.peers import experts
 
@@ -366,8 +367,6 @@ def _enter_experts() -> None:
         "fused_moe": experts.fused_moe_of(_fused_topk),
         "fused_topk": _fused_topk,
     }
-    # A package, whose other modules are from the folder. Its function `fused_moe` is what 0.10.2 imports from it.
-    vars(sys.modules[root]).update(kernels, __getattr__=_attribute_of(root))
     parts = {
         "fused_moe": kernels | {"modular_triton_fused_moe": experts.modular_triton_fused_moe},
         "config": experts.configs(),
@@ -383,17 +382,38 @@ def _enter_experts() -> None:
     for module in ("fused_batched_moe", "experts.fused_batched_moe"):
         parts[module] = names
     for module, found in parts.items():
-        package = sys.modules.get(root)
-        before = vars(package).get(module) if package else None
         _module(f"{root}.{module}", **found)
-        if module in kernels:
-            setattr(package, module, before)  # the function of the module's name
+    # The package has the function `fused_moe` of 0.10.2, not the module of that name, and activations of 0.33.0.
+    activation = importlib.import_module(f"{root}.activation")
+    vars(sys.modules[root]).update(kernels, MoEActivation=activation.MoEActivation)
     for module, found in experts.unknown_weights().items():
         name = f"vllm.model_executor.layers.quantization.utils.{module}"
         if module == "quant_utils":
             vars(importlib.import_module(name)).update(found)
         else:
             _module(name, **found)
+
+
+def _flash_mla_with_kvcache(*args: Any, descale_q: Any = None, descale_k: Any = None, **kwargs: Any) -> Any:
+    """vLLM's function of this name, which takes FP8 queries and caches too."""
+    if descale_q is not None or descale_k is not None:
+        refuse("flash_mla_with_kvcache", "descale_q", "None", "the scale of FP8 queries")
+    return compat_vllm.flash_mla_with_kvcache(*args, **kwargs)
+
+
+def _enter_flash_mla() -> None:
+    """vLLM's modules around its build of FlashMLA."""
+    of_fp8 = experts.refused("flash_mla_with_kvcache_fp8", "q", "of 16 bits", "float8_e4m3fn")
+    names = {
+        "get_mla_metadata": compat_vllm.get_flash_mla_metadata,
+        "flash_mla_with_kvcache": _flash_mla_with_kvcache,
+        "flash_mla_with_kvcache_fp8": of_fp8,
+        "get_mla_metadata_dense_fp8": of_fp8,
+        "is_flashmla_supported": lambda: (True, None),
+        "is_flashmla_dense_supported": lambda: (True, None),
+    }
+    _module("vllm.attention.ops.flashmla", **names)
+    _module("vllm.v1.attention.ops.flashmla", **names)
 
 
 def _open(name: str, module: ModuleType) -> None:
@@ -563,4 +583,5 @@ def install(folder: Path) -> None:
     ops["get_max_shared_memory_per_block_device_attribute"] = _shared_memory
     _enter_operators()
     _enter_experts()
+    _enter_flash_mla()
     _enter_test_utils(folder)
