@@ -272,6 +272,17 @@ def _by_groups(x: Any, q: Any, scales: Any, group_size: int, eps: float, low: fl
     scales.copy_(found)
 
 
+def _by_groups_of_int8(x: Any, q: Any, scales: Any, group_size: int, eps: float, *_: Any) -> None:
+    _, found = cukern.per_token_group_quant_int8(x, group_size, eps, out_q=q)
+    scales.copy_(found)
+
+
+def _activation_of_experts(y: Any, counts: Any, group_size: int = 128, eps: float = 1e-10) -> tuple[Any, Any]:
+    """vLLM 0.10.2's `silu_mul_fp8_quant_deep_gemm`."""
+    found: tuple[Any, Any] = cukern.silu_and_mul_quant(y, "silu", group_size=group_size, expert_num_tokens=counts)
+    return found
+
+
 class _Operators:
     """A namespace of `torch.ops`: the operators below, and placeholders."""
 
@@ -352,6 +363,7 @@ def _enter_operators() -> None:
         fused_add_rms_norm_static_fp8_quant=_quantized_sum,
         silu_and_mul_quant=lambda out, x, scale: cukern.silu_and_mul_quant(x, scale=scale, out_q=out),
         per_token_group_fp8_quant=_by_groups,
+        per_token_group_quant_int8=_by_groups_of_int8,
         apply_repetition_penalties_=ops.apply_repetition_penalties,
         **activations,
     )
@@ -376,6 +388,7 @@ def _enter_experts() -> None:
         "prepare_finalize.batched": {"BatchedPrepareAndFinalize": experts.BatchedPrepareAndFinalize},
         "router.fused_topk_router": {"fused_topk": _fused_topk},
         "experts.triton_moe": {"TritonExperts": experts.TritonExperts},
+        "batched_deep_gemm_moe": {"silu_mul_fp8_quant_deep_gemm": _activation_of_experts},
     }
     batched = ("BatchedPrepareAndFinalize", "BatchedTritonExperts", "NaiveBatchedExperts")
     names = {name: getattr(experts, name) for name in (*batched, "invoke_moe_batched_triton_kernel")}
@@ -386,12 +399,15 @@ def _enter_experts() -> None:
     # The package has the function `fused_moe` of 0.10.2, not the module of that name, and activations of 0.33.0.
     activation = importlib.import_module(f"{root}.activation")
     vars(sys.modules[root]).update(kernels, MoEActivation=activation.MoEActivation)
+    products = importlib.import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    for name in ("w8a8_block_fp8_matmul", "w8a8_triton_block_scaled_mm"):
+        vars(products)[name] = experts.refused(name, "A", "the rows of experts (moe_gemm)", "those of one matrix")
     for module, found in experts.unknown_weights().items():
-        name = f"vllm.model_executor.layers.quantization.utils.{module}"
+        path = f"vllm.model_executor.layers.quantization.utils.{module}"
         if module == "quant_utils":
-            vars(importlib.import_module(name)).update(found)
+            vars(importlib.import_module(path)).update(found)
         else:
-            _module(name, **found)
+            _module(path, **found)
 
 
 def _flash_mla_with_kvcache(*args: Any, descale_q: Any = None, descale_k: Any = None, **kwargs: Any) -> Any:
