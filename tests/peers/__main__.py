@@ -37,6 +37,9 @@ def run_jobs(options: argparse.Namespace, arguments: list[str], work: Path) -> i
     # A program that ends this one with SIGTERM, such as `timeout`, gets the table too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     all_workers = workers.Workers(jobs, options.jobs, options.until, options.limit, plan, options.report)
+    if options.until <= 0:
+        print(tally.table(all_workers.cases()))
+        return 0
     try:
         cases = all_workers.run()
     finally:
@@ -52,7 +55,7 @@ def main() -> int:
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=lambda text: Path(text).resolve())
     parser.add_argument("--jobs", type=int, default=0, help="processes that run at the same time")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a case may take, with --jobs")
-    parser.add_argument("--until", type=float, default=86400, help="seconds after which no more cases are begun")
+    parser.add_argument("--until", type=float, default=86400, help="seconds after which no more cases are begun; 0: only show")
     parser.add_argument(
         "--only", default="", help="files with one of these in their names: A,B or all others: --only=-A,-B"
     )
