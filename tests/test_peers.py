@@ -94,6 +94,13 @@ def test_time_that_ends_is_told(folder: Path, tmp_path: Path) -> None:
     assert _counts(result.stdout, "peer/test_one.py") == ["0", "0", "0", "0", "0", "all"]
 
 
+def test_arguments_of_pytest(folder: Path) -> None:
+    result = _run(folder, "--jobs", "1", "--only=one", "-k", "test_good or test_bad")
+    assert _counts(result.stdout, "peer/test_one.py") == ["12", "1", "0", "0", "0", "0"]
+    result = _run(folder, "--jobs", "1", "--only=one", "--no-such-option")
+    assert "pytest ended with 4" in result.stdout
+
+
 def test_one_process(folder: Path) -> None:
     for name in ("test_dies", "test_hangs"):
         (folder / "test_one.py").write_text(

@@ -55,7 +55,9 @@ def main() -> int:
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=lambda text: Path(text).resolve())
     parser.add_argument("--jobs", type=int, default=0, help="processes that run at the same time")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a case may take, with --jobs")
-    parser.add_argument("--until", type=float, default=86400, help="seconds after which no more cases are begun; 0: only show")
+    parser.add_argument(
+        "--until", type=float, default=86400, help="seconds after which no more cases are begun; 0: only show"
+    )
     parser.add_argument(
         "--only", default="", help="files with one of these in their names: A,B or all others: --only=-A,-B"
     )

@@ -101,6 +101,7 @@ class Runner:
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
 
+    @pytest.hookimpl(trylast=True)  # after what an argument such as -k leaves out
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = self.turns.chosen(items, [item.nodeid.partition("::")[2] for item in items])
 

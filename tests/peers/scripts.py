@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import random
 import sys
 import time
 import traceback
@@ -78,6 +79,7 @@ def run(file: Path, name: str, turns: Turns, every: int) -> int:
         return _Correct()
 
     module.test_flash_mla = listed
+    random.seed(0)  # every process must list the same cases
     _main(module)
     numbered = [(f"{number} {case}", case) for number, case in enumerate(cases)][::every]
     for words, case in turns.of(turns.chosen(numbered, [words for words, _ in numbered])):

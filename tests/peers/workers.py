@@ -26,6 +26,7 @@ _REPORT_S = 10.0
 _START_S = 120.0  # for imports, and to collect a file
 _GRACE_S = 15.0  # for cases that run when the time has ended
 _ENDED, _LOST = 0, 86  # exit statuses: no more for this folder; a GPU that can do no more (plugin.LOST)
+_PYTEST_ENDED = (0, 1, 5)  # passed, failed, no cases
 _MOST_FAILURES = 8  # processes of a folder that end by themselves
 
 
@@ -54,7 +55,9 @@ def work(folder: Path, number: int, board: Board, plan: Plan) -> None:
     while (job := board.join(str(folder), number)) is not None:
         file, turns = board.jobs[job].file, SharedTurns(board, job, plan.part, path, done)
         try:
-            session.run_file(folder, file, turns, plan.every, plan.arguments)
+            status = session.run_file(folder, file, turns, plan.every, plan.arguments)
+            if status not in _PYTEST_ENDED:
+                tally.append(path, tally.Case(file, "", "failed", f"pytest ended with {status} (see {number}.log)"))
         except BaseException:
             traceback.print_exc()
             tally.append(path, tally.Case(file, "", "failed", traceback.format_exc().strip().splitlines()[-1][:200]))
@@ -98,6 +101,7 @@ class Workers:
 
     def __init__(self, jobs: Sequence[Job], count: int, seconds: float, limit: float, plan: Plan, report: Path | None):
         self.context = multiprocessing.get_context("spawn")
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # every process must list the same cases
         self.board = Board(jobs, self.context, time.monotonic() + seconds)
         self.count, self.limit, self.plan, self.report = count, limit, plan, report
         self.folders = list(dict.fromkeys(job.folder for job in jobs))
