@@ -217,6 +217,11 @@ def workspace_init() -> None:
 
 
 @pytest.fixture
+def disable_deepgemm_ue8m0() -> None:
+    """A switch of vLLM's own FP8 scales, which are not used here."""
+
+
+@pytest.fixture
 def dist_init() -> None:
     """vLLM's process groups, which are not here."""
     pytest.skip("needs the process groups of vLLM")
