@@ -521,7 +521,7 @@ _SHARED = "key_cache", "value_cache"  # arrays that all rows read, however many 
 _MOST_ROWS = 4096
 
 
-def _by_rows() -> list[str]:
+def calls_by_rows() -> list[str]:
     """The calls of rows that know nothing of each other."""
     return [key for key, call in ALL.items() if not any(f"{key} ".startswith(f"{x} ") for x in OF_A_WHOLE_BATCH)]
 
@@ -554,13 +554,13 @@ def _check_rows(call: Call, times: int) -> None:
         check(_of_rows(call, alone), alone)
 
 
-@pytest.mark.parametrize("key", [key for key in _by_rows() if "variant" not in ALL[key].options])
+@pytest.mark.parametrize("key", [key for key in calls_by_rows() if "variant" not in ALL[key].options])
 def test_a_row_of_the_twin_has_the_same_bits_in_any_batch(key: str) -> None:
     _check_rows(ALL[key], 9)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key", _keys(_by_rows()))
+@pytest.mark.parametrize("key", _keys(calls_by_rows()))
 def test_a_row_has_the_same_bits_in_any_batch(key: str) -> None:
     _check_rows(ALL[key].on("cuda"), 400)
 

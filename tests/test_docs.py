@@ -82,3 +82,20 @@ def test_the_examples_of_a_page_run(page: str) -> None:
 def test_each_family_has_a_page() -> None:
     assert {path.stem for path in (pages.DOCS / "families").glob("*.md")} == set(pages.FAMILIES)
     assert {name for name in cukern.__all__ if pages.family_of(name)} >= {*cukern.__all__} - {*pages.TOOLS}
+
+
+def test_every_function_is_on_the_page_of_batch_invariance() -> None:
+    text = (pages.DOCS / "batch_invariance.md").read_text(encoding="utf-8")
+    functions = {name for name in cukern.__all__ if inspect.isfunction(getattr(cukern, name))}
+    assert functions - {*pages.TOOLS} - {*re.findall(r"`(\w+)`", text)} == set()
+
+
+def test_rows_that_stand_for_themselves_are_those_that_are_tested() -> None:
+    pytest.importorskip("torch")
+    from tests.test_contract import ALL, OF_A_WHOLE_BATCH, calls_by_rows
+
+    text = (pages.DOCS / "batch_invariance.md").read_text(encoding="utf-8")
+    section = text.split("## On the row alone\n")[1].split("\nHeld by")[0]
+    named = {name for name in re.findall(r"`(\w+)`", section) if hasattr(cukern, name)}
+    tested = {ALL[key].name for key in calls_by_rows()} - {"scaled_fp8_quant", "scaled_int8_quant"}
+    assert named == tested and not named & OF_A_WHOLE_BATCH.keys()
