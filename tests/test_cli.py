@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import cukern.commands
 import cukern.runtime.compile as compiler
 from cukern import compat
 from cukern.__main__ import COMMANDS, main
+from cukern.commands import compile as compile_command
 from cukern.commands import demo, demo_encoder, doctor
 from cukern.commands.profile_moe import HostTrace
 from cukern.reference import norm as reference
@@ -422,6 +424,13 @@ def test_compile_takes_what_is_in_the_cache(filled_cache: tuple[Path, str]) -> N
     done = _run("compile", *arguments, CUKERN_CACHE_DIR=str(cache))
     assert _table_row(done.stdout)[2:5] == [str(count), "0", str(count)], done.stderr
     assert done.stdout.count(STEM) == 1
+
+
+def test_compile_knows_the_family_of_every_function() -> None:
+    for stem in kernel.KERNELS:
+        names = importlib.import_module(f"cukern.ops.{stem}").__all__
+        for name in {*names} & {*cukern.__all__} - {"AllToAllState", "AllToAllError"}:
+            assert compile_command._stems([name]) == [stem]
 
 
 def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path: Path) -> None:

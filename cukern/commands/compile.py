@@ -59,7 +59,8 @@ def _stems(given: list[str] | None) -> list[str]:
     for op in given or kernel.KERNELS:
         function = getattr(sys.modules["cukern"], op, None)
         module = getattr(function, "__module__", "")
-        stem = module.removeprefix("cukern.ops.") if module.startswith("cukern.ops.") else op
+        # A stem is a module or a package of several.
+        stem = module.split(".")[2] if module.startswith("cukern.ops.") else op
         if stem not in kernel.KERNELS:
             raise UserError(f"--op must be one of {', '.join(kernel.KERNELS)} or a function of cukern, got {op!r}")
         stems[stem] = None

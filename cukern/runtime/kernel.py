@@ -106,13 +106,14 @@ class Kernel:
 def specialize(op: str | Callable[..., Any], **sizes: Any) -> None:
     """Compile a variant for these sizes and use it in this process.
 
-    `op` is a public function or its name; `sizes` are those of the `specialize` function of its module, such as
+    `op` is a public function or its name; `sizes` are those of the `specialize` function of its stem, such as
     `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. Compiles at once for every GPU of the machine.
 
     Raises ValueError for sizes the specialized kernel cannot take, TypeError for an op that has none.
     """
     function = getattr(sys.modules["cukern"], op, None) if isinstance(op, str) else op
-    module = sys.modules.get(getattr(function, "__module__", ""))
+    # A stem is a module or a package of several: `cukern.ops.<stem>`.
+    module = sys.modules.get(".".join(getattr(function, "__module__", "").split(".")[:3]))
     register = getattr(module, "specialize", None)
     if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
         raise TypeError(f"op must be a function of cukern with specialized variants, or its name, got {op!r}")
