@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukern.models._layers import library_of
-from cukern.models._progress import progress as progress_bar
 from cukern.models._search import Beams, Sampling, Search
 from cukern.models._seq2seq import Seq2Seq, read_source
 from cukern.models._steps import StepGraphs, watch
@@ -21,6 +20,7 @@ from cukern.models.decoder_weights import read_config, read_directory, read_weig
 from cukern.models.generation import Settings, defaults_of, settle
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
+from cukern.runtime.progress import progress as progress_bar
 
 __all__ = ["Decoding", "Generated", "Step"]
 

@@ -17,6 +17,7 @@ from typing import Any
 from cukern.runtime import compile
 from cukern.runtime.compile import Instance
 from cukern.runtime.cuda import cupy, current_device, driver, runtime
+from cukern.runtime.progress import progress
 
 #: Every kernel of the library, by stem; filled as the op modules are imported.
 KERNELS: dict[str, list[Kernel]] = {}
@@ -226,15 +227,8 @@ def compile_at_import() -> None:
         )
 
 
-def compile_with_progress(work: list[tuple[Instance, str]]) -> None:
-    """`compile.compile_all` with a progress bar where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        compile.compile_all(work)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("cukern: compiling kernels", total=len(work))
-        compile.compile_all(work, lambda instance, arch: bar.advance(task))
+def compile_with_progress(work: list[tuple[Instance, str]], what: str = "compiling kernels") -> None:
+    """`compile.compile_all`, which shows its progress."""
+    with progress(what, len(work)) as advance:
+        advance(0)
+        compile.compile_all(work, lambda instance, arch: advance(1))
