@@ -51,7 +51,8 @@ def problems_of_tests(sources: Path) -> list[str]:
 def main() -> int:
     """Build; 1 if anything is wrong."""
     sources, html = BUILD / "source", BUILD / "html"
-    shutil.rmtree(sources, ignore_errors=True)
+    # A page that did not change would keep the links of its navigation to what other pages had before.
+    shutil.rmtree(BUILD, ignore_errors=True)
     pages.write(sources)
     problems = problems_of_docstrings() + problems_of_tests(sources)
     quiet = ["-q"] if not sys.stdout.isatty() else []
