@@ -264,6 +264,15 @@ def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str
                 text += report.of_op(content, op, f"../{report.RESULTS.name}")
         (folder / f"{stem}.md").write_text("\n".join(text), encoding="utf-8")
     introduction = report.introduction(contents, f"../{report.RESULTS.name}").replace("# Results", "# Benchmarks", 1)
+    # Each function's name leads to all that was measured of it.
+    introduction = re.sub(
+        r"^\| (\w+) \|",
+        lambda found: (
+            f"| [{found[1]}]({family_of(found[1])}.md#{found[1].lower()}) |" if family_of(found[1]) else found[0]
+        ),
+        introduction,
+        flags=re.M,
+    )
     text = [introduction, "## By family", ""]
     text += [f"- [{title}]({stem}.md)" for stem, title in measured.items()]
     (folder / "index.md").write_text("\n".join([*text, "", _toctree(list(measured))]), encoding="utf-8")

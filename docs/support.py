@@ -31,12 +31,10 @@ _INTRODUCTION = """\
 Each function has a twin in NumPy, which defines it and runs for NumPy arrays and CPU tensors on any machine, whatever
 the dtype and the strides. On a GPU:
 
-| | |
-| --- | --- |
-| ● | proved: on a GPU of the architecture its tests have passed, under `compute-sanitizer` too |
-| ◐ | proved on earlier sources; since then a file that the proof covers has changed |
-| ○ | compiled only: the tests compile its kernels, the specialized ones without spills, and its plan takes the call |
-| – | refused, with a message that says why |
+- ● proved: on a GPU of the architecture its tests have passed, under `compute-sanitizer` too
+- ◐ proved on earlier sources: since then a file that the proof covers has changed
+- ○ compiled only: the tests compile its kernels, the specialized ones without spills, and its plan takes the call
+- – refused, with a message that says why; in the column of dtypes: there is none
 
 This page is made from the plans of the calls in `tests/calls.py` and from `tests/gpu_record.json`.
 
