@@ -14,7 +14,7 @@ pytest.importorskip("sphinx")
 import cukern
 from docs import __main__ as build
 from docs import links, pages
-from docs.docstrings import entries, inline, signature, to_rst, undocumented
+from docs.docstrings import entries, inline, signature, to_rst, undocumented, undocumented_methods
 
 
 def test_every_public_argument_is_documented() -> None:
@@ -32,6 +32,30 @@ def test_an_argument_that_is_not_documented_is_found() -> None:
     assert undocumented(some) == ["y"]
     some.__doc__ = "As `cukern.silu_and_mul`, which has `x`; y and z are not said."
     assert undocumented(some) == ["y", "z"]
+
+
+def test_arguments_of_methods_that_are_not_documented_are_found() -> None:
+    class Base:
+        """Of a `size`."""
+
+        def one(self, size: int, x: int) -> None:
+            """Takes one, of which the sentence speaks."""
+
+        def two(self, x: int, y: int, size: int) -> None:
+            """Says nothing."""
+
+    class Derived(Base):
+        def two(self, x: int, y: int, size: int) -> None:
+            """Takes `x`."""
+
+    Base.__module__ = Derived.__module__ = "cukern.test"
+    for cls in (Base, Derived):
+        for method in (cls.one, cls.two):
+            method.__module__ = "cukern.test"
+    assert undocumented_methods(Base) == {".two": ["x", "y"]}
+    assert undocumented_methods(Derived) == {}
+    vars(Derived)["two"].__doc__ = "Says nothing."
+    assert undocumented_methods(Derived) == {".two": ["x", "y"]}
 
 
 def test_a_docstring_becomes_markup() -> None:

@@ -261,6 +261,18 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         With `expert_tokens_meta.sorted`, the shapes are those of `sorted_workspace_shapes`, and `output` gets the rows
         of the second product in the order of the experts, neither weighed nor added up. Rows from the last of
         `expert_offsets` on may hold anything.
+
+        Args:
+            output: to be written, in the format of `activation_formats`.
+            hidden_states, a1q_scale: what `prepare` gave: the activations, and their scales or None.
+            w1, w2: the weights of the local experts, as the layer takes them.
+            topk_weights, topk_ids: [tokens, topk], of the tokens in `hidden_states`.
+            activation: between the products, by name.
+            global_num_experts: those that ids count.
+            expert_map: int32 [global_num_experts], the local expert of each or -1; None: ids are local.
+            workspace13, workspace2: of the shapes and the dtype that were asked for.
+            expert_tokens_meta: what `prepare` knows of each expert's tokens, or None.
+            apply_router_weight_on_input: `prepare` has weighed the tokens, so that the results are not.
         """
 
 

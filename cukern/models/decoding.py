@@ -72,6 +72,14 @@ class Decoding:
     """
 
     def __init__(self, model: Seq2Seq, defaults: Mapping[str, Any], dtype: str, directory: Path | None = None) -> None:
+        """`from_directory` and `from_state_dict` make the `model`, of this `dtype`.
+
+        Args:
+            model: the embeddings, layers and logits.
+            defaults: the settings that a call starts from, by transformers' names.
+            dtype: of the weights.
+            directory: where they are from, if they are from one.
+        """
         self.config = model.config
         self.dtype = dtype
         #: The settings that a call starts from, by the names of transformers' generation configuration.
