@@ -1574,10 +1574,28 @@ def test_a_picture_has_a_panel_for_each_question() -> None:
         assert plots.draw(report.sections(rows), Path("none.png"))
     by_size, by_case = shown[0].get_axes()
     assert [tick.get_text() for tick in by_size.get_xticklabels()] == ["1", "64", "64k"]
-    assert by_size.get_title() == "experts 256, dtype float32" and by_size.get_xlabel() == "tokens"
-    assert [tick.get_text() for tick in by_case.get_yticklabels()] == ["experts 8: 2.00 µs", "experts 16: 2.00 µs"]
+    title, *labels = (
+        text.replace("\u00a0", " ")
+        for text in (by_size.get_title(), *(tick.get_text() for tick in by_case.get_yticklabels()))
+    )
+    assert title == "experts 256, dtype float32" and by_size.get_xlabel() == "tokens"
+    assert labels == ["experts 8: 2.00 µs", "experts 16: 2.00 µs"]
     (legend,) = [legend for part in shown[0].subfigs for legend in part.legends]
     assert [text.get_text() for text in legend.get_texts()] == ["cukern", "vLLM", "floor"]
+
+
+def test_families_without_another_library_are_drawn_beside_torch() -> None:
+    rows = [_row("rms_norm", 8, 2.0, baselines={"vLLM": 3.0, "torch": 9.0}), _row("rms_norm", 9, 2.0)]
+    rows += [_row("gather_tree", 8, 2.0, baselines={"torch": 8.0, "torch.compile": 4.0})]
+    shown: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: shown.append(figure))
+        assert plots.draw_standings("H200", rows, Path("none.png"))
+        assert not plots.draw_standings("H200", rows[1:], Path("none.png"))
+    (panel,) = shown[0].get_axes()
+    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["norm", "beam_search"]
+    dots = [line.get_xdata().tolist() for line in panel.get_lines() if line.get_marker() == "o"]
+    assert dots == [[1.5], [2.0]] and "gray: beside torch alone" in panel.get_xlabel()
 
 
 def test_rows_are_put_together_along_the_size_that_varies_most() -> None:

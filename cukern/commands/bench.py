@@ -15,9 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cukern.commands import UserError, progress
+from cukern.commands import UserError
 from cukern.runtime import kernel
 from cukern.runtime.cuda import runtime
+from cukern.runtime.progress import progress
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REPLAYS, _QUICK_REPLAYS = 11, 3
@@ -192,12 +193,12 @@ def _measured(
     rows = {}
     # Cases with host times come first: torch.compile, for a baseline, starts threads and processes that slow the host.
     order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, cases[i].has_baselines))
-    with progress("cukern bench", len(cases)) as advance:
-        advance("ceilings", 0)
+    with progress("measuring", len(cases)) as advance:
+        advance(0, "ceilings")
         ceilings = clock.ceilings(matrix=gpus == 1 and any(case.flops for case in cases))
         for i in order:
             case = cases[i]
-            advance(str(case), 0)
+            advance(0, str(case))
             try:
                 measurement = measure(case, clock, ceilings, baselines=not args.no_baselines, slow=not args.quick)
             except Exception as error:
@@ -205,5 +206,5 @@ def _measured(
             else:
                 rows[i] = measurement.row
                 problems += measurement.problems
-            advance(str(case), 1)
+            advance(1, str(case))
     return asdict(ceilings), [rows[i] for i in sorted(rows)]

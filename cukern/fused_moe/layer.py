@@ -8,7 +8,8 @@ from typing import Any
 
 from cukern.fused_moe.config import NOT_QUANTIZED, FusedMoEQuantConfig
 from cukern.fused_moe.experts import AutoExperts
-from cukern.fused_moe.modular_kernel import FusedMoEModularKernel, layer_output
+from cukern.fused_moe.modular_kernel import FusedMoEModularKernel
+from cukern.fused_moe.output import layer_output
 from cukern.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoEP
 from cukern.reference import fused_moe as twin
 from cukern.runtime import activation as activations

@@ -23,9 +23,9 @@ import cukern
 from cukern.integrations.transformers import _attention
 from cukern.integrations.transformers._cache import Slots, static_cache
 from cukern.integrations.transformers._state import ATTRIBUTE, State, running
-from cukern.models._progress import progress as progress_bar
 from cukern.models._steps import StepGraphs, watch
 from cukern.runtime import check
+from cukern.runtime.progress import progress as progress_bar
 
 #: Tokens by which a cache grows, so that prompts of similar lengths share their graphs.
 _CAPACITY = 256
