@@ -62,6 +62,9 @@ def _rotary_embedding() -> Iterator[Variant]:
     op = rotary_embedding
     for dtype, wide, layout in itertools.product(DTYPES, (False, True), op.LAYOUTS):
         yield from (op._variant(dtype, angles, wide, layout) for angles in dict.fromkeys((dtype, "float32")))
+    for dtype, layout, norms in itertools.product(DTYPES, op.LAYOUTS, (True, False)):
+        for head_dim, other in ((32, dtype), (64, "float32"), (128, dtype), (256, dtype), (512, "float32")):
+            yield op._fused_variant(dtype, other, other, head_dim, layout, norms)
 
 
 def _kv_cache() -> Iterator[Variant]:
