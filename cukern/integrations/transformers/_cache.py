@@ -15,12 +15,11 @@ from cukern.integrations.transformers._attention import PAGE
 class Slots:
     """Where the tokens of a forward go: the same in every layer and for every sequence.
 
-    The length is on the device, so that one CUDA graph of a step serves all steps.
+    The length, int64 [], is on the device, so that one CUDA graph of a step serves all steps.
     """
 
-    def __init__(self, batch: int, tokens: int, device: torch.device) -> None:
-        self.batch, self.tokens = batch, tokens
-        self.length = torch.zeros((), dtype=torch.int64, device=device)
+    def __init__(self, batch: int, tokens: int, length: torch.Tensor) -> None:
+        self.batch, self.tokens, self.length, device = batch, tokens, length, length.device
         self._first = torch.arange(batch, device=device)[:, None] * tokens
         self.places = self.slots = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -31,10 +30,6 @@ class Slots:
             self.length.view(1) if count == 1 else torch.arange(count, device=self.length.device) + self.length
         )
         self.slots = (self._first + self.places).flatten()
-
-    def end(self, count: int) -> None:
-        """The tokens are there."""
-        self.length += count
 
 
 class PagedLayer(StaticLayer):  # type: ignore[misc]
@@ -48,7 +43,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
     def __init__(self, max_cache_len: int, slots: Slots) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self._slots = slots
-        self._pages: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.pages: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the layer like the first keys and values."""
@@ -60,8 +55,8 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         self.batch_size, self.num_heads, self.k_head_dim, self.v_head_dim = batch, heads, dim, dim
         shape = batch * self.max_cache_len // PAGE, PAGE, heads, dim
         # Not empty: sdpa multiplies what it has masked by zero.
-        self._pages = key_states.new_zeros(shape), key_states.new_zeros(shape)
-        self.keys, self.values = (x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self._pages)
+        self.pages = key_states.new_zeros(shape), key_states.new_zeros(shape)
+        self.keys, self.values = (x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self.pages)
         self.is_initialized = True
 
     def update(
@@ -70,7 +65,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         """Write the new keys and values to their slots; returns all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._pages is None:
+        if self.pages is None:
             keys, values = self.keys, self.values
             assert keys is not None and values is not None
             return (
@@ -80,7 +75,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         key, value = (
             x.transpose(1, 2).reshape(-1, self.num_heads, self.k_head_dim) for x in (key_states, value_states)
         )
-        cukern.reshape_and_cache_flash(key, value, self._pages[0], self._pages[1], self._slots.slots, "auto", 1.0, 1.0)
+        cukern.reshape_and_cache_flash(key, value, self.pages[0], self.pages[1], self._slots.slots, "auto", 1.0, 1.0)
         return self.keys, self.values
 
     def get_seq_length(self) -> torch.Tensor:
@@ -88,16 +83,17 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         return self._slots.length
 
 
-def static_cache(model: Any, batch: int, tokens: int, device: torch.device) -> tuple[Cache, Slots] | str:
+def static_cache(model: Any, batch: int, tokens: int, length: torch.Tensor) -> tuple[Cache, Slots] | str:
     """A cache for steps that can be captured, or why there is none.
 
-    `tokens` is a multiple of PAGE. Layers with a sliding window keep all tokens: their masks say which are seen.
+    `tokens` is a multiple of PAGE; `length` int64 [] counts the tokens that are there. Layers with a sliding window
+    keep all tokens: their masks say which are seen.
     """
     try:
         cache = StaticCache(config=model.config, max_cache_len=tokens)
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         return f"transformers has no static cache for it ({error})"
-    slots = Slots(batch, tokens, device)
+    slots = Slots(batch, tokens, length)
     for i, layer in enumerate(cache.layers):
         if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
             return f"its cache has layers of {type(layer).__name__}, whose steps differ from each other on the host"

@@ -7,6 +7,7 @@ each size here. The host sees a step's tokens while the next one runs, so that i
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +40,8 @@ class Generated:
 
     tokens: list[list[int]]  # of each prompt, the new ones, a stop token included
     steps: int  # tokens that were drawn for each prompt, the longest one's
-    prefill_s: float  # until the first token was there
+    ready_s: float  # until a step was captured; 0 where one of these sizes is kept
+    prefill_s: float  # from there, until the first token was there
     decode_s: float  # for all others
     captured: bool  # whether the steps were replays of a CUDA graph
     why: str  # why they were not; empty if they were
@@ -67,22 +69,27 @@ class _Session:
     def __init__(self, model: Any, batch: int, tokens: int, most: int, sampling: _Sampling) -> None:
         device = next(model.parameters()).device
         self.model, self.batch, self.tokens, self.sampling, self.device = model, batch, tokens, sampling, device
-        found = static_cache(model, batch, tokens, device)
+        # The tokens in the cache, those that were drawn, and the positions: what a step counts up, by one kernel.
+        self.counters = torch.zeros(2 + batch, dtype=torch.int64, device=device)
+        self.drawn, self.positions = self.counters[1:2], self.counters[2:, None]
+        found = static_cache(model, batch, tokens, self.counters[0])
         self.why = found if isinstance(found, str) else ""
         self.cache: Any = None
         self.slots: Slots | None = None
         if not isinstance(found, str):
             self.cache, self.slots = found
         self.seen = 0  # tokens in a cache that grows
+        self.is_ready = False
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.token, self.positions, self.padding = zeros(batch, 1), zeros(batch, 1), zeros(batch, tokens)
+        self.token, self.padding = zeros(batch, 1), zeros(batch, tokens)
         self.mask = zeros(batch, 1, 1, tokens, dtype=torch.bool)
         self.starts, self.lengths = zeros(batch), zeros(batch, dtype=torch.int32)
         self.finished = zeros(batch, dtype=torch.bool)
-        self.seed, self.drawn, self.drawn_tokens = zeros(1), zeros(1), zeros(batch, most)
+        self.seed, self.drawn_tokens = zeros(1), zeros(batch, most)
+        self.angles: dict[Any, torch.Tensor | None] = {}  # of all positions, by modules of angles and dtypes
         self.stop = torch.tensor(sampling.stop or (-1,), device=device)
         # The cache has a page of free tokens behind each sequence.
         self.mask.__dict__["_cukern_rows"] = _attention.Rows(self.starts, self.lengths, _attention.PAGE)
@@ -135,16 +142,36 @@ class _Session:
         if len(own.stop) > 1:
             self.finished |= torch.isin(self.token[:, 0], self.stop)
         self.drawn_tokens.index_copy_(1, self.drawn, self.token)
-        self.drawn += 1
+
+    def ready(self) -> None:
+        """Run two steps of an empty cache, the second one captured: kernels load, and products choose, only once."""
+        if self.device.type != "cuda" or self.is_ready:
+            return
+        self.is_ready = True
+        if self.captures:
+            self._clear()
+            self.run()
+            self.run()
+
+    def _clear(self) -> None:
+        for buffer in (
+            self.mask,
+            self.finished,
+            self.counters,
+            self.drawn_tokens,
+            self.token,
+            self.starts,
+            self.lengths,
+        ):
+            buffer.zero_()
+        self.padding.fill_(1)
 
     def prefill(self, ids: torch.Tensor, padding: torch.Tensor, seed: int) -> None:
         """Begin anew: run the prompts, padded on the left, and draw the first token of each."""
         count = ids.shape[1]
-        for buffer in (self.padding, self.mask, self.finished, self.drawn, self.drawn_tokens):
-            buffer.zero_()
+        self._clear()
         self.seed.fill_(seed)
         positions = (padding.cumsum(1) - 1).clamp(min=0)
-        self.padding.fill_(1)
         self.padding[:, :count] = padding
         self.mask[:, 0, 0, :count] = padding.bool()
         self.starts.copy_(count - padding.sum(1))
@@ -156,12 +183,11 @@ class _Session:
         if self.slots is None:
             self.cache = None  # the model makes its own
         else:
-            self.slots.length.zero_()
             self.slots.begin(count)
         logits = self._forward(ids, positions, padding)
-        if self.slots is not None:
-            self.slots.end(count)
         self._draw(logits)
+        self.counters[0] = count
+        self.drawn += 1
 
     def step(self) -> None:
         """Run the token that was drawn last, and draw the next one."""
@@ -173,11 +199,8 @@ class _Session:
         else:
             self.seen += 1
             mask = self.padding[:, : self.seen]
-        logits = self._forward(self.token, self.positions, mask)
-        if self.slots is not None:
-            self.slots.end(1)
-        self.positions += 1
-        self._draw(logits)
+        self._draw(self._forward(self.token, self.positions, mask))
+        self.counters += 1
 
     def run(self) -> None:
         """A step, as a graph where it can be one."""
@@ -238,6 +261,11 @@ def _session(state: State | None, model: Any, batch: int, tokens: int, most: int
     most = -(-most // _CAPACITY) * _CAPACITY
     if state is None:
         return _Session(model, batch, tokens, most, sampling)
+    # A graph has the addresses of the weights.
+    places = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
+    if state.places != places:
+        state.sessions.clear()
+        state.places = places
     key = batch, tokens, most, sampling
     found = state.sessions.pop(key, None)
     while len(state.sessions) >= _SESSIONS:
@@ -320,11 +348,17 @@ def _decode(
 ) -> Generated:
     columns: list[NDArray[np.int64]] = []
     seen, ended = watch(own.layers), False  # type: ignore[arg-type]
-    begin = time.perf_counter()
+    times = [time.perf_counter()]
+
+    def passed() -> None:
+        if own.device.type == "cuda":
+            torch.cuda.synchronize(own.device)
+        times.append(time.perf_counter())
+
+    own.ready()
+    passed()
     own.prefill(ids, padding, seed)
-    if own.device.type == "cuda":
-        torch.cuda.synchronize(own.device)
-    middle = time.perf_counter()
+    passed()
 
     def take(found: Iterable[Any]) -> bool:
         """Keep the tokens of steps that can be seen; whether generation ends."""
@@ -345,11 +379,12 @@ def _decode(
                 break
         if not ended:
             take(seen.rest())
-    decode_s = time.perf_counter() - middle
+    times.append(time.perf_counter())
+    ready_s, prefill_s, decode_s = (after - before for before, after in itertools.pairwise(times))
     rows = np.stack(columns, axis=1)
     tokens = [_until(row.tolist(), own.sampling.stop) for row in rows]
     steps = max(map(len, tokens))
-    return Generated(tokens, steps, middle - begin, decode_s, own.captures, own.why)
+    return Generated(tokens, steps, ready_s, prefill_s, decode_s, own.captures, own.why)
 
 
 def _until(tokens: list[int], stop: tuple[int, ...]) -> list[int]:
