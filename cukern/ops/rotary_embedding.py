@@ -284,10 +284,10 @@ def _check_heads(
     for name, array in heads.items():
         _expect_heads(name, array, head_dim)
         strides[name] = _strides(array, 1)[:0:-1]
-    symbols = ("blocks", "block_size", "kv_heads", "head_dim")
+    of_cache = ("blocks", "block_size", "kv_heads", "head_dim")
     for name, cache in caches.items():
-        _kv_cache.expect_dimensions(name, cache, query, "query", (query.dtype,), symbols)
-        check.shape(name, cache.shape, (*key_cache.shape[:2], key.shape[1], head_dim), f"[{', '.join(symbols)}]")
+        _kv_cache.expect_dimensions(name, cache, query, "query", (query.dtype,), of_cache)
+        check.shape(name, cache.shape, (*key_cache.shape[:2], key.shape[1], head_dim), f"[{', '.join(of_cache)}]")
         strides[name] = _kv_cache.distances(name, cache, 3, written=True)
     slots = _kv_cache.check_slots(slot_mapping, query, "query", "key_cache", *key_cache.shape[:2])
     check.shape("slot_mapping", slot_mapping.shape, (tokens,), "[tokens]")
