@@ -53,6 +53,7 @@ class Baseline:
             makes what a user makes once for many calls: a plan, repacked weights, workspaces.
         agree: replaces the case's, for a result that may differ in another way.
         eager: it is timed by the wall clock, also where the case is not.
+        once: by the wall clock, one call behind another is enough: it takes many seconds.
     """
 
     load: Callable[[], Callable[..., Any]]
@@ -60,6 +61,7 @@ class Baseline:
     prepared: bool = False
     agree: Callable[[Any, Any], bool] | None = None
     eager: bool = False
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Case:
             op's and of the baselines' results.
         host: measure the host time too.
         eager: it is timed by the wall clock, and so are its baselines.
+        parts: the GPU time of the parts of a call, in microseconds, by name; asked for on a GPU, with its inputs.
     """
 
     op: str
@@ -97,6 +100,7 @@ class Case:
     right: Callable[[tuple[Any, ...], Any], bool] | None = None
     host: bool = False
     eager: bool = False
+    parts: Callable[..., Mapping[str, float]] | None = None
 
     @property
     def gpus(self) -> int:
@@ -231,18 +235,19 @@ class Timer:
         torch.cuda.synchronize()
         return statistics.median(batches[1:]) / _HOST_BATCH * 1e6
 
-    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...], once: bool = False) -> float:
         """The time from an eager call to its result, in microseconds, once a few calls have made all things ready.
 
-        It is the median of `replays` calls, or of fewer where they take long.
+        It is the median of `replays` calls, or of fewer where they take long; of the second one alone with `once`.
         """
         seconds: list[float] = []
-        for number in range(_WALL_WARM_UPS + self.replays):
+        warm_ups, calls = (1, 1) if once else (_WALL_WARM_UPS, self.replays)
+        for number in range(warm_ups + calls):
             torch.cuda.synchronize()
             start = time.perf_counter()
             call(*arguments)
             torch.cuda.synchronize()
-            if number >= _WALL_WARM_UPS:
+            if number >= warm_ups:
                 seconds.append(time.perf_counter() - start)
             if len(seconds) >= _WALL_CALLS and sum(seconds) > _WALL_S:
                 break
@@ -294,6 +299,8 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True
         "baselines": {},
         "host_us": round(timer.host_us(case.call, sets[0]), 3) if case.host else None,
     }
+    if case.parts is not None and torch.device(timer.device).type == "cuda" and torch.cuda.is_available():
+        row["parts"] = {name: round(us, 1) for name, us in case.parts(*sets[0]).items()}
     for name, baseline in _wanted({**case.baselines, **case.peers}, baselines, slow):
         try:
             function = baseline.load()
@@ -322,7 +329,8 @@ def agrees(case: Case, baseline: Baseline, function: Callable[..., Any], device:
 
 
 def _wall_us(baseline: Baseline, function: Callable[..., Any], timer: Timer, sets: Sequence[tuple[Any, ...]]) -> float:
-    return timer.wall_us(function(*sets[0]), ()) if baseline.prepared else timer.wall_us(function, sets[0])
+    call, arguments = (function(*sets[0]), ()) if baseline.prepared else (function, sets[0])
+    return timer.wall_us(call, arguments, baseline.once)
 
 
 def _gpu_us(baseline: Baseline, function: Callable[..., Any], timer: Timer, sets: Sequence[tuple[Any, ...]]) -> float:

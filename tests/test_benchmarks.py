@@ -73,7 +73,7 @@ class Clock:
         call(*arguments)
         return 5.0
 
-    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...], once: bool = False) -> float:
         call(*arguments)
         return 70.0
 
@@ -216,6 +216,9 @@ def test_the_wall_clock_leaves_out_the_first_calls_and_ends_early(monkeypatch: p
 
     assert timer.wall_us(call, ()) == pytest.approx(0.25e6)
     assert [*taken] == [0.1]
+    taken = iter([9.0, 8.0, 7.0])
+    assert timer.wall_us(call, (), once=True) == pytest.approx(8e6)
+    assert [*taken] == [7.0]
 
 
 def test_a_baseline_may_be_absent_at_its_first_call_and_agree_in_its_own_way() -> None:
@@ -1745,3 +1748,27 @@ def test_bench_keeps_the_results_of_one_gpu_and_of_several_apart(
     assert [row["op"] for row in one["rows"]] == ["topk_softmax"]
     assert [row["op"] for row in both["rows"]] == ["all_to_all_dispatch"]
     assert one == report.load(tmp_path / "run.json") and both == report.load(tmp_path / "run-several.json")
+
+
+def test_the_parts_of_a_call_are_drawn(tmp_path: Path) -> None:
+    rows = [
+        {
+            **_row("generate", batch, 100.0, "graph"),
+            "parts": {"experts": 50.0, "attention": 30.0, "other": 20.0 / batch},
+        }
+        for batch in (1, 16)
+    ]
+    assert plots.draw_parts(rows, tmp_path / "parts.png") and (tmp_path / "parts.png").stat().st_size > 5000
+    assert not plots.draw_parts([_row("generate", 1, 100.0, "graph")], tmp_path / "none.png")
+
+
+def test_the_parts_of_a_step_are_known_by_their_kernels() -> None:
+    from benchmarks.bench_transformers import part_of
+
+    kernels = {
+        "void attend<__nv_bfloat16>": "attention", "void gemm_stream<__nv_bfloat16, 0>": "experts",
+        "void gemm_stream_one<__nv_bfloat16, 1>": "dense products", "nvjet_sm90_tst_64x8": "dense products",
+        "void unpermute_rows<__nv_bfloat16>": "experts", "void gate_by_warp<float>": "gates",
+        "void at::native::vectorized_elementwise_kernel": "other", "void norm_rotate_store<float>": "heads and cache",
+    }  # fmt: skip
+    assert {name: part_of(name) for name in kernels} == kernels
