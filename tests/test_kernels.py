@@ -129,9 +129,10 @@ def _moe_gemm() -> Iterator[Variant]:
     yield op.WGMMA_FORMS[-1].variant("float16", 0)
     yield op.Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
     yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
-    for tokens, dtype in itertools.product(op._ONE_TOKENS, ("bfloat16", "float16")):
+    one = moe_gemm.stream_one
+    for tokens, dtype in itertools.product(one.TOKENS, ("bfloat16", "float16")):
         for form in ((1, 8, 1), (1, 8, 4), (2, 4, 2)):
-            yield op.stream_one_variant(tokens, dtype, 65 if dtype == "bfloat16" else 0, op._StreamOne(*form))
+            yield one.variant_of(tokens, dtype, 65 if dtype == "bfloat16" else 0, one.Form(*form))
     for weights in ("MXFP4", "NVFP4"):
         yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))
         yield op.FP4_FORMS[-1].variant("float16", weights, 1, False)

@@ -21,7 +21,7 @@ import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_gemm, harness
 from cukern.ops import moe_gemm as op
-from cukern.ops.moe_gemm import kernels
+from cukern.ops.moe_gemm import kernels, stream_one
 from cukern.reference import moe_gemm as twin
 from cukern.reference.moe_activation import is_gated
 from cukern.runtime import arrays, describe, gpu, late, plan
@@ -1362,7 +1362,7 @@ def test_few_rows_of_one_expert_have_a_kernel(rows: int, changes: dict[str, Any]
 
 
 def test_rows_are_cut_where_there_are_few() -> None:
-    form = kernels.stream_one_form
+    form = stream_one.form_for
     assert [form(5120, 2048), form(2048, 4096), form(128, 2048), form(6144, 1024)] == [
         (1, 8, 1), (1, 8, 2), (1, 8, 4), (2, 4, 1),
     ]  # fmt: skip

@@ -24,7 +24,6 @@ _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
 _fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
 _mma = Kernel("moe_gemm/mma", "gemm_mma")
 _stream = Kernel("moe_gemm/stream", "gemm_stream")
-_stream_one = Kernel("moe_gemm/stream_one", "gemm_stream_one")
 _fma = Kernel("moe_gemm/fma", "gemm_fma")
 _fp4_wgmma = Kernel("moe_gemm/fp4_wgmma", "gemm_fp4_wgmma", compile_s=2)
 _prepare = Kernel("moe_gemm/prepare", "prepare_weights")
@@ -766,60 +765,7 @@ def why_not_stream(x: Product) -> str:
     return ""
 
 
-class _StreamOne(NamedTuple):
-    """The sizes among the template arguments of `gemm_stream_one` but the tokens."""
-
-    pairs: int  # of rows of weights that a warp has
-    loads: int  # of each row, under way at once
-    split: int  # warps that share a row
-
-
-_ONE_TOKENS, _ONE_WARPS, _UNIT_NUMBERS = (1, 2, 4), 4, 8
-#: Blocks of a multiprocessor, by rows of a tile: with more, registers would spill.
-_ONE_RESIDENT = {1: 5, 2: 4, 4: 3}
-#: Blocks that a launch should have: two for each multiprocessor of an H200.
-_ONE_BLOCKS = 264
-
-
-def stream_one_form(n: int, k: int) -> _StreamOne:
-    """The form for weights [n, k]: as few warps share a row as cover it at once, in blocks for all multiprocessors."""
-    loads = -(-k // (32 * _UNIT_NUMBERS))
-    pairs = 2 if loads <= 4 and n // (4 * _ONE_WARPS) >= _ONE_BLOCKS else 1
-    of_lane = 8 // pairs
-
-    def suffices(split: int) -> bool:
-        return split * of_lane >= loads and n * split // (2 * pairs * _ONE_WARPS) >= _ONE_BLOCKS
-
-    return _StreamOne(pairs, of_lane, next((x for x in (1, 2) if suffices(x)), 4))
-
-
-def stream_one_variant(tokens: int, dtype: str, epilogue: int, form: _StreamOne) -> Variant:
-    resident = min(_ONE_RESIDENT[tokens], 6 - form.pairs)
-    return _stream_one.variant(arrays.CUDA_TYPE[dtype], tokens, epilogue, *form, resident)
-
-
-# For Qwen3's layers; others are compiled at their first use.
-_stream_one.specialized = [
-    stream_one_variant(tokens, "bfloat16", epilogue, form).instance
-    for tokens in _ONE_TOKENS
-    for epilogue in _ACTIVATIONS_AHEAD
-    for form in (_StreamOne(1, 8, 1), _StreamOne(1, 8, 2), _StreamOne(1, 8, 4), _StreamOne(2, 4, 1))
-]
-
-
-def _is_one(x: Product) -> bool:
-    """Whether `gemm_stream_one` can do what `gemm_stream` can: few rows of one expert, in 16 bits."""
-    is_plain = x.weights == "PLAIN" and x.experts == 1 and not x.is_batched and x.row_token is None
-    return is_plain and x.expects(_ONE_TOKENS[-1])
-
-
 def stream(x: Product) -> None:
-    if _is_one(x):
-        few = next((tokens for tokens in _ONE_TOKENS[:-1] if x.expects(tokens)), _ONE_TOKENS[-1])
-        own = stream_one_form(x.n, x.k)
-        blocks = -(-x.n // (2 * own.pairs * (_ONE_WARPS // own.split))), x.tiles(few)
-        launch(stream_one_variant(few, x.out.dtype, x.epilogue, own), blocks, 32 * _ONE_WARPS, **x.fields())
-        return
     tokens = _stream_tokens(x)
     form = _stream_form(tokens, x.weights)
     grid = -(-x.n // (2 * form.warps * form.pairs)), x.tiles(tokens)
