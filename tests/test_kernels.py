@@ -131,8 +131,8 @@ def _moe_gemm() -> Iterator[Variant]:
     yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
     one = moe_gemm.stream_one
     for tokens, dtype in itertools.product(one.TOKENS, ("bfloat16", "float16")):
-        for form in ((1, 8, 1), (1, 8, 4), (2, 4, 2)):
-            yield one.variant_of(tokens, dtype, 65 if dtype == "bfloat16" else 0, one.Form(*form))
+        for form in one.FORMS:
+            yield one.variant_of(tokens, dtype, 65 if dtype == "bfloat16" else 0, form)
     for weights in ("MXFP4", "NVFP4"):
         yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))
         yield op.FP4_FORMS[-1].variant("float16", weights, 1, False)

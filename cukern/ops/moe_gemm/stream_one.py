@@ -13,10 +13,8 @@ from cukern.runtime.plan import launch
 
 _kernel = Kernel("moe_gemm/stream_one", "gemm_stream_one")
 #: Rows of a tile, and the blocks of a multiprocessor: with more, registers would spill.
-TOKENS = {1: 5, 2: 4, 4: 3}
+TOKENS = {1: 5, 2: 4}
 _WARPS, _UNIT_NUMBERS = 4, 8
-#: Blocks that a launch should have: two for each multiprocessor of an H200.
-_BLOCKS = 264
 
 
 class Form(NamedTuple):
@@ -26,17 +24,19 @@ class Form(NamedTuple):
     loads: int  # of each row, under way at once
     split: int  # warps that share a row
 
+    @property
+    def numbers(self) -> int:
+        """Of a row, under way at once."""
+        return self.split * self.loads * 32 * _UNIT_NUMBERS
 
-def form_for(n: int, k: int) -> Form:
-    """The form for weights [n, k]: as few warps share a row as cover it at once, in blocks for all multiprocessors."""
-    loads = -(-k // (32 * _UNIT_NUMBERS))
-    pairs = 2 if loads <= 4 and n // (4 * _WARPS) >= _BLOCKS else 1
-    of_lane = 8 // pairs
 
-    def suffices(split: int) -> bool:
-        return split * of_lane >= loads and n * split // (2 * pairs * _WARPS) >= _BLOCKS
+#: By the numbers that they have under way: on an H200 the first one that has a row at once is the fastest.
+FORMS = Form(2, 4, 1), Form(2, 4, 2), Form(1, 8, 2)
 
-    return Form(pairs, of_lane, next((x for x in (1, 2) if suffices(x)), 4))
+
+def form_for(k: int) -> Form:
+    """The form for rows of k weights."""
+    return next((form for form in FORMS if form.numbers >= k), FORMS[-1])
 
 
 def variant_of(tokens: int, dtype: str, epilogue: int, form: Form) -> Variant:
@@ -49,7 +49,7 @@ _kernel.specialized = [
     variant_of(tokens, "bfloat16", epilogue, form).instance
     for tokens in TOKENS
     for epilogue in (0, activations.number("silu"))
-    for form in (Form(1, 8, 1), Form(1, 8, 2), Form(1, 8, 4), Form(2, 4, 1))
+    for form in FORMS
 ]
 
 
@@ -64,7 +64,7 @@ def stream(x: Product) -> None:
     if not _is_one(x):
         kernels.stream(x)
         return
-    few = next((tokens for tokens in (1, 2) if x.expects(tokens)), 4)
-    form = form_for(x.n, x.k)
+    few = next(tokens for tokens in TOKENS if x.expects(tokens))
+    form = form_for(x.k)
     blocks = -(-x.n // (2 * form.pairs * (_WARPS // form.split))), x.tiles(few)
     launch(variant_of(few, x.out.dtype, x.epilogue, form), blocks, 32 * _WARPS, **x.fields())
