@@ -121,7 +121,7 @@ def _our_step(made: Models, batch: int, length: int) -> Callable[[], torch.Tenso
     state = made.ours.__dict__["_cukern"]
     state.sessions.clear()
     sampling = _generate._Sampling(0.0, None, None, None, ())
-    own = _generate._session(state, made.ours, batch, length + STEPS, STEPS, sampling)
+    own = _generate._session(state, made.ours, batch, length + STEPS, sampling)
     device = next(made.ours.parameters()).device
     prompt = _ids(made.ours.config, batch, length, torch.Generator(device).manual_seed(1))
     left = 0

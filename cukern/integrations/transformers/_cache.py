@@ -15,21 +15,25 @@ from cukern.integrations.transformers._attention import PAGE
 class Slots:
     """Where the tokens of a forward go: the same in every layer and for every sequence.
 
-    The length, int64 [], is on the device, so that one CUDA graph of a step serves all steps.
+    The length, int64 [], and the slots of a step, int64 [batch], are on the device, so that one CUDA graph of a step
+    serves all steps. Who steps counts them up.
     """
 
-    def __init__(self, batch: int, tokens: int, length: torch.Tensor) -> None:
-        self.batch, self.tokens, self.length, device = batch, tokens, length, length.device
-        self._first = torch.arange(batch, device=device)[:, None] * tokens
-        self.places = self.slots = torch.empty(0, dtype=torch.int64, device=device)
+    def __init__(self, tokens: int, length: torch.Tensor, of_step: torch.Tensor) -> None:
+        self.length, self._of_step = length, of_step
+        self._first = torch.arange(len(of_step), device=length.device) * tokens
+        self.places, self.slots = length.view(1), of_step
 
     def begin(self, count: int) -> None:
-        """Make room for `count` tokens of each sequence: their places in it, and their slots in the cache."""
-        # One token, as in all steps, takes one small kernel in place of three.
-        self.places = (
-            self.length.view(1) if count == 1 else torch.arange(count, device=self.length.device) + self.length
-        )
-        self.slots = (self._first + self.places).flatten()
+        """Make room for `count` tokens of each sequence in an empty cache: their places in it, and their slots."""
+        self.places = torch.arange(count, device=self.length.device)
+        self.slots = (self._first[:, None] + self.places).flatten()
+
+    def follow(self, count: int) -> None:
+        """Let steps of one token follow `count` tokens of each sequence."""
+        self.length.fill_(count)
+        torch.add(self._first, count, out=self._of_step)
+        self.places, self.slots = self.length.view(1), self._of_step
 
 
 class PagedLayer(StaticLayer):  # type: ignore[misc]
@@ -83,17 +87,17 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         return self._slots.length
 
 
-def static_cache(model: Any, batch: int, tokens: int, length: torch.Tensor) -> tuple[Cache, Slots] | str:
+def static_cache(model: Any, tokens: int, length: torch.Tensor, of_step: torch.Tensor) -> tuple[Cache, Slots] | str:
     """A cache for steps that can be captured, or why there is none.
 
-    `tokens` is a multiple of PAGE; `length` int64 [] counts the tokens that are there. Layers with a sliding window
-    keep all tokens: their masks say which are seen.
+    `tokens` is a multiple of PAGE; `length` int64 [] counts the tokens that are there, and `of_step` int64 [batch] has
+    the slots of the next ones. Layers with a sliding window keep all tokens: their masks say which are seen.
     """
     try:
         cache = StaticCache(config=model.config, max_cache_len=tokens)
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         return f"transformers has no static cache for it ({error})"
-    slots = Slots(batch, tokens, length)
+    slots = Slots(tokens, length, of_step)
     for i, layer in enumerate(cache.layers):
         if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
             return f"its cache has layers of {type(layer).__name__}, whose steps differ from each other on the host"

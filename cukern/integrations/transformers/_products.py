@@ -16,8 +16,10 @@ from torch.nn import functional as F
 import cukern
 from cukern.integrations.transformers._state import Notes, State, active, wants_gradient
 
-#: Rows up to which weights are streamed, and weights above which cuBLAS reaches the memory's rate itself.
-FEW, _LARGE = 4, 2**26
+#: Rows up to which weights are streamed, and those of small weights, which cuBLAS has too few blocks for.
+FEW, _FEW_OF_SMALL, _SMALL = 2, 4, 2**21
+#: Weights above which cuBLAS reaches the memory's rate itself.
+_LARGE = 2**26
 _HALVES = (torch.float16, torch.bfloat16)
 #: The attribute of a module whose products are one, and that of a multilayer perceptron with its activation.
 _TOGETHER, _ACTIVATION = "_cukern_together", "_cukern_activation"
@@ -36,7 +38,7 @@ def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and active.session is not None
-        and 0 < x.shape[0] <= FEW
+        and 0 < x.shape[0] <= (_FEW_OF_SMALL if weight.numel() <= _SMALL else FEW)
         and x.dtype == weight.dtype
         and x.dtype in _HALVES
         and weight.shape[0] % 16 == 0
@@ -56,7 +58,7 @@ def product(
         return made if activation is None else cukern.moe_activation(made, activation)  # type: ignore[return-value]
     return cukern.moe_gemm(  # type: ignore[return-value]
         x.contiguous(), weight.detach()[None], _offsets_of(x.shape[0], x.device), activation=activation,
-        bias=None if bias is None else bias.detach()[None], expected_m=x.shape[0],
+        bias=None if bias is None else bias.detach()[None], expected_m=min(x.shape[0], FEW),
     )  # fmt: skip
 
 
