@@ -20,10 +20,12 @@ from benchmarks.harness import Baseline, Case
 
 #: Steps before a cache begins anew at its length.
 STEPS = 2048
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 #: The one of models with experts that is the fastest, compiled where it is one token, and that of dense models.
 FASTEST = ("grouped_mm", "")
 _NEW_TOKENS = 128
+#: Seconds that a compiled implementation may take; one that is not, half of it, and a whole generation three times.
+_LIMIT_S = 40.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +185,10 @@ def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..
 
 
 def _set(made: Models, implementation: str) -> None:
+    # What another implementation has left, which may have run out of memory.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     made.stock.set_attn_implementation("sdpa")
     if made.is_moe:
         made.stock.set_experts_implementation(implementation)
@@ -202,13 +208,15 @@ def _stocks(
     from cukern.integrations.transformers._shapes import configuration
 
     names = implementations if experts_of(configuration(name)) else ("",)
+    limit_s = _LIMIT_S * (3 if once else 1)
     return {
         f"transformers {own}".strip() + " compiled" * compiled: Baseline(
-            make(own, compiled), slow=own not in FASTEST or compiled != compiles, prepared=True, once=once
+            make(own, compiled), slow=own not in FASTEST or compiled != compiles, prepared=True, once=once,
+            limit_s=limit_s if compiled or once else _LIMIT_S / 2,
         )
-        for own in names
         for compiled in ((False, True) if compiles else (False,))
-    }
+        for own in names
+    }  # fmt: skip
 
 
 def agree(ours: Any, theirs: Any) -> bool:

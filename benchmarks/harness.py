@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +41,8 @@ _HOST_BATCHES = 21
 #: A call may make all things ready the first time and capture its graphs the second.
 _WALL_WARM_UPS = 2
 _WALL_CALLS, _WALL_S = 3, 1.0
+#: Seconds after which what did not end at its limit is asked again.
+_INSIST_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Baseline:
             makes what a user makes once for many calls: a plan, repacked weights, workspaces.
         agree: replaces the case's, for a result that may differ in another way.
         eager: it is timed by the wall clock, also where the case is not.
-        once: by the wall clock, one call behind another is enough: it takes many seconds.
+        once: by the wall clock, one call behind the one that is compared is enough: it takes many seconds.
+        limit_s: the seconds that comparing and timing may take; what does not end by then is a problem.
     """
 
     load: Callable[[], Callable[..., Any]]
@@ -62,6 +67,7 @@ class Baseline:
     agree: Callable[[Any, Any], bool] | None = None
     eager: bool = False
     once: bool = False
+    limit_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -238,10 +244,10 @@ class Timer:
     def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...], once: bool = False) -> float:
         """The time from an eager call to its result, in microseconds, once a few calls have made all things ready.
 
-        It is the median of `replays` calls, or of fewer where they take long; of the second one alone with `once`.
+        It is the median of `replays` calls, or of fewer where they take long; that of one call alone with `once`.
         """
         seconds: list[float] = []
-        warm_ups, calls = (1, 1) if once else (_WALL_WARM_UPS, self.replays)
+        warm_ups, calls = (0, 1) if once else (_WALL_WARM_UPS, self.replays)
         for number in range(warm_ups + calls):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -283,10 +289,38 @@ class Measurement:
     problems: list[str]
 
 
-def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True, slow: bool = True) -> Measurement:
+@contextlib.contextmanager
+def limited(seconds: float | None) -> Iterator[None]:
+    """Raise TimeoutError in what runs for longer, in the main thread; None: there is no limit."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done in {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    # Again and again: a compiler may take an exception for its own.
+    signal.setitimer(signal.ITIMER_REAL, seconds, _INSIST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure(
+    case: Case,
+    timer: Timer,
+    ceilings: Ceilings,
+    baselines: bool = True,
+    slow: bool = True,
+    until: float | None = None,
+) -> Measurement:
     """Time a case and those of its baselines that are installed, if `baselines`; the slow ones only if `slow`.
 
-    A baseline's failure is a problem in the measurement; the op's own is raised.
+    A baseline's failure is a problem in the measurement, and so is one that has not ended when `time.monotonic` is
+    `until`; the op's own failure is raised.
     """
     sets = [inputs(case, 0, timer.device)] if case.eager else input_sets(case, timer.l2_bytes, timer.device)
     problems = []
@@ -302,13 +336,18 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True
     if case.parts is not None and torch.device(timer.device).type == "cuda" and torch.cuda.is_available():
         row["parts"] = {name: round(us, 1) for name, us in case.parts(*sets[0]).items()}
     for name, baseline in _wanted({**case.baselines, **case.peers}, baselines, slow):
+        left = [x for x in (baseline.limit_s, None if until is None else until - time.monotonic()) if x is not None]
+        if left and min(left) <= 0:
+            problems.append(f"{case}: {name} was not timed, since the run's time was over")
+            continue
         try:
-            function = baseline.load()
-            if not agrees(case, baseline, function, timer.device):
-                problems.append(f"{case}: {name} disagrees with the op, so it was not timed")
-                continue
-            us = _wall_us if case.eager or baseline.eager else _gpu_us
-            row["baselines"][name] = round(us(baseline, function, timer, sets), 3)
+            with limited(min(left, default=None)):
+                function = baseline.load()
+                if not agrees(case, baseline, function, timer.device):
+                    problems.append(f"{case}: {name} disagrees with the op, so it was not timed")
+                    continue
+                us = _wall_us if case.eager or baseline.eager else _gpu_us
+                row["baselines"][name] = round(us(baseline, function, timer, sets), 3)
         except ImportError:
             continue
         except Exception as error:

@@ -6,13 +6,16 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -217,8 +220,30 @@ def test_the_wall_clock_leaves_out_the_first_calls_and_ends_early(monkeypatch: p
     assert timer.wall_us(call, ()) == pytest.approx(0.25e6)
     assert [*taken] == [0.1]
     taken = iter([9.0, 8.0, 7.0])
-    assert timer.wall_us(call, (), once=True) == pytest.approx(8e6)
-    assert [*taken] == [7.0]
+    assert timer.wall_us(call, (), once=True) == pytest.approx(9e6)
+    assert [*taken] == [8.0, 7.0]
+
+
+def test_a_baseline_ends_at_its_limit_and_at_that_of_the_run() -> None:
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):  # as a compiler may
+                time.sleep(30)
+        time.sleep(30)
+        return x + x
+
+    baselines = {
+        "slow": Baseline(lambda: slow, eager=True, limit_s=0.05),
+        "quick": Baseline(lambda: lambda x: x + x, eager=True, limit_s=30.0),
+    }
+    with patch.object(harness, "_INSIST_S", 0.05):
+        measured = harness.measure(_case(baselines=baselines), Clock(), CEILINGS)
+    assert measured.row["baselines"] == {"quick": 70.0}
+    assert len(measured.problems) == 1 and "slow failed: TimeoutError: not done in 0 s" in measured.problems[0]
+    measured = harness.measure(_case(baselines=baselines), Clock(), CEILINGS, until=time.monotonic() - 1)
+    assert measured.row["us"] == 8.0 and measured.row["baselines"] == {}
+    assert ["the run's time was over" in line for line in measured.problems] == [True, True]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_baseline_may_be_absent_at_its_first_call_and_agree_in_its_own_way() -> None:
@@ -1690,6 +1715,23 @@ def test_bench_measures_the_ops_asked_for_and_keeps_the_results(
     assert [row["op"] for row in kept["rows"]] == ["topk_softmax"] * 2
 
     assert "grouped_topk has no case" in _refusal(capsys, "grouped_topk")
+
+
+def test_bench_measures_the_cases_asked_for_and_ends_in_time(
+    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cases = [_case(op="topk_softmax", case={"tokens": n, "dtype": "float32"}) for n in (1, 2, 30)]
+    cases.append(_case(op="topk_softmax", baselines={"other": Baseline(lambda: lambda x: x + x)}))
+    monkeypatch.setattr(bench_moe_gate, "cases", lambda: cases)
+    out = str(tmp_path / "run.json")
+    given = ["bench", "moe_gate", "--case", "tokens=2 ", "--case", "tokens=30", "--json", out]
+    assert main(given) == 0
+    assert [row["case"]["tokens"] for row in report.load(tmp_path / "run.json")["rows"]] == [2, 30]
+    assert main(["bench", "moe_gate", "--case", "tokens=16", "--seconds", "0", "--json", out]) == 0
+    assert "other was not timed, since the run's time was over" in capsys.readouterr().err
+    assert report.load(tmp_path / "run.json")["rows"][0]["baselines"] == {}
+    assert "no case has 'tokens=77' in its line" in _refusal(capsys, "moe_gate", "--case", "tokens=77")
+    assert "--results keeps all cases" in _refusal(capsys, "moe_gate", "--case", "tokens=2", "--results")
 
 
 def test_bench_draws_the_figures_of_a_run(
