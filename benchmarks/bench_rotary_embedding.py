@@ -91,6 +91,12 @@ def eager_fused(
     return query, key_cache, value_cache
 
 
+def agree_fused(ours: Any, theirs: Any) -> bool:
+    """The same but for roundings: torch rounds each product of the rotation."""
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.allclose(x.float(), y.float(), rtol=2e-2, atol=6e-2) for x, y in pairs)
+
+
 def _compiled_fused() -> Callable[..., Any]:
     torch.compiler.reset()
     return torch.compile(eager_fused, dynamic=False)
@@ -118,7 +124,7 @@ def _fused_case(tokens: int, heads: int, kv_heads: int, dim: int, dtype: str, ho
     }
     sizes["dtype"] = dtype
     op = "fused_qk_norm_rope_and_cache"
-    return Case(op, sizes, "auto", inputs, _fused, size, baselines=baselines, agree=agree, host=host)
+    return Case(op, sizes, "auto", inputs, _fused, size, baselines=baselines, agree=agree_fused, host=host)
 
 
 def cases() -> list[Case]:

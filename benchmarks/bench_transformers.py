@@ -380,8 +380,8 @@ def cases() -> list[Case]:
     twelve = "qwen3-30b-a3b-12-layers"
     return [
         _step(twelve, 1),
-        _step(twelve, 16),
         _prefill(twelve, 16, 1024),
+        _step(twelve, 16),
         _whole("qwen3-30b-a3b", 1),
         _step("mixtral-8x7b", 1),
         _step("qwen3-0.6b", 1),

@@ -1311,6 +1311,7 @@ def _small_sampling() -> Iterator[Case]:
         dtype = "bfloat16" if op == "sample" else "float32"
         yield bench_sampling._case(op, 64, 500, dtype)
     yield bench_sampling._case("sampling_from_logits", 64, 500, seeded=False)
+    yield bench_sampling._greedy_case(64, 500, "bfloat16", "cluster")
 
 
 def _small_cases() -> Iterator[Case]:
