@@ -93,7 +93,42 @@ def draw_all(content: Document, folder: Path) -> list[Path]:
         path = folder / plot_name(content, op)
         if draw(sections(row for row in content["rows"] if row["op"] == op), path):
             written.append(path)
+        path = folder / plot_name(content, f"{op}-parts")
+        if draw_parts([row for row in content["rows"] if row["op"] == op], path):
+            written.append(path)
     return written
+
+
+def draw_parts(rows: Sequence[Row], path: Path) -> bool:
+    """Draw the share that each part has of a call, and where its floor is; False where no row has parts."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.get("parts")]
+    if not shown:
+        return False
+    totals: Counter[str] = Counter()
+    for row in shown:
+        for name, us in row["parts"].items():
+            totals[name] += us / row["us"]
+    canvas = Figure(figsize=(10.5, 1.8 + 0.75 * len(shown)), layout="constrained")
+    panel = canvas.subplots()
+    for y, row in enumerate(shown):
+        left = 0.0
+        for i, name in enumerate(name for name, _ in totals.most_common()):
+            share = 100 * row["parts"].get(name, 0.0) / row["us"]
+            panel.barh(y, share, left=left, height=0.6, color=f"C{i % 10}", label=name if y == 0 else None)
+            if share >= 4:
+                panel.text(left + share / 2, y, f"{share:.0f}", ha="center", va="center", fontsize=8.5, color="white")
+            left += share
+        panel.plot([100 * row["floor_us"] / row["us"]] * 2, [y - 0.38, y + 0.38], color="black", linewidth=2)
+    labels = [f"{_words(dict(row['case']), {})}\n{figure(row['us'])} µs" for row in shown]
+    panel.set_yticks(range(len(shown)), ["\n".join(textwrap.wrap(x, 44)) for x in labels], fontsize=8.5)
+    panel.set(ylim=(len(shown) - 0.5, -0.6), xlim=(0, None))
+    panel.set_xlabel("% of the time; the black line is the floor")
+    panel.set_title(f"{shown[0]['op']}: the parts of a call", fontsize=11)
+    canvas.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    canvas.savefig(path, **_SAVE)
+    return True
 
 
 def draw_standings(gpu: str, rows: Sequence[Row], path: Path) -> bool:

@@ -653,6 +653,7 @@ NOT_OF_MANY_ROWS = {
             "concat_and_cache_mla", "copy_blocks", "gather_cache", "flash_mla_with_kvcache", "moe_fused_gate",
             "moe_gemm", "remove_sequence_length_padding", "transpose_remove_padding",
             "rebuild_sequence_length_padding", "paged_attention", "sample", "rotary_embedding",
+            "fused_qk_norm_rope_and_cache",
         ),
         _IN_ITS_OWN,
     ),
