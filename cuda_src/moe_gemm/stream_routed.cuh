@@ -49,7 +49,7 @@ struct Strip {
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, class Strips>
 __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips& strips, int first, int end, int step) {
     if (first >= end) return;
-    constexpr int BATCH = LOADS % 4 == 0 ? 4 : LOADS < 4 ? LOADS : LOADS % 3 == 0 ? 3 : LOADS % 2 == 0 ? 2 : 1;
+    constexpr int BATCH = 2; // units of a token that are loaded together
     const int lane = threadIdx.x % 32, loads = p.k / STREAM_UNIT, pairs = p.n / 2;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;
 
@@ -84,7 +84,7 @@ __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips&
 #pragma unroll
             for (int u = 0; u < BATCH; ++u) {
                 x[u] = make_uint4(0, 0, 0, 0);
-                if (at + 32 * (i + u) + lane < loads) x[u] = __ldg(token + 32 * (i + u));
+                if (i + u < LOADS && at + 32 * (i + u) + lane < loads) x[u] = __ldg(token + 32 * (i + u));
             }
 #pragma unroll
             for (int u = 0; u < BATCH; ++u) {

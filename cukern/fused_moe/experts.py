@@ -3,7 +3,7 @@
 Tokens of the standard format are sorted by expert first. With few rows for each expert, the products are bound by the
 weights' bytes and read the tokens where they are (gather), and products of 16 bits do so with many rows too, unless
 their results are wide. Otherwise the rows are copied into the order of the experts (permute), which other products
-need, or are faster with.
+need, or are faster with. One token in 16 bits is not sorted.
 """
 
 from __future__ import annotations

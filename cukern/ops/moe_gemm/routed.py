@@ -42,7 +42,9 @@ def form_for(k: int) -> Form:
     """The form for rows of k numbers, cut into equal parts."""
     lines = -(-k // (32 * _UNIT))
     loads = -(-lines // -(-lines // _MOST_LOADS))
-    return Form(1 if loads > 4 else 2 if loads > 2 else 4, loads, 4, 4)
+    pairs = 1 if loads > 4 else 2 if loads > 2 else 4
+    # With one block more, four pairs would have too few registers.
+    return Form(pairs, loads, 4, 3 if pairs == 4 else 4)
 
 
 def slots_for(topk: int, experts: int, all_experts: int) -> int:
@@ -75,7 +77,7 @@ def fits(tokens: Any, topk: int, w1: Any, w2: Any, all_experts: int) -> bool:
     units = w1.shape[2] % _UNIT == 0 == w2.shape[2] % _UNIT
     # The weights of one expert are cut into more parts by `moe_gemm`.
     several = 1 < w1.shape[0] <= MAX_EXPERTS and all_experts <= MAX_EXPERTS
-    return bool(small and units and several and 0 < topk <= MOST_ROWS // MOST_TOKENS and tokens <= MOST_TOKENS)
+    return bool(small and units and several and 0 < topk * MOST_TOKENS <= MOST_ROWS and tokens <= MOST_TOKENS)
 
 
 def _fields(
