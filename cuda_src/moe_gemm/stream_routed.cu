@@ -20,8 +20,10 @@ template <typename T, int ACTIVATION, int PAIRS> struct RoutedStrips {
 
     __device__ __forceinline__ Strip at(int i) const {
         const int index = i / of_row, row = rows.row_of(index, lane);
-        return {row, row / p.topk, rows.expert_of_row(row), (i - index * of_row) * PAIRS};
+        return {row, rows.expert_of_row(row), (i - index * of_row) * PAIRS};
     }
+
+    __device__ __forceinline__ int source_of(int row) const { return row / p.topk; }
 
     __device__ __forceinline__ void finish(const Strip& strip, const float (&sums)[PAIRS][4]) const {
         const int pairs = p.n / 2;

@@ -36,20 +36,22 @@ struct RoutedRows {
     __device__ __forceinline__ int expert_of_row(int row) const { return __shfl_sync(FULL_WARP, expert, row); }
 };
 
-// The task of a warp for a while: PAIRS pairs of rows of an expert's weights from `pair` on, times row `source` of `a`.
+// The task of a warp for a while: PAIRS pairs of rows of an expert's weights from `pair` on, for row `row`.
 struct Strip {
-    int row, source, expert, pair;
+    int row, expert, pair;
 };
 
 // Stream strips first, first + step, ... before `end` of `strips`, which has
-//   at(i), strip i, and
+//   at(i), strip i,
+//   source_of(row), the row of `a` for a strip's row, and
 //   finish(strip, sums), what is done with its sums.
 // Where a unit has been multiplied, its registers are loaded anew at once, if need be for the next strip: loads are under
 // way all the time. LOADS: units of each row that a lane has under way.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, class Strips>
 __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips& strips, int first, int end, int step) {
     if (first >= end) return;
-    constexpr int BATCH = 2; // units of a token that are loaded together
+    // Units of a token that are loaded together. Weights of 64 registers leave room for one.
+    constexpr int BATCH = PAIRS * LOADS < 8 ? 2 : 1;
     const int lane = threadIdx.x % 32, loads = p.k / STREAM_UNIT, pairs = p.n / 2;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;
 
@@ -77,7 +79,7 @@ __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips&
             if (first < end) next = strips.at(first);
         }
         const bool goes_on = !ends || first < end;
-        const uint4* const token = tokens + unsigned(now.source) * loads + at;
+        const uint4* const token = tokens + unsigned(strips.source_of(now.row)) * loads + at;
 #pragma unroll
         for (int i = 0; i < LOADS; i += BATCH) {
             uint4 x[BATCH];
@@ -87,7 +89,7 @@ __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips&
                 if (i + u < LOADS && at + 32 * (i + u) + lane < loads) x[u] = __ldg(token + 32 * (i + u));
             }
 #pragma unroll
-            for (int u = 0; u < BATCH; ++u) {
+            for (int u = 0; u < BATCH && i + u < LOADS; ++u) {
 #pragma unroll
                 for (int j = 0; j < PAIRS; ++j) multiply_units<T>(sums[j], w[2 * j][i + u], w[2 * j + 1][i + u], x[u]);
                 load(i + u, next, next_at, goes_on);

@@ -22,8 +22,10 @@ template <typename T, int ACTIVATION, int PAIRS> struct SummedStrips {
 
     __device__ __forceinline__ Strip at(int i) const {
         const int slot = slots.row_of(i, lane);
-        return {slot, token * p.topk + slot, slots.expert_of_row(slot), pair};
+        return {slot, slots.expert_of_row(slot), pair};
     }
+
+    __device__ __forceinline__ int source_of(int slot) const { return token * p.topk + slot; }
 
     __device__ __forceinline__ void finish(const Strip& strip, const float (&sums)[PAIRS][4]) const {
 #pragma unroll
