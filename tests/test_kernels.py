@@ -29,6 +29,7 @@ from cukern.ops import (
 )
 from cukern.ops import _padding as padding_parts
 from cukern.ops import _paged_attention as paged_attention_parts
+from cukern.ops.moe_gemm import routed
 from cukern.runtime import arrays
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import KERNELS, Kernel, Variant
@@ -133,6 +134,9 @@ def _moe_gemm() -> Iterator[Variant]:
     for tokens, dtype in itertools.product(one.TOKENS, ("bfloat16", "float16")):
         for form in one.FORMS:
             yield one.variant_of(tokens, dtype, 65 if dtype == "bfloat16" else 0, form)
+    for k in (256, 512, 768, 1280, 2048, 7168):
+        yield routed.routed_variant("float16", 65, routed.form_for(k))
+        yield routed.summed_variant("float16", 64, routed.form_for(k), 2)
     for weights in ("MXFP4", "NVFP4"):
         yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))
         yield op.FP4_FORMS[-1].variant("float16", weights, 1, False)

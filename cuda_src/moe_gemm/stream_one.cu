@@ -10,24 +10,10 @@
 //
 // Speed of light: the bytes of the weights, n * k numbers. Where all blocks fit the GPU together, as those of 20 MB do,
 // all loads are under way at once, and their latency is paid once.
-#include "common/hopper.cuh"
-#include "common/mma.cuh"
-#include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
+#include "moe_gemm/stream_rows.cuh"
 
 constexpr int ONE_WARPS = 4;
-constexpr int ONE_UNIT = 8; // numbers of a unit of 16 bytes
-
-// Row `side` of a pair of rows of weights: the gate and the up of an output, or neighbours.
-template <int ACTIVATION> __device__ __forceinline__ int row_of_pair(int pair, int side, int pairs) {
-    return has_halves(ACTIVATION) ? pair + side * pairs : 2 * pair + side;
-}
-
-// The trace of a product of 8 stretches of a row of weights with 8 of a token: lane (g, q) has sum (g, g) if q = g / 2.
-__device__ __forceinline__ float trace_of(const float (&sums)[4], int side, int lane) {
-    const float mine = lane / 4 % 2 ? sums[2 * side + 1] : sums[2 * side];
-    return lanes_sum<32>(lane % 4 == lane / 8 ? mine : 0.f);
-}
 
 // T: __nv_bfloat16 or __half. ACTIVATION: as moe_gemm/epilogue.cuh has it. PAIRS of rows of a warp. LOADS: units of
 // each row that a lane has under way. SPLIT: warps that share a row. BLOCKS: blocks that fit a multiprocessor.
@@ -35,7 +21,7 @@ template <typename T, int TOKENS, int ACTIVATION, int PAIRS, int LOADS, int SPLI
 __global__ __launch_bounds__(ONE_WARPS * 32, BLOCKS) void gemm_stream_one(const __grid_constant__ GemmParams p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SPLIT;
     const GroupRows group = rows_of(p, 0);
-    const int loads = p.k / ONE_UNIT, pairs = p.n / 2;
+    const int loads = p.k / STREAM_UNIT, pairs = p.n / 2;
     const int pair = (blockIdx.x * (ONE_WARPS / SPLIT) + warp / SPLIT) * PAIRS;
     const uint4* const weights = static_cast<const uint4*>(p.b) + lane;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;
@@ -62,12 +48,7 @@ __global__ __launch_bounds__(ONE_WARPS * 32, BLOCKS) void gemm_stream_one(const 
                 uint4 x = make_uint4(0, 0, 0, 0);
                 if (at + 32 * i + lane < loads) x = __ldg(token + 32 * i);
 #pragma unroll
-                for (int j = 0; j < PAIRS; ++j) {
-                    const uint4 &w0 = w[2 * j][i], &w1 = w[2 * j + 1][i];
-                    const unsigned low[4] = {w0.x, w1.x, w0.y, w1.y}, high[4] = {w0.z, w1.z, w0.w, w1.w};
-                    mma_m16n8k16<T>(sums[t][j], low, x.x, x.y);
-                    mma_m16n8k16<T>(sums[t][j], high, x.z, x.w);
-                }
+                for (int j = 0; j < PAIRS; ++j) multiply_units<T>(sums[t][j], w[2 * j][i], w[2 * j + 1][i], x);
             }
         }
     }
