@@ -10,7 +10,9 @@
 // result, are dealt to the warps in turn.
 //
 // Speed of light: the bytes of the weights of the rows' experts, n * k numbers each. A warp reads the ids once, then
-// streams.
+// streams. On an H200, a layer of one token (this and stream_summed.cu) of Qwen3-30B-A3B takes 23.7 us, where a
+// sort, gemm_stream and unpermute_rows took 26.5 and the bytes of eight experts take 15.7 at 4.8 TB/s; Mixtral-8x7B's
+// takes 163.9 us, whose bytes take 147.
 #include "moe_gemm/stream_routed.cuh"
 
 template <typename T, int ACTIVATION, int PAIRS> struct RoutedStrips {
