@@ -1,0 +1,204 @@
+// The loading warpgroups of attend_pair for an 8-bit cache of 656 bytes a token, by pages or with `indices`, which they
+// convert to bfloat16.
+//
+// A warp converts eight tokens of each tile, half after half of the value columns: alone, a block has eight such warps, and
+// in a pair, where each block converts half of the tokens, four. A lane has 16 numbers of every second token: four lanes
+// have the 64 columns of a tile in shared memory, the next four those of the next token, whose chunks are in other banks.
+// Alone, the registers hold the bytes of the next half while its place is still in use. In a pair there are registers for
+// more: the next half is converted by then, and the bytes of the half after it are held. The rotary part is of 16 bits
+// already, and copied as it is. The tokens three tiles on are on their way to the L2 cache.
+#pragma once
+#include "common/fp8.cuh"
+#include "mla_decode/pair_shared.cuh"
+
+// A lane that converts; RANK is of the block in its cluster.
+template <int CLUSTER> struct PairConverter {
+    static constexpr int TOKENS = 8, WARPS = BLOCK_TOKENS / TOKENS / CLUSTER;
+    static constexpr int EACH = TOKENS / 2;         // of the tokens, a lane's
+    static constexpr int FOUND = TOKENS * CLUSTER;  // tokens that a warp finds: its own, then those of its like there
+    static constexpr bool AHEAD = CLUSTER > 1;      // it converts before there is place
+    static constexpr int LATENT_DIMS = 512, ROTARY_OFFSET = LATENT_DIMS + 4 * 4;
+    static constexpr int ROW_BYTES = COLUMNS * 2, WARP_BYTES = TOKENS * ROW_BYTES;
+    static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // in place of a token's address
+
+    WgmmaShared& shared;
+    const unsigned queries, rank;
+    const int warp, lane;
+    float scale; // of token lane % 8, for columns 128 (lane / 8) ...
+
+    __device__ __forceinline__ int odd() const { return lane / 4 % 2; }
+    // The tile's row of the warp's first token.
+    __device__ __forceinline__ int first() const { return int(rank) * (BLOCK_TOKENS / CLUSTER) + warp * TOKENS; }
+    // The tile's row of the token that the lane finds.
+    __device__ __forceinline__ int own() const {
+        const int there = CLUSTER > 1 && lane & TOKENS ? first() ^ BLOCK_TOKENS / 2 : first();
+        return there + lane % TOKENS;
+    }
+    __device__ __forceinline__ unsigned long long& address(int tile, int i) const {
+        return shared.addresses[tile & 3][warp * FOUND + i];
+    }
+
+    // Take up the places of the tokens of a tile.
+    template <bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
+        Found found;
+        found.template find<true, GATHER>(p, entry);
+        if (lane < FOUND) {
+            unsigned long long at = found.bad ? OUTSIDE : MISSING;
+            if (found.there >> lane & 1) at = reinterpret_cast<unsigned long long>(found.from);
+            address(tile, lane) = at;
+        }
+        __syncwarp();
+        found.template prefetch<TOKENS, BYTES_OF_576>();
+    }
+
+    // Say which tokens of the tile in `buffer` are there, and whether one is outside of the cache.
+    template <bool GATHER> __device__ __forceinline__ void tell(int tile, int visited) const {
+        const unsigned long long at = address(tile, lane % FOUND);
+        if constexpr (GATHER) {
+            const unsigned there = __ballot_sync(FULL_WARP, at > OUTSIDE);
+            unsigned char* const valid = reinterpret_cast<unsigned char*>(&shared.valid[tile & 1]);
+            if (lane == 0) {
+                valid[first() / TOKENS] = there;
+                if (CLUSTER > 1) valid[(first() ^ BLOCK_TOKENS / 2) / TOKENS] = there >> TOKENS;
+            }
+        }
+        if (at == OUTSIDE) shared.bad[visited % VISITS] = visited;
+    }
+
+    __device__ __forceinline__ float load_scale(int tile) const {
+        const unsigned long long at = address(tile, lane % TOKENS);
+        float found = 0.f;
+        if (at > OUTSIDE) found = __ldg(reinterpret_cast<const float*>(at + LATENT_DIMS) + lane / TOKENS);
+        return found;
+    }
+
+    // The lane's i-th 16 bytes of a half of a tile.
+    __device__ __forceinline__ uint4 load(int tile, int half, int i) const {
+        const unsigned long long at = address(tile, 2 * i + odd());
+        return load_or_zero(reinterpret_cast<const char*>(at + half * 256 + lane / 8 * 64 + lane % 4 * 16),
+                            at > OUTSIDE);
+    }
+
+    // The same as numbers of 16 bits.
+    __device__ __forceinline__ void widen(unsigned (&to)[8], const uint4& raw, int half, int i) const {
+        const float own_scale =
+            __shfl_sync(FULL_WARP, scale, 2 * i + odd() + (half * 2 + lane / 16) * TOKENS);
+        const unsigned fours[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            unsigned halves[2];
+            to_halves<__nv_fp8_e4m3>(halves, fours[k]);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&halves[h]));
+                to[k * 2 + h] = pack<__nv_bfloat16>(both.x * own_scale, both.y * own_scale);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const unsigned (&from)[8], int buffer, int half, int i) const {
+        const unsigned offset =
+            lane / 8 * TILE_BYTES + (first() + odd()) * ROW_BYTES + ((lane % 4 * 2) ^ odd()) * 16;
+        const unsigned to = ((key_tile(queries, buffer, half * 4) + offset) ^ (2 * i * 16)) + 2 * i * ROW_BYTES;
+        store_shared(to, make_uint4(from[0], from[1], from[2], from[3]));
+        store_shared(to ^ 16, make_uint4(from[4], from[5], from[6], from[7]));
+    }
+
+    // Start copying the rotary part of a tile.
+    __device__ __forceinline__ void copy_rotary(const Params& p, int tile) const {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 4; ++i) {
+            const int t = 4 * i + lane / 8;
+            const unsigned long long at = address(tile, t);
+            const char* const from = at > OUTSIDE ? reinterpret_cast<const char*>(at) + ROTARY_OFFSET + lane % 8 * 16
+                                                  : static_cast<const char*>(p.cache);
+            copy_async_or_zero(key_tile(queries, tile & 1, ROTARY_TILE) + (first() + t) * ROW_BYTES +
+                                   ((lane ^ t) & 7) * 16,
+                               from, at > OUTSIDE);
+        }
+        cp_async_commit_group();
+    }
+
+    __device__ __forceinline__ void publish(int buffer, int half) const {
+        publish_to_pair<CLUSTER, 4, WARP_BYTES>(rank, key_tile(queries, buffer, half * 4) + first() * ROW_BYTES,
+                                                shared_address(&shared.full[buffer][half]));
+    }
+
+    __device__ __forceinline__ void publish_rotary(int buffer) const {
+        cp_async_wait_group<0>();
+        publish_to_pair<CLUSTER, 1, WARP_BYTES>(rank, key_tile(queries, buffer, ROTARY_TILE) + first() * ROW_BYTES,
+                                                shared_address(&shared.full[buffer][ROTARY_FULL]));
+    }
+};
+
+template <typename T, bool GATHER, int CLUSTER>
+__device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShared& shared, unsigned queries,
+                                                      unsigned rank) {
+    static_assert(IS_BFLOAT16<T>, "the rotary part is copied as it is");
+    using C = PairConverter<CLUSTER>;
+    C c{shared, queries, rank, int(threadIdx.x / 32) - 2 * WARPGROUP / 32, int(threadIdx.x % 32), 0.f};
+    const Part part(p, blockIdx.z);
+    TileCursor<GATHER, false> cursor(p, part);
+    Entry entry; // of the tile after those that are found
+    auto find = [&](int tile) {
+        c.template find<GATHER>(p, entry, tile);
+        cursor.advance();
+        entry = cursor.entry(c.own());
+    };
+    entry = cursor.entry(c.own());
+    uint4 raw[C::EACH];
+    unsigned ready[C::AHEAD ? C::EACH : 1][8];
+    find(0);
+    c.scale = c.load_scale(0);
+#pragma unroll
+    for (int i = 0; i < C::EACH; ++i) raw[i] = c.load(0, 0, i);
+    find(1), find(2);
+    if constexpr (C::AHEAD) {
+#pragma unroll
+        for (int i = 0; i < C::EACH; ++i) c.widen(ready[i], raw[i], 0, i), raw[i] = c.load(0, 1, i);
+    }
+    int used = 0, visited = 0; // tiles, and visits with tiles
+    for (int sequence = part.first; sequence <= part.last; ++sequence) {
+        const Visit visit(p, part, sequence);
+        if (visit.begin >= visit.end) continue;
+        mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
+        load_queries<T, C::WARPS, TILES>(p, visit, queries, c.warp);
+        const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
+        for (; used < before + tiles; ++used) {
+            const int buffer = used & 1, other = 1 - buffer, phase = used / 2 + 1;
+            const float next_scale = c.load_scale(used + 1);
+            // First the half that the warpgroup of the buffer reads as values, which is free first.
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int half = buffer ^ k;
+                mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);
+                if (k == 0)
+                    c.template tell<GATHER>(used, visited);
+                else
+                    c.copy_rotary(p, used);
+#pragma unroll
+                for (int i = 0; i < C::EACH; ++i) {
+                    if constexpr (C::AHEAD) {
+                        c.store(ready[i], buffer, half, i);
+                    } else {
+                        c.widen(ready[0], raw[i], half, i);
+                        c.store(ready[0], buffer, half, i);
+                        raw[i] = c.load(used + k, other, i);
+                    }
+                }
+                if (k == 0 && used == before) publish_queries<0>(shared);
+                c.publish(buffer, half);
+                if constexpr (C::AHEAD) {
+                    // Ready is then half `other`, of this tile or of the next one.
+                    if (k == 1) c.scale = next_scale;
+#pragma unroll
+                    for (int i = 0; i < C::EACH; ++i)
+                        c.widen(ready[i], raw[i], other, i), raw[i] = c.load(used + 1, half ^ 1 ^ k, i);
+                }
+            }
+            c.scale = next_scale;
+            find(used + 3);
+            c.publish_rotary(buffer);
+        }
+    }
+}
