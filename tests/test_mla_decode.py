@@ -823,14 +823,21 @@ BF16 = "__nv_bfloat16"
         (Sizes("float16", variant="wgmma", heads=16), "attend_wgmma", ("__half", "false", "false"), (1, 1, 132)),
         (Sizes(query_tokens=2), "attend_wgmma", (BF16, "false", "false"), (4, 1, 33)),
         (Sizes(kv_heads=2, cache_strides=(1152 * 64, 1152, 576)), "attend_wgmma", (BF16,), (1, 2, 66)),
-        (Sizes(is_fp8=True), "attend_wgmma", (BF16, "true", "false"), (2, 1, 66)),
+        # Of bfloat16 and 8 bits, and of indices, pairs of blocks; blocks of their own where they come in no twos.
+        (Sizes(is_fp8=True), "attend_pair", (BF16, "true", "false", 2), (2, 1, 66)),
+        (Sizes(heads=64, is_fp8=True), "attend_pair", (BF16, "true", "false", 1), (1, 1, 132)),
+        (Sizes(heads=160, is_fp8=True, topk=9), "attend_pair", (BF16, "true", "true", 1), (3, 1, 44)),
+        (Sizes(heads=100, query_tokens=2, is_fp8=True), "attend_pair", (BF16, "true", "false", 2), (4, 1, 33)),
+        (Sizes("float16", is_fp8=True), "attend_wgmma", ("__half", "true", "false"), (2, 1, 66)),
+        (Sizes("float16", topk=2048), "attend_pair", ("__half", "false", "true", 2), (2, 1, 66)),
+        (Sizes(heads=64, topk=2048), "attend_wgmma", (BF16, "false", "true"), (1, 1, 132)),
         (Sizes(heads=8, query_tokens=3, is_fp8=True), "attend_mma", (BF16, "true", 32), (1, 1, 132)),
-        (Sizes(topk=2048), "attend_wgmma", (BF16, "false", "true"), (2, 1, 66)),
+        (Sizes(topk=2048), "attend_pair", (BF16, "false", "true", 2), (2, 1, 66)),
         (Sizes("float16", topk=2048, is_fp8=True), "attend_wgmma", ("__half", "true", "true"), (2, 1, 66)),
         (Sizes(topk=5, variant="wgmma", heads=1), "attend_wgmma", (BF16, "false", "true"), (1, 1, 132)),
         # Without a tensor map strides and pages may be any.
-        (Sizes(is_fp8=True, pages=0), "attend_wgmma", (BF16, "true", "false"), (2, 1, 66)),
-        (Sizes(topk=2048, cache_strides=(0, 576, 0)), "attend_wgmma", (BF16, "false", "true"), (2, 1, 66)),
+        (Sizes(is_fp8=True, pages=0), "attend_pair", (BF16, "true", "false", 2), (2, 1, 66)),
+        (Sizes(topk=2048, cache_strides=(0, 576, 0)), "attend_pair", (BF16, "false", "true", 2), (2, 1, 66)),
         (Sizes(is_steep=False), "attend_mma", (BF16, "false", 64), (2, 1, 66)),
         (Sizes(variant="mma"), "attend_mma", (BF16, "false", 64), (2, 1, 66)),
         (Sizes(is_fp8=True, variant="mma"), "attend_mma", (BF16, "true", 64), (2, 1, 66)),
@@ -1697,7 +1704,9 @@ def test_no_index_that_counts(attend: Place, kind: str, rng: np.random.Generator
 @pytest.mark.parametrize(
     ("kind", "heads", "changes", "function", "last", "plan"),
     [
-        ("16 bits", 128, {}, "attend_wgmma", ("false", "true"), ()),
+        ("16 bits", 64, {}, "attend_wgmma", ("false", "true"), ()),
+        ("16 bits", 128, {}, "attend_pair", ("false", "true", 2), ()),
+        ("656", 128, {}, "attend_pair", ("true", "true", 2), ()),
         ("16 bits", 128, {"lengths": "own"}, "attend_wgmma", ("false", "true", "true"), (256, "true")),
         ("656", 128, {"extra": (9, 5)}, "attend_wgmma", ("true", "true", "true"), ()),
         ("656", 128, {"extra": (9, 5), "lengths": "extra"}, "attend_wgmma", ("true",) * 3, (256, "true")),
@@ -1716,7 +1725,7 @@ def test_the_kernels_for_chosen_tokens(
     trace, _, _ = declared.say(declared.form(0, tuple(arguments)), tuple(arguments.values()), on=H200)
     found = {step.variant.instance.function: step.variant.instance.arguments for step in trace.steps}
     assert found[function][-len(last) :] == last and found["plan_parts"] == plan
-    assert len(found[function]) == len(last) + (1 if function == "attend_wgmma" else 5)
+    assert len(found[function]) == len(last) + (5 if function == "attend_mma" else 1)
 
 
 def test_the_plan_of_lengths_of_indices() -> None:

@@ -16,15 +16,14 @@
 #include "mla_decode/pair_tma.cuh"
 #include "mla_decode/wgmma_compute.cuh"
 
+constexpr int ALONE_THREADS = 4 * WARPGROUP; // of a block with CLUSTER == 1
+
 // Warpgroups that load.
-__host__ __device__ constexpr int pair_loaders(bool fp8, int cluster) { return fp8 && cluster == 1 ? 2 : 1; }
-__host__ __device__ constexpr int pair_threads(bool fp8, int cluster) {
-    return (2 + pair_loaders(fp8, cluster)) * WARPGROUP;
-}
+__host__ __device__ constexpr int pair_loaders(int cluster) { return cluster == 1 ? 2 : 1; }
 
 // Initialize the barriers and the flags.
 template <bool FP8, bool TMA, int CLUSTER> __device__ __forceinline__ void init_pair(WgmmaShared& shared) {
-    constexpr int WARPS = pair_loaders(FP8, CLUSTER) * WARPGROUP / 32;
+    constexpr int WARPS = pair_loaders(CLUSTER) * WARPGROUP / 32;
     for (int i = 0; i < 2; ++i) {
         for (int tile = 0; tile < TILES; ++tile) mbarrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPS : 1);
         for (int half = 0; half < 2; ++half)
@@ -39,11 +38,11 @@ template <bool FP8, bool TMA, int CLUSTER> __device__ __forceinline__ void init_
 
 // T: the type of the queries and results; with FP8 bfloat16. FP8: a cache of 656 bytes a token. GATHER: with `indices`.
 template <typename T, bool FP8, bool GATHER, int CLUSTER>
-__global__ __launch_bounds__(pair_threads(FP8, CLUSTER), 1)
+__global__ __launch_bounds__(CLUSTER == 1 ? ALONE_THREADS : WGMMA_THREADS, 1)
     CLUSTER_OF(CLUSTER) void attend_pair(const __grid_constant__ WgmmaParams params) {
 #if HAS_WGMMA
     constexpr bool TMA = !FP8 && !GATHER;
-    constexpr int LOADERS = pair_loaders(FP8, CLUSTER);
+    constexpr int LOADERS = pair_loaders(CLUSTER);
     static_assert(CLUSTER == 2 || (CLUSTER == 1 && FP8), "");
     // Registers of a thread, of 512 for the three or four warpgroups together.
     constexpr int LOADING = LOADERS == 2 ? 48 : FP8 ? 88 : GATHER ? 72 : 40;

@@ -22,24 +22,34 @@ template <int CLUSTER> struct PairConverter {
     static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // in place of a token's address
 
     WgmmaShared& shared;
-    const unsigned queries, rank;
-    const int warp, lane;
+    const unsigned queries;
+    const int first_token, lane; // the tile's row of the warp's first token
     float scale; // of token lane % 8, for columns 128 (lane / 8) ...
 
+    // The lane again: what is computed from it takes no registers while tiles are converted.
+    static __device__ __forceinline__ int lane_again() {
+        int lane;
+        asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+        return lane;
+    }
+
     __device__ __forceinline__ int odd() const { return lane / 4 % 2; }
-    // The tile's row of the warp's first token.
-    __device__ __forceinline__ int first() const { return int(rank) * (BLOCK_TOKENS / CLUSTER) + warp * TOKENS; }
+    __device__ __forceinline__ int first() const { return first_token; }
+    __device__ __forceinline__ unsigned rank() const { return CLUSTER == 1 ? 0 : first_token / (BLOCK_TOKENS / 2); }
+    __device__ __forceinline__ int warp() const { return first_token / TOKENS % WARPS; }
     // The tile's row of the token that the lane finds.
     __device__ __forceinline__ int own() const {
+        const int lane = lane_again();
         const int there = CLUSTER > 1 && lane & TOKENS ? first() ^ BLOCK_TOKENS / 2 : first();
         return there + lane % TOKENS;
     }
     __device__ __forceinline__ unsigned long long& address(int tile, int i) const {
-        return shared.addresses[tile & 3][warp * FOUND + i];
+        return shared.addresses[tile & 3][warp() * FOUND + i];
     }
 
     // Take up the places of the tokens of a tile.
     template <bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
+        const int lane = lane_again();
         Found found;
         found.template find<true, GATHER>(p, entry);
         if (lane < FOUND) {
@@ -53,6 +63,7 @@ template <int CLUSTER> struct PairConverter {
 
     // Say which tokens of the tile in `buffer` are there, and whether one is outside of the cache.
     template <bool GATHER> __device__ __forceinline__ void tell(int tile, int visited) const {
+        const int lane = lane_again();
         const unsigned long long at = address(tile, lane % FOUND);
         if constexpr (GATHER) {
             const unsigned there = __ballot_sync(FULL_WARP, at > OUTSIDE);
@@ -66,6 +77,7 @@ template <int CLUSTER> struct PairConverter {
     }
 
     __device__ __forceinline__ float load_scale(int tile) const {
+        const int lane = lane_again();
         const unsigned long long at = address(tile, lane % TOKENS);
         float found = 0.f;
         if (at > OUTSIDE) found = __ldg(reinterpret_cast<const float*>(at + LATENT_DIMS) + lane / TOKENS);
@@ -79,33 +91,38 @@ template <int CLUSTER> struct PairConverter {
                             at > OUTSIDE);
     }
 
-    // The same as numbers of 16 bits.
-    __device__ __forceinline__ void widen(unsigned (&to)[8], const uint4& raw, int half, int i) const {
-        const float own_scale =
-            __shfl_sync(FULL_WARP, scale, 2 * i + odd() + (half * 2 + lane / 16) * TOKENS);
-        const unsigned fours[4] = {raw.x, raw.y, raw.z, raw.w};
+    // The scale of the lane's i-th token there.
+    __device__ __forceinline__ float scale_of(int half, int i) const {
+        return __shfl_sync(FULL_WARP, scale, 2 * i + odd() + (half * 2 + lane / 16) * TOKENS);
+    }
+
+    // Eight numbers as they are multiplied.
+    static __device__ __forceinline__ uint4 widen(unsigned low, unsigned high, float scale) {
+        const unsigned fours[2] = {low, high};
+        unsigned to[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < 2; ++k) {
             unsigned halves[2];
             to_halves<__nv_fp8_e4m3>(halves, fours[k]);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&halves[h]));
-                to[k * 2 + h] = pack<__nv_bfloat16>(both.x * own_scale, both.y * own_scale);
+                to[k * 2 + h] = pack<__nv_bfloat16>(both.x * scale, both.y * scale);
             }
         }
+        return make_uint4(to[0], to[1], to[2], to[3]);
     }
 
-    __device__ __forceinline__ void store(const unsigned (&from)[8], int buffer, int half, int i) const {
+    // Where the first of them are, of the lane's i-th token in a half; the others are at this ^ 16.
+    __device__ __forceinline__ unsigned place(int buffer, int half, int i) const {
         const unsigned offset =
             lane / 8 * TILE_BYTES + (first() + odd()) * ROW_BYTES + ((lane % 4 * 2) ^ odd()) * 16;
-        const unsigned to = ((key_tile(queries, buffer, half * 4) + offset) ^ (2 * i * 16)) + 2 * i * ROW_BYTES;
-        store_shared(to, make_uint4(from[0], from[1], from[2], from[3]));
-        store_shared(to ^ 16, make_uint4(from[4], from[5], from[6], from[7]));
+        return ((key_tile(queries, buffer, half * 4) + offset) ^ (2 * i * 16)) + 2 * i * ROW_BYTES;
     }
 
     // Start copying the rotary part of a tile.
     __device__ __forceinline__ void copy_rotary(const Params& p, int tile) const {
+        const int lane = lane_again();
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) {
             const int t = 4 * i + lane / 8;
@@ -120,13 +137,13 @@ template <int CLUSTER> struct PairConverter {
     }
 
     __device__ __forceinline__ void publish(int buffer, int half) const {
-        publish_to_pair<CLUSTER, 4, WARP_BYTES>(rank, key_tile(queries, buffer, half * 4) + first() * ROW_BYTES,
+        publish_to_pair<CLUSTER, 4, WARP_BYTES>(rank(), key_tile(queries, buffer, half * 4) + first() * ROW_BYTES,
                                                 shared_address(&shared.full[buffer][half]));
     }
 
     __device__ __forceinline__ void publish_rotary(int buffer) const {
         cp_async_wait_group<0>();
-        publish_to_pair<CLUSTER, 1, WARP_BYTES>(rank, key_tile(queries, buffer, ROTARY_TILE) + first() * ROW_BYTES,
+        publish_to_pair<CLUSTER, 1, WARP_BYTES>(rank(), key_tile(queries, buffer, ROTARY_TILE) + first() * ROW_BYTES,
                                                 shared_address(&shared.full[buffer][ROTARY_FULL]));
     }
 };
@@ -136,9 +153,10 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
                                                       unsigned rank) {
     static_assert(IS_BFLOAT16<T>, "the rotary part is copied as it is");
     using C = PairConverter<CLUSTER>;
-    C c{shared, queries, rank, int(threadIdx.x / 32) - 2 * WARPGROUP / 32, int(threadIdx.x % 32), 0.f};
+    const int warp = threadIdx.x / 32 - 2 * WARPGROUP / 32;
+    C c{shared, queries, int(rank) * (BLOCK_TOKENS / CLUSTER) + warp * C::TOKENS, int(threadIdx.x % 32), 0.f};
     const Part part(p, blockIdx.z);
-    TileCursor<GATHER, false> cursor(p, part);
+    TileCursor<GATHER, false, true> cursor(p, part);
     Entry entry; // of the tile after those that are found
     auto find = [&](int tile) {
         c.template find<GATHER>(p, entry, tile);
@@ -147,7 +165,11 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
     };
     entry = cursor.entry(c.own());
     uint4 raw[C::EACH];
-    unsigned ready[C::AHEAD ? C::EACH : 1][8];
+    uint4 ready[C::AHEAD ? C::EACH : 1][2];
+    auto widen = [&](int i, int half) {
+        const float scale = c.scale_of(half, i);
+        ready[i][0] = C::widen(raw[i].x, raw[i].y, scale), ready[i][1] = C::widen(raw[i].z, raw[i].w, scale);
+    };
     find(0);
     c.scale = c.load_scale(0);
 #pragma unroll
@@ -155,20 +177,23 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
     find(1), find(2);
     if constexpr (C::AHEAD) {
 #pragma unroll
-        for (int i = 0; i < C::EACH; ++i) c.widen(ready[i], raw[i], 0, i), raw[i] = c.load(0, 1, i);
+        for (int i = 0; i < C::EACH; ++i) {
+            widen(i, 0);
+            raw[i] = c.load(0, 1, i);
+        }
     }
     int used = 0, visited = 0; // tiles, and visits with tiles
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
-        const Visit visit(p, part, sequence);
+        const Visit visit(p, Part(p, blockIdx.z), sequence);
         if (visit.begin >= visit.end) continue;
         mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries<T, C::WARPS, TILES>(p, visit, queries, c.warp);
+        load_queries<T, C::WARPS, TILES, 1>(p, visit, queries, c.warp());
         const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
         for (; used < before + tiles; ++used) {
             const int buffer = used & 1, other = 1 - buffer, phase = used / 2 + 1;
             const float next_scale = c.load_scale(used + 1);
             // First the half that the warpgroup of the buffer reads as values, which is free first.
-#pragma unroll
+#pragma unroll 1
             for (int k = 0; k < 2; ++k) {
                 const int half = buffer ^ k;
                 mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);
@@ -178,11 +203,13 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
                     c.copy_rotary(p, used);
 #pragma unroll
                 for (int i = 0; i < C::EACH; ++i) {
+                    const unsigned to = c.place(buffer, half, i);
                     if constexpr (C::AHEAD) {
-                        c.store(ready[i], buffer, half, i);
+                        store_shared(to, ready[i][0]), store_shared(to ^ 16, ready[i][1]);
                     } else {
-                        c.widen(ready[0], raw[i], half, i);
-                        c.store(ready[0], buffer, half, i);
+                        const float scale = c.scale_of(half, i);
+                        store_shared(to, C::widen(raw[i].x, raw[i].y, scale));
+                        store_shared(to ^ 16, C::widen(raw[i].z, raw[i].w, scale));
                         raw[i] = c.load(used + k, other, i);
                     }
                 }
@@ -192,8 +219,10 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
                     // Ready is then half `other`, of this tile or of the next one.
                     if (k == 1) c.scale = next_scale;
 #pragma unroll
-                    for (int i = 0; i < C::EACH; ++i)
-                        c.widen(ready[i], raw[i], other, i), raw[i] = c.load(used + 1, half ^ 1 ^ k, i);
+                    for (int i = 0; i < C::EACH; ++i) {
+                        widen(i, other);
+                        raw[i] = c.load(used + 1, half ^ 1, i);
+                    }
                 }
             }
             c.scale = next_scale;

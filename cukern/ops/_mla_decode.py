@@ -32,6 +32,16 @@ WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its 
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
+#: CLUSTER of `attend_pair`, where it is taken in place of `attend_wgmma`, whose results are the same: by whether the cache
+#: is of 8 bits, whether there are indices, and whether the blocks of 64 rows come in twos.
+CLUSTERS = {
+    (True, False, False): 1,
+    (True, True, False): 1,
+    (True, False, True): 2,
+    (True, True, True): 2,
+    (False, True, True): 2,
+}
+
 #: TEAM and EACH of `combine_parts`: several blocks put a row together, or one block, or one warp.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
 #: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
@@ -41,6 +51,7 @@ _COMBINING_BLOCKS = 2  # per multiprocessor, at once
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
 attend_wgmma = Kernel("mla_decode/attend_wgmma", "attend_wgmma", compile_s=2.5)
+attend_pair = Kernel("mla_decode/attend_pair", "attend_pair", compile_s=2.5)
 combine = Kernel("mla_decode/combine", "combine_parts")
 
 
@@ -115,6 +126,12 @@ def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
+def pair_variant(dtype: str, is_fp8: bool, is_sparse: bool, cluster: int) -> Variant:
+    """The variant of `attend_pair` with so many blocks in a cluster."""
+    flags = str(is_fp8).lower(), str(is_sparse).lower(), cluster
+    return attend_pair.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
+
+
 def plan_variant(has_extra: bool) -> Variant:
     return plan_kernel.variant(THREADS, "true") if has_extra else plan_kernel.variant()
 
@@ -151,6 +168,11 @@ attend_wgmma.specialized += [
     wgmma_variant("bfloat16", True, True, extra_bytes).instance
     for extra_bytes in (twin.SLOT_BYTES, twin.PAGED_SLOT_BYTES)
 ]
+attend_pair.specialized = [
+    pair_variant("bfloat16", is_fp8, is_sparse, cluster).instance
+    for (is_fp8, is_sparse, _), cluster in CLUSTERS.items()
+]
+attend_pair.specialized = list(dict.fromkeys(attend_pair.specialized))
 combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
 plan_kernel.specialized = [plan_variant(False).instance, plan_variant(True).instance]
 # The rest is compiled at its first use: what is best depends on the GPU.
@@ -194,6 +216,15 @@ def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float,
             if size > 1 and not 0 < 2 * stride < _LARGEST_STRIDE:
                 return f"k_cache has a stride of {stride} elements"
     return "" if scale >= _SMALLEST_WGMMA_SCALE else f"softmax_scale is below {_SMALLEST_WGMMA_SCALE:g}"
+
+
+def cluster_of(work: Work, block_rows: int) -> int:
+    """CLUSTER of the `attend_pair` that does in place of `attend_wgmma`; 0 where that does it itself."""
+    # The rotary part of an 8-bit cache is copied as it is, in bfloat16.
+    if work.has_extra or (work.is_fp8 and work.dtype != "bfloat16"):
+        return 0
+    blocks = -(-work.rows // block_rows)
+    return CLUSTERS.get((work.is_fp8, work.is_sparse, blocks % 2 == 0), 0)
 
 
 def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
@@ -276,8 +307,12 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
     variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
+    threads, cluster = constants["WGMMA_THREADS"], cluster_of(work, constants["WGMMA_ROWS"])
+    if cluster:
+        variant = pair_variant(work.dtype, work.is_fp8, work.is_sparse, cluster)
+        threads = template.constants(attend_pair.file)["ALONE_THREADS"] if cluster == 1 else threads
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
-    launch(variant, grid, constants["WGMMA_THREADS"], WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
+    launch(variant, grid, threads, WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
 
 
 def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
