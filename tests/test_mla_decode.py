@@ -1705,8 +1705,8 @@ def test_no_index_that_counts(attend: Place, kind: str, rng: np.random.Generator
     ("kind", "heads", "changes", "function", "last", "plan"),
     [
         ("16 bits", 64, {}, "attend_wgmma", ("false", "true"), ()),
-        ("16 bits", 128, {}, "attend_pair", ("false", "true", 2), ()),
-        ("656", 128, {}, "attend_pair", ("true", "true", 2), ()),
+        ("16 bits", 128, {}, "attend_pair", ("false", "true", 2, "true"), ()),
+        ("656", 128, {}, "attend_pair", ("true", "true", 2, "true"), ()),
         ("16 bits", 128, {"lengths": "own"}, "attend_wgmma", ("false", "true", "true"), (256, "true")),
         ("656", 128, {"extra": (9, 5)}, "attend_wgmma", ("true", "true", "true"), ()),
         ("656", 128, {"extra": (9, 5), "lengths": "extra"}, "attend_wgmma", ("true",) * 3, (256, "true")),

@@ -7,7 +7,7 @@
 // tile to both: of a 16-bit cache by pages TMA copies it to both at once (pair_tma.cuh); tokens that `indices` name, or that
 // must be converted, one block puts into its own shared memory, and has carried on to the other's from there
 // (pair_gather.cuh, pair_convert.cuh). So every byte leaves L2 once, and is converted once.
-// CLUSTER == 1: 512 threads, for an 8-bit cache. A block is alone, and has two warpgroups that convert.
+// CLUSTER == 1: 512 threads, where TMA cannot copy. A block is alone, and has two warpgroups that gather or convert.
 //
 // FlashMLA (DeepSeek, 2025) shares the conversion between two blocks.
 #include "mla_decode/pair_convert.cuh"
@@ -22,10 +22,11 @@ constexpr int ALONE_THREADS = 4 * WARPGROUP; // of a block with CLUSTER == 1
 __host__ __device__ constexpr int pair_loaders(int cluster) { return cluster == 1 ? 2 : 1; }
 
 // Initialize the barriers and the flags.
-template <bool FP8, bool TMA, int CLUSTER> __device__ __forceinline__ void init_pair(WgmmaShared& shared) {
+template <bool FP8, bool GATHER, int CLUSTER> __device__ __forceinline__ void init_pair(WgmmaShared& shared) {
+    constexpr bool TMA = !FP8 && !GATHER;
     constexpr int WARPS = pair_loaders(CLUSTER) * WARPGROUP / 32;
     for (int i = 0; i < 2; ++i) {
-        for (int tile = 0; tile < TILES; ++tile) mbarrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPS : 1);
+        for (int tile = 0; tile < TILES; ++tile) mbarrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPS : GATHER ? 2 / CLUSTER : 1);
         for (int half = 0; half < 2; ++half)
             mbarrier_init(shared_address(&shared.empty[i][half]), CLUSTER * WARPGROUP / 32);
     }
@@ -37,13 +38,14 @@ template <bool FP8, bool TMA, int CLUSTER> __device__ __forceinline__ void init_
 }
 
 // T: the type of the queries and results; with FP8 bfloat16. FP8: a cache of 656 bytes a token. GATHER: with `indices`.
-template <typename T, bool FP8, bool GATHER, int CLUSTER>
+// FETCH: tokens that TMA does not copy are brought to the L2 cache ahead.
+template <typename T, bool FP8, bool GATHER, int CLUSTER, bool FETCH>
 __global__ __launch_bounds__(CLUSTER == 1 ? ALONE_THREADS : WGMMA_THREADS, 1)
     CLUSTER_OF(CLUSTER) void attend_pair(const __grid_constant__ WgmmaParams params) {
 #if HAS_WGMMA
     constexpr bool TMA = !FP8 && !GATHER;
     constexpr int LOADERS = pair_loaders(CLUSTER);
-    static_assert(CLUSTER == 2 || (CLUSTER == 1 && FP8), "");
+    static_assert(CLUSTER == 2 || (CLUSTER == 1 && !TMA), "");
     // Registers of a thread, of 512 for the three or four warpgroups together.
     constexpr int LOADING = LOADERS == 2 ? 48 : FP8 ? 88 : GATHER ? 72 : 40;
     constexpr int COMPUTING = ((LOADERS == 2 ? 512 : 504) - LOADERS * LOADING) / 2;
@@ -53,7 +55,7 @@ __global__ __launch_bounds__(CLUSTER == 1 ? ALONE_THREADS : WGMMA_THREADS, 1)
     const unsigned queries = shared_address(memory) + misplaced;
     WgmmaShared& shared = *reinterpret_cast<WgmmaShared*>(memory + misplaced + 3 * TILES * TILE_BYTES);
     if (TMA && threadIdx.x == 2 * WARPGROUP) prefetch_tensormap(params.map);
-    if (threadIdx.x == 0) init_pair<FP8, TMA, CLUSTER>(shared);
+    if (threadIdx.x == 0) init_pair<FP8, GATHER, CLUSTER>(shared);
     cluster_sync<CLUSTER>();
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
@@ -66,9 +68,9 @@ __global__ __launch_bounds__(CLUSTER == 1 ? ALONE_THREADS : WGMMA_THREADS, 1)
         setmaxnreg_dec<LOADING>();
         const unsigned rank = cluster_rank<CLUSTER>();
         if constexpr (FP8)
-            convert_tiles_of_pair<T, GATHER, CLUSTER>(params.p, shared, queries, rank);
+            convert_tiles_of_pair<T, GATHER, CLUSTER, FETCH>(params.p, shared, queries, rank);
         else if constexpr (GATHER)
-            gather_tiles_of_pair<T>(params.p, shared, queries, rank);
+            gather_tiles_of_pair<T, CLUSTER, FETCH>(params.p, shared, queries, rank);
         else
             load_tiles_of_pair<T, CLUSTER>(params, shared, queries, rank);
     }

@@ -6,7 +6,7 @@
 // have the 64 columns of a tile in shared memory, the next four those of the next token, whose chunks are in other banks.
 // Alone, the registers hold the bytes of the next half while its place is still in use. In a pair there are registers for
 // more: the next half is converted by then, and the bytes of the half after it are held. The rotary part is of 16 bits
-// already, and copied as it is. The tokens three tiles on are on their way to the L2 cache.
+// already, and copied as it is. With FETCH the tokens three tiles on are on their way to the L2 cache.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/pair_shared.cuh"
@@ -48,7 +48,7 @@ template <int CLUSTER> struct PairConverter {
     }
 
     // Take up the places of the tokens of a tile.
-    template <bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
+    template <bool GATHER, bool FETCH> __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
         const int lane = lane_again();
         Found found;
         found.template find<true, GATHER>(p, entry);
@@ -58,7 +58,7 @@ template <int CLUSTER> struct PairConverter {
             address(tile, lane) = at;
         }
         __syncwarp();
-        found.template prefetch<TOKENS, BYTES_OF_576>();
+        if constexpr (FETCH) found.template prefetch<TOKENS, BYTES_OF_576>();
     }
 
     // Say which tokens of the tile in `buffer` are there, and whether one is outside of the cache.
@@ -148,7 +148,8 @@ template <int CLUSTER> struct PairConverter {
     }
 };
 
-template <typename T, bool GATHER, int CLUSTER>
+// FETCH: tokens are brought to the L2 cache ahead.
+template <typename T, bool GATHER, int CLUSTER, bool FETCH>
 __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShared& shared, unsigned queries,
                                                       unsigned rank) {
     static_assert(IS_BFLOAT16<T>, "the rotary part is copied as it is");
@@ -159,7 +160,7 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
     TileCursor<GATHER, false, true> cursor(p, part);
     Entry entry; // of the tile after those that are found
     auto find = [&](int tile) {
-        c.template find<GATHER>(p, entry, tile);
+        c.template find<GATHER, FETCH>(p, entry, tile);
         cursor.advance();
         entry = cursor.entry(c.own());
     };

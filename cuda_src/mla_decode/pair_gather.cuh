@@ -24,33 +24,38 @@ __device__ __forceinline__ void copy_rotary_of_pair(const Found& found, unsigned
     }
 }
 
-// A warp for each half of each buffer, as in gather_tiles, for 32 tokens of each tile. Of the other block's tokens it only
-// finds out which are there.
-template <typename T>
+// A warp gathers 32 tokens of a half of a buffer, and fills it again as soon as it is free. In a pair (CLUSTER == 2) these are
+// all that its block brings, and of the other block's tokens it only finds out which are there; alone, a block has two such
+// warps for each half. FETCH: tokens are brought to the L2 cache a turn of the warp ahead.
+template <typename T, int CLUSTER, bool FETCH>
 __device__ __forceinline__ void gather_tiles_of_pair(const Params& p, WgmmaShared& shared, unsigned queries,
                                                      unsigned rank) {
-    constexpr int OWN = BLOCK_TOKENS / 2;
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int buffer = warp / 2, half = warp % 2, first_token = int(rank) * OWN;
+    constexpr int OWN = BLOCK_TOKENS / 2, EACH = 2 / CLUSTER, WARPS = 4 * EACH;
+    const int warp = threadIdx.x / 32 - 2 * WARPGROUP / 32, lane = threadIdx.x % 32;
+    const int buffer = warp / EACH / 2, half = warp / EACH % 2;
+    const int side = CLUSTER == 2 ? int(rank) : warp % 2, first_token = side * OWN;
     const Part part(p, blockIdx.z);
     const unsigned full = shared_address(&shared.full[buffer][half]),
                    rotary_full = shared_address(&shared.full[buffer][ROTARY_FULL]),
                    empty = shared_address(&shared.empty[buffer][half]);
     TileCursor<true, false> cursor(p, part);
-    Entry entries[2]; // of the tile after the one that is found: of this block's tokens, and of the other's
+    Entry entry, other_entry; // of the tile after the one that is found: of the warp's tokens, and of the other block's
     Found own;
-    unsigned others; // tokens of the other block that are there
+    unsigned others = 0; // tokens of the other block that are there
     bool bad;
     auto look_up = [&] {
-        entries[0] = cursor.entry(first_token + lane), entries[1] = cursor.entry((first_token ^ OWN) + lane);
+        entry = cursor.entry(first_token + lane);
+        if constexpr (CLUSTER == 2) other_entry = cursor.entry((first_token ^ OWN) + lane);
         cursor.advance(), cursor.advance();
     };
     auto find = [&] {
-        Found other;
-        other.template find<false, true>(p, entries[1]);
-        others = other.there, bad = other.bad;
-        own.template find<false, true>(p, entries[0]);
-        bad = bad || own.bad;
+        own.template find<false, true>(p, entry);
+        bad = own.bad;
+        if constexpr (CLUSTER == 2) {
+            Found other;
+            other.template find<false, true>(p, other_entry);
+            others = other.there, bad = bad || other.bad;
+        }
     };
     if (buffer == 1) cursor.advance();
     look_up(), find(), look_up();
@@ -59,15 +64,16 @@ __device__ __forceinline__ void gather_tiles_of_pair(const Params& p, WgmmaShare
         const Visit visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
         mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries<T, WARPGROUP / 32, TILES>(p, visit, queries, warp);
+        load_queries<T, WARPS, TILES, 2>(p, visit, queries, warp);
         bool first = true;
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;
             mbarrier_wait(empty, used / 2 + 1);
-            // One of a buffer's two warps says which of its tokens are there.
+            // The warps of the half that comes first say which of the buffer's tokens are there.
             if (half == buffer && lane == 0) {
-                const unsigned low = rank == 0 ? own.there : others, high = rank == 0 ? others : own.there;
-                shared.valid[buffer] = low | (unsigned long long)high << 32;
+                unsigned* const valid = reinterpret_cast<unsigned*>(&shared.valid[buffer]);
+                valid[side] = own.there;
+                if (CLUSTER == 2) valid[side ^ 1] = others;
                 if (bad) shared.bad[visited % VISITS] = visited;
             }
             copy_half_of_pair(own, queries, buffer, half, first_token, lane);
@@ -80,14 +86,14 @@ __device__ __forceinline__ void gather_tiles_of_pair(const Params& p, WgmmaShare
                 first = false;
             }
             cp_async_wait_group<1>();
-            publish_to_pair<2, 4, OWN * COLUMNS * 2>(
+            publish_to_pair<CLUSTER, 4, OWN * COLUMNS * 2>(
                 rank, key_tile(queries, buffer, half * 4) + first_token * COLUMNS * 2, full);
             if (half != buffer) {
                 cp_async_wait_group<0>();
-                publish_to_pair<2, 1, OWN * COLUMNS * 2>(
+                publish_to_pair<CLUSTER, 1, OWN * COLUMNS * 2>(
                     rank, key_tile(queries, buffer, ROTARY_TILE) + first_token * COLUMNS * 2, rotary_full);
             }
-            if (half == buffer) own.template prefetch<32, TILES * COLUMNS * 2>();
+            if (FETCH && half == buffer) own.template prefetch<32, TILES * COLUMNS * 2>();
         }
         if (first) publish_queries<0>(shared); // the only tile is in the other buffer
     }

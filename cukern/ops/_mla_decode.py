@@ -32,14 +32,14 @@ WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its 
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
-#: CLUSTER of `attend_pair`, where it is taken in place of `attend_wgmma`, whose results are the same: by whether the cache
-#: is of 8 bits, whether there are indices, and whether the blocks of 64 rows come in twos.
-CLUSTERS = {
-    (True, False, False): 1,
-    (True, True, False): 1,
-    (True, False, True): 2,
-    (True, True, True): 2,
-    (False, True, True): 2,
+#: CLUSTER and FETCH of `attend_pair`, where it is taken in place of `attend_wgmma`, whose results are the same: by whether
+#: the cache is of 8 bits, whether there are indices, and whether the blocks of 64 rows come in twos.
+PAIRS = {
+    (True, False, False): (1, True),
+    (True, True, False): (1, True),
+    (True, False, True): (2, True),
+    (True, True, True): (2, True),
+    (False, True, True): (2, True),
 }
 
 #: TEAM and EACH of `combine_parts`: several blocks put a row together, or one block, or one warp.
@@ -126,9 +126,9 @@ def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
-def pair_variant(dtype: str, is_fp8: bool, is_sparse: bool, cluster: int) -> Variant:
-    """The variant of `attend_pair` with so many blocks in a cluster."""
-    flags = str(is_fp8).lower(), str(is_sparse).lower(), cluster
+def pair_variant(dtype: str, is_fp8: bool, is_sparse: bool, cluster: int, fetches: bool = True) -> Variant:
+    """The variant of `attend_pair` with so many blocks in a cluster; `fetches`: it brings tokens to L2 ahead."""
+    flags = str(is_fp8).lower(), str(is_sparse).lower(), cluster, str(fetches).lower()
     return attend_pair.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
@@ -169,8 +169,7 @@ attend_wgmma.specialized += [
     for extra_bytes in (twin.SLOT_BYTES, twin.PAGED_SLOT_BYTES)
 ]
 attend_pair.specialized = [
-    pair_variant("bfloat16", is_fp8, is_sparse, cluster).instance
-    for (is_fp8, is_sparse, _), cluster in CLUSTERS.items()
+    pair_variant("bfloat16", is_fp8, is_sparse, *form).instance for (is_fp8, is_sparse, _), form in PAIRS.items()
 ]
 attend_pair.specialized = list(dict.fromkeys(attend_pair.specialized))
 combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
@@ -218,13 +217,13 @@ def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float,
     return "" if scale >= _SMALLEST_WGMMA_SCALE else f"softmax_scale is below {_SMALLEST_WGMMA_SCALE:g}"
 
 
-def cluster_of(work: Work, block_rows: int) -> int:
-    """CLUSTER of the `attend_pair` that does in place of `attend_wgmma`; 0 where that does it itself."""
+def pair_of(work: Work, block_rows: int) -> tuple[int, bool] | None:
+    """CLUSTER and FETCH of the `attend_pair` that does it; None where `attend_wgmma` does."""
     # The rotary part of an 8-bit cache is copied as it is, in bfloat16.
     if work.has_extra or (work.is_fp8 and work.dtype != "bfloat16"):
-        return 0
+        return None
     blocks = -(-work.rows // block_rows)
-    return CLUSTERS.get((work.is_fp8, work.is_sparse, blocks % 2 == 0), 0)
+    return PAIRS.get((work.is_fp8, work.is_sparse, blocks % 2 == 0))
 
 
 def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
@@ -307,10 +306,11 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
     variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
-    threads, cluster = constants["WGMMA_THREADS"], cluster_of(work, constants["WGMMA_ROWS"])
-    if cluster:
-        variant = pair_variant(work.dtype, work.is_fp8, work.is_sparse, cluster)
-        threads = template.constants(attend_pair.file)["ALONE_THREADS"] if cluster == 1 else threads
+    threads, pair = constants["WGMMA_THREADS"], pair_of(work, constants["WGMMA_ROWS"])
+    if pair:
+        variant = pair_variant(work.dtype, work.is_fp8, work.is_sparse, *pair)
+        if pair[0] == 1:
+            threads = template.constants(attend_pair.file)["ALONE_THREADS"]
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
     launch(variant, grid, threads, WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
 
