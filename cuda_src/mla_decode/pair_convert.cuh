@@ -148,14 +148,30 @@ template <int CLUSTER> struct PairConverter {
     }
 };
 
+// Start copying every WARPS-th row of the queries, one after the other: load_queries takes more registers.
+template <typename T, int WARPS>
+__device__ __forceinline__ void load_queries_by_row(const Params& p, const Visit& visit, unsigned queries, int first) {
+    const int lane = PairConverter<1>::lane_again();
+#pragma unroll 1
+    for (int r = first; r < WGMMA_ROWS; r += WARPS) {
+        const Row row(p, visit, blockIdx.y, blockIdx.x * WGMMA_ROWS + r);
+        const T* const from = static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] + row.token * p.q_strides[1] +
+                              row.head * p.q_strides[2] + lane * 8;
+        const unsigned to = queries + lane / 8 * TILE_BYTES + r * COLUMNS * 2 + ((lane ^ r) & 7) * 16;
+        copy_async_or_zero(to, from, row.valid);
+        copy_async_or_zero(to + 4 * TILE_BYTES, from + 4 * COLUMNS, row.valid);
+        if (lane < 8) copy_async_or_zero(to + 8 * TILE_BYTES, from + 8 * COLUMNS, row.valid);
+    }
+    cp_async_commit_group();
+}
+
 // FETCH: tokens are brought to the L2 cache ahead.
 template <typename T, bool GATHER, int CLUSTER, bool FETCH>
 __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShared& shared, unsigned queries,
                                                       unsigned rank) {
     static_assert(IS_BFLOAT16<T>, "the rotary part is copied as it is");
     using C = PairConverter<CLUSTER>;
-    const int warp = threadIdx.x / 32 - 2 * WARPGROUP / 32;
-    C c{shared, queries, int(rank) * (BLOCK_TOKENS / CLUSTER) + warp * C::TOKENS, int(threadIdx.x % 32), 0.f};
+    C c{shared, queries, int(rank) * (BLOCK_TOKENS / CLUSTER) + loading_warp() * C::TOKENS, int(threadIdx.x % 32), 0.f};
     const Part part(p, blockIdx.z);
     TileCursor<GATHER, false, true> cursor(p, part);
     Entry entry; // of the tile after those that are found
@@ -175,7 +191,7 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
     c.scale = c.load_scale(0);
 #pragma unroll
     for (int i = 0; i < C::EACH; ++i) raw[i] = c.load(0, 0, i);
-    find(1), find(2);
+    find(1);
     if constexpr (C::AHEAD) {
 #pragma unroll
         for (int i = 0; i < C::EACH; ++i) {
@@ -183,12 +199,13 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
             raw[i] = c.load(0, 1, i);
         }
     }
+    find(2);
     int used = 0, visited = 0; // tiles, and visits with tiles
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
-        const Visit visit(p, Part(p, blockIdx.z), sequence);
+        const Visit visit(p, part_again<true>(p, part), sequence);
         if (visit.begin >= visit.end) continue;
         mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries<T, C::WARPS, TILES, 1>(p, visit, queries, c.warp());
+        load_queries_by_row<T, C::WARPS>(p, visit, queries, c.warp());
         const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
         for (; used < before + tiles; ++used) {
             const int buffer = used & 1, other = 1 - buffer, phase = used / 2 + 1;

@@ -6,7 +6,7 @@
 __device__ __forceinline__ void copy_half_of_pair(const Found& found, unsigned queries, int buffer, int half, int first,
                                                   int lane) {
     const unsigned tile = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + first * COLUMNS * 2;
-#pragma unroll 8
+#pragma unroll 4
     for (int i = 0; i < 32; ++i)
         copy_async_or_zero(tile + i * COLUMNS * 2 + ((lane ^ i) & 7) * 16,
                            found.of(i) + half * 4 * COLUMNS * 2 + lane * 16, found.there >> i & 1);
@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_half_of_pair(const Found& found, unsigned q
 __device__ __forceinline__ void copy_rotary_of_pair(const Found& found, unsigned queries, int buffer, int first,
                                                     int lane) {
     const unsigned tile = key_tile(queries, buffer, ROTARY_TILE) + first * COLUMNS * 2;
-#pragma unroll
+#pragma unroll 2
     for (int start = 0; start < 32; start += 4) {
         const int i = start + lane / 8;
         copy_async_or_zero(tile + i * COLUMNS * 2 + ((lane ^ i) & 7) * 16,
@@ -31,14 +31,14 @@ template <typename T, int CLUSTER, bool FETCH>
 __device__ __forceinline__ void gather_tiles_of_pair(const Params& p, WgmmaShared& shared, unsigned queries,
                                                      unsigned rank) {
     constexpr int OWN = BLOCK_TOKENS / 2, EACH = 2 / CLUSTER, WARPS = 4 * EACH;
-    const int warp = threadIdx.x / 32 - 2 * WARPGROUP / 32, lane = threadIdx.x % 32;
+    const int warp = loading_warp(), lane = threadIdx.x % 32;
     const int buffer = warp / EACH / 2, half = warp / EACH % 2;
     const int side = CLUSTER == 2 ? int(rank) : warp % 2, first_token = side * OWN;
     const Part part(p, blockIdx.z);
     const unsigned full = shared_address(&shared.full[buffer][half]),
                    rotary_full = shared_address(&shared.full[buffer][ROTARY_FULL]),
                    empty = shared_address(&shared.empty[buffer][half]);
-    TileCursor<true, false> cursor(p, part);
+    TileCursor<true, false, CLUSTER == 1> cursor(p, part);
     Entry entry, other_entry; // of the tile after the one that is found: of the warp's tokens, and of the other block's
     Found own;
     unsigned others = 0; // tokens of the other block that are there
@@ -61,10 +61,10 @@ __device__ __forceinline__ void gather_tiles_of_pair(const Params& p, WgmmaShare
     look_up(), find(), look_up();
     int used = 0, visited = 0; // tiles, and visits with tiles
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
-        const Visit visit(p, part, sequence);
+        const Visit visit(p, part_again<CLUSTER == 1>(p, part), sequence);
         if (visit.begin >= visit.end) continue;
         mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries<T, WARPS, TILES, 2>(p, visit, queries, warp);
+        load_queries<T, WARPS, TILES, CLUSTER>(p, visit, queries, warp);
         bool first = true;
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;

@@ -12,6 +12,11 @@
 // The barrier full[buffer][ROTARY_FULL] is that of the rotary part, where a half has one barrier.
 constexpr int ROTARY_FULL = 2;
 
+// The warp's number among those that load. Taken from one lane, so that what follows from it needs no register of each lane.
+__device__ __forceinline__ int loading_warp() {
+    return __shfl_sync(FULL_WARP, int(threadIdx.x / 32), 0) - 2 * WARPGROUP / 32;
+}
+
 // Start copying `bytes` of this block's shared memory to the same place in block `rank` of the cluster; they count at the
 // barrier there that has the same address as `barrier`. What other threads wrote is behind their fence_proxy_async.
 __device__ __forceinline__ void copy_to_block(unsigned rank, unsigned from, int bytes, unsigned barrier) {
