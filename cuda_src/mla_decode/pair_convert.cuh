@@ -191,15 +191,14 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
     c.scale = c.load_scale(0);
 #pragma unroll
     for (int i = 0; i < C::EACH; ++i) raw[i] = c.load(0, 0, i);
-    find(1);
+    find(1), find(2);
     if constexpr (C::AHEAD) {
 #pragma unroll
-        for (int i = 0; i < C::EACH; ++i) {
-            widen(i, 0);
-            raw[i] = c.load(0, 1, i);
-        }
+        for (int i = 0; i < C::EACH; ++i) widen(i, 0);
+        __syncwarp(); // loads that begin among the conversions would spill a register
+#pragma unroll
+        for (int i = 0; i < C::EACH; ++i) raw[i] = c.load(0, 1, i);
     }
-    find(2);
     int used = 0, visited = 0; // tiles, and visits with tiles
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part_again<true>(p, part), sequence);
