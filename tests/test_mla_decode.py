@@ -26,7 +26,7 @@ from cukern.runtime import plan as runtime_plan
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.late import Late
-from cukern.runtime.op import OPS
+from cukern.runtime.op import OPS, forget_plans
 from cukern.runtime.plan import Trace, Workspace
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, on_gpu, same_bits, to_numpy, zeros
@@ -1396,6 +1396,32 @@ def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
             for planned in (True, False, True):
                 for ours, theirs in zip(launch(given, variant, planned), first, strict=True):
                     same_bits(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [128, 64, 100, 150])
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "topk"),
+    [("bfloat16", True, None), ("bfloat16", True, 330), ("bfloat16", False, 330), ("float16", False, 330)],
+)
+def test_pairs_of_blocks_give_the_bits_of_blocks(
+    dtype: str, fp8: bool, topk: int | None, heads: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tiles of all residues of 2, several visits to a part, some without tokens.
+    options = {} if topk is None else {"topk": topk}
+    given = there(paged(rng, [700, 0, 1, 64, 65, 333] * 15, heads, dtype=dtype, fp8=fp8, **options))
+    if "wgmma" not in variants_of(given):
+        pytest.skip("needs wgmma")
+    found = [launch(given, "wgmma")]
+    monkeypatch.setattr(op, "PAIRS", {})
+    forget_plans()
+    try:
+        found.append(launch(given, "wgmma"))
+    finally:
+        monkeypatch.undo()
+        forget_plans()
+    for ours, theirs in zip(*found, strict=True):
+        same_bits(ours, theirs)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,8 @@ template <bool FP8, bool GATHER, int CLUSTER> __device__ __forceinline__ void in
     constexpr bool TMA = !FP8 && !GATHER;
     constexpr int WARPS = pair_loaders(CLUSTER) * WARPGROUP / 32;
     for (int i = 0; i < 2; ++i) {
-        for (int tile = 0; tile < TILES; ++tile) mbarrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPS : GATHER ? 2 / CLUSTER : 1);
+        for (int tile = 0; tile < TILES; ++tile)
+            mbarrier_init(shared_address(&shared.full[i][tile]), FP8 ? WARPS : GATHER ? 2 / CLUSTER : 1);
         for (int half = 0; half < 2; ++half)
             mbarrier_init(shared_address(&shared.empty[i][half]), CLUSTER * WARPGROUP / 32);
     }

@@ -14,9 +14,9 @@
 // A lane that converts; RANK is of the block in its cluster.
 template <int CLUSTER> struct PairConverter {
     static constexpr int TOKENS = 8, WARPS = BLOCK_TOKENS / TOKENS / CLUSTER;
-    static constexpr int EACH = TOKENS / 2;         // of the tokens, a lane's
-    static constexpr int FOUND = TOKENS * CLUSTER;  // tokens that a warp finds: its own, then those of its like there
-    static constexpr bool AHEAD = CLUSTER > 1;      // it converts before there is place
+    static constexpr int EACH = TOKENS / 2;        // of the tokens, a lane's
+    static constexpr int FOUND = TOKENS * CLUSTER; // tokens that a warp finds: its own, then those of its like there
+    static constexpr bool AHEAD = CLUSTER > 1;     // it converts before there is place
     static constexpr int LATENT_DIMS = 512, ROTARY_OFFSET = LATENT_DIMS + 4 * 4;
     static constexpr int ROW_BYTES = COLUMNS * 2, WARP_BYTES = TOKENS * ROW_BYTES;
     static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // in place of a token's address
@@ -24,7 +24,7 @@ template <int CLUSTER> struct PairConverter {
     WgmmaShared& shared;
     const unsigned queries;
     const int first_token, lane; // the tile's row of the warp's first token
-    float scale; // of token lane % 8, for columns 128 (lane / 8) ...
+    float scale;                 // of token lane % 8, for columns 128 (lane / 8) ...
 
     // The lane again: what is computed from it takes no registers while tiles are converted.
     static __device__ __forceinline__ int lane_again() {
@@ -48,7 +48,8 @@ template <int CLUSTER> struct PairConverter {
     }
 
     // Take up the places of the tokens of a tile.
-    template <bool GATHER, bool FETCH> __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
+    template <bool GATHER, bool FETCH>
+    __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
         const int lane = lane_again();
         Found found;
         found.template find<true, GATHER>(p, entry);
@@ -115,8 +116,7 @@ template <int CLUSTER> struct PairConverter {
 
     // Where the first of them are, of the lane's i-th token in a half; the others are at this ^ 16.
     __device__ __forceinline__ unsigned place(int buffer, int half, int i) const {
-        const unsigned offset =
-            lane / 8 * TILE_BYTES + (first() + odd()) * ROW_BYTES + ((lane % 4 * 2) ^ odd()) * 16;
+        const unsigned offset = lane / 8 * TILE_BYTES + (first() + odd()) * ROW_BYTES + ((lane % 4 * 2) ^ odd()) * 16;
         return ((key_tile(queries, buffer, half * 4) + offset) ^ (2 * i * 16)) + 2 * i * ROW_BYTES;
     }
 

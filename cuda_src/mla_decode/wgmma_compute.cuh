@@ -246,7 +246,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES
           int PRODUCTS = 1>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
-    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, CLUSTER, ROTARY_APART, PRODUCTS> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
+    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, CLUSTER, ROTARY_APART, PRODUCTS> w{p, shared, queries,
+                                                                               int(threadIdx.x / 32 % 4), lane};
     const Part part(p, blockIdx.z);
     // For `own_tile`, if causal: found once, since they are the same for all visits and take divisions.
     const int first_end = causal_end(p, 0, first_row);

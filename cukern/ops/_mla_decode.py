@@ -32,8 +32,8 @@ WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its 
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
-#: CLUSTER and FETCH of `attend_pair`, where it is taken in place of `attend_wgmma`, whose results are the same: by whether
-#: the cache is of 8 bits, whether there are indices, and whether the blocks of 64 rows come in twos.
+#: CLUSTER and FETCH of `attend_pair`, where it is taken in place of `attend_wgmma`, which gives the same bits: by
+#: whether the cache is of 8 bits, whether there are indices, and whether the blocks of 64 rows come in twos.
 PAIRS = {
     (True, False, False): (1, True),
     (True, True, False): (1, True),
