@@ -13,7 +13,12 @@ from cukern.runtime.plan import launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # of plan_parts, attend_mma and combine_parts
+THREADS = 256  # of attend_mma and combine_parts, and of plan_parts where that is enough
+_MOST_THREADS = 1024
+#: Shared memory of `plan_parts` that every GPU has, and that of its two ways of planning: by parts, and by sequences.
+_PLAN_SHARED_BYTES, _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES = 99 << 10, 14864, 35080
+#: Sequences and parts up to which a table is made, and its bytes: at least, and for each sequence.
+_MOST_LINED_UP, _MOST_PARTS, _TABLE_BYTES = 4096, 255, (24 << 10, 640)
 
 #: head_dim and head_dim_v that have variants of their own.
 SPECIALIZED = [
@@ -115,8 +120,24 @@ def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
-def plan_variant(has_extra: bool) -> Variant:
-    return plan_kernel.variant(THREADS, "true") if has_extra else plan_kernel.variant()
+def plan_threads(sequences: int) -> int:
+    """Threads of `plan_parts`."""
+    return THREADS if sequences <= THREADS else _MOST_THREADS
+
+
+def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
+    flags: list[str | int] = ["true"] if has_extra else []
+    return plan_kernel.variant(threads, *flags, max_shared_bytes=_PLAN_SHARED_BYTES)
+
+
+def plan_shared_bytes(sequences: int, parts: int) -> tuple[int, int]:
+    """The shared memory of `plan_parts`, and the table of `plan_by_parts` in it; 0 where that is not for it."""
+    by_parts, by_sequences = _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES
+    starts = 4 * (sequences + 1)
+    if sequences > _MOST_LINED_UP or parts > _MOST_PARTS:
+        return by_sequences, 0
+    table = min(max(sequences * _TABLE_BYTES[1], _TABLE_BYTES[0]), _PLAN_SHARED_BYTES - by_parts - starts) // 16 * 16
+    return max(by_sequences, by_parts + table + starts), table
 
 
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
@@ -152,7 +173,9 @@ attend_wgmma.specialized += [
     for extra_bytes in (twin.SLOT_BYTES, twin.PAGED_SLOT_BYTES)
 ]
 combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
-plan_kernel.specialized = [plan_variant(False).instance, plan_variant(True).instance]
+plan_kernel.specialized = [
+    plan_variant(has_extra, threads).instance for has_extra in (False, True) for threads in (THREADS, _MOST_THREADS)
+]
 # The rest is compiled at its first use: what is best depends on the GPU.
 attend_wgmma.at_import = attend_wgmma.specialized[:1]
 combine.at_import = combine.specialized
@@ -240,7 +263,9 @@ def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: C
     else:
         unused: dict[str, Any] = {"topk_lengths": None, "query_tokens": 1, "extra_topk": 0, "extra_topk_lengths": None}
         fields |= {"length": counts.topk + counts.extra_topk} | unused
-    launch(plan_variant(counts.vary), 1, THREADS, 0, **fields)
+    threads = plan_threads(fields["sequences"])
+    shared_bytes, fields["table_bytes"] = plan_shared_bytes(fields["sequences"], fields["parts"])
+    launch(plan_variant(counts.vary, threads), 1, threads, shared_bytes, **fields)
 
 
 def launch_attention(
