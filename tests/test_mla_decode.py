@@ -1697,13 +1697,13 @@ def test_no_index_that_counts(attend: Place, kind: str, rng: np.random.Generator
 @pytest.mark.parametrize(
     ("kind", "heads", "changes", "function", "last", "plan"),
     [
-        ("16 bits", 128, {}, "attend_wgmma", ("false", "true"), ()),
+        ("16 bits", 128, {}, "attend_wgmma", ("false", "true"), (256,)),
         ("16 bits", 128, {"lengths": "own"}, "attend_wgmma", ("false", "true", "true"), (256, "true")),
-        ("656", 128, {"extra": (9, 5)}, "attend_wgmma", ("true", "true", "true"), ()),
+        ("656", 128, {"extra": (9, 5)}, "attend_wgmma", ("true", "true", "true"), (256,)),
         ("656", 128, {"extra": (9, 5), "lengths": "extra"}, "attend_wgmma", ("true",) * 3, (256, "true")),
-        ("656", 16, {}, "attend_mma", (576, 512), ()),
-        ("656", 16, {"extra": (9, 5)}, "attend_mma", (576, 512, "true"), ()),
-        ("584", 128, {}, "attend_wgmma", ("true", "true", "true", 584), ()),
+        ("656", 16, {}, "attend_mma", (576, 512), (256,)),
+        ("656", 16, {"extra": (9, 5)}, "attend_mma", (576, 512, "true"), (256,)),
+        ("584", 128, {}, "attend_wgmma", ("true", "true", "true", 584), (256,)),
         ("584", 1, {"lengths": "own"}, "attend_wgmma", ("true", "true", "true", 584), (256, "true")),
     ],
 )
