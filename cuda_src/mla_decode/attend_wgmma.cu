@@ -32,6 +32,7 @@
 // 128 heads: 29 % (157.2 us). One sequence of 8192 tokens takes 22.9 us, combine_parts included, for a floor of 2.8: there
 // latency is the bound.
 #include "common/warp.cuh"
+#include "mla_decode/merge_last.cuh"
 #include "mla_decode/parts.cuh"
 #include "mla_decode/rows.cuh"
 #include "mla_decode/wgmma_convert.cuh"
@@ -305,8 +306,9 @@ template <bool FP8, bool TMA> __device__ __forceinline__ void init_shared(WgmmaS
 }
 
 // T: the type of the queries and results. FP8: an 8-bit cache. GATHER: with `indices`. EXTRA: with a second cache, or with
-// numbers of the indices that count. BYTES: of a token of an 8-bit cache, 656, or with EXTRA 584.
-template <typename T, bool FP8, bool GATHER, bool EXTRA = false, int BYTES = BYTES_OF_576>
+// numbers of the indices that count. BYTES: of a token of an 8-bit cache, 656, or with EXTRA 584. MERGE: TEAM of
+// `merge_last`, in a cooperative launch; 0: combine_parts follows.
+template <typename T, bool FP8, bool GATHER, bool EXTRA = false, int BYTES = BYTES_OF_576, int MERGE = 0>
 __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_constant__ WgmmaParams params) {
 #if HAS_WGMMA
     constexpr bool TMA = !FP8 && !GATHER;
@@ -322,12 +324,18 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
     if (threadIdx.x == 0) init_shared<FP8, TMA>(shared);
     __syncthreads();
     const int warpgroup = threadIdx.x / WARPGROUP;
+    auto merge = [&] {
+        if constexpr (MERGE > 0)
+            merge_last<T, MERGE, 4, WGMMA_ROWS>(params.p, reinterpret_cast<float4*>(memory + misplaced));
+    };
     if (warpgroup == 0) {
         setmaxnreg_inc<COMPUTING>();
         compute<T, FP8, GATHER, 0, EXTRA, KEY_TILES>(params.p, shared, queries);
+        merge();
     } else if (warpgroup == 1) {
         setmaxnreg_inc<COMPUTING>();
         compute<T, FP8, GATHER, 1, EXTRA, KEY_TILES>(params.p, shared, queries);
+        merge();
     } else {
         setmaxnreg_dec<LOADING>();
         if constexpr (FP8)

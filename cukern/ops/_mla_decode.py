@@ -42,6 +42,8 @@ MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
 #: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
 _FEW_COMBINED_ROWS = 64, 512
 _COMBINING_BLOCKS = 2  # per multiprocessor, at once
+#: Whether `attend_wgmma` merges in a cooperative launch of its own, so that no `combine_parts` follows.
+_MERGES_LAST = False
 
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
@@ -112,12 +114,19 @@ def mma_variant(form: Form) -> Variant:
     return attend_mma.variant(arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes)
 
 
-def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
-    """The variant of `attend_wgmma`; `extra_bytes` is 0, or with EXTRA the bytes of a token of an 8-bit cache."""
+def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0, merge: int = 0) -> Variant:
+    """The variant of `attend_wgmma`; `extra_bytes` is 0, or with EXTRA the bytes of a token of an 8-bit cache.
+
+    `merge` is TEAM of `merge_last`, or 0 where `combine_parts` follows.
+    """
     flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
-    if extra_bytes:
+    if merge:
+        flags += [str(bool(extra_bytes)).lower(), extra_bytes or twin.SLOT_BYTES, merge]
+    elif extra_bytes:
         flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
-    return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
+    return attend_wgmma.variant(
+        arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES, cooperative=bool(merge)
+    )
 
 
 def plan_threads(sequences: int) -> int:
@@ -273,8 +282,12 @@ def launch_attention(
 ) -> None:
     """Attend, and put together what several parts found; `fields` are those of the struct Params."""
     is_special = (work.dims in SPECIALIZED or work.is_paged) and variant != "dynamic"
+    team_each, combining = _combining(work, of.multiprocessors)
     if is_wgmma:
-        _launch_wgmma(work, k_cache, fields)
+        merge = team_each[0] if _can_merge_last(work, of) else 0
+        _launch_wgmma(work, k_cache, merge, fields)
+        if merge:
+            return
     else:
         # For an 8-bit cache there are no others.
         dims = work.dims if is_special or work.is_fp8 else (0, 0)
@@ -283,12 +296,17 @@ def launch_attention(
         grid = -(-work.rows // form.rows), work.kv_heads, work.parts
         launch(mma_variant(form), grid, THREADS, form.shared_bytes, **fields)
     if work.parts > 1:
-        team_each, grid = _combining(work, of.multiprocessors)
         head_dim_v = work.dims[1] if is_special else 0
-        launch(combine_variant(work.dtype, head_dim_v, team_each), grid, THREADS, 0, **fields)
+        launch(combine_variant(work.dtype, head_dim_v, team_each), combining, THREADS, 0, **fields)
 
 
-def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
+def _can_merge_last(work: Work, of: gpu.Gpu) -> bool:
+    """Whether all blocks of `attend_wgmma` are on the GPU at once, and merge."""
+    blocks = -(-work.rows // twin.ROWS) * work.kv_heads * work.parts
+    return _MERGES_LAST and 1 < work.parts and blocks <= of.multiprocessors
+
+
+def _launch_wgmma(work: Work, k_cache: Array, merge: int, fields: dict[str, Any]) -> None:
     constants = template.constants(attend_wgmma.file)
     pages, page_size, kv_heads, head_dim = k_cache.shape
     tiles, box_tokens = None, 0
@@ -300,7 +318,7 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
         dims, box = (head_dim, kv_heads, page_size, pages), (constants["COLUMNS"], 1, box_tokens, 1)
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
-    variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
+    variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0, merge)
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
     launch(variant, grid, constants["WGMMA_THREADS"], WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
 
