@@ -303,7 +303,7 @@ def launch_attention(
 def _can_merge_last(work: Work, of: gpu.Gpu) -> bool:
     """Whether all blocks of `attend_wgmma` are on the GPU at once, and merge."""
     blocks = -(-work.rows // twin.ROWS) * work.kv_heads * work.parts
-    return _MERGES_LAST and 1 < work.parts and blocks <= of.multiprocessors
+    return _MERGES_LAST and work.parts > 1 and blocks <= of.multiprocessors
 
 
 def _launch_wgmma(work: Work, k_cache: Array, merge: int, fields: dict[str, Any]) -> None:
