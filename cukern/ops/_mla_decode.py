@@ -44,6 +44,8 @@ _FEW_COMBINED_ROWS = 64, 512
 _COMBINING_BLOCKS = 2  # per multiprocessor, at once
 #: Whether `attend_wgmma` merges in a cooperative launch of its own, so that no `combine_parts` follows.
 _MERGES_LAST = False
+#: The same of `attend_mma`, for up to 16 rows over a 16-bit cache.
+_MMA_MERGES_LAST = False
 
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
@@ -108,10 +110,15 @@ def best_form(
     raise AssertionError("the smallest form fits every GPU")
 
 
-def mma_variant(form: Form) -> Variant:
+def mma_variant(form: Form, merge: int = 0) -> Variant:
+    """The variant of `attend_mma`; `merge` is TEAM of `merge_last`, or 0 where `combine_parts` follows."""
     sizes = form.rows, form.tile, form.stages, form.head_dim, form.head_dim_v
     arguments: list[str | int] = [str(form.is_fp8).lower(), *sizes, *["true"] * form.has_extra]
-    return attend_mma.variant(arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes)
+    if merge:
+        arguments = [str(form.is_fp8).lower(), *sizes, str(form.has_extra).lower(), merge]
+    return attend_mma.variant(
+        arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes, cooperative=bool(merge)
+    )
 
 
 def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0, merge: int = 0) -> Variant:
@@ -284,7 +291,7 @@ def launch_attention(
     is_special = (work.dims in SPECIALIZED or work.is_paged) and variant != "dynamic"
     team_each, combining = _combining(work, of.multiprocessors)
     if is_wgmma:
-        merge = team_each[0] if _can_merge_last(work, of) else 0
+        merge = team_each[0] if _MERGES_LAST and _can_merge_last(work, of) else 0
         _launch_wgmma(work, k_cache, merge, fields)
         if merge:
             return
@@ -294,16 +301,21 @@ def launch_attention(
         most = mma_shared_bytes(of)
         form = best_form(work.dtype, work.is_fp8, work.rows, dims, most, work.has_extra)
         grid = -(-work.rows // form.rows), work.kv_heads, work.parts
-        launch(mma_variant(form), grid, THREADS, form.shared_bytes, **fields)
+        merges = _MMA_MERGES_LAST and work.rows <= form.rows == _ROWS[0] and not work.is_fp8
+        merges = merges and form.head_dim_v == twin.LATENT_DIMS
+        merge = team_each[0] if merges and _can_merge_last(work, of) else 0
+        launch(mma_variant(form, merge), grid, THREADS, form.shared_bytes, **fields)
+        if merge:
+            return
     if work.parts > 1:
         head_dim_v = work.dims[1] if is_special else 0
         launch(combine_variant(work.dtype, head_dim_v, team_each), combining, THREADS, 0, **fields)
 
 
 def _can_merge_last(work: Work, of: gpu.Gpu) -> bool:
-    """Whether all blocks of `attend_wgmma` are on the GPU at once, and merge."""
+    """Whether all blocks that attend are on the GPU at once, so that they can merge."""
     blocks = -(-work.rows // twin.ROWS) * work.kv_heads * work.parts
-    return _MERGES_LAST and work.parts > 1 and blocks <= of.multiprocessors
+    return work.parts > 1 and blocks <= of.multiprocessors
 
 
 def _launch_wgmma(work: Work, k_cache: Array, merge: int, fields: dict[str, Any]) -> None:
