@@ -26,7 +26,7 @@ from cukern.runtime import plan as runtime_plan
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.late import Late
-from cukern.runtime.op import OPS
+from cukern.runtime.op import OPS, forget_plans
 from cukern.runtime.plan import Trace, Workspace
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, on_gpu, same_bits, to_numpy, zeros
@@ -889,6 +889,52 @@ def test_how_parts_are_put_together(x: Sizes, arguments: tuple[Any, ...], grid: 
     assert (got.variant.instance.arguments, got.grid) == (arguments, grid)
 
 
+ONE_LAUNCH = ("_MERGES_LAST", "_MMA_MERGES_LAST")
+
+
+@pytest.mark.parametrize(
+    ("x", "last"),
+    [
+        (Sizes(), ("false", "false", "false", 656, 1)),
+        (Sizes(batch=1), ("false", "false", "false", 656, 8)),
+        (Sizes(batch=7, topk=100, is_fp8=True), ("true", "true", "false", 656, 1)),
+        (Sizes(batch=1, heads=16), (576, 512, "false", 8)),
+        (Sizes(batch=90, heads=16), (576, 512, "false", 1)),
+        # More rows than have a form, an 8-bit cache, no columns of 512: combine_parts follows.
+        (Sizes(batch=1, heads=32, variant="mma"), None),
+        (Sizes(batch=1, heads=16, is_fp8=True), None),
+        (Sizes(batch=1, heads=16, variant="dynamic"), None),
+        # More blocks than are on the GPU at once.
+        (Sizes(batch=1, kv_heads=128, query_tokens=65), None),
+    ],
+    ids=str,
+)
+def test_parts_are_put_together_in_the_same_launch(
+    x: Sizes, last: tuple[Any, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ONE_LAUNCH:
+        monkeypatch.setattr(op, name, True)
+    found = launches_of(x)
+    functions = [step.variant.instance.function for step in found.trace.steps]
+    assert found.attend.variant.cooperative == (last is not None)
+    if last is not None:
+        assert functions == [found.attend.variant.instance.function]
+        assert found.attend.variant.instance.arguments[-len(last) :] == last
+
+
+@pytest.mark.parametrize(
+    ("sequences", "parts", "threads", "has_table"),
+    [
+        *((0, 1, 256, True), (256, 255, 256, True), (257, 66, 1024, True), (4096, 66, 1024, True)),
+        *((4097, 66, 1024, False), (1, 256, 256, False)),
+    ],
+)
+def test_the_memory_of_the_plan(sequences: int, parts: int, threads: int, has_table: bool) -> None:
+    shared_bytes, table_bytes = op.plan_shared_bytes(sequences, parts)
+    assert op.plan_threads(sequences) == threads and shared_bytes <= 99 << 10
+    assert (table_bytes > 0) == has_table and table_bytes % 16 == 0
+
+
 def test_the_tensor_map_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_plan, "encode", lambda *args: args)
 
@@ -1389,6 +1435,28 @@ def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
             for planned in (True, False, True):
                 for ours, theirs in zip(launch(given, variant, planned), first, strict=True):
                     same_bits(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 17, 64, 128])
+def test_the_same_bits_in_one_launch(heads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    for x in (
+        paged(rng, [9000], heads),
+        paged(rng, [700, 0, 1, 64, 5000], heads, query_tokens=2, causal=True),
+        paged(rng, [700, 900, 1, 64] * 10, heads),
+        paged(rng, [3000, 500], heads, topk=600, fp8=True),
+        paged(rng, [3000, 500], heads, topk=600),
+    ):
+        given = there(x)
+        made = []
+        for in_one in (False, True):
+            for name in ONE_LAUNCH:
+                monkeypatch.setattr(op, name, in_one)
+            forget_plans()
+            made.append(launch(given))
+        forget_plans()
+        for ours, theirs in zip(*made, strict=True):
+            same_bits(ours, theirs)
 
 
 @pytest.mark.gpu

@@ -256,7 +256,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES> struct See
 };
 
 // A part's visits, one after the other, for a warpgroup that computes.
-template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES>
+template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, bool WIDE>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
     Seesaw<T, FP8, GATHER, SIDE, KEY_TILES> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
@@ -286,7 +286,7 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
         for (int i = 0; i < 2; ++i) {
             const Destination<T> to(p, part, visit, blockIdx.y, first_row + w.row(i), w.base[i],
                                     w.total(sequence - part.first, i), bad, SIDE == 0 && lane % 4 == 0);
-            to.template store<32, 512>(p, reinterpret_cast<const float (*)[4]>(w.output), i, SIDE * 256);
+            to.template store<32, 512, WIDE>(p, reinterpret_cast<const float (*)[4]>(w.output), i, SIDE * 256);
         }
     }
 }
@@ -321,6 +321,7 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
     const unsigned queries = shared_address(memory) + misplaced;
     WgmmaShared& shared = *reinterpret_cast<WgmmaShared*>(memory + misplaced + 3 * TILES * TILE_BYTES);
     if (TMA && threadIdx.x == WARPGROUP) prefetch_tensormap(params.map);
+    if (MERGE > 0 && threadIdx.x / 32 == WGMMA_THREADS / 32 - 1) prefetch_places(params.p);
     if (threadIdx.x == 0) init_shared<FP8, TMA>(shared);
     __syncthreads();
     const int warpgroup = threadIdx.x / WARPGROUP;
@@ -330,11 +331,11 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
     };
     if (warpgroup == 0) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 0, EXTRA, KEY_TILES>(params.p, shared, queries);
+        compute<T, FP8, GATHER, 0, EXTRA, KEY_TILES, (MERGE > 0)>(params.p, shared, queries);
         merge();
     } else if (warpgroup == 1) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 1, EXTRA, KEY_TILES>(params.p, shared, queries);
+        compute<T, FP8, GATHER, 1, EXTRA, KEY_TILES, (MERGE > 0)>(params.p, shared, queries);
         merge();
     } else {
         setmaxnreg_dec<LOADING>();
