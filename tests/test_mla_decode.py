@@ -897,9 +897,10 @@ ONE_LAUNCH = ("_MERGES_LAST", "_MMA_MERGES_LAST")
     [
         (Sizes(), ("false", "false", "false", 656, 1)),
         (Sizes(batch=1), ("false", "false", "false", 656, 8)),
-        (Sizes(batch=7, topk=100, is_fp8=True), ("true", "true", "false", 656, 1)),
         (Sizes(batch=1, heads=16), (576, 512, "false", 8)),
         (Sizes(batch=90, heads=16), (576, 512, "false", 1)),
+        (Sizes(batch=7, topk=100), None),
+        (Sizes(batch=7, is_fp8=True), None),
         # More rows than have a form, an 8-bit cache, no columns of 512: combine_parts follows.
         (Sizes(batch=1, heads=32, variant="mma"), None),
         (Sizes(batch=1, heads=16, is_fp8=True), None),

@@ -291,7 +291,9 @@ def launch_attention(
     is_special = (work.dims in SPECIALIZED or work.is_paged) and variant != "dynamic"
     team_each, combining = _combining(work, of.multiprocessors)
     if is_wgmma:
-        merge = team_each[0] if _MERGES_LAST and _can_merge_last(work, of) else 0
+        # With tokens that TMA cannot copy, the registers of the merge would spill.
+        merges = _MERGES_LAST and not (work.is_fp8 or work.is_sparse)
+        merge = team_each[0] if merges and _can_merge_last(work, of) else 0
         _launch_wgmma(work, k_cache, merge, fields)
         if merge:
             return
