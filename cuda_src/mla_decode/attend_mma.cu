@@ -18,7 +18,6 @@
 // DIM == 0 24 % (768.2 us).
 #include "common/barrier.cuh"
 #include "common/mma.cuh"
-#include "mla_decode/merge_last.cuh"
 #include "mla_decode/mma_form.cuh"
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/mma_softmax.cuh"
@@ -139,8 +138,8 @@ __device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& t
 // T: the type of the queries and results. FP8: an 8-bit cache. ROWS: 16, 32 or 64. TILE: 16, 32 or 64
 // tokens. STAGES: tiles of a ring. DIM, DIM_V: 576 and 512, or 0: from the arguments, multiples of 16 up to 576 (not with
 // ROWS == 64); 512 and 512 of an 8-bit cache, with EXTRA. EXTRA: with a second cache, or with numbers of the indices that
-// count. MERGE: TEAM of `merge_last`, in a cooperative launch (16-bit caches, 16 rows, values of 512); 0: combine_parts follows.
-template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM_V, bool EXTRA = false, int MERGE = 0>
+// count.
+template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM_V, bool EXTRA = false>
 __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Params p) {
     using F = Form<T, FP8, ROWS, TILE, STAGES, DIM, DIM_V, EXTRA>;
     extern __shared__ __align__(1024) char shared[];
@@ -148,10 +147,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
     const unsigned shared_at = shared_address(shared);
     const Thread<F> thread;
     const Part part(p, blockIdx.z);
-    if (part.first > part.last) {
-        if constexpr (MERGE > 0) meet_all_blocks();
-        return;
-    }
+    if (part.first > part.last) return;
 
     Meeting meeting{shared_address(&met)};
     RingOf<F> ring(thread, shared, shared_at);
@@ -200,10 +196,5 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
             write_merged<F>(p, thread, shared, softmax, out, meeting, sequence);
         else
             write_rows<F>(p, thread, softmax, out, sequence, bad);
-    }
-    if constexpr (MERGE > 0) {
-        static_assert(!FP8 && ROWS == 16 && DIM_V == 512 && F::QUERIES >= 4 * 8 * 32 * 16, "");
-        asm volatile("cp.async.wait_all;" ::: "memory"); // zeros for tiles that are not there
-        merge_last<T, MERGE, 1, ROWS>(p, reinterpret_cast<float4*>(shared));
     }
 }

@@ -32,7 +32,6 @@
 // 128 heads: 29 % (157.2 us). One sequence of 8192 tokens takes 22.9 us, combine_parts included, for a floor of 2.8: there
 // latency is the bound.
 #include "common/warp.cuh"
-#include "mla_decode/merge_last.cuh"
 #include "mla_decode/parts.cuh"
 #include "mla_decode/rows.cuh"
 #include "mla_decode/wgmma_convert.cuh"
@@ -256,7 +255,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES> struct See
 };
 
 // A part's visits, one after the other, for a warpgroup that computes.
-template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, bool WIDE>
+template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
     Seesaw<T, FP8, GATHER, SIDE, KEY_TILES> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
@@ -286,7 +285,7 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
         for (int i = 0; i < 2; ++i) {
             const Destination<T> to(p, part, visit, blockIdx.y, first_row + w.row(i), w.base[i],
                                     w.total(sequence - part.first, i), bad, SIDE == 0 && lane % 4 == 0);
-            to.template store<32, 512, WIDE>(p, reinterpret_cast<const float (*)[4]>(w.output), i, SIDE * 256);
+            to.template store<32, 512>(p, reinterpret_cast<const float (*)[4]>(w.output), i, SIDE * 256);
         }
     }
 }
@@ -306,9 +305,8 @@ template <bool FP8, bool TMA> __device__ __forceinline__ void init_shared(WgmmaS
 }
 
 // T: the type of the queries and results. FP8: an 8-bit cache. GATHER: with `indices`. EXTRA: with a second cache, or with
-// numbers of the indices that count. BYTES: of a token of an 8-bit cache, 656, or with EXTRA 584. MERGE: TEAM of
-// `merge_last`, in a cooperative launch; 0: combine_parts follows.
-template <typename T, bool FP8, bool GATHER, bool EXTRA = false, int BYTES = BYTES_OF_576, int MERGE = 0>
+// numbers of the indices that count. BYTES: of a token of an 8-bit cache, 656, or with EXTRA 584.
+template <typename T, bool FP8, bool GATHER, bool EXTRA = false, int BYTES = BYTES_OF_576>
 __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_constant__ WgmmaParams params) {
 #if HAS_WGMMA
     constexpr bool TMA = !FP8 && !GATHER;
@@ -321,22 +319,15 @@ __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_co
     const unsigned queries = shared_address(memory) + misplaced;
     WgmmaShared& shared = *reinterpret_cast<WgmmaShared*>(memory + misplaced + 3 * TILES * TILE_BYTES);
     if (TMA && threadIdx.x == WARPGROUP) prefetch_tensormap(params.map);
-    if (MERGE > 0 && threadIdx.x / 32 == WGMMA_THREADS / 32 - 1) prefetch_places(params.p);
     if (threadIdx.x == 0) init_shared<FP8, TMA>(shared);
     __syncthreads();
     const int warpgroup = threadIdx.x / WARPGROUP;
-    auto merge = [&] {
-        if constexpr (MERGE > 0)
-            merge_last<T, MERGE, 4, WGMMA_ROWS>(params.p, reinterpret_cast<float4*>(memory + misplaced));
-    };
     if (warpgroup == 0) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 0, EXTRA, KEY_TILES, (MERGE > 0)>(params.p, shared, queries);
-        merge();
+        compute<T, FP8, GATHER, 0, EXTRA, KEY_TILES>(params.p, shared, queries);
     } else if (warpgroup == 1) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 1, EXTRA, KEY_TILES, (MERGE > 0)>(params.p, shared, queries);
-        merge();
+        compute<T, FP8, GATHER, 1, EXTRA, KEY_TILES>(params.p, shared, queries);
     } else {
         setmaxnreg_dec<LOADING>();
         if constexpr (FP8)

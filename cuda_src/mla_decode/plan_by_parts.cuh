@@ -8,15 +8,15 @@
 //   at starts[i] if that is larger: what is left of the part is no more than the fixed cost.
 //
 // So x' = q - spare[q], with spare[q] = min(FIXED, q - starts[i]), a table of bytes that is FIXED but for the first places of
-// each sequence. Lane l of the first warp follows this chain for the l-th load. Most steps have the same `spare` as the one
-// before: the lane looks up AHEAD steps as if all had, and takes those up to the first that has not.
+// each sequence. A warp follows this chain for each load. Most steps have the same `spare` as the one before: its lanes look
+// up 32 steps as if all had, and it takes those up to the first that has not.
 //
 // All else is one thread for each part or sequence, with binary searches.
 #pragma once
 #include "mla_decode/plan_params.cuh"
 
-constexpr int MOST_PARTS = 255, AHEAD = 8; // a part has a thread of its own, and so has the end of the last one
-constexpr int CUT_PITCH = MOST_PARTS + 1 + AHEAD;
+constexpr int MOST_PARTS = 255; // a part has a thread of its own, and so has the end of the last one
+constexpr int CUT_PITCH = MOST_PARTS + 1;
 constexpr int FILLED_EARLY = 32768; // bytes of the table, filled while the lengths are on their way
 
 // Shared memory of plan_by_parts.
@@ -25,9 +25,9 @@ struct PartsMemory {
     int2 firsts[MOST_PARTS + 1];    // the sequence and the block where a part begins
     int cut_counts[MOST_PARTS + 1]; // parts up to it, from those of its warp on, that begin within a sequence
     int sums[32], cut_sums[8];      // of warps
-    int chosen;
+    bool fits[LOADS];               // whether the parts suffice for a load
 };
-static_assert((sizeof(PartsMemory) + 15) / 16 * 16 == 14864, ""); // cukern/ops/_mla_decode.py computes with it
+static_assert((sizeof(PartsMemory) + 15) / 16 * 16 == 14512, ""); // cukern/ops/_mla_decode.py computes with it
 
 // The last of `count` ascending numbers, of which the first is 0, that is at most `value`.
 __device__ __forceinline__ int last_up_to(const int* numbers, int count, int value) {
@@ -42,27 +42,22 @@ __device__ __forceinline__ int last_up_to(const int* numbers, int count, int val
     return low;
 }
 
-// Follow the chain for one load; returns whether the parts suffice.
+// Follow the chain for one load, by a warp; returns whether the parts suffice.
 __device__ __forceinline__ bool follow(const unsigned char* spare, int* cuts, int load, int total, int parts) {
+    const int lane = threadIdx.x % 32;
     int end = load, part = 0, usual = FIXED; // the room of a part ends at `end`
-    cuts[0] = 0;
+    if (lane == 0) cuts[0] = 0;
     while (part < parts) {
-        const int stride = load - usual;
-        constexpr int NONE = 1 << 30;
-        int first = NONE; // the first step that ends it: its number and its `spare`
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
-            const int q = end + j * stride, found = spare[min(q, total)];
-            cuts[part + 1 + j] = q >= total ? total : q - found;
-            const bool stops = j == AHEAD - 1 || found != usual || q >= total;
-            first = min(first, stops ? j << 8 | found : NONE);
-        }
-        const int step = first >> 8, found = first & 255;
-        const int q = end + step * stride;
+        const int q = end + lane * (load - usual), found = spare[min(q, total)];
+        const bool stops = lane == 31 || found != usual || q >= total;
+        const int step = __ffs(__ballot_sync(FULL_WARP, stops)) - 1; // the first that ends this turn
+        const int next = part + 1 + lane;
+        if (lane <= step && next <= parts) cuts[next] = q >= total ? total : q - found;
+        const int last = end + step * (load - usual), spared = __shfl_sync(FULL_WARP, found, step);
         part += step + 1;
-        if (q >= total) return part <= parts;
-        end = q - found + load;
-        usual = step == 0 || found == usual ? found : FIXED;
+        if (last >= total) return part <= parts;
+        end = last - spared + load;
+        usual = step == 0 || spared == usual ? spared : FIXED;
     }
     return false;
 }
@@ -115,19 +110,24 @@ template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts
     PartsMemory& memory = *reinterpret_cast<PartsMemory*>(shared);
     unsigned char* const spare = reinterpret_cast<unsigned char*>(shared) + (sizeof(PartsMemory) + 15) / 16 * 16;
     int* const starts = reinterpret_cast<int*>(spare + p.table_bytes);
+    constexpr int WARPS = THREADS / 32;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int total = line_up<THREADS, EXTRA>(p, memory, starts, spare);
     if (total >= p.table_bytes) return false;
     const int least = max((total + p.parts - 1) / p.parts, FIXED + 1);
     __syncthreads();
-    if (thread < 32) {
-        const bool fits = lane < LOADS && follow(spare, memory.cuts[lane], least + lane, total, p.parts);
-        const unsigned fitting = __ballot_sync(FULL_WARP, fits);
-        if (lane == 0) memory.chosen = fitting ? __ffs(fitting) - 1 : LOADS - 1;
+    static_assert(WARPS >= LOADS, "");
+    if (warp < LOADS) {
+        const bool fits = follow(spare, memory.cuts[warp], least + warp, total, p.parts);
+        if (lane == 0) memory.fits[warp] = fits;
     }
     __syncthreads();
-    const int* const cuts = memory.cuts[memory.chosen];
+    const unsigned fitting = __ballot_sync(FULL_WARP, lane < LOADS && memory.fits[min(lane, LOADS - 1)]);
+    const int* const cuts = memory.cuts[fitting ? __ffs(fitting) - 1 : LOADS - 1];
 
+    // The last threads: the part in which each sequence begins, in place of the table.
+    int* const part_of = reinterpret_cast<int*>(spare);
+    for (int i = THREADS - 1 - thread; i < p.sequences; i += THREADS) part_of[i] = last_up_to(cuts, p.parts, starts[i]);
     // Thread k: where part k begins.
     int2 begin = make_int2(p.sequences, 0);
     bool used = false;
@@ -150,13 +150,13 @@ template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts
             end.x -= 1;
             end.y = starts[end.x + 1] - starts[end.x] - FIXED;
         }
-        const int split = begin.y ? thread - last_up_to(cuts, p.parts, starts[begin.x]) : 0;
+        const int split = begin.y ? thread - part_of[begin.x] : 0;
         int* const row = p.metadata + thread * 8;
         row[0] = begin.x, row[1] = used ? begin.y : 0, row[2] = used ? end.x : 0, row[3] = used ? end.y : 0;
         row[4] = used ? split : 0, row[5] = 0, row[6] = 0, row[7] = 0;
     }
     for (int i = thread; i <= p.sequences; i += THREADS) {
-        const int part = i < p.sequences ? last_up_to(cuts, p.parts, starts[i]) : p.parts;
+        const int part = i < p.sequences ? part_of[i] : p.parts;
         int visits = i + memory.cut_counts[part];
         for (int w = 0; w < part / 32; ++w) visits += memory.cut_sums[w];
         p.splits[i] = visits;

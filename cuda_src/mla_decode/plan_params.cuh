@@ -15,7 +15,7 @@ struct PlanParams {
     int query_tokens, extra_topk;
     const int* topk_lengths;       // [batch], at most `length`; null: all are `length`
     const int* extra_topk_lengths; // [batch], at most `extra_topk`; null: all are that
-    int table_bytes;               // of the table of plan_by_parts; 0: it cannot do so many sequences or parts
+    int table_bytes;               // of the table of plan_by_parts
 };
 
 template <bool EXTRA> __device__ __forceinline__ int blocks_of(const PlanParams& p, int sequence) {

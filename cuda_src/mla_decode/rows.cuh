@@ -70,33 +70,12 @@ template <typename T> struct Destination {
         }
     }
 
-    // Store partial results. Of two fragments the even lanes take four columns of the first one, the odd lanes of the second.
-    template <int N> __device__ __forceinline__ void store_wide(const float (*sums)[4], int half, int first) const {
-        const int pair = threadIdx.x % 4;
-        const bool odd = pair & 1;
-        float* const to = partial + first + odd * 8 + (pair - odd) * 2;
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            const float2 one = make_float2(sums[n][half * 2] * factor, sums[n][half * 2 + 1] * factor);
-            const float2 two = make_float2(sums[n + 1][half * 2] * factor, sums[n + 1][half * 2 + 1] * factor);
-            const float2 own = odd ? two : one, given = odd ? one : two;
-            const float2 got =
-                make_float2(__shfl_xor_sync(FULL_WARP, given.x, 1), __shfl_xor_sync(FULL_WARP, given.y, 1));
-            if (partial)
-                *reinterpret_cast<float4*>(to + n * 8) =
-                    odd ? make_float4(got.x, got.y, own.x, own.y) : make_float4(own.x, own.y, got.x, got.y);
-        }
-    }
-
     // Store 8 N columns of the row from column `first` on, from half `half` of N fragments C, which a lane and its three
-    // neighbours have. WIDE: partial results by 16 bytes of a lane instead of 8.
-    template <int N, int DIM_V, bool WIDE = false>
+    // neighbours have.
+    template <int N, int DIM_V>
     __device__ __forceinline__ void store(const Params& p, const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4, head_dim_v = DIM_V ? DIM_V : p.head_dim_v;
-        if constexpr (WIDE) {
-            static_assert(N % 2 == 0 && DIM_V > 0, "");
-            if (__any_sync(FULL_WARP, partial != nullptr)) store_wide<N>(sums, half, first);
-        } else if (partial) {
+        if (partial) {
 #pragma unroll
             for (int n = 0; n < N; ++n)
                 if (DIM_V || first + n * 8 < head_dim_v)

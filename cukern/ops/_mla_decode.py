@@ -13,12 +13,13 @@ from cukern.runtime.plan import launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # of attend_mma and combine_parts, and of plan_parts where that is enough
-_MOST_THREADS = 1024
+THREADS = 256  # of attend_mma and combine_parts, and of plan_parts where it follows the sequences
+_BY_PARTS_THREADS = 384, 1024  # of plan_parts where it follows the parts
+#: Sequences up to which following them takes less time than following the parts, and up to which the latter can be.
+_FEW_SEQUENCES, _MOST_LINED_UP, _MOST_PARTS = 64, 4096, 255
 #: Shared memory of `plan_parts` that every GPU has, and that of its two ways of planning: by parts, and by sequences.
-_PLAN_SHARED_BYTES, _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES = 99 << 10, 14864, 35080
-#: Sequences and parts up to which a table is made, and its bytes: at least, and for each sequence.
-_MOST_LINED_UP, _MOST_PARTS, _TABLE_BYTES = 4096, 255, (24 << 10, 640)
+_PLAN_SHARED_BYTES, _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES = 99 << 10, 14512, 35080
+_TABLE_BYTES = 24 << 10, 640  # of the table of places by parts: at least, and for each sequence
 
 #: head_dim and head_dim_v that have variants of their own.
 SPECIALIZED = [
@@ -42,10 +43,6 @@ MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
 #: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
 _FEW_COMBINED_ROWS = 64, 512
 _COMBINING_BLOCKS = 2  # per multiprocessor, at once
-#: Whether `attend_wgmma` merges in a cooperative launch of its own, so that no `combine_parts` follows.
-_MERGES_LAST = False
-#: The same of `attend_mma`, for up to 16 rows over a 16-bit cache.
-_MMA_MERGES_LAST = False
 
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
@@ -110,35 +107,25 @@ def best_form(
     raise AssertionError("the smallest form fits every GPU")
 
 
-def mma_variant(form: Form, merge: int = 0) -> Variant:
-    """The variant of `attend_mma`; `merge` is TEAM of `merge_last`, or 0 where `combine_parts` follows."""
+def mma_variant(form: Form) -> Variant:
     sizes = form.rows, form.tile, form.stages, form.head_dim, form.head_dim_v
     arguments: list[str | int] = [str(form.is_fp8).lower(), *sizes, *["true"] * form.has_extra]
-    if merge:
-        arguments = [str(form.is_fp8).lower(), *sizes, str(form.has_extra).lower(), merge]
-    return attend_mma.variant(
-        arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes, cooperative=bool(merge)
-    )
+    return attend_mma.variant(arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes)
 
 
-def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0, merge: int = 0) -> Variant:
-    """The variant of `attend_wgmma`; `extra_bytes` is 0, or with EXTRA the bytes of a token of an 8-bit cache.
-
-    `merge` is TEAM of `merge_last`, or 0 where `combine_parts` follows.
-    """
+def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
+    """The variant of `attend_wgmma`; `extra_bytes` is 0, or with EXTRA the bytes of a token of an 8-bit cache."""
     flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
-    if merge:
-        flags += [str(bool(extra_bytes)).lower(), extra_bytes or twin.SLOT_BYTES, merge]
-    elif extra_bytes:
+    if extra_bytes:
         flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
-    return attend_wgmma.variant(
-        arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES, cooperative=bool(merge)
-    )
+    return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
-def plan_threads(sequences: int) -> int:
-    """Threads of `plan_parts`."""
-    return THREADS if sequences <= THREADS else _MOST_THREADS
+def plan_threads(sequences: int, parts: int) -> int:
+    """Threads of `plan_parts`: more than 256 where it follows the parts."""
+    if parts > _MOST_PARTS or not _FEW_SEQUENCES < sequences <= _MOST_LINED_UP:
+        return THREADS
+    return next(n for n in _BY_PARTS_THREADS if sequences <= n or n == _BY_PARTS_THREADS[-1])
 
 
 def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
@@ -146,14 +133,14 @@ def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
     return plan_kernel.variant(threads, *flags, max_shared_bytes=_PLAN_SHARED_BYTES)
 
 
-def plan_shared_bytes(sequences: int, parts: int) -> tuple[int, int]:
-    """The shared memory of `plan_parts`, and the table of `plan_by_parts` in it; 0 where that is not for it."""
-    by_parts, by_sequences = _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES
+def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
+    """The shared memory of `plan_parts`, and the table of `plan_by_parts` in it; 0 where that is not taken."""
+    if threads == THREADS:
+        return _BY_SEQUENCES_BYTES, 0
     starts = 4 * (sequences + 1)
-    if sequences > _MOST_LINED_UP or parts > _MOST_PARTS:
-        return by_sequences, 0
-    table = min(max(sequences * _TABLE_BYTES[1], _TABLE_BYTES[0]), _PLAN_SHARED_BYTES - by_parts - starts) // 16 * 16
-    return max(by_sequences, by_parts + table + starts), table
+    most = _PLAN_SHARED_BYTES - _BY_PARTS_BYTES - starts
+    table = min(max(sequences * _TABLE_BYTES[1], _TABLE_BYTES[0]), most) // 16 * 16
+    return max(_BY_SEQUENCES_BYTES, _BY_PARTS_BYTES + table + starts), table
 
 
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
@@ -190,7 +177,9 @@ attend_wgmma.specialized += [
 ]
 combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
 plan_kernel.specialized = [
-    plan_variant(has_extra, threads).instance for has_extra in (False, True) for threads in (THREADS, _MOST_THREADS)
+    plan_variant(has_extra, threads).instance
+    for has_extra in (False, True)
+    for threads in (THREADS, *_BY_PARTS_THREADS)
 ]
 # The rest is compiled at its first use: what is best depends on the GPU.
 attend_wgmma.at_import = attend_wgmma.specialized[:1]
@@ -279,8 +268,8 @@ def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: C
     else:
         unused: dict[str, Any] = {"topk_lengths": None, "query_tokens": 1, "extra_topk": 0, "extra_topk_lengths": None}
         fields |= {"length": counts.topk + counts.extra_topk} | unused
-    threads = plan_threads(fields["sequences"])
-    shared_bytes, fields["table_bytes"] = plan_shared_bytes(fields["sequences"], fields["parts"])
+    threads = plan_threads(fields["sequences"], fields["parts"])
+    shared_bytes, fields["table_bytes"] = plan_shared_bytes(fields["sequences"], threads)
     launch(plan_variant(counts.vary, threads), 1, threads, shared_bytes, **fields)
 
 
@@ -289,38 +278,22 @@ def launch_attention(
 ) -> None:
     """Attend, and put together what several parts found; `fields` are those of the struct Params."""
     is_special = (work.dims in SPECIALIZED or work.is_paged) and variant != "dynamic"
-    team_each, combining = _combining(work, of.multiprocessors)
     if is_wgmma:
-        # With tokens that TMA cannot copy, the registers of the merge would spill.
-        merges = _MERGES_LAST and not (work.is_fp8 or work.is_sparse)
-        merge = team_each[0] if merges and _can_merge_last(work, of) else 0
-        _launch_wgmma(work, k_cache, merge, fields)
-        if merge:
-            return
+        _launch_wgmma(work, k_cache, fields)
     else:
         # For an 8-bit cache there are no others.
         dims = work.dims if is_special or work.is_fp8 else (0, 0)
         most = mma_shared_bytes(of)
         form = best_form(work.dtype, work.is_fp8, work.rows, dims, most, work.has_extra)
         grid = -(-work.rows // form.rows), work.kv_heads, work.parts
-        merges = _MMA_MERGES_LAST and work.rows <= form.rows == _ROWS[0] and not work.is_fp8
-        merges = merges and form.head_dim_v == twin.LATENT_DIMS
-        merge = team_each[0] if merges and _can_merge_last(work, of) else 0
-        launch(mma_variant(form, merge), grid, THREADS, form.shared_bytes, **fields)
-        if merge:
-            return
+        launch(mma_variant(form), grid, THREADS, form.shared_bytes, **fields)
     if work.parts > 1:
+        team_each, grid = _combining(work, of.multiprocessors)
         head_dim_v = work.dims[1] if is_special else 0
-        launch(combine_variant(work.dtype, head_dim_v, team_each), combining, THREADS, 0, **fields)
+        launch(combine_variant(work.dtype, head_dim_v, team_each), grid, THREADS, 0, **fields)
 
 
-def _can_merge_last(work: Work, of: gpu.Gpu) -> bool:
-    """Whether all blocks that attend are on the GPU at once, so that they can merge."""
-    blocks = -(-work.rows // twin.ROWS) * work.kv_heads * work.parts
-    return work.parts > 1 and blocks <= of.multiprocessors
-
-
-def _launch_wgmma(work: Work, k_cache: Array, merge: int, fields: dict[str, Any]) -> None:
+def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
     constants = template.constants(attend_wgmma.file)
     pages, page_size, kv_heads, head_dim = k_cache.shape
     tiles, box_tokens = None, 0
@@ -332,7 +305,7 @@ def _launch_wgmma(work: Work, k_cache: Array, merge: int, fields: dict[str, Any]
         dims, box = (head_dim, kv_heads, page_size, pages), (constants["COLUMNS"], 1, box_tokens, 1)
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
-    variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0, merge)
+    variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
     launch(variant, grid, constants["WGMMA_THREADS"], WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
 

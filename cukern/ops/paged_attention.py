@@ -31,8 +31,8 @@ __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "p
 PARTITION = twin.PARTITION
 _MERGE_THREADS = 128
 _merge = Kernel("paged_attention/merge_states", "merge_states")
-#: EACH and STREAM of `merge_states` where the vectors of a row are a power of two.
-_MERGE_FORM = (1, False)
+#: Elements of a side from which a thread of `merge_states` has two vectors: with fewer, latency is the bound.
+_MANY_MERGED = 2**24
 
 
 def _attended(query: Any, *_: Any, **__: Any) -> Result:
@@ -346,9 +346,9 @@ def _merge_blocks(rows: int, row_vectors: int, block_vectors: int) -> int:
     return -(-rows * row_vectors // block_vectors)
 
 
-def merge_variant(dtype: str, vector: int, heads_first: bool, each: int, has_power: bool, streams: bool) -> Variant:
-    """The variant of `merge_states`."""
-    form: list[str | int] = [each, str(has_power).lower(), str(streams).lower()]
+def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
+    """The variant of `merge_states`; with `each` above 1 it is `has_power`, of a power of two of vectors in a row."""
+    form: list[str | int] = [each, "true"]
     return _merge.variant(CUDA_TYPE[dtype], vector, str(heads_first).lower(), *form if has_power else [])
 
 
@@ -425,9 +425,9 @@ def merge_attention_states(
         check.fail("out_a", f"of at most {most} elements", f"shape {list(shape)}")
     vectors = shape[-1] // vector
     has_power = vector > 1 and vectors & (vectors - 1) == 0
-    each, streams = _MERGE_FORM if has_power else (1, False)
+    each = 2 if has_power and shape[0] > _MANY_MERGED // row else 1
     launch(
-        merge_variant(out_a.dtype, vector, heads_first, each, has_power, streams),
+        merge_variant(out_a.dtype, vector, heads_first, each, has_power),
         late(_merge_blocks, shape[0], row // vector, each * _MERGE_THREADS),
         _MERGE_THREADS,
         out_a=out_a,

@@ -28,11 +28,10 @@ _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 class Variant:
     """A template instance, to launch on any device for which it can be compiled."""
 
-    __slots__ = ("_functions", "_modules", "cooperative", "instance", "large_clusters", "max_shared_bytes")
+    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "max_shared_bytes")
 
-    def __init__(self, instance: Instance, max_shared_bytes: int, large_clusters: bool, cooperative: bool) -> None:
+    def __init__(self, instance: Instance, max_shared_bytes: int, large_clusters: bool) -> None:
         self.instance = instance
-        self.cooperative = cooperative
         self.max_shared_bytes = max_shared_bytes
         self.large_clusters = large_clusters
         self._functions: dict[int, int] = {}
@@ -86,22 +85,15 @@ class Kernel:
         self.specialized = list(dict.fromkeys(instance for instances in given.values() for instance in instances))
         self.unused = {arch: [i for i in self.specialized if i not in instances] for arch, instances in given.items()}
 
-    def variant(
-        self,
-        *arguments: str | int,
-        max_shared_bytes: int = 0,
-        large_clusters: bool = False,
-        cooperative: bool = False,
-    ) -> Variant:
+    def variant(self, *arguments: str | int, max_shared_bytes: int = 0, large_clusters: bool = False) -> Variant:
         """The variant with these template arguments, the same object at every call.
 
         `max_shared_bytes` is required for more than 48 KiB of dynamic shared memory, `large_clusters` for clusters of
-        more than 8 blocks, `cooperative` for blocks that wait for each other: all must fit on the GPU at once.
+        more than 8 blocks.
         """
         variant = self._variants.get(arguments)
         if variant is None:
-            instance = Instance(self.file, self.function, arguments)
-            made = Variant(instance, max_shared_bytes, large_clusters, cooperative)
+            made = Variant(Instance(self.file, self.function, arguments), max_shared_bytes, large_clusters)
             # Of two threads that get here, both take the variant that is stored first.
             variant = self._variants.setdefault(arguments, made)
         return variant

@@ -472,11 +472,8 @@ class Plan:
             sizes = [text.name(x) for x in step.sizes] if late_sizes is None else named(late_sizes)
             text.add(f"{text.name(step.pack)}({', '.join(['buffer', '0', *named(parts)])})")
             handle = step.function or step.variant.load(self.place.device)  # type: ignore[arg-type]
-            # A cooperative launch has no last argument.
-            cooperative = step.variant.cooperative
-            launch = text.name(driver.launchCooperativeKernel if cooperative else driver.launchKernel)
-            last = [] if cooperative else ["0"]
-            text.add(f"{launch}({', '.join([str(handle), *sizes, 'stream', 'pointers', *last])})")
+            launch = text.name(driver.launchKernel)
+            text.add(f"{launch}({', '.join([str(handle), *sizes[:6], sizes[6], 'stream', 'pointers', '0'])})")
         text.add(f"return {_returned_text(*self._returned, text)}")
         return text.compiled("a plan")
 
@@ -510,10 +507,7 @@ class Plan:
                 function = step.function
                 if not function:
                     function = step.function = step.variant.load(device)  # type: ignore[arg-type]
-                if step.variant.cooperative:
-                    driver.launchCooperativeKernel(function, x, y, z, i, j, k, shared_bytes, stream, address)
-                else:
-                    driver.launchKernel(function, x, y, z, i, j, k, shared_bytes, stream, address, 0)
+                driver.launchKernel(function, x, y, z, i, j, k, shared_bytes, stream, address, 0)
         kind, where = self._returned
         if kind is _MADE:
             return made[where]
