@@ -896,6 +896,27 @@ def test_how_parts_are_put_together(x: Sizes, arguments: tuple[Any, ...], grid: 
     assert (got.variant.instance.arguments, got.grid) == (arguments, grid)
 
 
+@pytest.mark.parametrize(
+    ("sequences", "parts", "threads", "has_table"),
+    [
+        *(
+            (0, 1, 256, False),
+            (64, 132, 256, False),
+            (65, 132, 384, True),
+            (384, 255, 384, True),
+            (385, 66, 1024, True),
+        ),
+        *((4096, 66, 1024, True), (4097, 66, 256, False), (100, 256, 256, False)),
+    ],
+)
+def test_the_memory_of_the_plan(sequences: int, parts: int, threads: int, has_table: bool) -> None:
+    assert op.plan_threads(sequences, parts) == threads
+    shared_bytes, table_bytes = op.plan_shared_bytes(sequences, threads)
+    assert shared_bytes <= 99 << 10 and table_bytes % 16 == 0
+    # The parts of the sequences take the table's place.
+    assert table_bytes >= 4 * sequences if has_table else table_bytes == 0
+
+
 def test_the_tensor_map_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_plan, "encode", lambda *args: args)
 
@@ -1504,7 +1525,7 @@ def test_random_batches(data: st.DataObject) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("batch", [0, 1, 2, 31, 32, 33, 128, 5000])
+@pytest.mark.parametrize("batch", [0, 1, 2, 31, 32, 33, 64, 65, 128, 384, 385, 1030, 5000])
 def test_the_plan_of_the_gpu_is_the_twins(
     batch: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1530,9 +1551,10 @@ def test_the_plan_of_the_gpu_is_the_twins(
 
 
 @pytest.mark.gpu
-@settings(max_examples=100)
-@given(st.lists(st.integers(-1, 300) | st.integers(0, 9000), max_size=100), st.integers(1, 9000))
-def test_any_plan_of_the_gpu_is_the_twins(lengths: list[int], rows: int) -> None:
+@settings(max_examples=200)
+@given(st.lists(st.integers(-1, 300) | st.integers(0, 9000), max_size=100), st.integers(1, 9000), st.integers(1, 4))
+def test_any_plan_of_the_gpu_is_the_twins(lengths: list[int], rows: int, times: int) -> None:
+    lengths *= times  # by sequences, and by parts
     lengths_here = np.array(lengths, np.int32)
     got = [cupy.asnumpy(a) for a in cukern.get_mla_metadata(cupy.asarray(lengths_here), rows, 1)]
     want = twin.plan([-(-max(n, 0) // 64) for n in lengths], twin.parts_of(rows, 1, gpu.of_device(0).multiprocessors))
@@ -1734,11 +1756,11 @@ def test_no_index_that_counts(attend: Place, kind: str, rng: np.random.Generator
         ("16 bits", 128, {}, "attend_pair", ("false", "true", 2, "true"), ()),
         ("656", 128, {}, "attend_pair", ("true", "true", 2, "true"), ()),
         ("16 bits", 128, {"lengths": "own"}, "attend_wgmma", ("false", "true", "true"), (256, "true")),
-        ("656", 128, {"extra": (9, 5)}, "attend_wgmma", ("true", "true", "true"), ()),
+        ("656", 128, {"extra": (9, 5)}, "attend_wgmma", ("true", "true", "true"), (256,)),
         ("656", 128, {"extra": (9, 5), "lengths": "extra"}, "attend_wgmma", ("true",) * 3, (256, "true")),
-        ("656", 16, {}, "attend_mma", (576, 512), ()),
-        ("656", 16, {"extra": (9, 5)}, "attend_mma", (576, 512, "true"), ()),
-        ("584", 128, {}, "attend_wgmma", ("true", "true", "true", 584), ()),
+        ("656", 16, {}, "attend_mma", (576, 512), (256,)),
+        ("656", 16, {"extra": (9, 5)}, "attend_mma", (576, 512, "true"), (256,)),
+        ("584", 128, {}, "attend_wgmma", ("true", "true", "true", 584), (256,)),
         ("584", 1, {"lengths": "own"}, "attend_wgmma", ("true", "true", "true", 584), (256, "true")),
     ],
 )

@@ -13,7 +13,13 @@ from cukern.runtime.plan import launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # of plan_parts, attend_mma and combine_parts
+THREADS = 256  # of attend_mma and combine_parts, and of plan_parts where it follows the sequences
+_BY_PARTS_THREADS = 384, 1024  # of plan_parts where it follows the parts
+#: Sequences up to which following them takes less time than following the parts, and up to which the latter can be.
+_FEW_SEQUENCES, _MOST_LINED_UP, _MOST_PARTS = 64, 4096, 255
+#: Shared memory of `plan_parts` that every GPU has, and that of its two ways of planning: by parts, and by sequences.
+_PLAN_SHARED_BYTES, _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES = 99 << 10, 14512, 35080
+_TABLE_BYTES = 24 << 10, 640  # of the table of places by parts: at least, and for each sequence
 
 #: head_dim and head_dim_v that have variants of their own.
 SPECIALIZED = [
@@ -132,8 +138,26 @@ def pair_variant(dtype: str, is_fp8: bool, is_sparse: bool, cluster: int, fetche
     return attend_pair.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
-def plan_variant(has_extra: bool) -> Variant:
-    return plan_kernel.variant(THREADS, "true") if has_extra else plan_kernel.variant()
+def plan_threads(sequences: int, parts: int) -> int:
+    """Threads of `plan_parts`: more than 256 where it follows the parts."""
+    if parts > _MOST_PARTS or not _FEW_SEQUENCES < sequences <= _MOST_LINED_UP:
+        return THREADS
+    return next(n for n in _BY_PARTS_THREADS if sequences <= n or n == _BY_PARTS_THREADS[-1])
+
+
+def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
+    flags: list[str | int] = ["true"] if has_extra else []
+    return plan_kernel.variant(threads, *flags, max_shared_bytes=_PLAN_SHARED_BYTES)
+
+
+def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
+    """The shared memory of `plan_parts`, and the table of `plan_by_parts` in it; 0 where that is not taken."""
+    if threads == THREADS:
+        return _BY_SEQUENCES_BYTES, 0
+    starts = 4 * (sequences + 1)
+    most = _PLAN_SHARED_BYTES - _BY_PARTS_BYTES - starts
+    table = min(max(sequences * _TABLE_BYTES[1], _TABLE_BYTES[0]), most) // 16 * 16
+    return max(_BY_SEQUENCES_BYTES, _BY_PARTS_BYTES + table + starts), table
 
 
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
@@ -173,7 +197,11 @@ attend_pair.specialized = [
 ]
 attend_pair.specialized = list(dict.fromkeys(attend_pair.specialized))
 combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
-plan_kernel.specialized = [plan_variant(False).instance, plan_variant(True).instance]
+plan_kernel.specialized = [
+    plan_variant(has_extra, threads).instance
+    for has_extra in (False, True)
+    for threads in (THREADS, *_BY_PARTS_THREADS)
+]
 # The rest is compiled at its first use: what is best depends on the GPU.
 attend_wgmma.at_import = attend_wgmma.specialized[:1]
 combine.at_import = combine.specialized
@@ -270,7 +298,9 @@ def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: C
     else:
         unused: dict[str, Any] = {"topk_lengths": None, "query_tokens": 1, "extra_topk": 0, "extra_topk_lengths": None}
         fields |= {"length": counts.topk + counts.extra_topk} | unused
-    launch(plan_variant(counts.vary), 1, THREADS, 0, **fields)
+    threads = plan_threads(fields["sequences"], fields["parts"])
+    shared_bytes, fields["table_bytes"] = plan_shared_bytes(fields["sequences"], threads)
+    launch(plan_variant(counts.vary, threads), 1, threads, shared_bytes, **fields)
 
 
 def launch_attention(
