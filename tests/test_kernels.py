@@ -91,7 +91,8 @@ def _mla_decode() -> Iterator[Variant]:
     yield op.mma_variant(op.best_form("float16", True, 16, (576, 512), SHARED_BYTES["227 KiB"]))
     yield op.wgmma_variant("float16", False, False)
     yield op.wgmma_variant("float16", False, True, 656)
-    yield op.pair_variant("float16", False, True, 2)
+    yield op.wgmma_variant("float16", True, True)
+    yield op.two_loaders_variant("float16", False, True)
     for rows, (dims, is_fp8) in itertools.product(
         (16, 64), (((576, 512), False), ((576, 512), True), ((512, 512), True))
     ):

@@ -823,21 +823,18 @@ BF16 = "__nv_bfloat16"
         (Sizes("float16", variant="wgmma", heads=16), "attend_wgmma", ("__half", "false", "false"), (1, 1, 132)),
         (Sizes(query_tokens=2), "attend_wgmma", (BF16, "false", "false"), (4, 1, 33)),
         (Sizes(kv_heads=2, cache_strides=(1152 * 64, 1152, 576)), "attend_wgmma", (BF16,), (1, 2, 66)),
-        # Of bfloat16 and 8 bits, and of indices, pairs of blocks; blocks of their own where they come in no twos.
-        (Sizes(is_fp8=True), "attend_pair", (BF16, "true", "false", 2), (2, 1, 66)),
-        (Sizes(heads=64, is_fp8=True), "attend_pair", (BF16, "true", "false", 1), (1, 1, 132)),
-        (Sizes(heads=160, is_fp8=True, topk=9), "attend_pair", (BF16, "true", "true", 1), (3, 1, 44)),
-        (Sizes(heads=100, query_tokens=2, is_fp8=True), "attend_pair", (BF16, "true", "false", 2), (4, 1, 33)),
+        # Where TMA copies nothing, two warpgroups load, but for queries of float16 over 8 bits.
+        (Sizes(is_fp8=True), "attend_two_loaders", (BF16, "true", "false"), (2, 1, 66)),
+        (Sizes(heads=160, is_fp8=True, topk=9), "attend_two_loaders", (BF16, "true", "true"), (3, 1, 44)),
         (Sizes("float16", is_fp8=True), "attend_wgmma", ("__half", "true", "false"), (2, 1, 66)),
-        (Sizes("float16", topk=2048), "attend_pair", ("__half", "false", "true", 2), (2, 1, 66)),
-        (Sizes(heads=64, topk=2048), "attend_wgmma", (BF16, "false", "true"), (1, 1, 132)),
+        (Sizes("float16", topk=2048), "attend_two_loaders", ("__half", "false", "true"), (2, 1, 66)),
+        (Sizes(heads=64, topk=2048), "attend_two_loaders", (BF16, "false", "true"), (1, 1, 132)),
         (Sizes(heads=8, query_tokens=3, is_fp8=True), "attend_mma", (BF16, "true", 32), (1, 1, 132)),
-        (Sizes(topk=2048), "attend_pair", (BF16, "false", "true", 2), (2, 1, 66)),
         (Sizes("float16", topk=2048, is_fp8=True), "attend_wgmma", ("__half", "true", "true"), (2, 1, 66)),
-        (Sizes(topk=5, variant="wgmma", heads=1), "attend_wgmma", (BF16, "false", "true"), (1, 1, 132)),
+        (Sizes(topk=5, variant="wgmma", heads=1), "attend_two_loaders", (BF16, "false", "true"), (1, 1, 132)),
         # Without a tensor map strides and pages may be any.
-        (Sizes(is_fp8=True, pages=0), "attend_pair", (BF16, "true", "false", 2), (2, 1, 66)),
-        (Sizes(topk=2048, cache_strides=(0, 576, 0)), "attend_pair", (BF16, "false", "true", 2), (2, 1, 66)),
+        (Sizes(is_fp8=True, pages=0), "attend_two_loaders", (BF16, "true", "false"), (2, 1, 66)),
+        (Sizes(topk=2048, cache_strides=(0, 576, 0)), "attend_two_loaders", (BF16, "false", "true"), (2, 1, 66)),
         (Sizes(is_steep=False), "attend_mma", (BF16, "false", 64), (2, 1, 66)),
         (Sizes(variant="mma"), "attend_mma", (BF16, "false", 64), (2, 1, 66)),
         (Sizes(is_fp8=True, variant="mma"), "attend_mma", (BF16, "true", 64), (2, 1, 66)),
@@ -906,7 +903,7 @@ def test_how_parts_are_put_together(x: Sizes, arguments: tuple[Any, ...], grid: 
             (384, 255, 384, True),
             (385, 66, 1024, True),
         ),
-        *((4096, 66, 1024, True), (4097, 66, 256, False), (100, 256, 256, False)),
+        *((4096, 66, 768, True), (4097, 66, 256, False), (100, 256, 256, False)),
     ],
 )
 def test_the_memory_of_the_plan(sequences: int, parts: int, threads: int, has_table: bool) -> None:
@@ -1420,12 +1417,12 @@ def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [128, 64, 100, 150])
+@pytest.mark.parametrize("heads", [128, 64, 100])
 @pytest.mark.parametrize(
     ("dtype", "fp8", "topk"),
     [("bfloat16", True, None), ("bfloat16", True, 330), ("bfloat16", False, 330), ("float16", False, 330)],
 )
-def test_pairs_of_blocks_give_the_bits_of_blocks(
+def test_two_loading_warpgroups_give_the_bits_of_one(
     dtype: str, fp8: bool, topk: int | None, heads: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tiles of all residues of 2, several visits to a part, some without tokens.
@@ -1434,7 +1431,7 @@ def test_pairs_of_blocks_give_the_bits_of_blocks(
     if "wgmma" not in variants_of(given):
         pytest.skip("needs wgmma")
     found = [launch(given, "wgmma")]
-    monkeypatch.setattr(op, "PAIRS", {})
+    monkeypatch.setattr(op, "takes_two_loaders", lambda work: False)
     forget_plans()
     try:
         found.append(launch(given, "wgmma"))
@@ -1752,9 +1749,8 @@ def test_no_index_that_counts(attend: Place, kind: str, rng: np.random.Generator
 @pytest.mark.parametrize(
     ("kind", "heads", "changes", "function", "last", "plan"),
     [
-        ("16 bits", 64, {}, "attend_wgmma", ("false", "true"), ()),
-        ("16 bits", 128, {}, "attend_pair", ("false", "true", 2, "true"), ()),
-        ("656", 128, {}, "attend_pair", ("true", "true", 2, "true"), ()),
+        ("16 bits", 64, {}, "attend_two_loaders", ("false", "true"), (256,)),
+        ("656", 128, {}, "attend_two_loaders", ("true", "true"), (256,)),
         ("16 bits", 128, {"lengths": "own"}, "attend_wgmma", ("false", "true", "true"), (256, "true")),
         ("656", 128, {"extra": (9, 5)}, "attend_wgmma", ("true", "true", "true"), (256,)),
         ("656", 128, {"extra": (9, 5), "lengths": "extra"}, "attend_wgmma", ("true",) * 3, (256, "true")),

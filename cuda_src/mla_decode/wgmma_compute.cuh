@@ -1,4 +1,4 @@
-// The two warpgroups of attend_wgmma and attend_pair that compute, as attend_wgmma.cu describes.
+// The two warpgroups of attend_wgmma and attend_two_loaders that compute, as attend_wgmma.cu describes.
 #pragma once
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"
@@ -6,12 +6,9 @@
 #include "mla_decode/wgmma_shared.cuh"
 
 // A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
-// CLUSTER: blocks that fill one another's buffers; a half is then free when it is in all of them. ROTARY_APART: the rotary
-// part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy. PRODUCTS: instructions for 256
-// columns of the output; ptxas takes the one alone only where a thread has 158 registers when the kernel begins.
-template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int CLUSTER = 1, int ROTARY_APART = 0,
-          int PRODUCTS = 1>
-struct Seesaw {
+// ROTARY_APART: the rotary part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy, and a product
+// with 256 columns of values is two of 128: ptxas takes the one only where threads have 158 registers when the kernel begins.
+template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0> struct Seesaw {
     // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
     const Params& p;
@@ -130,7 +127,7 @@ struct Seesaw {
 
     // Start the product of P's columns, as wgmma takes them, with the rows of V at `values`.
     template <typename P> __device__ __forceinline__ void add_values(const P& probabilities, unsigned values) {
-        if constexpr (PRODUCTS == 1) {
+        if constexpr (ROTARY_APART == 0) {
             wgmma_mn_major<T>(output, probabilities, mn_major_descriptor<TILE_BYTES>(values), true);
         } else {
 #pragma unroll
@@ -170,12 +167,7 @@ struct Seesaw {
 
     // Free this warpgroup's half of a buffer.
     __device__ __forceinline__ void release(int buffer) {
-        const unsigned empty = shared_address(&shared.empty[buffer][SIDE]);
-        if constexpr (CLUSTER == 1) {
-            if (lane == 0) mbarrier_arrive(empty);
-        } else {
-            if (lane < CLUSTER) mbarrier_arrive_cluster(map_shared_rank(empty, unsigned(lane)));
-        }
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[buffer][SIDE]));
     }
 
     __device__ __forceinline__ void release_queries() {
@@ -242,12 +234,10 @@ struct Seesaw {
 };
 
 // A part's visits, one after the other, for a warpgroup that computes.
-template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int CLUSTER = 1, int ROTARY_APART = 0,
-          int PRODUCTS = 1>
+template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int ROTARY_APART = 0>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
-    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, CLUSTER, ROTARY_APART, PRODUCTS> w{p, shared, queries,
-                                                                               int(threadIdx.x / 32 % 4), lane};
+    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, ROTARY_APART> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
     const Part part(p, blockIdx.z);
     // For `own_tile`, if causal: found once, since they are the same for all visits and take divisions.
     const int first_end = causal_end(p, 0, first_row);

@@ -14,7 +14,7 @@ from cukern.runtime.plan import launch, tensor_map
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
 THREADS = 256  # of attend_mma and combine_parts, and of plan_parts where it follows the sequences
-_BY_PARTS_THREADS = 384, 1024  # of plan_parts where it follows the parts
+_BY_PARTS_THREADS = 384, 768  # of plan_parts where it follows the parts
 #: Sequences up to which following them takes less time than following the parts, and up to which the latter can be.
 _FEW_SEQUENCES, _MOST_LINED_UP, _MOST_PARTS = 64, 4096, 255
 #: Shared memory of `plan_parts` that every GPU has, and that of its two ways of planning: by parts, and by sequences.
@@ -38,16 +38,6 @@ WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its 
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
-#: CLUSTER and FETCH of `attend_pair`, where it is taken in place of `attend_wgmma`, which gives the same bits: by
-#: whether the cache is of 8 bits, whether there are indices, and whether the blocks of 64 rows come in twos.
-PAIRS = {
-    (True, False, False): (1, True),
-    (True, True, False): (1, True),
-    (True, False, True): (2, True),
-    (True, True, True): (2, True),
-    (False, True, True): (2, True),
-}
-
 #: TEAM and EACH of `combine_parts`: several blocks put a row together, or one block, or one warp.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
 #: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
@@ -57,7 +47,7 @@ _COMBINING_BLOCKS = 2  # per multiprocessor, at once
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
 attend_wgmma = Kernel("mla_decode/attend_wgmma", "attend_wgmma", compile_s=2.5)
-attend_pair = Kernel("mla_decode/attend_pair", "attend_pair", compile_s=2.5)
+attend_two_loaders = Kernel("mla_decode/attend_two_loaders", "attend_two_loaders", compile_s=2.5)
 combine = Kernel("mla_decode/combine", "combine_parts")
 
 
@@ -132,10 +122,9 @@ def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
-def pair_variant(dtype: str, is_fp8: bool, is_sparse: bool, cluster: int, fetches: bool = True) -> Variant:
-    """The variant of `attend_pair` with so many blocks in a cluster; `fetches`: it brings tokens to L2 ahead."""
-    flags = str(is_fp8).lower(), str(is_sparse).lower(), cluster, str(fetches).lower()
-    return attend_pair.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
+def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
+    flags = str(is_fp8).lower(), str(is_sparse).lower()
+    return attend_two_loaders.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
 def plan_threads(sequences: int, parts: int) -> int:
@@ -186,16 +175,16 @@ attend_mma.specialize_by_arch(
     }
 )
 attend_wgmma.specialized = [
-    wgmma_variant("bfloat16", is_fp8, is_sparse).instance for is_fp8 in (False, True) for is_sparse in (False, True)
+    wgmma_variant("bfloat16", False, False).instance,
 ]
 attend_wgmma.specialized += [
     wgmma_variant("bfloat16", True, True, extra_bytes).instance
     for extra_bytes in (twin.SLOT_BYTES, twin.PAGED_SLOT_BYTES)
 ]
-attend_pair.specialized = [
-    pair_variant("bfloat16", is_fp8, is_sparse, *form).instance for (is_fp8, is_sparse, _), form in PAIRS.items()
+attend_two_loaders.specialized = [
+    two_loaders_variant("bfloat16", is_fp8, is_sparse).instance
+    for is_fp8, is_sparse in ((True, False), (True, True), (False, True))
 ]
-attend_pair.specialized = list(dict.fromkeys(attend_pair.specialized))
 combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
 plan_kernel.specialized = [
     plan_variant(has_extra, threads).instance
@@ -245,13 +234,10 @@ def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float,
     return "" if scale >= _SMALLEST_WGMMA_SCALE else f"softmax_scale is below {_SMALLEST_WGMMA_SCALE:g}"
 
 
-def pair_of(work: Work, block_rows: int) -> tuple[int, bool] | None:
-    """CLUSTER and FETCH of the `attend_pair` that does it; None where `attend_wgmma` does."""
+def takes_two_loaders(work: Work) -> bool:
+    """Whether `attend_two_loaders` does what `attend_wgmma` could: TMA does not copy the tokens."""
     # The rotary part of an 8-bit cache is copied as it is, in bfloat16.
-    if work.has_extra or (work.is_fp8 and work.dtype != "bfloat16"):
-        return None
-    blocks = -(-work.rows // block_rows)
-    return PAIRS.get((work.is_fp8, work.is_sparse, blocks % 2 == 0))
+    return not work.has_extra and (work.dtype == "bfloat16" if work.is_fp8 else work.is_sparse)
 
 
 def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
@@ -335,12 +321,12 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
         dims, box = (head_dim, kv_heads, page_size, pages), (constants["COLUMNS"], 1, box_tokens, 1)
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
-    variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
-    threads, pair = constants["WGMMA_THREADS"], pair_of(work, constants["WGMMA_ROWS"])
-    if pair:
-        variant = pair_variant(work.dtype, work.is_fp8, work.is_sparse, *pair)
-        if pair[0] == 1:
-            threads = template.constants(attend_pair.file)["ALONE_THREADS"]
+    if takes_two_loaders(work):
+        variant = two_loaders_variant(work.dtype, work.is_fp8, work.is_sparse)
+        threads = template.constants(attend_two_loaders.file)["TWO_LOADERS_THREADS"]
+    else:
+        variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
+        threads = constants["WGMMA_THREADS"]
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
     launch(variant, grid, threads, WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
 

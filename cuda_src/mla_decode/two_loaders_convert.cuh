@@ -1,30 +1,26 @@
-// The loading warpgroups of attend_pair for an 8-bit cache of 656 bytes a token, by pages or with `indices`, which they
+// The loading warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes a token, by pages or with `indices`, which they
 // convert to bfloat16.
 //
-// A warp converts eight tokens of each tile, half after half of the value columns: alone, a block has eight such warps, and
-// in a pair, where each block converts half of the tokens, four. A lane has 16 numbers of every second token: four lanes
-// have the 64 columns of a tile in shared memory, the next four those of the next token, whose chunks are in other banks.
-// Alone, the registers hold the bytes of the next half while its place is still in use. In a pair there are registers for
-// more: the next half is converted by then, and the bytes of the half after it are held. The rotary part is of 16 bits
-// already, and copied as it is. With FETCH the tokens three tiles on are on their way to the L2 cache.
+// A warp converts eight tokens of each tile, half after half of the value columns. A lane has 16 numbers of every second
+// token: four lanes have the 64 columns of a tile in shared memory, the next four those of the next token, whose chunks are in
+// other banks. Registers hold the bytes of the next half while its place is still in use. The rotary part is of 16 bits
+// already, and copied as it is.
 #pragma once
 #include "common/fp8.cuh"
-#include "mla_decode/pair_shared.cuh"
+#include "mla_decode/two_loaders_shared.cuh"
 
-// A lane that converts; RANK is of the block in its cluster.
-template <int CLUSTER> struct PairConverter {
-    static constexpr int TOKENS = 8, WARPS = BLOCK_TOKENS / TOKENS / CLUSTER;
-    static constexpr int EACH = TOKENS / 2;        // of the tokens, a lane's
-    static constexpr int FOUND = TOKENS * CLUSTER; // tokens that a warp finds: its own, then those of its like there
-    static constexpr bool AHEAD = CLUSTER > 1;     // it converts before there is place
+// A lane that converts.
+struct Converter {
+    static constexpr int TOKENS = BLOCK_TOKENS / LOADING_WARPS; // of a warp
+    static constexpr int EACH = TOKENS / 2;                     // of these, a lane's
     static constexpr int LATENT_DIMS = 512, ROTARY_OFFSET = LATENT_DIMS + 4 * 4;
-    static constexpr int ROW_BYTES = COLUMNS * 2, WARP_BYTES = TOKENS * ROW_BYTES;
+    static constexpr int ROW_BYTES = COLUMNS * 2;
     static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // in place of a token's address
 
     WgmmaShared& shared;
     const unsigned queries;
-    const int first_token, lane; // the tile's row of the warp's first token
-    float scale;                 // of token lane % 8, for columns 128 (lane / 8) ...
+    const int first, lane; // the tile's row of the warp's first token
+    float scale;           // of token lane % 8, for columns 128 (lane / 8) ...
 
     // The lane again: what is computed from it takes no registers while tiles are converted.
     static __device__ __forceinline__ int lane_again() {
@@ -34,45 +30,32 @@ template <int CLUSTER> struct PairConverter {
     }
 
     __device__ __forceinline__ int odd() const { return lane / 4 % 2; }
-    __device__ __forceinline__ int first() const { return first_token; }
-    __device__ __forceinline__ unsigned rank() const { return CLUSTER == 1 ? 0 : first_token / (BLOCK_TOKENS / 2); }
-    __device__ __forceinline__ int warp() const { return first_token / TOKENS % WARPS; }
     // The tile's row of the token that the lane finds.
-    __device__ __forceinline__ int own() const {
-        const int lane = lane_again();
-        const int there = CLUSTER > 1 && lane & TOKENS ? first() ^ BLOCK_TOKENS / 2 : first();
-        return there + lane % TOKENS;
-    }
+    __device__ __forceinline__ int own() const { return first + lane_again() % TOKENS; }
     __device__ __forceinline__ unsigned long long& address(int tile, int i) const {
-        return shared.addresses[tile & 3][warp() * FOUND + i];
+        return shared.addresses[tile & 3][first + i];
     }
 
     // Take up the places of the tokens of a tile.
-    template <bool GATHER, bool FETCH>
-    __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
+    template <bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
         const int lane = lane_again();
         Found found;
         found.template find<true, GATHER>(p, entry);
-        if (lane < FOUND) {
+        if (lane < TOKENS) {
             unsigned long long at = found.bad ? OUTSIDE : MISSING;
             if (found.there >> lane & 1) at = reinterpret_cast<unsigned long long>(found.from);
             address(tile, lane) = at;
         }
         __syncwarp();
-        if constexpr (FETCH) found.template prefetch<TOKENS, BYTES_OF_576>();
     }
 
     // Say which tokens of the tile in `buffer` are there, and whether one is outside of the cache.
     template <bool GATHER> __device__ __forceinline__ void tell(int tile, int visited) const {
         const int lane = lane_again();
-        const unsigned long long at = address(tile, lane % FOUND);
+        const unsigned long long at = address(tile, lane % TOKENS);
         if constexpr (GATHER) {
             const unsigned there = __ballot_sync(FULL_WARP, at > OUTSIDE);
-            unsigned char* const valid = reinterpret_cast<unsigned char*>(&shared.valid[tile & 1]);
-            if (lane == 0) {
-                valid[first() / TOKENS] = there;
-                if (CLUSTER > 1) valid[(first() ^ BLOCK_TOKENS / 2) / TOKENS] = there >> TOKENS;
-            }
+            if (lane == 0) reinterpret_cast<unsigned char*>(&shared.valid[tile & 1])[first / TOKENS] = there;
         }
         if (at == OUTSIDE) shared.bad[visited % VISITS] = visited;
     }
@@ -116,7 +99,7 @@ template <int CLUSTER> struct PairConverter {
 
     // Where the first of them are, of the lane's i-th token in a half; the others are at this ^ 16.
     __device__ __forceinline__ unsigned place(int buffer, int half, int i) const {
-        const unsigned offset = lane / 8 * TILE_BYTES + (first() + odd()) * ROW_BYTES + ((lane % 4 * 2) ^ odd()) * 16;
+        const unsigned offset = lane / 8 * TILE_BYTES + (first + odd()) * ROW_BYTES + ((lane % 4 * 2) ^ odd()) * 16;
         return ((key_tile(queries, buffer, half * 4) + offset) ^ (2 * i * 16)) + 2 * i * ROW_BYTES;
     }
 
@@ -129,7 +112,7 @@ template <int CLUSTER> struct PairConverter {
             const unsigned long long at = address(tile, t);
             const char* const from = at > OUTSIDE ? reinterpret_cast<const char*>(at) + ROTARY_OFFSET + lane % 8 * 16
                                                   : static_cast<const char*>(p.cache);
-            copy_async_or_zero(key_tile(queries, tile & 1, ROTARY_TILE) + (first() + t) * ROW_BYTES +
+            copy_async_or_zero(key_tile(queries, tile & 1, ROTARY_TILE) + (first + t) * ROW_BYTES +
                                    ((lane ^ t) & 7) * 16,
                                from, at > OUTSIDE);
         }
@@ -137,23 +120,16 @@ template <int CLUSTER> struct PairConverter {
     }
 
     __device__ __forceinline__ void publish(int buffer, int half) const {
-        publish_to_pair<CLUSTER, 4, WARP_BYTES>(rank(), key_tile(queries, buffer, half * 4) + first() * ROW_BYTES,
-                                                shared_address(&shared.full[buffer][half]));
-    }
-
-    __device__ __forceinline__ void publish_rotary(int buffer) const {
-        cp_async_wait_group<0>();
-        publish_to_pair<CLUSTER, 1, WARP_BYTES>(rank(), key_tile(queries, buffer, ROTARY_TILE) + first() * ROW_BYTES,
-                                                shared_address(&shared.full[buffer][ROTARY_FULL]));
+        publish_keys(shared_address(&shared.full[buffer][half]));
     }
 };
 
-// Start copying every WARPS-th row of the queries, one after the other: load_queries takes more registers.
-template <typename T, int WARPS>
-__device__ __forceinline__ void load_queries_by_row(const Params& p, const Visit& visit, unsigned queries, int first) {
-    const int lane = PairConverter<1>::lane_again();
+// Start copying the warp's rows of the queries, one after the other: load_queries takes more registers.
+template <typename T>
+__device__ __forceinline__ void load_queries_by_row(const Params& p, const Visit& visit, unsigned queries, int warp) {
+    const int lane = Converter::lane_again();
 #pragma unroll 1
-    for (int r = first; r < WGMMA_ROWS; r += WARPS) {
+    for (int r = warp; r < WGMMA_ROWS; r += LOADING_WARPS) {
         const Row row(p, visit, blockIdx.y, blockIdx.x * WGMMA_ROWS + r);
         const T* const from = static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] + row.token * p.q_strides[1] +
                               row.head * p.q_strides[2] + lane * 8;
@@ -165,49 +141,34 @@ __device__ __forceinline__ void load_queries_by_row(const Params& p, const Visit
     cp_async_commit_group();
 }
 
-// FETCH: tokens are brought to the L2 cache ahead.
-template <typename T, bool GATHER, int CLUSTER, bool FETCH>
-__device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShared& shared, unsigned queries,
-                                                      unsigned rank) {
+template <typename T, bool GATHER>
+__device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& shared, unsigned queries) {
     static_assert(IS_BFLOAT16<T>, "the rotary part is copied as it is");
-    using C = PairConverter<CLUSTER>;
-    C c{shared, queries, int(rank) * (BLOCK_TOKENS / CLUSTER) + loading_warp() * C::TOKENS, int(threadIdx.x % 32), 0.f};
+    Converter c{shared, queries, loading_warp() * Converter::TOKENS, int(threadIdx.x % 32), 0.f};
     const Part part(p, blockIdx.z);
     TileCursor<GATHER, false, true> cursor(p, part);
     Entry entry; // of the tile after those that are found
     auto find = [&](int tile) {
-        c.template find<GATHER, FETCH>(p, entry, tile);
+        c.template find<GATHER>(p, entry, tile);
         cursor.advance();
         entry = cursor.entry(c.own());
     };
     entry = cursor.entry(c.own());
-    uint4 raw[C::EACH];
-    uint4 ready[C::AHEAD ? C::EACH : 1][2];
-    auto widen = [&](int i, int half) {
-        const float scale = c.scale_of(half, i);
-        ready[i][0] = C::widen(raw[i].x, raw[i].y, scale), ready[i][1] = C::widen(raw[i].z, raw[i].w, scale);
-    };
+    uint4 raw[c.EACH];
     find(0);
     c.scale = c.load_scale(0);
 #pragma unroll
-    for (int i = 0; i < C::EACH; ++i) raw[i] = c.load(0, 0, i);
+    for (int i = 0; i < c.EACH; ++i) raw[i] = c.load(0, 0, i);
     find(1), find(2);
-    if constexpr (C::AHEAD) {
-#pragma unroll
-        for (int i = 0; i < C::EACH; ++i) widen(i, 0);
-        __syncwarp(); // loads that begin among the conversions would spill a register
-#pragma unroll
-        for (int i = 0; i < C::EACH; ++i) raw[i] = c.load(0, 1, i);
-    }
     int used = 0, visited = 0; // tiles, and visits with tiles
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part_again<true>(p, part), sequence);
         if (visit.begin >= visit.end) continue;
         mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries_by_row<T, C::WARPS>(p, visit, queries, c.warp());
+        load_queries_by_row<T>(p, visit, queries, c.first / c.TOKENS);
         const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
         for (; used < before + tiles; ++used) {
-            const int buffer = used & 1, other = 1 - buffer, phase = used / 2 + 1;
+            const int buffer = used & 1, phase = used / 2 + 1;
             const float next_scale = c.load_scale(used + 1);
             // First the half that the warpgroup of the buffer reads as values, which is free first.
 #pragma unroll 1
@@ -219,32 +180,20 @@ __device__ __forceinline__ void convert_tiles_of_pair(const Params& p, WgmmaShar
                 else
                     c.copy_rotary(p, used);
 #pragma unroll
-                for (int i = 0; i < C::EACH; ++i) {
+                for (int i = 0; i < c.EACH; ++i) {
                     const unsigned to = c.place(buffer, half, i);
-                    if constexpr (C::AHEAD) {
-                        store_shared(to, ready[i][0]), store_shared(to ^ 16, ready[i][1]);
-                    } else {
-                        const float scale = c.scale_of(half, i);
-                        store_shared(to, C::widen(raw[i].x, raw[i].y, scale));
-                        store_shared(to ^ 16, C::widen(raw[i].z, raw[i].w, scale));
-                        raw[i] = c.load(used + k, other, i);
-                    }
+                    const float scale = c.scale_of(half, i);
+                    store_shared(to, c.widen(raw[i].x, raw[i].y, scale));
+                    store_shared(to ^ 16, c.widen(raw[i].z, raw[i].w, scale));
+                    raw[i] = c.load(used + k, 1 - buffer, i);
                 }
                 if (k == 0 && used == before) publish_queries<0>(shared);
                 c.publish(buffer, half);
-                if constexpr (C::AHEAD) {
-                    // Ready is then half `other`, of this tile or of the next one.
-                    if (k == 1) c.scale = next_scale;
-#pragma unroll
-                    for (int i = 0; i < C::EACH; ++i) {
-                        widen(i, other);
-                        raw[i] = c.load(used + 1, half ^ 1, i);
-                    }
-                }
             }
             c.scale = next_scale;
             find(used + 3);
-            c.publish_rotary(buffer);
+            cp_async_wait_group<0>();
+            c.publish(buffer, ROTARY_FULL);
         }
     }
 }
