@@ -901,7 +901,7 @@ def test_how_parts_are_put_together(x: Sizes, arguments: tuple[Any, ...], grid: 
             (64, 132, 256, False),
             (65, 132, 384, True),
             (384, 255, 384, True),
-            (385, 66, 1024, True),
+            (385, 66, 768, True),
         ),
         *((4096, 66, 768, True), (4097, 66, 256, False), (100, 256, 256, False)),
     ],

@@ -34,7 +34,8 @@ template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared
 }
 
 // T: the type of the queries and results; with FP8 bfloat16. FP8: a cache of 656 bytes a token. GATHER: with `indices`.
-template <typename T, bool FP8, bool GATHER>
+// VALUES_FIRST: see Seesaw.
+template <typename T, bool FP8, bool GATHER, bool VALUES_FIRST = false>
 __global__ __launch_bounds__(TWO_LOADERS_THREADS,
                              1) void attend_two_loaders(const __grid_constant__ WgmmaParams params) {
 #if HAS_WGMMA
@@ -50,10 +51,10 @@ __global__ __launch_bounds__(TWO_LOADERS_THREADS,
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 0, false, TILES, ROTARY_FULL>(params.p, shared, queries);
+        compute<T, FP8, GATHER, 0, false, TILES, ROTARY_FULL, VALUES_FIRST>(params.p, shared, queries);
     } else if (warpgroup == 1) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 1, false, TILES, ROTARY_FULL>(params.p, shared, queries);
+        compute<T, FP8, GATHER, 1, false, TILES, ROTARY_FULL, VALUES_FIRST>(params.p, shared, queries);
     } else {
         setmaxnreg_dec<LOADING>();
         if constexpr (FP8)

@@ -17,7 +17,7 @@
 
 // EXTRA: with a second cache, or with numbers of the indices that count.
 template <int PLAN_THREADS = 256, bool EXTRA = false>
-__global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant__ PlanParams p) {
+__global__ __launch_bounds__(PLAN_THREADS, 1) void plan_parts(const __grid_constant__ PlanParams p) {
     extern __shared__ __align__(16) char shared[];
     if (p.sequences == 0) {
         for (int i = threadIdx.x; i < p.parts * 8; i += PLAN_THREADS) p.metadata[i] = 0;

@@ -8,7 +8,10 @@
 // A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
 // ROTARY_APART: the rotary part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy, and a product
 // with 256 columns of values is two of 128: ptxas takes the one only where threads have 158 registers when the kernel begins.
-template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0> struct Seesaw {
+// VALUES_FIRST: the values of the other's tile come before the scores of the own one, not while those are computed, so that their
+// half of the buffer is free for the next tile also while the own tile is not there yet.
+template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0, bool VALUES_FIRST = false>
+struct Seesaw {
     // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
     const Params& p;
@@ -196,8 +199,13 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     __device__ __forceinline__ void own_tile(const Visit& visit, int tile, int tiles, int phase, int first_end,
                                              const int (&ends)[2]) {
         float scores[32];
+        if (VALUES_FIRST && tile > 0) {
+            start_other_values();
+            finish_values();
+            release(1 - SIDE);
+        }
         start_scores(scores, phase);
-        if (tile > 0) {
+        if (!VALUES_FIRST && tile > 0) {
             start_other_values();
             wgmma_wait_group<1>();
         } else {
@@ -218,8 +226,10 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         float higher[2] = {base[0], base[1]};
         unsigned probabilities[4][4];
         exponentiate(probabilities, scores, limits, all, higher);
-        finish_values();
-        if (tile > 0) release(1 - SIDE);
+        if constexpr (!VALUES_FIRST) {
+            finish_values();
+            if (tile > 0) release(1 - SIDE);
+        }
         if (BY_TILE && present < BLOCK_TOKENS) clear_from(present);
         // After this no warp reads the rotary part of the keys any more, and all see what was cleared.
         named_barrier_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
@@ -234,10 +244,12 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
 };
 
 // A part's visits, one after the other, for a warpgroup that computes.
-template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int ROTARY_APART = 0>
+template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int ROTARY_APART = 0,
+          bool VALUES_FIRST = false>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
-    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, ROTARY_APART> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
+    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, ROTARY_APART, VALUES_FIRST> w{p, shared, queries, int(threadIdx.x / 32 % 4),
+                                                                          lane};
     const Part part(p, blockIdx.z);
     // For `own_tile`, if causal: found once, since they are the same for all visits and take divisions.
     const int first_end = causal_end(p, 0, first_row);

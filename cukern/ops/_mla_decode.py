@@ -38,6 +38,8 @@ WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its 
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
+#: VALUES_FIRST of `attend_two_loaders`.
+_VALUES_FIRST = False
 #: TEAM and EACH of `combine_parts`: several blocks put a row together, or one block, or one warp.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
 #: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
@@ -122,8 +124,8 @@ def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
-def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
-    flags = str(is_fp8).lower(), str(is_sparse).lower()
+def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool, values_first: bool = False) -> Variant:
+    flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower(), *["true"] * values_first]
     return attend_two_loaders.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
@@ -322,7 +324,7 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
     if takes_two_loaders(work):
-        variant = two_loaders_variant(work.dtype, work.is_fp8, work.is_sparse)
+        variant = two_loaders_variant(work.dtype, work.is_fp8, work.is_sparse, _VALUES_FIRST)
         threads = template.constants(attend_two_loaders.file)["TWO_LOADERS_THREADS"]
     else:
         variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
