@@ -1,18 +1,20 @@
-// Attention at decode time over a latent cache, as attend_wgmma.cu describes and with the same results, where TMA cannot copy
-// the tokens: over a cache of 656 bytes a token, or with `indices`.
+// Attention at decode time over a latent cache, as attend_wgmma.cu describes and with the same results, where TMA
+// cannot copy the tokens: over a cache of 656 bytes a token, or with `indices`.
 //
 // Grid: (ceil(rows / 64), kv_heads, parts) blocks of 512 threads, with all the shared memory.
 //
 // Two warpgroups compute, as in attend_wgmma, and two instead of one gather (two_loaders_gather.cuh) or convert
-// (two_loaders_convert.cuh): they take less time for a tile, which the others wait for. So all threads begin with 128 registers,
-// not 168, and a product with 256 columns of values is two of 128.
+// (two_loaders_convert.cuh): they take less time for a tile, which the others wait for. So all threads begin with 128
+// registers, not 168, and a product with 256 columns of values is two of 128.
 //
-// Each block loads for its own 64 rows alone. Two blocks of the same sequence that share what they load, through the shared memory
-// of a cluster (FlashMLA), gained 2 % over an 8-bit cache, and lost with the indices of 16 bits: the notebook has the figures.
+// Each block loads for its own 64 rows alone. Two blocks of the same sequence that share what they load, through the
+// shared memory of a cluster (FlashMLA), gained 2 % over an 8-bit cache, and lost with the indices of 16 bits: the
+// notebook has the figures.
 //
-// Of the floor (see attend_wgmma.cu) it reaches on an H200 over an 8-bit cache, for 128 sequences of 4096 tokens, 45 % with 128
-// heads (399.6 us) and 44 % with 64 (207.7 us), where attend_wgmma takes 466.7 and 241.0. With 2048 indices for each of 64
-// queries: 8 bits, 128 heads 38 % (118.7 us); 16 bits, 128 heads 43 % (104.4 us), where attend_wgmma takes 130.0 and 140.7.
+// Of the floor (see attend_wgmma.cu) it reaches on an H200 over an 8-bit cache, for 128 sequences of 4096 tokens, 45 %
+// with 128 heads (399.6 us) and 44 % with 64 (207.7 us), where attend_wgmma takes 466.7 and 241.0. With 2048 indices
+// for each of 64 queries: 8 bits, 128 heads 38 % (118.7 us); 16 bits, 128 heads 43 % (104.4 us), where attend_wgmma
+// takes 130.0 and 140.7.
 #include "mla_decode/two_loaders_convert.cuh"
 #include "mla_decode/two_loaders_gather.cuh"
 #include "mla_decode/two_loaders_shared.cuh"

@@ -6,12 +6,13 @@
 //
 // Grid: one block of PLAN_THREADS threads.
 //
-// The load lies between ceil(total cost / parts) and 2 FIXED more, because a part wastes at most FIXED at its end and pays
-// FIXED again for going on with a sequence. So there are LOADS loads to try, all at once, and the smallest that fits is taken:
-// by a chain over the sequences (plan_by_sequences.cuh). With more threads than 256, for more sequences, it is one over the
-// parts (plan_by_parts.cuh) if they fit into its table.
+// The load lies between ceil(total cost / parts) and 2 FIXED more, because a part wastes at most FIXED at its end and
+// pays FIXED again for going on with a sequence. So there are LOADS loads to try, all at once, and the smallest that
+// fits is taken: by a chain over the sequences (plan_by_sequences.cuh). With more threads than 256, for more sequences,
+// it is one over the parts (plan_by_parts.cuh) if they fit into its table.
 //
-// Bound by the latency of the chain: on an H200 3.3 us for 1 sequence and 8.3 us for 1024, where an empty kernel takes 0.5 us.
+// Bound by the latency of the chain: on an H200 3.3 us for 1 sequence and 8.3 us for 1024, where an empty kernel takes
+// 0.5 us.
 #include "mla_decode/plan_by_parts.cuh"
 #include "mla_decode/plan_by_sequences.cuh"
 

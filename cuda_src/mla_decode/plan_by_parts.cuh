@@ -1,15 +1,15 @@
 // The plan as a chain over parts, a few steps at once, where the sequences fit into a table in shared memory.
 //
-// Line up the cost of all sequences: sequence i begins at starts[i], the sum of FIXED + blocks of those before. A part of a
-// load that begins at x has room up to q = x + load. Where sequence i is the last to begin at or before q, the next part
-// begins
+// Line up the cost of all sequences: sequence i begins at starts[i], the sum of FIXED + blocks of those before. A part
+// of a load that begins at x has room up to q = x + load. Where sequence i is the last to begin at or before q, the
+// next part begins
 //
 //   at q - FIXED, within sequence i, whose fixed cost is paid again; or
 //   at starts[i] if that is larger: what is left of the part is no more than the fixed cost.
 //
-// So x' = q - spare[q], with spare[q] = min(FIXED, q - starts[i]), a table of bytes that is FIXED but for the first places of
-// each sequence. A warp follows this chain for each load. Most steps have the same `spare` as the one before: its lanes look
-// up 32 steps as if all had, and it takes those up to the first that has not.
+// So x' = q - spare[q], with spare[q] = min(FIXED, q - starts[i]), a table of bytes that is FIXED but for the first
+// places of each sequence. A warp follows this chain for each load. Most steps have the same `spare` as the one before:
+// its lanes look up 32 steps as if all had, and it takes those up to the first that has not.
 //
 // All else is one thread for each part or sequence, with binary searches.
 #pragma once
@@ -62,8 +62,8 @@ __device__ __forceinline__ bool follow(const unsigned char* spare, int* cuts, in
     return false;
 }
 
-// Leave the start of each sequence in `starts`, and the table; returns the total cost, or a larger number than the table
-// has room for. A barrier must follow.
+// Leave the start of each sequence in `starts`, and the table; returns the total cost, or a larger number than the
+// table has room for. A barrier must follow.
 template <int THREADS, bool EXTRA>
 __device__ __forceinline__ int line_up(const PlanParams& p, PartsMemory& memory, int* starts, unsigned char* spare) {
     constexpr int WARPS = THREADS / 32, MOST = 1 << 18; // more blocks than the table has room for

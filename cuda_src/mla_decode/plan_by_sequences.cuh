@@ -1,9 +1,9 @@
 // The plan as a chain over sequences, for any number of them and of blocks.
 //
-// Lane l of the first warp tries the l-th load, sequence by sequence. It holds `room`, the blocks that still fit into its part
-// after the fixed cost of another visit. With `capacity` = load - FIXED, the room of a new part, and with blocks = whole *
-// capacity + rest, 1 <= rest <= capacity (no blocks: both 0), a sequence whose rest does not fit either begins in a new part
-// (room <= 0) or ends one part later. Both come to
+// Lane l of the first warp tries the l-th load, sequence by sequence. It holds `room`, the blocks that still fit into
+// its part after the fixed cost of another visit. With `capacity` = load - FIXED, the room of a new part, and with
+// blocks = whole * capacity + rest, 1 <= rest <= capacity (no blocks: both 0), a sequence whose rest does not fit
+// either begins in a new part (room <= 0) or ends one part later. Both come to
 //
 //   part += whole + (room < rest),   room = max(room, 0) + (room < rest ? capacity : 0) - rest - FIXED.
 //
@@ -48,8 +48,8 @@ template <int THREADS> __device__ __forceinline__ void prepare_steps(const PlanC
     }
 }
 
-// Deal out the sequences of a chunk with this lane's load. Steps are read two ahead: a read does not wait for the writes
-// before it.
+// Deal out the sequences of a chunk with this lane's load. Steps are read two ahead: a read does not wait for the
+// writes before it.
 __device__ __forceinline__ void deal(const PlanChunk& chunk, int count, int capacity, int& part, int& room,
                                      int& begun) {
     const int load = threadIdx.x;

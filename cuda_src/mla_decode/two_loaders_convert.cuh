@@ -1,10 +1,10 @@
-// The loading warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes a token, by pages or with `indices`, which they
-// convert to bfloat16.
+// The loading warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes a token, by pages or with `indices`,
+// which they convert to bfloat16.
 //
-// A warp converts eight tokens of each tile, half after half of the value columns. A lane has 16 numbers of every second
-// token: four lanes have the 64 columns of a tile in shared memory, the next four those of the next token, whose chunks are in
-// other banks. Registers hold the bytes of the next half while its place is still in use. The rotary part is of 16 bits
-// already, and copied as it is.
+// A warp converts eight tokens of each tile, half after half of the value columns. A lane has 16 numbers of every
+// second token: four lanes have the 64 columns of a tile in shared memory, the next four those of the next token, whose
+// chunks are in other banks. Registers hold the bytes of the next half while its place is still in use. The rotary part
+// is of 16 bits already, and copied as it is.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/two_loaders_shared.cuh"

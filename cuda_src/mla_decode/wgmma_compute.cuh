@@ -6,13 +6,14 @@
 #include "mla_decode/wgmma_shared.cuh"
 
 // A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
-// ROTARY_APART: the rotary part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy, and a product
-// with 256 columns of values is two of 128: ptxas takes the one only where threads have 158 registers when the kernel begins.
-// VALUES_FIRST: the values of the other's tile come before the scores of the own one, not while those are computed, so that their
-// half of the buffer is free for the next tile also while the own tile is not there yet.
+// ROTARY_APART: the rotary part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy, and a
+// product with 256 columns of values is two of 128: ptxas takes the one only where threads have 158 registers when the
+// kernel begins. VALUES_FIRST: the values of the other's tile come before the scores of the own one, not while those
+// are computed, so that their half of the buffer is free for the next tile also while the own tile is not there yet.
 template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0, bool VALUES_FIRST = false>
 struct Seesaw {
-    // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros there.
+    // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros
+    // there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
     const Params& p;
     WgmmaShared& shared;
@@ -72,8 +73,8 @@ struct Seesaw {
             if (!((j < 16 ? low : high) >> (j / 4 % 4 * 8 + j % 2) & 1)) scores[j] = -CUDART_INF_F;
     }
 
-    // P as fragments A; `scores` become the same in float32. Row i sees the first `limits[i]` tokens of the tile, or `all`.
-    // `higher` is the base, and rises with the scores.
+    // P as fragments A; `scores` become the same in float32. Row i sees the first `limits[i]` tokens of the tile, or
+    // `all`. `higher` is the base, and rises with the scores.
     __device__ __forceinline__ void exponentiate(unsigned (&probabilities)[4][4], float (&scores)[32],
                                                  const int (&limits)[2], bool all, float (&higher)[2]) {
         if (!all) {
@@ -194,8 +195,9 @@ struct Seesaw {
         return sum[i] + shared.sums[visit & 1][1 - SIDE][row(i)];
     }
 
-    // All that the warpgroup does for a tile of its own: S, the values of the other's tile before, P, its own values. The
-    // first token that the block's first row, and row i, do not see is first_end, and ends[i], from the end of the sequence.
+    // All that the warpgroup does for a tile of its own: S, the values of the other's tile before, P, its own values.
+    // The first token that the block's first row, and row i, do not see is first_end, and ends[i], from the end of the
+    // sequence.
     __device__ __forceinline__ void own_tile(const Visit& visit, int tile, int tiles, int phase, int first_end,
                                              const int (&ends)[2]) {
         float scores[32];
