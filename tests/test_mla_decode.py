@@ -898,8 +898,8 @@ def test_how_parts_are_put_together(x: Sizes, arguments: tuple[Any, ...], grid: 
     [
         *(
             (0, 1, 256, False),
-            (64, 132, 256, False),
-            (65, 132, 384, True),
+            (48, 132, 256, False),
+            (49, 132, 384, True),
             (384, 255, 384, True),
             (385, 66, 768, True),
         ),

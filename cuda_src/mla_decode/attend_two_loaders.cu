@@ -5,16 +5,17 @@
 //
 // Two warpgroups compute, as in attend_wgmma, and two instead of one gather (two_loaders_gather.cuh) or convert
 // (two_loaders_convert.cuh): they take less time for a tile, which the others wait for. So all threads begin with 128
-// registers, not 168, and a product with 256 columns of values is two of 128.
+// registers, not 168, and a product with 256 columns of values is two of 128. A warpgroup that computes adds the values
+// of the other's tile before the scores of its own, so that the buffer is free for those that load as soon as it can be.
 //
 // Each block loads for its own 64 rows alone. Two blocks of the same sequence that share what they load, through the
 // shared memory of a cluster (FlashMLA), gained 2 % over an 8-bit cache, and lost with the indices of 16 bits: the
 // notebook has the figures.
 //
 // Of the floor (see attend_wgmma.cu) it reaches on an H200 over an 8-bit cache, for 128 sequences of 4096 tokens, 45 %
-// with 128 heads (399.6 us) and 44 % with 64 (207.7 us), where attend_wgmma takes 466.7 and 241.0. With 2048 indices
-// for each of 64 queries: 8 bits, 128 heads 38 % (118.7 us); 16 bits, 128 heads 43 % (104.4 us), where attend_wgmma
-// takes 130.0 and 140.7.
+// with 128 heads (399 us) and 43 % with 64 (212 us), where attend_wgmma takes 462 and 242. With 2048 indices for each
+// of 64 queries: 8 bits 37 % with 128 heads (120.5 us) and 29 % with 64 (78.3 us), where attend_wgmma takes 130.3 and
+// 83.3; 16 bits 53 % with 128 heads (84.7 us) and 53 % with 64 (65.7 us), where attend_wgmma takes 142.0 and 91.3.
 #include "mla_decode/two_loaders_convert.cuh"
 #include "mla_decode/two_loaders_gather.cuh"
 #include "mla_decode/two_loaders_shared.cuh"
@@ -36,8 +37,7 @@ template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared
 }
 
 // T: the type of the queries and results; with FP8 bfloat16. FP8: a cache of 656 bytes a token. GATHER: with `indices`.
-// VALUES_FIRST: see Seesaw.
-template <typename T, bool FP8, bool GATHER, bool VALUES_FIRST = false>
+template <typename T, bool FP8, bool GATHER>
 __global__ __launch_bounds__(TWO_LOADERS_THREADS,
                              1) void attend_two_loaders(const __grid_constant__ WgmmaParams params) {
 #if HAS_WGMMA
@@ -53,10 +53,10 @@ __global__ __launch_bounds__(TWO_LOADERS_THREADS,
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 0, false, TILES, ROTARY_FULL, VALUES_FIRST>(params.p, shared, queries);
+        compute<T, FP8, GATHER, 0, false, TILES, ROTARY_FULL>(params.p, shared, queries);
     } else if (warpgroup == 1) {
         setmaxnreg_inc<COMPUTING>();
-        compute<T, FP8, GATHER, 1, false, TILES, ROTARY_FULL, VALUES_FIRST>(params.p, shared, queries);
+        compute<T, FP8, GATHER, 1, false, TILES, ROTARY_FULL>(params.p, shared, queries);
     } else {
         setmaxnreg_dec<LOADING>();
         if constexpr (FP8)

@@ -8,13 +8,15 @@
 // A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
 // ROTARY_APART: the rotary part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy, and a
 // product with 256 columns of values is two of 128: ptxas takes the one only where threads have 158 registers when the
-// kernel begins. VALUES_FIRST: the values of the other's tile come before the scores of the own one, not while those
-// are computed, so that their half of the buffer is free for the next tile also while the own tile is not there yet.
-template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0, bool VALUES_FIRST = false>
+// kernel begins. So it is with two warpgroups that load, and then the values of the other's tile come before the scores
+// of the own one, not while those are computed: their half of the buffer is free for the next tile also while the own
+// tile is not there yet.
+template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0>
 struct Seesaw {
     // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros
     // there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
+    static constexpr bool VALUES_FIRST = ROTARY_APART != 0;
     const Params& p;
     WgmmaShared& shared;
     const unsigned queries;
@@ -246,12 +248,10 @@ struct Seesaw {
 };
 
 // A part's visits, one after the other, for a warpgroup that computes.
-template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int ROTARY_APART = 0,
-          bool VALUES_FIRST = false>
+template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int ROTARY_APART = 0>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
-    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, ROTARY_APART, VALUES_FIRST> w{p, shared, queries, int(threadIdx.x / 32 % 4),
-                                                                          lane};
+    Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, ROTARY_APART> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
     const Part part(p, blockIdx.z);
     // For `own_tile`, if causal: found once, since they are the same for all visits and take divisions.
     const int first_end = causal_end(p, 0, first_row);

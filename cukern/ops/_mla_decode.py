@@ -16,7 +16,7 @@ MAX_DIM = 576
 THREADS = 256  # of attend_mma and combine_parts, and of plan_parts where it follows the sequences
 _BY_PARTS_THREADS = 384, 768  # of plan_parts where it follows the parts
 #: Sequences up to which following them takes less time than following the parts, and up to which the latter can be.
-_FEW_SEQUENCES, _MOST_LINED_UP, _MOST_PARTS = 64, 4096, 255
+_FEW_SEQUENCES, _MOST_LINED_UP, _MOST_PARTS = 48, 4096, 255
 #: Shared memory of `plan_parts` that every GPU has, and that of its two ways of planning: by parts, and by sequences.
 _PLAN_SHARED_BYTES, _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES = 99 << 10, 14512, 35080
 _TABLE_BYTES = 24 << 10, 640  # of the table of places by parts: at least, and for each sequence
@@ -38,8 +38,6 @@ WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its 
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 
-#: VALUES_FIRST of `attend_two_loaders`.
-_VALUES_FIRST = False
 #: TEAM and EACH of `combine_parts`: several blocks put a row together, or one block, or one warp.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
 #: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
@@ -124,8 +122,8 @@ def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
-def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool, values_first: bool = False) -> Variant:
-    flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower(), *["true"] * values_first]
+def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
+    flags = str(is_fp8).lower(), str(is_sparse).lower()
     return attend_two_loaders.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
@@ -324,7 +322,7 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
     if takes_two_loaders(work):
-        variant = two_loaders_variant(work.dtype, work.is_fp8, work.is_sparse, _VALUES_FIRST)
+        variant = two_loaders_variant(work.dtype, work.is_fp8, work.is_sparse)
         threads = template.constants(attend_two_loaders.file)["TWO_LOADERS_THREADS"]
     else:
         variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
