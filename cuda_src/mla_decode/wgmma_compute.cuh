@@ -11,8 +11,7 @@
 // kernel begins. So it is with two warpgroups that load, and then the values of the other's tile come before the scores
 // of the own one, not while those are computed: their half of the buffer is free for the next tile also while the own
 // tile is not there yet.
-template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0>
-struct Seesaw {
+template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0> struct Seesaw {
     // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros
     // there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
