@@ -13,6 +13,7 @@
 //
 // Speed of light: 3 * head_dim * sizeof(T) bytes per row, and hardly a flop per byte: memory bandwidth is the bound. On
 // an H200, 8192 tokens of 32 heads of 128 in bfloat16 take 49.2 us, of which a copy of the same bytes takes 47.8 (97%).
+// 2048 tokens take 14.2 us.
 #include "common/numeric.cuh"
 
 struct MergeParams {
