@@ -32,6 +32,7 @@
 
 constexpr int WARPS = 2;
 constexpr int CAPACITY = 28;     // entries in a token's candidate list, unless dynamic
+static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
 constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
 
 struct Params {
@@ -99,6 +100,11 @@ template <typename T, int COUNT, int LANES> struct Staging {
     static __device__ __forceinline__ T* part(uint4* staged, int lane) {
         return reinterpret_cast<T*>(staged + lane * PITCH);
     }
+    // One value of the staged row.
+    static __device__ __forceinline__ T* value(uint4* staged, unsigned e) {
+        constexpr unsigned GAP = PITCH * 16 / sizeof(T) - COUNT;
+        return reinterpret_cast<T*>(staged) + (e + e / COUNT * GAP);
+    }
 };
 
 // A lane's view of its token's row: the experts it holds, their logits and their biases.
@@ -141,7 +147,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     }
     __device__ __forceinline__ float bias_of(unsigned e) const {
         if constexpr (BIAS_UNITS > 0)
-            return BiasStage::part(bias_staged, e / VALUES)[e % VALUES];
+            return *BiasStage::value(bias_staged, e);
         else
             return load_bias_of(e);
     }
@@ -149,8 +155,20 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     // tokens of the block: `load` then reads it from there.
     __device__ __forceinline__ void load_bias(float (&bias)[VALUES], bool biased) const {
         if constexpr (BIAS_UNITS > 0) {
-            for (int e = threadIdx.x; e < EXPERTS; e += WARPS * 32)
-                BiasStage::part(bias_staged, e / VALUES)[e % VALUES] = load_bias_of(e);
+#pragma unroll
+            for (unsigned first = 0; first < EXPERTS / 4; first += WARPS * 32) {
+                const unsigned chunk = first + threadIdx.x;
+                if (EXPERTS / 4 % (WARPS * 32) && chunk >= EXPERTS / 4) break;
+                float four[4];
+                if (p.bias_is_float)
+                    load_floats(static_cast<const float*>(p.bias) + chunk * 4, four);
+                else
+                    load_floats(static_cast<const OTHER*>(p.bias) + chunk * 4, four);
+#pragma unroll
+                for (float& b : four) b = fmaxf(b, -CUDART_INF_F);
+                *reinterpret_cast<float4*>(BiasStage::value(bias_staged, chunk * 4)) =
+                    make_float4(four[0], four[1], four[2], four[3]);
+            }
             __syncthreads();
         } else if (DYNAMIC && biased) {
             if (p.bias_is_float)
@@ -178,7 +196,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     }
     __device__ __forceinline__ float logit_of(unsigned e) const {
         if constexpr (Stage::USED)
-            return to_float(Stage::part(staged, e / VALUES)[e % VALUES]);
+            return to_float(*Stage::value(staged, e));
         else
             return to_float(logits[e]);
     }
@@ -201,10 +219,13 @@ __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
 template <typename Row, typename Scores, int VALUES>
 __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, bool biased, const float (&bias)[VALUES],
                                        float (&choice)[VALUES]) {
-    // x * 0 is NaN for a NaN or an infinity: one multiply-add per value finds the rows with one. The bias has no NaN.
+    // A sum of products with a NaN or an infinity is no finite number: one multiply-add per two values finds the rows
+    // with one, and rows with products of more than 2^128, for which the result is the same. The bias has no NaN.
     float irregular = 0.f;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) irregular = __fmaf_rn(choice[i], 0.f, irregular);
+    for (int i = 0; i < VALUES; i += 2)
+        irregular = __fmaf_rn(choice[i], i + 1 < VALUES ? choice[i + 1 < VALUES ? i + 1 : i] : 0.f, irregular);
+    irregular = __fmul_rn(irregular, 0.f);
     // No choice is -0: the sign of -0 - 0 would put it below a threshold of 0, which it reaches.
     const auto add_bias = [&](auto score_of) {
 #pragma unroll
@@ -234,6 +255,63 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
     return any_irregular;
 }
 
+// The choice and the score of a listed expert.
+template <typename Row, typename Scores>
+__device__ __forceinline__ float2 score_listed(const Row& row, const Scores& scores, int id, bool biased,
+                                               bool any_irregular) {
+    const float x = row.logit_of(id);
+    float own = scores.of(x);
+    float choice = __fadd_rn(biased ? own : x, biased ? row.bias_of(id) : 0.f);
+    if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
+    if (choice == -CUDART_INF_F) own = 0.f;
+    return make_float2(choice, own);
+}
+
+// Put the best of the listed experts and their scores into `sorted`, best first. The list is in the order of the ids,
+// or `best_first`; only in the second case can a choice be -inf.
+template <int LANES, typename Row, typename Scores>
+__device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores, const int* listed, int count,
+                                            bool biased, bool any_irregular, bool best_first, int topk, float* choices,
+                                            uint2* sorted) {
+    constexpr int OWN = BLOCK / LANES;
+    const int lane = row.lane;
+    int id[OWN];
+    float choice[OWN], score[OWN];
+    const auto score_block = [&](int first) {
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = first + k * LANES + lane;
+            id[k] = listed[min(i, count - 1)];
+            const float2 scored = score_listed(row, scores, id[k], biased, any_irregular);
+            choice[k] = i < count ? scored.x : -CUDART_INF_F, score[k] = scored.y;
+        }
+    };
+    const auto list_choices = [&](int first) {
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) choices[first + k * LANES + lane] = choice[k];
+    };
+    const auto sort_block = [&](int first) {
+        int rank[OWN];
+        rank_in_order<LANES>(choices, count, first, lane, choice, rank);
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = first + k * LANES + lane;
+            if (best_first) rank[k] = i;
+            if (i < count && rank[k] < topk) sorted[rank[k]] = make_uint2(__float_as_uint(score[k]), id[k]);
+        }
+    };
+    // Few lists have more than a block.
+#pragma unroll 1
+    for (int first = BLOCK; first < count; first += BLOCK) score_block(first), list_choices(first);
+    score_block(0);
+    list_choices(0);
+    __syncwarp();
+    sort_block(0);
+#pragma unroll 1
+    for (int first = BLOCK; first < count; first += BLOCK) score_block(first), sort_block(first);
+    __syncwarp();
+}
+
 // Make the candidates of the listed experts, and their scores.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void score_candidates(const Row& row, const Scores& scores, const int* listed, int count,
@@ -244,14 +322,10 @@ __device__ __forceinline__ void score_candidates(const Row& row, const Scores& s
 #pragma unroll
         for (int k = 0; k < AT_ONCE<LANES>; ++k) {
             const int i = first + k * LANES, id = listed[min(i, count - 1)];
-            const float x = row.logit_of(id);
-            float own = scores.of(x);
-            float choice = __fadd_rn(biased ? own : x, biased ? row.bias_of(id) : 0.f);
-            if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
-            if (choice == -CUDART_INF_F) own = 0.f;
+            const float2 scored = score_listed(row, scores, id, biased, any_irregular);
             if (i < count) {
-                candidates[i] = make_candidate(choice, id);
-                score[i] = own;
+                candidates[i] = make_candidate(scored.x, id);
+                score[i] = scored.y;
             }
         }
     }
@@ -355,7 +429,11 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     }
     if (!threshold_from_groups && topk <= LANES) threshold = lane_threshold<LANES>(choice, alive, topk);
 
-    const int count = list_candidates<LANES>(row, choice, alive, threshold, topk, capacity, listed);
+    // Where a token's lanes list neighbouring experts, the list is in the order of the ids.
+    constexpr bool IN_ORDER = !DYNAMIC && LANES <= STAGED_LANES;
+    bool best_first;
+    const int count =
+        list_candidates<LANES, IN_ORDER>(row, choice, alive, threshold, topk, capacity, listed, best_first);
     if (scoring == SOFTMAX && !biased && p.renormalize) {
         // Any common factor cancels in the normalization; the largest logit keeps exp in range.
         float best = -CUDART_INF_F;
@@ -363,7 +441,13 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
         for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));
         scores.largest = scores.softmax_argument(lanes_max<LANES>(best));
     }
-    score_candidates<LANES>(row, scores, listed, count, biased, any_irregular, candidates, score);
-    sort_candidates<LANES>(candidates, score, count, lane, topk, sorted);
+    if constexpr (IN_ORDER) {
+        float* choices = reinterpret_cast<float*>(candidates); // [capacity + 4], and behind them `sorted`
+        sorted = reinterpret_cast<uint2*>(choices + capacity + 4);
+        sort_listed<LANES>(row, scores, listed, count, biased, any_irregular, best_first, topk, choices, sorted);
+    } else {
+        score_candidates<LANES>(row, scores, listed, count, biased, any_irregular, candidates, score);
+        sort_candidates<LANES>(candidates, score, count, lane, topk, sorted);
+    }
     write_results<LANES>(p, sorted, lane, token, live, valid, topk, columns, experts);
 }
