@@ -30,8 +30,8 @@
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
 
-constexpr int WARPS = 2;
-constexpr int CAPACITY = 28;     // entries in a token's candidate list, unless dynamic
+constexpr int WARPS_PER_BLOCK = 2;
+constexpr int CAPACITY = 28; // entries in a token's candidate list, unless dynamic
 static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
 constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
 
@@ -108,7 +108,7 @@ template <typename T, int COUNT, int LANES> struct Staging {
 };
 
 // A lane's view of its token's row: the experts it holds, their logits and their biases.
-template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER> struct Row {
+template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER, int WARPS> struct Row {
     static constexpr bool DYNAMIC = EXPERTS == 0;
     using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES>;
     using BiasStage = Staging<float, VALUES, LANES>;
@@ -338,17 +338,22 @@ template <int LANES>
 __device__ __forceinline__ void write_results(const Params& p, const uint2* sorted, int lane, int token, bool live,
                                               int valid, int topk, int columns, int experts) {
     // lanes_sum adds neighbours first and blocks of LANES last, so the order of the sum does not depend on LANES.
-    float sum = 0.f;
+    const uint2 own = lane < topk ? sorted[lane] : make_uint2(0, 0);
+    float sum = lanes_sum<LANES>(__uint_as_float(own.x));
 #pragma unroll 1
-    for (int first = 0; first < topk; first += LANES)
+    for (int first = LANES; first < topk; first += LANES)
         sum += lanes_sum<LANES>(first + lane < topk ? __uint_as_float(sorted[first + lane].x) : 0.f);
     float scale = p.output_scale;
     if (p.renormalize) scale = sum > 0.f ? scale * fast_reciprocal(sum) : 0.f;
     if (live) {
         const long long out = (long long)token * columns;
         const bool padding = token >= valid;
+        if (lane < topk) {
+            p.weights[out + lane] = padding ? 0.f : __uint_as_float(own.x) * scale;
+            p.ids[out + lane] = padding ? -1 : int(own.y);
+        }
 #pragma unroll 1
-        for (int k = lane; k < columns; k += LANES) {
+        for (int k = lane < topk ? lane + LANES : lane; k < columns; k += LANES) {
             int id = experts + k - topk;
             float weight = sum * p.shared_scale;
             if (k < topk) {
@@ -362,19 +367,21 @@ __device__ __forceinline__ void write_results(const Params& p, const uint2* sort
 }
 
 // Blocks that a multiprocessor should hold at once, which bounds the registers.
-constexpr int resident_blocks(int lanes, int values) {
-    // With 32 values, 14 blocks would spill registers from sm_100 on.
-    return lanes > STAGED_LANES ? 1 : values <= 16 ? 16 : __CUDA_ARCH__ >= 1000 ? 12 : 14;
+constexpr int resident_blocks(int lanes, int values, int warps) {
+    // With 32 values, 28 warps would spill registers from sm_100 on.
+    const int resident_warps = values <= 16 ? 32 : __CUDA_ARCH__ >= 1000 ? 24 : 28;
+    return lanes > STAGED_LANES ? 1 : resident_warps / warps;
 }
 
-template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED, typename OTHER = T>
-__global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 32, VALUES))
+template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED, typename OTHER = T,
+          int WARPS = WARPS_PER_BLOCK>
+__global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 32, VALUES, WARPS))
     moe_gate(const __grid_constant__ Params p) {
     constexpr bool DYNAMIC = EXPERTS == 0;
     static_assert(DYNAMIC || EXPERTS == LANES * VALUES, "a lane holds a whole number of experts");
     static_assert(DYNAMIC || LANES % GROUPS == 0, "a group is whole lanes");
     static_assert(VALUES <= 32, "a lane keeps a bit for each of its values");
-    using OwnRow = Row<T, EXPERTS, LANES, VALUES, BIASED, OTHER>;
+    using OwnRow = Row<T, EXPERTS, LANES, VALUES, BIASED, OTHER, WARPS>;
     using Stage = typename OwnRow::Stage;
 
     int experts = p.experts, groups = p.groups, scoring = p.scoring, capacity = p.capacity;

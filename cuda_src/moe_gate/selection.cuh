@@ -233,8 +233,7 @@ __device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[
 // where the threshold is -inf, so that no choice of another list is.
 template <int LANES, bool FINITE, typename Row, int VALUES>
 __device__ __forceinline__ int list_candidates(const Row& row, const float (&choice)[VALUES], unsigned alive,
-                                               float threshold, int topk, int capacity, int* listed,
-                                               bool& best_first) {
+                                               float threshold, int topk, int capacity, int* listed, bool& best_first) {
     // The sign of choice - threshold says which is larger. A funnel shift collects it in one instruction.
     // Value i has the bit i places below the highest one, so that the first of a mask takes one instruction to find.
     unsigned below = 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ _BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 128
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
 #: The same, for many tokens in groups and few slots: four tokens of a warp share the steps that are not per expert.
 _DYNAMIC_FOR_MANY = (8, 32)
+#: By lanes per token, the warps per block of the specialized moe_gate, where not WARPS_PER_BLOCK of the template.
+_WARPS: dict[int, int] = {}
 
 
 class Config(NamedTuple):
@@ -99,6 +102,8 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
     flag = "true" if biased else "false"
     sizes = experts, groups, scoring.upper(), lanes, experts // lanes
     arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, flag, *bias_types)
+    if lanes in _WARPS:
+        arguments = (*arguments, *(() if bias_types else (arrays.CUDA_TYPE[dtype],)), _WARPS[lanes])
     return _kernel.variant(*arguments)
 
 
@@ -113,14 +118,15 @@ def _by_warp_variant(dtype: str, config: Config, bias_types: tuple[str, ...] = (
     return _by_warp.variant(arrays.CUDA_TYPE[dtype], *sizes, *bias_types)
 
 
-def _by_thread_variant(dtype: str, config: Config) -> Variant:
-    return _by_thread.variant(arrays.CUDA_TYPE[dtype], config.experts)
+def _by_thread_variant(dtype: str, config: Config, scoring: str) -> Variant:
+    return _by_thread.variant(arrays.CUDA_TYPE[dtype], config.experts, "SOFTMAX" if scoring == "softmax" else "ANY")
 
 
 def _variants(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instance]:
     """The instances of a configuration, but for those that only many slots take."""
     if _is_by_thread(config):
-        return [_by_thread_variant(dtype, config).instance for dtype in dtypes]
+        forms = itertools.product(dtypes, ("softmax", "any"))
+        return [_by_thread_variant(dtype, config, scoring).instance for dtype, scoring in forms]
     few = [_by_warp_variant(dtype, config).instance for dtype in dtypes if 32 in _lanes(config)]
     others = [n for n in _lanes(config) if n < 32 or config.experts > _BY_WARP_EXPERTS]
     return few + [_variant(dtype, config, n).instance for dtype in dtypes for n in others]
@@ -191,10 +197,10 @@ def _of_template(name: str) -> int:
     return template.constants(_kernel.file)[name]
 
 
-def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
+def _shared_bytes(lanes: int, threads: int, capacity: int, row_units: int, block_units: int = 0) -> int:
     """Bytes of shared memory per block of moe_gate, as the template lays them out in units of 16."""
     list_units = capacity + capacity // 4 + 2
-    return (block_units + (list_units + row_units) * _of_template("WARPS") * (32 // lanes)) * 16
+    return (block_units + (list_units + row_units) * (threads // lanes)) * 16
 
 
 def _staged_units(values: int, lanes: int, item_size: int) -> int:
@@ -206,11 +212,11 @@ def _staged_units(values: int, lanes: int, item_size: int) -> int:
 def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]) -> _Choice:
     values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
     variant = _variant(dtype, config, lanes, bias_types)
-    capacity, threads = _of_template("CAPACITY"), _of_template("WARPS") * 32
+    capacity, threads = _of_template("CAPACITY"), _WARPS.get(lanes, _of_template("WARPS_PER_BLOCK")) * 32
     if lanes > _of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
-        return _Choice(variant, lanes, _shared_bytes(lanes, capacity, 0), threads)
+        return _Choice(variant, lanes, _shared_bytes(lanes, threads, capacity, 0), threads)
     bias = _staged_units(values, lanes, 4) if config.biased else 0
-    shared_bytes = _shared_bytes(lanes, capacity, _staged_units(values, lanes, item_size), bias)
+    shared_bytes = _shared_bytes(lanes, threads, capacity, _staged_units(values, lanes, item_size), bias)
     return _Choice(variant, lanes, shared_bytes, threads)
 
 
@@ -226,16 +232,19 @@ def _dynamic_choice(
     magic = -(-(1 << 20) // group_size)
     padded_groups = ((lanes * values - 1) * magic >> 20) + 1
     row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
-    shared_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
+    threads = _of_template("WARPS_PER_BLOCK") * 32
+    shared_bytes = _shared_bytes(lanes, threads, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
     fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
-    variant, threads = _dynamic(dtype, lanes, values, bias_types), _of_template("WARPS") * 32
+    variant = _dynamic(dtype, lanes, values, bias_types)
     return _Choice(variant, lanes, shared_bytes, threads, fields | {"group_magic": magic})
 
 
-def _all_specialized(dtype: str, config: Config, routed: int, bias_types: tuple[str, ...]) -> list[_Choice]:
-    """The specialized kernels for a number of routed experts, from few tokens to many."""
+def _all_specialized(
+    dtype: str, config: Config, scoring: str, routed: int, bias_types: tuple[str, ...]
+) -> list[_Choice]:
+    """The specialized kernels for a scoring and a number of routed experts, from few tokens to many."""
     if _is_by_thread(config):
-        return [_Choice(_by_thread_variant(dtype, config), 1, 0, _BY_THREAD_THREADS)]
+        return [_Choice(_by_thread_variant(dtype, config, scoring), 1, 0, _BY_THREAD_THREADS)]
     found = []
     for lanes in _lanes(config):
         most = _UP_TO_TOKENS[lanes]
@@ -282,7 +291,7 @@ def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, bias_dtype: s
     config = Config(experts, groups, scoring if biased else "any", biased)
     specialized = []
     if config in _registered and not softcap:
-        specialized = _all_specialized(dtype, config, routed, bias_types)
+        specialized = _all_specialized(dtype, config, scoring, routed, bias_types)
     return _Choices(dynamic, dynamic_for_many, specialized)
 
 
