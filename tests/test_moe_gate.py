@@ -1150,31 +1150,6 @@ def test_the_kernel_of_few_tokens_follows_from_the_slots() -> None:
         assert (instance.function, instance.arguments) == ("gate_by_thread", ("float", 8, own))
 
 
-def test_the_shared_memory_follows_from_the_warps(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = choices(Case(256, 8, 4, 8)).specialized[-1]
-    assert (usual.lanes, usual.threads) == (8, 64)
-    # A row of 256 floats in 8 parts of 8 chunks and a gap; the bias of the block is one more.
-    units = 8 * 9
-    lists = kernels._shared_bytes(8, 64, 28, 0)
-    assert usual.shared_bytes == lists + (8 + 1) * units * 16
-    monkeypatch.setattr(kernels, "_WARPS", {8: 4})
-    for bias_dtype, other in (("float32", "float"), ("float16", "__half")):
-        more = choices(Case(256, 8, 4, 8), bias_dtype=bias_dtype).specialized[-1]
-        assert more.variant.instance.arguments == (*usual.variant.instance.arguments, other, 4)
-        assert (more.threads, more.shared_bytes) == (128, 2 * lists + (16 + 1) * units * 16)
-
-
-def test_the_dynamic_kernel_of_many_tokens_has_fewer_lanes() -> None:
-    bias = rows_apart(1)[0]
-    for tokens, lanes in ((16384, 16), (16385, 8)):
-        (launched,) = trace_of(rows_apart(tokens), bias, variant="dynamic").steps
-        assert launched.variant.instance.arguments[1:5] == (0, 0, "ANY", lanes)
-        assert launched.fields["log2_lanes_per_group"] == (1 if lanes == 16 else 0)
-    for case in (Case(256, topk=8), Case(256, 16, 8, 8), Case(256, 8, 4, 9), Case(264, 8, 4, 8)):
-        assert choices(case).dynamic_for_many is None
-    assert choices(Case(252, 4, 2, 8)).dynamic_for_many is not None
-
-
 def trace_of(logits: Array, bias: Array, **options: Any) -> Any:
     """The trace of a plan of a DeepSeek-V3 layer on an H200."""
     gate = OPS["moe_fused_gate"]

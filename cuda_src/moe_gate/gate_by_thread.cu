@@ -46,7 +46,9 @@ __device__ __forceinline__ float inverse_sum(const Scores<false>& scores, const 
     unsigned long long sum = 0;
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e) sum += __float2uint_rn(weigh<SCORING>(scores, choice[e]) * 0x1p31f);
-    return sum ? __fdividef(0x1p31f, float(sum)) : 0.f;
+    // As a division by a sum in the range of normal numbers, which it is, without a branch.
+    const float factor = __fmul_rn(fast_reciprocal(float(sum)), 0x1p31f);
+    return sum ? factor : 0.f;
 }
 
 struct Ranked {
@@ -85,20 +87,42 @@ __device__ __forceinline__ void select(const float (&choice)[EXPERTS], int topk,
     }
 }
 
-// The same of choices whose last four bits are 0, as those of 16-bit logits: there the id has its place, so that no
-// two keys are equal, and minima and maxima sort them.
+// All bits of the upper three bytes, if the float is negative: one instruction.
+__device__ __forceinline__ unsigned sign_mask(unsigned bits) {
+    unsigned mask;
+    asm("prmt.b32 %0, %1, 0, 0xBBB4;" : "=r"(mask) : "r"(bits));
+    return mask;
+}
+
+// The same of choices whose last byte is 0, as those of 16-bit logits: there the id has its place, so that no two keys
+// are equal, and minima and maxima sort them.
 template <int EXPERTS>
 __device__ __forceinline__ void select_by_keys(const float (&choice)[EXPERTS], float (&slot)[EXPERTS],
                                                int (&id)[EXPERTS]) {
     unsigned key[EXPERTS];
 #pragma unroll
-    for (int e = 0; e < EXPERTS; ++e) key[e] = (sortable(choice[e]) & ~15u) | (15 - e);
+    for (int e = 0; e < EXPERTS; ++e) {
+        const unsigned bits = __float_as_uint(choice[e]);
+        key[e] = bits ^ (sign_mask(bits) | 0x80000000u | (15 - e)); // `sortable`, but for the last byte
+    }
     sort_descending(key);
 #pragma unroll
     for (int k = 0; k < EXPERTS; ++k) {
-        slot[k] = __uint_as_float(__float_as_uint(from_sortable(key[k])) & ~15u);
+        // The highest bit of a key is not set if the choice is negative.
+        slot[k] = __uint_as_float((key[k] ^ (sign_mask(~key[k]) | 0x80000000u)) & ~255u);
         id[k] = 15 - int(key[k] & 15);
     }
+}
+
+template <int COUNT> __device__ __forceinline__ float largest_of(const float (&value)[COUNT]) {
+    float largest[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) largest[i] = value[i];
+#pragma unroll
+    for (int step = 1; step < COUNT; step *= 2)
+#pragma unroll
+        for (int i = 0; i + step < COUNT; i += 2 * step) largest[i] = fmaxf(largest[i], largest[i + step]);
+    return largest[0];
 }
 
 // Sum in moe_gate.cu's order: neighbours first.
@@ -116,11 +140,15 @@ template <int COUNT> __device__ __forceinline__ float sum_in_pairs(const float (
 template <typename T, int EXPERTS, int SCORING>
 __global__ void __launch_bounds__(THREADS) gate_by_thread(const __grid_constant__ Params p) {
     static_assert(EXPERTS <= 16, "the choices stay in registers");
-    const int token = blockIdx.x * blockDim.x + threadIdx.x;
+    const unsigned token = blockIdx.x * blockDim.x + threadIdx.x;
     if (token >= p.tokens) return;
     float choice[EXPERTS];
     load_floats(static_cast<const T*>(p.logits) + token * p.row_stride, choice);
     const int valid = load_valid(p), topk = p.topk;
+    // Their addresses are found while the logits are on their way.
+    float* weights = p.weights + token * (long long)(topk + p.shared);
+    int* ids = p.ids + token * (long long)(topk + p.shared);
+    asm volatile("" : "+l"(weights), "+l"(ids)); // or the compiler would move them to the end
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e) choice[e] = __fadd_rn(fmaxf(choice[e], -CUDART_INF_F), 0.f); // no NaN and no -0
 
@@ -128,10 +156,7 @@ __global__ void __launch_bounds__(THREADS) gate_by_thread(const __grid_constant_
     float slot[EXPERTS], weight[EXPERTS] = {}, factor = 1.f;
     int id[EXPERTS];
     if constexpr (SCORING == SOFTMAX) {
-        float largest = choice[0];
-#pragma unroll
-        for (int e = 1; e < EXPERTS; ++e) largest = fmaxf(largest, choice[e]);
-        scores.largest = scores.softmax_argument(largest);
+        scores.largest = scores.softmax_argument(largest_of(choice));
         if (!p.renormalize) factor = inverse_sum<SCORING>(scores, choice);
     }
     if constexpr (sizeof(T) == 2)
@@ -140,22 +165,21 @@ __global__ void __launch_bounds__(THREADS) gate_by_thread(const __grid_constant_
         select(choice, topk, slot, id);
 #pragma unroll
     for (int k = 0; k < EXPERTS; ++k) {
-        if (k >= topk) break;
+        if (k && k >= topk) break;
         weight[k] = __fmul_rn(weigh<SCORING>(scores, slot[k]), factor);
     }
     const float sum = sum_in_pairs(weight);
     float scale = p.output_scale;
     if (p.renormalize) scale = sum > 0.f ? scale * fast_reciprocal(sum) : 0.f;
-    const bool padding = token >= valid;
-    const long long out = (long long)token * (topk + p.shared);
+    const bool padding = int(token) >= valid;
 #pragma unroll
     for (int k = 0; k < EXPERTS; ++k) {
-        if (k >= topk) break;
-        p.weights[out + k] = padding ? 0.f : weight[k] * scale;
-        p.ids[out + k] = padding ? -1 : id[k];
+        if (k && k >= topk) break;
+        weights[k] = padding ? 0.f : weight[k] * scale;
+        ids[k] = padding ? -1 : id[k];
     }
     for (int k = topk; k < topk + p.shared; ++k) {
-        p.weights[out + k] = padding ? 0.f : sum * p.shared_scale * scale;
-        p.ids[out + k] = padding ? -1 : EXPERTS + k - topk;
+        weights[k] = padding ? 0.f : sum * p.shared_scale * scale;
+        ids[k] = padding ? -1 : EXPERTS + k - topk;
     }
 }

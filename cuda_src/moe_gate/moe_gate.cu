@@ -17,10 +17,11 @@
 // EXPERTS > 0 fixes experts and groups: lane l holds the VALUES = EXPERTS / LANES experts from l * VALUES on, so that a
 // group is one or more whole neighbouring lanes. EXPERTS == 0 is dynamic, sizes are arguments: lane l holds experts l,
 // l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless
-// dynamic. OTHER: the elements of a bias that are not float. No sum depends on which lane holds an expert, so all
+// dynamic. GROUPS == WHOLE_LANES: dynamic, with sizes of which a group is whole neighbouring lanes too; the lanes hand
+// their choices on, so that they go on as where the sizes are fixed. OTHER: the elements of a bias that are not float. No sum depends on which lane holds an expert, so all
 // instances return the same bits.
 //
-// Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS warps per block.
+// Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS_PER_BLOCK warps per block.
 //
 // Speed of light: for many tokens memory would bound it, a row of logits in and topk weights and ids out. What does
 // bound it is the chain of dependent steps of a token: shuffles, shared memory, and the exponentials of all its
@@ -33,6 +34,7 @@
 constexpr int WARPS_PER_BLOCK = 2;
 constexpr int CAPACITY = 28; // entries in a token's candidate list, unless dynamic
 static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
+constexpr int WHOLE_LANES = -1;
 constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
 
 struct Params {
@@ -58,7 +60,7 @@ struct Params {
     int capacity;             // dynamic only: entries in a token's candidate list, a multiple of 4
     int group_size;           // dynamic only, like the next two
     int log2_lanes_per_group; // 2 to the power of this divides group_size
-    unsigned group_magic;     // e / group_size == e * group_magic >> 20
+    unsigned group_magic;     // e / group_size == e * group_magic >> 20; WHOLE_LANES: e / (experts / LANES)
     float shared_scale;       // a shared expert's weight is the routed sum times this
     float output_scale;
     float softcap; // dynamic only: logits become softcap * tanh(logits / softcap) in a softmax; 0: off
@@ -108,7 +110,7 @@ template <typename T, int COUNT, int LANES> struct Staging {
 };
 
 // A lane's view of its token's row: the experts it holds, their logits and their biases.
-template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER, int WARPS> struct Row {
+template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER> struct Row {
     static constexpr bool DYNAMIC = EXPERTS == 0;
     using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES>;
     using BiasStage = Staging<float, VALUES, LANES>;
@@ -156,9 +158,9 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     __device__ __forceinline__ void load_bias(float (&bias)[VALUES], bool biased) const {
         if constexpr (BIAS_UNITS > 0) {
 #pragma unroll
-            for (unsigned first = 0; first < EXPERTS / 4; first += WARPS * 32) {
+            for (unsigned first = 0; first < EXPERTS / 4; first += WARPS_PER_BLOCK * 32) {
                 const unsigned chunk = first + threadIdx.x;
-                if (EXPERTS / 4 % (WARPS * 32) && chunk >= EXPERTS / 4) break;
+                if (EXPERTS / 4 % (WARPS_PER_BLOCK * 32) && chunk >= EXPERTS / 4) break;
                 float four[4];
                 if (p.bias_is_float)
                     load_floats(static_cast<const float*>(p.bias) + chunk * 4, four);
@@ -253,6 +255,41 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
             if (!(row.logit_of(row.load_expert_of(i)) > -CUDART_INF_F)) choice[i] = -CUDART_INF_F;
     }
     return any_irregular;
+}
+
+// What a lane lists, after `hand_on`.
+struct Part {
+    int first, lane;
+    __device__ __forceinline__ int expert_of(int i) const { return first + i; }
+};
+
+// Give lane l the choices of the `own` neighbouring experts from l * own on; behind them are choices of -inf. Before,
+// it had those of experts l, l + LANES, .... They go through shared memory, where a lane's lie together, one chunk of
+// 16 bytes from the next lane's, which puts the reads of 8 neighbouring lanes in different banks.
+template <int VALUES> constexpr int HANDED_ON = VALUES + 4; // words of shared memory for each lane
+
+template <int LANES, int VALUES>
+__device__ __forceinline__ void hand_on(float (&choice)[VALUES], float* all, int experts, int own, unsigned own_magic,
+                                        int lane) {
+    static_assert(VALUES % LANES == 0 && VALUES % 8 == 0, "a round lies in one part, of an even number of chunks");
+    if (own == VALUES) {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            all[i * LANES / VALUES * HANDED_ON<VALUES> + i * LANES % VALUES + lane] = choice[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            const unsigned e = i * LANES + lane;
+            if (e < experts) all[e + (e * own_magic >> 20) * (HANDED_ON<VALUES> - own)] = choice[i];
+        }
+    }
+    __syncwarp();
+    load_floats(all + lane * HANDED_ON<VALUES>, choice);
+    if (own < VALUES) {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            if (i >= own) choice[i] = -CUDART_INF_F;
+    }
 }
 
 // The choice and the score of a listed expert.
@@ -367,38 +404,40 @@ __device__ __forceinline__ void write_results(const Params& p, const uint2* sort
 }
 
 // Blocks that a multiprocessor should hold at once, which bounds the registers.
-constexpr int resident_blocks(int lanes, int values, int warps) {
-    // With 32 values, 28 warps would spill registers from sm_100 on.
-    const int resident_warps = values <= 16 ? 32 : __CUDA_ARCH__ >= 1000 ? 24 : 28;
-    return lanes > STAGED_LANES ? 1 : resident_warps / warps;
+constexpr int resident_blocks(int lanes, int values, bool dynamic) {
+    // More would spill registers: with 32 values 28 warps do from sm_100 on.
+    const int resident_warps = dynamic ? 24 : values <= 16 ? 32 : __CUDA_ARCH__ >= 1000 ? 24 : 28;
+    return lanes > STAGED_LANES ? 1 : resident_warps / WARPS_PER_BLOCK;
 }
 
-template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED, typename OTHER = T,
-          int WARPS = WARPS_PER_BLOCK>
-__global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 32, VALUES, WARPS))
+template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED, typename OTHER = T>
+__global__ void __launch_bounds__(WARPS_PER_BLOCK * 32, resident_blocks(EXPERTS || GROUPS ? LANES : 32, VALUES, EXPERTS == 0))
     moe_gate(const __grid_constant__ Params p) {
-    constexpr bool DYNAMIC = EXPERTS == 0;
+    constexpr bool DYNAMIC = EXPERTS == 0, HANDS_ON = GROUPS == WHOLE_LANES;
+    static_assert(DYNAMIC ? HANDS_ON || GROUPS == 0 : GROUPS > 0, "dynamic sizes have dynamic groups");
     static_assert(DYNAMIC || EXPERTS == LANES * VALUES, "a lane holds a whole number of experts");
     static_assert(DYNAMIC || LANES % GROUPS == 0, "a group is whole lanes");
     static_assert(VALUES <= 32, "a lane keeps a bit for each of its values");
-    using OwnRow = Row<T, EXPERTS, LANES, VALUES, BIASED, OTHER, WARPS>;
+    using OwnRow = Row<T, EXPERTS, LANES, VALUES, BIASED, OTHER>;
     using Stage = typename OwnRow::Stage;
 
     int experts = p.experts, groups = p.groups, scoring = p.scoring, capacity = p.capacity;
     bool biased = p.bias != nullptr;
-    if constexpr (!DYNAMIC) experts = EXPERTS, groups = GROUPS, capacity = CAPACITY, biased = BIASED;
+    if constexpr (!DYNAMIC) experts = EXPERTS, groups = GROUPS, biased = BIASED;
+    if constexpr (!DYNAMIC || HANDS_ON) capacity = CAPACITY;
     if constexpr (SCORING != ANY) scoring = SCORING;
     const int topk = p.topk, columns = topk + p.shared;
     const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
 
     // Shared memory, in 16-byte units. Per block: the bias, where rows are staged. Per token: the list (candidates,
-    // scores and ids); the row, where it is staged; if dynamic, what mask_of_kept_groups needs.
+    // scores and ids); the row, where it is staged; if dynamic, what hand_on or mask_of_kept_groups needs.
     extern __shared__ uint4 shared[];
     const int list_units = capacity + capacity / 4 + 2;
     // A dynamic lane's last values may lie past the last expert; they have places in shared memory all the same.
     const int padded_groups = DYNAMIC ? int((LANES * VALUES - 1) * p.group_magic >> 20) + 1 : 0;
     const int row_words = padded_groups + LANES * VALUES + (padded_groups << p.log2_lanes_per_group);
-    const int row_units = DYNAMIC ? (groups + 5) / 2 + (row_words + 3) / 4 : Stage::UNITS;
+    const int row_units = HANDS_ON  ? LANES * HANDED_ON<VALUES> / 4
+                          : DYNAMIC ? (groups + 5) / 2 + (row_words + 3) / 4 : Stage::UNITS;
     uint4* own_shared = shared + OwnRow::BIAS_UNITS + slot * (list_units + row_units);
     Candidate* candidates = reinterpret_cast<Candidate*>(own_shared);   // [capacity + 4]
     float* score = reinterpret_cast<float*>(candidates + capacity + 4); // [capacity]
@@ -408,7 +447,7 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
 
     const unsigned existing = existing_values<DYNAMIC, LANES, VALUES>(experts, lane);
     // A lane past the last token works on the last one again, for a warp's shuffles need all lanes, and writes nothing.
-    const int token = blockIdx.x * (WARPS * 32 / LANES) + slot;
+    const int token = blockIdx.x * (WARPS_PER_BLOCK * 32 / LANES) + slot;
     const bool live = token < p.tokens;
     const T* logits = static_cast<const T*>(p.logits) + min(token, p.tokens - 1) * p.row_stride;
     const OwnRow row{p, shared, staged, logits, experts, lane};
@@ -424,9 +463,20 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
 
     unsigned alive = existing; // the values that may be chosen
     // Each kept group has two choices that reach its second best, which gives a threshold for free.
-    const bool threshold_from_groups = !DYNAMIC && GROUPS > 1 && EXPERTS > GROUPS && topk <= 2 * p.topk_group;
+    const bool threshold_from_groups =
+        (HANDS_ON ? p.group_size > 1 : GROUPS > 1 && EXPERTS > GROUPS) && topk <= 2 * p.topk_group;
     float threshold = -CUDART_INF_F;
-    if (DYNAMIC && groups > 1) {
+    int own_first = 0;
+    if constexpr (HANDS_ON) {
+        const int own = p.group_size >> p.log2_lanes_per_group;
+        hand_on<LANES>(choice, reinterpret_cast<float*>(staged), experts, own, p.group_magic, lane);
+        own_first = lane * own;
+        alive = (1u << own) - 1;
+        float second;
+        const bool by_two = p.group_by_two && p.group_size > 1;
+        if (!own_group_is_kept<LANES>(choice, lane, p.log2_lanes_per_group, by_two, p.topk_group, second)) alive = 0;
+        if (threshold_from_groups) threshold = lanes_min<LANES>(alive ? second : CUDART_INF_F);
+    } else if (DYNAMIC && groups > 1) {
         alive = mask_of_kept_groups<LANES>(p, row, choice, alive, groups, padded_groups, staged);
     } else if constexpr (!DYNAMIC && GROUPS > 1) {
         float second;
@@ -437,10 +487,14 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     if (!threshold_from_groups && topk <= LANES) threshold = lane_threshold<LANES>(choice, alive, topk);
 
     // Where a token's lanes list neighbouring experts, the list is in the order of the ids.
-    constexpr bool IN_ORDER = !DYNAMIC && LANES <= STAGED_LANES;
+    constexpr bool IN_ORDER = (!DYNAMIC || HANDS_ON) && LANES <= STAGED_LANES;
     bool best_first;
-    const int count =
-        list_candidates<LANES, IN_ORDER>(row, choice, alive, threshold, topk, capacity, listed, best_first);
+    int count;
+    if constexpr (HANDS_ON)
+        count = list_candidates<LANES, IN_ORDER>(Part{own_first, lane}, choice, alive, threshold, topk, capacity,
+                                                 listed, best_first);
+    else
+        count = list_candidates<LANES, IN_ORDER>(row, choice, alive, threshold, topk, capacity, listed, best_first);
     if (scoring == SOFTMAX && !biased && p.renormalize) {
         // Any common factor cancels in the normalization; the largest logit keeps exp in range.
         float best = -CUDART_INF_F;

@@ -123,6 +123,15 @@ struct TopTwo {
     }
 };
 
+// The two largest of a lane's choices.
+template <int VALUES> __device__ __forceinline__ TopTwo top_two(const float (&choice)[VALUES]) {
+    TopTwo top;
+    top.best = choice[0];
+#pragma unroll
+    for (int i = 1; i < VALUES; ++i) top.add(choice[i]);
+    return top;
+}
+
 // Whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. BY_TWO: its score is the sum
 // of its two best choices, else its best. `second` becomes its second best choice.
 //
@@ -131,10 +140,7 @@ template <int LANES, int GROUPS, bool BY_TWO, int VALUES>
 __device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES], int lane, int topk_group,
                                                   float& second) {
     constexpr int LANES_PER_GROUP = LANES / GROUPS;
-    TopTwo top;
-    top.best = choice[0];
-#pragma unroll
-    for (int i = 1; i < VALUES; ++i) top.add(choice[i]);
+    TopTwo top = top_two(choice);
 #pragma unroll
     for (int step = LANES_PER_GROUP / 2; step > 0; step /= 2) top.merge_with_lane(step);
     const unsigned score = sortable(top.group_score(BY_TWO));
@@ -145,6 +151,26 @@ __device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES],
         const unsigned theirs = __shfl_xor_sync(FULL_WARP, score, flip * LANES_PER_GROUP);
         // The other group is the lower one if ours has the highest bit of `flip`: then it wins a tie as well.
         const unsigned lower = group >> (31 - __clz(flip)) & 1;
+        minus_rank = minus_if_greater(minus_rank, theirs, score - lower);
+    }
+    second = top.second;
+    return -minus_rank < topk_group;
+}
+
+// The same of groups of 2 ^ log2_lanes_per_group lanes.
+template <int LANES, int VALUES>
+__device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES], int lane, int log2_lanes_per_group,
+                                                  bool by_two, int topk_group, float& second) {
+    TopTwo top = top_two(choice);
+#pragma unroll 1
+    for (int step = (1 << log2_lanes_per_group) / 2; step > 0; step /= 2) top.merge_with_lane(step);
+    const unsigned score = sortable(top.group_score(by_two));
+    const int own = lane >> log2_lanes_per_group;
+    int minus_rank = 0;
+#pragma unroll 4
+    for (int flip = 1; flip < LANES >> log2_lanes_per_group; ++flip) {
+        const unsigned theirs = __shfl_xor_sync(FULL_WARP, score, flip << log2_lanes_per_group);
+        const unsigned lower = (own ^ flip) < own;
         minus_rank = minus_if_greater(minus_rank, theirs, score - lower);
     }
     second = top.second;

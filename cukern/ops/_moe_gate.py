@@ -34,12 +34,12 @@ _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
 _BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
 #: Threads per block of gate_by_warp and gate_by_thread.
 _BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 128
+#: The same of gate_by_thread for at most so many tokens, which so go to more multiprocessors.
+_BY_THREAD_FEW_THREADS, _BY_THREAD_FEW = 32, 4096
 #: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
-#: The same, for many tokens in groups and few slots: four tokens of a warp share the steps that are not per expert.
-_DYNAMIC_FOR_MANY = (8, 32)
-#: By lanes per token, the warps per block of the specialized moe_gate, where not WARPS_PER_BLOCK of the template.
-_WARPS: dict[int, int] = {}
+#: The same of the dynamic variant for groups of whole lanes.
+_DYNAMIC_BY_LANES = (16, 16)
 
 
 class Config(NamedTuple):
@@ -93,10 +93,7 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
     experts, groups, scoring, biased = config
     flag = "true" if biased else "false"
     sizes = experts, groups, scoring.upper(), lanes, experts // lanes
-    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, flag, *bias_types)
-    if lanes in _WARPS:
-        arguments = (*arguments, *(() if bias_types else (arrays.CUDA_TYPE[dtype],)), _WARPS[lanes])
-    return _kernel.variant(*arguments)
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], *sizes, flag, *bias_types)
 
 
 def _is_by_thread(config: Config) -> bool:
@@ -124,8 +121,11 @@ def variants_of(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instan
     return few + [_variant(dtype, config, n).instance for dtype in dtypes for n in others]
 
 
-def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = ()) -> Variant:
-    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], 0, 0, "ANY", lanes, values, "false", *bias_types)
+def _dynamic(
+    dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = (), *, by_lanes: bool = False
+) -> Variant:
+    sizes = 0, "WHOLE_LANES" if by_lanes else 0, "ANY", lanes, values
+    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, "false", *bias_types)
     return _kernel.variant(*arguments, max_shared_bytes=_MAX_SHARED_BYTES)
 
 
@@ -133,7 +133,8 @@ for _own in (_kernel, _by_warp, _by_thread):
     _all = [instance for config in SPECIALIZED for instance in variants_of(config)]
     _own.specialized = [instance for instance in _all if instance.function == _own.function]
     _own.at_import = [*_own.specialized]
-_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in (*_DYNAMIC, _DYNAMIC_FOR_MANY)]
+_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC]
+_kernel.at_import += [_dynamic(dtype, *_DYNAMIC_BY_LANES, by_lanes=True).instance for dtype in DTYPES]
 
 registered = set(SPECIALIZED)
 
@@ -156,7 +157,6 @@ class Choices(NamedTuple):
     """The variants for the scalar arguments of a call."""
 
     dynamic: Choice
-    dynamic_for_many: Choice | None  # for so many tokens as 8 lanes per token are faster for
     specialized: list[Choice]  # from few tokens to many
 
 
@@ -183,7 +183,7 @@ def _staged_units(values: int, lanes: int, item_size: int) -> int:
 def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]) -> Choice:
     values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
     variant = _variant(dtype, config, lanes, bias_types)
-    capacity, threads = of_template("CAPACITY"), _WARPS.get(lanes, of_template("WARPS_PER_BLOCK")) * 32
+    capacity, threads = of_template("CAPACITY"), of_template("WARPS_PER_BLOCK") * 32
     if lanes > of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
         return Choice(variant, lanes, _shared_bytes(lanes, threads, capacity, 0), threads)
     bias = _staged_units(values, lanes, 4) if config.biased else 0
@@ -210,12 +210,31 @@ def _dynamic_choice(
     return Choice(variant, lanes, shared_bytes, threads, fields | {"group_magic": magic})
 
 
+def _dynamic_by_lanes(
+    dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]
+) -> Choice | None:
+    """The dynamic kernel for groups of whole lanes, if these are."""
+    lanes, values = _DYNAMIC_BY_LANES
+    if groups == 1 or lanes % groups or experts % lanes or experts > lanes * values or routed > lanes:
+        return None
+    fields = {
+        "capacity": of_template("CAPACITY"),
+        "group_size": experts // groups,
+        "log2_lanes_per_group": (lanes // groups).bit_length() - 1,
+        "group_magic": -(-(1 << 20) // (experts // lanes)),
+    }
+    threads = of_template("WARPS_PER_BLOCK") * 32
+    shared_bytes = _shared_bytes(lanes, threads, fields["capacity"], lanes * (values + 4) // 4)
+    return Choice(_dynamic(dtype, lanes, values, bias_types, by_lanes=True), lanes, shared_bytes, threads, fields)
+
+
 def _all_specialized(
     dtype: str, config: Config, scoring: str, routed: int, bias_types: tuple[str, ...]
 ) -> list[Choice]:
     """The specialized kernels for a scoring and a number of routed experts, from few tokens to many."""
     if _is_by_thread(config):
-        return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, _BY_THREAD_THREADS)]
+        by_thread = Choice(_by_thread_variant(dtype, config, scoring), 1, 0, _BY_THREAD_THREADS)
+        return [by_thread._replace(threads=_BY_THREAD_FEW_THREADS, most_tokens=_BY_THREAD_FEW), by_thread]
     found = []
     for lanes in lanes_of(config):
         most = UP_TO_TOKENS[lanes]
@@ -252,18 +271,15 @@ def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str
     routed = topk - shared
     # With fewer lanes than ranks there is no threshold, and most rows would overflow the list.
     form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
-    dynamic = _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
+    by_lanes = _dynamic_by_lanes(dtype, experts, groups, routed, bias_types)
+    dynamic = by_lanes or _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
     if dynamic.shared_bytes > _MAX_SHARED_BYTES:
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
-    dynamic_for_many = None
-    lanes, values = _DYNAMIC_FOR_MANY
-    if 1 < groups <= lanes and experts <= lanes * values and routed <= lanes:
-        dynamic_for_many = _dynamic_choice(dtype, experts, groups, routed, _DYNAMIC_FOR_MANY, bias_types)
     config = Config(experts, groups, scoring if biased else "any", biased)
     specialized = []
     if config in registered and not softcap:
         specialized = _all_specialized(dtype, config, scoring, routed, bias_types)
-    return Choices(dynamic, dynamic_for_many, specialized)
+    return Choices(dynamic, specialized)
 
 
 #: Fields of moe_gate's Params that the other kernels do without.

@@ -93,7 +93,7 @@ def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int)
     aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
     if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
         if call.variant == "dynamic":
-            return _select_dynamic(choices, logits.shape[0])
+            return choices.dynamic
         chosen = choices.specialized[0]
         for for_more in choices.specialized[1:]:
             if logits.shape[0] > chosen.most_tokens:
@@ -107,12 +107,6 @@ def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int)
             f"{call.scoring} {'without' if bias is None else 'with'} a bias, or the rows are not 16-byte aligned "
             "(cukern.specialize adds one)",
         )
-    return _select_dynamic(choices, logits.shape[0])
-
-
-def _select_dynamic(choices: kernels.Choices, tokens: Any) -> kernels.Choice:
-    if choices.dynamic_for_many is not None and tokens > kernels.UP_TO_TOKENS[16]:
-        return choices.dynamic_for_many
     return choices.dynamic
 
 
