@@ -12,7 +12,9 @@
 //
 // Grid: one warp per token, blockDim.x / 32 <= WARPS tokens per block.
 //
-// Speed of light: latency, as in moe_gate.cu: the launch, one round trip to memory, and the chain.
+// Speed of light: latency, as in moe_gate.cu: the launch, one round trip to memory, and the chain. On an H200, with 256
+// experts without groups and topk 8, 1 token of bfloat16 takes 2.5 us and 64 take 2.7 us, where an empty kernel takes
+// 0.54 us.
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
 #include "moe_gate/sort.cuh"

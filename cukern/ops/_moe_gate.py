@@ -210,9 +210,7 @@ def _dynamic_choice(
     return Choice(variant, lanes, shared_bytes, threads, fields | {"group_magic": magic})
 
 
-def _dynamic_by_lanes(
-    dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]
-) -> Choice | None:
+def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]) -> Choice | None:
     """The dynamic kernel for groups of whole lanes, if these are."""
     lanes, values = _DYNAMIC_BY_LANES
     if groups == 1 or lanes % groups or experts % lanes or experts > lanes * values or routed > lanes:
