@@ -18,8 +18,8 @@
 // group is one or more whole neighbouring lanes. EXPERTS == 0 is dynamic, sizes are arguments: lane l holds experts l,
 // l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless
 // dynamic. GROUPS == WHOLE_LANES: dynamic, with sizes of which a group is whole neighbouring lanes too; the lanes hand
-// their choices on, so that they go on as where the sizes are fixed. OTHER: the elements of a bias that are not float. No sum depends on which lane holds an expert, so all
-// instances return the same bits.
+// their choices on, so that they go on as where the sizes are fixed. OTHER: the elements of a bias that are not float.
+// No sum depends on which lane holds an expert, so all instances return the same bits.
 //
 // Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS_PER_BLOCK warps per block.
 //
@@ -260,7 +260,7 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
 // What a lane lists, after `hand_on`.
 struct Part {
     int first, lane;
-    __device__ __forceinline__ int expert_of(int i) const { return first + i; }
+    __device__ __forceinline__ int expert_of(int value) const { return first + value; }
 };
 
 // Give lane l the choices of the `own` neighbouring experts from l * own on; behind them are choices of -inf. Before,
@@ -476,7 +476,8 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
         alive = (1u << own) - 1;
         float second;
         const bool by_two = p.group_by_two && p.group_size > 1;
-        if (!own_group_is_kept<LANES>(choice, lane, p.log2_lanes_per_group, by_two, p.topk_group, second)) alive = 0;
+        if (!own_dynamic_group_is_kept<LANES>(choice, lane, p.log2_lanes_per_group, by_two, p.topk_group, second))
+            alive = 0;
         if (threshold_from_groups) threshold = lanes_min<LANES>(alive ? second : CUDART_INF_F);
     } else if (DYNAMIC && groups > 1) {
         alive = mask_of_kept_groups<LANES>(p, row, choice, alive, groups, padded_groups, staged);

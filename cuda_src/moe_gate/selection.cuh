@@ -159,8 +159,9 @@ __device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES],
 
 // The same of groups of 2 ^ log2_lanes_per_group lanes.
 template <int LANES, int VALUES>
-__device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES], int lane, int log2_lanes_per_group,
-                                                  bool by_two, int topk_group, float& second) {
+__device__ __forceinline__ bool own_dynamic_group_is_kept(const float (&choice)[VALUES], int lane,
+                                                          int log2_lanes_per_group, bool by_two, int topk_group,
+                                                          float& second) {
     TopTwo top = top_two(choice);
 #pragma unroll 1
     for (int step = (1 << log2_lanes_per_group) / 2; step > 0; step /= 2) top.merge_with_lane(step);
