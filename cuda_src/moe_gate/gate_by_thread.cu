@@ -8,8 +8,8 @@
 // Grid: one thread per token, at most THREADS per block.
 //
 // Speed of light: for few tokens latency, the launch and one round trip to memory; for very many memory, a row of
-// logits in and topk weights and ids out. On an H200, with 8 experts of bfloat16 and topk 2, 1 token takes 1.9 us, 1024
-// take 2.1 us and 8192 take 2.2 us, where an empty kernel takes 0.54 us.
+// logits in and topk weights and ids out. On an H200, with 8 experts of bfloat16 and topk 2, 1 token takes 1.79 us,
+// 1024 take 1.97 us and 8192 take 2.12 us, where an empty kernel takes 0.54 us.
 #include "moe_gate/scores.cuh"
 #include "moe_gate/sort.cuh"
 

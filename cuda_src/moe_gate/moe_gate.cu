@@ -17,17 +17,17 @@
 // EXPERTS > 0 fixes experts and groups: lane l holds the VALUES = EXPERTS / LANES experts from l * VALUES on, so that a
 // group is one or more whole neighbouring lanes. EXPERTS == 0 is dynamic, sizes are arguments: lane l holds experts l,
 // l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless
-// dynamic. GROUPS == WHOLE_LANES: dynamic, with sizes of which a group is whole neighbouring lanes too; the lanes hand
-// their choices on, so that they go on as where the sizes are fixed. OTHER: the elements of a bias that are not float.
-// No sum depends on which lane holds an expert, so all instances return the same bits.
+// dynamic. GROUPS == WHOLE_LANES: dynamic, with LANES * VALUES experts, of which a group is whole neighbouring lanes;
+// the lanes hand their choices on, so that they go on as where the sizes are fixed. OTHER: the elements of a bias that
+// are not float. No sum depends on which lane holds an expert, so all instances return the same bits.
 //
 // Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS_PER_BLOCK warps per block.
 //
 // Speed of light: for many tokens memory would bound it, a row of logits in and topk weights and ids out. What does
 // bound it is the chain of dependent steps of a token: shuffles, shared memory, and the exponentials of all its
-// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 23.9 us, 70% of a copy's
-// bandwidth, and of bfloat16 22.5 us, 40%. 1 token takes 2.7 us, 1024 take 3.4 us and 8192 take 6.9 us, where an empty
-// kernel takes 0.54 us.
+// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 23.7 us, 63% of the
+// 4.8 TB/s of its memory, and of bfloat16 22.9 us, 34%. 1 token takes 2.8 us, 2048 take 4.1 us and 8192 take 6.8 us,
+// where an empty kernel takes 0.54 us. The dynamic instance takes 39.2 us for 65536 tokens of float32, 38%.
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
 
@@ -57,10 +57,10 @@ struct Params {
     int renormalize;
     int bias_is_float;
     int valid_is_int64;
-    int capacity;             // dynamic only: entries in a token's candidate list, a multiple of 4
-    int group_size;           // dynamic only, like the next two
-    int log2_lanes_per_group; // 2 to the power of this divides group_size
-    unsigned group_magic;     // e / group_size == e * group_magic >> 20; WHOLE_LANES: e / (experts / LANES)
+    int capacity;             // dynamic only, but for WHOLE_LANES: entries in a token's candidate list, a multiple of 4
+    int group_size;           // as capacity
+    int log2_lanes_per_group; // dynamic only; 2 to the power of this divides the experts of a group
+    unsigned group_magic;     // as capacity; e / group_size == e * group_magic >> 20
     float shared_scale;       // a shared expert's weight is the routed sum times this
     float output_scale;
     float softcap; // dynamic only: logits become softcap * tanh(logits / softcap) in a softmax; 0: off
@@ -263,33 +263,19 @@ struct Part {
     __device__ __forceinline__ int expert_of(int value) const { return first + value; }
 };
 
-// Give lane l the choices of the `own` neighbouring experts from l * own on; behind them are choices of -inf. Before,
-// it had those of experts l, l + LANES, .... They go through shared memory, where a lane's lie together, one chunk of
-// 16 bytes from the next lane's, which puts the reads of 8 neighbouring lanes in different banks.
+// Give lane l the choices of the VALUES neighbouring experts from l * VALUES on. Before, it had those of experts l,
+// l + LANES, .... They go through shared memory, where a lane's lie together, one chunk of 16 bytes from the next
+// lane's, which puts the reads of 8 neighbouring lanes in different banks.
 template <int VALUES> constexpr int HANDED_ON = VALUES + 4; // words of shared memory for each lane
 
 template <int LANES, int VALUES>
-__device__ __forceinline__ void hand_on(float (&choice)[VALUES], float* all, int experts, int own, unsigned own_magic,
-                                        int lane) {
+__device__ __forceinline__ void hand_on(float (&choice)[VALUES], float* all, int lane) {
     static_assert(VALUES % LANES == 0 && VALUES % 8 == 0, "a round lies in one part, of an even number of chunks");
-    if (own == VALUES) {
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i)
-            all[i * LANES / VALUES * HANDED_ON<VALUES> + i * LANES % VALUES + lane] = choice[i];
-    } else {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            const unsigned e = i * LANES + lane;
-            if (e < experts) all[e + (e * own_magic >> 20) * (HANDED_ON<VALUES> - own)] = choice[i];
-        }
-    }
+    for (int i = 0; i < VALUES; ++i)
+        all[i * LANES / VALUES * HANDED_ON<VALUES> + i * LANES % VALUES + lane] = choice[i];
     __syncwarp();
     load_floats(all + lane * HANDED_ON<VALUES>, choice);
-    if (own < VALUES) {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i)
-            if (i >= own) choice[i] = -CUDART_INF_F;
-    }
 }
 
 // The choice and the score of a listed expert.
@@ -465,18 +451,13 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
 
     unsigned alive = existing; // the values that may be chosen
     // Each kept group has two choices that reach its second best, which gives a threshold for free.
-    const bool threshold_from_groups =
-        (HANDS_ON ? p.group_size > 1 : GROUPS > 1 && EXPERTS > GROUPS) && topk <= 2 * p.topk_group;
+    const bool threshold_from_groups = (HANDS_ON || (GROUPS > 1 && EXPERTS > GROUPS)) && topk <= 2 * p.topk_group;
     float threshold = -CUDART_INF_F;
-    int own_first = 0;
     if constexpr (HANDS_ON) {
-        const int own = p.group_size >> p.log2_lanes_per_group;
-        hand_on<LANES>(choice, reinterpret_cast<float*>(staged), experts, own, p.group_magic, lane);
-        own_first = lane * own;
-        alive = (1u << own) - 1;
+        hand_on<LANES>(choice, reinterpret_cast<float*>(staged), lane);
         float second;
-        const bool by_two = p.group_by_two && p.group_size > 1;
-        if (!own_dynamic_group_is_kept<LANES>(choice, lane, p.log2_lanes_per_group, by_two, p.topk_group, second))
+        if (!own_dynamic_group_is_kept<LANES>(choice, lane, p.log2_lanes_per_group, p.group_by_two, p.topk_group,
+                                              second))
             alive = 0;
         if (threshold_from_groups) threshold = lanes_min<LANES>(alive ? second : CUDART_INF_F);
     } else if (DYNAMIC && groups > 1) {
@@ -494,7 +475,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     bool best_first;
     int count;
     if constexpr (HANDS_ON)
-        count = list_candidates<LANES, IN_ORDER>(Part{own_first, lane}, choice, alive, threshold, topk, capacity,
+        count = list_candidates<LANES, IN_ORDER>(Part{lane * VALUES, lane}, choice, alive, threshold, topk, capacity,
                                                  listed, best_first);
     else
         count = list_candidates<LANES, IN_ORDER>(row, choice, alive, threshold, topk, capacity, listed, best_first);

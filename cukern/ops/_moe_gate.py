@@ -34,11 +34,11 @@ _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
 _BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
 #: Threads per block of gate_by_warp and gate_by_thread.
 _BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 128
-#: The same of gate_by_thread for at most so many tokens, which so go to more multiprocessors.
-_BY_THREAD_FEW_THREADS, _BY_THREAD_FEW = 32, 4096
 #: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
-#: The same of the dynamic variant for groups of whole lanes.
+#: The same of the dynamic variant that hands choices on. On an H200 that is faster where every lane is full: with 256
+#: experts in 8 groups 65536 tokens take 39 us in place of 56, with 160, of which a lane holds 10, 8192 take 16 us in
+#: place of 9.7.
 _DYNAMIC_BY_LANES = (16, 16)
 
 
@@ -211,15 +211,15 @@ def _dynamic_choice(
 
 
 def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]) -> Choice | None:
-    """The dynamic kernel for groups of whole lanes, if these are."""
+    """The dynamic kernel for full lanes and groups of whole lanes, if these are."""
     lanes, values = _DYNAMIC_BY_LANES
-    if groups == 1 or lanes % groups or experts % lanes or experts > lanes * values or routed > lanes:
+    if groups == 1 or lanes % groups or experts != lanes * values or routed > lanes:
         return None
     fields = {
         "capacity": of_template("CAPACITY"),
-        "group_size": experts // groups,
+        "group_size": 0,
         "log2_lanes_per_group": (lanes // groups).bit_length() - 1,
-        "group_magic": -(-(1 << 20) // (experts // lanes)),
+        "group_magic": 0,
     }
     threads = of_template("WARPS_PER_BLOCK") * 32
     shared_bytes = _shared_bytes(lanes, threads, fields["capacity"], lanes * (values + 4) // 4)
@@ -231,8 +231,7 @@ def _all_specialized(
 ) -> list[Choice]:
     """The specialized kernels for a scoring and a number of routed experts, from few tokens to many."""
     if _is_by_thread(config):
-        by_thread = Choice(_by_thread_variant(dtype, config, scoring), 1, 0, _BY_THREAD_THREADS)
-        return [by_thread._replace(threads=_BY_THREAD_FEW_THREADS, most_tokens=_BY_THREAD_FEW), by_thread]
+        return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, _BY_THREAD_THREADS)]
     found = []
     for lanes in lanes_of(config):
         most = UP_TO_TOKENS[lanes]
