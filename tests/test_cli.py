@@ -163,7 +163,7 @@ def test_demo_routes_each_model(name: str, no_gpu: None, capsys: pytest.CaptureF
 def test_demo_takes_the_kernel_from_the_cache(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert main(["demo", "--model", "mixtral", "--tokens", "1"]) == 0
-    assert "The kernel for sm_90a, from the cache: gate_by_thread<float, 8>," in capsys.readouterr().out
+    assert "The kernel for sm_90a, from the cache: gate_by_thread<float, 8, SOFTMAX>," in capsys.readouterr().out
 
 
 def test_demo_is_repeatable(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:

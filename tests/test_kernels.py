@@ -116,7 +116,8 @@ def _moe_activation() -> Iterator[Variant]:
 
 def _moe_gate() -> Iterator[Variant]:
     # A bias of each float dtype that the instances of the import do not take, in each way of loading it.
-    op, config = moe_gate, moe_gate.SPECIALIZED[0]
+    op = moe_gate.kernels
+    config = op.SPECIALIZED[0]
     for dtype, lanes, bias_type in (("bfloat16", 32, "__half"), ("float32", 8, "double"), ("float16", 16, "double")):
         yield op._variant(dtype, config, lanes, (bias_type,))
     # One warp per token for more slots than gate_by_warp deals, and that one with another bias and other scores.

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
+from cukern.ops import _moe_gate as kernels
 from cukern.ops import moe_gate as op
 from cukern.reference import moe_gate as twin
 from cukern.runtime import arrays, gpu, template
@@ -199,13 +200,13 @@ def forced(form: str | int) -> Iterator[str]:
     if isinstance(form, str):
         yield form
         return
-    choose = op._choose
+    choose = kernels.choose
 
     def choose_one(*arguments: Any) -> Any:
         whole = choose(*arguments)
         return whole._replace(specialized=whole.specialized[form:][:1])
 
-    with patch.object(op, "_choose", choose_one):
+    with patch.object(kernels, "choose", choose_one):
         forget()
         yield "specialized"
     forget()
@@ -441,7 +442,7 @@ def test_nan_in_a_kept_group_comes_before_the_other_groups(route: Place) -> None
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("scoring", op.SCORING)
+@pytest.mark.parametrize("scoring", kernels.SCORING)
 def test_a_row_of_nan_gets_the_lowest_experts_and_no_weight(route: Place, scoring: str, renormalize: bool) -> None:
     logits = np.array([[NAN] * 12, [-INF] * 12, [NAN, -INF] * 6], np.float32)
     for case in (Case(12, 3, 2, 5), Case(12, 3, 2, 5, shared=1), Case(12, 1, 1, 5, biased=False)):
@@ -463,7 +464,7 @@ def test_a_row_of_nan_in_the_models_sizes(route_model: Place) -> None:
     assert not weights.any()
 
 
-@pytest.mark.parametrize("scoring", op.SCORING)
+@pytest.mark.parametrize("scoring", kernels.SCORING)
 def test_infinity_ranks_first(route: Place, scoring: str) -> None:
     logits = np.array([[0, 1, INF, 0.5], [0, INF, INF, 0.5]], np.float32)
     for biased in (True, False):
@@ -686,7 +687,7 @@ COMPOSED = {
 }
 
 
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("case", COMPOSED.values(), ids=COMPOSED)
 def test_the_twin_is_what_torch_computes(case: Case, dtype: str, rng: np.random.Generator) -> None:
     if not case.biased:
@@ -722,7 +723,7 @@ def cases(draw: st.DrawFn, max_experts: int) -> Case:
         groups,
         topk_group,
         shared + draw(st.integers(1, min(topk_group * (experts // groups), 48))),
-        draw(st.sampled_from(op.SCORING)),
+        draw(st.sampled_from(kernels.SCORING)),
         draw(st.booleans()),
         draw(st.booleans()),
         shared,
@@ -750,7 +751,7 @@ class WithNamespace(OnlyDLPack):
         return SimpleNamespace(from_dlpack=lambda array: ("theirs", np.from_dlpack(array)))
 
 
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_cpu_tensors_go_through_the_twin(dtype: str, rng: np.random.Generator) -> None:
     logits = torch.from_numpy(rng.normal(size=(20, 256)).astype(np.float32)).to(getattr(torch, dtype))
     bias = torch.from_numpy(rng.normal(size=256).astype(np.float32))
@@ -1083,11 +1084,13 @@ MODELS = {
 
 
 def test_each_specialized_configuration_is_tested() -> None:
-    assert sorted(MODELS) == sorted(config[:4] for config in op.SPECIALIZED)
-    at_import = {instance for kernel in (op._kernel, op._by_warp, op._by_thread) for instance in kernel.at_import}
-    assert set(op._kernel.specialized) < set(op._kernel.at_import)
+    assert sorted(MODELS) == sorted(config[:4] for config in kernels.SPECIALIZED)
+    at_import = {
+        instance for kernel in (kernels._kernel, kernels._by_warp, kernels._by_thread) for instance in kernel.at_import
+    }
+    assert set(kernels._kernel.specialized) < set(kernels._kernel.at_import)
     for (experts, groups, scoring, biased), (_, topk_group, topk) in MODELS.items():
-        for dtype in op.DTYPES:
+        for dtype in kernels.DTYPES:
             case = Case(experts, groups, topk_group, topk, "softmax" if scoring == "any" else scoring, biased)
             assert variants_of(case, dtype)
             used = [*variants_of(case, dtype), choices(case, dtype).dynamic.variant]
@@ -1096,7 +1099,7 @@ def test_each_specialized_configuration_is_tested() -> None:
 
 def choices(case: Case, dtype: str = "float32", softcap: bool = False, bias_dtype: str = "float32") -> Any:
     sizes = (case.groups, case.topk_group, case.topk, case.shared)
-    return op._choose(dtype, case.experts, sizes, case.scoring, bias_dtype if case.biased else None, softcap)
+    return kernels.choose(dtype, case.experts, sizes, case.scoring, bias_dtype if case.biased else None, softcap)
 
 
 def forms_of(case: Case, dtype: str = "float32") -> list[str | int]:
@@ -1119,7 +1122,7 @@ def test_the_variant_follows_from_the_sizes() -> None:
         assert forms_of(other) == ["dynamic"]
     assert not choices(without, softcap=True).specialized
     # A bias of another float dtype has the same kernels in instances of their own.
-    for dtype, bias_dtype in itertools.product(op.DTYPES, op.BIAS_DTYPES):
+    for dtype, bias_dtype in itertools.product(kernels.DTYPES, kernels.BIAS_DTYPES):
         found, usual = (choices(deepseek, dtype, bias_dtype=x) for x in (bias_dtype, "float32"))
         same = bias_dtype in ("float32", dtype)
         for one, other in zip((found.dynamic, *found.specialized), (usual.dynamic, *usual.specialized), strict=True):
@@ -1127,7 +1130,7 @@ def test_the_variant_follows_from_the_sizes() -> None:
             shared = len(other.variant.instance.arguments)
             assert one.variant.instance.arguments[:shared] == other.variant.instance.arguments
     # The dynamic variant that is chosen holds all experts.
-    for experts in range(1, op.MAX_EXPERTS + 1):
+    for experts in range(1, kernels.MAX_EXPERTS + 1):
         *_, lanes, values, _ = choices(Case(experts, topk=1)).dynamic.variant.instance.arguments
         assert lanes * values >= experts
 
@@ -1141,19 +1144,22 @@ def test_the_kernel_of_few_tokens_follows_from_the_slots() -> None:
     # A shared expert's slot is no other step.
     assert first(Case(256, topk=13, shared=1)).function == "gate_by_warp"
     assert first(Case(256, topk=13)).arguments[4] == 32
-    mixtral = choices(Case(8, topk=2, scoring="softmax", biased=False)).specialized
-    assert [taken.variant.instance.function for taken in mixtral] == ["gate_by_thread"]
+    for scoring, own in (("softmax", "SOFTMAX"), ("sigmoid", "ANY"), ("sqrtsoftplus", "ANY")):
+        (chosen,) = choices(Case(8, topk=2, scoring=scoring, biased=False)).specialized
+        instance = chosen.variant.instance
+        assert (chosen.most_tokens, chosen.threads) == (kernels.MAX_TOKENS, 128)
+        assert (instance.function, instance.arguments) == ("gate_by_thread", ("float", 8, own))
 
 
-def test_the_dynamic_kernel_of_many_tokens_has_fewer_lanes() -> None:
-    bias = rows_apart(1)[0]
-    for tokens, lanes in ((16384, 16), (16385, 8)):
-        (launched,) = trace_of(rows_apart(tokens), bias, variant="dynamic").steps
-        assert launched.variant.instance.arguments[1:5] == (0, 0, "ANY", lanes)
-        assert launched.fields["log2_lanes_per_group"] == (1 if lanes == 16 else 0)
-    for case in (Case(256, topk=8), Case(256, 16, 8, 8), Case(256, 8, 4, 9), Case(264, 8, 4, 8)):
-        assert choices(case).dynamic_for_many is None
-    assert choices(Case(252, 4, 2, 8)).dynamic_for_many is not None
+def test_the_dynamic_kernel_hands_choices_on_where_lanes_are_full_and_groups_whole_lanes() -> None:
+    by_lanes = [Case(256, 8, 4, 8), Case(256, 16, 9, 8), Case(256, 4, 2, 8), Case(256, 2, 1, 16)]
+    others = [Case(256, 1, 1, 8), Case(252, 4, 2, 8), Case(160, 8, 3, 6), Case(240, 8, 3, 6), Case(16, 16, 9, 8)]
+    others += [Case(256, 32, 8, 8), Case(512, 8, 4, 8), Case(256, 8, 4, 17)]
+    for case in by_lanes + others:
+        chosen = choices(case).dynamic
+        assert (chosen.variant.instance.arguments[2] == "WHOLE_LANES") == (case in by_lanes), case
+        if case in by_lanes:
+            assert case.groups << chosen.fields["log2_lanes_per_group"] == chosen.lanes == 16
 
 
 def trace_of(logits: Array, bias: Array, **options: Any) -> Any:
@@ -1172,7 +1178,7 @@ def rows_apart(tokens: int, stride: int = 1024, skip: int = 0) -> Array:
 
 def test_the_lanes_follow_from_the_tokens() -> None:
     bias = rows_apart(1)[0]
-    sizes = (512, 32, (1, 64, 512)), (4096, 32, (513, 4096)), (16384, 16, (4097,)), (op.MAX_TOKENS, 8, (16385,))
+    sizes = (512, 32, (1, 64, 512)), (4096, 32, (513, 4096)), (16384, 16, (4097,)), (kernels.MAX_TOKENS, 8, (16385,))
     for most, lanes, fits in sizes:
         trace = trace_of(rows_apart(most), bias)
         (launched,) = trace.steps
@@ -1208,7 +1214,7 @@ def test_the_tokens_that_count_are_checked_at_every_call() -> None:
 
 
 def _all_sizes() -> Iterator[tuple[int, int]]:
-    for experts in range(1, op.MAX_EXPERTS + 1):
+    for experts in range(1, kernels.MAX_EXPERTS + 1):
         for groups in range(1, experts + 1):
             if experts % groups == 0:
                 yield experts, groups
@@ -1217,7 +1223,7 @@ def _all_sizes() -> Iterator[tuple[int, int]]:
 @pytest.fixture
 def own_configurations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the specialized configurations after a test that adds some."""
-    monkeypatch.setattr(op, "_registered", set(op._registered))
+    monkeypatch.setattr(kernels, "registered", set(kernels.registered))
     yield
     forget()
 
@@ -1226,12 +1232,12 @@ def test_no_variant_asks_for_more_shared_memory_than_it_may_have(own_configurati
     # Dynamic shared memory of a block without the driver's attribute, and the most with it on every GPU.
     granted, most = 48 * 1024, 99 * 1024
     for experts, groups in _all_sizes():
-        case = Case(experts, groups, groups, min(experts, op.MAX_TOPK))
+        case = Case(experts, groups, groups, min(experts, kernels.MAX_TOPK))
         taken = choices(case).dynamic
         assert taken.shared_bytes <= taken.variant.max_shared_bytes <= most, case
         with contextlib.suppress(ValueError):
             op.specialize(experts=experts, groups=groups)
-        for dtype in op.DTYPES:
+        for dtype in kernels.DTYPES:
             for taken in choices(replace(case, topk=1), dtype).specialized:
                 assert taken.shared_bytes <= max(granted, taken.variant.max_shared_bytes), case
 
@@ -1246,7 +1252,7 @@ def test_specialize_lays_the_experts_out(own_configurations: None) -> None:
             assert not any(experts % n == 0 and n % groups == 0 and experts <= 32 * n for n in (4, 8, 16, 32))
             continue
         accepted += 1
-        assert {instance.arguments[0] for instance in made} == {arrays.CUDA_TYPE[dtype] for dtype in op.DTYPES}
+        assert {instance.arguments[0] for instance in made} == {arrays.CUDA_TYPE[dtype] for dtype in kernels.DTYPES}
         for instance in made:
             assert instance.arguments[1:3] == (experts, groups)
             if instance.function == "gate_by_warp":
@@ -1276,11 +1282,11 @@ def test_specialize_adds_a_variant(sizes: dict[str, Any], own_configurations: No
     case = Case(sizes["experts"], sizes.get("groups", 1), 1, 1, scoring, biased)
     assert forms_of(case) == ["dynamic"]
     cukern.specialize("moe_fused_gate", **sizes)
-    made = [variant for dtype in op.DTYPES for variant in variants_of(case, dtype)]
-    assert {variant.instance.arguments[0] for variant in made} == {arrays.CUDA_TYPE[dtype] for dtype in op.DTYPES}
+    made = [variant for dtype in kernels.DTYPES for variant in variants_of(case, dtype)]
+    assert {variant.instance.arguments[0] for variant in made} == {arrays.CUDA_TYPE[dtype] for dtype in kernels.DTYPES}
     compiler.compile_all([(variant.instance, "90a") for variant in made])
     cukern.specialize(cukern.topk_sigmoid, **sizes)  # again, by the function: the same
-    assert [variant for dtype in op.DTYPES for variant in variants_of(case, dtype)] == made
+    assert [variant for dtype in kernels.DTYPES for variant in variants_of(case, dtype)] == made
 
 
 @pytest.mark.parametrize(
@@ -1297,10 +1303,10 @@ def test_specialize_adds_a_variant(sizes: dict[str, Any], own_configurations: No
     ],
 )
 def test_specialize_refuses(sizes: dict[str, Any], error: type[Exception], message: str) -> None:
-    before = set(op._registered)
+    before = set(kernels.registered)
     with pytest.raises(error, match=re.escape(message)):
         cukern.specialize("moe_fused_gate", **sizes)
-    assert op._registered == before
+    assert kernels.registered == before
 
 
 # --- the kernel against the twin ------------------------------------------------------------------------
@@ -1348,11 +1354,11 @@ def compare(case: Case, logits: Array, bias: Array, **options: Any) -> Routing:
     return got
 
 
-def model_cases(config: op.Config) -> Iterator[Case]:
+def model_cases(config: kernels.Config) -> Iterator[Case]:
     """Uses of a specialized configuration that take each path through the kernel, with each scoring."""
     experts, groups, fixed, biased = config[:4]
     _, topk_group, topk = MODELS[config[:4]]
-    capacity = template.constants(op._kernel.file)["CAPACITY"]
+    capacity = template.constants(kernels._kernel.file)["CAPACITY"]
     ways = {
         (topk_group, topk): "as the model does",
         (1, 1): "the least",
@@ -1364,7 +1370,7 @@ def model_cases(config: op.Config) -> Iterator[Case]:
         (topk_group, 16): "a choice of every lane, if there are 16",
         (topk_group, 17): "more than there are lanes then",
     }
-    for scoring in op.SCORING if fixed == "any" else [fixed]:
+    for scoring in kernels.SCORING if fixed == "any" else [fixed]:
         for index, (topk_group, topk) in enumerate(ways):
             if topk <= min(topk_group * experts // groups, 32):
                 # Both values of each flag, in turn.
@@ -1373,9 +1379,9 @@ def model_cases(config: op.Config) -> Iterator[Case]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
-@pytest.mark.parametrize("config", op.SPECIALIZED, ids=lambda config: MODELS[config[:4]].why)
-def test_models(config: op.Config, dtype: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("config", kernels.SPECIALIZED, ids=lambda config: MODELS[config[:4]].why)
+def test_models(config: kernels.Config, dtype: str, rng: np.random.Generator) -> None:
     for case in model_cases(config):
         compare(case, *draw(case, 77, rng, dtype, bias_dtype=rng.choice(["float32", dtype])))
 
@@ -1413,8 +1419,8 @@ ODD = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ODD.values(), ids=ODD)
 def test_any_sizes(case: Case, rng: np.random.Generator) -> None:
-    dtypes = itertools.cycle(op.DTYPES)
-    for scoring, biased in itertools.product(op.SCORING, (True, False)):
+    dtypes = itertools.cycle(kernels.DTYPES)
+    for scoring, biased in itertools.product(kernels.SCORING, (True, False)):
         way = replace(case, scoring=scoring, biased=biased, renormalize=biased)
         # A half precision input has too few values for so many certain slots.
         dtype = "float32" if case.topk >= 64 else next(dtypes)
@@ -1425,9 +1431,9 @@ def test_any_sizes(case: Case, rng: np.random.Generator) -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_random_sizes(data: st.DataObject) -> None:
-    case = data.draw(cases(max_experts=op.MAX_EXPERTS))
+    case = data.draw(cases(max_experts=kernels.MAX_EXPERTS))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    dtype = data.draw(st.sampled_from(op.DTYPES))
+    dtype = data.draw(st.sampled_from(kernels.DTYPES))
     compare(case, *draw(case, data.draw(st.integers(1, 70)), rng, dtype))
 
 
@@ -1468,7 +1474,7 @@ DIFFICULT = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("case", DIFFICULT.values(), ids=DIFFICULT)
 def test_rows_with_nan_and_infinities(case: Case, dtype: str, rng: np.random.Generator) -> None:
     def sample(count: int) -> Array:
@@ -1486,7 +1492,7 @@ def test_rows_with_nan_and_infinities(case: Case, dtype: str, rng: np.random.Gen
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("case", DIFFICULT.values(), ids=DIFFICULT)
 def test_rows_with_many_ties(case: Case, dtype: str, rng: np.random.Generator) -> None:
     def sample(count: int) -> Array:
@@ -1527,10 +1533,10 @@ def wild(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("case", [Case(256, 8, 4, 8), Case(252, 4, 2, 8), Case(20, 5, 2, 6)], ids=str)
 def test_the_dynamic_kernels_agree_bit_for_bit(case: Case, dtype: str, rng: np.random.Generator) -> None:
-    tokens = op._UP_TO_TOKENS[16] + 37
+    tokens = kernels.UP_TO_TOKENS[16] + 37
     logits, bias = wild(rng, (tokens, case.experts), dtype), rng.normal(0, 0.1, case.experts).astype(np.float32)
     logits[::2] = rng.normal(0, 1, (tokens + 1) // 2)[:, None].astype(logits.dtype)  # all experts of a row tie
     logits[1::4] = rng.normal(0, 1, (logits[1::4].shape)).astype(logits.dtype)
@@ -1540,9 +1546,11 @@ def test_the_dynamic_kernels_agree_bit_for_bit(case: Case, dtype: str, rng: np.r
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
-@pytest.mark.parametrize("config", op.SPECIALIZED, ids=lambda config: MODELS[config[:4]].why)
-def test_the_variants_agree_bit_for_bit_on_anything(config: op.Config, dtype: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("config", kernels.SPECIALIZED, ids=lambda config: MODELS[config[:4]].why)
+def test_the_variants_agree_bit_for_bit_on_anything(
+    config: kernels.Config, dtype: str, rng: np.random.Generator
+) -> None:
     for case in model_cases(config):
         bias_dtype = rng.choice(["float32", dtype])
         for logits, bias in (
@@ -1574,7 +1582,7 @@ def test_few_tokens(case: Case, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_many_tokens(dtype: str, rng: np.random.Generator) -> None:
     # More tokens than all resident blocks of a large GPU take, and not a whole number of blocks.
     tokens = 40_003
@@ -1590,7 +1598,7 @@ def test_many_tokens(dtype: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_strided_rows(dtype: str, rng: np.random.Generator) -> None:
     case = Case(256, 8, 4, 8)
     logits, bias = draw(case, 30, rng, dtype)
@@ -1614,7 +1622,7 @@ def test_strided_rows(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_rows_that_are_not_aligned_go_to_the_dynamic_variant(dtype: str, rng: np.random.Generator) -> None:
     case = Case(256, 8, 4, 8)
     logits, bias = draw(case, 10, rng, dtype)
@@ -1675,7 +1683,7 @@ def test_specialize_serves_the_next_call(own_configurations: None, rng: np.rando
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_softcapping(dtype: str, rng: np.random.Generator) -> None:
     logits = rng.normal(0, 10, (60, 128)).astype(arrays.numpy_dtype(dtype))
     for cap, renormalize in itertools.product((5.0, 30.0), (True, False)):
@@ -1699,13 +1707,13 @@ def poisoned_tensors(tokens: int, topk: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", op.DTYPES)
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_tensors(dtype: str, rng: np.random.Generator) -> None:
     case = Case(256, 8, 4, 8)
     logits, bias = draw(case, 21, rng, dtype)
     want = launch(case, logits, bias)
     x, b = tensors(logits, bias)
-    for variant in op.VARIANTS:
+    for variant in kernels.VARIANTS:
         results = case.route(cukern, x, b, variant=variant)
         assert all(isinstance(r, torch.Tensor) and r.device == x.device for r in results)
         assert_same_bits((results[0].cpu().numpy(), results[1].cpu().numpy()), want)

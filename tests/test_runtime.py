@@ -883,8 +883,8 @@ def test_a_worker_answers_each_line(templates: Path) -> None:
 def test_processes_may_fill_one_cache_at_once(cache: Path) -> None:
     code = """
 import cukern.runtime.compile as compiler
-from cukern.ops import moe_gate
-instances = [i for i in moe_gate._kernel.specialized if i.arguments[1] == 64]
+from cukern.ops import _moe_gate
+instances = [i for i in _moe_gate._kernel.specialized if i.arguments[1] == 64]
 assert instances
 for instance in instances:
     path, name = compiler.cubin(instance, "80")

@@ -3,13 +3,15 @@
 // Results, formulas and ties are those of moe_gate.cu, and so are the bits. A row of 8 logits is one load of 16 bytes,
 // or two, and all else stays in the registers of one thread: no lane waits for another.
 //
-// EXPERTS: at most 16.
+// EXPERTS: at most 16. SCORING: SOFTMAX, or ANY for one of the others, which is an argument.
 //
 // Grid: one thread per token, at most THREADS per block.
 //
 // Speed of light: for few tokens latency, the launch and one round trip to memory; for very many memory, a row of
-// logits in and topk weights and ids out.
+// logits in and topk weights and ids out. On an H200, with 8 experts of bfloat16 and topk 2, 1 token takes 1.79 us,
+// 1024 take 1.97 us and 8192 take 2.12 us, where an empty kernel takes 0.54 us.
 #include "moe_gate/scores.cuh"
+#include "moe_gate/sort.cuh"
 
 constexpr int THREADS = 128;
 
@@ -30,42 +32,29 @@ struct Params {
     float output_scale;
 };
 
-// The weights before their normalization, of choices that are -inf where an expert has weight 0. `choice` are the
-// logits but for those.
-template <int EXPERTS>
-__device__ __forceinline__ void weigh(const Params& p, const float (&choice)[EXPERTS], float (&score)[EXPERTS]) {
-    Scores<false> scores{0.f, p.scoring};
-    if (p.scoring == SOFTMAX) {
-        float largest = choice[0];
+// The weight of a choice before any normalization by the sum of all experts; 0 for -inf.
+template <int SCORING> __device__ __forceinline__ float weigh(const Scores<false>& scores, float choice) {
+    if constexpr (SCORING == SOFTMAX)
+        // As Scores::softmax, but that -inf stays -inf.
+        return fast_exp2(__fmul_rn(__fsub_rn(fminf(choice, LARGEST_FLOAT), scores.largest), LOG2_E));
+    const float score = scores.scoring == SIGMOID ? scores.sigmoid(choice) : scores.sqrtsoftplus(choice);
+    return choice == -CUDART_INF_F ? 0.f : score;
+}
+
+// What the weights of a softmax are multiplied by; where they are normalized, any common factor cancels.
+template <int SCORING, int EXPERTS>
+__device__ __forceinline__ float inverse_sum(const Scores<false>& scores, const float (&choice)[EXPERTS]) {
+    unsigned long long sum = 0;
 #pragma unroll
-        for (int e = 1; e < EXPERTS; ++e) largest = fmaxf(largest, choice[e]);
-        scores.largest = scores.softmax_argument(largest);
-        // If the weights are normalized, any common factor cancels.
-        unsigned long long sum = 0;
-#pragma unroll
-        for (int e = 0; e < EXPERTS; ++e) {
-            score[e] = scores.softmax(choice[e]);
-            if (choice[e] == -CUDART_INF_F) score[e] = 0.f;
-            sum += __float2uint_rn(score[e] * 0x1p31f);
-        }
-        if (!p.renormalize) {
-            const float inverse_sum = sum ? __fdividef(0x1p31f, float(sum)) : 0.f;
-#pragma unroll
-            for (int e = 0; e < EXPERTS; ++e) score[e] = __fmul_rn(score[e], inverse_sum);
-        }
-    } else {
-#pragma unroll
-        for (int e = 0; e < EXPERTS; ++e) {
-            score[e] = p.scoring == SIGMOID ? scores.sigmoid(choice[e]) : scores.sqrtsoftplus(choice[e]);
-            if (choice[e] == -CUDART_INF_F) score[e] = 0.f;
-        }
-    }
+    for (int e = 0; e < EXPERTS; ++e) sum += __float2uint_rn(weigh<SCORING>(scores, choice[e]) * 0x1p31f);
+    // As a division by a sum in the range of normal numbers, which it is, without a branch.
+    const float factor = __fmul_rn(fast_reciprocal(float(sum)), 0x1p31f);
+    return sum ? factor : 0.f;
 }
 
 struct Ranked {
     unsigned key; // orders as the choice does, and is never 0
     int id;
-    float score;
 };
 
 // The one with the largest key, of equal ones the first.
@@ -81,6 +70,62 @@ template <int COUNT> __device__ __forceinline__ Ranked best_of(const Ranked (&ra
     return best[0];
 }
 
+// Find the slots' choices and ids one after the other, by striking out the best.
+template <int EXPERTS>
+__device__ __forceinline__ void select(const float (&choice)[EXPERTS], int topk, float (&slot)[EXPERTS],
+                                       int (&id)[EXPERTS]) {
+    Ranked ranked[EXPERTS];
+#pragma unroll
+    for (int e = 0; e < EXPERTS; ++e) ranked[e] = {sortable(choice[e]), e};
+#pragma unroll
+    for (int k = 0; k < EXPERTS; ++k) {
+        if (k >= topk) break;
+        const Ranked best = best_of(ranked);
+        slot[k] = from_sortable(best.key), id[k] = best.id;
+#pragma unroll
+        for (int e = 0; e < EXPERTS; ++e)
+            if (e == best.id) ranked[e].key = 0; // struck out
+    }
+}
+
+// All bits of the upper three bytes, if the float is negative: one instruction.
+__device__ __forceinline__ unsigned sign_mask(unsigned bits) {
+    unsigned mask;
+    asm("prmt.b32 %0, %1, 0, 0xBBB4;" : "=r"(mask) : "r"(bits));
+    return mask;
+}
+
+// The same of choices whose last byte is 0, as those of 16-bit logits: there the id has its place, so that no two keys
+// are equal, and minima and maxima sort them.
+template <int EXPERTS>
+__device__ __forceinline__ void select_by_keys(const float (&choice)[EXPERTS], float (&slot)[EXPERTS],
+                                               int (&id)[EXPERTS]) {
+    unsigned key[EXPERTS];
+#pragma unroll
+    for (int e = 0; e < EXPERTS; ++e) {
+        const unsigned bits = __float_as_uint(choice[e]);
+        key[e] = bits ^ (sign_mask(bits) | 0x80000000u | (15 - e)); // `sortable`, but for the last byte
+    }
+    sort_descending(key);
+#pragma unroll
+    for (int k = 0; k < EXPERTS; ++k) {
+        // The highest bit of a key is not set if the choice is negative.
+        slot[k] = __uint_as_float((key[k] ^ (sign_mask(~key[k]) | 0x80000000u)) & ~255u);
+        id[k] = 15 - int(key[k] & 15);
+    }
+}
+
+template <int COUNT> __device__ __forceinline__ float largest_of(const float (&value)[COUNT]) {
+    float largest[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) largest[i] = value[i];
+#pragma unroll
+    for (int step = 1; step < COUNT; step *= 2)
+#pragma unroll
+        for (int i = 0; i + step < COUNT; i += 2 * step) largest[i] = fmaxf(largest[i], largest[i + step]);
+    return largest[0];
+}
+
 // Sum in moe_gate.cu's order: neighbours first.
 template <int COUNT> __device__ __forceinline__ float sum_in_pairs(const float (&value)[COUNT]) {
     float sum[COUNT];
@@ -93,45 +138,49 @@ template <int COUNT> __device__ __forceinline__ float sum_in_pairs(const float (
     return sum[0];
 }
 
-template <typename T, int EXPERTS>
+template <typename T, int EXPERTS, int SCORING>
 __global__ void __launch_bounds__(THREADS) gate_by_thread(const __grid_constant__ Params p) {
     static_assert(EXPERTS <= 16, "the choices stay in registers");
-    const int token = blockIdx.x * blockDim.x + threadIdx.x;
+    const unsigned token = blockIdx.x * blockDim.x + threadIdx.x;
     if (token >= p.tokens) return;
-    float choice[EXPERTS], score[EXPERTS];
+    float choice[EXPERTS];
     load_floats(static_cast<const T*>(p.logits) + token * p.row_stride, choice);
     const int valid = load_valid(p), topk = p.topk;
+    // Their addresses are found while the logits are on their way.
+    float* weights = p.weights + token * (long long)(topk + p.shared);
+    int* ids = p.ids + token * (long long)(topk + p.shared);
+    asm volatile("" : "+l"(weights), "+l"(ids)); // or the compiler would move them to the end
 #pragma unroll
-    for (int e = 0; e < EXPERTS; ++e) choice[e] = choice[e] > -CUDART_INF_F ? __fadd_rn(choice[e], 0.f) : -CUDART_INF_F;
-    weigh(p, choice, score);
+    for (int e = 0; e < EXPERTS; ++e) choice[e] = __fadd_rn(fmaxf(choice[e], -CUDART_INF_F), 0.f); // no NaN and no -0
 
-    Ranked ranked[EXPERTS];
-#pragma unroll
-    for (int e = 0; e < EXPERTS; ++e) ranked[e] = {sortable(choice[e]), e, score[e]};
-    float weight[EXPERTS] = {};
+    Scores<false> scores{0.f, SCORING == ANY ? p.scoring : SCORING};
+    float slot[EXPERTS], weight[EXPERTS] = {}, factor = 1.f;
     int id[EXPERTS];
+    if constexpr (SCORING == SOFTMAX) {
+        scores.largest = scores.softmax_argument(largest_of(choice));
+        if (!p.renormalize) factor = inverse_sum<SCORING>(scores, choice);
+    }
+    if constexpr (sizeof(T) == 2)
+        select_by_keys(choice, slot, id);
+    else
+        select(choice, topk, slot, id);
 #pragma unroll
     for (int k = 0; k < EXPERTS; ++k) {
-        if (k >= topk) break;
-        const Ranked best = best_of(ranked);
-        weight[k] = best.score, id[k] = best.id;
-#pragma unroll
-        for (int e = 0; e < EXPERTS; ++e)
-            if (e == best.id) ranked[e].key = 0; // struck out
+        if (k && k >= topk) break;
+        weight[k] = __fmul_rn(weigh<SCORING>(scores, slot[k]), factor);
     }
     const float sum = sum_in_pairs(weight);
     float scale = p.output_scale;
     if (p.renormalize) scale = sum > 0.f ? scale * fast_reciprocal(sum) : 0.f;
-    const bool padding = token >= valid;
-    const long long out = (long long)token * (topk + p.shared);
+    const bool padding = int(token) >= valid;
 #pragma unroll
     for (int k = 0; k < EXPERTS; ++k) {
-        if (k >= topk) break;
-        p.weights[out + k] = padding ? 0.f : weight[k] * scale;
-        p.ids[out + k] = padding ? -1 : id[k];
+        if (k && k >= topk) break;
+        weights[k] = padding ? 0.f : weight[k] * scale;
+        ids[k] = padding ? -1 : id[k];
     }
     for (int k = topk; k < topk + p.shared; ++k) {
-        p.weights[out + k] = padding ? 0.f : sum * p.shared_scale * scale;
-        p.ids[out + k] = padding ? -1 : EXPERTS + k - topk;
+        weights[k] = padding ? 0.f : sum * p.shared_scale * scale;
+        ids[k] = padding ? -1 : EXPERTS + k - topk;
     }
 }

@@ -12,9 +12,12 @@
 //
 // Grid: one warp per token, blockDim.x / 32 <= WARPS tokens per block.
 //
-// Speed of light: latency, as in moe_gate.cu: the launch, one round trip to memory, and the chain.
+// Speed of light: latency, as in moe_gate.cu: the launch, one round trip to memory, and the chain. On an H200, with 256
+// experts without groups and topk 8, 1 token of bfloat16 takes 2.5 us and 64 take 2.7 us, where an empty kernel takes
+// 0.54 us.
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
+#include "moe_gate/sort.cuh"
 
 constexpr int WARPS = 2;
 
@@ -51,24 +54,6 @@ template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to
         for (int j = 0; j < PER_STORE; ++j) pack.item[j] = from[i * PER_STORE + j];
         reinterpret_cast<Pack*>(to)[i] = pack;
     }
-}
-
-// Put the values in descending order, by Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M).
-template <int COUNT> __device__ __forceinline__ void sort_descending(unsigned (&value)[COUNT]) {
-    constexpr int TOP = COUNT > 16 ? 16 : COUNT > 8 ? 8 : COUNT > 4 ? 4 : COUNT > 2 ? 2 : 1;
-#pragma unroll
-    for (int p = TOP; p > 0; p /= 2)
-#pragma unroll
-        for (int q = TOP; q >= p; q /= 2) {
-            const int r = q == TOP ? 0 : p, d = q == TOP ? p : 2 * q - p;
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i)
-                if (i + d < COUNT && (i & p) == r) {
-                    const unsigned low = min(value[i], value[i + d]);
-                    value[i] = max(value[i], value[i + d]);
-                    value[i + d] = low;
-                }
-        }
 }
 
 // Find `largest` and `inverse_sum` of the scores, as Scores::sum_exponentials does, by `redux`.

@@ -17,21 +17,24 @@
 // EXPERTS > 0 fixes experts and groups: lane l holds the VALUES = EXPERTS / LANES experts from l * VALUES on, so that a
 // group is one or more whole neighbouring lanes. EXPERTS == 0 is dynamic, sizes are arguments: lane l holds experts l,
 // l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless
-// dynamic. OTHER: the elements of a bias that are not float. No sum depends on which lane holds an expert, so all
-// instances return the same bits.
+// dynamic. GROUPS == WHOLE_LANES: dynamic, with LANES * VALUES experts, of which a group is whole neighbouring lanes;
+// the lanes hand their choices on, so that they go on as where the sizes are fixed. OTHER: the elements of a bias that
+// are not float. No sum depends on which lane holds an expert, so all instances return the same bits.
 //
-// Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS warps per block.
+// Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS_PER_BLOCK warps per block.
 //
 // Speed of light: for many tokens memory would bound it, a row of logits in and topk weights and ids out. What does
 // bound it is the chain of dependent steps of a token: shuffles, shared memory, and the exponentials of all its
-// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 26 us, 64% of a copy's
-// bandwidth, and of bfloat16 as long, 35%. 1 token takes 2.7 us and 1024 take 3.4 us, where an empty kernel takes 0.54
-// us.
+// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 23.7 us, 63% of the
+// 4.8 TB/s of its memory, and of bfloat16 22.9 us, 34%. 1 token takes 2.8 us, 2048 take 4.1 us and 8192 take 6.8 us,
+// where an empty kernel takes 0.54 us. The dynamic instance takes 39.2 us for 65536 tokens of float32, 38%.
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
 
-constexpr int WARPS = 2;
-constexpr int CAPACITY = 28;     // entries in a token's candidate list, unless dynamic
+constexpr int WARPS_PER_BLOCK = 2;
+constexpr int CAPACITY = 28; // entries in a token's candidate list, unless dynamic
+static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
+constexpr int WHOLE_LANES = -1;
 constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
 
 struct Params {
@@ -54,10 +57,10 @@ struct Params {
     int renormalize;
     int bias_is_float;
     int valid_is_int64;
-    int capacity;             // dynamic only: entries in a token's candidate list, a multiple of 4
-    int group_size;           // dynamic only, like the next two
-    int log2_lanes_per_group; // 2 to the power of this divides group_size
-    unsigned group_magic;     // e / group_size == e * group_magic >> 20
+    int capacity;             // dynamic only, but for WHOLE_LANES: entries in a token's candidate list, a multiple of 4
+    int group_size;           // as capacity
+    int log2_lanes_per_group; // dynamic only; 2 to the power of this divides the experts of a group
+    unsigned group_magic;     // as capacity; e / group_size == e * group_magic >> 20
     float shared_scale;       // a shared expert's weight is the routed sum times this
     float output_scale;
     float softcap; // dynamic only: logits become softcap * tanh(logits / softcap) in a softmax; 0: off
@@ -98,6 +101,11 @@ template <typename T, int COUNT, int LANES> struct Staging {
     // The first of a lane's values in the staged row.
     static __device__ __forceinline__ T* part(uint4* staged, int lane) {
         return reinterpret_cast<T*>(staged + lane * PITCH);
+    }
+    // One value of the staged row.
+    static __device__ __forceinline__ T* value(uint4* staged, unsigned e) {
+        constexpr unsigned GAP = PITCH * 16 / sizeof(T) - COUNT;
+        return reinterpret_cast<T*>(staged) + (e + e / COUNT * GAP);
     }
 };
 
@@ -141,7 +149,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     }
     __device__ __forceinline__ float bias_of(unsigned e) const {
         if constexpr (BIAS_UNITS > 0)
-            return BiasStage::part(bias_staged, e / VALUES)[e % VALUES];
+            return *BiasStage::value(bias_staged, e);
         else
             return load_bias_of(e);
     }
@@ -149,8 +157,20 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     // tokens of the block: `load` then reads it from there.
     __device__ __forceinline__ void load_bias(float (&bias)[VALUES], bool biased) const {
         if constexpr (BIAS_UNITS > 0) {
-            for (int e = threadIdx.x; e < EXPERTS; e += WARPS * 32)
-                BiasStage::part(bias_staged, e / VALUES)[e % VALUES] = load_bias_of(e);
+#pragma unroll
+            for (unsigned first = 0; first < EXPERTS / 4; first += WARPS_PER_BLOCK * 32) {
+                const unsigned chunk = first + threadIdx.x;
+                if (EXPERTS / 4 % (WARPS_PER_BLOCK * 32) && chunk >= EXPERTS / 4) break;
+                float four[4];
+                if (p.bias_is_float)
+                    load_floats(static_cast<const float*>(p.bias) + chunk * 4, four);
+                else
+                    load_floats(static_cast<const OTHER*>(p.bias) + chunk * 4, four);
+#pragma unroll
+                for (float& b : four) b = fmaxf(b, -CUDART_INF_F);
+                *reinterpret_cast<float4*>(BiasStage::value(bias_staged, chunk * 4)) =
+                    make_float4(four[0], four[1], four[2], four[3]);
+            }
             __syncthreads();
         } else if (DYNAMIC && biased) {
             if (p.bias_is_float)
@@ -178,7 +198,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     }
     __device__ __forceinline__ float logit_of(unsigned e) const {
         if constexpr (Stage::USED)
-            return to_float(Stage::part(staged, e / VALUES)[e % VALUES]);
+            return to_float(*Stage::value(staged, e));
         else
             return to_float(logits[e]);
     }
@@ -201,10 +221,13 @@ __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
 template <typename Row, typename Scores, int VALUES>
 __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, bool biased, const float (&bias)[VALUES],
                                        float (&choice)[VALUES]) {
-    // x * 0 is NaN for a NaN or an infinity: one multiply-add per value finds the rows with one. The bias has no NaN.
+    // A sum of products with a NaN or an infinity is no finite number: one multiply-add per two values finds the rows
+    // with one, and rows with products of more than 2^128, for which the result is the same. The bias has no NaN.
     float irregular = 0.f;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) irregular = __fmaf_rn(choice[i], 0.f, irregular);
+    for (int i = 0; i < VALUES; i += 2)
+        irregular = __fmaf_rn(choice[i], i + 1 < VALUES ? choice[i + 1 < VALUES ? i + 1 : i] : 0.f, irregular);
+    irregular = __fmul_rn(irregular, 0.f);
     // No choice is -0: the sign of -0 - 0 would put it below a threshold of 0, which it reaches.
     const auto add_bias = [&](auto score_of) {
 #pragma unroll
@@ -234,6 +257,84 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
     return any_irregular;
 }
 
+// What a lane lists, after `hand_on`.
+struct Part {
+    int first, lane;
+    __device__ __forceinline__ int expert_of(int value) const { return first + value; }
+};
+
+// Give lane l the choices of the VALUES neighbouring experts from l * VALUES on. Before, it had those of experts l,
+// l + LANES, .... They go through shared memory, where a lane's lie together, one chunk of 16 bytes from the next
+// lane's, which puts the reads of 8 neighbouring lanes in different banks.
+template <int VALUES> constexpr int HANDED_ON = VALUES + 4; // words of shared memory for each lane
+
+template <int LANES, int VALUES>
+__device__ __forceinline__ void hand_on(float (&choice)[VALUES], float* all, int lane) {
+    static_assert(VALUES % LANES == 0 && VALUES % 8 == 0, "a round lies in one part, of an even number of chunks");
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+        all[i * LANES / VALUES * HANDED_ON<VALUES> + i * LANES % VALUES + lane] = choice[i];
+    __syncwarp();
+    load_floats(all + lane * HANDED_ON<VALUES>, choice);
+}
+
+// The choice and the score of a listed expert.
+template <typename Row, typename Scores>
+__device__ __forceinline__ float2 score_listed(const Row& row, const Scores& scores, int id, bool biased,
+                                               bool any_irregular) {
+    const float x = row.logit_of(id);
+    float own = scores.of(x);
+    float choice = __fadd_rn(biased ? own : x, biased ? row.bias_of(id) : 0.f);
+    if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
+    if (choice == -CUDART_INF_F) own = 0.f;
+    return make_float2(choice, own);
+}
+
+// Put the best of the listed experts and their scores into `sorted`, best first. The list is in the order of the ids,
+// or `best_first`; only in the second case can a choice be -inf.
+template <int LANES, typename Row, typename Scores>
+__device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores, const int* listed, int count,
+                                            bool biased, bool any_irregular, bool best_first, int topk, float* choices,
+                                            uint2* sorted) {
+    constexpr int OWN = BLOCK / LANES;
+    const int lane = row.lane;
+    int id[OWN];
+    float choice[OWN], score[OWN];
+    const auto score_block = [&](int first) {
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = first + k * LANES + lane;
+            id[k] = listed[min(i, count - 1)];
+            const float2 scored = score_listed(row, scores, id[k], biased, any_irregular);
+            choice[k] = i < count ? scored.x : -CUDART_INF_F, score[k] = scored.y;
+        }
+    };
+    const auto list_choices = [&](int first) {
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) choices[first + k * LANES + lane] = choice[k];
+    };
+    const auto sort_block = [&](int first) {
+        int rank[OWN];
+        rank_in_order<LANES>(choices, count, first, lane, choice, rank);
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const int i = first + k * LANES + lane;
+            if (best_first) rank[k] = i;
+            if (i < count && rank[k] < topk) sorted[rank[k]] = make_uint2(__float_as_uint(score[k]), id[k]);
+        }
+    };
+    // Few lists have more than a block.
+#pragma unroll 1
+    for (int first = BLOCK; first < count; first += BLOCK) score_block(first), list_choices(first);
+    score_block(0);
+    list_choices(0);
+    __syncwarp();
+    sort_block(0);
+#pragma unroll 1
+    for (int first = BLOCK; first < count; first += BLOCK) score_block(first), sort_block(first);
+    __syncwarp();
+}
+
 // Make the candidates of the listed experts, and their scores.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void score_candidates(const Row& row, const Scores& scores, const int* listed, int count,
@@ -244,14 +345,10 @@ __device__ __forceinline__ void score_candidates(const Row& row, const Scores& s
 #pragma unroll
         for (int k = 0; k < AT_ONCE<LANES>; ++k) {
             const int i = first + k * LANES, id = listed[min(i, count - 1)];
-            const float x = row.logit_of(id);
-            float own = scores.of(x);
-            float choice = __fadd_rn(biased ? own : x, biased ? row.bias_of(id) : 0.f);
-            if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
-            if (choice == -CUDART_INF_F) own = 0.f;
+            const float2 scored = score_listed(row, scores, id, biased, any_irregular);
             if (i < count) {
-                candidates[i] = make_candidate(choice, id);
-                score[i] = own;
+                candidates[i] = make_candidate(scored.x, id);
+                score[i] = scored.y;
             }
         }
     }
@@ -264,17 +361,22 @@ template <int LANES>
 __device__ __forceinline__ void write_results(const Params& p, const uint2* sorted, int lane, int token, bool live,
                                               int valid, int topk, int columns, int experts) {
     // lanes_sum adds neighbours first and blocks of LANES last, so the order of the sum does not depend on LANES.
-    float sum = 0.f;
+    const uint2 own = lane < topk ? sorted[lane] : make_uint2(0, 0);
+    float sum = lanes_sum<LANES>(__uint_as_float(own.x));
 #pragma unroll 1
-    for (int first = 0; first < topk; first += LANES)
+    for (int first = LANES; first < topk; first += LANES)
         sum += lanes_sum<LANES>(first + lane < topk ? __uint_as_float(sorted[first + lane].x) : 0.f);
     float scale = p.output_scale;
     if (p.renormalize) scale = sum > 0.f ? scale * fast_reciprocal(sum) : 0.f;
     if (live) {
         const long long out = (long long)token * columns;
         const bool padding = token >= valid;
+        if (lane < topk) {
+            p.weights[out + lane] = padding ? 0.f : __uint_as_float(own.x) * scale;
+            p.ids[out + lane] = padding ? -1 : int(own.y);
+        }
 #pragma unroll 1
-        for (int k = lane; k < columns; k += LANES) {
+        for (int k = lane < topk ? lane + LANES : lane; k < columns; k += LANES) {
             int id = experts + k - topk;
             float weight = sum * p.shared_scale;
             if (k < topk) {
@@ -288,15 +390,18 @@ __device__ __forceinline__ void write_results(const Params& p, const uint2* sort
 }
 
 // Blocks that a multiprocessor should hold at once, which bounds the registers.
-constexpr int resident_blocks(int lanes, int values) {
-    // With 32 values, 14 blocks would spill registers from sm_100 on.
-    return lanes > STAGED_LANES ? 1 : values <= 16 ? 16 : __CUDA_ARCH__ >= 1000 ? 12 : 14;
+constexpr int resident_blocks(int lanes, int values, bool dynamic) {
+    // More would spill registers: with 32 values 28 warps do from sm_100 on.
+    const int resident_warps = dynamic ? 24 : values <= 16 ? 32 : __CUDA_ARCH__ >= 1000 ? 24 : 28;
+    return lanes > STAGED_LANES ? 1 : resident_warps / WARPS_PER_BLOCK;
 }
 
 template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED, typename OTHER = T>
-__global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 32, VALUES))
+__global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
+                                  resident_blocks(EXPERTS || GROUPS ? LANES : 32, VALUES, EXPERTS == 0))
     moe_gate(const __grid_constant__ Params p) {
-    constexpr bool DYNAMIC = EXPERTS == 0;
+    constexpr bool DYNAMIC = EXPERTS == 0, HANDS_ON = GROUPS == WHOLE_LANES;
+    static_assert(DYNAMIC ? HANDS_ON || GROUPS == 0 : GROUPS > 0, "dynamic sizes have dynamic groups");
     static_assert(DYNAMIC || EXPERTS == LANES * VALUES, "a lane holds a whole number of experts");
     static_assert(DYNAMIC || LANES % GROUPS == 0, "a group is whole lanes");
     static_assert(VALUES <= 32, "a lane keeps a bit for each of its values");
@@ -305,19 +410,22 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
 
     int experts = p.experts, groups = p.groups, scoring = p.scoring, capacity = p.capacity;
     bool biased = p.bias != nullptr;
-    if constexpr (!DYNAMIC) experts = EXPERTS, groups = GROUPS, capacity = CAPACITY, biased = BIASED;
+    if constexpr (!DYNAMIC) experts = EXPERTS, groups = GROUPS, biased = BIASED;
+    if constexpr (!DYNAMIC || HANDS_ON) capacity = CAPACITY;
     if constexpr (SCORING != ANY) scoring = SCORING;
     const int topk = p.topk, columns = topk + p.shared;
     const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
 
     // Shared memory, in 16-byte units. Per block: the bias, where rows are staged. Per token: the list (candidates,
-    // scores and ids); the row, where it is staged; if dynamic, what mask_of_kept_groups needs.
+    // scores and ids); the row, where it is staged; if dynamic, what hand_on or mask_of_kept_groups needs.
     extern __shared__ uint4 shared[];
     const int list_units = capacity + capacity / 4 + 2;
     // A dynamic lane's last values may lie past the last expert; they have places in shared memory all the same.
     const int padded_groups = DYNAMIC ? int((LANES * VALUES - 1) * p.group_magic >> 20) + 1 : 0;
     const int row_words = padded_groups + LANES * VALUES + (padded_groups << p.log2_lanes_per_group);
-    const int row_units = DYNAMIC ? (groups + 5) / 2 + (row_words + 3) / 4 : Stage::UNITS;
+    const int row_units = HANDS_ON  ? LANES * HANDED_ON<VALUES> / 4
+                          : DYNAMIC ? (groups + 5) / 2 + (row_words + 3) / 4
+                                    : Stage::UNITS;
     uint4* own_shared = shared + OwnRow::BIAS_UNITS + slot * (list_units + row_units);
     Candidate* candidates = reinterpret_cast<Candidate*>(own_shared);   // [capacity + 4]
     float* score = reinterpret_cast<float*>(candidates + capacity + 4); // [capacity]
@@ -327,7 +435,7 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
 
     const unsigned existing = existing_values<DYNAMIC, LANES, VALUES>(experts, lane);
     // A lane past the last token works on the last one again, for a warp's shuffles need all lanes, and writes nothing.
-    const int token = blockIdx.x * (WARPS * 32 / LANES) + slot;
+    const int token = blockIdx.x * (WARPS_PER_BLOCK * 32 / LANES) + slot;
     const bool live = token < p.tokens;
     const T* logits = static_cast<const T*>(p.logits) + min(token, p.tokens - 1) * p.row_stride;
     const OwnRow row{p, shared, staged, logits, experts, lane};
@@ -343,9 +451,16 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
 
     unsigned alive = existing; // the values that may be chosen
     // Each kept group has two choices that reach its second best, which gives a threshold for free.
-    const bool threshold_from_groups = !DYNAMIC && GROUPS > 1 && EXPERTS > GROUPS && topk <= 2 * p.topk_group;
+    const bool threshold_from_groups = (HANDS_ON || (GROUPS > 1 && EXPERTS > GROUPS)) && topk <= 2 * p.topk_group;
     float threshold = -CUDART_INF_F;
-    if (DYNAMIC && groups > 1) {
+    if constexpr (HANDS_ON) {
+        hand_on<LANES>(choice, reinterpret_cast<float*>(staged), lane);
+        float second;
+        if (!own_dynamic_group_is_kept<LANES>(choice, lane, p.log2_lanes_per_group, p.group_by_two, p.topk_group,
+                                              second))
+            alive = 0;
+        if (threshold_from_groups) threshold = lanes_min<LANES>(alive ? second : CUDART_INF_F);
+    } else if (DYNAMIC && groups > 1) {
         alive = mask_of_kept_groups<LANES>(p, row, choice, alive, groups, padded_groups, staged);
     } else if constexpr (!DYNAMIC && GROUPS > 1) {
         float second;
@@ -355,7 +470,15 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
     }
     if (!threshold_from_groups && topk <= LANES) threshold = lane_threshold<LANES>(choice, alive, topk);
 
-    const int count = list_candidates<LANES>(row, choice, alive, threshold, topk, capacity, listed);
+    // Where a token's lanes list neighbouring experts, the list is in the order of the ids.
+    constexpr bool IN_ORDER = (!DYNAMIC || HANDS_ON) && LANES <= STAGED_LANES;
+    bool best_first;
+    int count;
+    if constexpr (HANDS_ON)
+        count = list_candidates<LANES, IN_ORDER>(Part{lane * VALUES, lane}, choice, alive, threshold, topk, capacity,
+                                                 listed, best_first);
+    else
+        count = list_candidates<LANES, IN_ORDER>(row, choice, alive, threshold, topk, capacity, listed, best_first);
     if (scoring == SOFTMAX && !biased && p.renormalize) {
         // Any common factor cancels in the normalization; the largest logit keeps exp in range.
         float best = -CUDART_INF_F;
@@ -363,7 +486,13 @@ __global__ void __launch_bounds__(WARPS * 32, resident_blocks(EXPERTS ? LANES : 
         for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));
         scores.largest = scores.softmax_argument(lanes_max<LANES>(best));
     }
-    score_candidates<LANES>(row, scores, listed, count, biased, any_irregular, candidates, score);
-    sort_candidates<LANES>(candidates, score, count, lane, topk, sorted);
+    if constexpr (IN_ORDER) {
+        float* choices = reinterpret_cast<float*>(candidates); // [capacity + 4], and behind them `sorted`
+        sorted = reinterpret_cast<uint2*>(choices + capacity + 4);
+        sort_listed<LANES>(row, scores, listed, count, biased, any_irregular, best_first, topk, choices, sorted);
+    } else {
+        score_candidates<LANES>(row, scores, listed, count, biased, any_irregular, candidates, score);
+        sort_candidates<LANES>(candidates, score, count, lane, topk, sorted);
+    }
     write_results<LANES>(p, sorted, lane, token, live, valid, topk, columns, experts);
 }

@@ -37,6 +37,71 @@ __device__ __forceinline__ void rank_in(const Candidate* list, int count, const 
     for (int k = 0; k < COUNT; ++k) rank[k] = -minus_rank[k];
 }
 
+// Entries whose ranks the lanes of a token find at once, of a list in the order of the ids. It has at most two blocks.
+constexpr int BLOCK = 16;
+
+// The next float below one that is neither NaN, -inf nor -0.
+__device__ __forceinline__ float next_below(float x) {
+    const unsigned bits = __float_as_uint(x), sign_and_one = unsigned(int(bits) >> 31) | 1;
+    return __uint_as_float(bits ? bits - sign_and_one : 0x80000001);
+}
+
+// Add to the rank of `mine` how many of four entries are greater. The sign of a difference tells, and one instruction
+// adds it: the subtraction runs beside the instructions on integers, which bound these kernels.
+__device__ __forceinline__ void add_greater(int& rank, const float (&mine)[4], const float4& four) {
+    rank += __float_as_uint(__fsub_rn(mine[0], four.x)) >> 31;
+    rank += __float_as_uint(__fsub_rn(mine[1], four.y)) >> 31;
+    rank += __float_as_uint(__fsub_rn(mine[2], four.z)) >> 31;
+    rank += __float_as_uint(__fsub_rn(mine[3], four.w)) >> 31;
+}
+
+// The rank of a lane's entries first + lane + k * LANES of a list of choices in the order of their ids: how many
+// entries beat it, the greater ones, and of equal ones those before it. These are the entries greater than the next
+// float below. No choice is -inf but those that fill the last block of the list.
+//
+// Which of two entries is before the other must not depend on the lane, or each comparison would take a selection. So
+// each lane goes through the quads of the block by their distance (exclusive or) from its own: another quad is before
+// it if the lane's has the highest bit of the distance.
+template <int LANES>
+__device__ __forceinline__ void rank_in_order(const float* list, int count, int first, int lane,
+                                              const float (&own)[BLOCK / LANES], int (&rank)[BLOCK / LANES]) {
+    constexpr int OWN = BLOCK / LANES, QUADS = LANES / 4;
+    const float4* quads = reinterpret_cast<const float4*>(list);
+    const int own_quad = lane / 4, place = lane % 4;
+    float below[OWN];
+#pragma unroll
+    for (int k = 0; k < OWN; ++k) below[k] = next_below(own[k]), rank[k] = 0;
+#pragma unroll
+    for (int distance = 0; distance < QUADS; ++distance) {
+        const bool is_before = distance && own_quad >> (31 - __clz(distance | 1)) & 1;
+#pragma unroll
+        for (int part = 0; part < OWN; ++part) {
+            const float4 four = quads[first / 4 + part * QUADS + (own_quad ^ distance)];
+#pragma unroll
+            for (int k = 0; k < OWN; ++k) {
+                float mine[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const bool beats_if_equal = part != k ? part < k : distance ? is_before : j < place;
+                    mine[j] = beats_if_equal ? below[k] : own[k];
+                }
+                add_greater(rank[k], mine, four);
+            }
+        }
+    }
+    // The other block, which few lists have.
+    const int end = first ? first : count;
+#pragma unroll 1
+    for (int i = first ? 0 : BLOCK; i < end; i += 4) {
+        const float4 four = quads[i / 4];
+#pragma unroll
+        for (int k = 0; k < OWN; ++k) {
+            const float mine = first ? below[k] : own[k], all[4] = {mine, mine, mine, mine};
+            add_greater(rank[k], all, four);
+        }
+    }
+}
+
 // --- groups ---------------------------------------------------------------------------------------------
 
 // The two largest of the values seen so far.
@@ -58,6 +123,15 @@ struct TopTwo {
     }
 };
 
+// The two largest of a lane's choices.
+template <int VALUES> __device__ __forceinline__ TopTwo top_two(const float (&choice)[VALUES]) {
+    TopTwo top;
+    top.best = choice[0];
+#pragma unroll
+    for (int i = 1; i < VALUES; ++i) top.add(choice[i]);
+    return top;
+}
+
 // Whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. BY_TWO: its score is the sum
 // of its two best choices, else its best. `second` becomes its second best choice.
 //
@@ -66,10 +140,7 @@ template <int LANES, int GROUPS, bool BY_TWO, int VALUES>
 __device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES], int lane, int topk_group,
                                                   float& second) {
     constexpr int LANES_PER_GROUP = LANES / GROUPS;
-    TopTwo top;
-    top.best = choice[0];
-#pragma unroll
-    for (int i = 1; i < VALUES; ++i) top.add(choice[i]);
+    TopTwo top = top_two(choice);
 #pragma unroll
     for (int step = LANES_PER_GROUP / 2; step > 0; step /= 2) top.merge_with_lane(step);
     const unsigned score = sortable(top.group_score(BY_TWO));
@@ -80,6 +151,27 @@ __device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES],
         const unsigned theirs = __shfl_xor_sync(FULL_WARP, score, flip * LANES_PER_GROUP);
         // The other group is the lower one if ours has the highest bit of `flip`: then it wins a tie as well.
         const unsigned lower = group >> (31 - __clz(flip)) & 1;
+        minus_rank = minus_if_greater(minus_rank, theirs, score - lower);
+    }
+    second = top.second;
+    return -minus_rank < topk_group;
+}
+
+// The same of groups of 2 ^ log2_lanes_per_group lanes.
+template <int LANES, int VALUES>
+__device__ __forceinline__ bool own_dynamic_group_is_kept(const float (&choice)[VALUES], int lane,
+                                                          int log2_lanes_per_group, bool by_two, int topk_group,
+                                                          float& second) {
+    TopTwo top = top_two(choice);
+#pragma unroll 1
+    for (int step = (1 << log2_lanes_per_group) / 2; step > 0; step /= 2) top.merge_with_lane(step);
+    const unsigned score = sortable(top.group_score(by_two));
+    const int own = lane >> log2_lanes_per_group;
+    int minus_rank = 0;
+#pragma unroll 4
+    for (int flip = 1; flip < LANES >> log2_lanes_per_group; ++flip) {
+        const unsigned theirs = __shfl_xor_sync(FULL_WARP, score, flip << log2_lanes_per_group);
+        const unsigned lower = (own ^ flip) < own;
         minus_rank = minus_if_greater(minus_rank, theirs, score - lower);
     }
     second = top.second;
@@ -164,25 +256,32 @@ __device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[
 }
 
 // List the experts whose choices reach the threshold; returns how many there are. Many equal choices or a row in the
-// worst order overflow the list: then it gets the best topk.
-template <int LANES, typename Row, int VALUES>
+// worst order overflow the list: then it gets the best topk, best first, and `best_first` says so. FINITE: the same
+// where the threshold is -inf, so that no choice of another list is.
+template <int LANES, bool FINITE, typename Row, int VALUES>
 __device__ __forceinline__ int list_candidates(const Row& row, const float (&choice)[VALUES], unsigned alive,
-                                               float threshold, int topk, int capacity, int* listed) {
+                                               float threshold, int topk, int capacity, int* listed, bool& best_first) {
     // The sign of choice - threshold says which is larger. A funnel shift collects it in one instruction.
+    // Value i has the bit i places below the highest one, so that the first of a mask takes one instruction to find.
     unsigned below = 0;
 #pragma unroll
-    for (int i = VALUES - 1; i >= 0; --i)
+    for (int i = 0; i < VALUES; ++i)
         below = __funnelshift_l(__float_as_uint(__fsub_rn(choice[i], threshold)), below, 1);
-    unsigned reached = alive & ~below;
+    if constexpr (VALUES < 32) below <<= 32 - VALUES;
+    unsigned reached = __brev(alive) & ~below;
     const int own_count = __popc(reached);
     const int up_to_own = lanes_inclusive_sum<LANES>(own_count);
     int count = __shfl_sync(FULL_WARP, up_to_own, LANES - 1, LANES);
-    if (__any_sync(FULL_WARP, count > capacity)) {
-        list_topk<LANES>(row, choice, reached, topk, listed);
+    best_first = __any_sync(FULL_WARP, count > capacity || (FINITE && threshold == -CUDART_INF_F));
+    if (best_first) {
+        list_topk<LANES>(row, choice, __brev(reached), topk, listed);
         count = topk;
     } else {
-        for (int* at = listed + up_to_own - own_count; reached; reached &= reached - 1)
-            *at++ = row.expert_of(__ffs(reached) - 1);
+        for (int* at = listed + up_to_own - own_count; reached;) {
+            const int i = __clz(reached);
+            *at++ = row.expert_of(i);
+            reached &= ~(0x80000000u >> i);
+        }
     }
     __syncwarp();
     return count;

@@ -22,7 +22,9 @@
 // chunks, every (threads / 32)-th.
 //
 // Speed of light: the same as sort_pairs, latency. The chain is the launch, the ids, and three barriers (four in a
-// cluster) with one or two accesses of shared memory between them.
+// cluster) with one or two accesses of shared memory between them. On an H200, with 256 experts, 64 x 8 pairs take 3.1
+// us with their rows in blocks, by one block, and 4096 x 8 pairs take 5.6 us by clusters, where an empty kernel takes
+// 0.54 us.
 #include "common/cluster.cuh"
 #include "moe_permute/pairs.cuh"
 

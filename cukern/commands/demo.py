@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import cukern
 from cukern.commands import INSTALL, UserError, demo_encoder, resources
+from cukern.ops import _moe_gate as gate_kernels
 from cukern.ops import moe_gate
 from cukern.runtime import arrays, compile, kernel
 from cukern.runtime.progress import progress
@@ -45,7 +46,7 @@ MODELS = {
     "qwen3-moe": Model("Qwen3-MoE", 128, 1, 1, 8, "softmax", False),
     "mixtral": Model("Mixtral", 8, 1, 1, 2, "softmax", False),
 }
-_DTYPES = f"{', '.join(moe_gate.DTYPES)} or float64"
+_DTYPES = f"{', '.join(gate_kernels.DTYPES)} or float64"
 _TOKENS = 8192
 _HIDDEN = 512
 _TOPICS = 16
@@ -162,7 +163,7 @@ def _regular(name: str, array: Any, notes: list[str]) -> Array:
     if array.dtype.name == "float64":
         notes.append(f"{name} converted from float64 to float32")
         return np.ascontiguousarray(array, np.float32)
-    if array.dtype.name not in moe_gate.DTYPES:
+    if array.dtype.name not in gate_kernels.DTYPES:
         raise ValueError(f"{name} must be {_DTYPES}, got {array.dtype}")
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
@@ -312,7 +313,7 @@ def _instance(model: Model, dtype: str) -> compile.Instance:
     """The kernel that routes for the model: its own if it has one, else the dynamic one."""
     scoring = model.scoring if model.biased else "any"
     gate = next(own for own in kernel.KERNELS["moe_gate"] if own.function == "moe_gate")
-    if any(config[:4] == (model.experts, model.groups, scoring, model.biased) for config in moe_gate.SPECIALIZED):
+    if any(config[:4] == (model.experts, model.groups, scoring, model.biased) for config in gate_kernels.SPECIALIZED):
         chosen = moe_gate.specialize(
             experts=model.experts, groups=model.groups, scoring_func=model.scoring, biased=model.biased
         )
@@ -451,8 +452,8 @@ def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
         raise UserError(f"{args.logits}: {model.name} has {model.experts} experts, got {experts}")
     if bias is not None and not model.biased:
         raise UserError(f"{args.logits}: {model.name} takes no bias")
-    if experts > moe_gate.MAX_EXPERTS:
-        raise UserError(f"{args.logits}: at most {moe_gate.MAX_EXPERTS} experts, got {experts}")
+    if experts > gate_kernels.MAX_EXPERTS:
+        raise UserError(f"{args.logits}: at most {gate_kernels.MAX_EXPERTS} experts, got {experts}")
     return model, logits, bias, words
 
 

@@ -2,142 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from cukern.ops import _moe_gate as kernels
+from cukern.ops._moe_gate import (
+    BIAS_DTYPES,
+    DTYPES,
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    SCORING,
+    VARIANTS,
+    Config,
+)
 from cukern.reference import moe_gate as twin
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
-from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, checked
 from cukern.runtime.op import forget_plans, op
 from cukern.runtime.plan import launch, outputs, run_twin
 
 __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoid", "topk_softmax"]
-
-DTYPES = ("float32", "float16", "bfloat16")
-#: The dtypes of a bias, and the types of those that the instances of every dtype of the logits do not take: a call with
-#: one of them compiles an instance of its own.
-BIAS_DTYPES = (*DTYPES, "float64")
-_BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
-SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
-VARIANTS = ("auto", "specialized", "dynamic")
-#: A lane keeps one bit for each of its experts in a 32-bit word.
-MAX_EXPERTS = 1024
-MAX_TOPK = 512
-MAX_TOKENS = 2**30
-# The shared memory that a block can have on every GPU from sm_80 on. The largest sizes of the dynamic variant need
-# nearly all.
-_MAX_SHARED_BYTES = 99 * 1024
-#: By lanes per token, the most tokens for which they are faster than fewer lanes (measured on an H200; the bits are the
-#: same).
-_UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
-#: The most slots that gate_by_warp deals one after the other, and the experts of which one thread chooses.
-_BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
-#: The most tokens for which gate_by_warp is faster than 32 lanes that share a token's experts (measured on an H200):
-#: each lane sorts its own, so its work grows with them. With at most so many experts it is always faster.
-_BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
-#: Threads per block of gate_by_warp and gate_by_thread.
-_BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 128
-#: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
-_DYNAMIC = ((16, 16), (16, 32), (32, 32))
-#: The same, for many tokens in groups and few slots: four tokens of a warp share the steps that are not per expert.
-_DYNAMIC_FOR_MANY = (8, 32)
-
-
-class Config(NamedTuple):
-    """Sizes with variants of their own. With a bias the scoring decides the order, so it is fixed too."""
-
-    experts: int
-    groups: int
-    scoring: str  # "any" without a bias: the logits order the experts
-    biased: bool
-
-
-SPECIALIZED = [
-    Config(256, 8, "sigmoid", biased=True),  # DeepSeek-V3, DeepSeek-R1, Ling
-    Config(256, 16, "sigmoid", biased=True),  # the other three of SGLang's moe_fused_gate
-    Config(128, 4, "sigmoid", biased=True),
-    Config(128, 8, "sigmoid", biased=True),
-    Config(384, 1, "sigmoid", biased=True),  # Kimi-K2
-    Config(256, 1, "sigmoid", biased=True),  # MiniMax-M2
-    Config(160, 1, "sigmoid", biased=True),  # GLM-4.5
-    Config(128, 1, "sigmoid", biased=True),  # GLM-4.5-Air
-    Config(512, 1, "any", biased=False),  # Qwen3-Next
-    Config(256, 1, "any", biased=False),
-    Config(128, 1, "any", biased=False),  # Qwen3-30B-A3B, Qwen3-235B-A22B, Llama-4-Maverick
-    Config(64, 1, "any", biased=False),  # OLMoE
-    Config(8, 1, "any", biased=False),  # Mixtral
-]
-
-_kernel = Kernel("moe_gate/moe_gate", "moe_gate", compile_s=1.3)
-_by_warp = Kernel("moe_gate/gate_by_warp", "gate_by_warp")
-_by_thread = Kernel("moe_gate/gate_by_thread", "gate_by_thread")
-
-
-def _fits(config: Config, lanes: int) -> bool:
-    """Whether `lanes` lanes per token can hold the experts in whole groups."""
-    return config.experts % lanes == 0 and lanes % config.groups == 0 and config.experts // lanes <= 32
-
-
-def _lanes(config: Config) -> tuple[int, ...]:
-    """Lanes per token, from few tokens to many; none where nothing fits.
-
-    A whole warp per token takes the fewest steps. Several tokens per warp share the instructions of all phases but the
-    pass over the experts. Without groups the threshold comes from the lanes: fewer than 16 would let too many
-    candidates through, and more than 16 experts per lane take too many registers.
-    """
-    fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
-    fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
-    return tuple(n for n in fitting if n >= fewest and config.experts // n <= most_experts) or tuple(fitting[:1])
-
-
-def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...] = ()) -> Variant:
-    experts, groups, scoring, biased = config
-    flag = "true" if biased else "false"
-    sizes = experts, groups, scoring.upper(), lanes, experts // lanes
-    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, flag, *bias_types)
-    return _kernel.variant(*arguments)
-
-
-def _is_by_thread(config: Config) -> bool:
-    """Whether one thread per token takes the experts, in loads of 16 bytes."""
-    return config.groups == 1 and not config.biased and config.experts == _BY_THREAD_EXPERTS
-
-
-def _by_warp_variant(dtype: str, config: Config, bias_types: tuple[str, ...] = ()) -> Variant:
-    experts, groups, scoring, biased = config
-    sizes = experts, groups, scoring.upper(), "true" if biased else "false"
-    return _by_warp.variant(arrays.CUDA_TYPE[dtype], *sizes, *bias_types)
-
-
-def _by_thread_variant(dtype: str, config: Config) -> Variant:
-    return _by_thread.variant(arrays.CUDA_TYPE[dtype], config.experts)
-
-
-def _variants(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instance]:
-    """The instances of a configuration, but for those that only many slots take."""
-    if _is_by_thread(config):
-        return [_by_thread_variant(dtype, config).instance for dtype in dtypes]
-    few = [_by_warp_variant(dtype, config).instance for dtype in dtypes if 32 in _lanes(config)]
-    others = [n for n in _lanes(config) if n < 32 or config.experts > _BY_WARP_EXPERTS]
-    return few + [_variant(dtype, config, n).instance for dtype in dtypes for n in others]
-
-
-def _dynamic(dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = ()) -> Variant:
-    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], 0, 0, "ANY", lanes, values, "false", *bias_types)
-    return _kernel.variant(*arguments, max_shared_bytes=_MAX_SHARED_BYTES)
-
-
-for _own in (_kernel, _by_warp, _by_thread):
-    _all = [instance for config in SPECIALIZED for instance in _variants(config)]
-    _own.specialized = [instance for instance in _all if instance.function == _own.function]
-    _own.at_import = [*_own.specialized]
-_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in (*_DYNAMIC, _DYNAMIC_FOR_MANY)]
-
-_registered = set(SPECIALIZED)
 
 
 def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", biased: bool = True) -> list[Instance]:
@@ -150,140 +36,15 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
     check.integer("groups", groups, 1, experts)
     check.one_of("scoring_func", scoring_func, SCORING)
     config = Config(experts, groups, scoring_func if biased else "any", bool(biased))
-    if not _lanes(config):
+    if not kernels.lanes_of(config):
         check.fail(
             "experts and groups",
             "sizes where a group is whole lanes of at most 32 experts (the dynamic variant takes all others)",
             f"{experts} experts in {groups} groups",
         )
-    _registered.add(config)
+    kernels.registered.add(config)
     forget_plans()
-    return _variants(config)
-
-
-class _Choice(NamedTuple):
-    """A variant, its lanes per token, its dynamic shared memory per block, and its threads per block.
-
-    `fields` are those of moe_gate's Params that only the dynamic variant reads.
-    """
-
-    variant: Variant
-    lanes: int
-    shared_bytes: int
-    threads: int
-    fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
-    most_tokens: int = MAX_TOKENS  # for which it is taken
-
-
-class _Choices(NamedTuple):
-    """The variants for the scalar arguments of a call."""
-
-    dynamic: _Choice
-    dynamic_for_many: _Choice | None  # for so many tokens as 8 lanes per token are faster for
-    specialized: list[_Choice]  # from few tokens to many
-
-
-#: groups, topk_group, topk with shared experts, shared experts.
-_Sizes = tuple[int, int, int, int]
-
-
-def _of_template(name: str) -> int:
-    return template.constants(_kernel.file)[name]
-
-
-def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
-    """Bytes of shared memory per block of moe_gate, as the template lays them out in units of 16."""
-    list_units = capacity + capacity // 4 + 2
-    return (block_units + (list_units + row_units) * _of_template("WARPS") * (32 // lanes)) * 16
-
-
-def _staged_units(values: int, lanes: int, item_size: int) -> int:
-    """Units of a staged row (`Staging` of the template)."""
-    chunks = values * item_size // 16
-    return lanes * (chunks if chunks % 2 else chunks + 1)
-
-
-def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]) -> _Choice:
-    values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
-    variant = _variant(dtype, config, lanes, bias_types)
-    capacity, threads = _of_template("CAPACITY"), _of_template("WARPS") * 32
-    if lanes > _of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
-        return _Choice(variant, lanes, _shared_bytes(lanes, capacity, 0), threads)
-    bias = _staged_units(values, lanes, 4) if config.biased else 0
-    shared_bytes = _shared_bytes(lanes, capacity, _staged_units(values, lanes, item_size), bias)
-    return _Choice(variant, lanes, shared_bytes, threads)
-
-
-def _dynamic_choice(
-    dtype: str, experts: int, groups: int, routed: int, form: tuple[int, int], bias_types: tuple[str, ...]
-) -> _Choice:
-    """The dynamic kernel of a number of lanes and of experts per lane, for these sizes."""
-    lanes, values = form
-    group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
-    log2_lanes_per_group = 0
-    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
-        log2_lanes_per_group += 1
-    magic = -(-(1 << 20) // group_size)
-    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
-    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
-    shared_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
-    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
-    variant, threads = _dynamic(dtype, lanes, values, bias_types), _of_template("WARPS") * 32
-    return _Choice(variant, lanes, shared_bytes, threads, fields | {"group_magic": magic})
-
-
-def _all_specialized(dtype: str, config: Config, routed: int, bias_types: tuple[str, ...]) -> list[_Choice]:
-    """The specialized kernels for a number of routed experts, from few tokens to many."""
-    if _is_by_thread(config):
-        return [_Choice(_by_thread_variant(dtype, config), 1, 0, _BY_THREAD_THREADS)]
-    found = []
-    for lanes in _lanes(config):
-        most = _UP_TO_TOKENS[lanes]
-        if lanes == 32 and routed <= _BY_WARP_TOPK:
-            by_warp = _Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, _BY_WARP_THREADS)
-            if config.experts <= _BY_WARP_EXPERTS:
-                found.append(by_warp._replace(most_tokens=most))
-                continue
-            found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
-        # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
-        if routed <= min(_of_template("CAPACITY"), 2 * lanes):
-            found.append(_specialized(dtype, config, lanes, bias_types)._replace(most_tokens=most))
-    return found
-
-
-def _choose(dtype: str, experts: int, sizes: _Sizes, scoring: str, bias_dtype: str | None, softcap: bool) -> _Choices:
-    """Check the scalar arguments against each other and choose the variants for them."""
-    biased = bias_dtype is not None
-    bias_types = (_BIAS_TYPE[bias_dtype],) if bias_dtype and bias_dtype not in ("float32", dtype) else ()
-    groups, topk_group, topk, shared = sizes
-    if not 1 <= experts <= MAX_EXPERTS:
-        check.fail("the number of experts", f"in [1, {MAX_EXPERTS}]", experts)
-    check.one_of("scoring_func", scoring, SCORING)
-    check.integer("num_expert_group", groups, 1, experts)
-    if experts % groups:
-        check.fail("num_expert_group", f"a divisor of the {experts} experts", groups)
-    check.integer("topk_group", topk_group, 1, groups, "num_expert_group")
-    check.integer("num_fused_shared_experts", shared, 0)
-    group_size = experts // groups
-    reachable = min(topk_group * group_size, MAX_TOPK)
-    why = f"the experts of the kept groups, at most {MAX_TOPK}, plus shared ones"
-    check.integer("topk", topk, 1 + shared, reachable + shared, why)
-
-    routed = topk - shared
-    # With fewer lanes than ranks there is no threshold, and most rows would overflow the list.
-    form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
-    dynamic = _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
-    if dynamic.shared_bytes > _MAX_SHARED_BYTES:
-        check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
-    dynamic_for_many = None
-    lanes, values = _DYNAMIC_FOR_MANY
-    if 1 < groups <= lanes and experts <= lanes * values and routed <= lanes:
-        dynamic_for_many = _dynamic_choice(dtype, experts, groups, routed, _DYNAMIC_FOR_MANY, bias_types)
-    config = Config(experts, groups, scoring if biased else "any", biased)
-    specialized = []
-    if config in _registered and not softcap:
-        specialized = _all_specialized(dtype, config, routed, bias_types)
-    return _Choices(dynamic, dynamic_for_many, specialized)
+    return kernels.variants_of(config)
 
 
 def _valid_tokens(count: Any, tokens: int) -> int:
@@ -303,7 +64,7 @@ class _Call(NamedTuple):
     variant: str
 
 
-def _check_sizes(sizes: tuple[Any, ...]) -> _Sizes:
+def _check_sizes(sizes: tuple[Any, ...]) -> kernels.Sizes:
     low = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
     groups, topk_group, topk, shared = (
         n if type(n) is int else check.integer(x, n, low[x]) for x, n in zip(low, sizes, strict=True)
@@ -325,14 +86,14 @@ def _check_valid(call: _Call) -> tuple[Any, Array | None]:
     return tokens, on_device
 
 
-def _select(choices: _Choices, call: _Call, row_stride: Any, groups: int) -> _Choice:
+def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int) -> kernels.Choice:
     """The variant of a call. Raises ValueError for "specialized" where there is none."""
     logits, bias = call.logits, call.bias
     # Wide loads need aligned rows; the number of tokens is looked at last, for it is late.
     aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
     if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
         if call.variant == "dynamic":
-            return _select_dynamic(choices, logits.shape[0])
+            return choices.dynamic
         chosen = choices.specialized[0]
         for for_more in choices.specialized[1:]:
             if logits.shape[0] > chosen.most_tokens:
@@ -346,12 +107,6 @@ def _select(choices: _Choices, call: _Call, row_stride: Any, groups: int) -> _Ch
             f"{call.scoring} {'without' if bias is None else 'with'} a bias, or the rows are not 16-byte aligned "
             "(cukern.specialize adds one)",
         )
-    return _select_dynamic(choices, logits.shape[0])
-
-
-def _select_dynamic(choices: _Choices, tokens: Any) -> _Choice:
-    if choices.dynamic_for_many is not None and tokens > _UP_TO_TOKENS[16]:
-        return choices.dynamic_for_many
     return choices.dynamic
 
 
@@ -367,8 +122,9 @@ def _gate(
 ) -> Any:
     """Check, choose a variant, launch.
 
-    `sizes` are those of `_Sizes`; `scaling` is the scaling factor, and whether it multiplies the weights; `by_two`: a
-    group's score is the sum of its two best choices; `written` are the results by name, where they are arguments.
+    `sizes` are those of `kernels.Sizes`; `scaling` is the scaling factor, and whether it multiplies the weights;
+    `by_two`: a group's score is the sum of its two best choices; `written` are the results by name, where they are
+    arguments.
     """
     name, logits, bias = call.name, call.logits, call.bias
     expect_array(name, logits, DTYPES, ("tokens", "experts"))
@@ -380,7 +136,7 @@ def _gate(
     if bias is not None:
         expect(call.bias_name, bias, logits, name, BIAS_DTYPES, (experts,), "[experts]")
     bias_dtype = None if bias is None else bias.dtype
-    choices = _choose(logits.dtype, experts, sizes, call.scoring, bias_dtype, softcap != 0)
+    choices = kernels.choose(logits.dtype, experts, sizes, call.scoring, bias_dtype, softcap != 0)
     factor = check.number("routed_scaling_factor", scaling[0])
     if shared and factor == 0:
         check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
@@ -413,7 +169,7 @@ def _gate(
         "topk_group": topk_group,
         "topk": topk - shared,
         "shared": shared,
-        "scoring": _of_template(call.scoring.upper()),
+        "scoring": kernels.of_template(call.scoring.upper()),
         "group_by_two": by_two,
         "renormalize": call.renormalize,
         "bias_is_float": bias_dtype == "float32",
@@ -423,26 +179,9 @@ def _gate(
         "softcap": softcap,
     }
     blocks = ceil_div(tokens, chosen.threads // chosen.lanes)
-    taken = _fields_of(chosen.variant, fields | {**chosen.fields})
+    taken = kernels.fields_of(chosen.variant, fields | {**chosen.fields})
     launch(chosen.variant, blocks, chosen.threads, chosen.shared_bytes, **taken)
     return weights, ids
-
-
-#: Fields of moe_gate's Params that the other kernels do without.
-_OF_ANY_SIZES = (
-    *("experts", "groups", "group_by_two", "softcap"),
-    *("capacity", "group_size", "log2_lanes_per_group", "group_magic"),
-)
-_WITHOUT = {
-    _kernel.function: (),
-    _by_warp.function: _OF_ANY_SIZES,
-    _by_thread.function: (*_OF_ANY_SIZES, "bias", "topk_group", "bias_is_float"),
-}
-
-
-def _fields_of(variant: Variant, fields: dict[str, Any]) -> dict[str, Any]:
-    without = _WITHOUT[variant.instance.function]
-    return {name: value for name, value in fields.items() if name not in without}
 
 
 def _results(gating_output: Any, topk: Any) -> tuple[Result, Result]:
