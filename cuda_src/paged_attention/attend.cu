@@ -67,23 +67,22 @@ __device__ __forceinline__ void leave_results(const Params& p, const typename F:
 }
 
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
-          int STAGES, int CLUSTER>
-__global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
-    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER>;
+          int STAGES, int CLUSTER, int WARPS, int RESIDENT, Dealing DEALING>
+__global__ __launch_bounds__(32 * WARPS, RESIDENT) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
+    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING>;
     using Tile = typename F::Tile;
-    using Schedule = typename Choose<CLUSTER == 1, PieceQueue<F>, ClusterItem<F>>::type;
+    using Schedule = typename ScheduleOf<F, DEALING>::type;
     __shared__ float maxima[F::TEAMS * F::ROWS], sums[F::TEAMS * F::ROWS];
-    __shared__ float2 statistics[CLUSTER == 1 ? 1 : F::ROWS];
     __shared__ uint4 queries[F::QUERY_IN_SHARED ? F::KEY_STEPS * 32 * F::WARPS : 1];
     __shared__ int next;
     __shared__ bool last;
     __shared__ Segment previous;
-    const Team<F> team(p);
+    Team<F> team(p);
     const typename F::Results found = {maxima, sums,
                                        reinterpret_cast<float*>(shared + (STAGES - 1) * F::TEAMS * 2 * Tile::BYTES)};
     const float scale = (p.key_scale ? *p.key_scale : 1.f) * p.scale * LOG2_E;
 
-    Schedule schedule(p, {next, previous, last}, statistics);
+    Schedule schedule(p, {next, previous, last});
     Pipeline<F> pipeline;
     bool more = schedule.first(p, team, pipeline);
     if (more) pipeline.start(p, team);

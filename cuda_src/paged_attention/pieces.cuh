@@ -95,6 +95,17 @@ struct Pieces {
         if (fits) piece_units = __shfl_sync(FULL_WARP, tried, __ffs(fits) - 1);
     }
 
+    // Whether no sequence has more than `more` units above the mean.
+    __device__ bool even(int more) const {
+        int total = 0, most = 0;
+        for (int seq = threadIdx.x % 32; seq < p.seqs; seq += 32) {
+            const int units = Reach(p, seq).units;
+            total += units, most = max(most, units);
+        }
+        total = __reduce_add_sync(FULL_WARP, total), most = __reduce_max_sync(FULL_WARP, most);
+        return most - total / p.seqs <= more;
+    }
+
     // The pieces of an item of a sequence. Pieces of the size `split` begin at its multiples.
     __device__ int count(const Reach& reach) const {
         return ceil_div(p.split ? reach.first % piece_units + reach.units : reach.units, piece_units);
@@ -118,6 +129,7 @@ struct Pieces {
                 const Reach reach(p, first_seq + lane);
                 if (class_of(reach) == length_class) mine = count(reach) * items;
             }
+            if (!__any_sync(FULL_WARP, mine)) continue;
             const int sum = lanes_inclusive_sum<32>(mine);
             const unsigned beyond = __ballot_sync(FULL_WARP, sum > index - before);
             if (beyond == 0) {

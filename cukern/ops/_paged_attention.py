@@ -20,14 +20,18 @@ MAX_DIM = 256
 MAX_BLOCK_SIZE = 2**16
 #: Most pieces of a batch, and most rows: the kernels count them in 32 bits.
 MAX_UNITS = 2**31 - 2**16
-_MAX_BLOCKS = 2  # per multiprocessor: launch bounds of the templates
+_MAX_BLOCKS = 2  # per multiprocessor: launch bounds of `attend_scalar`
 _RESERVED_SHARED = 1024  # bytes that CUDA takes of each block's
 #: Least units of a piece, measured on an H200.
 _MIN_UNITS = 4
 _LARGEST_SCALE = 1e30
-#: Cluster sizes, the largest first. All clusters have at most _CLUSTERED blocks together, so that they run at once.
+#: Sizes of the clusters that all items have where they are few, the largest first. All clusters have at most _CLUSTERED
+#: blocks together, so that they run at once, one block on a multiprocessor.
 _CLUSTERS = (16, 8, 4)
 _CLUSTERED = 128
+#: Sizes of the clusters that items have where the lengths are even, and how many of their blocks a multiprocessor has.
+_EVEN_CLUSTERS = (4, 2)
+_EVEN_BLOCKS = 2
 _CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
 #: (head_dim, block_size) pairs that have variants of their own.
@@ -68,10 +72,19 @@ class Form(NamedTuple):
     team: int
     extras: bool
     cluster: int = 1
+    dealing: str = "QUEUE"
 
     @property
     def warps(self) -> int:
-        return 2 if self.dims > 128 else 4
+        if self.dims > 128:
+            return 2
+        # A block of a cluster that has a multiprocessor to itself has the warps of two.
+        return 8 if self.dealing == "CLUSTERS" else 4
+
+    @property
+    def resident(self) -> int:
+        """Blocks per multiprocessor that registers have room for."""
+        return 1 if self.dealing == "CLUSTERS" else 2
 
     @property
     def _stage_bytes(self) -> int:
@@ -83,15 +96,23 @@ class Form(NamedTuple):
 
     @property
     def stages(self) -> int:
-        # Measured on an H200: two blocks of a multiprocessor with three stages of 32 KB. Larger heads, and clusters of
-        # 16 blocks, leave room for two.
-        most = 100 << 10 if self.cluster == 1 and self.dims <= 128 else 68 << 10
+        # Measured on an H200: two blocks of a multiprocessor with three stages of 32 KB. Larger heads leave room for
+        # two.
+        if self.dims > 128:
+            most = 68 << 10
+        else:
+            most = 192 << 10 if self.dealing == "CLUSTERS" and self.team == 1 else 100 << 10
         return min(max(most // self._stage_bytes, 2), 4)
 
     def shared_bytes(self, rows: int) -> int:
-        """Dynamic shared memory: the stages, of which the last is large enough for the results of `rows` rows too."""
-        merged = self.warps // self.team + (self.cluster > 1)
-        return (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, merged * rows * (self.dims + 8) * 4)
+        """Dynamic shared memory: the stages, of which the last is large enough for the results of `rows` rows too, and
+        what a cluster's blocks leave each other."""
+        results = self.warps // self.team * rows * (self.dims + 8) * 4
+        found = (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, results)
+        if self.cluster == 1:
+            return found
+        quads = -(-rows * self.dims // 4 // self.cluster) * self.cluster
+        return found + quads * 16 + self.cluster * rows * 8
 
     @property
     def static_bytes(self) -> int:
@@ -111,6 +132,9 @@ class Form(NamedTuple):
             str(self.extras).lower(),
             self.stages,
             self.cluster,
+            self.warps,
+            self.resident,
+            self.dealing,
             max_shared_bytes=self.shared_bytes(16 * self.team),
             large_clusters=self.cluster > 8,
         )
@@ -125,8 +149,9 @@ def specialized_form(
     team: int = 1,
     extras: bool = False,
     cluster: int = 1,
+    dealing: str = "QUEUE",
 ) -> Form:
-    return Form(dtype, cache, layout, head_dim, -(-head_dim // 16) * 16, block_size, team, extras, cluster)
+    return Form(dtype, cache, layout, head_dim, -(-head_dim // 16) * 16, block_size, team, extras, cluster, dealing)
 
 
 def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
@@ -217,6 +242,7 @@ class _Choice(NamedTuple):
     rows: int  # of an item
     blocks: int  # per multiprocessor at once
     cluster: int = 1
+    dealing: str = "QUEUE"
 
 
 class Deal(NamedTuple):
@@ -264,22 +290,31 @@ def _choose_scalar(x: Request) -> _Choice:
 
 def _choose_form(gpu: Gpu, x: Request) -> _Choice:
     """The form of `attend` for a call: a team has rows enough for a kv head's, where a block has the warps."""
-    sizes, cluster = x.sizes, 1
-    warps = 2 if sizes.head_dim > 128 else 4
-    team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == warps)
-    # Clusters of 16 blocks, and the shared memory that they take, are those of data-center GPUs.
-    if not x.split and gpu.arch in _CLUSTERED_ARCHS:
-        items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
-        cluster = next((n for n in _CLUSTERS if n * items <= _CLUSTERED), 1)
+    sizes = x.sizes
+    most_warps = 2 if sizes.head_dim > 128 else 4
+    team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == most_warps)
+    dealing, cluster = _dealing(gpu, x, max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team)))
+    dealt = team, x.extras, cluster, dealing
     if (sizes.head_dim, sizes.block_size) in _registered and x.variant != "dynamic":
-        form = specialized_form(x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, cluster)
+        form = specialized_form(x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, *dealt)
     else:
         dims = next(n for n in (64, 128, 256) if n >= sizes.head_dim)
-        form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, cluster)
+        form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, *dealt)
     shared_bytes = form.shared_bytes(min(16 * team, x.group_rows))
     block_bytes = shared_bytes + form.static_bytes + _RESERVED_SHARED
-    blocks = max(1, min(_MAX_BLOCKS, gpu.shared_per_multiprocessor // block_bytes))
-    return _Choice(form.variant, 32 * form.warps, shared_bytes, 16 * team, blocks, cluster)
+    blocks = max(1, min(form.resident, gpu.shared_per_multiprocessor // block_bytes))
+    return _Choice(form.variant, 32 * form.warps, shared_bytes, 16 * team, blocks, cluster, dealing)
+
+
+def _dealing(gpu: Gpu, x: Request, items: int) -> tuple[str, int]:
+    """How items are dealt to blocks, by the template's name for it, and the size of clusters."""
+    # Clusters of 16 blocks, and the shared memory that they take, are those of data-center GPUs.
+    if x.split or gpu.arch not in _CLUSTERED_ARCHS:
+        return "QUEUE", 1
+    found = [("CLUSTERS", cluster) for cluster in _CLUSTERS if cluster * items <= _CLUSTERED]
+    most = _EVEN_BLOCKS * gpu.multiprocessors
+    found += [("EITHER", cluster) for cluster in _EVEN_CLUSTERS if cluster * items <= most]
+    return found[0] if found else ("QUEUE", 1)
 
 
 def deal(gpu: Gpu, x: Request) -> Deal:
@@ -294,15 +329,17 @@ def deal(gpu: Gpu, x: Request) -> Deal:
         check.fail("block_tables", wanted, f"{sizes.seqs} sequences of {sizes.max_blocks} blocks")
     rows = min(choice.rows, x.group_rows)
     variant, threads, shared_bytes, *_ = choice
-    if choice.cluster > 1:
+    if choice.dealing == "CLUSTERS":
         return Deal(variant, items * choice.cluster, threads, shared_bytes, rows, row_blocks, 0, 0)
-    resident = choice.blocks * gpu.multiprocessors
     all_pieces = items * max_pieces
+    blocks = min(all_pieces, choice.blocks * gpu.multiprocessors)
+    if choice.dealing == "EITHER":
+        # Whole clusters: all that are resident, for the queue, and one for each item.
+        blocks = max(items, blocks // choice.cluster) * choice.cluster
     if not x.split:
         # As many as there are blocks at most, and by rounding up less than one more for each item.
-        all_pieces = min(all_pieces, resident + items)
+        all_pieces = min(all_pieces, blocks + items)
     slots = 0 if x.vllm_workspace or max_pieces == 1 else all_pieces * rows
-    blocks = min(all_pieces, resident)
     return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items)
 
 
