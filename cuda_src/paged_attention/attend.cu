@@ -14,11 +14,13 @@
 // is cut into pieces, and a block of threads takes one piece after the other. Each of several pieces leaves a partial
 // result (maximum, sum, output), and the block that is the last to finish merges them. `split` fixes the size of all
 // pieces: then the sums of a row are formed in the same order whatever else is in the batch. Where there are few items,
-// each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory.
+// each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory; where
+// there are some more, the kernel looks at the lengths, and does so if they are even (see `Dealing`).
 //
-// Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
-// every STEP-th tile of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
-// shared memory, ldmatrix loads fragments from there. Warp: 16 of the team's 16 * TEAM rows. Lane: see common/mma.cuh.
+// Grid: as many blocks as fit the GPU at once, or CLUSTER for each item; RESIDENT on a multiprocessor. Block: WARPS
+// warps in teams of TEAM. Team: every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles
+// deep: cp.async copies tiles into shared memory, ldmatrix loads fragments from there. Warp: 16 of the team's 16 * TEAM
+// rows. Lane: see common/mma.cuh.
 //
 // Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
 //
