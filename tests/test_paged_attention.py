@@ -1024,21 +1024,24 @@ class Sizes(NamedTuple):
     head_dim: int = 128
     block_size: int = 16
     seqs: int = 64
+    max_blocks: int = 256
 
 
 def plan(x: Sizes) -> parts.Deal:
-    sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
+    sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, x.max_blocks)
     options = x.extras, x.split, False, x.aligned, x.variant
     return parts.deal(gpu.of_arch("90a"), parts.Request(x.dtype, x.cache, x.layout, sizes, *options))
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
     # The least that a block may have since sm_80 are 99 KiB; clusters run on data-center GPUs only, with 227 KiB.
-    for dealt, most in (((1, "QUEUE"), 99), ((2, "EITHER"), 227), ((4, "CLUSTERS"), 227), ((16, "CLUSTERS"), 227)):
+    for dealt, most in (((1, "QUEUE"), 99), ((2, "EITHER"), 227), ((2, "EITHER", True), 227), ((16, "CLUSTERS"), 227)):
         for head_dim in range(8, 257, 8):
             for cache in ("float16", "float8_e4m3fn"):
                 for layout in LAYOUTS:
                     for team in (1, 2) if head_dim > 128 else (1, 2, 4):
+                        if len(dealt) == 3 and head_dim > 128:
+                            continue
                         form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, *dealt)
                         assert form.shared_bytes(16 * team) + form.static_bytes <= most << 10, form
 
@@ -1076,35 +1079,43 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
 
 
 @pytest.mark.parametrize(
-    ("x", "dealing", "cluster", "blocks"),
+    ("x", "dealing", "cluster", "warps", "blocks"),
     [
-        # 8 items a sequence: up to 128 blocks of lone clusters, then at most 264 of clusters for even lengths.
-        (Sizes(seqs=1), "CLUSTERS", 16, 128),
-        (Sizes(seqs=2), "CLUSTERS", 8, 128),
-        (Sizes(seqs=4), "CLUSTERS", 4, 128),
-        (Sizes(seqs=5), "EITHER", 4, 264),
-        (Sizes(seqs=8), "EITHER", 4, 264),
-        (Sizes(seqs=9), "EITHER", 2, 264),
-        (Sizes(seqs=16), "EITHER", 2, 264),
-        (Sizes(seqs=17), "QUEUE", 1, 264),
+        # 8 items a sequence: up to 128 blocks of large clusters, then pairs of blocks for even lengths, which have the
+        # warps of two where each has a multiprocessor to itself.
+        (Sizes(seqs=1), "CLUSTERS", 16, 4, 128),
+        (Sizes(seqs=2), "CLUSTERS", 8, 4, 128),
+        (Sizes(seqs=4), "CLUSTERS", 4, 4, 128),
+        (Sizes(seqs=5), "EITHER", 2, 8, 132),
+        (Sizes(seqs=8), "EITHER", 2, 8, 132),
+        (Sizes(seqs=9), "EITHER", 2, 4, 264),
+        (Sizes(seqs=16), "EITHER", 2, 4, 264),
+        (Sizes(seqs=17), "QUEUE", 1, 4, 264),
+        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 264),
+        # Where there is no room for a long sequence, all lengths are even enough.
+        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 128),
+        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 256),
+        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 264),
+        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 264),
         # 40 query heads of 5 tokens are 25 rows, of a team of two warps.
-        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 264),
+        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 264),
         # With `split` a row has the same bits in any batch.
-        (Sizes(seqs=1, split=512), "QUEUE", 1, 64),
-        (Sizes(seqs=16, split=512), "QUEUE", 1, 264),
+        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 64),
+        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 264),
     ],
     ids=str,
 )
-def test_how_items_are_dealt(x: Sizes, dealing: str, cluster: int, blocks: int) -> None:
+def test_how_items_are_dealt(x: Sizes, dealing: str, cluster: int, warps: int, blocks: int) -> None:
     dealt = plan(x)
-    assert (dealt.variant.instance.arguments[-1], dealt.variant.instance.arguments[9]) == (dealing, cluster)
+    assert dealt.variant.instance.arguments[9:] == (cluster, warps, dealing)
+    assert dealt.threads == 32 * warps
     assert dealt.blocks == blocks and dealt.blocks % cluster == 0
     items = x.seqs * x.kv_heads
     if dealing == "CLUSTERS":
         assert (dealt.slots, dealt.counters) == (0, 0)
     else:
         # As many pieces as the queue cuts at most.
-        pieces = items * 8 if x.split else min(items * 64, blocks + items)
+        pieces = items * 8 if x.split else min(items * -(-x.max_blocks // 4), blocks + items)
         assert (dealt.slots, dealt.counters) == (pieces * dealt.rows, 1 + items)
 
 
@@ -1261,9 +1272,12 @@ CASES: dict[str, tuple[list[int], int, int, int, int]] = {
     "Llama-3-8B, long and short": ([3000, 1, 0, 777], 32, 8, 128, 16),
     "block edges": (EDGES, 8, 2, 128, 16),
     "one sequence, in many parts": ([9000], 8, 2, 128, 32),
-    "few of about one length, in clusters of two": ([500, 500, 511, 512, 1, 513, 480, 500, 700], 32, 8, 128, 16),
-    "few of about one length, in clusters of four": ([300, 0, 257, 299, 310], 32, 8, 128, 16),
+    "few, for whose lengths there is little room": ([500, 500, 511, 512, 1, 513, 480, 20, 700], 32, 8, 128, 16),
+    "fewer, for wide blocks": ([300, 0, 257, 1, 310], 32, 8, 128, 16),
+    "few of about one length": ([2100, 2100, 2111, 2112, 1, 2113, 2080, 2100, 2300], 32, 8, 128, 16),
     "few, of which one is long": ([60] * 8 + [3000], 32, 8, 128, 16),
+    "fewer of about one length": ([2300, 0, 2257, 2299, 2310], 32, 8, 128, 16),
+    "fewer, of which one is long": ([60, 3000, 0, 60, 60], 32, 8, 128, 16),
     "more sequences than a warp has lanes": ([5, 40, 0, 77] * 20, 4, 1, 64, 16),
     "every head its own": ([70, 300], 8, 8, 128, 16),
     "7 heads of a kv head": ([70, 300, 0], 14, 2, 128, 64),

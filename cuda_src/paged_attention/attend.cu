@@ -17,10 +17,9 @@
 // each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory; where
 // there are some more, the kernel looks at the lengths, and does so if they are even (see `Dealing`).
 //
-// Grid: as many blocks as fit the GPU at once, or CLUSTER for each item; RESIDENT on a multiprocessor. Block: WARPS
-// warps in teams of TEAM. Team: every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles
-// deep: cp.async copies tiles into shared memory, ldmatrix loads fragments from there. Warp: 16 of the team's 16 * TEAM
-// rows. Lane: see common/mma.cuh.
+// Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
+// every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
+// shared memory, ldmatrix loads fragments from there. Warp: 16 of the team's 16 * TEAM rows. Lane: see common/mma.cuh.
 //
 // Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
 //
@@ -69,8 +68,9 @@ __device__ __forceinline__ void leave_results(const Params& p, const typename F:
 }
 
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
-          int STAGES, int CLUSTER, int WARPS, int RESIDENT, Dealing DEALING>
-__global__ __launch_bounds__(32 * WARPS, RESIDENT) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
+          int STAGES, int CLUSTER, int WARPS, Dealing DEALING>
+__global__ __launch_bounds__(32 * WARPS, resident_of(WARPS))
+    CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
     using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING>;
     using Tile = typename F::Tile;
     using Schedule = typename ScheduleOf<F, DEALING>::type;

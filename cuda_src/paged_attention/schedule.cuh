@@ -9,9 +9,9 @@
 
 constexpr int AHEAD = 3; // tiles left of a piece when the block draws its next one
 
-// How many units above the mean a sequence may have with EITHER, for each block of its cluster. The blocks of the others
+// How many units above the mean a sequence may have with EITHER, for each warp of its cluster. The blocks of the others
 // are done by then and leave them the memory, so that these units take about as long as the queue's draws and merges.
-constexpr int UNITS_ABOVE_MEAN = 8;
+constexpr int UNITS_ABOVE_MEAN = 2;
 
 // State of the queue in shared memory, where thread 0 tells it the others.
 struct QueueState {
@@ -33,6 +33,12 @@ template <typename F> struct PieceQueue {
 
     // Find the block's first piece; returns whether there is one.
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
+        pieces.look();
+        return first_of_all(p, team, pipeline);
+    }
+
+    // `first`, after a look at the lengths.
+    __device__ __forceinline__ bool first_of_all(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) {
         if (threadIdx.x == 0) state.next = -1;
         pieces.plan();
         return find(p, team, blockIdx.x, pipeline);
@@ -138,6 +144,10 @@ template <typename F> struct ClusterItem {
     // Where the other blocks leave their results: behind the stages and the teams' results.
     static __device__ __forceinline__ void store(const Params& p, const Segment& segment,
                                                  const typename F::Results& found) {
+        if constexpr (F::CLUSTER == 1) {
+            store_piece<typename F::T>(p, segment, found);
+            return;
+        }
         char* const stages_end = shared + F::STAGES * F::TEAMS * 2 * F::Tile::BYTES;
         char* const results_end = reinterpret_cast<char*>(found.outputs + F::TEAMS * p.rows * F::Results::STRIDE);
         cluster_wait<F::CLUSTER>();
@@ -158,18 +168,18 @@ template <typename F> struct ItemsOrQueue {
         : queue(p, state), cluster(p, state) {}
 
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
-        cluster_arrive<F::CLUSTER>();
         const bool has_item = cluster.item < p.seqs * queue.pieces.items;
         const int entry = has_item ? cluster.first_entry(p, team, pipeline) : 0;
-        even = queue.pieces.even(UNITS_ABOVE_MEAN * F::CLUSTER);
-        if (even && has_item) {
-            cluster.begin(p, team, pipeline, entry);
-            return true;
+        queue.pieces.look();
+        even = queue.pieces.even(UNITS_ABOVE_MEAN * F::WARPS * F::CLUSTER);
+        if (!even) {
+            team.leave_cluster();
+            return queue.first_of_all(p, team, pipeline);
         }
-        cluster_wait<F::CLUSTER>();
-        if (even) return false;
-        team.leave_cluster();
-        return queue.first(p, team, pipeline);
+        if (!has_item) return false;
+        cluster_arrive<F::CLUSTER>();
+        cluster.begin(p, team, pipeline, entry);
+        return true;
     }
 
     __device__ __forceinline__ void draw(const Params& p, bool now, int& taken) const {

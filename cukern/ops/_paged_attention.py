@@ -20,7 +20,7 @@ MAX_DIM = 256
 MAX_BLOCK_SIZE = 2**16
 #: Most pieces of a batch, and most rows: the kernels count them in 32 bits.
 MAX_UNITS = 2**31 - 2**16
-_MAX_BLOCKS = 2  # per multiprocessor: launch bounds of `attend_scalar`
+_MAX_BLOCKS = 2  # per multiprocessor: launch bounds of the templates, but for wide blocks
 _RESERVED_SHARED = 1024  # bytes that CUDA takes of each block's
 #: Least units of a piece, measured on an H200.
 _MIN_UNITS = 4
@@ -29,9 +29,11 @@ _LARGEST_SCALE = 1e30
 #: blocks together, so that they run at once, one block on a multiprocessor.
 _CLUSTERS = (16, 8, 4)
 _CLUSTERED = 128
-#: Sizes of the clusters that items have where the lengths are even, and how many of their blocks a multiprocessor has.
-_EVEN_CLUSTERS = (4, 2)
-_EVEN_BLOCKS = 2
+#: Size of the clusters that items have where the lengths are even. Measured on an H200: larger ones are slower.
+_EVEN_CLUSTER = 2
+#: Room for so many tokens of a sequence makes any lengths even enough: a pair of blocks is done with the longest before
+#: a queue would be.
+_EVEN_TOKENS = 2048
 _CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
 #: (head_dim, block_size) pairs that have variants of their own.
@@ -73,18 +75,11 @@ class Form(NamedTuple):
     extras: bool
     cluster: int = 1
     dealing: str = "QUEUE"
+    wide: bool = False  # whether a block has a multiprocessor to itself, and the warps of two
 
     @property
     def warps(self) -> int:
-        if self.dims > 128:
-            return 2
-        # A block of a cluster that has a multiprocessor to itself has the warps of two.
-        return 8 if self.dealing == "CLUSTERS" else 4
-
-    @property
-    def resident(self) -> int:
-        """Blocks per multiprocessor that registers have room for."""
-        return 1 if self.dealing == "CLUSTERS" else 2
+        return (2 if self.dims > 128 else 4) << self.wide
 
     @property
     def _stage_bytes(self) -> int:
@@ -97,11 +92,11 @@ class Form(NamedTuple):
     @property
     def stages(self) -> int:
         # Measured on an H200: two blocks of a multiprocessor with three stages of 32 KB. Larger heads leave room for
-        # two.
-        if self.dims > 128:
+        # two, and clusters of 16 start sooner with two, for then a multiprocessor has room for three of their blocks.
+        if self.dims > 128 or self.cluster > _EVEN_CLUSTER:
             most = 68 << 10
         else:
-            most = 192 << 10 if self.dealing == "CLUSTERS" and self.team == 1 else 100 << 10
+            most = 100 << 10 << self.wide
         return min(max(most // self._stage_bytes, 2), 4)
 
     def shared_bytes(self, rows: int) -> int:
@@ -133,7 +128,6 @@ class Form(NamedTuple):
             self.stages,
             self.cluster,
             self.warps,
-            self.resident,
             self.dealing,
             max_shared_bytes=self.shared_bytes(16 * self.team),
             large_clusters=self.cluster > 8,
@@ -150,8 +144,10 @@ def specialized_form(
     extras: bool = False,
     cluster: int = 1,
     dealing: str = "QUEUE",
+    wide: bool = False,
 ) -> Form:
-    return Form(dtype, cache, layout, head_dim, -(-head_dim // 16) * 16, block_size, team, extras, cluster, dealing)
+    dims = -(-head_dim // 16) * 16
+    return Form(dtype, cache, layout, head_dim, dims, block_size, team, extras, cluster, dealing, wide)
 
 
 def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
@@ -293,8 +289,9 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
     sizes = x.sizes
     most_warps = 2 if sizes.head_dim > 128 else 4
     team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == most_warps)
-    dealing, cluster = _dealing(gpu, x, max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team)))
-    dealt = team, x.extras, cluster, dealing
+    items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
+    dealing, cluster, wide = _dealing(gpu, x, items)
+    dealt = team, x.extras, cluster, dealing, wide
     if (sizes.head_dim, sizes.block_size) in _registered and x.variant != "dynamic":
         form = specialized_form(x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, *dealt)
     else:
@@ -302,19 +299,24 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
         form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, *dealt)
     shared_bytes = form.shared_bytes(min(16 * team, x.group_rows))
     block_bytes = shared_bytes + form.static_bytes + _RESERVED_SHARED
-    blocks = max(1, min(form.resident, gpu.shared_per_multiprocessor // block_bytes))
+    blocks = max(1, min(_MAX_BLOCKS >> form.wide, gpu.shared_per_multiprocessor // block_bytes))
     return _Choice(form.variant, 32 * form.warps, shared_bytes, 16 * team, blocks, cluster, dealing)
 
 
-def _dealing(gpu: Gpu, x: Request, items: int) -> tuple[str, int]:
-    """How items are dealt to blocks, by the template's name for it, and the size of clusters."""
+def _dealing(gpu: Gpu, x: Request, items: int) -> tuple[str, int, bool]:
+    """How items are dealt to blocks (the template's name for it), the size of clusters, and whether blocks are wide."""
     # Clusters of 16 blocks, and the shared memory that they take, are those of data-center GPUs.
     if x.split or gpu.arch not in _CLUSTERED_ARCHS:
-        return "QUEUE", 1
-    found = [("CLUSTERS", cluster) for cluster in _CLUSTERS if cluster * items <= _CLUSTERED]
-    most = _EVEN_BLOCKS * gpu.multiprocessors
-    found += [("EITHER", cluster) for cluster in _EVEN_CLUSTERS if cluster * items <= most]
-    return found[0] if found else ("QUEUE", 1)
+        return "QUEUE", 1, False
+    cluster = next((n for n in _CLUSTERS if n * items <= _CLUSTERED), 0)
+    if cluster:
+        return "CLUSTERS", cluster, False
+    blocks = _EVEN_CLUSTER * items
+    if blocks > _MAX_BLOCKS * gpu.multiprocessors:
+        return "QUEUE", 1, False
+    wide = blocks <= gpu.multiprocessors and x.sizes.head_dim <= 128
+    dealing = "CLUSTERS" if x.sizes.max_blocks * x.sizes.block_size <= _EVEN_TOKENS else "EITHER"
+    return dealing, _EVEN_CLUSTER, wide
 
 
 def deal(gpu: Gpu, x: Request) -> Deal:
