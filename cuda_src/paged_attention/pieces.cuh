@@ -97,7 +97,8 @@ struct Pieces {
         const int share = max(p.min_units, ceil_div(total * items, gridDim.x));
         piece_units = share;
         if (p.seqs * items > gridDim.x) return;
-        const int tried = share + share * int(threadIdx.x % 32) / 16;
+        const int lane = threadIdx.x % 32;
+        const int tried = share + share * lane / 16;
         // Rounding may miscount the pieces of more than 2^21 units, which then are some more than blocks, or larger.
         const float inverse = 1.f / tried, rounded = tried - 0.5f;
         int pieces = 0;
