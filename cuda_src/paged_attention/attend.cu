@@ -69,8 +69,7 @@ __device__ __forceinline__ void leave_results(const Params& p, const typename F:
 
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
           int STAGES, int CLUSTER, int WARPS, Dealing DEALING>
-__global__ __launch_bounds__(32 * WARPS, resident_of(WARPS))
-    CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
     using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING>;
     using Tile = typename F::Tile;
     using Schedule = typename ScheduleOf<F, DEALING>::type;

@@ -13,8 +13,8 @@ template <typename A, typename B> struct Choose<false, A, B> {
     using type = B;
 };
 
-// Blocks on a multiprocessor: eight warps have the registers and the shared memory of two blocks of four.
-constexpr int resident_of(int warps) { return warps > 4 ? 1 : 2; }
+// Blocks of so many warps that fit a multiprocessor: eight have the registers and the shared memory of two blocks of four.
+constexpr int fit(int warps) { return warps > 4 ? 1 : 2; }
 
 template <typename T_, typename CACHE, Layout LAYOUT, int HEAD_DIM_, int DIMS_, int BLOCK_SIZE_, int TEAM_,
           bool EXTRAS_, int STAGES_, int CLUSTER_, int WARPS_, Dealing DEALING_>
