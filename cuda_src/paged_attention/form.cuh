@@ -13,7 +13,7 @@ template <typename A, typename B> struct Choose<false, A, B> {
     using type = B;
 };
 
-// Blocks of so many warps that fit a multiprocessor: eight warps take the registers and shared memory of two times four.
+// Blocks of so many warps that fit a multiprocessor.
 constexpr int fit(int warps) { return warps > 4 ? 1 : 2; }
 
 template <typename T_, typename CACHE, Layout LAYOUT, int HEAD_DIM_, int DIMS_, int BLOCK_SIZE_, int TEAM_,
