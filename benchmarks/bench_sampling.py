@@ -286,6 +286,31 @@ def _case(
     )
 
 
+def eager_largest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=-1)
+
+
+def largest(inputs: tuple[Any, ...], ids: torch.Tensor) -> bool:
+    """Whether the ids are of largest logits; torch says not of which where several are."""
+    (logits,) = inputs
+    return torch.equal(logits.gather(1, ids.long()[:, None])[:, 0], logits.amax(dim=-1))
+
+
+def _greedy_case(batch: int, vocab: int, dtype: str, variant: str) -> Case:
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        return (torch.randn(batch, vocab, device=generator.device, generator=generator).to(getattr(torch, dtype)),)
+
+    def call(logits: torch.Tensor) -> torch.Tensor:
+        form = variant if logits.is_cuda else "auto"
+        ids: torch.Tensor = cukern.sample(logits, temperature=0, seed=SEED, variant=form)
+        return ids
+
+    case: dict[str, int | str] = {"batch": batch, "vocab": vocab, "temperature": 0, "dtype": dtype}
+    size = batch * vocab * ITEM_SIZE[dtype] + batch * 4
+    baselines = {"torch": Baseline(lambda: eager_largest)}
+    return Case("sample", case, variant, inputs, call, size, baselines=baselines, right=largest)
+
+
 def _variant() -> str:
     """The variant for large vocabularies on this GPU."""
     clusters = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
@@ -293,7 +318,8 @@ def _variant() -> str:
 
 
 def cases() -> list[Case]:
-    """Llama 3's vocabulary at three batch sizes in float32, its logits in bfloat16, and a vocabulary of 32000."""
+    """Llama 3's vocabulary at three batch sizes in float32, its logits in bfloat16, a vocabulary of 32000,
+    and the largest logit of Qwen3's."""
     variant = _variant()
 
     def all_cases() -> Iterator[Case]:
@@ -305,6 +331,9 @@ def cases() -> list[Case]:
         yield _case("sampling_from_logits", 64, dtype="bfloat16", variant=variant)
         yield _case("sampling_from_logits", 64, variant=variant, seeded=False)
         yield _case("sample", 64, dtype="bfloat16", variant=variant)
+        # A step of Qwen3 at a temperature of 0, of one sequence and of many.
+        for batch in (1, 64):
+            yield _greedy_case(batch, 151_936, "bfloat16", variant)
         yield _case("top_k_top_p_sampling_from_logits", 64, SMALL_VOCAB, variant=variant)
 
     return list(all_cases())

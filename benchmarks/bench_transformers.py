@@ -20,8 +20,12 @@ from benchmarks.harness import Baseline, Case
 
 #: Steps before a cache begins anew at its length.
 STEPS = 2048
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
+#: The one of models with experts that is the fastest, compiled where it is one token, and that of dense models.
+FASTEST = ("grouped_mm", "")
 _NEW_TOKENS = 128
+#: Seconds that a compiled implementation may take; one that is not, half of it, and a whole generation three times.
+_LIMIT_S = 40.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +123,12 @@ def _our_step(made: Models, batch: int, length: int) -> Callable[[], torch.Tenso
     state = made.ours.__dict__["_cukern"]
     state.sessions.clear()
     sampling = _generate._Sampling(0.0, None, None, None, ())
-    own = _generate._session(state, made.ours, batch, length + STEPS, STEPS, sampling)
+    own = _generate._session(state, made.ours, batch, length + STEPS, sampling)
     device = next(made.ours.parameters()).device
     prompt = _ids(made.ours.config, batch, length, torch.Generator(device).manual_seed(1))
     left = 0
+    with torch.no_grad():
+        own.ready()
 
     @torch.no_grad()
     def step() -> torch.Tensor:
@@ -137,8 +143,13 @@ def _our_step(made: Models, batch: int, length: int) -> Callable[[], torch.Tenso
     return step
 
 
+#: Steps of a compiled model before it is timed: it compiles, and captures its graphs.
+_COMPILES = 3
+
+
 def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..., Any]]:
     def load() -> Callable[..., Any]:
+        @functools.lru_cache(maxsize=1)  # it is asked for twice, and compiling takes half a minute
         def prepare(made: Models, batch: int, length: int) -> Callable[[], torch.Tensor]:
             from transformers import DynamicCache, StaticCache
 
@@ -164,6 +175,8 @@ def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..
                 left -= 1
                 return token
 
+            for _ in range(_COMPILES if compiled else 0):
+                step()
             return step
 
         return prepare
@@ -172,28 +185,80 @@ def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..
 
 
 def _set(made: Models, implementation: str) -> None:
+    # What another implementation has left, which may have run out of memory.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     made.stock.set_attn_implementation("sdpa")
     if made.is_moe:
         made.stock.set_experts_implementation(implementation)
 
 
 def _stocks(
-    name: str, make: Callable[[str, bool], Callable[[], Callable[..., Any]]], compiles: bool
+    name: str,
+    make: Callable[[str, bool], Callable[[], Callable[..., Any]]],
+    compiles: bool,
+    implementations: tuple[str, ...] = IMPLEMENTATIONS,
+    once: bool = False,
 ) -> dict[str, Baseline]:
-    """Every implementation of transformers, with and without torch.compile. A dense model has but one."""
+    """Implementations of transformers, with and without torch.compile. A dense model has but one.
+
+    The fastest one is not slow to get ready, so that a quick run has it.
+    """
     from cukern.integrations.transformers._shapes import configuration
 
-    names = IMPLEMENTATIONS if experts_of(configuration(name)) else ("",)
+    names = implementations if experts_of(configuration(name)) else ("",)
+    limit_s = _LIMIT_S * (3 if once else 1)
     return {
-        f"transformers {own}".strip() + " compiled" * compiled: Baseline(make(own, compiled), slow=True, prepared=True)
-        for own in names
+        f"transformers {own}".strip() + " compiled" * compiled: Baseline(
+            make(own, compiled), slow=own not in FASTEST or compiled != compiles, prepared=True, once=once,
+            limit_s=limit_s if compiled or once else _LIMIT_S / 2,
+        )
         for compiled in ((False, True) if compiles else (False,))
-    }
+        for own in names
+    }  # fmt: skip
 
 
 def agree(ours: Any, theirs: Any) -> bool:
     """Results of one shape: random weights route by small differences, and the tests compare the models."""
     return bool(ours.shape == theirs.shape)
+
+
+#: The parts of a step, by what the names of their kernels have; the first that fits.
+_PARTS = {
+    "attention": ("attend",),
+    "norms": ("rms_norm",),
+    "heads and cache": ("norm_rotate_store", "rotary_embedding", "store_rows"),
+    "dense products": ("stream_one", "nvjet", "cublas", "splitK", "gemv", "cutlass"),
+    "gates": ("gate_by",),
+    "experts": ("gemm_", "sort_", "permute_rows"),
+}
+_PROFILED = 4
+
+
+def part_of(kernel: str) -> str:
+    return next((part for part, words in _PARTS.items() if any(word in kernel for word in words)), "other")
+
+
+def _parts(made: Models, batch: int, length: int) -> dict[str, float]:
+    """The GPU time of the parts of a step, by torch's profiler; a product that comes once a step is the head's."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step = _our_step(made, batch, length)
+    step()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(_PROFILED):
+            step()
+        torch.cuda.synchronize()
+    parts: dict[str, float] = {}
+    for event in found.key_averages():
+        part = part_of(event.key)
+        is_head = (
+            part == "dense products" and event.count <= _PROFILED and event.self_device_time_total > 20 * _PROFILED
+        )
+        part = "head" if is_head else part
+        parts[part] = parts.get(part, 0.0) + event.self_device_time_total / _PROFILED
+    return parts
 
 
 def _step(name: str, batch: int, length: int = 1024) -> Case:
@@ -215,7 +280,7 @@ def _step(name: str, batch: int, length: int = 1024) -> Case:
     config = configuration(name)
     return Case(
         "generate", sizes, "graph", inputs, call, bytes_of_step(config, batch, length),
-        baselines=_stocks(name, _stock_step, compiles=True), agree=agree, eager=True,
+        baselines=_stocks(name, _stock_step, compiles=True), agree=agree, eager=True, parts=_parts,
     )  # fmt: skip
 
 
@@ -304,8 +369,9 @@ def _whole(name: str, batch: int, length: int = 64) -> Case:
         "dtype": "bfloat16",
     }  # fmt: skip
     return Case(
-        "generate", sizes, "graph", inputs, call, steps, baselines=_stocks(name, stock, compiles=True), agree=agree,
-        eager=True,
+        "generate", sizes, "graph", inputs, call, steps, agree=agree, eager=True,
+        # Ten seconds a call, of which the others, slower still, take as many as their steps say.
+        baselines=_stocks(name, stock, compiles=True, implementations=("grouped_mm",), once=True),
     )  # fmt: skip
 
 
@@ -314,8 +380,8 @@ def cases() -> list[Case]:
     twelve = "qwen3-30b-a3b-12-layers"
     return [
         _step(twelve, 1),
-        _step(twelve, 16),
         _prefill(twelve, 16, 1024),
+        _step(twelve, 16),
         _whole("qwen3-30b-a3b", 1),
         _step("mixtral-8x7b", 1),
         _step("qwen3-0.6b", 1),

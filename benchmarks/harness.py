@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +41,8 @@ _HOST_BATCHES = 21
 #: A call may make all things ready the first time and capture its graphs the second.
 _WALL_WARM_UPS = 2
 _WALL_CALLS, _WALL_S = 3, 1.0
+#: Seconds after which what did not end at its limit is asked again.
+_INSIST_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Baseline:
             makes what a user makes once for many calls: a plan, repacked weights, workspaces.
         agree: replaces the case's, for a result that may differ in another way.
         eager: it is timed by the wall clock, also where the case is not.
+        once: by the wall clock, one call behind the one that is compared is enough: it takes many seconds.
+        limit_s: the seconds that comparing and timing may take; what does not end by then is a problem.
     """
 
     load: Callable[[], Callable[..., Any]]
@@ -60,6 +66,8 @@ class Baseline:
     prepared: bool = False
     agree: Callable[[Any, Any], bool] | None = None
     eager: bool = False
+    once: bool = False
+    limit_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class Case:
             op's and of the baselines' results.
         host: measure the host time too.
         eager: it is timed by the wall clock, and so are its baselines.
+        parts: the GPU time of the parts of a call, in microseconds, by name; asked for on a GPU, with its inputs.
     """
 
     op: str
@@ -97,6 +106,7 @@ class Case:
     right: Callable[[tuple[Any, ...], Any], bool] | None = None
     host: bool = False
     eager: bool = False
+    parts: Callable[..., Mapping[str, float]] | None = None
 
     @property
     def gpus(self) -> int:
@@ -231,18 +241,19 @@ class Timer:
         torch.cuda.synchronize()
         return statistics.median(batches[1:]) / _HOST_BATCH * 1e6
 
-    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...], once: bool = False) -> float:
         """The time from an eager call to its result, in microseconds, once a few calls have made all things ready.
 
-        It is the median of `replays` calls, or of fewer where they take long.
+        It is the median of `replays` calls, or of fewer where they take long; that of one call alone with `once`.
         """
         seconds: list[float] = []
-        for number in range(_WALL_WARM_UPS + self.replays):
+        warm_ups, calls = (0, 1) if once else (_WALL_WARM_UPS, self.replays)
+        for number in range(warm_ups + calls):
             torch.cuda.synchronize()
             start = time.perf_counter()
             call(*arguments)
             torch.cuda.synchronize()
-            if number >= _WALL_WARM_UPS:
+            if number >= warm_ups:
                 seconds.append(time.perf_counter() - start)
             if len(seconds) >= _WALL_CALLS and sum(seconds) > _WALL_S:
                 break
@@ -278,10 +289,38 @@ class Measurement:
     problems: list[str]
 
 
-def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True, slow: bool = True) -> Measurement:
+@contextlib.contextmanager
+def limited(seconds: float | None) -> Iterator[None]:
+    """Raise TimeoutError in what runs for longer, in the main thread; None: there is no limit."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done in {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    # Again and again: a compiler may take an exception for its own.
+    signal.setitimer(signal.ITIMER_REAL, seconds, _INSIST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure(
+    case: Case,
+    timer: Timer,
+    ceilings: Ceilings,
+    baselines: bool = True,
+    slow: bool = True,
+    until: float | None = None,
+) -> Measurement:
     """Time a case and those of its baselines that are installed, if `baselines`; the slow ones only if `slow`.
 
-    A baseline's failure is a problem in the measurement; the op's own is raised.
+    A baseline's failure is a problem in the measurement, and so is one that has not ended when `time.monotonic` is
+    `until`; the op's own failure is raised.
     """
     sets = [inputs(case, 0, timer.device)] if case.eager else input_sets(case, timer.l2_bytes, timer.device)
     problems = []
@@ -294,14 +333,21 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings, baselines: bool = True
         "baselines": {},
         "host_us": round(timer.host_us(case.call, sets[0]), 3) if case.host else None,
     }
+    if case.parts is not None and torch.device(timer.device).type == "cuda" and torch.cuda.is_available():
+        row["parts"] = {name: round(us, 1) for name, us in case.parts(*sets[0]).items()}
     for name, baseline in _wanted({**case.baselines, **case.peers}, baselines, slow):
+        left = [x for x in (baseline.limit_s, None if until is None else until - time.monotonic()) if x is not None]
+        if left and min(left) <= 0:
+            problems.append(f"{case}: {name} was not timed, since the run's time was over")
+            continue
         try:
-            function = baseline.load()
-            if not agrees(case, baseline, function, timer.device):
-                problems.append(f"{case}: {name} disagrees with the op, so it was not timed")
-                continue
-            us = _wall_us if case.eager or baseline.eager else _gpu_us
-            row["baselines"][name] = round(us(baseline, function, timer, sets), 3)
+            with limited(min(left, default=None)):
+                function = baseline.load()
+                if not agrees(case, baseline, function, timer.device):
+                    problems.append(f"{case}: {name} disagrees with the op, so it was not timed")
+                    continue
+                us = _wall_us if case.eager or baseline.eager else _gpu_us
+                row["baselines"][name] = round(us(baseline, function, timer, sets), 3)
         except ImportError:
             continue
         except Exception as error:
@@ -322,7 +368,8 @@ def agrees(case: Case, baseline: Baseline, function: Callable[..., Any], device:
 
 
 def _wall_us(baseline: Baseline, function: Callable[..., Any], timer: Timer, sets: Sequence[tuple[Any, ...]]) -> float:
-    return timer.wall_us(function(*sets[0]), ()) if baseline.prepared else timer.wall_us(function, sets[0])
+    call, arguments = (function(*sets[0]), ()) if baseline.prepared else (function, sets[0])
+    return timer.wall_us(call, arguments, baseline.once)
 
 
 def _gpu_us(baseline: Baseline, function: Callable[..., Any], timer: Timer, sets: Sequence[tuple[Any, ...]]) -> float:

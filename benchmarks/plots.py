@@ -13,7 +13,6 @@ from benchmarks.report import (
     Document,
     Row,
     Section,
-    Standing,
     figure,
     file_name,
     peers_of,
@@ -34,7 +33,7 @@ _LEFT_OVER = [(color, marker) for marker in "Ph*X8" for color in ("C0", "C1", "C
 #: A section is drawn as lines from so many sizes on; its cases are dots otherwise.
 _LINE = 3
 _COLUMNS = 2
-_DPI = 80
+_DPI = 96
 #: The sources' version of matplotlib is left out, so that a file changes only with the figures.
 _SAVE: dict[str, Any] = {"dpi": _DPI, "metadata": {"Software": None}}
 
@@ -62,21 +61,21 @@ def draw(shown: Sequence[Section], path: Path) -> bool:
     labels = [_label(row, common | usual) for row in cases]
     lengths = [0.6 + 0.7 * label.count("\n") for label in labels]
     heights = [3.2] * rows + ([0.9 + 0.4 * sum(lengths)] if cases else [])
-    canvas = Figure(figsize=(10.5, 0.9 + sum(heights)), layout="constrained")
+    canvas = Figure(figsize=(9, 0.9 + sum(heights)), layout="constrained")
     top = canvas.subfigures(1, 2, width_ratios=(8, 2.3))
     grid = top[0].add_gridspec(len(heights), columns, height_ratios=heights)
     handles: dict[str, Any] = {}
     for i, section in enumerate(lines):
         panel = top[0].add_subplot(grid[i // columns, i % columns])
         _draw_lines(panel, section, looks, handles)
-        panel.set_title("\n".join(textwrap.wrap(_words(section.fixed, common), 48)), fontsize=9)
+        panel.set_title("\n".join(textwrap.wrap(_words(section.fixed, common), 34)), fontsize=9)
     if cases:
         _draw_cases(top[0].add_subplot(grid[rows, :]), cases, labels, looks, handles)
     words = _words(common, {})
     if cases and usual.keys() - common.keys():
         of = "other cases" if lines else "all cases"
         words += f"{'; ' if words else ''}{of} with {_words(usual, common)}, unless said"
-    words = "\n".join(textwrap.wrap(words, 90))
+    words = "\n".join(textwrap.wrap(words, 72))
     top[0].suptitle(f"{every[0]['op']}\n{words}" if words else every[0]["op"], fontsize=11)
     order = ["cukern", *(name for name in looks if name in handles), "floor"]
     top[1].legend([handles[n] for n in order], order, loc="center left", frameon=False, fontsize=9)
@@ -88,39 +87,85 @@ def draw_all(content: Document, folder: Path) -> list[Path]:
     """Draw what a results file or a run holds into a folder: each function, and all beside the other libraries."""
     stem = Path(file_name(content["gpu"])).stem
     written = []
-    if draw_standings(content["gpu"], standings(content["rows"]), folder / f"{stem}.png"):
+    if draw_standings(content["gpu"], content["rows"], folder / f"{stem}.png"):
         written.append(folder / f"{stem}.png")
     for op in content["ops"]:
         path = folder / plot_name(content, op)
         if draw(sections(row for row in content["rows"] if row["op"] == op), path):
             written.append(path)
+        path = folder / plot_name(content, f"{op}-parts")
+        if draw_parts([row for row in content["rows"] if row["op"] == op], path):
+            written.append(path)
     return written
 
 
-def draw_standings(gpu: str, found: Sequence[Standing], path: Path) -> bool:
-    """Draw each family beside the fastest other library in each case; False where there is no other library."""
+def draw_parts(rows: Sequence[Row], path: Path) -> bool:
+    """Draw the share that each part has of a call, and where its floor is; False where no row has parts."""
     from matplotlib.figure import Figure
 
+    shown = [row for row in rows if row.get("parts")]
+    if not shown:
+        return False
+    totals: Counter[str] = Counter()
+    for row in shown:
+        for name, us in row["parts"].items():
+            totals[name] += us / row["us"]
+    canvas = Figure(figsize=(10.5, 1.8 + 0.75 * len(shown)), layout="constrained")
+    panel = canvas.subplots()
+    for y, row in enumerate(shown):
+        left = 0.0
+        for i, name in enumerate(name for name, _ in totals.most_common()):
+            share = 100 * row["parts"].get(name, 0.0) / row["us"]
+            panel.barh(y, share, left=left, height=0.6, color=f"C{i % 10}", label=name if y == 0 else None)
+            if share >= 4:
+                panel.text(left + share / 2, y, f"{share:.0f}", ha="center", va="center", fontsize=8.5, color="white")
+            left += share
+        panel.plot([100 * row["floor_us"] / row["us"]] * 2, [y - 0.38, y + 0.38], color="black", linewidth=2)
+    labels = [f"{_words(dict(row['case']), {})}\n{figure(row['us'])} µs" for row in shown]
+    panel.set_yticks(range(len(shown)), ["\n".join(textwrap.wrap(x, 44)) for x in labels], fontsize=8.5)
+    panel.set(ylim=(len(shown) - 0.5, -0.6), xlim=(0, None))
+    panel.set_xlabel("% of the time; the black line is the floor")
+    panel.set_title(f"{shown[0]['op']}: the parts of a call", fontsize=11)
+    canvas.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    canvas.savefig(path, **_SAVE)
+    return True
+
+
+def draw_standings(gpu: str, rows: Sequence[Row], path: Path) -> bool:
+    """Draw each family beside the fastest other library in each case; False where there is no other library.
+
+    A family that no other library has is drawn beside the fastest composition of torch's functions, in another color.
+    """
+    from matplotlib.figure import Figure
+
+    found = standings(rows)
     if not found:
         return False
     families: dict[str, list[float]] = {}
     for standing in found:
         families.setdefault(_family(standing.op), []).extend(standing.ratios)
-    canvas = Figure(figsize=(9, 1.4 + 0.27 * len(families)), layout="constrained")
+    alone: dict[str, list[float]] = {}
+    for row in rows:
+        if row["baselines"] and (family := _family(row["op"])) not in families:
+            alone.setdefault(family, []).append(min(row["baselines"].values()) / row["us"])
+    canvas = Figure(figsize=(8, 1.4 + 0.25 * len(families | alone)), layout="constrained")
     panel = canvas.subplots()
     panel.axvspan(1e-3, 1, color="0.95", zorder=0)
     panel.axvline(1, color="0.3", linewidth=1)
-    for y, ratios in enumerate(families.values()):
-        panel.plot(ratios, [y] * len(ratios), "o", color=_OURS, alpha=0.3, markersize=5.5, mew=0)
+    shown = families | alone
+    for y, (family, ratios) in enumerate(shown.items()):
+        color = "0.45" if family in alone else _OURS
+        panel.plot(ratios, [y] * len(ratios), "o", color=color, alpha=0.3, markersize=6, mew=0)
         panel.plot([statistics.median(ratios)], [y], "|", color="black", markersize=14, mew=2)
-    low, high = (pick(r for s in found for r in s.ratios) for pick in (min, max))
-    panel.set(xscale="log", xlim=(low / 1.1, high * 1.1), ylim=(len(families) - 0.4, -0.6))
-    panel.set_yticks(range(len(families)), [*families], fontsize=9.5)
-    ticks = [x for x in (0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100) if low / 1.1 <= x <= high * 1.1]
+    low, high = (pick(ratio for of in shown.values() for ratio in of) for pick in (min, max))
+    panel.set(xscale="log", xlim=(low / 1.1, high * 1.1), ylim=(len(shown) - 0.4, -0.6))
+    panel.set_yticks(range(len(shown)), [*shown], fontsize=10)
+    ticks = [x for x in (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low / 1.1 <= x <= high * 1.1]
     _fix(panel.xaxis, ticks, lambda x, _: f"{x:g}×")
     panel.grid(axis="x", alpha=0.3)
     panel.set_title(f"Time of the fastest other library / time of cukern, {gpu}", fontsize=11)
-    panel.set_xlabel("right of 1: cukern is faster; a dot is a case, a bar the median of the family")
+    words = "right of 1: cukern is faster; a dot is a case, a bar the median of the family"
+    panel.set_xlabel(words + ("; gray: beside torch alone" if alone else ""))
     canvas.savefig(path, **_SAVE)
     return True
 
@@ -167,11 +212,12 @@ def _usual(rows: Sequence[Row]) -> dict[str, Any]:
 def _label(row: Row, left_out: dict[str, Any]) -> str:
     """The sizes of a case that are not the usual ones, and cukern's time."""
     sizes = {name: value for name, value in row["case"].items() if left_out.get(name) != value}
-    return "\n".join(textwrap.wrap(f"{_words(sizes, {})}: {figure(row['us'])} µs".removeprefix(": "), 56))
+    return "\n".join(textwrap.wrap(f"{_words(sizes, {})}: {figure(row['us'])} µs".removeprefix(": "), 44))
 
 
 def _words(sizes: dict[str, Any], common: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in sizes.items() if name not in common)
+    # A name and its value stay on one line.
+    return ", ".join(f"{name}\u00a0{value}" for name, value in sizes.items() if name not in common)
 
 
 def _draw_lines(panel: Any, section: Section, looks: dict[str, tuple[str, str]], handles: dict[str, Any]) -> None:
@@ -213,7 +259,7 @@ def _draw_cases(
             style = {"color": color, "marker": marker, "markersize": 6, "linestyle": "none", "zorder": 4}
             handles.setdefault(name, panel.plot(*zip(*of, strict=True), **style)[0])
     panel.set(xscale="log", xlabel="time / floor", ylim=(len(cases) - 0.4, -0.6))
-    panel.set_yticks(y, labels, fontsize=8)
+    panel.set_yticks(y, labels, fontsize=9)
     _round(panel.xaxis, panel.get_xlim())
     panel.grid(alpha=0.3)
 

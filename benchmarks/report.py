@@ -8,6 +8,8 @@ describes the latest run; `ops` says the same of the run in which each op was me
      "ops": {op: {"driver", "cuda", "versions", "digest", "date", "ceilings"}},
      "rows": [{"op", "case", "variant", "us", "floor_us", "baselines": {name: us}, "host_us"}]}
 
+and a row may have "parts": {name: us}, the GPU time of the parts of a call.
+
 `op` is the public function, `case` an object of named sizes, `host_us` null where it was not measured. Ceilings are
 `kernel_us` (an empty kernel), `copy_tb_s` and `matmul_tflop_s` (null where no op asked for it); of several GPUs also
 `peer_tb_s` (stores into a peer's memory, each way, both at once) and `exchange_us` (a minimal exchange).
@@ -162,7 +164,7 @@ def load(path: Path) -> Document:
     if not isinstance(content, dict) or not {"gpu", *_RUN, "ops", "rows"} <= content.keys():
         raise ValueError(f"{path} has not the fields of a results file")
     for row in content["rows"]:
-        if set(row) != set(_ROW) or row["op"] not in content["ops"]:
+        if set(row) - {"parts"} != set(_ROW) or row["op"] not in content["ops"]:
             raise ValueError(f"{path} has a row that is not in the format: {row}")
     return content
 
@@ -438,6 +440,9 @@ def of_op(content: Document, op: str, pictures: str, folder: Path | None = None)
     plot = plot_name(content, op)
     if ((folder or RESULTS) / plot).is_file():
         text.append(f"![{op}: times, floor and others]({pictures}/{plot})\n")
+    parts = plot_name(content, f"{op}-parts")
+    if ((folder or RESULTS) / parts).is_file():
+        text.append(f"![{op}: the parts of a call beside its floor]({pictures}/{parts})\n")
     for section in sections(rows):
         text.append(f"{section.title}\n\n{markdown(*section.table())}\n")
     return text

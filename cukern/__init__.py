@@ -85,7 +85,7 @@ from cukern.ops.quantization import (
     scaled_int8_quant,
     silu_and_mul_quant,
 )
-from cukern.ops.rotary_embedding import rotary_embedding
+from cukern.ops.rotary_embedding import fused_qk_norm_rope_and_cache, rotary_embedding
 from cukern.ops.sampling import (
     chain_speculative_sampling,
     min_p_sampling_from_probs,
@@ -145,6 +145,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_quant",
     "fused_experts",
+    "fused_qk_norm_rope_and_cache",
     "gather_cache",
     "gather_tree",
     "gelu_and_mul",

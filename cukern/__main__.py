@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import cukern
 from cukern.commands import UserError
+from cukern.runtime import progress
 
 # Modules and summaries. A module has `add_arguments(parser)` and `run(args) -> int`; only its own command imports it.
 COMMANDS = {
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((a for a in arguments if not a.startswith("-")), None)
     try:
         args = _parser(command).parse_args(arguments)
-        return args.run(args)
+        with progress.in_command(f"cukern {command}"):
+            return args.run(args)
     except UserError as error:
         name = f"cukern {command}" if command in COMMANDS else "cukern"
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)

@@ -19,22 +19,26 @@ import inspect
 from sphinx.cmd.build import main as sphinx
 
 import cukern
+import cukern.fused_moe
+import cukern.models
 from docs import links, pages
-from docs.docstrings import undocumented
+from docs.docstrings import undocumented, undocumented_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "docs"
 
 
 def problems_of_docstrings() -> list[str]:
-    """The arguments of public functions that are not documented."""
-    functions = {name: getattr(cukern, name) for name in cukern.__all__}
-    return [
-        f"cukern.{name} has an argument {argument}, of which its docstring says nothing"
-        for name, function in functions.items()
-        if inspect.isfunction(function)
-        for argument in undocumented(function)
-    ]
+    """The arguments of public functions, and of the methods of public classes, that are not documented."""
+    found = []
+    for module in (cukern, cukern.models, cukern.fused_moe):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            of = undocumented_methods(thing) if inspect.isclass(thing) else {}
+            if inspect.isfunction(thing):
+                of = {"": undocumented(thing)}
+            found += [(f"{module.__name__}.{name}{method}", x) for method, names in of.items() for x in names]
+    return [f"{name} has an argument {x}, of which its docstring says nothing" for name, x in found]
 
 
 def problems_of_tests(sources: Path) -> list[str]:
@@ -51,7 +55,8 @@ def problems_of_tests(sources: Path) -> list[str]:
 def main() -> int:
     """Build; 1 if anything is wrong."""
     sources, html = BUILD / "source", BUILD / "html"
-    shutil.rmtree(sources, ignore_errors=True)
+    # A page that did not change would keep the links of its navigation to what other pages had before.
+    shutil.rmtree(BUILD, ignore_errors=True)
     pages.write(sources)
     problems = problems_of_docstrings() + problems_of_tests(sources)
     quiet = ["-q"] if not sys.stdout.isatty() else []

@@ -19,6 +19,9 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_desi
 html_theme = "furo"
 html_title = f"cukern {release}"
 html_show_sourcelink = False
+html_use_index = False  # the search and the pages by family find every name
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 nb_execution_mode = "off"  # the outputs are those that were kept, of an H200
 # Some notebooks print as much as a page of text in one cell.

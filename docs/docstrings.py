@@ -136,7 +136,7 @@ def _said(function: Callable[..., Any]) -> tuple[set[str], set[str]]:
     arguments = {
         name
         for section, held in _blocks(text.splitlines())
-        if section == "Args"
+        if section in ("Args", "Attributes")
         for names, _ in entries(held)
         for name in names
     }
@@ -158,3 +158,29 @@ def undocumented(function: Callable[..., Any]) -> list[str]:
         known |= arguments
         waiting += [getattr(cukern, name) for name in others]
     return [name for name in inspect.signature(function).parameters if name not in known]
+
+
+def _methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """The methods that a class of cukern itself defines."""
+    own = {name: getattr(member, "__func__", member) for name, member in vars(cls).items()}
+    return {name: x for name, x in own.items() if inspect.isfunction(x) and x.__module__ == cls.__module__}
+
+
+def undocumented_methods(cls: type) -> dict[str, list[str]]:
+    """The arguments of a class's public methods of which nothing is said, by method.
+
+    What the class or a base class says, or another method of these, is said.
+    """
+    known = {"self", "cls"}
+    for base in cls.__mro__:
+        if base.__module__.startswith("cukern"):
+            known = known.union(*(_said(thing)[0] for thing in (base, *_methods(base).values())))
+    found = {}
+    for name, method in _methods(cls).items():
+        if name.startswith("_") and name not in ("__init__", "__call__"):
+            continue
+        lacking = [x for x in undocumented(method) if x not in known]
+        # One argument alone, which the sentence on the method is about, needs no entry.
+        if len(lacking) > 1:
+            found[f".{name}"] = lacking
+    return found

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 from PIL import Image
 
 import cukern
@@ -54,7 +55,8 @@ def write(folder: Path) -> None:
     _write_index(folder / "families")
     with (folder / "differences.md").open("a", encoding="utf-8") as page:
         page.write(_counterparts())
-    (folder / "support.md").write_text(support.page(), encoding="utf-8")
+    of_families = {stem: _title(DOCS / "families" / f"{stem}.md") for stem in FAMILIES}
+    (folder / "support.md").write_text(support.page(of_families), encoding="utf-8")
     (folder / "cli.md").write_text(_commands(), encoding="utf-8")
 
 
@@ -202,14 +204,28 @@ def _thumbnail(notebook: Any, folder: Path, stem: str) -> str:
         for output in cell.get("outputs", []):
             if encoded := output.get("data", {}).get("image/png"):
                 picture = Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGB")
-                # Of a wide picture the left part: all of it would be too small to be seen.
-                picture = picture.crop((0, 0, min(picture.width, int(1.9 * picture.height)), picture.height))
+                picture = picture.crop((0, 0, _end_of_panel(picture), picture.height))
                 picture.thumbnail(_THUMBNAIL)
                 whole = Image.new("RGB", _THUMBNAIL, "white")
                 whole.paste(picture, tuple((a - b) // 2 for a, b in zip(_THUMBNAIL, picture.size, strict=True)))
                 whole.save(folder / "thumbnails" / f"{stem}.png")
                 return f"thumbnails/{stem}.png"
     return ""
+
+
+def _end_of_panel(picture: Image.Image) -> int:
+    """Where the left part of a wide picture ends: all of it would be too small to be seen.
+
+    At the widest gap between panels, if there is one that is white from top to bottom.
+    """
+    most = int(1.9 * picture.height)
+    if picture.width <= most:
+        return picture.width
+    white = (np.asarray(picture).min((0, 2)) > 250).astype(np.int8)
+    first = picture.height
+    edges = np.flatnonzero(np.diff(white[first:most], prepend=0, append=0)) + first
+    gaps = [(end - begin, begin) for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)]
+    return max(gaps)[1] if gaps else most
 
 
 # --- benchmarks -----------------------------------------------------------------------------------------
@@ -248,6 +264,15 @@ def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str
                 text += report.of_op(content, op, f"../{report.RESULTS.name}")
         (folder / f"{stem}.md").write_text("\n".join(text), encoding="utf-8")
     introduction = report.introduction(contents, f"../{report.RESULTS.name}").replace("# Results", "# Benchmarks", 1)
+    # Each function's name leads to all that was measured of it.
+    introduction = re.sub(
+        r"^\| (\w+) \|",
+        lambda found: (
+            f"| [{found[1]}]({family_of(found[1])}.md#{found[1].lower()}) |" if family_of(found[1]) else found[0]
+        ),
+        introduction,
+        flags=re.M,
+    )
     text = [introduction, "## By family", ""]
     text += [f"- [{title}]({stem}.md)" for stem, title in measured.items()]
     (folder / "index.md").write_text("\n".join([*text, "", _toctree(list(measured))]), encoding="utf-8")

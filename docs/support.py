@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import cukern
+from tests import gpu_record
 from tests.calls import CALLS, NO_OPS, WITH_STATE, Call
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,43 +23,54 @@ RECORD = ROOT / "tests" / "gpu_record.json"
 ARCHS = ("80", "90a", "100a", "120a")
 _GPUS = {"NVIDIA H200": "90a", "NVIDIA H100 80GB HBM3": "90a", "NVIDIA A100-SXM4-80GB": "80"}
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_PROVED, _PROVED_BEFORE, _COMPILED, _NO = "●", "◐", "○", "–"
 
 _INTRODUCTION = """\
 # What is supported where
 
-Three things are said of each function: a **twin** in NumPy defines it, and runs for NumPy arrays and CPU tensors on any
-machine; **compiled** is an architecture for which the tests compile its kernels, without register spills in the
-specialized ones, and for which its plan takes the small call of `tests/calls.py`; **proved** is one on whose GPU its
-tests have passed, under `compute-sanitizer` too. This page is made from the plans and from `tests/gpu_record.json`.
+Each function has a twin in NumPy, which defines it and runs for NumPy arrays and CPU tensors on any machine, whatever
+the dtype and the strides. On a GPU:
+
+- ● proved: on a GPU of the architecture its tests have passed, under `compute-sanitizer` too
+- ◐ proved on earlier sources: since then a file that the proof covers has changed
+- ○ compiled only: the tests compile its kernels, the specialized ones without spills, and its plan takes the call
+- – refused, with a message that says why; in the column of dtypes: there is none
+
+This page is made from the plans of the calls in `tests/calls.py` and from `tests/gpu_record.json`.
 
 """
 
 
-def page() -> str:
-    """The page, in Markdown."""
+def page(titles: dict[str, str]) -> str:
+    """The page, in Markdown; `titles` are those of the families, by stem, in the order of their pages."""
     record = json.loads(RECORD.read_text())
-    text = [_INTRODUCTION, "## Functions by architecture, dtype and layout\n", _NOTE]
-    names = sorted({call.name for call in CALLS.values()} | WITH_STATE)
-    heads = ["function", "twin", *(f"sm_{arch}" for arch in ARCHS), "dtypes", "strided rows"]
-    text.append(_table(heads, [_row(name, record) for name in names]))
+    fresh = {stem: not gpu_record.unproved(stem, of) for stem, of in record["stems"].items()}
+    text = [_INTRODUCTION, _NOTE]
+    by_stem: dict[str, list[str]] = {}
+    for name in sorted({call.name for call in CALLS.values()} | WITH_STATE):
+        by_stem.setdefault(_stem(name), []).append(name)
+    heads = ["function", "dtype", *(f"sm_{arch}" for arch in ARCHS), "strided rows"]
+    for stem, names in sorted(by_stem.items(), key=lambda item: [*titles].index(item[0])):
+        rows = [row for name in names for row in _rows(name, record["stems"].get(stem, {}), fresh.get(stem, False))]
+        text.append(f"\n## [{titles[stem]}](families/{stem}.md)\n\n{_table(heads, rows)}")
     text.append("\n## GPU record\n")
-    heads = ["family", "GPU", "passed", "failed", "skipped", "sanitizer", "date"]
+    heads = ["family", "GPU", "passed", "failed", "skipped", "sanitizer", "sources", "date"]
     lines = []
     for stem, of in record["stems"].items():
         found = of["sanitizer"]
         clean = "clean" if not any(found.values()) else ", ".join(f"{tool} {n}" for tool, n in found.items() if n)
         gpus = of["gpu"] if of["gpus"] == 1 else f"{of['gpus']} of {of['gpu']}"
-        lines.append([stem, gpus, *(str(of[x]) for x in ("passed", "failed", "skipped")), clean, of["date"][:10]])
+        counts = (str(of[x]) for x in ("passed", "failed", "skipped"))
+        lines.append([stem, gpus, *counts, clean, "these" if fresh[stem] else "earlier", of["date"][:10]])
     text.append(_table(heads, lines))
     return "\n".join(text) + "\n"
 
 
 _NOTE = """\
-The dtypes are those that the first floating-point array that is read may have, as far as one call of the tests shows:
-FP8, int8 and 4-bit arguments are in the functions' own pages. So are the other arrays that may be strided: the column
-is of that first array. `swap_blocks` launches no kernel, and the exchange between GPUs has states of its own beside
-arrays, so that its dtypes are not tried. The caches of `paged_attention` have a layout for each dtype; it takes float16
-and bfloat16 too.
+The dtype is that of the first floating-point array that is read; FP8, int8 and 4-bit arguments are in the functions'
+own pages, and so are the other arrays that may be strided: the last column is of that first array. Functions without
+such an array are of integers, of quantized numbers or of states. `swap_blocks` launches no kernel. The caches of
+`paged_attention` have a layout for each dtype; it takes float16 and bfloat16 too.
 """
 
 
@@ -72,21 +84,29 @@ def _stem(name: str) -> str:
     return parts[2] if parts[1] == "ops" else parts[1]
 
 
-def _row(name: str, record: dict[str, Any]) -> list[str]:
+def _rows(name: str, proved: dict[str, Any], is_fresh: bool) -> list[list[str]]:
+    """The rows of a function: one for all dtypes that fare alike, by architecture."""
     calls = [call for call in CALLS.values() if call.name == name and name not in NO_OPS]
-    proved = record["stems"].get(_stem(name), {})
     passed = bool(proved) and not proved["failed"] and not any(proved["sanitizer"].values())
-    cells = [f"{{py:func}}`~cukern.{name}`", "yes"]
-    for arch in ARCHS:
+
+    def mark(arch: str, can: bool) -> str:
+        if not can:
+            return _NO
         if passed and _GPUS.get(proved["gpu"]) == arch:
-            cells.append("**proved**")
-        elif not calls or any(_can(call, arch) for call in calls):
-            cells.append("compiled")
-        else:
-            cells.append("-")
-    dtypes = [text for dtype, text in _DTYPES.items() if any(_takes(call, dtype) for call in calls)]
+            return _PROVED if is_fresh else _PROVED_BEFORE
+        return _COMPILED
+
+    found: dict[tuple[str, ...], list[str]] = {}
+    for dtype, text in _DTYPES.items():
+        marks = tuple(mark(arch, any(_takes(call, dtype, arch) for call in calls)) for arch in ARCHS)
+        found.setdefault(marks, []).append(text)
+    found.pop((_NO,) * len(ARCHS), None)
+    if not found:
+        own = tuple(mark(arch, not calls or any(_can(call, arch) for call in calls)) for arch in ARCHS)
+        found = {own: []}
     strided = any(_is_strided(call) and _can(_strided(call)) for call in calls)
-    return [*cells, ", ".join(dtypes) or "-", "yes" if strided else "-"]
+    function = f"{{py:func}}`~cukern.{name}`"
+    return [[function, ", ".join(dtypes) or _NO, *marks, "yes" if strided else _NO] for marks, dtypes in found.items()]
 
 
 def _can(call: Call, arch: str = "90a") -> bool:
@@ -107,7 +127,7 @@ def _floats(call: Call) -> list[torch.Tensor]:
     return [x for _, x in sorted(found, key=lambda one: one[0])]
 
 
-def _takes(call: Call, dtype: torch.dtype) -> bool:
+def _takes(call: Call, dtype: torch.dtype, arch: str) -> bool:
     """Whether the first floating-point array may have a dtype, with some or all of the others of it."""
     found = _floats(call)
     if not found:
@@ -117,7 +137,7 @@ def _takes(call: Call, dtype: torch.dtype) -> bool:
     for count in range(len(with_it), -1, -1):
         for chosen in itertools.combinations(with_it, count):
             cast = {id(x) for x in (first, *chosen)}
-            if _can(_mapped(call, lambda x, cast=cast: x.to(dtype) if id(x) in cast else x)):
+            if _can(_mapped(call, lambda x, cast=cast: x.to(dtype) if id(x) in cast else x), arch):
                 return True
     return False
 

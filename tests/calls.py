@@ -266,6 +266,21 @@ def _embedding_calls() -> list[Call]:
     ]
 
 
+def _fused_rotary_calls() -> list[Call]:
+    name = "fused_qk_norm_rope_and_cache"
+    slots = torch.tensor([7, 0, -1])
+    small = floats(3, 4, 32), floats(3, 2, 32, seed=1), floats(3, 2, 32, seed=2), floats(3, 16), floats(3, 16, seed=3)
+    caches = floats(2, 8, 2, 32, seed=4), floats(2, 8, 2, 32, seed=5)
+    large = [floats(3, heads, 128, seed=heads, dtype=BF16) for heads in (4, 2, 2)]
+    of_large = [floats(3, 128, seed=x, dtype=BF16) for x in (1, 2)]
+    pages = [floats(1, 16, 2, 128, seed=x, dtype=BF16) for x in (1, 2)]
+    weights = [floats(128, seed=x, dtype=BF16) for x in (1, 2)]
+    return [
+        Call(name, (*small, *caches, slots), {"layout": "deinterleaved"}),
+        Call(name, (*large, *of_large, *pages, slots, *weights, 1e-6), {"weight_offset": 1.0}),
+    ]
+
+
 def _rotary_calls() -> list[Call]:
     heads = floats(3, 4, 40, dtype=BF16), floats(3, 2, 32, seed=1, dtype=BF16)
     angles = floats(3, 3, 24, seed=2), floats(3, 3, 24, seed=3)
@@ -277,6 +292,7 @@ def _rotary_calls() -> list[Call]:
             (floats(3, 5, 2, 16), floats(3, 5, 2, 8), floats(3, 5, 4), floats(3, 5, 4)),
             {"layout": "interleaved", "rotary_dim": 8, "unsqueeze_dim": 2},
         ),
+        *_fused_rotary_calls(),
     ]
 
 

@@ -344,22 +344,36 @@ def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | Non
 
 def prove(names: Sequence[str]) -> int:
     """Test, sanitize and measure. The entry of each stem is written as soon as it is known."""
+    # Importing the package compiles its kernels, into the cache that `main` chooses.
+    from cukern.runtime.progress import in_command, progress
+
     described = machine()
     print(f"{gpu_count()} GPUs", flush=True)
     # Computed before the run, so that a change made during it leaves the proof stale.
     digests = {name: digest(*sources(name), root=ROOT) for name in names}
-    of_waiting = {name: run_tests(name, {}, "gpu and waits") for name in names if name in WAITING}
+    of_waiting: dict[str, dict[str, int]] = {}
+    runs = sum(1 + (name in WAITING) + (name != SHARED) for name in names)
+    with in_command("tests.gpu_record"), progress("tests and sanitizer", runs) as advance:
 
-    def prove_one(name: str, environment: dict[str, str]) -> None:
-        found = run_tests(name, environment, "gpu and not waits" if name in of_waiting else "gpu")
-        for outcome, count in of_waiting.get(name, {}).items():
-            found[outcome] += count
-        entry: Entry = {"digest": digests[name], **found, "sanitizer": {}}
-        if name != SHARED:
-            entry["sanitizer"] = run_sanitizer(name, environment)
-        write_entry(name, entry, described)
+        def prove_one(name: str, environment: dict[str, str]) -> None:
+            advance(0, f"tests of {name}")
+            found = run_tests(name, environment, "gpu and not waits" if name in of_waiting else "gpu")
+            advance(1)
+            for outcome, count in of_waiting.get(name, {}).items():
+                found[outcome] += count
+            entry: Entry = {"digest": digests[name], **found, "sanitizer": {}}
+            if name != SHARED:
+                advance(0, f"{name} under the sanitizer")
+                entry["sanitizer"] = run_sanitizer(name, environment)
+                advance(1)
+            write_entry(name, entry, described)
 
-    spread(names, prove_one)
+        for name in names:
+            if name in WAITING:
+                advance(0, f"tests of {name} that wait for others")
+                of_waiting[name] = run_tests(name, {}, "gpu and waits")
+                advance(1)
+        spread(names, prove_one)
     status = check(names)
     measured = [name for name in names if name != SHARED]
     if measured:
@@ -370,17 +384,23 @@ def prove(names: Sequence[str]) -> int:
 
 def sanitize(names: Sequence[str]) -> int:
     """Run the sanitizer alone. The record takes the outcome if its tests were run on the same sources."""
+    from cukern.runtime.progress import in_command, progress
+
     described, outcomes = machine(), {}
 
     def sanitize_one(name: str, environment: dict[str, str]) -> None:
         of_sources = digest(*sources(name), root=ROOT)
+        advance(0, name)
         outcomes[name] = found = run_sanitizer(name, environment)
+        advance(1)
         entry = read_record()["stems"].get(name)
         if entry and entry["digest"] == of_sources:
             write_entry(name, {**entry, "sanitizer": found}, described)
         print(f"{name}: " + ", ".join(f"{tool} {'not finished' if n is None else n}" for tool, n in found.items()))
 
-    spread([name for name in names if name != SHARED], sanitize_one)
+    chosen = [name for name in names if name != SHARED]
+    with in_command("tests.gpu_record"), progress("sanitizer", len(chosen)) as advance:
+        spread(chosen, sanitize_one)
     return 0 if all(found[tool] == 0 for found in outcomes.values() for tool in TOOLS) else 1
 
 

@@ -6,13 +6,16 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -73,7 +76,7 @@ class Clock:
         call(*arguments)
         return 5.0
 
-    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...], once: bool = False) -> float:
         call(*arguments)
         return 70.0
 
@@ -216,6 +219,31 @@ def test_the_wall_clock_leaves_out_the_first_calls_and_ends_early(monkeypatch: p
 
     assert timer.wall_us(call, ()) == pytest.approx(0.25e6)
     assert [*taken] == [0.1]
+    taken = iter([9.0, 8.0, 7.0])
+    assert timer.wall_us(call, (), once=True) == pytest.approx(9e6)
+    assert [*taken] == [8.0, 7.0]
+
+
+def test_a_baseline_ends_at_its_limit_and_at_that_of_the_run() -> None:
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):  # as a compiler may
+                time.sleep(30)
+        time.sleep(30)
+        return x + x
+
+    baselines = {
+        "slow": Baseline(lambda: slow, eager=True, limit_s=0.05),
+        "quick": Baseline(lambda: lambda x: x + x, eager=True, limit_s=30.0),
+    }
+    with patch.object(harness, "_INSIST_S", 0.05):
+        measured = harness.measure(_case(baselines=baselines), Clock(), CEILINGS)
+    assert measured.row["baselines"] == {"quick": 70.0}
+    assert len(measured.problems) == 1 and "slow failed: TimeoutError: not done in 0 s" in measured.problems[0]
+    measured = harness.measure(_case(baselines=baselines), Clock(), CEILINGS, until=time.monotonic() - 1)
+    assert measured.row["us"] == 8.0 and measured.row["baselines"] == {}
+    assert ["the run's time was over" in line for line in measured.problems] == [True, True]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_baseline_may_be_absent_at_its_first_call_and_agree_in_its_own_way() -> None:
@@ -1283,6 +1311,7 @@ def _small_sampling() -> Iterator[Case]:
         dtype = "bfloat16" if op == "sample" else "float32"
         yield bench_sampling._case(op, 64, 500, dtype)
     yield bench_sampling._case("sampling_from_logits", 64, 500, seeded=False)
+    yield bench_sampling._greedy_case(64, 500, "bfloat16", "cluster")
 
 
 def _small_cases() -> Iterator[Case]:
@@ -1574,10 +1603,28 @@ def test_a_picture_has_a_panel_for_each_question() -> None:
         assert plots.draw(report.sections(rows), Path("none.png"))
     by_size, by_case = shown[0].get_axes()
     assert [tick.get_text() for tick in by_size.get_xticklabels()] == ["1", "64", "64k"]
-    assert by_size.get_title() == "experts 256, dtype float32" and by_size.get_xlabel() == "tokens"
-    assert [tick.get_text() for tick in by_case.get_yticklabels()] == ["experts 8: 2.00 µs", "experts 16: 2.00 µs"]
+    title, *labels = (
+        text.replace("\u00a0", " ")
+        for text in (by_size.get_title(), *(tick.get_text() for tick in by_case.get_yticklabels()))
+    )
+    assert title == "experts 256, dtype float32" and by_size.get_xlabel() == "tokens"
+    assert labels == ["experts 8: 2.00 µs", "experts 16: 2.00 µs"]
     (legend,) = [legend for part in shown[0].subfigs for legend in part.legends]
     assert [text.get_text() for text in legend.get_texts()] == ["cukern", "vLLM", "floor"]
+
+
+def test_families_without_another_library_are_drawn_beside_torch() -> None:
+    rows = [_row("rms_norm", 8, 2.0, baselines={"vLLM": 3.0, "torch": 9.0}), _row("rms_norm", 9, 2.0)]
+    rows += [_row("gather_tree", 8, 2.0, baselines={"torch": 8.0, "torch.compile": 4.0})]
+    shown: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: shown.append(figure))
+        assert plots.draw_standings("H200", rows, Path("none.png"))
+        assert not plots.draw_standings("H200", rows[1:], Path("none.png"))
+    (panel,) = shown[0].get_axes()
+    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["norm", "beam_search"]
+    dots = [line.get_xdata().tolist() for line in panel.get_lines() if line.get_marker() == "o"]
+    assert dots == [[1.5], [2.0]] and "gray: beside torch alone" in panel.get_xlabel()
 
 
 def test_rows_are_put_together_along_the_size_that_varies_most() -> None:
@@ -1689,6 +1736,23 @@ def test_bench_measures_the_ops_asked_for_and_keeps_the_results(
     assert "grouped_topk has no case" in _refusal(capsys, "grouped_topk")
 
 
+def test_bench_measures_the_cases_asked_for_and_ends_in_time(
+    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cases = [_case(op="topk_softmax", case={"tokens": n, "dtype": "float32"}) for n in (1, 2, 30)]
+    cases.append(_case(op="topk_softmax", baselines={"other": Baseline(lambda: lambda x: x + x)}))
+    monkeypatch.setattr(bench_moe_gate, "cases", lambda: cases)
+    out = str(tmp_path / "run.json")
+    given = ["bench", "moe_gate", "--case", "tokens=2 ", "--case", "tokens=30", "--json", out]
+    assert main(given) == 0
+    assert [row["case"]["tokens"] for row in report.load(tmp_path / "run.json")["rows"]] == [2, 30]
+    assert main(["bench", "moe_gate", "--case", "tokens=16", "--seconds", "0", "--json", out]) == 0
+    assert "other was not timed, since the run's time was over" in capsys.readouterr().err
+    assert report.load(tmp_path / "run.json")["rows"][0]["baselines"] == {}
+    assert "no case has 'tokens=77' in its line" in _refusal(capsys, "moe_gate", "--case", "tokens=77")
+    assert "--results keeps all cases" in _refusal(capsys, "moe_gate", "--case", "tokens=2", "--results")
+
+
 def test_bench_draws_the_figures_of_a_run(
     pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -1745,3 +1809,27 @@ def test_bench_keeps_the_results_of_one_gpu_and_of_several_apart(
     assert [row["op"] for row in one["rows"]] == ["topk_softmax"]
     assert [row["op"] for row in both["rows"]] == ["all_to_all_dispatch"]
     assert one == report.load(tmp_path / "run.json") and both == report.load(tmp_path / "run-several.json")
+
+
+def test_the_parts_of_a_call_are_drawn(tmp_path: Path) -> None:
+    rows = [
+        {
+            **_row("generate", batch, 100.0, "graph"),
+            "parts": {"experts": 50.0, "attention": 30.0, "other": 20.0 / batch},
+        }
+        for batch in (1, 16)
+    ]
+    assert plots.draw_parts(rows, tmp_path / "parts.png") and (tmp_path / "parts.png").stat().st_size > 5000
+    assert not plots.draw_parts([_row("generate", 1, 100.0, "graph")], tmp_path / "none.png")
+
+
+def test_the_parts_of_a_step_are_known_by_their_kernels() -> None:
+    from benchmarks.bench_transformers import part_of
+
+    kernels = {
+        "void attend<__nv_bfloat16>": "attention", "void gemm_stream<__nv_bfloat16, 0>": "experts",
+        "void gemm_stream_one<__nv_bfloat16, 1>": "dense products", "nvjet_sm90_tst_64x8": "dense products",
+        "void unpermute_rows<__nv_bfloat16>": "experts", "void gate_by_warp<float>": "gates",
+        "void at::native::vectorized_elementwise_kernel": "other", "void norm_rotate_store<float>": "heads and cache",
+    }  # fmt: skip
+    assert {name: part_of(name) for name in kernels} == kernels

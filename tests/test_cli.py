@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,13 @@ import cukern.commands
 import cukern.runtime.compile as compiler
 from cukern import compat
 from cukern.__main__ import COMMANDS, main
+from cukern.commands import compile as compile_command
 from cukern.commands import demo, demo_encoder, doctor
 from cukern.commands.profile_moe import HostTrace
 from cukern.reference import norm as reference
 from cukern.runtime import arrays, kernel
 from cukern.runtime.op import OPS
+from cukern.runtime.progress import in_command, progress
 
 ROOT = Path(__file__).resolve().parents[1]
 HOPPER = doctor.Gpu("H200", (9, 0), 141 << 30)
@@ -424,6 +429,13 @@ def test_compile_takes_what_is_in_the_cache(filled_cache: tuple[Path, str]) -> N
     assert done.stdout.count(STEM) == 1
 
 
+def test_compile_knows_the_family_of_every_function() -> None:
+    for stem in kernel.KERNELS:
+        names = importlib.import_module(f"cukern.ops.{stem}").__all__
+        for name in {*names} & {*cukern.__all__} - {"AllToAllState", "AllToAllError", "swap_blocks"}:
+            assert compile_command._stems([name]) == [stem]
+
+
 def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path: Path) -> None:
     cache, _ = filled_cache
     count = len(list(kernel.instances(STEM)))
@@ -526,13 +538,36 @@ def test_doctor_fits_on_a_screen(filled_cache: tuple[Path, str]) -> None:
 
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with cukern.commands.progress("cukern bench", 20) as advance:
-        advance("first", 0)
-        for i in range(20):
-            advance(f"case {i}", 1)
-    lines = capsys.readouterr().err.splitlines()
+    def work(**shown: Any) -> list[str]:
+        with progress("measuring", 20, **shown) as advance:
+            advance(0)
+            for i in range(20):
+                advance(1, f"case {i}")
+        return capsys.readouterr().err.splitlines()
+
+    assert work() == []  # of no command
+    with in_command("cukern bench"):
+        lines = work()
+        assert work(shown=False) == []
     assert len(lines) == 11
-    assert lines[0] == "cukern bench: 0 of 20, 0 s: first" and lines[-1] == "cukern bench: 20 of 20, 0 s: case 19"
+    assert lines[0] == "cukern bench: 0 of 20, 0 s: measuring" and lines[-1] == "cukern bench: 20 of 20, 0 s: case 19"
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with in_command("cukern bench"), progress("measuring", 4) as advance, ThreadPoolExecutor(2) as pool:
+        for i in range(4):
+            pool.submit(advance, 1, f"case {i}")
+    assert "cukern bench: case" in screen.getvalue() and "4/4" in screen.getvalue()
+
+
+def test_the_demo_tells_of_its_progress(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--tokens", "64"]) == 0
+    said = capsys.readouterr().err
+    assert "cukern demo: 2 of 2, " in said and "routing tokens" in said
+    assert "cukern demo: 3 of 3, " in said and "encoding texts" in said
 
 
 def test_doctor_fails_on_a_cache_that_cannot_be_used(tmp_path: Path) -> None:

@@ -267,6 +267,8 @@ def test_vllm_moe_sum_and_permutation() -> None:
     x, out = rand(5, 3, 16), torch.empty(5, 16)
     vllm.moe_sum(x, out)
     close(out, x.sum(1))
+    vllm.moe_sum(x[:, ::2], out)
+    close(out, x[:, ::2].sum(1))
     hidden, scale, ids = rand(5, 16), rand(5, 2, seed=1), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [3, 0]])
     here = torch.tensor([0, -1, 1, -1], dtype=torch.int32)
     rows, scales, offsets, inverse, permuted = moe_permute_unpermute.moe_permute(hidden, scale, ids, 4, 2, here)

@@ -484,6 +484,91 @@ def test_the_same_bits_every_time(key: str) -> None:
     assert different.item() == 0
 
 
+# --- rows of a batch ------------------------------------------------------------------------------------
+
+#: Calls, and functions with all their calls, of which no row stands for itself, with why. docs/batch_invariance.md says
+#: of these what their bits depend on. All others are of rows that know nothing of each other.
+OF_A_WHOLE_BATCH: dict[str, str] = {
+    **dict.fromkeys(("fused_experts", "moe_gemm", "moe_gemm_batched"), "the order of a sum goes by the number of rows"),
+    **dict.fromkeys(("masked_attention", "cross_attention"), "a row is cut by the number of rows"),
+    **dict.fromkeys(("paged_attention", "paged_attention_v1"), "tokens of all sequences are dealt out evenly"),
+    **dict.fromkeys(("flash_mla_with_kvcache", "get_mla_metadata"), "a plan is made of all lengths"),
+    **dict.fromkeys(
+        (
+            "moe_sort", "moe_sort_batched", "moe_align_block_size", "moe_permute", "permute_rows",
+            "build_sequence_length_padding_offset", "remove_sequence_length_padding", "transpose_remove_padding",
+            "rebuild_sequence_length_padding", "add_qkv_bias_rebuild_padding", "varlen_attention",
+        ),
+        "places are of the whole batch",
+    ),
+    **dict.fromkeys(
+        ("reshape_and_cache", "reshape_and_cache_flash", "concat_and_cache_mla", "gather_cache", "copy_blocks"),
+        "slots and blocks are of one cache",
+    ),
+    **dict.fromkeys(
+        ("gather_tree", "update_kv_cache", "embedding_lookup", "embedding_lookup_sine_position_encoding"),
+        "the batch is not the first dimension",
+    ),
+    **dict.fromkeys(("prepare_weights", "restore_weights"), "weights have no batch"),
+    "topp_init": "the seeds are counted over the batch",
+    "moe_fused_gate all options": "padding is at the end of the batch",
+    "moe_fused_gate large": "padding is at the end of the batch",
+    "topk_softmax all options": "padding is at the end of the batch",
+    "topk_sigmoid all options": "padding is at the end of the batch",
+    "moe_fused_gate no tokens": "there are no rows",
+}  # fmt: skip
+_SHARED = "key_cache", "value_cache"  # arrays that all rows read, however many blocks they have
+_MOST_ROWS = 4096
+
+
+def calls_by_rows() -> list[str]:
+    """The calls of rows that know nothing of each other."""
+    return [key for key, call in ALL.items() if not any(f"{key} ".startswith(f"{x} ") for x in OF_A_WHOLE_BATCH)]
+
+
+def _of_rows(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """The call with each array changed whose first dimension is that of the first one, the batch."""
+    rows = call.arrays[0].shape[0]
+    return call.changed(lambda name, x: change(x) if name not in _SHARED and x.shape[:1] == (rows,) else x)
+
+
+def _check_rows(call: Call, times: int) -> None:
+    """Check that rows have the same bits in a batch of so many times as many, and the first and the last one alone."""
+    rows = call.arrays[0].shape[0]
+    times = max(2, min(times, _MOST_ROWS // rows))
+    want = call.outcome()
+    assert any(torch.is_tensor(x) and x.shape[:1] == (rows,) for x in want)
+
+    def check(changed: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for ours, theirs in zip(changed.outcome(), want, strict=True):
+            if torch.is_tensor(theirs):
+                expected = change(theirs) if theirs.shape[:1] == (rows,) else theirs
+                same_bits(*(x.contiguous().view(torch.uint8).cpu().numpy() for x in (ours, expected)))
+
+    repeat = lambda x: x.repeat(times, *[1] * (x.dim() - 1))  # noqa: E731
+    check(_of_rows(call, repeat), repeat)
+    if "indices" in call.given:
+        return  # which name rows of the batch
+    for row in {0, rows - 1}:
+        alone = lambda x, row=row: x[row : row + 1].clone()  # noqa: E731
+        check(_of_rows(call, alone), alone)
+
+
+@pytest.mark.parametrize("key", [key for key in calls_by_rows() if "variant" not in ALL[key].options])
+def test_a_row_of_the_twin_has_the_same_bits_in_any_batch(key: str) -> None:
+    _check_rows(ALL[key], 9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", _keys(calls_by_rows()))
+def test_a_row_has_the_same_bits_in_any_batch(key: str) -> None:
+    _check_rows(ALL[key].on("cuda"), 400)
+
+
+def test_what_is_left_out_of_the_rows_is_there() -> None:
+    assert all(any(f"{key} ".startswith(f"{x} ") for key in ALL) for x in OF_A_WHOLE_BATCH)
+
+
 # --- more than 2^31 elements ----------------------------------------------------------------------------
 
 ROWS, COLUMNS = 2**19 + 64, 4096
@@ -568,6 +653,7 @@ NOT_OF_MANY_ROWS = {
             "concat_and_cache_mla", "copy_blocks", "gather_cache", "flash_mla_with_kvcache", "moe_fused_gate",
             "moe_gemm", "remove_sequence_length_padding", "transpose_remove_padding",
             "rebuild_sequence_length_padding", "paged_attention", "sample", "rotary_embedding",
+            "fused_qk_norm_rope_and_cache",
         ),
         _IN_ITS_OWN,
     ),

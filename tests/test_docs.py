@@ -14,7 +14,7 @@ pytest.importorskip("sphinx")
 import cukern
 from docs import __main__ as build
 from docs import links, pages
-from docs.docstrings import entries, inline, signature, to_rst, undocumented
+from docs.docstrings import entries, inline, signature, to_rst, undocumented, undocumented_methods
 
 
 def test_every_public_argument_is_documented() -> None:
@@ -32,6 +32,30 @@ def test_an_argument_that_is_not_documented_is_found() -> None:
     assert undocumented(some) == ["y"]
     some.__doc__ = "As `cukern.silu_and_mul`, which has `x`; y and z are not said."
     assert undocumented(some) == ["y", "z"]
+
+
+def test_arguments_of_methods_that_are_not_documented_are_found() -> None:
+    class Base:
+        """Of a `size`."""
+
+        def one(self, size: int, x: int) -> None:
+            """Takes one, of which the sentence speaks."""
+
+        def two(self, x: int, y: int, size: int) -> None:
+            """Says nothing."""
+
+    class Derived(Base):
+        def two(self, x: int, y: int, size: int) -> None:
+            """Takes `x`."""
+
+    Base.__module__ = Derived.__module__ = "cukern.test"
+    for cls in (Base, Derived):
+        for method in (cls.one, cls.two):
+            method.__module__ = "cukern.test"
+    assert undocumented_methods(Base) == {".two": ["x", "y"]}
+    assert undocumented_methods(Derived) == {}
+    vars(Derived)["two"].__doc__ = "Says nothing."
+    assert undocumented_methods(Derived) == {".two": ["x", "y"]}
 
 
 def test_a_docstring_becomes_markup() -> None:
@@ -82,3 +106,20 @@ def test_the_examples_of_a_page_run(page: str) -> None:
 def test_each_family_has_a_page() -> None:
     assert {path.stem for path in (pages.DOCS / "families").glob("*.md")} == set(pages.FAMILIES)
     assert {name for name in cukern.__all__ if pages.family_of(name)} >= {*cukern.__all__} - {*pages.TOOLS}
+
+
+def test_every_function_is_on_the_page_of_batch_invariance() -> None:
+    text = (pages.DOCS / "batch_invariance.md").read_text(encoding="utf-8")
+    functions = {name for name in cukern.__all__ if inspect.isfunction(getattr(cukern, name))}
+    assert functions - {*pages.TOOLS} - {*re.findall(r"`(\w+)`", text)} == set()
+
+
+def test_rows_that_stand_for_themselves_are_those_that_are_tested() -> None:
+    pytest.importorskip("torch")
+    from tests.test_contract import ALL, OF_A_WHOLE_BATCH, calls_by_rows
+
+    text = (pages.DOCS / "batch_invariance.md").read_text(encoding="utf-8")
+    section = text.split("## On the row alone\n")[1].split("\nHeld by")[0]
+    named = {name for name in re.findall(r"`(\w+)`", section) if hasattr(cukern, name)}
+    tested = {ALL[key].name for key in calls_by_rows()} - {"scaled_fp8_quant", "scaled_int8_quant"}
+    assert named == tested and not named & OF_A_WHOLE_BATCH.keys()

@@ -41,6 +41,7 @@ BATCH = {
     "fused_add_rms_norm": "input residual",
     "fused_add_rms_norm_quant": "input residual",
     "fused_experts": "hidden_states topk_weights topk_ids",
+    "fused_qk_norm_rope_and_cache": "query key value cos sin slot_mapping",
     "gather_cache": "dst block_table cu_seq_lens batch_size seq_starts",
     "gather_tree": "ids:1 parents:1 lengths",
     "gelu_and_mul": "x",

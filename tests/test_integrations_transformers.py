@@ -18,8 +18,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import cukern
 import cukern.integrations.transformers as ck
-from cukern.integrations.transformers import _attention, _experts, _norms
+from cukern.integrations.transformers import _attention, _deferred, _experts, _norms
 from tests import tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model is on the CPU", "ignore:.*generation flags.*")
@@ -182,7 +183,7 @@ def test_a_dense_model(llama: Any) -> None:
     ids, mask = prompts()
     wanted, tokens = logits_of(llama, ids, mask), tokens_of(llama, ids, mask)
     report = ck.enable(llama)
-    assert report.parts() == {"norms", "sums", "rotary", "attention"}
+    assert report.parts() == {"norms", "sums", "rotary", "attention", "products"}
     assert [x.how for x in report.kept if x.part == "experts"] == ["there are none that are known here"]
     torch.testing.assert_close(logits_of(llama, ids, mask), wanted, rtol=0, atol=1e-4)
     assert tokens_of(llama, ids, mask) == tokens
@@ -405,6 +406,96 @@ def test_the_sampler_in_generate_of_transformers(qwen: Any) -> None:
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, int]:
+    """How often functions of cukern are called from here on."""
+    counts = dict.fromkeys(names, 0)
+
+    def counted(name: str, original: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*args, **options)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(cukern, name, counted(name, getattr(cukern, name)))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("qwen3_moe", "Qwen3MoeExperts"), ("mixtral", "MixtralExperts"), ("gpt_oss", "GptOssExperts")]
+)
+def test_a_step_is_of_few_kernels(folder: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_models.tiny(folder, name).config
+    config.head_dim = 32
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for x in model.parameters():
+        x.data.normal_(0, 0.2) if x.dim() > 1 else x.data.uniform_(0.5, 1.5)
+    ids, mask = prompts()
+    wanted = tokens_of(model, ids, mask)
+    ck.enable(model)
+    names = "rms_norm", "fused_add_rms_norm", "rotary_embedding", "fused_qk_norm_rope_and_cache"
+    counts = _counted(monkeypatch, *names, "reshape_and_cache_flash")
+    linears = []
+    original = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: linears.append(1) or original(*args))
+    out = ck.generate(model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, eos_token_id=None)
+    assert out.tokens == wanted
+    layers, runs = config.num_hidden_layers, NEW_TOKENS
+    assert counts == {
+        "rms_norm": runs, "fused_add_rms_norm": 2 * layers * runs, "rotary_embedding": 0,
+        "fused_qk_norm_rope_and_cache": layers * runs, "reshape_and_cache_flash": 0,
+    }  # fmt: skip
+    assert len(linears) == (3 * layers + 1) * runs  # queries to values, results, router, and the head
+
+
+def test_products_of_a_dense_model(llama: Any) -> None:
+    ids, mask = prompts()
+    llama = llama.to(torch.bfloat16)
+    weights = {name: x.clone() for name, x in llama.state_dict().items()}
+    places = {name: x.untyped_storage().data_ptr() for name, x in llama.named_parameters()}
+    ck.enable(llama)
+    attention, mlp = llama.model.layers[0].self_attn, llama.model.layers[0].mlp
+    storages = {getattr(attention, f"{x}_proj").weight.untyped_storage().data_ptr() for x in "qkv"}
+    assert len(storages) == 1 and mlp.gate_proj.weight.untyped_storage().data_ptr() == (
+        mlp.up_proj.weight.untyped_storage().data_ptr()
+    )
+    for name, x in llama.state_dict().items():
+        assert torch.equal(x, weights[name])
+    tokens = ck.generate(llama, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, eos_token_id=None).tokens
+    assert [len(x) for x in tokens] == [NEW_TOKENS] * 2
+    # Weights that are replaced are seen, and those that share memory no longer are taken one by one.
+    attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
+    again = ck.generate(llama, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, eos_token_id=None).tokens
+    assert again == tokens
+    ck.disable(llama)
+    after = [x.untyped_storage().data_ptr() for x in llama.parameters()]
+    assert len({*after}) == len(places)
+    assert all(torch.equal(x, weights[name]) for name, x in llama.state_dict().items())
+
+
+def test_an_enabled_model_can_be_saved(llama: Any, tmp_path: Any) -> None:
+    weights = {name: x.clone() for name, x in llama.state_dict().items()}
+    ck.enable(llama)
+    llama.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(x, weights[name]) for name, x in loaded.state_dict().items())
+
+
+def test_a_sum_is_made_where_it_is_asked_for() -> None:
+    terms = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    made = _deferred.Sum.of(*terms)
+    assert made.shape == (2, 3) and torch.equal(made * 2, torch.full((2, 3), 6.0))
+    assert type(made * 2) is torch.Tensor and made.parts() is None
+    kept = _deferred.Sum.of(*terms)
+    assert kept.parts() == terms
+    kept.keep(torch.zeros(2, 3))
+    assert kept.sum() == 0
+    ids = _deferred.Ids.of(torch.tensor([[3, 1]], dtype=torch.int32))
+    assert ids.raw.dtype == torch.int32 and ids.dtype == torch.int64 and ids.tolist() == [[3, 1]]
 
 
 def test_sessions_are_kept_and_freed(qwen: Any) -> None:

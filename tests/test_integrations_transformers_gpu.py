@@ -84,8 +84,11 @@ def test_real_layers_in_bfloat16_are_as_near_to_float32(made: Any) -> None:
     ours = logits_of(model, ids, mask).float()
     ck.disable(model)
     exact = logits_of(model.float(), ids, mask)
-    theirs, own = ((x - exact).norm() / exact.norm() for x in (stock, ours))
-    assert own < 1.5 * theirs + 1e-3, (own, theirs)
+    # By the median token: one whose expert is another, as two are nearly as good, differs far more in either.
+    theirs, own = ((x - exact).norm(dim=-1) / exact.norm(dim=-1) for x in (stock, ours))
+    assert own.median() < 1.2 * theirs.median() + 1e-3, (own.median(), theirs.median())
+    far = [int((x > 0.2).sum()) for x in (own, theirs)]
+    assert far[0] <= far[1] + len(own) // 16, far
 
 
 def test_a_step_is_captured_and_gives_what_it_gives_without_a_graph() -> None:

@@ -29,6 +29,7 @@ from cukern.ops import (
 )
 from cukern.ops import _padding as padding_parts
 from cukern.ops import _paged_attention as paged_attention_parts
+from cukern.ops.moe_gemm import routed
 from cukern.runtime import arrays
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import KERNELS, Kernel, Variant
@@ -62,6 +63,9 @@ def _rotary_embedding() -> Iterator[Variant]:
     op = rotary_embedding
     for dtype, wide, layout in itertools.product(DTYPES, (False, True), op.LAYOUTS):
         yield from (op._variant(dtype, angles, wide, layout) for angles in dict.fromkeys((dtype, "float32")))
+    for dtype, layout, norms in itertools.product(DTYPES, op.LAYOUTS, (True, False)):
+        for head_dim, other in ((32, dtype), (64, "float32"), (128, dtype), (256, dtype), (512, "float32")):
+            yield op._fused_variant(dtype, other, other, head_dim, layout, norms)
 
 
 def _kv_cache() -> Iterator[Variant]:
@@ -126,6 +130,13 @@ def _moe_gemm() -> Iterator[Variant]:
     yield op.WGMMA_FORMS[-1].variant("float16", 0)
     yield op.Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
     yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
+    one = moe_gemm.stream_one
+    for tokens, dtype in itertools.product(one.TOKENS, ("bfloat16", "float16")):
+        for form in one.FORMS:
+            yield one.variant_of(tokens, dtype, 65 if dtype == "bfloat16" else 0, form)
+    for k in (256, 512, 768, 1280, 2048, 7168):
+        yield routed.routed_variant("float16", 65, routed.form_for(k))
+        yield routed.summed_variant("float16", 64, routed.form_for(k), 2)
     for weights in ("MXFP4", "NVFP4"):
         yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))
         yield op.FP4_FORMS[-1].variant("float16", weights, 1, False)
@@ -200,6 +211,7 @@ def _samplers() -> Iterator[Variant]:
     # Each takes a second or two, so each dtype, mode and cluster appears, but not with all others.
     yield op.sampler("bfloat16", True, 1)
     yield op.sampler("float16", False, op.CLUSTER)
+    yield op.best_taker("float16", 1)
     yield op.renormalizer("float16", "SOFTMAX", 1)
     yield op.renormalizer("bfloat16", "TOP_P_RENORM", 1)
     yield op.renormalizer("float32", "TOP_K_MASK", op.CLUSTER)
@@ -296,7 +308,8 @@ def test_all_sides_of_the_sampling_templates_are_compiled() -> None:
     modes = {"sample": {"true", "false"}, "renormalize": {"SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK"}}
     for kernel in KERNELS["sampling"]:
         compiled = [instance.arguments for instance in _work(kernel, "90a")]
-        assert [set(values) for values in zip(*compiled, strict=True)] == [types, modes[kernel.function], clusters]
+        sides = [types, *([modes[kernel.function]] if kernel.function in modes else []), clusters]
+        assert [set(values) for values in zip(*compiled, strict=True)] == sides
 
 
 def test_each_instance_is_compiled_for_some_architecture() -> None:

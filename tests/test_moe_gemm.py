@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_gemm, harness
 from cukern.ops import moe_gemm as op
-from cukern.ops.moe_gemm import kernels
+from cukern.ops.moe_gemm import kernels, stream_one
 from cukern.reference import moe_gemm as twin
 from cukern.reference.moe_activation import is_gated
 from cukern.runtime import arrays, describe, gpu, late, plan
@@ -1338,3 +1339,75 @@ def test_the_bytes_and_the_flops_of_a_benchmark() -> None:
         assert case.bytes == sum(y.nbytes for y in (*arrays_used, x.b, *([x.scales["b_scale"]] if x.scales else [])))
         # FP8 runs at twice the rate.
         assert case.flops == 2 * rows * n * k // (2 if x.a.dtype == torch.float8_e4m3fn else 1)
+
+
+# --- few rows of one expert -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "function"),
+    [
+        (1, {}, "gemm_stream_one"),
+        (2, {"expected_m": None}, "gemm_stream_one"),
+        (2, {"activation": "silu", "dtype": "float16"}, "gemm_stream_one"),
+        (3, {}, "gemm_stream"),
+        (1, {"weights": "fp8 block"}, "gemm_stream"),
+        (1, {"how": "gathered"}, "gemm_stream"),
+        (1, {"how": "batched"}, "gemm_stream"),
+        (5, {}, "gemm_wgmma"),
+    ],
+)
+def test_few_rows_of_one_expert_have_a_kernel(rows: int, changes: dict[str, Any], function: str) -> None:
+    assert function_for(shaped(rows, experts=1, **changes)) == function
+
+
+def test_a_row_is_under_way_at_once() -> None:
+    form = stream_one.form_for
+    assert [form(k) for k in (8, 1024, 1032, 2048, 2056, 4096, 20480)] == [
+        (2, 4, 1), (2, 4, 1), (2, 4, 2), (2, 4, 2), (1, 8, 2), (1, 8, 2), (1, 8, 2),
+    ]  # fmt: skip
+
+
+ONE_SIZES = [
+    (5120, 2048),
+    (2048, 4096),
+    (128, 2048),
+    (6144, 1024),
+    (1024, 3072),
+    (16, 8),
+    (48, 264),
+    (16, 20480),
+    (4240, 520),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh", "relu2_no_mul"])
+@pytest.mark.parametrize(("n", "k"), ONE_SIZES)
+def test_few_rows_of_one_expert(n: int, k: int, activation: str | None) -> None:
+    generator = torch.Generator("cuda").manual_seed(n + k)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    for rows, dtype in itertools.product((1, 2, 3, 4, 9), (torch.bfloat16, torch.float16)):
+        a, b, bias = normal(rows, k).to(dtype), (normal(1, n, k) * k**-0.5).to(dtype), normal(1, n)
+        sums = a.float() @ b[0].float().T + bias
+        if activation is None:
+            wanted = sums
+        elif activation == "relu2_no_mul":
+            wanted = torch.relu(sums) ** 2
+        else:
+            gates, ups = sums.chunk(2, 1)
+            gates = (
+                torch.nn.functional.silu(gates)
+                if activation == "silu"
+                else torch.nn.functional.gelu(gates, approximate="tanh")
+            )
+            wanted = gates * ups
+        for begin, end in {(0, rows), (rows // 2, rows), (0, 0)}:
+            offsets = torch.tensor([begin, end], dtype=torch.int32, device="cuda")
+            out = torch.full_like(wanted, 7.0, dtype=dtype)
+            cukern.moe_gemm(a, b, offsets, bias=bias, activation=activation, expected_m=min(rows, 2), out=out)
+            torch.testing.assert_close(out[begin:end].float(), wanted[begin:end], rtol=2e-2, atol=2e-2)
+            assert (out[:begin] == 7).all() and (out[end:] == 7).all()

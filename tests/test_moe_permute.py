@@ -18,7 +18,8 @@ import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_permute, harness
 from cukern.ops import _moe_permute as kernels
-from cukern.ops import moe_permute as op
+from cukern.ops.moe_permute import rows as of_rows
+from cukern.ops.moe_permute import sorting
 from cukern.reference import moe_permute as twin
 from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
@@ -68,7 +69,7 @@ IDS = np.array([[3, 4], [0, -1], [3, 1]], np.int32)
 
 
 def test_the_sort_by_hand(put: Callable[[Any], Any]) -> None:
-    for dtype in op.ID_DTYPES[:2]:
+    for dtype in sorting.ID_DTYPES[:2]:
         offsets, row_token, inverse = cukern.moe_sort(put(IDS.astype(dtype)), 4)
         same_bits(offsets, np.array([0, 1, 2, 2, 4], np.int32))
         same_bits(row_token, np.array([1, 2, 0, 2, 0, 0], np.int32))
@@ -471,9 +472,9 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 
 
 @given(
-    st.integers(0, op.MAX_PAIRS),
-    st.integers(1, op.MAX_EXPERTS),
-    st.integers(0, op.MAX_EXPERTS),
+    st.integers(0, kernels.MAX_PAIRS),
+    st.integers(1, sorting.MAX_EXPERTS),
+    st.integers(0, sorting.MAX_EXPERTS),
     st.booleans(),
 )
 def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: int, one_block: bool) -> None:
@@ -490,7 +491,7 @@ def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: 
         assert (split.blocks - 1) * per_block + warps * per_warp < 2**31
 
 
-@given(st.integers(1, 2**20), st.integers(1, op.MAX_HIDDEN // 16), st.sampled_from([(256, 4), (256, 1), (128, 1)]))
+@given(st.integers(1, 2**20), st.integers(1, of_rows.MAX_HIDDEN // 16), st.sampled_from([(256, 4), (256, 1), (128, 1)]))
 def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int]) -> None:
     threads, items = shape
     tiles = kernels.tile_rows(tokens, columns, threads, items)
@@ -548,7 +549,7 @@ def test_a_plan_of_a_sort_serves_other_numbers_of_tokens() -> None:
 @given(
     st.integers(0, kernels._CLUSTERED_PAIRS),
     st.integers(1, kernels._CHUNKED_EXPERTS),
-    st.integers(0, op.MAX_EXPERTS),
+    st.integers(0, sorting.MAX_EXPERTS),
     st.sampled_from([(16, 1), (64, 1), (16, 8)]),
 )
 def test_the_chunks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: int, form: tuple[int, int]) -> None:
@@ -636,11 +637,11 @@ def test_specialize_adds_variants(own_configurations: None) -> None:
         with pytest.raises(ValueError, match="variant must be 'auto' or 'dynamic' here"):
             chosen(topk, width, "specialized")
     assert chosen(10).arguments[2] == 0
-    made = op.specialize(topk=10)
+    made = of_rows.specialize(topk=10)
     assert chosen(10) in made
     compiler.compile_all([(i, "90a") for i in compiler.missing(made, "90a")])
     with pytest.raises(ValueError, match=r"topk must be an integer in \[1, 64\], got 65"):
-        op.specialize(topk=65)
+        of_rows.specialize(topk=65)
 
 
 # --- the benchmarks -----------------------------------------------------------------------------------
@@ -648,7 +649,7 @@ def test_specialize_adds_variants(own_configurations: None) -> None:
 
 def test_the_baselines_compute_the_same() -> None:
     cases = bench_moe_permute.cases()
-    assert {case.op for case in cases} == set(op.__all__)
+    assert {case.op for case in cases} == set(cukern.ops.moe_permute.__all__)
     rows = [(case.op, str(case.case), case.variant) for case in cases]
     assert len(set(rows)) == len(rows)
     for case in cases:
@@ -737,7 +738,7 @@ def takes(case: Case, variant: str) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", op.SORT_VARIANTS)
+@pytest.mark.parametrize("variant", kernels.SORT_VARIANTS)
 @pytest.mark.parametrize("case", SORTS.values(), ids=SORTS)
 def test_sorts_of_any_sizes(case: Case, variant: str, rng: np.random.Generator) -> None:
     if takes(case, variant):
@@ -853,7 +854,7 @@ def test_arrays_off_alignment_and_rows_apart(skip: int, apart: int, dtype: str, 
 
 @pytest.mark.gpu
 def test_each_number_of_units_in_flight(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    monkeypatch.setattr(op.kernels, "_FEW_UNITS", 0)
+    monkeypatch.setattr(kernels, "_FEW_UNITS", 0)
     forget_plans()
     for hidden in (8, 1000, 4096, 14336, 20_000):
         compare_rows(Case(30, 5, 8), hidden, "float16", rng)
@@ -934,9 +935,9 @@ def test_random_sizes(data: st.DataObject) -> None:
         experts,
         data.draw(st.sampled_from([0.0, 0.0, 0.9])),
         data.draw(st.integers(0, experts)),
-        data.draw(st.sampled_from(op.ID_DTYPES)),
+        data.draw(st.sampled_from(sorting.ID_DTYPES)),
     )
-    compare_sorts(case, rng, data.draw(st.sampled_from(op.SORT_VARIANTS)), data.draw(st.integers(1, 70)))
+    compare_sorts(case, rng, data.draw(st.sampled_from(kernels.SORT_VARIANTS)), data.draw(st.integers(1, 70)))
     align = data.draw(st.sampled_from([None, None, 16]))
     compare_rows(case, data.draw(st.integers(1, 300)), data.draw(st.sampled_from(DTYPES)), rng, align=align)
 

@@ -245,3 +245,115 @@ def test_heads_more_than_2_31_elements_apart() -> None:
     for x in (far, near):
         cukern.rotary_embedding(x[:, :1], x[:, 1:], angles[0], angles[1])
     assert torch.equal(far, near)
+
+
+# --- norms, rotation and cache --------------------------------------------------------------------------
+
+FUSED = "fused_qk_norm_rope_and_cache"
+
+
+def fused_case(
+    dtype: torch.dtype, head_dim: int, rotary_dim: int, tokens: int = 5, heads: int = 6, kv_heads: int = 2
+) -> dict[str, Any]:
+    """Arguments by their names: queries, keys and values are parts of one product."""
+    generator = torch.Generator().manual_seed(head_dim + rotary_dim + tokens)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    product = normal(tokens, heads + 2 * kv_heads, head_dim)
+    query, key, value = product.split([heads, kv_heads, kv_heads], dim=1)
+    caches = [normal(3, 8, kv_heads, head_dim) for _ in range(2)]
+    slots = torch.randperm(24, generator=generator)[:tokens]
+    slots[tokens // 2] = -1 if tokens > 1 else slots[0]
+    names = "query", "key", "value", "cos", "sin", "key_cache", "value_cache", "slot_mapping", "q_weight", "k_weight"
+    arrays = query, key, value, normal(tokens, rotary_dim), normal(tokens, rotary_dim), *caches, slots
+    return dict(zip(names, (*arrays, normal(head_dim), normal(head_dim)), strict=True))
+
+
+def one_by_one(given: dict[str, Any], layout: str, offset: float, epsilon: float | None) -> list[torch.Tensor]:
+    """The same by three functions, which have tests of their own."""
+    own = {name: x.clone() for name, x in given.items()}
+    if epsilon is not None:
+        for name in ("query", "key"):
+            own[name] = cukern.rms_norm(own[name], own[f"{name[0]}_weight"], epsilon, weight_offset=offset)
+    cukern.rotary_embedding(own["query"], own["key"], own["cos"], own["sin"], layout=layout)
+    caches = own["key_cache"], own["value_cache"]
+    cukern.reshape_and_cache_flash(own["key"], own["value"], *caches, own["slot_mapping"], "auto", 1.0, 1.0)
+    return [own["query"], *caches]
+
+
+def fused(given: dict[str, Any], layout: str, offset: float, epsilon: float | None) -> list[torch.Tensor]:
+    own = dict(given)
+    if epsilon is None:
+        own["q_weight"] = own["k_weight"] = None
+    key = own["key"].clone()
+    out = cukern.fused_qk_norm_rope_and_cache(**own, epsilon=epsilon, weight_offset=offset, layout=layout)
+    assert out is own["query"] and torch.equal(own["key"], key)
+    return [own["query"], own["key_cache"], own["value_cache"]]
+
+
+CASES = [(128, 128), (128, 64), (64, 64), (80, 80), (96, 32), (16, 16), (192, 192), (256, 64), (512, 512)]
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved", "deinterleaved"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), CASES)
+def test_fused_is_norm_rotation_and_cache(head_dim: int, rotary_dim: int, layout: str) -> None:
+    given = fused_case(torch.bfloat16, head_dim, rotary_dim)
+    for epsilon, offset in ((None, 0.0), (1e-6, 0.0), (1e-5, 1.0)):
+        own = {name: x.clone() for name, x in given.items()}
+        wanted = one_by_one(own, layout, offset, epsilon)
+        for got, right in zip(fused(own, layout, offset, epsilon), wanted, strict=True):
+            assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"head_dim": 24}, "query must be of a head_dim that is a multiple of 16, at most 512, got 24"),
+        ({"rotary_dim": 8}, "rotary_dim must be a multiple of 16, at most the head_dim, 32, got 8"),
+        ({"epsilon": None}, "q_weight must be None without epsilon, as there is no norm, got an array"),
+        ({"epsilon": -1.0}, "epsilon must be a number of at least 0"),
+        ({"slot_mapping": torch.zeros(4, dtype=torch.int64)}, "slot_mapping must be of shape"),
+        ({"value_cache": torch.zeros(3, 8, 1, 32)}, "value_cache must be of shape"),
+        ({"layout": "other"}, "layout must be one of"),
+    ],
+)
+def test_fused_refuses(changed: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"epsilon": 1e-6, **changed}
+    given = fused_case(torch.float32, options.pop("head_dim", 32), 16)
+    if options.get("rotary_dim") == 8:
+        given["cos"], given["sin"] = given["cos"][:, :8], given["sin"][:, :8]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cukern.fused_qk_norm_rope_and_cache(**given | options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layout", ["half", "interleaved", "deinterleaved"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), CASES)
+def test_fused_on_a_gpu(head_dim: int, rotary_dim: int, layout: str, dtype: torch.dtype) -> None:
+    for tokens, heads, kv_heads in ((1, 32, 4), (7, 5, 5), (300, 6, 2)):
+        given = fused_case(dtype, head_dim, rotary_dim, min(tokens, 20), heads, kv_heads)
+        if tokens > 20:
+            rows = torch.arange(tokens) % 20
+            for name in ("query", "key", "value", "cos", "sin"):
+                given[name] = given[name][rows]
+            given["slot_mapping"] = torch.full((tokens,), -1)
+            given["slot_mapping"][:24] = torch.arange(24)
+        for epsilon, offset, weight_dtype in ((None, 0.0, dtype), (1e-6, 0.0, dtype), (1e-5, 1.0, torch.float32)):
+            own = {name: x.clone() for name, x in given.items()}
+            for name in ("q_weight", "k_weight"):
+                own[name] = own[name].to(weight_dtype)
+            on_gpu = {name: x.cuda() for name, x in own.items()}
+            wanted = fused(own, layout, offset, epsilon)
+            for got, right in zip(fused(on_gpu, layout, offset, epsilon), wanted, strict=True):
+                assert torch.equal(got.cpu(), right)
+
+
+@pytest.mark.gpu
+def test_fused_refuses_what_is_not_of_units() -> None:
+    given = {name: x.cuda() for name, x in fused_case(torch.bfloat16, 32, 32).items()}
+    given["cos"] = torch.empty(5 * 32 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(5, 32)
+    with pytest.raises(ValueError, match="cos must be at a multiple of 16 bytes"):
+        cukern.fused_qk_norm_rope_and_cache(**given, epsilon=1e-6)

@@ -784,6 +784,25 @@ def test_what_has_no_probability_is_never_drawn(name: str, run: Place, rng: np.r
         assert set(ids.tolist()) == {3, 1024}
 
 
+@pytest.mark.parametrize("vocab", [1, 7, 1500, 20_001, 151_936])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_logit_of_any_row(vocab: int, dtype: str, run: Place, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((11, vocab)).astype(np.float32)
+    x[1], x[2, -1], x[3], x[4] = -INF, NAN, NAN, -INF
+    x[4, -1], x[5, [vocab // 2, -1]], x[6, [0, vocab // 3]] = -5, INF, 99
+    x[7] = np.where(np.arange(vocab) % 2, 0.0, -0.0)
+    x[8], x[9, vocab // 3 :] = -INF, -INF
+    x[8, vocab // 2] = NAN
+    x = x.astype(arrays.numpy_dtype(dtype))
+    want = np.where(np.isnan(x.astype(np.float32)).any(1), 0, x.astype(np.float32).argmax(1))
+    assert want[5] == vocab // 2 and want[6] == want[7] == 0 and want[4] == vocab - 1
+    order = np.array([4, 0, 10, 5, 6, 2, 0], np.int64)
+    for params in ({"temperature": 0}, {"temperature": np.zeros(11, np.float32)}):
+        np.testing.assert_array_equal(run("sample", x, **params, seed=1), want)
+    ids = run("sample", x, temperature=0, seed=1, indices=order)
+    assert ids.dtype == np.int64 and ids.tolist() == want[order].tolist()
+
+
 @pytest.mark.parametrize("vocab", [1, 7, 1500])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_rows_that_hold_nothing_to_draw(name: str, vocab: int, run: Place, rng: np.random.Generator) -> None:
@@ -919,6 +938,13 @@ def test_the_bookkeeping_of_a_step(run: Place) -> None:
     x[1] = NAN
     assert run("sample", x, seed=1, **bookkeeping).tolist() == [7, 1099, 1099, 1099, 0]
     assert to_numpy(length).tolist() == [6, 1, 9, 2, 2**31 - 3]
+    # Nor does it where the largest logit is all that is asked for.
+    own = run.put(np.array([3, 3, 3, 3, 3], np.int32))
+    ends = run.put(np.array([False, False, True, True, False]))
+    asked = {"finished": ends, "end_id": 7, "sequence_length": own, "temperature": 0}
+    assert run("sample", x, seed=1, **asked).tolist() == [7, 0, 7, 7, 0]
+    assert to_numpy(ends).tolist() == [True, False, True, True, False]
+    assert to_numpy(own).tolist() == [4, 4, 3, 3, 4]
     # Without `finished` every row counts as going on.
     run("sample", x, seed=1, sequence_length=length)
     assert to_numpy(length).tolist() == [7, 2, 10, 3, 2**31 - 2]
@@ -1463,6 +1489,27 @@ def test_each_number_is_checked_where_a_plan_is_used_again() -> None:
             assert guards.hold([*environment[:-2], k, p]) and [x.evaluate([*environment[:-2], k, p]) for x in packed]
 
 
+@pytest.mark.parametrize(
+    ("options", "function"),
+    [
+        ({"temperature": 0}, "argmax"),
+        ({"temperature": 0.0, "top_p": 0.5, "indices": np.arange(4)}, "argmax"),
+        ({"temperature": 0.0, "finished": np.zeros(4, np.bool_), "end_id": 3}, "argmax"),
+        ({"temperature": 0, "seed": None}, "sample"),
+        ({"temperature": 0, "return_valid": True}, "sample"),
+        ({"temperature": 0, "bias": np.zeros(50257, np.float32)}, "sample"),
+        ({"temperature": np.zeros(4, np.float32)}, "sample"),
+        ({"temperature": 0.5}, "sample"),
+        ({}, "sample"),
+    ],
+)
+def test_the_largest_logit_alone_has_a_kernel(options: Options, function: str) -> None:
+    with patch.object(generators, "draw", lambda *_: generators.Drawn()), pytest.raises(StopCall) as stopped:
+        plan_of_call("sample", np.ones((4, 50257), np.float32), **{"seed": 1} | options)
+    plan, _ = stopped.value.args
+    assert [step.variant.instance.function for step in plan._steps] == [function]
+
+
 def test_the_tile_is_the_templates() -> None:
     assert template.constants("sampling/sample")["TILE"] == twin.TILE
 
@@ -1828,6 +1875,7 @@ def test_rows_off_alignment_and_apart(
             ("top_k_sampling_from_probs", {"top_k": 20}),
             ("top_p_sampling_from_probs", {"top_p": 0.8}),
             ("sample", {"top_k": 500, "min_p": 0.01}),
+            ("sample", {"temperature": 0}),
         ):
             compare(name, draw(rng, name, 0, 3, vocab, dtype), params, skip=skip, apart=apart)
         for name, value in (("softmax", 0.7), ("top_k_renorm_probs", 30), ("top_p_renorm_probs", 0.8)):

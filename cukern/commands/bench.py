@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cukern.commands import UserError, progress
+from cukern.commands import UserError
 from cukern.runtime import kernel
 from cukern.runtime.cuda import runtime
+from cukern.runtime.progress import progress
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REPLAYS, _QUICK_REPLAYS = 11, 3
@@ -59,6 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="few replays, and no baseline that takes seconds to compile"
     )
     parser.add_argument("--no-baselines", action="store_true", help="measure the ops alone")
+    parser.add_argument(
+        "--case",
+        action="append",
+        metavar="TEXT",
+        help="only the cases that have TEXT in their line, as progress shows it",
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="stop baselines once the run has taken so long; the ops go on"
+    )
 
 
 def _functions_by_stem() -> dict[str, list[str]]:
@@ -94,6 +105,8 @@ def _require(args: argparse.Namespace) -> None:
     """Raises UserError where there is no GPU to measure on, and for arguments that would fail only after measuring."""
     if args.quick and args.results:
         raise UserError("--results keeps figures, and --quick takes them with too few replays for that")
+    if args.results and (args.case or args.seconds is not None):
+        raise UserError("--results keeps all cases of an op with their baselines, not those of --case or --seconds")
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder {args.json.parent}")
     if args.plot and not args.plot.is_dir():
@@ -113,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the tables, write the files asked for; 1 if an op failed."""
     if not (_ROOT / "benchmarks" / "harness.py").is_file():
         raise UserError("the benchmarks are in the repository, not in the installed package: run this in a clone of it")
+    begin = time.monotonic()
     families = _functions_by_stem()
     chosen = _chosen(args.ops, families)
     _require(args)
@@ -129,6 +143,10 @@ def run(args: argparse.Namespace) -> int:
         for function in set(functions) & set(args.ops) - measured:
             raise UserError(f"{function} has no case in benchmarks/bench_{stem}.py, which measures {sorted(measured)}")
         cases += [case for case in of_stem if case.op in functions]
+    if args.case:
+        cases = [case for case in cases if any(text in str(case) for text in args.case)]
+        if not cases:
+            raise UserError(f"--case: no case has {' or '.join(map(repr, args.case))} in its line")
 
     documents = []
     problems: list[str] = []
@@ -139,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
             ops = ", ".join(dict.fromkeys(case.op for case in own))
             print(f"{ops}: {len(own)} cases are not measured, since {lacking}", file=sys.stderr)
             continue
-        ceilings, rows = _measured(own, gpus, args, problems, failed)
+        ceilings, rows = _measured(own, gpus, args, begin, problems, failed)
         machine = report.of_several(report.machine(), gpus)
         documents.append(report.document(machine, ceilings, [*rows, *(of_import if gpus == 1 else [])]))
     for content in documents:
@@ -179,10 +197,13 @@ def _paths(path: Path, count: int) -> list[Path]:
 
 
 def _measured(
-    cases: Sequence[Any], gpus: int, args: argparse.Namespace, problems: list[str], failed: list[str]
+    cases: Sequence[Any], gpus: int, args: argparse.Namespace, begin: float, problems: list[str], failed: list[str]
 ) -> tuple[dict[str, Any], list[Any]]:
     """The ceilings and the rows of cases that all take so many GPUs; adds to the lines of what went wrong."""
     harness: Any = importlib.import_module("benchmarks.harness")
+    options: dict[str, Any] = {"baselines": not args.no_baselines, "slow": not args.quick}
+    if args.seconds is not None and gpus == 1:
+        options["until"] = begin + args.seconds
     replays = _QUICK_REPLAYS if args.quick else _REPLAYS
     if gpus == 1:
         clock, measure = harness.Timer(replays), harness.measure
@@ -192,18 +213,18 @@ def _measured(
     rows = {}
     # Cases with host times come first: torch.compile, for a baseline, starts threads and processes that slow the host.
     order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, cases[i].has_baselines))
-    with progress("cukern bench", len(cases)) as advance:
-        advance("ceilings", 0)
+    with progress("measuring", len(cases)) as advance:
+        advance(0, "ceilings")
         ceilings = clock.ceilings(matrix=gpus == 1 and any(case.flops for case in cases))
         for i in order:
             case = cases[i]
-            advance(str(case), 0)
+            advance(0, str(case))
             try:
-                measurement = measure(case, clock, ceilings, baselines=not args.no_baselines, slow=not args.quick)
+                measurement = measure(case, clock, ceilings, **options)
             except Exception as error:
                 failed.append(f"{case}: {type(error).__name__}: {error}")
             else:
                 rows[i] = measurement.row
                 problems += measurement.problems
-            advance(str(case), 1)
+            advance(1, str(case))
     return asdict(ceilings), [rows[i] for i in sorted(rows)]

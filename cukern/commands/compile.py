@@ -59,7 +59,8 @@ def _stems(given: list[str] | None) -> list[str]:
     for op in given or kernel.KERNELS:
         function = getattr(sys.modules["cukern"], op, None)
         module = getattr(function, "__module__", "")
-        stem = module.removeprefix("cukern.ops.") if module.startswith("cukern.ops.") else op
+        # A stem is a module or a package of several.
+        stem = module.split(".")[2] if module.startswith("cukern.ops.") else op
         if stem not in kernel.KERNELS:
             raise UserError(f"--op must be one of {', '.join(kernel.KERNELS)} or a function of cukern, got {op!r}")
         stems[stem] = None
@@ -86,14 +87,11 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     for arch in archs:
         for stem in stems:
-            # On a terminal each has a bar of its kernels.
-            if not sys.stderr.isatty():
-                print(f"cukern compile: {stem} for sm_{arch}", file=sys.stderr, flush=True)
             instances = list(kernel.instances(stem))
             absent = compile.missing(instances, arch)
             start = time.perf_counter()
             if absent:
-                kernel.compile_with_progress([(instance, arch) for instance in absent])
+                kernel.compile_with_progress([(instance, arch) for instance in absent], f"{stem} for sm_{arch}")
             seconds = time.perf_counter() - start
             notes = [compile.read_note(compile.cached_path(instance, arch)) for instance in instances]
             used = [resources(note) for note in notes if note]

@@ -17,6 +17,7 @@ import cukern
 from cukern.commands import INSTALL, UserError, demo_encoder, resources
 from cukern.ops import moe_gate
 from cukern.runtime import arrays, compile, kernel
+from cukern.runtime.progress import progress
 
 Array = NDArray[Any]
 
@@ -484,12 +485,15 @@ def _show_routing(args: argparse.Namespace, console: Any) -> None:
         weights, ids = route(model, placed, None if by is None else _place(by))
         return arrays.CUPY.to_numpy(weights), arrays.CUPY.to_numpy(ids)
 
-    start = time.perf_counter()
-    weights, ids = routed(used)
-    seconds = time.perf_counter() - start
-    loads = {"load": _load(ids, model.experts)}
-    if bias is not None:
-        loads = {"without the bias": _load(routed(zeros)[1], model.experts), "with the bias": loads["load"]}
+    with progress("routing tokens", 1 + (bias is not None)) as advance:
+        start = time.perf_counter()
+        weights, ids = routed(used)
+        seconds = time.perf_counter() - start
+        advance()
+        loads = {"load": _load(ids, model.experts)}
+        if bias is not None:
+            loads = {"without the bias": _load(routed(zeros)[1], model.experts), "with the bias": loads["load"]}
+            advance()
 
     console.print(f"[bold]{model.name}[/]: {escape(f'{model}')}\n{escape(words)}\n", soft_wrap=True)
     console.print(_first_tokens(model, weights, ids))

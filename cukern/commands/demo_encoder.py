@@ -15,6 +15,7 @@ import cukern
 from cukern.models import Encoder, EncoderConfig
 from cukern.runtime import arrays, kernel
 from cukern.runtime.cuda import cupy, runtime
+from cukern.runtime.progress import progress
 
 _HIDDEN, _LAYERS, _HEADS, _INTER = 128, 2, 2, 512
 _MOST_WORDS = 128
@@ -145,8 +146,13 @@ def show(console: Any) -> None:
         states, ms = _timed(lambda: encoder(ids, mask))
         return _on_host(states), ms
 
-    with_padding, slow = encoded(batch.with_padding())
-    without, fast = encoded(batch)
+    with progress("encoding texts", 3) as advance:
+        with_padding, slow = encoded(batch.with_padding())
+        advance()
+        without, fast = encoded(batch)
+        advance()
+        vectors = _on_host(encoder.embed_tokens(tokens, progress=False))
+        advance()
     difference = np.abs(with_padding[::2] - without)[batch.mask].max()
     rows, words = batch.mask.size, int(batch.mask.sum())
     flops = 2 * _LAYERS * (4 * _HIDDEN**2 + 2 * _HIDDEN * _INTER)
@@ -167,7 +173,6 @@ def show(console: Any) -> None:
         table.add_row(name, str(count), f"{words / count:.0%}", f"{count * flops / 1e9:.2f} GFLOP", f"{ms:.1f} ms")
     console.print(table)
     console.print(f"The hidden states of the {words} words are the same within {difference:.0e}.", soft_wrap=True)
-    vectors = _on_host(encoder.embed_tokens(tokens))
     console.print(
         f"Nearest texts, by the cosine of their vectors less the mean: {_neighbours(names, vectors)}.", soft_wrap=True
     )

@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
         )
     how = "each step one CUDA graph" if out.captured else f"no graph: {out.why}"
     print(
-        f"{len(ids)} x {out.steps} tokens: {out.prefill_s * 1e3:.1f} ms to the first, then "
+        f"{len(ids)} x {out.steps} tokens: ready in {out.ready_s * 1e3:.1f} ms, "
+        f"{out.prefill_s * 1e3:.1f} ms to the first, then "
         f"{out.tokens_per_s:.1f} tokens/s ({how})",
         file=sys.stderr,
     )

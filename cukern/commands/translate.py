@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cukern.commands import UserError, progress, texts
+from cukern.commands import UserError, texts
+from cukern.runtime.progress import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         encoded = _encode(given, tokenizer, decoding.config.max_positions)
         numbers = [*encoded]
         translated, tokens, begin = [""] * len(given), 0, time.perf_counter()
-        with progress("cukern translate", len(encoded)) as advance:
+        with progress("translating texts", len(encoded)) as advance:
             for batch in by_length([*encoded.values()], args.batch_size):
                 lines = [numbers[i] for i in batch]
                 longest = max(len(encoded[line]) for line in lines)
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
                 for row, line in enumerate(lines):
                     own = found.sequences[row, 1 : int(found.lengths[row])].tolist()
                     translated[line], tokens = " ".join(tokenizer.decode(own).splitlines()), tokens + len(own)
-                advance("translating texts", len(lines))
+                advance(len(lines))
         seconds = time.perf_counter() - begin
     output = "".join(f"{line}\n" for line in translated)
     if args.output is None:

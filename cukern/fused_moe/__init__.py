@@ -12,7 +12,6 @@ from cukern.fused_moe.experts import (
     Fp8BlockExperts,
     Fp8Experts,
     GroupedGemmExperts,
-    NaiveBatchedExperts,
 )
 from cukern.fused_moe.layer import fused_experts
 from cukern.fused_moe.manager import All2AllManager
@@ -25,6 +24,7 @@ from cukern.fused_moe.modular_kernel import (
     SortedTokens,
     Workspaces,
 )
+from cukern.fused_moe.naive import NaiveBatchedExperts
 from cukern.fused_moe.nccl import NcclPrepareAndFinalize, RowExchange
 from cukern.fused_moe.prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
 from cukern.fused_moe.push import PushPrepareAndFinalize

@@ -16,6 +16,7 @@ from cukern.fused_moe.modular_kernel import (
     FusedMoEPrepareAndFinalize,
     refusal,
 )
+from cukern.fused_moe.naive import NaiveBatchedExperts
 from cukern.fused_moe.nccl import NcclPrepareAndFinalize
 from cukern.fused_moe.push import PushPrepareAndFinalize
 from cukern.ops.all_to_all import AllToAllState
@@ -39,7 +40,7 @@ EXPERTS: dict[str, type[FusedMoEPermuteExpertsUnpermute]] = {
         experts.Fp4Experts,
         experts.AutoExperts,
         experts.BatchedAutoExperts,
-        experts.NaiveBatchedExperts,
+        NaiveBatchedExperts,
     )
 }
 

@@ -3,7 +3,7 @@
 Tokens of the standard format are sorted by expert first. With few rows for each expert, the products are bound by the
 weights' bytes and read the tokens where they are (gather), and products of 16 bits do so with many rows too, unless
 their results are wide. Otherwise the rows are copied into the order of the experts (permute), which other products
-need, or are faster with.
+need, or are faster with. One token in 16 bits is not sorted.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 from typing import Any, ClassVar
-
-import numpy as np
 
 from cukern.fused_moe.buffers import aligned, arch_of, dtype_of, gpu_of, is_of_units, part
 from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
@@ -28,12 +26,13 @@ from cukern.fused_moe.topk_weight_and_reduce import (
 )
 from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched, moe_gemm_quantized
 from cukern.ops.moe_gemm.kernels import STREAM_ROWS, quantizes
+from cukern.ops.moe_gemm.routed import DTYPES as ROUTED_DTYPES
+from cukern.ops.moe_gemm.routed import fits, routed_experts
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
-from cukern.reference import fused_moe as twin
 from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import rows_of_weights
-from cukern.runtime import arrays, check
+from cukern.runtime import arrays
 from cukern.runtime.describe import same_shape
 from cukern.runtime.late import ceil_div, late
 
@@ -67,6 +66,11 @@ def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
 def inter_of(w1: Any, activation: str) -> int:
     """The numbers of a row between the products."""
     return rows_of_weights(w1) // (2 if is_gated(activation) else 1)
+
+
+def _rows_of(workspace: Any, rows: Any) -> Any:
+    """The first rows of a workspace."""
+    return workspace if workspace.shape[0] is rows or workspace.shape[0] == rows else workspace[:rows]
 
 
 class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
@@ -152,6 +156,14 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             self._batched(output, hidden_states, a1q_scale, expert_tokens_meta.expert_num_tokens, *arguments)
             return
         given = None if expert_tokens_meta is None else expert_tokens_meta.sorted
+        weights = None if apply_router_weight_on_input else topk_weights
+        if not given and self._is_routed(output, hidden_states, w1, w2, topk_ids, global_num_experts):
+            config = self.quant_config
+            routed_experts(
+                output, hidden_states, w1, w2, weights, topk_ids, _rows_of(workspace2, rows), global_num_experts,
+                activation, expert_map=expert_map, w1_bias=config.w1_bias, w2_bias=config.w2_bias, **config.form,
+            )  # fmt: skip
+            return
         expert_offsets, row_token, inverse = given or moe_sort(
             topk_ids, global_num_experts, expert_map=expert_map, num_local_experts=w1.shape[0]
         )
@@ -162,7 +174,11 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
         by_row = output if given else self._product_rows(workspace13, (rows, rows_of_weights(w2)), dtype_of(output))
         self._standard(by_row, hidden_states, a1q_scale, rows, where, *arguments)
         if not given:
-            moe_unpermute(output, by_row, None if apply_router_weight_on_input else topk_weights, inverse)
+            moe_unpermute(output, by_row, weights, inverse)
+
+    def _is_routed(self, output: Any, x: Any, w1: Any, w2: Any, topk_ids: Any, all_experts: int) -> bool:
+        """Whether the products find their experts by the router's ids, without a sort."""
+        return False
 
     def _gathers(self, expected_rows: Any, arch: str | None, columns: int) -> bool:
         """Whether the first product gathers, for so many rows per expert and rows of `w1`."""
@@ -188,8 +204,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
     ) -> None:
         """Write the second product, in the order of the experts, into `by_row` [rows, hidden]."""
         expert_offsets, row_token, inverse = where
-        if workspace2.shape[0] is not rows and workspace2.shape[0] != rows:
-            workspace2 = workspace2[:rows]
+        workspace2 = _rows_of(workspace2, rows)
         config = self.quant_config
         if row_token is None:
             a = permute_rows(a, inverse, rows, out=by_row)
@@ -427,8 +442,15 @@ class _Fp8GemmExperts(_GemmExperts):
 class GroupedGemmExperts(_GemmExperts):
     """Float16 or bfloat16 weights, tokens in their own order.
 
-    All kernels for these weights gather. With many rows that is done where it costs less than the copy.
+    All kernels for these weights gather. With many rows that is done where it costs less than the copy. With one token
+    nothing is sorted.
     """
+
+    def _is_routed(self, output: Any, x: Any, w1: Any, w2: Any, topk_ids: Any, all_experts: int) -> bool:
+        if self.gather is not None or arch_of(output) is None or dtype_of(output) not in ROUTED_DTYPES:
+            return False
+        tokens, topk = topk_ids.shape
+        return fits(tokens, topk, w1, w2, all_experts) and all(map(is_of_units, (output, x, w1, w2)))
 
     def _gathers(self, expected_rows: Any, arch: str | None, columns: int) -> bool:
         return columns <= GATHERED_COLUMNS or super()._gathers(expected_rows, arch, columns)
@@ -565,73 +587,3 @@ class BatchedAutoExperts(_ChosenExperts):
     """Tokens batched by expert, weights of any format: the class for them."""
 
     use_batched_format = True
-
-
-class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
-    """The reference: one expert after the other in NumPy, on tokens batched by expert, weights of any format.
-
-    Arrays on a GPU are copied to the host and back, so the host waits for the GPU.
-    """
-
-    quantizations = _ChosenExperts.quantizations
-
-    @property
-    def activation_formats(self) -> Formats:
-        return BATCHED
-
-    def supports_chunking(self) -> bool:
-        return False
-
-    def supports_expert_map(self) -> bool:
-        return False
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return TopKWeightAndReduceDelegate()
-
-    def workspace_shapes(
-        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
-    ) -> Workspaces:
-        return Workspaces((0,), (0,), (local_num_experts, M, K), dtype)
-
-    def apply(
-        self,
-        output: Any,
-        hidden_states: Any,
-        w1: Any,
-        w2: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        activation: str,
-        global_num_experts: int,
-        expert_map: Any,
-        a1q_scale: Any,
-        workspace13: Any,
-        workspace2: Any,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        library = arrays.library_of(output)
-        assert library is not None and expert_tokens_meta is not None
-        counts = library.to_numpy(expert_tokens_meta.expert_num_tokens)
-        a, first, second = (library.to_numpy(x) for x in (hidden_states, w1, w2))
-        scale = None if a1q_scale is None else library.to_numpy(a1q_scale)
-        config = on_host(self.quant_config)
-        result = np.zeros(tuple(output.shape), arrays.numpy_dtype(library.dtype(output)))
-        own: dict[int, tuple[Any, Any]] = {}
-        for index, count in enumerate(np.clip(counts, 0, a.shape[1]).tolist()):
-            if count:
-                own[index] = a[index, :count], scale if scale is None or scale.size == 1 else scale[index, :count]
-        for index, rows in twin.experts(own, first, second, activation, config, result.dtype).items():
-            result[index, : len(rows)] = rows
-        output[...] = library.from_numpy(result, output)
-
-
-def on_host(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
-    """The same configuration with its scales in NumPy."""
-    scales: dict[str, Any] = {}
-    for name, value in config.scales.items():
-        library = arrays.library_of(value)
-        if library is None:
-            check.fail(name, "an array", type(value).__name__, TypeError)
-        scales[name] = library.to_numpy(value)
-    return FusedMoEQuantConfig(**config.numbers, **scales)

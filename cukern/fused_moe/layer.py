@@ -8,7 +8,8 @@ from typing import Any
 
 from cukern.fused_moe.config import NOT_QUANTIZED, FusedMoEQuantConfig
 from cukern.fused_moe.experts import AutoExperts
-from cukern.fused_moe.modular_kernel import FusedMoEModularKernel, layer_output
+from cukern.fused_moe.modular_kernel import FusedMoEModularKernel
+from cukern.fused_moe.output import layer_output
 from cukern.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoEP
 from cukern.reference import fused_moe as twin
 from cukern.runtime import activation as activations
@@ -121,7 +122,8 @@ def fused_experts(
 
     Four launches: a sort of the tokens by expert, two products of all experts at once (the first with the activation),
     and the weighted sum of each token's rows. With many rows per expert a fifth permutes the rows first; FP8 has one
-    more for each time that activations are quantized.
+    more for each time that activations are quantized. One token in 16 bits takes two: products that find their experts
+    by the ids, the second with the sum, with the bits of the four.
 
     Args:
         hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).

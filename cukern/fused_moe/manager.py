@@ -274,7 +274,9 @@ class All2AllManager:
 
     @staticmethod
     def run(managers: Sequence[All2AllManager], function: Callable[[All2AllManager], Result]) -> list[Result]:
-        """Call `function(manager)` for each rank of `local`, in a thread of its own, in which its device is current.
+        """Call `function(manager)` for each of the `managers`, in threads in which their devices are current.
+
+        The managers are those that `local` gave.
 
         Returns what they return, in their order. When one raises, all give up, and its exception is raised.
         """

@@ -71,7 +71,7 @@ class RowExchange:
         self._backends: dict[str, str] = dict(of_each)
 
     def expect(self, name: str, array: Any) -> None:
-        """Check that an array is a tensor of a device for which the group has a backend."""
+        """Check that an `array`, called `name`, is a tensor of a device for which the group has a backend."""
         torch = _torch()
         if not isinstance(array, torch.Tensor):
             check.fail(name, "a torch tensor, since torch.distributed moves it", type_name(array), TypeError)

@@ -227,7 +227,9 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         *,
         return_receiver: bool = True,
     ) -> Callable[[], Prepared]:
-        """Send rows that are quantized, or are to be in blocks (`quantize`); the function arranges what arrived.
+        """Send `rows` with their `scale`, or without one to be quantized in blocks (`quantize`).
+
+        Returns the function that arranges what arrived. The other arguments are those of `prepare`.
 
         Without `return_receiver` it is received in the same launch.
         """

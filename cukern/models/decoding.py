@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukern.models._layers import library_of
-from cukern.models._progress import progress as progress_bar
 from cukern.models._search import Beams, Sampling, Search
 from cukern.models._seq2seq import Seq2Seq, read_source
 from cukern.models._steps import StepGraphs, watch
@@ -21,6 +20,7 @@ from cukern.models.decoder_weights import read_config, read_directory, read_weig
 from cukern.models.generation import Settings, defaults_of, settle
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
+from cukern.runtime.progress import progress as progress_bar
 
 __all__ = ["Decoding", "Generated", "Step"]
 
@@ -72,6 +72,14 @@ class Decoding:
     """
 
     def __init__(self, model: Seq2Seq, defaults: Mapping[str, Any], dtype: str, directory: Path | None = None) -> None:
+        """`from_directory` and `from_state_dict` make the `model`, of this `dtype`.
+
+        Args:
+            model: the embeddings, layers and logits.
+            defaults: the settings that a call starts from, by transformers' names.
+            dtype: of the weights.
+            directory: where they are from, if they are from one.
+        """
         self.config = model.config
         self.dtype = dtype
         #: The settings that a call starts from, by the names of transformers' generation configuration.

@@ -10,7 +10,6 @@ import numpy as np
 
 from cukern.models._inputs import check_batch, check_ids
 from cukern.models._layers import ACTIVATIONS, Words, layers_of, library_of, place
-from cukern.models._progress import progress as progress_bar
 from cukern.models.checkpoint import directory, read_config, read_weights
 from cukern.models.encoder_layer import EncoderLayer
 from cukern.models.encoder_weights import EncoderConfig, EncoderWeights, read_state
@@ -21,6 +20,7 @@ from cukern.ops.norm import layer_norm
 from cukern.ops.padding import build_sequence_length_padding_offset, rebuild_sequence_length_padding
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
+from cukern.runtime.progress import progress as progress_bar
 
 #: Sizes of batches without padding whose positions are kept.
 _MOST_WHOLES = 16

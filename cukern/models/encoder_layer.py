@@ -66,7 +66,7 @@ class EncoderLayer:
         self.layers, self.weights, self.heads = layers, weights, heads
         self.activation, self.epsilon = activation, epsilon
         self.normalize_before, self.product_rows = normalize_before, product_rows
-        self._is_hopper = self._may_choose()
+        self._chooses_by_rows = self._may_choose()
         # Offsets of one group: what is outside of the rows counts as their end.
         self._all_rows = layers.put(np.array([0, 2**31 - 1], np.int32)) if self._may_fuse() else None
 
@@ -75,8 +75,9 @@ class EncoderLayer:
         weights = self.weights
         h = self._norm(x, weights.self_norm) if self.normalize_before else x
         qkv = self._linear(h, *weights.qkv)
-        # Both depend on the text alone, so that with `product_rows` it is always the same one.
-        is_few = self._is_hopper and len(qkv) <= _FEW_ROWS and qkv.shape[1] // self.heads % 24 == 0
+        # The bits of either kernel depend on the text alone, but those of the two differ: with `product_rows`, which
+        # promises the same bits in any batch, all batches are of "auto".
+        is_few = self._chooses_by_rows and len(qkv) <= _FEW_ROWS and qkv.shape[1] // self.heads % 24 == 0
         attended = self.layers.attention(qkv, self.heads, words, "mma" if is_few else "auto")
         x = self._add(attended, weights.out, x, weights.self_norm)
         h = self._norm(x, weights.final_norm) if self.normalize_before else x
@@ -84,7 +85,7 @@ class EncoderLayer:
         return self.layers.clipped(x, _LARGEST_HALF) if self.normalize_before else x
 
     def _may_choose(self) -> bool:
-        """Whether kernels may be chosen by the rows: of 16 bits on Hopper, without `product_rows`."""
+        """Whether kernels are chosen by the number of rows: of 16 bits on Hopper, without `product_rows`."""
         weight = self.weights.up.weight
         device = library_of("weights.up.weight", weight).device(weight)
         if self.product_rows is not None or device is None or weight.dtype.itemsize != 2:
@@ -93,7 +94,11 @@ class EncoderLayer:
 
     def _may_fuse(self) -> bool:
         """Whether one kernel can multiply by the weights of `up`, add the bias and activate."""
-        return self._is_hopper and self.activation in _FUSED and all(n % 8 == 0 for n in self.weights.up.weight.shape)
+        return (
+            self._chooses_by_rows
+            and self.activation in _FUSED
+            and all(n % 8 == 0 for n in self.weights.up.weight.shape)
+        )
 
     def _up(self, x: Any) -> Any:
         """activation(x times the weights of `up` + bias)."""

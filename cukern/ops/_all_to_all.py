@@ -296,6 +296,7 @@ class AllToAllState:
     """
 
     def __init__(self, link: Link, memory: _Memory | None) -> None:
+        """`local` and `connect` make the `link` to the other ranks, and the `memory` that a GPU shares with them."""
         self.link = link
         self.rank, self.ranks, self.device, self.host = link.rank, link.ranks, link.device, link.host
         self.max_tokens, self.hidden, self.topk, self.num_experts = link.sizes[:4]
@@ -507,7 +508,10 @@ class AllToAllState:
     # --- arrays ---------------------------------------------------------------------------------------
 
     def received(self, like: Any, buffer: int, dtype: str, columns: int, weights: Any, ids: Any) -> Dispatched:
-        """What a dispatch brought: the rows and their `columns` scales in the window, as arrays of `like`'s library."""
+        """What a dispatch into a `buffer` brought, with its `weights` and `ids`.
+
+        The rows, of this `dtype`, and their `columns` scales are in the window, as arrays of `like`'s library.
+        """
         library = arrays.library_of(like)
         key = library, buffer, dtype, columns
         if key not in self._views:

@@ -35,12 +35,17 @@ _MAX_SHARED_BYTES = 96 * 1024
 _SHARED_BYTES_OF_MANY = 44 * 1024
 
 _sample = Kernel("sampling/sample", "sample", compile_s=1.6)
+_argmax = Kernel("sampling/argmax", "argmax")
 _renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
 def sampler(dtype: str, probs: bool, cluster: int) -> Variant:
     flag = "true" if probs else "false"
     return _sample.variant(arrays.CUDA_TYPE[dtype], flag, cluster, max_shared_bytes=_MAX_SHARED_BYTES)
+
+
+def best_taker(dtype: str, cluster: int) -> Variant:
+    return _argmax.variant(arrays.CUDA_TYPE[dtype], cluster)
 
 
 def renormalizer(dtype: str, mode: str, cluster: int) -> Variant:
@@ -53,6 +58,7 @@ _sample.at_import = [
     sampler(dtype, probs, CLUSTER).instance
     for dtype, probs in (("float32", False), ("bfloat16", False), ("float32", True))
 ]
+_argmax.at_import = [best_taker(dtype, CLUSTER).instance for dtype in ("float32", "bfloat16")]
 _renormalize.at_import = [renormalizer("float32", "SOFTMAX", CLUSTER).instance]
 
 
@@ -227,6 +233,29 @@ def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again:
     )
 
 
+def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> None:
+    """Launch the kernel that takes the largest value of each row."""
+    cluster = plan_of(values, batch, variant, False).cluster
+    if not batch:
+        return
+    warps = template.constants(_argmax.file)["MAX_ARGMAX_WARPS"]
+    units = -(-values.shape[-1] * values.item_size // 16)
+    launch(
+        best_taker(values.dtype, cluster),
+        batch * cluster,
+        32 * min(warps, -(-units // (32 * cluster))),
+        values=values,
+        vocab=values.shape[-1],
+        **fields,
+    )
+
+
+def _is_greedy(filters: dict[str, Any], seed: Any) -> bool:
+    """Whether the largest logit is all that is asked for. Without a seed, a draw moves a generator on."""
+    temperature = filters.get("temperature")
+    return not (temperature is None or isinstance(temperature, Array) or seed is None) and bool(temperature == 0)
+
+
 def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
     """The batch: the rows, or with `indices` as many as these."""
     if indices is None:
@@ -307,23 +336,21 @@ def draw(
         return _leave_to_twin(values, randomness, variant)
     if indices is not None:
         fields["wide"] |= template.constants(_sample.file)["INDICES"] * (indices.dtype == "int64")
-    _launch_sampler(
-        values,
-        name == "probs",
-        batch,
-        variant,
-        _reads_again(fields, vocab),
-        second=bias,
-        indices=indices,
-        finished=finished,
-        sequence_length=sequence_length,
-        row_stride=stride,
-        rows=rows,
-        end_id=end_id,
-        joint=joint,
+    common = {
+        "indices": indices,
+        "finished": finished,
+        "sequence_length": sequence_length,
+        "row_stride": stride,
+        "rows": rows,
+        "end_id": end_id,
         **dict(zip(wanted, made, strict=True)),
-        **fields,
-    )
+    }
+    if len(wanted) == 1 and bias is None and name == "logits" and _is_greedy(filters, randomness[0]):
+        is_wide = indices is not None and indices.dtype == "int64"
+        _launch_argmax(values, batch, variant, **common, wide=is_wide)
+    else:
+        again = _reads_again(fields, vocab)
+        _launch_sampler(values, name == "probs", batch, variant, again, second=bias, joint=joint, **common, **fields)
     return tuple(made) if len(made) > 1 else made if isinstance(out, (tuple, list)) else made[0]
 
 

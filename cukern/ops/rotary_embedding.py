@@ -1,22 +1,23 @@
-"""Rotary position embedding of queries and keys, in place."""
+"""Rotary position embedding of queries and keys, in place; with the norms before it and the cache behind it."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
+from cukern.ops import _kv_cache, _norm
 from cukern.reference import rotary_embedding as twin
 from cukern.reference.rotary_embedding import LAYOUTS, has_second_half
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import AnyArray
-from cukern.runtime.describe import Array, expect_array, expect_place
+from cukern.runtime.describe import Array, expect, expect_array, expect_place
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, run_twin
 from cukern.runtime.units import divisor
 
-__all__ = ["rotary_embedding"]
+__all__ = ["fused_qk_norm_rope_and_cache", "rotary_embedding"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 #: "wide" loads 16 bytes at a time, "narrow" one element.
@@ -26,7 +27,7 @@ MAX_ROWS = 2**31 - 2**12
 MAX_ROTARY_DIM = 512
 _WIDEST = 16
 
-_kernel = Kernel("rotary_embedding", "rotary_embedding")
+_kernel = Kernel("rotary_embedding/rotate", "rotary_embedding")
 
 
 def _variant(dtype: str, angle_dtype: str, wide: bool, layout: str) -> Variant:
@@ -222,3 +223,185 @@ def rotary_embedding(
         second_half=second,
     )
     return query, key
+
+
+# --- norms, rotation and cache --------------------------------------------------------------------------
+
+#: Numbers of a unit, and the widest head: its units are two for each lane of a warp.
+_EACH, MAX_HEAD_DIM = 8, 512
+_fused = Kernel("rotary_embedding/norm_rotate_store", "norm_rotate_store")
+
+
+def _lanes(head_dim: int) -> int:
+    return max(1 << (head_dim // (2 * _EACH) - 1).bit_length(), 2)
+
+
+def _fused_variant(dtype: str, weight_dtype: str, angle_dtype: str, head_dim: int, layout: str, norm: bool) -> Variant:
+    loaded, stored = ("PAIRS" if in_pairs else "HALVES" for in_pairs in LAYOUTS[layout])
+    types = (arrays.CUDA_TYPE[x] for x in (dtype, weight_dtype, angle_dtype))
+    return _fused.variant(*types, _lanes(head_dim), loaded, stored, str(norm).lower())
+
+
+_BF16 = "bfloat16"
+_fused.at_import = [_fused_variant(_BF16, _BF16, _BF16, 128, "half", norm).instance for norm in (True, False)]
+_fused.specialized = [
+    _fused_variant(dtype, dtype, dtype, head_dim, layout, norm).instance
+    for dtype in DTYPES
+    for head_dim in (64, 128, 256)
+    for layout in LAYOUTS
+    for norm in (True, False)
+]
+
+
+def _check_weights(query: Array, weights: dict[str, Any], epsilon: float | None, width: int) -> tuple[str, float]:
+    """The dtype of the norms' weights, and epsilon: 0 without norms."""
+    dtypes = {x.dtype for x in weights.values() if x is not None}
+    for name, array in weights.items():
+        if array is None:
+            continue
+        if epsilon is None:
+            check.fail(name, "None without epsilon, as there is no norm", "an array")
+        expect(name, array, query, "query", dict.fromkeys((query.dtype, "float32")), (width,), "[head_dim]")
+    if len(dtypes) > 1:
+        check.fail("k_weight", "of the dtype of q_weight", weights["k_weight"].dtype)
+    return dtypes.pop() if dtypes else query.dtype, 0.0 if epsilon is None else _norm.expect_epsilon(epsilon)
+
+
+def _check_heads(
+    heads: dict[str, Any], caches: dict[str, Any], slot_mapping: Any
+) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
+    """The strides of queries, keys, values and caches in bytes, and the fields of the slots."""
+    query, key, key_cache = heads["query"], heads["key"], caches["key_cache"]
+    symbols = ("tokens", "heads", "head_dim")
+    expect_array("query", query, DTYPES, symbols)
+    tokens, _, head_dim = query.shape
+    if head_dim % (2 * _EACH) or not 0 < head_dim <= MAX_HEAD_DIM:
+        check.fail("query", f"of a head_dim that is a multiple of {2 * _EACH}, at most {MAX_HEAD_DIM}", head_dim)
+    for name in ("key", "value"):
+        _kv_cache.expect_dimensions(name, heads[name], query, "query", (query.dtype,), symbols)
+        check.shape(name, heads[name].shape, (tokens, key.shape[1], head_dim), "[tokens, kv_heads, head_dim]")
+    strides: dict[str, tuple[Any, ...]] = {}
+    for name, array in heads.items():
+        _expect_heads(name, array, head_dim)
+        strides[name] = _strides(array, 1)[:0:-1]
+    of_cache = ("blocks", "block_size", "kv_heads", "head_dim")
+    for name, cache in caches.items():
+        _kv_cache.expect_dimensions(name, cache, query, "query", (query.dtype,), of_cache)
+        check.shape(name, cache.shape, (*key_cache.shape[:2], key.shape[1], head_dim), f"[{', '.join(of_cache)}]")
+        strides[name] = _kv_cache.distances(name, cache, 3, written=True)
+    slots = _kv_cache.check_slots(slot_mapping, query, "query", "key_cache", *key_cache.shape[:2])
+    check.shape("slot_mapping", slot_mapping.shape, (tokens,), "[tokens]")
+    return strides, {x: slots.fields[x] for x in ("slot_mapping", "slots", "block_size", "by_block_size")}
+
+
+def _expect_units(given: dict[str, Array | None], strides: dict[str, tuple[Any, ...]]) -> None:
+    """Raises ValueError unless all arrays begin at multiples of 16 bytes, and have such strides."""
+    for name, array in given.items():
+        if array is None:
+            continue
+        if array.alignment < _WIDEST:
+            check.fail(name, f"at a multiple of {_WIDEST} bytes", f"address {array.address:#x}")
+        if any(x % _WIDEST != 0 for x in strides.get(name, ())):
+            check.fail(name, f"of strides of whole {_WIDEST} bytes", f"strides {array.strides} (in elements)")
+
+
+@op(
+    twin.fused_qk_norm_rope_and_cache,
+    "fused_qk_norm_rope_and_cache(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, "
+    "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, Tensor? q_weight=None, Tensor? k_weight=None, "
+    "float? epsilon=None, *, float weight_offset=0.0, str layout='half', int? rotary_dim=None) -> ()",
+    rows={"tokens": ("query", "key", "value", "cos", "sin", "slot_mapping")},
+)
+def fused_qk_norm_rope_and_cache(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    cos: AnyArray,
+    sin: AnyArray,
+    key_cache: AnyArray,
+    value_cache: AnyArray,
+    slot_mapping: AnyArray,
+    q_weight: AnyArray | None = None,
+    k_weight: AnyArray | None = None,
+    epsilon: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    layout: str = "half",
+    rotary_dim: int | None = None,
+) -> AnyArray:
+    """Norm and rotate the heads of queries and keys, and store keys and values in a paged cache: one launch.
+
+    It is `rms_norm` of each head of query and key (with `epsilon`), `rotary_embedding`, and
+    `reshape_and_cache_flash`, one after the other, with the same bits.
+
+    Args:
+        query: [tokens, heads, head_dim], float32, float16 or bfloat16; normed and rotated in place. Tokens and heads
+            may be strided, as parts of a product for queries, keys and values are, by multiples of 16 bytes. head_dim
+            is a multiple of 16, at most 512.
+        key, value: [tokens, kv_heads, head_dim], the same. They are read, and stay as they are.
+        cos, sin: [tokens, rotary_dim] or [tokens, rotary_dim / 2], as in `rotary_embedding`.
+        key_cache, value_cache: [blocks, block_size, kv_heads, head_dim] in the dtype of `query`, as in
+            `reshape_and_cache_flash`. Written.
+        slot_mapping: int64 [tokens]: the slot of each token. One outside of the cache, such as -1, is left out.
+        q_weight, k_weight: [head_dim], of the norms, in the dtype of `query` or float32; None: 1.
+        epsilon: of the norms; None: there are none.
+        weight_offset: 1 for models that store the weights minus 1.
+        layout: "half", "interleaved" or "deinterleaved", as in `rotary_embedding`.
+        rotary_dim: a multiple of 16, at most head_dim; None: the columns of `cos`.
+
+    Returns:
+        query.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
+
+    vLLM and SGLang fuse norms and rotation as `fused_qk_norm_rope`, over one array of queries, keys and values.
+    """
+    check.one_of("layout", layout, tuple(LAYOUTS))
+    heads = {"query": query, "key": key, "value": value}
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    strides, slots = _check_heads(heads, caches, slot_mapping)
+    rotary_dim, columns = _check_angles(cos, sin, query, 1, rotary_dim)
+    head_dim = query.shape[2]
+    if rotary_dim > head_dim or rotary_dim % (2 * _EACH):
+        check.fail("rotary_dim", f"a multiple of {2 * _EACH}, at most the head_dim, {head_dim}", rotary_dim)
+    weights = {"q_weight": q_weight, "k_weight": k_weight}
+    weight_dtype, own_epsilon = _check_weights(query, weights, epsilon, head_dim)
+    offset = check.number("weight_offset", weight_offset)
+    if query.on_host:
+        run_twin()
+        return query
+    angles = {name: (x.strides[0] * x.item_size,) for name, x in (("cos", cos), ("sin", sin))}
+    _expect_units({**heads, **caches, "cos": cos, "sin": sin, **weights}, {**strides, **angles})
+    all_heads, threads = query.shape[1] + 2 * key.shape[1], template.constants(_fused.file)["THREADS"]
+    rows = query.shape[0] * all_heads
+    if rows > MAX_ROWS:
+        check.fail("query", f"of at most {MAX_ROWS} heads of tokens, with those of key and value", rows)
+    if rows == 0:
+        return query
+    launch(
+        _fused_variant(query.dtype, weight_dtype, cos.dtype, head_dim, layout, epsilon is not None),
+        ceil_div(rows, threads // _lanes(head_dim)),
+        threads,
+        **{name: (x, *strides[name]) for name, x in {**heads, **caches}.items()},
+        **slots,
+        query_weight=q_weight,
+        key_weight=k_weight,
+        cos=cos,
+        sin=sin,
+        cos_stride=angles["cos"][0],
+        sin_stride=angles["sin"][0],
+        by_heads=divisor(all_heads),
+        rows=rows,
+        all_heads=all_heads,
+        query_heads=query.shape[1],
+        kv_heads=key.shape[1],
+        units=head_dim // _EACH,
+        pairs=rotary_dim // (2 * _EACH),
+        second_half=rotary_dim // 2 if has_second_half(layout, columns, rotary_dim) else 0,
+        per_width=1 / head_dim,
+        epsilon=own_epsilon,
+        offset=offset,
+    )
+    return query

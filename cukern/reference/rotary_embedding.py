@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.reference import kv_cache, norm
+
 Array = NDArray[Any]
 
 #: What is read in pairs, and what is written in pairs; all else is in halves.
@@ -38,6 +40,33 @@ def rotary_embedding(
             x[..., stored[0]] = (first * cos[..., :half] - other * sin[..., :half]).astype(x.dtype)
             x[..., stored[1]] = (other * cos[..., second] + first * sin[..., second]).astype(x.dtype)
     return query, key
+
+
+def fused_qk_norm_rope_and_cache(
+    query: Array,
+    key: Array,
+    value: Array,
+    cos: Array,
+    sin: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slot_mapping: Array,
+    q_weight: Array | None = None,
+    k_weight: Array | None = None,
+    epsilon: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    layout: str = "half",
+    rotary_dim: int | None = None,
+) -> Array:
+    """See `cukern.fused_qk_norm_rope_and_cache`."""
+    key = key.copy()
+    if epsilon is not None:
+        for x, weight in ((query, q_weight), (key, k_weight)):
+            norm.rms_norm(x, weight, epsilon, weight_offset=weight_offset, out=x)
+    rotary_embedding(query, key, cos, sin, layout=layout, rotary_dim=rotary_dim)
+    kv_cache.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "auto", 1.0, 1.0)
+    return query
 
 
 def _sides(half: int, in_pairs: bool) -> tuple[slice, slice]:

@@ -17,6 +17,7 @@ from typing import Any
 from cukern.runtime import compile
 from cukern.runtime.compile import Instance
 from cukern.runtime.cuda import cupy, current_device, driver, runtime
+from cukern.runtime.progress import progress
 
 #: Every kernel of the library, by stem; filled as the op modules are imported.
 KERNELS: dict[str, list[Kernel]] = {}
@@ -106,13 +107,14 @@ class Kernel:
 def specialize(op: str | Callable[..., Any], **sizes: Any) -> None:
     """Compile a variant for these sizes and use it in this process.
 
-    `op` is a public function or its name; `sizes` are those of the `specialize` function of its module, such as
+    `op` is a public function or its name; `sizes` are those of the `specialize` function of its stem, such as
     `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. Compiles at once for every GPU of the machine.
 
     Raises ValueError for sizes the specialized kernel cannot take, TypeError for an op that has none.
     """
     function = getattr(sys.modules["cukern"], op, None) if isinstance(op, str) else op
-    module = sys.modules.get(getattr(function, "__module__", ""))
+    # A stem is a module or a package of several: `cukern.ops.<stem>`.
+    module = sys.modules.get(".".join(getattr(function, "__module__", "").split(".")[:3]))
     register = getattr(module, "specialize", None)
     if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
         raise TypeError(f"op must be a function of cukern with specialized variants, or its name, got {op!r}")
@@ -225,15 +227,8 @@ def compile_at_import() -> None:
         )
 
 
-def compile_with_progress(work: list[tuple[Instance, str]]) -> None:
-    """`compile.compile_all` with a progress bar where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        compile.compile_all(work)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("cukern: compiling kernels", total=len(work))
-        compile.compile_all(work, lambda instance, arch: bar.advance(task))
+def compile_with_progress(work: list[tuple[Instance, str]], what: str = "compiling kernels") -> None:
+    """`compile.compile_all`, which shows its progress."""
+    with progress(what, len(work)) as advance:
+        advance(0)
+        compile.compile_all(work, lambda instance, arch: advance(1))

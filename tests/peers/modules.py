@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ import torch
 import cukern
 from cukern.compat import sglang as compat_sglang
 from cukern.compat import vllm as compat_vllm
+from cukern.compat._limits import refuse
 from cukern.compat.vllm import moe_permute_unpermute as permutation
+from tests.peers import experts
 
 ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers", "rich")
 
@@ -127,6 +130,16 @@ def _capability(wanted: Any, device_id: int = 0) -> bool:
     return (major, minor) >= wanted if isinstance(wanted, tuple) else major * 10 + minor >= wanted
 
 
+class _DeviceCapability(NamedTuple):
+    """A GPU's compute capability, as vLLM's platform gives it."""
+
+    major: int
+    minor: int
+
+    def to_int(self) -> int:
+        return self.major * 10 + self.minor
+
+
 def _platform() -> _Platform:
     return _Platform(
         device_type="cuda",
@@ -135,7 +148,7 @@ def _platform() -> _Platform:
         fp8_dtype=lambda: torch.float8_e4m3fn,
         is_fp8_fnuz=_no,
         has_device_capability=_capability,
-        get_device_capability=lambda device_id=0: torch.cuda.get_device_capability(device_id),
+        get_device_capability=lambda device_id=0: _DeviceCapability(*torch.cuda.get_device_capability(device_id)),
         get_device_name=lambda device_id=0: torch.cuda.get_device_name(device_id),
         supports_fp8=lambda: True,
         import_kernels=lambda: None,
@@ -259,6 +272,17 @@ def _by_groups(x: Any, q: Any, scales: Any, group_size: int, eps: float, low: fl
     scales.copy_(found)
 
 
+def _by_groups_of_int8(x: Any, q: Any, scales: Any, group_size: int, eps: float, *_: Any) -> None:
+    _, found = cukern.per_token_group_quant_int8(x, group_size, eps, out_q=q)
+    scales.copy_(found)
+
+
+def _activation_of_experts(y: Any, counts: Any, group_size: int = 128, eps: float = 1e-10) -> tuple[Any, Any]:
+    """vLLM 0.10.2's `silu_mul_fp8_quant_deep_gemm`."""
+    found: tuple[Any, Any] = cukern.silu_and_mul_quant(y, "silu", group_size=group_size, expert_num_tokens=counts)
+    return found
+
+
 class _Operators:
     """A namespace of `torch.ops`: the operators below, and placeholders."""
 
@@ -339,11 +363,73 @@ def _enter_operators() -> None:
         fused_add_rms_norm_static_fp8_quant=_quantized_sum,
         silu_and_mul_quant=lambda out, x, scale: cukern.silu_and_mul_quant(x, scale=scale, out_q=out),
         per_token_group_fp8_quant=_by_groups,
+        per_token_group_quant_int8=_by_groups_of_int8,
         apply_repetition_penalties_=ops.apply_repetition_penalties,
         **activations,
     )
-    torch.ops._moe_C = _Operators("_moe_C")
+    torch.ops._moe_C = _Operators("_moe_C", moe_sum=ops.moe_sum)
     torch.ops._C_cache_ops = _Operators("_C_cache_ops")
+
+
+def _enter_experts() -> None:
+    """vLLM's layers of experts, by the modules of 0.10.2 and of 0.33.0."""
+    root = "vllm.model_executor.layers.fused_moe"
+    kernels = {
+        "fused_experts": experts.fused_experts,
+        "fused_moe": experts.fused_moe_of(_fused_topk),
+        "fused_topk": _fused_topk,
+    }
+    parts = {
+        "fused_moe": kernels | {"modular_triton_fused_moe": experts.modular_triton_fused_moe},
+        "config": experts.configs(),
+        "modular_kernel": {"FusedMoEModularKernel": experts.FusedMoEKernel, "FusedMoEKernel": experts.FusedMoEKernel},
+        "all2all_utils": {"maybe_make_prepare_finalize": lambda *_, **__: None},
+        "prepare_finalize": {},
+        "prepare_finalize.batched": {"BatchedPrepareAndFinalize": experts.BatchedPrepareAndFinalize},
+        "router.fused_topk_router": {"fused_topk": _fused_topk},
+        "experts.triton_moe": {"TritonExperts": experts.TritonExperts},
+        "batched_deep_gemm_moe": {"silu_mul_fp8_quant_deep_gemm": _activation_of_experts},
+    }
+    batched = ("BatchedPrepareAndFinalize", "BatchedTritonExperts", "NaiveBatchedExperts")
+    names = {name: getattr(experts, name) for name in (*batched, "invoke_moe_batched_triton_kernel")}
+    for module in ("fused_batched_moe", "experts.fused_batched_moe"):
+        parts[module] = names
+    for module, found in parts.items():
+        _module(f"{root}.{module}", **found)
+    # The package has the function `fused_moe` of 0.10.2, not the module of that name, and activations of 0.33.0.
+    activation = importlib.import_module(f"{root}.activation")
+    vars(sys.modules[root]).update(kernels, MoEActivation=activation.MoEActivation)
+    products = importlib.import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    for name in ("w8a8_block_fp8_matmul", "w8a8_triton_block_scaled_mm"):
+        vars(products)[name] = experts.refused(name, "A", "the rows of experts (moe_gemm)", "those of one matrix")
+    for module, found in experts.unknown_weights().items():
+        path = f"vllm.model_executor.layers.quantization.utils.{module}"
+        if module == "quant_utils":
+            vars(importlib.import_module(path)).update(found)
+        else:
+            _module(path, **found)
+
+
+def _flash_mla_with_kvcache(*args: Any, descale_q: Any = None, descale_k: Any = None, **kwargs: Any) -> Any:
+    """vLLM's function of this name, which takes FP8 queries and caches too."""
+    if descale_q is not None or descale_k is not None:
+        refuse("flash_mla_with_kvcache", "descale_q", "None", "the scale of FP8 queries")
+    return compat_vllm.flash_mla_with_kvcache(*args, **kwargs)
+
+
+def _enter_flash_mla() -> None:
+    """vLLM's modules around its build of FlashMLA."""
+    of_fp8 = experts.refused("flash_mla_with_kvcache_fp8", "q", "of 16 bits", "float8_e4m3fn")
+    names = {
+        "get_mla_metadata": compat_vllm.get_flash_mla_metadata,
+        "flash_mla_with_kvcache": _flash_mla_with_kvcache,
+        "flash_mla_with_kvcache_fp8": of_fp8,
+        "get_mla_metadata_dense_fp8": of_fp8,
+        "is_flashmla_supported": lambda: (True, None),
+        "is_flashmla_dense_supported": lambda: (True, None),
+    }
+    _module("vllm.attention.ops.flashmla", **names)
+    _module("vllm.v1.attention.ops.flashmla", **names)
 
 
 def _open(name: str, module: ModuleType) -> None:
@@ -386,7 +472,9 @@ CONFIG = SimpleNamespace(
         level=0,
         mode=0,
         use_inductor=False,
-    )
+        static_forward_context={},
+    ),
+    scheduler_config=SimpleNamespace(),
 )
 
 
@@ -461,6 +549,25 @@ def _enter_sglang_utils() -> None:
     )
 
 
+def _opcheck(operator: Any, *_: Any, **__: Any) -> dict[str, str]:
+    """Nothing: the operators are no operators of torch here; cukern's own are checked by its own tests."""
+    if getattr(operator, "__module__", "") == "tests.peers":
+        operator()  # a placeholder, which skips the case
+    return {}
+
+
+def _enter_test_utils(folder: Path) -> None:
+    """What vLLM's test files share: references in torch of its own, without the checks of its operators."""
+    source = folder / "tests" / "kernels" / "utils.py"
+    module = ModuleType("tests.kernels.utils")
+    sys.modules[module.__name__] = module
+    if source.exists():
+        _Module(source).exec_module(module)
+    checks = {"opcheck": _opcheck, "DEFAULT_OPCHECK_TEST_UTILS": (), "ALL_OPCHECK_TEST_UTILS": ()}
+    vars(module).update(checks, fp8_allclose=fp8_allclose, fp8_ulp_distance=fp8_ulp_distance)
+    vars(module)["__getattr__"] = _attribute_of(module.__name__)
+
+
 def install(folder: Path) -> None:
     """Put the modules in place; `cukern.compat.enable` has entered those of the kernels."""
     for name, module in [*sys.modules.items()]:
@@ -483,13 +590,14 @@ def install(folder: Path) -> None:
     _enter_ir()
     _module("vllm.platforms", current_platform=_platform())
     _module("vllm.triton_utils", **_triton(maths))
-    _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, **maths)
+    _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, has_deep_gemm=_no, **maths)
     _module("vllm.utils.math_utils", **maths)
     _module("vllm.utils.torch_utils", set_random_seed=_seed_everything)
-    # The operators are no operators of torch here; cukern's own are checked by its own tests.
-    checks = {"opcheck": lambda *_, **__: {}, "DEFAULT_OPCHECK_TEST_UTILS": (), "ALL_OPCHECK_TEST_UTILS": ()}
-    _module("tests.kernels.utils", **checks, fp8_allclose=fp8_allclose, fp8_ulp_distance=fp8_ulp_distance)
+    _module("vllm.utils.import_utils", has_deep_gemm=_no, has_triton_kernels=_no)
     _module("tests.utils")
     ops = vars(sys.modules["vllm._custom_ops"])
     ops["get_max_shared_memory_per_block_device_attribute"] = _shared_memory
     _enter_operators()
+    _enter_experts()
+    _enter_flash_mla()
+    _enter_test_utils(folder)

@@ -1,18 +1,19 @@
-"""A plugin of pytest for the peers' test files: fixtures that they expect, and what cukern refuses."""
+"""A plugin of pytest for the peers' test files: which cases run, fixtures that they expect, what cukern refuses."""
 
 from __future__ import annotations
 
 import gc
-import random
+import os
+import re
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from tests.peers import tally
+from tests.peers.turns import SharedTurns, Turns
 
 #: The bytes of a cache by name, where it is not the model's dtype.
 _CACHE_DTYPES = {"fp8": torch.uint8, "fp8_e4m3": torch.uint8, "fp8_e5m2": torch.uint8}
@@ -20,16 +21,11 @@ _WAITS = 8
 _WAIT_S = 3.0
 
 
-class Part(NamedTuple):
-    """A share of the cases of a file."""
-
-    index: int = 0
-    count: int = 1
-
-    @classmethod
-    def of(cls, text: str) -> Part:
-        index, _, count = text.partition("/")
-        return cls(int(index), int(count))
+#: The exit status of a process whose GPU can do no more, by an error that stays.
+LOST = 86
+_LOST = re.compile(r"CUDA error|CUDA_ERROR|cudaError|illegal memory access|device-side assert")
+#: Bytes that a process may keep for itself of the GPU's memory between cases.
+_KEPT_BYTES = 4 * 2**30
 
 
 def with_memory(call: Callable[[], Any]) -> Any:
@@ -53,19 +49,6 @@ def refusal_of(error: BaseException | None) -> str | None:
             return str(error)
         error = error.__cause__ or error.__context__
     return None
-
-
-def pytest_addoption(parser: Any) -> None:
-    parser.addoption("--peers-part", type=Part.of, default=Part(), help="INDEX/COUNT: the share of the cases to run")
-    parser.addoption("--peers-tally", type=Path, help="the file that each case is written to")
-
-
-def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Keep a share of the cases, of all kinds in equal measure, in their order."""
-    part = config.getoption("--peers-part")
-    places = list(range(len(items)))
-    random.Random(0).shuffle(places)
-    items[:] = [item for item, place in zip(items, places, strict=True) if place % part.count == part.index]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -95,30 +78,62 @@ def _case(report: Any) -> tally.Case:
         known = tally.DIFFERENT.get(test)
         if known is not None and known.is_in(name, reason):
             outcome, reason = "differs", known.reason
-        elif test in tally.PROGRAMS:
+        elif test in tally.PROGRAMS and "Tensor-likes" not in reason:  # never a wrong result
             outcome, reason = "skipped", tally.PROGRAMS[test]
-    return tally.Case(file, name, outcome, reason.partition("\n")[0][:200])
+    return tally.Case(file, name, outcome, reason.partition("\n")[0][:200], round(getattr(report, "duration", 0.0), 3))
 
 
-class _Recorder:
-    """Writes what each case comes to, and each file that cannot be collected."""
+def is_lost(text: str) -> bool:
+    """Whether a failure says that nothing can run on the GPU any more in this process."""
+    return bool(_LOST.search(text)) and "out of memory" not in text
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+
+def give_back() -> None:
+    """Give the memory of the GPU back to the other processes."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+class Runner:
+    """A plugin that runs the cases that are this process's turn, and writes what each comes to."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+
+    @pytest.hookimpl(trylast=True)  # after what an argument such as -k leaves out
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = self.turns.chosen(items, [item.nodeid.partition("::")[2] for item in items])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: Any) -> bool:
+        if session.config.option.collectonly:
+            return True
+        for item in self.turns.of(session.items):
+            file, _, name = item.nodeid.partition("::")
+            if self.turns.is_done(file, name):
+                continue
+            # Any other case: fixtures of the file live on, those of the case do not.
+            other = next((x for x in session.items[:2] if x is not item), None)
+            self.turns.begin(file, name)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=other)
+            if session.shouldfail or session.shouldstop:
+                break
+            if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
+                give_back()
+        return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
-            tally.append(self.path, _case(report))
+            case = _case(report)
+            tally.append(self.turns.path, case)
+            if isinstance(self.turns, SharedTurns) and case.outcome == "failed" and is_lost(str(report.longrepr)):
+                print(report.longrepr, flush=True)
+                os._exit(LOST)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.outcome != "passed":
-            tally.append(self.path, _case(report))
-
-
-def pytest_configure(config: Any) -> None:
-    path = config.getoption("--peers-tally")
-    if path is not None:
-        config.pluginmanager.register(_Recorder(path))
+            tally.append(self.turns.path, _case(report))
 
 
 def _dtype(cache_dtype: Any, model_dtype: Any) -> Any:
@@ -199,6 +214,11 @@ def default_vllm_config() -> Any:
 @pytest.fixture
 def workspace_init() -> None:
     """vLLM's workspaces, which nothing here uses."""
+
+
+@pytest.fixture
+def disable_deepgemm_ue8m0() -> None:
+    """A switch of vLLM's own FP8 scales, which are not used here."""
 
 
 @pytest.fixture

@@ -6,13 +6,15 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 #: What a case may come to. "differs": it fails, where cukern has another result on purpose; "refused": cukern says that
 #: it does not have what is asked for; "skipped": by the file itself, or because it needs what only the peer has.
 OUTCOMES = ("passed", "failed", "differs", "refused", "skipped")
+#: Of a case that a process has begun and not ended.
+BEGUN = "begun"
 
 
 class Difference(NamedTuple):
@@ -40,8 +42,10 @@ DIFFERENT = {
     # A step of the 16-bit formats.
     "test_act_and_mul": Difference("rounded once, and not before the product too", 2**-7, 2**-4),
 }
-#: Tests that start programs of their own, in which there are no adapters, and what those need.
+#: Tests of what is in the peer alone, or in programs of their own in which there are no adapters, and what those need.
 PROGRAMS = {
+    "test_w8a8_block_fp8_clamp_skips_fused_silu_quant": "counts calls inside vllm's layer",
+    "test_host_resident_weights_take_sorted_path": "counts calls inside vllm's layer",
     "test_nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_cuda_graph_bad_scale": "needs flashinfer in a program",
 }
 _MOST_REASONS = 12
@@ -54,6 +58,7 @@ class Case(NamedTuple):
     name: str
     outcome: str
     reason: str = ""
+    seconds: float = 0.0
 
 
 def append(path: Path | None, case: Case) -> None:
@@ -64,9 +69,26 @@ def append(path: Path | None, case: Case) -> None:
 
 
 def read(path: Path) -> Iterator[Case]:
+    """The cases of a file, without those that were only begun."""
+    return (case for case in lines(path) if case.outcome != BEGUN)
+
+
+def unended(path: Path) -> Case | None:
+    """The case that the writer of a file was in, if it did not come to its end."""
+    last = None
+    for case in lines(path):
+        last = case if case.outcome == BEGUN else None
+    return last
+
+
+def lines(path: Path) -> Iterator[Case]:
+    """All that was written about cases, in its order."""
     if path.exists():
         for line in path.read_text().splitlines():
-            yield Case(*json.loads(line))
+            try:
+                yield Case(*json.loads(line))
+            except ValueError:
+                continue  # cut off, where the writer was killed
 
 
 def _count(cases: Iterable[Case]) -> str:
@@ -81,16 +103,22 @@ def _reasons(cases: Iterable[Case], outcome: str) -> Iterator[str]:
         yield f"  {count:5}  {file}: {reason}"
 
 
-def table(cases: Iterable[Case]) -> str:
-    """The counts of each file, the reasons of what was refused or skipped, and the failures."""
-    cases = list(cases)
-    by_file: dict[str, list[Case]] = defaultdict(list)
+def table(cases: Iterable[Case], left: Mapping[str, int | None] | None = None) -> str:
+    """The counts of each file, the reasons of what was refused or skipped, and the failures.
+
+    `left` is by file how many cases were not run in time, None where nobody has counted them.
+    """
+    cases, left = list(cases), left or {}
+    by_file: dict[str, list[Case]] = defaultdict(list, {name: [] for name in left})
     for case in cases:
         by_file[case.file].append(case)
     width = max((len(name) for name in by_file), default=0)
-    lines = [f"{'':{width}}  {'  '.join(f'{outcome:>7}' for outcome in OUTCOMES)}"]
-    lines += [f"{name:{width}}  {_count(of_file)}" for name, of_file in sorted(by_file.items())]
-    lines.append(f"{'all':{width}}  {_count(cases)}")
+    lines = [f"{'':{width}}  {'  '.join(f'{outcome:>7}' for outcome in (*OUTCOMES, 'left', 'seconds'))}"]
+    for name, of_file in sorted(by_file.items()):
+        rest = left.get(name, 0)
+        words = "all" if rest is None else str(rest)
+        lines.append(f"{name:{width}}  {_count(of_file)}  {words:>7}  {sum(case.seconds for case in of_file):7.1f}")
+    lines.append(f"{'all':{width}}  {_count(cases)}  {sum(x or 0 for x in left.values()):7}")
     for outcome in ("differs", "refused", "skipped"):
         reasons = list(_reasons(cases, outcome))
         lines += ["", outcome, *reasons] if reasons else []

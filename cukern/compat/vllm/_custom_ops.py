@@ -389,9 +389,13 @@ def apply_repetition_penalties_torch(
 def moe_sum(
     input: AnyArray, output: AnyArray, topk_ids: AnyArray | None = None, expert_map: AnyArray | None = None
 ) -> None:
-    """`cukern.moe_sum` into `output`. Refused: `topk_ids`, with which vLLM leaves out experts that are not here."""
+    """`cukern.moe_sum` into `output`; an input with strides is copied.
+
+    Refused: `topk_ids`, with which vLLM leaves out experts that are not here.
+    """
     unless_default("moe_sum", None, topk_ids=topk_ids, expert_map=expert_map)
-    cukern.moe_sum(input, output)
+    rows: Any = input
+    cukern.moe_sum(rows.contiguous(), output)
 
 
 def moe_align_block_size(

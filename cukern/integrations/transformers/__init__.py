@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 import cukern.torch_ops  # noqa: F401  (torch.compile keeps the calls in its graphs)
-from cukern.integrations.transformers import _attention, _experts, _norms, _rotary, _routers
+from cukern.integrations.transformers import _attention, _experts, _norms, _products, _rotary, _routers
 from cukern.integrations.transformers._generate import Generated, generate
 from cukern.integrations.transformers._sampling import Sampler
 from cukern.integrations.transformers._state import ATTRIBUTE, Line, Notes, Report, State
@@ -37,6 +37,7 @@ _ENABLE = {
     "sums": _norms.enable_sums,
     "rotary": _rotary.enable,
     "attention": _attention.enable,
+    "products": _products.enable,
 }
 #: What `enable` may replace.
 PARTS = tuple(_ENABLE)
@@ -64,7 +65,8 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
     Args:
         model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy twins do the work, which is
             slow: a warning says so.
-        parts: what to replace, of "experts", "routers", "norms", "sums" (before norms), "rotary" and "attention".
+        parts: what to replace, of "experts", "routers", "norms", "sums" (before norms), "rotary", "attention" and
+            "products".
 
     Returns:
         What was replaced, and what was not and why; of a model that is enabled already, what it was then.

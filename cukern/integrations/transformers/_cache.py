@@ -15,26 +15,25 @@ from cukern.integrations.transformers._attention import PAGE
 class Slots:
     """Where the tokens of a forward go: the same in every layer and for every sequence.
 
-    The length is on the device, so that one CUDA graph of a step serves all steps.
+    The length, int64 [], and the slots of a step, int64 [batch], are on the device, so that one CUDA graph of a step
+    serves all steps. Who steps counts them up.
     """
 
-    def __init__(self, batch: int, tokens: int, device: torch.device) -> None:
-        self.batch, self.tokens = batch, tokens
-        self.length = torch.zeros((), dtype=torch.int64, device=device)
-        self._first = torch.arange(batch, device=device)[:, None] * tokens
-        self.places = self.slots = torch.empty(0, dtype=torch.int64, device=device)
+    def __init__(self, tokens: int, length: torch.Tensor, of_step: torch.Tensor) -> None:
+        self.length, self._of_step = length, of_step
+        self._first = torch.arange(len(of_step), device=length.device) * tokens
+        self.places, self.slots = length.view(1), of_step
 
     def begin(self, count: int) -> None:
-        """Make room for `count` tokens of each sequence: their places in it, and their slots in the cache."""
-        # One token, as in all steps, takes one small kernel in place of three.
-        self.places = (
-            self.length.view(1) if count == 1 else torch.arange(count, device=self.length.device) + self.length
-        )
-        self.slots = (self._first + self.places).flatten()
+        """Make room for `count` tokens of each sequence in an empty cache: their places in it, and their slots."""
+        self.places = torch.arange(count, device=self.length.device)
+        self.slots = (self._first[:, None] + self.places).flatten()
 
-    def end(self, count: int) -> None:
-        """The tokens are there."""
-        self.length += count
+    def follow(self, count: int) -> None:
+        """Let steps of one token follow `count` tokens of each sequence."""
+        self.length.fill_(count)
+        torch.add(self._first, count, out=self._of_step)
+        self.places, self.slots = self.length.view(1), self._of_step
 
 
 class PagedLayer(StaticLayer):  # type: ignore[misc]
@@ -48,7 +47,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
     def __init__(self, max_cache_len: int, slots: Slots) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self._slots = slots
-        self._pages: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.pages: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the layer like the first keys and values."""
@@ -60,8 +59,8 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         self.batch_size, self.num_heads, self.k_head_dim, self.v_head_dim = batch, heads, dim, dim
         shape = batch * self.max_cache_len // PAGE, PAGE, heads, dim
         # Not empty: sdpa multiplies what it has masked by zero.
-        self._pages = key_states.new_zeros(shape), key_states.new_zeros(shape)
-        self.keys, self.values = (x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self._pages)
+        self.pages = key_states.new_zeros(shape), key_states.new_zeros(shape)
+        self.keys, self.values = (x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self.pages)
         self.is_initialized = True
 
     def update(
@@ -70,7 +69,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         """Write the new keys and values to their slots; returns all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._pages is None:
+        if self.pages is None:
             keys, values = self.keys, self.values
             assert keys is not None and values is not None
             return (
@@ -80,7 +79,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         key, value = (
             x.transpose(1, 2).reshape(-1, self.num_heads, self.k_head_dim) for x in (key_states, value_states)
         )
-        cukern.reshape_and_cache_flash(key, value, self._pages[0], self._pages[1], self._slots.slots, "auto", 1.0, 1.0)
+        cukern.reshape_and_cache_flash(key, value, self.pages[0], self.pages[1], self._slots.slots, "auto", 1.0, 1.0)
         return self.keys, self.values
 
     def get_seq_length(self) -> torch.Tensor:
@@ -88,16 +87,17 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         return self._slots.length
 
 
-def static_cache(model: Any, batch: int, tokens: int, device: torch.device) -> tuple[Cache, Slots] | str:
+def static_cache(model: Any, tokens: int, length: torch.Tensor, of_step: torch.Tensor) -> tuple[Cache, Slots] | str:
     """A cache for steps that can be captured, or why there is none.
 
-    `tokens` is a multiple of PAGE. Layers with a sliding window keep all tokens: their masks say which are seen.
+    `tokens` is a multiple of PAGE; `length` int64 [] counts the tokens that are there, and `of_step` int64 [batch] has
+    the slots of the next ones. Layers with a sliding window keep all tokens: their masks say which are seen.
     """
     try:
         cache = StaticCache(config=model.config, max_cache_len=tokens)
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         return f"transformers has no static cache for it ({error})"
-    slots = Slots(batch, tokens, device)
+    slots = Slots(tokens, length, of_step)
     for i, layer in enumerate(cache.layers):
         if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
             return f"its cache has layers of {type(layer).__name__}, whose steps differ from each other on the host"

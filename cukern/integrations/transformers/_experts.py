@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 import cukern
+from cukern.integrations.transformers._deferred import Ids
 from cukern.integrations.transformers._state import NAME, Notes, State, wants_gradient
 
 #: The attribute of a module of experts that holds its `Form`.
@@ -132,7 +133,8 @@ def experts_forward(
         if self.has_bias:
             biases = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias), self.down_proj_bias
         x = hidden_states.to(first.dtype).contiguous()
-        weights, ids = top_k_weights.float().contiguous(), top_k_index.contiguous()
+        ids = top_k_index.raw if isinstance(top_k_index, Ids) else top_k_index
+        weights, ids = top_k_weights.float().contiguous(), ids.contiguous()
         if form.is_fused:
             out = cukern.fused_experts(
                 x, first, second, weights, ids, activation=form.activation, w1_bias=biases[0], w2_bias=biases[1],

@@ -7,6 +7,7 @@ each size here. The host sees a step's tokens while the next one runs, so that i
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +24,9 @@ import cukern
 from cukern.integrations.transformers import _attention
 from cukern.integrations.transformers._cache import Slots, static_cache
 from cukern.integrations.transformers._state import ATTRIBUTE, State, running
-from cukern.models._progress import progress as progress_bar
 from cukern.models._steps import StepGraphs, watch
 from cukern.runtime import check
+from cukern.runtime.progress import progress as progress_bar
 
 #: Tokens by which a cache grows, so that prompts of similar lengths share their graphs.
 _CAPACITY = 256
@@ -39,7 +40,8 @@ class Generated:
 
     tokens: list[list[int]]  # of each prompt, the new ones, a stop token included
     steps: int  # tokens that were drawn for each prompt, the longest one's
-    prefill_s: float  # until the first token was there
+    ready_s: float  # until a step was captured; 0 where one of these sizes is kept
+    prefill_s: float  # from there, until the first token was there
     decode_s: float  # for all others
     captured: bool  # whether the steps were replays of a CUDA graph
     why: str  # why they were not; empty if they were
@@ -64,25 +66,27 @@ class _Sampling:
 class _Session:
     """The buffers of a batch of one size, its cache, and the graph of its step."""
 
-    def __init__(self, model: Any, batch: int, tokens: int, most: int, sampling: _Sampling) -> None:
+    def __init__(self, model: Any, batch: int, tokens: int, sampling: _Sampling) -> None:
         device = next(model.parameters()).device
         self.model, self.batch, self.tokens, self.sampling, self.device = model, batch, tokens, sampling, device
-        found = static_cache(model, batch, tokens, device)
+        self._count(batch, device)
+        found = static_cache(model, tokens, self.counters[0], self.counters[2 + batch :])
         self.why = found if isinstance(found, str) else ""
         self.cache: Any = None
         self.slots: Slots | None = None
         if not isinstance(found, str):
             self.cache, self.slots = found
         self.seen = 0  # tokens in a cache that grows
+        self.is_ready = False
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.token, self.positions, self.padding = zeros(batch, 1), zeros(batch, 1), zeros(batch, tokens)
+        self.token, self.padding = zeros(batch, 1), zeros(batch, tokens)
         self.mask = zeros(batch, 1, 1, tokens, dtype=torch.bool)
-        self.starts, self.lengths = zeros(batch), zeros(batch, dtype=torch.int32)
-        self.finished = zeros(batch, dtype=torch.bool)
-        self.seed, self.drawn, self.drawn_tokens = zeros(1), zeros(1), zeros(batch, most)
+        self.starts, self.finished, self.seed = zeros(batch), zeros(batch, dtype=torch.bool), zeros(1)
+        self.rows = torch.arange(batch, device=device)  # of a draw: int64, as its tokens are then
+        self.angles: dict[Any, torch.Tensor | None] = {}  # of all positions, by modules of angles and dtypes
         self.stop = torch.tensor(sampling.stop or (-1,), device=device)
         # The cache has a page of free tokens behind each sequence.
         self.mask.__dict__["_cukern_rows"] = _attention.Rows(self.starts, self.lengths, _attention.PAGE)
@@ -93,6 +97,18 @@ class _Session:
             self.why = self.why or "the model is on the CPU"
         takes = inspect.signature(type(model).forward).parameters
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in takes}
+
+    def _count(self, batch: int, device: torch.device) -> None:
+        """Make what a step counts up, by one kernel: tokens in the cache, those drawn, positions, slots, lengths.
+
+        Only the lengths are int32. A number that is int64 is counted up in its lower half, which does not overflow.
+        """
+        wide = 2 + 2 * batch
+        counts = torch.zeros(2 * wide + batch + batch % 2, dtype=torch.int32, device=device)
+        self._counts, self._ones = counts, torch.ones_like(counts)
+        self._ones[1 : 2 * wide : 2] = 0
+        self.counters, self.lengths = counts[: 2 * wide].view(torch.int64), counts[2 * wide : 2 * wide + batch]
+        self.drawn, self.positions = self.counters[1:2], self.counters[2 : 2 + batch, None]
 
     @property
     def captures(self) -> bool:
@@ -127,24 +143,41 @@ class _Session:
         """Draw a token of each sequence, and note which are finished."""
         own = self.sampling
         ends: dict[str, Any] = {"finished": self.finished, "end_id": own.stop[0]} if own.stop else {}
-        drawn: torch.Tensor = cukern.sample(  # type: ignore[assignment]
+        cukern.sample(
             logits.contiguous(), temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p,
-            seed=self.seed, offset=self.drawn, **ends,
+            seed=self.seed, offset=self.drawn, indices=self.rows, out=self.token.view(-1), **ends,
         )  # fmt: skip
-        self.token.copy_(drawn[:, None])
         if len(own.stop) > 1:
             self.finished |= torch.isin(self.token[:, 0], self.stop)
-        self.drawn_tokens.index_copy_(1, self.drawn, self.token)
-        self.drawn += 1
+
+    def ready(self) -> None:
+        """Run two steps of an empty cache, the second one captured: kernels load, and products choose, only once."""
+        if self.device.type != "cuda" or self.is_ready:
+            return
+        self.is_ready = True
+        if self.captures:
+            self._clear()
+            self._follow(0)
+            self.run()
+            self.run()
+
+    def _clear(self) -> None:
+        for buffer in (self.mask, self.finished, self._counts, self.token, self.starts):
+            buffer.zero_()
+        self.padding.fill_(1)
+
+    def _follow(self, count: int) -> None:
+        """Let steps follow `count` tokens of each sequence: the lengths of a step have its own token in them."""
+        if self.slots is not None:
+            self.slots.follow(count)
+            self.lengths += 1
 
     def prefill(self, ids: torch.Tensor, padding: torch.Tensor, seed: int) -> None:
         """Begin anew: run the prompts, padded on the left, and draw the first token of each."""
         count = ids.shape[1]
-        for buffer in (self.padding, self.mask, self.finished, self.drawn, self.drawn_tokens):
-            buffer.zero_()
+        self._clear()
         self.seed.fill_(seed)
         positions = (padding.cumsum(1) - 1).clamp(min=0)
-        self.padding.fill_(1)
         self.padding[:, :count] = padding
         self.mask[:, 0, 0, :count] = padding.bool()
         self.starts.copy_(count - padding.sum(1))
@@ -156,28 +189,22 @@ class _Session:
         if self.slots is None:
             self.cache = None  # the model makes its own
         else:
-            self.slots.length.zero_()
             self.slots.begin(count)
         logits = self._forward(ids, positions, padding)
-        if self.slots is not None:
-            self.slots.end(count)
         self._draw(logits)
+        self.drawn += 1
+        self._follow(count)
 
     def step(self) -> None:
         """Run the token that was drawn last, and draw the next one."""
         mask = self.padding
         if self.slots is not None:
-            self.slots.begin(1)
             self.mask.index_fill_(3, self.slots.places, True)
-            self.lengths += 1
         else:
             self.seen += 1
             mask = self.padding[:, : self.seen]
-        logits = self._forward(self.token, self.positions, mask)
-        if self.slots is not None:
-            self.slots.end(1)
-        self.positions += 1
-        self._draw(logits)
+        self._draw(self._forward(self.token, self.positions, mask))
+        self._counts += self._ones
 
     def run(self) -> None:
         """A step, as a graph where it can be one."""
@@ -232,17 +259,21 @@ def _stop_tokens(model: Any, given: Any) -> tuple[int, ...]:
     return tuple(check.integer("eos_token_id", x, 0) for x in many)
 
 
-def _session(state: State | None, model: Any, batch: int, tokens: int, most: int, sampling: _Sampling) -> _Session:
+def _session(state: State | None, model: Any, batch: int, tokens: int, sampling: _Sampling) -> _Session:
     """A session for these sizes: a kept one if there is one."""
     tokens = -(-(tokens + _attention.PAGE) // _CAPACITY) * _CAPACITY
-    most = -(-most // _CAPACITY) * _CAPACITY
     if state is None:
-        return _Session(model, batch, tokens, most, sampling)
-    key = batch, tokens, most, sampling
+        return _Session(model, batch, tokens, sampling)
+    # A graph has the addresses of the weights.
+    places = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
+    if state.places != places:
+        state.sessions.clear()
+        state.places = places
+    key = batch, tokens, sampling
     found = state.sessions.pop(key, None)
     while len(state.sessions) >= _SESSIONS:
         del state.sessions[next(iter(state.sessions))]
-    state.sessions[key] = found or _Session(model, batch, tokens, most, sampling)
+    state.sessions[key] = found or _Session(model, batch, tokens, sampling)
     return state.sessions[key]  # type: ignore[no-any-return]
 
 
@@ -301,7 +332,7 @@ def generate(
         TypeError: for what is no model of transformers, or no prompts.
         ValueError: a model that cannot generate by itself or is in training mode, or numbers that do not fit.
 
-    A session, with its cache and its graph, is kept with the model for the four latest sizes: batch, prompt and new
+    A session, with its cache and its graph, is kept with the model for the four latest sizes: batch, prompt with new
     tokens in steps of 256, and numbers of the draw. `disable` frees them.
     """
     state = _check_model(model)
@@ -310,7 +341,7 @@ def generate(
     ids, padding = _prompts(prompts, attention_mask, pad_token_id, device)
     stop = _stop_tokens(model, eos_token_id)
     sampling = _Sampling(float(check.number("temperature", temperature)), top_k, top_p, min_p, stop)
-    own = _session(state, model, ids.shape[0], ids.shape[1] + most, most, sampling)
+    own = _session(state, model, ids.shape[0], ids.shape[1] + most, sampling)
     seed = check.integer("seed", seed, 0, 2**63 - 1)
     return _decode(own, ids, padding, seed, most, on_token, progress)
 
@@ -320,11 +351,17 @@ def _decode(
 ) -> Generated:
     columns: list[NDArray[np.int64]] = []
     seen, ended = watch(own.layers), False  # type: ignore[arg-type]
-    begin = time.perf_counter()
+    times = [time.perf_counter()]
+
+    def passed() -> None:
+        if own.device.type == "cuda":
+            torch.cuda.synchronize(own.device)
+        times.append(time.perf_counter())
+
+    own.ready()
+    passed()
     own.prefill(ids, padding, seed)
-    if own.device.type == "cuda":
-        torch.cuda.synchronize(own.device)
-    middle = time.perf_counter()
+    passed()
 
     def take(found: Iterable[Any]) -> bool:
         """Keep the tokens of steps that can be seen; whether generation ends."""
@@ -345,11 +382,12 @@ def _decode(
                 break
         if not ended:
             take(seen.rest())
-    decode_s = time.perf_counter() - middle
+    times.append(time.perf_counter())
+    ready_s, prefill_s, decode_s = (after - before for before, after in itertools.pairwise(times))
     rows = np.stack(columns, axis=1)
     tokens = [_until(row.tolist(), own.sampling.stop) for row in rows]
     steps = max(map(len, tokens))
-    return Generated(tokens, steps, middle - begin, decode_s, own.captures, own.why)
+    return Generated(tokens, steps, ready_s, prefill_s, decode_s, own.captures, own.why)
 
 
 def _until(tokens: list[int], stop: tuple[int, ...]) -> list[int]:

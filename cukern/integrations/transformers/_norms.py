@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import cukern
+from cukern.integrations.transformers._deferred import Sum, plain
 from cukern.integrations.transformers._rewrite import own_forward, rewritten
 from cukern.integrations.transformers._state import (
     Notes,
@@ -20,7 +21,7 @@ from cukern.integrations.transformers._state import (
 )
 
 #: The attribute of a norm that holds its (epsilon, weight_offset).
-_NUMBERS = "_cukern_norm"
+NUMBERS = "_cukern_norm"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -37,16 +38,20 @@ def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
 
 def norm_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of a norm that is replaced. With more arguments, such as a gate, its own runs."""
+    if isinstance(hidden_states, Sum) and not args and not kwargs:
+        return entry_norm(self, hidden_states)[0]
+    hidden_states = plain(hidden_states)
     weight = getattr(self, "weight", None)
     if args or kwargs or not _takes(hidden_states, weight):
         return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-    epsilon, offset = self.__dict__[_NUMBERS]
+    epsilon, offset = self.__dict__[NUMBERS]
     return cukern.rms_norm(hidden_states, _detached(weight), epsilon, weight_offset=offset)  # type: ignore[return-value]
 
 
 def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of a sum, and the sum."""
-    weight, numbers = getattr(norm, "weight", None), norm.__dict__.get(_NUMBERS)
+    hidden_states, residual = plain(hidden_states), plain(residual)
+    weight, numbers = getattr(norm, "weight", None), norm.__dict__.get(NUMBERS)
     fits = numbers is not None and hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
     # Both are overwritten, which others would see who record hidden states.
     if active.session is not None and fits and _takes(hidden_states, weight) and _takes(residual, weight):
@@ -55,6 +60,25 @@ def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> 
         )
     residual = residual + hidden_states
     return norm(residual), residual
+
+
+def entry_norm(norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm at the begin of a layer, or behind the last one, and what it was taken of."""
+    if isinstance(hidden_states, Sum) and (parts := hidden_states.parts()) is not None:
+        normed, made = add_norm(norm, *parts)
+        hidden_states.keep(made)
+        return normed, made
+    hidden_states = plain(hidden_states)
+    return norm(hidden_states), hidden_states
+
+
+def last_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The sum that a layer returns: while `generate` runs, the next norm adds up."""
+    hidden_states, residual = plain(hidden_states), plain(residual)
+    alike = hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
+    if alike and not torch.compiler.is_compiling() and active.session is not None:
+        return Sum.of(hidden_states, residual)
+    return residual + hidden_states
 
 
 # --- which modules are norms ----------------------------------------------------------------------------
@@ -99,8 +123,8 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if numbers is None:
             notes.kept.add("norms", module, "its formula is not that of an RMS norm alone")
             continue
-        module.__dict__[_NUMBERS] = numbers
-        state.undo.append(lambda module=module: module.__dict__.pop(_NUMBERS, None))  # type: ignore[misc]
+        module.__dict__[NUMBERS] = numbers
+        state.undo.append(lambda module=module: module.__dict__.pop(NUMBERS, None))  # type: ignore[misc]
         state.replace_forward(module, norm_forward)
         notes.replaced.add("norms", module, f"rms_norm{', of weights that are stored minus 1' * bool(numbers[1])}")
 
@@ -123,38 +147,45 @@ def _norm_in(statement: ast.stmt) -> str | None:
     return None
 
 
+def _replaced(text: str, at: ast.stmt) -> ast.stmt:
+    return ast.copy_location(ast.parse(text).body[0], at)
+
+
 def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
-    """The statements with each sum and the norm after it as one, and the names of these norms."""
-    made, names, i = [], [], 0
-    while i < len(body):
-        name = None
-        if (
-            i + 2 < len(body)
-            and _is(body[i], "hidden_states = residual + hidden_states")
-            and _is(body[i + 1], "residual = hidden_states")
-        ):
-            name = _norm_in(body[i + 2])
-        if name is None:
-            made.append(body[i])
-            i += 1
-            continue
-        text = f"hidden_states, residual = _cukern_add_norm(self.{name}, hidden_states, residual)"
-        made.append(ast.copy_location(ast.parse(text).body[0], body[i]))
+    """The statements with each sum and the norm after it as one, and the names of these norms.
+
+    The sum that a layer returns, and the norm that it begins with, are one of two layers.
+    """
+    added, kept, made = "hidden_states = residual + hidden_states", "residual = hidden_states", list(body)
+    names: list[str] = []
+    for i in range(len(body) - 2):
+        name = _norm_in(body[i + 2])
+        if name is not None and _is(body[i], added) and _is(body[i + 1], kept):
+            text = f"hidden_states, residual = _cukern_add_norm(self.{name}, hidden_states, residual)"
+            made[i : i + 3] = [_replaced(text, body[i]), ast.Pass(), ast.Pass()]
+            names.append(name)
+    begin = next((i for i, x in enumerate(body) if not isinstance(x, ast.Expr)), 0)
+    name = _norm_in(body[begin + 1]) if begin + 1 < len(body) and _is(body[begin], kept) else None
+    if name is not None:
+        text = f"hidden_states, residual = _cukern_entry_norm(self.{name}, hidden_states)"
+        made[begin : begin + 2] = [_replaced(text, body[begin]), ast.Pass()]
         names.append(name)
-        i += 3
-    return made, names
+    if len(body) > 1 and _is(body[-2], added) and ast.unparse(body[-1]) == "return hidden_states":
+        made[-2] = _replaced("hidden_states = _cukern_last_sum(hidden_states, residual)", body[-2])
+    return [ast.copy_location(x, body[0]) for x in made if not isinstance(x, ast.Pass)], names
 
 
 def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
     """A layer's forward with `add_norm` for each sum before a norm; None where it has none, or cannot be read."""
     forward, names = own_forward(module), []
+    functions = {"_cukern_add_norm": add_norm, "_cukern_entry_norm": entry_norm, "_cukern_last_sum": last_sum}
 
     def change(body: list[ast.stmt]) -> list[ast.stmt]:
         made, found = _fused(body)
         names.extend(found)
         return made
 
-    made = None if forward is None else rewritten(forward, {"_cukern_add_norm": add_norm}, change)
+    made = None if forward is None else rewritten(forward, functions, change)
     return None if made is None or not names else (made, names)
 
 
@@ -170,7 +201,7 @@ def enable_sums(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if known[forward] is None:
             continue
         made, names = known[forward]
-        if not all(_NUMBERS in getattr(module, name).__dict__ for name in names):
+        if not all(NUMBERS in getattr(module, name).__dict__ for name in names):
             notes.kept.add("sums", module, "their norm is not replaced")
             continue
         state.replace_forward(module, made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 import cukern
+from cukern.integrations.transformers import _heads
 from cukern.integrations.transformers._rewrite import own_forward, rewritten
-from cukern.integrations.transformers._state import Notes, State, wants_gradient
+from cukern.integrations.transformers._state import Notes, State, active, is_traced, wants_gradient
 
 _PREFIX = "apply_rotary_pos_emb"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,10 +82,85 @@ def _in_place(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
     return rotate
 
 
+# --- angles ---------------------------------------------------------------------------------------------
+
+#: Kinds of angles that depend on the length as well.
+_OF_LENGTH = ("dynamic", "longrope")
+
+
+def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module of angles: while `generate` runs, rows of a table, in place of nine small kernels."""
+    session = None if torch.compiler.is_compiling() else active.session
+    if session is None or args or kwargs or not getattr(session, "tokens", 0) or position_ids.dim() != 2:
+        return type(self).forward(self, x, position_ids, *args, **kwargs)
+    key = self, x.dtype
+    if key not in session.angles:
+        if is_traced():
+            return type(self).forward(self, x, position_ids)
+        session.angles[key] = _table(self, x, session.tokens)
+    table = session.angles[key]
+    if table is None:
+        return type(self).forward(self, x, position_ids)
+    rows = table.index_select(0, position_ids.flatten()).view(*position_ids.shape, -1)
+    return rows.chunk(2, -1)
+
+
+def _table(module: Any, x: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """cos and sin of all positions side by side; None where a position's depend on more than itself."""
+    if getattr(module, "rope_type", "default") in _OF_LENGTH:
+        return None
+
+    def of(positions: torch.Tensor) -> torch.Tensor | None:
+        found = type(module).forward(module, x, positions[None])
+        if not isinstance(found, tuple) or len(found) != 2 or found[0].shape[:2] != (1, len(positions)):
+            return None
+        return torch.cat([found[0][0], found[1][0]], -1)
+
+    every = of(torch.arange(tokens, device=x.device))
+    some = torch.tensor([0, 1, tokens // 2, tokens - 1], device=x.device)
+    own = of(some)
+    return every if every is not None and own is not None and torch.equal(every[some], own) else None
+
+
+def _has_angles(module: Any) -> bool:
+    """Whether the module gives angles for `x` and positions alone."""
+    if not type(module).__name__.endswith("RotaryEmbedding") or "forward" in module.__dict__:
+        return False
+    takes = list(inspect.signature(type(module).forward).parameters)
+    return takes == ["self", "x", "position_ids"] and isinstance(getattr(module, "rope_type", "default"), str)
+
+
+# --- modules --------------------------------------------------------------------------------------------
+
+
+def _rewritten(module: Any, found: dict[str, tuple[Any, Form]]) -> tuple[Callable[..., Any] | None, bool]:
+    """A forward that rotates in place, and whether it has statements that `_heads` stands for."""
+    forward = own_forward(module)
+    if forward is None:
+        return None, False
+    functions = {name: _in_place(function, form) for name, (function, form) in found.items()}
+    form = found[_PREFIX][1] if _PREFIX in found else None
+    knows: list[bool] = []
+
+    def heads(module: Any, hidden_states: Any, angles: Any, cache: Any, norms: bool) -> Any:
+        return _heads.states(module, hidden_states, angles, cache, norms, form)
+
+    def change(body: list[ast.stmt]) -> list[ast.stmt]:
+        made, norms = _heads.fused(body)
+        knows.append(norms is not None)
+        return made if form is not None else body
+
+    made = rewritten(forward, functions | {"_cukern_heads": heads}, change)
+    return made, form is not None and any(knows)
+
+
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
     """Let the attention modules of the model rotate in place."""
     forms: dict[Any, Form | None] = {}
     made: dict[Any, Any] = {}
+    for module in filter(_has_angles, list(model.modules())):
+        state.replace_forward(module, angles_forward)
+        notes.replaced.add("rotary", module, "rows of a table, in generate of this package")
     for module in model.modules():
         written = inspect.unwrap(type(module).forward)
         code, scope = getattr(written, "__code__", None), getattr(written, "__globals__", {})
@@ -100,11 +177,14 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if not found:
             continue
         if written not in made:
-            forward = own_forward(module)
-            functions = {name: _in_place(function, form) for name, (function, form) in found.items()}
-            made[written] = None if forward is None else rewritten(forward, functions)
-        if made[written] is None:
+            made[written] = _rewritten(module, found)
+        forward, is_fused = made[written]
+        if forward is None:
             notes.kept.add("rotary", module, "its forward is wrapped, or cannot be read")
             continue
-        state.replace_forward(module, made[written])
-        notes.replaced.add("rotary", module, ", ".join(sorted({str(form) for _, form in found.values()})))
+        is_fused = is_fused and _heads.prepare(module, state)
+        state.replace_forward(module, forward)
+        how = ", ".join(sorted({str(form) for _, form in found.values()}))
+        notes.replaced.add(
+            "rotary", module, how + "; in generate of this package one product and one kernel" * is_fused
+        )

@@ -11,7 +11,16 @@ import torch
 from torch.nn import functional as F
 
 import cukern
-from cukern.integrations.transformers._state import Notes, State, copied, simple_attributes, wants_gradient
+from cukern.integrations.transformers._deferred import Ids
+from cukern.integrations.transformers._products import product
+from cukern.integrations.transformers._state import (
+    Notes,
+    State,
+    active,
+    copied,
+    simple_attributes,
+    wants_gradient,
+)
 
 #: The attribute of a router that holds its `Gate`.
 _GATE = "_cukern_gate"
@@ -77,9 +86,11 @@ def router_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor
         x, weight = x.float(), _in_float32(self)
         own_bias = None if own_bias is None else own_bias.float()
     with torch.no_grad():
-        logits = F.linear(x, weight, own_bias)
+        logits = product(x, weight, own_bias)
         weights, ids = gate.route(logits, bias)
-        return logits, weights, ids.long()
+        # The experts of this package take ids of int32.
+        defers = not torch.compiler.is_compiling() and active.session is not None
+        return logits, weights, Ids.of(ids) if defers else ids.long()
 
 
 # --- which routers are gates ----------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class State:
         self.report = report
         self.undo: list[Callable[[], None]] = []
         self.sessions: dict[Any, Any] = {}  # of `generate`, by their sizes
+        self.places = 0  # of the parameters that the sessions have read
 
     def replace_forward(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         """Give a module, and no other of its class, another forward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cukern.ops.moe_gemm import folded, kernels
+from cukern.ops.moe_gemm import folded, kernels, stream_one
 from cukern.ops.moe_gemm.kernels import Product
 from cukern.ops.moe_gemm.prepare import (
     MAX_COUNT,
@@ -86,7 +86,7 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
         check.fail("variant", "'auto' or another here", f"{variant!r}: {reason}")
     if variant == "wgmma":
         return kernels.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
-    return {"mma": kernels.mma, "stream": kernels.stream, "fma": kernels.fma}[variant]
+    return {"mma": kernels.mma, "stream": stream_one.stream, "fma": kernels.fma}[variant]
 
 
 def _quantizing(x: Product, out_scale: Array, dtype: str) -> Callable[[Product], None]:

@@ -1,4 +1,4 @@
-"""The permutation of tokens by expert, for the grouped products of an MoE layer, and the way back."""
+"""Rows of tokens in the order of their experts, and back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from cukern.ops import _moe_permute as kernels
 from cukern.ops._moe_permute import MAX_PAIRS, SORT_VARIANTS, SUM_DTYPES, SUM_VARIANTS
+from cukern.ops.moe_permute.sorting import MAX_BLOCK_SIZE, MAX_EXPERTS, check_ids, check_map
 from cukern.reference import moe_permute as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
@@ -22,26 +23,13 @@ from cukern.runtime.describe import (
     expect_row_stride,
     same_shape,
 )
-from cukern.runtime.late import ceil_div, late
+from cukern.runtime.late import late
 from cukern.runtime.op import forget_plans, op
 from cukern.runtime.plan import outputs, run_twin
-from cukern.runtime.units import divisor
 
-__all__ = [
-    "moe_align_block_size",
-    "moe_permute",
-    "moe_sort",
-    "moe_sort_batched",
-    "moe_sum",
-    "moe_unpermute",
-    "permute_rows",
-]
+__all__ = ["moe_permute", "moe_sum", "moe_unpermute", "permute_rows"]
 
-ID_DTYPES = ("int32", "int64", "uint32")
 ROW_DTYPES = tuple(name for name in arrays.ITEM_SIZE if name != "bool")
-#: The counts of each warp of a block, and the map, must fit into shared memory.
-MAX_EXPERTS = 4096
-MAX_BLOCK_SIZE = 2**15
 MAX_HIDDEN = 2**24
 
 
@@ -52,235 +40,6 @@ def specialize(*, topk: int, dtype: str = "bfloat16") -> list[Instance]:
     kernels.registered.add(topk)
     forget_plans()
     return [kernels.unpermute_variant(dtype, 16, topk).instance]
-
-
-# --- sorting ------------------------------------------------------------------------------------------
-
-
-def _check_ids(topk_ids: Any) -> tuple[Any, int]:
-    """Check topk_ids; returns its tokens and topk."""
-    tokens, topk = expect_array("topk_ids", topk_ids, ID_DTYPES, ("tokens", "topk")).shape
-    if not topk:
-        check.fail("topk_ids", "of at least one expert for each token", f"shape {list(topk_ids.shape)}")
-    if tokens * topk > MAX_PAIRS:
-        check.fail("topk_ids", f"of at most {MAX_PAIRS} ids", tokens * topk)
-    expect_contiguous("topk_ids", topk_ids)
-    return tokens, topk
-
-
-def _check_map(expert_map: Any, topk_ids: Array, num_experts: int, name: str = "num_experts") -> None:
-    if expert_map is not None:
-        expect("expert_map", expert_map, topk_ids, "topk_ids", ("int32",), (num_experts,), f"[{name}]")
-
-
-def _check_experts(topk_ids: Array, num_experts: Any, expert_map: Any, num_local_experts: Any) -> tuple[int, int]:
-    """Check the numbers of experts; returns that of all and that of those here."""
-    num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
-    _check_map(expert_map, topk_ids, num_experts)
-    if num_local_experts is not None:
-        return num_experts, check.integer("num_local_experts", num_local_experts, 1, num_experts, "num_experts")
-    if expert_map is not None:
-        check.fail("num_local_experts", "given with expert_map", "None", TypeError)
-    return num_experts, num_experts
-
-
-def _sorted(topk_ids: Any, num_experts: Any, *, num_local_experts: Any = None, **_: Any) -> list[Result]:
-    tokens, topk = topk_ids.shape
-    experts = num_experts if num_local_experts is None else num_local_experts
-    return [
-        Result((experts + 1,), "int32", "[experts + 1]"),
-        Result((tokens * topk,), "int32", "[tokens * topk]"),
-        Result((tokens, topk), "int32", "[tokens, topk]"),
-    ]
-
-
-@op(
-    twin.moe_sort,
-    "moe_sort(Tensor topk_ids, int num_experts, *, Tensor? expert_map=None, int? num_local_experts=None, "
-    "str variant='auto') -> (Tensor expert_offsets, Tensor row_token, Tensor inverse)",
-    _sorted,
-    rows={"tokens": ("topk_ids", "out")},
-)
-def moe_sort(
-    topk_ids: AnyArray,
-    num_experts: int,
-    *,
-    expert_map: AnyArray | None = None,
-    num_local_experts: int | None = None,
-    out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
-    variant: str = "auto",
-) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Sort the pairs (token, slot) by expert, stably: pairs of one expert stay in their order.
-
-    One launch of a parallel counting sort; where there are many pairs, a launch before it that counts.
-
-    Args:
-        topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
-            no expert.
-        num_experts: the number of experts that the ids name, at most 4096.
-        expert_map: int32 [num_experts]: the local number of each expert. An expert with a number outside of
-            [0, num_local_experts), such as -1, is not here.
-        num_local_experts: the number of experts here; required with expert_map, else num_experts.
-        out: a triple to write into and return.
-        variant: "auto", or by name: "one_block", "many_blocks" (each counts all pairs itself), "counted" (by the
-            launch before), "chunks" (each block ranks all pairs, at most 2048) or "clusters" (of blocks that tell each
-            other their counts; at most 65536 pairs, on a data-center GPU from Hopper on). The last two take at most 512
-            experts. All give the same.
-
-    Returns:
-        expert_offsets int32 [experts + 1]: the first row of each expert, and last the end of all rows.
-        row_token int32 [tokens * topk]: the token of each row; 0 from expert_offsets[-1] on.
-        inverse int32 [tokens, topk]: the row of each pair; -1 if its expert is not here.
-
-    Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-    """
-    tokens, topk = _check_ids(topk_ids)
-    num_experts, experts = _check_experts(topk_ids, num_experts, expert_map, num_local_experts)
-    names = "a triple (expert_offsets, row_token, inverse)"
-    out = outputs(out, topk_ids, "topk_ids", *_sorted(topk_ids, experts), names=names)
-    if topk_ids.on_host:
-        return run_twin(variant, SORT_VARIANTS)
-    results: dict[str, Any] = dict(zip(("offsets", "rows", "inverse"), out, strict=True))
-    results["topk"] = divisor(topk)
-    kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, tokens * topk, **results)
-    return out
-
-
-def _sorted_batched(
-    topk_ids: Any, num_experts: Any, max_tokens: Any, *, num_local_experts: Any = None, **_: Any
-) -> list[Result]:
-    experts = num_experts if num_local_experts is None else num_local_experts
-    return [Result((experts,), "int32", "[experts]"), Result(tuple(topk_ids.shape), "int32", "[tokens, topk]")]
-
-
-@op(
-    twin.moe_sort_batched,
-    "moe_sort_batched(Tensor topk_ids, int num_experts, int max_tokens, *, Tensor? expert_map=None, "
-    "int? num_local_experts=None, str variant='auto') -> (Tensor expert_num_tokens, Tensor positions)",
-    _sorted_batched,
-    rows={"tokens": ("topk_ids", "out")},
-    late=("max_tokens",),
-)
-def moe_sort_batched(
-    topk_ids: AnyArray,
-    num_experts: int,
-    max_tokens: int,
-    *,
-    expert_map: AnyArray | None = None,
-    num_local_experts: int | None = None,
-    out: tuple[AnyArray, AnyArray] | None = None,
-    variant: str = "auto",
-) -> tuple[AnyArray, AnyArray]:
-    """Sort the pairs (token, slot) by expert, stably, into batches: every expert has `max_tokens` rows.
-
-    Args:
-        topk_ids, num_experts, expert_map, num_local_experts, variant: as in `moe_sort`.
-        max_tokens: the rows of each expert. Where an expert has more pairs, its last ones are left out.
-        out: a pair to write into and return.
-
-    Returns:
-        expert_num_tokens int32 [experts]: the rows of each expert that pairs have.
-        positions int32 [tokens, topk]: the row of each pair in [0, experts * max_tokens), -1 if it has none; the
-            `inverse` of `permute_rows` and `moe_unpermute`.
-
-    Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-    """
-    _check_ids(topk_ids)
-    num_experts, experts = _check_experts(topk_ids, num_experts, expert_map, num_local_experts)
-    max_tokens = check.integer("max_tokens", max_tokens, 1, MAX_PAIRS // experts)
-    results = _sorted_batched(topk_ids, experts, max_tokens)
-    out = outputs(out, topk_ids, "topk_ids", *results, names="a pair (expert_num_tokens, positions)")
-    if topk_ids.on_host:
-        return run_twin(variant, SORT_VARIANTS)
-    fields = {"offsets": out[0], "inverse": out[1], "max_tokens": max_tokens}
-    kernels.launch_sort(topk_ids, num_experts, experts, expert_map, variant, **fields)
-    return out
-
-
-def _aligned(
-    topk_ids: Any, block_size: Any, num_experts: Any, expert_map: Any = None, pad_sorted_ids: bool = False, **_: Any
-) -> list[Result]:
-    pairs = topk_ids.shape[0] * topk_ids.shape[1]
-    rows = late(lambda pairs: twin.aligned_rows(pairs, num_experts, block_size, pad_sorted_ids), pairs)
-    return [Result((rows,), "int32"), Result((ceil_div(rows, block_size),), "int32"), Result((1,), "int32")]
-
-
-@op(
-    twin.moe_align_block_size,
-    "moe_align_block_size(Tensor topk_ids, int block_size, int num_experts, Tensor? expert_map=None, "
-    "bool pad_sorted_ids=False, *, bool ignore_invalid_experts=False, str variant='auto') "
-    "-> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_pad)",
-    _aligned,
-    rows={"tokens": ("topk_ids",), "rows": ("out",)},
-)
-def moe_align_block_size(
-    topk_ids: AnyArray,
-    block_size: int,
-    num_experts: int,
-    expert_map: AnyArray | None = None,
-    pad_sorted_ids: bool = False,
-    *,
-    ignore_invalid_experts: bool = False,
-    out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
-    variant: str = "auto",
-) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Sort the pairs by expert, stably, those of each expert padded to whole blocks of block_size rows.
-
-    Args:
-        topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
-            no expert and is left out.
-        block_size: rows of a block, at most 32768.
-        num_experts: the number of experts that the ids name, at most 4096.
-        expert_map: int32 [num_experts]: the number of each expert in expert_ids, such as -1 for one that is not here.
-        pad_sorted_ids: make sorted_token_ids a whole number of blocks.
-        ignore_invalid_experts: with expert_map, leave out the pairs of experts that it maps outside of
-            [0, num_experts), instead of giving them blocks; the blocks are then ordered by mapped number.
-        out: a triple to write into and return. The first two may be longer than the results and are filled to their
-            ends; the second may also be of rows // block_size elements, as SGLang's is.
-        variant: as in `moe_sort`; all give the same.
-
-    Returns:
-        sorted_token_ids int32 [rows]: the pair token * topk + slot of each row; tokens * topk for padding.
-            rows = tokens * topk + num_experts * (block_size - 1) is enough for any ids; with fewer pairs than experts,
-            tokens * topk * block_size where that is less.
-        expert_ids int32 [ceil(rows / block_size)]: the expert of each block, -1 past the last.
-        num_tokens_post_pad int32 [1]: the rows of all blocks.
-
-    Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-
-    The function is vLLM's `moe_align_block_size`, with -1 for the experts of unused blocks, and in a stable order.
-    """
-    tokens, topk = _check_ids(topk_ids)
-    num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
-    block_size = check.integer("block_size", block_size, 1, MAX_BLOCK_SIZE)
-    _check_map(expert_map, topk_ids, num_experts)
-    results = _aligned(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
-    (rows,) = results[0].shape
-    if rows > MAX_PAIRS:
-        check.fail("block_size", f"such that there are at most {MAX_PAIRS} rows", f"{block_size} with {rows} rows")
-    if out is None:
-        found = outputs(None, topk_ids, "topk_ids", *results)
-    else:
-        # The rows of all blocks are whole blocks, so that no part of one follows the last.
-        fewest = Result((rows // block_size,), "int32")
-        found = kernels.aligned_outputs(out, topk_ids, [results[0], fewest, results[2]])
-    (rows,), (groups,), _ = (array.shape for array in found)
-    if topk_ids.on_host:
-        return run_twin(variant, SORT_VARIANTS)
-    early, id_of = (expert_map, None) if ignore_invalid_experts else (None, expert_map)
-    fields = {"id_of": id_of, "rows": found[0], "group_ids": found[1], "end_of_rows": found[2], "fill": tokens * topk}
-    fields |= {"block_size": block_size, "group_rows": block_size, "groups": groups, "group_fill": -1}
-    kernels.launch_sort(topk_ids, num_experts, num_experts, early, variant, rows, **fields)
-    return found
-
-
-# --- rows ---------------------------------------------------------------------------------------------
 
 
 def _check_hidden(name: str, hidden: int) -> None:
@@ -460,13 +219,13 @@ def moe_permute(
     _check_hidden("hidden_states", hidden)
     row_stride = expect_row_stride("hidden_states", hidden_states)
     expect_place("topk_ids", topk_ids, hidden_states, "hidden_states")
-    _, topk = _check_ids(topk_ids)
+    _, topk = check_ids(topk_ids)
     if not same_shape(topk_ids, (tokens, topk)):
         check.shape("topk_ids", topk_ids.shape, (tokens, topk), "[tokens, topk]")
     experts = n_expert = check.integer("n_expert", n_expert, 1, MAX_EXPERTS)
     if n_local_expert != -1:
         experts = check.integer("n_local_expert", n_local_expert, 1, n_expert, "n_expert")
-    _check_map(expert_map, topk_ids, n_expert, "n_expert")
+    check_map(expert_map, topk_ids, n_expert, "n_expert")
     permutes_scale = _check_scale(a1q_scale, hidden_states)
     block_size, group_fill = 1, 0
     if align_block_size is not None:

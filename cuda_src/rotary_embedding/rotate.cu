@@ -16,11 +16,9 @@
 //
 // Speed of light: memory. Each rotated number is read once and written once, cos and sin come from L1 and L2 for all
 // heads but the first of a token. For the few tokens of a decoding step the latency of a launch and of a load bounds it.
-#include "common/numeric.cuh"
-#include "common/units.cuh"
+#include "rotary_embedding/layout.cuh"
 
 constexpr int THREADS = 256;
-enum { HALVES, PAIRS };
 
 // One of the two arrays, [batch, heads, tokens, head_dim] by its strides.
 struct Heads {
@@ -47,39 +45,6 @@ struct Params {
     int half;        // rotary_dim / 2
     int second_half; // where cos has its second half, 0: it has none
 };
-
-// COUNT elements in the widest units that they fill.
-template <typename T, int COUNT> struct Some {
-    static constexpr int BYTES = COUNT * int(sizeof(T)) % 16 == 0 ? 16 : int(sizeof(T));
-    static constexpr int LOADS = COUNT * int(sizeof(T)) / BYTES;
-    alignas(16) typename UnitOf<BYTES>::Type unit[LOADS];
-    __device__ __forceinline__ void load(const char* from) {
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) unit[i] = reinterpret_cast<const typename UnitOf<BYTES>::Type*>(from)[i];
-    }
-    __device__ __forceinline__ void load_shared(const char* from) {
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i)
-            unit[i] = __ldg(reinterpret_cast<const typename UnitOf<BYTES>::Type*>(from) + i);
-    }
-    __device__ __forceinline__ void store(char* to) const {
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) reinterpret_cast<typename UnitOf<BYTES>::Type*>(to)[i] = unit[i];
-    }
-    __device__ __forceinline__ float get(int i) const { return to_float(reinterpret_cast<const T*>(unit)[i]); }
-    __device__ __forceinline__ void set(int i, float value) { reinterpret_cast<T*>(unit)[i] = from_float<T>(value); }
-};
-
-// Where the two units of a thread are: in halves one in each, in pairs one after the other.
-template <typename T, int UNIT, int LAYOUT> __device__ __forceinline__ int offset_of(int unit, int side, int half) {
-    const int element = LAYOUT == PAIRS ? (2 * unit + side) * UNIT : unit * UNIT + side * half;
-    return element * int(sizeof(T));
-}
-
-// Element i of a side, which are one after the other in halves and every second one in pairs.
-template <int UNIT, int LAYOUT> __device__ __forceinline__ constexpr int place_of(int i, int side) {
-    return LAYOUT == PAIRS ? 2 * i + side : side * UNIT + i;
-}
 
 // Four blocks of a multiprocessor at least: left to itself, the compiler spills 8 bytes on sm_120a.
 template <typename T, typename C, int UNIT, int LOADED, int STORED>

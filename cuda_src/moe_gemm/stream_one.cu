@@ -1,0 +1,92 @@
+// The product of few rows with the weights of one expert, or of a layer that has no experts, on every GPU.
+//
+//   out[r, j] = sum over i of a[r, i] * b[0, j, i], or the activation of such sums: as moe_gemm/stream.cu
+//
+// in 16 bits, for the rows r that the offsets say. It multiplies as moe_gemm/stream.cu does, whose header says how. With
+// one expert no tile has to be found first: a warp asks for the offsets and for all its weights at once. SPLIT warps
+// share a row that is too long for that, or where there are few rows; their sums meet in shared memory.
+//
+// Grid: x over the pairs of rows of weights, y over tiles of TOKENS rows. A block has WARPS / SPLIT times PAIRS pairs.
+//
+// Speed of light: the bytes of the weights, n * k numbers. Where all blocks fit the GPU together, as those of 20 MB do,
+// all loads are under way at once, and their latency is paid once.
+#include "moe_gemm/groups.cuh"
+#include "moe_gemm/stream_rows.cuh"
+
+constexpr int ONE_WARPS = 4;
+
+// T: __nv_bfloat16 or __half. ACTIVATION: as moe_gemm/epilogue.cuh has it. PAIRS of rows of a warp. LOADS: units of
+// each row that a lane has under way. SPLIT: warps that share a row. BLOCKS: blocks that fit a multiprocessor.
+template <typename T, int TOKENS, int ACTIVATION, int PAIRS, int LOADS, int SPLIT, int BLOCKS>
+__global__ __launch_bounds__(ONE_WARPS * 32, BLOCKS) void gemm_stream_one(const __grid_constant__ GemmParams p) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SPLIT;
+    const GroupRows group = rows_of(p, 0);
+    const int loads = p.k / STREAM_UNIT, pairs = p.n / 2;
+    const int pair = (blockIdx.x * (ONE_WARPS / SPLIT) + warp / SPLIT) * PAIRS;
+    const uint4* const weights = static_cast<const uint4*>(p.b) + lane;
+    const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;
+
+    float sums[TOKENS][PAIRS][4] = {};
+    int first = 0, count = 0;
+    for (int at = part * 32 * LOADS; at < loads; at += SPLIT * 32 * LOADS) {
+        uint4 w[2 * PAIRS][LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i)
+#pragma unroll
+            for (int j = 0; j < 2 * PAIRS; ++j) {
+                const unsigned row = row_of_pair<ACTIVATION>(min(pair + j / 2, pairs - 1), j % 2, pairs);
+                w[j][i] = load_or_zero(weights + (row * loads + at + 32 * i), at + 32 * i + lane < loads);
+            }
+        // Behind the weights: the offsets are waited for here.
+        first = group.first + blockIdx.y * TOKENS, count = min(group.first + group.count - first, TOKENS);
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            if (t >= count) break;
+            const uint4* const token = tokens + unsigned(first + t) * loads + at;
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                uint4 x = make_uint4(0, 0, 0, 0);
+                if (at + 32 * i + lane < loads) x = __ldg(token + 32 * i);
+#pragma unroll
+                for (int j = 0; j < PAIRS; ++j) multiply_units<T>(sums[t][j], w[2 * j][i], w[2 * j + 1][i], x);
+            }
+        }
+    }
+
+    __shared__ float of_warp[ONE_WARPS][TOKENS][PAIRS][2];
+    float both[TOKENS][PAIRS][2];
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t)
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j)
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                both[t][j][side] = trace_of(sums[t][j], side, lane);
+                if (SPLIT > 1 && lane == 0) of_warp[warp][t][j][side] = both[t][j][side];
+            }
+    if constexpr (SPLIT > 1) __syncthreads();
+    if (part != 0 || lane != 0) return;
+    first = group.first + blockIdx.y * TOKENS, count = min(group.first + group.count - first, TOKENS);
+    T* const out = static_cast<T*>(p.out);
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+        if (t >= count) break;
+        const long long row = first + t;
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) {
+            if (pair + j >= pairs) break;
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+#pragma unroll
+                for (int i = 1; i < SPLIT; ++i) both[t][j][side] += of_warp[warp + i][t][j][side];
+                if constexpr (ACTIVATION & BIASED)
+                    both[t][j][side] += bias_of<T>(p, 0, row_of_pair<ACTIVATION>(pair + j, side, pairs));
+            }
+            if constexpr (is_gated(ACTIVATION))
+                out[row * pairs + pair + j] = from_float<T>(finish<ACTIVATION>(p, both[t][j][0], both[t][j][1]));
+            else
+                *reinterpret_cast<unsigned*>(out + row * p.n + 2 * (pair + j)) =
+                    pack<T>(finish<ACTIVATION>(p, both[t][j][0]), finish<ACTIVATION>(p, both[t][j][1]));
+        }
+    }
+}

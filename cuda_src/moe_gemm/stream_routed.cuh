@@ -1,0 +1,108 @@
+// Rows of weights of the experts that the router chose: no sort comes first, as the kernels read its ids themselves.
+#pragma once
+#include "moe_gemm/stream_rows.cuh"
+
+// `rows` is tokens * topk: row t * topk + s is that of token t and its slot s.
+struct RoutedParams : GemmParams {
+    const void* topk_ids;      // [tokens, topk], int32 times `id_words`
+    const int* expert_map;     // [global_experts], the place of each expert among the weights; null: its number
+    const float* topk_weights; // [tokens, topk]; null: 1. Only of gemm_stream_summed
+    int id_words;              // 1: ids are int32. 2: they are int64
+    int topk, global_experts;
+};
+
+// The expert of a row, as its place among the weights; -1: none, or one that is elsewhere.
+__device__ __forceinline__ int expert_of(const RoutedParams& p, int row) {
+    const int* const words = static_cast<const int*>(p.topk_ids) + row * p.id_words;
+    int expert = words[0];
+    if (p.id_words == 2 && words[1] != 0) return -1;
+    if (unsigned(expert) >= unsigned(p.global_experts)) return -1;
+    if (p.expert_map) expert = p.expert_map[expert];
+    return unsigned(expert) < unsigned(p.experts) ? expert : -1;
+}
+
+// The experts of up to 32 rows, each lane's. Those that are here are counted from 0, in the order of the rows.
+struct RoutedRows {
+    const int expert;    // of the lane's row
+    const unsigned here; // the rows whose experts are
+
+    __device__ __forceinline__ RoutedRows(int expert) : expert(expert), here(__ballot_sync(FULL_WARP, expert >= 0)) {}
+
+    // The row of number `index` among those that are here.
+    __device__ __forceinline__ int row_of(int index, int lane) const {
+        const bool is_it = here >> lane & 1 && __popc(here & ((1u << lane) - 1)) == index;
+        return __ffs(__ballot_sync(FULL_WARP, is_it)) - 1;
+    }
+    __device__ __forceinline__ int expert_of_row(int row) const { return __shfl_sync(FULL_WARP, expert, row); }
+};
+
+// The task of a warp for a while: PAIRS pairs of rows of an expert's weights from `pair` on, for row `row`.
+struct Strip {
+    int row, expert, pair;
+};
+
+// Stream strips first, first + step, ... before `end` of `strips`, which has
+//   at(i), strip i,
+//   source_of(row), the row of `a` for a strip's row, and
+//   finish(strip, sums), what is done with its sums.
+// Where a unit has been multiplied, its registers are loaded anew at once, if need be for the next strip: loads are under
+// way all the time. LOADS: units of each row that a lane has under way.
+template <typename T, int ACTIVATION, int PAIRS, int LOADS, class Strips>
+__device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips& strips, int first, int end, int step) {
+    if (first >= end) return;
+    // Units of a token that are loaded together. Weights of 64 registers leave room for one.
+    constexpr int BATCH = PAIRS * LOADS < 8 ? 2 : 1;
+    const int lane = threadIdx.x % 32, loads = p.k / STREAM_UNIT, pairs = p.n / 2;
+    const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;
+
+    uint4 w[2 * PAIRS][LOADS];
+    auto load = [&](int i, const Strip& strip, int at, bool wanted) {
+        const uint4* const weights =
+            static_cast<const uint4*>(p.b) + (long long)strip.expert * p.n * loads + (at + 32 * i + lane);
+#pragma unroll
+        for (int j = 0; j < 2 * PAIRS; ++j) {
+            const unsigned row = row_of_pair<ACTIVATION>(min(strip.pair + j / 2, pairs - 1), j % 2, pairs);
+            w[j][i] = load_or_zero(weights + row * unsigned(loads), wanted && at + 32 * i + lane < loads);
+        }
+    };
+
+    Strip now = strips.at(first);
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) load(i, now, 0, true);
+    float sums[PAIRS][4] = {};
+    for (int at = 0;;) {
+        Strip next = now;
+        int next_at = at + 32 * LOADS;
+        const bool ends = next_at >= loads;
+        if (ends) {
+            next_at = 0, first += step;
+            if (first < end) next = strips.at(first);
+        }
+        const bool goes_on = !ends || first < end;
+        const uint4* const token = tokens + unsigned(strips.source_of(now.row)) * loads + at;
+#pragma unroll
+        for (int i = 0; i < LOADS; i += BATCH) {
+            uint4 x[BATCH];
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u) {
+                x[u] = make_uint4(0, 0, 0, 0);
+                if (i + u < LOADS && at + 32 * (i + u) + lane < loads) x[u] = __ldg(token + 32 * (i + u));
+            }
+#pragma unroll
+            for (int u = 0; u < BATCH && i + u < LOADS; ++u) {
+#pragma unroll
+                for (int j = 0; j < PAIRS; ++j) multiply_units<T>(sums[j], w[2 * j][i + u], w[2 * j + 1][i + u], x[u]);
+                load(i + u, next, next_at, goes_on);
+            }
+        }
+        if (ends) {
+            strips.finish(now, sums);
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[j][i] = 0.f;
+        }
+        if (!goes_on) break;
+        now = next, at = next_at;
+    }
+}

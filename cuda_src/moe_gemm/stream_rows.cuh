@@ -1,0 +1,27 @@
+// What the kernels share that stream rows of weights through tensor cores; moe_gemm/stream.cu says how they multiply.
+#pragma once
+#include "common/hopper.cuh"
+#include "common/mma.cuh"
+#include "common/warp.cuh"
+#include "moe_gemm/epilogue.cuh"
+
+constexpr int STREAM_UNIT = 8; // numbers of 16 bits of a unit of 16 bytes
+
+// Row `side` of a pair of rows of weights: the gate and the up of an output, or neighbours.
+template <int ACTIVATION> __device__ __forceinline__ int row_of_pair(int pair, int side, int pairs) {
+    return has_halves(ACTIVATION) ? pair + side * pairs : 2 * pair + side;
+}
+
+// Add the products of a unit of two rows of weights with one of a token to `sums`.
+template <typename T>
+__device__ __forceinline__ void multiply_units(float (&sums)[4], const uint4& w0, const uint4& w1, const uint4& x) {
+    const unsigned low[4] = {w0.x, w1.x, w0.y, w1.y}, high[4] = {w0.z, w1.z, w0.w, w1.w};
+    mma_m16n8k16<T>(sums, low, x.x, x.y);
+    mma_m16n8k16<T>(sums, high, x.z, x.w);
+}
+
+// The trace of a product of 8 stretches of a row of weights with 8 of a token: lane (g, q) has sum (g, g) if q = g / 2.
+__device__ __forceinline__ float trace_of(const float (&sums)[4], int side, int lane) {
+    const float mine = lane / 4 % 2 ? sums[2 * side + 1] : sums[2 * side];
+    return lanes_sum<32>(lane % 4 == lane / 8 ? mine : 0.f);
+}

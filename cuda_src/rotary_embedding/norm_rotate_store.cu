@@ -1,0 +1,178 @@
+// Norm and rotate the heads of queries and keys, and store keys and values in a paged cache.
+//
+//   z      = x * rsqrt(sum of x^2 / head_dim + epsilon) * (weight + offset), rounded to T    if NORM, else x
+//   query  = z, its numbers before rotary_dim rotated as rotary_embedding/rotate.cu does, in place
+//   key_cache[slot_mapping[t]], value_cache[slot_mapping[t]] = the same of key[t], and value[t] as it is
+//
+// Each product and each sum is rounded as IEEE says, and the sum of squares has the order of norm/rms_norm.cu, so the
+// bits are those of rms_norm, rotary_embedding and reshape_and_cache_flash one after the other. A token whose slot is
+// outside of the cache, such as -1, is not stored.
+//
+// Grid and threads: LANES threads, a part of a warp, have a head of `query`, `key` or `value`; those from head_dim / 16
+// on have nothing. A thread has two units of 8 numbers: the two that are rotated together where the layout is in halves,
+// else neighbours. A block has THREADS / LANES heads.
+// T: the elements. W: the weights', T or float. C: those of cos and sin. LOADED and STORED: the layouts. NORM: whether
+// there are norms.
+//
+// Speed of light: memory for many tokens; each number is read once and written once. One token, for which it is there,
+// is bound by a launch and a chain of two loads, a sum over a head and a store: four launches become one.
+#include "common/warp.cuh"
+#include "rotary_embedding/layout.cuh"
+
+constexpr int THREADS = 128;
+constexpr int EACH = 8;
+
+// An array [tokens, heads, head_dim].
+struct TokenHeads {
+    char* first;
+    long long token_stride; // bytes
+    long long head_stride;
+};
+
+// An array [blocks, block_size, kv_heads, head_dim].
+struct CacheHeads {
+    char* first;
+    long long block_stride; // bytes
+    long long token_stride;
+    long long head_stride;
+};
+
+struct Params {
+    TokenHeads query, key, value;
+    CacheHeads key_cache, value_cache;
+    const long long* slot_mapping; // [tokens]
+    const char* query_weight;      // [head_dim]  W, may be null: 1
+    const char* key_weight;
+    const char* cos; // [tokens, rotary_dim or rotary_dim / 2]  C
+    const char* sin;
+    long long cos_stride, sin_stride; // between tokens, bytes
+    Divisor by_heads;                 // of `query`, `key` and `value` together
+    Divisor by_block_size;
+    int rows; // heads of all tokens
+    int all_heads;
+    int query_heads;
+    int kv_heads;
+    int slots; // of the cache
+    int block_size;
+    int units;       // of 8 numbers in a head
+    int pairs;       // of units that are rotated: rotary_dim / 16
+    int second_half; // where cos has its second half, 0: it has none
+    float per_width; // 1 / head_dim
+    float epsilon;
+    float offset;
+};
+
+// Which unit of a head is unit `side` of a thread: of those that are rotated in halves, one in each half.
+template <int LAYOUT> __device__ __forceinline__ int unit_of(int lane, int side, int pairs) {
+    return LAYOUT == HALVES && lane < pairs ? lane + side * pairs : 2 * lane + side;
+}
+
+// The sum over a head of the sums of units, in the order of norm/row.cuh: the second half of them, up to a power of two,
+// is added to the first half until one is left. All threads of the warp take part.
+template <int LANES, int LAYOUT>
+__device__ __forceinline__ float folded_over_head(const float (&sums)[2], int lane, const Params& p) {
+    float both[2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        const int unit = lane + side * LANES;
+        const bool halved = LAYOUT == HALVES && unit < 2 * p.pairs;
+        const int from = halved ? (unit >= p.pairs ? unit - p.pairs : unit) : unit / 2;
+        const bool second = halved ? unit >= p.pairs : unit % 2;
+        const float first_sum = __shfl_sync(FULL_WARP, sums[0], from, LANES);
+        const float second_sum = __shfl_sync(FULL_WARP, sums[1], from, LANES);
+        both[side] = second ? second_sum : first_sum;
+    }
+    float sum = __fadd_rn(both[0], both[1]);
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL_WARP, sum, step));
+    return sum;
+}
+
+template <typename T> __device__ __forceinline__ float sum_of_squares(const Some<T, EACH>& x) {
+    float sum = __fmul_rn(x.get(0), x.get(0));
+#pragma unroll
+    for (int i = 1; i < EACH; ++i) sum = __fadd_rn(sum, __fmul_rn(x.get(i), x.get(i)));
+    return sum;
+}
+
+// x times `inverse` and the weight of its units, each rounded to T.
+template <typename T, typename W, int LAYOUT>
+__device__ __forceinline__ void normalize(Some<T, EACH> (&x)[2], const char* weight, float inverse, int lane,
+                                          const Params& p) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        Some<W, EACH> factor;
+        if (weight) factor.load_shared(weight + unit_of<LAYOUT>(lane, side, p.pairs) * EACH * int(sizeof(W)));
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            float y = __fmul_rn(x[side].get(i), inverse);
+            if (weight) y = __fmul_rn(y, __fadd_rn(factor.get(i), p.offset));
+            x[side].set(i, y);
+        }
+    }
+}
+
+// Two units that are rotated, from the layout LOADED to STORED.
+template <typename T, typename C, int LOADED, int STORED>
+__device__ __forceinline__ void rotate(Some<T, EACH> (&x)[2], int token, int lane, const Params& p) {
+    const int first = lane * EACH * int(sizeof(C)), second = first + p.second_half * int(sizeof(C));
+    const char* const cos = p.cos + token * p.cos_stride;
+    const char* const sin = p.sin + token * p.sin_stride;
+    Some<C, EACH> cos_of[2], sin_of[2];
+    cos_of[0].load_shared(cos + first), sin_of[0].load_shared(sin + first);
+    cos_of[1].load_shared(cos + second), sin_of[1].load_shared(sin + second);
+    Some<T, EACH> y[2];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int a = place_of<EACH, LOADED>(i, 0), b = place_of<EACH, LOADED>(i, 1);
+        const float one = x[a / EACH].get(a % EACH), two = x[b / EACH].get(b % EACH);
+        const float left = __fsub_rn(__fmul_rn(one, cos_of[0].get(i)), __fmul_rn(two, sin_of[0].get(i)));
+        const float right = __fadd_rn(__fmul_rn(two, cos_of[1].get(i)), __fmul_rn(one, sin_of[1].get(i)));
+        const int c = place_of<EACH, STORED>(i, 0), d = place_of<EACH, STORED>(i, 1);
+        y[c / EACH].set(c % EACH, left), y[d / EACH].set(d % EACH, right);
+    }
+    x[0] = y[0], x[1] = y[1];
+}
+
+// Where a token's head is in a cache; null where the token is not stored.
+__device__ __forceinline__ char* place_in(const CacheHeads& cache, long long slot, int head, const Params& p) {
+    if ((unsigned long long)slot >= (unsigned long long)p.slots) return nullptr;
+    const unsigned block = p.by_block_size.quotient(unsigned(slot));
+    const unsigned place = unsigned(slot) - block * p.block_size;
+    return cache.first + block * cache.block_stride + place * cache.token_stride + head * cache.head_stride;
+}
+
+template <typename T, typename W, typename C, int LANES, int LOADED, int STORED, bool NORM>
+__global__ void __launch_bounds__(THREADS) norm_rotate_store(const __grid_constant__ Params p) {
+    const int lane = threadIdx.x % LANES, row = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
+    const bool active = row < p.rows && 2 * lane < p.units;
+    const int token = p.by_heads.quotient(min(row, p.rows - 1)), of_token = row - token * p.all_heads;
+    // 0: a head of `query`, 1: of `key`, 2: of `value`.
+    const int kind = (of_token >= p.query_heads) + (of_token >= p.query_heads + p.kv_heads);
+    const int head = kind == 0 ? of_token : of_token - p.query_heads - (kind - 1) * p.kv_heads;
+    const TokenHeads from = kind == 0 ? p.query : kind == 1 ? p.key : p.value;
+    char* to = from.first + token * from.token_stride + head * from.head_stride;
+    Some<T, EACH> x[2] = {};
+    if (active) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side)
+            x[side].load(to + unit_of<LOADED>(lane, side, p.pairs) * EACH * int(sizeof(T)));
+        if (kind > 0) to = place_in(kind == 1 ? p.key_cache : p.value_cache, p.slot_mapping[token], head, p);
+    }
+    if constexpr (NORM) {
+        const float sums[2] = {sum_of_squares(x[0]), sum_of_squares(x[1])};
+        const float mean = __fmul_rn(folded_over_head<LANES, LOADED>(sums, lane, p), p.per_width);
+        const float inverse = __frsqrt_rn(__fadd_rn(mean, p.epsilon));
+        if (active && kind < 2) normalize<T, W, LOADED>(x, kind == 0 ? p.query_weight : p.key_weight, inverse, lane, p);
+    }
+    const bool rotated = active && kind < 2 && lane < p.pairs;
+    if (rotated) rotate<T, C, LOADED, STORED>(x, token, lane, p);
+    // Where the layouts differ, a thread writes where others have read.
+    if constexpr (LOADED != STORED) __syncwarp();
+    if (!active || to == nullptr) return;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        const int unit = rotated ? unit_of<STORED>(lane, side, p.pairs) : unit_of<LOADED>(lane, side, p.pairs);
+        x[side].store(to + unit * EACH * int(sizeof(T)));
+    }
+}

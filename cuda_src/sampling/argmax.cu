@@ -1,0 +1,125 @@
+// Take the largest logit of each row, the lower id on ties: what cukern.sample draws at a temperature of 0.
+//
+//   token = the smallest i with x[i] = max x         0 where a value is NaN, or all are -inf
+//
+// Grid: CLUSTER blocks per row, whose threads take its units of 16 bytes in turn. A thread keeps the best value with its
+// id, as a number that orders as tokens do; warps, blocks and the cluster take the largest of these.
+//
+// Speed of light: memory, each value read once. For one row the bound is latency, of the loads, which are under way
+// together, and of two barriers of the cluster.
+#include "common/cluster.cuh"
+#include "common/warp.cuh"
+#include "sampling/order.cuh"
+#include "sampling/params.cuh"
+
+constexpr int MAX_ARGMAX_WARPS = 32;
+constexpr int UNDER_WAY = 4; // units that a thread loads at once
+
+struct ArgmaxParams {
+    const void* values;      // [rows, vocab] T
+    void* ids;               // [batch] int, or long long if the indices are
+    const void* indices;     // [batch]: the row of each, or null
+    unsigned char* finished; // [batch] bool, or null
+    int* sequence_length;    // [batch], or null
+    long long row_stride;
+    int rows, vocab, end_id;
+    int wide; // whether indices and ids are long long
+};
+
+// The largest of the lanes' candidates.
+__device__ __forceinline__ unsigned long long best_of_lanes(unsigned long long mine) {
+    const unsigned high = __reduce_max_sync(FULL_WARP, unsigned(mine >> 32));
+    const unsigned low = __reduce_max_sync(FULL_WARP, unsigned(mine >> 32) == high ? unsigned(mine) : 0);
+    return (unsigned long long)high << 32 | low;
+}
+
+// What a thread has found. Infinity is as large as the largest float, as in all samplers.
+struct Best {
+    float value = -CUDART_INF_F;
+    float top = -CUDART_INF_F; // the same, or NaN if a value was
+    int id = NO_ID;
+
+    __device__ __forceinline__ void take(float x, int at) {
+        x = min_or_nan(x, LARGEST_FLOAT);
+        top = max_or_nan(top, x);
+        if (x > value) value = x, id = at;
+    }
+};
+
+// The candidate of this thread's units: numbers in order, so that the first of equal ones stays. A unit that reaches
+// over an end of the row is read number by number.
+template <typename T>
+__device__ __forceinline__ unsigned long long best_of_units(const T* row, int vocab, int thread, int threads) {
+    constexpr int N = 16 / sizeof(T);
+    const int shift = unsigned((unsigned long long)row % 16) / sizeof(T); // numbers of the first unit before the row
+    const int units = (vocab + shift + N - 1) / N;
+    const T* const from = row - shift;
+    Best best;
+    for (int base = thread; base < units; base += UNDER_WAY * threads) {
+        uint4 bits[UNDER_WAY];
+#pragma unroll
+        for (int j = 0; j < UNDER_WAY; ++j) {
+            const int first = (base + j * threads) * N;
+            if (first >= shift && first + N <= vocab + shift) bits[j] = *reinterpret_cast<const uint4*>(from + first);
+        }
+#pragma unroll
+        for (int j = 0; j < UNDER_WAY; ++j) {
+            const int first = (base + j * threads) * N;
+            if (first >= shift && first + N <= vocab + shift) {
+                const T* const x = reinterpret_cast<const T*>(&bits[j]);
+#pragma unroll
+                for (int c = 0; c < N; ++c) best.take(to_float(x[c]), first - shift + c);
+            } else {
+                for (int at = max(first, shift); at < min(first + N, vocab + shift); ++at)
+                    best.take(to_float(from[at]), at - shift);
+            }
+        }
+    }
+    return candidate(best.top == best.top ? best.value : best.top, best.id);
+}
+
+__device__ __forceinline__ void write_token(const ArgmaxParams& params, int i, int id) {
+    if (params.wide)
+        static_cast<long long*>(params.ids)[i] = id;
+    else
+        static_cast<int*>(params.ids)[i] = id;
+}
+
+template <typename T, int CLUSTER>
+__global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_ARGMAX_WARPS)
+    argmax(const __grid_constant__ ArgmaxParams params) {
+    if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
+        const int i = blockIdx.x / CLUSTER, rank = cluster_rank<CLUSTER>();
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+        if (params.finished && params.finished[i]) {
+            if (rank == 0 && threadIdx.x == 0) write_token(params, i, params.end_id);
+            return;
+        }
+        cluster_arrive<CLUSTER>();
+        long long row = params.indices ? integer_at(params.indices, params.wide, i) : i;
+        row = max(0ll, min(row, (long long)params.rows - 1));
+
+        __shared__ unsigned long long of_warp[MAX_ARGMAX_WARPS], of_block[CLUSTER];
+        const unsigned long long mine =
+            best_of_lanes(best_of_units(static_cast<const T*>(params.values) + row * params.row_stride, params.vocab,
+                                        rank * blockDim.x + threadIdx.x, CLUSTER * blockDim.x));
+        if (lane == 0) of_warp[warp] = mine;
+        __syncthreads();
+        // All blocks have begun, so that their shared memory can be written to.
+        if constexpr (CLUSTER > 1) cluster_wait<CLUSTER>();
+        if (warp == 0) {
+            const unsigned long long best = best_of_lanes(lane < warps ? of_warp[lane] : 0);
+            if (lane == 0) dsmem_store<CLUSTER>(0, &of_block[rank], best);
+        }
+        cluster_sync<CLUSTER>();
+        if (rank != 0 || warp != 0) return;
+        const unsigned long long best = best_of_lanes(lane < CLUSTER ? of_block[lane] : 0);
+        const float value = from_sortable(unsigned(best >> 32));
+        const bool valid = value >= -LARGEST_FLOAT && value <= LARGEST_FLOAT;
+        const int id = valid ? int(~unsigned(best)) : 0;
+        if (lane != 0) return;
+        write_token(params, i, id);
+        if (params.sequence_length) params.sequence_length[i] += 1;
+        if (params.finished) params.finished[i] = id == params.end_id;
+    }
+}

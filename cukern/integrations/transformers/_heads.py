@@ -1,0 +1,129 @@
+"""What attention does before it attends: one product for queries, keys and values, then one kernel for the rest.
+
+While `generate` of this package runs, norms of heads, the rotary embedding, and the cache's new keys and values are
+`fused_qk_norm_rope_and_cache`. The statements of a forward that it stands for are known by their text.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import torch
+
+import cukern
+from cukern.integrations.transformers import _norms, _products
+from cukern.integrations.transformers._cache import PagedLayer
+from cukern.integrations.transformers._state import State, active
+
+_NAMES = ("q_proj", "k_proj", "v_proj")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HEAD = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
+_UPDATE = "past_key_values.update(key_states, value_states, self.layer_idx{more})"
+
+
+def _product(name: str, states: str, norm: str = "") -> str:
+    inner = f"self.{name}(hidden_states).view(hidden_shape)"
+    return f"{states} = {f'self.{norm}({inner})' if norm else inner}.transpose(1, 2)"
+
+
+def _texts() -> dict[str, bool]:
+    """The statements that forwards have, and whether heads are normed in them."""
+    value = _product("v_proj", "value_states")
+    plain = _product("q_proj", "query_states"), _product("k_proj", "key_states"), value
+    normed = _product("q_proj", "query_states", "q_norm"), _product("k_proj", "key_states", "k_norm"), value
+    after = *plain, "query_states = self.q_norm(query_states)", "key_states = self.k_norm(key_states)"
+    found = {}
+    for begin, norms in ((plain, False), (normed, True), (after, True)):
+        for options, more in (((), ""), (('cache_kwargs = {"sin": sin, "cos": cos}',), ", cache_kwargs")):
+            update = "\n    ".join((*options, "key_states, value_states = " + _UPDATE.format(more=more)))
+            lines = *begin, "cos, sin = position_embeddings", _HEAD, f"if past_key_values is not None:\n    {update}"
+            found[ast.unparse(ast.parse("\n".join(lines)))] = norms
+    return found
+
+
+_TEXTS = _texts()
+
+
+def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
+    """The statements, those that are known behind a call of `states`; and whether heads are normed. None: unknown."""
+    for count in (6, 8):
+        for begin in range(len(body) - count + 1):
+            known = body[begin : begin + count]
+            norms = _TEXTS.get("\n".join(map(ast.unparse, known)))
+            if norms is None:
+                continue
+            arguments = f"self, hidden_states, position_embeddings, past_key_values, {norms}"
+            text = f"_cukern_states = _cukern_heads({arguments})\nif _cukern_states is None:\n    pass\nelse:\n    pass"
+            call, branch = ast.parse(text).body
+            assert isinstance(branch, ast.If)
+            branch.body = known
+            branch.orelse = ast.parse("query_states, key_states, value_states = _cukern_states").body
+            made = [ast.copy_location(x, known[0]) for x in (call, branch)]
+            return [*body[:begin], *made, *body[begin + count :]], norms
+    return body, None
+
+
+def _layer(module: Any, cache: Any, key: torch.Tensor) -> PagedLayer | None:
+    """The cache's layer of a module, if it has pages; allocated like `key` [batch, kv_heads, tokens, head_dim]."""
+    layer = cache.layers[module.layer_idx]
+    if type(layer) is not PagedLayer:
+        return None
+    if not layer.is_initialized:
+        layer.lazy_initialization(key, key)
+    return layer
+
+
+def _norm_of(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] | None:
+    """The weights of both norms, epsilon and weight_offset; None where they have no common form."""
+    if not norms:
+        return None, None, None, 0.0
+    of_query, of_key = (getattr(module, name).__dict__.get(_norms.NUMBERS) for name in ("q_norm", "k_norm"))
+    if of_query is None or of_query != of_key:
+        return None
+    weights = [getattr(getattr(module, name), "weight", None) for name in ("q_norm", "k_norm")]
+    if any(x is not None and (x.dim() != 1 or len(x) != module.head_dim) for x in weights):
+        return None
+    return *(None if x is None else x.detach() for x in weights), *of_query  # type: ignore[return-value]
+
+
+def states(
+    module: Any, hidden_states: torch.Tensor, position_embeddings: Any, past_key_values: Any, norms: bool, form: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Queries [batch, heads, tokens, head_dim], and all keys and values of the cache; None: the own statements run."""
+    session = active.session
+    if torch.compiler.is_compiling() or session is None or past_key_values is None:
+        return None
+    if getattr(session, "slots", None) is None or past_key_values is not session.cache:
+        return None
+    own, numbers, dim = _products.together(module, _NAMES), _norm_of(module, norms), module.head_dim
+    cos, sin = position_embeddings
+    if own is None or numbers is None or own.weight.dtype != hidden_states.dtype or cos.dim() != 3:
+        return None
+    columns = cos.shape[-1]
+    if hidden_states.dtype not in _DTYPES or cos.dtype not in (hidden_states.dtype, torch.float32):
+        return None
+    rotary_dim = columns * 2 // form.halves
+    if dim % 16 or dim > 512 or rotary_dim % 16 or rotary_dim > dim or cos.dtype != sin.dtype:
+        return None
+    batch, tokens, hidden = hidden_states.shape
+    rows = _products.product(hidden_states.reshape(-1, hidden), own.weight, own.bias).view(batch * tokens, -1, dim)
+    kv_heads = module.k_proj.weight.shape[0] // dim
+    query, key, value = rows.split([rows.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    layer = _layer(module, past_key_values, key.view(batch, tokens, kv_heads, dim).transpose(1, 2))
+    if layer is None or layer.pages is None:
+        return None
+    cos, sin = (x.expand(batch, tokens, columns).reshape(-1, columns) for x in (cos, sin))
+    weights, (epsilon, offset) = numbers[:2], numbers[2:]
+    cukern.fused_qk_norm_rope_and_cache(
+        query, key, value, cos, sin, *layer.pages, session.slots.slots, *weights, epsilon, weight_offset=offset,
+        layout=form.layout, rotary_dim=rotary_dim,
+    )  # fmt: skip
+    assert layer.keys is not None and layer.values is not None
+    return query.view(batch, tokens, -1, dim).transpose(1, 2), layer.keys, layer.values
+
+
+def prepare(module: Any, state: State) -> bool:
+    """Let the three products of a module be one; whether they can."""
+    sizes = getattr(module, "head_dim", None), getattr(module, "layer_idx", None)
+    return all(isinstance(x, int) for x in sizes) and _products.join(module, _NAMES, state)

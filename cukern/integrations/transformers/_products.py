@@ -1,0 +1,205 @@
+"""Products of few rows, and products of one input as one.
+
+A decoding step multiplies one row, or a few, by every weight of the model: the memory's rate is its bound, which
+`moe_gemm` reaches with one expert, where the products of cuBLAS take two to four times as long.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+import cukern
+from cukern.integrations.transformers._state import Notes, State, active, wants_gradient
+
+#: Rows up to which weights are streamed, and those of small weights, which cuBLAS has too few blocks for.
+FEW, _FEW_OF_SMALL, _SMALL = 2, 4, 2**21
+#: Weights above which cuBLAS reaches the memory's rate itself.
+_LARGE = 2**26
+_HALVES = (torch.float16, torch.bfloat16)
+#: The attribute of a module whose products are one, and that of a multilayer perceptron with its activation.
+_TOGETHER, _ACTIVATION = "_cukern_together", "_cukern_activation"
+_offsets: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _offsets_of(rows: int, device: torch.device) -> torch.Tensor:
+    """The rows of one expert: all. Made before anything is captured, as the first step of a size is not."""
+    if (rows, device) not in _offsets:
+        _offsets[rows, device] = torch.tensor([0, rows], dtype=torch.int32, device=device)
+    return _offsets[rows, device]
+
+
+def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product is one of few rows in a step, in numbers that the kernel reads in whole units."""
+    return (
+        not torch.compiler.is_compiling()
+        and active.session is not None
+        and 0 < x.shape[0] <= (_FEW_OF_SMALL if weight.numel() <= _SMALL else FEW)
+        and x.dtype == weight.dtype
+        and x.dtype in _HALVES
+        and weight.shape[0] % 16 == 0
+        and weight.shape[1] % 8 == 0
+        and weight.numel() <= _LARGE
+        and weight.is_contiguous()
+        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    )
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
+    """x [rows, k] times weight [n, k], as `linear` has it; with an activation [rows, n / 2], of gates before ups."""
+    if not _streams(x, weight):
+        made = F.linear(x, weight, bias)
+        return made if activation is None else cukern.moe_activation(made, activation)  # type: ignore[return-value]
+    return cukern.moe_gemm(  # type: ignore[return-value]
+        x.contiguous(), weight.detach()[None], _offsets_of(x.shape[0], x.device), activation=activation,
+        bias=None if bias is None else bias.detach()[None], expected_m=min(x.shape[0], FEW),
+    )  # fmt: skip
+
+
+# --- several products of one input ----------------------------------------------------------------------
+
+
+class _Together(NamedTuple):
+    """The weights of several modules, one after the other in memory: their parameters are views of it."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    places: tuple[int, ...]  # addresses of the parameters, by which it is known that they are still these
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is one product and nothing else."""
+    if type(module) is not torch.nn.Linear or not isinstance(module.weight, torch.nn.Parameter):
+        return False
+    if "forward" in module.__dict__:  # such as that of a library that moves weights
+        return False
+    return not module._forward_hooks and not module._forward_pre_hooks and not hasattr(module, "parametrizations")
+
+
+def _parameters(module: Any, names: Sequence[str]) -> list[list[torch.Tensor | None]]:
+    own = [getattr(module, name) for name in names]
+    return [[x.weight for x in own], [x.bias for x in own]]
+
+
+def _places(parameters: list[list[torch.Tensor | None]]) -> tuple[int, ...]:
+    return tuple(0 if x is None else x.data_ptr() for of_kind in parameters for x in of_kind)
+
+
+@torch.no_grad()
+def join(module: Any, names: Sequence[str], state: State) -> bool:
+    """Let the weights of these children lie one after the other; whether they can."""
+    if not all(is_linear(getattr(module, name, None)) for name in names):
+        return False
+    weights, biases = _parameters(module, names)
+    kinds = {(x.dtype, x.device, x.shape[1]) for x in weights if x is not None}
+    if len(kinds) > 1 or (None in biases and any(x is not None for x in biases)):
+        return False
+    joined: list[torch.Tensor | None] = [None, None]
+    for i, of_kind in enumerate((weights, biases)):
+        found = [x for x in of_kind if x is not None]
+        if found:
+            joined[i] = together = torch.cat([x.detach() for x in found])
+            for x, part in zip(found, together.split([len(x) for x in found]), strict=True):
+                x.data = part
+    weight = joined[0]
+    assert weight is not None
+    module.__dict__[_TOGETHER] = _Together(weight, joined[1], _places([weights, biases]))
+
+    def separate() -> None:
+        module.__dict__.pop(_TOGETHER, None)
+        for of_kind in _parameters(module, names):
+            for x in of_kind:
+                if x is not None:
+                    x.data = x.data.clone()
+
+    state.undo.append(separate)
+    return True
+
+
+def together(module: Any, names: Sequence[str]) -> _Together | None:
+    """What `join` made; None where parameters were replaced since."""
+    found: _Together | None = module.__dict__.get(_TOGETHER)
+    if found is None or torch.compiler.is_compiling() or found.places != _places(_parameters(module, names)):
+        return None
+    return found
+
+
+# --- modules --------------------------------------------------------------------------------------------
+
+
+def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a `Linear`, of few rows in a step by `moe_gemm`."""
+    if torch.compiler.is_compiling() or active.session is None:
+        return F.linear(input, self.weight, self.bias)
+    made = product(input.reshape(-1, input.shape[-1]), self.weight, self.bias)
+    return made.view(*input.shape[:-1], made.shape[-1])
+
+
+_GATE_UP = ("gate_proj", "up_proj")
+
+
+def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a gated multilayer perceptron: gates and ups in one product, with the activation behind it."""
+    own = together(self, _GATE_UP)
+    if own is None or wants_gradient(x, self.gate_proj.weight) or x.dtype != own.weight.dtype:
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        activated = product(x.reshape(-1, x.shape[-1]), own.weight, own.bias, self.__dict__[_ACTIVATION])
+        made = self.down_proj(activated)
+    return made.view(*x.shape[:-1], made.shape[-1])  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _activation_of(module: Any) -> str | None:
+    """The activation of a perceptron, found by what a small one of its class gives; None for another formula."""
+    probe = copy.copy(module)
+    probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
+    probe._modules = dict(module._modules)
+    generator = torch.Generator().manual_seed(4)
+    for name, (inputs, outputs) in {"gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16)}.items():
+        linear = torch.nn.Linear(inputs, outputs, bias=getattr(module, name).bias is not None)
+        for x in linear.parameters():
+            x.copy_(torch.randn(x.shape, generator=generator) * 0.5)
+        probe._modules[name] = linear
+    rows = torch.randn(9, 16, generator=generator)
+    try:
+        wanted = type(module).forward(probe, rows)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None
+    gate, up, down = (probe._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
+    both = torch.cat([gate(rows), up(rows)], 1)
+    for name in ("silu", "gelu", "gelu_tanh"):
+        got = down(cukern.moe_activation(both, name))
+        if isinstance(wanted, torch.Tensor) and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5):
+            return name
+    return None
+
+
+def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
+    """Let gated perceptrons run as two products, and all products of few rows on the kernel for them."""
+    known: dict[Any, str | None] = {}
+    for module in list(model.modules()):
+        if "forward" in module.__dict__:
+            continue
+        if all(is_linear(getattr(module, name, None)) for name in (*_GATE_UP, "down_proj")):
+            key = type(module), getattr(module, "act_fn", None), module.gate_proj.bias is None
+            if key not in known:
+                known[key] = _activation_of(module)
+            activation = known[key]
+            if activation is None:
+                notes.kept.add("products", module, "its formula is not that of a gated perceptron")
+            elif join(module, _GATE_UP, state):
+                module.__dict__[_ACTIVATION] = activation
+                state.undo.append(lambda module=module: module.__dict__.pop(_ACTIVATION, None))  # type: ignore[misc]
+                state.replace_forward(module, mlp_forward)
+                notes.replaced.add("products", module, f"gates and ups in one product, {activation}")
+    for module in list(model.modules()):
+        if is_linear(module) and module.weight.dtype in _HALVES:
+            state.replace_forward(module, linear_forward)
+            notes.replaced.add("products", module, f"moe_gemm for at most {FEW} rows, in generate of this package")

@@ -1,0 +1,206 @@
+"""The experts of one token, or of two: both products by the router's ids, without a sort, and with the weighted sum."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cukern.ops.moe_gemm import kernels
+from cukern.ops.moe_gemm.prepare import MAX_EXPERTS
+from cukern.reference.moe_activation import is_gated
+from cukern.runtime import activation as activations
+from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray
+from cukern.runtime.describe import Array, expect, expect_array, expect_contiguous, expect_place
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import late
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, note
+
+_routed = Kernel("moe_gemm/stream_routed", "gemm_stream_routed")
+_summed = Kernel("moe_gemm/stream_summed", "gemm_stream_summed")
+
+DTYPES = ("bfloat16", "float16")
+#: Tokens up to which a layer takes these kernels: an expert's weights are read for each row.
+MOST_TOKENS = 1
+#: Rows, of all tokens' slots, that a warp has lanes for.
+MOST_ROWS = 32
+_UNIT = 8  # numbers of a unit of 16 bytes
+_MOST_LOADS = 8
+_MOST_SLOTS = 4
+
+
+class Form(NamedTuple):
+    """The sizes among the template arguments of both kernels but the slots."""
+
+    pairs: int  # of rows of weights of a strip
+    loads: int  # units of each row that a lane has under way
+    warps: int
+    blocks: int  # that fit a multiprocessor
+
+
+def form_for(k: int) -> Form:
+    """The form for rows of k numbers, cut into equal parts."""
+    lines = -(-k // (32 * _UNIT))
+    loads = -(-lines // -(-lines // _MOST_LOADS))
+    pairs = 1 if loads > 4 else 2 if loads > 2 else 4
+    # With one block more, four pairs would have too few registers.
+    return Form(pairs, loads, 4, 3 if pairs == 4 else 4)
+
+
+def slots_for(topk: int, experts: int, all_experts: int) -> int:
+    """The warps that share an output: as many as there are slots whose experts are expected to be here."""
+    expected = max(topk * experts // all_experts, 1)
+    return min(1 << (expected.bit_length() - 1), _MOST_SLOTS)
+
+
+def routed_variant(dtype: str, epilogue: int, form: Form) -> Variant:
+    return _routed.variant(arrays.CUDA_TYPE[dtype], epilogue, *form)
+
+
+def summed_variant(dtype: str, epilogue: int, form: Form, slots: int) -> Variant:
+    sizes = form.pairs, form.loads, form.warps, slots, form.blocks
+    return _summed.variant(arrays.CUDA_TYPE[dtype], epilogue, *sizes)
+
+
+# Those of Qwen3-30B-A3B and of Mixtral; others are compiled at their first use.
+_routed.specialized = [routed_variant("bfloat16", activations.number("silu"), form_for(2048)).instance]
+_summed.specialized = [
+    summed_variant("bfloat16", 0, form_for(k), slots).instance for k, slots in ((768, 4), (14336, 2), (2048, 4))
+]
+_routed.at_import, _summed.at_import = _routed.specialized, _summed.specialized[:2]
+
+
+def fits(tokens: Any, topk: int, w1: Any, w2: Any, all_experts: int) -> bool:
+    """Whether the sizes of a layer of 16 bits are those that `routed_experts` takes."""
+    # Strips, and units of an expert's weights, are counted in 32 bits.
+    small = all(x.shape[1] * MOST_ROWS < 2**31 and x.shape[1] * (x.shape[2] // _UNIT) < 2**32 for x in (w1, w2))
+    units = w1.shape[2] % _UNIT == 0 == w2.shape[2] % _UNIT
+    # The weights of one expert are cut into more parts by `moe_gemm`.
+    several = 1 < w1.shape[0] <= MAX_EXPERTS and all_experts <= MAX_EXPERTS
+    return bool(small and units and several and 0 < topk * MOST_TOKENS <= MOST_ROWS and tokens <= MOST_TOKENS)
+
+
+def _fields(
+    a: Array, b: Array, out: Array, rows: Any, bias: Array | None, form: tuple[float, float], routing: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of RoutedParams, by name."""
+    experts, n, k = b.shape
+    return {
+        **dict.fromkeys(("a_scale", "b_scale", "offsets", "row_token", "b_global_scale")),
+        **dict.fromkeys(("offset_words", "max_tokens", "a_scale_step", "b_scale_step", "together"), 0),
+        **{"a": a, "b": b, "out": out, "rows": rows, "tokens": a.shape[0], "experts": experts, "n": n, "k": k},
+        **{"bias": bias, "bias_is_float": int(bias is not None and bias.dtype == "float32")},
+        **{"alpha": form[0], "limit": form[1]},
+        **routing,
+    }
+
+
+def _check(
+    output: Array, hidden_states: Array, w1: Array, w2: Array, topk_weights: Any, topk_ids: Array, activated: Array,
+    expert_map: Any, biases: dict[str, Any], activation: str, all_experts: int,
+) -> None:  # fmt: skip
+    """Check the arrays of `routed_experts`."""
+    tokens, hidden = expect_array("hidden_states", hidden_states, DTYPES, ("tokens", "hidden")).shape
+    x, like = hidden_states, "hidden_states"
+    if x.on_host:
+        check.fail("hidden_states", "on a GPU", "an array in host memory")
+    check.dimensions("w1", w1.shape, ("experts", "n", "k"))
+    experts, columns = w1.shape[:2]
+    inter = columns // 2 if is_gated(activation) else columns
+    expect("w1", w1, x, like, (x.dtype,), (experts, columns, hidden), "[experts, n, hidden]")
+    expect("w2", w2, x, like, (x.dtype,), (experts, hidden, inter), "[experts, hidden, inter]")
+    expect_place("topk_ids", topk_ids, x, like)
+    check.dimensions("topk_ids", topk_ids.shape, ("tokens", "topk"))
+    shape = tokens, topk_ids.shape[1]
+    expect("topk_ids", topk_ids, x, like, ("int32", "int64", "uint32"), shape, "[tokens, topk]")
+    if topk_weights is not None:
+        expect("topk_weights", topk_weights, x, like, ("float32",), shape, "[tokens, topk]")
+    if expert_map is not None:
+        expect("expert_map", expert_map, x, like, ("int32",), (all_experts,), "[all experts]")
+    for name, bias in biases.items():
+        if bias is not None:
+            n = columns if name == "w1_bias" else hidden
+            expect(name, bias, x, like, ("float32", x.dtype), (experts, n), "[experts, n]")
+    expect("output", output, x, like, (x.dtype,), (tokens, hidden), "[tokens, hidden]")
+    expect("activated", activated, x, like, (x.dtype,), (tokens * shape[1], inter), "[tokens * topk, inter]")
+    if not fits(tokens, shape[1], w1, w2, all_experts):
+        wanted = f"a layer of at most {MOST_TOKENS} tokens, and of rows that are multiples of {_UNIT}"
+        check.fail("hidden_states", wanted, f"{list(x.shape)}, topk {shape[1]} and w1 {list(w1.shape)}")
+    arrays_of_units = {like: x, "w1": w1, "w2": w2, "output": output, "activated": activated}
+    for name, array in arrays_of_units.items():
+        expect_contiguous(name, array)
+        if array.alignment < 16:
+            check.fail(name, "at a multiple of 16 bytes", f"address {array.address:#x}")
+
+
+@op(None, {}, rows={"tokens": ("output", "hidden_states", "topk_weights", "topk_ids"), "rows": ("activated",)})
+def routed_experts(
+    output: AnyArray,
+    hidden_states: AnyArray,
+    w1: AnyArray,
+    w2: AnyArray,
+    topk_weights: AnyArray | None,
+    topk_ids: AnyArray,
+    activated: AnyArray,
+    all_experts: int,
+    activation: str = "silu",
+    *,
+    expert_map: AnyArray | None = None,
+    w1_bias: AnyArray | None = None,
+    w2_bias: AnyArray | None = None,
+    alpha: float = activations.ALPHA,
+    limit: float = activations.LIMIT,
+    interleaved: bool = False,
+) -> AnyArray:
+    """The experts of one token in 16 bits, in two launches, on a GPU. For `fused_experts`, whose twin defines it.
+
+    The bits are those of `moe_sort`, of `moe_gemm` by "stream" twice, and of `moe_unpermute`.
+
+    Args:
+        output: [tokens, hidden], written.
+        hidden_states: [tokens, hidden], bfloat16 or float16.
+        w1, w2, topk_ids, activation, expert_map, w1_bias, w2_bias, alpha, limit, interleaved: as in `fused_experts`;
+            weights are contiguous, and hidden and inter multiples of 8.
+        topk_weights: float32 [tokens, topk]; None: all are 1.
+        activated: [tokens * topk, inter], for the result of the first product. Rows of no expert are not written.
+        all_experts: the number of experts that the ids name.
+
+    Returns:
+        output.
+
+    Raises:
+        TypeError, ValueError: arrays that do not fit; the message names the argument.
+    """
+    biases = {"w1_bias": w1_bias, "w2_bias": w2_bias}
+    _check(
+        output, hidden_states, w1, w2, topk_weights, topk_ids, activated, expert_map, biases, activation, all_experts
+    )  # fmt: skip
+    tokens, topk = topk_ids.shape
+    (experts, n, hidden), inter, dtype = w1.shape, w2.shape[2], hidden_states.dtype
+    rows, gated, bounds = tokens * topk, is_gated(activation), activations.check_bounds(alpha, limit)
+    routing = {
+        "topk_ids": topk_ids, "expert_map": expert_map, "topk_weights": topk_weights, "topk": topk,
+        "id_words": 2 if topk_ids.dtype == "int64" else 1, "global_experts": all_experts,
+    }  # fmt: skip
+    note(flops=2 * rows * (n + inter) * hidden)
+
+    is_bounded = activation == "swigluoai" and bounds != (activations.ALPHA, activations.LIMIT)
+    flags = {"interleaved": interleaved, "biased": w1_bias is not None, "bounded": is_bounded}
+    first = kernels.epilogue(activations.function_number(activation), is_gated=gated, **flags)
+    form = form_for(hidden)
+    blocks = late(lambda rows: -(-rows * -(-n // (2 * form.pairs)) // form.warps), rows)
+    resident = hidden_states.gpu.multiprocessors * form.blocks
+    launch(
+        routed_variant(dtype, first, form),
+        late(min, blocks, resident),
+        32 * form.warps,
+        **_fields(hidden_states, w1, activated, rows, w1_bias, bounds, routing),
+    )
+    form, slots = form_for(inter), slots_for(topk, experts, all_experts)
+    launch(
+        summed_variant(dtype, kernels.epilogue(0, is_gated=False, biased=w2_bias is not None), form, slots),
+        (-(-hidden // (2 * form.pairs * (form.warps // slots))), tokens),
+        32 * form.warps,
+        **_fields(activated, w2, output, rows, w2_bias, bounds, routing),
+    )
+    return output

@@ -1,0 +1,81 @@
+"""The progress of long work: a bar on a terminal, and plain lines elsewhere where a command asks for them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Protocol
+
+#: The command that this is a part of; lines begin with its name.
+_command: ContextVar[str] = ContextVar("_command", default="")
+
+
+class Advance(Protocol):
+    """Says how many pieces of work are done since the last call, and what is done now."""
+
+    def __call__(self, count: int = 1, what: str = "") -> None: ...
+
+
+@contextlib.contextmanager
+def in_command(name: str) -> Iterator[None]:
+    """While it is open, progress that no terminal shows is told in lines, which begin with the name."""
+    token = _command.set(name)
+    try:
+        yield
+    finally:
+        _command.reset(token)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, shown: bool | None = None) -> Iterator[Advance]:
+    """The progress over so many pieces of work; gives the function to call after, or within, a piece, from any thread.
+
+    On a terminal stderr has a bar, which vanishes at the end. Elsewhere a command has a line for each tenth of the
+    work, and the first; what is no command has none. `shown` as True shows the bar anywhere and leaves it there, as
+    False nothing.
+    """
+    if shown or (shown is None and sys.stderr.isatty()):
+        with _bar(what, total, transient=shown is None) as advance:
+            yield advance
+    elif shown is None and _command.get():
+        yield _lines(_command.get(), what, total)
+    else:
+        yield lambda count=1, what="": None
+
+
+def _lines(command: str, said: str, total: int) -> Advance:
+    begin, done, told, lock = time.perf_counter(), 0, -1, threading.Lock()
+
+    def advance(count: int = 1, what: str = "") -> None:
+        nonlocal done, told
+        with lock:
+            done += count
+            if done * 10 // max(total, 1) > told:
+                told = done * 10 // max(total, 1)
+                seconds = time.perf_counter() - begin
+                print(f"{command}: {done} of {total}, {seconds:.0f} s: {what or said}", file=sys.stderr, flush=True)
+
+    return advance
+
+
+@contextlib.contextmanager
+def _bar(said: str, total: int, transient: bool) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    command = _command.get() or "cukern"
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # What is printed goes above the bar, unless it goes to a file.
+    own = {"console": Console(stderr=True), "transient": transient, "redirect_stdout": sys.stdout.isatty()}
+    with Progress(*columns, **own) as bar:  # type: ignore[arg-type]
+        task = bar.add_task(f"{command}: {said}", total=total)
+
+        def advance(count: int = 1, what: str = "") -> None:
+            description = {"description": f"{command}: {what}"} if what else {}
+            bar.update(task, advance=count, **description)  # type: ignore[arg-type]
+
+        yield advance

@@ -1,0 +1,120 @@
+"""The test files of the families that cukern has, below a folder of each peer, and what they take."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Load(NamedTuple):
+    """What the cases of a file take, or those of them that `cases` matches."""
+
+    seconds: float  # of one process, for all of them, beside 15 other processes on an H200
+    most: int = 1000  # processes that may run them at the same time
+    cases: str = ""  # a pattern of names
+
+
+class Job(NamedTuple):
+    """Cases of a file that several processes share."""
+
+    folder: Path
+    file: str
+    load: Load
+    others: tuple[str, ...] = ()  # patterns of the cases that are another job's
+
+    @property
+    def name(self) -> str:
+        """The file's name, as it is in a table of several folders."""
+        return f"{self.folder.name}/{self.file}"
+
+    def has(self, case: str) -> bool:
+        """Whether a case of the file is one of the job's."""
+        return bool(re.search(self.load.cases, case)) and not any(re.search(other, case) for other in self.others)
+
+
+#: By file one load, or several with patterns and one for the rest. GPUs that several processes use are theirs in
+#: turns, of some milliseconds each: cases that keep one busy for seconds run one at a time, or all others wait for
+#: their turn at each synchronization.
+FILES = {
+    # vLLM
+    "tests/kernels/attention/test_attention.py": [Load(100)],
+    "tests/kernels/attention/test_cache.py": [Load(700)],
+    "tests/kernels/attention/test_flashmla.py": [Load(150, 2)],
+    "tests/kernels/attention/test_merge_attn_states.py": [Load(500)],
+    "tests/kernels/core/test_activation.py": [Load(30)],
+    "tests/kernels/core/test_fused_quant_layernorm.py": [Load(60)],
+    "tests/kernels/core/test_fused_silu_mul_block_quant.py": [Load(20)],
+    "tests/kernels/core/test_layernorm.py": [Load(50)],
+    "tests/kernels/moe/test_batched_moe.py": [Load(150)],
+    "tests/kernels/moe/test_block_fp8.py": [Load(200, 4)],
+    "tests/kernels/moe/test_fused_topk.py": [Load(30)],
+    "tests/kernels/moe/test_grouped_topk.py": [Load(20)],
+    "tests/kernels/moe/test_moe.py": [Load(200, 6)],
+    "tests/kernels/moe/test_moe_align_block_size.py": [Load(20)],
+    "tests/kernels/moe/test_moe_permute_unpermute.py": [Load(40)],
+    "tests/kernels/moe/test_silu_mul_fp8_quant_deep_gemm.py": [Load(5)],
+    "tests/kernels/moe/test_topk_softplus_sqrt.py": [Load(5)],
+    "tests/kernels/moe/test_triton_moe_ptpc_fp8.py": [Load(10)],
+    "tests/kernels/quantization/test_block_fp8.py": [Load(20)],
+    "tests/kernels/quantization/test_fp8_quant.py": [Load(10)],
+    "tests/kernels/quantization/test_int8_quant.py": [Load(10)],
+    "tests/kernels/quantization/test_nvfp4_quant.py": [Load(1)],
+    "tests/kernels/quantization/test_per_token_group_quant.py": [Load(20)],
+    "tests/kernels/test_apply_repetition_penalties.py": [Load(10)],
+    "tests/kernels/test_cache_kernels.py": [Load(1)],
+    "tests/kernels/test_cp_gather_fp8.py": [Load(3)],
+    "tests/kernels/test_fused_quant_activation.py": [Load(10)],
+    # FlashInfer
+    "tests/utils/test_sampling.py": [Load(200, 1, r"_freq\["), Load(800, 6)],
+    "tests/utils/test_norm.py": [Load(60)],
+    "tests/utils/test_activation.py": [Load(10)],
+    "tests/attention/test_page.py": [Load(10)],
+    # SGLang
+    "sgl-kernel/tests/test_activation.py": [Load(10)],
+    "sgl-kernel/tests/test_flashmla.py": [Load(60)],
+    "sgl-kernel/tests/test_kimi_k2_moe_fused_gate.py": [Load(5)],
+    "sgl-kernel/tests/test_merge_state_v2.py": [Load(40)],
+    "sgl-kernel/tests/test_moe_align.py": [Load(40)],
+    "sgl-kernel/tests/test_moe_fused_gate.py": [Load(10)],
+    "sgl-kernel/tests/test_moe_topk_sigmoid.py": [Load(20)],
+    "sgl-kernel/tests/test_moe_topk_softmax.py": [Load(20)],
+    "sgl-kernel/tests/test_norm.py": [Load(20)],
+    "sgl-kernel/tests/test_per_token_group_quant_8bit.py": [Load(30)],
+    "sgl-kernel/tests/test_per_token_quant_fp8.py": [Load(10)],
+    "sgl-kernel/tests/test_sampling.py": [Load(60)],
+    # FlashMLA, one case in eight
+    "tests/test_flash_mla.py": [Load(30)],
+    "tests/test_flash_mla_dense_decoding.py": [Load(50)],
+    "tests/test_flash_mla_sparse_decoding.py": [Load(330)],
+}
+_UNKNOWN = [Load(30)]
+
+
+def files_of(folder: Path, only: str = "") -> list[str]:
+    """The files of a folder that are known, or all of one without known ones.
+
+    `only` has parts of names with commas between them: files with one of them, and without those after a "-".
+    """
+    names = [name for name in FILES if (folder / name).exists()] or sorted(x.name for x in folder.glob("test_*.py"))
+    if not names:
+        raise SystemExit(f"FOLDER must hold test files of a peer, got {folder} (see tests.peers.files.FILES)")
+    words = [word for word in only.split(",") if word]
+    wanted, unwanted = ([w for w in words if not w.startswith("-")], [w[1:] for w in words if w.startswith("-")])
+    return [
+        name
+        for name in names
+        if (not wanted or any(word in f"{folder.name}/{name}" for word in wanted))
+        and not any(word in f"{folder.name}/{name}" for word in unwanted)
+    ]
+
+
+def jobs_of(folder: Path, only: str = "") -> list[Job]:
+    """The jobs of a folder, those that take longest first."""
+    jobs = []
+    for name in files_of(folder, only):
+        loads = FILES.get(name, _UNKNOWN)
+        for load in loads:
+            others = () if load.cases else tuple(other.cases for other in loads if other.cases)
+            jobs.append(Job(folder, name, load, others))
+    return sorted(jobs, key=lambda job: -job.load.seconds)

@@ -1,0 +1,216 @@
+"""Several processes on one GPU, which share the cases of all files: each imports once, and goes from file to file.
+
+No case waits for a slow one: a process takes the next case when it has ended one, and the next file when the file has
+no more. Each case is written when it ends, so that little is lost where the time ends, or a process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.peers import tally
+from tests.peers.board import Board
+from tests.peers.files import Job
+from tests.peers.turns import Part, SharedTurns
+
+_WAIT_S = 0.1
+_REPORT_S = 10.0
+_START_S = 120.0  # for imports, and to collect a file
+_GRACE_S = 15.0  # for cases that run when the time has ended
+_ENDED, _LOST = 0, 86  # exit statuses: no more for this folder; a GPU that can do no more (plugin.LOST)
+_PYTEST_ENDED = (0, 1, 5)  # passed, failed, no cases
+_MOST_FAILURES = 8  # processes of a folder that end by themselves
+
+
+class Plan(NamedTuple):
+    """What all processes do."""
+
+    work: Path  # the folder of what cases came to, and of what the processes print
+    part: Part
+    every: int
+    arguments: list[str]
+
+
+# --- a worker -----------------------------------------------------------------------------------------
+
+
+def work(folder: Path, number: int, board: Board, plan: Plan) -> None:
+    """Run cases of the files of a folder until there are none: what a process does."""
+    log = os.open(plan.work / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from tests.peers import session  # imports what takes seconds
+
+    session.prepare(folder)
+    path = _tally(plan.work, number, folder)
+    done = frozenset((x.file, x.name) for x in _cases(plan.work, folder) if x.outcome != "failed")
+    while (job := board.join(str(folder), number)) is not None:
+        file, turns = board.jobs[job].file, SharedTurns(board, job, plan.part, path, done)
+        try:
+            status = session.run_file(folder, file, turns, plan.every, plan.arguments)
+            if status not in _PYTEST_ENDED:
+                tally.append(path, tally.Case(file, "", "failed", f"pytest ended with {status} (see {number}.log)"))
+        except BaseException:
+            traceback.print_exc()
+            tally.append(path, tally.Case(file, "", "failed", traceback.format_exc().strip().splitlines()[-1][:200]))
+        finally:
+            if board.state(job).count is None:
+                board.count(job, 0)  # it cannot be collected
+            board.leave(number)
+
+
+def _tally(work: Path, number: int, folder: Path) -> Path:
+    return work / f"{number}-{folder.name}.jsonl"
+
+
+def _cases(work: Path, folder: Path) -> list[tally.Case]:
+    """What the cases of a folder came to in the end, those of the last processes last."""
+    paths = sorted(work.glob(f"*-{folder.name}.jsonl"), key=lambda path: int(path.name.partition("-")[0]))
+    return [*{(case.file, case.name): case for path in paths for case in tally.read(path)}.values()]
+
+
+# --- those who start them -----------------------------------------------------------------------------
+
+
+class _Worker:
+    """A process, and the case that it is in."""
+
+    def __init__(self, folder: Path, number: int, process: BaseProcess, path: Path) -> None:
+        self.folder, self.number, self.process, self.path = folder, number, process, path
+        self.size, self.since = -1, time.monotonic()
+
+    def is_late(self, limit: float) -> bool:
+        """Whether it has written nothing for so many seconds in a case, or for many more out of one."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size != self.size:
+            self.size, self.since = size, time.monotonic()
+        seconds = time.monotonic() - self.since
+        return seconds > limit and (seconds > limit + _START_S or tally.unended(self.path) is not None)
+
+
+class Workers:
+    """The processes, and the table of what they have done so far."""
+
+    def __init__(self, jobs: Sequence[Job], count: int, seconds: float, limit: float, plan: Plan, report: Path | None):
+        self.context = multiprocessing.get_context("spawn")
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # every process must list the same cases
+        self.board = Board(jobs, self.context, time.monotonic() + seconds)
+        self.count, self.limit, self.plan, self.report = count, limit, plan, report
+        self.folders = list(dict.fromkeys(job.folder for job in jobs))
+        self.workers: list[_Worker] = []
+        self.failures = Counter[Path]()
+        self.numbers = 1 + max((int(path.stem) for path in plan.work.glob("*.log")), default=-1)
+        self.begin = self.reported = time.monotonic()
+        self.said: set[int] = set()
+
+    def run(self) -> list[tally.Case]:
+        """Run all cases, or as many as the time allows; what they came to."""
+        try:
+            while time.monotonic() < self.board.end + _GRACE_S:
+                self.workers = [worker for worker in self.workers if not self._has_ended(worker)]
+                while len(self.workers) < self.count and self._start():
+                    pass
+                if not self.workers:
+                    break
+                self._say()
+                time.sleep(_WAIT_S)
+        finally:
+            for worker in self.workers:
+                worker.process.kill()
+                worker.process.join()
+        self._say()
+        return self.cases()
+
+    def cases(self) -> list[tally.Case]:
+        """What has come to its end, by the names of folder and file."""
+        names = {job.name for job in self.board.jobs}
+        cases = [
+            case._replace(file=f"{x.name}/{case.file}") for x in self.folders for case in _cases(self.plan.work, x)
+        ]
+        return [case for case in cases if case.file in names]
+
+    def left(self) -> dict[str, int | None]:
+        """How many cases of each file have not been run, None where nobody has counted them."""
+        cases, counts = Counter(case.file for case in self.cases() if case.name), dict[str, int | None]()
+        for number, job in enumerate(self.board.jobs):
+            before, count = counts.get(job.name, 0), self.board.state(number).count
+            counts[job.name] = None if before is None or count is None else before + count
+        return {name: None if count is None else max(count - cases[name], 0) for name, count in counts.items()}
+
+    def table(self) -> str:
+        return tally.table(self.cases(), self.left())
+
+    def _use(self, folder: Path) -> float:
+        """The seconds that are left for each process of a folder if there is one more, 0 if that is of no use."""
+        jobs = [i for i, job in enumerate(self.board.jobs) if job.folder == folder]
+        processes = [worker.number for worker in self.workers if worker.folder == folder]
+        coming = sum(not self.board.is_in(number) for number in processes)
+        room = sum(self.board.jobs[i].load.most - self.board.state(i).processes for i in jobs if self.board.has_room(i))
+        if room <= coming or self.failures[folder] >= _MOST_FAILURES:
+            return 0.0
+        return sum(self.board.seconds_left(i) for i in jobs) / (len(processes) + 1)
+
+    def _start(self) -> bool:
+        """Start a process where it is of most use; False if it is of none anywhere."""
+        folder = max(self.folders, key=self._use)
+        if self.board.is_stopped or not self._use(folder):
+            return False
+        number = self.numbers
+        self.numbers += 1
+        process = self.context.Process(target=work, args=(folder, number, self.board, self.plan))
+        process.start()
+        self.workers.append(_Worker(folder, number, process, _tally(self.plan.work, number, folder)))
+        return True
+
+    def _has_ended(self, worker: _Worker) -> bool:
+        """Whether a process has ended, or takes too long in a case and is ended here; its case has failed then."""
+        status, why = worker.process.exitcode, ""
+        if status is None:
+            if not worker.is_late(self.limit):
+                return False
+            worker.process.kill()
+            worker.process.join()
+            why = f"stopped after {self.limit:.0f} s"
+        elif status not in (_ENDED, _LOST):
+            why = f"the process ended with {status}"
+        if why:
+            case = tally.unended(worker.path)
+            self.failures[worker.folder] += case is None
+            file = case.file if case else next(job.file for job in self.board.jobs if job.folder == worker.folder)
+            name = case.name if case else f"process {worker.number}"
+            why = f"{why} {_last_line(self.plan.work / f'{worker.number}.log')}"
+            tally.append(worker.path, tally.Case(file, name, "failed", why[:200]))
+        self.board.leave(worker.number)
+        return True
+
+    def _say(self) -> None:
+        """Print the counts of each job that has ended, and write the table now and then."""
+        for number, job in enumerate(self.board.jobs):
+            state = self.board.state(number)
+            if number not in self.said and state.is_over and not state.processes:
+                self.said.add(number)
+                which = f" ({job.load.cases})" if job.load.cases else ""
+                print(f"{time.monotonic() - self.begin:6.1f} s  {job.name}: {state.count} cases{which}", flush=True)
+        if self.report is not None and time.monotonic() - self.reported > _REPORT_S:
+            self.reported = time.monotonic()
+            write(self.report, self.table())
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else ""
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file at once, so that it is whole whenever the program is ended."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)

@@ -1,0 +1,139 @@
+"""The runner of the peers' test files (tests/peers): what it makes of cases, and how processes share them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.peers import tally
+from tests.peers.files import FILES, Load, files_of, jobs_of
+
+_ROOT = Path(__file__).resolve().parents[1]
+_FILE = """
+import os, time, pytest, torch
+
+@pytest.fixture(scope="module")
+def once():
+    with open(os.environ["STARTS"], "a") as starts:
+        starts.write("x")
+
+@pytest.mark.parametrize("number", range(12))
+def test_good(number, once):
+    assert torch.get_default_dtype() == torch.float32
+
+def test_bad():
+    assert 1 == 2
+
+def test_dies():
+    os._exit(3)
+
+def test_lost():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_hangs():
+    time.sleep(1000)
+
+def test_refused():
+    raise NotImplementedError("x must be y with cukern")
+
+def test_skipped():
+    pytest.skip("why")
+"""
+_LATER = "import torch\n\ndef test_default():\n    torch.set_default_dtype(torch.float64)\n"
+
+
+def _run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.peers", str(folder), "-p", "no:cacheprovider", *options]
+    environment = {"STARTS": str(folder / "starts"), "CUKERN_COMPILE": "lazy", "PYTHONPATH": str(_ROOT)}
+    return subprocess.run(command, cwd=_ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+
+
+def _counts(output: str, file: str) -> list[str]:
+    return next(line.split()[1:7] for line in output.splitlines() if line.split()[:1] == [file])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer" / "test_one.py").write_text(_FILE)
+    (tmp_path / "peer" / "test_two.py").write_text(_LATER)
+    (tmp_path / "peer" / "test_wrong.py").write_text("import nothing_of_this_name\n")
+    return tmp_path / "peer"
+
+
+def test_processes_share_cases_and_lose_none(folder: Path, tmp_path: Path) -> None:
+    """Processes that die, hang or lose the GPU fail in one case each; a second run does only what failed."""
+    options = ["--jobs", "2", "--limit", "4", "--resume", str(tmp_path / "work"), "--report", str(tmp_path / "table")]
+    first = _run(folder, *options)
+    assert first.returncode == 1, first.stderr
+    # passed, failed, differs, refused, skipped, left
+    assert _counts(first.stdout, "peer/test_one.py") == ["12", "4", "0", "1", "1", "0"]
+    assert _counts(first.stdout, "peer/test_two.py") == ["1", "0", "0", "0", "0", "0"]
+    assert _counts(first.stdout, "peer/test_wrong.py") == ["0", "1", "0", "0", "0", "0"]
+    for words in (
+        "test_dies: the process ended with 3",
+        "test_hangs: stopped after 4 s",
+        "No module named 'nothing_of",
+    ):
+        assert words in first.stdout
+    assert (tmp_path / "table").read_text() in first.stdout
+    (folder / "test_one.py").write_text(_FILE.replace("1 == 2", "1 == 1").replace("os._exit(3)", "pass"))
+    (folder / "starts").unlink()
+    second = _run(folder, *options, "--only=-wrong")
+    assert _counts(second.stdout, "peer/test_one.py") == ["14", "2", "0", "1", "1", "0"]
+    assert not (folder / "starts").exists()  # no case that had passed has run again
+
+
+def test_time_that_ends_is_told(folder: Path, tmp_path: Path) -> None:
+    result = _run(folder, "--jobs", "1", "--until", "0.1", "--only", "one,two")
+    assert result.returncode == 1
+    assert _counts(result.stdout, "peer/test_one.py") == ["0", "0", "0", "0", "0", "all"]
+
+
+def test_arguments_of_pytest(folder: Path) -> None:
+    result = _run(folder, "--jobs", "1", "--only=one", "-k", "test_good or test_bad")
+    assert _counts(result.stdout, "peer/test_one.py") == ["12", "1", "0", "0", "0", "0"]
+    result = _run(folder, "--jobs", "1", "--only=one", "--no-such-option")
+    assert "pytest ended with 4" in result.stdout
+
+
+def test_one_process(folder: Path) -> None:
+    for name in ("test_dies", "test_hangs"):
+        (folder / "test_one.py").write_text(
+            (folder / "test_one.py").read_text().replace(f"def {name}", f"def not_{name}")
+        )
+    result = _run(folder, "--part", "0/2", "--only", "one")
+    parts = [_counts(result.stdout, "test_one.py")]
+    parts.append(_counts(_run(folder, "--part", "1/2", "--only", "one").stdout, "test_one.py"))
+    assert [sum(map(int, column)) for column in zip(*parts, strict=True)] == [12, 2, 0, 1, 1, 0]
+    assert (folder / "starts").read_text() == "xx"  # once in each run
+
+
+def test_jobs_of_a_file_have_each_case_once(tmp_path: Path) -> None:
+    name = "tests/utils/test_sampling.py"
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).touch()
+    jobs = jobs_of(tmp_path)
+    assert [job.load for job in jobs] == sorted(FILES[name], key=lambda load: -load.seconds)
+    for case in ("test_sampling_freq[0.0-1]", "test_sampling[1-111]"):
+        assert sum(job.has(case) for job in jobs) == 1
+    assert files_of(tmp_path, "norm") == [] and files_of(tmp_path, "-sampling") == []
+    assert files_of(tmp_path, "page,sampling") == [name]
+
+
+def test_a_line_that_was_cut_off_is_no_case(tmp_path: Path) -> None:
+    path = tmp_path / "cases"
+    tally.append(path, tally.Case("f", "a", "passed"))
+    tally.append(path, tally.Case("f", "b", tally.BEGUN))
+    assert tally.unended(path) == tally.Case("f", "b", tally.BEGUN)
+    with path.open("a") as lines:
+        lines.write('["f", "c", "pas')
+    assert [case.name for case in tally.read(path)] == ["a"]
+
+
+def test_loads_are_of_some_seconds() -> None:
+    assert all(isinstance(load, Load) and load.seconds > 0 for loads in FILES.values() for load in loads)
