@@ -1035,14 +1035,15 @@ def plan(x: Sizes) -> parts.Deal:
 
 def test_every_gpu_has_the_shared_memory() -> None:
     # The least that a block may have since sm_80 are 99 KiB; clusters run on data-center GPUs only, with 227 KiB.
-    for dealt, most in (((1, "QUEUE"), 99), ((2, "EITHER"), 227), ((2, "EITHER", True), 227), ((16, "CLUSTERS"), 227)):
-        for head_dim in range(8, 257, 8):
+    pairs = [parts.Dealt(2, dealing, wide, 100 << wide) for dealing in ("CLUSTERS", "EITHER") for wide in (False, True)]
+    few = *parts._FEW.values(), *parts._FEW_IN_FP8.values(), *parts._FEW_OF_LARGE_HEADS.values()
+    for dealt in (parts.Dealt(), *pairs, *few):
+        most = 99 if dealt == parts.Dealt() else 227
+        for head_dim in range(8, 129 if dealt.wide else 257, 8):
             for cache in ("float16", "float8_e4m3fn"):
                 for layout in LAYOUTS:
                     for team in (1, 2) if head_dim > 128 else (1, 2, 4):
-                        if len(dealt) == 3 and head_dim > 128:
-                            continue
-                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, *dealt)
+                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, dealt)
                         assert form.shared_bytes(16 * team) + form.static_bytes <= most << 10, form
 
 
@@ -1079,35 +1080,50 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
 
 
 @pytest.mark.parametrize(
-    ("x", "dealing", "cluster", "warps", "blocks"),
+    ("x", "dealing", "cluster", "warps", "stages", "blocks"),
     [
-        # 8 items a sequence: up to 128 blocks of large clusters, then pairs of blocks for even lengths, which have the
-        # warps of two where each has a multiprocessor to itself.
-        (Sizes(seqs=1), "CLUSTERS", 16, 4, 128),
-        (Sizes(seqs=2), "CLUSTERS", 8, 4, 128),
-        (Sizes(seqs=4), "CLUSTERS", 4, 4, 128),
-        (Sizes(seqs=5), "EITHER", 2, 8, 132),
-        (Sizes(seqs=8), "EITHER", 2, 8, 132),
-        (Sizes(seqs=9), "EITHER", 2, 4, 264),
-        (Sizes(seqs=16), "EITHER", 2, 4, 264),
-        (Sizes(seqs=17), "QUEUE", 1, 4, 264),
-        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 264),
+        # Clusters where items are few, then pairs of blocks for even lengths, which have the warps of two where each
+        # has a multiprocessor to itself.
+        (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 112),
+        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 64),
+        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 120),
+        (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 64),
+        (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 120),
+        (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 62),
+        (Sizes(seqs=4), "CLUSTERS", 2, 8, 3, 64),
+        (Sizes(seqs=5), "EITHER", 2, 8, 2, 132),
+        (Sizes(seqs=8), "EITHER", 2, 8, 2, 132),
+        (Sizes(seqs=9), "EITHER", 2, 4, 3, 264),
+        (Sizes(seqs=16), "EITHER", 2, 4, 3, 264),
+        (Sizes(seqs=17), "QUEUE", 1, 4, 3, 264),
+        # 8-bit caches: wide blocks have clusters only.
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 112),
+        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 64),
+        (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 128),
+        (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 128),
+        (Sizes(seqs=8, cache="float8_e4m3fn"), "QUEUE", 1, 4, 4, 264),
+        (Sizes(seqs=8, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 2, 8, 4, 128),
+        (Sizes(seqs=16, cache="float8_e4m3fn"), "EITHER", 2, 4, 4, 264),
+        # Large heads have no wide blocks.
+        (Sizes(seqs=1, head_dim=256), "CLUSTERS", 16, 2, 2, 128),
+        (Sizes(seqs=4, head_dim=256), "CLUSTERS", 4, 2, 2, 128),
+        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 2, 264),
         # Where there is no room for a long sequence, all lengths are even enough.
-        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 128),
-        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 256),
-        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 264),
-        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 264),
+        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 3, 128),
+        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 256),
+        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 264),
+        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 264),
         # 40 query heads of 5 tokens are 25 rows, of a team of two warps.
-        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 264),
+        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 264),
         # With `split` a row has the same bits in any batch.
-        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 64),
-        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 264),
+        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 3, 64),
+        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 3, 264),
     ],
     ids=str,
 )
-def test_how_items_are_dealt(x: Sizes, dealing: str, cluster: int, warps: int, blocks: int) -> None:
+def test_how_items_are_dealt(x: Sizes, dealing: str, cluster: int, warps: int, stages: int, blocks: int) -> None:
     dealt = plan(x)
-    assert dealt.variant.instance.arguments[9:] == (cluster, warps, dealing)
+    assert dealt.variant.instance.arguments[8:] == (stages, cluster, warps, dealing)
     assert dealt.threads == 32 * warps
     assert dealt.blocks == blocks and dealt.blocks % cluster == 0
     items = x.seqs * x.kv_heads

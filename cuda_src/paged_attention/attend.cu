@@ -29,8 +29,10 @@
 // Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
 // Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
 // heads and 8 kv heads of 128, a bfloat16 cache takes 255 us, of which a copy of its bytes takes 253 (99%), and an
-// 8-bit one 144 of 126 (88%). With few tokens the bound is the latency of a chain: length, table, tiles, merge. One
-// sequence of 4096 tokens takes 9.9 us, against 3.9 for the copy (40%).
+// 8-bit one 144 of 126 (88%). 8 sequences of 8192 take 69 of 63 (91%), and 16 of 2048 take 36 to 40 of 31 (86 to 78%):
+// less where the table has no room for longer ones. With few tokens the bound is the latency of a chain: length, table,
+// tiles, merge. One sequence of 4096 tokens takes 10.3 us, against 3.9 for the copy (38%), and one of 32768 takes 37 of
+// 31 (85%).
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
 #include "common/warp.cuh"

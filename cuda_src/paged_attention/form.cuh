@@ -25,7 +25,7 @@ struct Form {
     static constexpr Dealing DEALING = DEALING_;
     static constexpr bool EXTRAS = EXTRAS_, FP8 = sizeof(CACHE) == 1;
 
-    static_assert(CLUSTER == 1 || DEALING != QUEUE, "blocks that draw pieces share none");
+    static_assert((CLUSTER == 1) == (DEALING == QUEUE), "blocks that draw pieces share none, and all others do");
     static constexpr int TEAMS = WARPS / TEAM, ROWS = 16 * TEAM;
     static constexpr int STEP = TEAMS * CLUSTER;        // tiles from one of a team to its next, in a cluster's item
     static constexpr int KEY_STEPS = DIMS / 16;         // products along the dimensions, for the scores

@@ -144,10 +144,6 @@ template <typename F> struct ClusterItem {
     // Where the other blocks leave their results: behind the stages and the teams' results.
     static __device__ __forceinline__ void store(const Params& p, const Segment& segment,
                                                  const typename F::Results& found) {
-        if constexpr (F::CLUSTER == 1) {
-            store_piece<typename F::T>(p, segment, found);
-            return;
-        }
         char* const stages_end = shared + F::STAGES * F::TEAMS * 2 * F::Tile::BYTES;
         char* const results_end = reinterpret_cast<char*>(found.outputs + F::TEAMS * p.rows * F::Results::STRIDE);
         cluster_wait<F::CLUSTER>();
