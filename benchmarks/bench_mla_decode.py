@@ -100,11 +100,12 @@ SIZES = (
     Sizes(64, 1, 128, 8192),
     Sizes(32, 1, 128, 4096),
     Sizes(1, 1, 128, 8192),
+    Sizes(4, 1, 128, 8192),
     Sizes(128, 1, 64, 4096),
     Sizes(128, 1, 16, 4096),
     Sizes(1, 1, 16, 16384),
 )
-MANY_HEADS, ONE, FEW_HEADS = SIZES[0], SIZES[4], SIZES[6]
+MANY_HEADS, ONE, FOUR, SOME_HEADS, FEW_HEADS = SIZES[0], *SIZES[4:8]
 SPARSE = Sizes(64, 1, 128, 65536, topk=2048)
 
 
@@ -637,15 +638,19 @@ def _all_cases(size: Callable[[Sizes], Sizes]) -> Iterator[Case]:
         yield attention(size(sizes), "mma", compared=True)
         yield attention(size(sizes), "dynamic")
         yield attention(size(sizes._replace(cache_dtype=FP8)), compared=True)
+    yield attention(size(SOME_HEADS._replace(cache_dtype=FP8)), compared=True)
     yield attention(size(FEW_HEADS._replace(page_size=16)), compared=True)
     yield attention(size(MANY_HEADS._replace(dtype="float16", cache_dtype="float16")), compared=True)
     yield attention(size(MANY_HEADS._replace(ragged=True)), compared=True)
     yield attention(size(SPARSE), compared=True)
     yield attention(size(SPARSE._replace(cache_dtype=FP8)), compared=True)
+    yield attention(size(SPARSE._replace(heads=64)), compared=True)
+    yield attention(size(SPARSE._replace(heads=64, cache_dtype=FP8)), compared=True)
     for both in TWO_CACHES:
         yield two_caches(both.small if size(SPARSE) != SPARSE else both)
     yield attention(size(MANY_HEADS), how=PLANNING)
     yield attention(size(ONE), host=True, how=PLANNING)
+    yield attention(size(FOUR), how=PLANNING)
     yield attention(size(ONE), host=True, how=OPERATOR)
     for sizes in (MANY_HEADS._replace(ragged=True), ONE, SIZES[-1]):
         yield attention(size(sizes), how=TWICE)

@@ -20,8 +20,9 @@ PLACES = ("numpy", "cpu", "foreign", "cupy", "cuda", "foreign cuda")
 
 #: The public functions that are no ops; `swap_blocks` launches no kernel.
 NO_OPS = {"explain", "specialize", "swap_blocks"}
-#: The ops that only others of the package call: `tests/test_moe_gemm_quantized.py` has the tests.
-INTERNAL = {"moe_gemm_quantized"}
+#: The ops that only others of the package call: `tests/test_moe_gemm_quantized.py` and `test_moe_permute_quantized.py`
+#: have the tests.
+INTERNAL = {"moe_gemm_quantized", "permute_quantized"}
 #: The ops of an exchange: their first argument is a state, which no torch operator takes, and a call means something
 #: beside those of the other ranks only. `tests/test_all_to_all.py` holds them to the contract.
 WITH_STATE = {"all_to_all_combine", "all_to_all_dispatch"}

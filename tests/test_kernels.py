@@ -95,6 +95,8 @@ def _mla_decode() -> Iterator[Variant]:
     yield op.mma_variant(op.best_form("float16", True, 16, (576, 512), SHARED_BYTES["227 KiB"]))
     yield op.wgmma_variant("float16", False, False)
     yield op.wgmma_variant("float16", False, True, 656)
+    yield op.wgmma_variant("float16", True, True)
+    yield op.two_loaders_variant("float16", False, True)
     for rows, (dims, is_fp8) in itertools.product(
         (16, 64), (((576, 512), False), ((576, 512), True), ((512, 512), True))
     ):
@@ -129,6 +131,8 @@ def _moe_gemm() -> Iterator[Variant]:
     op = moe_gemm.kernels
     yield op.WGMMA_FORMS[-1].variant("float16", 0)
     yield op.Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
+    yield op.Fp8Wgmma(256, 2).variant("bfloat16", True, 1)
+    yield op.Fp8Wgmma(288, 2).variant("float16", True, 0)
     yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
     one = moe_gemm.stream_one
     for tokens, dtype in itertools.product(one.TOKENS, ("bfloat16", "float16")):
@@ -194,6 +198,8 @@ def _paged_attention() -> Iterator[Variant]:
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
     yield paged_attention._merge.variant("float", 4, "false")
     yield paged_attention._merge.variant("float", 1, "true")
+    for each in (1, 2):
+        yield paged_attention.merge_variant("bfloat16", 8, True, each, True)
 
 
 def _quantizations() -> Iterator[Variant]:

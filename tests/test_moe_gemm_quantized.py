@@ -92,8 +92,9 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         (4, 32, 4096, False),  # the weights are streamed
         (5, 32, 4096, True),
         (16, 32, 4096, True),
-        (256, 32, 4096, True),
-        (256, 4, 4096, True),
+        (128, 32, 4096, True),
+        (129, 32, 4096, False),  # the plain product has tiles with tails
+        (600, 8, 4096, False),
         (1024, 8, 4096, True),
         (8192, 4, 4096, True),
         (16, 8, 256, False),  # with twice the weights, tiles for half of the multiprocessors
@@ -133,20 +134,22 @@ def test_weights_of_units() -> None:
     [
         (4, {}, 0),
         (64, {}, 1),
-        (2048, {}, 1),
+        (512, {}, 1),
+        (2048, {}, 0),
         (64, SMALL, 0),
         (2048, {"activation": "relu2_no_mul", "w2": np.zeros((8, 512, 4096), E4M3), "w2_scale": WIDE_SCALE}, 0),
         (2048, {"w1": np.zeros((8, 4096, 512 + 8), E4M3)[..., :512]}, 0),
         (2048, {"w1_bias": np.zeros((8, 4096), np.float32)}, 0),
         (2048, {"quant": _Numbers("fp8_block", (("gemm1_interleaved", True),))}, 0),
     ],
-    ids=["4", "64", "2048", "small", "no gate", "strides", "bias", "interleaved"],
+    ids=["4", "64", "512", "2048", "small", "no gate", "strides", "bias", "interleaved"],
 )
 def test_a_layer_quantizes_in_its_first_product(tokens: int, more: dict[str, Any], count: int) -> None:
     functions = launched(tokens, **more)
     assert functions.count("gemm_fp8_blocks") == count
-    # That of the tokens, and that between the products.
-    assert functions.count("quantize_groups") == 2 - count
+    # The tokens are quantized as they are permuted, unless the first product gathers them.
+    assert functions.count("permute_quantized") == (tokens > 4)
+    assert functions.count("quantize_groups") == (tokens <= 4) + 1 - count
 
 
 def test_compiled_graphs_keep_the_product(rng: np.random.Generator) -> None:

@@ -25,6 +25,8 @@ from cukern.reference import paged_attention as twin
 from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device, instances
+from cukern.runtime.late import Late
+from cukern.runtime.op import forget_plans
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, normal, on_gpu, same_bits, zeros
 from tests.test_op import packed, said
@@ -1181,6 +1183,27 @@ def launched(function: Any, *args: Any, **options: Any) -> tuple[Any, dict[str, 
     return trace, fields
 
 
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "last", "grid"),
+    [
+        (64, 128, (1, "true"), 256),
+        (4096, 128, (1, "true"), 16384),
+        (8192, 128, (2, "true"), 16384),
+        (8192, 96, ("false",), 24576),  # 12 vectors in a row
+        (8192, 129, ("__nv_bfloat16", 1, "false"), 264192),
+    ],
+)
+def test_how_states_are_merged(tokens: int, head_dim: int, last: tuple[Any, ...], grid: int) -> None:
+    outs = [torch.empty(tokens, 32, head_dim, dtype=torch.bfloat16) for _ in range(2)]
+    lses = [torch.empty(tokens, 32) for _ in range(2)]
+    trace, fields = launched(cukern.merge_attention_states, outs[0], lses[0], outs[1], lses[1])
+    (step,) = trace.steps
+    assert step.variant.instance.arguments[-len(last) :] == last
+    found = step.grid[0]
+    assert (found.value if isinstance(found, Late) else found) == grid
+    assert 1 << fields["shift"] == head_dim // 8 or last[-1] == "false"
+
+
 def test_the_launch_of_a_batch() -> None:
     kinds = {"dtype": torch.bfloat16}
     out, query = torch.empty(64, 32, 128, **kinds), torch.empty(64, 48, 128, **kinds)[:, :32]
@@ -1669,6 +1692,26 @@ def test_merging_kernels(dtype: str, shape: tuple[int, ...], rng: np.random.Gene
     cukern.merge_attention_states(*given, out=(given[0], merged_lse))
     assert_matches("paged_attention.merged", given[0], want)
     assert_matches(LSE, merged_lse, want_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merging_two_vectors_at_once_gives_the_same_bits(
+    dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The last block is not full; some sums are not plain numbers.
+    shape = 37, 5, 128
+    out_a, out_b = (rng.uniform(-1, 1, shape).astype(arrays.numpy_dtype(dtype)) for _ in range(2))
+    lse_a, lse_b = (normal(rng, shape[:-1], "float32") * 4 for _ in range(2))
+    lse_a.ravel()[::3], lse_b.ravel()[::5], out_a.ravel()[::11], out_b.ravel()[::11] = -INF, INF, 0, -0.0
+    given, found = [cupy.asarray(a) for a in (out_a, lse_a, out_b, lse_b)], []
+    for many in (2**24, 0):
+        monkeypatch.setattr(op, "_MANY_MERGED", many)
+        forget_plans()
+        found.append(cukern.merge_attention_states(*given))
+    forget_plans()
+    for ours, theirs in zip(*found, strict=True):
+        same_bits(ours, theirs)
 
 
 @pytest.mark.gpu

@@ -308,23 +308,33 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)
     }
 }
 
-// a: a K-major descriptor, or fragments in registers as in common/mma.cuh; b: an MN-major descriptor.
-template <typename T>
-__device__ __forceinline__ void wgmma_mn_major(float (&c)[128], unsigned long long a, unsigned long long b,
+// a: a K-major descriptor, or fragments in registers as in common/mma.cuh; b: an MN-major descriptor. 128 or 256 columns.
+template <typename T, int N>
+__device__ __forceinline__ void wgmma_mn_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                                bool accumulate) {
-    if constexpr (IS_BFLOAT16<T>)
+    static_assert(N == 64 || N == 128, "");
+    if constexpr (IS_BFLOAT16<T> && N == 128)
         WGMMA_SHARED("256", 128, "k16", "bf16.bf16", "%128", "%129", "%130", ", 0, 1");
-    else
+    else if constexpr (N == 128)
         WGMMA_SHARED("256", 128, "k16", "f16.f16", "%128", "%129", "%130", ", 0, 1");
+    else if constexpr (IS_BFLOAT16<T>)
+        WGMMA_SHARED("128", 64, "k16", "bf16.bf16", "%64", "%65", "%66", ", 0, 1");
+    else
+        WGMMA_SHARED("128", 64, "k16", "f16.f16", "%64", "%65", "%66", ", 0, 1");
 }
 
-template <typename T>
-__device__ __forceinline__ void wgmma_mn_major(float (&c)[128], const unsigned (&a)[4], unsigned long long b,
+template <typename T, int N>
+__device__ __forceinline__ void wgmma_mn_major(float (&c)[N], const unsigned (&a)[4], unsigned long long b,
                                                bool accumulate) {
-    if constexpr (IS_BFLOAT16<T>)
+    static_assert(N == 64 || N == 128, "");
+    if constexpr (IS_BFLOAT16<T> && N == 128)
         WGMMA_REGISTERS("256", 128, "k16", "bf16.bf16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
-    else
+    else if constexpr (N == 128)
         WGMMA_REGISTERS("256", 128, "k16", "f16.f16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
+    else if constexpr (IS_BFLOAT16<T>)
+        WGMMA_REGISTERS("128", 64, "k16", "bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", ", 1");
+    else
+        WGMMA_REGISTERS("128", 64, "k16", "f16.f16", "{%64, %65, %66, %67}", "%68", "%69", ", 1");
 }
 
 #undef FOUR

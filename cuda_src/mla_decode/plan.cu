@@ -4,177 +4,30 @@
 //   cost      = FIXED + blocks, of a visit to that many blocks of a sequence
 //   load      = the smallest for which `parts` parts, filled with the sequences in their order, hold all visits
 //
-// Grid: one block of 256 threads.
+// Grid: one block of PLAN_THREADS threads.
 //
-// The load lies between ceil(total cost / parts) and 2 FIXED more, because a part wastes at most FIXED at its end and pays
-// FIXED again for going on with a sequence. So there are LOADS loads to try. Lane l of the first warp tries the l-th one,
-// sequence by sequence. It holds `room`, the blocks that still fit into its part after the fixed cost of another visit. With
-// `capacity` = load - FIXED, the room of a new part, and with blocks = whole * capacity + rest, 1 <= rest <= capacity (no
-// blocks: both 0), a sequence whose rest does not fit either begins in a new part (room <= 0) or ends one part later. Both
-// come to
+// The load lies between ceil(total cost / parts) and 2 FIXED more, because a part wastes at most FIXED at its end and
+// pays FIXED again for going on with a sequence. So there are LOADS loads to try, all at once, and the smallest that
+// fits is taken: by a chain over the sequences (plan_by_sequences.cuh). With more threads than 256, for more sequences,
+// it is one over the parts (plan_by_parts.cuh) if they fit into its table.
 //
-//   part += whole + (room < rest),   room = max(room, 0) + (room < rest ? capacity : 0) - rest - FIXED.
-//
-// All threads compute `whole` and `rest` before, and write the visits that follow from part and room afterwards.
-//
-// Bound by the latency of that chain, one step after the other for each sequence: on an H200 3.3 us for 1 sequence, 6.3 us
-// for 128 and 52.5 us for 1024, where an empty kernel takes 0.5 us.
-#include "common/warp.cuh"
-#include "mla_decode/parts.cuh"
-
-constexpr int FIXED = 5; // cost of a visit besides its blocks, in blocks
-constexpr int LOADS = 2 * FIXED + 1, PLAN_CHUNK = 256;
-
-struct PlanParams {
-    const int* lengths; // [sequences]; null: all are `length`
-    int* metadata;      // [parts, 8], as Part reads it; of an unused part: sequences, 0, ...
-    int* splits;        // [sequences + 1]: visits to the sequences before
-    int sequences, parts, length;
-    // With EXTRA: sequence i is a query token of sequence i / query_tokens of the batch.
-    int query_tokens, extra_topk;
-    const int* topk_lengths;       // [batch], at most `length`; null: all are `length`
-    const int* extra_topk_lengths; // [batch], at most `extra_topk`; null: all are that
-};
-
-// What is known of up to PLAN_CHUNK sequences.
-struct PlanChunk {
-    int2* const steps; // [sequence][load]: whole and rest; once they are dealt out, part and room before the sequence
-    int* const fresh;  // [sequence][load]: parts up to there that begin with the start of a sequence
-    int* const blocks; // [sequence]
-};
-
-template <bool EXTRA> __device__ __forceinline__ int blocks_of(const PlanParams& p, int sequence) {
-    int length;
-    if constexpr (EXTRA) {
-        const int batch = sequence / p.query_tokens;
-        length = counted(p.topk_lengths, batch, p.length) + counted(p.extra_topk_lengths, batch, p.extra_topk);
-    } else {
-        length = max(p.lengths ? p.lengths[sequence] : p.length, 0);
-    }
-    return length / BLOCK_TOKENS + (length % BLOCK_TOKENS > 0);
-}
-
-// The cost of all sequences; leaves the blocks of the first chunk in `blocks`.
-template <int THREADS, bool EXTRA>
-__device__ __forceinline__ long long total_cost(const PlanParams& p, int* blocks, long long (&totals)[THREADS / 32],
-                                                int thread, int lane) {
-    long long total = 0;
-    for (int i = thread; i < p.sequences; i += THREADS) {
-        const int n = blocks_of<EXTRA>(p, i);
-        if (i < PLAN_CHUNK) blocks[i] = n;
-        total += n + FIXED;
-    }
-    total = lanes_sum<32>(total);
-    if (lane == 0) totals[thread / 32] = total;
-    __syncthreads();
-    total = 0;
-#pragma unroll
-    for (int warp = 0; warp < THREADS / 32; ++warp) total += totals[warp];
-    return total;
-}
-
-// Compute `whole` and `rest` of each sequence for capacities from `least` on.
-template <int THREADS> __device__ __forceinline__ void prepare_steps(const PlanChunk& chunk, int count, int least) {
-    for (int i = threadIdx.x; i < count * LOADS; i += THREADS) {
-        const int n = chunk.blocks[i / LOADS], capacity = least + i % LOADS;
-        const int whole = n > 0 ? (n - 1) / capacity : 0;
-        chunk.steps[i] = make_int2(whole, n - whole * capacity);
-    }
-}
-
-// Deal out the sequences of a chunk with this lane's load. Steps are read two ahead: a read does not wait for the writes
-// before it.
-__device__ __forceinline__ void deal(const PlanChunk& chunk, int count, int capacity, int& part, int& room,
-                                     int& begun) {
-    const int load = threadIdx.x;
-    auto step_of = [&](int i) { return chunk.steps[min(i, count - 1) * LOADS + load]; };
-    int2 step = step_of(0), next = step_of(1);
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-        const int2 after = step_of(i + 2);
-        const int at = i * LOADS + load, whole = step.x, rest = step.y;
-        chunk.steps[at] = make_int2(part, room), chunk.fresh[at] = begun;
-        const bool overflows = room < rest;
-        begun += room < min(rest, 1);
-        part += whole + overflows;
-        room = max(room, 0) + ((overflows ? capacity : 0) - rest - FIXED);
-        step = next, next = after;
-    }
-}
+// Bound by the latency of the chain: on an H200 3.3 us for 1 sequence, 4.2 us for 128 and 5.8 us for 1024 (6.3 us and
+// 52.4 us by the sequences), where an empty kernel takes 0.5 us.
+#include "mla_decode/plan_by_parts.cuh"
+#include "mla_decode/plan_by_sequences.cuh"
 
 // EXTRA: with a second cache, or with numbers of the indices that count.
 template <int PLAN_THREADS = 256, bool EXTRA = false>
-__global__ __launch_bounds__(PLAN_THREADS) void plan_parts(const __grid_constant__ PlanParams p) {
-    __shared__ int2 steps[PLAN_CHUNK * LOADS];
-    __shared__ int fresh[PLAN_CHUNK * LOADS];
-    __shared__ int blocks[PLAN_CHUNK];
-    __shared__ long long totals[PLAN_THREADS / 32];
-    __shared__ int chosen; // the load
-    const PlanChunk chunk{steps, fresh, blocks};
-    const int thread = threadIdx.x, lane = thread % 32;
-
-    for (int i = thread; i < p.parts * 8; i += PLAN_THREADS) p.metadata[i] = i % 8 == 0 ? p.sequences : 0;
+__global__ __launch_bounds__(PLAN_THREADS, 1) void plan_parts(const __grid_constant__ PlanParams p) {
+    extern __shared__ __align__(16) char shared[];
     if (p.sequences == 0) {
-        if (thread == 0) p.splits[0] = 0;
+        for (int i = threadIdx.x; i < p.parts * 8; i += PLAN_THREADS) p.metadata[i] = 0;
+        if (threadIdx.x == 0) p.splits[0] = 0;
         return;
     }
-    const long long total = total_cost<PLAN_THREADS, EXTRA>(p, blocks, totals, thread, lane);
-    const long long share = max((total + p.parts - 1) / p.parts, (long long)FIXED + 1);
-    const int least = int(min(share, 1ll << 30)) - FIXED; // capacity of a part
-
-    // Once for all loads; then for the chosen one, whose steps are still there if all sequences were in one chunk.
-    const bool one_chunk = p.sequences <= PLAN_CHUNK;
-    for (int pass = 0; pass < 2; ++pass) {
-        const int loads = pass == 0 ? LOADS : 1, offset = pass == 0 ? 0 : chosen;
-        const int capacity = least + offset + (pass == 0 ? lane : 0);
-        int part = 0, room = capacity, begun = 1;
-        for (int start = 0; start < p.sequences; start += PLAN_CHUNK) {
-            const int count = min(PLAN_CHUNK, p.sequences - start);
-            if (pass == 0 || !one_chunk) {
-                if (!one_chunk) {
-                    __syncthreads();
-                    for (int i = thread; i < count; i += PLAN_THREADS) blocks[i] = blocks_of<EXTRA>(p, start + i);
-                    __syncthreads();
-                }
-                prepare_steps<PLAN_THREADS>(chunk, count, least + offset);
-                __syncthreads();
-                if (thread < loads) deal(chunk, count, capacity, part, room, begun);
-            }
-            if (pass == 0) continue;
-            __syncthreads();
-            // LANES lanes for a sequence, which take its visits in turn.
-            constexpr int LANES = 8;
-            for (int i = thread / LANES; i < count; i += PLAN_THREADS / LANES) {
-                const int sequence = start + i, n = blocks[i], at = i * LOADS + (one_chunk ? chosen : 0);
-                const int before = steps[at].x, room = steps[at].y, capacity = least + chosen;
-                const bool begins = room < min(n, 1);
-                const int first = before + begins, take = min(n, begins ? capacity : room);
-                const int visits = 1 + (n > take ? (n - take - 1) / capacity + 1 : 0);
-                const int earlier = sequence + before + 1 - fresh[at];
-                for (int visit = thread % LANES; visit < visits && first + visit < p.parts; visit += LANES) {
-                    int* const row = p.metadata + (first + visit) * 8;
-                    const int block = visit == 0 ? 0 : take + (visit - 1) * capacity;
-                    if (visit > 0) {
-                        row[0] = sequence, row[1] = block, row[4] = visit;
-                        row[2 - 8] = sequence, row[3 - 8] = block;
-                    } else {
-                        p.splits[sequence] = earlier;
-                        if (begins || sequence == 0) row[0] = sequence;
-                        if (begins)
-                            row[2 - 8] = sequence - 1,
-                                    row[3 - 8] = i > 0 ? blocks[i - 1] : blocks_of<EXTRA>(p, sequence - 1);
-                    }
-                    if (sequence == p.sequences - 1 && visit == visits - 1) {
-                        row[2] = sequence, row[3] = n;
-                        p.splits[p.sequences] = earlier + visits;
-                    }
-                }
-            }
-        }
-        if (pass == 0) {
-            const unsigned fits = __ballot_sync(FULL_WARP, lane < LOADS && part < p.parts);
-            if (thread == 0) chosen = fits ? __ffs(fits) - 1 : LOADS - 1;
-            __syncthreads();
-        }
+    if constexpr (PLAN_THREADS > 256) {
+        if (plan_by_parts<PLAN_THREADS, EXTRA>(p, shared)) return;
+        __syncthreads();
     }
+    plan_by_sequences<PLAN_THREADS, EXTRA>(p, *reinterpret_cast<SequencesMemory*>(shared));
 }

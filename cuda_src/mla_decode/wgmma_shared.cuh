@@ -49,8 +49,9 @@ __device__ __forceinline__ unsigned key_tile(unsigned queries, int buffer, int t
     return queries + ((buffer + 1) * TILES + tile) * TILE_BYTES;
 }
 
-// Start copying every LOADERS-th row of the queries, of 8 or 9 tiles, from row `first` on.
-template <typename T, int LOADERS, int ROW_TILES>
+// Start copying every LOADERS-th row of the queries, of 8 or 9 tiles, from row `first` on. AT_ONCE: rows for which there
+// are registers.
+template <typename T, int LOADERS, int ROW_TILES, int AT_ONCE = LOADERS == 4 ? 2 : 4>
 __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit, unsigned queries, int first) {
     constexpr int EACH = (WGMMA_ROWS + LOADERS - 1) / LOADERS;
     const int lane = threadIdx.x % 32;
@@ -63,7 +64,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit
         reinterpret_cast<unsigned long long>(static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] +
                                              row.token * p.q_strides[1] + row.head * p.q_strides[2]);
     const unsigned valid = __ballot_sync(FULL_WARP, row.valid);
-#pragma unroll(LOADERS == 4 ? 2 : 4)
+#pragma unroll(AT_ONCE)
     for (int i = 0; i < EACH; ++i) {
         const int r = first + i * LOADERS;
         const T* const from = reinterpret_cast<const T*>(__shfl_sync(FULL_WARP, at, i)) + lane * 8;

@@ -16,16 +16,16 @@ struct Entry {
     static constexpr int LAST = 0x7ffffffe; // no memory has so many slots
 };
 
-// The part of the block. With EXTRA it is read once more, so that it takes no registers while tiles are converted.
-template <bool EXTRA> __device__ __forceinline__ Part part_again(const Params& p, const Part& part) {
-    if constexpr (EXTRA)
+// The part of the block. With AGAIN it is read once more, so that it takes no registers while tiles are converted.
+template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p, const Part& part) {
+    if constexpr (AGAIN)
         return Part(p, blockIdx.z);
     else
         return part;
 }
 
 // The tiles of all visits of a part, one after the other.
-template <bool GATHER, bool EXTRA> struct TileCursor {
+template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor {
     const Params& p;
     const Part& part;
     int sequence, token, end;
@@ -35,7 +35,7 @@ template <bool GATHER, bool EXTRA> struct TileCursor {
     // Go to the first tile of sequence `first`, or of the first one after it that has tokens here.
     __device__ __forceinline__ void enter(int first) {
         for (sequence = first; sequence <= part.last; ++sequence) {
-            const VisitOf<EXTRA> visit(p, part_again<EXTRA>(p, part), sequence);
+            const VisitOf<EXTRA> visit(p, part_again<AGAIN>(p, part), sequence);
             token = visit.begin, end = visit.end;
             if (token < end) return;
         }

@@ -23,8 +23,10 @@
 // run. In clusters the warpgroups start their products alternately, which saves 5% of the time of 4 x 8192 rows.
 //
 // Speed of light: that of gemm_fp8_wgmma; half the bytes of the result are written. On an H200 it takes, with n = 4096
-// and k = 7168, 1525 us for 4 x 8192 rows, 381 for 8 x 1024, 54 for 4 x 256 and 530 for 32 x 256 (random routing),
-// where gemm_fp8_wgmma, with the activation and quantization behind it, takes 1543, 387, 55 and 578.
+// and k = 7168, 1525 us for 4 x 8192 rows, 378 for 8 x 1024 and 1634 for 32 x 1024 (random routing), where
+// gemm_fp8_wgmma, with the activation and quantization behind it, takes 1543, 387 and 1692. Around 256 rows that one has
+// tiles with tails, and is ahead: 429 us and some 20 behind it for 32 x 256 (random routing), and 508 here. With odd
+// tiles in one deal with all others these take 557, and 32 x 1024 rows 1665.
 #include "common/fp8.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
 #include "moe_gemm/fp8_blocks_store.cuh"

@@ -16,10 +16,13 @@ template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
     static constexpr int TOKENS = 128, CLUSTER = CLUSTER_, STAGES = 4, ACTIVATION = ACTIVATION_;
     static constexpr bool GATED = true;
     static_assert(has_halves(ACTIVATION) && ACTIVATION < FUNCTIONS, "gates and ups come in halves, without biases");
+    static constexpr int TAIL = 0;
     static constexpr bool SHARES_ROWS = false; // the blocks of a cluster have the same weights, and neighbouring rows
     static constexpr int TILE_TOKENS = TOKENS * CLUSTER, OUT_COLUMNS = FP8_COLUMNS;
+    static constexpr bool DEALS_ODD = true; // odd tiles have a deal of their own (Fp8Tiles)
     static constexpr int ROW_BYTES = TOKENS * FP8_K, STAGE_BYTES = ROW_BYTES + 2 * FP8_WEIGHT_BYTES;
     static constexpr int STAGED_PITCH = OUT_COLUMNS + FP8_PAD, STAGED_BYTES = 16 * STAGED_PITCH; // of a row, of a warp
+    static constexpr int SCALED_ROWS = TOKENS;
     static constexpr int SETS = 2, SCALE_BYTES = SETS * TOKENS * 4; // gates and ups have their own scales
     static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;
     static constexpr int REST = SCALES + STAGES * SCALE_BYTES;

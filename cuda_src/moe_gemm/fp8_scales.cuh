@@ -1,6 +1,7 @@
 // The warps of gemm_fp8_wgmma that load scales.
 #pragma once
 #include "moe_gemm/fp8_tiles.cuh"
+#include "moe_gemm/shared_memory.cuh"
 
 // Load four scales of a row from scale k on; the last one in place of those past the row's `scales`.
 __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const float* row, int k, int scales,
@@ -14,17 +15,17 @@ __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const 
     }
 }
 
-// The loop of a warp that loads scales: of rows 128 * part ... + 127 of each tile, times those of the weights. It goes
-// from stage to stage as the warp that loads tiles does, and arrives at the same barriers: a stage is full when its
-// bytes and its scales are there. It reads the scales of four stages before it waits for the first of these to be
-// empty, so their latency is over when the copies to that stage start.
+// The loop of a warp that loads scales: of rows SCALED_ROWS * part ... + SCALED_ROWS - 1 of each tile, times those of
+// the weights. It goes from stage to stage as the warp that loads tiles does, and arrives at the same barriers: a stage
+// is full when its bytes and its scales are there. It reads the scales of four stages before it waits for the first of
+// these to be empty, so their latency is over when the copies to that stage start.
 template <class Layout, class Tiles = Fp8Tiles<Layout>>
 __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                 unsigned scales, int part) {
     constexpr int TOKENS = Layout::TOKENS, STAGES = Layout::STAGES;
-    constexpr int SETS = Layout::SETS, ROWS = 4;
+    constexpr int SETS = Layout::SETS, ROWS = Layout::SCALED_ROWS / 32;
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, strips = (p.n + FP8_COLUMNS - 1) / FP8_COLUMNS;
-    const int lane = threadIdx.x % 32, first_row = part * FP8_SCALED_ROWS + lane * ROWS;
+    const int lane = threadIdx.x % 32, first_row = part * Layout::SCALED_ROWS + lane * ROWS;
     const bool aligned = k_blocks % FP8_SCALES == 0 && reinterpret_cast<size_t>(p.a_scale) % 16 == 0;
     Tiles tiles(p, shared.groups[1 + part]);
     int stage = 0, phase = 1;
@@ -56,10 +57,15 @@ __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typen
 #pragma unroll
                         for (int set = 0; set < SETS; ++set) {
                             const float by = __shfl_sync(FULL_WARP, of_weights[set], j);
-                            store_shared(
-                                scales + stage * Layout::SCALE_BYTES + (set * TOKENS + first_row) * 4,
-                                make_uint4(__float_as_uint(of_rows[0][j] * by), __float_as_uint(of_rows[1][j] * by),
-                                           __float_as_uint(of_rows[2][j] * by), __float_as_uint(of_rows[3][j] * by)));
+                            const unsigned to = scales + stage * Layout::SCALE_BYTES + (set * TOKENS + first_row) * 4;
+                            if constexpr (ROWS == 4)
+                                store_shared(to, make_uint4(__float_as_uint(of_rows[0][j] * by),
+                                                            __float_as_uint(of_rows[1][j] * by),
+                                                            __float_as_uint(of_rows[2][j] * by),
+                                                            __float_as_uint(of_rows[3][j] * by)));
+                            else
+#pragma unroll
+                                for (int i = 0; i < ROWS; ++i) store_shared_float(to + i * 4, of_rows[i][j] * by);
                         }
                     });
         }

@@ -6,6 +6,13 @@
 #include "moe_gemm/params.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
+// Write 16 bytes. As an instruction of its own, since the compiler splits some of these into stores of 4 bytes.
+__device__ __forceinline__ void store_global(void* to, uint4 value) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
+}
+
 // Scales of a lane's sums in the end: none, as they were multiplied along k.
 struct Fp8NoScales {
     __device__ __forceinline__ Fp8NoScales(const MappedGemmParams&, const Fp8Tile&, long long, int, int) {}
@@ -83,11 +90,13 @@ __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const fl
 }
 
 // Write the 16 rows of a warp's product. They go through shared memory, so that 8 lanes write 128 neighbouring bytes of
-// a row. There, chunk c of row r is where chunk c ^ (r % 8) would be: so 8 rows' chunks are in different banks.
+// a row, or 4 lanes 64. There, chunk c of row r is where chunk c ^ (r % 8) would be, or c ^ (r / 2 % 4): so 8 rows'
+// chunks are in different banks.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row,
                                                const float (&sums)[64], unsigned staged) {
-    constexpr int CHUNKS = FP8_STAGED_COLUMNS / 8, PITCH = FP8_STAGED_COLUMNS * 2; // chunks of 16 bytes
+    constexpr int CHUNKS = Layout::STAGED_COLUMNS / 8, PITCH = Layout::STAGED_COLUMNS * 2; // chunks of 16 bytes
+    constexpr int ROWS = 8 / CHUNKS;                                                       // that are 128 bytes
     const int lane = threadIdx.x % 32, left = tile.z - first_row;
     if (left <= 0) return;
     const int out_columns = Layout::GATED ? p.n / 2 : p.n;
@@ -107,17 +116,43 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
 #pragma unroll
                 for (int i = 0; i < 2; ++i) pairs[chunk * 2 + i] = pack<T>(results[i][0], results[i][1]);
             }
-            stmatrix(staged + lane % 16 * PITCH + ((j + lane / 16) ^ lane % 8) * 16, pairs);
+            stmatrix(staged + lane % 16 * PITCH + ((j + lane / 16) ^ lane / ROWS % CHUNKS) * 16, pairs);
         }
         __syncwarp();
 #pragma unroll
         for (int start = 0; start < 16; start += 32 / CHUNKS) {
             const int row = start + lane / CHUNKS, chunk = lane % CHUNKS;
-            const uint4 eight = load_shared(staged + row * PITCH + (chunk ^ row % 8) * 16);
+            const uint4 eight = load_shared(staged + row * PITCH + (chunk ^ row / ROWS % CHUNKS) * 16);
             const int column = (from + chunk) * 8;
             if (row < left && tile.w + column < out_columns)
-                *reinterpret_cast<uint4*>(out + (long long)row * out_columns + column) = eight;
+                store_global(out + (long long)row * out_columns + column, eight);
         }
         __syncwarp();
     }
+}
+
+// Write the tail of a tile: its rows from 2 * FP8_BOX * ROW_BLOCKS on, whose sums lie along the weights: a lane has
+// weights lane / 4 in sums[4 j] and sums[4 j + 1] and lane / 4 + 8 in the others, of a warp's 16, of rows
+// 8 j + 2 (lane % 4) and the next. stmatrix transposes them. column: the warp's first, of the result.
+template <typename T, class Layout>
+__device__ __forceinline__ void store_fp8_tail(const MappedGemmParams& p, const Fp8Tile& tile, int column,
+                                               const float (&sums)[FP8_TAIL / 2], unsigned staged) {
+    constexpr int BEFORE = 2 * FP8_BOX * Layout::ROW_BLOCKS, PITCH = 32;
+    const int lane = threadIdx.x % 32, left = tile.z - BEFORE;
+    T* const out = static_cast<T*>(p.out) + ((long long)tile.y + BEFORE) * p.n + column;
+#pragma unroll
+    for (int j = 0; j < FP8_TAIL / 8; j += 2) {
+        unsigned pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs[i] = pack<T>(sums[j * 4 + i * 2], sums[j * 4 + i * 2 + 1]);
+        store_transposed(staged + (j * 8 + lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16, pairs);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int start = 0; start < FP8_TAIL; start += 16) {
+        const int row = start + lane / 2, chunk = lane % 2;
+        const uint4 eight = load_shared(staged + row * PITCH + chunk * 16);
+        if (row < left && column + chunk * 8 < p.n) store_global(out + (long long)row * p.n + chunk * 8, eight);
+    }
+    __syncwarp();
 }

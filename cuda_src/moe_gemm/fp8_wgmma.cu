@@ -13,8 +13,14 @@
 // (multicast).
 //
 //   warp 8         finds tiles, and has TMA copy 128 bytes along k at a time to a ring of STAGES stages
-//   warps 9, 10    with BLOCK_SCALED: multiply the scales of 128 rows each by those of the weights, into the same stages
+//   warps 9 to 11  with BLOCK_SCALED: multiply the scales of 128 rows each, or of 96 of 288, by those of the weights,
+//                  into the same stages
 //   warpgroup 0, 1 multiply every second 64 rows of a tile each, and write them
+//
+// Tails. With TOKENS = 288 the last tile of a group has up to 288 rows, the others 256. What is past 256 is multiplied
+// the other way round, 64 weights of each warpgroup by 32 rows, which takes no more registers than there are. Groups of
+// random routing around 256 rows, or a multiple, then have no tiles of a few rows, each of which would read all weights
+// again, and which would fall to some of the clusters only: with two tiles of rows, every second cluster.
 //
 // The tensor cores align the products of a step to the largest and keep too few bits of their sum, so a sum there ends
 // after 128 numbers and is added to another one in float32, in ordinary registers, with its scale. While one warpgroup
@@ -22,8 +28,9 @@
 //
 // Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations at
 // twice the rate of bfloat16. On an H200 8 x 1024 rows with n = 4096, k = 7168 reach 84% of the tensor cores' floor
-// with scales by blocks and 88% with scales of rows, 4 x 8192 rows 86%, 4 x 256 rows 75%; with n = 7168, k = 2048 these
-// reach 56%, in 33 us.
+// with scales by blocks and 88% with scales of rows, 4 x 8192 rows 87%, 4 x 256 rows 74%; with n = 7168, k = 2048 these
+// reach 56%, in 33 us. 32 groups of random routing around 256 rows take 429 us with tails and 493 without (437 and 547
+// with odd tiles in one deal with all others); around 1024 rows, with n = 7168 and k = 2048, 826 and 830.
 #include "common/fp8.cuh"
 #include "moe_gemm/fp8_scales.cuh"
 #include "moe_gemm/fp8_store.cuh"
@@ -35,6 +42,7 @@ template <class Layout>
 __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, STAGES = Layout::STAGES;
+    constexpr int BOX = Layout::LOADED_ROWS, BOX_BYTES = BOX * FP8_K;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half = p.n / 2;
     Fp8Tiles<Layout> tiles(p, shared.groups[0]);
@@ -45,7 +53,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     while (tiles.next(tile)) {
         const unsigned before = used;
         if (lane == 0) {
-            const int boxes = (tile.z + FP8_BOX - 1) / FP8_BOX, bytes = boxes * FP8_BOX_BYTES + FP8_WEIGHT_BYTES;
+            const int boxes = (tile.z + BOX - 1) / BOX, bytes = boxes * BOX_BYTES + FP8_WEIGHT_BYTES;
 #pragma unroll 1
             for (int i = 0; i < k_blocks; ++i, ++used) {
                 const int stage = used % STAGES, k = i * FP8_K;
@@ -56,11 +64,11 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
                 mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll 1
                 for (int box = rank; box < boxes; box += CLUSTER) {
-                    const int row = tile.y + box * FP8_BOX;
+                    const int row = tile.y + box * BOX;
                     if constexpr (CLUSTER == 1)
-                        tma_load<EVICT_NORMAL>(to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
+                        tma_load<EVICT_NORMAL>(to + box * BOX_BYTES, p.a_map, k, row, 0, 0, full);
                     else
-                        tma_load_multicast((1 << CLUSTER) - 1, to + box * FP8_BOX_BYTES, p.a_map, k, row, 0, 0, full);
+                        tma_load_multicast((1 << CLUSTER) - 1, to + box * BOX_BYTES, p.a_map, k, row, 0, 0, full);
                 }
                 tma_load<EVICT_NORMAL>(weights, p.b_map, k, tile.w, tile.x, 0, full);
                 if constexpr (Layout::GATED)
@@ -125,11 +133,67 @@ __device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned r
     wgmma_commit_group();
 }
 
-// The loop of a warpgroup that computes: of each tile it has every second 64 rows, from those of `side` on.
+// The products of a tile's tail and 64 of a stage's weights, which are the rows of these: `weights` and `tail` are the
+// lower halves of their descriptors.
+struct Fp8Tail {
+    float (&sums)[FP8_TAIL / 2];
+    float factors[FP8_TAIL / 8][2];
+
+    // In the registers of the first of other sums, which have been added.
+    __device__ __forceinline__ Fp8Tail(float (&others)[64]) : sums(reinterpret_cast<float (&)[FP8_TAIL / 2]>(others)) {}
+
+    // scales: those of the lane's first two rows of the tail, of all weights.
+    __device__ __forceinline__ void load(unsigned scales) {
+#pragma unroll
+        for (int j = 0; j < FP8_TAIL / 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) factors[j][i] = load_shared_float(scales + (j * 8 + i) * 4);
+    }
+
+    __device__ __forceinline__ void start(unsigned weights, unsigned tail) {
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < FP8_K / 32; ++i)
+            wgmma_k_major<__nv_fp8_e4m3>(sums, k_major_descriptor_of(weights + i * 2),
+                                         k_major_descriptor_of(tail + i * 2), i > 0);
+        wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void add(float (&total)[FP8_TAIL / 2]) const {
+#pragma unroll
+        for (int i = 0; i < FP8_TAIL / 2; ++i) total[i] = fmaf(sums[i], factors[i / 4][i % 2], total[i]);
+    }
+};
+
+template <int N> __device__ __forceinline__ void clear(float (&sums)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] = 0.f;
+}
+
+// Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its scales.
+// empty: in lane i its barrier in block i of the cluster.
+template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigned empty) {
+    if (threadIdx.x % 32 < CLUSTER) {
+        if constexpr (CLUSTER == 1)
+            mbarrier_arrive(empty);
+        else
+            mbarrier_arrive_cluster(empty);
+    }
+}
+
+// The tile, of which a lane has part lane % 4. By shuffles, so that the compiler knows that it is the same in all lanes.
+__device__ __forceinline__ Fp8Tile tile_of_parts(int part) {
+    return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1), __shfl_sync(FULL_WARP, part, 2),
+                     __shfl_sync(FULL_WARP, part, 3));
+}
+
+// The loop of a warpgroup that computes: of each tile it has every second 64 rows, from those of `side` on, and 64
+// weights of the tail's products.
 template <typename T, class Layout>
 __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned ring, int side) {
-    constexpr int CLUSTER = Layout::CLUSTER, BLOCKS = Layout::TOKENS / (2 * FP8_BOX); // of 64 rows
+    constexpr int CLUSTER = Layout::CLUSTER, BLOCKS = Layout::ROW_BLOCKS; // of 64 rows
+    constexpr int TAIL = Layout::TAIL, UNTAILED = BLOCKS * 2 * FP8_BOX;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K;
     const int first_row = side * FP8_BOX + warp % 4 * 16; // of this warp, in its first 64 rows
@@ -141,6 +205,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
     const unsigned empty =
         CLUSTER == 1 ? shared_address(&shared.empty[0]) : map_shared_rank(&shared.empty[0], lane % CLUSTER);
+    // From there to the scales of the lane's first two rows of a tail.
+    const unsigned to_tail_scales = (UNTAILED + lane % 4 * 2 - first_row - lane / 4) * 4;
     int stage = 0, phase = 0;
     unsigned tokens_here = tokens, scales_here = scales; // of the stage at hand
     auto advance = [&] {
@@ -150,21 +216,6 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
         scales_here = scales + stage * Layout::SCALE_BYTES;
     };
     auto wait_full = [&] { mbarrier_wait(shared_address(&shared.full[stage]), phase); };
-    // Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its
-    // scales.
-    auto release = [&](unsigned used) {
-        if (lane < CLUSTER) {
-            if constexpr (CLUSTER == 1)
-                mbarrier_arrive(used);
-            else
-                mbarrier_arrive_cluster(used);
-        }
-    };
-    // By shuffles, so that the compiler knows that the tile is the same in all lanes.
-    auto tile_of = [&](int part) {
-        return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1),
-                         __shfl_sync(FULL_WARP, part, 2), __shfl_sync(FULL_WARP, part, 3));
-    };
     for (;;) {
         wait_full();
         // The tile, a quarter of it in each of four neighbouring lanes, as registers are scarce.
@@ -172,11 +223,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
         // By a reduction, so that the compiler knows that it, and with it the stage, is the same in all lanes.
         const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : 0);
         if (rows == 0) break;
-        float total[BLOCKS][64], sums[64];
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block)
-#pragma unroll
-            for (int i = 0; i < 64; ++i) total[block][i] = 0.f;
+        float total[BLOCKS][64], sums[64], of_tail[FP8_TAIL / 2];
         // Multiply 64 rows. The `last` of a stage release it, and go on to the next.
         auto multiply = [&](int block, bool last) {
             typename Fp8FactorsOf<Layout::BLOCK_SCALED, Layout>::Type factors;
@@ -187,46 +234,75 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             if (last) advance();
             wgmma_wait_group<0>();
             wgmma_fence_operand(sums);
-            if (last) release(used);
+            if (last) release_fp8_stage<CLUSTER>(used);
             factors.add(total[block], sums);
         };
+        // Multiply the tail by the 64 weights of this side, as the last products of a stage.
+        auto multiply_tail = [&] {
+            Fp8Tail tail(sums);
+            tail.load(scales_here + to_tail_scales);
+            __syncwarp();
+            // tokens_here is that of the side's first 64 rows, so the weights are those of the side.
+            tail.start(tokens_here + Layout::TOKENS * FP8_K / 16, tokens_here + further_weights - TAIL * FP8_K / 16);
+            const unsigned used = empty + stage * 8;
+            advance();
+            wgmma_wait_group<0>();
+            wgmma_fence_operand(tail.sums);
+            release_fp8_stage<CLUSTER>(used);
+            tail.add(of_tail);
+        };
         const int boxes = (rows + FP8_BOX - 1) / FP8_BOX, mine = (boxes + 1 - side) / 2;
-        if (mine == BLOCKS) { // most tiles: without conditions in the loop
+        if (TAIL && rows > UNTAILED) {
+            clear(total[0]), clear(total[BLOCKS - 1]), clear(of_tail);
 #pragma unroll 1
-            for (int k = 0; k < k_blocks; ++k) {
+            for (int left = k_blocks; left > 0; --left) {
+                wait_full();
+#pragma unroll
+                for (int block = 0; block < BLOCKS; ++block) multiply(block, false);
+                if constexpr (TAIL) multiply_tail();
+            }
+        } else if (mine == BLOCKS) { // most tiles: without conditions in the loop
+            clear(total[0]), clear(total[BLOCKS - 1]);
+#pragma unroll 1
+            for (int left = k_blocks; left > 0; --left) {
                 wait_full();
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) multiply(block, block == BLOCKS - 1);
             }
         } else {
             // At most one block of 64 rows.
+            clear(total[0]);
 #pragma unroll 1
-            for (int k = 0; k < k_blocks; ++k) {
+            for (int left = k_blocks; left > 0; --left) {
                 wait_full();
                 if (BLOCKS > 1 && mine > 0) {
                     multiply(0, true);
                 } else {
                     __syncwarp();
-                    release(empty + stage * 8);
+                    release_fp8_stage<CLUSTER>(empty + stage * 8);
                     advance();
                 }
             }
         }
-        store_fp8_rows<T, Layout>(p, tile_of(part), first_row, total[0], staged);
+        store_fp8_rows<T, Layout>(p, tile_of_parts(part), first_row, total[0], staged);
         if constexpr (BLOCKS > 1)
-            store_fp8_rows<T, Layout>(p, tile_of(part), first_row + 2 * FP8_BOX, total[1], staged);
+            store_fp8_rows<T, Layout>(p, tile_of_parts(part), first_row + 2 * FP8_BOX, total[1], staged);
+        if constexpr (TAIL) {
+            const Fp8Tile tile = tile_of_parts(part);
+            if (rows > UNTAILED) store_fp8_tail<T, Layout>(p, tile, tile.w + first_row, of_tail, staged);
+        }
     }
 }
 
-// T: __nv_bfloat16 or __half, of the result. TOKENS: 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks. ACTIVATION: as
-// moe_gemm/epilogue.cuh has it, with gates and ups in halves.
+// T: __nv_bfloat16 or __half, of the result. TOKENS: 288, 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks.
+// ACTIVATION: as moe_gemm/epilogue.cuh has it, with gates and ups in halves.
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
     using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
-    constexpr int LOADING = BLOCK_SCALED ? 56 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
+    constexpr int LOADING = BLOCK_SCALED && !Layout::TAIL ? 56 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned ring = shared_address(memory) + misplaced;

@@ -16,6 +16,10 @@ __device__ __forceinline__ float load_shared_float(unsigned from) {
     return value;
 }
 
+__device__ __forceinline__ void store_shared_float(unsigned to, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+
 // Copy `BYTES` from global to shared memory; those after the first `valid` become 0.
 template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to, const void* from, int valid) {
     if constexpr (BYTES == 16)
@@ -25,4 +29,20 @@ template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to
         asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(valid),
                      "n"(BYTES)
                      : "memory");
+}
+
+// Store 8 x 8 matrices of 16-bit numbers, transposed: the two that lane l has of matrix i go to column l / 4, rows
+// 2 (l % 4) and + 1. `to` of lanes 8 i ... 8 i + 7 are the addresses of the matrix's rows.
+template <int MATRICES>
+__device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
+    if constexpr (MATRICES == 4)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
+                     "r"(from[1]), "r"(from[2]), "r"(from[3])
+                     : "memory");
+    else if constexpr (MATRICES == 2)
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(from[0]),
+                     "r"(from[1])
+                     : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(from[0]) : "memory");
 }

@@ -5,22 +5,6 @@
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 
-// Store 8 x 8 matrices of 16-bit numbers, transposed: the two that lane l has of matrix i go to column l / 4, rows
-// 2 (l % 4) and + 1. `to` of lanes 8 i ... 8 i + 7 are the addresses of the matrix's rows.
-template <int MATRICES>
-__device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
-    if constexpr (MATRICES == 4)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
-                     "r"(from[1]), "r"(from[2]), "r"(from[3])
-                     : "memory");
-    else if constexpr (MATRICES == 2)
-        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(from[0]),
-                     "r"(from[1])
-                     : "memory");
-    else
-        asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(from[0]) : "memory");
-}
-
 // Wait for all threads of a warpgroup.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     if (warpgroup < 1) return named_barrier_sync<1, WARPGROUP>();

@@ -28,7 +28,7 @@ from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched, moe_gemm_quantized
 from cukern.ops.moe_gemm.kernels import STREAM_ROWS, quantizes
 from cukern.ops.moe_gemm.routed import DTYPES as ROUTED_DTYPES
 from cukern.ops.moe_gemm.routed import fits, routed_experts
-from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
+from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_quantized, permute_rows
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
 from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import rows_of_weights
@@ -273,6 +273,10 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
 class _Fp8GemmExperts(_GemmExperts):
     """Experts whose activations are quantized again between the products."""
 
+    def takes_unquantized(self, hidden_states: Any) -> bool:
+        # In groups, by the launch that permutes them.
+        return self.quant_config.is_in_groups and not self.batched and is_of_units(hidden_states)
+
     @property
     def _group(self) -> int | None:
         """The numbers that share a scale; None: all of a row, or of all rows."""
@@ -363,13 +367,20 @@ class _Fp8GemmExperts(_GemmExperts):
         experts = w1.shape[0]
         inter = inter_of(w1, activation)
         columns = inter if config.quantizes_activated(activation) else rows_of_weights(w1)
+        is_unquantized = config.is_in_groups and a_scale is None
         fuses = row_token is None and self._fuses(activation, w1, expected_rows, by_row)
         if row_token is None:
             # Where the first product quantizes, it reads the first workspace and writes the second.
             q, scale = self._quantized(workspace13 if fuses else workspace2, (rows,), a.shape[1])
-            a = permute_rows(a, inverse, rows, out=q)
-            if scale is not None:
-                a_scale = permute_rows(a_scale, inverse, rows, out=scale)
+            if is_unquantized:
+                permute_quantized(a, inverse, out_q=q, out_s=scale)
+                a, a_scale = q, scale
+            else:
+                a = permute_rows(a, inverse, rows, out=q)
+                if scale is not None:
+                    a_scale = permute_rows(a_scale, inverse, rows, out=scale)
+        elif is_unquantized:
+            a, a_scale = per_token_group_quant_fp8(a, GROUP)
         product = {"a_scale": a_scale, "b_scale": config.w1_scale, "out_dtype": dtype, "expected_m": expected_rows}
         if fuses:
             q, scale = self._quantized(workspace2, (rows,), inter)
@@ -561,6 +572,9 @@ class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
 
     def supports_sorted_tokens(self) -> bool:
         return self.chosen.supports_sorted_tokens()
+
+    def takes_unquantized(self, hidden_states: Any) -> bool:
+        return self.chosen.takes_unquantized(hidden_states)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return self.chosen.finalize_weight_and_reduce_impl()

@@ -122,8 +122,9 @@ def fused_experts(
 
     Four launches: a sort of the tokens by expert, two products of all experts at once (the first with the activation),
     and the weighted sum of each token's rows. With many rows per expert a fifth permutes the rows first; FP8 has one
-    more for each time that activations are quantized. One token in 16 bits takes two: products that find their experts
-    by the ids, the second with the sum, with the bits of the four.
+    more for each time that activations are quantized, but in groups the launch that permutes tokens quantizes them. One
+    token in 16 bits takes two: products that find their experts by the ids, the second with the sum, with the bits of
+    the four.
 
     Args:
         hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).

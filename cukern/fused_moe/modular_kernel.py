@@ -113,6 +113,10 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         """
         return False
 
+    def can_leave_unquantized(self) -> bool:
+        """Whether `prepare` with the configuration NOT_QUANTIZED leaves it to the experts to quantize."""
+        return False
+
     def expert_map(self, like: Any) -> Any:
         """The map of a call without one, in the library and on the device of `like`: int32 [experts of all ranks], the
         place of each expert among those of this rank, -1 for others; None: this rank has all.
@@ -213,6 +217,14 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     def supports_sorted_tokens(self) -> bool:
         """Whether `apply` takes tokens that `prepare` has sorted (`ExpertTokensMetadata.sorted`)."""
+        return False
+
+    def takes_unquantized(self, hidden_states: Any) -> bool:
+        """Whether `apply` quantizes such activations itself, if `prepare` can leave them as they are.
+
+        Args:
+            hidden_states: the layer's, [tokens, hidden].
+        """
         return False
 
     @abc.abstractmethod
@@ -410,8 +422,10 @@ class FusedMoEModularKernel:
         # A rank without tokens still takes part in what other ranks send.
         if not hidden or (not tokens and pf.num_dispatchers() == 1):
             return output if self.shared_experts is None else (self.shared_experts(hidden_states), output)
+        leaves = pf.can_leave_unquantized() and experts.takes_unquantized(hidden_states)
+        of_input = NOT_QUANTIZED if leaves else config
         prepared, shared = self._prepare(
-            hidden_states, topk_weights, topk_ids, all_experts, expert_map, apply_router_weight_on_input, config
+            hidden_states, topk_weights, topk_ids, all_experts, expert_map, apply_router_weight_on_input, of_input
         )
         ids = topk_ids if prepared.topk_ids is None else prepared.topk_ids
         weights = topk_weights if prepared.topk_weights is None else prepared.topk_weights

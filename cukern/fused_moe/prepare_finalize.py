@@ -67,6 +67,9 @@ class MoEPrepareAndFinalizeNoEP(_OneRank):
     def max_num_tokens_per_rank(self) -> int | None:
         return None
 
+    def can_leave_unquantized(self) -> bool:
+        return True
+
     def prepare(
         self,
         a1: Any,

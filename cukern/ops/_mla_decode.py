@@ -13,7 +13,13 @@ from cukern.runtime.plan import launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # of plan_parts, attend_mma and combine_parts
+THREADS = 256  # of attend_mma and combine_parts, and of plan_parts where it follows the sequences
+_BY_PARTS_THREADS = 384, 768  # of plan_parts where it follows the parts
+#: Sequences up to which following them takes less time than following the parts, and up to which the latter can be.
+_FEW_SEQUENCES, _MOST_LINED_UP, _MOST_PARTS = 48, 4096, 255
+#: Shared memory of `plan_parts` that every GPU has, and that of its two ways of planning: by parts, and by sequences.
+_PLAN_SHARED_BYTES, _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES = 99 << 10, 14512, 35080
+_TABLE_BYTES = 24 << 10, 640  # of the table of places by parts: at least, and for each sequence
 
 #: head_dim and head_dim_v that have variants of their own.
 SPECIALIZED = [
@@ -41,6 +47,7 @@ _COMBINING_BLOCKS = 2  # per multiprocessor, at once
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
 attend_wgmma = Kernel("mla_decode/attend_wgmma", "attend_wgmma", compile_s=2.5)
+attend_two_loaders = Kernel("mla_decode/attend_two_loaders", "attend_two_loaders", compile_s=2.5)
 combine = Kernel("mla_decode/combine", "combine_parts")
 
 
@@ -115,8 +122,31 @@ def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
 
 
-def plan_variant(has_extra: bool) -> Variant:
-    return plan_kernel.variant(THREADS, "true") if has_extra else plan_kernel.variant()
+def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
+    flags = str(is_fp8).lower(), str(is_sparse).lower()
+    return attend_two_loaders.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
+
+
+def plan_threads(sequences: int, parts: int) -> int:
+    """Threads of `plan_parts`: more than 256 where it follows the parts."""
+    if parts > _MOST_PARTS or not _FEW_SEQUENCES < sequences <= _MOST_LINED_UP:
+        return THREADS
+    return next(n for n in _BY_PARTS_THREADS if sequences <= n or n == _BY_PARTS_THREADS[-1])
+
+
+def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
+    flags: list[str | int] = ["true"] if has_extra else []
+    return plan_kernel.variant(threads, *flags, max_shared_bytes=_PLAN_SHARED_BYTES)
+
+
+def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
+    """The shared memory of `plan_parts`, and the table of `plan_by_parts` in it; 0 where that is not taken."""
+    if threads == THREADS:
+        return _BY_SEQUENCES_BYTES, 0
+    starts = 4 * (sequences + 1)
+    most = _PLAN_SHARED_BYTES - _BY_PARTS_BYTES - starts
+    table = min(max(sequences * _TABLE_BYTES[1], _TABLE_BYTES[0]), most) // 16 * 16
+    return max(_BY_SEQUENCES_BYTES, _BY_PARTS_BYTES + table + starts), table
 
 
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
@@ -145,14 +175,22 @@ attend_mma.specialize_by_arch(
     }
 )
 attend_wgmma.specialized = [
-    wgmma_variant("bfloat16", is_fp8, is_sparse).instance for is_fp8 in (False, True) for is_sparse in (False, True)
+    wgmma_variant("bfloat16", False, False).instance,
 ]
 attend_wgmma.specialized += [
     wgmma_variant("bfloat16", True, True, extra_bytes).instance
     for extra_bytes in (twin.SLOT_BYTES, twin.PAGED_SLOT_BYTES)
 ]
+attend_two_loaders.specialized = [
+    two_loaders_variant("bfloat16", is_fp8, is_sparse).instance
+    for is_fp8, is_sparse in ((True, False), (True, True), (False, True))
+]
 combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
-plan_kernel.specialized = [plan_variant(False).instance, plan_variant(True).instance]
+plan_kernel.specialized = [
+    plan_variant(has_extra, threads).instance
+    for has_extra in (False, True)
+    for threads in (THREADS, *_BY_PARTS_THREADS)
+]
 # The rest is compiled at its first use: what is best depends on the GPU.
 attend_wgmma.at_import = attend_wgmma.specialized[:1]
 combine.at_import = combine.specialized
@@ -194,6 +232,12 @@ def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float,
             if size > 1 and not 0 < 2 * stride < _LARGEST_STRIDE:
                 return f"k_cache has a stride of {stride} elements"
     return "" if scale >= _SMALLEST_WGMMA_SCALE else f"softmax_scale is below {_SMALLEST_WGMMA_SCALE:g}"
+
+
+def takes_two_loaders(work: Work) -> bool:
+    """Whether `attend_two_loaders` does what `attend_wgmma` could: TMA does not copy the tokens."""
+    # The rotary part of an 8-bit cache is copied as it is, in bfloat16.
+    return not work.has_extra and (work.dtype == "bfloat16" if work.is_fp8 else work.is_sparse)
 
 
 def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
@@ -240,7 +284,9 @@ def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: C
     else:
         unused: dict[str, Any] = {"topk_lengths": None, "query_tokens": 1, "extra_topk": 0, "extra_topk_lengths": None}
         fields |= {"length": counts.topk + counts.extra_topk} | unused
-    launch(plan_variant(counts.vary), 1, THREADS, 0, **fields)
+    threads = plan_threads(fields["sequences"], fields["parts"])
+    shared_bytes, fields["table_bytes"] = plan_shared_bytes(fields["sequences"], threads)
+    launch(plan_variant(counts.vary, threads), 1, threads, shared_bytes, **fields)
 
 
 def launch_attention(
@@ -275,9 +321,14 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
         dims, box = (head_dim, kv_heads, page_size, pages), (constants["COLUMNS"], 1, box_tokens, 1)
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
-    variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
+    if takes_two_loaders(work):
+        variant = two_loaders_variant(work.dtype, work.is_fp8, work.is_sparse)
+        threads = template.constants(attend_two_loaders.file)["TWO_LOADERS_THREADS"]
+    else:
+        variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
+        threads = constants["WGMMA_THREADS"]
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
-    launch(variant, grid, constants["WGMMA_THREADS"], WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
+    launch(variant, grid, threads, WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
 
 
 def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int]]:

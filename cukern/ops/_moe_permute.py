@@ -30,6 +30,7 @@ _count = Kernel("moe_permute/count_pairs", "count_pairs")
 _sort = Kernel("moe_permute/sort_pairs", "sort_pairs")
 _chunks = Kernel("moe_permute/sort_chunks", "sort_chunks")
 _permute = Kernel("moe_permute/permute_rows", "permute_rows")
+_permute_quantized = Kernel("moe_permute/permute_quantized", "permute_quantized")
 _unpermute = Kernel("moe_permute/unpermute_rows", "unpermute_rows")
 
 _MAX_SHARED_BYTES = 96 * 2**10
@@ -72,6 +73,10 @@ def count_variant(id_bytes: int) -> Variant:
     return _count.variant(_ID_TYPE[id_bytes])
 
 
+def permute_quantized_variant(dtype: str) -> Variant:
+    return _permute_quantized.variant(arrays.CUDA_TYPE[dtype])
+
+
 def permute_variant(width: int, items: int) -> Variant:
     return _permute.variant(width, items)
 
@@ -91,6 +96,8 @@ def _list_instances() -> None:
     _permute.at_import = _permute.specialized = [permute_variant(16, items).instance for items in (1, _PERMUTE_ITEMS)]
     _unpermute.at_import = [unpermute_variant(d, 16, topk).instance for d in ("bfloat16", "float16") for topk in (8, 2)]
     _unpermute.specialized = [unpermute_variant(d, 16, topk).instance for d in SUM_DTYPES for topk in SPECIALIZED]
+    variants = [permute_quantized_variant(dtype).instance for dtype in ("bfloat16", "float16")]
+    _permute_quantized.at_import, _permute_quantized.specialized = variants[:1], variants
 
 
 _list_instances()
@@ -369,6 +376,28 @@ def launch_permute(
         topk=topk,
         rows=out.shape[0],
         scale_columns=0 if scale is None else scale.shape[1],
+        tiling=tiles.tiling,
+    )
+
+
+def launch_permute_quantized(
+    x: Array, row_stride: int, inverse: Array, topk: int, out: Array, out_scale: Array, smallest: float
+) -> None:
+    """Quantize the rows of at least one token, of at least one slot, to where `inverse` says."""
+    groups, lanes = out_scale.shape[1], 8  # of a group
+    tiles = tile_rows(x.shape[0], groups, template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes, 1)
+    launch(
+        permute_quantized_variant(x.dtype),
+        tiles.blocks,
+        (tiles.threads[0] * lanes, tiles.threads[1]),
+        src=x,
+        inverse=inverse,
+        out=out,
+        out_scale=out_scale,
+        row_stride=row_stride * x.item_size,
+        topk=topk,
+        rows=out.shape[0],
+        smallest=smallest,
         tiling=tiles.tiling,
     )
 

@@ -21,7 +21,7 @@ from cukern.reference import paged_attention as twin
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Result, dtype_name, expect, expect_array, expect_contiguous, expect_place
-from cukern.runtime.kernel import Kernel
+from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, outputs, run_twin
@@ -31,6 +31,8 @@ __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "p
 PARTITION = twin.PARTITION
 _MERGE_THREADS = 128
 _merge = Kernel("paged_attention/merge_states", "merge_states")
+#: Elements of a side from which a thread of `merge_states` has two vectors: with fewer, latency is the bound.
+_MANY_MERGED = 2**24
 
 
 def _attended(query: Any, *_: Any, **__: Any) -> Result:
@@ -340,8 +342,14 @@ def _like_a_side(out_a: Any, *_: Any, lse_heads_first: bool = False, **__: Any) 
     return [Result(out_a.shape, dtype_name(out_a), "out_a's"), lse]
 
 
-def _merge_blocks(rows: int, row_threads: int) -> int:
-    return -(-rows * row_threads // _MERGE_THREADS)
+def _merge_blocks(rows: int, row_vectors: int, block_vectors: int) -> int:
+    return -(-rows * row_vectors // block_vectors)
+
+
+def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
+    """The variant of `merge_states`; with `each` above 1 it is `has_power`, of a power of two of vectors in a row."""
+    form: list[str | int] = [each, "true"]
+    return _merge.variant(CUDA_TYPE[dtype], vector, str(heads_first).lower(), *form if has_power else [])
 
 
 def _not_read(written: int, *read: int) -> int:
@@ -415,9 +423,12 @@ def merge_attention_states(
     row, most = math.prod(shape[1:]), (2**31 - 1) * _MERGE_THREADS * vector
     if shape[0] > most // row:
         check.fail("out_a", f"of at most {most} elements", f"shape {list(shape)}")
+    vectors = shape[-1] // vector
+    has_power = vector > 1 and vectors & (vectors - 1) == 0
+    each = 2 if has_power and shape[0] > _MANY_MERGED // row else 1
     launch(
-        _merge.variant(CUDA_TYPE[out_a.dtype], vector, str(heads_first).lower()),
-        late(_merge_blocks, shape[0], row // vector),
+        merge_variant(out_a.dtype, vector, heads_first, each, has_power),
+        late(_merge_blocks, shape[0], row // vector, each * _MERGE_THREADS),
         _MERGE_THREADS,
         out_a=out_a,
         lse_a=lse_a,
@@ -429,5 +440,6 @@ def merge_attention_states(
         head_dim=shape[-1],
         heads=shape[-2] if heads_first else 0,
         tokens=shape[-3] if heads_first else 0,
+        shift=vectors.bit_length() - 1,
     )
     return merged, lse

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.reference.quantization import per_token_group_quant_fp8
+
 Array = NDArray[Any]
 
 
@@ -110,6 +112,14 @@ def permute_rows(hidden_states: Array, inverse: Array, rows: int | None = None, 
         there = (slot >= 0) & (slot < len(out))
         out[slot[there]] = hidden_states[there]
     return out
+
+
+def permute_quantized(hidden_states: Array, inverse: Array, *, out_q: Array, out_s: Array) -> tuple[Array, Array]:
+    """See `cukern.ops.moe_permute.permute_quantized`."""
+    q, scale = per_token_group_quant_fp8(hidden_states, 128)
+    permute_rows(q.view(out_q.dtype), inverse, out=out_q)
+    permute_rows(scale, inverse, out=out_s)
+    return out_q, out_s
 
 
 def moe_permute(

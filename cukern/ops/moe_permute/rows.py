@@ -9,6 +9,8 @@ from cukern.ops import _moe_permute as kernels
 from cukern.ops._moe_permute import MAX_PAIRS, SORT_VARIANTS, SUM_DTYPES, SUM_VARIANTS
 from cukern.ops.moe_permute.sorting import MAX_BLOCK_SIZE, MAX_EXPERTS, check_ids, check_map
 from cukern.reference import moe_permute as twin
+from cukern.reference.moe_gemm import BLOCK
+from cukern.reference.quantization import SMALLEST
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.compile import Instance
@@ -114,6 +116,49 @@ def permute_rows(
     if topk and tokens != 0 and (rows is None or rows != 0):
         kernels.launch_permute(hidden_states, row_stride, inverse, topk, out)
     return out
+
+
+@op(
+    twin.permute_quantized,
+    "permute_quantized(Tensor hidden_states, Tensor inverse, *, Tensor(a!) out_q, Tensor(b!) out_s) -> ()",
+    rows={"tokens": ("hidden_states", "inverse"), "rows": ("out_q", "out_s")},
+)
+def permute_quantized(
+    hidden_states: AnyArray, inverse: AnyArray, *, out_q: AnyArray, out_s: AnyArray
+) -> tuple[AnyArray, AnyArray]:
+    """`per_token_group_quant_fp8` in groups of 128, and `permute_rows` of what it gives, in a launch. For layers.
+
+    Args:
+        hidden_states: float16 or bfloat16 [tokens, hidden], of rows at multiples of 16 bytes; hidden is a multiple of
+            128.
+        inverse: int32 [tokens, topk], as in `permute_rows`.
+        out_q: e4m3 [rows, hidden], in CuPy uint8, at a multiple of 16 bytes, to write into. Rows that no pair has are
+            not written.
+        out_s: float32 [rows, hidden / 128], to write the scales into.
+
+    Raises:
+        TypeError, ValueError: a dtype, a shape or an address that is not taken.
+    """
+    name = "hidden_states"
+    tokens, hidden = expect_array(name, hidden_states, ("float16", "bfloat16"), ("tokens", "hidden")).shape
+    _check_hidden(name, hidden)
+    row_stride = expect_row_stride(name, hidden_states)
+    if hidden % BLOCK or row_stride * hidden_states.item_size % 16 or hidden_states.alignment < 16:
+        check.fail(name, f"of whole groups of {BLOCK}, in rows at multiples of 16 bytes", list(hidden_states.shape))
+    topk = _topk_of("inverse", inverse, hidden_states, name)
+    rows = out_q.shape[0]
+    kinds = ("float8_e4m3fn", "uint8")
+    expect("out_q", out_q, hidden_states, name, kinds, (rows, hidden), "[rows, hidden]")
+    expect("out_s", out_s, hidden_states, name, ("float32",), (rows, hidden // BLOCK), "[rows, hidden / 128]")
+    expect_contiguous("out_q", out_q)
+    expect_contiguous("out_s", out_s)
+    if out_q.alignment < 16:
+        check.fail("out_q", "at a multiple of 16 bytes", f"an array at a multiple of {out_q.alignment}")
+    if hidden_states.on_host:
+        return run_twin()
+    if topk and tokens != 0 and rows != 0 and hidden:
+        kernels.launch_permute_quantized(hidden_states, row_stride, inverse, topk, out_q, out_s, float(SMALLEST))
+    return out_q, out_s
 
 
 def _padded_rows(pairs: Any, experts: Any, block_size: Any) -> Any:
