@@ -58,7 +58,7 @@ class Board:
 
     def seconds_left(self, job: int) -> float:
         """What is left of what a job takes, as far as that is known."""
-        state, seconds = self.state(job), self.jobs[job].load.seconds
+        state, seconds = self.state(job), self.jobs[job].load.seconds / self.jobs[job].every
         return seconds * (1 - state.taken / state.count) if state.count else seconds * (state.count is None)
 
     def join(self, folder: str, process: int) -> int | None:
@@ -67,7 +67,7 @@ class Board:
             jobs = [i for i, job in enumerate(self.jobs) if str(job.folder) == folder and self.has_room(i)]
             if self.is_stopped or not jobs:
                 return None
-            best = max(jobs, key=lambda i: self.seconds_left(i) / (self.state(i).processes + 1))
+            best = max(jobs, key=lambda i: (self.jobs[i].rank, self.seconds_left(i) / (self.state(i).processes + 1)))
             self._numbers[3 * best + 2] += 1
             self._places[process] = best
             return best
@@ -83,6 +83,11 @@ class Board:
     def is_in(self, process: int) -> bool:
         """Whether a process is in a job."""
         return bool(self._places[process] != _UNKNOWN)
+
+    def limit(self, process: int, limit: float) -> float:
+        """The seconds that a case may take in the job that a process is in."""
+        job = self._places[process]
+        return limit if job == _UNKNOWN else max(limit, self.jobs[job].load.limit)
 
     def count(self, job: int, count: int) -> None:
         """Say how many cases there are."""
