@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import BaseContext
 from typing import NamedTuple
 
 from tests.peers.files import Job
@@ -12,6 +12,7 @@ from tests.peers.files import Job
 _UNKNOWN = -1
 _MOST_PROCESSES = 4096  # that are ever started
 _LEAST_CASES = 4  # for each process that is there already: with fewer, another is not worth its collecting
+_LEAST_S = 4.0  # of each process: with less, another is not worth its start
 
 
 class State(NamedTuple):
@@ -29,7 +30,7 @@ class State(NamedTuple):
 class Board:
     """The jobs of all processes, in shared memory."""
 
-    def __init__(self, jobs: Sequence[Job], context: SpawnContext, end: float) -> None:
+    def __init__(self, jobs: Sequence[Job], context: BaseContext, end: float) -> None:
         self.jobs = tuple(jobs)
         self.end = end  # by `time.monotonic`, which is one for all processes
         self._numbers = context.Array("q", [0, _UNKNOWN, 0] * len(self.jobs))
@@ -54,7 +55,10 @@ class Board:
         state, most = self.state(job), self.jobs[job].load.most
         if state.is_over or state.processes >= most:
             return False
-        return not state.processes or state.count is None or state.count - state.taken > _LEAST_CASES * state.processes
+        if not state.processes:
+            return True
+        has_cases = state.count is None or state.count - state.taken > _LEAST_CASES * state.processes
+        return has_cases and self.seconds_left(job) > _LEAST_S * state.processes
 
     def seconds_left(self, job: int) -> float:
         """What is left of what a job takes, as far as that is known."""

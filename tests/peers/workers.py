@@ -1,21 +1,26 @@
-"""Several processes on one GPU, which share the cases of all files: each imports once, and goes from file to file.
+"""Several processes on one GPU, which share the cases of all files: each runs cases of one file, and ends.
 
-No case waits for a slow one: a process takes the next case when it has ended one, and the next file when the file has
-no more. Each case is written when it ends, so that little is lost where the time ends, or a process.
+No case waits for a slow one: a process takes the next case when it has ended one, and another process the next file
+when a file has no more. Processes are forks of one that has imported all and never touches the GPU: starting one costs
+a fork and a context, and nothing that a file or its cases leave behind reaches another file. Each case is written when
+it ends, so that little is lost where the time ends, or a process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
 import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.peers import tally
 from tests.peers.board import Board
@@ -28,6 +33,7 @@ _START_S = 120.0  # for imports, and to collect a file
 _GRACE_S = 15.0  # for cases that run when the time has ended
 _ENDED, _LOST = 0, 86  # exit statuses: no more for this folder; a GPU that can do no more (plugin.LOST)
 _PYTEST_ENDED = (0, 1, 5)  # passed, failed, no cases
+_NOT_INITIALIZED = 3  # CUDA's error of a program that has not begun to use it, and can be forked
 _ALL = range(sys.maxsize)  # processes
 _MOST_FAILURES = 8  # processes of a folder that end by themselves
 
@@ -44,30 +50,30 @@ class Plan(NamedTuple):
 # --- a worker -----------------------------------------------------------------------------------------
 
 
-def work(folder: Path, number: int, board: Board, plan: Plan) -> None:
-    """Run cases of the files of a folder until there are none: what a process does."""
+def work(folder: Path, number: int, board: Board, plan: Plan, befores: Mapping[str, Before]) -> None:
+    """Run cases of a file of a folder until it has no more: what a process does."""
     log = os.open(plan.work / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    from tests.peers import session  # imports what takes seconds
+    job = board.join(str(folder), number)
+    if job is None:
+        return
+    from tests.peers import session
 
-    session.prepare(folder)
-    path = _tally(plan.work, number, folder)
-    cases = _cases(plan.work, folder, range(plan.first))  # which are the same for each process of this run
-    while (job := board.join(str(folder), number)) is not None:
-        file = board.jobs[job].file
-        turns = SharedTurns(board, job, plan.part, path, Before.of(cases, file))
-        try:
-            status = session.run_file(folder, file, turns, plan.arguments)
-            if status not in _PYTEST_ENDED:
-                tally.append(path, tally.Case(file, "", "failed", f"pytest ended with {status} (see {number}.log)"))
-        except BaseException:
-            traceback.print_exc()
-            tally.append(path, tally.Case(file, "", "failed", traceback.format_exc().strip().splitlines()[-1][:200]))
-        finally:
-            if board.state(job).count is None:
-                board.count(job, 0)  # it cannot be collected
-            board.leave(number)
+    path, file = _tally(plan.work, number, folder), board.jobs[job].file
+    try:
+        session.prepare(folder)
+        turns = SharedTurns(board, job, plan.part, path, befores[board.jobs[job].name])
+        status = session.run_file(folder, file, turns, plan.arguments)
+        if status not in _PYTEST_ENDED:
+            tally.append(path, tally.Case(file, "", "failed", f"pytest ended with {status} (see {number}.log)"))
+    except BaseException:
+        traceback.print_exc()
+        tally.append(path, tally.Case(file, "", "failed", traceback.format_exc().strip().splitlines()[-1][:200]))
+    finally:
+        if board.state(job).count is None:
+            board.count(job, 0)  # it cannot be collected
+        board.leave(number)
 
 
 def _tally(work: Path, number: int, folder: Path) -> Path:
@@ -87,6 +93,18 @@ def _cases(work: Path, folder: Path, numbers: Container[int] = _ALL) -> list[tal
 
 
 # --- those who start them -----------------------------------------------------------------------------
+
+
+def _context() -> Any:
+    """How processes start: by a fork, once all is imported; as programs of their own if that has touched the GPU."""
+    for name in ("cupy", "triton", "tests.peers.session"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    try:
+        is_begun = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
+    except OSError:
+        is_begun = False  # no GPU
+    return multiprocessing.get_context("spawn" if is_begun else "fork")
 
 
 class _Worker:
@@ -110,11 +128,12 @@ class Workers:
 
     def __init__(self, jobs: Sequence[Job], count: int, seconds: float, limit: float, plan: Plan, report: Path | None):
         self.jobs = tuple(jobs)
-        self.context = multiprocessing.get_context("spawn")
         os.environ.setdefault("PYTHONHASHSEED", "0")  # every process must list the same cases
         self.numbers = 1 + max((int(path.stem) for path in plan.work.glob("*.log")), default=-1)
         self.count, self.limit, self.report = count, limit, report
         self.plan = plan._replace(first=self.numbers)
+        self.context = _context() if seconds > 0 else multiprocessing.get_context("spawn")
+        self.befores = dict[str, Before]()
         self.board = Board(self._ranked(jobs), self.context, time.monotonic() + seconds)
         self.folders = list(dict.fromkeys(job.folder for job in jobs))
         self.workers: list[_Worker] = []
@@ -145,7 +164,7 @@ class Workers:
         found, totals = [], tally.counted(self._paths(jobs))
         cases = {folder: _cases(self.plan.work, folder) for folder in {job.folder for job in jobs}}
         for job in jobs:
-            before = Before.of(cases[job.folder], job.file)
+            before = self.befores[job.name] = Before.of(cases[job.folder], job.file)
             done, failed = (sum(map(job.has, names)) for names in before)
             total = totals.get((job.name, job.load.cases))
             if failed or total is None or done < total / job.every:
@@ -204,7 +223,7 @@ class Workers:
             return False
         number = self.numbers
         self.numbers += 1
-        process = self.context.Process(target=work, args=(folder, number, self.board, self.plan))
+        process = self.context.Process(target=work, args=(folder, number, self.board, self.plan, self.befores))
         process.start()
         self.workers.append(_Worker(folder, number, process, _tally(self.plan.work, number, folder)))
         return True
