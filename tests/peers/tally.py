@@ -41,6 +41,7 @@ _GREATEST = re.compile(r"Greatest (absolute|relative) difference: (nan|inf|[0-9.
 DIFFERENT = {
     "test_grouped_topk_single_group_nonfinite_scores": Difference("infinite and NaN logits of a gate"),
     "test_moe_permute_unpermute": Difference("rows of pairs without an expert here", cases=r"[\[-](4|16)-dtype"),
+    "test_top_k_renorm_probs": Difference("k of equal probabilities at the k-th place, not all", 0.0, 0.003),
     # A step of the 16-bit formats.
     "test_act_and_mul": Difference("rounded once, and not before the product too", 2**-7, 2**-4),
 }
@@ -54,6 +55,7 @@ UNROUNDED = dict.fromkeys(
 PROGRAMS = {
     "test_w8a8_block_fp8_clamp_skips_fused_silu_quant": "counts calls inside vllm's layer",
     "test_host_resident_weights_take_sorted_path": "counts calls inside vllm's layer",
+    "test_norm_compilation_without_fp8": "compiles flashinfer's own sources",
     "test_nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_cuda_graph_bad_scale": "needs flashinfer in a program",
 }
 _MOST_REASONS = 12
