@@ -41,7 +41,9 @@ _GREATEST = re.compile(r"Greatest (absolute|relative) difference: (nan|inf|[0-9.
 DIFFERENT = {
     "test_grouped_topk_single_group_nonfinite_scores": Difference("infinite and NaN logits of a gate"),
     "test_moe_permute_unpermute": Difference("rows of pairs without an expert here", cases=r"[\[-](4|16)-dtype"),
-    "test_top_k_renorm_probs": Difference("k of equal probabilities at the k-th place, not all", 0.0, 0.003),
+    "test_top_k_renorm_probs": Difference(
+        "k of equal probabilities at the k-th place, not all", 0.0, 0.003, r"\[500-32000-989\]$"
+    ),
     # A step of the 16-bit formats.
     "test_act_and_mul": Difference("rounded once, and not before the product too", 2**-7, 2**-4),
 }
