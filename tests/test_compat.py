@@ -190,6 +190,26 @@ def test_vllm_merge_attn_states() -> None:
     vllm.merge_attn_states(alone, outs[0], lse[0], outs[1], lse[1])
     assert torch.equal(alone, part)
 
+    # Those by their number are the suffix even where that has no tokens, and in place too.
+    lse[1][0, 1:] = torch.inf
+    vllm.merge_attn_states(part, outs[0], lse[0], outs[1], lse[1], merged, 2)
+    vllm.merge_attn_states(alone, outs[0], lse[0], outs[1], lse[1])
+    assert torch.equal(part, torch.cat([alone[:2], outs[1][2:]]))
+    assert torch.equal(merged[:, 2:], lse[1][:, 2:])
+    close(merged[0, 1], lse[0][0, 1])
+    same = outs[1].clone()
+    vllm.merge_attn_states(same, outs[0], lse[0], same, lse[1], None, 2)
+    assert torch.equal(same, part)
+
+
+@pytest.mark.parametrize("first", [None, 0, 2, 9])
+def test_vllm_merge_attn_states_in_fp8(first: int | None) -> None:
+    outs, lse = [rand(4, 2, 8, seed=i).bfloat16() for i in (0, 1)], [rand(2, 4, seed=i) for i in (2, 3)]
+    wide, out, scale = torch.empty_like(outs[0]), torch.empty(4, 2, 8, dtype=E4M3), torch.tensor([0.05])
+    vllm.merge_attn_states(wide, outs[0], lse[0], outs[1], lse[1], None, first)
+    vllm.merge_attn_states(out, outs[0], lse[0], outs[1], lse[1], None, first, scale)
+    assert torch.equal(out.view(torch.uint8), (wide.float() / 0.05).clamp(-448, 448).to(E4M3).view(torch.uint8))
+
 
 @pytest.mark.parametrize("name", ["apply_repetition_penalties", "apply_repetition_penalties_cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -747,7 +767,6 @@ LATENT = rand(1, 1, 4, 576), rand(1, 64, 1, 576), None, ONE.int(), 512
 IDS, EMPTY = torch.zeros(4, 2, dtype=torch.int32), torch.empty(4, 2)
 QUANT = "sgl_per_token_group_quant_8bit"
 REFUSED: list[tuple[str, str, str, tuple[Any, ...], dict[str, Any]]] = [
-    ("vllm", "merge_attn_states", "output_scale", (EMPTY,) * 5, {"output_scale": ONE}),
     ("vllm", "rms_norm_dynamic_per_token_quant", "quant_dtype", (X, W, 1e-6, torch.int8), {}),
     ("vllm", "rms_norm_dynamic_per_token_quant", "scale_ub", (X, W, 1e-6, E4M3, ONE), {}),
     ("vllm", "rms_norm_per_block_quant", "group_size", (X, W, 1e-6, E4M3, [2, 64]), {}),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.peers import tally
 from tests.peers.files import FILES, Load, files_of, jobs_of
+from tests.peers.turns import Before, Part, Turns
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FILE = """
@@ -42,6 +43,18 @@ def test_refused():
 
 def test_skipped():
     pytest.skip("why")
+"""
+_ROUNDED = """
+import pytest, torch
+
+class SiluAndMul:
+    def forward_native(self, x):
+        return x / 3
+
+@pytest.mark.parametrize("given", [torch.ones(2).half() / 3, torch.ones(2) / 3, torch.ones(2) / 2])
+def test_w8a8_block_fp8_fused_moe(given):
+    found = SiluAndMul().forward_native(torch.ones(2).half())
+    torch.testing.assert_close(given.double(), found.double(), rtol=0, atol=1e-6)
 """
 _LATER = "import torch\n\ndef test_default():\n    torch.set_default_dtype(torch.float64)\n"
 
@@ -123,6 +136,53 @@ def test_jobs_of_a_file_have_each_case_once(tmp_path: Path) -> None:
         assert sum(job.has(case) for job in jobs) == 1
     assert files_of(tmp_path, "norm") == [] and files_of(tmp_path, "-sampling") == []
     assert files_of(tmp_path, "page,sampling") == [name]
+
+
+def _names(every: int, before: Before | None = None) -> list[str]:
+    names = [f"test_many[{number}]" for number in range(40)] + ["test_one", "test_few[a]", "test_few[b]"]
+    return Turns(Part(), None, every, before).chosen(names, names)
+
+
+def test_a_sample_has_cases_of_each_test() -> None:
+    sample = _names(10)
+    assert sorted(name.partition("[")[0] for name in sample) == ["test_few", *["test_many"] * 4, "test_one"]
+    assert sample == _names(10)
+    assert len(_names(1)) == 43
+    # What has been run counts for it, and what has failed is run again, first.
+    before = Before(frozenset({"test_many[7]", "test_many[8]", "test_one"}), frozenset({"test_many[9]"}))
+    again = _names(10, before)
+    assert again[0] == "test_many[9]" and sorted(name[:8] for name in again) == ["test_few", "test_man", "test_man"]
+    assert not before.done & set(again)
+    more = Before(frozenset(f"test_many[{number}]" for number in range(20)), frozenset())
+    assert sorted(name[:8] for name in _names(10, more)) == ["test_few", "test_one"]
+
+
+def test_shares_of_files_that_take_long(tmp_path: Path) -> None:
+    long, short = "tests/kernels/attention/test_merge_attn_states.py", "tests/kernels/moe/test_topk_softplus_sqrt.py"
+    for name in (long, short):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    shares = {job.file: job.every for job in jobs_of(tmp_path, seconds=100)}
+    assert shares[short] == 1 and FILES[long][0].seconds / shares[long] <= 100
+    assert {job.every for job in jobs_of(tmp_path, every=3)} == {3}
+
+
+def test_the_tables_of_a_page(tmp_path: Path) -> None:
+    page, marks = tmp_path / "page.md", "a\n<!-- counts of one two -->\n{}\n<!-- end of counts -->\nb\n"
+    page.write_text(marks.format("") + marks.format("old").replace("one two", "three"))
+    cases = [tally.Case("one/f.py", "a", "passed"), tally.Case("one/f.py", "b", "refused", "why")]
+    for _ in range(2):  # and again in the same place
+        tally.fill(page, cases, {"one/f.py": 9, "two/g.py": None})
+        head = "\n| file | passed | failed | differs | refused | skipped | of |\n| ---" + " | --:" * 6 + " |\n"
+        rows = "| `one/f.py` | 1 | 0 | 0 | 1 | 0 | 9 |\n| `two/g.py` |  |  |  |  |  |  |\n"
+        assert page.read_text() == marks.format(head + rows) + marks.format(head).replace("one two", "three")
+
+
+def test_a_rounded_reference_is_tried_without_its_rounding(tmp_path: Path) -> None:
+    """A case that then agrees differs on purpose; one that still does not has failed."""
+    (tmp_path / "test_one.py").write_text(_ROUNDED)
+    counts = _counts(_run(tmp_path).stdout, "test_one.py")
+    assert counts == ["1", "1", "1", "0", "0", "0"]
 
 
 def test_a_line_that_was_cut_off_is_no_case(tmp_path: Path) -> None:

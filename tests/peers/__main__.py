@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import signal
 import sys
 import tempfile
@@ -22,23 +23,27 @@ def run_folder(folder: Path, options: argparse.Namespace, arguments: list[str]) 
     from tests.peers import session
 
     session.prepare(folder)
-    turns = Turns(options.part, options.tally)
+    shares = {job.file: job.every for job in jobs_of(folder, options.only, options.every, options.most)}
     return max(
-        session.run_file(folder, name, turns, options.every, arguments) for name in files_of(folder, options.only)
+        session.run_file(folder, name, Turns(options.part, options.tally, shares[name]), arguments)
+        for name in files_of(folder, options.only)
     )
 
 
 def run_jobs(options: argparse.Namespace, arguments: list[str], work: Path) -> int:
     """Run all folders by `options.jobs` processes, and print the table; 1 if a case failed or was not run."""
-    plan = workers.Plan(work, options.part, options.every, arguments)
-    jobs = [job for folder in options.folders for job in jobs_of(folder, options.only)]
+    plan = workers.Plan(work, options.part, arguments)
+    of_folders = (jobs_of(folder, options.only, options.every, options.most) for folder in options.folders)
+    jobs = [job for of_folder in of_folders for job in of_folder]
     if not jobs:
         raise SystemExit(f"--only must be in the names of files, got {options.only}")
     # A program that ends this one with SIGTERM, such as `timeout`, gets the table too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     all_workers = workers.Workers(jobs, options.jobs, options.until, options.limit, plan, options.report)
     if options.until <= 0:
-        print(tally.table(all_workers.cases()))
+        print(tally.table(all_workers.cases(), totals=all_workers.totals()))
+        if options.page is not None:
+            tally.fill(options.page, all_workers.cases(), all_workers.totals())
         return 0
     try:
         cases = all_workers.run()
@@ -46,6 +51,8 @@ def run_jobs(options: argparse.Namespace, arguments: list[str], work: Path) -> i
         print(all_workers.table(), flush=True)
         if options.report is not None:
             workers.write(options.report, all_workers.table())
+        if options.page is not None:
+            tally.fill(options.page, all_workers.cases(), all_workers.totals())
     is_whole = not any(all_workers.left().values()) and None not in all_workers.left().values()
     return int(not is_whole or any(case.outcome == "failed" for case in cases))
 
@@ -62,9 +69,15 @@ def main() -> int:
         "--only", default="", help="files with one of these in their names: A,B or all others: --only=-A,-B"
     )
     parser.add_argument("--part", type=Part.of, default=Part(), help="INDEX/COUNT: the share of the cases to run")
-    parser.add_argument("--every", type=int, default=1, help="of FlashMLA's cases, one in so many")
+    parser.add_argument("--every", type=int, default=1, help="of the cases of each test, one in so many")
+    parser.add_argument(
+        "--most", type=float, default=math.inf, help="process-seconds for a file; of long ones fewer cases are run"
+    )
     parser.add_argument("--tally", type=Path, help="a file to write each case to, without --jobs")
     parser.add_argument("--resume", type=Path, help="a folder for what cases come to; those that it has are not run")
+    parser.add_argument(
+        "--page", type=Path, help="a page of Markdown with marks, whose tables are written, with --resume"
+    )
     parser.add_argument("--report", type=Path, help="a file that has the table so far, with --jobs")
     options, arguments = parser.parse_known_args()
     with contextlib.ExitStack() as stack:

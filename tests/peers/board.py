@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import BaseContext
 from typing import NamedTuple
 
 from tests.peers.files import Job
@@ -12,6 +12,7 @@ from tests.peers.files import Job
 _UNKNOWN = -1
 _MOST_PROCESSES = 4096  # that are ever started
 _LEAST_CASES = 4  # for each process that is there already: with fewer, another is not worth its collecting
+_LEAST_S = 4.0  # of each process: with less, another is not worth its start
 
 
 class State(NamedTuple):
@@ -29,7 +30,7 @@ class State(NamedTuple):
 class Board:
     """The jobs of all processes, in shared memory."""
 
-    def __init__(self, jobs: Sequence[Job], context: SpawnContext, end: float) -> None:
+    def __init__(self, jobs: Sequence[Job], context: BaseContext, end: float) -> None:
         self.jobs = tuple(jobs)
         self.end = end  # by `time.monotonic`, which is one for all processes
         self._numbers = context.Array("q", [0, _UNKNOWN, 0] * len(self.jobs))
@@ -54,11 +55,14 @@ class Board:
         state, most = self.state(job), self.jobs[job].load.most
         if state.is_over or state.processes >= most:
             return False
-        return not state.processes or state.count is None or state.count - state.taken > _LEAST_CASES * state.processes
+        if not state.processes:
+            return True
+        has_cases = state.count is None or state.count - state.taken > _LEAST_CASES * state.processes
+        return has_cases and self.seconds_left(job) > _LEAST_S * state.processes
 
     def seconds_left(self, job: int) -> float:
         """What is left of what a job takes, as far as that is known."""
-        state, seconds = self.state(job), self.jobs[job].load.seconds
+        state, seconds = self.state(job), self.jobs[job].load.seconds / self.jobs[job].every
         return seconds * (1 - state.taken / state.count) if state.count else seconds * (state.count is None)
 
     def join(self, folder: str, process: int) -> int | None:
@@ -67,7 +71,7 @@ class Board:
             jobs = [i for i, job in enumerate(self.jobs) if str(job.folder) == folder and self.has_room(i)]
             if self.is_stopped or not jobs:
                 return None
-            best = max(jobs, key=lambda i: self.seconds_left(i) / (self.state(i).processes + 1))
+            best = max(jobs, key=lambda i: (self.jobs[i].rank, self.seconds_left(i) / (self.state(i).processes + 1)))
             self._numbers[3 * best + 2] += 1
             self._places[process] = best
             return best
@@ -83,6 +87,11 @@ class Board:
     def is_in(self, process: int) -> bool:
         """Whether a process is in a job."""
         return bool(self._places[process] != _UNKNOWN)
+
+    def limit(self, process: int, limit: float) -> float:
+        """The seconds that a case may take in the job that a process is in."""
+        job = self._places[process]
+        return limit if job == _UNKNOWN else max(limit, self.jobs[job].load.limit)
 
     def count(self, job: int, count: int) -> None:
         """Say how many cases there are."""

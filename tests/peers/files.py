@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ class Load(NamedTuple):
     seconds: float  # of one process, for all of them, beside 15 other processes on an H200
     most: int = 1000  # processes that may run them at the same time
     cases: str = ""  # a pattern of names
+    limit: float = 0.0  # seconds that one of them may take, where it is more than what is given for all
 
 
 class Job(NamedTuple):
@@ -22,6 +24,8 @@ class Job(NamedTuple):
     file: str
     load: Load
     others: tuple[str, ...] = ()  # patterns of the cases that are another job's
+    every: int = 1  # of the cases of each test, one in so many
+    rank: int = 0  # jobs of a higher one are begun before others
 
     @property
     def name(self) -> str:
@@ -38,19 +42,22 @@ class Job(NamedTuple):
 #: their turn at each synchronization.
 FILES = {
     # vLLM
-    "tests/kernels/attention/test_attention.py": [Load(100)],
-    "tests/kernels/attention/test_cache.py": [Load(700)],
-    "tests/kernels/attention/test_flashmla.py": [Load(150, 2)],
-    "tests/kernels/attention/test_merge_attn_states.py": [Load(500)],
+    "tests/kernels/attention/test_attention.py": [Load(60)],
+    "tests/kernels/attention/test_cache.py": [
+        Load(160, 1, r"^test_concat_and_cache_ds_mla\[", 150),  # a synchronization for each of 21504 numbers
+        Load(170),
+    ],
+    "tests/kernels/attention/test_flashmla.py": [Load(550, 2)],
+    "tests/kernels/attention/test_merge_attn_states.py": [Load(1280)],
     "tests/kernels/core/test_activation.py": [Load(30)],
     "tests/kernels/core/test_fused_quant_layernorm.py": [Load(60)],
     "tests/kernels/core/test_fused_silu_mul_block_quant.py": [Load(20)],
     "tests/kernels/core/test_layernorm.py": [Load(50)],
-    "tests/kernels/moe/test_batched_moe.py": [Load(150)],
-    "tests/kernels/moe/test_block_fp8.py": [Load(200, 4)],
+    "tests/kernels/moe/test_batched_moe.py": [Load(500)],
+    "tests/kernels/moe/test_block_fp8.py": [Load(410, 4)],
     "tests/kernels/moe/test_fused_topk.py": [Load(30)],
     "tests/kernels/moe/test_grouped_topk.py": [Load(20)],
-    "tests/kernels/moe/test_moe.py": [Load(200, 6)],
+    "tests/kernels/moe/test_moe.py": [Load(210, 6)],
     "tests/kernels/moe/test_moe_align_block_size.py": [Load(20)],
     "tests/kernels/moe/test_moe_permute_unpermute.py": [Load(40)],
     "tests/kernels/moe/test_silu_mul_fp8_quant_deep_gemm.py": [Load(5)],
@@ -66,13 +73,17 @@ FILES = {
     "tests/kernels/test_cp_gather_fp8.py": [Load(3)],
     "tests/kernels/test_fused_quant_activation.py": [Load(10)],
     # FlashInfer
-    "tests/utils/test_sampling.py": [Load(200, 1, r"_freq\["), Load(800, 6)],
+    "tests/utils/test_sampling.py": [
+        Load(600, 1, r"^test_sampling_from_logits\[", 150),  # 15000 synchronizations each
+        Load(200, 1, r"_freq\["),
+        Load(2500, 6),
+    ],
     "tests/utils/test_norm.py": [Load(60)],
     "tests/utils/test_activation.py": [Load(10)],
     "tests/attention/test_page.py": [Load(10)],
     # SGLang
     "sgl-kernel/tests/test_activation.py": [Load(10)],
-    "sgl-kernel/tests/test_flashmla.py": [Load(60)],
+    "sgl-kernel/tests/test_flashmla.py": [Load(520)],
     "sgl-kernel/tests/test_kimi_k2_moe_fused_gate.py": [Load(5)],
     "sgl-kernel/tests/test_merge_state_v2.py": [Load(40)],
     "sgl-kernel/tests/test_moe_align.py": [Load(40)],
@@ -83,10 +94,10 @@ FILES = {
     "sgl-kernel/tests/test_per_token_group_quant_8bit.py": [Load(30)],
     "sgl-kernel/tests/test_per_token_quant_fp8.py": [Load(10)],
     "sgl-kernel/tests/test_sampling.py": [Load(60)],
-    # FlashMLA, one case in eight
+    # FlashMLA
     "tests/test_flash_mla.py": [Load(30)],
-    "tests/test_flash_mla_dense_decoding.py": [Load(50)],
-    "tests/test_flash_mla_sparse_decoding.py": [Load(330)],
+    "tests/test_flash_mla_dense_decoding.py": [Load(1360)],
+    "tests/test_flash_mla_sparse_decoding.py": [Load(1120)],
 }
 _UNKNOWN = [Load(30)]
 
@@ -109,12 +120,13 @@ def files_of(folder: Path, only: str = "") -> list[str]:
     ]
 
 
-def jobs_of(folder: Path, only: str = "") -> list[Job]:
-    """The jobs of a folder, those that take longest first."""
+def jobs_of(folder: Path, only: str = "", every: int = 1, seconds: float = math.inf) -> list[Job]:
+    """The jobs of a folder, those that take longest first: one case in `every`, or fewer to take `seconds` a file."""
     jobs = []
     for name in files_of(folder, only):
         loads = FILES.get(name, _UNKNOWN)
         for load in loads:
             others = () if load.cases else tuple(other.cases for other in loads if other.cases)
-            jobs.append(Job(folder, name, load, others))
+            share = max(every, math.ceil(sum(load.seconds for load in loads) / seconds))
+            jobs.append(Job(folder, name, load, others, share))
     return sorted(jobs, key=lambda job: -job.load.seconds)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,18 +52,41 @@ def refusal_of(error: BaseException | None) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def unrounded(module: Any) -> Iterator[None]:
+    """Let the reference of a file of vLLM's not round its activation to 16 bits before it is quantized."""
+    rounded = module.SiluAndMul
+
+    class Unrounded:
+        @staticmethod
+        def forward_native(x: Any) -> Any:
+            return rounded().forward_native(x.float())
+
+    module.SiluAndMul = Unrounded
+    try:
+        yield
+    finally:
+        module.SiluAndMul = rounded
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: Any) -> bool:
     """Run a case, and count as refused, with the reason, what cukern does not cover and says so."""
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    other = tally.UNROUNDED.get(pyfuncitem.originalname)
     try:
         with_memory(lambda: pyfuncitem.obj(**arguments))
+        return True
     except Exception as error:
         reason = refusal_of(error)
-        if reason is None:
+        if reason is not None:
+            pytest.skip(f"refused: {reason}")
+        if other is None or "Tensor-likes are not close" not in str(error):
             raise
-        pytest.skip(f"refused: {reason}")
-    return True
+    # Without the error, whose frames have the tensors of the first try.
+    with unrounded(pyfuncitem.module):
+        with_memory(lambda: pyfuncitem.obj(**arguments))
+    pytest.skip(f"differs: {other}")
 
 
 def _case(report: Any) -> tally.Case:
@@ -72,6 +96,8 @@ def _case(report: Any) -> tally.Case:
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if reason.startswith("refused: "):
             outcome, reason = "refused", reason.removeprefix("refused: ")
+        elif reason.startswith("differs: "):
+            outcome, reason = "differs", reason.removeprefix("differs: ")
     elif outcome == "failed":
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = (str(report.longrepr).strip().splitlines() or [""])[-1] if crash is None else crash.message
@@ -111,8 +137,6 @@ class Runner:
             return True
         for item in self.turns.of(session.items):
             file, _, name = item.nodeid.partition("::")
-            if self.turns.is_done(file, name):
-                continue
             # Any other case: fixtures of the file live on, those of the case do not.
             other = next((x for x in session.items[:2] if x is not item), None)
             self.turns.begin(file, name)

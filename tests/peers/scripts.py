@@ -68,8 +68,8 @@ def _main(module: Any) -> None:
     torch.set_num_threads(threads)  # a program asks for 32, which several processes do not have
 
 
-def run(file: Path, name: str, turns: Turns, every: int) -> int:
-    """Run those of the cases whose turn it is, each of which is one in `every`; 1 if one failed."""
+def run(file: Path, name: str, turns: Turns) -> int:
+    """Run those of the cases whose turn it is; 1 if one failed."""
     module, cases = _load(file), list[Any]()
     function, failed = module.test_flash_mla, 0
 
@@ -81,10 +81,8 @@ def run(file: Path, name: str, turns: Turns, every: int) -> int:
     module.test_flash_mla = listed
     random.seed(0)  # every process must list the same cases
     _main(module)
-    numbered = [(f"{number} {case}", case) for number, case in enumerate(cases)][::every]
-    for words, case in turns.of(turns.chosen(numbered, [words for words, _ in numbered])):
-        if turns.is_done(name, words):
-            continue
+    numbered = [(f"{number} {case}", case) for number, case in enumerate(cases)]
+    for words, case in turns.of(turns.chosen(numbered, [words for words, _ in numbered], [name] * len(numbered))):
         turns.begin(name, words)
         begin = time.monotonic()
         outcome, reason = _outcome(function, case)

@@ -22,13 +22,13 @@ def prepare(folder: Path) -> None:
     modules.install(folder)
 
 
-def run_file(folder: Path, name: str, turns: Turns, every: int, arguments: list[str]) -> int:
+def run_file(folder: Path, name: str, turns: Turns, arguments: list[str]) -> int:
     """Run the cases of a file whose turn it is; the exit status. Nothing that the file sets stays."""
     environment = dict(os.environ)
     try:
         if scripts.is_script(folder / name):
             print(f"\n{name}")
-            return scripts.run(folder / name, name, turns, every)
+            return scripts.run(folder / name, name, turns)
         given = ["--noconftest", "--import-mode=importlib", "--continue-on-collection-errors", "-q", "-rs"]
         given += ["-p", "tests.peers.plugin", "-c", "/dev/null", f"--rootdir={folder}"]
         given += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]

@@ -15,6 +15,8 @@ from typing import NamedTuple
 OUTCOMES = ("passed", "failed", "differs", "refused", "skipped")
 #: Of a case that a process has begun and not ended.
 BEGUN = "begun"
+#: Of no case: how many cases a file has (the reason), or those of them that match a pattern (the name).
+COUNTED = "counted"
 
 
 class Difference(NamedTuple):
@@ -39,13 +41,23 @@ _GREATEST = re.compile(r"Greatest (absolute|relative) difference: (nan|inf|[0-9.
 DIFFERENT = {
     "test_grouped_topk_single_group_nonfinite_scores": Difference("infinite and NaN logits of a gate"),
     "test_moe_permute_unpermute": Difference("rows of pairs without an expert here", cases=r"[\[-](4|16)-dtype"),
+    "test_top_k_renorm_probs": Difference(
+        "k of equal probabilities at the k-th place, not all", 0.0, 0.003, r"\[500-32000-989\]$"
+    ),
     # A step of the 16-bit formats.
     "test_act_and_mul": Difference("rounded once, and not before the product too", 2**-7, 2**-4),
 }
+#: Tests whose reference rounds an activation to 16 bits before it is quantized, as cukern does not. One that fails is
+#: run again with the same reference without that rounding, by the same bounds; only then it differs on purpose.
+UNROUNDED = dict.fromkeys(
+    ("test_w8a8_block_fp8_fused_moe", "test_w8a8_block_fp8_fused_moe_expert_map"),
+    "an activation is quantized as it is, where the reference rounds it to 16 bits first",
+)
 #: Tests of what is in the peer alone, or in programs of their own in which there are no adapters, and what those need.
 PROGRAMS = {
     "test_w8a8_block_fp8_clamp_skips_fused_silu_quant": "counts calls inside vllm's layer",
     "test_host_resident_weights_take_sorted_path": "counts calls inside vllm's layer",
+    "test_norm_compilation_without_fp8": "compiles flashinfer's own sources",
     "test_nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_cuda_graph_bad_scale": "needs flashinfer in a program",
 }
 _MOST_REASONS = 12
@@ -70,7 +82,18 @@ def append(path: Path | None, case: Case) -> None:
 
 def read(path: Path) -> Iterator[Case]:
     """The cases of a file, without those that were only begun."""
-    return (case for case in lines(path) if case.outcome != BEGUN)
+    return (case for case in lines(path) if case.outcome in OUTCOMES)
+
+
+def counted(paths: Mapping[str, Iterable[Path]]) -> dict[tuple[str, str], int]:
+    """How many cases there are, by file, which is named from its folder on, and pattern."""
+    return {
+        (f"{folder}/{case.file}", case.name): int(case.reason)
+        for folder, of_folder in paths.items()
+        for path in of_folder
+        for case in lines(path)
+        if case.outcome == COUNTED
+    }
 
 
 def unended(path: Path) -> Case | None:
@@ -103,22 +126,27 @@ def _reasons(cases: Iterable[Case], outcome: str) -> Iterator[str]:
         yield f"  {count:5}  {file}: {reason}"
 
 
-def table(cases: Iterable[Case], left: Mapping[str, int | None] | None = None) -> str:
+def table(
+    cases: Iterable[Case], left: Mapping[str, int | None] | None = None, totals: Mapping[str, int | None] | None = None
+) -> str:
     """The counts of each file, the reasons of what was refused or skipped, and the failures.
 
-    `left` is by file how many cases were not run in time, None where nobody has counted them.
+    `left` is by file how many cases were not run in time, and `totals` how many there are, None where nobody has
+    counted them.
     """
-    cases, left = list(cases), left or {}
+    cases, left, totals = list(cases), left or {}, totals or {}
     by_file: dict[str, list[Case]] = defaultdict(list, {name: [] for name in left})
     for case in cases:
         by_file[case.file].append(case)
     width = max((len(name) for name in by_file), default=0)
-    lines = [f"{'':{width}}  {'  '.join(f'{outcome:>7}' for outcome in (*OUTCOMES, 'left', 'seconds'))}"]
+    lines = [f"{'':{width}}  {'  '.join(f'{outcome:>7}' for outcome in (*OUTCOMES, 'left', 'of', 'seconds'))}"]
     for name, of_file in sorted(by_file.items()):
         rest = left.get(name, 0)
         words = "all" if rest is None else str(rest)
-        lines.append(f"{name:{width}}  {_count(of_file)}  {words:>7}  {sum(case.seconds for case in of_file):7.1f}")
-    lines.append(f"{'all':{width}}  {_count(cases)}  {sum(x or 0 for x in left.values()):7}")
+        total, seconds = totals.get(name), sum(case.seconds for case in of_file)
+        lines.append(f"{name:{width}}  {_count(of_file)}  {words:>7}  {total or '?':>7}  {seconds:7.1f}")
+    sums = [sum(x or 0 for x in of_all.values()) for of_all in (left, totals)]
+    lines.append(f"{'all':{width}}  {_count(cases)}  {sums[0]:7}  {sums[1] or '?':>7}")
     for outcome in ("differs", "refused", "skipped"):
         reasons = list(_reasons(cases, outcome))
         lines += ["", outcome, *reasons] if reasons else []
@@ -129,6 +157,35 @@ def table(cases: Iterable[Case], left: Mapping[str, int | None] | None = None) -
             lines += [f"  {count:5}  {reason}" for reason, count in _first_words(failed)]
             lines += [f"         {case.name}: {case.reason}" for case in failed[:_MOST_REASONS]]
     return "\n".join(lines)
+
+
+def markdown(cases: Iterable[Case], totals: Mapping[str, int | None], folders: Iterable[str]) -> str:
+    """A table in Markdown of the counts of the files of folders with these names."""
+    by_file = defaultdict(Counter[str], {name: Counter[str]() for name in totals})
+    for case in cases:
+        by_file[case.file][case.outcome] += 1
+    lines = [
+        "| file | passed | failed | differs | refused | skipped | of |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+    ]
+    for name, counts in sorted(by_file.items()):
+        if name.partition("/")[0] in folders:
+            numbers = " | ".join(str(counts[outcome]) if counts else "" for outcome in OUTCOMES)
+            lines.append(f"| `{name}` | {numbers} | {totals.get(name) or ''} |")
+    return "\n".join(lines)
+
+
+_MARKS = re.compile(r"(<!-- counts of ([^>]*) -->\n).*?(\n<!-- end of counts -->)", re.DOTALL)
+
+
+def fill(page: Path, cases: Iterable[Case], totals: Mapping[str, int | None]) -> None:
+    """Write the tables of a page of Markdown, between the marks that name their folders."""
+    text, cases = page.read_text(), list(cases)
+
+    def filled(marks: re.Match[str]) -> str:
+        return f"{marks[1]}\n{markdown(cases, totals, marks[2].split())}\n{marks[3]}"
+
+    page.write_text(_MARKS.sub(filled, text))
 
 
 def _first_words(failed: list[Case]) -> list[tuple[str, int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,17 +30,49 @@ class Part(NamedTuple):
         return [cases[place] for place in places[self.index :: self.count]]
 
 
+class Before(NamedTuple):
+    """The names of the cases of a file that earlier runs have run: those that failed are run again."""
+
+    done: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, cases: Iterable[tally.Case], file: str) -> Before:
+        found: dict[bool, set[str]] = {False: set(), True: set()}
+        for case in cases:
+            if case.file == file:
+                found[case.outcome == "failed"].add(case.name)
+        return cls(frozenset(found[False]), frozenset(found[True]))
+
+
 class Turns:
     """The cases of one process, and where it writes what they come to."""
 
-    def __init__(self, part: Part, path: Path | None, done: frozenset[tuple[str, str]] = frozenset()) -> None:
+    def __init__(self, part: Part, path: Path | None, every: int = 1, before: Before | None = None) -> None:
         self.part = part
         self.path = path
-        self.done = done  # names of files and cases that have been run before
+        self.every = every
+        self.before = before or Before()
 
-    def chosen(self, cases: list[Any], names: list[str]) -> list[Any]:
-        """The cases that this process could run, of all that there are."""
-        return self.part.of_list(cases)
+    def chosen(self, cases: list[Any], names: list[str], tests: list[str] | None = None) -> list[Any]:
+        """Those that are to be run, of all that there are: what has failed before, and a sample of each test.
+
+        Cases that have been run before count for the sample. `tests` are by case the names of their tests, which are
+        by themselves what is before the first bracket of a case's name.
+        """
+        tests = tests or [name.partition("[")[0] for name in names]
+        order = self.part.of_list([*range(len(cases))])
+        found = [place for place in order if names[place] in self.before.failed]
+        run = self.before.failed | self.before.done
+        counts = Counter(tests[place] for place in order)
+        lacking = {test: -(-count // self.every) for test, count in counts.items()}
+        for place in order:
+            lacking[tests[place]] -= names[place] in run
+        for place in order:
+            if names[place] not in run and lacking[tests[place]] > 0:
+                lacking[tests[place]] -= 1
+                found.append(place)
+        return [cases[place] for place in found]
 
     def of(self, cases: list[Any]) -> Iterator[Any]:
         """Those that it does run, one after the other."""
@@ -48,20 +81,21 @@ class Turns:
     def begin(self, file: str, name: str) -> None:
         tally.append(self.path, tally.Case(file, name, tally.BEGUN))
 
-    def is_done(self, file: str, name: str) -> bool:
-        return (file, name) in self.done
-
 
 class SharedTurns(Turns):
     """Cases of a job that several processes share."""
 
-    def __init__(self, board: Board, job: int, part: Part, path: Path, done: frozenset[tuple[str, str]]) -> None:
-        super().__init__(part, path, done)
+    def __init__(self, board: Board, job: int, part: Part, path: Path, before: Before) -> None:
+        super().__init__(part, path, board.jobs[job].every, before)
         self.board, self.job = board, job
 
-    def chosen(self, cases: list[Any], names: list[str]) -> list[Any]:
-        has = self.board.jobs[self.job].has
-        found = self.part.of_list([case for case, name in zip(cases, names, strict=True) if has(name)])
+    def chosen(self, cases: list[Any], names: list[str], tests: list[str] | None = None) -> list[Any]:
+        job = self.board.jobs[self.job]
+        tests = tests or [name.partition("[")[0] for name in names]
+        own = [place for place, name in enumerate(names) if job.has(name)]
+        of_job = [[of_all[place] for place in own] for of_all in (cases, names, tests)]
+        found = super().chosen(*of_job)
+        tally.append(self.path, tally.Case(job.file, job.load.cases, tally.COUNTED, str(len(own))))
         self.board.count(self.job, len(found))
         return found
 

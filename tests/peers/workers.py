@@ -1,25 +1,31 @@
-"""Several processes on one GPU, which share the cases of all files: each imports once, and goes from file to file.
+"""Several processes on one GPU, which share the cases of all files: each runs cases of one file, and ends.
 
-No case waits for a slow one: a process takes the next case when it has ended one, and the next file when the file has
-no more. Each case is written when it ends, so that little is lost where the time ends, or a process.
+No case waits for a slow one: a process takes the next case when it has ended one, and another process the next file
+when a file has no more. Processes are forks of one that has imported all and never touches the GPU: starting one costs
+a fork and a context, and nothing that a file or its cases leave behind reaches another file. Each case is written when
+it ends, so that little is lost where the time ends, or a process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.peers import tally
 from tests.peers.board import Board
 from tests.peers.files import Job
-from tests.peers.turns import Part, SharedTurns
+from tests.peers.turns import Before, Part, SharedTurns
 
 _WAIT_S = 0.1
 _REPORT_S = 10.0
@@ -27,6 +33,8 @@ _START_S = 120.0  # for imports, and to collect a file
 _GRACE_S = 15.0  # for cases that run when the time has ended
 _ENDED, _LOST = 0, 86  # exit statuses: no more for this folder; a GPU that can do no more (plugin.LOST)
 _PYTEST_ENDED = (0, 1, 5)  # passed, failed, no cases
+_NOT_INITIALIZED = 3  # CUDA's error of a program that has not begun to use it, and can be forked
+_ALL = range(sys.maxsize)  # processes
 _MOST_FAILURES = 8  # processes of a folder that end by themselves
 
 
@@ -35,49 +43,68 @@ class Plan(NamedTuple):
 
     work: Path  # the folder of what cases came to, and of what the processes print
     part: Part
-    every: int
     arguments: list[str]
+    first: int = 0  # the number of the first process; lower ones are those of earlier runs
 
 
 # --- a worker -----------------------------------------------------------------------------------------
 
 
-def work(folder: Path, number: int, board: Board, plan: Plan) -> None:
-    """Run cases of the files of a folder until there are none: what a process does."""
+def work(folder: Path, number: int, board: Board, plan: Plan, befores: Mapping[str, Before]) -> None:
+    """Run cases of a file of a folder until it has no more: what a process does."""
     log = os.open(plan.work / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    from tests.peers import session  # imports what takes seconds
+    job = board.join(str(folder), number)
+    if job is None:
+        return
+    from tests.peers import session
 
-    session.prepare(folder)
-    path = _tally(plan.work, number, folder)
-    done = frozenset((x.file, x.name) for x in _cases(plan.work, folder) if x.outcome != "failed")
-    while (job := board.join(str(folder), number)) is not None:
-        file, turns = board.jobs[job].file, SharedTurns(board, job, plan.part, path, done)
-        try:
-            status = session.run_file(folder, file, turns, plan.every, plan.arguments)
-            if status not in _PYTEST_ENDED:
-                tally.append(path, tally.Case(file, "", "failed", f"pytest ended with {status} (see {number}.log)"))
-        except BaseException:
-            traceback.print_exc()
-            tally.append(path, tally.Case(file, "", "failed", traceback.format_exc().strip().splitlines()[-1][:200]))
-        finally:
-            if board.state(job).count is None:
-                board.count(job, 0)  # it cannot be collected
-            board.leave(number)
+    path, file = _tally(plan.work, number, folder), board.jobs[job].file
+    try:
+        session.prepare(folder)
+        turns = SharedTurns(board, job, plan.part, path, befores[board.jobs[job].name])
+        status = session.run_file(folder, file, turns, plan.arguments)
+        if status not in _PYTEST_ENDED:
+            tally.append(path, tally.Case(file, "", "failed", f"pytest ended with {status} (see {number}.log)"))
+    except BaseException:
+        traceback.print_exc()
+        tally.append(path, tally.Case(file, "", "failed", traceback.format_exc().strip().splitlines()[-1][:200]))
+    finally:
+        if board.state(job).count is None:
+            board.count(job, 0)  # it cannot be collected
+        board.leave(number)
 
 
 def _tally(work: Path, number: int, folder: Path) -> Path:
     return work / f"{number}-{folder.name}.jsonl"
 
 
-def _cases(work: Path, folder: Path) -> list[tally.Case]:
+def _paths(work: Path, folder: Path, numbers: Container[int]) -> list[Path]:
+    """What processes with these numbers have written, in their order."""
+    numbered = {path: int(path.name.partition("-")[0]) for path in work.glob(f"*-{folder.name}.jsonl")}
+    return sorted((path for path, number in numbered.items() if number in numbers), key=lambda path: numbered[path])
+
+
+def _cases(work: Path, folder: Path, numbers: Container[int] = _ALL) -> list[tally.Case]:
     """What the cases of a folder came to in the end, those of the last processes last."""
-    paths = sorted(work.glob(f"*-{folder.name}.jsonl"), key=lambda path: int(path.name.partition("-")[0]))
+    paths = _paths(work, folder, numbers)
     return [*{(case.file, case.name): case for path in paths for case in tally.read(path)}.values()]
 
 
 # --- those who start them -----------------------------------------------------------------------------
+
+
+def _context() -> Any:
+    """How processes start: by a fork, once all is imported; as programs of their own if that has touched the GPU."""
+    for name in ("cupy", "triton", "tests.peers.session"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    try:
+        is_begun = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
+    except OSError:
+        is_begun = False  # no GPU
+    return multiprocessing.get_context("spawn" if is_begun else "fork")
 
 
 class _Worker:
@@ -100,14 +127,17 @@ class Workers:
     """The processes, and the table of what they have done so far."""
 
     def __init__(self, jobs: Sequence[Job], count: int, seconds: float, limit: float, plan: Plan, report: Path | None):
-        self.context = multiprocessing.get_context("spawn")
+        self.jobs = tuple(jobs)
         os.environ.setdefault("PYTHONHASHSEED", "0")  # every process must list the same cases
-        self.board = Board(jobs, self.context, time.monotonic() + seconds)
-        self.count, self.limit, self.plan, self.report = count, limit, plan, report
+        self.numbers = 1 + max((int(path.stem) for path in plan.work.glob("*.log")), default=-1)
+        self.count, self.limit, self.report = count, limit, report
+        self.plan = plan._replace(first=self.numbers)
+        self.context = _context() if seconds > 0 else multiprocessing.get_context("spawn")
+        self.befores = dict[str, Before]()
+        self.board = Board(self._ranked(jobs), self.context, time.monotonic() + seconds)
         self.folders = list(dict.fromkeys(job.folder for job in jobs))
         self.workers: list[_Worker] = []
         self.failures = Counter[Path]()
-        self.numbers = 1 + max((int(path.stem) for path in plan.work.glob("*.log")), default=-1)
         self.begin = self.reported = time.monotonic()
         self.said: set[int] = set()
 
@@ -129,24 +159,52 @@ class Workers:
         self._say()
         return self.cases()
 
-    def cases(self) -> list[tally.Case]:
+    def _ranked(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs in their order: with failures of earlier runs, not begun yet, and others that lack cases."""
+        found, totals = [], tally.counted(self._paths(jobs))
+        cases = {folder: _cases(self.plan.work, folder) for folder in {job.folder for job in jobs}}
+        for job in jobs:
+            before = self.befores[job.name] = Before.of(cases[job.folder], job.file)
+            done, failed = (sum(map(job.has, names)) for names in before)
+            total = totals.get((job.name, job.load.cases))
+            if failed or total is None or done < total / job.every:
+                found.append(job._replace(rank=2 if failed else int(not done)))
+        return found
+
+    def _paths(self, jobs: Sequence[Job]) -> dict[str, list[Path]]:
+        """What has been written about each folder, by its name."""
+        return {folder.name: _paths(self.plan.work, folder, _ALL) for folder in {job.folder for job in jobs}}
+
+    def cases(self, numbers: Container[int] = _ALL) -> list[tally.Case]:
         """What has come to its end, by the names of folder and file."""
-        names = {job.name for job in self.board.jobs}
-        cases = [
-            case._replace(file=f"{x.name}/{case.file}") for x in self.folders for case in _cases(self.plan.work, x)
+        names = {job.name for job in self.jobs}
+        return [
+            case._replace(file=f"{folder.name}/{case.file}")
+            for folder in self.folders
+            for case in _cases(self.plan.work, folder, numbers)
+            if f"{folder.name}/{case.file}" in names
         ]
-        return [case for case in cases if case.file in names]
 
     def left(self) -> dict[str, int | None]:
-        """How many cases of each file have not been run, None where nobody has counted them."""
-        cases, counts = Counter(case.file for case in self.cases() if case.name), dict[str, int | None]()
+        """How many cases of each file should have been run and have not, None where nobody has counted them."""
+        new = self.cases(range(self.plan.first, sys.maxsize))
+        cases, counts = Counter(case.file for case in new if case.name), dict[str, int | None]()
+        counts.update((job.name, 0) for job in self.jobs)
         for number, job in enumerate(self.board.jobs):
-            before, count = counts.get(job.name, 0), self.board.state(number).count
+            before, count = counts[job.name], self.board.state(number).count
             counts[job.name] = None if before is None or count is None else before + count
         return {name: None if count is None else max(count - cases[name], 0) for name, count in counts.items()}
 
     def table(self) -> str:
-        return tally.table(self.cases(), self.left())
+        return tally.table(self.cases(), self.left(), self.totals())
+
+    def totals(self) -> dict[str, int | None]:
+        """How many cases each file has, None where not all of them have been counted."""
+        found, totals = dict[str, int | None](), tally.counted(self._paths(self.jobs))
+        for job in self.jobs:
+            before, count = found.get(job.name, 0), totals.get((job.name, job.load.cases))
+            found[job.name] = None if before is None or count is None else before + count
+        return found
 
     def _use(self, folder: Path) -> float:
         """The seconds that are left for each process of a folder if there is one more, 0 if that is of no use."""
@@ -165,7 +223,7 @@ class Workers:
             return False
         number = self.numbers
         self.numbers += 1
-        process = self.context.Process(target=work, args=(folder, number, self.board, self.plan))
+        process = self.context.Process(target=work, args=(folder, number, self.board, self.plan, self.befores))
         process.start()
         self.workers.append(_Worker(folder, number, process, _tally(self.plan.work, number, folder)))
         return True
@@ -174,11 +232,12 @@ class Workers:
         """Whether a process has ended, or takes too long in a case and is ended here; its case has failed then."""
         status, why = worker.process.exitcode, ""
         if status is None:
-            if not worker.is_late(self.limit):
+            limit = self.board.limit(worker.number, self.limit)
+            if not worker.is_late(limit):
                 return False
             worker.process.kill()
             worker.process.join()
-            why = f"stopped after {self.limit:.0f} s"
+            why = f"stopped after {limit:.0f} s"
         elif status not in (_ENDED, _LOST):
             why = f"the process ended with {status}"
         if why:

@@ -183,17 +183,25 @@ def merge_attn_states(
 ) -> None:
     """`cukern.merge_attention_states` into `output` [tokens, heads, head_dim] and `output_lse` [heads, tokens].
 
-    Tokens from `prefill_tokens_with_context` on have no prefix: a copy of `prefix_lse` says so. Refused:
-    `output_scale`.
+    Tokens from `prefill_tokens_with_context` on have the output and the log-sum-exp of the suffix, whatever these are,
+    by a copy. With `output_scale`, float32 of one element, `output` is float8_e4m3fn: a second kernel quantizes what
+    is merged in the dtype of the two sides.
     """
-    unless_default("merge_attn_states", None, output_scale=output_scale)
-    lse: Any = prefix_lse
-    if prefill_tokens_with_context is not None and prefill_tokens_with_context < output.shape[0]:
-        lse = lse.clone()
-        lse[:, prefill_tokens_with_context:] = -torch.inf
-    merged = torch.empty_like(lse) if output_lse is None else output_lse
-    sides = prefix_output, lse, suffix_output, suffix_lse
-    cukern.merge_attention_states(*sides, lse_heads_first=True, out=(output, merged))
+    tokens = suffix_output.shape[0]
+    merged: Any = output if output_scale is None else torch.empty_like(suffix_output)
+    lse: Any = torch.empty_like(suffix_lse) if output_lse is None else output_lse
+    first = tokens if prefill_tokens_with_context is None else min(prefill_tokens_with_context, tokens)
+    rest: Any = suffix_output[first:]
+    if first < tokens and merged.data_ptr() == suffix_output.data_ptr():
+        rest = rest.clone()
+    sides = prefix_output, prefix_lse, suffix_output, suffix_lse
+    cukern.merge_attention_states(*sides, lse_heads_first=True, out=(merged, lse))
+    if first < tokens:
+        merged[first:] = rest
+        if output_lse is not None:
+            lse[:, first:] = suffix_lse[:, first:]
+    if output_scale is not None:
+        cukern.scaled_fp8_quant(merged, output_scale, output=output)
 
 
 # --- norms and quantization ---------------------------------------------------------------------------
