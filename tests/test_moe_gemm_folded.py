@@ -384,7 +384,9 @@ def compare(x: dict[str, Any], is_row: Any, whole: bool = True) -> None:
         assert run(given, expected_m=hint, out=out) is out
         got = to_numpy(out)
         assert np.isnan(got[~is_row].astype(np.float32)).all()
-        same_bits(to_numpy(run(given, expected_m=hint))[is_row], got[is_row])
+        # Only rows that are written are copied to the host.
+        of_its_own = run(given, expected_m=hint).view(np.uint16)[on_gpu(is_row)]
+        same_bits(to_numpy(of_its_own), got[is_row].view(np.uint16))
         if whole and "activation" not in x:
             same_bits(got[is_row], want[is_row])
         elif is_row.any():
