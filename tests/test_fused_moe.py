@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -36,8 +35,9 @@ from cukern.fused_moe.combinations import EXPERTS, PREPARE_FINALIZE
 from cukern.fused_moe.example import Layer, quantize_weights, random_layer
 from cukern.reference import fused_moe as twin
 from cukern.reference.moe_gemm import values_of_b
-from cukern.runtime import arrays, kernel, plan
+from cukern.runtime import arrays, kernel
 from cukern.runtime.activation import ACTIVATIONS
+from cukern.runtime.op import forget_plans
 from cukern.testing import assert_matches
 from tests.buffers import same_bits, to_numpy
 from tests.test_fused_moe_combinations import PLACES, as_tensor, compare, places
@@ -984,13 +984,21 @@ def test_few_launches_and_no_waiting(
     layer = cuda(small(rng, quantization, tokens=1))
     call(layer)
     launched = []
-    driver = plan.driver
+    launcher = kernel.Variant.launcher
 
-    def counted(*sizes: int) -> None:
-        launched.append(sizes)
-        driver.launchKernel(*sizes)
+    def counting(variant: kernel.Variant, device: int) -> Callable[..., None]:
+        launch = launcher(variant, device)
 
-    monkeypatch.setattr(plan, "driver", SimpleNamespace(launchKernel=counted))
+        def counted(*sizes: int) -> None:
+            launched.append(sizes)
+            launch(*sizes)
+
+        return counted
+
+    monkeypatch.setattr(kernel.Variant, "launcher", counting)
+    forget_plans()  # a plan keeps what it launches with
+    call(layer)
+    launched.clear()
     torch.cuda.set_sync_debug_mode("error")
     try:
         call(layer)

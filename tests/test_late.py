@@ -100,18 +100,16 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library, "current_device", lambda: 0)
     monkeypatch.setattr(library, "stream", lambda device: 0)
     monkeypatch.setattr(library, "quick", arrays.Quick(torch.Tensor.data_ptr, lambda: 0, lambda device: 0))
-    nothing = SimpleNamespace(
-        launchKernel=lambda *sizes: None, memsetAsync=lambda *sizes: None, setDevice=lambda device: None
-    )
+    nothing = SimpleNamespace(memsetAsync=lambda *sizes: None, setDevice=lambda device: None)
     for name, value in (
         ("runtime", nothing),
-        ("driver", nothing),
         ("current_device", lambda device: nullcontext()),
         ("encode", lambda *sizes: bytes(TENSOR_MAP_BYTES)),
         ("_thread", threading.local()),
     ):
         monkeypatch.setattr(plan, name, value)
     monkeypatch.setattr(Variant, "load", lambda self, device: 1)
+    monkeypatch.setattr(Variant, "launcher", lambda self, device: lambda *sizes: None)
     forget_plans()
     yield
     forget_plans()

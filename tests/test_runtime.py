@@ -961,7 +961,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     monkeypatch.setattr(kernel, "runtime", fake)
     monkeypatch.setattr(gpu, "runtime", fake)
     monkeypatch.setattr(plan, "runtime", fake)
-    monkeypatch.setattr(plan, "driver", fake)
+    monkeypatch.setattr(kernel.Variant, "launcher", lambda self, device: fake.launchKernel)
     monkeypatch.setattr(plan, "current_device", fake.current_device)
     monkeypatch.setattr(plan, "_thread", threading.local())
     monkeypatch.setattr(kernel.Variant, "load", lambda self, device: 100 + device)

@@ -17,6 +17,7 @@
 // top-k of as many candidates alone.
 #include "beam_search/beams.cuh"
 #include "beam_search/merge.cuh"
+#include "common/overlap.cuh"
 
 constexpr int MAX_ENDS = 8;
 
@@ -195,6 +196,7 @@ __device__ __forceinline__ Found find_moment(const StepParams& p) {
 
 template <int GROUPS, bool LATE = false>
 __global__ void __launch_bounds__(THREADS, 2) beam_step(const __grid_constant__ StepParams p) {
+    begin_behind_earlier_kernels();
     __shared__ Selection<GROUPS> s;
     __shared__ Key sorted[MAX_K];
     __shared__ Exchange shared;

@@ -11,6 +11,7 @@
 // Speed of light: latency, of one dependent load from shared memory per step: 128 steps of 32 batch entries of 4 beams
 // take 6.5 us on an H200, where the bytes alone would take less than a launch does.
 #include "beam_search/beams.cuh"
+#include "common/overlap.cuh"
 
 struct TreeParams {
     const int* ids;      // [steps, batch, beams]
@@ -30,6 +31,7 @@ constexpr int THREADS = 128;
 static_assert(MAX_BEAMS <= THREADS, "a thread per beam");
 
 template <int ENTRIES> __global__ void __launch_bounds__(THREADS) gather_tree(const __grid_constant__ TreeParams p) {
+    begin_behind_earlier_kernels();
     __shared__ int ids[ENTRIES], parents[ENTRIES];
     __shared__ int ended_at[MAX_BEAMS];
     const int b = blockIdx.x, j = threadIdx.x, beams = p.beams;

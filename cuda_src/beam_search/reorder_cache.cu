@@ -12,6 +12,7 @@
 // bfloat16 take 30 us, the bandwidth of a copy: of random parents some are read twice, the second time from L2, and
 // others not at all.
 #include "beam_search/beams.cuh"
+#include "common/overlap.cuh"
 #include "common/units.cuh"
 
 struct CacheParams {
@@ -66,6 +67,7 @@ template <int WIDTH> __device__ __forceinline__ void copy_tile(const CacheParams
 
 template <int WIDTH, bool LATE = false>
 __global__ void __launch_bounds__(THREADS) reorder_cache(const __grid_constant__ CacheParams p) {
+    begin_behind_earlier_kernels();
     if constexpr (LATE) {
         const int steps = min(max(*p.step, 0), p.steps);
         const unsigned blocks = 2u * unsigned(steps) * p.batch * p.tiles;

@@ -14,6 +14,7 @@
 // copy. For one request of 4 beams of 32000 the bound is latency, of two launches and in each a chain of a load, a
 // bound, a list and its ranks: 5.1 us.
 #include "beam_search/selection.cuh"
+#include "common/overlap.cuh"
 
 constexpr int LOADS = 8; // 16-byte loads of a thread in flight
 
@@ -116,6 +117,7 @@ template <typename T> struct Chunk {
 
 template <typename T, int GROUPS>
 __global__ void __launch_bounds__(THREADS, 4) topk_chunks(const __grid_constant__ ChunkParams p) {
+    begin_behind_earlier_kernels();
     __shared__ Selection<GROUPS> s;
     s.start();
     const Chunk<T> chunk(p);

@@ -13,6 +13,7 @@
 // chain: a load of the maxima, a bound, a load of what reaches it, the ranks. topk_chunks.cu has the time of both
 // stages.
 #include "beam_search/merge.cuh"
+#include "common/overlap.cuh"
 
 struct MergeParams {
     const Key* lists; // [rows, count, k]
@@ -26,6 +27,7 @@ struct MergeParams {
 };
 
 template <int GROUPS> __global__ void __launch_bounds__(THREADS, 4) topk_merge(const __grid_constant__ MergeParams p) {
+    begin_behind_earlier_kernels();
     __shared__ Selection<GROUPS> s;
     __shared__ Key sorted[MAX_K];
     const long long row = blockIdx.x;

@@ -10,6 +10,7 @@
 // Speed of light: `partial` is read once from L2, where the splits have just written it: at most 256 KB per row. The
 // launch and two dependent loads are the bound; the 68% of a copy that decoder_attention.cu names for one sequence
 // include them.
+#include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoder_attention/softmax.cuh"
 
@@ -23,6 +24,7 @@ struct CombineParams {
 };
 
 template <typename T> __global__ __launch_bounds__(256) void combine(const __grid_constant__ CombineParams p) {
+    begin_behind_earlier_kernels();
     const int row = blockIdx.x, element = threadIdx.x, lane = threadIdx.x % 32;
     const long long split_stride = (long long)p.rows * p.dim;
     const float* partial = p.partial + (long long)row * p.dim + min(element, p.dim - 1);

@@ -25,6 +25,7 @@
 // is left is latency: each block fills its table with zeros, or with what the masks say, then goes through the chain of
 // the length, the sequence, the atomics and the marked logits; 14 us for these rows.
 #include "common/numeric.cuh"
+#include "common/overlap.cuh"
 #include "decoding/pack.cuh"
 #include "decoding/words.cuh"
 
@@ -284,6 +285,7 @@ template <typename T, int WIDTH, int THREADS, int TOKENS> struct Logits {
 
 template <typename T, int WIDTH, int THREADS, int TOKENS, bool COUNTED, bool WHOLE>
 __global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant__ PenaltyParams p) {
+    begin_behind_earlier_kernels();
     static_assert(COUNTED || WHOLE, "nothing to do");
     const Slice<TOKENS> slice(p);
     const T* logits = static_cast<const T*>(p.logits) + slice.row * p.row_stride + slice.base;

@@ -10,6 +10,7 @@
 //
 // Speed of light: the latency of a launch, for a few numbers per sequence; with SORTED memory, 4 bytes written per
 // token of the vocabulary and none read.
+#include "common/overlap.cuh"
 
 struct DecodingInitParams {
     const int* start_ids;    // [batch]
@@ -26,6 +27,7 @@ struct DecodingInitParams {
 
 template <int THREADS, int ITEMS, bool SORTED>
 __global__ void __launch_bounds__(THREADS) decoding_init(const __grid_constant__ DecodingInitParams p) {
+    begin_behind_earlier_kernels();
     int row = blockIdx.x * THREADS + threadIdx.x;
     bool starts = row < p.batch;
     if constexpr (SORTED) {

@@ -6,6 +6,7 @@
 //
 // Speed of light: the latency of a launch and of a chain of dependent loads: the length, the ends of a word, its tokens
 // and those of the sequence, of which nearly all words differ in the first that is compared.
+#include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoding/words.cuh"
 
@@ -24,6 +25,7 @@ struct StopWordsParams {
 template <int WARPS_PER_BLOCK>
 __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32)
     stop_words_criterion(const __grid_constant__ StopWordsParams p) {
+    begin_behind_earlier_kernels();
     const int row = blockIdx.x * WARPS_PER_BLOCK + threadIdx.x / 32;
     if (row >= p.batch) return;
     const int* sequence = p.output_ids + row * p.ids_row_stride;

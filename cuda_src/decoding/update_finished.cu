@@ -5,6 +5,7 @@
 // Grid: a thread per sequence.
 //
 // Speed of light: the latency of a launch and of two dependent loads; the bytes are few.
+#include "common/overlap.cuh"
 
 struct UpdateFinishedParams {
     const int* word_ids;     // [batch]
@@ -16,6 +17,7 @@ struct UpdateFinishedParams {
 
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS) update_finished(const __grid_constant__ UpdateFinishedParams p) {
+    begin_behind_earlier_kernels();
     const int row = blockIdx.x * THREADS + threadIdx.x;
     if (row >= p.batch || p.finished[row]) return;
     p.sequence_length[row] += 1;

@@ -12,6 +12,7 @@
 // Speed of light: memory, each logit read once and written once (the bias stays in L2). On an H200 64 rows of 128256
 // float32 take 19 us, 83% of the bandwidth of a copy.
 #include "common/numeric.cuh"
+#include "common/overlap.cuh"
 #include "decoding/pack.cuh"
 
 template <typename T> constexpr float LARGEST = LARGEST_FLOAT;
@@ -32,6 +33,7 @@ struct UpdateLogitsParams {
 
 template <typename T, int WIDTH, int THREADS, int PACKS>
 __global__ void __launch_bounds__(THREADS) update_logits(const __grid_constant__ UpdateLogitsParams p) {
+    begin_behind_earlier_kernels();
     using Packed = Pack<T, WIDTH>;
     using Raw = RawPack<T, WIDTH>;
     const int row = blockIdx.x / p.slices;

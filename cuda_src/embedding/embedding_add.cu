@@ -13,10 +13,12 @@
 // an H200 8192 rows of 4096 bfloat16 take 39 us, 81% of the bandwidth of a copy; rows of 1024 take 12 us, 65% of it.
 // For 64 rows the bound is latency, of a launch and two dependent loads, the index and the row: 2.5 us.
 #include "common/numeric.cuh"
+#include "common/overlap.cuh"
 #include "embedding/rows.cuh"
 
 template <typename T, int WIDTH>
 __global__ __launch_bounds__(THREADS) void embedding_add(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     using Load = typename UnitOf<WIDTH>::Type;
     constexpr int COUNT = WIDTH / sizeof(T);
     const Part part(p);

@@ -18,6 +18,7 @@
 // Speed of light: memory, each row read once and written once. An H200 reaches 77% of the bandwidth of a copy at 8192
 // tokens of 8 heads of 128 in bfloat16, 60% where sequences begin anywhere in the batch, 65% with an FP8 cache. A
 // decoding step of 64 tokens takes 5.0 us: all its values are written by elements.
+#include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "kv_cache/format.cuh"
 
@@ -282,6 +283,7 @@ __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int fir
 template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
 __global__ void __launch_bounds__(WARPS * 32, ALIGNED&& FORMAT == SAME && PARTS == 1 ? 32 / WARPS : 1)
     store_blocks(const __grid_constant__ StoreBlocksParams p) {
+    begin_behind_earlier_kernels();
     const int first = int(blockIdx.x / PARTS) * WINDOW, part = blockIdx.x % PARTS;
     if (blockIdx.z == 0)
         store_keys<T, FORMAT, ALIGNED, WARPS, PARTS>(p, first, part);

@@ -16,6 +16,7 @@
 // with 128 heads (399 us) and 43 % with 64 (212 us), where attend_wgmma takes 462 and 242. With 2048 indices for each
 // of 64 queries: 8 bits 37 % with 128 heads (120.5 us) and 29 % with 64 (78.3 us), where attend_wgmma takes 130.3 and
 // 83.3; 16 bits 53 % with 128 heads (84.7 us) and 53 % with 64 (65.7 us), where attend_wgmma takes 142.0 and 91.3.
+#include "common/overlap.cuh"
 #include "mla_decode/two_loaders_convert.cuh"
 #include "mla_decode/two_loaders_gather.cuh"
 #include "mla_decode/two_loaders_shared.cuh"
@@ -40,6 +41,7 @@ template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared
 template <typename T, bool FP8, bool GATHER>
 __global__ __launch_bounds__(TWO_LOADERS_THREADS,
                              1) void attend_two_loaders(const __grid_constant__ WgmmaParams params) {
+    begin_behind_earlier_kernels();
 #if HAS_WGMMA
     static_assert(FP8 || GATHER, "TMA copies the rest");
     // Registers of a thread: the launch gives 128 to each, of which those that load leave most to the others.

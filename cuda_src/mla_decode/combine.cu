@@ -14,6 +14,7 @@
 // Bound by latency: the plan, the lse of all visits and their sums are read one after the other. Launched twice, it makes a
 // call longer on an H200 by 6.7 us for one sequence of 8192 tokens with 128 heads, by 5.1 us for one of 16384 with 16, and
 // by 8.6 us for 128 sequences of all lengths with 128 heads.
+#include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"
 #include "mla_decode/rows.cuh"
@@ -105,6 +106,7 @@ __device__ __forceinline__ void write_row(const Params& p, const Visit& visit, i
 
 template <typename T, int DIM_V, int TEAM, int EACH>
 __global__ __launch_bounds__(256, 2) void combine_parts(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     constexpr int WARPS = 8, BATCH = EACH == 1 ? 9 : TEAM == 1 ? 2 : 3; // visits on their way at once
     static_assert(TEAM == 1 || TEAM == WARPS, "");
     __shared__ float4 found[TEAM == 1 ? 1 : WARPS][EACH * 32];

@@ -13,12 +13,14 @@
 //
 // Bound by the latency of the chain: on an H200 3.3 us for 1 sequence, 4.2 us for 128 and 5.8 us for 1024 (6.3 us and
 // 52.4 us by the sequences), where an empty kernel takes 0.5 us.
+#include "common/overlap.cuh"
 #include "mla_decode/plan_by_parts.cuh"
 #include "mla_decode/plan_by_sequences.cuh"
 
 // EXTRA: with a second cache, or with numbers of the indices that count.
 template <int PLAN_THREADS = 256, bool EXTRA = false>
 __global__ __launch_bounds__(PLAN_THREADS, 1) void plan_parts(const __grid_constant__ PlanParams p) {
+    begin_behind_earlier_kernels();
     extern __shared__ __align__(16) char shared[];
     if (p.sequences == 0) {
         for (int i = threadIdx.x; i < p.parts * 8; i += PLAN_THREADS) p.metadata[i] = 0;

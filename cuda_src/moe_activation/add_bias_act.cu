@@ -17,6 +17,7 @@
 //
 // Speed of light: memory. Two elements are moved per result, one read and one written, for some ten to thirty flops.
 #include "common/activation.cuh"
+#include "common/overlap.cuh"
 #include "common/units.cuh"
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
@@ -50,6 +51,7 @@ template <typename T, int ACTIVATION> __device__ __forceinline__ float activated
 
 template <typename T, int ACTIVATION, int BYTES, int ROWS>
 __global__ void __launch_bounds__(256) add_bias_act(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     constexpr int EACH = BYTES / int(sizeof(T));
     const int tile_row = p.by_threads.quotient(threadIdx.x);
     const int row = (blockIdx.x * p.tile_rows + tile_row) * ROWS;

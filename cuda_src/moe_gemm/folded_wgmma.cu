@@ -28,6 +28,7 @@
 // Speed of light: the bytes of the weights, then 2 * rows * n * k operations at twice the rate of bfloat16. On an H200,
 // 8 experts of 1024 rows, n = 4096 and k = 7168: 461 us, 1043 TFLOP/s, where FP8 weights with scales of blocks take 352
 // us; 256 experts of 8 rows: 1.01 ms, whose bytes take 0.83.
+#include "common/overlap.cuh"
 #include "moe_gemm/folded_load.cuh"
 #include "moe_gemm/folded_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
@@ -245,6 +246,7 @@ __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, 
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
 __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_folded_wgmma(const __grid_constant__ MappedGemmParams p) {
+    begin_behind_earlier_kernels();
 #if HAS_WGMMA
     using Layout = FoldedLayout<TOKENS, STAGES, CLUSTER>;
     using Shared = typename Layout::Shared;

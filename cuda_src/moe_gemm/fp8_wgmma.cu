@@ -32,6 +32,7 @@
 // reach 56%, in 33 us. 32 groups of random routing around 256 rows take 429 us with tails and 493 without (437 and 547
 // with odd tiles in one deal with all others); around 1024 rows, with n = 7168 and k = 2048, 826 and 830.
 #include "common/fp8.cuh"
+#include "common/overlap.cuh"
 #include "moe_gemm/fp8_scales.cuh"
 #include "moe_gemm/fp8_store.cuh"
 #include "moe_gemm/fp8_tiles.cuh"
@@ -299,6 +300,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
+    begin_behind_earlier_kernels();
 #if HAS_WGMMA
     using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.

@@ -23,6 +23,7 @@
 // and 54% in NVFP4, whose conversion takes instructions. 8 x 1024 rows reach 64% of the tensor cores' floor in bfloat16
 // (every operand passes through registers, unlike those of wgmma.cu), 23% in FP8, which is multiplied as float16, 35%
 // in MXFP4 and 34% in NVFP4.
+#include "common/overlap.cuh"
 #include "moe_gemm/mma_fp4.cuh"
 #include "moe_gemm/mma_ldmatrix.cuh"
 #include "moe_gemm/mma_store.cuh"
@@ -53,6 +54,7 @@ template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int 
           int BLOCKS, int ACTIVATION, bool BLOCK_SCALES>
 __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
                              BLOCKS) void gemm_mma(const __grid_constant__ GemmParams p) {
+    begin_behind_earlier_kernels();
     using Block = MmaBlock<TOKENS, WEIGHTS, TOKEN_WARPS, WEIGHT_WARPS, STEP, STAGES, ACTIVATION>;
     using Form = typename MmaFormOf<T, FORMAT, BLOCK_SCALES, Block>::Type;
     extern __shared__ __align__(1024) char shared[];

@@ -2,6 +2,7 @@
 //
 // Grid: blocks of PREPARE_THREADS threads over all words of prepared numbers, of 8 numbers of a lane each, from unit to
 // unit. Lanes 4 g of a unit also convert the scales of row g.
+#include "common/overlap.cuh"
 #include "moe_gemm/fp4_words.cuh"
 
 // Scale `byte` of e4m3 with its sign removed, as 5 bits of exponent (bias 16) and 3 of mantissa; 0 stays 0.
@@ -16,6 +17,7 @@ __device__ __forceinline__ unsigned widen_scale(unsigned byte) {
 // FORMAT: MXFP4 or NVFP4.
 template <int FORMAT>
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare_weights(const __grid_constant__ PrepareParams p) {
+    begin_behind_earlier_kernels();
     constexpr int GROUP = FORMAT == MXFP4 ? 32 : 16, SCALES = 32 / GROUP; // scales of a word
     const WordPlace at(p.k);
     if (at.unit >= p.units) return;

@@ -2,10 +2,12 @@
 //
 // Grid: a block of FOLDED_THREADS threads for every 8 rows. Warp w finds the largest scale of row w; then each thread
 // makes every FOLDED_THREADS-th word of the numbers, and the lanes 4 g of a unit the word of row g.
+#include "common/overlap.cuh"
 #include "moe_gemm/folded_prepared.cuh"
 
 template <int THREADS = FOLDED_THREADS>
 __global__ __launch_bounds__(THREADS) void prepare_folded(const __grid_constant__ FoldedParams p) {
+    begin_behind_earlier_kernels();
     static_assert(THREADS / 32 == FOLDED_ROWS, "");
     __shared__ int exponents[FOLDED_ROWS];
     const int warp = threadIdx.x / 32, groups = p.k / FOLDED_GROUP;

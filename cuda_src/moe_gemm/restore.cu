@@ -1,4 +1,5 @@
 // The reverse of prepare.cu: weights of 4 bits and their scales from what gemm_fp4_wgmma takes. The grid is the same.
+#include "common/overlap.cuh"
 #include "moe_gemm/fp4_words.cuh"
 
 // A scale of prepared weights, as widen_scale of prepare.cu makes it, as e4m3.
@@ -11,6 +12,7 @@ __device__ __forceinline__ unsigned narrow_scale(unsigned wide) {
 // FORMAT: MXFP4 or NVFP4.
 template <int FORMAT>
 __global__ __launch_bounds__(PREPARE_THREADS) void restore_weights(const __grid_constant__ PrepareParams p) {
+    begin_behind_earlier_kernels();
     constexpr int GROUP = FORMAT == MXFP4 ? 32 : 16, SCALES = 32 / GROUP;
     const WordPlace at(p.k);
     if (at.unit >= p.units || at.first >= p.k) return;

@@ -1,10 +1,12 @@
 // The reverse of prepare_folded.cu: MXFP4 weights and their scales from what gemm_folded_wgmma takes.
 //
 // Grid: a block of FOLDED_THREADS threads for every 8 rows, each of which has every FOLDED_THREADS-th word.
+#include "common/overlap.cuh"
 #include "moe_gemm/folded_prepared.cuh"
 
 template <int THREADS = FOLDED_THREADS>
 __global__ __launch_bounds__(THREADS) void restore_folded(const __grid_constant__ FoldedParams p) {
+    begin_behind_earlier_kernels();
     const int groups = p.k / FOLDED_GROUP, units = (p.k + FOLDED_K - 1) / FOLDED_K;
     for (long long i = threadIdx.x; i < (long long)units * FOLDED_WORDS; i += THREADS) {
         const int in = int(i % FOLDED_WORDS), unit = int(i / FOLDED_WORDS);

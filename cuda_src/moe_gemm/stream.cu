@@ -27,6 +27,7 @@
 #include "common/fp8.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
+#include "common/overlap.cuh"
 #include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
 
@@ -185,6 +186,7 @@ struct Diagonal {
 template <typename T, int FORMAT, bool BLOCK_SCALES, int TOKENS, int ACTIVATION, int PAIRS, int WARPS, int LOADS,
           int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_constant__ GemmParams p) {
+    begin_behind_earlier_kernels();
     using Task = StreamTask<ACTIVATION>;
     using Units = typename UnitsOf<T, FORMAT, BLOCK_SCALES, Task>::Type;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -10,6 +10,7 @@
 //
 // Speed of light: the bytes of the weights, n * k numbers. Where all blocks fit the GPU together, as those of 20 MB do,
 // all loads are under way at once, and their latency is paid once.
+#include "common/overlap.cuh"
 #include "moe_gemm/groups.cuh"
 #include "moe_gemm/stream_rows.cuh"
 
@@ -19,6 +20,7 @@ constexpr int ONE_WARPS = 4;
 // each row that a lane has under way. SPLIT: warps that share a row. BLOCKS: blocks that fit a multiprocessor.
 template <typename T, int TOKENS, int ACTIVATION, int PAIRS, int LOADS, int SPLIT, int BLOCKS>
 __global__ __launch_bounds__(ONE_WARPS * 32, BLOCKS) void gemm_stream_one(const __grid_constant__ GemmParams p) {
+    begin_behind_earlier_kernels();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SPLIT;
     const GroupRows group = rows_of(p, 0);
     const int loads = p.k / STREAM_UNIT, pairs = p.n / 2;

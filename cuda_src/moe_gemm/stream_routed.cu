@@ -13,6 +13,7 @@
 // streams. On an H200, a layer of one token (this and stream_summed.cu) of Qwen3-30B-A3B takes 23.7 us, where a
 // sort, gemm_stream and unpermute_rows took 26.5 and the bytes of eight experts take 15.7 at 4.8 TB/s; Mixtral-8x7B's
 // takes 163.9 us, whose bytes take 147.
+#include "common/overlap.cuh"
 #include "moe_gemm/stream_routed.cuh"
 
 template <typename T, int ACTIVATION, int PAIRS> struct RoutedStrips {
@@ -54,6 +55,7 @@ template <typename T, int ACTIVATION, int PAIRS> struct RoutedStrips {
 // each row that a lane has under way. BLOCKS: blocks that fit a multiprocessor.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, int WARPS, int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream_routed(const __grid_constant__ RoutedParams p) {
+    begin_behind_earlier_kernels();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const RoutedRows rows(lane < p.rows ? expert_of(p, lane) : -1);
     const int of_row = (p.n / 2 + PAIRS - 1) / PAIRS;

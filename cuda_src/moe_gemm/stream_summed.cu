@@ -10,6 +10,7 @@
 // for every SLOTS-th of the token's slots whose experts are here. The rows meet in shared memory.
 //
 // Speed of light: the bytes of the weights of the rows' experts, n * k numbers each.
+#include "common/overlap.cuh"
 #include "moe_gemm/stream_routed.cuh"
 
 constexpr int MOST_SLOTS = 32; // a warp has a lane for each
@@ -40,6 +41,7 @@ template <typename T, int ACTIVATION, int PAIRS> struct SummedStrips {
 // T, ACTIVATION, PAIRS, LOADS, WARPS, BLOCKS: as moe_gemm/stream_routed.cu has them; ACTIVATION is none, or BIASED.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, int WARPS, int SLOTS, int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream_summed(const __grid_constant__ RoutedParams p) {
+    begin_behind_earlier_kernels();
     constexpr int GROUPS = WARPS / SLOTS;
     __shared__ float found[GROUPS][2 * PAIRS][MOST_SLOTS];
     const int lane = threadIdx.x % 32, group = threadIdx.x / (32 * SLOTS), part = threadIdx.x / 32 % SLOTS;

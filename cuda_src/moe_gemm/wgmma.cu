@@ -34,6 +34,7 @@
 // 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%. Gathered, 8 x 1024 rows take 5% more time, and few
 // rows no more.
 #include "common/cluster.cuh"
+#include "common/overlap.cuh"
 #include "moe_gemm/wgmma_gather.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_store.cuh"
@@ -170,6 +171,7 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
+    begin_behind_earlier_kernels();
 #if HAS_WGMMA
     using Shared = WgmmaShared<TOKENS, STAGES>;
     extern __shared__ char memory[];

@@ -12,6 +12,7 @@
 // and the chain of a load, an atomic in shared memory and a store take longer than the bytes. It is not timed alone; it
 // is a part of the 293 us of moe_permute with 8192 tokens of 8 slots on an H200, nearly all of which permute_rows
 // takes.
+#include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
 
 struct Params {
@@ -21,6 +22,7 @@ struct Params {
 };
 
 template <typename ID> __global__ void __launch_bounds__(SORT_THREADS) count_pairs(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     constexpr int AT_ONCE = 4;
     extern __shared__ int shared[];
     const int experts = p.pairs.experts, threads = blockDim.x;

@@ -13,6 +13,7 @@
 // Speed of light: memory. A token's row is read once, 2 bytes a number, and written topk times, 1 byte a number and 4 a
 // group; few tokens take the time of a launch. On an H200, with 7168 columns and 8 slots, 16 tokens take 7.1 us, where
 // quantize_groups and two launches of permute_rows take 11.0, 1024 tokens 23.5 (30.4), and 4096 tokens 86 (99).
+#include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
 #include "quantization/magnitude.cuh"
 
@@ -31,6 +32,7 @@ struct PermuteQuantizedParams {
 // T: __nv_bfloat16 or __half.
 template <typename T>
 __global__ void __launch_bounds__(ROW_THREADS, 4) permute_quantized(const __grid_constant__ PermuteQuantizedParams p) {
+    begin_behind_earlier_kernels();
     constexpr int EACH = 16, LANES = 8, GROUP = EACH * LANES, SLOTS = 8;
     const int lane = threadIdx.x % LANES, token = p.tiling.token();
     const int group = p.tiling.chunk() * p.tiling.tile_columns + int(threadIdx.x) / LANES;

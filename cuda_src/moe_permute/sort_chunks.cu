@@ -26,6 +26,7 @@
 // us with their rows in blocks, by one block, and 4096 x 8 pairs take 5.6 us by clusters, where an empty kernel takes
 // 0.54 us.
 #include "common/cluster.cuh"
+#include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
 
 constexpr int CHUNK_THREADS = 512;
@@ -334,6 +335,7 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
 
 template <typename ID, int BITS, int CHUNKS, int CLUSTER>
 __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(CHUNK_THREADS, 1) sort_chunks(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
         extern __shared__ uint4 shared[];
         __shared__ int warp_sums[CHUNK_THREADS / 32];

@@ -27,6 +27,7 @@
 // there is no arithmetic to speak of. What bounds it is a chain of latencies: the launch, the ids, the barriers between
 // the stages, and the turns of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7
 // us and 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of the time).
+#include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
 
 struct Params {
@@ -251,6 +252,7 @@ template <typename ID, int BITS> struct Sort {
 
 template <typename ID, int BITS>
 __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     extern __shared__ int shared[];
     const Sort<ID, BITS> sort(p, shared);
     sort.initialize();

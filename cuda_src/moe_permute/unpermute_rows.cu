@@ -14,6 +14,7 @@
 // H200, with 8 slots of 7168 bfloat16, 1024 tokens take 33 us, 94% of a copy's bandwidth, and 8192 take 242 us, 103%:
 // it reads more than it writes, and a copy writes as much as it reads. 64 tokens take 4.3 us, 45%.
 #include "common/numeric.cuh"
+#include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
 
 struct Params {
@@ -59,6 +60,7 @@ template <typename T, int BYTES> struct Elements {
 
 template <typename T, int BYTES, int TOPK>
 __global__ void __launch_bounds__(ROW_THREADS, 4) unpermute_rows(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     using Unit = typename UnitOf<BYTES>::Type;
     using Of = Elements<T, BYTES>;
     constexpr int SLOTS = TOPK && TOPK < 8 ? TOPK : 8;

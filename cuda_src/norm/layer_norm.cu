@@ -28,6 +28,7 @@
 // Speed of light: memory. A row is read once and written once, its residual is read once, and the sum is written once
 // where it is wanted; some twenty flops per element are nothing beside that. For few rows, the chain of load, two
 // reductions and store bounds it.
+#include "common/overlap.cuh"
 #include "norm/row.cuh"
 
 struct Params {
@@ -248,6 +249,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
 
 template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 __global__ void __launch_bounds__(BLOCK) layer_norm(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     using OwnRow = Row<T, W, ADD, WIDTH, THREADS, ITEMS, BYTES, BLOCK>;
     const OwnRow row(p);
     typename OwnRow::In kept[ITEMS], other[OwnRow::OTHERS];

@@ -23,6 +23,7 @@
 // rows of 7168 take 62 us, 90% of a copy's bandwidth, with a residual 119 us, 93%; 8192 rows of 1536 take 15 us, 78%.
 // e4m3 results have fewer bytes to write but take as long: 63 us, 66%. 32 rows take 2.8 us, where an empty kernel takes
 // 0.54 us.
+#include "common/overlap.cuh"
 #include "norm/row.cuh"
 
 enum Result { PLAIN, BY_TENSOR, BY_ROW, BY_GROUP };
@@ -206,6 +207,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
 template <typename T, typename W, int RESULT, int GROUP, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES,
           int BLOCK>
 __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     static_assert(RESULT != BY_GROUP || GROUP / EACH <= THREADS, "a group is neighbouring threads");
     using OwnRow = Row<T, W, ADD, WIDTH, THREADS, ITEMS, BYTES, BLOCK>;
     const OwnRow row(p);

@@ -11,6 +11,7 @@
 // Speed of light: memory, each word read once and each padded row written once, three times. An H200 reaches 93% of the
 // bandwidth of a copy at 65536 rows of 4096 float16, half of them words, and 90% at 32768 rows of 1024.
 #include "common/numeric.cuh"
+#include "common/overlap.cuh"
 #include "padding/tile.cuh"
 #include "padding/words.cuh"
 
@@ -63,6 +64,7 @@ template <typename T> __device__ __forceinline__ unsigned short add(unsigned sho
 
 template <typename T, int BYTES, int COLUMNS, int HEAD_COLUMNS, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS) add_bias_rebuild_padding(const __grid_constant__ AddBiasParams p) {
+    begin_behind_earlier_kernels();
     using Unit = typename UnitOf<BYTES>::Type;
     using Rows = Tile<COLUMNS, THREADS, ITEMS>;
     __shared__ int word_of[Rows::MAX_ROWS];

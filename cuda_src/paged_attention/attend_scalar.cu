@@ -10,6 +10,7 @@
 // multiply-add per row on the CUDA cores: on paper memory bandwidth is the bound. The kernel is there for completeness,
 // and no case of the benchmarks runs on it.
 #include "common/fp8.cuh"
+#include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "paged_attention/pieces.cuh"
 #include "paged_attention/results.cuh"
@@ -175,6 +176,7 @@ __device__ __forceinline__ void leave_results(const Params& p, const float (&max
 
 template <typename T, typename CACHE, Layout LAYOUT, bool WIDE>
 __global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     using Cache = typename CacheOf<CACHE, LAYOUT, WIDE>::type;
     __shared__ float query[ROWS][MAX_DIM], weights[WARPS][ROWS][32];
     __shared__ float maxima[WARPS * ROWS], sums[WARPS * ROWS];

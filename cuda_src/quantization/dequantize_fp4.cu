@@ -7,6 +7,7 @@
 //
 // Speed of light: memory; of bfloat16, 2.5 bytes a number and 1 a group. An H200 reaches 89% of the bandwidth of a copy
 // at 8192 x 7168, in either format.
+#include "common/overlap.cuh"
 #include "quantization/e2m1.cuh"
 
 struct DequantizeFp4Params {
@@ -19,6 +20,7 @@ struct DequantizeFp4Params {
 
 template <typename T, int FORMAT, bool ALIGNED, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS) dequantize_fp4(const __grid_constant__ DequantizeFp4Params p) {
+    begin_behind_earlier_kernels();
     constexpr int LANES = FP4_GROUP<FORMAT> / 8;
     const long long first = (long long)blockIdx.x * (THREADS * ITEMS) + threadIdx.x;
     unsigned packed[ITEMS], byte[ITEMS];

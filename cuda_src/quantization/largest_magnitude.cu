@@ -5,6 +5,7 @@
 //
 // Speed of light: memory, each number read once. With quantize_tensor after it, an H200 takes 75 us for 8192 x 7168 of
 // bfloat16: 5 bytes a number, where one pass, which would need the scale beforehand, moves 3 in 43 us.
+#include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 
 struct LargestMagnitudeParams {
@@ -17,6 +18,7 @@ struct LargestMagnitudeParams {
 
 template <typename T, int EACH, int ITEMS>
 __global__ void __launch_bounds__(1024) largest_magnitude(const __grid_constant__ LargestMagnitudeParams p) {
+    begin_behind_earlier_kernels();
     using In = Loaded<T, NO_ACTIVATION, EACH, EACH == 1 ? sizeof(T) : 16>;
     constexpr int SIZE = EACH * int(sizeof(T));
     const int threads = p.tile.threads<ITEMS>();

@@ -9,6 +9,7 @@
 // Speed of light: memory; of bfloat16, 2.5 bytes a number and 1 a group. An H200 reaches 94% of the bandwidth of a copy
 // at 8192 x 7168, in either format. Instructions are nearly as tight a bound, since e2m1 has no conversion before
 // Blackwell: see to_e2m1.
+#include "common/overlap.cuh"
 #include "quantization/e2m1.cuh"
 #include "quantization/magnitude.cuh"
 
@@ -22,6 +23,7 @@ struct QuantizeFp4Params {
 
 template <typename T, int FORMAT, int EACH, int BYTES, int ITEMS>
 __global__ void __launch_bounds__(256) quantize_fp4(const __grid_constant__ QuantizeFp4Params p) {
+    begin_behind_earlier_kernels();
     constexpr int LANES = FP4_GROUP<FORMAT> / EACH, SIZE = EACH * int(sizeof(T));
     Loaded<T, NO_ACTIVATION, EACH, BYTES> loaded[ITEMS];
     int row, column;

@@ -12,6 +12,7 @@
 // Speed of light: memory; of bfloat16, 3 bytes a number and 4 a group. An H200 reaches 96% of the bandwidth of a copy
 // at 8192 x 7168 in groups of 128, and 90% at 8192 x 2048 with silu. Instructions are nearly as tight a bound: hence a
 // row is found once per thread, and a scale once for the UNITS units of a lane.
+#include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 #include "quantization/scales.cuh"
 
@@ -26,6 +27,7 @@ struct QuantizeGroupsParams {
 
 template <typename T, int FORMAT, int ACTIVATION, int GROUP, int UNITS, int ITEMS>
 __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ QuantizeGroupsParams p) {
+    begin_behind_earlier_kernels();
     constexpr int EACH = 8, LANES = GROUP / (EACH * UNITS), STEP = LANES * EACH;
     Loaded<T, ACTIVATION, EACH, 16> loaded[ITEMS][UNITS];
     int row, column;

@@ -17,6 +17,7 @@
 //
 // Speed of light: memory; of bfloat16, 3 bytes a number. An H200 reaches 97% of the bandwidth of a copy at 8192 x 7168,
 // FP8 and int8 alike, and 89% at 8192 x 2048 with silu.
+#include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 #include "quantization/scales.cuh"
 
@@ -80,6 +81,7 @@ template <typename T, int FORMAT, int ACTIVATION, int EACH> struct Extremes {
 
 template <typename T, int FORMAT, int ACTIVATION, int EACH, int ITEMS>
 __global__ void __launch_bounds__(1024, 1) quantize_rows(const __grid_constant__ QuantizeRowsParams p) {
+    begin_behind_earlier_kernels();
     using In = Loaded<T, ACTIVATION, EACH, EACH == 1 ? sizeof(T) : 16>;
     const int row = p.by_groups.quotient(blockIdx.x), group = blockIdx.x - row * p.groups;
     if (!p.in.is_counted(row)) return;

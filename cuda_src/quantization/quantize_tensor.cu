@@ -10,6 +10,7 @@
 //
 // Speed of light: memory, of bfloat16 3 bytes a number. An H200 reaches 96% of the bandwidth of a copy at 8192 x 7168
 // with a given scale; one that is found first takes another pass, see largest_magnitude.cu.
+#include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 
 struct QuantizeTensorParams {
@@ -28,6 +29,7 @@ struct QuantizeTensorParams {
 
 template <typename T, int FORMAT, int ACTIVATION, int EACH, int ITEMS, bool DYNAMIC>
 __global__ void __launch_bounds__(256, 4) quantize_tensor(const __grid_constant__ QuantizeTensorParams p) {
+    begin_behind_earlier_kernels();
     using In = Loaded<T, ACTIVATION, EACH, EACH == 1 ? sizeof(T) : 16>;
     constexpr int SIZE = EACH * int(sizeof(T));
     In loaded[ITEMS];

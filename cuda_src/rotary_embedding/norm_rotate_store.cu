@@ -16,6 +16,7 @@
 //
 // Speed of light: memory for many tokens; each number is read once and written once. One token, for which it is there,
 // is bound by a launch and a chain of two loads, a sum over a head and a store: four launches become one.
+#include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "rotary_embedding/layout.cuh"
 
@@ -144,6 +145,7 @@ __device__ __forceinline__ char* place_in(const CacheHeads& cache, long long slo
 
 template <typename T, typename W, typename C, int LANES, int LOADED, int STORED, bool NORM>
 __global__ void __launch_bounds__(THREADS) norm_rotate_store(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     const int lane = threadIdx.x % LANES, row = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
     const bool active = row < p.rows && 2 * lane < p.units;
     const int token = p.by_heads.quotient(min(row, p.rows - 1)), of_token = row - token * p.all_heads;

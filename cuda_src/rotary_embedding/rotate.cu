@@ -16,6 +16,7 @@
 //
 // Speed of light: memory. Each rotated number is read once and written once, cos and sin come from L1 and L2 for all
 // heads but the first of a token. For the few tokens of a decoding step the latency of a launch and of a load bounds it.
+#include "common/overlap.cuh"
 #include "rotary_embedding/layout.cuh"
 
 constexpr int THREADS = 256;
@@ -49,6 +50,7 @@ struct Params {
 // Four blocks of a multiprocessor at least: left to itself, the compiler spills 8 bytes on sm_120a.
 template <typename T, typename C, int UNIT, int LOADED, int STORED>
 __global__ void __launch_bounds__(THREADS, 4) rotary_embedding(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     const int slot = p.by_threads.quotient(threadIdx.x), heads_of_block = p.by_threads.quotient(THREADS);
     const int unit = threadIdx.x - slot * p.row_threads, row = blockIdx.x * heads_of_block + slot;
     const bool active = slot < heads_of_block && row < p.rows;

@@ -8,6 +8,7 @@
 // Speed of light: memory, each value read once. For one row the bound is latency, of the loads, which are under way
 // together, and of two barriers of the cluster.
 #include "common/cluster.cuh"
+#include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "sampling/order.cuh"
 #include "sampling/params.cuh"
@@ -88,6 +89,7 @@ __device__ __forceinline__ void write_token(const ArgmaxParams& params, int i, i
 template <typename T, int CLUSTER>
 __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_ARGMAX_WARPS)
     argmax(const __grid_constant__ ArgmaxParams params) {
+    begin_behind_earlier_kernels();
     if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
         const int i = blockIdx.x / CLUSTER, rank = cluster_rank<CLUSTER>();
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;

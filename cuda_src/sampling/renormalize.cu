@@ -14,6 +14,7 @@
 // L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, 68% of the bandwidth of a copy; top-k takes 125
 // us. For one row the bound is latency: 7 us for the softmax. So it is for top-p, whose search is a chain of passes,
 // each with a barrier of the cluster: 51 us for one row, 525 us for 256.
+#include "common/overlap.cuh"
 #include "sampling/first_pass.cuh"
 #include "sampling/params.cuh"
 #include "sampling/search.cuh"
@@ -92,6 +93,7 @@ extern __shared__ float4 shared[];
 template <typename T, Mode MODE, int CLUSTER>
 __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
     renormalize(const __grid_constant__ RenormalizeParams params) {
+    begin_behind_earlier_kernels();
     if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
         using RowOfT = Row<T, MODE == TOP_K_RENORM || MODE == TOP_P_RENORM, CLUSTER>;
         const int i = blockIdx.x / CLUSTER;

@@ -25,6 +25,7 @@
 // H200 256 rows of 128256 float32 logits take 52 us without filters, 59% of the bandwidth of a copy, and 80 us with
 // top-k 40 and top-p 0.9. For one row the bound is latency, of the load, the barriers of the cluster and the draw: 7.6
 // us, and 13 us with these filters.
+#include "common/overlap.cuh"
 #include "sampling/draw_listed.cuh"
 #include "sampling/first_pass.cuh"
 #include "sampling/params.cuh"
@@ -248,6 +249,7 @@ extern __shared__ float4 shared[];
 template <typename T, bool PROBS, int CLUSTER>
 __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
     sample(const __grid_constant__ SampleParams params) {
+    begin_behind_earlier_kernels();
     if constexpr (CLUSTER == 1 || HAS_CLUSTERS) {
         const int i = blockIdx.x / CLUSTER;
         const bool first_block = cluster_rank<CLUSTER>() == 0;

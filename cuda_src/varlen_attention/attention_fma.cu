@@ -17,6 +17,7 @@
 //
 // Speed of light: the float32 units, 4 dim flops for each pair of a query and a key. It is made to be read: loads wait
 // for products and products for loads, and blocks beside each other on a multiprocessor fill the gaps.
+#include "common/overlap.cuh"
 #include "common/units.cuh"
 #include "varlen_attention/sequences.cuh"
 
@@ -124,6 +125,7 @@ __device__ __forceinline__ void weigh(const Params& p, const Part<S::TILE>& part
 
 template <typename T, int DIM, int TILE, int BYTES>
 __global__ void __launch_bounds__(FMA_THREADS, 2) attention_fma(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     using S = Sizes<DIM, TILE>;
     extern __shared__ float4 shared[];
     const Part<S::TILE> part(p);

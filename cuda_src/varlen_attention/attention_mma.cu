@@ -17,6 +17,7 @@
 // Speed of light: tensor cores, 4 dim flops for each pair of a query and a key, for long sequences; the bytes of
 // queries, keys, values and results for short ones. mma.sync has only a part of the tensor cores' rate on Hopper.
 #include "common/mma.cuh"
+#include "common/overlap.cuh"
 #include "varlen_attention/sequences.cuh"
 
 constexpr int MMA_THREADS = 128, QUERIES = 64;
@@ -134,6 +135,7 @@ template <typename T, int DIM, int KEYS> struct Warp {
 
 template <typename T, int DIM, int KEYS>
 __global__ void __launch_bounds__(MMA_THREADS, 2) attention_mma(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
     using F = Form<DIM, KEYS>;
     extern __shared__ __align__(128) char shared[];
     const Part<QUERIES> part(p);

@@ -31,6 +31,7 @@
 // cycle; with DIM 128 it is 1024 and 512. Short sequences are bound by the bytes of queries, keys, values and results.
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
+#include "common/overlap.cuh"
 #include "varlen_attention/sequences.cuh"
 #include "varlen_attention/wgmma_values.cuh"
 
@@ -327,6 +328,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
 template <typename T, int DIM, int WARPGROUPS, int BLOCKS, bool TURNS>
 __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
     attention_wgmma(const __grid_constant__ MappedParams params) {
+    begin_behind_earlier_kernels();
 #if HAS_WGMMA
     using S = Shared<DIM, WARPGROUPS>;
     extern __shared__ char memory[];

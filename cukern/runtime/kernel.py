@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from cukern.runtime import compile
+from cukern.runtime import compile, overlap
 from cukern.runtime.compile import Instance
 from cukern.runtime.cuda import cupy, current_device, driver, runtime
 from cukern.runtime.progress import progress
@@ -43,6 +43,10 @@ class Variant:
 
     def is_loaded(self, device: int) -> bool:
         return device in self._functions
+
+    def launcher(self, device: int) -> Callable[..., None]:
+        """What launches the kernel on `device`, with the arguments of `driver.launchKernel`."""
+        return overlap.overlapping(self.instance.file, arch_of_device(device)) or driver.launchKernel
 
     def load(self, device: int) -> int:
         """The driver's handle of the kernel, loaded on `device` if need be, which must be the current one."""

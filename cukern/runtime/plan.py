@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import Quick
-from cukern.runtime.cuda import current_device, driver, runtime
+from cukern.runtime.cuda import current_device, runtime
 from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, expect, type_name
 from cukern.runtime.kernel import Variant
 from cukern.runtime.late import Environment, Guards, Late, evaluator
@@ -355,7 +355,7 @@ def _arrays_in(returned: Any) -> list[Array]:
 class _Launch:
     """A launch of a plan that runs."""
 
-    __slots__ = ("function", "late_sizes", "pack", "parameters", "sizes", "variant")
+    __slots__ = ("function", "late_sizes", "launch", "pack", "parameters", "sizes", "variant")
 
     def __init__(self, step: _Step, parameters: _Finder, late_sizes: _Finder | None) -> None:
         assert step.variant is not None and step.packing is not None
@@ -365,6 +365,10 @@ class _Launch:
         self.sizes = (*step.grid, *step.block, step.shared_bytes)
         self.late_sizes = late_sizes
         self.function = 0  # the driver's handle, from the first launch on
+
+    def load(self, device: int) -> None:
+        self.launch = self.variant.launcher(device)
+        self.function = self.variant.load(device)
 
 
 class Plan:
@@ -471,9 +475,10 @@ class Plan:
                 continue
             sizes = [text.name(x) for x in step.sizes] if late_sizes is None else named(late_sizes)
             text.add(f"{text.name(step.pack)}({', '.join(['buffer', '0', *named(parts)])})")
-            handle = step.function or step.variant.load(self.place.device)  # type: ignore[arg-type]
-            launch = text.name(driver.launchKernel)
-            text.add(f"{launch}({', '.join([str(handle), *sizes[:6], sizes[6], 'stream', 'pointers', '0'])})")
+            if not step.function:
+                step.load(self.place.device)  # type: ignore[arg-type]
+            launch = text.name(step.launch)
+            text.add(f"{launch}({', '.join([str(step.function), *sizes[:6], sizes[6], 'stream', 'pointers', '0'])})")
         text.add(f"return {_returned_text(*self._returned, text)}")
         return text.compiled("a plan")
 
@@ -504,10 +509,9 @@ class Plan:
                     continue
                 step.pack(buffer, 0, *step.parameters(environment))
                 x, y, z, i, j, k, shared_bytes = step.late_sizes(environment) if step.late_sizes else step.sizes
-                function = step.function
-                if not function:
-                    function = step.function = step.variant.load(device)  # type: ignore[arg-type]
-                driver.launchKernel(function, x, y, z, i, j, k, shared_bytes, stream, address, 0)
+                if not step.function:
+                    step.load(device)  # type: ignore[arg-type]
+                step.launch(step.function, x, y, z, i, j, k, shared_bytes, stream, address, 0)
         kind, where = self._returned
         if kind is _MADE:
             return made[where]
