@@ -122,5 +122,4 @@ def test_rows_that_stand_for_themselves_are_those_that_are_tested() -> None:
     section = text.split("## On the row alone\n")[1].split("\nHeld by")[0]
     named = {name for name in re.findall(r"`(\w+)`", section) if hasattr(cukern, name)}
     tested = {ALL[key].name for key in calls_by_rows()} - {"scaled_fp8_quant", "scaled_int8_quant"}
-    tested -= {"fused_qk_norm_rope_and_cache"}  # whose rows share a cache; see pyproject.toml
     assert named == tested and not named & OF_A_WHOLE_BATCH.keys()
