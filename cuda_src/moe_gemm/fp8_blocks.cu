@@ -25,7 +25,7 @@
 // Speed of light: that of gemm_fp8_wgmma; half the bytes of the result are written. On an H200 it takes, with n = 4096
 // and k = 7168, 1525 us for 4 x 8192 rows, 378 for 8 x 1024 and 1634 for 32 x 1024 (random routing), where
 // gemm_fp8_wgmma, with the activation and quantization behind it, takes 1543, 387 and 1692. Around 256 rows that one has
-// tiles with tails, and is ahead: 429 us and some 20 behind it for 32 x 256 (random routing), and 508 here. With odd
+// tiles with tails, and is ahead: 429 us before the activation for 32 x 256 (random routing), and 508 here. With odd
 // tiles in one deal with all others these take 557, and 32 x 1024 rows 1665.
 #include "common/fp8.cuh"
 #include "common/overlap.cuh"

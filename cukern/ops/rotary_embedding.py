@@ -300,7 +300,7 @@ def _expect_units(given: dict[str, Array | None], strides: dict[str, tuple[Any, 
         if array is None:
             continue
         if array.alignment < _WIDEST:
-            check.fail(name, f"at a multiple of {_WIDEST} bytes", f"address {array.address:#x}")
+            check.fail(name, f"at a multiple of {_WIDEST} bytes", f"an address that is a multiple of {array.alignment}")
         if any(x % _WIDEST != 0 for x in strides.get(name, ())):
             check.fail(name, f"of strides of whole {_WIDEST} bytes", f"strides {array.strides} (in elements)")
 

@@ -1,7 +1,7 @@
 """Products of few rows, and products of one input as one.
 
-A decoding step multiplies one row, or a few, by every weight of the model: the memory's rate is its bound, which
-`moe_gemm` reaches with one expert, where the products of cuBLAS take two to four times as long.
+A decoding step multiplies one row, or a few, by every weight of the model: the memory's rate is its bound, of which
+`moe_gemm` with one expert reaches 50% to 80% on an H200. There the products of cuBLAS take 1.1 to 3.9 times as long.
 """
 
 from __future__ import annotations

@@ -197,4 +197,4 @@ def _check_sizes(name: str, experts: int, n: int, k: int) -> None:
 def _check_alignment(**arrays: Array) -> None:
     for name, array in arrays.items():
         if array.alignment < 16:
-            check.fail(name, "at a multiple of 16 bytes", f"address {array.address:#x}")
+            check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")

@@ -1,4 +1,4 @@
-"""The experts of one token, or of two: both products by the router's ids, without a sort, and with the weighted sum."""
+"""The experts of one token: both products by the router's ids, without a sort, and with the weighted sum."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _check(
     for name, array in arrays_of_units.items():
         expect_contiguous(name, array)
         if array.alignment < 16:
-            check.fail(name, "at a multiple of 16 bytes", f"address {array.address:#x}")
+            check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")
 
 
 @op(None, {}, rows={"tokens": ("output", "hidden_states", "topk_weights", "topk_ids"), "rows": ("activated",)})

@@ -153,7 +153,7 @@ def permute_quantized(
     expect_contiguous("out_q", out_q)
     expect_contiguous("out_s", out_s)
     if out_q.alignment < 16:
-        check.fail("out_q", "at a multiple of 16 bytes", f"an array at a multiple of {out_q.alignment}")
+        check.fail("out_q", "at a multiple of 16 bytes", f"an address that is a multiple of {out_q.alignment}")
     if hidden_states.on_host:
         return run_twin()
     if topk and tokens != 0 and rows != 0 and hidden:
