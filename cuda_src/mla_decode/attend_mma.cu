@@ -142,7 +142,7 @@ __device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& t
 // count.
 template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM_V, bool EXTRA = false>
 __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Params p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
     using F = Form<T, FP8, ROWS, TILE, STAGES, DIM, DIM_V, EXTRA>;
     extern __shared__ __align__(1024) char shared[];
     __shared__ unsigned long long met;

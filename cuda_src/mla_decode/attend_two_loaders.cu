@@ -41,7 +41,7 @@ template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared
 template <typename T, bool FP8, bool GATHER>
 __global__ __launch_bounds__(TWO_LOADERS_THREADS,
                              1) void attend_two_loaders(const __grid_constant__ WgmmaParams params) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
 #if HAS_WGMMA
     static_assert(FP8 || GATHER, "TMA copies the rest");
     // Registers of a thread: the launch gives 128 to each, of which those that load leave most to the others.

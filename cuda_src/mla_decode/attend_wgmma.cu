@@ -55,7 +55,7 @@ template <bool FP8, bool TMA> __device__ __forceinline__ void init_shared(WgmmaS
 // numbers of the indices that count. BYTES: of a token of an 8-bit cache, 656, or with EXTRA 584.
 template <typename T, bool FP8, bool GATHER, bool EXTRA = false, int BYTES = BYTES_OF_576>
 __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_constant__ WgmmaParams params) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
 #if HAS_WGMMA
     constexpr bool TMA = !FP8 && !GATHER;
     constexpr int KEY_TILES = BYTES == BYTES_OF_512 ? VALUE_TILES : TILES;

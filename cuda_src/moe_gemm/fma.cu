@@ -82,7 +82,7 @@ __device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, in
 // has it. TOKENS: a multiple of 16.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int ACTIVATION, int TOKENS>
 __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ FmaParams p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
     constexpr bool GATED = is_gated(ACTIVATION);
     constexpr int SIDES = GATED ? 2 : 1, COLUMNS = FMA_WEIGHTS / SIDES, WARPS = FMA_THREADS / 32;
     constexpr int M = TOKENS / 16, N = FMA_WEIGHTS / 16;

@@ -246,7 +246,7 @@ __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, 
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
 __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_folded_wgmma(const __grid_constant__ MappedGemmParams p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
 #if HAS_WGMMA
     using Layout = FoldedLayout<TOKENS, STAGES, CLUSTER>;
     using Shared = typename Layout::Shared;

@@ -247,7 +247,7 @@ template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STA
           int SPLIT, int HALVES, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>::THREADS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_fp4_wgmma(const __grid_constant__ MappedGemmParams p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
 #if HAS_WGMMA
     static_assert(!GATHER || (CLUSTER == 1 && TOKENS <= 128), "");
     using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>;

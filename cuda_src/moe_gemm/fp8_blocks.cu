@@ -241,7 +241,7 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
 template <typename T, int CLUSTER, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_blocks(const __grid_constant__ Fp8BlocksParams p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
 #if HAS_WGMMA
     using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.

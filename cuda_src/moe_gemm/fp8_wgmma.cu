@@ -300,7 +300,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
 #if HAS_WGMMA
     using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.

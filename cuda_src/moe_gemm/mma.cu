@@ -54,7 +54,7 @@ template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int 
           int BLOCKS, int ACTIVATION, bool BLOCK_SCALES>
 __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
                              BLOCKS) void gemm_mma(const __grid_constant__ GemmParams p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
     using Block = MmaBlock<TOKENS, WEIGHTS, TOKEN_WARPS, WEIGHT_WARPS, STEP, STAGES, ACTIVATION>;
     using Form = typename MmaFormOf<T, FORMAT, BLOCK_SCALES, Block>::Type;
     extern __shared__ __align__(1024) char shared[];

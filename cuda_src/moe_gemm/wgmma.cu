@@ -171,7 +171,7 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
 #if HAS_WGMMA
     using Shared = WgmmaShared<TOKENS, STAGES>;
     extern __shared__ char memory[];

@@ -70,7 +70,7 @@ __device__ __forceinline__ void leave_results(const Params& p, const typename F:
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
           int STAGES, int CLUSTER>
 __global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
     using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER>;
     using Tile = typename F::Tile;
     using Schedule = typename Choose<CLUSTER == 1, PieceQueue<F>, ClusterItem<F>>::type;

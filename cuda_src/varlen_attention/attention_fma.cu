@@ -125,7 +125,7 @@ __device__ __forceinline__ void weigh(const Params& p, const Part<S::TILE>& part
 
 template <typename T, int DIM, int TILE, int BYTES>
 __global__ void __launch_bounds__(FMA_THREADS, 2) attention_fma(const __grid_constant__ Params p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
     using S = Sizes<DIM, TILE>;
     extern __shared__ float4 shared[];
     const Part<S::TILE> part(p);

@@ -135,7 +135,7 @@ template <typename T, int DIM, int KEYS> struct Warp {
 
 template <typename T, int DIM, int KEYS>
 __global__ void __launch_bounds__(MMA_THREADS, 2) attention_mma(const __grid_constant__ Params p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
     using F = Form<DIM, KEYS>;
     extern __shared__ __align__(128) char shared[];
     const Part<QUERIES> part(p);

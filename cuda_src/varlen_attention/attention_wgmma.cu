@@ -328,7 +328,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
 template <typename T, int DIM, int WARPGROUPS, int BLOCKS, bool TURNS>
 __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
     attention_wgmma(const __grid_constant__ MappedParams params) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
 #if HAS_WGMMA
     using S = Shared<DIM, WARPGROUPS>;
     extern __shared__ char memory[];

@@ -21,13 +21,13 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
 _ATTRIBUTE = struct.pack("<i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
 #: A CUlaunchConfig: grid, block, dynamic shared bytes, stream, and the attributes with their number.
 _CONFIG = struct.Struct("<7I4xQQI4x")
-_WAITING = "    begin_behind_earlier_kernels();\n"
+_WAITING = "    wait_for_earlier_kernels();\n", "    begin_behind_earlier_kernels();\n"
 
 
 @functools.cache
 def waits(file: str) -> bool:
     """Whether the kernels of `cuda_src/<file>.cu` wait for earlier ones themselves."""
-    return _WAITING in compile.source(file)
+    return any(waiting in compile.source(file) for waiting in _WAITING)
 
 
 @functools.cache
