@@ -311,9 +311,6 @@ def _result_names(name: str, count: int) -> list[str] | None:
 
 
 def _launch(step: Any, arch: str, names: dict[int, str], variant: str) -> Launch:
-    if step.variant is None:
-        address, size = step.cleared
-        return Launch(f"none: {_bytes(_number(size))} of {names.get(address.place, 'workspace')} are set to 0")
     instance = step.variant.instance
     layout = template.params(instance.file, instance.function)
     fields = {}

@@ -21,7 +21,7 @@ from cukern.runtime.cuda import cupy
 from cukern.runtime.describe import Result
 from cukern.runtime.kernel import KERNELS
 from cukern.runtime.op import OPERATORS, OPS, Op, op
-from cukern.runtime.plan import clear, empty, launch, note, outputs, run_twin
+from cukern.runtime.plan import empty, launch, note, outputs, run_twin
 from tests.buffers import OnlyDLPack
 from tests.calls import CALLS, NO_OPS, WITH_STATE
 
@@ -207,7 +207,6 @@ def _declare(**notes: Any) -> Any:
         if x.on_host:
             return run_twin()
         between = empty((10,), "float32")
-        clear(between)
         variant = _kernel.variant("float", 1, 16, 2)
         launch(variant, (3, 2), (32, 4), 1024, x=x, out=between, **dict.fromkeys(FIELDS, 0))
         note(**notes)
@@ -222,11 +221,10 @@ def test_notes_decide_bytes_flops_and_why() -> None:
     assert plain.bytes == 2 * x.nbytes and plain.floor_by.startswith("an empty kernel")
     said = cukern.explain(_declare(bytes=10**9, flops=10**15, why="as it is"), x, arch="90a")
     assert (said.bytes, said.flops) == (10**9, 10**15)
-    assert said.launches[1].why == "as it is"
+    assert said.launches[0].why == "as it is"
     assert plain.moves_all and not said.moves_all and "  moves       1 GB\n" in str(said)
     assert said.floor_us == pytest.approx(1e9 / module._ceilings("NVIDIA H200", "").matmul_tflop_s)
     text = str(said)
-    assert "  kernel      none: 40 bytes of workspace are set to 0\n" in text
     assert "  grid        3 x 2 blocks of 32 x 4 threads, 1,024 bytes of dynamic shared memory\n" in text
     assert (
         "  computes    1e+06 GFLOP of 16 bits, or what takes as long\n" in text
@@ -244,10 +242,10 @@ def test_the_notes_of_a_part_are_its_own() -> None:
     OPERATORS["outer"] = outer, {"outer(Tensor x) -> (Tensor y)": None}
     x = np.zeros((4, 8), np.float32)
     said = cukern.explain(outer, x, arch="90a")
-    assert [x.why for x in said.launches] == ["", "of a part"] * 2
+    assert [x.why for x in said.launches] == ["of a part"] * 2
     assert said.flops == 14 and said.bytes == 2 * x.nbytes
     assert said.workspace_bytes == 3 * 256  # and the first result
-    assert said.launches[3].fields["x"] == "workspace[0]"
+    assert said.launches[1].fields["x"] == "workspace[0]"
     notes: list[Any] = []
     whole = Op(lambda x: notes.append(outer(x)), None, {}, ())
     trace, _, _ = whole.say(whole.form(1, ()), (x,), gpu.of_arch("90a"))
@@ -273,7 +271,7 @@ def test_arrays_in_a_configuration_are_described() -> None:
 
     OPERATORS["outer"] = outer, {"outer(Tensor x) -> (Tensor y)": None}
     said = cukern.explain(outer, Pair(np.zeros((2, 8), np.float32)), arch="90a")
-    assert said.launches[1].fields["x"] == "pair.x"
+    assert said.launches[0].fields["x"] == "pair.x"
 
 
 # --- ceilings, documentation ----------------------------------------------------------------------------

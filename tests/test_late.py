@@ -100,7 +100,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library, "current_device", lambda: 0)
     monkeypatch.setattr(library, "stream", lambda device: 0)
     monkeypatch.setattr(library, "quick", arrays.Quick(torch.Tensor.data_ptr, lambda: 0, lambda device: 0))
-    nothing = SimpleNamespace(memsetAsync=lambda *sizes: None, setDevice=lambda device: None)
+    nothing = SimpleNamespace(setDevice=lambda device: None)
     for name, value in (
         ("runtime", nothing),
         ("current_device", lambda device: nullcontext()),

@@ -23,7 +23,7 @@ from cukern.runtime.describe import Array, Result, expect, expect_array
 from cukern.runtime.kernel import KERNELS, Kernel
 from cukern.runtime.late import Guards, Late, ceil_div, late
 from cukern.runtime.op import OPS, Op, op
-from cukern.runtime.plan import Plan, clear, each_call, empty, launch, outputs, run_twin
+from cukern.runtime.plan import Plan, each_call, empty, launch, outputs, run_twin
 from cukern.runtime.template import TemplateError
 
 H200 = gpu.of_arch("90a")
@@ -40,8 +40,6 @@ def packed(trace: Any, environment: list[Any]) -> list[dict[str, Any]]:
     environment = [*environment, *(4096 * (i + 1) for i in range(len(trace.made)))]
     launches = []
     for step in trace.steps:
-        if step.packing is None:
-            continue  # a part of the workspace that is cleared
         parts = [
             (x.address if isinstance(x, Array) else x).evaluate(environment) if isinstance(x, (Array, Late)) else x
             for x in step.packing.parts
@@ -275,7 +273,6 @@ def toy(stem: str, monkeypatch: pytest.MonkeyPatch) -> Op:
         if x.on_host:
             return run_twin(variant, ("auto",))
         scratch = empty((rows, 2), "int32")
-        clear(scratch)
         many = rows > 1000
         launch(
             kernel.variant(64 if wide else 32), ceil_div(rows, 4), 64, 128 if many else 0,
@@ -409,11 +406,9 @@ def test_what_a_plan_says(toy: Op) -> None:
     x = torch.zeros(6, 8)
     trace, _, _ = toy.say(toy.form(2, ()), (x, 5))
     assert [(tuple(map(int, shape)), dtype) for shape, dtype in trace.made[:1]] == [((6, 8), "float32")]
-    cleared, launched = trace.steps
+    (launched,) = trace.steps
     environment = [x.data_ptr(), 7, 30, 4096, 8192]
-    assert [n.evaluate(environment) for n in cleared.cleared] == [8192, 7 * 2 * 4]
     assert launched.grid[0].evaluate(environment) == 2
-    trace.steps = [launched]
     (fields,) = packed(trace, [x.data_ptr(), 7, 30])
     assert fields["in"] == x.data_ptr() and fields["out"] == [4096, 8192, 0]
     assert (fields["first"], fields["second"], fields["stride"]) == (7, 30, 8)

@@ -11,7 +11,7 @@ from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import checked
 from cukern.runtime.op import forget_plans
-from cukern.runtime.plan import clear, empty, launch
+from cukern.runtime.plan import empty, launch
 
 LAYOUTS = ("vllm", "flash")
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
@@ -49,6 +49,9 @@ CUDA_TYPE = {**arrays.CUDA_TYPE, "float8_e4m3fn": "__nv_fp8_e4m3", "float8_e5m2"
 
 _attend = Kernel("paged_attention/attend", "attend", compile_s=1.1)
 scalar = Kernel("paged_attention/attend_scalar", "attend_scalar")
+_clear_counters = Kernel("paged_attention/clear_counters", "clear_counters")
+_CLEARING = 256  # threads of a block
+_clear_counters.at_import = [_clear_counters.variant(_CLEARING).instance]
 
 
 def unit_tokens() -> int:
@@ -480,7 +483,8 @@ def attend(
     counters = partial = maxima = sums = None
     if plan.counters:
         counters = empty((plan.counters,), "int32")
-        clear(counters)
+        clearing = _clear_counters.variant(_CLEARING)
+        launch(clearing, -(-plan.counters // _CLEARING), _CLEARING, 0, counters=counters, count=plan.counters)
     if plan.slots:
         partial = empty((plan.slots, sizes.head_dim), "float32")
         maxima, sums = empty((plan.slots,), "float32"), empty((plan.slots,), "float32")

@@ -1,6 +1,6 @@
 """What the body of an op says, and the plan that is made of it.
 
-The functions here are the vocabulary of such a body: `outputs`, `empty`, `launch`, `clear`, `run_twin`, `note`. What
+The functions here are the vocabulary of such a body: `outputs`, `empty`, `launch`, `run_twin`, `note`. What
 they say is recorded in a `Trace`, from which a `Plan` is made: it allocates, packs and launches in a few microseconds.
 """
 
@@ -29,16 +29,15 @@ _MOST_MAPS = 256  # tensor maps that a plan keeps, of arrays at different addres
 
 
 class _Step(NamedTuple):
-    """A launch with the numbers that are late, or a part of a workspace to clear."""
+    """A launch with the numbers that are late."""
 
-    variant: Variant | None
+    variant: Variant
     grid: tuple[Any, Any, Any]
     block: tuple[Any, Any, Any]
     shared_bytes: Any
-    packing: template.Packing | None
+    packing: template.Packing
     notes: dict[str, Any]  # of the op whose body says it
     fields: Mapping[str, Any] = {}
-    cleared: tuple[Any, Any] = (0, 0)  # address and bytes
 
 
 class Trace:
@@ -165,12 +164,6 @@ def launch(variant: Variant, grid: Any, block: Any, shared_bytes: Any = 0, /, **
     packing = template.Packing(layout, template.named_leaves(layout, fields), _is_open)
     trace = current()
     trace.steps.append(_Step(variant, _three(grid), _three(block), shared_bytes, packing, trace.notes, fields))
-
-
-def clear(array: Array) -> None:
-    """Set all bytes of a contiguous array to 0, between the launches before and those after this."""
-    trace, cleared = current(), (array.address, array.size * array.item_size)
-    trace.steps.append(_Step(None, (0, 0, 0), (0, 0, 0), 0, None, trace.notes, cleared=cleared))
 
 
 def tensor_map(
@@ -358,7 +351,6 @@ class _Launch:
     __slots__ = ("function", "late_sizes", "launch", "pack", "parameters", "sizes", "variant")
 
     def __init__(self, step: _Step, parameters: _Finder, late_sizes: _Finder | None) -> None:
-        assert step.variant is not None and step.packing is not None
         self.variant = step.variant
         self.pack = step.packing.struct.pack_into
         self.parameters = parameters
@@ -390,9 +382,6 @@ class Plan:
         places = _Places(trace.first_made + len(trace.made))
         open_steps: list[tuple[_Step, Any, Any]] = []
         for step in trace.steps:
-            if step.packing is None:
-                open_steps.append((step, places.finder(step.cleared), None))
-                continue
             sizes = (*step.grid, *step.block, step.shared_bytes)
             late_sizes = places.finder(sizes) if any(isinstance(x, Late) for x in sizes) else None
             open_steps.append((step, places.finder(step.packing.parts), late_sizes))
@@ -403,10 +392,8 @@ class Plan:
         self._begin, self._places, self._open_steps = trace.first_made, places, open_steps
         self.holds: Callable[[Environment], bool] = trace.guards.hold
         self._known, self._computed = places.known, places.computed
-        self._steps: list[Any] = [
+        self._steps = [
             _Launch(step, places.find(parts), late_sizes and places.find(late_sizes))
-            if step.packing is not None
-            else places.find(parts)
             for step, parts, late_sizes in open_steps
         ]
 
@@ -469,10 +456,6 @@ class Plan:
         if self._steps:
             text.add(f"stream = {text.name(quick.stream)}({self.place.device})")
         for step, (_, parts, late_sizes) in zip(self._steps, self._open_steps, strict=True):
-            if type(step) is not _Launch:
-                start, size = named(parts)
-                text.add(f"{text.name(runtime.memsetAsync)}({start}, 0, {size}, stream)")
-                continue
             sizes = [text.name(x) for x in step.sizes] if late_sizes is None else named(late_sizes)
             text.add(f"{text.name(step.pack)}({', '.join(['buffer', '0', *named(parts)])})")
             if not step.function:
@@ -503,10 +486,6 @@ class Plan:
             buffer, address, _ = _state()
             stream = library.stream(device)  # type: ignore[arg-type]
             for step in self._steps:
-                if type(step) is not _Launch:
-                    start, size = step(environment)
-                    runtime.memsetAsync(start, 0, size, stream)
-                    continue
                 step.pack(buffer, 0, *step.parameters(environment))
                 x, y, z, i, j, k, shared_bytes = step.late_sizes(environment) if step.late_sizes else step.sizes
                 if not step.function:

@@ -69,7 +69,11 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
     if x.is_prepared:
         for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
             if array.alignment < 16:
-                check.fail(name, "at a multiple of 16 bytes with prepared weights", f"an address that is a multiple of {array.alignment}")
+                check.fail(
+                    name,
+                    "at a multiple of 16 bytes with prepared weights",
+                    f"an address that is a multiple of {array.alignment}",
+                )
         if x.weights == "FOLDED":
             if reason := kernels.why_not_prepared(variant, x):
                 check.fail("b", "weights of 8 bits", f"MXFP4 prepared for FP8 rows: {reason}")
