@@ -192,8 +192,9 @@ def _paged_attention() -> Iterator[Variant]:
     dynamic = op.Form("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
     for dims, layout in ((64, "vllm"), (128, "flash"), (256, "vllm")):
         yield dynamic._replace(dims=dims, layout=layout).variant
-    for layout, cluster in (("flash", 1), ("vllm", 16)):
-        yield dynamic._replace(layout=layout, cluster=cluster, extras=False).variant
+    pairs = op.Dealt(2, "EITHER", True, 136)
+    for layout, dealt in (("flash", op.Dealt()), ("vllm", op._FEW[7]), ("flash", op._FEW[15]), ("flash", pairs)):
+        yield dynamic._replace(layout=layout, dealt=dealt, extras=False).variant
     yield op.scalar.variant("float", "float", "VLLM", "true")
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
     yield paged_attention._merge.variant("float", 4, "false")

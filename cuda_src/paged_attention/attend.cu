@@ -14,10 +14,11 @@
 // is cut into pieces, and a block of threads takes one piece after the other. Each of several pieces leaves a partial
 // result (maximum, sum, output), and the block that is the last to finish merges them. `split` fixes the size of all
 // pieces: then the sums of a row are formed in the same order whatever else is in the batch. Where there are few items,
-// each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory.
+// each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory; where
+// there are some more, the kernel looks at the lengths, and does so if they are even (see `Dealing`).
 //
 // Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
-// every STEP-th tile of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
+// every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
 // shared memory, ldmatrix loads fragments from there. Warp: 16 of the team's 16 * TEAM rows. Lane: see common/mma.cuh.
 //
 // Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
@@ -28,8 +29,10 @@
 // Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
 // Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
 // heads and 8 kv heads of 128, a bfloat16 cache takes 255 us, of which a copy of its bytes takes 253 (99%), and an
-// 8-bit one 144 of 126 (88%). With few tokens the bound is the latency of a chain: length, table, tiles, merge. One
-// sequence of 4096 tokens takes 9.9 us, against 3.9 for the copy (40%).
+// 8-bit one 144 of 126 (88%). 8 sequences of 8192 take 69 of 63 (91%), and 16 of 2048 take 36 to 40 of 31 (86 to 78%):
+// less where the table has no room for longer ones. With few tokens the bound is the latency of a chain: length, table,
+// tiles, merge. One sequence of 4096 tokens takes 10.3 us, against 3.9 for the copy (38%), and one of 32768 takes 37 of
+// 31 (85%).
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
 #include "common/warp.cuh"
@@ -67,23 +70,22 @@ __device__ __forceinline__ void leave_results(const Params& p, const typename F:
 }
 
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
-          int STAGES, int CLUSTER>
-__global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
-    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER>;
+          int STAGES, int CLUSTER, int WARPS, Dealing DEALING>
+__global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
+    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING>;
     using Tile = typename F::Tile;
-    using Schedule = typename Choose<CLUSTER == 1, PieceQueue<F>, ClusterItem<F>>::type;
+    using Schedule = typename ScheduleOf<F, DEALING>::type;
     __shared__ float maxima[F::TEAMS * F::ROWS], sums[F::TEAMS * F::ROWS];
-    __shared__ float2 statistics[CLUSTER == 1 ? 1 : F::ROWS];
     __shared__ uint4 queries[F::QUERY_IN_SHARED ? F::KEY_STEPS * 32 * F::WARPS : 1];
     __shared__ int next;
     __shared__ bool last;
     __shared__ Segment previous;
-    const Team<F> team(p);
+    Team<F> team(p);
     const typename F::Results found = {maxima, sums,
                                        reinterpret_cast<float*>(shared + (STAGES - 1) * F::TEAMS * 2 * Tile::BYTES)};
     const float scale = (p.key_scale ? *p.key_scale : 1.f) * p.scale * LOG2_E;
 
-    Schedule schedule(p, {next, previous, last}, statistics);
+    Schedule schedule(p, {next, previous, last});
     Pipeline<F> pipeline;
     bool more = schedule.first(p, team, pipeline);
     if (more) pipeline.start(p, team);

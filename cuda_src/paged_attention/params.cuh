@@ -11,6 +11,13 @@ enum Layout {
     FLASH,
 };
 
+// How items are dealt to blocks of threads.
+enum Dealing {
+    QUEUE,    // blocks draw pieces of items
+    CLUSTERS, // each item has a cluster of blocks
+    EITHER,   // CLUSTERS where all sequences are about as long, else QUEUE
+};
+
 struct Params {
     const void* query;        // [seqs, query_tokens, heads, head_dim]  T
     const char* keys;         // the cache in its layout  CACHE

@@ -26,7 +26,7 @@ template <typename F> struct Pipeline {
 
     // Look up the first 64 tiles of `segment`. Where `known`, `first_entry` is what the table says for tile `lane`.
     __device__ __forceinline__ void look_up(const Params& p, const Team<F>& team, bool known, int first_entry) {
-        tiles = (ceil_div(segment.end - segment.begin, TILE) - team.first_tile + F::STEP - 1) / F::STEP;
+        tiles = team.share(ceil_div(segment.end - segment.begin, TILE));
         bad = !segment.whole;
         entry = known ? checked(p, team, team.lane, first_entry) : entry_of(p, team, team.lane);
         next_entry = entry_of(p, team, 32 + team.lane);
