@@ -1082,50 +1082,62 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
 
 
 @pytest.mark.parametrize(
-    ("x", "dealing", "cluster", "warps", "stages", "blocks"),
+    ("x", "dealing", "cluster", "warps", "stages", "at_once", "blocks"),
     [
         # Clusters where items are few, then pairs of blocks for even lengths, which have the warps of two where each
         # has a multiprocessor to itself.
-        (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 112),
-        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 64),
-        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 120),
-        (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 64),
-        (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 120),
-        (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 62),
-        (Sizes(seqs=4), "CLUSTERS", 2, 8, 3, 64),
-        (Sizes(seqs=5), "EITHER", 2, 8, 2, 132),
-        (Sizes(seqs=8), "EITHER", 2, 8, 2, 132),
-        (Sizes(seqs=9), "EITHER", 2, 4, 3, 264),
-        (Sizes(seqs=16), "EITHER", 2, 4, 3, 264),
-        (Sizes(seqs=17), "QUEUE", 1, 4, 3, 264),
-        # 8-bit caches: wide blocks have clusters only.
-        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 112),
-        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 64),
-        (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 128),
-        (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 128),
-        (Sizes(seqs=8, cache="float8_e4m3fn"), "QUEUE", 1, 4, 4, 264),
-        (Sizes(seqs=8, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 2, 8, 4, 128),
-        (Sizes(seqs=16, cache="float8_e4m3fn"), "EITHER", 2, 4, 4, 264),
+        (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 1, 112),
+        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 2, 64),
+        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 2, 120),
+        (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 1, 64),
+        (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 1, 120),
+        (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 1, 62),
+        (Sizes(seqs=4), "CLUSTERS", 2, 8, 3, 1, 64),
+        (Sizes(seqs=5), "EITHER", 2, 8, 2, 1, 132),
+        (Sizes(seqs=8), "EITHER", 2, 8, 2, 1, 132),
+        (Sizes(seqs=9), "EITHER", 2, 4, 3, 1, 264),
+        (Sizes(seqs=16), "EITHER", 2, 4, 3, 1, 264),
+        (Sizes(seqs=17), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=33), "QUEUE", 1, 4, 3, 1, 264),
+        # More items than blocks at once, up to four times as many: a block each.
+        (Sizes(seqs=34), "EITHER", 1, 4, 3, 1, 272),
+        (Sizes(seqs=132), "EITHER", 1, 4, 3, 1, 1056),
+        (Sizes(seqs=133), "QUEUE", 1, 4, 3, 1, 264),
+        # 8-bit caches: wide blocks have clusters only, and a team multiplies two tiles at once.
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 2, 112),
+        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 2, 64),
+        (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 2, 128),
+        (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 2, 128),
+        (Sizes(seqs=8, cache="float8_e4m3fn"), "QUEUE", 1, 4, 4, 1, 264),
+        (Sizes(seqs=8, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 2, 8, 4, 2, 128),
+        (Sizes(seqs=16, cache="float8_e4m3fn"), "EITHER", 2, 4, 4, 2, 264),
+        (Sizes(seqs=64, cache="float8_e4m3fn"), "EITHER", 1, 4, 4, 2, 512),
         # Large heads have no wide blocks.
-        (Sizes(seqs=1, head_dim=256), "CLUSTERS", 16, 2, 2, 128),
-        (Sizes(seqs=4, head_dim=256), "CLUSTERS", 4, 2, 2, 128),
-        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 2, 264),
+        (Sizes(seqs=1, head_dim=256), "CLUSTERS", 16, 2, 2, 1, 128),
+        (Sizes(seqs=4, head_dim=256), "CLUSTERS", 4, 2, 2, 1, 128),
+        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 2, 1, 264),
+        (Sizes(seqs=64, head_dim=256), "QUEUE", 1, 2, 2, 1, 264),
         # Where there is no room for a long sequence, all lengths are even enough.
-        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 3, 128),
-        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 256),
-        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 264),
-        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 264),
+        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 3, 1, 128),
+        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 1, 256),
+        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 1, 264),
+        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=64, max_blocks=64), "CLUSTERS", 1, 4, 3, 1, 512),
+        (Sizes(seqs=64, max_blocks=65), "EITHER", 1, 4, 3, 1, 512),
         # 40 query heads of 5 tokens are 25 rows, of a team of two warps.
-        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 264),
+        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 1, 264),
         # With `split` a row has the same bits in any batch.
-        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 3, 64),
-        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 3, 264),
+        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 3, 1, 64),
+        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=64, split=512), "QUEUE", 1, 4, 3, 1, 264),
     ],
     ids=str,
 )
-def test_how_items_are_dealt(x: Sizes, dealing: str, cluster: int, warps: int, stages: int, blocks: int) -> None:
+def test_how_items_are_dealt(
+    x: Sizes, dealing: str, cluster: int, warps: int, stages: int, at_once: int, blocks: int
+) -> None:
     dealt = plan(x)
-    assert dealt.variant.instance.arguments[8:] == (stages, cluster, warps, dealing)
+    assert dealt.variant.instance.arguments[8:] == (stages, cluster, warps, dealing, at_once)
     assert dealt.threads == 32 * warps
     assert dealt.blocks == blocks and dealt.blocks % cluster == 0
     items = x.seqs * x.kv_heads
@@ -1133,7 +1145,9 @@ def test_how_items_are_dealt(x: Sizes, dealing: str, cluster: int, warps: int, s
         assert (dealt.slots, dealt.counters) == (0, 0)
     else:
         # As many pieces as the queue cuts at most.
-        pieces = items * 8 if x.split else min(items * -(-x.max_blocks // 4), blocks + items)
+        shares = 264 if cluster == 1 and dealing == "EITHER" else blocks
+        pieces = items * 8 if x.split else min(items * -(-x.max_blocks // 4), shares + items)
+        assert dealt.shares == shares
         assert (dealt.slots, dealt.counters) == (pieces * dealt.rows, 1 + items)
 
 
@@ -1317,6 +1331,10 @@ CASES: dict[str, tuple[list[int], int, int, int, int]] = {
     "few, of which one is long": ([60] * 8 + [3000], 32, 8, 128, 16),
     "fewer of about one length": ([2300, 0, 2257, 2299, 2310], 32, 8, 128, 16),
     "fewer, of which one is long": ([60, 3000, 0, 60, 60], 32, 8, 128, 16),
+    "many of about one length, a block each": ([1100, 1101, 1088, 1090] * 9, 32, 8, 128, 16),
+    "many with little room": ([500, 0, 511, 64, 1, 513] * 6, 32, 8, 128, 16),
+    "many, of which none is cut": ([1600, 1280, 1000] * 14, 32, 8, 128, 16),
+    "many, of which one is cut": ([100] * 35 + [5000], 32, 8, 128, 16),
     "more sequences than a warp has lanes": ([5, 40, 0, 77] * 20, 4, 1, 64, 16),
     "every head its own": ([70, 300], 8, 8, 128, 16),
     "7 heads of a kv head": ([70, 300, 0], 14, 2, 128, 64),
@@ -1802,11 +1820,11 @@ def test_a_cuda_graph_follows_lengths_and_blocks(split: int | None, rng: np.rand
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [None, "float8_e4m3fn"])
-@pytest.mark.parametrize("seqs", [5, 9])
+@pytest.mark.parametrize("seqs", [5, 9, 36])
 def test_a_cuda_graph_follows_lengths_that_become_uneven(
     seqs: int, cache: str | None, rng: np.random.Generator
 ) -> None:
-    # One launch takes clusters where the lengths are even, and else a queue of pieces.
+    # One launch takes clusters, or a block for each item, where the lengths are even, and else a queue of pieces.
     capacity = 3000
     x = paged(rng, [capacity] * seqs, 32, 8, 128, 16, "bfloat16", cache)
     given = tensors(x)

@@ -187,7 +187,7 @@ __global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Par
     __shared__ bool last;
     Pieces pieces(p);
     pieces.look();
-    pieces.plan();
+    pieces.plan(gridDim.x);
     Segment segment;
     for (int index = blockIdx.x; pieces.find(index, segment); index = next) {
         // The query.

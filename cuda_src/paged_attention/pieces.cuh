@@ -62,7 +62,8 @@ struct Row {
 // All pieces of the batch, which every warp finds by itself from the lengths: so a CUDA graph stays right as sequences
 // grow. Long sequences come first, so that short pieces are left to fill in when blocks become idle at different times.
 struct Pieces {
-    static constexpr int CLASSES = 4; // of lengths
+    static constexpr int CLASSES = 4;          // of lengths
+    static constexpr int MOST_UNITS = 1 << 25; // of a sequence: more than any has
 
     const Params& p;
     const int items;         // of a sequence
@@ -85,25 +86,31 @@ struct Pieces {
     }
 
     // Whether no sequence has more than `more` units above the mean.
-    __device__ bool even(int more) const { return __reduce_max_sync(FULL_WARP, most) - mean <= more; }
+    __device__ bool even(int more) const { return within(mean + more); }
 
-    // Choose the size of the pieces: an equal share of the units for each block, or as little more (lane l tries l / 16
-    // of a share) as gives no more pieces than there are blocks.
-    __device__ void plan() {
+    // Units of a piece that is an equal share of one of so many blocks.
+    __device__ int share_of(int blocks) const { return max(p.min_units, ceil_div(total * items, blocks)); }
+
+    // Whether no sequence has more than `units`.
+    __device__ bool within(int units) const { return __reduce_max_sync(FULL_WARP, most) <= units; }
+
+    // Choose the size of the pieces: an equal share of the units for each of so many blocks, or as little more (lane l
+    // tries l / 16 of a share) as gives no more pieces than there are blocks.
+    __device__ void plan(unsigned blocks) {
         if (p.split) {
             piece_units = p.split / UNIT_TOKENS;
             return;
         }
-        const int share = max(p.min_units, ceil_div(total * items, gridDim.x));
+        const int share = share_of(blocks);
         piece_units = share;
-        if (p.seqs * items > gridDim.x) return;
+        if (p.seqs * items > blocks) return;
         const int lane = threadIdx.x % 32;
         const int tried = share + share * lane / 16;
         // Rounding may miscount the pieces of more than 2^21 units, which then are some more than blocks, or larger.
         const float inverse = 1.f / tried, rounded = tried - 0.5f;
         int pieces = 0;
         for (int seq = 0; seq < p.seqs; ++seq) pieces += int((Reach(p, seq).units + rounded) * inverse);
-        const unsigned fits = __ballot_sync(FULL_WARP, pieces * items <= gridDim.x);
+        const unsigned fits = __ballot_sync(FULL_WARP, pieces * items <= blocks);
         if (fits) piece_units = __shfl_sync(FULL_WARP, tried, __ffs(fits) - 1);
     }
 

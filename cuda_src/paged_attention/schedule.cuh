@@ -34,13 +34,14 @@ template <typename F> struct PieceQueue {
     // Find the block's first piece; returns whether there is one.
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
         pieces.look();
-        return first_of_all(p, team, pipeline);
+        return first_of_all(p, team, pipeline, gridDim.x);
     }
 
-    // `first`, after a look at the lengths.
-    __device__ __forceinline__ bool first_of_all(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) {
+    // `first`, after a look at the lengths; `shares` as in `Params`.
+    __device__ __forceinline__ bool first_of_all(const Params& p, const Team<F>& team, Pipeline<F>& pipeline,
+                                                 int shares) {
         if (threadIdx.x == 0) state.next = -1;
-        pieces.plan();
+        pieces.plan(shares);
         return find(p, team, blockIdx.x, pipeline);
     }
 
@@ -170,7 +171,7 @@ template <typename F> struct ItemsOrQueue {
         even = queue.pieces.even(UNITS_ABOVE_MEAN * F::WARPS * F::CLUSTER);
         if (!even) {
             team.leave_cluster();
-            return queue.first_of_all(p, team, pipeline);
+            return queue.first_of_all(p, team, pipeline, p.shares);
         }
         if (!has_item) return false;
         cluster_arrive<F::CLUSTER>();
@@ -202,13 +203,66 @@ template <typename F> struct ItemsOrQueue {
     }
 };
 
-template <typename F, Dealing DEALING> struct ScheduleOf;
-template <typename F> struct ScheduleOf<F, QUEUE> {
-    using type = PieceQueue<F>;
+// A block for each item, in the order of the lengths if they are uneven: the longest first. With EITHER, where an item
+// would be cut, blocks draw pieces instead; there are no fewer pieces than blocks then. All blocks decide alike. The GPU
+// hands out blocks faster than they draw pieces: a block that has ended leaves its successor nothing to wait for.
+template <typename F> struct BlockItem {
+    PieceQueue<F> queue;
+    ClusterItem<F> block;
+    bool cut = false;
+
+    __device__ __forceinline__ BlockItem(const Params& p, const QueueState& state) : queue(p, state), block(p, state) {}
+
+    __device__ __forceinline__ bool has_queue() const { return F::DEALING == EITHER && cut; }
+
+    __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
+        Pieces& pieces = queue.pieces;
+        const int entry = block.first_entry(p, team, pipeline);
+        pieces.look();
+        cut = F::DEALING == EITHER && !pieces.within(pieces.share_of(p.shares));
+        if (has_queue()) return queue.first_of_all(p, team, pipeline, p.shares);
+        if (pieces.even(pieces.mean / 8)) {
+            block.begin(p, team, pipeline, entry);
+            return true;
+        }
+        pieces.piece_units = pieces.MOST_UNITS;
+        return queue.find(p, team, blockIdx.x, pipeline);
+    }
+
+    __device__ __forceinline__ void draw(const Params& p, bool now, int& taken) const {
+        PieceQueue<F>::draw(p, now && has_queue(), taken);
+    }
+
+    __device__ __forceinline__ bool go_on(const Params& p, const Team<F>& team, int taken, Pipeline<F>& following) {
+        return has_queue() && queue.go_on(p, team, taken, following);
+    }
+
+    __device__ __forceinline__ void look_back() {
+        if (has_queue()) queue.look_back();
+    }
+
+    __device__ __forceinline__ void store(const Params& p, const Segment& segment, const typename F::Results& found) {
+        if (has_queue())
+            queue.store(p, segment, found);
+        else
+            store_piece<typename F::T>(p, segment, found);
+    }
+
+    __device__ __forceinline__ void finish(const Params& p) {
+        if (has_queue()) queue.finish(p);
+    }
 };
-template <typename F> struct ScheduleOf<F, CLUSTERS> {
+
+template <typename F, Dealing DEALING, bool ALONE> struct ScheduleOf;
+template <typename F> struct ScheduleOf<F, CLUSTERS, false> {
     using type = ClusterItem<F>;
 };
-template <typename F> struct ScheduleOf<F, EITHER> {
+template <typename F> struct ScheduleOf<F, EITHER, false> {
     using type = ItemsOrQueue<F>;
+};
+template <typename F, Dealing DEALING> struct ScheduleOf<F, DEALING, true> {
+    using type = BlockItem<F>;
+};
+template <typename F> struct ScheduleOf<F, QUEUE, true> {
+    using type = PieceQueue<F>;
 };

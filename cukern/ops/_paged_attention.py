@@ -28,8 +28,11 @@ _LARGEST_SCALE = 1e30
 #: Size of the clusters that items have where the lengths are even. Measured on an H200: larger ones are slower.
 _EVEN_CLUSTER = 2
 #: Room for so many tokens of a sequence makes any lengths even enough: a pair of blocks is done with the longest before
-#: a queue would be.
+#: a queue would be, and a single one with half as many.
 _EVEN_TOKENS = 2048
+#: Most items that have a block each, as a multiple of the blocks that the GPU has room for at once. More of them are
+#: short beside what it takes to begin.
+_BLOCK_ITEMS = 4
 _CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
 #: (head_dim, block_size) pairs that have variants of their own.
@@ -65,6 +68,7 @@ class Dealt(NamedTuple):
     dealing: str = "QUEUE"
     wide: bool = False  # whether a block has a multiprocessor to itself, and the warps of two
     stage_kib: int = 100  # that a block's stages may take: two of narrow blocks fit a multiprocessor, three of 68
+    at_once: int = 1  # tiles that a team multiplies at once
 
 
 _QUEUE = Dealt()
@@ -73,15 +77,16 @@ _QUEUE = Dealt()
 #: start sooner with 68 KiB.
 _FEW = {
     7: Dealt(16, "CLUSTERS", False, 68),
-    15: Dealt(8, "CLUSTERS", True, 200),
+    15: Dealt(8, "CLUSTERS", True, 200, 2),
     30: Dealt(4, "CLUSTERS", True, 200),
     32: Dealt(2, "CLUSTERS", True, 200),
 }
+#: A warp's chain of an 8-bit tile, with its conversion, is longer than the wait for its bytes: two at once overlap.
 _FEW_IN_FP8 = {
-    7: Dealt(16, "CLUSTERS", False, 68),
-    15: Dealt(8, "CLUSTERS", True, 200),
-    16: Dealt(8, "CLUSTERS", False, 68),
-    32: Dealt(4, "CLUSTERS", False, 68),
+    7: Dealt(16, "CLUSTERS", False, 68, 2),
+    15: Dealt(8, "CLUSTERS", True, 200, 2),
+    16: Dealt(8, "CLUSTERS", False, 68, 2),
+    32: Dealt(4, "CLUSTERS", False, 68, 2),
 }
 #: For heads of more than 128, which have no wide blocks.
 _FEW_OF_LARGE_HEADS = {n: Dealt(128 // n, "CLUSTERS", False, 68) for n in (8, 16, 32)}
@@ -149,6 +154,7 @@ class Form(NamedTuple):
             self.dealt.cluster,
             self.warps,
             self.dealt.dealing,
+            self.dealt.at_once,
             max_shared_bytes=self.shared_bytes(16 * self.team),
             large_clusters=self.dealt.cluster > 8,
         )
@@ -269,6 +275,7 @@ class Deal(NamedTuple):
     row_blocks: int
     slots: int  # of rows of partial results
     counters: int
+    shares: int = 0  # blocks at once
 
 
 def _why_scalar(x: Request) -> str:
@@ -329,17 +336,20 @@ def _dealt(gpu: Gpu, x: Request, items: int) -> Dealt:
     for most, dealt in few.items():
         if items <= most:
             return dealt
-    blocks = _EVEN_CLUSTER * items
-    if blocks > _MAX_BLOCKS * gpu.multiprocessors:
+    blocks, resident = _EVEN_CLUSTER * items, _MAX_BLOCKS * gpu.multiprocessors
+    room, at_once = x.sizes.max_blocks * x.sizes.block_size, 2 if fp8_cache and not large else 1
+    if resident < items <= _BLOCK_ITEMS * resident and not large:
+        return Dealt(1, "CLUSTERS" if room <= _EVEN_TOKENS // 2 else "EITHER", at_once=at_once)
+    if blocks > resident:
         return _QUEUE
     wide = blocks <= gpu.multiprocessors and not large
-    if x.sizes.max_blocks * x.sizes.block_size <= _EVEN_TOKENS:
-        return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide)
+    if room <= _EVEN_TOKENS:
+        return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide, at_once)
     if wide and fp8_cache:
         # Measured on an H200: pairs of wide blocks are faster for even lengths, but slower than the queue for others.
         return _QUEUE
     # Measured on an H200: two stages of 64 KiB are faster here than three, for even lengths and for others.
-    return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100)
+    return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100, at_once)
 
 
 def deal(gpu: Gpu, x: Request) -> Deal:
@@ -358,15 +368,17 @@ def deal(gpu: Gpu, x: Request) -> Deal:
     if dealing == "CLUSTERS":
         return Deal(variant, items * cluster, threads, shared_bytes, rows, row_blocks, 0, 0)
     all_pieces = items * max_pieces
-    blocks = min(all_pieces, choice.blocks * gpu.multiprocessors)
-    if dealing == "EITHER":
+    blocks = shares = min(all_pieces, choice.blocks * gpu.multiprocessors)
+    if dealing == "EITHER" and cluster == 1:
+        blocks = items
+    elif dealing == "EITHER":
         # Whole clusters: all that are resident, for the queue, and one for each item.
-        blocks = max(items, blocks // cluster) * cluster
+        blocks = shares = max(items, blocks // cluster) * cluster
     if not x.split:
-        # As many as there are blocks at most, and by rounding up less than one more for each item.
-        all_pieces = min(all_pieces, blocks + items)
+        # As many as there are shares at most, and by rounding up less than one more for each item.
+        all_pieces = min(all_pieces, shares + items)
     slots = 0 if x.vllm_workspace or max_pieces == 1 else all_pieces * rows
-    return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items)
+    return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items, shares)
 
 
 # --- a call -------------------------------------------------------------------------------------------
@@ -571,6 +583,7 @@ def attend(
         split=split,
         min_units=_MIN_UNITS,
         rows=plan.rows,
+        shares=plan.shares,
         max_splits=0 if workspaces is None else workspaces[0].shape[-1],
         vllm_workspace=vllm_workspace,
     )
