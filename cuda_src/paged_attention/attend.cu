@@ -130,7 +130,18 @@ __global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void at
 
     Schedule schedule(p, {next, previous, last});
     Pipeline<F> pipeline;
+    typename F::Query query;
+    // The query is asked for before the tiles: behind those that fill the stages it would be the last to come, and
+    // nothing could begin. It is known before the lengths where it depends on the block alone. Blocks that draw pieces
+    // have others beside them, and large heads have no registers for it.
+    constexpr bool EARLY = DEALING != QUEUE && !F::QUERY_IN_SHARED, HAS_ITEM = DEALING == CLUSTERS && CLUSTER > 1;
+    bool has_query = EARLY;
+    if constexpr (EARLY && HAS_ITEM) {
+        schedule.locate(p, pipeline.segment);
+        load_rows<F>(p, team, pipeline.segment, query.fragments);
+    }
     bool more = schedule.first(p, team, pipeline);
+    if (EARLY && !HAS_ITEM && more) load_rows<F>(p, team, pipeline.segment, query.fragments);
     if (more) pipeline.start(p, team);
     __syncthreads();
     while (more) {
@@ -138,8 +149,12 @@ __global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void at
         WarpRows<F> warp(p, team, segment, scale);
         team.clear_padding();
         if constexpr (AT_ONCE > 1) pipeline.start_copies(p, team, STAGES - 1);
-        typename F::Query query;
-        load_query<F>(p, team, segment, warp.rows, scale, query.fragments, warp.terms.factors);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            if (!has_query) load_row<F>(p, team, segment, warp.rows[j], j, query.fragments);
+            warp.terms.factors[j] = factor_of_row<F>(scale, j, query.fragments);
+        }
+        has_query = false;
         query.keep(queries);
         int taken;
         schedule.draw(p, pipeline.tiles <= AHEAD, taken);

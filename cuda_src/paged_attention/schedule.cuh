@@ -115,13 +115,16 @@ template <typename F> struct ClusterItem {
         return true;
     }
 
+    __device__ __forceinline__ void locate(const Params& p, Segment& segment) const {
+        segment.row_block = item % p.row_blocks, segment.kv_head = item / p.row_blocks % p.kv_heads;
+        segment.seq = item / (p.kv_heads * p.row_blocks);
+    }
+
     // The table's entry for the team's tile `lane`, if the sequence begins at token 0. It is loaded before the length is
     // here: nearly all sequences do.
     __device__ __forceinline__ int first_entry(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) const {
-        Segment& segment = pipeline.segment;
-        segment.row_block = item % p.row_blocks, segment.kv_head = item / p.row_blocks % p.kv_heads;
-        segment.seq = item / (p.kv_heads * p.row_blocks);
-        pipeline.table = p.tables + segment.seq * p.table_row;
+        locate(p, pipeline.segment);
+        pipeline.table = p.tables + pipeline.segment.seq * p.table_row;
         const int at = (team.first_tile + team.lane * F::STEP) * TILE / team.block_size;
         return at < p.max_blocks ? pipeline.table[at] : 0;
     }
