@@ -1227,8 +1227,8 @@ def test_the_launch_of_a_batch() -> None:
     options = {"k_scale": 0.5, "v_scale": torch.ones(1), "window": 100, "sinks": torch.zeros(32), "out": out}
     trace, fields = launched(cukern.paged_attention, query, *caches, tables, lengths, scale=0.25, **options)
     cleared, launch_ = trace.steps
-    # 512 items, of which 264 blocks take at most 776 pieces of 4 rows.
-    assert launch_.grid[0] == 264 and cleared.cleared[1] == 4 * (1 + 512)
+    # 512 items with a block each. Cut by the shares of 264 blocks at once, they are at most 776 pieces of 4 rows.
+    assert launch_.grid[0] == 512 and cleared.cleared[1] == 4 * (1 + 512)
     at = {"taken": 4096, "arrived": 4100, "partial": 8192, "maxima": 12288, "sums": 16384}
     assert [math.prod(shape) for shape, _ in trace.made] == [1 + 512, 776 * 4 * 128, 776 * 4, 776 * 4]
     given = zip(("query", "keys", "values", "tables", "lengths"), (query, *caches, tables, lengths), strict=True)
@@ -1240,7 +1240,7 @@ def test_the_launch_of_a_batch() -> None:
         "query_tokens": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "group": 4, "row_blocks": 1, "blocks": 9,
         "block_size": 16, "max_blocks": 256, "window": 100, "split": 0, "min_units": 4, "rows": 4, "max_splits": 0,
         "vllm_workspace": 0, "sparse_local": 0, "sparse_stride": 0, "sparse_size": 64, "sparse_head_step": 0,
-        "sparse_rank": 0, "scale": 0.125, "softcap": 0.0, "out_scale": 1.0,
+        "sparse_rank": 0, "scale": 0.125, "softcap": 0.0, "out_scale": 1.0, "shares": 264,
     }  # fmt: skip
     assert fields == want
 
