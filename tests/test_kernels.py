@@ -192,8 +192,12 @@ def _paged_attention() -> Iterator[Variant]:
     dynamic = op.Form("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
     for dims, layout in ((64, "vllm"), (128, "flash"), (256, "vllm")):
         yield dynamic._replace(dims=dims, layout=layout).variant
-    for layout, cluster in (("flash", 1), ("vllm", 16)):
-        yield dynamic._replace(layout=layout, cluster=cluster, extras=False).variant
+    pairs, alone = op.Dealt(2, "EITHER", True, 136), op.Dealt(1, "EITHER", at_once=2)
+    few = [op._FEW[7], op._FEW[15], pairs, alone]
+    for layout, dealt in zip(("flash", "vllm", "flash", "flash", "vllm"), (op.Dealt(), *few), strict=True):
+        yield dynamic._replace(layout=layout, dealt=dealt, extras=False).variant
+    for cache, dealt in (("float8_e4m3fn", op._FEW_IN_FP8[15]), ("bfloat16", op.Dealt(1, "CLUSTERS"))):
+        yield dynamic._replace(cache=cache, dealt=dealt).variant
     yield op.scalar.variant("float", "float", "VLLM", "true")
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
     yield paged_attention._merge.variant("float", 4, "false")
@@ -281,7 +285,7 @@ def _work(kernel: Kernel, arch: str) -> list[Instance]:
     """
     rest = {"90a": _at_first_use(kernel), "80": _at_first_use(kernel)[::2]}.get(arch, [])
     if (kernel.function, arch) == ("attend", "80"):
-        rest = [instance for instance in rest if instance.arguments[-1] == 1]  # there are no clusters of blocks
+        rest = [instance for instance in rest if instance.arguments[9] == 1]  # there are no clusters of blocks
     listed = [*dict.fromkeys((*kernel.at_import, *kernel.specialized))]
     if kernel.stem in MANY_ALIKE and arch != "90a":
         others = [instance for instance in kernel.specialized if instance not in kernel.at_import]

@@ -1026,23 +1026,27 @@ class Sizes(NamedTuple):
     head_dim: int = 128
     block_size: int = 16
     seqs: int = 64
+    max_blocks: int = 256
 
 
 def plan(x: Sizes) -> parts.Deal:
-    sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, 256)
+    sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, x.max_blocks)
     options = x.extras, x.split, False, x.aligned, x.variant
     return parts.deal(gpu.of_arch("90a"), parts.Request(x.dtype, x.cache, x.layout, sizes, *options))
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
     # The least that a block may have since sm_80 are 99 KiB; clusters run on data-center GPUs only, with 227 KiB.
-    for cluster, most in ((1, 99 << 10), (4, 227 << 10), (16, 227 << 10)):
-        for head_dim in range(8, 257, 8):
+    pairs = [parts.Dealt(2, dealing, wide, 100 << wide) for dealing in ("CLUSTERS", "EITHER") for wide in (False, True)]
+    few = *parts._FEW.values(), *parts._FEW_IN_FP8.values(), *parts._FEW_OF_LARGE_HEADS.values()
+    for dealt in (parts.Dealt(), *pairs, *few):
+        most = 99 if dealt == parts.Dealt() else 227
+        for head_dim in range(8, 129 if dealt.wide else 257, 8):
             for cache in ("float16", "float8_e4m3fn"):
                 for layout in LAYOUTS:
                     for team in (1, 2) if head_dim > 128 else (1, 2, 4):
-                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, cluster=cluster)
-                        assert form.shared_bytes(16 * team) + form.static_bytes <= most, form
+                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, dealt)
+                        assert form.shared_bytes(16 * team) + form.static_bytes <= most << 10, form
 
 
 BF16, E5M2 = "__nv_bfloat16", "__nv_fp8_e5m2"
@@ -1077,6 +1081,76 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
     assert (instance.function, instance.arguments[: len(arguments)]) == (function, arguments)
 
 
+@pytest.mark.parametrize(
+    ("x", "dealing", "cluster", "warps", "stages", "at_once", "blocks"),
+    [
+        # Clusters where items are few, then pairs of blocks for even lengths, which have the warps of two where each
+        # has a multiprocessor to itself.
+        (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 1, 112),
+        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 2, 64),
+        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 2, 120),
+        (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 1, 64),
+        (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 1, 120),
+        (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 1, 62),
+        (Sizes(seqs=4), "CLUSTERS", 2, 8, 3, 1, 64),
+        (Sizes(seqs=5), "EITHER", 2, 8, 2, 1, 132),
+        (Sizes(seqs=8), "EITHER", 2, 8, 2, 1, 132),
+        (Sizes(seqs=9), "EITHER", 2, 4, 3, 1, 264),
+        (Sizes(seqs=16), "EITHER", 2, 4, 3, 1, 264),
+        (Sizes(seqs=17), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=33), "QUEUE", 1, 4, 3, 1, 264),
+        # More items than blocks at once, up to four times as many: a block each.
+        (Sizes(seqs=34), "EITHER", 1, 4, 3, 1, 272),
+        (Sizes(seqs=132), "EITHER", 1, 4, 3, 1, 1056),
+        (Sizes(seqs=133), "QUEUE", 1, 4, 3, 1, 264),
+        # 8-bit caches: wide blocks have clusters only, and a team multiplies two tiles at once.
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 2, 112),
+        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 2, 64),
+        (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 2, 128),
+        (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 2, 128),
+        (Sizes(seqs=8, cache="float8_e4m3fn"), "QUEUE", 1, 4, 4, 1, 264),
+        (Sizes(seqs=8, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 2, 8, 4, 2, 128),
+        (Sizes(seqs=16, cache="float8_e4m3fn"), "EITHER", 2, 4, 4, 2, 264),
+        (Sizes(seqs=64, cache="float8_e4m3fn"), "EITHER", 1, 4, 4, 2, 512),
+        # Large heads have no wide blocks.
+        (Sizes(seqs=1, head_dim=256), "CLUSTERS", 16, 2, 2, 1, 128),
+        (Sizes(seqs=4, head_dim=256), "CLUSTERS", 4, 2, 2, 1, 128),
+        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 2, 1, 264),
+        (Sizes(seqs=64, head_dim=256), "QUEUE", 1, 2, 2, 1, 264),
+        # Where there is no room for a long sequence, all lengths are even enough.
+        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 3, 1, 128),
+        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 1, 256),
+        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 1, 264),
+        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=64, max_blocks=64), "CLUSTERS", 1, 4, 3, 1, 512),
+        (Sizes(seqs=64, max_blocks=65), "EITHER", 1, 4, 3, 1, 512),
+        # 40 query heads of 5 tokens are 25 rows, of a team of two warps.
+        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 1, 264),
+        # With `split` a row has the same bits in any batch.
+        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 3, 1, 64),
+        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=64, split=512), "QUEUE", 1, 4, 3, 1, 264),
+    ],
+    ids=str,
+)
+def test_how_items_are_dealt(
+    x: Sizes, dealing: str, cluster: int, warps: int, stages: int, at_once: int, blocks: int
+) -> None:
+    dealt = plan(x)
+    assert dealt.variant.instance.arguments[8:] == (stages, cluster, warps, dealing, at_once)
+    assert dealt.threads == 32 * warps
+    assert dealt.blocks == blocks and dealt.blocks % cluster == 0
+    items = x.seqs * x.kv_heads
+    if dealing == "CLUSTERS":
+        assert (dealt.slots, dealt.counters) == (0, 0)
+    else:
+        # As many pieces as the queue cuts at most.
+        shares = 264 if cluster == 1 and dealing == "EITHER" else blocks
+        pieces = items * 8 if x.split else min(items * -(-x.max_blocks // 4), shares + items)
+        assert dealt.shares == shares
+        assert (dealt.slots, dealt.counters) == (pieces * dealt.rows, 1 + items)
+
+
 @pytest.mark.parametrize("variant", ["specialized", "dynamic"])
 def test_a_variant_that_is_not_there_is_refused(variant: str) -> None:
     for x, reason in (
@@ -1095,7 +1169,8 @@ def test_a_variant_that_is_not_there_is_refused(variant: str) -> None:
 
 
 def test_what_is_compiled_at_import_is_what_is_called() -> None:
-    wanted = [plan(Sizes(t, t, layout)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
+    # Of many sequences on any GPU, and of all but those that are few on others than Hopper's.
+    wanted = [plan(Sizes(t, t, layout, seqs=256)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     alone = [plan(Sizes(t, t, layout, seqs=1)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     at_import = set(instances("paged_attention"))
     clearing = {parts._clear_counters.variant(parts._CLEARING).instance}
@@ -1107,7 +1182,7 @@ def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(parts, "_registered", set(parts.SPECIALIZED))
     made = op.specialize(head_dim=72, block_size=48)
     assert [i.arguments[3:6] for i in made] == [(72, 80, 48)] * 4
-    assert plan(Sizes(head_dim=72, block_size=48)).variant.instance in made
+    assert plan(Sizes(head_dim=72, block_size=48, seqs=256)).variant.instance in made
     for sizes, error, message in (
         ({"head_dim": 20, "block_size": 16}, ValueError, "head_dim must be a multiple of 8, got 20"),
         ({"head_dim": 264, "block_size": 16}, ValueError, "head_dim must be an integer in [8, 256], got 264"),
@@ -1155,8 +1230,8 @@ def test_the_launch_of_a_batch() -> None:
     options = {"k_scale": 0.5, "v_scale": torch.ones(1), "window": 100, "sinks": torch.zeros(32), "out": out}
     trace, fields = launched(cukern.paged_attention, query, *caches, tables, lengths, scale=0.25, **options)
     clearing, launch_ = trace.steps
-    # 512 items, of which 264 blocks take at most 776 pieces of 4 rows.
-    assert launch_.grid[0] == 264 and clearing.grid[0] == 3
+    # 512 items with a block each. Cut by the shares of 264 blocks at once, they are at most 776 pieces of 4 rows.
+    assert launch_.grid[0] == 512 and clearing.grid[0] == 3
     at = {"taken": 4096, "arrived": 4100, "partial": 8192, "maxima": 12288, "sums": 16384}
     assert [math.prod(shape) for shape, _ in trace.made] == [1 + 512, 776 * 4 * 128, 776 * 4, 776 * 4]
     given = zip(("query", "keys", "values", "tables", "lengths"), (query, *caches, tables, lengths), strict=True)
@@ -1168,7 +1243,7 @@ def test_the_launch_of_a_batch() -> None:
         "query_tokens": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "group": 4, "row_blocks": 1, "blocks": 9,
         "block_size": 16, "max_blocks": 256, "window": 100, "split": 0, "min_units": 4, "rows": 4, "max_splits": 0,
         "vllm_workspace": 0, "sparse_local": 0, "sparse_stride": 0, "sparse_size": 64, "sparse_head_step": 0,
-        "sparse_rank": 0, "scale": 0.125, "softcap": 0.0, "out_scale": 1.0,
+        "sparse_rank": 0, "scale": 0.125, "softcap": 0.0, "out_scale": 1.0, "shares": 264,
     }  # fmt: skip
     assert fields == want
 
@@ -1254,6 +1329,16 @@ CASES: dict[str, tuple[list[int], int, int, int, int]] = {
     "Llama-3-8B, long and short": ([3000, 1, 0, 777], 32, 8, 128, 16),
     "block edges": (EDGES, 8, 2, 128, 16),
     "one sequence, in many parts": ([9000], 8, 2, 128, 32),
+    "few, for whose lengths there is little room": ([500, 500, 511, 512, 1, 513, 480, 20, 700], 32, 8, 128, 16),
+    "fewer, for wide blocks": ([300, 0, 257, 1, 310], 32, 8, 128, 16),
+    "few of about one length": ([2100, 2100, 2111, 2112, 1, 2113, 2080, 2100, 2300], 32, 8, 128, 16),
+    "few, of which one is long": ([60] * 8 + [3000], 32, 8, 128, 16),
+    "fewer of about one length": ([2300, 0, 2257, 2299, 2310], 32, 8, 128, 16),
+    "fewer, of which one is long": ([60, 3000, 0, 60, 60], 32, 8, 128, 16),
+    "many of about one length, a block each": ([1100, 1101, 1088, 1090] * 9, 32, 8, 128, 16),
+    "many with little room": ([500, 0, 511, 64, 1, 513] * 6, 32, 8, 128, 16),
+    "many, of which none is cut": ([1600, 1280, 1000] * 14, 32, 8, 128, 16),
+    "many, of which one is cut": ([100] * 35 + [5000], 32, 8, 128, 16),
     "more sequences than a warp has lanes": ([5, 40, 0, 77] * 20, 4, 1, 64, 16),
     "every head its own": ([70, 300], 8, 8, 128, 16),
     "7 heads of a kv head": ([70, 300, 0], 14, 2, 128, 64),
@@ -1735,6 +1820,36 @@ def test_a_cuda_graph_follows_lengths_and_blocks(split: int | None, rng: np.rand
         for tensor in (out, made, v1_out, v2_out):
             assert_matches(OUT, tensor.cpu(), want)
         assert_matches(LSE, lse.cpu(), want_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("seqs", [5, 9, 36])
+def test_a_cuda_graph_follows_lengths_that_become_uneven(
+    seqs: int, cache: str | None, rng: np.random.Generator
+) -> None:
+    # One launch takes clusters, or a block for each item, where the lengths are even, and else a queue of pieces.
+    capacity = 3000
+    x = paged(rng, [capacity] * seqs, 32, 8, 128, 16, "bfloat16", cache)
+    given = tensors(x)
+    cukern.paged_attention(*given, return_lse=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made, lse = cukern.paged_attention(*given, return_lse=True)
+    uneven = [20] * (seqs - 1)
+    for lengths in ([700] * seqs, [*uneven, capacity], [capacity, *uneven], [0] * seqs, [*range(600, 600 + seqs)]):
+        given[4].copy_(torch.tensor(lengths, dtype=torch.int32))
+        x.seq_lens[:] = lengths
+        want, want_lse = twin.paged_attention(*x.args, return_lse=True)
+        kept = []
+        for _ in range(2):
+            made.fill_(NAN), lse.fill_(NAN)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert_matches(OUT, made.cpu(), want)
+            assert_matches(LSE, lse.cpu(), want_lse)
+            kept.append((made.clone(), lse.clone()))
+        assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
 @pytest.mark.gpu

@@ -4,20 +4,25 @@
 // be the first statement of the kernel: what is read or written before it may still be written or read by others.
 #pragma once
 
-// Waits until all that the kernels before this one wrote can be seen. The next kernel's blocks take their places once all
-// blocks of this one have ended: those of a kernel that fills the GPU for long, and whose blocks end at different times,
-// would otherwise lie on the few multiprocessors that are free first.
+// Waits until all that the kernels before this one wrote can be seen.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The same for short kernels: the next kernel's blocks take their places, and wait, as soon as all of this one have
-// theirs. They may do so only behind the wait, so that kernels do not pile up: one waits, and one runs.
-__device__ __forceinline__ void begin_behind_earlier_kernels() {
-    wait_for_earlier_kernels();
+// Lets the blocks of the next kernel take their places as soon as all blocks of this one have said so, or have ended. To
+// be said behind the wait, so that kernels do not pile up: one waits, and one runs. A kernel that fills the GPU for long
+// says so when a block has nothing left but to merge and to store: else the next kernel's blocks would lie on the few
+// multiprocessors that are free first.
+__device__ __forceinline__ void let_later_kernels_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Both, for short kernels.
+__device__ __forceinline__ void begin_behind_earlier_kernels() {
+    wait_for_earlier_kernels();
+    let_later_kernels_begin();
 }

@@ -14,11 +14,15 @@
 // is cut into pieces, and a block of threads takes one piece after the other. Each of several pieces leaves a partial
 // result (maximum, sum, output), and the block that is the last to finish merges them. `split` fixes the size of all
 // pieces: then the sums of a row are formed in the same order whatever else is in the batch. Where there are few items,
-// each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory.
+// each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory; where
+// there are some more, the kernel looks at the lengths, and does so if they are even (see `Dealing`). Where there are
+// more items than blocks at once, each has a block if none would be cut.
 //
 // Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
-// every STEP-th tile of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
-// shared memory, ldmatrix loads fragments from there. Warp: 16 of the team's 16 * TEAM rows. Lane: see common/mma.cuh.
+// every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
+// shared memory, ldmatrix loads fragments from there. With AT_ONCE == 2 it multiplies two tiles at once, whose chains of
+// products, conversions and exponentials overlap: for warps that have few others beside them. Warp: 16 of the team's
+// 16 * TEAM rows. Lane: see common/mma.cuh.
 //
 // Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
 //
@@ -28,8 +32,10 @@
 // Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
 // Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
 // heads and 8 kv heads of 128, a bfloat16 cache takes 255 us, of which a copy of its bytes takes 253 (99%), and an
-// 8-bit one 144 of 126 (88%). With few tokens the bound is the latency of a chain: length, table, tiles, merge. One
-// sequence of 4096 tokens takes 9.9 us, against 3.9 for the copy (40%).
+// 8-bit one 144 of 126 (88%). 8 sequences of 8192 take 69 of 63 (91%), and 16 of 2048 take 36 to 40 of 31 (86 to 78%):
+// less where the table has no room for longer ones. With few tokens the bound is the latency of a chain: length, table,
+// tiles, merge. One sequence of 4096 tokens takes 10.3 us, against 3.9 for the copy (38%), and one of 32768 takes 37 of
+// 31 (85%).
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
@@ -67,75 +73,126 @@ __device__ __forceinline__ void leave_results(const Params& p, const typename F:
     }
 }
 
+// What a warp knows of the scores of its rows.
+template <typename F> struct WarpRows {
+    Row rows[2];
+    ScoreTerms terms;
+    int all_from, all_to; // tokens from `all_from` to `all_to` are seen by all rows
+
+    __device__ __forceinline__ WarpRows(const Params& p, const Team<F>& team, const Segment& segment, float scale)
+        : rows{team.row_of(p, segment, 0), team.row_of(p, segment, 1)},
+          terms{{rows[0].position(p, segment), rows[1].position(p, segment)}, {scale, scale}},
+          all_from(p.window ? segment.length - p.window : 0), all_to(segment.length - p.query_tokens + 1) {}
+};
+
+// Attend to N tiles of the team, from the k-th on.
+template <typename F, int N>
+__device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& team, const Segment& segment,
+                                             const WarpRows<F>& warp, const typename F::Query& query, int k,
+                                             typename F::Softmax& softmax, float (&out)[F::OUT_FRAGMENTS][4]) {
+    unsigned keys_at[N], values_at[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const int token = team.token(segment, k + i);
+        char* const stage = team.stage(k + i);
+        keys_at[i] = shared_address(stage), values_at[i] = keys_at[i] + F::Tile::BYTES;
+        if (token < segment.low || token + TILE > segment.length) team.clear_values(segment, token, stage);
+    }
+    float scores[N][2][4] = {};
+    F::Products::template multiply_keys<F::KEY_STEPS>(scores, query, keys_at, team.lane);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const int token = team.token(segment, k + i);
+        scale_scores<F>(scores[i], p, segment, warp.rows, warp.terms, token, team.pair);
+        if (token < warp.all_from || token + TILE > warp.all_to)
+            mask_scores<F>(scores[i], p, warp.terms, token, team.pair);
+    }
+    unsigned weights[N][4];
+    softmax.add(scores, out, weights);
+    F::Products::multiply_values(out, weights, values_at, team.lane);
+}
+
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
-          int STAGES, int CLUSTER>
-__global__ __launch_bounds__(32 * warps_of(DIMS), 2) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
+          int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE>
+__global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
     wait_for_earlier_kernels();
-    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER>;
+    using F =
+        Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING, AT_ONCE>;
     using Tile = typename F::Tile;
-    using Schedule = typename Choose<CLUSTER == 1, PieceQueue<F>, ClusterItem<F>>::type;
+    using Schedule = typename ScheduleOf<F, DEALING, CLUSTER == 1>::type;
     __shared__ float maxima[F::TEAMS * F::ROWS], sums[F::TEAMS * F::ROWS];
-    __shared__ float2 statistics[CLUSTER == 1 ? 1 : F::ROWS];
     __shared__ uint4 queries[F::QUERY_IN_SHARED ? F::KEY_STEPS * 32 * F::WARPS : 1];
     __shared__ int next;
     __shared__ bool last;
     __shared__ Segment previous;
-    const Team<F> team(p);
+    Team<F> team(p);
     const typename F::Results found = {maxima, sums,
                                        reinterpret_cast<float*>(shared + (STAGES - 1) * F::TEAMS * 2 * Tile::BYTES)};
     const float scale = (p.key_scale ? *p.key_scale : 1.f) * p.scale * LOG2_E;
 
-    Schedule schedule(p, {next, previous, last}, statistics);
+    Schedule schedule(p, {next, previous, last});
     Pipeline<F> pipeline;
+    typename F::Query query;
+    // The query is asked for before the tiles: behind those that fill the stages it would be the last to come, and
+    // nothing could begin. It is known before the lengths where it depends on the block alone. Blocks that draw pieces
+    // have others beside them, and large heads have no registers for it.
+    constexpr bool EARLY = DEALING != QUEUE && !F::QUERY_IN_SHARED, HAS_ITEM = DEALING == CLUSTERS && CLUSTER > 1;
+    bool has_query = EARLY;
+    if constexpr (EARLY && HAS_ITEM) {
+        schedule.locate(p, pipeline.segment);
+        load_rows<F>(p, team, pipeline.segment, query.fragments);
+    }
     bool more = schedule.first(p, team, pipeline);
+    if (EARLY && !HAS_ITEM && more) load_rows<F>(p, team, pipeline.segment, query.fragments);
     if (more) pipeline.start(p, team);
     __syncthreads();
     while (more) {
         const Segment& segment = pipeline.segment;
-        const Row rows[2] = {team.row_of(p, segment, 0), team.row_of(p, segment, 1)};
-        ScoreTerms terms = {{rows[0].position(p, segment), rows[1].position(p, segment)}, {scale, scale}};
+        WarpRows<F> warp(p, team, segment, scale);
         team.clear_padding();
-        typename F::Query query;
-        load_query<F>(p, team, segment, rows, scale, query.fragments, terms.factors);
+        if constexpr (AT_ONCE > 1) pipeline.start_copies(p, team, STAGES - 1);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            if (!has_query) load_row<F>(p, team, segment, warp.rows[j], j, query.fragments);
+            warp.terms.factors[j] = factor_of_row<F>(scale, j, query.fragments);
+        }
+        has_query = false;
         query.keep(queries);
         int taken;
         schedule.draw(p, pipeline.tiles <= AHEAD, taken);
-        if constexpr (EXTRAS) terms.load_slopes(p, rows);
+        if constexpr (EXTRAS) warp.terms.load_slopes(p, warp.rows);
         float out[F::OUT_FRAGMENTS][4] = {};
         typename F::Softmax softmax;
-        // Tokens from `all_from` to `all_to` are seen by all rows.
-        const int all_from = p.window ? segment.length - p.window : 0;
-        const int all_to = segment.length - p.query_tokens + 1;
 
-        for (int k = 0; k < pipeline.tiles; ++k) {
+        for (int k = 0; k < pipeline.tiles; k += AT_ONCE) {
             cp_async_wait_group<STAGES - 2>();
             team.barrier();
-            pipeline.start_copies(p, team, k + STAGES - 1);
-            schedule.draw(p, k == pipeline.tiles - 1 - AHEAD, taken);
-            const int token = team.token(segment, k);
-            if (token + TILE <= segment.low) continue;
-            if constexpr (EXTRAS && TEAM == 1)
-                if (p.sparse_stride && !__any_sync(FULL_WARP, seen<F>(p, team, segment, token))) continue;
-            char* const stage = team.stage(k);
-            const unsigned keys_at = shared_address(stage), values_at = keys_at + Tile::BYTES;
-            if (token < segment.low || token + TILE > segment.length) team.clear_values(segment, token, stage);
-
-            float scores[2][4] = {};
-            F::Products::template multiply_keys<F::KEY_STEPS>(scores, query, keys_at, team.lane);
-            scale_scores<F>(scores, p, segment, rows, terms, token, team.pair);
-            if (token < all_from || token + TILE > all_to) mask_scores<F>(scores, p, terms, token, team.pair);
-            unsigned weights[4];
-            softmax.add(scores, out, weights);
-            F::Products::multiply_values(out, weights, values_at, team.lane);
+            if constexpr (AT_ONCE == 1) {
+                pipeline.start_copies(p, team, k + STAGES - 1);
+                schedule.draw(p, k == pipeline.tiles - 1 - AHEAD, taken);
+                if (pipeline.wanted(p, team, k)) attend_tiles<F, 1>(p, team, segment, warp, query, k, softmax, out);
+            } else {
+                schedule.draw(p, k == pipeline.tiles - 1 - AHEAD || k + 1 == pipeline.tiles - 1 - AHEAD, taken);
+                const bool first = pipeline.wanted(p, team, k), second = pipeline.wanted(p, team, k + 1);
+                if (first && second)
+                    attend_tiles<F, 2>(p, team, segment, warp, query, k, softmax, out);
+                else if (first || second)
+                    attend_tiles<F, 1>(p, team, segment, warp, query, first ? k : k + 1, softmax, out);
+                // The stages of both are free, and the copies of the tiles between are under way.
+                team.barrier();
+                pipeline.start_copies(p, team, k + STAGES);
+                pipeline.start_copies(p, team, k + STAGES + 1);
+            }
         }
 
         // The next piece begins as soon as the team has left the stages.
         team.barrier();
         Pipeline<F> following;
         more = schedule.go_on(p, team, taken, following);
+        if (!more) let_later_kernels_begin();
         __syncthreads();
         schedule.look_back();
-        leave_results<F>(p, softmax, out, rows, __any_sync(FULL_WARP, pipeline.bad), found);
+        leave_results<F>(p, softmax, out, warp.rows, __any_sync(FULL_WARP, pipeline.bad), found);
         __syncthreads();
         schedule.store(p, segment, found);
         pipeline = following;

@@ -188,7 +188,8 @@ __global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Par
     __shared__ int next;
     __shared__ bool last;
     Pieces pieces(p);
-    pieces.plan();
+    pieces.look();
+    pieces.plan(gridDim.x);
     Segment segment;
     for (int index = blockIdx.x; pieces.find(index, segment); index = next) {
         // The query.

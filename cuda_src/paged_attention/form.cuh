@@ -6,8 +6,6 @@
 #include "paged_attention/softmax.cuh"
 #include "paged_attention/tile.cuh"
 
-constexpr int warps_of(int dims) { return dims > 128 ? 2 : 4; }
-
 template <bool FIRST, typename A, typename B> struct Choose {
     using type = A;
 };
@@ -15,16 +13,23 @@ template <typename A, typename B> struct Choose<false, A, B> {
     using type = B;
 };
 
+// Blocks of so many warps that fit a multiprocessor.
+constexpr int fit(int warps) { return warps > 4 ? 1 : 2; }
+
 template <typename T_, typename CACHE, Layout LAYOUT, int HEAD_DIM_, int DIMS_, int BLOCK_SIZE_, int TEAM_,
-          bool EXTRAS_, int STAGES_, int CLUSTER_>
+          bool EXTRAS_, int STAGES_, int CLUSTER_, int WARPS_, Dealing DEALING_, int AT_ONCE_>
 struct Form {
     using T = T_;
     static constexpr int HEAD_DIM = HEAD_DIM_, DIMS = DIMS_, BLOCK_SIZE = BLOCK_SIZE_;
-    static constexpr int TEAM = TEAM_, STAGES = STAGES_, CLUSTER = CLUSTER_;
+    static constexpr int TEAM = TEAM_, STAGES = STAGES_, CLUSTER = CLUSTER_, WARPS = WARPS_;
+    static constexpr Dealing DEALING = DEALING_;
+    static constexpr int AT_ONCE = AT_ONCE_; // tiles that a team multiplies at once
     static constexpr bool EXTRAS = EXTRAS_, FP8 = sizeof(CACHE) == 1;
 
-    static constexpr int WARPS = warps_of(DIMS), TEAMS = WARPS / TEAM, ROWS = 16 * TEAM;
-    static constexpr int STEP = TEAMS * CLUSTER;        // tiles from one of a team to its next
+    static_assert(CLUSTER == 1 || DEALING != QUEUE, "blocks that draw pieces share none");
+    static_assert(AT_ONCE <= STAGES, "a team's tiles lie in its stages");
+    static constexpr int TEAMS = WARPS / TEAM, ROWS = 16 * TEAM;
+    static constexpr int STEP = TEAMS * CLUSTER;        // tiles from one of a team to its next, in a cluster's item
     static constexpr int KEY_STEPS = DIMS / 16;         // products along the dimensions, for the scores
     static constexpr int OUT_FRAGMENTS = DIMS / 8;      // fragments of the output across the dimensions
     static constexpr bool QUERY_IN_SHARED = DIMS > 128; // registers hold the query of smaller heads only

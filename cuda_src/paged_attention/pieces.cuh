@@ -62,36 +62,55 @@ struct Row {
 // All pieces of the batch, which every warp finds by itself from the lengths: so a CUDA graph stays right as sequences
 // grow. Long sequences come first, so that short pieces are left to fill in when blocks become idle at different times.
 struct Pieces {
-    static constexpr int CLASSES = 4; // of lengths
+    static constexpr int CLASSES = 4;          // of lengths
+    static constexpr int MOST_UNITS = 1 << 25; // of a sequence: more than any has
 
     const Params& p;
-    const int items;     // of a sequence
-    int piece_units = 0; // of a piece, at most
-    int mean = 0;        // units of a sequence
+    const int items;         // of a sequence
+    int piece_units = 0;     // of a piece, at most
+    int total = 0, mean = 0; // units of all sequences, and of one
+    int most = 0;            // units of one of every 32 sequences, those of the lane
     // Where `find` stands: at 32 sequences of a class of lengths, after `before` pieces.
     int length_class = 0, first_seq = 0, before = 0;
 
     __device__ explicit Pieces(const Params& p) : p(p), items(p.kv_heads * p.row_blocks) {}
 
-    // Choose the size of the pieces: an equal share of the units for each block, or as little more (lane l tries l / 16
-    // of a share) as gives no more pieces than there are blocks.
-    __device__ void plan() {
-        const int lane = threadIdx.x % 32;
-        int total = 0;
-        for (int seq = lane; seq < p.seqs; seq += 32) total += Reach(p, seq).units;
+    // Look at the lengths.
+    __device__ void look() {
+        for (int seq = threadIdx.x % 32; seq < p.seqs; seq += 32) {
+            const int units = Reach(p, seq).units;
+            total += units, most = max(most, units);
+        }
         total = __reduce_add_sync(FULL_WARP, total);
         mean = total / p.seqs;
+    }
+
+    // Whether no sequence has more than `more` units above the mean.
+    __device__ bool even(int more) const { return within(mean + more); }
+
+    // Units of a piece that is an equal share of one of so many blocks.
+    __device__ int share_of(int blocks) const { return max(p.min_units, ceil_div(total * items, blocks)); }
+
+    // Whether no sequence has more than `units`.
+    __device__ bool within(int units) const { return __reduce_max_sync(FULL_WARP, most) <= units; }
+
+    // Choose the size of the pieces: an equal share of the units for each of so many blocks, or as little more (lane l
+    // tries l / 16 of a share) as gives no more pieces than there are blocks.
+    __device__ void plan(unsigned blocks) {
         if (p.split) {
             piece_units = p.split / UNIT_TOKENS;
             return;
         }
-        const int share = max(p.min_units, ceil_div(total * items, gridDim.x));
+        const int share = share_of(blocks);
         piece_units = share;
-        if (p.seqs * items > gridDim.x) return;
+        if (p.seqs * items > blocks) return;
+        const int lane = threadIdx.x % 32;
         const int tried = share + share * lane / 16;
+        // Rounding may miscount the pieces of more than 2^21 units, which then are some more than blocks, or larger.
+        const float inverse = 1.f / tried, rounded = tried - 0.5f;
         int pieces = 0;
-        for (int seq = 0; seq < p.seqs; ++seq) pieces += ceil_div(Reach(p, seq).units, tried);
-        const unsigned fits = __ballot_sync(FULL_WARP, pieces * items <= gridDim.x);
+        for (int seq = 0; seq < p.seqs; ++seq) pieces += int((Reach(p, seq).units + rounded) * inverse);
+        const unsigned fits = __ballot_sync(FULL_WARP, pieces * items <= blocks);
         if (fits) piece_units = __shfl_sync(FULL_WARP, tried, __ffs(fits) - 1);
     }
 
@@ -118,6 +137,7 @@ struct Pieces {
                 const Reach reach(p, first_seq + lane);
                 if (class_of(reach) == length_class) mine = count(reach) * items;
             }
+            if (!__any_sync(FULL_WARP, mine)) continue;
             const int sum = lanes_inclusive_sum<32>(mine);
             const unsigned beyond = __ballot_sync(FULL_WARP, sum > index - before);
             if (beyond == 0) {

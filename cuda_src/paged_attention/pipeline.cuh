@@ -26,10 +26,19 @@ template <typename F> struct Pipeline {
 
     // Look up the first 64 tiles of `segment`. Where `known`, `first_entry` is what the table says for tile `lane`.
     __device__ __forceinline__ void look_up(const Params& p, const Team<F>& team, bool known, int first_entry) {
-        tiles = (ceil_div(segment.end - segment.begin, TILE) - team.first_tile + F::STEP - 1) / F::STEP;
+        tiles = team.share(ceil_div(segment.end - segment.begin, TILE));
         bad = !segment.whole;
         entry = known ? checked(p, team, team.lane, first_entry) : entry_of(p, team, team.lane);
         next_entry = entry_of(p, team, 32 + team.lane);
+    }
+
+    // Whether a row sees a token of tile k.
+    __device__ __forceinline__ bool wanted(const Params& p, const Team<F>& team, int k) const {
+        const int token = team.token(segment, k);
+        bool wanted = k < tiles && token + TILE > segment.low;
+        if constexpr (F::EXTRAS && F::TEAM == 1)
+            if (p.sparse_stride) wanted = wanted && __any_sync(FULL_WARP, seen<F>(p, team, segment, token));
+        return wanted;
     }
 
     // Start to copy tile k into its stage, as one group of copies. The group is empty where no row sees a token of the
@@ -41,10 +50,7 @@ template <typename F> struct Pipeline {
         }
         const long long id = __shfl_sync(FULL_WARP, entry, k % 32);
         const int token = team.token(segment, k);
-        bool wanted = k < tiles && token + TILE > segment.low;
-        if constexpr (F::EXTRAS && F::TEAM == 1)
-            if (p.sparse_stride) wanted = wanted && __any_sync(FULL_WARP, seen<F>(p, team, segment, token));
-        if (wanted) F::Tile::template start_copies<F>(p, team, id, segment.kv_head, token, k);
+        if (wanted(p, team, k)) F::Tile::template start_copies<F>(p, team, id, segment.kv_head, token, k);
         cp_async_commit_group();
     }
 

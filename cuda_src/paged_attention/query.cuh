@@ -60,25 +60,34 @@ template <int STEPS> __device__ __forceinline__ float rescale_row(unsigned (&que
     return __uint_as_float(exponent << 23);
 }
 
-// Load the query of a thread's two rows. `factors` are those of their scores: `scale`, times what a row was divided by.
+// Load the query of row j of a thread's two.
 template <typename F>
-__device__ __forceinline__ void load_query(const Params& p, const Team<F>& team, const Segment& segment,
-                                           const Row (&rows)[2], float scale, unsigned (&query)[F::KEY_STEPS][4],
-                                           float (&factors)[2]) {
+__device__ __forceinline__ void load_row(const Params& p, const Team<F>& team, const Segment& segment, const Row& row,
+                                         int j, unsigned (&query)[F::KEY_STEPS][4]) {
     using T = typename F::T;
+    const T* from = static_cast<const T*>(p.query) + segment.seq * p.query_seq + row.token * p.query_token +
+                    row.head * p.query_head;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const T* from = static_cast<const T*>(p.query) + segment.seq * p.query_seq + rows[j].token * p.query_token +
-                        rows[j].head * p.query_head;
+    for (int step = 0; step < F::KEY_STEPS; ++step)
 #pragma unroll
-        for (int step = 0; step < F::KEY_STEPS; ++step)
+        for (int half = 0; half < 2; ++half) {
+            const int dim = F::Products::query_dim(step, half, team.pair);
+            query[step][half * 2 + j] =
+                row.valid && dim < team.head_dim ? *reinterpret_cast<const unsigned*>(from + dim) : 0;
+        }
+}
+
+// The factor of the scores of row j: `scale`, times what the row is divided by.
+template <typename F>
+__device__ __forceinline__ float factor_of_row(float scale, int j, unsigned (&query)[F::KEY_STEPS][4]) {
+    if constexpr (F::Products::RESCALED) scale *= rescale_row(query, j);
+    return scale;
+}
+
+// Load the query of a thread's two rows, of which no factor is known yet.
+template <typename F>
+__device__ __forceinline__ void load_rows(const Params& p, const Team<F>& team, const Segment& segment,
+                                          unsigned (&query)[F::KEY_STEPS][4]) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int dim = F::Products::query_dim(step, half, team.pair);
-                query[step][half * 2 + j] =
-                    rows[j].valid && dim < team.head_dim ? *reinterpret_cast<const unsigned*>(from + dim) : 0;
-            }
-        factors[j] = scale;
-        if constexpr (F::Products::RESCALED) factors[j] = scale * rescale_row(query, j);
-    }
+    for (int j = 0; j < 2; ++j) load_row<F>(p, team, segment, team.row_of(p, segment, j), j, query);
 }

@@ -182,39 +182,44 @@ __device__ __forceinline__ int arrive(const Params& p, const Segment& segment) {
     return atomicAdd(&p.arrived[(segment.seq * p.kv_heads + segment.kv_head) * p.row_blocks + segment.row_block], 1);
 }
 
-// `store_piece` for an item whose tokens a cluster has shared. Each block merges its teams into `merged` [ROWS, STRIDE]
-// and `statistics` [ROWS] in its shared memory; then the blocks divide the rows, and read those of all others.
+// `store_piece` for an item whose tokens a cluster has shared. The blocks divide the dimensions of all rows in quads;
+// each merges what its teams have of a quad into the memory of the block whose quad it is, at `inbox`, and then adds up
+// what all blocks left in its own. All blocks must have begun; none reads the memory of another, so that each may end.
 template <int CLUSTER, typename T, int TEAMS, int ROWS, int STRIDE>
 __device__ void store_cluster(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found,
-                              float* merged, float2* statistics) {
-    const int quads = p.head_dim / 4;
+                              char* inbox) {
+    const int quads = p.head_dim / 4, own = ceil_div(p.rows * quads, CLUSTER), rank = cluster_rank<CLUSTER>();
+    uint4* const parts = reinterpret_cast<uint4*>(inbox);                                  // [CLUSTER, own]
+    auto* const statistics = reinterpret_cast<unsigned long long*>(&parts[CLUSTER * own]); // [CLUSTER, p.rows]
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
-        const int r = i / quads, dim = i % quads * 4;
+        const int r = i / quads, quad_of_row = i % quads;
         if (!Row(p, segment, segment.row_block * ROWS + r).valid) break;
-        const Quad quad = found.merge(p, r, dim);
-        *reinterpret_cast<float4*>(&merged[r * STRIDE + dim]) =
-            make_float4(quad.values[0], quad.values[1], quad.values[2], quad.values[3]);
-        if (dim == 0) statistics[r] = make_float2(quad.maximum, quad.sum);
+        const Quad quad = found.merge(p, r, quad_of_row * 4);
+        const uint4 bits = make_uint4(__float_as_uint(quad.values[0]), __float_as_uint(quad.values[1]),
+                                      __float_as_uint(quad.values[2]), __float_as_uint(quad.values[3]));
+        dsmem_store<CLUSTER>(i % CLUSTER, &parts[rank * own + i / CLUSTER], bits);
+        const unsigned long long both = __float_as_uint(quad.maximum) | (unsigned long long)__float_as_uint(quad.sum)
+                                                                            << 32;
+        for (int to = quad_of_row; to < CLUSTER; to += quads)
+            dsmem_store<CLUSTER>(to, &statistics[rank * p.rows + r], both);
     }
     cluster_sync<CLUSTER>();
-    for (int i = threadIdx.x * CLUSTER + cluster_rank<CLUSTER>(); i < ROWS * quads; i += blockDim.x * CLUSTER) {
-        const int r = i / quads, dim = i % quads * 4;
+    for (int i = threadIdx.x * CLUSTER + rank; i < ROWS * quads; i += blockDim.x * CLUSTER) {
+        const int r = i / quads;
         const Row row(p, segment, segment.row_block * ROWS + r);
         if (!row.valid) break;
         float2 of_rank[CLUSTER];
         Quad quad = {-CUDART_INF_F, 0.f, {}};
 #pragma unroll
-        for (int rank = 0; rank < CLUSTER; ++rank) {
-            of_rank[rank] = dsmem_load<CLUSTER>(rank, &statistics[r]);
-            quad.maximum = fmaxf(quad.maximum, of_rank[rank].x);
+        for (int from = 0; from < CLUSTER; ++from) {
+            of_rank[from] = reinterpret_cast<const float2*>(statistics)[from * p.rows + r];
+            quad.maximum = fmaxf(quad.maximum, of_rank[from].x);
         }
 #pragma unroll
-        for (int rank = 0; rank < CLUSTER; ++rank) {
-            const float4 part = dsmem_load<CLUSTER>(rank, reinterpret_cast<const float4*>(&merged[r * STRIDE + dim]));
-            quad.add(of_rank[rank].x, of_rank[rank].y, part, quad.maximum);
+        for (int from = 0; from < CLUSTER; ++from) {
+            const float4 part = reinterpret_cast<const float4*>(parts)[from * own + i / CLUSTER];
+            quad.add(of_rank[from].x, of_rank[from].y, part, quad.maximum);
         }
-        store_result<T>(p, segment, row, dim, quad, value_scale(p));
+        store_result<T>(p, segment, row, i % quads * 4, quad, value_scale(p));
     }
-    // A block's memory must outlive the others' reading.
-    cluster_sync<CLUSTER>();
 }

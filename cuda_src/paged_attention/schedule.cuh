@@ -1,5 +1,6 @@
 // Schedules: which pieces a block of threads takes, and where their results go. Blocks draw pieces from a queue, or
-// each item has a cluster of blocks; both types have the same methods. `pipeline` is that of the calling thread's team.
+// each item has a cluster of blocks, or the lengths decide which; all types have the same methods. `pipeline` is that of
+// the calling thread's team.
 #pragma once
 #include "paged_attention/pieces.cuh"
 #include "paged_attention/pipeline.cuh"
@@ -7,6 +8,10 @@
 #include "paged_attention/team.cuh"
 
 constexpr int AHEAD = 3; // tiles left of a piece when the block draws its next one
+
+// How many units above the mean a sequence may have with EITHER, for each warp of its cluster. The blocks of the others
+// are done by then and leave them the memory, so that these units take about as long as the queue's draws and merges.
+constexpr int UNITS_ABOVE_MEAN = 2;
 
 // State of the queue in shared memory, where thread 0 tells it the others.
 struct QueueState {
@@ -24,13 +29,19 @@ template <typename F> struct PieceQueue {
     int place = -1; // of thread 0: pieces of the item that were done before `previous`; -1: the item has no others
     Pieces pieces;
 
-    __device__ __forceinline__ PieceQueue(const Params& p, const QueueState& state, float2*)
-        : state(state), pieces(p) {}
+    __device__ __forceinline__ PieceQueue(const Params& p, const QueueState& state) : state(state), pieces(p) {}
 
     // Find the block's first piece; returns whether there is one.
-    __device__ __forceinline__ bool first(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) {
+    __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
+        pieces.look();
+        return first_of_all(p, team, pipeline, gridDim.x);
+    }
+
+    // `first`, after a look at the lengths; `shares` as in `Params`.
+    __device__ __forceinline__ bool first_of_all(const Params& p, const Team<F>& team, Pipeline<F>& pipeline,
+                                                 int shares) {
         if (threadIdx.x == 0) state.next = -1;
-        pieces.plan();
+        pieces.plan(shares);
         return find(p, team, blockIdx.x, pipeline);
     }
 
@@ -94,27 +105,38 @@ template <typename F> struct PieceQueue {
 
 // A cluster of blocks for each item, which is one piece: no plan, no counter, no partial results in global memory.
 template <typename F> struct ClusterItem {
-    float2* statistics; // [ROWS], in shared memory
-    Pieces pieces;
+    const int item = blockIdx.x / F::CLUSTER;
 
-    __device__ __forceinline__ ClusterItem(const Params& p, const QueueState&, float2* statistics)
-        : statistics(statistics), pieces(p) {}
+    __device__ __forceinline__ ClusterItem(const Params&, const QueueState&) {}
 
-    // The first entries of the table are loaded before the length is here: nearly all sequences begin at token 0.
-    __device__ __forceinline__ bool first(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) {
-        const int item = blockIdx.x / F::CLUSTER;
-        Segment& segment = pipeline.segment;
+    __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
+        cluster_arrive<F::CLUSTER>();
+        begin(p, team, pipeline, first_entry(p, team, pipeline));
+        return true;
+    }
+
+    __device__ __forceinline__ void locate(const Params& p, Segment& segment) const {
         segment.row_block = item % p.row_blocks, segment.kv_head = item / p.row_blocks % p.kv_heads;
-        segment.seq = item / pieces.items;
-        pipeline.table = p.tables + segment.seq * p.table_row;
+        segment.seq = item / (p.kv_heads * p.row_blocks);
+    }
+
+    // The table's entry for the team's tile `lane`, if the sequence begins at token 0. It is loaded before the length is
+    // here: nearly all sequences do.
+    __device__ __forceinline__ int first_entry(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) const {
+        locate(p, pipeline.segment);
+        pipeline.table = p.tables + pipeline.segment.seq * p.table_row;
         const int at = (team.first_tile + team.lane * F::STEP) * TILE / team.block_size;
-        const int entry = at < p.max_blocks ? pipeline.table[at] : 0;
+        return at < p.max_blocks ? pipeline.table[at] : 0;
+    }
+
+    __device__ __forceinline__ void begin(const Params& p, const Team<F>& team, Pipeline<F>& pipeline,
+                                          int entry) const {
+        Segment& segment = pipeline.segment;
         const Reach reach(p, segment.seq);
         segment.low = reach.low, segment.length = segment.end = reach.length, segment.whole = reach.whole;
         segment.begin = reach.first * UNIT_TOKENS;
         segment.piece = segment.index = 0, segment.pieces = 1;
         pipeline.look_up(p, team, !p.window, entry);
-        return true;
     }
 
     static __device__ __forceinline__ void draw(const Params&, bool, int&) {}
@@ -123,11 +145,127 @@ template <typename F> struct ClusterItem {
 
     static __device__ __forceinline__ void look_back() {}
 
-    __device__ __forceinline__ void store(const Params& p, const Segment& segment,
-                                          const typename F::Results& found) const {
-        float* const merged = found.outputs + F::TEAMS * p.rows * F::Results::STRIDE;
-        store_cluster<F::CLUSTER, typename F::T>(p, segment, found, merged, statistics);
+    // Where the other blocks leave their results: behind the stages and the teams' results.
+    static __device__ __forceinline__ void store(const Params& p, const Segment& segment,
+                                                 const typename F::Results& found) {
+        char* const stages_end = shared + F::STAGES * F::TEAMS * 2 * F::Tile::BYTES;
+        char* const results_end = reinterpret_cast<char*>(found.outputs + F::TEAMS * p.rows * F::Results::STRIDE);
+        cluster_wait<F::CLUSTER>();
+        store_cluster<F::CLUSTER, typename F::T>(p, segment, found,
+                                                 results_end > stages_end ? results_end : stages_end);
     }
 
     static __device__ __forceinline__ void finish(const Params&) {}
+};
+
+// Each item has a cluster where all sequences are about as long; else blocks draw pieces. All blocks decide alike.
+template <typename F> struct ItemsOrQueue {
+    PieceQueue<F> queue;
+    ClusterItem<F> cluster;
+    bool even = false;
+
+    __device__ __forceinline__ ItemsOrQueue(const Params& p, const QueueState& state)
+        : queue(p, state), cluster(p, state) {}
+
+    __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
+        const bool has_item = cluster.item < p.seqs * queue.pieces.items;
+        const int entry = has_item ? cluster.first_entry(p, team, pipeline) : 0;
+        queue.pieces.look();
+        even = queue.pieces.even(UNITS_ABOVE_MEAN * F::WARPS * F::CLUSTER);
+        if (!even) {
+            team.leave_cluster();
+            return queue.first_of_all(p, team, pipeline, p.shares);
+        }
+        if (!has_item) return false;
+        cluster_arrive<F::CLUSTER>();
+        cluster.begin(p, team, pipeline, entry);
+        return true;
+    }
+
+    __device__ __forceinline__ void draw(const Params& p, bool now, int& taken) const {
+        PieceQueue<F>::draw(p, now && !even, taken);
+    }
+
+    __device__ __forceinline__ bool go_on(const Params& p, const Team<F>& team, int taken, Pipeline<F>& following) {
+        return !even && queue.go_on(p, team, taken, following);
+    }
+
+    __device__ __forceinline__ void look_back() {
+        if (!even) queue.look_back();
+    }
+
+    __device__ __forceinline__ void store(const Params& p, const Segment& segment, const typename F::Results& found) {
+        if (even)
+            cluster.store(p, segment, found);
+        else
+            queue.store(p, segment, found);
+    }
+
+    __device__ __forceinline__ void finish(const Params& p) {
+        if (!even) queue.finish(p);
+    }
+};
+
+// A block for each item, in the order of the lengths if they are uneven: the longest first. With EITHER, where an item
+// would be cut, blocks draw pieces instead; there are no fewer pieces than blocks then. All blocks decide alike. The GPU
+// hands out blocks faster than they draw pieces: a block that has ended leaves its successor nothing to wait for.
+template <typename F> struct BlockItem {
+    PieceQueue<F> queue;
+    ClusterItem<F> block;
+    bool cut = false;
+
+    __device__ __forceinline__ BlockItem(const Params& p, const QueueState& state) : queue(p, state), block(p, state) {}
+
+    __device__ __forceinline__ bool has_queue() const { return F::DEALING == EITHER && cut; }
+
+    __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
+        Pieces& pieces = queue.pieces;
+        const int entry = block.first_entry(p, team, pipeline);
+        pieces.look();
+        cut = F::DEALING == EITHER && !pieces.within(pieces.share_of(p.shares));
+        if (has_queue()) return queue.first_of_all(p, team, pipeline, p.shares);
+        if (pieces.even(pieces.mean / 8)) {
+            block.begin(p, team, pipeline, entry);
+            return true;
+        }
+        pieces.piece_units = pieces.MOST_UNITS;
+        return queue.find(p, team, blockIdx.x, pipeline);
+    }
+
+    __device__ __forceinline__ void draw(const Params& p, bool now, int& taken) const {
+        PieceQueue<F>::draw(p, now && has_queue(), taken);
+    }
+
+    __device__ __forceinline__ bool go_on(const Params& p, const Team<F>& team, int taken, Pipeline<F>& following) {
+        return has_queue() && queue.go_on(p, team, taken, following);
+    }
+
+    __device__ __forceinline__ void look_back() {
+        if (has_queue()) queue.look_back();
+    }
+
+    __device__ __forceinline__ void store(const Params& p, const Segment& segment, const typename F::Results& found) {
+        if (has_queue())
+            queue.store(p, segment, found);
+        else
+            store_piece<typename F::T>(p, segment, found);
+    }
+
+    __device__ __forceinline__ void finish(const Params& p) {
+        if (has_queue()) queue.finish(p);
+    }
+};
+
+template <typename F, Dealing DEALING, bool ALONE> struct ScheduleOf;
+template <typename F> struct ScheduleOf<F, CLUSTERS, false> {
+    using type = ClusterItem<F>;
+};
+template <typename F> struct ScheduleOf<F, EITHER, false> {
+    using type = ItemsOrQueue<F>;
+};
+template <typename F, Dealing DEALING> struct ScheduleOf<F, DEALING, true> {
+    using type = BlockItem<F>;
+};
+template <typename F> struct ScheduleOf<F, QUEUE, true> {
+    using type = PieceQueue<F>;
 };

@@ -11,28 +11,34 @@ template <typename Math, int FRAGMENTS> struct OnlineSoftmax {
     float bases[2] = {-LARGEST_FLOAT, -LARGEST_FLOAT};
     float sum[2] = {0.f, 0.f}, maximum[2] = {-CUDART_INF_F, -CUDART_INF_F};
 
-    // Take a tile's scores. `weights` are the fragment A of the product with the values; `out` is corrected if need be.
-    __device__ __forceinline__ void add(const float (&scores)[2][4], float (&out)[FRAGMENTS][4],
-                                        unsigned (&weights)[4]) {
+    // Take the scores of N tiles. `weights` are the fragments A of the products with the values; `out` is corrected if
+    // need be.
+    template <int N>
+    __device__ __forceinline__ void add(const float (&scores)[N][2][4], float (&out)[FRAGMENTS][4],
+                                        unsigned (&weights)[N][4]) {
         if (__any_sync(FULL_WARP, raise_maxima(scores))) rescale(out);
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
+        for (int tile = 0; tile < N; ++tile)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const float low = fast_exp2(scores[n][2 * j] - bases[j]);
-                const float high = fast_exp2(scores[n][2 * j + 1] - bases[j]);
-                sum[j] += low + high;
-                weights[n * 2 + j] = pack<Math>(low, high);
-            }
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float low = fast_exp2(scores[tile][n][2 * j] - bases[j]);
+                    const float high = fast_exp2(scores[tile][n][2 * j + 1] - bases[j]);
+                    sum[j] += low + high;
+                    weights[tile][n * 2 + j] = pack<Math>(low, high);
+                }
     }
 
-    // Raise the maxima to a tile's scores; whether a base is now more than FAR below.
-    __device__ __forceinline__ bool raise_maxima(const float (&scores)[2][4]) {
+    // Raise the maxima to the scores of N tiles; whether a base is now more than FAR below.
+    template <int N> __device__ __forceinline__ bool raise_maxima(const float (&scores)[N][2][4]) {
         bool far = false;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const float first = fmaxf(scores[0][2 * j], scores[0][2 * j + 1]);
-            float most = fmaxf(first, fmaxf(scores[1][2 * j], scores[1][2 * j + 1]));
+            float most = fmaxf(scores[0][0][2 * j], scores[0][0][2 * j + 1]);
+#pragma unroll
+            for (int i = 1; i < 2 * N; ++i)
+                most = fmaxf(most, fmaxf(scores[i / 2][i % 2][2 * j], scores[i / 2][i % 2][2 * j + 1]));
             most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
             most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
             maximum[j] = fmaxf(maximum[j], most);

@@ -9,7 +9,7 @@ constexpr int TILE = 16; // tokens
 // The stages of all teams one after the other. Where the last stages are, the teams leave their results.
 extern __shared__ __align__(128) char shared[];
 
-// A team of F::TEAM warps: it takes every F::STEP-th tile of a piece, and each of its warps 16 of the piece's rows. The
+// A team of F::TEAM warps: it takes every `step()`-th tile of a piece, and each of its warps 16 of the piece's rows. The
 // members are the calling thread's.
 template <typename F> struct Team {
     static constexpr int LANES = 32 * F::TEAM;
@@ -18,11 +18,24 @@ template <typename F> struct Team {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int index = warp / F::TEAM, member = warp % F::TEAM, lane_of_team = member * 32 + lane;
     const int row = lane / 4, pair = lane % 4; // in the fragments of common/mma.cuh
-    const int first_tile = cluster_rank<F::CLUSTER>() * F::TEAMS + index;
+    bool in_cluster = F::DEALING != QUEUE;     // whether the blocks of a cluster share the tiles of a piece
+    int first_tile = cluster_rank<F::CLUSTER>() * F::TEAMS + index;
 
     __device__ __forceinline__ explicit Team(const Params& p)
         : head_dim(F::HEAD_DIM ? F::HEAD_DIM : p.head_dim), block_size(F::BLOCK_SIZE ? F::BLOCK_SIZE : p.block_size),
           chunks(head_dim / F::Tile::CHUNK) {}
+
+    // Take pieces without the other blocks of the cluster.
+    __device__ __forceinline__ void leave_cluster() { in_cluster = false, first_tile = index; }
+
+    // Tiles from one of the team to its next.
+    __device__ __forceinline__ int step() const { return F::DEALING == EITHER && !in_cluster ? F::TEAMS : F::STEP; }
+
+    // How many of the `tiles` of a piece are the team's.
+    __device__ __forceinline__ int share(int tiles) const {
+        if (F::DEALING == EITHER && !in_cluster) return (tiles - first_tile + F::TEAMS - 1) / F::TEAMS;
+        return (tiles - first_tile + F::STEP - 1) / F::STEP;
+    }
 
     __device__ __forceinline__ void barrier() const {
         if constexpr (F::TEAM == 1)
@@ -38,7 +51,7 @@ template <typename F> struct Team {
 
     // The first token of the team's k-th tile of a piece.
     __device__ __forceinline__ int token(const Segment& segment, int k) const {
-        return segment.begin + (first_tile + k * F::STEP) * TILE;
+        return segment.begin + (first_tile + k * step()) * TILE;
     }
 
     // The row of a piece in row `row + 8 * j` of the warp's fragments.

@@ -20,14 +20,19 @@ MAX_DIM = 256
 MAX_BLOCK_SIZE = 2**16
 #: Most pieces of a batch, and most rows: the kernels count them in 32 bits.
 MAX_UNITS = 2**31 - 2**16
-_MAX_BLOCKS = 2  # per multiprocessor: launch bounds of the templates
+_MAX_BLOCKS = 2  # per multiprocessor: launch bounds of the templates, but for wide blocks
 _RESERVED_SHARED = 1024  # bytes that CUDA takes of each block's
 #: Least units of a piece, measured on an H200.
 _MIN_UNITS = 4
 _LARGEST_SCALE = 1e30
-#: Cluster sizes, the largest first. All clusters have at most _CLUSTERED blocks together, so that they run at once.
-_CLUSTERS = (16, 8, 4)
-_CLUSTERED = 128
+#: Size of the clusters that items have where the lengths are even. Measured on an H200: larger ones are slower.
+_EVEN_CLUSTER = 2
+#: Room for so many tokens of a sequence makes any lengths even enough: a pair of blocks is done with the longest before
+#: a queue would be, and a single one with half as many.
+_EVEN_TOKENS = 2048
+#: Most items that have a block each, as a multiple of the blocks that the GPU has room for at once. More of them are
+#: short beside what it takes to begin.
+_BLOCK_ITEMS = 4
 _CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
 #: (head_dim, block_size) pairs that have variants of their own.
@@ -59,6 +64,37 @@ def unit_tokens() -> int:
     return template.constants("paged_attention/attend")["UNIT_TOKENS"]
 
 
+class Dealt(NamedTuple):
+    """How items are dealt to blocks, and to what blocks."""
+
+    cluster: int = 1
+    dealing: str = "QUEUE"
+    wide: bool = False  # whether a block has a multiprocessor to itself, and the warps of two
+    stage_kib: int = 100  # that a block's stages may take: two of narrow blocks fit a multiprocessor, three of 68
+    at_once: int = 1  # tiles that a team multiplies at once
+
+
+_QUEUE = Dealt()
+#: How few items are dealt, by the most items of each way, as measured on an H200. All clusters run at once: it has room
+#: for 15 of 8 wide blocks, for 30 of 4, for 66 of 2, and for twice as many and more of narrow blocks. Clusters of 16
+#: start sooner with 68 KiB.
+_FEW = {
+    7: Dealt(16, "CLUSTERS", False, 68),
+    15: Dealt(8, "CLUSTERS", True, 200, 2),
+    30: Dealt(4, "CLUSTERS", True, 200),
+    32: Dealt(2, "CLUSTERS", True, 200),
+}
+#: A warp's chain of an 8-bit tile, with its conversion, is longer than the wait for its bytes: two at once overlap.
+_FEW_IN_FP8 = {
+    7: Dealt(16, "CLUSTERS", False, 68, 2),
+    15: Dealt(8, "CLUSTERS", True, 200, 2),
+    16: Dealt(8, "CLUSTERS", False, 68, 2),
+    32: Dealt(4, "CLUSTERS", False, 68, 2),
+}
+#: For heads of more than 128, which have no wide blocks.
+_FEW_OF_LARGE_HEADS = {n: Dealt(128 // n, "CLUSTERS", False, 68) for n in (8, 16, 32)}
+
+
 class Form(NamedTuple):
     """Template arguments of `attend` and what follows from them."""
 
@@ -70,11 +106,11 @@ class Form(NamedTuple):
     block_size: int  # 0: dynamic
     team: int
     extras: bool
-    cluster: int = 1
+    dealt: Dealt = _QUEUE
 
     @property
     def warps(self) -> int:
-        return 2 if self.dims > 128 else 4
+        return (2 if self.dims > 128 else 4) << self.dealt.wide
 
     @property
     def _stage_bytes(self) -> int:
@@ -86,15 +122,20 @@ class Form(NamedTuple):
 
     @property
     def stages(self) -> int:
-        # Measured on an H200: two blocks of a multiprocessor with three stages of 32 KB. Larger heads, and clusters of
-        # 16 blocks, leave room for two.
-        most = 100 << 10 if self.cluster == 1 and self.dims <= 128 else 68 << 10
-        return min(max(most // self._stage_bytes, 2), 4)
+        # Larger heads leave room for two.
+        kib = 68 if self.dims > 128 else self.dealt.stage_kib
+        return min(max((kib << 10) // self._stage_bytes, 2), 4)
 
     def shared_bytes(self, rows: int) -> int:
-        """Dynamic shared memory: the stages, of which the last is large enough for the results of `rows` rows too."""
-        merged = self.warps // self.team + (self.cluster > 1)
-        return (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, merged * rows * (self.dims + 8) * 4)
+        """Dynamic shared memory: the stages, of which the last is large enough for the results of `rows` rows too, and
+        what a cluster's blocks leave each other."""
+        results = self.warps // self.team * rows * (self.dims + 8) * 4
+        found = (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, results)
+        cluster = self.dealt.cluster
+        if cluster == 1:
+            return found
+        quads = -(-rows * self.dims // 4 // cluster) * cluster
+        return found + quads * 16 + cluster * rows * 8
 
     @property
     def static_bytes(self) -> int:
@@ -113,9 +154,12 @@ class Form(NamedTuple):
             self.team,
             str(self.extras).lower(),
             self.stages,
-            self.cluster,
+            self.dealt.cluster,
+            self.warps,
+            self.dealt.dealing,
+            self.dealt.at_once,
             max_shared_bytes=self.shared_bytes(16 * self.team),
-            large_clusters=self.cluster > 8,
+            large_clusters=self.dealt.cluster > 8,
         )
 
 
@@ -127,9 +171,10 @@ def specialized_form(
     block_size: int,
     team: int = 1,
     extras: bool = False,
-    cluster: int = 1,
+    dealt: Dealt = _QUEUE,
 ) -> Form:
-    return Form(dtype, cache, layout, head_dim, -(-head_dim // 16) * 16, block_size, team, extras, cluster)
+    dims = -(-head_dim // 16) * 16
+    return Form(dtype, cache, layout, head_dim, dims, block_size, team, extras, dealt)
 
 
 def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
@@ -219,7 +264,7 @@ class _Choice(NamedTuple):
     shared_bytes: int
     rows: int  # of an item
     blocks: int  # per multiprocessor at once
-    cluster: int = 1
+    dealt: Dealt = _QUEUE
 
 
 class Deal(NamedTuple):
@@ -233,6 +278,7 @@ class Deal(NamedTuple):
     row_blocks: int
     slots: int  # of rows of partial results
     counters: int
+    shares: int = 0  # blocks at once
 
 
 def _why_scalar(x: Request) -> str:
@@ -267,22 +313,46 @@ def _choose_scalar(x: Request) -> _Choice:
 
 def _choose_form(gpu: Gpu, x: Request) -> _Choice:
     """The form of `attend` for a call: a team has rows enough for a kv head's, where a block has the warps."""
-    sizes, cluster = x.sizes, 1
-    warps = 2 if sizes.head_dim > 128 else 4
-    team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == warps)
-    # Clusters of 16 blocks, and the shared memory that they take, are those of data-center GPUs.
-    if not x.split and gpu.arch in _CLUSTERED_ARCHS:
-        items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
-        cluster = next((n for n in _CLUSTERS if n * items <= _CLUSTERED), 1)
+    sizes = x.sizes
+    most_warps = 2 if sizes.head_dim > 128 else 4
+    team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == most_warps)
+    items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
+    dealt = _dealt(gpu, x, items)
     if (sizes.head_dim, sizes.block_size) in _registered and x.variant != "dynamic":
-        form = specialized_form(x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, cluster)
+        form = specialized_form(x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, dealt)
     else:
         dims = next(n for n in (64, 128, 256) if n >= sizes.head_dim)
-        form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, cluster)
+        form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, dealt)
     shared_bytes = form.shared_bytes(min(16 * team, x.group_rows))
     block_bytes = shared_bytes + form.static_bytes + _RESERVED_SHARED
-    blocks = max(1, min(_MAX_BLOCKS, gpu.shared_per_multiprocessor // block_bytes))
-    return _Choice(form.variant, 32 * form.warps, shared_bytes, 16 * team, blocks, cluster)
+    blocks = max(1, min(_MAX_BLOCKS >> dealt.wide, gpu.shared_per_multiprocessor // block_bytes))
+    return _Choice(form.variant, 32 * form.warps, shared_bytes, 16 * team, blocks, dealt)
+
+
+def _dealt(gpu: Gpu, x: Request, items: int) -> Dealt:
+    """How so many items are dealt."""
+    # Clusters of 16 blocks, and the shared memory that they take, are those of data-center GPUs.
+    if x.split or gpu.arch not in _CLUSTERED_ARCHS:
+        return _QUEUE
+    large, fp8_cache = x.sizes.head_dim > 128, arrays.ITEM_SIZE[x.cache] == 1
+    few = _FEW_OF_LARGE_HEADS if large else _FEW_IN_FP8 if fp8_cache else _FEW
+    for most, dealt in few.items():
+        if items <= most:
+            return dealt
+    blocks, resident = _EVEN_CLUSTER * items, _MAX_BLOCKS * gpu.multiprocessors
+    room, at_once = x.sizes.max_blocks * x.sizes.block_size, 2 if fp8_cache and not large else 1
+    if resident < items <= _BLOCK_ITEMS * resident and not large:
+        return Dealt(1, "CLUSTERS" if room <= _EVEN_TOKENS // 2 else "EITHER", at_once=at_once)
+    if blocks > resident:
+        return _QUEUE
+    wide = blocks <= gpu.multiprocessors and not large
+    if room <= _EVEN_TOKENS:
+        return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide, at_once)
+    if wide and fp8_cache:
+        # Measured on an H200: pairs of wide blocks are faster for even lengths, but slower than the queue for others.
+        return _QUEUE
+    # Measured on an H200: two stages of 64 KiB are faster here than three, for even lengths and for others.
+    return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100, at_once)
 
 
 def deal(gpu: Gpu, x: Request) -> Deal:
@@ -297,16 +367,21 @@ def deal(gpu: Gpu, x: Request) -> Deal:
         check.fail("block_tables", wanted, f"{sizes.seqs} sequences of {sizes.max_blocks} blocks")
     rows = min(choice.rows, x.group_rows)
     variant, threads, shared_bytes, *_ = choice
-    if choice.cluster > 1:
-        return Deal(variant, items * choice.cluster, threads, shared_bytes, rows, row_blocks, 0, 0)
-    resident = choice.blocks * gpu.multiprocessors
+    cluster, dealing = choice.dealt.cluster, choice.dealt.dealing
+    if dealing == "CLUSTERS":
+        return Deal(variant, items * cluster, threads, shared_bytes, rows, row_blocks, 0, 0)
     all_pieces = items * max_pieces
+    blocks = shares = min(all_pieces, choice.blocks * gpu.multiprocessors)
+    if dealing == "EITHER" and cluster == 1:
+        blocks = items
+    elif dealing == "EITHER":
+        # Whole clusters: all that are resident, for the queue, and one for each item.
+        blocks = shares = max(items, blocks // cluster) * cluster
     if not x.split:
-        # As many as there are blocks at most, and by rounding up less than one more for each item.
-        all_pieces = min(all_pieces, resident + items)
+        # As many as there are shares at most, and by rounding up less than one more for each item.
+        all_pieces = min(all_pieces, shares + items)
     slots = 0 if x.vllm_workspace or max_pieces == 1 else all_pieces * rows
-    blocks = min(all_pieces, resident)
-    return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items)
+    return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items, shares)
 
 
 # --- a call -------------------------------------------------------------------------------------------
@@ -512,6 +587,7 @@ def attend(
         split=split,
         min_units=_MIN_UNITS,
         rows=plan.rows,
+        shares=plan.shares,
         max_splits=0 if workspaces is None else workspaces[0].shape[-1],
         vllm_workspace=vllm_workspace,
     )
