@@ -15,6 +15,14 @@ from cukern.runtime.kernel import KERNELS, Variant
 from cukern.runtime.op import forget_plans
 from tests.buffers import same_bits, to_numpy
 
+#: Kernels that begin when all before them have ended, with why.
+ALONE = {
+    **dict.fromkeys(("all_to_all/dispatch", "all_to_all/combine"), "they wait for other GPUs"),
+    **dict.fromkeys(
+        ("mla_decode/attend_wgmma", "moe_gemm/fp4_wgmma", "moe_gemm/fp8_blocks"),
+        "measured: up to 6% slower where blocks took their places early",
+    ),
+}
 FILES = sorted({kernel.file for kernels in KERNELS.values() for kernel in kernels})
 
 
@@ -26,7 +34,7 @@ def test_a_file_waits_in_all_of_its_kernels_first_of_all_or_in_none(file: str) -
     assert len(heads) == source.count("__global__") > 0
     waiting = "wait_for_earlier_kernels();", "begin_behind_earlier_kernels();"
     assert {head.strip() in waiting for head in heads} == {overlap.waits(file)}
-    assert overlap.waits(file) != file.startswith("all_to_all/")  # those wait for other GPUs
+    assert overlap.waits(file) == (file not in ALONE)
 
 
 def test_kernels_overlap_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@
 // (257.3 us), 76 % with two query tokens of 128 heads (479.2 us). One sequence of 8192 tokens takes 22.9 us, combine_parts
 // included, for a floor of 2.8: there latency is the bound. Without a second cache, attend_two_loaders takes the place of this
 // kernel where TMA cannot copy.
-#include "common/overlap.cuh"
 #include "mla_decode/wgmma_compute.cuh"
 #include "mla_decode/wgmma_convert.cuh"
 #include "mla_decode/wgmma_gather.cuh"
@@ -55,7 +54,6 @@ template <bool FP8, bool TMA> __device__ __forceinline__ void init_shared(WgmmaS
 // numbers of the indices that count. BYTES: of a token of an 8-bit cache, 656, or with EXTRA 584.
 template <typename T, bool FP8, bool GATHER, bool EXTRA = false, int BYTES = BYTES_OF_576>
 __global__ __launch_bounds__(WGMMA_THREADS, 1) void attend_wgmma(const __grid_constant__ WgmmaParams params) {
-    wait_for_earlier_kernels();
 #if HAS_WGMMA
     constexpr bool TMA = !FP8 && !GATHER;
     constexpr int KEY_TILES = BYTES == BYTES_OF_512 ? VALUE_TILES : TILES;

@@ -28,7 +28,6 @@
 // experts of 8 rows, n = 4096 and k = 7168: 985 us in MXFP4, 4.05 TB/s (84% of memory's rate), and 1047 us in NVFP4; one
 // row of each of two, 28672 x 4096: 40 us, 3.1 TB/s; 8 experts of 1024 rows: 572 us, 841 TFLOP/s, where weights of 16
 // bits take 610 us.
-#include "common/overlap.cuh"
 #include "moe_gemm/fp4_load.cuh"
 #include "moe_gemm/fp4_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
@@ -247,7 +246,6 @@ template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STA
           int SPLIT, int HALVES, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>::THREADS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_fp4_wgmma(const __grid_constant__ MappedGemmParams p) {
-    wait_for_earlier_kernels();
 #if HAS_WGMMA
     static_assert(!GATHER || (CLUSTER == 1 && TOKENS <= 128), "");
     using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>;

@@ -28,7 +28,6 @@
 // tiles with tails, and is ahead: 429 us before the activation for 32 x 256 (random routing), and 508 here. With odd
 // tiles in one deal with all others these take 557, and 32 x 1024 rows 1665.
 #include "common/fp8.cuh"
-#include "common/overlap.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
 #include "moe_gemm/fp8_blocks_store.cuh"
 #include "moe_gemm/fp8_scales.cuh"
@@ -241,7 +240,6 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
 template <typename T, int CLUSTER, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_blocks(const __grid_constant__ Fp8BlocksParams p) {
-    wait_for_earlier_kernels();
 #if HAS_WGMMA
     using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
     // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.

@@ -189,7 +189,8 @@ __global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void at
         team.barrier();
         Pipeline<F> following;
         more = schedule.go_on(p, team, taken, following);
-        if (!more) let_later_kernels_begin();
+        // Not in clusters: those of the next kernel would share multiprocessors while others are free.
+        if (CLUSTER == 1 && !more) let_later_kernels_begin();
         __syncthreads();
         schedule.look_back();
         leave_results<F>(p, softmax, out, warp.rows, __any_sync(FULL_WARP, pipeline.bad), found);
