@@ -288,7 +288,7 @@ def _by_groups(x: Any, q: Any, scales: Any, group_size: int, eps: float, low: fl
 
 
 def _by_groups_of_int8(x: Any, q: Any, scales: Any, group_size: int, eps: float, *_: Any) -> None:
-    _, found = cukern.per_token_group_quant_int8(x, group_size, eps, out_q=q)
+    _, found = cukern.per_token_group_quant_int8(x, group_size, eps, truncate=True, out_q=q)
     scales.copy_(found)
 
 

@@ -234,8 +234,9 @@ def sgl_per_token_group_quant_8bit(
 ) -> None:
     """`cukern.per_token_group_quant_fp8` or `_int8` into `output_q` and `output_s`, by the dtype of `output_q`.
 
-    With `fuse_silu_and_mul` `cukern.silu_and_mul_quant`, to FP8 and with an `eps` of 1e-10. Scales that are not
-    row by row in memory are copied. Refused: `scale_ue8m0`, and another range than that of the dtype.
+    int8 is rounded towards zero. With `fuse_silu_and_mul` `cukern.silu_and_mul_quant`, to FP8 and with an `eps` of
+    1e-10. Scales that are not row by row in memory are copied. Refused: `scale_ue8m0`, and another range than that of
+    the dtype.
     """
     function = "sgl_per_token_group_quant_8bit"
     if scale_ue8m0:
@@ -255,7 +256,7 @@ def sgl_per_token_group_quant_8bit(
             refuse(function, "eps", "1e-10 with fuse_silu_and_mul", eps)
         _, scales = cukern.silu_and_mul_quant(input, group_size=group_size, **options)
     elif output_q.dtype == torch.int8:
-        _, scales = cukern.per_token_group_quant_int8(input, group_size, eps, **options)
+        _, scales = cukern.per_token_group_quant_int8(input, group_size, eps, truncate=True, **options)
     else:
         _, scales = cukern.per_token_group_quant_fp8(input, group_size, eps, **options)
     if not in_place:
