@@ -37,22 +37,13 @@ class Difference(NamedTuple):
 
 
 _GREATEST = re.compile(r"Greatest (absolute|relative) difference: (nan|inf|[0-9.e+-]+)")
-#: Tests that ask for results which are others on purpose (see docs/differences.md).
+#: Tests that ask for results which are others on purpose (see docs/differences.md); more in `tests.peers.again`.
 DIFFERENT = {
     "test_grouped_topk_single_group_nonfinite_scores": Difference("infinite and NaN logits of a gate"),
     "test_moe_permute_unpermute": Difference("rows of pairs without an expert here", cases=r"[\[-](4|16)-dtype"),
-    "test_top_k_renorm_probs": Difference(
-        "k of equal probabilities at the k-th place, not all", 0.0, 0.003, r"\[500-32000-989\]$"
-    ),
     # A step of the 16-bit formats.
     "test_act_and_mul": Difference("rounded once, and not before the product too", 2**-7, 2**-4),
 }
-#: Tests whose reference rounds an activation to 16 bits before it is quantized, as cukern does not. One that fails is
-#: run again with the same reference without that rounding, by the same bounds; only then it differs on purpose.
-UNROUNDED = dict.fromkeys(
-    ("test_w8a8_block_fp8_fused_moe", "test_w8a8_block_fp8_fused_moe_expert_map"),
-    "an activation is quantized as it is, where the reference rounds it to 16 bits first",
-)
 #: Tests of what is in the peer alone, or in programs of their own in which there are no adapters, and what those need.
 PROGRAMS = {
     "test_w8a8_block_fp8_clamp_skips_fused_silu_quant": "counts calls inside vllm's layer",
