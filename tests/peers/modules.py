@@ -7,6 +7,7 @@ not installed, its names are placeholders: a test that uses one is skipped, and 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import importlib
 import os
@@ -267,6 +268,15 @@ def _triton(maths: dict[str, Any]) -> dict[str, Any]:
     return {"HAS_TRITON": True, "triton": triton, "tl": language}
 
 
+class _CUDAGraphMode(enum.Enum):
+    """vLLM's modes of CUDA graphs, of which there is none here."""
+
+    NONE = 0
+
+    def is_valid_runtime_mode(self) -> bool:
+        return True
+
+
 #: vLLM's configuration, with all of its own operators.
 CONFIG = SimpleNamespace(
     compilation_config=SimpleNamespace(
@@ -298,6 +308,7 @@ def _enter_config() -> None:
     _module(
         "vllm.config",
         CompilationConfig=with_given(CONFIG.compilation_config),
+        CUDAGraphMode=_CUDAGraphMode,
         CompilationLevel=SimpleNamespace(NO_COMPILATION=0, DYNAMO_AS_IS=1, DYNAMO_ONCE=2, PIECEWISE=3),
         VllmConfig=with_given(CONFIG),
         get_cached_compilation_config=functools.cache(lambda: CONFIG.compilation_config),
