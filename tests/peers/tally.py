@@ -17,6 +17,8 @@ OUTCOMES = ("passed", "failed", "differs", "refused", "skipped")
 BEGUN = "begun"
 #: Of no case: how many cases a file has (the reason), or those of them that match a pattern (the name).
 COUNTED = "counted"
+#: Of no case: how many of those are to be run, and that they are one in so many of each test (the reason, two numbers).
+SAMPLED = "sampled"
 
 
 class Difference(NamedTuple):
@@ -87,6 +89,24 @@ def counted(paths: Mapping[str, Iterable[Path]]) -> dict[tuple[str, str], int]:
     }
 
 
+class Sample(NamedTuple):
+    """Cases that are to be run: how many, and that they are one in so many of each test."""
+
+    size: int
+    every: int
+
+
+def sampled(paths: Mapping[str, Iterable[Path]]) -> dict[tuple[str, str], Sample]:
+    """What was to be run in the last run, by file, which is named from its folder on, and pattern."""
+    return {
+        (f"{folder}/{case.file}", case.name): Sample(*map(int, case.reason.split()))
+        for folder, of_folder in paths.items()
+        for path in of_folder
+        for case in lines(path)
+        if case.outcome == SAMPLED
+    }
+
+
 def unended(path: Path) -> Case | None:
     """The case that the writer of a file was in, if it did not come to its end."""
     last = None
@@ -150,31 +170,41 @@ def table(
     return "\n".join(lines)
 
 
-def markdown(cases: Iterable[Case], totals: Mapping[str, int | None], folders: Iterable[str]) -> str:
+class Whole(NamedTuple):
+    """What there is of a file beside what its cases came to; None where nobody has counted."""
+
+    total: int | None = None  # cases
+    left: int | None = None  # of those to be run, what was not run in time
+    every: int | None = None  # one case of each test in so many was to be run
+
+
+def markdown(cases: Iterable[Case], wholes: Mapping[str, Whole], folders: Iterable[str]) -> str:
     """A table in Markdown of the counts of the files of folders with these names."""
-    by_file = defaultdict(Counter[str], {name: Counter[str]() for name in totals})
+    by_file = defaultdict(Counter[str], {name: Counter[str]() for name in wholes})
     for case in cases:
         by_file[case.file][case.outcome] += 1
     lines = [
-        "| file | passed | failed | differs | refused | skipped | of |",
-        "| --- | --: | --: | --: | --: | --: | --: |",
+        "| file | passed | failed | differs | refused | skipped | left | of | one in |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for name, counts in sorted(by_file.items()):
         if name.partition("/")[0] in folders:
-            numbers = " | ".join(str(counts[outcome]) if counts else "" for outcome in OUTCOMES)
-            lines.append(f"| `{name}` | {numbers} | {totals.get(name) or ''} |")
+            whole = wholes.get(name, Whole())
+            numbers = [counts[outcome] if counts else None for outcome in OUTCOMES]
+            numbers += [whole.left if counts else None, whole.total or None, whole.every]
+            lines.append(f"| `{name}` | {' | '.join('' if x is None else str(x) for x in numbers)} |")
     return "\n".join(lines)
 
 
 _MARKS = re.compile(r"(<!-- counts of ([^>]*) -->\n).*?(\n<!-- end of counts -->)", re.DOTALL)
 
 
-def fill(page: Path, cases: Iterable[Case], totals: Mapping[str, int | None]) -> None:
+def fill(page: Path, cases: Iterable[Case], wholes: Mapping[str, Whole]) -> None:
     """Write the tables of a page of Markdown, between the marks that name their folders."""
     text, cases = page.read_text(), list(cases)
 
     def filled(marks: re.Match[str]) -> str:
-        return f"{marks[1]}\n{markdown(cases, totals, marks[2].split())}\n{marks[3]}"
+        return f"{marks[1]}\n{markdown(cases, wholes, marks[2].split())}\n{marks[3]}"
 
     page.write_text(_MARKS.sub(filled, text))
 
