@@ -30,7 +30,7 @@ from tests.peers.files import Job
 from tests.peers.turns import Before, Part, SharedTurns
 
 _WAIT_S = 0.1
-_REPORT_S = 10.0
+_REPORT_S = 20.0
 _START_S = 120.0  # for imports, and to collect a file
 _GRACE_S = 15.0  # for cases that run when the time has ended
 _ENDED, _LOST = 0, 86  # exit statuses: no more for this folder; a GPU that can do no more (plugin.LOST)
