@@ -7,7 +7,8 @@ Not covered: packed UE8M0 scales (`scale_ue8m0`) and other ranges than e4m3's an
 the functions of `NOT_COVERED`. They raise NotImplementedError, the functions when they are called.
 
 What differs: gates score in float32 whatever the dtype; the order of the tokens of an expert is stable; an activation
-that is quantized is not rounded to 16 bits in between.
+that is quantized is not rounded to 16 bits in between, and quotients are those of a division, not products with a
+reciprocal; `top_k_renorm_probs` keeps exactly k, of equal probabilities those of lower ids.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def gelu_quick(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
-    """`cukern.top_k_renorm_probs`; a number above the vocabulary keeps all."""
+    """`cukern.top_k_renorm_probs`: exactly k are kept, of equals those of lower ids, where SGLang keeps all equals.
+
+    A number above the vocabulary keeps all.
+    """
     return sampling.top_k_renorm_probs(probs, top_k)
 
 
