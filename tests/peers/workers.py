@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
 
 def work(job: int, number: int, gpu: str | None, board: Board, plan: Plan, befores: Mapping[str, Before]) -> None:
     """Run cases of a job, on one GPU, until it has no more: what a process does."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a program that ends all processes is no failure of a case
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when the process first uses CUDA
     log = os.open(plan.work / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
