@@ -584,6 +584,11 @@ def _norm_calls() -> list[Call]:
         Call("rms_norm", (floats(3, 2, 48, dtype=BF16), floats(48, seed=1, dtype=BF16))),
         Call("rms_norm", (floats(3, 37), None, 0.0), {"variant": "auto"}),
         Call("fused_add_rms_norm", (*rows, floats(40, seed=2)), {"weight_offset": 1.0}),
+        Call(
+            "fused_add_rms_norm",
+            (floats(3, 40, dtype=BF16), floats(3, 40, seed=1, dtype=BF16), None),
+            {"round_sum": False},
+        ),
         Call("rms_norm_quant", (floats(3, 256, dtype=BF16), floats(256, seed=1))),
         Call("rms_norm_quant", (floats(3, 50), floats(50, seed=1)), {"group_size": None}),
         Call("rms_norm_quant", (floats(3, 40), None), {"scale": SHARE}),

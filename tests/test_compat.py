@@ -596,6 +596,31 @@ def test_flashinfer_quantized_norms_and_layer_norm() -> None:
     close(flashinfer.layernorm(x, weight, bias), torch.nn.functional.layer_norm(x, (64,), weight, bias, 1e-6))
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_norms_of_sums_that_are_not_rounded(offset: int) -> None:
+    x, residual, weight = (
+        rand(*shape, seed=seed).bfloat16() for seed, shape in enumerate(((8, 512), (8, 512), (512,)))
+    )
+    total = x.float() + residual.float()
+    norm = rms(total, weight.float() + offset)
+    for compat in (sglang, flashinfer):
+        given, kept = x.clone(), residual.clone()
+        getattr(compat, "gemma_fused_add_rmsnorm" if offset else "fused_add_rmsnorm")(given, kept, weight, 1e-6)
+        assert torch.equal(kept, total.bfloat16())
+        # One in some 10000 of float32 numbers is so near to a tie that the order of the sum counts.
+        assert int((given != norm.bfloat16()).sum()) <= 4
+    if not offset:
+        _, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, 1e-6, E4M3, None, residual.clone())
+        close(scales, norm.abs().amax(-1, keepdim=True) / 448, 1e-6)
+
+
+def test_sglang_int8_is_rounded_towards_zero() -> None:
+    x = rand(4, 64)
+    q, s = torch.empty(4, 64, dtype=torch.int8), torch.empty(4, 2)
+    sglang.sgl_per_token_group_quant_8bit(x, q, s, 32, 1e-10, -128.0, 127.0)
+    assert torch.equal(q.view(4, 2, 32), (x.view(4, 2, 32) / s[..., None]).to(torch.int8))
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_flashinfer_append_paged_kv_cache(layout: str, apart: bool) -> None:

@@ -152,6 +152,23 @@ def test_the_added_and_quantized_norms_are_compositions(rng: np.random.Generator
         same(twin.rms_norm_quant(total, weight, 1e-5, **options), want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_of_a_sum_that_is_not_rounded(dtype: str, rng: np.random.Generator) -> None:
+    x, residual, weight = draw(rng, (6, 256), dtype), draw(rng, (6, 256), dtype), draw(rng, (256,), "float32")
+    total = x.astype(np.float32) + residual.astype(np.float32)
+    norms, sums = {}, {}
+    for rounded in (True, False):
+        norms[rounded], sums[rounded] = x.copy(), residual.copy()
+        cukern.fused_add_rms_norm(norms[rounded], sums[rounded], weight, 1e-5, round_sum=rounded)
+        same_bits(sums[rounded], total.astype(x.dtype))
+    same_bits(norms[False], twin.rms_norm(total, weight, 1e-5).astype(x.dtype))
+    exact = by_torch(total, weight, 1e-5)
+    off = {rounded: np.abs(got.astype(np.float64) - exact).sum() for rounded, got in norms.items()}
+    assert off[False] < off[True] if dtype != "float32" else off[False] == off[True]
+    q, s = cukern.fused_add_rms_norm_quant(x, residual.copy(), weight, 1e-5, round_sum=False)
+    same((q, s), twin.rms_norm_quant(total, weight, 1e-5))
+
+
 def vectors_of(rng: np.random.Generator, width: int, dtype: str | None) -> tuple[Array | None, Array | None]:
     """A weight and a bias for layer norm."""
     return weights(rng, width, dtype), weights(rng, width, dtype)
@@ -445,7 +462,7 @@ def planned(name: str, *args: Any, **options: Any) -> Any:
 
 
 def arguments_of(step: Any) -> dict[str, Any]:
-    names = ("dtype", "weight", "result", "group", "add", "width", "threads", "items", "bytes", "block")
+    names = ("dtype", "weight", "result", "group", "sum", "width", "threads", "items", "bytes", "block")
     return dict(zip(names, step.variant.instance.arguments, strict=True))
 
 
@@ -453,7 +470,7 @@ def test_plans() -> None:
     x, weight = torch.zeros(32, 7168, dtype=torch.bfloat16), torch.zeros(7168, dtype=torch.bfloat16)
     step = planned("rms_norm", x, weight)
     found = arguments_of(step)
-    assert (found["width"], found["bytes"], found["result"], found["add"]) == (7168, 16, "PLAIN", "false")
+    assert (found["width"], found["bytes"], found["result"], found["sum"]) == (7168, 16, "PLAIN", "ALONE")
     assert int(step.grid[0]) == 32 and step.block == (found["threads"], 1, 1)
     assert arguments_of(planned("rms_norm", x, weight, variant="dynamic"))["width"] == 0
     scalar = arguments_of(planned("rms_norm", x, weight, variant="scalar"))
@@ -461,7 +478,10 @@ def test_plans() -> None:
     assert arguments_of(planned("rms_norm", x[:, 1:], weight[1:]))["bytes"] == 2
     assert arguments_of(planned("rms_norm", x, weight.float()))["weight"] == "float"
     quantized = arguments_of(planned("fused_add_rms_norm_quant", x, x.clone(), weight, group_size=64))
-    assert (quantized["result"], quantized["group"], quantized["add"]) == ("BY_GROUP", 64, "true")
+    assert (quantized["result"], quantized["group"], quantized["sum"]) == ("BY_GROUP", 64, "ROUNDED")
+    for dtype, want in ((torch.bfloat16, "UNROUNDED"), (torch.float32, "ROUNDED")):  # float32 sums are not rounded
+        given = x.to(dtype), x.to(dtype), None
+        assert arguments_of(planned("fused_add_rms_norm", *given, round_sum=False))["sum"] == want
     assert int(planned("rms_norm_quant", x[:0], weight, scale=1.0).grid[0]) == 1  # which writes the scale
     for bad, message in (("specialized", "there is none for width 64"), ("dynamic", "not 16-byte aligned")):
         with pytest.raises(ValueError, match=message):
@@ -587,19 +607,22 @@ def test_the_kernel_is_the_twin(shape: tuple[int, ...], dtype: str, rng: np.rand
         weight = weights(rng, width, weight_dtype)
         on_gpu = None if weight is None else cupy.asarray(weight)
         want = twin.rms_norm(x, weight, 1e-5, weight_offset=offset)
-        added, total = x.copy(), residual.copy()
-        twin.fused_add_rms_norm(added, total, weight, 1e-5, weight_offset=offset)
+        sums = dict.fromkeys((True, False), (x, residual))
+        sums = {rounded: tuple(a.copy() for a in of) for rounded, of in sums.items()}
+        for rounded, of in sums.items():
+            twin.fused_add_rms_norm(*of, weight, 1e-5, weight_offset=offset, round_sum=rounded)
         for variant in variants_of(width) if weight_dtype == dtype else ["auto"]:
             options: dict[str, Any] = {"weight_offset": offset, "variant": variant}
             out = Buffer(shape, dtype)
             assert cukern.rms_norm(cupy.asarray(x), on_gpu, 1e-5, out=out.array, **options) is out.array
             matches(out.numpy(), want)
-            both = [Buffer(shape, dtype) for _ in range(2)]
-            for buffer, values in zip(both, (x, residual), strict=True):
-                buffer.array[...] = cupy.asarray(values)
-            cukern.fused_add_rms_norm(both[0].array, both[1].array, on_gpu, 1e-5, **options)
-            matches(both[0].numpy(), added)
-            matches(both[1].numpy(), total)
+            for rounded, of in sums.items():
+                both = [Buffer(shape, dtype) for _ in range(2)]
+                for buffer, values in zip(both, (x, residual), strict=True):
+                    buffer.array[...] = cupy.asarray(values)
+                cukern.fused_add_rms_norm(both[0].array, both[1].array, on_gpu, 1e-5, **options, round_sum=rounded)
+                for buffer, values in zip(both, of, strict=True):
+                    matches(buffer.numpy(), values)
 
 
 LAYER_SHAPES = {**SHAPES, "BERT-base": (70, 768), "a specialized row": (1, 384)}
@@ -690,18 +713,19 @@ def test_quantized(way: str, dtype: str, rng: np.random.Generator) -> None:
             x, residual = (draw(rng, shape, dtype, special) for _ in range(2))
             weight = draw(rng, shape[-1:], dtype)
             want, total = twin.rms_norm_quant(x, weight, **options), residual.copy()
-            added = twin.fused_add_rms_norm_quant(x, total, weight, **options)
+            added = {True: twin.fused_add_rms_norm_quant(x, total, weight, **options)}
+            added[False] = twin.fused_add_rms_norm_quant(x, residual.copy(), weight, **options, round_sum=False)
             for variant in variants:
                 q, s = Buffer(shape, "uint8"), Buffer(want[1].shape, "float32")
                 arguments = cupy.asarray(x), cupy.asarray(weight)
                 cukern.rms_norm_quant(*arguments, **moved, out_q=q.array, out_s=s.array, variant=variant)
                 same((q.numpy(), s.numpy()), want)
-                given = cupy.asarray(residual)
-                same(
-                    cukern.fused_add_rms_norm_quant(arguments[0], given, arguments[1], **moved, variant=variant), added
-                )
-                matches(given, total)
-                same_bits(arguments[0], x)
+                for rounded, sums in added.items():
+                    given = cupy.asarray(residual)
+                    more = {**moved, "variant": variant, "round_sum": rounded}
+                    same(cukern.fused_add_rms_norm_quant(arguments[0], given, arguments[1], **more), sums)
+                    matches(given, total)
+                    same_bits(arguments[0], x)
 
 
 @pytest.mark.gpu
@@ -712,6 +736,8 @@ def test_rows_apart_and_off_alignment(shape: tuple[int, ...], dtype: str, rng: n
     x, residual, weight = draw(rng, shape, dtype), draw(rng, shape, dtype), draw(rng, shape[-1:], dtype)
     want, added, total = twin.rms_norm(x, weight), x.copy(), residual.copy()
     twin.fused_add_rms_norm(added, total, weight)
+    unrounded = x.copy()
+    twin.fused_add_rms_norm(unrounded, residual.copy(), weight, round_sum=False)
     for skip, apart in ((0, 0), (1, 0), (0, 3), (0, 16)):
         out = Buffer(shape, dtype, skip)
         cukern.rms_norm(place(x, skip, apart), cupy.asarray(weight), out=out.array)
@@ -719,6 +745,10 @@ def test_rows_apart_and_off_alignment(shape: tuple[int, ...], dtype: str, rng: n
         both = place(x, skip, apart), place(residual, 0, 2 * apart)
         cukern.fused_add_rms_norm(*both, place(weight, skip))
         matches(both[0], added)
+        matches(both[1], total)
+        both = place(x, skip, apart), place(residual, 0, 2 * apart)
+        cukern.fused_add_rms_norm(*both, place(weight, skip), round_sum=False)
+        matches(both[0], unrounded)
         matches(both[1], total)
         got = cukern.rms_norm_quant(place(x, skip, apart), None, group_size=None)
         same(got, twin.rms_norm_quant(x, None, group_size=None))

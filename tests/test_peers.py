@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.peers import tally
-from tests.peers.files import FILES, Load, files_of, jobs_of
-from tests.peers.turns import Before, Part, Turns
+from tests.peers.board import Board
+from tests.peers.files import FILES, OF_FOLDERS, Job, Load, files_of, jobs_of
+from tests.peers.turns import Before, Part, SharedTurns, Turns
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FILE = """
@@ -55,6 +58,14 @@ class SiluAndMul:
 def test_w8a8_block_fp8_fused_moe(given):
     found = SiluAndMul().forward_native(torch.ones(2).half())
     torch.testing.assert_close(given.double(), found.double(), rtol=0, atol=1e-6)
+"""
+_GPUS = """
+import os, time
+
+def test_gpu():
+    with open(os.environ["STARTS"], "a") as starts:
+        starts.write(os.environ["CUDA_VISIBLE_DEVICES"] + " ")
+    time.sleep(2)
 """
 _LATER = "import torch\n\ndef test_default():\n    torch.set_default_dtype(torch.float64)\n"
 
@@ -108,6 +119,38 @@ def test_time_that_ends_is_told(folder: Path, tmp_path: Path) -> None:
     assert _counts(result.stdout, "peer/test_one.py")[-1] != "0"
 
 
+def test_a_sample_that_is_whole_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- counts of peer -->\n\n<!-- end of counts -->\n")
+    options = ["--only=one", "-k", "test_good or test_refused", "--resume", str(tmp_path / "work")]
+    assert _counts(_run(folder, *options, "--every", "5").stdout, "peer/test_one.py")[-3:] == ["1", "0", "0"]
+    shown = _run(folder, *options, "--until", "0", "--page", str(page))
+    assert _counts(shown.stdout, "peer/test_one.py") == ["3", "0", "0", "1", "0", "0"]
+    assert "| `peer/test_one.py` | 3 | 0 | 0 | 1 | 0 | 0 | 13 | 5 |" in page.read_text()
+
+
+def test_processes_have_the_gpus_in_turns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    (folder / "test_one.py").write_text(_GPUS)
+    (folder / "test_two.py").write_text(_GPUS)
+    assert _counts(_run(folder, "--jobs", "2", "--only=one,two").stdout, "peer/test_one.py")[0] == "1"
+    assert sorted((folder / "starts").read_text().split()) == ["6", "7"]
+
+
+def test_jobs_that_wait_have_a_gpu_first(tmp_path: Path) -> None:
+    jobs = [Job(tmp_path, name, Load(50, waits=name == "b")) for name in "abc"]
+    board = Board(jobs, multiprocessing.get_context("spawn"), math.inf)
+    assert [board.join(number, waits=waits) for number, waits in enumerate((True, False, False, True))] == [1, 0, 2, 1]
+    assert board.join(4, {tmp_path}) is None
+
+
+def test_the_longest_cases_are_begun_first(tmp_path: Path) -> None:
+    board = Board([Job(tmp_path, "f", Load(5, first="^b"))], multiprocessing.get_context("spawn"), math.inf)
+    names = [f"{letter}[{number}]" for letter in "abc" for number in range(5)]
+    order = SharedTurns(board, 0, Part(), tmp_path / "cases", Before()).chosen(names, names)
+    assert {name[0] for name in order[:5]} == {"b"} and sorted(order) == names
+
+
 def test_arguments_of_pytest(folder: Path) -> None:
     result = _run(folder, "--jobs", "1", "--only=one", "-k", "test_good or test_bad")
     assert _counts(result.stdout, "peer/test_one.py") == ["12", "1", "0", "0", "0", "0"]
@@ -133,7 +176,8 @@ def test_jobs_of_a_file_have_each_case_once(tmp_path: Path) -> None:
     (tmp_path / name).touch()
     jobs = jobs_of(tmp_path)
     assert [job.load for job in jobs] == sorted(FILES[name], key=lambda load: -load.seconds)
-    for case in ("test_sampling_freq[0.0-1]", "test_sampling[1-111]"):
+    cases = ("test_sampling_freq[0.0-1]", "test_sampling[1-111]", "test_top_p_sampling_freq[1]", "test_softmax[1]")
+    for case in (*cases, "test_top_k_sampling_with_variable_k[1]", "test_top_k_top_p_joint_sampling_from_probs[1]"):
         assert sum(job.has(case) for job in jobs) == 1
     assert files_of(tmp_path, "norm") == [] and files_of(tmp_path, "-sampling") == []
     assert files_of(tmp_path, "page,sampling") == [name]
@@ -173,9 +217,10 @@ def test_the_tables_of_a_page(tmp_path: Path) -> None:
     page.write_text(marks.format("") + marks.format("old").replace("one two", "three"))
     cases = [tally.Case("one/f.py", "a", "passed"), tally.Case("one/f.py", "b", "refused", "why")]
     for _ in range(2):  # and again in the same place
-        tally.fill(page, cases, {"one/f.py": 9, "two/g.py": None})
-        head = "\n| file | passed | failed | differs | refused | skipped | of |\n| ---" + " | --:" * 6 + " |\n"
-        rows = "| `one/f.py` | 1 | 0 | 0 | 1 | 0 | 9 |\n| `two/g.py` |  |  |  |  |  |  |\n"
+        tally.fill(page, cases, {"one/f.py": tally.Whole(9, 1, 3), "two/g.py": tally.Whole()})
+        names = "passed | failed | differs | refused | skipped | left | of | one in"
+        head = f"\n| file | {names} |\n| ---" + " | --:" * 8 + " |\n"
+        rows = "| `one/f.py` | 1 | 0 | 0 | 1 | 0 | 1 | 9 | 3 |\n| `two/g.py` |  |  |  |  |  |  |  |  |\n"
         assert page.read_text() == marks.format(head + rows) + marks.format(head).replace("one two", "three")
 
 
@@ -197,4 +242,6 @@ def test_a_line_that_was_cut_off_is_no_case(tmp_path: Path) -> None:
 
 
 def test_loads_are_of_some_seconds() -> None:
-    assert all(isinstance(load, Load) and load.seconds > 0 for loads in FILES.values() for load in loads)
+    for files in (FILES, *OF_FOLDERS.values()):
+        assert all(isinstance(load, Load) and load.seconds > 0 for loads in files.values() for load in loads)
+    assert all(set(files) <= set(FILES) for files in OF_FOLDERS.values())

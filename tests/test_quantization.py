@@ -46,6 +46,8 @@ WAYS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "fp8 of any groups": ("per_token_group_quant_fp8", (96,), {"use_ue8m0": True, "column_major_scales": True}),
     "int8 of groups": ("per_token_group_quant_int8", (128,), {}),
     "int8 of any groups": ("per_token_group_quant_int8", (48,), {"column_major_scales": True}),
+    "int8 of groups, cut": ("per_token_group_quant_int8", (32,), {"truncate": True}),
+    "int8 of any groups, cut": ("per_token_group_quant_int8", (48,), {"truncate": True}),
     "int8 of tokens": ("scaled_int8_quant", (), {}),
     "int8 with zero points": ("scaled_int8_quant", (None, None, False), {}),
     "int8 with a scale": ("scaled_int8_quant", (0.02,), {}),
@@ -123,6 +125,8 @@ def test_int8_is_what_torch_has() -> None:
         want = torch.fake_quantize_per_tensor_affine(groups / scales, 1.0, 0, -128, 127).to(torch.int8)
         assert torch.equal(got[0], want.reshape(7, 256))
         assert torch.equal(got[1].flatten(), scales.flatten())
+    cut, scales = cukern.per_token_group_quant_int8(x, 64, truncate=True)
+    assert torch.equal(cut, (x.view(7, 4, 64) / scales[..., None]).to(torch.int8).reshape(7, 256))
     quantized, scales, zeros = cukern.scaled_int8_quant(x, symmetric=False)
     again = (quantized.float() - zeros) * scales
     assert (again - x).abs().max() <= scales.max() * 0.501

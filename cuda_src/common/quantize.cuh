@@ -7,8 +7,8 @@
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-// INT8_AZP is asymmetric: it has a zero point. MXFP4 and NVFP4 have 4 bits.
-enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4 };
+// INT8_AZP is asymmetric: it has a zero point. MXFP4 and NVFP4 have 4 bits. INT8_CUT is rounded towards zero.
+enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4, INT8_CUT };
 
 // The largest number of an 8-bit format.
 template <int FORMAT> constexpr float LARGEST = FORMAT == E4M3 ? 448.f : 127.f;
@@ -20,8 +20,8 @@ __device__ __forceinline__ unsigned to_int8(int x, int y, unsigned above) {
     return bytes;
 }
 
-// Bytes of EACH numbers in FORMAT, from their quotients, rounded to nearest, ties to even, and saturated. azp: the zero
-// point, added after rounding. WHOLE: quotients and azp are below 2^24, so that the addition can be of integers.
+// Bytes of EACH numbers in FORMAT, from their quotients, rounded to nearest, ties to even (INT8_CUT: towards zero), and
+// saturated. azp: the zero point, added after rounding. WHOLE: quotients and azp are below 2^24, so that the addition can be of integers.
 template <int FORMAT, int EACH, bool WHOLE = true>
 __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], float azp) {
     unsigned word[(EACH + 3) / 4] = {};
@@ -43,7 +43,8 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
                 x = rintf(x);
                 x = __fadd_rn(x == x ? x : 0.f, azp);
             }
-            number[i] = __float2int_rn(x); // ties to even, saturated; NaN is 0
+            // Saturated; NaN is 0.
+            number[i] = FORMAT == INT8_CUT ? __float2int_rz(x) : __float2int_rn(x);
             if constexpr (FORMAT == INT8_AZP && WHOLE) number[i] += added;
         }
         if constexpr (EACH == 1) {

@@ -1,6 +1,8 @@
 // RMS norm: rows divided by the root of the mean of their squares, times a weight.
 //
-//   z[r, c] = input[r, c]; if ADD, input[r, c] + residual[r, c] rounded to T, which also becomes residual[r, c]
+//   z[r, c] = input[r, c]                                                                                       ALONE
+//           = input[r, c] + residual[r, c] rounded to T, which also becomes residual[r, c]                    ROUNDED
+//           = input[r, c] + residual[r, c] in float32; residual[r, c] becomes that rounded to T               UNROUNDED
 //   y[r, c] = z[r, c] * rsqrt(sum of z[r, :]^2 / width + epsilon) * (weight[c] + offset)                    in float32
 //   out     = y rounded to T                                                                                    PLAIN
 //           = e4m3(y / scale), the scale given                                                              BY_TENSOR
@@ -27,10 +29,11 @@
 #include "norm/row.cuh"
 
 enum Result { PLAIN, BY_TENSOR, BY_ROW, BY_GROUP };
+enum Sum { ALONE, ROUNDED, UNROUNDED };
 
 struct Params {
     Rows input;         // T
-    Rows residual;      // T if ADD
+    Rows residual;      // T unless ALONE
     Rows out;           // T if PLAIN, else e4m3
     const char* weight; // [width]  W, may be null: 1
     float* scales;      // [1] if BY_TENSOR, [rows] if BY_ROW, [rows, width / GROUP] if BY_GROUP
@@ -77,13 +80,14 @@ template <int THREADS> __device__ __forceinline__ float row_max(float value) {
 
 // A thread's part of its row: where its units are, and what is done with each. The units are arrays of the kernel and
 // not members: loops index them, and until these are unrolled the compiler could keep no member in a register.
-template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
+template <typename T, typename W, int SUM, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
     using Own::SLOTS, Own::SUMS, Own::FITS, Own::row, Own::width, Own::outer, Own::inner, Own::count, Own::column;
     using In = Eight<T, BYTES>;
     using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;
     static constexpr bool EARLY = ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
+    static constexpr bool ADD = SUM != ALONE;
     static constexpr int OTHERS = ADD ? ITEMS : 1, EARLIES = EARLY ? ITEMS : 1;
 
     const Params& p;
@@ -114,15 +118,22 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // The sum of squares of a unit. With ADD, `in` first becomes its sum with `other`, which is stored.
-    __device__ __forceinline__ float add_and_square(int i, In& in, const In& other) const {
-        float value[EACH];
+    // The numbers of a unit or, with ADD, of its sum with `other`.
+    __device__ __forceinline__ void get_sum(const In& in, const In& other, float (&value)[EACH]) const {
         in.get(value);
         if constexpr (ADD) {
             float added[EACH];
             other.get(added);
 #pragma unroll
             for (int j = 0; j < EACH; ++j) value[j] = __fadd_rn(value[j], added[j]);
+        }
+    }
+
+    // The sum of squares of a unit. If ROUNDED, `in` first becomes its sum with `other`, which is stored.
+    __device__ __forceinline__ float add_and_square(int i, In& in, const In& other) const {
+        float value[EACH];
+        get_sum(in, other, value);
+        if constexpr (SUM == ROUNDED) {
             in.set(value);
             in.store(residual + column(i) * int(sizeof(T)), count(i));
             in.get(value);
@@ -150,12 +161,21 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return __frsqrt_rn(__fadd_rn(mean, p.epsilon));
     }
 
-    // write(i, y) with the results y of unit i.
-    template <typename Write>
-    __device__ __forceinline__ void normalize(int i, const In& in, const Weight& weight, float inverse,
+    // write(i, y) with the results y of unit i. If UNROUNDED, the LAST call of a unit stores its sum.
+    template <bool LAST, typename Write>
+    __device__ __forceinline__ void normalize(int i, const In& in, const In& other, const Weight& weight, float inverse,
                                               Write write) const {
         float y[EACH], factor[EACH];
-        in.get(y);
+        if constexpr (SUM == UNROUNDED) {
+            get_sum(in, other, y);
+            if constexpr (LAST) {
+                In sum;
+                sum.set(y);
+                sum.store(residual + column(i) * int(sizeof(T)), count(i));
+            }
+        } else {
+            in.get(y);
+        }
 #pragma unroll
         for (int j = 0; j < EACH; ++j) y[j] = __fmul_rn(y[j], inverse);
         if (p.weight) {
@@ -167,21 +187,22 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     }
 
     // write(i, y) for each unit of this thread.
-    template <typename Write>
-    __device__ __forceinline__ void normalize_each(const In (&kept)[ITEMS], const Weight (&early)[EARLIES],
-                                                   float inverse, Write write) const {
+    template <bool LAST, typename Write>
+    __device__ __forceinline__ void normalize_each(const In (&kept)[ITEMS], const In (&other)[OTHERS],
+                                                   const Weight (&early)[EARLIES], float inverse, Write write) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if constexpr (EARLY)
-                normalize(i, kept[i], early[i], inverse, write);
+                normalize<LAST>(i, kept[i], other[ADD ? i : 0], early[i], inverse, write);
             else
-                normalize(i, kept[i], load_weight(i), inverse, write);
+                normalize<LAST>(i, kept[i], other[ADD ? i : 0], load_weight(i), inverse, write);
         }
         if constexpr (!FITS) {
             for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
-                In in;
-                in.load((ADD ? residual : input) + column(i) * int(sizeof(T)), count(i));
-                normalize(i, in, load_weight(i), inverse, write);
+                In in, more;
+                in.load((SUM == ROUNDED ? residual : input) + column(i) * int(sizeof(T)), count(i));
+                if constexpr (SUM == UNROUNDED) more.load(residual + column(i) * int(sizeof(T)), count(i));
+                normalize<LAST>(i, in, more, load_weight(i), inverse, write);
             }
         }
     }
@@ -204,18 +225,18 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     }
 };
 
-template <typename T, typename W, int RESULT, int GROUP, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES,
+template <typename T, typename W, int RESULT, int GROUP, int SUM, int WIDTH, int THREADS, int ITEMS, int BYTES,
           int BLOCK>
 __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
     static_assert(RESULT != BY_GROUP || GROUP / EACH <= THREADS, "a group is neighbouring threads");
-    using OwnRow = Row<T, W, ADD, WIDTH, THREADS, ITEMS, BYTES, BLOCK>;
+    using OwnRow = Row<T, W, SUM, WIDTH, THREADS, ITEMS, BYTES, BLOCK>;
     const OwnRow row(p);
     typename OwnRow::In kept[ITEMS], other[OwnRow::OTHERS];
     typename OwnRow::Weight early[OwnRow::EARLIES];
     row.load(kept, other, early);
     const float inverse = row.inverse_rms(kept, other);
-    const auto each = [&](auto write) { row.normalize_each(kept, early, inverse, write); };
+    const auto each = [&](auto write) { row.template normalize_each<true>(kept, other, early, inverse, write); };
     if constexpr (RESULT == PLAIN) {
         each([&](int i, const float (&y)[EACH]) { row.store(i, y); });
     } else if constexpr (RESULT == BY_TENSOR) {
@@ -226,7 +247,8 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
     } else if constexpr (RESULT == BY_ROW) {
         // The results are computed twice: kept beside the units until the scale is known, they would take registers.
         float largest = 0;
-        each([&](int i, const float (&y)[EACH]) { largest = largest_with(largest, y); });
+        row.template normalize_each<false>(kept, other, early, inverse,
+                                           [&](int, const float (&y)[EACH]) { largest = largest_with(largest, y); });
         const float scale = scale_of<E4M3>(row_max<THREADS>(largest), p.smallest, false);
         if (row.thread == 0 && row.row < p.rows) p.scales[row.row] = scale;
         const Quotient<SMALL> quotient(scale);

@@ -1,7 +1,7 @@
 // Quantize rows to 8 bits with a scale for each row, or for each group of any size.
 //
 //   scale = max(min(max |v|, upper), smallest) / LARGEST, over a group; NaN is left out
-//   q     = v / scale, rounded to nearest, ties to even, and saturated
+//   q     = v / scale, rounded to nearest, ties to even (INT8_CUT: towards zero), and saturated
 //
 // INT8_AZP has a zero point as well:
 //

@@ -91,7 +91,7 @@ def _list_instances() -> None:
             _groups.specialized += [_groups_variant(dtype, "E4M3", activation, group).instance for group in (64, 128)]
             _rows.specialized.append(_rows_variant(dtype, "E4M3", activation, _EACH).instance)
             _tensor.specialized.append(_tensor_variant(dtype, "E4M3", activation, _EACH, False).instance)
-        _groups.specialized.append(_groups_variant(dtype, "INT8", 0, 128).instance)
+        _groups.specialized += [_groups_variant(dtype, form, 0, 128).instance for form in ("INT8", "INT8_CUT")]
         _rows.specialized += [_rows_variant(dtype, form, 0, _EACH).instance for form in ("INT8", "INT8_AZP")]
         _tensor.specialized += [_tensor_variant(dtype, form, 0, _EACH, False).instance for form in ("INT8", "INT8_AZP")]
         _tensor.specialized.append(_tensor_variant(dtype, "E4M3", 0, _EACH, True).instance)

@@ -66,6 +66,12 @@ class _Form(NamedTuple):
     add: bool = False
     result: str = "PLAIN"
     group: int = 0
+    round_sum: bool = True
+
+    @property
+    def sum(self) -> str:
+        """The template's SUM."""
+        return ("ROUNDED" if self.round_sum else "UNROUNDED") if self.add else "ALONE"
 
 
 def _tile(form: _Form, width: int, fixed: bool, wide: bool) -> parts.Tile:
@@ -79,7 +85,7 @@ def _variant(form: _Form, width: int, fixed: bool, wide: bool) -> Variant:
         arrays.CUDA_TYPE[form.weight_dtype],
         form.result,
         form.group,
-        str(form.add).lower(),
+        form.sum,
         width if fixed else 0,
         tile.threads,
         tile.items,
@@ -120,16 +126,15 @@ def _list_instances() -> None:
     _registered.update(adds)
     # Other dtypes, weights of float32, FP8 and other widths are compiled at their first use.
     _kernel.at_import = [x for width in adds for x in _variants(width, "bfloat16", adds[width])]
-    fp8 = [
-        _Form("bfloat16", "bfloat16", add, result, group)
-        for add in _BOTH
-        for result, group in (("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 128))
-    ]
+    quantized = ("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 128)
+    fp8 = [_Form("bfloat16", "bfloat16", add, *what) for add in _BOTH for what in quantized]
+    unrounded = [_Form(x, x, True, *what, False) for x in DTYPES[1:] for what in (("PLAIN", 0), *quantized)]
     dynamic = [(_Form(x, x, add), width, False, True) for x in DTYPES for width in (64, 8192, 65536) for add in _BOTH]
     _kernel.specialized = [
         *(x for dtype in DTYPES for width in adds for x in _variants(width, dtype, adds[width])),
-        *(_variant(form, 7168, True, True).instance for form in fp8),
+        *(_variant(form, 7168, True, True).instance for form in (*fp8, *unrounded)),
         *(_variant(*choice).instance for choice in dynamic),
+        *(_variant(form, 65536, False, True).instance for form in unrounded),
     ]
     _registered_layer_norm.update(SPECIALIZED_LAYER_NORM)
     # The two widths of most encoders, in the dtype that they run in.
@@ -172,13 +177,14 @@ class _Norm(NamedTuple):
     weight_offset: float
     width: int
     variant: str
+    round_sum: bool
 
     def launch(
         self, out: Array, result: str = "PLAIN", group: int = 0, scales: Array | None = None, scale: Any = (None, 0.0)
     ) -> None:
         """Write the norm to `out` and, if quantized, its scales to `scales`; `scale` is a given one."""
         weight_dtype = self.input.dtype if self.weight is None else self.weight.dtype
-        form = _Form(self.input.dtype, weight_dtype, self.residual is not None, result, group)
+        form = _Form(self.input.dtype, weight_dtype, self.residual is not None, result, group, self.round_sum)
         layout = parts.layout(self.width, (self.weight,), input=self.input, residual=self.residual, out=out)
         if (layout.total == 0 or self.width == 0) and result == "PLAIN":
             return
@@ -200,8 +206,9 @@ class _Norm(NamedTuple):
 
 
 def _check(
-    input: Any, residual: Any, weight: Any, epsilon: float, weight_offset: float, variant: str, adds: bool
-) -> _Norm:
+    input: Any, residual: Any, weight: Any, epsilon: float, weight_offset: float, variant: str, adds: bool,
+    round_sum: bool = True,
+) -> _Norm:  # fmt: skip
     """Check the arguments that all RMS norms have."""
     expect_array("input", input, DTYPES)
     width = parts.width_of("input", input)
@@ -210,7 +217,9 @@ def _check(
     if weight is not None:
         expect("weight", weight, input, "input", dict.fromkeys((input.dtype, "float32")), (width,), "[width]")
     epsilon, offset = parts.expect_epsilon(epsilon), check.number("weight_offset", weight_offset)
-    return _Norm(input, residual if adds else None, weight, epsilon, offset, width, variant)
+    # float32 is what it is rounded to: then there is one kernel for both.
+    round_sum = bool(round_sum) or input.dtype == "float32"
+    return _Norm(input, residual if adds else None, weight, epsilon, offset, width, variant, round_sum)
 
 
 def _normalized(input: Any, *_: Any, **__: Any) -> Result:
@@ -278,7 +287,7 @@ def rms_norm(
 @op(
     twin.fused_add_rms_norm,
     "fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor? weight, float epsilon=1e-06, *, "
-    "float weight_offset=0.0, str variant='auto') -> ()",
+    "float weight_offset=0.0, bool round_sum=True, str variant='auto') -> ()",
     rows={"rows": ("input", "residual")},
 )
 def fused_add_rms_norm(
@@ -288,16 +297,19 @@ def fused_add_rms_norm(
     epsilon: float = 1e-6,
     *,
     weight_offset: float = 0.0,
+    round_sum: bool = True,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """`rms_norm` of a sum, in place: `residual` becomes input + residual, and `input` the norm of that.
 
-    The norm is that of the rounded sum: the bits are those of the two steps.
+    The norm is that of the rounded sum, as in vLLM and transformers: the bits are those of the two steps.
 
     Args:
         input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them. Both
             are written.
         weight, epsilon, weight_offset, variant: as in `rms_norm`.
+        round_sum: False: the norm is that of the sum in float32, as in FlashInfer and SGLang, which is nearer to the
+            exact one by up to half a step of the dtype; residual is the rounded sum in any case.
 
     Returns:
         input and residual.
@@ -308,7 +320,7 @@ def fused_add_rms_norm(
 
     The function, its arguments and their order are vLLM's `fused_add_rms_norm`.
     """
-    norm = _check(input, residual, weight, epsilon, weight_offset, variant, True)
+    norm = _check(input, residual, weight, epsilon, weight_offset, variant, True, round_sum)
     parts.expect_rows("input", input, written=True)
     if input.on_host:
         run_twin(variant, VARIANTS)
@@ -352,13 +364,15 @@ def _quantize(norm: _Norm, group_size: Any, scale: Any, out_q: Any, out_s: Any) 
 
 _QUANT_OPTIONS = (
     "Tensor? weight, float epsilon=1e-06, *, int? group_size=128, Tensor? scale=None, float weight_offset=0.0, "
+)
+_QUANT_RESULTS = (
     "Tensor(b!)? out_q=None, Tensor(c!)? out_s=None, str variant='auto') -> (Tensor quantized, Tensor scales)"
 )
 
 
 @op(
     twin.rms_norm_quant,
-    f"rms_norm_quant(Tensor input, {_QUANT_OPTIONS}",
+    f"rms_norm_quant(Tensor input, {_QUANT_OPTIONS}{_QUANT_RESULTS}",
     _quantized,
     rows={"rows": ("input", "out_q", "out_s")},
     late=("scale",),
@@ -404,7 +418,8 @@ def rms_norm_quant(
 
 @op(
     twin.fused_add_rms_norm_quant,
-    f"fused_add_rms_norm_quant(Tensor input, Tensor(a!) residual, {_QUANT_OPTIONS}",
+    f"fused_add_rms_norm_quant(Tensor input, Tensor(a!) residual, {_QUANT_OPTIONS}bool round_sum=True, "
+    f"{_QUANT_RESULTS}",
     _quantized,
     rows={"rows": ("input", "residual", "out_q", "out_s")},
     late=("scale",),
@@ -418,17 +433,22 @@ def fused_add_rms_norm_quant(
     group_size: int | None = 128,
     scale: AnyArray | None = None,
     weight_offset: float = 0.0,
+    round_sum: bool = True,
     out_q: AnyArray | None = None,
     out_s: AnyArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """`rms_norm_quant` of a sum: `residual` becomes input + residual, rounded to the dtype, and q the norm of that.
 
-    Arguments, results and errors are those of `rms_norm_quant`. `residual` is as in `fused_add_rms_norm`; `input` is
-    only read.
+    Arguments, results and errors are those of `rms_norm_quant`. `residual` and `round_sum` are as in
+    `fused_add_rms_norm`; `input` is only read.
     """
     return _quantize(
-        _check(input, residual, weight, epsilon, weight_offset, variant, True), group_size, scale, out_q, out_s
+        _check(input, residual, weight, epsilon, weight_offset, variant, True, round_sum),
+        group_size,
+        scale,
+        out_q,
+        out_s,
     )
 
 

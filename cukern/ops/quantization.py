@@ -155,8 +155,9 @@ def _group_size(group_size: Any, k: int) -> int:
 
 def _per_token_group_quant(
     x: Any, group_size: int, eps: float, column_major_scales: bool, use_ue8m0: bool, expert_num_tokens: Any,
-    out_q: Any, out_s: Any, variant: str, dtype: str,
+    out_q: Any, out_s: Any, variant: str, form: str,
 ) -> tuple[Any, Any]:  # fmt: skip
+    dtype = FP8 if form == "E4M3" else "int8"
     expect_array("x", x, DTYPES)
     rows = rows_of("x", x, expert_num_tokens)
     group_size = _group_size(group_size, rows.size)
@@ -168,7 +169,7 @@ def _per_token_group_quant(
     q, s = outputs((out_q, out_s), x, "x", *results, names=("out_q", "out_s"))
     if x.on_host:
         return run_twin(variant, VARIANTS)
-    of, form = Input("x", x, rows, variant), "E4M3" if dtype == FP8 else "INT8"
+    of = Input("x", x, rows, variant)
     launches.quantize_groups(of, form, group_size, q, s, eps, power_of_two=use_ue8m0, column_major=column_major_scales)
     return q, s
 
@@ -216,16 +217,17 @@ def per_token_group_quant_fp8(
     of the DeepSeek-V3 technical report (arXiv:2412.19437, section 3.3).
     """
     options = column_major_scales, use_ue8m0, expert_num_tokens, out_q, out_s, variant
-    return _per_token_group_quant(x, group_size, eps, *options, FP8)
+    return _per_token_group_quant(x, group_size, eps, *options, "E4M3")
 
 
-@_group_op(twin.per_token_group_quant_int8, "int8", "")
+@_group_op(twin.per_token_group_quant_int8, "int8", "bool truncate=False, ")
 def per_token_group_quant_int8(
     x: AnyArray,
     group_size: int,
     eps: float = 1e-10,
     *,
     column_major_scales: bool = False,
+    truncate: bool = False,
     expert_num_tokens: AnyArray | None = None,
     out_q: AnyArray | None = None,
     out_s: AnyArray | None = None,
@@ -234,10 +236,14 @@ def per_token_group_quant_int8(
     """int8 with a scale for each group of neighbours of a token: max(max |x|, eps) / 127.
 
     Arguments, results and errors are those of `per_token_group_quant_fp8`, but x_q is int8, rounded to nearest, ties
-    to even (vLLM's function of this name cuts off), and NaN becomes 0.
+    to even, and NaN becomes 0.
+
+    Args:
+        truncate: x_q is rounded towards zero, as by the functions of vLLM and SGLang; its error is up to a whole scale
+            in place of half of one.
     """
     options = column_major_scales, False, expert_num_tokens, out_q, out_s, variant
-    return _per_token_group_quant(x, group_size, eps, *options, "int8")
+    return _per_token_group_quant(x, group_size, eps, *options, "INT8_CUT" if truncate else "INT8")
 
 
 def _scaled_int8_results(

@@ -64,11 +64,12 @@ def _inverse_root(x: Array) -> Array:
     return (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)
 
 
-def _add(input: Array, residual: Array) -> Array:
-    """Add `input` to `residual`, in float32 and rounded to their dtype; returns `residual`."""
+def _add(input: Array, residual: Array, round_sum: bool) -> Array:
+    """Add `input` to `residual`, in float32 and rounded to their dtype; returns `residual`, or the sum in float32."""
     with np.errstate(all="ignore"):
-        residual[...] = (input.astype(np.float32) + residual.astype(np.float32)).astype(residual.dtype)
-    return residual
+        total: Array = input.astype(np.float32) + residual.astype(np.float32)
+        residual[...] = total.astype(residual.dtype)
+    return residual if round_sum else total
 
 
 def rms_norm(
@@ -81,7 +82,7 @@ def rms_norm(
 ) -> Array:
     """See `cukern.rms_norm`."""
     with np.errstate(over="ignore"):
-        y = normalized(input, weight, epsilon, weight_offset).astype(input.dtype)
+        y = normalized(input, weight, epsilon, weight_offset).astype(input.dtype if out is None else out.dtype)
     if out is None:
         return y
     out[...] = y
@@ -89,10 +90,16 @@ def rms_norm(
 
 
 def fused_add_rms_norm(
-    input: Array, residual: Array, weight: Array | None, epsilon: float = 1e-6, *, weight_offset: float = 0.0
+    input: Array,
+    residual: Array,
+    weight: Array | None,
+    epsilon: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_sum: bool = True,
 ) -> tuple[Array, Array]:
     """See `cukern.fused_add_rms_norm`."""
-    rms_norm(_add(input, residual), weight, epsilon, weight_offset=weight_offset, out=input)
+    rms_norm(_add(input, residual, round_sum), weight, epsilon, weight_offset=weight_offset, out=input)
     return input, residual
 
 
@@ -129,12 +136,13 @@ def fused_add_rms_norm_quant(
     group_size: int | None = 128,
     scale: Any = None,
     weight_offset: float = 0.0,
+    round_sum: bool = True,
     out_q: Array | None = None,
     out_s: Array | None = None,
 ) -> tuple[Array, Array]:
     """See `cukern.fused_add_rms_norm_quant`."""
     options: dict[str, Any] = {"group_size": group_size, "scale": scale, "weight_offset": weight_offset}
-    return rms_norm_quant(_add(input, residual), weight, epsilon, **options, out_q=out_q, out_s=out_s)
+    return rms_norm_quant(_add(input, residual, round_sum), weight, epsilon, **options, out_q=out_q, out_s=out_s)
 
 
 def layer_norm(

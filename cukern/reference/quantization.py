@@ -36,14 +36,17 @@ def _largest(x: Array) -> Array:
     return np.fmax.reduce(np.abs(x), axis=-1, keepdims=True, initial=0)
 
 
-def _quantized(x: Array, scale: Any, dtype: np.dtype[Any], azp: Any = None) -> Array:
-    """round(x / scale) + azp, to nearest, ties to even, saturated. NaN is 0x7f in FP8, and quantized as 0 in int8."""
+def _quantized(x: Array, scale: Any, dtype: np.dtype[Any], azp: Any = None, truncate: bool = False) -> Array:
+    """round(x / scale) + azp, to nearest, ties to even, saturated. NaN is 0x7f in FP8, and quantized as 0 in int8.
+
+    `truncate`: int8 is rounded towards zero.
+    """
     with np.errstate(all="ignore"):
         quotient = x.astype(np.float32) / scale
         if dtype == E4M3:
             quotient = np.clip(quotient, -LARGEST[E4M3], LARGEST[E4M3])
             return np.where(np.isnan(quotient), np.float32(np.nan), quotient).astype(E4M3)
-        rounded = np.rint(quotient)
+        rounded = np.trunc(quotient) if truncate else np.rint(quotient)
         rounded[np.isnan(rounded)] = 0
         if azp is not None:
             rounded = rounded + np.asarray(azp).astype(np.float32)
@@ -56,14 +59,14 @@ def _power_of_two(scale: Array) -> Array:
 
 
 def _by_groups(
-    x: Array, group_size: int, eps: float | np.float32, use_ue8m0: bool, dtype: np.dtype[Any]
+    x: Array, group_size: int, eps: float | np.float32, use_ue8m0: bool, dtype: np.dtype[Any], truncate: bool = False
 ) -> tuple[Array, Array]:
     """Quantized rows [rows, k] and the scale of each group, [rows, k / group_size]."""
     groups = x.astype(np.float32).reshape(len(x), x.shape[1] // group_size, group_size)
     scales = np.maximum(_largest(groups), np.float32(eps)) / LARGEST[dtype]
     if use_ue8m0:
         scales = _power_of_two(scales)
-    return _quantized(groups, scales, dtype).reshape(x.shape), scales[:, :, 0]
+    return _quantized(groups, scales, dtype, truncate=truncate).reshape(x.shape), scales[:, :, 0]
 
 
 def _results(
@@ -124,13 +127,14 @@ def _per_token_group_quant(
     out_q: Array | None,
     out_s: Array | None,
     dtype: np.dtype[Any],
+    truncate: bool = False,
 ) -> tuple[Array, Array]:
     groups = x.shape[-1] // group_size
     if column_major_scales and out_s is None:
         out_s = np.zeros((*x.shape[:-2], groups, x.shape[-2]), np.float32).swapaxes(-1, -2)
     q, s = _results(x.shape, (*x.shape[:-1], groups), dtype, out_q, out_s)
     rows = valid_rows(x.shape, expert_num_tokens)
-    q.view(dtype)[rows], s[rows] = _by_groups(x[rows], group_size, eps, use_ue8m0, dtype)
+    q.view(dtype)[rows], s[rows] = _by_groups(x[rows], group_size, eps, use_ue8m0, dtype, truncate)
     return q, s
 
 
@@ -156,13 +160,14 @@ def per_token_group_quant_int8(
     eps: float = 1e-10,
     *,
     column_major_scales: bool = False,
+    truncate: bool = False,
     expert_num_tokens: Array | None = None,
     out_q: Array | None = None,
     out_s: Array | None = None,
 ) -> tuple[Array, Array]:
     """See `cukern.per_token_group_quant_int8`."""
     options = column_major_scales, False, expert_num_tokens, out_q, out_s
-    return _per_token_group_quant(x, group_size, eps, *options, INT8)
+    return _per_token_group_quant(x, group_size, eps, *options, INT8, truncate)
 
 
 def scaled_int8_quant(

@@ -41,9 +41,9 @@ def run_jobs(options: argparse.Namespace, arguments: list[str], work: Path) -> i
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     all_workers = workers.Workers(jobs, options.jobs, options.until, options.limit, plan, options.report)
     if options.until <= 0:
-        print(tally.table(all_workers.cases(), totals=all_workers.totals()))
+        print(all_workers.table())
         if options.page is not None:
-            tally.fill(options.page, all_workers.cases(), all_workers.totals())
+            tally.fill(options.page, all_workers.cases(), all_workers.wholes())
         return 0
     try:
         cases = all_workers.run()
@@ -52,7 +52,7 @@ def run_jobs(options: argparse.Namespace, arguments: list[str], work: Path) -> i
         if options.report is not None:
             workers.write(options.report, all_workers.table())
         if options.page is not None:
-            tally.fill(options.page, all_workers.cases(), all_workers.totals())
+            tally.fill(options.page, all_workers.cases(), all_workers.wholes())
     is_whole = not any(all_workers.left().values()) and None not in all_workers.left().values()
     return int(not is_whole or any(case.outcome == "failed" for case in cases))
 

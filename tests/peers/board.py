@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import NamedTuple
 
 from tests.peers.files import Job
@@ -65,13 +66,21 @@ class Board:
         state, seconds = self.state(job), self.jobs[job].load.seconds / self.jobs[job].every
         return seconds * (1 - state.taken / state.count) if state.count else seconds * (state.count is None)
 
-    def join(self, folder: str, process: int) -> int | None:
-        """Enter the job of a folder in which a process is of most use."""
+    def join(self, process: int, without: Container[Path] = (), waits: bool | None = None) -> int | None:
+        """Enter the job in which a process is of most use, None if it is of none in any.
+
+        `without`: folders whose jobs are not begun; `waits`: whether jobs that wait for the GPU go first, or last.
+        """
+
+        def use(i: int) -> tuple[bool, int, float]:
+            job = self.jobs[i]
+            return job.load.waits == waits, job.rank, self.seconds_left(i) / (self.state(i).processes + 1)
+
         with self._numbers.get_lock():
-            jobs = [i for i, job in enumerate(self.jobs) if str(job.folder) == folder and self.has_room(i)]
+            jobs = [i for i, job in enumerate(self.jobs) if job.folder not in without and self.has_room(i)]
             if self.is_stopped or not jobs:
                 return None
-            best = max(jobs, key=lambda i: (self.jobs[i].rank, self.seconds_left(i) / (self.state(i).processes + 1)))
+            best = max(jobs, key=use)
             self._numbers[3 * best + 2] += 1
             self._places[process] = best
             return best
@@ -83,10 +92,6 @@ class Board:
             if job != _UNKNOWN:
                 self._numbers[3 * job + 2] -= 1
                 self._places[process] = _UNKNOWN
-
-    def is_in(self, process: int) -> bool:
-        """Whether a process is in a job."""
-        return bool(self._places[process] != _UNKNOWN)
 
     def limit(self, process: int, limit: float) -> float:
         """The seconds that a case may take in the job that a process is in."""

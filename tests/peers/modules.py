@@ -7,6 +7,7 @@ not installed, its names are placeholders: a test that uses one is skipped, and 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import importlib
 import os
@@ -23,49 +24,12 @@ import pytest
 import torch
 
 import cukern
-from cukern.compat import sglang as compat_sglang
 from cukern.compat import vllm as compat_vllm
 from cukern.compat._limits import refuse
-from cukern.compat.vllm import moe_permute_unpermute as permutation
-from tests.peers import experts
+from tests.peers import experts, operators
+from tests.peers.placeholders import attribute_of, placeholder
 
 ROOTS = ("vllm", "flashinfer", "sgl_kernel", "sglang", "xformers", "rich")
-
-
-def placeholder(name: str) -> Any:
-    """A class that skips the test that makes or calls one, and has placeholders for attributes.
-
-    While a file is collected, a call gives another, or what it decorates.
-    """
-
-    def skip(_: Any, *args: Any, **kwargs: Any) -> Any:
-        if "PYTEST_CURRENT_TEST" in os.environ:
-            pytest.skip(f"needs {name} of the peer")
-        decorates = len(args) == 1 and not kwargs and callable(args[0])
-        return args[0] if decorates else placeholder(f"{name}()")
-
-    class Meta(type):
-        def __iter__(cls) -> Any:
-            return iter(())
-
-        def __getitem__(cls, _: Any) -> Any:
-            return cls
-
-        def __getattr__(cls, attribute: str) -> Any:
-            if attribute.startswith("__"):
-                raise AttributeError(attribute)
-            return placeholder(f"{name}.{attribute}")
-
-    return Meta(name.rpartition(".")[2], (), {"__new__": skip, "__module__": "tests.peers"})
-
-
-def _attribute_of(module: str) -> Callable[[str], Any]:
-    def get(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return placeholder(f"{module}.{name}")
-
-    return get
 
 
 class _Module(Loader):
@@ -83,7 +47,7 @@ class _Module(Loader):
                 return
             except Exception as error:  # whatever a peer's module meets without the peer
                 print(f"tests.peers: {name} has placeholders ({type(error).__name__}: {error})", file=sys.stderr)
-        vars(module)["__getattr__"] = _attribute_of(name)
+        vars(module)["__getattr__"] = attribute_of(name)
 
 
 class _Finder(MetaPathFinder):
@@ -120,7 +84,7 @@ class _Platform(SimpleNamespace):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("is_"):
             return lambda *_: name in ("is_cuda", "is_cuda_alike")
-        return _attribute_of("vllm.platforms.current_platform")(name)
+        return attribute_of("vllm.platforms.current_platform")(name)
 
 
 def _seed_everything(seed: int | None) -> None:
@@ -160,232 +124,54 @@ def _platform() -> _Platform:
         simple_compile_backend="eager",
         use_sync_weight_loader=_no,
         support_deep_gemm=_no,
+        set_additional_forward_context=lambda *_, **__: {},
     )
-
-
-def fp8_allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """`torch.allclose` that takes FP8 too."""
-    return bool(torch.allclose(a.float(), b.float(), rtol, atol, equal_nan))
-
-
-def fp8_ulp_distance(a: Any, b: Any) -> Any:
-    """How many e4m3 numbers apart the elements are."""
-    codes = [x.view(torch.uint8).int() for x in (a, b)]
-    ordered = [torch.where(x >= 128, 128 - x, x) for x in codes]
-    return (ordered[0] - ordered[1]).abs()
 
 
 def _module(name: str, **names: Any) -> None:
     """Enter a module with these names, and placeholders for all others."""
     module = ModuleType(name)
-    vars(module).update(names, __getattr__=_attribute_of(name), __path__=[])
+    vars(module).update(names, __getattr__=attribute_of(name), __path__=[])
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
     if parent in sys.modules:
         setattr(sys.modules[parent], child, module)
 
 
-# --- vLLM's operators ---------------------------------------------------------------------------------
-
-
-def _into(function: Callable[..., Any]) -> Callable[..., None]:
-    def call(out: Any, x: Any, *_: Any) -> None:
-        function(x, out=out)
-
-    return call
-
-
-def _scaled(out: Any, x: Any, scale: Any, group_shape: Any = None) -> None:
-    sys.modules["vllm._custom_ops"].scaled_fp8_quant(x, scale, output=out, group_shape=group_shape)
-
-
-def _scaled_dynamically(out: Any, x: Any, scale: Any, bound: Any = None, per_token: bool = False) -> None:
-    _, found = cukern.scaled_fp8_quant(x, None, None, bound, per_token, out)
-    scale.copy_(found)
-
-
-def _quantized(out: Any, x: Any, norm: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> None:
-    """A fused norm and quantization as vLLM rounds it, to 16 bits in between: cukern's is at most one step away."""
-    if residual is None:
-        cukern.rms_norm_quant(x, weight, epsilon, scale=scale, out_q=out)
-    else:
-        cukern.fused_add_rms_norm_quant(x, residual, weight, epsilon, scale=scale, out_q=out)
-    rounded, _ = cukern.scaled_fp8_quant(norm, scale)
-    assert int(fp8_ulp_distance(out, rounded).max()) <= 1
-    out.copy_(rounded)
-
-
-def _quantized_norm(out: Any, x: Any, weight: Any, scale: Any, epsilon: float) -> None:
-    _quantized(out, x, cukern.rms_norm(x, weight, epsilon), None, weight, scale, epsilon)
-
-
-def _quantized_sum(out: Any, x: Any, residual: Any, weight: Any, scale: Any, epsilon: float) -> None:
-    norm, total = x.clone(memory_format=torch.contiguous_format), residual.clone()
-    cukern.fused_add_rms_norm(norm, total, weight, epsilon)
-    _quantized(out, x, norm, residual, weight, scale, epsilon)
-
-
-def _bounded(found: tuple[Any, Any], rounded: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Fused FP8 and scales as vLLM rounds them, `rounded`: cukern's are at most a step of both formats away."""
-    (q, scales), (wanted, wanted_scales) = found, rounded
-    wanted_scales = wanted_scales.reshape(scales.shape)
-    torch.testing.assert_close(scales, wanted_scales, rtol=2**-6, atol=0)
-    assert int(fp8_ulp_distance(q, wanted).max()) <= 1
-    return q.copy_(wanted), scales.copy_(wanted_scales)
-
-
-def _quantized_activation(out: Any, x: Any, scale: Any) -> None:
-    """A fused activation and quantization as vLLM rounds it, to 16 bits in between: cukern's is at most a step away."""
-    cukern.silu_and_mul_quant(x, scale=scale, out_q=out)
-    gate, up = x.chunk(2, -1)
-    rounded, _ = cukern.scaled_fp8_quant(torch.nn.functional.silu(gate) * up, scale)
-    assert int(fp8_ulp_distance(out, rounded).max()) <= 1
-    out.copy_(rounded)
-
-
-def _norm_of(x: Any, weight: Any, epsilon: float, residual: Any) -> Any:
-    """The norm as vLLM rounds it: before the weight too."""
-    if residual is None:
-        return cukern.rms_norm(x.contiguous(), None, epsilon) * weight
-    norm, total = x.clone(memory_format=torch.contiguous_format), residual.clone()
-    cukern.fused_add_rms_norm(norm, total, None, epsilon)
-    return norm * weight
-
-
-def _norm_by_tokens(x: Any, weight: Any, epsilon: float, dtype: Any, scale_ub: Any = None, residual: Any = None) -> Any:
-    norm = _norm_of(x, weight, epsilon, residual)
-    found = compat_vllm.rms_norm_dynamic_per_token_quant(x, weight, epsilon, dtype, scale_ub, residual)
-    return _bounded(found, cukern.scaled_fp8_quant(norm, None, None, None, True))
-
-
-def _norm_by_blocks(
-    x: Any,
-    weight: Any,
-    epsilon: float,
-    dtype: Any,
-    group_size: list[int],
-    scale_ub: Any = None,
-    residual: Any = None,
-    *layout: Any,
-) -> Any:
-    norm = _norm_of(x, weight, epsilon, residual)
-    arguments = x, weight, epsilon, dtype, group_size, scale_ub, residual, *layout
-    found = compat_vllm.rms_norm_per_block_quant(*arguments)
-    return _bounded(found, cukern.per_token_group_quant_fp8(norm, group_size[1]))
-
-
-def _activation_by_blocks(x: Any, group_size: int, *others: Any, **options: Any) -> Any:
-    found = compat_vllm.silu_and_mul_per_block_quant(x, group_size, *others, **options)
-    gate, up = x.chunk(2, -1)
-    return _bounded(found, cukern.per_token_group_quant_fp8(torch.nn.functional.silu(gate) * up, group_size))
-
-
-def _by_groups(x: Any, q: Any, scales: Any, group_size: int, eps: float, low: float, high: float, *flags: Any) -> None:
-    if flags and flags[0]:
-        raise NotImplementedError("per_token_group_fp8_quant: use_ue8m0 must be False with cukern")
-    _, found = cukern.per_token_group_quant_fp8(x, group_size, eps, out_q=q)
-    scales.copy_(found)
-
-
-def _by_groups_of_int8(x: Any, q: Any, scales: Any, group_size: int, eps: float, *_: Any) -> None:
-    _, found = cukern.per_token_group_quant_int8(x, group_size, eps, out_q=q)
-    scales.copy_(found)
-
-
-def _activation_of_experts(y: Any, counts: Any, group_size: int = 128, eps: float = 1e-10) -> tuple[Any, Any]:
-    """vLLM 0.10.2's `silu_mul_fp8_quant_deep_gemm`."""
-    found: tuple[Any, Any] = cukern.silu_and_mul_quant(y, "silu", group_size=group_size, expert_num_tokens=counts)
-    return found
-
-
-class _Operators:
-    """A namespace of `torch.ops`: the operators below, and placeholders."""
-
-    def __init__(self, name: str, **operators: Any) -> None:
-        self.name = name
-        vars(self).update(operators)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return placeholder(f"torch.ops.{self.name}.{name}")
-
-
-def _convert_fp8(output: Any, x: Any, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
-    """Bytes of FP8 from numbers over a scale, or numbers from bytes times it: how vLLM's files make their caches."""
-    dtype = torch.float8_e5m2 if "e5m2" in kv_dtype else torch.float8_e4m3fn
-    if output.element_size() == 1:
-        most = torch.finfo(dtype).max
-        output.view(dtype).copy_((x.float() / scale).clamp(-most, most))
-    else:
-        output.copy_(x.view(dtype).float() * scale)
-
-
-def _swap_blocks(src: Any, dst: Any, *sizes_and_mapping: Any) -> None:
-    """`swap_blocks`, also without the bytes of a block, as in vLLM 0.10.2."""
-    *sizes, mapping = sizes_and_mapping
-    block_bytes = sizes[0] if sizes else src.stride(0) * src.element_size()
-    cukern.swap_blocks(src, dst, block_bytes, mapping)
-
-
-def _gather_and_maybe_dequant_cache(src: Any, dst: Any, table: Any, ends: Any, fifth: Any, *others: Any) -> None:
-    """`gather_and_maybe_dequant_cache`, also with the batch as the fifth argument, as in vLLM 0.10.2."""
-    if not isinstance(fifth, int):
-        compat_vllm.gather_and_maybe_dequant_cache(src, dst, table, ends, fifth, *others)
-        return
-    kv_cache_dtype, scale, *starts = others
-    cukern.gather_cache(src, dst, table, ends, fifth, *starts, kv_cache_dtype=kv_cache_dtype, scale=scale)
-
-
-def _fused_topk(
-    hidden_states: Any, gating_output: Any, topk: int, renormalize: bool, indices_type: Any = None
-) -> tuple[Any, Any, Any]:
-    """vLLM's function of this name over its `topk_softmax`."""
-    weights, *ids = (
-        torch.empty(hidden_states.shape[0], topk, dtype=dtype or torch.int32, device=hidden_states.device)
-        for dtype in (torch.float32, indices_type, torch.int32)
-    )
-    compat_vllm.topk_softmax(weights, *ids, gating_output, renormalize)
-    return weights, ids[0], ids[1]
-
-
-def _moe_permute(*args: Any, **kwargs: Any) -> Any:
-    """`moe_permute`, also with `align_block_size`, as in vLLM 0.10.2, whose function is cukern's."""
-    function = cukern.moe_permute if "align_block_size" in kwargs else permutation.moe_permute
-    return function(*args, **kwargs)
-
-
 def _enter_operators() -> None:
-    vars(sys.modules["vllm.model_executor.layers.fused_moe.moe_permute_unpermute"])["moe_permute"] = _moe_permute
-    vars(sys.modules["vllm.model_executor.layers.fused_moe"])["fused_topk"] = _fused_topk
+    vars(sys.modules["vllm.model_executor.layers.fused_moe.moe_permute_unpermute"])["moe_permute"] = (
+        operators.moe_permute
+    )
+    vars(sys.modules["vllm.model_executor.layers.fused_moe"])["fused_topk"] = operators.fused_topk
     ops = sys.modules["vllm._custom_ops"]
     vars(ops).update(
-        convert_fp8=_convert_fp8,
-        swap_blocks=_swap_blocks,
-        gather_and_maybe_dequant_cache=_gather_and_maybe_dequant_cache,
-        rms_norm_dynamic_per_token_quant=_norm_by_tokens,
-        rms_norm_per_block_quant=_norm_by_blocks,
-        silu_and_mul_per_block_quant=_activation_by_blocks,
+        convert_fp8=operators.convert_fp8,
+        moe_align_block_size=operators.align_blocks,
+        swap_blocks=operators.swap_blocks,
+        gather_and_maybe_dequant_cache=operators.gather_and_maybe_dequant_cache,
+        rms_norm_dynamic_per_token_quant=operators.norm_by_tokens,
+        rms_norm_per_block_quant=operators.norm_by_blocks,
+        silu_and_mul_per_block_quant=operators.activation_by_blocks,
     )
     names = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_new", "gelu_fast", "gelu_quick")
-    activations = {name: _into(getattr(cukern, name)) for name in names}
-    torch.ops._C = _Operators(
+    activations = {name: operators.into(getattr(cukern, name)) for name in names}
+    torch.ops._C = operators.Operators(
         "_C",
         rms_norm=ops.rms_norm,
         fused_add_rms_norm=ops.fused_add_rms_norm,
-        static_scaled_fp8_quant=_scaled,
-        dynamic_scaled_fp8_quant=_scaled_dynamically,
-        dynamic_per_token_scaled_fp8_quant=functools.partial(_scaled_dynamically, per_token=True),
-        rms_norm_static_fp8_quant=_quantized_norm,
-        fused_add_rms_norm_static_fp8_quant=_quantized_sum,
-        silu_and_mul_quant=_quantized_activation,
-        per_token_group_fp8_quant=_by_groups,
-        per_token_group_quant_int8=_by_groups_of_int8,
+        static_scaled_fp8_quant=operators.scaled,
+        dynamic_scaled_fp8_quant=operators.scaled_dynamically,
+        dynamic_per_token_scaled_fp8_quant=functools.partial(operators.scaled_dynamically, per_token=True),
+        rms_norm_static_fp8_quant=operators.quantized_norm,
+        fused_add_rms_norm_static_fp8_quant=operators.quantized_sum,
+        silu_and_mul_quant=operators.quantized_activation,
+        per_token_group_fp8_quant=operators.by_groups,
+        per_token_group_quant_int8=operators.by_groups_of_int8,
         apply_repetition_penalties_=ops.apply_repetition_penalties,
         **activations,
     )
-    torch.ops._moe_C = _Operators("_moe_C", moe_sum=ops.moe_sum)
-    torch.ops._C_cache_ops = _Operators("_C_cache_ops")
+    torch.ops._moe_C = operators.Operators("_moe_C", moe_sum=ops.moe_sum)
+    torch.ops._C_cache_ops = operators.Operators("_C_cache_ops")
 
 
 def _enter_experts() -> None:
@@ -393,8 +179,8 @@ def _enter_experts() -> None:
     root = "vllm.model_executor.layers.fused_moe"
     kernels = {
         "fused_experts": experts.fused_experts,
-        "fused_moe": experts.fused_moe_of(_fused_topk),
-        "fused_topk": _fused_topk,
+        "fused_moe": experts.fused_moe_of(operators.fused_topk),
+        "fused_topk": operators.fused_topk,
     }
     parts = {
         "fused_moe": kernels | {"modular_triton_fused_moe": experts.modular_triton_fused_moe},
@@ -404,7 +190,7 @@ def _enter_experts() -> None:
         "prepare_finalize": {},
         "prepare_finalize.batched": {"BatchedPrepareAndFinalize": experts.BatchedPrepareAndFinalize},
         "experts.triton_moe": {"TritonExperts": experts.TritonExperts},
-        "batched_deep_gemm_moe": {"silu_mul_fp8_quant_deep_gemm": _activation_of_experts},
+        "batched_deep_gemm_moe": {"silu_mul_fp8_quant_deep_gemm": operators.activation_of_experts},
     }
     batched = ("BatchedPrepareAndFinalize", "BatchedTritonExperts", "NaiveBatchedExperts")
     names = {name: getattr(experts, name) for name in (*batched, "invoke_moe_batched_triton_kernel")}
@@ -454,7 +240,7 @@ def _enter_flash_mla() -> None:
 
 def _open(name: str, module: ModuleType) -> None:
     """Let a module that `enable` entered have placeholders for what it does not know."""
-    own, others = vars(module).get("__getattr__"), _attribute_of(name)
+    own, others = vars(module).get("__getattr__"), attribute_of(name)
 
     def get(attribute: str) -> Any:
         try:
@@ -482,6 +268,15 @@ def _triton(maths: dict[str, Any]) -> dict[str, Any]:
     return {"HAS_TRITON": True, "triton": triton, "tl": language}
 
 
+class _CUDAGraphMode(enum.Enum):
+    """vLLM's modes of CUDA graphs, of which there is none here."""
+
+    NONE = 0
+
+    def is_valid_runtime_mode(self) -> bool:
+        return True
+
+
 #: vLLM's configuration, with all of its own operators.
 CONFIG = SimpleNamespace(
     compilation_config=SimpleNamespace(
@@ -493,8 +288,16 @@ CONFIG = SimpleNamespace(
         mode=0,
         use_inductor=False,
         static_forward_context={},
+        fast_moe_cold_start=False,
     ),
     scheduler_config=SimpleNamespace(),
+    parallel_config=SimpleNamespace(
+        data_parallel_size=1,
+        data_parallel_rank=0,
+        decode_context_parallel_size=1,
+        use_sequence_parallel_moe=False,
+        is_moe_model=None,
+    ),
 )
 
 
@@ -505,6 +308,7 @@ def _enter_config() -> None:
     _module(
         "vllm.config",
         CompilationConfig=with_given(CONFIG.compilation_config),
+        CUDAGraphMode=_CUDAGraphMode,
         CompilationLevel=SimpleNamespace(NO_COMPILATION=0, DYNAMO_AS_IS=1, DYNAMO_ONCE=2, PIECEWISE=3),
         VllmConfig=with_given(CONFIG),
         get_cached_compilation_config=functools.cache(lambda: CONFIG.compilation_config),
@@ -546,20 +350,6 @@ def _enter_flashinfer_utils() -> None:
     )
 
 
-def _align_used_blocks(ids: Any, experts: int, block_size: int, rows: Any, blocks: Any, end: Any, *others: Any) -> None:
-    """SGLang's `moe_align_block_size`, which leaves blocks that are not used as they are; cukern gives them -1.
-
-    SGLang's kernel and its reference read the memory of the experts' numbers as if they were contiguous, which those
-    of its tests are not; cukern minds strides.
-    """
-    ids = ids.as_strided(ids.shape, (ids.shape[1], 1))
-    found = torch.empty_like(blocks)
-    compat_sglang.moe_align_block_size(ids, experts, block_size, rows, found, end, *others)
-    is_used = torch.arange(blocks.shape[0], device=blocks.device) * block_size < end
-    assert bool((found[~is_used] == -1).all())
-    blocks.copy_(torch.where(is_used, found, blocks))
-
-
 def _enter_sglang_utils() -> None:
     """What SGLang's references ask of the machine, which is one with NVIDIA's GPUs; they are run as they are."""
     others = ("is_cpu", "is_hip", "is_musa", "is_npu", "is_xpu", "cpu_has_amx_support", "get_bool_env_var")
@@ -593,8 +383,8 @@ def _enter_test_utils(folder: Path) -> None:
     if source.exists():
         _Module(source).exec_module(module)
     checks = {"opcheck": _opcheck, "DEFAULT_OPCHECK_TEST_UTILS": (), "ALL_OPCHECK_TEST_UTILS": ()}
-    vars(module).update(checks, fp8_allclose=fp8_allclose, fp8_ulp_distance=fp8_ulp_distance)
-    vars(module)["__getattr__"] = _attribute_of(module.__name__)
+    vars(module).update(checks, fp8_allclose=operators.fp8_allclose, fp8_ulp_distance=operators.fp8_ulp_distance)
+    vars(module)["__getattr__"] = attribute_of(module.__name__)
 
 
 def install(folder: Path) -> None:
@@ -607,7 +397,7 @@ def install(folder: Path) -> None:
         _enter_flashinfer_utils()
     if "as far as cukern has it" in str(sys.modules["sgl_kernel"].__doc__):
         _enter_sglang_utils()
-        vars(sys.modules["sgl_kernel"])["moe_align_block_size"] = _align_used_blocks
+        vars(sys.modules["sgl_kernel"])["moe_align_block_size"] = operators.align_used_blocks
     if "as far as cukern has it" not in str(sys.modules["vllm"].__doc__):
         return  # the real one
     maths = {

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.peers import tally
+from tests.peers.again import AGAIN
 from tests.peers.turns import SharedTurns, Turns
 
 #: The bytes of a cache by name, where it is not the model's dtype.
@@ -52,28 +52,11 @@ def refusal_of(error: BaseException | None) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def unrounded(module: Any) -> Iterator[None]:
-    """Let the reference of a file of vLLM's not round its activation to 16 bits before it is quantized."""
-    rounded = module.SiluAndMul
-
-    class Unrounded:
-        @staticmethod
-        def forward_native(x: Any) -> Any:
-            return rounded().forward_native(x.float())
-
-    module.SiluAndMul = Unrounded
-    try:
-        yield
-    finally:
-        module.SiluAndMul = rounded
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: Any) -> bool:
     """Run a case, and count as refused, with the reason, what cukern does not cover and says so."""
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    other = tally.UNROUNDED.get(pyfuncitem.originalname)
+    other = AGAIN.get(pyfuncitem.originalname)
     try:
         with_memory(lambda: pyfuncitem.obj(**arguments))
         return True
@@ -81,12 +64,12 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool:
         reason = refusal_of(error)
         if reason is not None:
             pytest.skip(f"refused: {reason}")
-        if other is None or "Tensor-likes are not close" not in str(error):
+        if other is None or not isinstance(error, AssertionError):
             raise
     # Without the error, whose frames have the tensors of the first try.
-    with unrounded(pyfuncitem.module):
+    with other.reference(pyfuncitem.module):
         with_memory(lambda: pyfuncitem.obj(**arguments))
-    pytest.skip(f"differs: {other}")
+    pytest.skip(f"differs: {other.reason}")
 
 
 def _case(report: Any) -> tally.Case:

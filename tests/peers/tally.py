@@ -17,6 +17,8 @@ OUTCOMES = ("passed", "failed", "differs", "refused", "skipped")
 BEGUN = "begun"
 #: Of no case: how many cases a file has (the reason), or those of them that match a pattern (the name).
 COUNTED = "counted"
+#: Of no case: how many of those are to be run, and that they are one in so many of each test (the reason, two numbers).
+SAMPLED = "sampled"
 
 
 class Difference(NamedTuple):
@@ -37,22 +39,13 @@ class Difference(NamedTuple):
 
 
 _GREATEST = re.compile(r"Greatest (absolute|relative) difference: (nan|inf|[0-9.e+-]+)")
-#: Tests that ask for results which are others on purpose (see docs/differences.md).
+#: Tests that ask for results which are others on purpose (see docs/differences.md); more in `tests.peers.again`.
 DIFFERENT = {
     "test_grouped_topk_single_group_nonfinite_scores": Difference("infinite and NaN logits of a gate"),
     "test_moe_permute_unpermute": Difference("rows of pairs without an expert here", cases=r"[\[-](4|16)-dtype"),
-    "test_top_k_renorm_probs": Difference(
-        "k of equal probabilities at the k-th place, not all", 0.0, 0.003, r"\[500-32000-989\]$"
-    ),
     # A step of the 16-bit formats.
     "test_act_and_mul": Difference("rounded once, and not before the product too", 2**-7, 2**-4),
 }
-#: Tests whose reference rounds an activation to 16 bits before it is quantized, as cukern does not. One that fails is
-#: run again with the same reference without that rounding, by the same bounds; only then it differs on purpose.
-UNROUNDED = dict.fromkeys(
-    ("test_w8a8_block_fp8_fused_moe", "test_w8a8_block_fp8_fused_moe_expert_map"),
-    "an activation is quantized as it is, where the reference rounds it to 16 bits first",
-)
 #: Tests of what is in the peer alone, or in programs of their own in which there are no adapters, and what those need.
 PROGRAMS = {
     "test_w8a8_block_fp8_clamp_skips_fused_silu_quant": "counts calls inside vllm's layer",
@@ -93,6 +86,24 @@ def counted(paths: Mapping[str, Iterable[Path]]) -> dict[tuple[str, str], int]:
         for path in of_folder
         for case in lines(path)
         if case.outcome == COUNTED
+    }
+
+
+class Sample(NamedTuple):
+    """Cases that are to be run: how many, and that they are one in so many of each test."""
+
+    size: int
+    every: int
+
+
+def sampled(paths: Mapping[str, Iterable[Path]]) -> dict[tuple[str, str], Sample]:
+    """What was to be run in the last run, by file, which is named from its folder on, and pattern."""
+    return {
+        (f"{folder}/{case.file}", case.name): Sample(*map(int, case.reason.split()))
+        for folder, of_folder in paths.items()
+        for path in of_folder
+        for case in lines(path)
+        if case.outcome == SAMPLED
     }
 
 
@@ -159,31 +170,41 @@ def table(
     return "\n".join(lines)
 
 
-def markdown(cases: Iterable[Case], totals: Mapping[str, int | None], folders: Iterable[str]) -> str:
+class Whole(NamedTuple):
+    """What there is of a file beside what its cases came to; None where nobody has counted."""
+
+    total: int | None = None  # cases
+    left: int | None = None  # of those to be run, what was not run in time
+    every: int | None = None  # one case of each test in so many was to be run
+
+
+def markdown(cases: Iterable[Case], wholes: Mapping[str, Whole], folders: Iterable[str]) -> str:
     """A table in Markdown of the counts of the files of folders with these names."""
-    by_file = defaultdict(Counter[str], {name: Counter[str]() for name in totals})
+    by_file = defaultdict(Counter[str], {name: Counter[str]() for name in wholes})
     for case in cases:
         by_file[case.file][case.outcome] += 1
     lines = [
-        "| file | passed | failed | differs | refused | skipped | of |",
-        "| --- | --: | --: | --: | --: | --: | --: |",
+        "| file | passed | failed | differs | refused | skipped | left | of | one in |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for name, counts in sorted(by_file.items()):
         if name.partition("/")[0] in folders:
-            numbers = " | ".join(str(counts[outcome]) if counts else "" for outcome in OUTCOMES)
-            lines.append(f"| `{name}` | {numbers} | {totals.get(name) or ''} |")
+            whole = wholes.get(name, Whole())
+            numbers = [counts[outcome] if counts else None for outcome in OUTCOMES]
+            numbers += [whole.left if counts else None, whole.total or None, whole.every]
+            lines.append(f"| `{name}` | {' | '.join('' if x is None else str(x) for x in numbers)} |")
     return "\n".join(lines)
 
 
 _MARKS = re.compile(r"(<!-- counts of ([^>]*) -->\n).*?(\n<!-- end of counts -->)", re.DOTALL)
 
 
-def fill(page: Path, cases: Iterable[Case], totals: Mapping[str, int | None]) -> None:
+def fill(page: Path, cases: Iterable[Case], wholes: Mapping[str, Whole]) -> None:
     """Write the tables of a page of Markdown, between the marks that name their folders."""
     text, cases = page.read_text(), list(cases)
 
     def filled(marks: re.Match[str]) -> str:
-        return f"{marks[1]}\n{markdown(cases, totals, marks[2].split())}\n{marks[3]}"
+        return f"{marks[1]}\n{markdown(cases, wholes, marks[2].split())}\n{marks[3]}"
 
     page.write_text(_MARKS.sub(filled, text))
 

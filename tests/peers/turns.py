@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -64,8 +65,7 @@ class Turns:
         order = self.part.of_list([*range(len(cases))])
         found = [place for place in order if names[place] in self.before.failed]
         run = self.before.failed | self.before.done
-        counts = Counter(tests[place] for place in order)
-        lacking = {test: -(-count // self.every) for test, count in counts.items()}
+        lacking = self.sizes(tests[place] for place in order)
         for place in order:
             lacking[tests[place]] -= names[place] in run
         for place in order:
@@ -73,6 +73,10 @@ class Turns:
                 lacking[tests[place]] -= 1
                 found.append(place)
         return [cases[place] for place in found]
+
+    def sizes(self, tests: Iterable[str]) -> dict[str, int]:
+        """How many cases of each test are a sample, from the test of each case."""
+        return {test: -(-count // self.every) for test, count in Counter(tests).items()}
 
     def of(self, cases: list[Any]) -> Iterator[Any]:
         """Those that it does run, one after the other."""
@@ -95,7 +99,12 @@ class SharedTurns(Turns):
         own = [place for place, name in enumerate(names) if job.has(name)]
         of_job = [[of_all[place] for place in own] for of_all in (cases, names, tests)]
         found = super().chosen(*of_job)
+        if job.load.first:
+            slow = {id(case) for case, name in zip(*of_job[:2], strict=True) if re.search(job.load.first, name)}
+            found.sort(key=lambda case: id(case) not in slow)  # all others stay in their order
         tally.append(self.path, tally.Case(job.file, job.load.cases, tally.COUNTED, str(len(own))))
+        size = sum(self.sizes(of_job[2]).values())
+        tally.append(self.path, tally.Case(job.file, job.load.cases, tally.SAMPLED, f"{size} {job.every}"))
         self.board.count(self.job, len(found))
         return found
 

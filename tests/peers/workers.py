@@ -1,4 +1,4 @@
-"""Several processes on one GPU, which share the cases of all files: each runs cases of one file, and ends.
+"""Several processes on one GPU or more, which share the cases of all files: each runs cases of one file, and ends.
 
 No case waits for a slow one: a process takes the next case when it has ended one, and another process the next file
 when a file has no more. Processes are forks of one that has imported all and never touches the GPU: starting one costs
@@ -13,10 +13,13 @@ import ctypes
 import importlib
 import multiprocessing
 import os
+import re
+import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,7 +31,7 @@ from tests.peers.files import Job
 from tests.peers.turns import Before, Part, SharedTurns
 
 _WAIT_S = 0.1
-_REPORT_S = 10.0
+_REPORT_S = 20.0
 _START_S = 120.0  # for imports, and to collect a file
 _GRACE_S = 15.0  # for cases that run when the time has ended
 _ENDED, _LOST = 0, 86  # exit statuses: no more for this folder; a GPU that can do no more (plugin.LOST)
@@ -50,17 +53,18 @@ class Plan(NamedTuple):
 # --- a worker -----------------------------------------------------------------------------------------
 
 
-def work(folder: Path, number: int, board: Board, plan: Plan, befores: Mapping[str, Before]) -> None:
-    """Run cases of a file of a folder until it has no more: what a process does."""
+def work(job: int, number: int, gpu: str | None, board: Board, plan: Plan, befores: Mapping[str, Before]) -> None:
+    """Run cases of a job, on one GPU, until it has no more: what a process does."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a program that ends all processes is no failure of a case
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when the process first uses CUDA
     log = os.open(plan.work / f"{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    job = board.join(str(folder), number)
-    if job is None:
-        return
     from tests.peers import session
 
-    path, file = _tally(plan.work, number, folder), board.jobs[job].file
+    folder, file = board.jobs[job].folder, board.jobs[job].file
+    path = _tally(plan.work, number, folder)
     try:
         session.prepare(folder)
         turns = SharedTurns(board, job, plan.part, path, befores[board.jobs[job].name])
@@ -71,8 +75,9 @@ def work(folder: Path, number: int, board: Board, plan: Plan, befores: Mapping[s
         traceback.print_exc()
         tally.append(path, tally.Case(file, "", "failed", traceback.format_exc().strip().splitlines()[-1][:200]))
     finally:
-        if board.state(job).count is None:
-            board.count(job, 0)  # it cannot be collected
+        if board.state(job).count is None:  # it cannot be collected
+            board.count(job, 0)
+            tally.append(path, tally.Case(file, board.jobs[job].load.cases, tally.SAMPLED, "0 1"))
         board.leave(number)
 
 
@@ -107,11 +112,24 @@ def _context() -> Any:
     return multiprocessing.get_context("spawn" if is_begun else "fork")
 
 
+def gpus() -> list[str]:
+    """The names of the GPUs that there are, as in CUDA_VISIBLE_DEVICES, without a use of CUDA."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [match[1] for match in re.finditer(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)", found, re.MULTILINE)]
+
+
 class _Worker:
     """A process, and the case that it is in."""
 
-    def __init__(self, folder: Path, number: int, process: BaseProcess, path: Path) -> None:
-        self.folder, self.number, self.process, self.path = folder, number, process, path
+    def __init__(self, job: Job, number: int, gpu: int, process: BaseProcess, path: Path) -> None:
+        self.folder, self.file, self.gpu = job.folder, job.file, gpu
+        self.number, self.process, self.path = number, process, path
         self.size, self.since = -1, time.monotonic()
 
     def is_late(self, limit: float) -> bool:
@@ -136,6 +154,7 @@ class Workers:
         self.befores = dict[str, Before]()
         self.board = Board(self._ranked(jobs), self.context, time.monotonic() + seconds)
         self.folders = list(dict.fromkeys(job.folder for job in jobs))
+        self.gpus = gpus()
         self.workers: list[_Worker] = []
         self.failures = Counter[Path]()
         self.begin = self.reported = time.monotonic()
@@ -187,13 +206,21 @@ class Workers:
 
     def left(self) -> dict[str, int | None]:
         """How many cases of each file should have been run and have not, None where nobody has counted them."""
-        new = self.cases(range(self.plan.first, sys.maxsize))
-        cases, counts = Counter(case.file for case in new if case.name), dict[str, int | None]()
-        counts.update((job.name, 0) for job in self.jobs)
-        for number, job in enumerate(self.board.jobs):
-            before, count = counts[job.name], self.board.state(number).count
-            counts[job.name] = None if before is None or count is None else before + count
-        return {name: None if count is None else max(count - cases[name], 0) for name, count in counts.items()}
+        found, samples = dict[str, int | None](), tally.sampled(self._paths(self.jobs))
+        names = defaultdict[str, list[str]](list)
+        for case in self.cases():
+            names[case.file].append(case.name)
+        for job in self.jobs:
+            sample, before = samples.get((job.name, job.load.cases)), found.get(job.name, 0)
+            run = sum(bool(name) and job.has(name) for name in names[job.name])
+            found[job.name] = None if sample is None or before is None else before + max(sample.size - run, 0)
+        return found
+
+    def wholes(self) -> dict[str, tally.Whole]:
+        """What there is of each file."""
+        totals, left, samples = self.totals(), self.left(), tally.sampled(self._paths(self.jobs))
+        every = {file: sample.every for (file, _), sample in samples.items()}
+        return {name: tally.Whole(total, left[name], every.get(name)) for name, total in totals.items()}
 
     def table(self) -> str:
         return tally.table(self.cases(), self.left(), self.totals())
@@ -206,26 +233,21 @@ class Workers:
             found[job.name] = None if before is None or count is None else before + count
         return found
 
-    def _use(self, folder: Path) -> float:
-        """The seconds that are left for each process of a folder if there is one more, 0 if that is of no use."""
-        jobs = [i for i, job in enumerate(self.board.jobs) if job.folder == folder]
-        processes = [worker.number for worker in self.workers if worker.folder == folder]
-        coming = sum(not self.board.is_in(number) for number in processes)
-        room = sum(self.board.jobs[i].load.most - self.board.state(i).processes for i in jobs if self.board.has_room(i))
-        if room <= coming or self.failures[folder] >= _MOST_FAILURES:
-            return 0.0
-        return sum(self.board.seconds_left(i) for i in jobs) / (len(processes) + 1)
-
     def _start(self) -> bool:
         """Start a process where it is of most use; False if it is of none anywhere."""
-        folder = max(self.folders, key=self._use)
-        if self.board.is_stopped or not self._use(folder):
-            return False
         number = self.numbers
+        counts = Counter(worker.gpu for worker in self.workers)
+        gpu = min(range(max(len(self.gpus), 1)), key=lambda i: counts[i])
+        is_last = gpu == len(self.gpus) - 1
+        lost = {folder for folder, count in self.failures.items() if count >= _MOST_FAILURES}
+        index = self.board.join(number, lost, is_last if len(self.gpus) > 1 else None)
+        if index is None:
+            return False
         self.numbers += 1
-        process = self.context.Process(target=work, args=(folder, number, self.board, self.plan, self.befores))
+        job, name = self.board.jobs[index], self.gpus[gpu] if self.gpus else None
+        process = self.context.Process(target=work, args=(index, number, name, self.board, self.plan, self.befores))
         process.start()
-        self.workers.append(_Worker(folder, number, process, _tally(self.plan.work, number, folder)))
+        self.workers.append(_Worker(job, number, gpu, process, _tally(self.plan.work, number, job.folder)))
         return True
 
     def _has_ended(self, worker: _Worker) -> bool:
@@ -243,8 +265,7 @@ class Workers:
         if why:
             case = tally.unended(worker.path)
             self.failures[worker.folder] += case is None
-            file = case.file if case else next(job.file for job in self.board.jobs if job.folder == worker.folder)
-            name = case.name if case else f"process {worker.number}"
+            file, name = (case.file, case.name) if case else (worker.file, f"process {worker.number}")
             why = f"{why} {_last_line(self.plan.work / f'{worker.number}.log')}"
             tally.append(worker.path, tally.Case(file, name, "failed", why[:200]))
         self.board.leave(worker.number)

@@ -1,7 +1,8 @@
 """FlashInfer's norms (`flashinfer.norm`): the names, orders and defaults of the arguments, and the results.
 
 The signatures are those of flashinfer-python 0.7.2.post1. `enable_pdl` speaks of the launch and changes nothing.
-Not covered: FP8 of other formats than e4m3, and the functions of `NOT_COVERED`; they raise NotImplementedError.
+The norm of a sum is that of the sum in float32. Not covered: FP8 of other formats than e4m3, and the functions of
+`NOT_COVERED`; they raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def fused_add_rmsnorm(
     input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """`cukern.fused_add_rms_norm`: `input` and `residual` are written."""
-    cukern.fused_add_rms_norm(input, residual, weight, eps)
+    cukern.fused_add_rms_norm(input, residual, weight, eps, round_sum=False)
 
 
 def fused_add_rmsnorm_quant(
@@ -82,7 +83,7 @@ def fused_add_rmsnorm_quant(
     Refused: an `out` that is not float8_e4m3fn.
     """
     _expect_e4m3("fused_add_rmsnorm_quant", out)
-    cukern.fused_add_rms_norm_quant(input, residual, weight, eps, scale=scale, out_q=out)
+    cukern.fused_add_rms_norm_quant(input, residual, weight, eps, scale=scale, round_sum=False, out_q=out)
 
 
 def gemma_rmsnorm(
@@ -96,7 +97,7 @@ def gemma_fused_add_rmsnorm(
     input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """`cukern.fused_add_rms_norm` with weights that are stored less 1: `input` and `residual` are written."""
-    cukern.fused_add_rms_norm(input, residual, weight, eps, weight_offset=1.0)
+    cukern.fused_add_rms_norm(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
 
 
 def layernorm(input: AnyArray, gemma: AnyArray, beta: AnyArray, eps: float = 1e-6) -> AnyArray:

@@ -7,7 +7,8 @@ Not covered: packed UE8M0 scales (`scale_ue8m0`) and other ranges than e4m3's an
 the functions of `NOT_COVERED`. They raise NotImplementedError, the functions when they are called.
 
 What differs: gates score in float32 whatever the dtype; the order of the tokens of an expert is stable; an activation
-that is quantized is not rounded to 16 bits in between.
+that is quantized is not rounded to 16 bits in between, and quotients are those of a division, not products with a
+reciprocal; `top_k_renorm_probs` keeps exactly k, of equal probabilities those of lower ids.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def gelu_quick(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
-    """`cukern.top_k_renorm_probs`; a number above the vocabulary keeps all."""
+    """`cukern.top_k_renorm_probs`: exactly k are kept, of equals those of lower ids, where SGLang keeps all equals.
+
+    A number above the vocabulary keeps all.
+    """
     return sampling.top_k_renorm_probs(probs, top_k)
 
 
@@ -234,8 +238,9 @@ def sgl_per_token_group_quant_8bit(
 ) -> None:
     """`cukern.per_token_group_quant_fp8` or `_int8` into `output_q` and `output_s`, by the dtype of `output_q`.
 
-    With `fuse_silu_and_mul` `cukern.silu_and_mul_quant`, to FP8 and with an `eps` of 1e-10. Scales that are not
-    row by row in memory are copied. Refused: `scale_ue8m0`, and another range than that of the dtype.
+    int8 is rounded towards zero. With `fuse_silu_and_mul` `cukern.silu_and_mul_quant`, to FP8 and with an `eps` of
+    1e-10. Scales that are not row by row in memory are copied. Refused: `scale_ue8m0`, and another range than that of
+    the dtype.
     """
     function = "sgl_per_token_group_quant_8bit"
     if scale_ue8m0:
@@ -255,7 +260,7 @@ def sgl_per_token_group_quant_8bit(
             refuse(function, "eps", "1e-10 with fuse_silu_and_mul", eps)
         _, scales = cukern.silu_and_mul_quant(input, group_size=group_size, **options)
     elif output_q.dtype == torch.int8:
-        _, scales = cukern.per_token_group_quant_int8(input, group_size, eps, **options)
+        _, scales = cukern.per_token_group_quant_int8(input, group_size, eps, truncate=True, **options)
     else:
         _, scales = cukern.per_token_group_quant_fp8(input, group_size, eps, **options)
     if not in_place:

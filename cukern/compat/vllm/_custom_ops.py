@@ -224,11 +224,12 @@ def _expect_e4m3(function: str, quant_dtype: Any, scale_ub: Any) -> None:
 
 
 def _normalized(input: Any, weight: Any, epsilon: float, residual: Any, group_size: int | None) -> tuple[Any, Any]:
-    """FP8 of a norm, and scales [rows, groups]."""
+    """FP8 of a norm, of the sum in float32 if there is a residual, and scales [rows, groups]."""
     if residual is None:
         q, scales = cukern.rms_norm_quant(input, weight, epsilon, group_size=group_size)
     else:
-        q, scales = cukern.fused_add_rms_norm_quant(input, residual, weight, epsilon, group_size=group_size)
+        options: dict[str, Any] = {"group_size": group_size, "round_sum": False}
+        q, scales = cukern.fused_add_rms_norm_quant(input, residual, weight, epsilon, **options)
     return q, scales.reshape(-1, scales.shape[-1])
 
 
