@@ -16,14 +16,16 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // They lie along the weights in memory, but along the tokens in the registers of a thread. stmatrix transposes them
 // through shared memory, a round of ROUND tokens at a time, so that 8 (gated: 4) threads write neighbouring bytes of a
 // token. Rounds alternate between two places in `staging`, which `round` counts: all threads that read one have done so
-// when they come to the barrier of the next round, and the round after that may write to the place again.
-template <typename T, int ACTIVATION, int TOKENS>
+// when they come to the barrier of the next round, and the round after that may write to the place again. OVERLAPPED: a
+// round is written to its place before the one before is read, and gated it has twice the tokens.
+template <typename T, int ACTIVATION, int TOKENS, bool OVERLAPPED = false>
 __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const float (&c)[TOKENS / 2],
                                            const WgmmaTile& tile, int warpgroup, unsigned staging, int& round,
                                            float factor = 1.f) {
     constexpr bool GATED = is_gated(ACTIVATION);
-    constexpr int ROUND = round_of(TOKENS);
+    constexpr int ROUND = round_of(TOKENS) * (OVERLAPPED && GATED ? 2 : 1);
     constexpr int CHUNKS = GATED ? 4 : 8; // chunks of 16 bytes of a token
+    constexpr int PLACE = round_of(TOKENS) * ROW_BYTES;
     constexpr int EACH = CHUNKS / 4;      // of them by each warp
     constexpr int MATRICES = ROUND / 8 * EACH < 4 ? ROUND / 8 * EACH : 4;
     constexpr int GROUPS = MATRICES / EACH; // groups of 8 tokens that are stored at once
@@ -47,12 +49,10 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
         if constexpr (ACTIVATION & BIASED) return sum * factor + biases[i];
         return sum * factor;
     };
+    // Write the results of a round to shared memory.
+    auto stage = [&](int first, unsigned place) {
 #pragma unroll
-    for (int first = 0; first < TOKENS; first += ROUND) {
-        if (first >= tile.tokens) break;
-        const unsigned place = staging + (round++ & 1) * ROUND * ROW_BYTES;
-#pragma unroll
-        for (int group = 0; group < ROUND / 8; group += GROUPS) {
+        for (int group = 0; group < ROUND / 8 && first / 8 + group < TOKENS / 8; group += GROUPS) {
             unsigned packed[MATRICES];
 #pragma unroll
             for (int i = 0; i < MATRICES; ++i) {
@@ -66,13 +66,36 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
             }
             store_transposed(place + lane_to + group * 8 * CHUNKS * 16, packed);
         }
-        warpgroup_sync(warpgroup);
+    };
+    // Copy a round from shared memory to the result.
+    auto write = [&](int first, unsigned place) {
 #pragma unroll
         for (int i = 0; i < (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; ++i) {
             const int token = i * (WARPGROUP / CHUNKS) + thread / CHUNKS;
             if (token < ROUND && first + token < tile.tokens && column < columns)
                 *reinterpret_cast<uint4*>(out + (long long)(first + token) * columns) =
                     load_shared(place + token * CHUNKS * 16 + (chunk ^ swizzle(token)) * 16);
+        }
+    };
+    if constexpr (!OVERLAPPED) {
+#pragma unroll
+        for (int first = 0; first < TOKENS; first += ROUND) {
+            if (first >= tile.tokens) break;
+            const unsigned place = staging + (round++ & 1) * PLACE;
+            stage(first, place);
+            warpgroup_sync(warpgroup);
+            write(first, place);
+        }
+    } else {
+        stage(0, staging + (round & 1) * PLACE);
+#pragma unroll
+        for (int first = 0; first < TOKENS; first += ROUND) {
+            if (first >= tile.tokens) break;
+            const unsigned place = staging + (round++ & 1) * PLACE;
+            warpgroup_sync(warpgroup);
+            if (first + ROUND < TOKENS && first + ROUND < tile.tokens)
+                stage(first + ROUND, staging + (round & 1) * PLACE);
+            write(first, place);
         }
     }
 }
