@@ -88,8 +88,8 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
                         tma_load_multicast((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
                 }
                 if constexpr (FORM & FETCHED) {
-                    const bool is_next = step + FETCH_STEPS >= steps;
-                    const int later = is_next ? step + FETCH_STEPS - steps : step + FETCH_STEPS;
+                    const bool is_next = step + fetch_steps(FORM) >= steps;
+                    const int later = step + fetch_steps(FORM) - (is_next ? steps : 0);
                     if (!is_next || (next_tokens > 0 && later < steps)) {
                         (is_next ? next_weights : weights).template fetch<GATED>(p.b_map, later * DEPTH);
                         // The clusters that have the same tokens share out the steps.

@@ -20,8 +20,11 @@ constexpr int OVERLAPPED = 16;
 constexpr int FAR = 32;
 // Tokens are fetched to L2 as weights are.
 constexpr int TOKENS_FETCHED = 64;
+// Weights are fetched to L2 twice as many steps before.
+constexpr int FETCHED_EARLY = 128;
 
-constexpr int FETCH_STEPS = 6; // from the copy of a step's weights to the one that is fetched to L2
+// Steps from the copy of weights to those that are fetched to L2.
+__host__ __device__ constexpr int fetch_steps(int form) { return form & FETCHED_EARLY ? 12 : 6; }
 
 constexpr int MAX_SORTED = 256; // experts: with more, tiles are taken in the order of experts
 

@@ -104,8 +104,8 @@ __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaSha
                     mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + each * SHARES * ROW_BYTES);
                     weights.template load_for<FORM, GATED, STREAMED>(p.b_map, x, weights_to, full);
                     if constexpr (FORM & FETCHED) {
-                        const bool is_next = step + FETCH_STEPS >= steps;
-                        const int later = is_next ? step + FETCH_STEPS - steps : step + FETCH_STEPS;
+                        const bool is_next = step + fetch_steps(FORM) >= steps;
+                        const int later = step + fetch_steps(FORM) - (is_next ? steps : 0);
                         if (!is_next || (has_next && later < steps))
                             (is_next ? next_weights : weights).template fetch<GATED>(p.b_map, later * DEPTH);
                     }

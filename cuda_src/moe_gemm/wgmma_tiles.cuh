@@ -37,7 +37,7 @@ template <int TOKENS, int FORM = 0> struct WgmmaTiles {
     // Write the experts to `order`, from those with large tiles to those with small ones, as their products take time:
     // by the widths that hold them.
     __device__ __forceinline__ void sort_groups(unsigned char* order) {
-        constexpr int LARGEST[] = {TOKENS, 256, 240, 224, 192}, KINDS = 5, CHUNKS = MAX_SORTED / 32;
+        constexpr int LARGEST[] = {TOKENS, 272, 256, 240, 224, 192}, KINDS = 6, CHUNKS = MAX_SORTED / 32;
         const int lane = threadIdx.x % 32;
         int kinds[CHUNKS];
 #pragma unroll

@@ -257,7 +257,7 @@ WGMMA_FORMS = (
     Wgmma(64, 4, cluster=2, blocks=2, is_streamed=True),
     Wgmma(96, 3, cluster=2, blocks=2, is_streamed=True),
     Wgmma(128, 6, cluster=2),
-    Wgmma(288, 4, cluster=2),
+    Wgmma(288, 4, cluster=2, form=31),
 )
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
