@@ -10,7 +10,7 @@
 // here, are its columns, and weights are its rows: a tile of few tokens costs little, and what TMA copies beside a
 // group's tokens ends in columns that nobody writes. All tiles of a group read all of its weights; so a group has as
 // few tiles of tokens as can be, of about as many tokens each, and a tile is multiplied at the smallest of WIDTHS that
-// holds it.
+// holds it. What the largest tiles have besides, moe_gemm/wgmma_forms.cuh says.
 //
 // Grid: CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads. They stay, and take one
 // tile after the other: 128 weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and

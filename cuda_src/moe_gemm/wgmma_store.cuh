@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
     constexpr int ROUND = round_of(TOKENS) * (OVERLAPPED && GATED ? 2 : 1);
     constexpr int CHUNKS = GATED ? 4 : 8; // chunks of 16 bytes of a token
     constexpr int PLACE = round_of(TOKENS) * ROW_BYTES;
-    constexpr int EACH = CHUNKS / 4;      // of them by each warp
+    constexpr int EACH = CHUNKS / 4; // of them by each warp
     constexpr int MATRICES = ROUND / 8 * EACH < 4 ? ROUND / 8 * EACH : 4;
     constexpr int GROUPS = MATRICES / EACH; // groups of 8 tokens that are stored at once
     // Chunk i lies where chunk i ^ swizzle(token) would: the chunks i of 8 neighbouring tokens are in different banks.

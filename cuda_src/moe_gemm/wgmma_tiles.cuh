@@ -5,7 +5,7 @@
 
 // All tiles, through which a warp goes in order. Lane i has the group of expert `first` + i; SORTED: of order[first + i].
 template <int TOKENS, int FORM = 0> struct WgmmaTiles {
-    static constexpr int EACH = TOKENS < 256 ? TOKENS : 256; // tokens of each tile, where a group has several
+    static constexpr int EACH = TOKENS < 256 ? TOKENS : 256;       // tokens of each tile, where a group has several
     static constexpr int TAIL = FORM & TAILED ? TOKENS - EACH : 0; // further ones of the last of them
     static constexpr int UNIT = TOKENS < 16 ? TOKENS : 16; // of whose multiples all tiles of a group are, but the last
 
