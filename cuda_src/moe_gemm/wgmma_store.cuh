@@ -67,16 +67,13 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
             store_transposed(place + lane_to + group * 8 * CHUNKS * 16, packed);
         }
     };
-    // Copy a round from shared memory to the result.
-    auto write = [&](int first, unsigned place) {
-#pragma unroll
-        for (int i = 0; i < (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; ++i) {
-            const int token = i * (WARPGROUP / CHUNKS) + thread / CHUNKS;
-            if (token < ROUND && first + token < tile.tokens && column < columns)
-                *reinterpret_cast<uint4*>(out + (long long)(first + token) * columns) =
-                    load_shared(place + token * CHUNKS * 16 + (chunk ^ swizzle(token)) * 16);
-        }
+    constexpr int UNITS = (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; // of a round that a thread copies
+    auto is_there = [&](int first, int token) {
+        return token < ROUND && first + token < tile.tokens && column < columns;
     };
+    auto token_of = [&](int unit) { return unit * (WARPGROUP / CHUNKS) + thread / CHUNKS; };
+    auto from = [&](int token, unsigned place) { return place + token * CHUNKS * 16 + (chunk ^ swizzle(token)) * 16; };
+    auto to = [&](int token) { return reinterpret_cast<uint4*>(out + (long long)token * columns); };
     if constexpr (!OVERLAPPED) {
 #pragma unroll
         for (int first = 0; first < TOKENS; first += ROUND) {
@@ -84,7 +81,9 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
             const unsigned place = staging + (round++ & 1) * PLACE;
             stage(first, place);
             warpgroup_sync(warpgroup);
-            write(first, place);
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i)
+                if (is_there(first, token_of(i))) *to(first + token_of(i)) = load_shared(from(token_of(i), place));
         }
     } else {
         stage(0, staging + (round & 1) * PLACE);
@@ -93,9 +92,15 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
             if (first >= tile.tokens) break;
             const unsigned place = staging + (round++ & 1) * PLACE;
             warpgroup_sync(warpgroup);
+            // All loads come first, so that they are under way together, and while the next round is written.
+            uint4 units[UNITS];
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) units[i] = load_shared(from(token_of(i) % ROUND, place));
             if (first + ROUND < TOKENS && first + ROUND < tile.tokens)
                 stage(first + ROUND, staging + (round & 1) * PLACE);
-            write(first, place);
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i)
+                if (is_there(first, token_of(i))) *to(first + token_of(i)) = units[i];
         }
     }
 }
