@@ -35,31 +35,43 @@ template <int TOKENS, int FORM = 0> struct WgmmaTiles {
     }
 
     // Write the experts to `order`, from those with large tiles to those with small ones, as their products take time:
-    // by the widths that hold them.
+    // by the widths that hold them. No more than the order follows from the sizes of tiles, which are approximate here.
     __device__ __forceinline__ void sort_groups(unsigned char* order) {
         constexpr int LARGEST[] = {TOKENS, 272, 256, 240, 224, 192}, KINDS = 6, CHUNKS = MAX_SORTED / 32;
-        const int lane = threadIdx.x % 32;
-        int kinds[CHUNKS];
+        constexpr int BITS = 10; // of a kind's count, of six in a word
+        constexpr unsigned long long SUMS =
+            0x4010040100401ull; // times a word: the counts of each kind and those before
+        const int lane = threadIdx.x % 32, end = p.max_tokens ? 0 : p.offset_words;
+        int counts[CHUNKS], shifts[CHUNKS];
+        unsigned long long all = 0, others;
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
-            const int expert = i * 32 + lane;
-            kinds[i] = KINDS;
-            if (expert < p.experts) {
-                const int count = rows_of(p, expert).count, each = tokens_each(count, max(tiles_of(count), 1));
-                kinds[i] = 0;
-#pragma unroll
-                for (int kind = 1; kind < KINDS; ++kind)
-                    if (each <= LARGEST[kind]) kinds[i] = kind;
-            }
+            const int at = min(i * 32 + lane, p.experts - 1) * p.offset_words;
+            const int from = p.offsets[at], to = p.offsets[at + end];
+            counts[i] = end ? to - from : to;
         }
-        int sorted = 0;
 #pragma unroll
-        for (int kind = 0; kind < KINDS; ++kind)
+        for (int i = 0; i < CHUNKS; ++i) {
+            float each = counts[i];
+            if (counts[i] > TOKENS) each = __fdividef(each, tiles_of(counts[i]));
+            shifts[i] = 0;
 #pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                const unsigned of_kind = __ballot_sync(FULL_WARP, kinds[i] == kind);
-                if (kinds[i] == kind) order[sorted + __popc(of_kind & ((1u << lane) - 1))] = i * 32 + lane;
-                sorted += __popc(of_kind);
+            for (int kind = 1; kind < KINDS; ++kind)
+                if (each <= LARGEST[kind]) shifts[i] = kind * BITS;
+            if (i * 32 + lane < p.experts) all += 1ull << shifts[i];
+        }
+        const unsigned long long mine = all;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            others = __shfl_up_sync(FULL_WARP, all, distance);
+            if (lane >= distance) all += others;
+        }
+        unsigned long long next = all - mine + (__shfl_sync(FULL_WARP, all, 31) * SUMS << BITS); // places, by kind
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i)
+            if (i * 32 + lane < p.experts) {
+                order[next >> shifts[i] & ((1 << BITS) - 1)] = i * 32 + lane;
+                next += 1ull << shifts[i];
             }
         __syncwarp();
     }
