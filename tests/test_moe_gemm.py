@@ -1115,11 +1115,22 @@ def test_tiles_of_96_tokens(activation: str | None, tokens: int | None, rng: np.
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_every_width_of_a_tile(activation: str | None, rng: np.random.Generator) -> None:
-    # Either side of each width of the largest tiles. From 289 rows on there are two tiles, from 513 on three.
+    # Either side of each width of the largest tiles. From 289 rows on there are two tiles, from 545 on three; from 513
+    # to 544 the second one has more than 256.
     counts = [64, 65, 128, 129, 160, 161, 192, 193, 224, 225, 240, 241, 256, 257, 272, 273, 288, 289, 577]
+    counts += [511, 512, 513, 529, 544, 545, 800, 801]
     x = made(rng, counts, 272, 160, activation=activation, whole=True)
     for expected_m in (2, 8, 20, 40, 90, 2000):
         compare(x.replaced(expected_m=expected_m))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [31, 256, 257])
+@pytest.mark.parametrize("tokens", [None, 100])
+def test_the_order_of_groups(experts: int, tokens: int | None, rng: np.random.Generator) -> None:
+    # The largest tiles are taken by their sizes, with up to 256 experts.
+    counts = [(37 * e) % 290 * (e % 5 > 0) for e in range(experts)]
+    compare(made(rng, counts, 272, 72, tokens=tokens, whole=True).replaced(expected_m=2000))
 
 
 @pytest.mark.gpu

@@ -16,15 +16,17 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // They lie along the weights in memory, but along the tokens in the registers of a thread. stmatrix transposes them
 // through shared memory, a round of ROUND tokens at a time, so that 8 (gated: 4) threads write neighbouring bytes of a
 // token. Rounds alternate between two places in `staging`, which `round` counts: all threads that read one have done so
-// when they come to the barrier of the next round, and the round after that may write to the place again.
-template <typename T, int ACTIVATION, int TOKENS>
+// when they come to the barrier of the next round, and the round after that may write to the place again. OVERLAPPED: a
+// round is written to its place before the one before is read, and gated it has twice the tokens.
+template <typename T, int ACTIVATION, int TOKENS, bool OVERLAPPED = false>
 __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const float (&c)[TOKENS / 2],
                                            const WgmmaTile& tile, int warpgroup, unsigned staging, int& round,
                                            float factor = 1.f) {
     constexpr bool GATED = is_gated(ACTIVATION);
-    constexpr int ROUND = round_of(TOKENS);
+    constexpr int ROUND = round_of(TOKENS) * (OVERLAPPED && GATED ? 2 : 1);
     constexpr int CHUNKS = GATED ? 4 : 8; // chunks of 16 bytes of a token
-    constexpr int EACH = CHUNKS / 4;      // of them by each warp
+    constexpr int PLACE = round_of(TOKENS) * ROW_BYTES;
+    constexpr int EACH = CHUNKS / 4; // of them by each warp
     constexpr int MATRICES = ROUND / 8 * EACH < 4 ? ROUND / 8 * EACH : 4;
     constexpr int GROUPS = MATRICES / EACH; // groups of 8 tokens that are stored at once
     // Chunk i lies where chunk i ^ swizzle(token) would: the chunks i of 8 neighbouring tokens are in different banks.
@@ -47,12 +49,10 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
         if constexpr (ACTIVATION & BIASED) return sum * factor + biases[i];
         return sum * factor;
     };
+    // Write the results of a round to shared memory.
+    auto stage = [&](int first, unsigned place) {
 #pragma unroll
-    for (int first = 0; first < TOKENS; first += ROUND) {
-        if (first >= tile.tokens) break;
-        const unsigned place = staging + (round++ & 1) * ROUND * ROW_BYTES;
-#pragma unroll
-        for (int group = 0; group < ROUND / 8; group += GROUPS) {
+        for (int group = 0; group < ROUND / 8 && first / 8 + group < TOKENS / 8; group += GROUPS) {
             unsigned packed[MATRICES];
 #pragma unroll
             for (int i = 0; i < MATRICES; ++i) {
@@ -66,13 +66,41 @@ __device__ __forceinline__ void store_tile(const MappedGemmParams& p, const floa
             }
             store_transposed(place + lane_to + group * 8 * CHUNKS * 16, packed);
         }
-        warpgroup_sync(warpgroup);
+    };
+    constexpr int UNITS = (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; // of a round that a thread copies
+    auto is_there = [&](int first, int token) {
+        return token < ROUND && first + token < tile.tokens && column < columns;
+    };
+    auto token_of = [&](int unit) { return unit * (WARPGROUP / CHUNKS) + thread / CHUNKS; };
+    auto from = [&](int token, unsigned place) { return place + token * CHUNKS * 16 + (chunk ^ swizzle(token)) * 16; };
+    auto to = [&](int token) { return reinterpret_cast<uint4*>(out + (long long)token * columns); };
+    if constexpr (!OVERLAPPED) {
 #pragma unroll
-        for (int i = 0; i < (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; ++i) {
-            const int token = i * (WARPGROUP / CHUNKS) + thread / CHUNKS;
-            if (token < ROUND && first + token < tile.tokens && column < columns)
-                *reinterpret_cast<uint4*>(out + (long long)(first + token) * columns) =
-                    load_shared(place + token * CHUNKS * 16 + (chunk ^ swizzle(token)) * 16);
+        for (int first = 0; first < TOKENS; first += ROUND) {
+            if (first >= tile.tokens) break;
+            const unsigned place = staging + (round++ & 1) * PLACE;
+            stage(first, place);
+            warpgroup_sync(warpgroup);
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i)
+                if (is_there(first, token_of(i))) *to(first + token_of(i)) = load_shared(from(token_of(i), place));
+        }
+    } else {
+        stage(0, staging + (round & 1) * PLACE);
+#pragma unroll
+        for (int first = 0; first < TOKENS; first += ROUND) {
+            if (first >= tile.tokens) break;
+            const unsigned place = staging + (round++ & 1) * PLACE;
+            warpgroup_sync(warpgroup);
+            // All loads come first, so that they are under way together, and while the next round is written.
+            uint4 units[UNITS];
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) units[i] = load_shared(from(token_of(i) % ROUND, place));
+            if (first + ROUND < TOKENS && first + ROUND < tile.tokens)
+                stage(first + ROUND, staging + (round & 1) * PLACE);
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i)
+                if (is_there(first, token_of(i))) *to(first + token_of(i)) = units[i];
         }
     }
 }

@@ -1,32 +1,99 @@
 // The scheduler of gemm_wgmma: which tiles a cluster has, in which order.
 #pragma once
 #include "moe_gemm/groups.cuh"
+#include "moe_gemm/wgmma_forms.cuh"
 
-// All tiles, through which a warp goes in order. Lane i has the group of expert `first` + i.
-template <int TOKENS> struct WgmmaTiles {
+// All tiles, through which a warp goes in order. Lane i has the group of expert `first` + i; SORTED: of order[first + i].
+template <int TOKENS, int FORM = 0> struct WgmmaTiles {
+    static constexpr int EACH = TOKENS < 256 ? TOKENS : 256;       // tokens of each tile, where a group has several
+    static constexpr int TAIL = FORM & TAILED ? TOKENS - EACH : 0; // further ones of the last of them
     static constexpr int UNIT = TOKENS < 16 ? TOKENS : 16; // of whose multiples all tiles of a group are, but the last
 
     const MappedGemmParams& p;
     int weight_tiles;
-    int first = 0, before = 0;        // before: tiles of all groups before `first`
+    const unsigned char* order = nullptr; // SORTED: in shared memory; null: the order of experts
+    int first = 0, before = 0;            // before: tiles of all groups before `first`
     int begin, count, tiles, through; // the group's first row, its rows, its tiles; tiles of all groups up to this one
+    int mine;                         // SORTED: the group's expert
+    unsigned token_tiles;             // of the group of the tile found last
 
     __device__ __forceinline__ WgmmaTiles(const MappedGemmParams& p, int weight_tiles)
         : p(p), weight_tiles(weight_tiles) {
         read_groups();
     }
 
+    // The same, with MAX_SORTED bytes of shared memory for this warp.
+    __device__ __forceinline__ WgmmaTiles(const MappedGemmParams& p, int weight_tiles, unsigned char* order)
+        : p(p), weight_tiles(weight_tiles) {
+        if constexpr (FORM & SORTED) {
+            if (p.experts <= MAX_SORTED) {
+                sort_groups(order);
+                this->order = order;
+            }
+        }
+        read_groups();
+    }
+
+    // Write the experts to `order`, from those with large tiles to those with small ones, as their products take time:
+    // by the widths that hold them. No more than the order follows from the sizes of tiles, which are approximate here.
+    __device__ __forceinline__ void sort_groups(unsigned char* order) {
+        constexpr int LARGEST[] = {TOKENS, 272, 256, 240, 224, 192}, KINDS = 6, CHUNKS = MAX_SORTED / 32;
+        constexpr int BITS = 10; // of a kind's count, of six in a word
+        constexpr unsigned long long SUMS =
+            0x4010040100401ull; // times a word: the counts of each kind and those before
+        const int lane = threadIdx.x % 32, end = p.max_tokens ? 0 : p.offset_words;
+        int counts[CHUNKS], shifts[CHUNKS];
+        unsigned long long all = 0, others;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            const int at = min(i * 32 + lane, p.experts - 1) * p.offset_words;
+            const int from = p.offsets[at], to = p.offsets[at + end];
+            counts[i] = end ? to - from : to;
+        }
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            float each = counts[i];
+            if (counts[i] > TOKENS) each = __fdividef(each, tiles_of(counts[i]));
+            shifts[i] = 0;
+#pragma unroll
+            for (int kind = 1; kind < KINDS; ++kind)
+                if (each <= LARGEST[kind]) shifts[i] = kind * BITS;
+            if (i * 32 + lane < p.experts) all += 1ull << shifts[i];
+        }
+        const unsigned long long mine = all;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            others = __shfl_up_sync(FULL_WARP, all, distance);
+            if (lane >= distance) all += others;
+        }
+        unsigned long long next = all - mine + (__shfl_sync(FULL_WARP, all, 31) * SUMS << BITS); // places, by kind
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i)
+            if (i * 32 + lane < p.experts) {
+                order[next >> shifts[i] & ((1 << BITS) - 1)] = i * 32 + lane;
+                next += 1ull << shifts[i];
+            }
+        __syncwarp();
+    }
+
     // Tiles of tokens of a group. Tokens past 256 take a second product at every step, which pays only where all tokens
     // of a group then are one tile.
     static __device__ __forceinline__ int tiles_of(int count) {
-        constexpr int EACH = TOKENS < 256 ? TOKENS : 256;
-        return count <= TOKENS ? count > 0 : (count + EACH - 1) / EACH;
+        return count <= TOKENS ? count > 0 : (count - TAIL + EACH - 1) / EACH;
+    }
+
+    // Tokens of each of `tiles` tiles of a group, at most TOKENS; the last one has those that are left.
+    static __device__ __forceinline__ int tokens_each(int count, unsigned tiles) {
+        const int even = (count + tiles * UNIT - 1) / (tiles * UNIT) * UNIT;
+        return TAIL && tiles > 1 ? min(even, EACH) : even;
     }
 
     __device__ __forceinline__ void read_groups() {
-        const int expert = first + int(threadIdx.x % 32);
+        int expert = first + int(threadIdx.x % 32);
         begin = count = 0;
         if (expert < p.experts) {
+            if (FORM & SORTED && order) expert = order[expert];
+            mine = expert;
             const GroupRows group = rows_of(p, expert);
             begin = group.first, count = group.count;
         }
@@ -45,15 +112,17 @@ template <int TOKENS> struct WgmmaTiles {
         const int lane = __ffs(__ballot_sync(FULL_WARP, tile < through)) - 1;
         const int all = __shfl_sync(FULL_WARP, count, lane);
         unsigned in = tile - __shfl_sync(FULL_WARP, through - tiles, lane);
-        const unsigned token_tiles = tiles_of(all), set = p.together * weight_tiles;
-        const int tokens_each = (all + token_tiles * UNIT - 1) / (token_tiles * UNIT) * UNIT; // at most TOKENS
+        token_tiles = tiles_of(all);
+        const unsigned set = p.together * weight_tiles;
+        const int each = tokens_each(all, token_tiles);
         const unsigned sets = in / set;
         in -= sets * set;
         const unsigned beside = min(token_tiles - sets * p.together, unsigned(p.together));
-        const int token = (sets * p.together + in % beside) * tokens_each;
-        expert = first + lane;
+        const unsigned token_tile = sets * p.together + in % beside;
+        const int token = token_tile * each;
+        expert = FORM & SORTED ? __shfl_sync(FULL_WARP, mine, lane) : first + lane;
         row = __shfl_sync(FULL_WARP, begin, lane) + token;
-        tokens = min(all - token, tokens_each);
+        tokens = TAIL && token_tile == token_tiles - 1 ? all - token : min(all - token, each);
         weight_tile = in / beside;
         return true;
     }

@@ -217,6 +217,7 @@ class Wgmma(NamedTuple):
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
     is_streamed: bool = False
+    form: int = 0  # FORM: of wgmma_forms.cuh
 
     @property
     def shared_bytes(self) -> int:
@@ -224,12 +225,18 @@ class Wgmma(NamedTuple):
         rows = self.stages * (_wgmma_weights() + self.tokens) + constant(_wgmma, "WARPGROUPS") * 2 * staged_rows
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
         # The tiles begin at a multiple of 1024 bytes.
-        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers
+        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + self._sorted_bytes
+
+    @property
+    def _sorted_bytes(self) -> int:
+        """The order of experts of a warp that loads."""
+        return constant(_wgmma, "MAX_SORTED") if self.form & constant(_wgmma, "SORTED") else 0
 
     @property
     def gather_bytes(self) -> int:
         """Further shared memory where rows are gathered: the sources of those whose copies a block starts."""
-        return self.tokens // self.cluster * 4
+        other_warps = 3 if self.tokens >= 64 else 0
+        return self.tokens // self.cluster * 4 + other_warps * self._sorted_bytes
 
     def threads(self, gathers: bool) -> int:
         """Threads of a block: `gather_threads` or `gemm_threads`."""
@@ -238,7 +245,7 @@ class Wgmma(NamedTuple):
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
     def variant(self, dtype: str, activation: int, gathers: bool = False) -> Variant:
-        arguments = *self[:4], _flag(self.is_streamed), _flag(gathers)
+        arguments = *self[:4], _flag(self.is_streamed), _flag(gathers), self.form
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
@@ -250,7 +257,7 @@ WGMMA_FORMS = (
     Wgmma(64, 4, cluster=2, blocks=2, is_streamed=True),
     Wgmma(96, 3, cluster=2, blocks=2, is_streamed=True),
     Wgmma(128, 6, cluster=2),
-    Wgmma(288, 4, cluster=2),
+    Wgmma(288, 4, cluster=2, form=31),
 )
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
