@@ -100,7 +100,7 @@ class Ranks(NamedTuple):
         x, ids = self.layer.hidden_states, self.layer.topk_ids
         most = max(1, *self.counts)
         sizes = {"num_experts": len(self.layer.w1), "max_num_tokens": most, "hidden": x.shape[1], "topk": ids.shape[1]}
-        return {**sizes, "expert_rank": self.expert_rank, "deadline_s": 20.0, **others}
+        return {**sizes, "expert_rank": self.expert_rank, "deadline_s": 60.0, **others}
 
 
 def made(
@@ -740,7 +740,7 @@ def on_two_levels(host: int) -> dict[str, list[tuple[Array, Array]]]:
         case, batched = ranks_of(name)
         expert_host, place = case.owner // 2, case.owner % 2
         here = expert_host == host
-        sizes = {"max_tokens": 14, "hidden": HIDDEN, "topk": TOPK, "deadline_s": 20.0}
+        sizes = {"max_tokens": 14, "hidden": HIDDEN, "topk": TOPK, "deadline_s": 60.0}
         states = AllToAllState.local([None] * 2, num_experts=int(here.sum()), expert_rank=place[here].tolist(), **sizes)
 
         def of_rank(
