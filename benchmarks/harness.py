@@ -5,7 +5,7 @@ A bench file has a function `cases()` that returns a list of `Case`s; `python -m
 - The GPU time of a call is that of a CUDA graph of many calls, divided by their number: the median of several
   replays. Each call has inputs and results of its own, and before a replay the L2 cache is filled with other
   data, so that a call finds in L2 only data that all calls share. The calls follow one another as in a model, so that
-  on Hopper cukern's launches overlap the end of the kernel before (0.65 us each); those of others do if they ask for it.
+  on Hopper cukern's launches overlap the end of the kernel before (0.65 us each); those of others do if they ask so.
 - The floor of a case is what the hardware allows: the time of an empty kernel, or of moving the case's bytes at the
   bandwidth of a copy, or of computing its flops at the rate of a large product, whichever is longest. All three
   are measured in the same run.
