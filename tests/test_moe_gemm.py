@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_gemm, harness
+from cukern.commands import resources
 from cukern.ops import moe_gemm as op
 from cukern.ops.moe_gemm import kernels, stream_one
 from cukern.reference import moe_gemm as twin
@@ -744,6 +745,18 @@ def test_as_many_stages_as_fit() -> None:
         # The system has 1 KiB of each block.
         most = min(of.shared_per_block, of.shared_per_multiprocessor // form.blocks - 1024)
         assert form.shared_bytes + form.gather_bytes <= most < form._replace(stages=form.stages + 1).shared_bytes
+
+
+@pytest.mark.parametrize("activation", [0, 1, kernels.epilogue(0, is_gated=False, biased=True)])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_products_of_the_largest_tiles_overlap_and_nothing_spills(activation: int, gathers: bool) -> None:
+    """The compiler says where it lets each product wait for the one before."""
+    if compiler.available():
+        pytest.skip("NVRTC cannot be used")
+    path, _ = compiler.cubin(kernels.WGMMA_FORMS[-1].variant("bfloat16", activation, gathers).instance, "90a")
+    note = compiler.read_note(path)
+    assert note is not None and "wgmma.mma_async instructions are serialized" not in note["log"]
+    assert resources(note).spill_bytes == 0
 
 
 @pytest.mark.parametrize("how", ["rows", "gathered"])

@@ -10,7 +10,7 @@
 // here, are its columns, and weights are its rows: a tile of few tokens costs little, and what TMA copies beside a
 // group's tokens ends in columns that nobody writes. All tiles of a group read all of its weights; so a group has as
 // few tiles of tokens as can be, of about as many tokens each, and a tile is multiplied at the smallest of WIDTHS that
-// holds it. What the largest tiles have besides, moe_gemm/wgmma_forms.cuh says.
+// holds it.
 //
 // Grid: CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads. They stay, and take one
 // tile after the other: 128 weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and
@@ -27,15 +27,16 @@
 // has the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
 //
 // With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while
-// the other writes, so the tensor cores always have work.
+// the other writes, so the tensor cores always have work. Their groups are taken in the order of the sizes of their
+// tiles, and the last tile of a group may have up to 32 tokens past 256 (moe_gemm/wgmma_tiles.cuh).
 //
 // Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
 // H200, with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99% and
-// 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 92%. Gathered, 8 x 1024 rows take 5% more time, and few
-// rows no more.
+// 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 94%. Gathered, 8 x 1024 rows take 5% more time, and few
+// rows no more. Layers of 4096 tokens, with all of their kernels, reach 92% (Mixtral), 86% (DeepSeek-V3 with 32 experts)
+// and 70% (Qwen3-30B-A3B) of the rate of a large product.
 #include "common/cluster.cuh"
 #include "common/overlap.cuh"
-#include "moe_gemm/wgmma_forms.cuh"
 #include "moe_gemm/wgmma_gather.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_store.cuh"
@@ -43,32 +44,23 @@
 #include "moe_gemm/wgmma_widths.cuh"
 
 // The loop of the warp that loads.
-template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, int FORM>
+template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
 __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                            unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
     constexpr bool GATED = is_gated(ACTIVATION);
     constexpr int WEIGHTS = WARPGROUPS * 64, BOX = box_of(TOKENS);
+    constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
-    const int weight_tiles = (p.n + CLUSTER * WEIGHTS - 1) / (CLUSTER * WEIGHTS);
-    WgmmaTiles<TOKENS, FORM> tiles(p, weight_tiles, reinterpret_cast<unsigned char*>(&shared + 1));
-    Turns<FORM, CLUSTER> turns;
+    WgmmaTiles<TOKENS, is_largest(TOKENS)> tiles(p, (p.n + CLUSTER * WEIGHTS - 1) / (CLUSTER * WEIGHTS),
+                                                 reinterpret_cast<unsigned char*>(&shared + 1));
+    Turns<is_largest(TOKENS), CLUSTER> turns;
     RingPlace<STAGES> place;
     const int steps = (p.k + DEPTH - 1) / DEPTH;
     int expert, row, tokens, weight_tile;
     for (; tiles.find(turns.tile, expert, row, tokens, weight_tile); turns.advance()) {
-        const bool is_alone = tiles.token_tiles == 1;
-        TileWeights next_weights{};
-        int next_row, next_tokens = 0, next_weight_tile = 0;
-        if constexpr (FORM & FETCHED) {
-            if (tiles.find(turns.next(), next_weights.expert, next_row, next_tokens, next_weight_tile))
-                next_weights.first = (next_weight_tile * CLUSTER + rank) * WEIGHTS;
-            else
-                next_tokens = 0;
-        }
         if (lane == 0) {
             const int first_weight = (weight_tile * CLUSTER + rank) * WEIGHTS;
-            const TileWeights weights{first_weight, expert, is_alone};
             const int boxes = (tokens + BOX - 1) / BOX;
             for (int step = 0; step < steps; ++step, place.advance()) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
@@ -80,27 +72,16 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
                     shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight,
                                                  ACTIVATION & BIASED ? expert : 0};
                 mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
-                weights.template load_for<FORM, GATED, STREAMED>(p.b_map, x, weights_to, full);
+                if constexpr (GATED)
+                    tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
+                else
+                    tma_load<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
                 for (int box = rank; box < boxes; box += CLUSTER) {
                     const unsigned to = tokens_to + box * BOX * ROW_BYTES;
                     if constexpr (CLUSTER == 1)
                         tma_load<EVICT_NORMAL>(to, p.a_map, x, row + box * BOX, 0, 0, full);
                     else
                         tma_load_multicast((1 << CLUSTER) - 1, to, p.a_map, x, row + box * BOX, 0, 0, full);
-                }
-                if constexpr (FORM & FETCHED) {
-                    const bool is_next = step + fetch_steps(FORM) >= steps;
-                    const int later = step + fetch_steps(FORM) - (is_next ? steps : 0);
-                    if (!is_next || (next_tokens > 0 && later < steps)) {
-                        (is_next ? next_weights : weights).template fetch<GATED>(p.b_map, later * DEPTH);
-                        // The clusters that have the same tokens share out the steps.
-                        const int beside = is_next ? next_weight_tile : weight_tile;
-                        if (FORM & TOKENS_FETCHED && later % weight_tiles == beside) {
-                            const int end = is_next ? next_row + next_tokens : row + tokens;
-                            for (int y = (is_next ? next_row : row) + rank * BOX; y < end; y += CLUSTER * BOX)
-                                tma_fetch(p.a_map, later * DEPTH, y, 0, 0);
-                        }
-                    }
                 }
             }
         }
@@ -158,11 +139,11 @@ __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, 
 }
 
 // The loop of a warpgroup that multiplies.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, int FORM>
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
 __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                               unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
-    constexpr int SKEW = TOKENS > 128 ? FORM & FAR ? 2 : 1 : 0; // stages that the second warpgroup is behind the first
+    constexpr int SKEW = is_largest(TOKENS); // stages that the second warpgroup is behind the first
     // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
     // registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
@@ -183,16 +164,14 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
             sum_tile<T, decltype(width)::value, CLUSTER, STREAMED>(c, shared, place, steps, skewed_after, a, b);
         });
         skewed_after = -1;
-        store_tile<T, ACTIVATION, TOKENS, (FORM & OVERLAPPED) != 0>(p, c, tile, warpgroup, staging, round);
+        store_tile<T, ACTIVATION, TOKENS, is_largest(TOKENS)>(p, c, tile, warpgroup, staging, round);
     }
 }
 
 // T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 96, 128 or 288. BLOCKS: blocks that fit a multiprocessor.
 // STREAMED: for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh
-// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads. FORM: 0, or with 288
-// TOKENS as moe_gemm/wgmma_forms.cuh has it.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER,
-          int FORM>
+// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
     wait_for_earlier_kernels();
@@ -214,16 +193,16 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
         fence_mbarrier_init();
     }
     cluster_sync<CLUSTER>();
-    constexpr bool DEAL = TOKENS > 128;
+    constexpr bool DEAL = is_largest(TOKENS);
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
         if constexpr (DEAL) setmaxnreg_inc<224>();
-        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, FORM>(p, shared, stages);
+        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
         if constexpr (GATHER)
-            gather_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, FORM>(p, shared, stages);
+            gather_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
         else if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
-            load_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, FORM>(p, shared, stages);
+            load_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
     }
     // A block may not end while others of its cluster write to its shared memory.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();

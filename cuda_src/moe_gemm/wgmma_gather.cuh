@@ -14,7 +14,6 @@
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
 #include "moe_gemm/epilogue.cuh"
-#include "moe_gemm/wgmma_forms.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
@@ -52,8 +51,9 @@ __device__ __forceinline__ bool elect_one() {
     return elected;
 }
 
-// The loop of a warp. It keeps the sources of its rows in shared memory, behind `shared`.
-template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, int FORM>
+// The loop of a warp. It keeps the sources of its rows in shared memory, behind `shared`, and with the largest tiles the
+// order of groups behind those of all warps.
+template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
 __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                              unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
@@ -61,26 +61,19 @@ __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaSha
     constexpr int WEIGHTS = WARPGROUPS * 64, WARPS = gather_warps(TOKENS), SHARES = WARPS * CLUSTER;
     constexpr int EACH = TOKENS / SHARES; // the most rows of a warp
     static_assert(EACH % 4 == 0, "");
+    constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
     // By a shuffle, so that the compiler knows that it is the same in all lanes.
     const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32) - WARPGROUPS * 4, 0);
-    int* const sources = reinterpret_cast<int*>(&shared + 1) + warp * EACH;
-    unsigned char* const order = reinterpret_cast<unsigned char*>(reinterpret_cast<int*>(&shared + 1) + WARPS * EACH);
-    WgmmaTiles<TOKENS, FORM> tiles(p, (p.n + CLUSTER * WEIGHTS - 1) / (CLUSTER * WEIGHTS),
-                                   order + warp * sorted_bytes(FORM));
-    Turns<FORM, CLUSTER> turns;
+    int *const all_sources = reinterpret_cast<int*>(&shared + 1), *const sources = all_sources + warp * EACH;
+    unsigned char* const order = reinterpret_cast<unsigned char*>(all_sources + WARPS * EACH);
+    WgmmaTiles<TOKENS, is_largest(TOKENS)> tiles(p, (p.n + CLUSTER * WEIGHTS - 1) / (CLUSTER * WEIGHTS),
+                                                 order + warp * MAX_SORTED);
+    Turns<is_largest(TOKENS), CLUSTER> turns;
     RingPlace<STAGES> place;
     const int steps = (p.k + DEPTH - 1) / DEPTH;
     int expert, row, tokens, weight_tile;
     for (; tiles.find(turns.tile, expert, row, tokens, weight_tile); turns.advance()) {
-        const bool is_alone = tiles.token_tiles == 1;
-        TileWeights next_weights{};
-        bool has_next = false;
-        if constexpr (FORM & FETCHED) {
-            int next_row, next_tokens, next_weight_tile;
-            has_next = tiles.find(turns.next(), next_weights.expert, next_row, next_tokens, next_weight_tile);
-            next_weights.first = (next_weight_tile * CLUSTER + rank) * WEIGHTS;
-        }
         const int each = (tokens + SHARES * 4 - 1) / (SHARES * 4) * 4, first = (rank * WARPS + warp) * each;
 #pragma unroll
         for (int i = 0; i < (EACH + 31) / 32; ++i) {
@@ -90,7 +83,6 @@ __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaSha
         __syncwarp();
         if (elect_one()) {
             const int first_weight = (weight_tile * CLUSTER + rank) * WEIGHTS;
-            const TileWeights weights{first_weight, expert, is_alone};
             for (int step = 0; step < steps; ++step, place.advance()) {
                 const unsigned full = shared_address(&shared.full[place.stage]);
                 const unsigned weights_to = stages + place.stage * Shared::STAGE;
@@ -102,13 +94,10 @@ __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaSha
                         shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight,
                                                      ACTIVATION & BIASED ? expert : 0};
                     mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + each * SHARES * ROW_BYTES);
-                    weights.template load_for<FORM, GATED, STREAMED>(p.b_map, x, weights_to, full);
-                    if constexpr (FORM & FETCHED) {
-                        const bool is_next = step + fetch_steps(FORM) >= steps;
-                        const int later = step + fetch_steps(FORM) - (is_next ? steps : 0);
-                        if (!is_next || (has_next && later < steps))
-                            (is_next ? next_weights : weights).template fetch<GATED>(p.b_map, later * DEPTH);
-                    }
+                    if constexpr (GATED)
+                        tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
+                    else
+                        tma_load<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
                 }
                 unsigned to = weights_to + Shared::WEIGHT_TILE + first * ROW_BYTES;
 #pragma unroll 2

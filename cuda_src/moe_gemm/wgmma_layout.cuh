@@ -6,6 +6,10 @@ constexpr int WARPGROUPS = 2; // warpgroups that multiply, each 64 weights of a 
 constexpr int DEPTH = 64;     // numbers along k of a stage: 128 bytes, a row of a swizzled tile
 constexpr int ROW_BYTES = DEPTH * 2;
 
+// Whether tiles are the largest, for groups of many rows: their groups have tails and are sorted (wgmma_tiles.cuh), the
+// epilogue overlaps its rounds (wgmma_store.cuh), and the second warpgroup is a stage behind the first.
+__host__ __device__ constexpr bool is_largest(int tokens) { return tokens > 128; }
+
 // Tokens of a box of TMA.
 __host__ __device__ constexpr int box_of(int tokens) { return tokens >= 64 ? 32 : tokens >= 16 ? tokens / 2 : 8; }
 

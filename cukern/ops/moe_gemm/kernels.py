@@ -217,7 +217,6 @@ class Wgmma(NamedTuple):
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # that fit a multiprocessor
     is_streamed: bool = False
-    form: int = 0  # FORM: of wgmma_forms.cuh
 
     @property
     def shared_bytes(self) -> int:
@@ -229,8 +228,8 @@ class Wgmma(NamedTuple):
 
     @property
     def _sorted_bytes(self) -> int:
-        """The order of experts of a warp that loads."""
-        return constant(_wgmma, "MAX_SORTED") if self.form & constant(_wgmma, "SORTED") else 0
+        """The order of experts of a warp that loads, which the largest tiles have."""
+        return constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
 
     @property
     def gather_bytes(self) -> int:
@@ -245,7 +244,7 @@ class Wgmma(NamedTuple):
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
     def variant(self, dtype: str, activation: int, gathers: bool = False) -> Variant:
-        arguments = *self[:4], _flag(self.is_streamed), _flag(gathers), self.form
+        arguments = *self[:4], _flag(self.is_streamed), _flag(gathers)
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
@@ -257,7 +256,7 @@ WGMMA_FORMS = (
     Wgmma(64, 4, cluster=2, blocks=2, is_streamed=True),
     Wgmma(96, 3, cluster=2, blocks=2, is_streamed=True),
     Wgmma(128, 6, cluster=2),
-    Wgmma(288, 4, cluster=2, form=31),
+    Wgmma(288, 4, cluster=2),
 )
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
