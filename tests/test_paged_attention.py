@@ -1087,8 +1087,8 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
         # Clusters where items are few, then pairs of blocks for even lengths, which have the warps of two where each
         # has a multiprocessor to itself.
         (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 1, 112),
-        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 2, 64),
-        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 2, 120),
+        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 1, 64),
+        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 1, 120),
         (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 1, 64),
         (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 1, 120),
         (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 1, 62),
@@ -1103,9 +1103,12 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
         (Sizes(seqs=34), "EITHER", 1, 4, 3, 1, 272),
         (Sizes(seqs=132), "EITHER", 1, 4, 3, 1, 1056),
         (Sizes(seqs=133), "QUEUE", 1, 4, 3, 1, 264),
-        # 8-bit caches: wide blocks have clusters only, and a team multiplies two tiles at once.
-        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 2, 112),
-        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 2, 64),
+        # 8-bit caches: wide blocks have clusters only, and a team multiplies two tiles at once, where a warp may have
+        # more than four.
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 1, 112),
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2", max_blocks=257), "CLUSTERS", 16, 4, 4, 2, 112),
+        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 1, 64),
+        (Sizes(seqs=1, cache="float8_e4m3fn", max_blocks=257), "CLUSTERS", 8, 8, 4, 2, 64),
         (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 2, 128),
         (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 2, 128),
         (Sizes(seqs=8, cache="float8_e4m3fn"), "QUEUE", 1, 4, 4, 1, 264),
@@ -1122,8 +1125,8 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
         (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 1, 256),
         (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 1, 264),
         (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 1, 264),
-        (Sizes(seqs=64, max_blocks=64), "CLUSTERS", 1, 4, 3, 1, 512),
-        (Sizes(seqs=64, max_blocks=65), "EITHER", 1, 4, 3, 1, 512),
+        (Sizes(seqs=64, max_blocks=128), "CLUSTERS", 1, 4, 3, 1, 512),
+        (Sizes(seqs=64, max_blocks=129), "EITHER", 1, 4, 3, 1, 512),
         # 40 query heads of 5 tokens are 25 rows, of a team of two warps.
         (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 1, 264),
         # With `split` a row has the same bits in any batch.
@@ -1837,7 +1840,9 @@ def test_a_cuda_graph_follows_lengths_that_become_uneven(
     with torch.cuda.graph(graph):
         made, lse = cukern.paged_attention(*given, return_lse=True)
     uneven = [20] * (seqs - 1)
-    for lengths in ([700] * seqs, [*uneven, capacity], [capacity, *uneven], [0] * seqs, [*range(600, 600 + seqs)]):
+    # 1500 tokens, beside short sequences, are more than others' clusters have, and still few enough for one block.
+    longest = [*uneven, capacity], [capacity, *uneven], [*uneven, 1500]
+    for lengths in ([700] * seqs, *longest, [0] * seqs, [*range(600, 600 + seqs)]):
         given[4].copy_(torch.tensor(lengths, dtype=torch.int32))
         x.seq_lens[:] = lengths
         want, want_lse = twin.paged_attention(*x.args, return_lse=True)

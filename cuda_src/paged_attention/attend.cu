@@ -16,7 +16,7 @@
 // pieces: then the sums of a row are formed in the same order whatever else is in the batch. Where there are few items,
 // each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory; where
 // there are some more, the kernel looks at the lengths, and does so if they are even (see `Dealing`). Where there are
-// more items than blocks at once, each has a block if none would be cut.
+// more items than blocks at once, each has a block if no sequence is much longer than an equal share.
 //
 // Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
 // every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
@@ -31,11 +31,11 @@
 //
 // Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
 // Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
-// heads and 8 kv heads of 128, a bfloat16 cache takes 255 us, of which a copy of its bytes takes 253 (99%), and an
-// 8-bit one 144 of 126 (88%). 8 sequences of 8192 take 69 of 63 (91%), and 16 of 2048 take 36 to 40 of 31 (86 to 78%):
-// less where the table has no room for longer ones. With few tokens the bound is the latency of a chain: length, table,
-// tiles, merge. One sequence of 4096 tokens takes 10.3 us, against 3.9 for the copy (38%), and one of 32768 takes 37 of
-// 31 (85%).
+// heads and 8 kv heads of 128, a bfloat16 cache takes 251 us, as a copy of its bytes does (100%), and an 8-bit one 136
+// of 125 (92%). 64 sequences of 1024 take 68.5 of 62.7 (92%), 8 of 8192 take 69 of 63 (91%), and 16 of 2048 take 36 to
+// 40 of 31 (87 to 79%): less where the table has no room for longer ones. With few tokens the bound is the latency of a
+// chain: length, table, tiles, merge. One sequence of 4096 tokens takes 10.0 us, against 3.9 for the copy (39%), and one
+// of 32768 takes 36.4 of 31.4 (86%).
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
@@ -178,6 +178,7 @@ __global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void at
                     attend_tiles<F, 2>(p, team, segment, warp, query, k, softmax, out);
                 else if (first || second)
                     attend_tiles<F, 1>(p, team, segment, warp, query, first ? k : k + 1, softmax, out);
+                if (k + AT_ONCE >= pipeline.tiles) break;
                 // The stages of both are free, and the copies of the tiles between are under way.
                 team.barrier();
                 pipeline.start_copies(p, team, k + STAGES);

@@ -15,7 +15,7 @@ enum Layout {
 enum Dealing {
     QUEUE,    // blocks draw pieces of items
     CLUSTERS, // each item has a cluster of blocks, or a block
-    EITHER,   // CLUSTERS where all sequences are about as long, or no longer than a block's share; else QUEUE
+    EITHER,   // CLUSTERS where all sequences are about as long, or for blocks not too long; else QUEUE
 };
 
 struct Params {
@@ -55,7 +55,7 @@ struct Params {
     float scale;     // of the scores; times the key scale where that is a number
     float softcap;   // 0: none
     float out_scale; // the value scale where that is a number, else 1
-    int shares;      // blocks at once, which no piece shall have more than an equal share of
+    int shares;      // blocks that draw pieces, of which none shall have more than an equal share
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -27,9 +27,12 @@ _MIN_UNITS = 4
 _LARGEST_SCALE = 1e30
 #: Size of the clusters that items have where the lengths are even. Measured on an H200: larger ones are slower.
 _EVEN_CLUSTER = 2
-#: Room for so many tokens of a sequence makes any lengths even enough: a pair of blocks is done with the longest before
-#: a queue would be, and a single one with half as many.
+#: Room for so many tokens of a sequence makes any lengths even enough: its blocks are done with the longest before a
+#: queue would be.
 _EVEN_TOKENS = 2048
+#: Where there is room for no more than so many tokens for each warp of an item, one tile at once is as fast as two, and
+#: faster for short sequences.
+_AT_ONCE_TOKENS = 64
 #: Most items that have a block each, as a multiple of the blocks that the GPU has room for at once. More of them are
 #: short beside what it takes to begin.
 _BLOCK_ITEMS = 4
@@ -80,7 +83,7 @@ _QUEUE = Dealt()
 #: start sooner with 68 KiB.
 _FEW = {
     7: Dealt(16, "CLUSTERS", False, 68),
-    15: Dealt(8, "CLUSTERS", True, 200, 2),
+    15: Dealt(8, "CLUSTERS", True, 200),
     30: Dealt(4, "CLUSTERS", True, 200),
     32: Dealt(2, "CLUSTERS", True, 200),
 }
@@ -278,7 +281,7 @@ class Deal(NamedTuple):
     row_blocks: int
     slots: int  # of rows of partial results
     counters: int
-    shares: int = 0  # blocks at once
+    shares: int = 0  # blocks that draw pieces
 
 
 def _why_scalar(x: Request) -> str:
@@ -336,13 +339,15 @@ def _dealt(gpu: Gpu, x: Request, items: int) -> Dealt:
         return _QUEUE
     large, fp8_cache = x.sizes.head_dim > 128, arrays.ITEM_SIZE[x.cache] == 1
     few = _FEW_OF_LARGE_HEADS if large else _FEW_IN_FP8 if fp8_cache else _FEW
+    room = x.sizes.max_blocks * x.sizes.block_size
     for most, dealt in few.items():
         if items <= most:
-            return dealt
+            is_short = room <= _AT_ONCE_TOKENS * dealt.cluster * (4 << dealt.wide)
+            return dealt._replace(at_once=1) if is_short else dealt
     blocks, resident = _EVEN_CLUSTER * items, _MAX_BLOCKS * gpu.multiprocessors
-    room, at_once = x.sizes.max_blocks * x.sizes.block_size, 2 if fp8_cache and not large else 1
+    at_once = 2 if fp8_cache and not large else 1
     if resident < items <= _BLOCK_ITEMS * resident and not large:
-        return Dealt(1, "CLUSTERS" if room <= _EVEN_TOKENS // 2 else "EITHER", at_once=at_once)
+        return Dealt(1, "CLUSTERS" if room <= _EVEN_TOKENS else "EITHER", at_once=at_once)
     if blocks > resident:
         return _QUEUE
     wide = blocks <= gpu.multiprocessors and not large
