@@ -131,9 +131,9 @@ def _moe_gate() -> Iterator[Variant]:
 def _moe_gemm() -> Iterator[Variant]:
     op = moe_gemm.kernels
     yield op.WGMMA_FORMS[-1].variant("float16", 0)
-    yield op.Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
-    yield op.Fp8Wgmma(256, 2).variant("bfloat16", True, 1)
-    yield op.Fp8Wgmma(288, 2).variant("float16", True, 0)
+    yield moe_gemm.fp8.Fp8Wgmma(128, 1).variant("bfloat16", False, 0)
+    yield moe_gemm.fp8.Fp8Wgmma(256, 2).variant("bfloat16", True, 1)
+    yield moe_gemm.fp8.Fp8Wgmma(288, 2).variant("float16", True, 0)
     yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
     one = moe_gemm.stream_one
     for tokens, dtype in itertools.product(one.TOKENS, ("bfloat16", "float16")):

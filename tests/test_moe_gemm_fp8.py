@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukern.ops.moe_gemm import kernels
-from cukern.ops.moe_gemm.kernels import Fp8Wgmma
+from cukern.ops.moe_gemm import fp8
+from cukern.ops.moe_gemm.fp8 import Fp8Wgmma
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.op import forget_plans
 from tests.buffers import same_bits
@@ -34,7 +34,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A function that sets the form of all products."""
 
     def use(form: Fp8Wgmma) -> None:
-        monkeypatch.setattr(kernels, "_fp8_wgmma_form", lambda *_: form)
+        monkeypatch.setattr(fp8, "_fp8_wgmma_form", lambda *_: form)
         forget_plans()
 
     yield use

@@ -12,7 +12,7 @@ import pytest
 import cukern
 from cukern.fused_moe.buffers import is_of_units
 from cukern.fused_moe.layer import _Numbers
-from cukern.ops.moe_gemm import kernels, moe_gemm_quantized
+from cukern.ops.moe_gemm import fp8, moe_gemm_quantized
 from cukern.runtime import gpu
 from cukern.runtime.op import OPS, forget_plans
 from tests.buffers import POISON, on_gpu, same_bits, to_numpy
@@ -36,7 +36,7 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A function that sets how many blocks a cluster has."""
 
     def use(cluster: int) -> None:
-        monkeypatch.setattr(kernels, "_FP8_ALONE", 1 << 31 if cluster == 1 else -1)
+        monkeypatch.setattr(fp8, "_FP8_ALONE", 1 << 31 if cluster == 1 else -1)
         forget_plans()
 
     yield use
@@ -121,9 +121,9 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     ],
 )
 def test_where_the_activation_is_quantized(rows: int, experts: int, n: int, want: bool) -> None:
-    assert kernels.quantizes(rows, experts, n, HOPPER) is want
-    assert not kernels.quantizes(rows, experts, n, None)
-    assert not kernels.quantizes(rows, experts, n, gpu.of_arch("100a"))
+    assert fp8.quantizes(rows, experts, n, HOPPER) is want
+    assert not fp8.quantizes(rows, experts, n, None)
+    assert not fp8.quantizes(rows, experts, n, gpu.of_arch("100a"))
 
 
 def launched(tokens: int, **more: Any) -> list[str]:

@@ -25,7 +25,8 @@ from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceNoOp,
 )
 from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched, moe_gemm_quantized
-from cukern.ops.moe_gemm.kernels import STREAM_ROWS, quantizes
+from cukern.ops.moe_gemm.fp8 import quantizes
+from cukern.ops.moe_gemm.kernels import STREAM_ROWS
 from cukern.ops.moe_gemm.routed import DTYPES as ROUTED_DTYPES
 from cukern.ops.moe_gemm.routed import fits, routed_experts
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_quantized, permute_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cukern.ops.moe_gemm import folded, kernels, stream_one
+from cukern.ops.moe_gemm import fma, folded, fp8, kernels, stream_one
 from cukern.ops.moe_gemm.kernels import Product
 from cukern.ops.moe_gemm.prepare import (
     MAX_COUNT,
@@ -60,7 +60,8 @@ def _why_not(variant: str, x: Product) -> str:
         return "a is float32"
     if not x.is_of_units:
         return "rows or addresses are no multiples of 16 bytes"
-    reasons = {"wgmma": kernels.why_not_wgmma, "mma": kernels.why_not_mma, "stream": kernels.why_not_stream}
+    why_not_wgmma = fp8.why_not_fp8_wgmma if x.weights == "FP8" else kernels.why_not_wgmma
+    reasons = {"wgmma": why_not_wgmma, "mma": kernels.why_not_mma, "stream": kernels.why_not_stream}
     return reasons[variant](x)
 
 
@@ -89,15 +90,15 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
     elif reason := _why_not(variant, x):
         check.fail("variant", "'auto' or another here", f"{variant!r}: {reason}")
     if variant == "wgmma":
-        return kernels.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
-    return {"mma": kernels.mma, "stream": stream_one.stream, "fma": kernels.fma}[variant]
+        return fp8.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
+    return {"mma": kernels.mma, "stream": stream_one.stream, "fma": fma.fma}[variant]
 
 
 def _quantizing(x: Product, out_scale: Array, dtype: str) -> Callable[[Product], None]:
     """The function that launches the product whose activation is quantized."""
     if reason := _why_not("wgmma", x):
         check.fail("a", "of a call that Hopper's kernel can do", reason)
-    return lambda x: kernels.fp8_quantized(x, out_scale, dtype, float(SMALLEST))
+    return lambda x: fp8.fp8_quantized(x, out_scale, dtype, float(SMALLEST))
 
 
 # --- the arguments ---------------------------------------------------------------------------------------

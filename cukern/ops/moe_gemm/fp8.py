@@ -1,0 +1,177 @@
+"""The products of FP8 rows and weights, on Hopper: the sizes of their tiles, and their launches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from cukern.ops.moe_gemm.kernels import (
+    _ACTIVATIONS_AHEAD,
+    _HOPPER_BYTES,
+    STREAM_ROWS,
+    Product,
+    _flag,
+    constant,
+    why_not_wgmma,
+)
+from cukern.reference.moe_gemm import BLOCK
+from cukern.runtime import arrays, gpu
+from cukern.runtime.describe import Array
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import late
+from cukern.runtime.plan import launch
+
+_fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
+_fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
+
+#: Stages by the rows of a tile: 192 KiB of rows and weights, 208 with a tail.
+_FP8_STAGES = {288: 4, 256: 4, 128: 6}
+#: Rows of a group up to which the large tiles of plain products with scales by blocks are of 288 rows, with a tail: of
+#: random routing around 256 rows, half of the groups have up to 32 more, and a tile of their own would read all weights
+#: again. On an H200 they take 6% to 13% less time there, as long around 1024 rows, and 1% to 3% more with whole tiles.
+FP8_TAIL_ROWS = 600
+#: Boxes of 64 rows that a tile takes at least the time of: that of its weights' bytes.
+_FP8_LEAST_BOXES = 1.2
+
+
+class Fp8Wgmma(NamedTuple):
+    """The template arguments of `gemm_fp8_wgmma` but the type, the stages, the scales and the activation."""
+
+    tokens: int  # 128, 256, or 288: 256 and a tail
+    cluster: int  # 1 or 2
+
+    @property
+    def box(self) -> int:
+        """Rows of a box of TMA."""
+        return constant(_fp8_wgmma, "FP8_TAIL" if self.tokens == 288 else "FP8_BOX")
+
+    def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
+        arguments = self.tokens, self.cluster, _FP8_STAGES[self.tokens], _flag(is_by_blocks), activation
+        return _fp8_wgmma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
+
+
+_fp8_wgmma.specialized = [
+    Fp8Wgmma(tokens, cluster).variant("bfloat16", True, 0).instance
+    for tokens, cluster in ((288, 2), (256, 2), (128, 2), (128, 1))
+]
+
+
+def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multiprocessors: int) -> float:
+    """Boxes that a multiprocessor multiplies one after the other, for groups of so many rows."""
+    tiles = -(-rows // form.tokens) * experts * -(-strips // form.cluster)
+    boxes = -(-min(rows, form.tokens) // constant(_fp8_wgmma, "FP8_BOX"))
+    return -(-tiles // max(multiprocessors // form.cluster, 1)) * max(boxes, _FP8_LEAST_BOXES)
+
+
+def _is_small_cheaper(rows: int, cluster: int, *sizes: int) -> bool:
+    small, large = (_fp8_wgmma_cost(rows, Fp8Wgmma(tokens, cluster), *sizes) for tokens in (128, 256))
+    return small < 0.9 * large
+
+
+def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
+    # The blocks of a cluster have a strip each: of an odd number of strips the last leaves one without work.
+    return 2 if (strips % 2 == 0 or strips >= 16) and not is_one_box else 1
+
+
+def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
+    """The form that needs the least time; `strips`: the columns of the result by those of a tile."""
+    cluster = _fp8_wgmma_cluster(strips, x.expects(constant(_fp8_wgmma, "FP8_BOX")))
+
+    def is_small_cheaper(rows: int) -> bool:
+        return _is_small_cheaper(rows, cluster, x.experts, strips, multiprocessors)
+
+    large = 288 if x.is_by_blocks and not x.epilogue and x.expects(FP8_TAIL_ROWS) else 256
+    tokens = 128 if x.expects(128) or x.by_expected_rows(is_small_cheaper) else large
+    return Fp8Wgmma(tokens, cluster)
+
+
+def why_not_fp8_wgmma(x: Product) -> str:
+    """The reason why `gemm_fp8_wgmma` cannot do it; empty if it can."""
+    if reason := why_not_wgmma(x):
+        return reason
+    if x.is_gated and x.interleaved:
+        return "gates and ups are interleaved, in FP8"
+    box = constant(_fp8_wgmma, "FP8_BOX")
+    if x.is_gated and x.is_by_blocks and x.n % (2 * box):
+        return f"the halves of n ({x.n}) are no multiples of {box}, with scales by blocks"
+    return ""
+
+
+def fp8_wgmma(x: Product) -> None:
+    count = x.a.gpu.multiprocessors
+    # The columns of the result of a tile: gated, half of its rows of weights are ups.
+    columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
+    strips = -(-x.out.shape[-1] // columns)
+    form = _fp8_wgmma_form(x, strips, count)
+    blocks = x.tiles(min(form.tokens, 256), -(-strips // form.cluster) * form.cluster)
+    launch(
+        form.variant(x.out.dtype, x.is_by_blocks, x.epilogue),
+        late(min, blocks, max(count // form.cluster, 1) * form.cluster),
+        constant(_fp8_wgmma, "FP8_THREADS"),
+        _HOPPER_BYTES,
+        **x.fields(),
+        **x.maps(columns, form.box),
+    )
+
+
+# --- with an activation that is quantized ---------------------------------------------------------------
+
+#: Rows of a group up to which a layer's first product quantizes its activation itself, as it does again from more than
+#: FP8_TAIL_ROWS on. Between them tiles with a tail and a kernel for the activation behind them take less time (429 us
+#: and some 20 beside 508 for 32 x 256 rows of random routing on an H200): `gemm_fp8_blocks` has no tails.
+FP8_QUANTIZED_ROWS = 128
+#: Rows of a group up to which the blocks of `gemm_fp8_blocks` are no clusters: of random routing around 256 rows, half
+#: of the groups have a second tile of few rows.
+_FP8_ALONE = 256
+
+
+def fp8_blocks_variant(out_dtype: str, cluster: int, activation: int) -> Variant:
+    return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], cluster, activation, max_shared_bytes=_HOPPER_BYTES)
+
+
+_fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[1]).instance for x in (1, 2)]
+
+
+@functools.lru_cache(1 << 12)
+def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> bool:
+    """Whether `gemm_fp8_blocks` needs no more time than `gemm_fp8_wgmma` does for the same product alone."""
+    if FP8_QUANTIZED_ROWS < rows <= FP8_TAIL_ROWS:
+        return False
+    box, columns = constant(_fp8_blocks, "FP8_BOX"), constant(_fp8_blocks, "FP8_COLUMNS")
+    strips = n // columns
+    sizes = experts, strips, multiprocessors
+    narrow = _fp8_wgmma_cluster(strips, rows <= box)
+    tokens = 128 if rows <= 128 or _is_small_cheaper(rows, narrow, *sizes) else 256
+    cluster = 1 if rows <= _FP8_ALONE else 2
+    tiles = -(-rows // (128 * cluster)) * experts * strips // 2
+    boxes = -(-min(rows, 128 * cluster) // (box * cluster))
+    # A tile has twice the weights.
+    cost = -(-tiles // max(multiprocessors // cluster, 1)) * 2 * max(boxes, _FP8_LEAST_BOXES)
+    return cost <= _fp8_wgmma_cost(rows, Fp8Wgmma(tokens, narrow), *sizes)
+
+
+def quantizes(expected_rows: Any, experts: int, n: int, gpu: gpu.Gpu | None) -> Any:
+    """Whether a product by blocks, of so many rows of each expert, should quantize its activation; late.
+
+    It can on Hopper, where groups of columns are whole.
+    """
+    if gpu is None or gpu.arch != "90a" or n % (2 * BLOCK) or expected_rows <= STREAM_ROWS:
+        return False
+    return late(_is_wide_cheaper, expected_rows, experts, n, gpu.multiprocessors)
+
+
+def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
+    """Launch the product whose activation is quantized, of sums that are rounded to `dtype`."""
+    cluster = 1 if x.expects(_FP8_ALONE) else 2
+    columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
+    blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)
+    launch(
+        fp8_blocks_variant(dtype, cluster, x.epilogue),
+        late(min, blocks, max(x.a.gpu.multiprocessors // cluster, 1) * cluster),
+        constant(_fp8_blocks, "FP8_THREADS"),
+        _HOPPER_BYTES,
+        out_scale=out_scale,
+        smallest=smallest,
+        **x.fields(),
+        **x.maps(columns, box),
+    )
