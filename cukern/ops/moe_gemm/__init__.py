@@ -29,8 +29,9 @@ from cukern.runtime.describe import (
     expect,
     expect_array,
     expect_contiguous,
-    expect_lines,
     expect_place,
+    expect_weights,
+    is_transposed,
 )
 from cukern.runtime.late import Late, late
 from cukern.runtime.op import op
@@ -147,11 +148,11 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
 
 
 def _check_strides(b: Array) -> None:
-    """Rows of weights are contiguous, and do not lie backwards; prepared ones have no gaps between them."""
+    """Rows of weights are contiguous, or of 16 bits and 32 their columns; prepared ones have no gaps between them."""
     if is_prepared(b):
         expect_contiguous("b", b)
     else:
-        expect_lines("b", b)
+        expect_weights("b", b)
 
 
 def _check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None:
@@ -166,7 +167,8 @@ def _formats(
     if is_fp8 and is_prepared(b):
         _check_folded_scales(a, a_scale, b_scale, b_global_scale)
         return "FOLDED", "block", "group"
-    formats = ("FP8", *_fp8_scales(a, b, a_scale, b_scale)) if is_fp8 else ("PLAIN", "", "")
+    plain = "TRANSPOSED" if is_transposed(b) else "PLAIN"
+    formats = ("FP8", *_fp8_scales(a, b, a_scale, b_scale)) if is_fp8 else (plain, "", "")
     if not is_fp8 and a_scale is not None:
         check.fail("a_scale", f"None with {a.dtype} a", "an array")
     if not is_fp8 and b.dtype == "uint8":
