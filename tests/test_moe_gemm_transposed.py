@@ -91,7 +91,7 @@ def test_strides_that_are_refused(changes: dict[str, Any], message: str) -> None
         (8, {}, "90a", "gemm_wgmma"),
         (8192, {}, "90a", "gemm_wgmma"),
         (8192, {"how": "gathered"}, "90a", "gemm_wgmma"),
-        (8192, {"activation": "silu"}, "90a", "gemm_mma"),
+        (8192, {"activation": "silu"}, "90a", "gemm_wgmma"),
         (8, {}, "80", "gemm_mma"),
         (8192, {"activation": "silu"}, "120a", "gemm_mma"),
         (8192, {"n": 4092}, "90a", "gemm_fma"),
@@ -135,6 +135,8 @@ def test_no_registers_spill(on: str) -> None:
     if on == "90a":
         form = kernels.WGMMA_FORMS[-1]
         variants += [form.variant("bfloat16", x, gathers, True) for x in epilogues[::2] for gathers in (False, True)]
+        halves = kernels._WGMMA_BY_TOKENS
+        variants += [form.variant("bfloat16", epilogues[1], False, True) for form in (halves[0], halves[-1])]
     for variant in variants:
         path, _ = compiler.cubin(variant.instance, on)
         assert not resources(compiler.read_note(path)).spill_bytes, variant

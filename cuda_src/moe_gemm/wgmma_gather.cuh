@@ -93,7 +93,7 @@ __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaSha
                                                      ACTIVATION & BIASED ? expert : 0};
                     mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + each * SHARES * ROW_BYTES);
                     if constexpr (TURNED)
-                        load_transposed<POLICY>(weights_to, p.b_map, x, first_weight, expert, full);
+                        load_transposed<POLICY, ACTIVATION>(p, weights_to, x, first_weight, expert, full);
                     else if constexpr (GATED)
                         tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
                     else

@@ -1,36 +1,112 @@
 // What gemm_wgmma does otherwise with weights that lie as [experts, k, n].
 //
-// A tile of shared memory then has a step along k as a row, of 64 weights, and wgmma takes it as an MN-major operand: a
-// stage of 64 steps has such a tile for each warpgroup. Gates and ups that are interleaved alternate by one, so that one
-// thread has the sum of a gate and another one that of its up; `part_pairs` brings them together.
+// A tile of shared memory then has a step along k as a row, of 64 weights, and wgmma takes it as an MN-major operand; a
+// stage has two of 64 steps. A product's rows are neighbours in memory, so gates and ups cannot be told to alternate by 8:
+//
+//   no gates     a tile for each warpgroup, as with weights [experts, n, k]
+//   INTERLEAVED  the same. Gates and ups alternate by one: one thread has the sum of a gate and another one that of its up,
+//                and `part_pairs` brings them together.
+//   halves       64 gates, and their 64 ups. Each warpgroup multiplies both by its share of the tokens, and so has the sums
+//                of a gate and its up in one thread.
 #pragma once
 #include "common/warp.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
+#include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// Start the copies of a stage's weights, from weight `first` and step `x` along k on. A box is one warpgroup's.
-template <unsigned long long POLICY>
-__device__ __forceinline__ void load_transposed(unsigned to, const TensorMap& map, int x, int first, int expert,
+// Start the copies of a stage's weights, from row `first` of a tile's and step `x` along k on.
+template <unsigned long long POLICY, int ACTIVATION>
+__device__ __forceinline__ void load_transposed(const MappedGemmParams& p, unsigned to, int x, int first, int expert,
                                                 unsigned barrier) {
 #pragma unroll
-    for (int i = 0; i < WARPGROUPS; ++i)
-        tma_load<POLICY>(to + i * 64 * ROW_BYTES, map, first + i * 64, x, expert, 0, barrier);
+    for (int i = 0; i < WARPGROUPS; ++i) {
+        const int column = has_halves(ACTIVATION) ? first / 2 + i * (p.n / 2) : first + i * 64;
+        tma_load<POLICY>(to + i * 64 * ROW_BYTES, p.b_map, column, x, expert, 0, barrier);
+    }
 }
 
-// The weights of a warpgroup in stage 0, which begin at `address`.
-template <bool TURNED> __device__ __forceinline__ auto weights_at(unsigned address) {
-    if constexpr (TURNED)
-        return MMajor{mn_major_descriptor<64 * ROW_BYTES>(address)};
+// The weights of halves: 64 gates, and their ups.
+struct MMajorPair {
+    MMajor gates, ups;
+};
+template <typename A> constexpr bool IS_PAIR = false;
+template <> constexpr bool IS_PAIR<MMajorPair> = true;
+
+// The weights of a warpgroup in stage 0, where `stages` is.
+template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_at(unsigned stages, int warpgroup) {
+    constexpr int TILE = 64 * ROW_BYTES;
+    if constexpr (!TURNED)
+        return k_major_descriptor(stages + warpgroup * TILE);
+    else if constexpr (has_halves(ACTIVATION))
+        return MMajorPair{mn_major_descriptor<TILE>(stages), mn_major_descriptor<TILE>(stages + TILE)};
     else
-        return k_major_descriptor(address);
+        return MMajor{mn_major_descriptor<TILE>(stages + warpgroup * TILE)};
 }
 
-// The operand of product i of a stage, which lies `at` units of 16 bytes behind stage 0: of 16 numbers along k.
-__device__ __forceinline__ unsigned long long product_of(unsigned long long a, unsigned long long at, int i) {
-    return a + at + (i * 32 >> 4);
+// c += a b, or = a b without `add`, of numbers 16 i ... along k of the stage that lies `at` units of 16 bytes behind the
+// first one.
+template <typename T, int WIDTH, int REGISTERS>
+__device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
+                                                 unsigned long long at, int i, bool add) {
+    multiply_step<T, WIDTH>(c, a + at + (i * 32 >> 4), b + at + (i * 32 >> 4), add);
 }
-__device__ __forceinline__ MMajor product_of(MMajor a, unsigned long long at, int i) {
-    return {a.descriptor + at + (i * 16 * ROW_BYTES >> 4)};
+template <typename T, int WIDTH, int REGISTERS>
+__device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], MMajor a, unsigned long long b,
+                                                 unsigned long long at, int i, bool add) {
+    multiply_step<T, WIDTH>(c, MMajor{a.descriptor + at + (i * 16 * ROW_BYTES >> 4)}, b + at + (i * 32 >> 4), add);
+}
+template <typename T, int WIDTH, int REGISTERS>
+__device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], MMajorPair a, unsigned long long b,
+                                                 unsigned long long at, int i, bool add) {
+    using Half = float (&)[REGISTERS / 2];
+    multiply_weights<T, WIDTH>(reinterpret_cast<Half>(c), a.gates, b, at, i, add);
+    multiply_weights<T, WIDTH>(reinterpret_cast<Half>(c[REGISTERS / 2]), a.ups, b, at, i, add);
+}
+
+// Sums of which nothing is left, as `part_pairs` and `store_share` change them: the compiler would else take what they
+// write for what the next tile's products add to, and wait for each product.
+template <int REGISTERS> __device__ __forceinline__ void clear(float (&c)[REGISTERS]) {
+#pragma unroll
+    for (int i = 0; i < REGISTERS; ++i) c[i] = 0.f;
+}
+
+// A warpgroup's share of the tokens of a tile, from a multiple of 8 on.
+__device__ __forceinline__ WgmmaTile share_of(WgmmaTile tile, int warpgroup) {
+    const int each = (tile.tokens + 15) / 16 * 8;
+    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    const int first = __shfl_sync(FULL_WARP, warpgroup * each, 0);
+    tile.row += first;
+    tile.tokens = min(max(tile.tokens - first, 0), each);
+    return tile;
+}
+
+// Write a warpgroup's share of a tile: 64 columns of the result, of sums of gates in the first half of `c`, and of their
+// ups in the second.
+template <typename T, int ACTIVATION, int TOKENS>
+__device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c)[TOKENS / 2], WgmmaTile tile,
+                                            int warpgroup, unsigned staging, int& round) {
+    constexpr int UPS = TOKENS / 4;
+    const int first = tile.column + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4, columns = p.n / 2;
+    float biases[2][2]; // of a thread's two gates, and of their ups
+    if constexpr (ACTIVATION & BIASED) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            biases[i / 2][i % 2] =
+                bias_of<T>(p, tile.expert, weight_row<ACTIVATION>(p, min(first + i % 2 * 8, columns - 1), i / 2));
+    }
+    auto biased = [&](float sum, int side, int i) {
+        if constexpr (ACTIVATION & BIASED) return sum + biases[side][i];
+        return sum;
+    };
+#pragma unroll
+    for (int i = 0; i < UPS; ++i) {
+        if (i % 4 == 0 && i * 2 >= tile.tokens) break;
+        c[i] = finish<ACTIVATION>(p, biased(c[i], 0, i / 2 % 2), biased(c[UPS + i], 1, i / 2 % 2));
+    }
+    GemmParams of_result = p;
+    of_result.n = columns;
+    tile.column -= warpgroup * 64; // which store_tile adds
+    store_tile<T, NO_ACTIVATION, TOKENS>(of_result, c, tile, warpgroup, staging, round);
 }
 
 // Bring the sums of gates and of their ups together, of at most `tokens` tokens. Of a warp's 16 weights a thread has weight

@@ -271,6 +271,8 @@ WGMMA_FORMS = (
     Wgmma(128, 6, cluster=2),
     Wgmma(288, 4, cluster=2),
 )
+#: Those of weights that lie as [experts, k, n] and have gates and ups in halves: the warpgroups share out the tokens.
+_WGMMA_BY_TOKENS = *WGMMA_FORMS[1:-1], WGMMA_FORMS[-1]._replace(tokens=256)
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
     *(form.variant("bfloat16", _ACTIVATIONS_AHEAD[-1], gathers=True).instance for form in WGMMA_FORMS),
@@ -304,9 +306,10 @@ def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
 
     A block alone has half as many bytes on their way with them as with 128 tokens.
     """
+    forms = _WGMMA_BY_TOKENS if x.is_transposed and x.has_halves else WGMMA_FORMS
     if x.experts * -(-x.n // _wgmma_weights()) >= 2 * multiprocessors:
-        return WGMMA_FORMS
-    return [form for form in WGMMA_FORMS if form.tokens != 96]
+        return forms
+    return [form for form in forms if form.tokens != 96]
 
 
 def why_not_wgmma(x: Product) -> str:
@@ -320,8 +323,6 @@ def why_not_wgmma(x: Product) -> str:
     line = x.n if x.is_transposed else x.k
     if x.is_strided and any(stride * x.b.item_size % 16 or stride < line for stride in x.b_strides):
         return "rows of b lie at no multiples of 16 bytes, or overlap"
-    if x.is_transposed and x.has_halves:
-        return "b lies as [experts, k, n], and gates and ups are halves of n"
     if x.weights == "FP8" and x.is_gated and x.interleaved:
         return "gates and ups are interleaved, in FP8"
     box = constant(_fp8_wgmma, "FP8_BOX")
