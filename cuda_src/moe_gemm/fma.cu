@@ -11,8 +11,8 @@
 // Grid: tiles * ceil(n / FMA_WEIGHTS) blocks at least, where `tiles` bounds the tiles of TOKENS rows that the groups
 // have; gated, a tile has FMA_WEIGHTS / 2 gates and their ups. Of each FMA_STEP numbers along k a warp loads rows warp,
 // warp + 8, ... of tokens and of weights, a number of each lane, to shared memory in float32. Thread (x, y) of 16 x 16
-// then has rows x, x + 16, ... of the weights and y, y + 16, ... of the tokens. Blocks without a tile end at once. Weights
-// that are TRANSPOSED are loaded by rows of FMA_WEIGHTS neighbours.
+// then has rows x, x + 16, ... of the weights and y, y + 16, ... of the tokens. Blocks without a tile end at once.
+// TRANSPOSED weights are loaded by rows of FMA_WEIGHTS neighbours.
 //
 // Speed of light: 2 * rows * n * k operations at the rate of float32 without tensor cores.
 #include "common/fp8.cuh"
@@ -22,7 +22,8 @@
 constexpr int FMA_THREADS = 256, FMA_WEIGHTS = 64, FMA_STEP = 32;
 
 struct FmaParams : GemmParams {
-    // Numbers (of 4 bits: bytes) from a row of weights (TRANSPOSED: from a step along k), and from an expert's, to the next.
+    // Numbers (of 4 bits: bytes) to the next row of weights (TRANSPOSED: to the next step along k), and to the next
+    // expert's.
     long long b_row, b_expert;
 };
 
@@ -81,8 +82,8 @@ __device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, in
 }
 
 // T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. BLOCK_SCALES: FP8 with a scale for
-// every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows. ACTIVATION: as moe_gemm/epilogue.cuh
-// has it. TOKENS: a multiple of 16.
+// every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows. ACTIVATION: as
+// moe_gemm/epilogue.cuh has it. TOKENS: a multiple of 16.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int ACTIVATION, int TOKENS>
 __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ FmaParams p) {
     constexpr bool GATED = is_gated(ACTIVATION);

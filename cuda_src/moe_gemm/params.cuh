@@ -37,6 +37,6 @@ struct MappedGemmParams : GemmParams {
 };
 
 // Formats of the weights. PLAIN: T, as the tokens. FP8: e4m3, as the tokens. MXFP4, NVFP4: e2m1, two to a byte, with an
-// E8M0 scale for every 32 of a row or one of e4m3 for every 16; the tokens are T. TRANSPOSED: T, as the tokens, with the
-// rows of weights as columns.
+// E8M0 scale for every 32 of a row or one of e4m3 for every 16; the tokens are T. TRANSPOSED: T, as the tokens, and a
+// row of weights is a column of `b`.
 enum Format { PLAIN, FP8, MXFP4, NVFP4, TRANSPOSED };

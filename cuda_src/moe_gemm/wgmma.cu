@@ -183,8 +183,8 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
 
 // T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 96, 128 or 288. BLOCKS: blocks that fit a multiprocessor.
 // STREAMED: for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh
-// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads. TURNED: the weights lie as
-// [experts, k, n]; where gates have a half of n, TOKENS are 16 at least, and 256 in place of 288.
+// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads. TURNED: the weights lie
+// as [experts, k, n]; where gates have a half of n, TOKENS are 16 at least, and 256 in place of 288.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER,
           bool TURNED = false>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)

@@ -1,13 +1,14 @@
 // What gemm_wgmma does otherwise with weights that lie as [experts, k, n].
 //
 // A tile of shared memory then has a step along k as a row, of 64 weights, and wgmma takes it as an MN-major operand; a
-// stage has two of 64 steps. A product's rows are neighbours in memory, so gates and ups cannot be told to alternate by 8:
+// stage has two of 64 steps. A product's rows are neighbours in memory, so gates and ups cannot be told to alternate by
+// 8:
 //
 //   no gates     a tile for each warpgroup, as with weights [experts, n, k]
-//   INTERLEAVED  the same. Gates and ups alternate by one: one thread has the sum of a gate and another one that of its up,
-//                and `part_pairs` brings them together.
-//   halves       64 gates, and their 64 ups. Each warpgroup multiplies both by its share of the tokens, and so has the sums
-//                of a gate and its up in one thread.
+//   INTERLEAVED  the same. Gates and ups alternate by one: one thread has the sum of a gate and another one that of its
+//                up, and `part_pairs` brings them together.
+//   halves       64 gates, and their 64 ups. Each warpgroup multiplies both by its share of the tokens, and so has the
+//                sums of a gate and its up in one thread.
 #pragma once
 #include "common/warp.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
@@ -43,8 +44,8 @@ template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_a
         return MMajor{mn_major_descriptor<TILE>(stages + warpgroup * TILE)};
 }
 
-// c += a b, or = a b without `add`, of numbers 16 i ... along k of the stage that lies `at` units of 16 bytes behind the
-// first one.
+// c += a b, or = a b without `add`, of numbers 16 i ... along k of the stage that lies `at` units of 16 bytes behind
+// the first one.
 template <typename T, int WIDTH, int REGISTERS>
 __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
                                                  unsigned long long at, int i, bool add) {
@@ -80,8 +81,8 @@ __device__ __forceinline__ WgmmaTile share_of(WgmmaTile tile, int warpgroup) {
     return tile;
 }
 
-// Write a warpgroup's share of a tile: 64 columns of the result, of sums of gates in the first half of `c`, and of their
-// ups in the second.
+// Write a warpgroup's share of a tile: 64 columns of the result, of sums of gates in the first half of `c`, and of
+// their ups in the second.
 template <typename T, int ACTIVATION, int TOKENS>
 __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c)[TOKENS / 2], WgmmaTile tile,
                                             int warpgroup, unsigned staging, int& round) {
@@ -109,9 +110,9 @@ __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c
     store_tile<T, NO_ACTIVATION, TOKENS>(of_result, c, tile, warpgroup, staging, round);
 }
 
-// Bring the sums of gates and of their ups together, of at most `tokens` tokens. Of a warp's 16 weights a thread has weight
-// lane / 4 and 8 more in a pair of sums each: an even one is a gate, the next its up. It gets gate lane / 4 of the warp's
-// 8 in the first pair, and its up in the second. In each of two exchanges a thread gives one of its pairs.
+// Bring the sums of gates and of their ups together, of at most `tokens` tokens. Of a warp's 16 weights a thread has
+// weight lane / 4 and 8 more in a pair of sums each: an even one is a gate, the next its up. It gets gate lane / 4 of
+// the warp's 8 in the first pair, and its up in the second. In each of two exchanges a thread gives one of its pairs.
 template <int REGISTERS> __device__ __forceinline__ void part_pairs(float (&c)[REGISTERS], int tokens) {
     const int lane = threadIdx.x % 32, column = lane / 4;
     const bool has_ups = column & 1, is_high = column & 4;

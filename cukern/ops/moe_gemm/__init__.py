@@ -416,9 +416,11 @@ def moe_gemm(
         b: weights [experts, n, k] of the dtype of `a`; or, where that has 16 bits, uint8 [experts, n, k / 2]: numbers
             of 4 bits (e2m1), two in a byte, the low half first; or those prepared by `cukern.prepare_weights`, for
             Hopper; FP8 rows take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn"). Rows are contiguous, and
-            may have any stride. n and k may be of any size, in 4 bits whole groups of a scale; fast are n of multiples
-            of 8 (gated, of 16), k of multiples of 8 in 16 bits, of 16 in 8, of 32 in 4, addresses at multiples of 16
-            bytes, and weights without strides or, on Hopper and in 16 bits or 8, with those of such multiples.
+            may have any stride. Of the dtype of `a` in 16 bits and 32, `b` may be the view `w.transpose(1, 2)` of an
+            array [experts, k, n], which is not copied: n then is contiguous in place of k. n and k may be of any size,
+            in 4 bits whole groups of a scale; fast are n of multiples of 8 (gated, of 16), k of multiples of 8 in 16
+            bits, of 16 in 8, of 32 in 4, addresses at multiples of 16 bytes, and weights without strides or, on Hopper
+            and in 16 bits or 8, with those of such multiples.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
             expert_offsets[e + 1] - 1. Offsets outside of the rows count as their ends.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
@@ -445,6 +447,7 @@ def moe_gemm(
         variant: "wgmma" (Hopper; 16 bits, 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
             reads the weights anew for every few rows), "fma" (all sizes, strides and addresses; without tensor cores)
             or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma", "mma" and "fma", the first that can.
+            Of these "stream" takes no view of [experts, k, n]; the others give the same bits for it.
             Many rows are better permuted than gathered where they are of 8 bits, or n is above some 8000.
 
     Returns:
