@@ -257,7 +257,8 @@ class Wgmma(NamedTuple):
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
     def variant(self, dtype: str, activation: int, gathers: bool = False, is_transposed: bool = False) -> Variant:
-        arguments = *self[:4], _flag(self.is_streamed), _flag(gathers), *["true"] * is_transposed
+        flags = [_flag(self.is_streamed), _flag(gathers), *["true"] * is_transposed]
+        arguments: list[Any] = [*self[:4], *flags]
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
