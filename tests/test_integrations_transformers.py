@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -141,6 +142,48 @@ def test_a_class_gives_what_eager_gives(folder: str, name: str) -> None:
     assert not any("forward" in x.__dict__ for x in model.modules())
 
 
+def _transposed_classes() -> list[tuple[str, str]]:
+    found = []
+    for folder, name in COMPARED:
+        module = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[name])
+        lines = inspect.getsource(module).splitlines()
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"class {name}("))
+        found += [(folder, name)] * ("is_transposed=True" in "".join(lines[at - 5 : at]))
+    return found
+
+
+TRANSPOSED = _transposed_classes()
+
+
+def test_classes_with_transposed_weights_are_found() -> None:
+    assert {("gpt_oss", "GptOssExperts"), ("aria", "AriaExperts")} <= {*TRANSPOSED}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("folder", "name"), TRANSPOSED, ids=[name for _, name in TRANSPOSED])
+def test_transposed_weights_are_not_copied(
+    folder: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_models.tiny(folder, name).to(dtype)
+    ids, mask = prompts()
+    ck.enable(model)
+    taken = []
+    op = cukern.fused_experts
+
+    def spy(x: Any, w1: torch.Tensor, w2: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        taken.append((w1, w2))
+        return op(x, w1, w2, *arguments, **options)
+
+    monkeypatch.setattr(cukern, "fused_experts", spy)
+    logits_of(model, ids, mask)
+    experts = [x for x in model.modules() if type(x).__name__ == name]
+    assert len(taken) == len(experts) > 0
+    for given, x in zip(taken, experts, strict=True):
+        for weights, own in zip(given, (x.gate_up_proj, x.down_proj), strict=True):
+            assert weights.data_ptr() == own.data_ptr()
+            assert weights.shape == own.transpose(1, 2).shape and weights.stride() == own.transpose(1, 2).stride()
+
+
 # --- what is replaced -----------------------------------------------------------------------------------
 
 
@@ -167,7 +210,8 @@ def test_the_forms_of_well_known_models() -> None:
     assert found["sums"] == "fused_add_rms_norm, in generate of this package"
     assert hows("mixtral", "MixtralExperts")["routers"] == "topk_softmax, the best 2 by softmax"
     assert hows("deepseek_v2", "DeepseekV2Experts")["experts"] == "fused_experts, silu"
-    assert "torch's grouped product (weights are [experts, in, out])" in hows("gpt_oss", "GptOssExperts")["experts"]
+    assert hows("gpt_oss", "GptOssExperts")["experts"] == "fused_experts, swigluoai, interleaved"
+    assert hows("aria", "AriaExperts")["experts"] == "fused_experts, silu"
     assert hows("nemotron_h", "NemotronHExperts")["experts"] == "fused_experts, relu2_no_mul"
     assert hows("qwen3_next", "Qwen3NextExperts")["norms"] == "rms_norm, of weights that are stored minus 1"
     model = tiny_models.tiny("deepseek_v3", "DeepseekV3Experts")

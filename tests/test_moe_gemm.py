@@ -446,7 +446,7 @@ def _bad_calls() -> Iterator[Any]:
         ("rows", {"b": zeros(2, 23, 256), "activation": "silu"}, ValueError,
          "b must be of n that is a positive multiple of 2 (with a gate), got 23"),
         ("rows", {"b": zeros(2, 16, 512)[..., ::2]}, ValueError,
-         "b must be contiguous along its last dimension, got strides (8192, 512, 2)"),
+         "b must be contiguous along its last dimension, or along the one before, got strides (8192, 512, 2)"),
         ("rows", {"b": zeros(2, 16, 256)[:, ::-1]}, ValueError,
          "b must be contiguous along its last dimension, got strides (4096, -256, 1)"),
         ("rows", {"bias": np.zeros((2, 17), f32)}, ValueError,

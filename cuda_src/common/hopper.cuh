@@ -293,6 +293,17 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long 
     }
 }
 
+// a: an MN-major descriptor, b: a K-major one; 16 bits.
+template <typename T, int N>
+__device__ __forceinline__ void wgmma_m_major(float (&c)[N], unsigned long long a, unsigned long long b,
+                                              bool accumulate) {
+    if constexpr (IS_BFLOAT16<T>) {
+        WGMMA_COLUMNS("k16", "bf16.bf16", ", 1, 0");
+    } else {
+        WGMMA_COLUMNS("k16", "f16.f16", ", 1, 0");
+    }
+}
+
 // a: fragments in registers, of each warp's 16 rows: of 16 bits as in common/mma.cuh; of 8 bits a lane has numbers
 // 4 (lane % 4) ... + 3 of row lane / 4 in a[0] and of row lane / 4 + 8 in a[1], and the same 16 numbers further in a[2]
 // and a[3]. b: a K-major descriptor.

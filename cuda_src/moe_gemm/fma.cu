@@ -12,6 +12,7 @@
 // have; gated, a tile has FMA_WEIGHTS / 2 gates and their ups. Of each FMA_STEP numbers along k a warp loads rows warp,
 // warp + 8, ... of tokens and of weights, a number of each lane, to shared memory in float32. Thread (x, y) of 16 x 16
 // then has rows x, x + 16, ... of the weights and y, y + 16, ... of the tokens. Blocks without a tile end at once.
+// TRANSPOSED weights are loaded by rows of FMA_WEIGHTS neighbours.
 //
 // Speed of light: 2 * rows * n * k operations at the rate of float32 without tensor cores.
 #include "common/fp8.cuh"
@@ -22,7 +23,9 @@
 constexpr int FMA_THREADS = 256, FMA_WEIGHTS = 64, FMA_STEP = 32;
 
 struct FmaParams : GemmParams {
-    long long b_row, b_expert; // numbers (of 4 bits: bytes) from a row of weights, and from an expert's, to the next
+    // Numbers (of 4 bits: bytes) to the next row of weights (TRANSPOSED: to the next step along k), and to the next
+    // expert's.
+    long long b_row, b_expert;
 };
 
 // The numbers of e2m1 by their codes, without the sign.
@@ -50,6 +53,8 @@ __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i
 // Number i of a row of an expert's weights, times its scale by blocks or by groups.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float weight_number(const FmaParams& p, int expert, int row, int i) {
+    if constexpr (FORMAT == TRANSPOSED)
+        return to_float(static_cast<const T*>(p.b)[expert * p.b_expert + i * p.b_row + row]);
     const long long first = expert * p.b_expert + row * p.b_row;
     if constexpr (FORMAT == PLAIN) return to_float(static_cast<const T*>(p.b)[first + i]);
     if constexpr (FORMAT == FP8) {
@@ -78,8 +83,8 @@ __device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, in
 }
 
 // T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. BLOCK_SCALES: FP8 with a scale for
-// every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows. ACTIVATION: as moe_gemm/epilogue.cuh
-// has it. TOKENS: a multiple of 16.
+// every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows. ACTIVATION: as
+// moe_gemm/epilogue.cuh has it. TOKENS: a multiple of 16.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int ACTIVATION, int TOKENS>
 __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ FmaParams p) {
     wait_for_earlier_kernels();
@@ -109,8 +114,16 @@ __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ 
             tokens[lane][warp + i * WARPS] = at < p.k ? token_number<T, FORMAT, BLOCK_SCALES>(p, sources[i], at) : 0.f;
 #pragma unroll
         for (int i = 0; i < FMA_WEIGHTS / WARPS; ++i) {
-            const int r = warp + i * WARPS;
-            weights[lane][r] = at < p.k ? weight_number<T, FORMAT, BLOCK_SCALES>(p, group.expert, row_of(r), at) : 0.f;
+            if constexpr (FORMAT == TRANSPOSED) {
+                const int r = threadIdx.x % FMA_WEIGHTS;
+                const int step = i * (FMA_THREADS / FMA_WEIGHTS) + threadIdx.x / FMA_WEIGHTS;
+                weights[step][r] =
+                    k + step < p.k ? weight_number<T, FORMAT, false>(p, group.expert, row_of(r), k + step) : 0.f;
+            } else {
+                const int r = warp + i * WARPS;
+                weights[lane][r] =
+                    at < p.k ? weight_number<T, FORMAT, BLOCK_SCALES>(p, group.expert, row_of(r), at) : 0.f;
+            }
         }
         __syncthreads();
 #pragma unroll 8

@@ -7,11 +7,12 @@
 // each number of a and b times its scale, if there are scales; sums in float32, rounded once. moe_gemm/params.cuh says
 // what a group is.
 //
-//   FORMAT   a      b
-//   PLAIN    T      T
-//   FP8      e4m3   e4m3, with a_scale and b_scale
-//   MXFP4    T      e2m1, two to a byte (the lower half first), with an E8M0 scale for every 32 along k
-//   NVFP4    T      the same, with an e4m3 scale for every 16 along k, and b_global_scale
+//   FORMAT       a      b
+//   PLAIN        T      T
+//   TRANSPOSED   T      T, which lies as [experts, k, n]: moe_gemm/mma_transposed.cuh
+//   FP8          e4m3   e4m3, with a_scale and b_scale
+//   MXFP4        T      e2m1, two to a byte (the lower half first), with an E8M0 scale for every 32 along k
+//   NVFP4        T      the same, with an e4m3 scale for every 16 along k, and b_global_scale
 //
 // Grid: tiles * ceil(n / WEIGHTS) blocks at least, where `tiles` bounds the tiles of TOKENS rows that the groups have.
 // A block of TOKEN_WARPS x WEIGHT_WARPS warps makes one tile, TOKENS tokens (rows of a) times WEIGHTS rows of weights:
@@ -27,11 +28,15 @@
 #include "moe_gemm/mma_fp4.cuh"
 #include "moe_gemm/mma_ldmatrix.cuh"
 #include "moe_gemm/mma_store.cuh"
+#include "moe_gemm/mma_transposed.cuh"
 
 // The form of the operands: a layout of shared memory, and the types ScaleCopies, Products and Factors.
 template <typename T, int FORMAT, bool BLOCK_SCALES, class Block> struct MmaFormOf {
     using Type = PlainForm<T, Block>;
     static_assert(FORMAT == PLAIN && !BLOCK_SCALES, "");
+};
+template <typename T, class Block> struct MmaFormOf<T, TRANSPOSED, false, Block> {
+    using Type = TransposedForm<T, Block>;
 };
 template <typename T, class Block> struct MmaFormOf<T, FP8, false, Block> {
     using Type = Fp8RowForm<Block>;
@@ -46,10 +51,10 @@ template <typename T, class Block> struct MmaFormOf<T, NVFP4, false, Block> {
     using Type = Fp4Form<T, E4m3Scale, true, Block>;
 };
 
-// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. STEP: 32 or 64 with PLAIN, else
-// 128. STAGES: steps that shared memory holds. BLOCKS: blocks that fit a multiprocessor. ACTIVATION: as
-// moe_gemm/epilogue.cuh has it. BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has
-// scales of whole rows.
+// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. STEP: 32 or 64 with PLAIN and
+// TRANSPOSED, else 128. STAGES: steps that shared memory holds. BLOCKS: blocks that fit a multiprocessor. ACTIVATION:
+// as moe_gemm/epilogue.cuh has it. BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b;
+// else FP8 has scales of whole rows.
 template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int WEIGHT_WARPS, int STEP, int STAGES,
           int BLOCKS, int ACTIVATION, bool BLOCK_SCALES>
 __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
@@ -73,6 +78,7 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
     clear(sums);
     typename Form::Products products;
     products.add_to(sums, copies, me, shared);
+    if constexpr (FORMAT == TRANSPOSED && Block::GATED && !Block::HALVES) part_pairs(sums, me);
 
     tile.locate(); // again, rather than keeping its registers during the products
     const typename Form::Factors factors(p, tile, me, sums);

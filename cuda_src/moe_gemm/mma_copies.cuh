@@ -4,17 +4,22 @@
 #include "moe_gemm/mma_block.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
+// Whether the weights of a form lie as [experts, k, n]: a row of a stage then is a step along k.
+template <class Form> constexpr bool IS_TRANSPOSED = false;
+
 // The copies of a thread: of each step along k one 16-byte chunk of every A_ROWS-th row of tokens and of every
 // B_ROWS-th row of weights, and the thread's part of the scales.
 template <class Form> struct MmaCopies {
     using Block = typename Form::Block;
     static constexpr int TOKENS = Block::TOKENS, WEIGHTS = Block::WEIGHTS, THREADS = Block::THREADS;
-    static constexpr bool GATED = Block::GATED, HALVES = Block::HALVES;
+    static constexpr bool GATED = Block::GATED, HALVES = Block::HALVES, BY_STEPS = IS_TRANSPOSED<Form>;
     static constexpr int A_CHUNKS = Form::A_LINE / 16, A_ROWS = THREADS / A_CHUNKS;
     static constexpr int B_CHUNKS = Form::B_LINE / 16, B_ROWS = THREADS / B_CHUNKS;
-    static constexpr int A_COPIES = (TOKENS + A_ROWS - 1) / A_ROWS, B_COPIES = (WEIGHTS + B_ROWS - 1) / B_ROWS;
+    static constexpr int B_LINES = BY_STEPS ? Block::STEP : WEIGHTS; // rows of a stage
+    static constexpr int A_COPIES = (TOKENS + A_ROWS - 1) / A_ROWS, B_COPIES = (B_LINES + B_ROWS - 1) / B_ROWS;
     static constexpr int B_APART = HALVES ? B_ROWS / 2 : B_ROWS; // rows of the expert's weights, from copy to copy
-    static_assert(A_ROWS % 8 == 0 && B_ROWS % (GATED ? 16 : 8) == 0, "");
+    static_assert(A_ROWS % 8 == 0 && B_ROWS % (GATED && !BY_STEPS ? 16 : 8) == 0, "");
+    static_assert(!BY_STEPS || B_LINES % B_ROWS == 0, "");
 
     // The rows of `a`. The array is the kernel's: the compiler takes a struct with an array apart only after it has
     // unrolled all loops over that, which costs registers.
@@ -24,7 +29,7 @@ template <class Form> struct MmaCopies {
     const unsigned a_to, b_to;
     const long long a_pitch, b_pitch; // bytes of a row in memory
     const char *b_from, *a_from;      // the chunk of the next step, in row 0
-    int weight, last_weight;          // the first row of weights, and the last one that there is
+    int weight, last_weight;          // the first row of weights, and the last one that there is; of a step along k
     int steps;
     typename Form::ScaleCopies scales;
 
@@ -33,14 +38,20 @@ template <class Form> struct MmaCopies {
         : tokens(tokens), shared_at(shared_at), a_row(me.thread / A_CHUNKS), a_chunk(me.thread % A_CHUNKS),
           b_row(me.thread / B_CHUNKS), b_chunk(me.thread % B_CHUNKS), a_to(shared_at + Form::a_at(a_row, a_chunk)),
           b_to(shared_at + Form::B + Form::b_at(b_row, b_chunk)), a_pitch(Form::a_bytes(p.k)),
-          b_pitch(Form::b_bytes(p.k)) {
+          b_pitch(Form::b_bytes(BY_STEPS ? p.n : p.k)) {
         a_from = static_cast<const char*>(p.a) + a_chunk * 16;
-        b_from = static_cast<const char*>(p.b) + tile.group.expert * b_pitch * p.n + b_chunk * 16;
+        b_from = static_cast<const char*>(p.b) + tile.group.expert * b_pitch * (BY_STEPS ? p.k : p.n);
+        if constexpr (BY_STEPS)
+            b_from += b_row * b_pitch + Form::b_column(tile, b_chunk) * 2;
+        else
+            b_from += b_chunk * 16;
 #pragma unroll
         for (int i = 0; i < A_COPIES; ++i) tokens[i] = tile.token_of(a_row + i * A_ROWS);
         const int half = tile.half;
         const int side = b_row / 8 % 2, column = tile.first_column + b_row / 16 * 8 + b_row % 8;
-        if constexpr (HALVES)
+        if constexpr (BY_STEPS)
+            weight = b_row, last_weight = p.k - 1;
+        else if constexpr (HALVES)
             weight = side * half + column, last_weight = (side + 1) * half - 1;
         else if constexpr (GATED)
             weight = column * 2 + side, last_weight = p.n - 2 + side;
@@ -63,10 +74,13 @@ template <class Form> struct MmaCopies {
                                         a_left > 0 ? 16 : 0);
 #pragma unroll
             for (int i = 0; i < B_COPIES; ++i)
-                if (WEIGHTS % B_ROWS == 0 || b_row + i * B_ROWS < WEIGHTS)
+                if constexpr (BY_STEPS)
+                    copy_part_async<16>(to + b_to + i * B_ROWS * Form::B_LINE, b_from + i * B_ROWS * b_pitch,
+                                        step * Block::STEP + weight + i * B_ROWS <= last_weight ? 16 : 0);
+                else if (WEIGHTS % B_ROWS == 0 || b_row + i * B_ROWS < WEIGHTS)
                     copy_part_async<16>(to + b_to + i * B_ROWS * Form::B_LINE,
                                         b_from + min(weight + i * B_APART, last_weight) * b_pitch, b_left > 0 ? 16 : 0);
-            a_from += Form::A_LINE, b_from += Form::B_LINE;
+            a_from += Form::A_LINE, b_from += BY_STEPS ? Block::STEP * b_pitch : Form::B_LINE;
             scales.start(step, shared_at + to + Form::SCALES);
         }
         cp_async_commit_group();

@@ -124,10 +124,16 @@ template <class Form> struct LdmatrixProducts {
                                                 int part) {
         // The part's two chunks: these bits of an address belong to the chunk alone.
         const unsigned a = (a_at + stage_at) ^ part * 32, b = (b_at + stage_at) ^ part * 32;
+        const unsigned b_step = b_at + stage_at + part * 16 * Form::B_LINE; // TRANSPOSED: the part's 16 rows
 #pragma unroll
         for (int m = 0; m < Block::M; ++m) ldmatrix(to.a[m], a + m * 16 * Form::A_LINE);
 #pragma unroll
-        for (int n = 0; n < Block::N / 2; ++n) ldmatrix(to.b[n], b + n * 16 * Form::B_LINE);
+        for (int n = 0; n < Block::N / 2; ++n) {
+            if constexpr (IS_TRANSPOSED<Form>)
+                ldmatrix_trans(to.b[n], b_step ^ n * 32);
+            else
+                ldmatrix(to.b[n], b + n * 16 * Form::B_LINE);
+        }
     }
 
     // Add all products of the tile to `totals`. The first STAGES - 1 steps have been started.
@@ -136,7 +142,9 @@ template <class Form> struct LdmatrixProducts {
         const int a_row = me.token_warp * Block::M * 16 + me.lane % 16;
         const unsigned a_at = copies.shared_at + Form::a_at(a_row, me.lane / 16);
         const int b_row = me.weight_warp * Block::N * 8 + me.lane % 8 + me.lane / 16 * 8;
-        const unsigned b_at = copies.shared_at + Form::B + Form::b_at(b_row, me.lane / 8 % 2);
+        const int b_place = IS_TRANSPOSED<Form> ? Form::b_at(me.lane % 16, me.weight_warp * Block::N + me.lane / 16)
+                                                : Form::b_at(b_row, me.lane / 8 % 2);
+        const unsigned b_at = copies.shared_at + Form::B + b_place;
         cp_async_wait_group<Block::STAGES - 2>();
         __syncthreads();
         unsigned stage_at = 0;

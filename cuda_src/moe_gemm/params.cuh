@@ -8,8 +8,9 @@
 
 struct GemmParams {
     const void* a; // [tokens, k]; batched: [experts, max_tokens, k]
-    const void* b; // [experts, n, k]; of 4 bits: [experts, n, k / 2] bytes, the lower half first
-    void* out;     // [rows, n]; with an activation: [rows, n / 2]
+    // [experts, n, k]; TRANSPOSED: [experts, k, n]; of 4 bits: [experts, n, k / 2] bytes, the lower half first.
+    const void* b;
+    void* out; // [rows, n]; with an activation: [rows, n / 2]
     // Scales of FP8 by blocks: [tokens, ceil(k / 128)], [experts, ceil(n / 128), ceil(k / 128)]. Else of each token or
     // one; of each row of weights or each expert. Of 4 bits b_scale has bytes: [experts, n, k / 32] of E8M0 or
     // [experts, n, k / 16] of e4m3.
@@ -36,5 +37,6 @@ struct MappedGemmParams : GemmParams {
 };
 
 // Formats of the weights. PLAIN: T, as the tokens. FP8: e4m3, as the tokens. MXFP4, NVFP4: e2m1, two to a byte, with an
-// E8M0 scale for every 32 of a row or one of e4m3 for every 16; the tokens are T.
-enum Format { PLAIN, FP8, MXFP4, NVFP4 };
+// E8M0 scale for every 32 of a row or one of e4m3 for every 16; the tokens are T. TRANSPOSED: T, as the tokens, and a
+// row of weights is a column of `b`.
+enum Format { PLAIN, FP8, MXFP4, NVFP4, TRANSPOSED };

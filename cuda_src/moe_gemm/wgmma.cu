@@ -41,10 +41,11 @@
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
+#include "moe_gemm/wgmma_transposed.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
 // The loop of the warp that loads.
-template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, bool TURNED>
 __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                            unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
@@ -72,7 +73,9 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
                     shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight,
                                                  ACTIVATION & BIASED ? expert : 0};
                 mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + boxes * BOX * ROW_BYTES);
-                if constexpr (GATED)
+                if constexpr (TURNED)
+                    load_transposed<POLICY, ACTIVATION>(p, weights_to, x, first_weight, expert, full);
+                else if constexpr (GATED)
                     tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
                 else
                     tma_load<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);
@@ -96,11 +99,11 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
 }
 
 // Sum a warpgroup's part of a tile of at most WIDTH tokens. `a`, `b`: descriptors of its weights and tokens in stage 0,
-// both K-major.
+// both K-major, or the weights as moe_gemm/wgmma_transposed.cuh has them.
 // `skewed_after`: the step after which the other warpgroup may begin, or -1.
-template <typename T, int WIDTH, int CLUSTER, bool STREAMED, int REGISTERS, typename Shared, int STAGES>
+template <typename T, int WIDTH, int CLUSTER, bool STREAMED, int REGISTERS, typename Shared, int STAGES, typename A>
 __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, RingPlace<STAGES>& place, int steps,
-                                         int skewed_after, unsigned long long a, unsigned long long b) {
+                                         int skewed_after, A a, unsigned long long b) {
     const int lane = threadIdx.x % 32;
     auto release = [&](int stage) {
         const unsigned empty = shared_address(&shared.empty[stage]);
@@ -117,8 +120,7 @@ __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, 
         const unsigned long long at = place.stage * (Shared::STAGE >> 4);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < DEPTH / 16; ++i) // 16 numbers are 32 bytes
-            multiply_step<T, WIDTH>(c, a + at + (i * 32 >> 4), b + at + (i * 32 >> 4), i > 0 || step > 0);
+        for (int i = 0; i < DEPTH / 16; ++i) multiply_weights<T, WIDTH>(c, a, b, at, i, i > 0 || step > 0);
         wgmma_commit_group();
         if constexpr (STREAMED) { // memory is the limit: release the stage at once, so that its next copies start
             wgmma_wait_group<0>();
@@ -136,10 +138,11 @@ __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, 
         release(previous);
     }
     wgmma_fence_operand(reinterpret_cast<float (&)[WIDTH / 2]>(c));
+    if constexpr (IS_PAIR<A>) wgmma_fence_operand(reinterpret_cast<float (&)[WIDTH / 2]>(c[REGISTERS / 2]));
 }
 
 // The loop of a warpgroup that multiplies.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, bool TURNED>
 __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                               unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
@@ -147,7 +150,8 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
     // registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
-    const unsigned long long a = k_major_descriptor(stages + warpgroup * 64 * ROW_BYTES);
+    constexpr bool BY_TOKENS = TURNED && has_halves(ACTIVATION); // the warpgroups share out the tokens, not the weights
+    const auto a = weights_at<TURNED, ACTIVATION>(stages, warpgroup);
     const unsigned long long b = k_major_descriptor(stages + Shared::WEIGHT_TILE);
     const unsigned staging = stages + STAGES * Shared::STAGE + warpgroup * 2 * Shared::STAGING;
     const int steps = (p.k + DEPTH - 1) / DEPTH;
@@ -160,18 +164,33 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
         const WgmmaTile tile = shared.tiles[place.stage];
         if (tile.tokens == 0) break;
         if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
-        with_width<TOKENS>(tile.tokens, [&](auto width) {
-            sum_tile<T, decltype(width)::value, CLUSTER, STREAMED>(c, shared, place, steps, skewed_after, a, b);
-        });
-        skewed_after = -1;
-        store_tile<T, ACTIVATION, TOKENS, is_largest(TOKENS)>(p, c, tile, warpgroup, staging, round);
+        if constexpr (TURNED && is_gated(ACTIVATION)) clear(c);
+        if constexpr (BY_TOKENS) {
+            const WgmmaTile mine = share_of(tile, warpgroup);
+            const unsigned long long tokens = b + ((mine.row - tile.row) * ROW_BYTES >> 4);
+            with_width<TOKENS / 2>(mine.tokens, [&](auto width) {
+                sum_tile<T, decltype(width)::value, CLUSTER, STREAMED>(c, shared, place, steps, skewed_after, a,
+                                                                       tokens);
+            });
+            skewed_after = -1;
+            store_share<T, ACTIVATION, TOKENS>(p, c, mine, warpgroup, staging, round);
+        } else {
+            with_width<TOKENS>(tile.tokens, [&](auto width) {
+                sum_tile<T, decltype(width)::value, CLUSTER, STREAMED>(c, shared, place, steps, skewed_after, a, b);
+            });
+            skewed_after = -1;
+            if constexpr (TURNED && is_gated(ACTIVATION)) part_pairs(c, tile.tokens);
+            store_tile<T, ACTIVATION, TOKENS, is_largest(TOKENS)>(p, c, tile, warpgroup, staging, round);
+        }
     }
 }
 
 // T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 96, 128 or 288. BLOCKS: blocks that fit a multiprocessor.
 // STREAMED: for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh
-// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER>
+// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads. TURNED: the weights lie
+// as [experts, k, n]; where gates have a half of n, TOKENS are 16 at least, and 256 in place of 288.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER,
+          bool TURNED = false>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_wgmma(const __grid_constant__ MappedGemmParams p) {
     wait_for_earlier_kernels();
@@ -196,13 +215,13 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
     constexpr bool DEAL = is_largest(TOKENS);
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
         if constexpr (DEAL) setmaxnreg_inc<224>();
-        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+        compute_tiles<T, ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, TURNED>(p, shared, stages);
     } else {
         if constexpr (DEAL) setmaxnreg_dec<56>();
         if constexpr (GATHER)
-            gather_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+            gather_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, TURNED>(p, shared, stages);
         else if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
-            load_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED>(p, shared, stages);
+            load_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, TURNED>(p, shared, stages);
     }
     // A block may not end while others of its cluster write to its shared memory.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();

@@ -16,6 +16,7 @@
 #include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
+#include "moe_gemm/wgmma_transposed.cuh"
 
 // Warps that load gathered rows.
 __host__ __device__ constexpr int gather_warps(int tokens) { return tokens >= 64 ? 4 : 1; }
@@ -53,7 +54,7 @@ __device__ __forceinline__ bool elect_one() {
 
 // The loop of a warp. It keeps the sources of its rows in shared memory, behind `shared`, and with the largest tiles the
 // order of groups behind those of all warps.
-template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED>
+template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, bool TURNED>
 __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                              unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
@@ -94,7 +95,9 @@ __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaSha
                         shared.tiles[place.stage] = {row, tokens, GATED ? first_weight / 2 : first_weight,
                                                      ACTIVATION & BIASED ? expert : 0};
                     mbarrier_arrive_expect_tx(full, Shared::WEIGHT_TILE + each * SHARES * ROW_BYTES);
-                    if constexpr (GATED)
+                    if constexpr (TURNED)
+                        load_transposed<POLICY, ACTIVATION>(p, weights_to, x, first_weight, expert, full);
+                    else if constexpr (GATED)
                         tma_load<POLICY>(weights_to, p.b_map, x, 0, 0, first_weight / 16, expert, full);
                     else
                         tma_load<POLICY>(weights_to, p.b_map, x, first_weight, expert, 0, full);

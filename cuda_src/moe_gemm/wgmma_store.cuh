@@ -19,9 +19,8 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // when they come to the barrier of the next round, and the round after that may write to the place again. OVERLAPPED: a
 // round is written to its place before the one before is read, and gated it has twice the tokens.
 template <typename T, int ACTIVATION, int TOKENS, bool OVERLAPPED = false>
-__device__ __forceinline__ void store_tile(const MappedGemmParams& p, const float (&c)[TOKENS / 2],
-                                           const WgmmaTile& tile, int warpgroup, unsigned staging, int& round,
-                                           float factor = 1.f) {
+__device__ __forceinline__ void store_tile(const GemmParams& p, const float (&c)[TOKENS / 2], const WgmmaTile& tile,
+                                           int warpgroup, unsigned staging, int& round, float factor = 1.f) {
     constexpr bool GATED = is_gated(ACTIVATION);
     constexpr int ROUND = round_of(TOKENS) * (OVERLAPPED && GATED ? 2 : 1);
     constexpr int CHUNKS = GATED ? 4 : 8; // chunks of 16 bytes of a token

@@ -5,6 +5,11 @@
 // Columns of a product, so many tokens of a tile. An instance has those from a quarter of its TOKENS on.
 constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 240, 256, 272, 288};
 
+// A descriptor of an operand of M x K that is MN-major.
+struct MMajor {
+    unsigned long long descriptor;
+};
+
 template <int WIDTH> struct Width {
     static constexpr int value = WIDTH;
 };
@@ -38,7 +43,12 @@ template <int WIDTH> struct Width {
                  : PLACES_##places \
                  : __VA_ARGS__, "l"(b), "r"(int(add)))
 #define OF_SHARED(columns, places, types, a_at, b_at, add_at) \
-    PRODUCT(columns, places, types, a_at, b_at, add_at, "0, 0", "l"(a))
+    do { \
+        if constexpr (M_MAJOR) \
+            PRODUCT(columns, places, types, a_at, b_at, add_at, "1, 0", "l"(a)); \
+        else \
+            PRODUCT(columns, places, types, a_at, b_at, add_at, "0, 0", "l"(a)); \
+    } while (0)
 #define OF_REGISTERS(columns, places, types, a_at, b_at, add_at) \
     PRODUCT(columns, places, types, a_at, b_at, add_at, "0", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]))
 #define PRODUCTS_OF_SHARED(types) \
@@ -56,6 +66,8 @@ template <int WIDTH> struct Width {
         OF_SHARED("224", 112, types, "%112", "%113", "%114"); \
     else if constexpr (N == 120) \
         OF_SHARED("240", 120, types, "%120", "%121", "%122"); \
+    else if constexpr (M_MAJOR) \
+        wgmma_m_major<T>(c, a, b, add); \
     else \
         wgmma_k_major<T>(c, a, b, add)
 #define PRODUCTS_OF_REGISTERS(types) \
@@ -77,6 +89,18 @@ template <int WIDTH> struct Width {
         wgmma_k_major<T>(c, a, b, add)
 template <typename T, int N>
 __device__ __forceinline__ void multiply_width(float (&c)[N], unsigned long long a, unsigned long long b, bool add) {
+    constexpr bool M_MAJOR = false;
+    if constexpr (IS_BFLOAT16<T>) {
+        PRODUCTS_OF_SHARED("bf16.bf16");
+    } else {
+        PRODUCTS_OF_SHARED("f16.f16");
+    }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void multiply_width(float (&c)[N], MMajor operand, unsigned long long b, bool add) {
+    constexpr bool M_MAJOR = true;
+    const unsigned long long a = operand.descriptor;
     if constexpr (IS_BFLOAT16<T>) {
         PRODUCTS_OF_SHARED("bf16.bf16");
     } else {

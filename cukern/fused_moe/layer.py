@@ -130,8 +130,9 @@ def fused_experts(
         hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).
         w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; quantized as `quant` says, of 4 bits
             uint8 with two numbers in a byte. Without a gate: [experts, inter, hidden].
-        w2: [experts, hidden, inter]. Rows of both may have a stride. Sizes may be any that the quantization has groups
-            for; `cukern.moe_gemm` says which are fast.
+        w2: [experts, hidden, inter]. Rows of both may have a stride; without quantization either may be a view
+            `w.transpose(1, 2)` of an array [experts, in, out], which is not copied. Sizes may be any that the
+            quantization has groups for; `cukern.moe_gemm` says which are fast.
         topk_weights: float32 [tokens, topk].
         topk_ids: int32 or int64 [tokens, topk]. A slot whose id is -1, or of no expert, has no part in the result.
         activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas. Of experts

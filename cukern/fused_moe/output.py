@@ -25,8 +25,8 @@ from cukern.runtime.describe import (
     expect,
     expect_array,
     expect_contiguous,
-    expect_lines,
     expect_place,
+    expect_weights,
     same_shape,
 )
 from cukern.runtime.op import op
@@ -103,7 +103,7 @@ def layer_output(
             check.dtype(name, array.dtype, dtypes)
             if not same_shape(array, wanted):
                 check.shape(name, array.shape, wanted, of)
-            expect_lines(name, array)
+            expect_weights(name, array)
     expect_place("topk_ids", topk_ids, x, like)
     check.dimensions("topk_ids", topk_ids.shape, ("tokens", "topk"))
     shape = (tokens, topk_ids.shape[1])

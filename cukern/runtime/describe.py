@@ -251,6 +251,20 @@ def expect_lines(name: str, array: Array) -> None:
         check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
 
 
+def is_transposed(weights: Array) -> bool:
+    """Whether weights [experts, n, k] lie as [experts, k, n]: n is contiguous, and k is not."""
+    return weights.strides[-1] != 1 and weights.shape[-1] > 1 and not weights.is_contiguous
+
+
+def expect_weights(name: str, weights: Array) -> None:
+    """Raises ValueError unless k of `weights` [experts, n, k] is contiguous, or n in 16 and 32 bits; none negative."""
+    if weights.item_size == 1 or not is_transposed(weights):
+        expect_lines(name, weights)
+    elif (weights.strides[1] != 1 and weights.shape[1] > 1) or min(weights.strides) < 0:
+        wanted = "contiguous along its last dimension, or along the one before"
+        check.fail(name, wanted, f"strides {weights.strides} (in elements)")
+
+
 def expect_row_stride(name: str, matrix: Array) -> Any:
     """The distance between the rows of a matrix, in elements.
 

@@ -31,17 +31,15 @@ class Form:
 
     activation: str | None  # None: by the module's own code
     options: dict[str, Any] = field(default_factory=dict)  # of the activation
-    by_torch: str = ""  # why torch's grouped product is taken; empty: it is not
 
     @property
     def is_fused(self) -> bool:
-        return self.activation is not None and not self.by_torch
+        return self.activation is not None
 
     def __str__(self) -> str:
         if self.is_fused:
             return f"fused_experts, {self.activation}{', interleaved' * bool(self.options.get('interleaved'))}"
-        product = f"torch's grouped product ({self.by_torch})" if self.by_torch else "moe_gemm"
-        return f"moe_permute, {product} and moe_unpermute around the activation of the model"
+        return "moe_permute, moe_gemm and moe_unpermute around the activation of the model"
 
 
 def is_experts(module: torch.nn.Module) -> bool:
@@ -92,22 +90,19 @@ def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[to
 def form_of(module: Any) -> Form:
     """How the module is computed, found by what its activation gives for random numbers."""
     first = _first(module)
-    why = ""
-    if module.is_transposed:
-        why = "weights are [experts, in, out]"
     if module.has_post_expert_norm if hasattr(module, "has_post_expert_norm") else False:
-        return Form(None, by_torch=why)
+        return Form(None)
     generator = torch.Generator().manual_seed(0)
     rows = (torch.randn(64, 32, generator=generator) * 6).to(first.device)
     try:
         wanted = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     except (RuntimeError, ValueError, TypeError, AttributeError):
-        return Form(None, by_torch=why)
+        return Form(None)
     for name, options, formula in _candidates(module):
         got = formula(rows)
         if got.shape == wanted.shape and torch.allclose(got, wanted.float(), rtol=1e-4, atol=1e-5):
-            return Form(name, options, why)
-    return Form(None, by_torch=why)
+            return Form(name, options)
+    return Form(None)
 
 
 # --- the forward ----------------------------------------------------------------------------------------
@@ -135,49 +130,29 @@ def experts_forward(
         x = hidden_states.to(first.dtype).contiguous()
         ids = top_k_index.raw if isinstance(top_k_index, Ids) else top_k_index
         weights, ids = top_k_weights.float().contiguous(), ids.contiguous()
+        if self.is_transposed:  # [experts, in, out]: the kernels take views, without a copy
+            first, second = first.transpose(1, 2), second.transpose(1, 2)
         if form.is_fused:
             out = cukern.fused_experts(
                 x, first, second, weights, ids, activation=form.activation, w1_bias=biases[0], w2_bias=biases[1],
                 **form.options,
             )  # fmt: skip
         else:
-            out = _in_pieces(self, form, x, weights, ids, (first, second), biases)
+            out = _in_pieces(self, x, weights, ids, (first, second), biases)
         return out.to(hidden_states.dtype)
 
 
 def _in_pieces(
-    self: Any, form: Form, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, products: Any, biases: Any
+    self: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, products: Any, biases: Any
 ) -> torch.Tensor:
     """The experts with the activation, and the norm, of the module itself."""
     rows, _, offsets, inverse, _ = cukern.moe_permute(x, None, ids, products[0].shape[0])
-    sums = _product(form, rows, products[0], offsets, biases[0])
+    sums: Any = cukern.moe_gemm(rows, products[0], offsets, bias=biases[0])
     activated = self._apply_gate(sums) if self.has_gate else self.act_fn(sums)
-    sums = _product(form, activated.to(x.dtype).contiguous(), products[1], offsets, biases[1])
+    sums = cukern.moe_gemm(activated.to(x.dtype).contiguous(), products[1], offsets, bias=biases[1])
     if getattr(self, "has_post_expert_norm", False):
         sums = self.post_expert_norm(sums)
     return cukern.moe_unpermute(torch.empty_like(x), sums.contiguous(), weights, inverse, offsets)  # type: ignore
-
-
-def _product(
-    form: Form, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    if not form.by_torch:
-        return cukern.moe_gemm(rows, weights, offsets, bias=bias)  # type: ignore[return-value]
-    ends = offsets[1:].to(torch.int32)
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
-        grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
-        out = grouped(rows, weights, offs=ends)
-    else:
-        out = rows.new_zeros(rows.shape[0], weights.shape[2])
-        begin = 0
-        for expert, end in enumerate(ends.tolist()):
-            torch.mm(rows[begin:end], weights[expert], out=out[begin:end])
-            begin = end
-    if bias is not None:
-        every = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
-        experts = torch.searchsorted(ends, every, right=True).clamp_(max=len(bias) - 1)
-        out = out + bias[experts]
-    return out
 
 
 # --- enable ---------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ from cukern.runtime.describe import (
     expect,
     expect_array,
     expect_contiguous,
-    expect_lines,
     expect_place,
+    expect_weights,
+    is_transposed,
 )
 from cukern.runtime.late import Late, late
 from cukern.runtime.op import op
@@ -152,11 +153,11 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
 
 
 def _check_strides(b: Array) -> None:
-    """Rows of weights are contiguous, and do not lie backwards; prepared ones have no gaps between them."""
+    """Rows of weights are contiguous, or of 16 bits and 32 their columns; prepared ones have no gaps between them."""
     if is_prepared(b):
         expect_contiguous("b", b)
     else:
-        expect_lines("b", b)
+        expect_weights("b", b)
 
 
 def _check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None:
@@ -171,7 +172,8 @@ def _formats(
     if is_fp8 and is_prepared(b):
         _check_folded_scales(a, a_scale, b_scale, b_global_scale)
         return "FOLDED", "block", "group"
-    formats = ("FP8", *_fp8_scales(a, b, a_scale, b_scale)) if is_fp8 else ("PLAIN", "", "")
+    plain = "TRANSPOSED" if is_transposed(b) else "PLAIN"
+    formats = ("FP8", *_fp8_scales(a, b, a_scale, b_scale)) if is_fp8 else (plain, "", "")
     if not is_fp8 and a_scale is not None:
         check.fail("a_scale", f"None with {a.dtype} a", "an array")
     if not is_fp8 and b.dtype == "uint8":
@@ -419,9 +421,11 @@ def moe_gemm(
         b: weights [experts, n, k] of the dtype of `a`; or, where that has 16 bits, uint8 [experts, n, k / 2]: numbers
             of 4 bits (e2m1), two in a byte, the low half first; or those prepared by `cukern.prepare_weights`, for
             Hopper; FP8 rows take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn"). Rows are contiguous, and
-            may have any stride. n and k may be of any size, in 4 bits whole groups of a scale; fast are n of multiples
-            of 8 (gated, of 16), k of multiples of 8 in 16 bits, of 16 in 8, of 32 in 4, addresses at multiples of 16
-            bytes, and weights without strides or, on Hopper and in 16 bits or 8, with those of such multiples.
+            may have any stride. Of the dtype of `a` in 16 bits and 32, `b` may be the view `w.transpose(1, 2)` of an
+            array [experts, k, n], which is not copied: n then is contiguous in place of k. n and k may be of any size,
+            in 4 bits whole groups of a scale; fast are n of multiples of 8 (gated, of 16), k of multiples of 8 in 16
+            bits, of 16 in 8, of 32 in 4, addresses at multiples of 16 bytes, and weights without strides or, on Hopper
+            and in 16 bits or 8, with those of such multiples.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
             expert_offsets[e + 1] - 1. Offsets outside of the rows count as their ends.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
@@ -448,6 +452,7 @@ def moe_gemm(
         variant: "wgmma" (Hopper; 16 bits, 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
             reads the weights anew for every few rows), "fma" (all sizes, strides and addresses; without tensor cores)
             or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma", "mma" and "fma", the first that can.
+            Of these "stream" takes no view of [experts, k, n]; the others give the same bits for it.
             Many rows are better permuted than gathered where they are of 8 bits, or n is above some 8000.
 
     Returns:

@@ -47,7 +47,7 @@ class Product(NamedTuple):
     experts: int
     n: int
     k: int
-    weights: str  # a `Format` of the templates
+    weights: str  # a `Format` of the templates; TRANSPOSED: `b` lies as [experts, k, n]
     a_scales: str  # "", "block", "row" or "one"
     b_scales: str  # "", "block", "column", "one" or "group"
     epilogue: int  # ACTIVATION of the templates, by `epilogue`
@@ -64,17 +64,31 @@ class Product(NamedTuple):
         return self.is_gated and not self.interleaved
 
     @property
+    def is_transposed(self) -> bool:
+        """Whether the weights lie as [experts, k, n]."""
+        return self.weights == "TRANSPOSED"
+
+    @property
+    def in_memory(self) -> Array:
+        """The weights, with the dimensions in the order of memory."""
+        return self.b.transposed if self.is_transposed else self.b
+
+    @property
     def is_strided(self) -> bool:
-        """Whether rows of weights do not follow each other without gaps."""
-        return not self.b.is_contiguous
+        """Whether rows of weights do not follow each other without gaps; transposed, steps along k."""
+        return not self.in_memory.is_contiguous
 
     @property
     def b_strides(self) -> tuple[int, int]:
-        """Elements of `b` from an expert's weights, and from a row, to the next. A dimension of one has any stride."""
+        """Elements of `b` from an expert's weights, and from a row (transposed: from a step along k), to the next.
+
+        A dimension of one has any stride.
+        """
+        b = self.in_memory
         if self.is_strided:
-            return self.b.strides[0], self.b.strides[1]
-        _, n, line = self.b.shape[:3]
-        return n * line, line
+            return b.strides[0], b.strides[1]
+        _, lines, line = b.shape[:3]
+        return lines * line, line
 
     @property
     def is_of_units(self) -> bool:
@@ -144,6 +158,11 @@ class Product(NamedTuple):
         size = self.a.item_size
         dtype, line = "uint8" if size == 1 else self.a.dtype, 128 // size
         of_expert, between = (stride * size for stride in self.b_strides)
+        if self.is_transposed:
+            # Of 64 steps along k a box has `line` weights, those of a warpgroup.
+            turned = (self.n, self.k, self.experts, 1), (between, of_expert, self.experts * of_expert)
+            b_map = tensor_map(self.b, dtype, *turned, (line, 64, 1, 1), promotion)
+            return {"b_map": b_map, "a_map": self.a_map(rows, promotion)}
         dims: tuple[int, ...] = (self.k, self.n, self.experts, 1)
         strides: tuple[int, ...] = (between, of_expert, self.experts * of_expert)
         box: tuple[int, ...] = (line, weights, 1, 1)
@@ -240,8 +259,9 @@ class Wgmma(NamedTuple):
         loading = constant(_wgmma, "WARPGROUP") if self.tokens >= whole else 32
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
-    def variant(self, dtype: str, activation: int, gathers: bool = False) -> Variant:
-        arguments = *self[:4], _flag(self.is_streamed), _flag(gathers)
+    def variant(self, dtype: str, activation: int, gathers: bool = False, is_transposed: bool = False) -> Variant:
+        flags = [_flag(self.is_streamed), _flag(gathers), *["true"] * is_transposed]
+        arguments: list[Any] = [*self[:4], *flags]
         return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
 
 
@@ -255,6 +275,8 @@ WGMMA_FORMS = (
     Wgmma(128, 6, cluster=2),
     Wgmma(288, 4, cluster=2),
 )
+#: Those of weights that lie as [experts, k, n] and have gates and ups in halves: the warpgroups share out the tokens.
+_WGMMA_BY_TOKENS = *WGMMA_FORMS[1:-1], WGMMA_FORMS[-1]._replace(tokens=256)
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
     *(form.variant("bfloat16", _ACTIVATIONS_AHEAD[-1], gathers=True).instance for form in WGMMA_FORMS),
@@ -288,9 +310,10 @@ def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
 
     A block alone has half as many bytes on their way with them as with 128 tokens.
     """
+    forms = _WGMMA_BY_TOKENS if x.is_transposed and x.has_halves else WGMMA_FORMS
     if x.experts * -(-x.n // _wgmma_weights()) >= 2 * multiprocessors:
-        return WGMMA_FORMS
-    return [form for form in WGMMA_FORMS if form.tokens != 96]
+        return forms
+    return [form for form in forms if form.tokens != 96]
 
 
 def why_not_wgmma(x: Product) -> str:
@@ -301,7 +324,8 @@ def why_not_wgmma(x: Product) -> str:
         return "weights are of 4 bits"
     if x.row_token is not None and x.weights == "FP8":
         return "rows of FP8 are gathered"
-    if x.is_strided and any(stride * x.b.item_size % 16 or stride < x.k for stride in x.b_strides):
+    line = x.n if x.is_transposed else x.k
+    if x.is_strided and any(stride * x.b.item_size % 16 or stride < line for stride in x.b_strides):
         return "rows of b lie at no multiples of 16 bytes, or overlap"
     return ""
 
@@ -313,12 +337,12 @@ def wgmma(x: Product) -> None:
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
-    promotion = 128 if form.is_streamed else 256
+    promotion = 128 if form.is_streamed and not x.is_transposed else 256
     maps: dict[str, Any] = x.maps(weights, box, promotion, is_gated=x.is_gated)
     if gathers:
         maps["a_map"] = x.row_map()
     launch(
-        form.variant(x.a.dtype, x.epilogue, gathers),
+        form.variant(x.a.dtype, x.epilogue, gathers, x.is_transposed),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
         form.threads(gathers),
         form.shared_bytes + (form.gather_bytes if gathers else 0),
@@ -510,7 +534,7 @@ class Mma(NamedTuple):
         blocks = form.blocks
         while blocks > 1 and min(form.stages, 3) * each > room(blocks):
             blocks -= 1
-        if weights == "PLAIN" and room(blocks) // each < 3:
+        if weights in ("PLAIN", "TRANSPOSED") and room(blocks) // each < 3:
             form = form._replace(step=form.step // 2, stages=form.stages * 2)
             each //= 2
         return form._replace(stages=min(form.stages, room(blocks) // each), blocks=blocks)
@@ -544,6 +568,7 @@ MMA_FORMS = {
     "MXFP4": _MMA_4,
     "NVFP4": _MMA_4,
 }
+MMA_FORMS["TRANSPOSED"] = MMA_FORMS["PLAIN"]
 #: MXFP4 with float16 has sums over 32 as well, which take registers.
 _MMA_MXFP4_FLOAT16 = (*_MMA_4[:3], Mma(128, 128, 4, 2, 128, 5, 1))
 
@@ -622,6 +647,8 @@ def _stream_tokens(x: Product) -> int:
 
 def why_not_stream(x: Product) -> str:
     """The reason why `gemm_stream` cannot do it; empty if it can."""
+    if x.is_transposed:
+        return "b lies as [experts, k, n]"
     if x.weights not in _STREAM_FORMS:
         return "weights are of 4 bits"
     if x.is_strided:

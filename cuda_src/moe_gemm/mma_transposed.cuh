@@ -1,0 +1,52 @@
+// The form of gemm_mma whose weights lie as [experts, k, n]: ldmatrix transposes their fragments.
+#pragma once
+#include "moe_gemm/mma_ldmatrix.cuh"
+
+// TRANSPOSED: tokens and weights of type T. A stage has STEP rows of WEIGHTS numbers, each row one step along k. Chunks
+// of 16 bytes are 8 rows of the tile's weights, in the order of `MmaTile::weight_of`; interleaved, in the order of
+// memory: 4 gates with their ups. Chunk c of row r lies where chunk c ^ (r % 8) would.
+template <typename T, class Block_> struct TransposedForm : LdmatrixLayout<Block_, 2, 0>, ProductsOf16Bits<T> {
+    using Block = Block_;
+    static constexpr int B_LINE = Block::WEIGHTS * 2;
+    using ScaleCopies = NoScaleCopies<Block>;
+    using Sums = PlainSums<Block>;
+    using Products = LdmatrixProducts<TransposedForm>;
+    using Factors = NoFactors<Block>;
+
+    static __device__ __forceinline__ int b_at(int row, int chunk) { return row * B_LINE + (chunk ^ (row & 7)) * 16; }
+    static __device__ __forceinline__ long long b_bytes(int n) { return (long long)n * 2; }
+
+    // The first of the expert's rows of weights of a chunk; past their end the last chunk's, whose products are not
+    // written.
+    static __device__ __forceinline__ int b_column(const MmaTile<Block>& tile, int chunk) {
+        if constexpr (Block::HALVES)
+            return chunk % 2 * tile.half + min(tile.first_column + chunk / 2 * 8, tile.half - 8);
+        return min(tile.first_column * (Block::GATED ? 2 : 1) + chunk * 8, tile.p.n - 8);
+    }
+};
+template <typename T, class Block> constexpr bool IS_TRANSPOSED<TransposedForm<T, Block>> = true;
+
+// Part gates and ups that alternate by one in the fragments 2 n and 2 n + 1 of a warp's sums, so that fragment 2 n has
+// 8 gates and the next one their ups. A lane has gates and ups pair and 4 + pair, and gets 2 pair and 2 pair + 1. In
+// each of two exchanges a lane gives one of its two, so that what the lanes read differs by the fragment too.
+template <class Block> __device__ __forceinline__ void part_pairs(MmaSums<Block>& sums, const MmaThread<Block>& me) {
+    const bool is_odd = me.pair & 1, is_high = me.pair & 2;
+    const int four = me.lane & ~3, first = four + (2 * me.pair + is_high) % 4, second = first ^ 1;
+#pragma unroll
+    for (int m = 0; m < Block::M; ++m)
+#pragma unroll
+        for (int n = 0; n < Block::N; n += 2)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float (&low)[4] = sums[m][n], (&high)[4] = sums[m][n + 1];
+                float a[2], b[2]; // of gates, and of ups
+#pragma unroll
+                for (int side = 0; side < 2; ++side) {
+                    const float x = low[j * 2 + side], y = high[j * 2 + side];
+                    a[side] = __shfl_sync(FULL_WARP, is_odd ? y : x, first);
+                    b[side] = __shfl_sync(FULL_WARP, is_odd ? x : y, second);
+                }
+                low[j * 2] = is_high ? b[0] : a[0], low[j * 2 + 1] = is_high ? a[0] : b[0];
+                high[j * 2] = is_high ? b[1] : a[1], high[j * 2 + 1] = is_high ? a[1] : b[1];
+            }
+}
