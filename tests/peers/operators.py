@@ -113,12 +113,6 @@ def norm_by_blocks(
     return bounded(found, cukern.per_token_group_quant_fp8(norm, group_size[1]))
 
 
-def activation_by_blocks(x: Any, group_size: int, *others: Any, **options: Any) -> Any:
-    found = compat_vllm.silu_and_mul_per_block_quant(x, group_size, *others, **options)
-    gate, up = x.chunk(2, -1)
-    return bounded(found, cukern.per_token_group_quant_fp8(torch.nn.functional.silu(gate) * up, group_size))
-
-
 def by_groups(x: Any, q: Any, scales: Any, group_size: int, eps: float, low: float, high: float, *flags: Any) -> None:
     if flags and flags[0]:
         raise NotImplementedError("per_token_group_fp8_quant: use_ue8m0 must be False with cukern")
