@@ -309,6 +309,28 @@ def paged(seed: int = 0) -> tuple[Any, ...]:
     return rand(6, 2, 16, seed=seed), rand(6, 2, 16, seed=seed + 1), slots
 
 
+def test_vllm_scales_of_heads() -> None:
+    key, value, slots = paged()
+    kept, of_heads, one = slots >= 0, torch.tensor([0.3, 1.7]), torch.tensor([0.6])
+    for dtype in (torch.float32, torch.bfloat16):
+        new = key.to(dtype), value.to(dtype)
+        for scales in ((of_heads, of_heads.flip(0)), (of_heads, one), (one, of_heads)):
+            for how, cache in (("fp8", torch.uint8), ("auto", E4M3), ("fp8_e5m2", torch.uint8), ("auto", dtype)):
+                caches = torch.zeros(2, 5, 8, 2, 16).to(cache).unbind()
+                vllm.reshape_and_cache_flash(*new, *caches, slots, how, *scales)
+                for x, stored, scale in zip(new, caches, scales, strict=True):
+                    kind = torch.float8_e5m2 if how == "fp8_e5m2" else E4M3
+                    wanted = x if cache is dtype else (x.float() / scale[:, None]).to(kind)
+                    found = stored.view(40, 2, 16)[slots[kept]]
+                    assert torch.equal(found.view(torch.uint8), wanted[kept].view(torch.uint8))
+    caches = torch.zeros(2, 5, 8, 2, 16, dtype=torch.uint8).unbind()
+    for bad, error in ((torch.ones(3), ValueError), (of_heads.double(), TypeError), (of_heads[None], ValueError)):
+        with pytest.raises(error, match="v_scale must be"):
+            vllm.reshape_and_cache_flash(key, value, *caches, slots, "fp8", of_heads, bad)
+    with pytest.raises(TypeError, match="value must be float32"):
+        vllm.reshape_and_cache_flash(key, value.half(), *caches, slots, "fp8", one, one)
+
+
 def test_vllm_cache() -> None:
     key, value, slots = paged()
     one = torch.ones(1)

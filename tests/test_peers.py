@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.peers import tally
+from tests.peers import operators, tally
 from tests.peers.board import Board
 from tests.peers.files import FILES, OF_FOLDERS, Job, Load, files_of, jobs_of
 from tests.peers.turns import Before, Part, SharedTurns, Turns
@@ -229,6 +230,14 @@ def test_a_rounded_reference_is_tried_without_its_rounding(tmp_path: Path) -> No
     (tmp_path / "test_one.py").write_text(_ROUNDED)
     counts = _counts(_run(tmp_path).stdout, "test_one.py")
     assert counts == ["1", "1", "1", "0", "0", "0"]
+
+
+def test_keys_of_a_cache_in_other_parts_keep_their_dimensions() -> None:
+    keys = torch.randint(0, 64, (3, 2, 4, 5, 16), dtype=torch.uint8)  # [blocks, heads, dim / 16, block, 16]
+    found = torch.empty(3, 2, 8, 5, 8, dtype=torch.bfloat16)
+    operators.convert_fp8(found, keys, 0.5)
+    by_tokens = [x.permute(0, 1, 3, 2, 4).reshape(3, 2, 5, 64) for x in (found, keys)]
+    assert torch.equal(by_tokens[0].float(), by_tokens[1].view(torch.float8_e4m3fn).float() * 0.5)
 
 
 def test_a_line_that_was_cut_off_is_no_case(tmp_path: Path) -> None:

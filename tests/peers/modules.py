@@ -151,7 +151,6 @@ def _enter_operators() -> None:
         gather_and_maybe_dequant_cache=operators.gather_and_maybe_dequant_cache,
         rms_norm_dynamic_per_token_quant=operators.norm_by_tokens,
         rms_norm_per_block_quant=operators.norm_by_blocks,
-        silu_and_mul_per_block_quant=operators.activation_by_blocks,
     )
     names = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_new", "gelu_fast", "gelu_quick")
     activations = {name: operators.into(getattr(cukern, name)) for name in names}

@@ -113,12 +113,6 @@ def norm_by_blocks(
     return bounded(found, cukern.per_token_group_quant_fp8(norm, group_size[1]))
 
 
-def activation_by_blocks(x: Any, group_size: int, *others: Any, **options: Any) -> Any:
-    found = compat_vllm.silu_and_mul_per_block_quant(x, group_size, *others, **options)
-    gate, up = x.chunk(2, -1)
-    return bounded(found, cukern.per_token_group_quant_fp8(torch.nn.functional.silu(gate) * up, group_size))
-
-
 def by_groups(x: Any, q: Any, scales: Any, group_size: int, eps: float, low: float, high: float, *flags: Any) -> None:
     if flags and flags[0]:
         raise NotImplementedError("per_token_group_fp8_quant: use_ue8m0 must be False with cukern")
@@ -150,6 +144,19 @@ class Operators:
         return placeholder(f"torch.ops.{self.name}.{name}")
 
 
+def _in_parts_of(output: Any, x: Any) -> Any:
+    """Keys [blocks, heads, dim / x, block, x] with the x of `output`: 16 bytes are more numbers of FP8 than of 16 bits.
+
+    vLLM's kernel copies memory, so that the keys of its reference have their dimensions in another order than those of
+    the cache; here they keep it.
+    """
+    if x.shape == output.shape or x.dim() != 5:
+        return x
+    blocks, heads, _, block_size, part = output.shape
+    by_dims = x.transpose(3, 4).reshape(blocks, heads, -1, part, block_size)
+    return by_dims.transpose(3, 4).contiguous()
+
+
 def convert_fp8(output: Any, x: Any, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
     """Bytes of FP8 from numbers over a scale, or numbers from bytes times it: how vLLM's files make their caches."""
     dtype = torch.float8_e5m2 if "e5m2" in kv_dtype else torch.float8_e4m3fn
@@ -157,7 +164,7 @@ def convert_fp8(output: Any, x: Any, scale: float = 1.0, kv_dtype: str = "fp8") 
         most = torch.finfo(dtype).max
         output.view(dtype).copy_((x.float() / scale).clamp(-most, most))
     else:
-        output.copy_(x.view(dtype).float() * scale)
+        output.copy_(_in_parts_of(output, x).view(dtype).float() * scale)
 
 
 def swap_blocks(src: Any, dst: Any, *sizes_and_mapping: Any) -> None:

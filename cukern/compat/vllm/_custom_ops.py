@@ -515,6 +515,21 @@ def reshape_and_cache(
     cukern.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
+def _over_scales_of_heads(
+    x: AnyArray, cache: AnyArray, kv_cache_dtype: str, scale: AnyArray
+) -> tuple[AnyArray, AnyArray | None]:
+    """What to store, and its scale of one element: where each head has a scale, x / scale and None.
+
+    The quotients are rounded as in the kernel, once to float32 and once to the cache's format. A cache of another
+    format than FP8 holds x itself.
+    """
+    by_heads = isinstance(scale, torch.Tensor) and scale.dim() == 1 and scale.numel() > 1
+    if not by_heads or scale.dtype != torch.float32 or scale.device != x.device or scale.shape != x.shape[1:2]:
+        return x, scale  # of one element, or none that fits, which `cukern.reshape_and_cache_flash` says
+    is_fp8 = kv_cache_dtype != "auto" or cache.dtype in (_E4M3, torch.float8_e5m2)
+    return (x / scale[:, None] if is_fp8 else x), None
+
+
 def reshape_and_cache_flash(
     key: AnyArray,
     value: AnyArray,
@@ -525,7 +540,15 @@ def reshape_and_cache_flash(
     k_scale: AnyArray,
     v_scale: AnyArray,
 ) -> None:
-    """`cukern.reshape_and_cache_flash`."""
+    """`cukern.reshape_and_cache_flash`; with scales [kv_heads] an FP8 cache is stored from quotients in float32.
+
+    These are a copy of the keys or values.
+    """
+    are_alike = key.dtype == value.dtype
+    key, k_scale = _over_scales_of_heads(key, key_cache, kv_cache_dtype, k_scale)
+    value, v_scale = _over_scales_of_heads(value, value_cache, kv_cache_dtype, v_scale)
+    if are_alike and key.dtype != value.dtype:  # one of them alone has scales of heads
+        key, value = key.float(), value.float()
     cukern.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
