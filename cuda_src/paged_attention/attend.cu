@@ -32,10 +32,10 @@
 // Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
 // Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
 // heads and 8 kv heads of 128, a bfloat16 cache takes 251 us, as a copy of its bytes does (100%), and an 8-bit one 136
-// of 125 (92%). 64 sequences of 1024 take 68.5 of 62.7 (92%), 8 of 8192 take 69 of 63 (91%), and 16 of 2048 take 36 to
-// 40 of 31 (87 to 79%): less where the table has no room for longer ones. With few tokens the bound is the latency of a
-// chain: length, table, tiles, merge. One sequence of 4096 tokens takes 10.0 us, against 3.9 for the copy (39%), and one
-// of 32768 takes 36.4 of 31.4 (86%).
+// of 125 (92%). 64 sequences of 1024 take 67.8 of 62.7 (92%), 8 of 8192 take 67.1 of 63 (93%), and 16 of 2048 take 36
+// to 38 of 31 (87 to 83%): less where the table has no room for longer ones. With few tokens the bound is the latency
+// of a chain: length, table, tiles, merge. One sequence of 4096 tokens takes 9.6 us, against 3.9 for the copy (40%), and
+// one of 32768 takes 36.4 of 31.4 (86%).
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
