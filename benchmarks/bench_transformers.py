@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Baseline, Case
+from benchmarks.kernels import kernels_of
 
 #: Steps before a cache begins anew at its length.
 STEPS = 2048
@@ -233,7 +234,6 @@ _PARTS = {
     "gates": ("gate_by",),
     "experts": ("gemm_", "sort_", "permute_rows"),
 }
-_PROFILED = 4
 
 
 def part_of(kernel: str) -> str:
@@ -242,22 +242,17 @@ def part_of(kernel: str) -> str:
 
 def _parts(made: Models, batch: int, length: int) -> dict[str, float]:
     """The GPU time of the parts of a step, by torch's profiler; a product that comes once a step is the head's."""
-    from torch.profiler import ProfilerActivity, profile
-
     step = _our_step(made, batch, length)
     step()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(_PROFILED):
-            step()
-        torch.cuda.synchronize()
+    totals: dict[str, list[float]] = {}
+    for name, us in kernels_of(step):
+        totals.setdefault(name, []).append(us)
     parts: dict[str, float] = {}
-    for event in found.key_averages():
-        part = part_of(event.key)
-        is_head = (
-            part == "dense products" and event.count <= _PROFILED and event.self_device_time_total > 20 * _PROFILED
-        )
-        part = "head" if is_head else part
-        parts[part] = parts.get(part, 0.0) + event.self_device_time_total / _PROFILED
+    for name, times in totals.items():
+        part = part_of(name)
+        if part == "dense products" and len(times) == 1 and times[0] > 20:
+            part = "head"
+        parts[part] = parts.get(part, 0.0) + sum(times)
     return parts
 
 

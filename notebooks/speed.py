@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from benchmarks import report
+from benchmarks.kernels import kernels_of as kernels_of  # for the notebooks
 
 _FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 RESULTS = _FOLDER / "h200.json"
@@ -177,29 +177,6 @@ def bars(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> No
     ax.grid(axis="x", alpha=0.3)
     ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     plt.show()
-
-
-def kernels_of(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """What `call` runs on the GPU, in order, each kernel or copy with its microseconds, by torch.profiler.
-
-    The call is made twice: the first time loads its kernels.
-    """
-    import torch
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of itself on stderr
-    call()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.profiler.profile(activities=activities) as profile:
-            call()
-            torch.cuda.synchronize()
-        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    if not events:
-        raise RuntimeError("torch.profiler has seen nothing on the GPU")
-    events.sort(key=lambda event: event.time_range.start)
-    return [(event.name, event.time_range.elapsed_us()) for event in events]
 
 
 # --- kept results -------------------------------------------------------------------------------------

@@ -1833,3 +1833,11 @@ def test_the_parts_of_a_step_are_known_by_their_kernels() -> None:
         "void at::native::vectorized_elementwise_kernel": "other", "void norm_rotate_store<float>": "heads and cache",
     }  # fmt: skip
     assert {name: part_of(name) for name in kernels} == kernels
+
+
+def test_kernels_that_overlap_are_counted_one_after_the_other() -> None:
+    from benchmarks.kernels import by_turns
+
+    events = [("b", 12.0, 20.0), ("a", 10.0, 15.0), ("within", 13.0, 18.0), ("later", 30.0, 31.0)]
+    assert by_turns(events) == [("a", 5.0), ("b", 5.0), ("within", 0.0), ("later", 1.0)]
+    assert by_turns([]) == []

@@ -354,8 +354,8 @@ def _dealt(gpu: Gpu, x: Request, items: int) -> Dealt:
     if room <= _EVEN_TOKENS:
         return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide, at_once)
     # Measured on an H200: two stages of 64 KiB are faster here than three, for even lengths and for others. Over an
-    # 8-bit cache such pairs take 39.8 us for 8 even sequences of 8192 tokens, where the queue takes 45.4, and at most 6%
-    # more than it for others.
+    # 8-bit cache such pairs take 39.8 us for 8 even sequences of 8192 tokens, where the queue takes 45.4, and for
+    # others at most 6% more than it.
     return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100, at_once)
 
 
