@@ -1210,7 +1210,7 @@ def test_what_is_off_alignment_has_its_kernel(rng: np.random.Generator) -> None:
         y = there(made(rng, [3, 1], 16, 32, "mxfp4"))
         b = cukern.prepare_weights(y.arguments["b"], y.arguments["b_scale"])
         out = Buffer(x.out_shape, "bfloat16", skip=1)
-        with pytest.raises(ValueError, match="out must be at a multiple of 16 bytes with prepared weights, got addr"):
+        with pytest.raises(ValueError, match="out must be at a multiple of 16 bytes with prepared weights, got an a"):
             y.run(b=b, b_scale=None, out=out.array)
         assert (cupy.asnumpy(out.array).view(np.uint8) == POISON).all()
 
