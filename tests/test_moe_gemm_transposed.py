@@ -196,6 +196,8 @@ FORMS: dict[str, tuple[Sequence[int], int, int, dict[str, Any]]] = {
     "float32": ([3, 0, 70], 150, 72, {"activation": "silu", "dtype": "float32"}),
 }
 
+SANITIZED = "without a gate", "halves, the least", "interleaved, the least"
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("counts", "n", "k", "changes"), PLAIN_CASES.values(), ids=PLAIN_CASES)
@@ -204,7 +206,10 @@ def test_the_kernels(counts: list[int], n: int, k: int, changes: dict[str, Any],
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("counts", "n", "k", "changes"), FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(
+    ("counts", "n", "k", "changes"),
+    [pytest.param(*form, id=name, marks=[pytest.mark.sanitize] * (name in SANITIZED)) for name, form in FORMS.items()],
+)
 def test_the_kernels_with_an_epilogue(
     counts: list[int], n: int, k: int, changes: dict[str, Any], rng: np.random.Generator
 ) -> None:
@@ -222,8 +227,12 @@ def test_every_size_of_tiles(changes: dict[str, Any], tokens: int | None, rng: n
 
 
 @pytest.mark.gpu
-def test_gaps_are_not_read(rng: np.random.Generator) -> None:
-    x = finished(rng, [3, 0, 70, 260], 144, 72, bias=None)
+@pytest.mark.sanitize
+@pytest.mark.parametrize("tokens", [None, 100])
+@pytest.mark.parametrize("changes", [{}, {"activation": "silu"}, GPT_OSS], ids=str)
+def test_gaps_are_not_read(changes: dict[str, Any], tokens: int | None, rng: np.random.Generator) -> None:
+    """Rows in order and gathered; without gates, with gates in halves, and interleaved with their ups."""
+    x = finished(rng, [3, 0, 70, 260], 144, 72, bias=None, tokens=tokens, **changes)
     b = np.full((4, 72, 160), np.nan, x.arguments["b"].dtype)
     b[..., :144] = x.arguments["b"].swapaxes(1, 2)
     given = there(x).replaced(b=on_gpu(b)[..., :144].swapaxes(1, 2))
