@@ -368,10 +368,10 @@ _METHOD = """\
 A time is the GPU's, in microseconds per call: the median of replays of a CUDA graph of many calls, with inputs that
 the L2 cache does not hold. The calls follow one another as in a model: on Hopper the launch of a kernel of cukern
 overlaps the end of the one before it, which takes 0.65 us less than a launch by itself, and so do those of baselines
-that ask for it. The floor is what the hardware allows: the time of an empty kernel, or of the op's bytes at the
-bandwidth of a copy, or of its flops at the rate of a large product, whichever is longest, all measured in the same run.
-In parentheses is how many times as long a baseline takes as the op, in bold where it takes less long. Host time is that
-of an eager call.
+that ask for it. What was measured on 2026-11-22, and `Encoder`, is of launches that did not overlap yet. The floor is
+what the hardware allows: the time of an empty kernel, or of the op's bytes at the bandwidth of a copy, or of its flops
+at the rate of a large product, whichever is longest, all measured in the same run. In parentheses is how many times as
+long a baseline takes as the op, in bold where it takes less long. Host time is that of an eager call.
 
 Calls that no graph can hold, since they ask the GPU for something in between, are timed by the wall clock, from the
 call to its result: decoding and the vectors of texts with all their baselines, and what is called eager. Decoding has
