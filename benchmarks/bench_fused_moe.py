@@ -400,6 +400,6 @@ def cases() -> list[Case | several.Case]:
         _case(sizes, tokens, "bfloat16") for sizes in (MIXTRAL, HALF_MIXTRAL, DEEPSEEK_V3, QWEN3) for tokens in TOKENS
     ]
     made += [_case(DEEPSEEK_V3, tokens, FP8) for tokens in TOKENS]
-    made += [_case(sizes, tokens, MXFP4) for sizes in (GPT_OSS, MIXTRAL) for tokens in (1, 64, 1024)]
+    made += [_case(sizes, tokens, MXFP4) for sizes in (GPT_OSS, MIXTRAL) for tokens in TOKENS]
     made += [_gpt_oss(tokens) for tokens in (1, 64, 1024)]
     return made + [_over_two(DEEPSEEK_V3._replace(experts=256), tokens) for tokens in (128, 4096)]

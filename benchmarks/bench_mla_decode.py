@@ -106,7 +106,7 @@ SIZES = (
     Sizes(1, 1, 16, 16384),
 )
 MANY_HEADS, ONE, FOUR, SOME_HEADS, FEW_HEADS = SIZES[0], *SIZES[4:8]
-SPARSE = Sizes(64, 1, 128, 65536, topk=2048)
+SPARSE = Sizes(64, 1, 128, 524288, topk=2048)  # more than L2 holds, so that chosen tokens come from memory
 
 
 @dataclass
@@ -297,6 +297,28 @@ def _flash_mla(sizes: Sizes) -> Callable[[], Callable[[Inputs], torch.Tensor]]:
     return load
 
 
+def _flash_mla_choosing_all(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[], torch.Tensor]]]:
+    """FlashMLA's kernel for chosen tokens, given all of a sequence: it has no other over a cache of 8 bits."""
+
+    def load() -> Callable[[Inputs], Callable[[], torch.Tensor]]:
+        get_metadata, function = _flash_mla_functions()
+
+        def prepare(given: Inputs) -> Callable[[], torch.Tensor]:
+            assert given.table is not None
+            within = torch.arange(sizes.page_size, dtype=torch.int32, device=given.table.device)
+            slots = (
+                (given.table[:, :, None] * sizes.page_size + within).flatten(1)[:, None, : sizes.length].contiguous()
+            )
+            options = {"num_heads_q": sizes.heads, "topk": sizes.length, "is_fp8_kvcache": True}
+            plan = get_metadata(given.lengths, sizes.query_tokens * sizes.heads, 1, **options)
+            places = given.query, given.cache, None, None, HEAD_DIM_V
+            return lambda: function(*places, *plan, is_fp8_kvcache=True, indices=slots)[0]
+
+        return prepare
+
+    return load
+
+
 def _flash_attention(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[], torch.Tensor]]]:
     """FlashAttention-3 as vLLM 0.26 calls it for MLA: the rotary part are the keys, the latents the values. The two
     parts of a query lie apart, as they come from its projections."""
@@ -444,6 +466,8 @@ def _peers(sizes: Sizes) -> dict[str, Baseline]:
     # It has no cache of 8 bits but for chosen tokens, no chosen tokens but of 8 bits, and these for 64 heads or 128.
     if sizes.fp8 == bool(sizes.topk) and sizes.page_size == 64:
         peers["FlashMLA"] = Baseline(_flash_mla(sizes))
+    if sizes.fp8 and not sizes.topk and sizes.heads in (64, 128):
+        peers["FlashMLA, all chosen"] = Baseline(_flash_mla_choosing_all(sizes), prepared=True)
     if sizes.fp8 or sizes.topk:
         return peers
     if sizes.dtype == "bfloat16":

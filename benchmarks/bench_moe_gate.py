@@ -343,8 +343,10 @@ def cases() -> list[Case]:
     for experts in (256, 384):
         for tokens in TOKENS:
             found += _fused_gate(tokens, experts, 1, 1, "float32")
+    for tokens in TOKENS[:2]:
+        found += _fused_gate(tokens, 256, 1, 1, "bfloat16")
     for experts, topk in ((128, 8), (8, 2)):
-        for tokens in (1, 1024, 65536):
+        for tokens in (1, 1024, 8192, 65536):
             compared = (experts, tokens) == (128, 1024)
             found += _topk("topk_softmax", tokens, experts, topk, "bfloat16", compared)
     for tokens in (1, 1024, 65536):

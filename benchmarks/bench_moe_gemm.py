@@ -104,6 +104,7 @@ GPT_OSS = Sizes(32, 4, 5760, 2880)
 LARGE_FP8 = (
     Sizes(4, 8192, 4096, 7168, FP8),
     Sizes(8, 1024, 4096, 7168, FP8),
+    Sizes(8, 1024, 7168, 2048, FP8),
     Sizes(4, 256, 4096, 7168, FP8, batched=True),
     Sizes(4, 256, 7168, 2048, FP8, batched=True),
 )
@@ -432,7 +433,7 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
     for sizes in ONE_TOKEN:
         yield sizes, "auto", True, sizes == ONE_TOKEN[-1]
     if has_wgmma():
-        for sizes in (*LARGE[:1], *FEW_ROWS, *LARGE_FP8[1:3], *ONE_TOKEN[:1]):
+        for sizes in (*LARGE[:1], *FEW_ROWS, LARGE_FP8[1], LARGE_FP8[3], *ONE_TOKEN[:1]):
             yield sizes, "wgmma", False, False
     for sizes in (LARGE[0], *FEW_ROWS, LARGE_FP8[1]):
         yield sizes, "mma", False, False
@@ -444,7 +445,7 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
     yield LARGE[0]._replace(dtype="float16"), "auto", False, False
     yield LARGE_FP8[1]._replace(scales="row"), "auto", True, False
     # The rows of the batches, one group after the other.
-    for sizes in LARGE_FP8[2:]:
+    for sizes in LARGE_FP8[3:]:
         yield sizes._replace(batched=False), "auto", True, False
     yield Sizes(8, 1024, 4096, 7168, batched=True), "auto", True, False
     # Weights of 4 bits are prepared, but for "mma".

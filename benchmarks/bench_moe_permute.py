@@ -39,7 +39,7 @@ ROWS = (
     Sizes(64, 8, 256, 7168),
 )
 SMALL = Sizes(48, 4, 16, 64)
-ALIGN = Sizes(4096, 8, 256, 0)
+ALIGN, FEW_ALIGNED = Sizes(4096, 8, 256, 0), Sizes(64, 8, 256, 0)
 SORTS = tuple(Sizes(tokens, 8, experts, 0) for tokens in (1, 64, 1024, 4096) for experts in (32, 128, 256))
 BLOCK_SIZE = 64
 
@@ -338,7 +338,7 @@ def _sum(sizes: Sizes) -> Case:
 
 
 def cases() -> list[Case]:
-    found = [_align(sizes) for sizes in (ALIGN, SMALL)]
+    found = [_align(sizes) for sizes in (ALIGN, FEW_ALIGNED, SMALL)]
     found += [_sort(sizes) for sizes in (*SORTS, SMALL)]
     found += [_sort_batched(sizes) for sizes in (ALIGN, SMALL)]
     found += [make(sizes) for make in (_permute_rows, _permute, _sum) for sizes in (*ROWS, SMALL)]

@@ -887,7 +887,7 @@ CASES = [case for case in bench_fused_moe.cases() if case.gpus == 1]
 
 
 def test_the_cases_are_those_of_the_models() -> None:
-    assert len({json.dumps(case.case) for case in CASES}) == len(CASES) == 34
+    assert len({json.dumps(case.case) for case in CASES}) == len(CASES) == 38
     sizes = ["tokens", "experts", "inter", "hidden", "topk", "dtype"]
     assert all([key for key in case.case if key != "activation"] == sizes for case in CASES)
     # At one token of Mixtral, the weights of two experts.
