@@ -409,6 +409,7 @@ def install(folder: Path) -> None:
     _module("vllm.platforms", current_platform=_platform())
     _module("vllm.triton_utils", **_triton(maths))
     _module("vllm.utils", get_max_shared_memory_bytes=_shared_memory, has_deep_gemm=_no, **maths)
+    _module("vllm.utils.mem_utils", get_max_shared_memory_bytes=_shared_memory)
     _module("vllm.utils.math_utils", **maths)
     _module("vllm.utils.torch_utils", set_random_seed=_seed_everything)
     _module("vllm.utils.import_utils", has_deep_gemm=_no, has_triton_kernels=_no)
