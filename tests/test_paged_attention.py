@@ -1039,14 +1039,15 @@ def test_every_gpu_has_the_shared_memory() -> None:
     # The least that a block may have since sm_80 are 99 KiB; clusters run on data-center GPUs only, with 227 KiB.
     pairs = [parts.Dealt(2, dealing, wide, 100 << wide) for dealing in ("CLUSTERS", "EITHER") for wide in (False, True)]
     few = *parts._FEW.values(), *parts._FEW_IN_FP8.values(), *parts._FEW_OF_LARGE_HEADS.values()
-    for dealt in (parts.Dealt(), *pairs, *few):
+    for dealt in (parts.Dealt(), *pairs, *few, parts._ALONE_IN_FP8):
         most = 99 if dealt == parts.Dealt() else 227
         for head_dim in range(8, 129 if dealt.wide else 257, 8):
             for cache in ("float16", "float8_e4m3fn"):
                 for layout in LAYOUTS:
-                    for team in (1, 2) if head_dim > 128 else (1, 2, 4):
-                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, dealt)
-                        assert form.shared_bytes(16 * team) + form.static_bytes <= most << 10, form
+                    teams = (1, 2) if head_dim > 128 else (1, 2, 4)
+                    for rows, team in ((8, 1), *((16, team) for team in teams)):
+                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, dealt, rows)
+                        assert form.shared_bytes(rows * team) + form.static_bytes <= most << 10, form
 
 
 BF16, E5M2 = "__nv_bfloat16", "__nv_fp8_e5m2"
@@ -1082,65 +1083,73 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
 
 
 @pytest.mark.parametrize(
-    ("x", "dealing", "cluster", "warps", "stages", "at_once", "blocks"),
+    ("x", "dealing", "cluster", "warps", "stages", "at_once", "rows", "fit", "blocks"),
     [
         # Clusters where items are few, then pairs of blocks for even lengths, which have the warps of two where each
         # has a multiprocessor to itself.
-        (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 1, 112),
-        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 1, 64),
-        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 1, 120),
-        (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 1, 64),
-        (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 1, 120),
-        (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 1, 62),
-        (Sizes(seqs=4), "CLUSTERS", 2, 8, 3, 1, 64),
-        (Sizes(seqs=5), "EITHER", 2, 8, 2, 1, 132),
-        (Sizes(seqs=8), "EITHER", 2, 8, 2, 1, 132),
-        (Sizes(seqs=9), "EITHER", 2, 4, 3, 1, 264),
-        (Sizes(seqs=16), "EITHER", 2, 4, 3, 1, 264),
-        (Sizes(seqs=17), "QUEUE", 1, 4, 3, 1, 264),
-        (Sizes(seqs=33), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 1, 8, 2, 112),
+        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 1, 8, 1, 64),
+        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 1, 8, 1, 120),
+        (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 1, 8, 1, 64),
+        (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 1, 8, 1, 120),
+        (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 1, 8, 1, 62),
+        (Sizes(seqs=4), "CLUSTERS", 2, 8, 3, 1, 8, 1, 64),
+        (Sizes(seqs=5), "EITHER", 2, 8, 2, 1, 8, 1, 132),
+        (Sizes(seqs=8), "EITHER", 2, 8, 2, 1, 8, 1, 132),
+        (Sizes(seqs=9), "EITHER", 2, 4, 3, 1, 8, 2, 264),
+        (Sizes(seqs=16), "EITHER", 2, 4, 3, 1, 8, 2, 264),
+        (Sizes(seqs=17), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
+        (Sizes(seqs=33), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
         # More items than blocks at once, up to four times as many: a block each.
-        (Sizes(seqs=34), "EITHER", 1, 4, 3, 1, 272),
-        (Sizes(seqs=132), "EITHER", 1, 4, 3, 1, 1056),
-        (Sizes(seqs=133), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=34), "EITHER", 1, 4, 3, 1, 8, 2, 272),
+        (Sizes(seqs=132), "EITHER", 1, 4, 3, 1, 8, 2, 1056),
+        (Sizes(seqs=133), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
         # 8-bit caches: wide blocks have clusters only, and a team multiplies two tiles at once, where a warp may have
         # more than four.
-        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 1, 112),
-        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2", max_blocks=257), "CLUSTERS", 16, 4, 4, 2, 112),
-        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 1, 64),
-        (Sizes(seqs=1, cache="float8_e4m3fn", max_blocks=257), "CLUSTERS", 8, 8, 4, 2, 64),
-        (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 2, 128),
-        (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 2, 128),
-        (Sizes(seqs=8, cache="float8_e4m3fn"), "EITHER", 2, 8, 4, 2, 132),
-        (Sizes(seqs=8, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 2, 8, 4, 2, 128),
-        (Sizes(seqs=16, cache="float8_e4m3fn"), "EITHER", 2, 4, 4, 2, 264),
-        (Sizes(seqs=64, cache="float8_e4m3fn"), "EITHER", 1, 4, 4, 2, 512),
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 1, 8, 2, 112),
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2", max_blocks=257), "CLUSTERS", 16, 4, 4, 2, 8, 2, 112),
+        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 1, 8, 1, 64),
+        (Sizes(seqs=1, cache="float8_e4m3fn", max_blocks=257), "CLUSTERS", 8, 8, 4, 2, 8, 1, 64),
+        (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 2, 8, 2, 128),
+        (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 2, 8, 2, 128),
+        (Sizes(seqs=8, cache="float8_e4m3fn"), "EITHER", 2, 8, 4, 2, 8, 1, 132),
+        (Sizes(seqs=8, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 2, 8, 4, 2, 8, 1, 128),
+        (Sizes(seqs=16, cache="float8_e4m3fn"), "EITHER", 2, 4, 4, 2, 8, 2, 264),
+        # A block for each of many items over an 8-bit cache: four of up to 8 rows fit a multiprocessor, two of more.
+        (Sizes(seqs=64, cache="float8_e4m3fn"), "EITHER", 1, 4, 3, 1, 8, 4, 528),
+        (Sizes(seqs=64, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 1, 4, 3, 1, 8, 4, 512),
+        (Sizes(seqs=34, cache="float8_e4m3fn"), "EITHER", 1, 4, 3, 1, 8, 4, 528),
+        (Sizes(seqs=64, cache="float8_e4m3fn", query_tokens=3), "EITHER", 1, 4, 4, 2, 16, 2, 512),
+        (Sizes(seqs=133, cache="float8_e4m3fn"), "QUEUE", 1, 4, 4, 1, 16, 2, 264),
+        # Up to 8 rows of a kv head are the second operand of the products, but where blocks draw pieces alone.
+        (Sizes(seqs=1, query_tokens=2), "CLUSTERS", 8, 8, 3, 1, 8, 1, 64),
+        (Sizes(seqs=1, heads=72), "CLUSTERS", 8, 8, 3, 1, 16, 1, 64),
         # Large heads have no wide blocks.
-        (Sizes(seqs=1, head_dim=256), "CLUSTERS", 16, 2, 2, 1, 128),
-        (Sizes(seqs=4, head_dim=256), "CLUSTERS", 4, 2, 2, 1, 128),
-        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 2, 1, 264),
-        (Sizes(seqs=64, head_dim=256), "QUEUE", 1, 2, 2, 1, 264),
+        (Sizes(seqs=1, head_dim=256), "CLUSTERS", 16, 2, 2, 1, 8, 2, 128),
+        (Sizes(seqs=4, head_dim=256), "CLUSTERS", 4, 2, 2, 1, 8, 2, 128),
+        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 2, 1, 8, 2, 264),
+        (Sizes(seqs=64, head_dim=256), "QUEUE", 1, 2, 2, 1, 16, 2, 264),
         # Where there is no room for a long sequence, all lengths are even enough.
-        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 3, 1, 128),
-        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 1, 256),
-        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 1, 264),
-        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 1, 264),
-        (Sizes(seqs=64, max_blocks=128), "CLUSTERS", 1, 4, 3, 1, 512),
-        (Sizes(seqs=64, max_blocks=129), "EITHER", 1, 4, 3, 1, 512),
+        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 3, 1, 8, 1, 128),
+        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 1, 8, 2, 256),
+        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 1, 8, 2, 264),
+        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
+        (Sizes(seqs=64, max_blocks=128), "CLUSTERS", 1, 4, 3, 1, 8, 2, 512),
+        (Sizes(seqs=64, max_blocks=129), "EITHER", 1, 4, 3, 1, 8, 2, 512),
         # 40 query heads of 5 tokens are 25 rows, of a team of two warps.
-        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 1, 264),
+        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 1, 16, 2, 264),
         # With `split` a row has the same bits in any batch.
-        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 3, 1, 64),
-        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 3, 1, 264),
-        (Sizes(seqs=64, split=512), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 3, 1, 16, 2, 64),
+        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
+        (Sizes(seqs=64, split=512), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
     ],
     ids=str,
 )
 def test_how_items_are_dealt(
-    x: Sizes, dealing: str, cluster: int, warps: int, stages: int, at_once: int, blocks: int
+    x: Sizes, dealing: str, cluster: int, warps: int, stages: int, at_once: int, rows: int, fit: int, blocks: int
 ) -> None:
     dealt = plan(x)
-    assert dealt.variant.instance.arguments[8:] == (stages, cluster, warps, dealing, at_once)
+    assert dealt.variant.instance.arguments[8:] == (stages, cluster, warps, dealing, at_once, rows, fit)
     assert dealt.threads == 32 * warps
     assert dealt.blocks == blocks and dealt.blocks % cluster == 0
     items = x.seqs * x.kv_heads
@@ -1148,7 +1157,7 @@ def test_how_items_are_dealt(
         assert (dealt.slots, dealt.counters) == (0, 0)
     else:
         # As many pieces as the queue cuts at most.
-        shares = 264 if cluster == 1 and dealing == "EITHER" else blocks
+        shares = 132 * fit if cluster == 1 and dealing == "EITHER" else blocks
         pieces = items * 8 if x.split else min(items * -(-x.max_blocks // 4), shares + items)
         assert dealt.shares == shares
         assert (dealt.slots, dealt.counters) == (pieces * dealt.rows, 1 + items)
