@@ -1314,6 +1314,9 @@ def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
         for variant, seqs in itertools.product((x.variant, "dynamic"), (1, 64)):
             with contextlib.suppress(ValueError):  # where there is none
                 needed.add(plan(x._replace(variant=variant, seqs=seqs)).variant.instance)
+    for (seqs, kv_heads, _), cache in itertools.product(DEALT.values(), ("bfloat16", "float8_e4m3fn")):
+        sizes = {"heads": 5 * kv_heads, "kv_heads": kv_heads, "head_dim": 64, "seqs": seqs, "max_blocks": 190}
+        needed.add(plan(Sizes(cache=cache, layout=LAYOUTS[seqs % 2], **sizes)).variant.instance)
     arch = arch_of_device(0)
     compiler.compile_all([(i, arch) for i in compiler.missing(needed, arch)])
 
@@ -1411,6 +1414,13 @@ OF_FLOAT8: dict[str, tuple[tuple[Any, ...], str, str, str]] = {
     "the least head": ((EDGES, 4, 1, 8, 16), "float16", "float8_e5m2", "flash"),
     "blocks of 8": ((EDGES, 4, 1, 32, 8), "float16", "float8_e5m2", "vllm"),
     "blocks of 24": ((EDGES, 4, 1, 64, 24), "bfloat16", "float8_e4m3fn", "flash"),
+    # A block each of up to 8 rows, of which four share a multiprocessor; of 9, two.
+    "a block each": (([1100, 1101, 1088, 1090] * 9, 32, 8, 128, 16), "bfloat16", "float8_e4m3fn", "vllm"),
+    "a block each, little room": (([500, 0, 511, 64, 1, 513] * 6, 32, 8, 128, 16), "float16", "float8_e5m2", "flash"),
+    "a block each, 9 rows": (([700, 2100, 64] * 12, 72, 8, 64, 16), "bfloat16", "float8_e4m3fn", "flash"),
+    "many, of which one is cut": (([100] * 35 + [5000], 64, 8, 128, 16), "bfloat16", "float8_e4m3fn", "flash"),
+    "pairs": (([2100, 2111, 0, 2112, 1, 2113, 2080, 2300, 17], 32, 8, 128, 16), "bfloat16", "float8_e4m3fn", "vllm"),
+    "pairs, of which one is long": (([60] * 4 + [3000], 32, 8, 128, 16), "bfloat16", "float8_e4m3fn", "flash"),
     "float32": ((EDGES, 4, 1, 64, 16), "float32", "float8_e4m3fn", "vllm"),
     "float32, flash": ((EDGES, 4, 1, 64, 16), "float32", "float8_e5m2", "flash"),
 }
@@ -1425,6 +1435,28 @@ def test_the_kernels_with_float8(
     scales = {"k_scale": np.array([0.5], np.float32), "v_scale": np.array([0.75], np.float32)}
     compare(x, **scales)
     assert_matches(OUT, launch(x, k_scale=0.5, v_scale=0.75)[0], launch(x, **scales)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize(("heads", "query_tokens"), [
+    *((rows, None) for rows in range(1, 10)), (1, 8), (2, 4), (3, 2), (2, 3), (3, 3), (1, 9),
+])  # fmt: skip
+def test_each_number_of_rows(heads: int, query_tokens: int | None, cache: str | None, rng: np.random.Generator) -> None:
+    # Up to 8 rows of a kv head, of heads and query tokens, are the second operand of the products, more the first.
+    layout = LAYOUTS[heads % 2]
+    x = paged(rng, [100, 700, 0, 33, 2], 2 * heads, 2, 64, 16, "bfloat16", cache, layout, query_tokens, window=300)
+    slopes = np.linspace(0.1, 0.6, 2 * heads, dtype=np.float32)
+    compare(x, window=300, alibi_slopes=slopes, sinks=slopes)
+
+
+@pytest.mark.gpu
+def test_each_row_is_rescaled_by_itself(rng: np.random.Generator) -> None:
+    # A bfloat16 query over 8 bits is divided by a power of two of each row, which the row's scores are multiplied by.
+    x = paged(rng, [300, 70], 16, 2, 64, 16, "bfloat16", "float8_e4m3fn", query_tokens=None)
+    magnitudes = 2.0 ** rng.permutation(np.arange(-8, 8) * 5)
+    x.query[...] = (x.query.astype(np.float32) * magnitudes[:, None]).astype(x.query.dtype)
+    compare(x, softcap=20.0)
 
 
 @pytest.mark.gpu
@@ -1568,6 +1600,40 @@ def test_each_path_stays_inside_its_arrays(
     x = x._replace(key_cache=x.key_cache[kept], value_cache=x.value_cache[kept], block_tables=tables)
     compare(x)
     compare(x, window=20, softcap=3.0, sinks=np.zeros(6, np.float32), alibi_slopes=np.ones(6, np.float32) / 8)
+
+
+#: Sequences and kv heads, and the longest sequence: each way in which items are dealt.
+DEALT = {
+    "clusters of 16": (1, 2, 300),
+    "wide clusters of 8": (1, 8, 300),
+    "wide clusters of 4": (2, 8, 300),
+    "wide pairs": (5, 8, 300),
+    "wide blocks that draw": (5, 8, 2900),
+    "pairs": (17, 4, 300),
+    "blocks that draw": (17, 4, 1500),
+    "a block each": (34, 8, 60),
+    "a block each, of uneven lengths": (34, 8, 700),
+    "a block each, of which those at once draw": (34, 8, 2200),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("cache", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize(("seqs", "kv_heads", "longest"), DEALT.values(), ids=DEALT)
+def test_each_dealing_stays_inside_its_arrays(
+    seqs: int, kv_heads: int, longest: int, cache: str | None, rng: np.random.Generator
+) -> None:
+    # Tables have room for more than 2048 tokens, so that the lengths decide; 5 rows.
+    lengths = [longest, *(int(n) for n in rng.integers(0, 60, seqs - 1))]
+    x = paged(rng, lengths, 5 * kv_heads, kv_heads, 64, 16, "bfloat16", cache, LAYOUTS[seqs % 2])
+    tables = np.full((seqs, 190), JUNK[0], np.int32)
+    tables[:, : x.block_tables.shape[1]] = x.block_tables
+    want, want_lse = twin.paged_attention(*x.args, layout=x.layout, return_lse=True)
+    for _ in range(2):
+        out, lse = launch(x._replace(block_tables=tables))
+        assert_matches(OUT, out, want)
+        assert_matches(LSE, lse, want_lse)
 
 
 @pytest.mark.gpu

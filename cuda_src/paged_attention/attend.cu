@@ -22,12 +22,14 @@
 // every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
 // shared memory, ldmatrix loads fragments from there. With AT_ONCE == 2 it multiplies two tiles at once, whose chains of
 // products, conversions and exponentials overlap: for warps that have few others beside them. Warp: 16 of the team's
-// 16 * TEAM rows. Lane: see common/mma.cuh.
+// 16 * TEAM rows, which are the first operand of its products, or with ROWS == 8 all of a kv head's, which are the
+// second. Lane: see paged_attention/rows.cuh.
 //
 // Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
 //
 // HEAD_DIM == 0 or BLOCK_SIZE == 0: that size is dynamic. DIMS: head_dim rounded up to what stages and registers have
-// room for. EXTRAS: there is a softcap, a slope or a block-sparse pattern.
+// room for. EXTRAS: there is a softcap, a slope or a block-sparse pattern. FIT: how many blocks a multiprocessor has
+// registers for.
 //
 // Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
 // Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
@@ -98,11 +100,13 @@ __device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& tea
         keys_at[i] = shared_address(stage), values_at[i] = keys_at[i] + F::Tile::BYTES;
         if (token < segment.low || token + TILE > segment.length) team.clear_values(segment, token, stage);
     }
-    float scores[N][F::Rows::FRAGMENTS][4] = {};
-    F::Products::template multiply_keys<F::KEY_STEPS>(scores, query, keys_at, team.lane);
+    float chains[F::CHAINS][N][F::Rows::FRAGMENTS][4] = {};
+    F::Products::template multiply_keys<F::KEY_STEPS>(chains, query, keys_at, team.lane);
+    auto& scores = chains[0];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const int token = team.token(segment, k + i);
+        if constexpr (F::CHAINS == 2) add_scores(scores[i], chains[1][i]);
         scale_scores<F>(scores[i], p, segment, warp.rows, warp.terms, token, team.lane);
         if (token < warp.all_from || token + TILE > warp.all_to)
             mask_scores<F>(scores[i], p, warp.terms, token, team.lane);

@@ -30,6 +30,9 @@ struct Form {
     static constexpr int TEAMS = WARPS / TEAM, ROWS = Rows::ROWS * TEAM;
     static constexpr int STEP = TEAMS * CLUSTER; // tiles from one of a team to its next, in a cluster's item
     static constexpr int KEY_STEPS = DIMS / 16;  // products along the dimensions, for the scores
+    // Chains of products that scores are the sum of: 8 rows are one fragment, not two, and blocks of clusters have few
+    // warps beside them.
+    static constexpr int CHAINS = ROWS_ == 8 && CLUSTER > 1 ? 2 : 1;
     static constexpr int OUT_FRAGMENTS = DIMS / 16 * Rows::FRAGMENTS; // fragments of the output across the dimensions
     // Registers hold the query of all but 16 rows of large heads.
     static constexpr bool QUERY_IN_SHARED = KEY_STEPS * Rows::OPERAND > 32;

@@ -23,6 +23,15 @@ __device__ __forceinline__ bool seen(const Params& p, const Team<F>& team, const
            (second.valid && in_pattern(p, segment, second.head, token));
 }
 
+// Add the second of the two sums that scores consist of.
+template <int FRAGMENTS>
+__device__ __forceinline__ void add_scores(float (&scores)[FRAGMENTS][4], const float (&second)[FRAGMENTS][4]) {
+#pragma unroll
+    for (int n = 0; n < FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[n][i] += second[n][i];
+}
+
 // Scale the scores; with EXTRAS, modify them and mask what the block-sparse pattern leaves out.
 template <typename F>
 __device__ __forceinline__ void scale_scores(float (&scores)[F::Rows::FRAGMENTS][4], const Params& p,

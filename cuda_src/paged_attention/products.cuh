@@ -1,6 +1,6 @@
 // The two products of attention for N tiles, by the width of the cache's numbers: scores = query keys^T for a warp's
 // rows and each tile's 16 tokens, and out += weights values. `keys_at` and `values_at` are shared addresses. The sums of
-// several tiles' scores do not wait for each other.
+// several tiles' scores do not wait for each other, nor do the CHAINS sums that those of one tile consist of.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
@@ -18,9 +18,9 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
         return step * 16 + pair * 2 + half * 8;
     }
 
-    template <int STEPS, int N, typename Query>
-    static __device__ __forceinline__ void multiply_keys(float (&scores)[N][Rows::FRAGMENTS][4], const Query& query,
-                                                         const unsigned (&keys_at)[N], int lane) {
+    template <int STEPS, int CHAINS, int N, typename Query>
+    static __device__ __forceinline__ void multiply_keys(float (&scores)[CHAINS][N][Rows::FRAGMENTS][4],
+                                                         const Query& query, const unsigned (&keys_at)[N], int lane) {
         const int t = lane % 8 + lane / 16 * 8;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
@@ -29,7 +29,7 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
 #pragma unroll
             for (int tile = 0; tile < N; ++tile) {
                 ldmatrix(keys, keys_at[tile] + Tile::key_chunk(step * 2 + lane / 8 % 2, t) * 16);
-                Rows::template multiply<Math>(scores[tile], 0, rows, keys);
+                Rows::template multiply<Math>(scores[step % CHAINS][tile], 0, rows, keys);
             }
         }
     }
@@ -60,9 +60,9 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
         return step * 16 + pair * 4 + half * 2;
     }
 
-    template <int STEPS, int N, typename Query>
-    static __device__ __forceinline__ void multiply_keys(float (&scores)[N][Rows::FRAGMENTS][4], const Query& query,
-                                                         const unsigned (&keys_at)[N], int lane) {
+    template <int STEPS, int CHAINS, int N, typename Query>
+    static __device__ __forceinline__ void multiply_keys(float (&scores)[CHAINS][N][Rows::FRAGMENTS][4],
+                                                         const Query& query, const unsigned (&keys_at)[N], int lane) {
         const int t = Tile::token(lane / 8 % 2, lane % 8);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
@@ -71,7 +71,7 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
 #pragma unroll
             for (int tile = 0; tile < N; ++tile) {
                 ldmatrix(bytes, keys_at[tile] + Tile::key_chunk(step, t) * 16);
-                multiply_bytes(scores[tile], 0, rows, bytes);
+                multiply_bytes(scores[step % CHAINS][tile], 0, rows, bytes);
             }
         }
     }
