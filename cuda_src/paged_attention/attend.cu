@@ -10,7 +10,7 @@
 // Token t of a sequence is slot t % block_size of the cache's block tables[seq, t / block_size].
 //
 // The heads of a group and the query tokens of a sequence are rows that share a kv head, so the cache is read once for
-// all of them. An item is (sequence, kv head, block of ROWS rows). An item with more than an equal share of the tokens
+// all of them. An item is (sequence, kv head, block of a team's rows). An item with more than an equal share of the tokens
 // is cut into pieces, and a block of threads takes one piece after the other. Each of several pieces leaves a partial
 // result (maximum, sum, output), and the block that is the last to finish merges them. `split` fixes the size of all
 // pieces: then the sums of a row are formed in the same order whatever else is in the batch. Where there are few items,
@@ -21,9 +21,9 @@
 // Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
 // every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
 // shared memory, ldmatrix loads fragments from there. With AT_ONCE == 2 it multiplies two tiles at once, whose chains of
-// products, conversions and exponentials overlap: for warps that have few others beside them. Warp: 16 of the team's
-// 16 * TEAM rows, which are the first operand of its products, or with ROWS == 8 all of a kv head's, which are the
-// second. Lane: see paged_attention/rows.cuh.
+// products, conversions and exponentials overlap: for warps that have few others beside them. Warp: ROWS of the team's
+// rows. 16 are the first operand of its products; 8, where a kv head has no more, are the second, with half as many
+// products and exponentials. Lane: see paged_attention/rows.cuh.
 //
 // Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
 //
