@@ -198,6 +198,10 @@ def _paged_attention() -> Iterator[Variant]:
         yield dynamic._replace(layout=layout, dealt=dealt, extras=False).variant
     for cache, dealt in (("float8_e4m3fn", op._FEW_IN_FP8[15]), ("bfloat16", op.Dealt(1, "CLUSTERS"))):
         yield dynamic._replace(cache=cache, dealt=dealt).variant
+    # Up to 8 rows, with extras and large heads.
+    few_rows = dynamic._replace(team=1, rows=8)
+    for dims, cache, dealt in ((128, "float8_e5m2", op._ALONE_IN_FP8), (256, "bfloat16", op._FEW_OF_LARGE_HEADS[8])):
+        yield few_rows._replace(dims=dims, cache=cache, dealt=dealt).variant
     yield op.scalar.variant("float", "float", "VLLM", "true")
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
     yield paged_attention._merge.variant("float", 4, "false")

@@ -1039,14 +1039,15 @@ def test_every_gpu_has_the_shared_memory() -> None:
     # The least that a block may have since sm_80 are 99 KiB; clusters run on data-center GPUs only, with 227 KiB.
     pairs = [parts.Dealt(2, dealing, wide, 100 << wide) for dealing in ("CLUSTERS", "EITHER") for wide in (False, True)]
     few = *parts._FEW.values(), *parts._FEW_IN_FP8.values(), *parts._FEW_OF_LARGE_HEADS.values()
-    for dealt in (parts.Dealt(), *pairs, *few):
+    for dealt in (parts.Dealt(), *pairs, *few, parts._ALONE_IN_FP8):
         most = 99 if dealt == parts.Dealt() else 227
         for head_dim in range(8, 129 if dealt.wide else 257, 8):
             for cache in ("float16", "float8_e4m3fn"):
                 for layout in LAYOUTS:
-                    for team in (1, 2) if head_dim > 128 else (1, 2, 4):
-                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, dealt)
-                        assert form.shared_bytes(16 * team) + form.static_bytes <= most << 10, form
+                    teams = (1, 2) if head_dim > 128 else (1, 2, 4)
+                    for rows, team in ((8, 1), *((16, team) for team in teams)):
+                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, dealt, rows)
+                        assert form.shared_bytes(rows * team) + form.static_bytes <= most << 10, form
 
 
 BF16, E5M2 = "__nv_bfloat16", "__nv_fp8_e5m2"
@@ -1082,65 +1083,73 @@ def test_the_variant_for_a_call(x: Sizes, function: str, arguments: tuple[Any, .
 
 
 @pytest.mark.parametrize(
-    ("x", "dealing", "cluster", "warps", "stages", "at_once", "blocks"),
+    ("x", "dealing", "cluster", "warps", "stages", "at_once", "rows", "fit", "blocks"),
     [
         # Clusters where items are few, then pairs of blocks for even lengths, which have the warps of two where each
         # has a multiprocessor to itself.
-        (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 1, 112),
-        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 1, 64),
-        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 1, 120),
-        (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 1, 64),
-        (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 1, 120),
-        (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 1, 62),
-        (Sizes(seqs=4), "CLUSTERS", 2, 8, 3, 1, 64),
-        (Sizes(seqs=5), "EITHER", 2, 8, 2, 1, 132),
-        (Sizes(seqs=8), "EITHER", 2, 8, 2, 1, 132),
-        (Sizes(seqs=9), "EITHER", 2, 4, 3, 1, 264),
-        (Sizes(seqs=16), "EITHER", 2, 4, 3, 1, 264),
-        (Sizes(seqs=17), "QUEUE", 1, 4, 3, 1, 264),
-        (Sizes(seqs=33), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=7, heads=4, kv_heads=1), "CLUSTERS", 16, 4, 2, 1, 8, 2, 112),
+        (Sizes(seqs=1), "CLUSTERS", 8, 8, 3, 1, 8, 1, 64),
+        (Sizes(seqs=15, heads=4, kv_heads=1), "CLUSTERS", 8, 8, 3, 1, 8, 1, 120),
+        (Sizes(seqs=2), "CLUSTERS", 4, 8, 3, 1, 8, 1, 64),
+        (Sizes(seqs=30, heads=4, kv_heads=1), "CLUSTERS", 4, 8, 3, 1, 8, 1, 120),
+        (Sizes(seqs=31, heads=4, kv_heads=1), "CLUSTERS", 2, 8, 3, 1, 8, 1, 62),
+        (Sizes(seqs=4), "CLUSTERS", 2, 8, 3, 1, 8, 1, 64),
+        (Sizes(seqs=5), "EITHER", 2, 8, 2, 1, 8, 1, 132),
+        (Sizes(seqs=8), "EITHER", 2, 8, 2, 1, 8, 1, 132),
+        (Sizes(seqs=9), "EITHER", 2, 4, 3, 1, 8, 2, 264),
+        (Sizes(seqs=16), "EITHER", 2, 4, 3, 1, 8, 2, 264),
+        (Sizes(seqs=17), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
+        (Sizes(seqs=33), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
         # More items than blocks at once, up to four times as many: a block each.
-        (Sizes(seqs=34), "EITHER", 1, 4, 3, 1, 272),
-        (Sizes(seqs=132), "EITHER", 1, 4, 3, 1, 1056),
-        (Sizes(seqs=133), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=34), "EITHER", 1, 4, 3, 1, 8, 2, 272),
+        (Sizes(seqs=132), "EITHER", 1, 4, 3, 1, 8, 2, 1056),
+        (Sizes(seqs=133), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
         # 8-bit caches: wide blocks have clusters only, and a team multiplies two tiles at once, where a warp may have
         # more than four.
-        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 1, 112),
-        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2", max_blocks=257), "CLUSTERS", 16, 4, 4, 2, 112),
-        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 1, 64),
-        (Sizes(seqs=1, cache="float8_e4m3fn", max_blocks=257), "CLUSTERS", 8, 8, 4, 2, 64),
-        (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 2, 128),
-        (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 2, 128),
-        (Sizes(seqs=8, cache="float8_e4m3fn"), "EITHER", 2, 8, 4, 2, 132),
-        (Sizes(seqs=8, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 2, 8, 4, 2, 128),
-        (Sizes(seqs=16, cache="float8_e4m3fn"), "EITHER", 2, 4, 4, 2, 264),
-        (Sizes(seqs=64, cache="float8_e4m3fn"), "EITHER", 1, 4, 4, 2, 512),
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2"), "CLUSTERS", 16, 4, 4, 1, 8, 2, 112),
+        (Sizes(seqs=7, heads=4, kv_heads=1, cache="float8_e5m2", max_blocks=257), "CLUSTERS", 16, 4, 4, 2, 8, 2, 112),
+        (Sizes(seqs=1, cache="float8_e4m3fn"), "CLUSTERS", 8, 8, 4, 1, 8, 1, 64),
+        (Sizes(seqs=1, cache="float8_e4m3fn", max_blocks=257), "CLUSTERS", 8, 8, 4, 2, 8, 1, 64),
+        (Sizes(seqs=2, cache="float8_e4m3fn"), "CLUSTERS", 8, 4, 4, 2, 8, 2, 128),
+        (Sizes(seqs=4, cache="float8_e4m3fn"), "CLUSTERS", 4, 4, 4, 2, 8, 2, 128),
+        (Sizes(seqs=8, cache="float8_e4m3fn"), "EITHER", 2, 8, 4, 2, 8, 1, 132),
+        (Sizes(seqs=8, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 2, 8, 4, 2, 8, 1, 128),
+        (Sizes(seqs=16, cache="float8_e4m3fn"), "EITHER", 2, 4, 4, 2, 8, 2, 264),
+        # A block for each of many items over an 8-bit cache: four of up to 8 rows fit a multiprocessor, two of more.
+        (Sizes(seqs=64, cache="float8_e4m3fn"), "EITHER", 1, 4, 3, 1, 8, 4, 528),
+        (Sizes(seqs=64, cache="float8_e4m3fn", max_blocks=128), "CLUSTERS", 1, 4, 3, 1, 8, 4, 512),
+        (Sizes(seqs=34, cache="float8_e4m3fn"), "EITHER", 1, 4, 3, 1, 8, 4, 528),
+        (Sizes(seqs=64, cache="float8_e4m3fn", query_tokens=3), "EITHER", 1, 4, 4, 2, 16, 2, 512),
+        (Sizes(seqs=133, cache="float8_e4m3fn"), "QUEUE", 1, 4, 4, 1, 16, 2, 264),
+        # Up to 8 rows of a kv head are the second operand of the products, but where blocks draw pieces alone.
+        (Sizes(seqs=1, query_tokens=2), "CLUSTERS", 8, 8, 3, 1, 8, 1, 64),
+        (Sizes(seqs=1, heads=72), "CLUSTERS", 8, 8, 3, 1, 16, 1, 64),
         # Large heads have no wide blocks.
-        (Sizes(seqs=1, head_dim=256), "CLUSTERS", 16, 2, 2, 1, 128),
-        (Sizes(seqs=4, head_dim=256), "CLUSTERS", 4, 2, 2, 1, 128),
-        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 2, 1, 264),
-        (Sizes(seqs=64, head_dim=256), "QUEUE", 1, 2, 2, 1, 264),
+        (Sizes(seqs=1, head_dim=256), "CLUSTERS", 16, 2, 2, 1, 8, 2, 128),
+        (Sizes(seqs=4, head_dim=256), "CLUSTERS", 4, 2, 2, 1, 8, 2, 128),
+        (Sizes(seqs=8, head_dim=256), "EITHER", 2, 2, 2, 1, 8, 2, 264),
+        (Sizes(seqs=64, head_dim=256), "QUEUE", 1, 2, 2, 1, 16, 2, 264),
         # Where there is no room for a long sequence, all lengths are even enough.
-        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 3, 1, 128),
-        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 1, 256),
-        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 1, 264),
-        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 1, 264),
-        (Sizes(seqs=64, max_blocks=128), "CLUSTERS", 1, 4, 3, 1, 512),
-        (Sizes(seqs=64, max_blocks=129), "EITHER", 1, 4, 3, 1, 512),
+        (Sizes(seqs=8, max_blocks=128), "CLUSTERS", 2, 8, 3, 1, 8, 1, 128),
+        (Sizes(seqs=16, max_blocks=128), "CLUSTERS", 2, 4, 3, 1, 8, 2, 256),
+        (Sizes(seqs=16, max_blocks=129), "EITHER", 2, 4, 3, 1, 8, 2, 264),
+        (Sizes(seqs=17, max_blocks=128), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
+        (Sizes(seqs=64, max_blocks=128), "CLUSTERS", 1, 4, 3, 1, 8, 2, 512),
+        (Sizes(seqs=64, max_blocks=129), "EITHER", 1, 4, 3, 1, 8, 2, 512),
         # 40 query heads of 5 tokens are 25 rows, of a team of two warps.
-        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 1, 264),
+        (Sizes(seqs=16, heads=40, query_tokens=5), "EITHER", 2, 4, 4, 1, 16, 2, 264),
         # With `split` a row has the same bits in any batch.
-        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 3, 1, 64),
-        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 3, 1, 264),
-        (Sizes(seqs=64, split=512), "QUEUE", 1, 4, 3, 1, 264),
+        (Sizes(seqs=1, split=512), "QUEUE", 1, 4, 3, 1, 16, 2, 64),
+        (Sizes(seqs=16, split=512), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
+        (Sizes(seqs=64, split=512), "QUEUE", 1, 4, 3, 1, 16, 2, 264),
     ],
     ids=str,
 )
 def test_how_items_are_dealt(
-    x: Sizes, dealing: str, cluster: int, warps: int, stages: int, at_once: int, blocks: int
+    x: Sizes, dealing: str, cluster: int, warps: int, stages: int, at_once: int, rows: int, fit: int, blocks: int
 ) -> None:
     dealt = plan(x)
-    assert dealt.variant.instance.arguments[8:] == (stages, cluster, warps, dealing, at_once)
+    assert dealt.variant.instance.arguments[8:] == (stages, cluster, warps, dealing, at_once, rows, fit)
     assert dealt.threads == 32 * warps
     assert dealt.blocks == blocks and dealt.blocks % cluster == 0
     items = x.seqs * x.kv_heads
@@ -1148,7 +1157,7 @@ def test_how_items_are_dealt(
         assert (dealt.slots, dealt.counters) == (0, 0)
     else:
         # As many pieces as the queue cuts at most.
-        shares = 264 if cluster == 1 and dealing == "EITHER" else blocks
+        shares = 132 * fit if cluster == 1 and dealing == "EITHER" else blocks
         pieces = items * 8 if x.split else min(items * -(-x.max_blocks // 4), shares + items)
         assert dealt.shares == shares
         assert (dealt.slots, dealt.counters) == (pieces * dealt.rows, 1 + items)
@@ -1305,6 +1314,9 @@ def _compiled_on_all_cores(request: pytest.FixtureRequest) -> None:
         for variant, seqs in itertools.product((x.variant, "dynamic"), (1, 64)):
             with contextlib.suppress(ValueError):  # where there is none
                 needed.add(plan(x._replace(variant=variant, seqs=seqs)).variant.instance)
+    for (seqs, kv_heads, _), cache in itertools.product(DEALT.values(), ("bfloat16", "float8_e4m3fn")):
+        sizes = {"heads": 5 * kv_heads, "kv_heads": kv_heads, "head_dim": 64, "seqs": seqs, "max_blocks": 190}
+        needed.add(plan(Sizes(cache=cache, layout=LAYOUTS[seqs % 2], **sizes)).variant.instance)
     arch = arch_of_device(0)
     compiler.compile_all([(i, arch) for i in compiler.missing(needed, arch)])
 
@@ -1402,6 +1414,13 @@ OF_FLOAT8: dict[str, tuple[tuple[Any, ...], str, str, str]] = {
     "the least head": ((EDGES, 4, 1, 8, 16), "float16", "float8_e5m2", "flash"),
     "blocks of 8": ((EDGES, 4, 1, 32, 8), "float16", "float8_e5m2", "vllm"),
     "blocks of 24": ((EDGES, 4, 1, 64, 24), "bfloat16", "float8_e4m3fn", "flash"),
+    # A block each of up to 8 rows, of which four share a multiprocessor; of 9, two.
+    "a block each": (([1100, 1101, 1088, 1090] * 9, 32, 8, 128, 16), "bfloat16", "float8_e4m3fn", "vllm"),
+    "a block each, little room": (([500, 0, 511, 64, 1, 513] * 6, 32, 8, 128, 16), "float16", "float8_e5m2", "flash"),
+    "a block each, 9 rows": (([700, 2100, 64] * 12, 72, 8, 64, 16), "bfloat16", "float8_e4m3fn", "flash"),
+    "many, of which one is cut": (([100] * 35 + [5000], 64, 8, 128, 16), "bfloat16", "float8_e4m3fn", "flash"),
+    "pairs": (([2100, 2111, 0, 2112, 1, 2113, 2080, 2300, 17], 32, 8, 128, 16), "bfloat16", "float8_e4m3fn", "vllm"),
+    "pairs, of which one is long": (([60] * 4 + [3000], 32, 8, 128, 16), "bfloat16", "float8_e4m3fn", "flash"),
     "float32": ((EDGES, 4, 1, 64, 16), "float32", "float8_e4m3fn", "vllm"),
     "float32, flash": ((EDGES, 4, 1, 64, 16), "float32", "float8_e5m2", "flash"),
 }
@@ -1416,6 +1435,28 @@ def test_the_kernels_with_float8(
     scales = {"k_scale": np.array([0.5], np.float32), "v_scale": np.array([0.75], np.float32)}
     compare(x, **scales)
     assert_matches(OUT, launch(x, k_scale=0.5, v_scale=0.75)[0], launch(x, **scales)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize(("heads", "query_tokens"), [
+    *((rows, None) for rows in range(1, 10)), (1, 8), (2, 4), (3, 2), (2, 3), (3, 3), (1, 9),
+])  # fmt: skip
+def test_each_number_of_rows(heads: int, query_tokens: int | None, cache: str | None, rng: np.random.Generator) -> None:
+    # Up to 8 rows of a kv head, of heads and query tokens, are the second operand of the products, more the first.
+    layout = LAYOUTS[heads % 2]
+    x = paged(rng, [100, 700, 0, 33, 2], 2 * heads, 2, 64, 16, "bfloat16", cache, layout, query_tokens, window=300)
+    slopes = np.linspace(0.1, 0.6, 2 * heads, dtype=np.float32)
+    compare(x, window=300, alibi_slopes=slopes, sinks=slopes)
+
+
+@pytest.mark.gpu
+def test_each_row_is_rescaled_by_itself(rng: np.random.Generator) -> None:
+    # A bfloat16 query over 8 bits is divided by a power of two of each row, which the row's scores are multiplied by.
+    x = paged(rng, [300, 70], 16, 2, 64, 16, "bfloat16", "float8_e4m3fn", query_tokens=None)
+    magnitudes = 2.0 ** rng.permutation(np.arange(-8, 8) * 5)
+    x.query[...] = (x.query.astype(np.float32) * magnitudes[:, None]).astype(x.query.dtype)
+    compare(x, softcap=20.0)
 
 
 @pytest.mark.gpu
@@ -1559,6 +1600,40 @@ def test_each_path_stays_inside_its_arrays(
     x = x._replace(key_cache=x.key_cache[kept], value_cache=x.value_cache[kept], block_tables=tables)
     compare(x)
     compare(x, window=20, softcap=3.0, sinks=np.zeros(6, np.float32), alibi_slopes=np.ones(6, np.float32) / 8)
+
+
+#: Sequences and kv heads, and the longest sequence: each way in which items are dealt.
+DEALT = {
+    "clusters of 16": (1, 2, 300),
+    "wide clusters of 8": (1, 8, 300),
+    "wide clusters of 4": (2, 8, 300),
+    "wide pairs": (5, 8, 300),
+    "wide blocks that draw": (5, 8, 2900),
+    "pairs": (17, 4, 300),
+    "blocks that draw": (17, 4, 1500),
+    "a block each": (34, 8, 60),
+    "a block each, of uneven lengths": (34, 8, 700),
+    "a block each, of which those at once draw": (34, 8, 2200),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("cache", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize(("seqs", "kv_heads", "longest"), DEALT.values(), ids=DEALT)
+def test_each_dealing_stays_inside_its_arrays(
+    seqs: int, kv_heads: int, longest: int, cache: str | None, rng: np.random.Generator
+) -> None:
+    # Tables have room for more than 2048 tokens, so that the lengths decide; 5 rows.
+    lengths = [longest, *(int(n) for n in rng.integers(0, 60, seqs - 1))]
+    x = paged(rng, lengths, 5 * kv_heads, kv_heads, 64, 16, "bfloat16", cache, LAYOUTS[seqs % 2])
+    tables = np.full((seqs, 190), JUNK[0], np.int32)
+    tables[:, : x.block_tables.shape[1]] = x.block_tables
+    want, want_lse = twin.paged_attention(*x.args, layout=x.layout, return_lse=True)
+    for _ in range(2):
+        out, lse = launch(x._replace(block_tables=tables))
+        assert_matches(OUT, out, want)
+        assert_matches(LSE, lse, want_lse)
 
 
 @pytest.mark.gpu

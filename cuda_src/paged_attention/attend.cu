@@ -10,7 +10,7 @@
 // Token t of a sequence is slot t % block_size of the cache's block tables[seq, t / block_size].
 //
 // The heads of a group and the query tokens of a sequence are rows that share a kv head, so the cache is read once for
-// all of them. An item is (sequence, kv head, block of ROWS rows). An item with more than an equal share of the tokens
+// all of them. An item is (sequence, kv head, block of a team's rows). An item with more than an equal share of the tokens
 // is cut into pieces, and a block of threads takes one piece after the other. Each of several pieces leaves a partial
 // result (maximum, sum, output), and the block that is the last to finish merges them. `split` fixes the size of all
 // pieces: then the sums of a row are formed in the same order whatever else is in the batch. Where there are few items,
@@ -21,13 +21,15 @@
 // Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
 // every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
 // shared memory, ldmatrix loads fragments from there. With AT_ONCE == 2 it multiplies two tiles at once, whose chains of
-// products, conversions and exponentials overlap: for warps that have few others beside them. Warp: 16 of the team's
-// 16 * TEAM rows. Lane: see common/mma.cuh.
+// products, conversions and exponentials overlap: for warps that have few others beside them. Warp: ROWS of the team's
+// rows. 16 are the first operand of its products; 8, where a kv head has no more, are the second, with half as many
+// products and exponentials. Lane: see paged_attention/rows.cuh.
 //
 // Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
 //
 // HEAD_DIM == 0 or BLOCK_SIZE == 0: that size is dynamic. DIMS: head_dim rounded up to what stages and registers have
-// room for. EXTRAS: there is a softcap, a slope or a block-sparse pattern.
+// room for. EXTRAS: there is a softcap, a slope or a block-sparse pattern. FIT: how many blocks a multiprocessor has
+// registers for.
 //
 // Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
 // Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
@@ -50,26 +52,26 @@
 // Leave what a warp has found for its rows in shared memory, where stages were: after a barrier of the block. A row of
 // a sequence with a bad block id becomes NaN by its sum.
 template <typename F>
-__device__ __forceinline__ void leave_results(const Params& p, const typename F::Softmax& softmax,
+__device__ __forceinline__ void leave_results(const Params& p, typename F::Softmax& softmax,
                                               const float (&out)[F::OUT_FRAGMENTS][4], const Row (&rows)[2], bool bad,
                                               const typename F::Results& found) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int team = warp / F::TEAM, member = warp % F::TEAM;
-    const int row = lane / 4, pair = lane % 4;
+    softmax.finish();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        const int at = team * F::ROWS + member * 16 + row + 8 * j;
+        const int row = member * F::Rows::ROWS + F::Rows::row(lane, j), at = team * F::ROWS + row;
         const float correction = softmax.final_correction(j);
-        float total = lanes_sum<4>(softmax.sum[j]) * correction;
-        if (bad) total = CUDART_NAN_F;
-        if (pair == 0) found.maxima[at] = softmax.maximum[j], found.sums[at] = total;
+        const float total = bad ? CUDART_NAN_F : softmax.sum[j] * correction;
+        if (F::Rows::column(lane, 0) == 0) found.maxima[at] = softmax.maximum[j], found.sums[at] = total;
         if (!rows[j].valid) continue;
 #pragma unroll
         for (int n = 0; n < F::OUT_FRAGMENTS; ++n)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                found.outputs[(at - team * (F::ROWS - p.rows)) * F::Results::STRIDE + F::Tile::dim(n, pair * 2 + i)] =
-                    out[n][2 * j + i] * correction;
+            for (int i = 0; i < 4; ++i)
+                if (F::Rows::row_index(i) == j)
+                    found.outputs[(team * p.rows + row) * F::Results::STRIDE + F::dim(n, i, lane)] =
+                        out[n][i] * correction;
     }
 }
 
@@ -98,26 +100,28 @@ __device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& tea
         keys_at[i] = shared_address(stage), values_at[i] = keys_at[i] + F::Tile::BYTES;
         if (token < segment.low || token + TILE > segment.length) team.clear_values(segment, token, stage);
     }
-    float scores[N][2][4] = {};
-    F::Products::template multiply_keys<F::KEY_STEPS>(scores, query, keys_at, team.lane);
+    float chains[F::CHAINS][N][F::Rows::FRAGMENTS][4] = {};
+    F::Products::template multiply_keys<F::KEY_STEPS>(chains, query, keys_at, team.lane);
+    auto& scores = chains[0];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const int token = team.token(segment, k + i);
-        scale_scores<F>(scores[i], p, segment, warp.rows, warp.terms, token, team.pair);
+        if constexpr (F::CHAINS == 2) add_scores(scores[i], chains[1][i]);
+        scale_scores<F>(scores[i], p, segment, warp.rows, warp.terms, token, team.lane);
         if (token < warp.all_from || token + TILE > warp.all_to)
-            mask_scores<F>(scores[i], p, warp.terms, token, team.pair);
+            mask_scores<F>(scores[i], p, warp.terms, token, team.lane);
     }
-    unsigned weights[N][4];
+    unsigned weights[N][F::Rows::OPERAND];
     softmax.add(scores, out, weights);
     F::Products::multiply_values(out, weights, values_at, team.lane);
 }
 
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
-          int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE>
-__global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
+          int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE, int ROWS, int FIT>
+__global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
     wait_for_earlier_kernels();
-    using F =
-        Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING, AT_ONCE>;
+    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING, AT_ONCE,
+                   ROWS>;
     using Tile = typename F::Tile;
     using Schedule = typename ScheduleOf<F, DEALING, CLUSTER == 1>::type;
     __shared__ float maxima[F::TEAMS * F::ROWS], sums[F::TEAMS * F::ROWS];
@@ -125,12 +129,13 @@ __global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void at
     __shared__ int next;
     __shared__ bool last;
     __shared__ Segment previous;
+    __shared__ unsigned long long inbox;
     Team<F> team(p);
     const typename F::Results found = {maxima, sums,
                                        reinterpret_cast<float*>(shared + (STAGES - 1) * F::TEAMS * 2 * Tile::BYTES)};
     const float scale = (p.key_scale ? *p.key_scale : 1.f) * p.scale * LOG2_E;
 
-    Schedule schedule(p, {next, previous, last});
+    Schedule schedule(p, {next, previous, last, shared_address(&inbox)});
     Pipeline<F> pipeline;
     typename F::Query query;
     // The query is asked for before the tiles: behind those that fill the stages it would be the last to come, and
@@ -140,10 +145,10 @@ __global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void at
     bool has_query = EARLY;
     if constexpr (EARLY && HAS_ITEM) {
         schedule.locate(p, pipeline.segment);
-        load_rows<F>(p, team, pipeline.segment, query.fragments);
+        load_query<F>(p, team, pipeline.segment, query.fragments);
     }
     bool more = schedule.first(p, team, pipeline);
-    if (EARLY && !HAS_ITEM && more) load_rows<F>(p, team, pipeline.segment, query.fragments);
+    if (EARLY && !HAS_ITEM && more) load_query<F>(p, team, pipeline.segment, query.fragments);
     if (more) pipeline.start(p, team);
     __syncthreads();
     while (more) {
@@ -151,12 +156,9 @@ __global__ __launch_bounds__(32 * WARPS, fit(WARPS)) CLUSTER_OF(CLUSTER) void at
         WarpRows<F> warp(p, team, segment, scale);
         team.clear_padding();
         if constexpr (AT_ONCE > 1) pipeline.start_copies(p, team, STAGES - 1);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            if (!has_query) load_row<F>(p, team, segment, warp.rows[j], j, query.fragments);
-            warp.terms.factors[j] = factor_of_row<F>(scale, j, query.fragments);
-        }
+        if (!has_query) load_query<F>(p, team, segment, query.fragments);
         has_query = false;
+        find_factors<F>(scale, team.lane, query.fragments, warp.terms.factors);
         query.keep(queries);
         int taken;
         schedule.draw(p, pipeline.tiles <= AHEAD, taken);

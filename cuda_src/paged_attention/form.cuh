@@ -13,11 +13,8 @@ template <typename A, typename B> struct Choose<false, A, B> {
     using type = B;
 };
 
-// Blocks of so many warps that fit a multiprocessor.
-constexpr int fit(int warps) { return warps > 4 ? 1 : 2; }
-
 template <typename T_, typename CACHE, Layout LAYOUT, int HEAD_DIM_, int DIMS_, int BLOCK_SIZE_, int TEAM_,
-          bool EXTRAS_, int STAGES_, int CLUSTER_, int WARPS_, Dealing DEALING_, int AT_ONCE_>
+          bool EXTRAS_, int STAGES_, int CLUSTER_, int WARPS_, Dealing DEALING_, int AT_ONCE_, int ROWS_>
 struct Form {
     using T = T_;
     static constexpr int HEAD_DIM = HEAD_DIM_, DIMS = DIMS_, BLOCK_SIZE = BLOCK_SIZE_;
@@ -28,16 +25,31 @@ struct Form {
 
     static_assert(CLUSTER == 1 || DEALING != QUEUE, "blocks that draw pieces share none");
     static_assert(AT_ONCE <= STAGES, "a team's tiles lie in its stages");
-    static constexpr int TEAMS = WARPS / TEAM, ROWS = 16 * TEAM;
-    static constexpr int STEP = TEAMS * CLUSTER;        // tiles from one of a team to its next, in a cluster's item
-    static constexpr int KEY_STEPS = DIMS / 16;         // products along the dimensions, for the scores
-    static constexpr int OUT_FRAGMENTS = DIMS / 8;      // fragments of the output across the dimensions
-    static constexpr bool QUERY_IN_SHARED = DIMS > 128; // registers hold the query of smaller heads only
+    static_assert(ROWS_ == 16 || (ROWS_ == 8 && TEAM == 1), "a warp has 16 rows, or all of a kv head's");
+    using Rows = typename Choose<ROWS_ == 16, RowsAsA, RowsAsB>::type; // of a warp
+    static constexpr int TEAMS = WARPS / TEAM, ROWS = Rows::ROWS * TEAM;
+    static constexpr int STEP = TEAMS * CLUSTER; // tiles from one of a team to its next, in a cluster's item
+    static constexpr int KEY_STEPS = DIMS / 16;  // products along the dimensions, for the scores
+    // Chains of products that scores are the sum of: 8 rows are one fragment, not two, and blocks of clusters have few
+    // warps beside them.
+    static constexpr int CHAINS = ROWS_ == 8 && CLUSTER > 1 ? 2 : 1;
+    static constexpr int OUT_FRAGMENTS = DIMS / 16 * Rows::FRAGMENTS; // fragments of the output across the dimensions
+    // Registers hold the query of all but 16 rows of large heads.
+    static constexpr bool QUERY_IN_SHARED = KEY_STEPS * Rows::OPERAND > 32;
 
     using Tile = typename Choose<LAYOUT == VLLM, VllmTile<CACHE, DIMS>, FlashTile<CACHE, DIMS>>::type;
-    using Products = typename Choose<FP8, Products8<T, CACHE, Tile>, Products16<T, CACHE, Tile>>::type;
-    using Query =
-        typename Choose<QUERY_IN_SHARED, QueryInShared<KEY_STEPS, 32 * WARPS>, QueryInRegisters<KEY_STEPS>>::type;
-    using Softmax = OnlineSoftmax<typename Products::Math, OUT_FRAGMENTS>;
-    using Results = TeamResults<TEAMS, ROWS, DIMS + 8>;
+    using Products = typename Choose<FP8, Products8<T, CACHE, Tile, Rows>, Products16<T, CACHE, Tile, Rows>>::type;
+    using Query = typename Choose<QUERY_IN_SHARED, QueryInShared<KEY_STEPS, 32 * WARPS>,
+                                  QueryInRegisters<KEY_STEPS, Rows::OPERAND>>::type;
+    using Softmax = OnlineSoftmax<typename Products::Math, Rows, OUT_FRAGMENTS>;
+    // Lanes of four pairs of rows, or of four rows, store to different banks.
+    using Results = TeamResults<TEAMS, ROWS, DIMS + ROWS_ / 2>;
+
+    // The token of a tile, and the dimension, of element i of a lane's fragment n of the scores, or of the output.
+    static __device__ __forceinline__ int token(int n, int i, int lane) {
+        return Tile::token(Rows::eight(n, i), Rows::column(lane, i));
+    }
+    static __device__ __forceinline__ int dim(int n, int i, int lane) {
+        return Tile::dim(Rows::eight(n, i), Rows::column(lane, i));
+    }
 };

@@ -1,4 +1,4 @@
-// What the scores of a tile go through after the product. A thread has those of two rows, for four tokens each.
+// What the scores of a tile go through after the product. A thread has those of two rows, for two or four tokens each.
 #pragma once
 #include "paged_attention/scores.cuh"
 #include "paged_attention/team.cuh"
@@ -15,7 +15,7 @@ struct ScoreTerms {
     }
 };
 
-// Whether one of a thread's rows sees the block of the block-sparse pattern that `token` is in.
+// Whether one of a thread's two rows sees the block of the block-sparse pattern that `token` is in.
 template <typename F>
 __device__ __forceinline__ bool seen(const Params& p, const Team<F>& team, const Segment& segment, int token) {
     const Row first = team.row_of(p, segment, 0), second = team.row_of(p, segment, 1);
@@ -23,32 +23,43 @@ __device__ __forceinline__ bool seen(const Params& p, const Team<F>& team, const
            (second.valid && in_pattern(p, segment, second.head, token));
 }
 
+// Add the second of the two sums that scores consist of.
+template <int FRAGMENTS>
+__device__ __forceinline__ void add_scores(float (&scores)[FRAGMENTS][4], const float (&second)[FRAGMENTS][4]) {
+#pragma unroll
+    for (int n = 0; n < FRAGMENTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[n][i] += second[n][i];
+}
+
 // Scale the scores; with EXTRAS, modify them and mask what the block-sparse pattern leaves out.
 template <typename F>
-__device__ __forceinline__ void scale_scores(float (&scores)[2][4], const Params& p, const Segment& segment,
-                                             const Row (&rows)[2], const ScoreTerms& terms, int token, int pair) {
+__device__ __forceinline__ void scale_scores(float (&scores)[F::Rows::FRAGMENTS][4], const Params& p,
+                                             const Segment& segment, const Row (&rows)[2], const ScoreTerms& terms,
+                                             int token, int lane) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < F::Rows::FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            scores[n][i] *= terms.factors[i / 2];
+            const int j = F::Rows::row_index(i);
+            scores[n][i] *= terms.factors[j];
             if constexpr (F::EXTRAS) {
-                const int t = token + F::Tile::token(n, pair * 2 + i % 2);
-                scores[n][i] = modify(p, scores[n][i], terms.slopes[i / 2], t - terms.positions[i / 2]);
-                if (p.sparse_stride && !in_pattern(p, segment, rows[i / 2].head, t)) scores[n][i] = -CUDART_INF_F;
+                const int t = token + F::token(n, i, lane);
+                scores[n][i] = modify(p, scores[n][i], terms.slopes[j], t - terms.positions[j]);
+                if (p.sparse_stride && !in_pattern(p, segment, rows[j].head, t)) scores[n][i] = -CUDART_INF_F;
             }
         }
 }
 
 // Mask the tokens after each row's position, and those before its window.
 template <typename F>
-__device__ __forceinline__ void mask_scores(float (&scores)[2][4], const Params& p, const ScoreTerms& terms, int token,
-                                            int pair) {
+__device__ __forceinline__ void mask_scores(float (&scores)[F::Rows::FRAGMENTS][4], const Params& p,
+                                            const ScoreTerms& terms, int token, int lane) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < F::Rows::FRAGMENTS; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int t = token + F::Tile::token(n, pair * 2 + i % 2), position = terms.positions[i / 2];
+            const int t = token + F::token(n, i, lane), position = terms.positions[F::Rows::row_index(i)];
             if (t > position || (p.window && t <= position - p.window)) scores[n][i] = -CUDART_INF_F;
         }
 }

@@ -41,13 +41,13 @@ struct Params {
     long long table_row; // stride in elements
     int seqs, query_tokens, heads, kv_heads, head_dim;
     int group;      // heads / kv_heads
-    int row_blocks; // ceil(group * query_tokens / ROWS): blocks of rows of a kv head
+    int row_blocks; // ceil(group * query_tokens / a team's rows): blocks of rows of a kv head
     int blocks;     // of the cache
     int block_size, max_blocks;
     int window;         // 0: none
     int split;          // tokens of a piece, a multiple of UNIT_TOKENS; 0: as `Pieces::plan` decides
     int min_units;      // of a piece
-    int rows;           // of a partial result: min(ROWS, group * query_tokens)
+    int rows;           // of a partial result: min(a team's, group * query_tokens)
     int max_splits;     // of `partial`, if `vllm_workspace`
     int vllm_workspace; // partial results [seqs, heads, max_splits] in T, also of items in one piece
     // vLLM's block-sparse pattern; sparse_stride 0: dense

@@ -1,6 +1,6 @@
 // The pieces that sequences are cut into for the blocks of threads, and the rows that attend to a piece.
 //
-// An item is (sequence, kv head, block of ROWS rows). The tokens of an item are cut into pieces, of whole units of
+// An item is (sequence, kv head, block of a team's rows). The tokens of an item are cut into pieces, of whole units of
 // UNIT_TOKENS.
 #pragma once
 #include "common/warp.cuh"

@@ -3,7 +3,6 @@
 // Of some tokens a row knows a maximum of scores (times log2(e)), the sum of exp(score - maximum), and the same sum of
 // values. Two such triples over different tokens are merged by rescaling both to the larger maximum and adding.
 #pragma once
-#include "common/cluster.cuh"
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
 #include "paged_attention/pieces.cuh"
@@ -180,46 +179,4 @@ __device__ void store_piece(const Params& p, const Segment& segment, const TeamR
 __device__ __forceinline__ int arrive(const Params& p, const Segment& segment) {
     __threadfence();
     return atomicAdd(&p.arrived[(segment.seq * p.kv_heads + segment.kv_head) * p.row_blocks + segment.row_block], 1);
-}
-
-// `store_piece` for an item whose tokens a cluster has shared. The blocks divide the dimensions of all rows in quads;
-// each merges what its teams have of a quad into the memory of the block whose quad it is, at `inbox`, and then adds up
-// what all blocks left in its own. All blocks must have begun; none reads the memory of another, so that each may end.
-template <int CLUSTER, typename T, int TEAMS, int ROWS, int STRIDE>
-__device__ void store_cluster(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found,
-                              char* inbox) {
-    const int quads = p.head_dim / 4, own = ceil_div(p.rows * quads, CLUSTER), rank = cluster_rank<CLUSTER>();
-    uint4* const parts = reinterpret_cast<uint4*>(inbox);                                  // [CLUSTER, own]
-    auto* const statistics = reinterpret_cast<unsigned long long*>(&parts[CLUSTER * own]); // [CLUSTER, p.rows]
-    for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
-        const int r = i / quads, quad_of_row = i % quads;
-        if (!Row(p, segment, segment.row_block * ROWS + r).valid) break;
-        const Quad quad = found.merge(p, r, quad_of_row * 4);
-        const uint4 bits = make_uint4(__float_as_uint(quad.values[0]), __float_as_uint(quad.values[1]),
-                                      __float_as_uint(quad.values[2]), __float_as_uint(quad.values[3]));
-        dsmem_store<CLUSTER>(i % CLUSTER, &parts[rank * own + i / CLUSTER], bits);
-        const unsigned long long both = __float_as_uint(quad.maximum) | (unsigned long long)__float_as_uint(quad.sum)
-                                                                            << 32;
-        for (int to = quad_of_row; to < CLUSTER; to += quads)
-            dsmem_store<CLUSTER>(to, &statistics[rank * p.rows + r], both);
-    }
-    cluster_sync<CLUSTER>();
-    for (int i = threadIdx.x * CLUSTER + rank; i < ROWS * quads; i += blockDim.x * CLUSTER) {
-        const int r = i / quads;
-        const Row row(p, segment, segment.row_block * ROWS + r);
-        if (!row.valid) break;
-        float2 of_rank[CLUSTER];
-        Quad quad = {-CUDART_INF_F, 0.f, {}};
-#pragma unroll
-        for (int from = 0; from < CLUSTER; ++from) {
-            of_rank[from] = reinterpret_cast<const float2*>(statistics)[from * p.rows + r];
-            quad.maximum = fmaxf(quad.maximum, of_rank[from].x);
-        }
-#pragma unroll
-        for (int from = 0; from < CLUSTER; ++from) {
-            const float4 part = reinterpret_cast<const float4*>(parts)[from * own + i / CLUSTER];
-            quad.add(of_rank[from].x, of_rank[from].y, part, quad.maximum);
-        }
-        store_result<T>(p, segment, row, i % quads * 4, quad, value_scale(p));
-    }
 }

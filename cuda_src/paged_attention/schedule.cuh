@@ -2,6 +2,7 @@
 // each item has a cluster of blocks, or the lengths decide which; all types have the same methods. `pipeline` is that of
 // the calling thread's team.
 #pragma once
+#include "paged_attention/inbox.cuh"
 #include "paged_attention/pieces.cuh"
 #include "paged_attention/pipeline.cuh"
 #include "paged_attention/results.cuh"
@@ -18,11 +19,12 @@ constexpr int UNITS_ABOVE_MEAN = 2;
 // take 10 us or more.
 constexpr int UNITS_ABOVE_SHARE = 12, UNITS_UNCUT = 32;
 
-// State of the queue in shared memory, where thread 0 tells it the others.
-struct QueueState {
-    int& next;         // the block's next piece; -1: not known yet
+// State of a schedule in shared memory. Of the queue's thread 0 tells the others.
+struct SharedState {
+    int& next;         // of the queue: the block's next piece; -1: not known yet
     Segment& previous; // the piece before
     bool& last;        // whether `previous` was the last of its item to be done
+    unsigned inbox;    // of a cluster: the shared address of the barrier of the block's inbox
 };
 
 // A queue of pieces: blocks draw from a counter until there are none left. Under load every answer from global memory
@@ -30,11 +32,11 @@ struct QueueState {
 // before the results of that one are merged, and learns whether a piece was the last of its item when the next one is
 // done.
 template <typename F> struct PieceQueue {
-    QueueState state;
+    SharedState state;
     int place = -1; // of thread 0: pieces of the item that were done before `previous`; -1: the item has no others
     Pieces pieces;
 
-    __device__ __forceinline__ PieceQueue(const Params& p, const QueueState& state) : state(state), pieces(p) {}
+    __device__ __forceinline__ PieceQueue(const Params& p, const SharedState& state) : state(state), pieces(p) {}
 
     // Find the block's first piece; returns whether there is one.
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
@@ -110,12 +112,14 @@ template <typename F> struct PieceQueue {
 // A cluster of blocks for each item, which is one piece: no plan, no counter, no partial results in global memory.
 template <typename F> struct ClusterItem {
     const int item = blockIdx.x / F::CLUSTER;
+    const unsigned inbox;
 
-    __device__ __forceinline__ ClusterItem(const Params&, const QueueState&) {}
+    __device__ __forceinline__ ClusterItem(const Params&, const SharedState& state) : inbox(state.inbox) {}
 
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
-        cluster_arrive<F::CLUSTER>();
-        begin(p, team, pipeline, first_entry(p, team, pipeline));
+        const int entry = first_entry(p, team, pipeline);
+        open_inbox<F::CLUSTER>(inbox);
+        begin(p, team, pipeline, entry);
         return true;
     }
 
@@ -150,13 +154,13 @@ template <typename F> struct ClusterItem {
     static __device__ __forceinline__ void look_back() {}
 
     // Where the other blocks leave their results: behind the stages and the teams' results.
-    static __device__ __forceinline__ void store(const Params& p, const Segment& segment,
-                                                 const typename F::Results& found) {
+    __device__ __forceinline__ void store(const Params& p, const Segment& segment,
+                                          const typename F::Results& found) const {
         char* const stages_end = shared + F::STAGES * F::TEAMS * 2 * F::Tile::BYTES;
         char* const results_end = reinterpret_cast<char*>(found.outputs + F::TEAMS * p.rows * F::Results::STRIDE);
         cluster_wait<F::CLUSTER>();
-        store_cluster<F::CLUSTER, typename F::T>(p, segment, found,
-                                                 results_end > stages_end ? results_end : stages_end);
+        store_cluster<F::CLUSTER, typename F::T>(p, segment, found, results_end > stages_end ? results_end : stages_end,
+                                                 inbox);
     }
 
     static __device__ __forceinline__ void finish(const Params&) {}
@@ -168,7 +172,7 @@ template <typename F> struct ItemsOrQueue {
     ClusterItem<F> cluster;
     bool even = false;
 
-    __device__ __forceinline__ ItemsOrQueue(const Params& p, const QueueState& state)
+    __device__ __forceinline__ ItemsOrQueue(const Params& p, const SharedState& state)
         : queue(p, state), cluster(p, state) {}
 
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
@@ -181,7 +185,7 @@ template <typename F> struct ItemsOrQueue {
             return queue.first_of_all(p, team, pipeline);
         }
         if (!has_item) return false;
-        cluster_arrive<F::CLUSTER>();
+        open_inbox<F::CLUSTER>(cluster.inbox);
         cluster.begin(p, team, pipeline, entry);
         return true;
     }
@@ -219,17 +223,20 @@ template <typename F> struct BlockItem {
     ClusterItem<F> block;
     bool cut = false;
 
-    __device__ __forceinline__ BlockItem(const Params& p, const QueueState& state) : queue(p, state), block(p, state) {}
+    __device__ __forceinline__ BlockItem(const Params& p, const SharedState& state)
+        : queue(p, state), block(p, state) {}
 
     __device__ __forceinline__ bool has_queue() const { return F::DEALING == EITHER && cut; }
 
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
         Pieces& pieces = queue.pieces;
-        const int entry = block.first_entry(p, team, pipeline);
+        const bool has_item = F::DEALING != EITHER || block.item < p.seqs * pieces.items;
+        const int entry = has_item ? block.first_entry(p, team, pipeline) : 0;
         pieces.look();
         if constexpr (F::DEALING == EITHER)
             cut = !pieces.within(max(pieces.share_of(p.shares) + UNITS_ABOVE_SHARE, UNITS_UNCUT));
         if (has_queue()) return blockIdx.x < p.shares && queue.first_of_all(p, team, pipeline);
+        if (!has_item) return false;
         if (pieces.even(pieces.mean / 8)) {
             block.begin(p, team, pipeline, entry);
             return true;

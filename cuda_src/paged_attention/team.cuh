@@ -9,16 +9,16 @@ constexpr int TILE = 16; // tokens
 // The stages of all teams one after the other. Where the last stages are, the teams leave their results.
 extern __shared__ __align__(128) char shared[];
 
-// A team of F::TEAM warps: it takes every `step()`-th tile of a piece, and each of its warps 16 of the piece's rows. The
-// members are the calling thread's.
+// A team of F::TEAM warps: it takes every `step()`-th tile of a piece, and each of its warps F::Rows::ROWS of the piece's
+// rows. The members are the calling thread's.
 template <typename F> struct Team {
     static constexpr int LANES = 32 * F::TEAM;
 
     const int head_dim, block_size, chunks; // chunks of 16 bytes of a token
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int index = warp / F::TEAM, member = warp % F::TEAM, lane_of_team = member * 32 + lane;
-    const int row = lane / 4, pair = lane % 4; // in the fragments of common/mma.cuh
-    bool in_cluster = F::DEALING != QUEUE;     // whether the blocks of a cluster share the tiles of a piece
+    const int pair = lane % 4;             // in the fragments of common/mma.cuh
+    bool in_cluster = F::DEALING != QUEUE; // whether the blocks of a cluster share the tiles of a piece
     int first_tile = cluster_rank<F::CLUSTER>() * F::TEAMS + index;
 
     __device__ __forceinline__ explicit Team(const Params& p)
@@ -54,9 +54,14 @@ template <typename F> struct Team {
         return segment.begin + (first_tile + k * step()) * TILE;
     }
 
-    // The row of a piece in row `row + 8 * j` of the warp's fragments.
+    // The j-th of the two rows of a piece of which the lane has scores.
     __device__ __forceinline__ Row row_of(const Params& p, const Segment& segment, int j) const {
-        return Row(p, segment, segment.row_block * F::ROWS + member * 16 + row + 8 * j);
+        return Row(p, segment, segment.row_block * F::ROWS + member * F::Rows::ROWS + F::Rows::row(lane, j));
+    }
+
+    // The j-th of the F::Rows::QUERY_ROWS rows of which it has the query.
+    __device__ __forceinline__ Row query_row_of(const Params& p, const Segment& segment, int j) const {
+        return Row(p, segment, segment.row_block * F::ROWS + member * F::Rows::ROWS + F::Rows::query_row(lane, j));
     }
 
     // Clear the keys of dimensions from head_dim to F::DIMS in all stages: the copies leave them, and their products

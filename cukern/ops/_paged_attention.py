@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from cukern.runtime import arrays, check, fp8, template
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, contiguous_strides, expect, expect_array, expect_place, expect_table
-from cukern.runtime.gpu import Gpu
+from cukern.runtime.gpu import BY_ARCH, Gpu
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import checked
 from cukern.runtime.op import forget_plans
@@ -20,7 +20,7 @@ MAX_DIM = 256
 MAX_BLOCK_SIZE = 2**16
 #: Most pieces of a batch, and most rows: the kernels count them in 32 bits.
 MAX_UNITS = 2**31 - 2**16
-_MAX_BLOCKS = 2  # per multiprocessor: launch bounds of the templates, but for wide blocks
+_MAX_BLOCKS = 2  # per multiprocessor: of the scalar kernel, and of the forms but for what `Dealt` says
 _RESERVED_SHARED = 1024  # bytes that CUDA takes of each block's
 #: Least units of a piece, measured on an H200.
 _MIN_UNITS = 4
@@ -33,6 +33,8 @@ _EVEN_TOKENS = 2048
 #: Where there is room for no more than so many tokens for each warp of an item, one tile at once is as fast as two, and
 #: faster for short sequences.
 _AT_ONCE_TOKENS = 64
+#: Most rows of a kv head that are the second operand of the products, of which that has 8.
+_FEW_ROWS = 8
 #: Most items that have a block each, as a multiple of the blocks that the GPU has room for at once. More of them are
 #: short beside what it takes to begin.
 _BLOCK_ITEMS = 4
@@ -73,8 +75,11 @@ class Dealt(NamedTuple):
     cluster: int = 1
     dealing: str = "QUEUE"
     wide: bool = False  # whether a block has a multiprocessor to itself, and the warps of two
-    stage_kib: int = 100  # that a block's stages may take: two of narrow blocks fit a multiprocessor, three of 68
+    stage_kib: int = (
+        100  # that a block's stages may take: two of narrow blocks fit a multiprocessor, three of 68, four of 50
+    )
     at_once: int = 1  # tiles that a team multiplies at once
+    fit: int = _MAX_BLOCKS  # narrow blocks that a multiprocessor has registers for
 
 
 _QUEUE = Dealt()
@@ -94,6 +99,9 @@ _FEW_IN_FP8 = {
     16: Dealt(8, "CLUSTERS", False, 68, 2),
     32: Dealt(4, "CLUSTERS", False, 68, 2),
 }
+#: A block for each item over an 8-bit cache, for up to 8 rows: a multiprocessor has registers and stages for four, so
+#: that chains overlap without two tiles at once.
+_ALONE_IN_FP8 = Dealt(1, "EITHER", False, 50, fit=4)
 #: For heads of more than 128, which have no wide blocks.
 _FEW_OF_LARGE_HEADS = {n: Dealt(128 // n, "CLUSTERS", False, 68) for n in (8, 16, 32)}
 
@@ -110,10 +118,16 @@ class Form(NamedTuple):
     team: int
     extras: bool
     dealt: Dealt = _QUEUE
+    rows: int = 16  # of a warp: 8 are the second operand of its products, 16 the first
 
     @property
     def warps(self) -> int:
         return (2 if self.dims > 128 else 4) << self.dealt.wide
+
+    @property
+    def fit(self) -> int:
+        """Blocks that a multiprocessor has registers for."""
+        return 1 if self.dealt.wide else self.dealt.fit
 
     @property
     def _stage_bytes(self) -> int:
@@ -132,7 +146,7 @@ class Form(NamedTuple):
     def shared_bytes(self, rows: int) -> int:
         """Dynamic shared memory: the stages, of which the last is large enough for the results of `rows` rows too, and
         what a cluster's blocks leave each other."""
-        results = self.warps // self.team * rows * (self.dims + 8) * 4
+        results = self.warps // self.team * rows * (self.dims + self.rows // 2) * 4
         found = (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, results)
         cluster = self.dealt.cluster
         if cluster == 1:
@@ -143,7 +157,8 @@ class Form(NamedTuple):
     @property
     def static_bytes(self) -> int:
         """An upper bound of the shared memory that the template declares."""
-        return 1024 + (self.dims // 16 * 512 * self.warps if self.dims > 128 else 0)
+        query = self.dims // 16 * 512 * self.warps if self.dims * self.rows > 128 * 16 else 0
+        return 128 + 8 * self.rows * self.warps + query
 
     @property
     def variant(self) -> Variant:
@@ -161,7 +176,9 @@ class Form(NamedTuple):
             self.warps,
             self.dealt.dealing,
             self.dealt.at_once,
-            max_shared_bytes=self.shared_bytes(16 * self.team),
+            self.rows,
+            self.fit,
+            max_shared_bytes=self.shared_bytes(self.rows * self.team),
             large_clusters=self.dealt.cluster > 8,
         )
 
@@ -175,9 +192,10 @@ def specialized_form(
     team: int = 1,
     extras: bool = False,
     dealt: Dealt = _QUEUE,
+    rows: int = 16,
 ) -> Form:
     dims = -(-head_dim // 16) * 16
-    return Form(dtype, cache, layout, head_dim, dims, block_size, team, extras, dealt)
+    return Form(dtype, cache, layout, head_dim, dims, block_size, team, extras, dealt, rows)
 
 
 def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
@@ -189,7 +207,7 @@ def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
 
 
 # Registers must not spill: one block size and one 16-bit format stand for all, which differ in constants only.
-_attend.specialized = [
+_of_many_rows = [
     specialized_form("bfloat16", cache, layout, head_dim, 16, team).variant.instance
     for layout in LAYOUTS
     for cache, head_dim, team in [
@@ -200,6 +218,16 @@ _attend.specialized = [
         ("float8_e5m2", 128, 1),
     ]
 ]
+_of_few_rows = [
+    specialized_form("bfloat16", cache, layout, 128, 16, 1, False, dealt, _FEW_ROWS).variant.instance
+    for cache, layout, dealt in [
+        ("bfloat16", "flash", _FEW[15]),
+        ("bfloat16", "vllm", Dealt(_EVEN_CLUSTER, "EITHER")),
+        ("float8_e4m3fn", "vllm", _FEW_IN_FP8[15]),
+        *(("float8_e4m3fn", layout, _ALONE_IN_FP8) for layout in LAYOUTS),
+    ]
+]
+_attend.specialize_by_arch({arch: _of_many_rows + _of_few_rows * (arch in _CLUSTERED_ARCHS) for arch in BY_ARCH})
 _attend.at_import = _of_own_dtype(128, 16)
 
 _registered = set(SPECIALIZED)
@@ -257,6 +285,11 @@ class Request(NamedTuple):
     def group_rows(self) -> int:
         """Rows that share a kv head."""
         return self.sizes.query_tokens * (self.sizes.heads // self.sizes.kv_heads)
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether they are few enough to be the second operand of the products."""
+        return self.group_rows <= _FEW_ROWS
 
 
 class _Choice(NamedTuple):
@@ -321,15 +354,19 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
     team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == most_warps)
     items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
     dealt = _dealt(gpu, x, items)
+    # QUEUE, which is all there is with `split`, has 16 alone: so the batch has no say in the order of a row's sums.
+    rows = _FEW_ROWS if x.few_rows and dealt.dealing != "QUEUE" else 16
     if (sizes.head_dim, sizes.block_size) in _registered and x.variant != "dynamic":
-        form = specialized_form(x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, dealt)
+        form = specialized_form(
+            x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, dealt, rows
+        )
     else:
         dims = next(n for n in (64, 128, 256) if n >= sizes.head_dim)
-        form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, dealt)
-    shared_bytes = form.shared_bytes(min(16 * team, x.group_rows))
+        form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, dealt, rows)
+    shared_bytes = form.shared_bytes(min(rows * team, x.group_rows))
     block_bytes = shared_bytes + form.static_bytes + _RESERVED_SHARED
-    blocks = max(1, min(_MAX_BLOCKS >> dealt.wide, gpu.shared_per_multiprocessor // block_bytes))
-    return _Choice(form.variant, 32 * form.warps, shared_bytes, 16 * team, blocks, dealt)
+    blocks = max(1, min(form.fit, gpu.shared_per_multiprocessor // block_bytes))
+    return _Choice(form.variant, 32 * form.warps, shared_bytes, rows * team, blocks, dealt)
 
 
 def _dealt(gpu: Gpu, x: Request, items: int) -> Dealt:
@@ -347,7 +384,8 @@ def _dealt(gpu: Gpu, x: Request, items: int) -> Dealt:
     blocks, resident = _EVEN_CLUSTER * items, _MAX_BLOCKS * gpu.multiprocessors
     at_once = 2 if fp8_cache and not large else 1
     if resident < items <= _BLOCK_ITEMS * resident and not large:
-        return Dealt(1, "CLUSTERS" if room <= _EVEN_TOKENS else "EITHER", at_once=at_once)
+        dealt = _ALONE_IN_FP8 if fp8_cache and x.few_rows else Dealt(1, "EITHER", at_once=at_once)
+        return dealt._replace(dealing="CLUSTERS") if room <= _EVEN_TOKENS else dealt
     if blocks > resident:
         return _QUEUE
     wide = blocks <= gpu.multiprocessors and not large
@@ -377,7 +415,7 @@ def deal(gpu: Gpu, x: Request) -> Deal:
     all_pieces = items * max_pieces
     blocks = shares = min(all_pieces, choice.blocks * gpu.multiprocessors)
     if dealing == "EITHER" and cluster == 1:
-        blocks = items
+        blocks = max(items, shares)
     elif dealing == "EITHER":
         # Whole clusters: all that are resident, for the queue, and one for each item.
         blocks = shares = max(items, blocks // cluster) * cluster

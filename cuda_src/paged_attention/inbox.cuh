@@ -1,0 +1,87 @@
+// Merging what the blocks of a cluster found for an item: each block has an inbox in its shared memory, where the others
+// leave their parts, and a barrier that completes when all have arrived.
+#pragma once
+#include "common/cluster.cuh"
+#include "common/hopper.cuh"
+#include "paged_attention/results.cuh"
+
+// Begin the cluster's barrier, behind which the inboxes of all blocks are open: for all threads, first of all. Nothing
+// but the barrier's initialization, which has a fence of its own, must be seen by the others, so that no memory access
+// is waited for.
+template <int CLUSTER> __device__ __forceinline__ void open_inbox(unsigned barrier) {
+    if constexpr (CLUSTER > 1) {
+        if (threadIdx.x == 0) {
+            mbarrier_init(barrier, 1);
+            fence_mbarrier_init();
+        }
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+}
+
+// *here = value in block `rank`, without waiting, counted there by the barrier at the shared address `barrier`.
+__device__ __forceinline__ void send(int rank, uint4* here, const uint4& value, unsigned barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            map_shared_rank(here, rank)),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(map_shared_rank(barrier, unsigned(rank)))
+        : "memory");
+}
+
+__device__ __forceinline__ void send(int rank, unsigned long long* here, unsigned long long value, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
+                     map_shared_rank(here, rank)),
+                 "l"(value), "r"(map_shared_rank(barrier, unsigned(rank)))
+                 : "memory");
+}
+
+// Waits for what the blocks of the cluster have sent to this one: the barrier's first phase.
+__device__ __forceinline__ void wait_for_inbox(unsigned barrier) {
+    asm volatile("{ .reg .pred complete;\n"
+                 "again:\n"
+                 "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%0], 0;\n"
+                 "  @!complete bra again; }" ::"r"(barrier)
+                 : "memory");
+}
+
+// `store_piece` for an item whose tokens a cluster has shared. The blocks divide the dimensions of all rows in quads;
+// each merges what its teams have of a quad into the memory of the block whose quad it is, at `inbox`, and then adds up
+// what all blocks left in its own. All blocks must have opened their inboxes. None reads the memory of another, and each
+// waits for all that comes to it, so that each may end.
+template <int CLUSTER, typename T, int TEAMS, int ROWS, int STRIDE>
+__device__ void store_cluster(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found,
+                              char* inbox, unsigned barrier) {
+    const int quads = p.head_dim / 4, own = ceil_div(p.rows * quads, CLUSTER), rank = cluster_rank<CLUSTER>();
+    const int rows = min(ROWS, p.group * p.query_tokens - segment.row_block * ROWS);       // that there are
+    uint4* const parts = reinterpret_cast<uint4*>(inbox);                                  // [CLUSTER, own]
+    auto* const statistics = reinterpret_cast<unsigned long long*>(&parts[CLUSTER * own]); // [CLUSTER, p.rows]
+    if (threadIdx.x == 0)
+        mbarrier_arrive_expect_tx(barrier, CLUSTER * (ceil_div(rows * quads - rank, CLUSTER) * 16 + rows * 8));
+    for (int i = threadIdx.x; i < rows * quads; i += blockDim.x) {
+        const int r = i / quads, quad_of_row = i % quads;
+        const Quad quad = found.merge(p, r, quad_of_row * 4);
+        const uint4 bits = make_uint4(__float_as_uint(quad.values[0]), __float_as_uint(quad.values[1]),
+                                      __float_as_uint(quad.values[2]), __float_as_uint(quad.values[3]));
+        send(i % CLUSTER, &parts[rank * own + i / CLUSTER], bits, barrier);
+        const unsigned long long both = __float_as_uint(quad.maximum) | (unsigned long long)__float_as_uint(quad.sum)
+                                                                            << 32;
+        for (int to = quad_of_row; to < CLUSTER; to += quads) send(to, &statistics[rank * p.rows + r], both, barrier);
+    }
+    wait_for_inbox(barrier);
+    for (int i = threadIdx.x * CLUSTER + rank; i < rows * quads; i += blockDim.x * CLUSTER) {
+        const int r = i / quads;
+        const Row row(p, segment, segment.row_block * ROWS + r);
+        float2 of_rank[CLUSTER];
+        Quad quad = {-CUDART_INF_F, 0.f, {}};
+#pragma unroll
+        for (int from = 0; from < CLUSTER; ++from) {
+            of_rank[from] = reinterpret_cast<const float2*>(statistics)[from * p.rows + r];
+            quad.maximum = fmaxf(quad.maximum, of_rank[from].x);
+        }
+#pragma unroll
+        for (int from = 0; from < CLUSTER; ++from) {
+            const float4 part = reinterpret_cast<const float4*>(parts)[from * own + i / CLUSTER];
+            quad.add(of_rank[from].x, of_rank[from].y, part, quad.maximum);
+        }
+        store_result<T>(p, segment, row, i % quads * 4, quad, value_scale(p));
+    }
+}

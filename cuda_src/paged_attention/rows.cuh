@@ -1,0 +1,107 @@
+// A warp's rows of queries as an operand of its products with a tile: of 16 tokens and 16 dimensions each, scores =
+// query keys^T and out += weights values. Letters and lanes are those of common/mma.cuh.
+//
+// Either way a lane loads the tile as four registers: `tile[0]` and `tile[1]` are a fragment B of the first eight tokens
+// (of the values: dimensions), `tile[2]` and `tile[3]` of the others. In another order the same registers are a fragment
+// A of all sixteen, and the product is the transposed one.
+#pragma once
+#include "common/mma.cuh"
+#include "common/warp.cuh"
+
+// Transposes a matrix of 8 x 8 16-bit numbers, of which a lane has columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
+__device__ __forceinline__ unsigned transpose_matrix(unsigned two) {
+    unsigned transposed;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(two));
+    return transposed;
+}
+
+// 16 rows, as operand A. The result has rows as rows: a lane has rows lane / 4 and lane / 4 + 8.
+struct RowsAsA {
+    static constexpr int ROWS = 16;
+    static constexpr int QUERY_ROWS = 2; // rows that a lane has in the query's fragments
+    static constexpr int FRAGMENTS = 2;  // of a product with a tile
+    static constexpr int OPERAND = 4;    // registers of a fragment of the rows
+
+    // The j-th of the two rows that a lane has in a result, and in the query's fragments.
+    static __device__ __forceinline__ int row(int lane, int j) { return lane / 4 + 8 * j; }
+    static __device__ __forceinline__ int query_row(int lane, int j) { return row(lane, j); }
+
+    // Element i of a result's fragment n: the row's j, the number of its eight tokens or dimensions, and its place
+    // among them.
+    static __device__ __forceinline__ constexpr int row_index(int i) { return i / 2; }
+    static __device__ __forceinline__ constexpr int eight(int n, int) { return n; }
+    static __device__ __forceinline__ int column(int lane, int i) { return lane % 4 * 2 + i % 2; }
+
+    // Add the product with a tile to its fragments, of which it is the k-th.
+    template <typename Math, int N>
+    static __device__ __forceinline__ void multiply(float (&to)[N][4], int k, const unsigned (&rows)[OPERAND],
+                                                    const unsigned (&tile)[4]) {
+        mma_m16n8k16<Math>(to[2 * k], rows, tile[0], tile[1]);
+        mma_m16n8k16<Math>(to[2 * k + 1], rows, tile[2], tile[3]);
+    }
+
+    // Elements 2 k and 2 k + 1 of a result, as a register of the rows' operand, and in the sums of their rows.
+    template <typename Math> static __device__ __forceinline__ unsigned operand(float low, float high) {
+        return pack<Math>(low, high);
+    }
+    static __device__ __forceinline__ void add(float (&sums)[2], int k, float low, float high) {
+        sums[k] += low + high;
+    }
+
+    // The largest score of row j in a lane, and the largest and the sum of what the lanes of a row have.
+    static __device__ __forceinline__ float most(const float (&scores)[FRAGMENTS][4], int j) {
+        return fmaxf(fmaxf(scores[0][2 * j], scores[0][2 * j + 1]), fmaxf(scores[1][2 * j], scores[1][2 * j + 1]));
+    }
+    static __device__ __forceinline__ float max_of_lanes(float value) { return lanes_max<4>(value); }
+    static __device__ __forceinline__ float sum_of_lanes(float value) { return lanes_sum<4>(value); }
+
+    // From what a lane knows of its rows in the query to what it needs of its rows in a result.
+    static __device__ __forceinline__ float of_result(const float (&of_query)[QUERY_ROWS], int, int j) {
+        return of_query[j];
+    }
+};
+
+// Up to 8 rows, as operand B: half the products, results and exponentials of 16. The result has rows as columns: a lane
+// has rows 2 (lane % 4) and 2 (lane % 4) + 1 of it, but row lane / 4 of the query, and of the weights.
+struct RowsAsB {
+    static constexpr int ROWS = 8, QUERY_ROWS = 1, FRAGMENTS = 1, OPERAND = 2;
+
+    static __device__ __forceinline__ int row(int lane, int j) { return lane % 4 * 2 + j; }
+    static __device__ __forceinline__ int query_row(int lane, int) { return lane / 4; }
+
+    static __device__ __forceinline__ constexpr int row_index(int i) { return i % 2; }
+    static __device__ __forceinline__ constexpr int eight(int n, int i) { return n * 2 + i / 2; }
+    static __device__ __forceinline__ int column(int lane, int) { return lane / 4; }
+
+    template <typename Math, int N>
+    static __device__ __forceinline__ void multiply(float (&to)[N][4], int k, const unsigned (&rows)[OPERAND],
+                                                    const unsigned (&tile)[4]) {
+        const unsigned a[4] = {tile[0], tile[2], tile[1], tile[3]};
+        mma_m16n8k16<Math>(to[k], a, rows[0], rows[1]);
+    }
+
+    template <typename Math> static __device__ __forceinline__ unsigned operand(float low, float high) {
+        return transpose_matrix(pack<Math>(low, high));
+    }
+    static __device__ __forceinline__ void add(float (&sums)[2], int, float low, float high) {
+        sums[0] += low, sums[1] += high;
+    }
+
+    static __device__ __forceinline__ float most(const float (&scores)[FRAGMENTS][4], int j) {
+        return fmaxf(scores[0][j], scores[0][2 + j]);
+    }
+    static __device__ __forceinline__ float max_of_lanes(float value) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, step));
+        return value;
+    }
+    static __device__ __forceinline__ float sum_of_lanes(float value) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
+        return value;
+    }
+
+    static __device__ __forceinline__ float of_result(const float (&of_query)[QUERY_ROWS], int lane, int j) {
+        return __shfl_sync(FULL_WARP, of_query[0], row(lane, j) * 4);
+    }
+};
