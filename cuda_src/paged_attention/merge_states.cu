@@ -37,11 +37,26 @@ __device__ __forceinline__ float load_lse(const float* from) {
     return lse == CUDART_INF_F ? -CUDART_INF_F : lse;
 }
 
-// Where the log-sum-exp of a row of `out` is.
-template <bool HEADS_FIRST> __device__ __forceinline__ long long lse_of(const MergeParams& p, long long row) {
-    if constexpr (!HEADS_FIRST) return row;
-    const long long token = row / p.heads, block = token / p.tokens;
-    return (block * p.heads + (row - token * p.heads)) * p.tokens + (token - block * p.tokens);
+// A row of `out` and where its log-sum-exp is.
+struct Place {
+    long long row, lse;
+};
+
+// The row that is merged as the `turn`th. Where log-sum-exps are by heads, 8 tokens of 2 heads take turns before the next
+// heads do: the sectors of 32 bytes that hold their log-sum-exps are then each loaded and stored by one block.
+template <bool HEADS_FIRST> __device__ __forceinline__ Place place_of(const MergeParams& p, long long turn) {
+    if constexpr (!HEADS_FIRST) return {turn, turn};
+    if (p.rows > 0x7fffffff || p.heads * p.tokens != p.rows || p.heads % 2) {
+        const long long token = turn / p.heads, block = token / p.tokens;
+        return {turn, (block * p.heads + (turn - token * p.heads)) * p.tokens + (token - block * p.tokens)};
+    }
+    // Divisions of 64 bits would take longer than all other arithmetic of a thread.
+    const unsigned heads = p.heads, tokens = p.tokens, tile = static_cast<unsigned>(turn) / (8 * heads);
+    const unsigned within = static_cast<unsigned>(turn) - tile * 8 * heads;
+    unsigned token = within / 2 % 8, head = within / 16 * 2 + within % 2;
+    if (tile * 8 + 8 > tokens) token = within / heads, head = within % heads;
+    token += tile * 8;
+    return {static_cast<long long>(token * heads + head), static_cast<long long>(head * tokens + token)};
 }
 
 // VECTOR elements of a row.
@@ -77,21 +92,23 @@ __global__ __launch_bounds__(128) void merge_states(const __grid_constant__ Merg
     const long long first = blockIdx.x * (128ll * EACH) + threadIdx.x;
     Vector from_a[EACH], from_b[EACH];
     float a[EACH], b[EACH];
-    long long rows[EACH];
+    Place places[EACH];
+    long long at[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
         const long long i = first + e * 128;
-        rows[e] = POWER ? i >> p.shift : i / vectors;
-        if (rows[e] >= p.rows) continue;
-        from_a[e] = static_cast<const Vector*>(p.out_a)[i];
-        from_b[e] = static_cast<const Vector*>(p.out_b)[i];
-        const long long at = lse_of<HEADS_FIRST>(p, rows[e]);
-        a[e] = load_lse(p.lse_a + at), b[e] = load_lse(p.lse_b + at);
+        const long long turn = POWER ? i >> p.shift : i / vectors;
+        places[e].row = turn;
+        if (turn >= p.rows) continue;
+        places[e] = place_of<HEADS_FIRST>(p, turn);
+        at[e] = HEADS_FIRST ? places[e].row * vectors + (i - turn * vectors) : i;
+        from_a[e] = static_cast<const Vector*>(p.out_a)[at[e]];
+        from_b[e] = static_cast<const Vector*>(p.out_b)[at[e]];
+        a[e] = load_lse(p.lse_a + places[e].lse), b[e] = load_lse(p.lse_b + places[e].lse);
     }
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-        if (rows[e] >= p.rows) continue;
-        const long long i = first + e * 128;
+        if (places[e].row >= p.rows) continue;
         const float larger = a[e] == a[e] && b[e] == b[e] ? fmaxf(a[e], b[e]) : CUDART_NAN_F;
         const bool some = larger != -CUDART_INF_F;
         const float share_a = some ? expf(a[e] - larger) : 0.f, share_b = some ? expf(b[e] - larger) : 0.f;
@@ -117,8 +134,7 @@ __global__ __launch_bounds__(128) void merge_states(const __grid_constant__ Merg
                 merged.items[j] = from_float<T>(some ? fmaf(value_a, share_a, value_b * share_b) / sum : 0.f);
             }
         }
-        static_cast<Vector*>(p.out)[i] = merged;
-        if (POWER ? (i & (vectors - 1)) == 0 : i % vectors == 0)
-            p.lse[lse_of<HEADS_FIRST>(p, rows[e])] = some ? larger + logf(sum) : -CUDART_INF_F;
+        static_cast<Vector*>(p.out)[at[e]] = merged;
+        if (at[e] == places[e].row * vectors) p.lse[places[e].lse] = some ? larger + logf(sum) : -CUDART_INF_F;
     }
 }
