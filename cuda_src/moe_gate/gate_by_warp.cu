@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(WARPS * 32) gate_by_warp(const __grid_constant
     sort_descending(sorted);
     if constexpr (GROUPS > 1) {
         float second;
-        if (!own_group_is_kept<32, GROUPS, (BIASED && EXPERTS > GROUPS)>(choice, lane, p.topk_group, second)) {
+        if (!own_group_is_kept<32, GROUPS, (BIASED && EXPERTS > GROUPS)>(top_two(choice), lane, p.topk_group, second)) {
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) sorted[i] = 0;
         }

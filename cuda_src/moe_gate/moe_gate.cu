@@ -37,6 +37,7 @@ constexpr int CAPACITY = 28; // entries in a token's candidate list, unless dyna
 static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
 constexpr int WHOLE_LANES = -1;
 constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
+constexpr int KEPT_SCORES = 16;  // scores that a lane has registers for beside its logits of 16 bits
 
 struct Params {
     const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
@@ -73,11 +74,13 @@ struct Params {
 // load of a warp would touch a cache line per lane or two. So the lanes copy the row in whole lines to shared memory,
 // and there each reads its part. Parts of an even number of 16-byte chunks are kept one chunk apart, which puts the
 // reads of 8 neighbouring lanes in different banks.
-// The dynamic variant needs no staging: its lanes read neighbouring experts.
-template <typename T, int COUNT, int LANES> struct Staging {
+// The dynamic variant needs no staging: its lanes read neighbouring experts. ROOM: bytes for each value, which a larger
+// one may replace.
+template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging {
     static constexpr int CHUNKS = COUNT * sizeof(T) / 16;
+    static constexpr int ROOMS = COUNT * ROOM / 16; // chunks
     static constexpr bool USED = LANES <= STAGED_LANES && COUNT > 1 && COUNT * sizeof(T) % 16 == 0;
-    static constexpr int PITCH = CHUNKS % 2 ? CHUNKS : CHUNKS + 1;
+    static constexpr int PITCH = ROOMS % 2 ? ROOMS : ROOMS + 1;
     static constexpr int UNITS = USED ? LANES * PITCH : 0;
 
     static __device__ __forceinline__ void start(const T* row, uint4* staged, int lane) {
@@ -113,8 +116,12 @@ template <typename T, int COUNT, int LANES> struct Staging {
 // A lane's view of its token's row: the experts it holds, their logits and their biases.
 template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER> struct Row {
     static constexpr bool DYNAMIC = EXPERTS == 0;
-    using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES>;
-    using BiasStage = Staging<float, VALUES, LANES>;
+    static constexpr bool SCORES_FIT = BIASED && (VALUES <= KEPT_SCORES || sizeof(T) == sizeof(float));
+    using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES, SCORES_FIT ? sizeof(float) : sizeof(T)>;
+    using BiasStage = Staging<float, VALUES, LANES>; // and that of the scores
+    // A bias needs the scores of all experts. They replace the logits of a staged row, so that no score is computed again
+    // for the candidates: a multiprocessor gives 16 exponentials or reciprocals in a clock, and 128 additions.
+    static constexpr bool KEEPS_SCORES = Stage::USED && SCORES_FIT;
     static constexpr int BIAS_UNITS = Stage::USED && BIASED ? BiasStage::UNITS : 0;
 
     const Params& p;
@@ -197,8 +204,29 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
         }
         if constexpr (BIAS_UNITS > 0) load_floats(BiasStage::part(bias_staged, lane), bias);
     }
+    // Put the scores in the place of the logits, of which a lane has its own in registers.
+    __device__ __forceinline__ void keep_scores(const float (&score)[VALUES]) const {
+#pragma unroll
+        for (int i = 0; i < VALUES; i += 4)
+            reinterpret_cast<float4*>(BiasStage::part(staged, lane))[i / 4] =
+                make_float4(score[i], score[i + 1], score[i + 2], score[i + 3]);
+    }
+    // Give a value no weight: its choice is -inf, and it is listed all the same.
+    __device__ __forceinline__ void drop_score(int i) const {
+        if constexpr (KEEPS_SCORES) BiasStage::part(staged, lane)[i] = 0.f;
+    }
+    // Load the logits of a lane's values, also where scores have replaced them.
+    __device__ __forceinline__ void load_again(float (&logit)[VALUES]) const {
+        if constexpr (KEEPS_SCORES) {
+            load_floats(logits + lane * VALUES, logit);
+        } else {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) logit[i] = logit_of(load_expert_of(i));
+        }
+    }
+    __device__ __forceinline__ float& kept_score_of(unsigned e) const { return *BiasStage::value(staged, e); }
     __device__ __forceinline__ float logit_of(unsigned e) const {
-        if constexpr (Stage::USED)
+        if constexpr (Stage::USED && !KEEPS_SCORES)
             return to_float(*Stage::value(staged, e));
         else
             return to_float(logits[e]);
@@ -218,10 +246,11 @@ __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
 
 // --- phases ---------------------------------------------------------------------------------------------
 
-// Turn the lanes' logits into choices. Returns whether a row of the warp has a NaN or an infinity among its logits.
+// Turn the lanes' logits into choices, and find the two best of each lane. Returns whether a row of the warp has a NaN
+// or an infinity among its logits.
 template <typename Row, typename Scores, int VALUES>
 __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, bool biased, const float (&bias)[VALUES],
-                                       float (&choice)[VALUES]) {
+                                       float (&choice)[VALUES], TopTwo& top) {
     // A sum of products with a NaN or an infinity is no finite number: one multiply-add per two values finds the rows
     // with one, and rows with products of more than 2^128, for which the result is the same. The bias has no NaN.
     float irregular = 0.f;
@@ -229,13 +258,15 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
     for (int i = 0; i < VALUES; i += 2)
         irregular = __fmaf_rn(choice[i], i + 1 < VALUES ? choice[i + 1 < VALUES ? i + 1 : i] : 0.f, irregular);
     irregular = __fmul_rn(irregular, 0.f);
+    float score[VALUES];
     // No choice is -0: the sign of -0 - 0 would put it below a threshold of 0, which it reaches.
     const auto add_bias = [&](auto score_of) {
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
             // Here and not at the load, which would wait for the bias before the logits are asked for.
             const float regular_bias = Row::BIAS_UNITS > 0 ? bias[i] : fmaxf(bias[i], -CUDART_INF_F);
-            choice[i] = __fadd_rn(score_of(choice[i]), regular_bias);
+            score[i] = score_of(choice[i]);
+            choice[i] = __fadd_rn(score[i], regular_bias);
         }
     };
     if (biased) {
@@ -249,11 +280,17 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) choice[i] = __fadd_rn(choice[i], 0.f);
     }
+    if constexpr (Row::KEEPS_SCORES) row.keep_scores(score);
+    // The comparisons run beside the exponentials here. The rare rows whose choices change take them once more.
+    top = top_two(choice);
     const bool any_irregular = __any_sync(FULL_WARP, irregular != 0.f);
     if (any_irregular) {
+        float logit[VALUES];
+        row.load_again(logit);
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
-            if (!(row.logit_of(row.load_expert_of(i)) > -CUDART_INF_F)) choice[i] = -CUDART_INF_F;
+            if (!(logit[i] > -CUDART_INF_F)) choice[i] = -CUDART_INF_F;
+        top = top_two(choice);
     }
     return any_irregular;
 }
@@ -262,6 +299,7 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
 struct Part {
     int first, lane;
     __device__ __forceinline__ int expert_of(int value) const { return first + value; }
+    __device__ __forceinline__ void drop_score(int) const {}
 };
 
 // Give lane l the choices of the VALUES neighbouring experts from l * VALUES on. Before, it had those of experts l,
@@ -283,20 +321,26 @@ __device__ __forceinline__ void hand_on(float (&choice)[VALUES], float* all, int
 template <typename Row, typename Scores>
 __device__ __forceinline__ float2 score_listed(const Row& row, const Scores& scores, int id, bool biased,
                                                bool any_irregular) {
-    const float x = row.logit_of(id);
-    float own = scores.of(x);
-    float choice = __fadd_rn(biased ? own : x, biased ? row.bias_of(id) : 0.f);
-    if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
-    if (choice == -CUDART_INF_F) own = 0.f;
+    float own, choice;
+    if constexpr (Row::KEEPS_SCORES) {
+        own = row.kept_score_of(id);
+        choice = __fadd_rn(own, row.bias_of(id));
+    } else {
+        const float x = row.logit_of(id);
+        own = scores.of(x);
+        choice = __fadd_rn(biased ? own : x, biased ? row.bias_of(id) : 0.f);
+        if (any_irregular && !(x > -CUDART_INF_F)) choice = -CUDART_INF_F;
+        if (choice == -CUDART_INF_F) own = 0.f;
+    }
     return make_float2(choice, own);
 }
 
-// Put the best of the listed experts and their scores into `sorted`, best first. The list is in the order of the ids,
-// or `best_first`; only in the second case can a choice be -inf.
+// Put the best of the listed experts and their scores into `sorted`, and the scores into `ranked_scores`, best first.
+// The list is in the order of the ids, or `best_first`; only in the second case can a choice be -inf.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores, const int* listed, int count,
                                             bool biased, bool any_irregular, bool best_first, int topk, float* choices,
-                                            uint2* sorted) {
+                                            uint2* sorted, float* ranked_scores) {
     constexpr int OWN = BLOCK / LANES;
     const int lane = row.lane;
     int id[OWN];
@@ -321,7 +365,10 @@ __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores
         for (int k = 0; k < OWN; ++k) {
             const int i = first + k * LANES + lane;
             if (best_first) rank[k] = i;
-            if (i < count && rank[k] < topk) sorted[rank[k]] = make_uint2(__float_as_uint(score[k]), id[k]);
+            if (i < count && rank[k] < topk) {
+                sorted[rank[k]] = make_uint2(__float_as_uint(score[k]), id[k]);
+                ranked_scores[rank[k]] = score[k];
+            }
         }
     };
     // Few lists have more than a block.
@@ -357,16 +404,27 @@ __device__ __forceinline__ void score_candidates(const Row& row, const Scores& s
     __syncwarp();
 }
 
+// The sum of the best topk scores. lanes_sum adds neighbours first and blocks of LANES last, so the order of the sum does
+// not depend on LANES.
+template <int LANES> __device__ __forceinline__ float sum_of_sorted(const uint2* sorted, int lane, int topk) {
+    float sum = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < topk; first += LANES)
+        sum += lanes_sum<LANES>(first + lane < topk ? __uint_as_float(sorted[first + lane].x) : 0.f);
+    return sum;
+}
+
+// The same of at most 8 scores, with zeros behind them: the same order, in place of an exchange between lanes for each
+// step.
+__device__ __forceinline__ float sum_of_eight(const float* scores) {
+    const float4 a = reinterpret_cast<const float4*>(scores)[0], b = reinterpret_cast<const float4*>(scores)[1];
+    return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+}
+
 // Write a token's weights and ids: those in `sorted`, and those of the shared experts.
 template <int LANES>
-__device__ __forceinline__ void write_results(const Params& p, const uint2* sorted, int lane, int token, bool live,
-                                              int valid, int topk, int columns, int experts) {
-    // lanes_sum adds neighbours first and blocks of LANES last, so the order of the sum does not depend on LANES.
-    const uint2 own = lane < topk ? sorted[lane] : make_uint2(0, 0);
-    float sum = lanes_sum<LANES>(__uint_as_float(own.x));
-#pragma unroll 1
-    for (int first = LANES; first < topk; first += LANES)
-        sum += lanes_sum<LANES>(first + lane < topk ? __uint_as_float(sorted[first + lane].x) : 0.f);
+__device__ __forceinline__ void write_results(const Params& p, const uint2* sorted, uint2 own, float sum, int lane,
+                                              int token, bool live, int valid, int topk, int columns, int experts) {
     float scale = p.output_scale;
     if (p.renormalize) scale = sum > 0.f ? scale * fast_reciprocal(sum) : 0.f;
     if (live) {
@@ -392,8 +450,9 @@ __device__ __forceinline__ void write_results(const Params& p, const uint2* sort
 
 // Blocks that a multiprocessor should hold at once, which bounds the registers.
 constexpr int resident_blocks(int lanes, int values, bool dynamic) {
-    // More would spill registers: with 32 values 28 warps do from sm_100 on.
-    const int resident_warps = dynamic ? 24 : values <= 16 ? 32 : __CUDA_ARCH__ >= 1000 ? 24 : 28;
+    // More would spill registers, with 32 values from sm_100 on, with 16 on sm_120.
+    const int fewer_from = values > 16 ? 1000 : values == 16 ? 1200 : 9999;
+    const int resident_warps = dynamic ? 24 : (values <= 16 ? 32 : 28) - (__CUDA_ARCH__ >= fewer_from ? 4 : 0);
     return lanes > STAGED_LANES ? 1 : resident_warps / WARPS_PER_BLOCK;
 }
 
@@ -434,6 +493,13 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     int* listed = reinterpret_cast<int*>(score + capacity);             // [capacity]
     uint2* sorted = reinterpret_cast<uint2*>(listed);                   // [capacity] scores and ids, in its place
     uint4* staged = own_shared + list_units;
+    float* ranked_scores = reinterpret_cast<float*>(listed + capacity); // [capacity] if IN_ORDER
+    // Where a token's lanes list neighbouring experts, the list is in the order of the ids.
+    constexpr bool IN_ORDER = (!DYNAMIC || HANDS_ON) && LANES <= STAGED_LANES;
+    if constexpr (IN_ORDER) {
+#pragma unroll
+        for (int i = 0; i < 8; i += LANES) ranked_scores[i + lane] = 0.f;
+    }
 
     const unsigned existing = existing_values<DYNAMIC, LANES, VALUES>(experts, lane);
     // A lane past the last token works on the last one again, for a warp's shuffles need all lanes, and writes nothing.
@@ -449,31 +515,33 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
 
     Scores<DYNAMIC> scores{p.softcap, scoring};
     if (scoring == SOFTMAX && (biased || !p.renormalize)) scores.template sum_exponentials<LANES>(choice, existing);
-    const bool any_irregular = choose(row, scores, biased, bias, choice);
+    TopTwo top;
+    const bool any_irregular = choose(row, scores, biased, bias, choice, top);
 
     unsigned alive = existing; // the values that may be chosen
     // Each kept group has two choices that reach its second best, which gives a threshold for free.
     const bool threshold_from_groups = (HANDS_ON || (GROUPS > 1 && EXPERTS > GROUPS)) && topk <= 2 * p.topk_group;
-    float threshold = -CUDART_INF_F;
+    float second = CUDART_INF_F;
     if constexpr (HANDS_ON) {
         hand_on<LANES>(choice, reinterpret_cast<float*>(staged), lane);
-        float second;
-        if (!own_dynamic_group_is_kept<LANES>(choice, lane, p.log2_lanes_per_group, p.group_by_two, p.topk_group,
-                                              second))
+        top = top_two(choice);
+        if (!own_dynamic_group_is_kept<LANES>(top, lane, p.log2_lanes_per_group, p.group_by_two, p.topk_group, second))
             alive = 0;
-        if (threshold_from_groups) threshold = lanes_min<LANES>(alive ? second : CUDART_INF_F);
     } else if (DYNAMIC && groups > 1) {
         alive = mask_of_kept_groups<LANES>(p, row, choice, alive, groups, padded_groups, staged);
     } else if constexpr (!DYNAMIC && GROUPS > 1) {
-        float second;
-        if (!own_group_is_kept<LANES, GROUPS, (BIASED && EXPERTS > GROUPS)>(choice, lane, p.topk_group, second))
-            alive = 0;
-        if (threshold_from_groups) threshold = lanes_min<LANES>(alive ? second : CUDART_INF_F);
+        if (!own_group_is_kept<LANES, GROUPS, (BIASED && EXPERTS > GROUPS)>(top, lane, p.topk_group, second)) alive = 0;
     }
-    if (!threshold_from_groups && topk <= LANES) threshold = lane_threshold<LANES>(choice, alive, topk);
+    float threshold = -CUDART_INF_F;
+    if (threshold_from_groups) {
+        constexpr int LANES_PER_GROUP = DYNAMIC ? 1 : GROUPS > 1 ? LANES / GROUPS : LANES;
+        threshold = groups_min<LANES, LANES_PER_GROUP>(alive ? second : CUDART_INF_F);
+    } else if (topk <= LANES) {
+        // Where groups are whole lanes, a lane may choose all of its values or none.
+        const float best = DYNAMIC && !HANDS_ON ? best_of(choice, alive) : alive ? top.best : -CUDART_INF_F;
+        threshold = lane_threshold<LANES>(best, topk);
+    }
 
-    // Where a token's lanes list neighbouring experts, the list is in the order of the ids.
-    constexpr bool IN_ORDER = (!DYNAMIC || HANDS_ON) && LANES <= STAGED_LANES;
     bool best_first;
     int count;
     if constexpr (HANDS_ON)
@@ -488,13 +556,20 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
         for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));
         scores.largest = scores.softmax_argument(lanes_max<LANES>(best));
     }
+    float sum;
+    uint2 own;
     if constexpr (IN_ORDER) {
         float* choices = reinterpret_cast<float*>(candidates); // [capacity + 4], and behind them `sorted`
         sorted = reinterpret_cast<uint2*>(choices + capacity + 4);
-        sort_listed<LANES>(row, scores, listed, count, biased, any_irregular, best_first, topk, choices, sorted);
+        sort_listed<LANES>(row, scores, listed, count, biased, any_irregular, best_first, topk, choices, sorted,
+                           ranked_scores);
+        own = lane < topk ? sorted[lane] : make_uint2(0, 0);
+        sum = topk <= 8 ? sum_of_eight(ranked_scores) : sum_of_sorted<LANES>(sorted, lane, topk);
     } else {
         score_candidates<LANES>(row, scores, listed, count, biased, any_irregular, candidates, score);
         sort_candidates<LANES>(candidates, score, count, lane, topk, sorted);
+        own = lane < topk ? sorted[lane] : make_uint2(0, 0);
+        sum = sum_of_sorted<LANES>(sorted, lane, topk);
     }
-    write_results<LANES>(p, sorted, lane, token, live, valid, topk, columns, experts);
+    write_results<LANES>(p, sorted, own, sum, lane, token, live, valid, topk, columns, experts);
 }

@@ -123,24 +123,29 @@ struct TopTwo {
     }
 };
 
-// The two largest of a lane's choices.
+// The two largest of a lane's choices, of which none is NaN. A pair at a time: the chain of steps is half as long.
 template <int VALUES> __device__ __forceinline__ TopTwo top_two(const float (&choice)[VALUES]) {
+    constexpr int FIRST = VALUES % 2 ? 1 : 2;
     TopTwo top;
-    top.best = choice[0];
+    top.best = FIRST == 1 ? choice[0] : fmaxf(choice[0], choice[FIRST - 1]);
+    if constexpr (FIRST == 2) top.second = fminf(choice[0], choice[1]);
 #pragma unroll
-    for (int i = 1; i < VALUES; ++i) top.add(choice[i]);
+    for (int i = FIRST; i < VALUES; i += 2) {
+        const float larger = fmaxf(choice[i], choice[i + 1]), smaller = fminf(choice[i], choice[i + 1]);
+        top.second = fmaxf(fminf(top.best, larger), fmaxf(top.second, smaller));
+        top.best = fmaxf(top.best, larger);
+    }
     return top;
 }
 
-// Whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. BY_TWO: its score is the sum
-// of its two best choices, else its best. `second` becomes its second best choice.
+// Whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. `top` has the lane's own two
+// best choices. BY_TWO: a group's score is the sum of its two best choices, else its best. `second` becomes the second
+// best choice of the lane's group.
 //
 // A group's rank is the number of groups that beat it, from one shuffle per other group.
-template <int LANES, int GROUPS, bool BY_TWO, int VALUES>
-__device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES], int lane, int topk_group,
-                                                  float& second) {
+template <int LANES, int GROUPS, bool BY_TWO>
+__device__ __forceinline__ bool own_group_is_kept(TopTwo top, int lane, int topk_group, float& second) {
     constexpr int LANES_PER_GROUP = LANES / GROUPS;
-    TopTwo top = top_two(choice);
 #pragma unroll
     for (int step = LANES_PER_GROUP / 2; step > 0; step /= 2) top.merge_with_lane(step);
     const unsigned score = sortable(top.group_score(BY_TWO));
@@ -158,11 +163,9 @@ __device__ __forceinline__ bool own_group_is_kept(const float (&choice)[VALUES],
 }
 
 // The same of groups of 2 ^ log2_lanes_per_group lanes.
-template <int LANES, int VALUES>
-__device__ __forceinline__ bool own_dynamic_group_is_kept(const float (&choice)[VALUES], int lane,
-                                                          int log2_lanes_per_group, bool by_two, int topk_group,
-                                                          float& second) {
-    TopTwo top = top_two(choice);
+template <int LANES>
+__device__ __forceinline__ bool own_dynamic_group_is_kept(TopTwo top, int lane, int log2_lanes_per_group, bool by_two,
+                                                          int topk_group, float& second) {
 #pragma unroll 1
     for (int step = (1 << log2_lanes_per_group) / 2; step > 0; step /= 2) top.merge_with_lane(step);
     const unsigned score = sortable(top.group_score(by_two));
@@ -176,6 +179,14 @@ __device__ __forceinline__ bool own_dynamic_group_is_kept(const float (&choice)[
     }
     second = top.second;
     return -minus_rank < topk_group;
+}
+
+// The smallest of a value that all lanes of a group have alike.
+template <int LANES, int LANES_PER_GROUP> __device__ __forceinline__ float groups_min(float value) {
+#pragma unroll
+    for (int step = LANES / 2; step >= LANES_PER_GROUP; step /= 2)
+        value = fminf(value, __shfl_xor_sync(FULL_WARP, value, step));
+    return value;
 }
 
 // `alive` without the values whose group is not kept, where each lane holds experts of many groups: dynamic.
@@ -226,13 +237,17 @@ __device__ __forceinline__ unsigned mask_of_kept_groups(const Params& p, const R
 
 // --- candidates -----------------------------------------------------------------------------------------
 
-// A threshold that at least topk choices reach: the topk-th largest of the lanes' best choices. For topk <= LANES.
-template <int LANES, int VALUES>
-__device__ __forceinline__ float lane_threshold(const float (&choice)[VALUES], unsigned alive, int topk) {
+// The largest of a lane's choices that are `alive`.
+template <int VALUES> __device__ __forceinline__ float best_of(const float (&choice)[VALUES], unsigned alive) {
     float best = -CUDART_INF_F;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (alive >> i & 1) best = fmaxf(best, choice[i]);
+    return best;
+}
+
+// A threshold that at least topk choices reach: the topk-th largest of the lanes' best choices. For topk <= LANES.
+template <int LANES> __device__ __forceinline__ float lane_threshold(float best, int topk) {
     return from_sortable(lanes_kth_largest<LANES>(sortable(best), topk));
 }
 
@@ -251,8 +266,20 @@ __device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[
         for (int flip = LANES / 2; flip > 0; flip /= 2) best = max(best, __shfl_xor_sync(FULL_WARP, best, flip));
         const int id = candidate_id(best);
         if (row.lane == 0) listed[k] = id;
-        if (at >= 0 && id == row.expert_of(at)) reached &= ~(1u << at);
+        if (at >= 0 && id == row.expert_of(at)) {
+            reached &= ~(1u << at);
+            if (largest_left == -CUDART_INF_F) row.drop_score(at);
+        }
     }
+}
+
+// A store to shared memory without a branch around it.
+__device__ __forceinline__ void store_if(bool condition, unsigned to, int value) {
+    asm volatile("{ .reg .pred stores;\n"
+                 "  setp.ne.s32 stores, %0, 0;\n"
+                 "  @stores st.shared.s32 [%1], %2; }" ::"r"(int(condition)),
+                 "r"(to), "r"(value)
+                 : "memory");
 }
 
 // List the experts whose choices reach the threshold; returns how many there are. Many equal choices or a row in the
@@ -262,26 +289,32 @@ template <int LANES, bool FINITE, typename Row, int VALUES>
 __device__ __forceinline__ int list_candidates(const Row& row, const float (&choice)[VALUES], unsigned alive,
                                                float threshold, int topk, int capacity, int* listed, bool& best_first) {
     // The sign of choice - threshold says which is larger. A funnel shift collects it in one instruction.
-    // Value i has the bit i places below the highest one, so that the first of a mask takes one instruction to find.
     unsigned below = 0;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i)
+    for (int i = VALUES - 1; i >= 0; --i)
         below = __funnelshift_l(__float_as_uint(__fsub_rn(choice[i], threshold)), below, 1);
-    if constexpr (VALUES < 32) below <<= 32 - VALUES;
-    unsigned reached = __brev(alive) & ~below;
+    unsigned reached = alive & ~below;
     const int own_count = __popc(reached);
     const int up_to_own = lanes_inclusive_sum<LANES>(own_count);
     int count = __shfl_sync(FULL_WARP, up_to_own, LANES - 1, LANES);
-    best_first = __any_sync(FULL_WARP, count > capacity || (FINITE && threshold == -CUDART_INF_F));
+    // The sum of a token's last lane is its count, which the others need not have for this.
+    best_first = __any_sync(FULL_WARP, up_to_own > capacity || (FINITE && threshold == -CUDART_INF_F));
     if (best_first) {
-        list_topk<LANES>(row, choice, __brev(reached), topk, listed);
+        list_topk<LANES>(row, choice, reached, topk, listed);
         count = topk;
     } else {
-        for (int* at = listed + up_to_own - own_count; reached;) {
-            const int i = __clz(reached);
-            *at++ = row.expert_of(i);
-            reached &= ~(0x80000000u >> i);
-        }
+        // Few lanes have more than these, whose steps overlap.
+        constexpr int AT_A_TIME = 3;
+        unsigned at = unsigned(__cvta_generic_to_shared(listed + up_to_own - own_count));
+        do {
+#pragma unroll
+            for (int k = 0; k < AT_A_TIME; ++k) {
+                const unsigned others = reached & (reached - 1);
+                store_if(reached, at + 4 * k, row.expert_of(31 - __clz(reached ^ others)));
+                reached = others;
+            }
+            at += 4 * AT_A_TIME;
+        } while (reached);
     }
     __syncwarp();
     return count;

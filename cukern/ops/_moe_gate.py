@@ -187,7 +187,9 @@ def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, 
     if lanes > of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
         return Choice(variant, lanes, _shared_bytes(lanes, threads, capacity, 0), threads)
     bias = _staged_units(values, lanes, 4) if config.biased else 0
-    shared_bytes = _shared_bytes(lanes, threads, capacity, _staged_units(values, lanes, item_size), bias)
+    # With a bias, scores of float32 replace the logits.
+    row_item_size = 4 if config.biased and values <= of_template("KEPT_SCORES") else item_size
+    shared_bytes = _shared_bytes(lanes, threads, capacity, _staged_units(values, lanes, row_item_size), bias)
     return Choice(variant, lanes, shared_bytes, threads)
 
 
