@@ -44,6 +44,16 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         for (int j = 0; j < 128; ++j) output[j] *= factor[j / 2 % 2];
     }
 
+    // The operand of wgmma that lies `offset` bytes behind the queries. Only the lower half of a descriptor varies, and
+    // only by a constant: one addition for each.
+    __device__ __forceinline__ unsigned long long k_major(int offset) const {
+        return k_major_descriptor_of((queries >> 4) + ((offset >> 4) + (1 << 16)));
+    }
+    __device__ __forceinline__ unsigned long long mn_major(int offset) const {
+        return k_major_descriptor_of((queries >> 4) + ((offset >> 4) + (TILE_BYTES >> 4 << 16)));
+    }
+    static constexpr int key_offset(int buffer, int tile) { return ((buffer + 1) * TILES + tile) * TILE_BYTES; }
+
     // Start S = Q K' of the own buffer, tile by tile as they arrive.
     __device__ __forceinline__ void start_scores(float (&scores)[32], int phase) {
         wgmma_fence();
@@ -58,8 +68,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
                 mbarrier_wait(shared_address(&shared.full[SIDE][ROTARY_APART]), phase);
 #pragma unroll
             for (int k = 0; k < COLUMNS / 16; ++k)
-                wgmma_k_major<T>(scores, k_major_descriptor(queries + tile * TILE_BYTES + k * 32),
-                                 k_major_descriptor(key_tile(queries, SIDE, tile) + k * 32), i + k > 0);
+                wgmma_k_major<T>(scores, k_major(tile * TILE_BYTES + k * 32), k_major(key_offset(SIDE, tile) + k * 32),
+                                 i + k > 0);
         }
         wgmma_commit_group();
     }
@@ -130,15 +140,15 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         }
     }
 
-    // Start the product of P's columns, as wgmma takes them, with the rows of V at `values`.
-    template <typename P> __device__ __forceinline__ void add_values(const P& probabilities, unsigned values) {
+    // Start the product of P's columns, as wgmma takes them, with the rows of V that lie so far behind the queries.
+    template <typename P> __device__ __forceinline__ void add_values(const P& probabilities, int offset) {
         if constexpr (ROTARY_APART == 0) {
-            wgmma_mn_major<T>(output, probabilities, mn_major_descriptor<TILE_BYTES>(values), true);
+            wgmma_mn_major<T>(output, probabilities, mn_major(offset), true);
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 wgmma_mn_major<T>(reinterpret_cast<float (*)[64]>(output)[i], probabilities,
-                                  mn_major_descriptor<TILE_BYTES>(values + i * 2 * TILE_BYTES), true);
+                                  mn_major(offset + i * 2 * TILE_BYTES), true);
         }
     }
 
@@ -146,8 +156,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     __device__ __forceinline__ void start_own_values(const unsigned (&probabilities)[4][4]) {
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-            add_values(probabilities[k], key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2);
+        for (int k = 0; k < 4; ++k) add_values(probabilities[k], key_offset(SIDE, SIDE * 4) + k * 16 * COLUMNS * 2);
         wgmma_commit_group();
     }
 
@@ -159,8 +168,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            add_values(k_major_descriptor(key_tile(queries, 1 - SIDE, ROTARY_TILE) + k * 32),
-                       key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2);
+            add_values(k_major(key_offset(1 - SIDE, ROTARY_TILE) + k * 32),
+                       key_offset(1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2);
         wgmma_commit_group();
     }
 
