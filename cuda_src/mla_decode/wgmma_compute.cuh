@@ -16,6 +16,9 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     // there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
     static constexpr bool VALUES_FIRST = ROTARY_APART != 0;
+    // Two warpgroups convert. Their stores of the keys are ordered before wgmma's reads here, since a fence of those who
+    // store would wait for their loads.
+    static constexpr bool CONVERTED = ROTARY_APART && FP8;
     const Params& p;
     WgmmaShared& shared;
     const unsigned queries;
@@ -54,6 +57,12 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
     static constexpr int key_offset(int buffer, int tile) { return ((buffer + 1) * TILES + tile) * TILE_BYTES; }
 
+    // Wait until a part of the own keys is here.
+    __device__ __forceinline__ void wait_for_keys(int part, int phase) {
+        mbarrier_wait(shared_address(&shared.full[SIDE][part]), phase);
+        if constexpr (CONVERTED) fence_proxy_async();
+    }
+
     // Start S = Q K' of the own buffer, tile by tile as they arrive.
     __device__ __forceinline__ void start_scores(float (&scores)[32], int phase) {
         wgmma_fence();
@@ -61,11 +70,11 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         for (int i = 0; i < KEY_TILES; ++i) {
             const int tile = i == ROTARY_TILE ? ROTARY_TILE : (i + SIDE * 4) % VALUE_TILES; // in the order of loading
             if constexpr (BY_TILE)
-                mbarrier_wait(shared_address(&shared.full[SIDE][tile]), phase);
+                wait_for_keys(tile, phase);
             else if (i == 0 || i == 4)
-                mbarrier_wait(shared_address(&shared.full[SIDE][i == 0 ? SIDE : 1 - SIDE]), phase);
+                wait_for_keys(i == 0 ? SIDE : 1 - SIDE, phase);
             else if (ROTARY_APART && i == ROTARY_TILE)
-                mbarrier_wait(shared_address(&shared.full[SIDE][ROTARY_APART]), phase);
+                wait_for_keys(ROTARY_APART, phase);
 #pragma unroll
             for (int k = 0; k < COLUMNS / 16; ++k)
                 wgmma_k_major<T>(scores, k_major(tile * TILE_BYTES + k * 32), k_major(key_offset(SIDE, tile) + k * 32),
