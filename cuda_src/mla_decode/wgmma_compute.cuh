@@ -8,16 +8,18 @@
 // A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
 // ROTARY_APART: the rotary part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy, and a
 // product with 256 columns of values is two of 128: ptxas takes the one only where threads have 158 registers when the
-// kernel begins. So it is with two warpgroups that load, and then the values of the other's tile come before the scores
-// of the own one, not while those are computed: their half of the buffer is free for the next tile also while the own
-// tile is not there yet.
+// kernel begins. So it is with two warpgroups that load.
 template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0> struct Seesaw {
     // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros
     // there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
-    static constexpr bool VALUES_FIRST = ROTARY_APART != 0;
-    // Two warpgroups convert. Their stores of the keys are ordered before wgmma's reads here, since a fence of those who
-    // store would wait for their loads.
+    // Two warpgroups gather: the copies take longer than the products. So the values of the other's tile come before the
+    // scores of the own one, not while those are computed: their half of the buffer is free for the next tile also while
+    // the own tile is not there yet.
+    static constexpr bool VALUES_FIRST = ROTARY_APART && !FP8;
+    // Two warpgroups convert: they are in time. So nothing comes before the probabilities, for which the other waits, and
+    // the values of the other's tile are waited for behind them. The stores of the keys are ordered before wgmma's reads
+    // here, since a fence of those who store would wait for their loads.
     static constexpr bool CONVERTED = ROTARY_APART && FP8;
     const Params& p;
     WgmmaShared& shared;
@@ -247,7 +249,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         float higher[2] = {base[0], base[1]};
         unsigned probabilities[4][4];
         exponentiate(probabilities, scores, limits, all, higher);
-        if constexpr (!VALUES_FIRST) {
+        if constexpr (!VALUES_FIRST && !CONVERTED) {
             finish_values();
             if (tile > 0) release(1 - SIDE);
         }
@@ -256,6 +258,10 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         named_barrier_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
         store_probabilities(probabilities);
         named_barrier_arrive<SIDE == 0 ? PROBABILITIES_0 : PROBABILITIES_1, 2 * WARPGROUP>();
+        if constexpr (CONVERTED) {
+            finish_values();
+            if (tile > 0) release(1 - SIDE);
+        }
         rescale(higher);
         add_sums(scores);
         start_own_values(probabilities);
