@@ -27,7 +27,9 @@ template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared
     // A tile is converted by all warps that load; a half of it is gathered by two.
     constexpr int WARPS = FP8 ? LOADING_WARPS : 2;
     for (int i = 0; i < 2; ++i) {
-        for (int tile = 0; tile < TILES; ++tile) mbarrier_init(shared_address(&shared.full[i][tile]), WARPS);
+        for (int tile = 0; tile < TILES; ++tile)
+            mbarrier_init(shared_address(&shared.full[i][tile]),
+                          FP8 && tile == ROTARY_FULL ? LOADING_WARPS * 32 : WARPS);
         for (int half = 0; half < 2; ++half) mbarrier_init(shared_address(&shared.empty[i][half]), WARPGROUP / 32);
     }
     mbarrier_init(shared_address(&shared.queries_full), LOADING_WARPS * 32);

@@ -7,6 +7,11 @@ __device__ __forceinline__ void copy_async_or_zero(unsigned to, const void* from
                  : "memory");
 }
 
+// Start a copy of 4 bytes.
+__device__ __forceinline__ void copy_async_4(unsigned to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 // Start a copy of 8 bytes.
 __device__ __forceinline__ void copy_async_8(unsigned to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");

@@ -3,81 +3,183 @@
 //
 // A warp converts eight tokens of each tile, half after half of the value columns. A lane has 16 numbers of every
 // second token: four lanes have the 64 columns of a tile in shared memory, the next four those of the next token, whose
-// chunks are in other banks. Registers hold the bytes of the next half while its place is still in use. The rotary part
-// is of 16 bits already, and copied as it is.
+// chunks are in other banks. Registers hold the bytes of a whole tile: those of a half are loaded again as soon as it is
+// converted, and are on their way while the other half is. The rotary part is of 16 bits already, and copied as it is.
+// The lanes look up four tiles together, eight to five tiles ahead of their conversion.
+//
+// No warp waits here for what it does not need yet. Those who read the keys order the stores before their products
+// (Seesaw::wait_for_keys): a fence here, ahead of the arrival, would wait for the loads of the next tile as well. The
+// rotary part and the queries arrive by themselves, when their copies are complete.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/two_loaders_shared.cuh"
 
-// A lane that converts.
+// A token's address with this bit is that of none.
+constexpr unsigned long long MISSING = 1ull << 63;
+
+// 16 bytes from such an address on; zeros from that of no token. ptxas may move a load of read-only memory behind the
+// barriers that follow, to where its bytes are needed, but not this one.
+__device__ __forceinline__ uint4 load_token(unsigned long long from) {
+    uint4 value;
+    asm volatile("{ .reg .pred there;\n"
+                 "  setp.ge.s64 there, %4, 0;\n"
+                 "  mov.u32 %0, 0;\n"
+                 "  mov.u32 %1, 0;\n"
+                 "  mov.u32 %2, 0;\n"
+                 "  mov.u32 %3, 0;\n"
+                 "  @there ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(from)
+                 : "memory");
+    return value;
+}
+
+// Start a copy of the same.
+__device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long from) {
+    asm volatile("{ .reg .pred missing;\n"
+                 "  setp.lt.s64 missing, %1, 0;\n"
+                 "  cp.async.cg.shared.global.L2::128B [%0], [%2], 16, missing; }" ::"r"(to),
+                 "l"(from), "l"(from & ~MISSING)
+                 : "memory");
+}
+
+// What a warp that converts knows of its part of a tile.
+struct TileNote {
+    static constexpr int NONE = -1, END = -2;
+
+    int start;            // the sequence whose visit begins with the tile; or NONE, or there is no such tile: END
+    unsigned short there; // which of its tokens are there, a bit each
+    unsigned short bad;   // one is outside of the cache
+};
+
+// What the warps that convert keep in shared memory, each for itself: it takes no registers while they do.
+struct ConverterShared : WgmmaShared {
+    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles whose tokens are kept; from look_up to the conversion
+
+    alignas(16) float scales[2][BLOCK_TOKENS][4];      // of the tokens of a tile and the next
+    unsigned long long addresses[FOUND][BLOCK_TOKENS]; // of the tokens, or MISSING; before, an Entry
+    TileNote notes[FOUND][LOADING_WARPS];
+    TilePlace places[AHEAD][LOADING_WARPS]; // of the tiles to look up next
+};
+static_assert(sizeof(ConverterShared) <= MOST_SHARED && sizeof(Entry) == sizeof(unsigned long long), "");
+
+// A warp that converts.
 struct Converter {
     static constexpr int TOKENS = BLOCK_TOKENS / LOADING_WARPS; // of a warp
     static constexpr int EACH = TOKENS / 2;                     // of these, a lane's
+    static constexpr int TOGETHER = 32 / TOKENS;                // tiles that the lanes look up together
+    static constexpr int FOUND = ConverterShared::FOUND, AHEAD = ConverterShared::AHEAD;
     static constexpr int LATENT_DIMS = 512, ROTARY_OFFSET = LATENT_DIMS + 4 * 4;
     static constexpr int ROW_BYTES = COLUMNS * 2;
-    static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // in place of a token's address
 
-    WgmmaShared& shared;
+    const Params& p;
+    ConverterShared& shared;
     const unsigned queries;
-    const int first, lane; // the tile's row of the warp's first token
-    float scale;           // of token lane % 8, for columns 128 (lane / 8) ...
+    const unsigned warp;
 
-    // The lane again: what is computed from it takes no registers while tiles are converted.
-    static __device__ __forceinline__ int lane_again() {
-        int lane;
+    // The lane, found each time: what is computed from it takes no registers while tiles are converted.
+    static __device__ __forceinline__ unsigned lane() {
+        unsigned lane;
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         return lane;
     }
 
-    __device__ __forceinline__ int odd() const { return lane / 4 % 2; }
-    // The tile's row of the token that the lane finds.
-    __device__ __forceinline__ int own() const { return first + lane_again() % TOKENS; }
-    __device__ __forceinline__ unsigned long long& address(int tile, int i) const {
-        return shared.addresses[tile & 3][first + i];
+    // The tile's row of the warp's first token.
+    __device__ __forceinline__ unsigned first() const { return warp * TOKENS; }
+    __device__ __forceinline__ unsigned long long& address(unsigned tile, unsigned i) const {
+        return shared.addresses[tile % FOUND][first() + i];
+    }
+    __device__ __forceinline__ TileNote& note(unsigned tile) const { return shared.notes[tile % FOUND][warp]; }
+
+    // Start to look up tiles from `tile` on; the lane's one, of TOGETHER, is at the cursor. What the block table or `indices`
+    // say of a token comes to where its address will be.
+    template <typename Cursor> __device__ __forceinline__ void look_up(Cursor cursor, unsigned tile) const {
+        const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
+        Entry& entry = reinterpret_cast<Entry&>(address(tile + which, i));
+        const int at = cursor.token + int(first() + i);
+        int slot = -1;
+        if (at < cursor.end) copy_async_4(shared_address(&entry.id), cursor.id_of(at, slot));
+        entry.slot = slot;
+        if (i == 0) {
+            const bool starts = cursor.token == 0 || tile + which == 0;
+            note(tile + which).start = cursor.end == 0 ? TileNote::END : starts ? cursor.sequence : TileNote::NONE;
+        }
+#pragma unroll 1
+        for (int n = 0; n < TOGETHER; ++n) cursor.advance();
+        if (i == 0) shared.places[which][warp] = cursor;
     }
 
-    // Take up the places of the tokens of a tile.
-    template <bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry, int tile) const {
-        const int lane = lane_again();
+    // Take up the addresses of the tokens of these tiles.
+    template <bool GATHER> __device__ __forceinline__ void find(unsigned tile) const {
+        const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
+        unsigned long long& to = address(tile + which, i);
+        const Entry entry = reinterpret_cast<const Entry&>(to);
         Found found;
         found.template find<true, GATHER>(p, entry);
-        if (lane < TOKENS) {
-            unsigned long long at = found.bad ? OUTSIDE : MISSING;
-            if (found.there >> lane & 1) at = reinterpret_cast<unsigned long long>(found.from);
-            address(tile, lane) = at;
+        const bool there = found.there >> lane & 1, wanted = entry.slot >= 0 && (!GATHER || entry.id >= 0);
+        const unsigned bad = __ballot_sync(FULL_WARP, wanted && !there);
+        to = reinterpret_cast<unsigned long long>(found.from) | (there ? 0 : MISSING);
+        constexpr unsigned ALL = (1u << TOKENS) - 1;
+        if (i == 0) {
+            note(tile + which).there = found.there >> which * TOKENS & ALL;
+            note(tile + which).bad = bad >> which * TOKENS & ALL;
         }
         __syncwarp();
     }
 
-    // Say which tokens of the tile in `buffer` are there, and whether one is outside of the cache.
-    template <bool GATHER> __device__ __forceinline__ void tell(int tile, int visited) const {
-        const int lane = lane_again();
-        const unsigned long long at = address(tile, lane % TOKENS);
-        if constexpr (GATHER) {
-            const unsigned there = __ballot_sync(FULL_WARP, at > OUTSIDE);
-            if (lane == 0) reinterpret_cast<unsigned char*>(&shared.valid[tile & 1])[first / TOKENS] = there;
+    // Start copying the scales of a tile.
+    __device__ __forceinline__ void copy_scales(unsigned tile) const {
+        const unsigned lane = Converter::lane();
+        if (lane < TOKENS)
+            copy_token_async(shared_address(&shared.scales[tile & 1][first() + lane]),
+                             address(tile, lane) + LATENT_DIMS);
+        cp_async_commit_group();
+    }
+
+    // Start copying the rotary part of a tile, which arrives by itself.
+    __device__ __forceinline__ void copy_rotary(unsigned tile) const {
+        const unsigned lane = Converter::lane();
+        const unsigned long long* const from = &address(tile, lane / 8);
+        const unsigned to =
+            key_tile(queries, tile & 1, ROTARY_TILE) + (first() + lane / 8) * ROW_BYTES + ((lane ^ lane / 8) & 7) * 16;
+#pragma unroll
+        for (int i = 0; i < TOKENS / 4; ++i)
+            copy_token_async((to ^ (4 * i % 8 * 16)) + 4 * i * ROW_BYTES, from[4 * i] + ROTARY_OFFSET + lane % 8 * 16);
+        cp_async_mbarrier_arrive(shared_address(&shared.full[tile & 1][ROTARY_FULL]));
+        cp_async_commit_group();
+    }
+
+    // Start copying the warp's rows of the queries of a visit, one after the other: load_queries takes more registers.
+    // They arrive by themselves.
+    template <typename T> __device__ __forceinline__ void copy_queries(const Visit& visit) const {
+        const unsigned lane = Converter::lane();
+#pragma unroll 1
+        for (unsigned r = warp; r < WGMMA_ROWS; r += LOADING_WARPS) {
+            const Row row(p, visit, blockIdx.y, blockIdx.x * WGMMA_ROWS + r);
+            const T* const from = static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] +
+                                  row.token * p.q_strides[1] + row.head * p.q_strides[2] + lane * 8;
+            const unsigned to = queries + lane / 8 * TILE_BYTES + r * ROW_BYTES + ((lane ^ r) & 7) * 16;
+            copy_async_or_zero(to, from, row.valid);
+            copy_async_or_zero(to + 4 * TILE_BYTES, from + 4 * COLUMNS, row.valid);
+            if (lane < 8) copy_async_or_zero(to + 8 * TILE_BYTES, from + 8 * COLUMNS, row.valid);
         }
-        if (at == OUTSIDE) shared.bad[visited % VISITS] = visited;
+        cp_async_mbarrier_arrive(shared_address(&shared.queries_full));
     }
 
-    __device__ __forceinline__ float load_scale(int tile) const {
-        const int lane = lane_again();
-        const unsigned long long at = address(tile, lane % TOKENS);
-        float found = 0.f;
-        if (at > OUTSIDE) found = __ldg(reinterpret_cast<const float*>(at + LATENT_DIMS) + lane / TOKENS);
-        return found;
+    // Say which tokens of a tile are there, and whether one is outside of the cache.
+    template <bool GATHER>
+    __device__ __forceinline__ void tell(const TileNote& note, unsigned tile, int visited) const {
+        if (GATHER && lane() == 0) reinterpret_cast<unsigned char*>(&shared.valid[tile & 1])[warp] = note.there;
+        if (note.bad) shared.bad[visited % VISITS] = visited;
     }
 
-    // The lane's i-th 16 bytes of a half of a tile.
-    __device__ __forceinline__ uint4 load(int tile, int half, int i) const {
-        const unsigned long long at = address(tile, 2 * i + odd());
-        return load_or_zero(reinterpret_cast<const char*>(at + half * 256 + lane / 8 * 64 + lane % 4 * 16),
-                            at > OUTSIDE);
-    }
-
-    // The scale of the lane's i-th token there.
-    __device__ __forceinline__ float scale_of(int half, int i) const {
-        return __shfl_sync(FULL_WARP, scale, 2 * i + odd() + (half * 2 + lane / 16) * TOKENS);
+    // Start loading the lane's bytes of a half of a tile.
+    __device__ __forceinline__ void load(uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
+        const unsigned lane = Converter::lane(), odd = lane / 4 % 2;
+        const unsigned offset = half * 256 + lane / 8 * 64 + lane % 4 * 16;
+        const unsigned long long* const from = &address(tile, odd);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) raw[i] = load_token(from[2 * i] + offset);
     }
 
     // Eight numbers as they are multiplied.
@@ -97,103 +199,72 @@ struct Converter {
         return make_uint4(to[0], to[1], to[2], to[3]);
     }
 
-    // Where the first of them are, of the lane's i-th token in a half; the others are at this ^ 16.
-    __device__ __forceinline__ unsigned place(int buffer, int half, int i) const {
-        const unsigned offset = lane / 8 * TILE_BYTES + (first + odd()) * ROW_BYTES + ((lane % 4 * 2) ^ odd()) * 16;
-        return ((key_tile(queries, buffer, half * 4) + offset) ^ (2 * i * 16)) + 2 * i * ROW_BYTES;
-    }
-
-    // Start copying the rotary part of a tile.
-    __device__ __forceinline__ void copy_rotary(const Params& p, int tile) const {
-        const int lane = lane_again();
+    // Convert the lane's bytes of a half of a tile, and say that the warp's part of it is here.
+    __device__ __forceinline__ void convert(const uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
+        const unsigned lane = Converter::lane(), odd = lane / 4 % 2, buffer = tile & 1;
+        const unsigned to = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + (first() + odd) * ROW_BYTES +
+                            ((lane % 4 * 2) ^ odd) * 16;
+        const float* const scales = &shared.scales[buffer][first() + odd][half * 2 + lane / 16];
 #pragma unroll
-        for (int i = 0; i < TOKENS / 4; ++i) {
-            const int t = 4 * i + lane / 8;
-            const unsigned long long at = address(tile, t);
-            const char* const from = at > OUTSIDE ? reinterpret_cast<const char*>(at) + ROTARY_OFFSET + lane % 8 * 16
-                                                  : static_cast<const char*>(p.cache);
-            copy_async_or_zero(key_tile(queries, tile & 1, ROTARY_TILE) + (first + t) * ROW_BYTES +
-                                   ((lane ^ t) & 7) * 16,
-                               from, at > OUTSIDE);
+        for (int i = 0; i < EACH; ++i) {
+            const unsigned at = (to ^ (2 * i % 8 * 16)) + 2 * i * ROW_BYTES;
+            const float scale = scales[2 * i * 4];
+            store_shared(at, widen(raw[i].x, raw[i].y, scale));
+            store_shared(at ^ 16, widen(raw[i].z, raw[i].w, scale));
         }
-        cp_async_commit_group();
-    }
-
-    __device__ __forceinline__ void publish(int buffer, int half) const {
-        publish_keys(shared_address(&shared.full[buffer][half]));
+        __syncwarp();
+        if (Converter::lane() == 0) mbarrier_arrive(shared_address(&shared.full[buffer][half]));
     }
 };
 
-// Start copying the warp's rows of the queries, one after the other: load_queries takes more registers.
-template <typename T>
-__device__ __forceinline__ void load_queries_by_row(const Params& p, const Visit& visit, unsigned queries, int warp) {
-    const int lane = Converter::lane_again();
-#pragma unroll 1
-    for (int r = warp; r < WGMMA_ROWS; r += LOADING_WARPS) {
-        const Row row(p, visit, blockIdx.y, blockIdx.x * WGMMA_ROWS + r);
-        const T* const from = static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] + row.token * p.q_strides[1] +
-                              row.head * p.q_strides[2] + lane * 8;
-        const unsigned to = queries + lane / 8 * TILE_BYTES + r * COLUMNS * 2 + ((lane ^ r) & 7) * 16;
-        copy_async_or_zero(to, from, row.valid);
-        copy_async_or_zero(to + 4 * TILE_BYTES, from + 4 * COLUMNS, row.valid);
-        if (lane < 8) copy_async_or_zero(to + 8 * TILE_BYTES, from + 8 * COLUMNS, row.valid);
-    }
-    cp_async_commit_group();
-}
-
 template <typename T, bool GATHER>
-__device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& shared, unsigned queries) {
+__device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& all, unsigned queries) {
     static_assert(IS_BFLOAT16<T>, "the rotary part is copied as it is");
-    Converter c{shared, queries, loading_warp() * Converter::TOKENS, int(threadIdx.x % 32), 0.f};
+    using C = Converter;
+    using Cursor = TileCursor<GATHER, false, true>;
+    ConverterShared& shared = static_cast<ConverterShared&>(all);
+    const C c{p, shared, queries, unsigned(loading_warp())};
     const Part part(p, blockIdx.z);
-    TileCursor<GATHER, false, true> cursor(p, part);
-    Entry entry; // of the tile after those that are found
-    auto find = [&](int tile) {
-        c.template find<GATHER>(p, entry, tile);
-        cursor.advance();
-        entry = cursor.entry(c.own());
-    };
-    entry = cursor.entry(c.own());
-    uint4 raw[c.EACH];
-    find(0);
-    c.scale = c.load_scale(0);
-#pragma unroll
-    for (int i = 0; i < c.EACH; ++i) raw[i] = c.load(0, 0, i);
-    find(1), find(2);
-    int used = 0, visited = 0; // tiles, and visits with tiles
-    for (int sequence = part.first; sequence <= part.last; ++sequence) {
-        const Visit visit(p, part_again<true>(p, part), sequence);
-        if (visit.begin >= visit.end) continue;
-        mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-        load_queries_by_row<T>(p, visit, queries, c.first / c.TOKENS);
-        const int before = used, tiles = ceil_div(visit.end - visit.begin, BLOCK_TOKENS);
-        for (; used < before + tiles; ++used) {
-            const int buffer = used & 1, phase = used / 2 + 1;
-            const float next_scale = c.load_scale(used + 1);
-            // First the half that the warpgroup of the buffer reads as values, which is free first.
+    Cursor cursor(p, part);
 #pragma unroll 1
-            for (int k = 0; k < 2; ++k) {
-                const int half = buffer ^ k;
-                mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);
-                if (k == 0)
-                    c.template tell<GATHER>(used, visited);
-                else
-                    c.copy_rotary(p, used);
-#pragma unroll
-                for (int i = 0; i < c.EACH; ++i) {
-                    const unsigned to = c.place(buffer, half, i);
-                    const float scale = c.scale_of(half, i);
-                    store_shared(to, c.widen(raw[i].x, raw[i].y, scale));
-                    store_shared(to ^ 16, c.widen(raw[i].z, raw[i].w, scale));
-                    raw[i] = c.load(used + k, 1 - buffer, i);
-                }
-                if (k == 0 && used == before) publish_queries<0>(shared);
-                c.publish(buffer, half);
-            }
-            c.scale = next_scale;
-            find(used + 3);
-            cp_async_wait_group<0>();
-            c.publish(buffer, ROTARY_FULL);
+    for (unsigned i = c.lane() / C::TOKENS; i > 0; --i) cursor.advance();
+    c.look_up(cursor, 0);
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    __syncwarp();
+    c.template find<GATHER>(0);
+    c.copy_scales(0);
+    cp_async_commit_group(); // of no rotary part: the loop counts groups
+    uint4 raw[2][C::EACH];   // of the half that is converted first, and of the other
+    c.load(raw[0], 0, 0), c.load(raw[1], 0, 1);
+    int visited = 0; // visits with tiles
+#pragma unroll 1
+    for (unsigned tile = 0;; ++tile) {
+        const TileNote note = c.note(tile);
+        if (note.start == TileNote::END) break;
+        if (note.start != TileNote::NONE) {
+            mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
+            c.template copy_queries<T>(Visit(p, note.start));
         }
+        // All copies but those of the latest rotary part: the scales are here.
+        cp_async_wait_group<1>();
+        __syncwarp();
+        c.copy_scales(tile + 1);
+        // First the half that the warpgroup of the buffer reads as values, which is free first.
+        const unsigned buffer = tile & 1, phase = tile / 2 + 1;
+        mbarrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
+        c.template tell<GATHER>(note, tile, visited);
+        c.convert(raw[0], tile, buffer);
+        // Here most registers are free.
+        if (tile % C::TOGETHER == 0)
+            c.look_up(Cursor(p, part, shared.places[c.lane() / C::TOKENS][c.warp]), tile + C::AHEAD);
+        if ((tile + 2) % C::TOGETHER == 0) c.template find<GATHER>(tile + 2);
+        c.load(raw[0], tile + 1, 1 - buffer);
+
+        mbarrier_wait(shared_address(&shared.empty[buffer][1 - buffer]), phase);
+        c.copy_rotary(tile);
+        c.convert(raw[1], tile, 1 - buffer);
+        c.load(raw[1], tile + 1, buffer);
     }
+    cp_async_wait_group<0>();
 }

@@ -8,14 +8,19 @@
 // A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
 // ROTARY_APART: the rotary part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy, and a
 // product with 256 columns of values is two of 128: ptxas takes the one only where threads have 158 registers when the
-// kernel begins. So it is with two warpgroups that load, and then the values of the other's tile come before the scores
-// of the own one, not while those are computed: their half of the buffer is free for the next tile also while the own
-// tile is not there yet.
+// kernel begins. So it is with two warpgroups that load.
 template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0> struct Seesaw {
     // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros
     // there.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
-    static constexpr bool VALUES_FIRST = ROTARY_APART != 0;
+    // Two warpgroups gather: the copies take longer than the products. So the values of the other's tile come before the
+    // scores of the own one, not while those are computed: their half of the buffer is free for the next tile also while
+    // the own tile is not there yet.
+    static constexpr bool VALUES_FIRST = ROTARY_APART && !FP8;
+    // Two warpgroups convert: they are in time. So nothing comes before the probabilities, for which the other waits, and
+    // the values of the other's tile are waited for behind them. The stores of the keys are ordered before wgmma's reads
+    // here, since a fence of those who store would wait for their loads.
+    static constexpr bool CONVERTED = ROTARY_APART && FP8;
     const Params& p;
     WgmmaShared& shared;
     const unsigned queries;
@@ -44,6 +49,22 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         for (int j = 0; j < 128; ++j) output[j] *= factor[j / 2 % 2];
     }
 
+    // The operand of wgmma that lies `offset` bytes behind the queries. Only the lower half of a descriptor varies, and
+    // only by a constant: one addition for each.
+    __device__ __forceinline__ unsigned long long k_major(int offset) const {
+        return k_major_descriptor_of((queries >> 4) + ((offset >> 4) + (1 << 16)));
+    }
+    __device__ __forceinline__ unsigned long long mn_major(int offset) const {
+        return k_major_descriptor_of((queries >> 4) + ((offset >> 4) + (TILE_BYTES >> 4 << 16)));
+    }
+    static constexpr int key_offset(int buffer, int tile) { return ((buffer + 1) * TILES + tile) * TILE_BYTES; }
+
+    // Wait until a part of the own keys is here.
+    __device__ __forceinline__ void wait_for_keys(int part, int phase) {
+        mbarrier_wait(shared_address(&shared.full[SIDE][part]), phase);
+        if constexpr (CONVERTED) fence_proxy_async();
+    }
+
     // Start S = Q K' of the own buffer, tile by tile as they arrive.
     __device__ __forceinline__ void start_scores(float (&scores)[32], int phase) {
         wgmma_fence();
@@ -51,15 +72,15 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         for (int i = 0; i < KEY_TILES; ++i) {
             const int tile = i == ROTARY_TILE ? ROTARY_TILE : (i + SIDE * 4) % VALUE_TILES; // in the order of loading
             if constexpr (BY_TILE)
-                mbarrier_wait(shared_address(&shared.full[SIDE][tile]), phase);
+                wait_for_keys(tile, phase);
             else if (i == 0 || i == 4)
-                mbarrier_wait(shared_address(&shared.full[SIDE][i == 0 ? SIDE : 1 - SIDE]), phase);
+                wait_for_keys(i == 0 ? SIDE : 1 - SIDE, phase);
             else if (ROTARY_APART && i == ROTARY_TILE)
-                mbarrier_wait(shared_address(&shared.full[SIDE][ROTARY_APART]), phase);
+                wait_for_keys(ROTARY_APART, phase);
 #pragma unroll
             for (int k = 0; k < COLUMNS / 16; ++k)
-                wgmma_k_major<T>(scores, k_major_descriptor(queries + tile * TILE_BYTES + k * 32),
-                                 k_major_descriptor(key_tile(queries, SIDE, tile) + k * 32), i + k > 0);
+                wgmma_k_major<T>(scores, k_major(tile * TILE_BYTES + k * 32), k_major(key_offset(SIDE, tile) + k * 32),
+                                 i + k > 0);
         }
         wgmma_commit_group();
     }
@@ -130,15 +151,15 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         }
     }
 
-    // Start the product of P's columns, as wgmma takes them, with the rows of V at `values`.
-    template <typename P> __device__ __forceinline__ void add_values(const P& probabilities, unsigned values) {
+    // Start the product of P's columns, as wgmma takes them, with the rows of V that lie so far behind the queries.
+    template <typename P> __device__ __forceinline__ void add_values(const P& probabilities, int offset) {
         if constexpr (ROTARY_APART == 0) {
-            wgmma_mn_major<T>(output, probabilities, mn_major_descriptor<TILE_BYTES>(values), true);
+            wgmma_mn_major<T>(output, probabilities, mn_major(offset), true);
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 wgmma_mn_major<T>(reinterpret_cast<float (*)[64]>(output)[i], probabilities,
-                                  mn_major_descriptor<TILE_BYTES>(values + i * 2 * TILE_BYTES), true);
+                                  mn_major(offset + i * 2 * TILE_BYTES), true);
         }
     }
 
@@ -146,8 +167,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     __device__ __forceinline__ void start_own_values(const unsigned (&probabilities)[4][4]) {
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-            add_values(probabilities[k], key_tile(queries, SIDE, SIDE * 4) + k * 16 * COLUMNS * 2);
+        for (int k = 0; k < 4; ++k) add_values(probabilities[k], key_offset(SIDE, SIDE * 4) + k * 16 * COLUMNS * 2);
         wgmma_commit_group();
     }
 
@@ -159,8 +179,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            add_values(k_major_descriptor(key_tile(queries, 1 - SIDE, ROTARY_TILE) + k * 32),
-                       key_tile(queries, 1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2);
+            add_values(k_major(key_offset(1 - SIDE, ROTARY_TILE) + k * 32),
+                       key_offset(1 - SIDE, SIDE * 4) + k * 16 * COLUMNS * 2);
         wgmma_commit_group();
     }
 
@@ -229,7 +249,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         float higher[2] = {base[0], base[1]};
         unsigned probabilities[4][4];
         exponentiate(probabilities, scores, limits, all, higher);
-        if constexpr (!VALUES_FIRST) {
+        if constexpr (!VALUES_FIRST && !CONVERTED) {
             finish_values();
             if (tile > 0) release(1 - SIDE);
         }
@@ -238,6 +258,10 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         named_barrier_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
         store_probabilities(probabilities);
         named_barrier_arrive<SIDE == 0 ? PROBABILITIES_0 : PROBABILITIES_1, 2 * WARPGROUP>();
+        if constexpr (CONVERTED) {
+            finish_values();
+            if (tile > 0) release(1 - SIDE);
+        }
         rescale(higher);
         add_sums(scores);
         start_own_values(probabilities);

@@ -8,6 +8,13 @@
 #include "common/fp8.cuh"
 #include "mla_decode/wgmma_tokens.cuh"
 
+// What the warps that convert keep in shared memory.
+struct ConvertShared : WgmmaShared {
+    unsigned long long addresses[4][BLOCK_TOKENS]; // of the tokens of the next tiles; or MISSING, OUTSIDE
+    unsigned long long scales[4][BLOCK_TOKENS];    // of the same, 8 of a byte each, where they lie apart
+};
+static_assert(sizeof(ConvertShared) <= MOST_SHARED, "");
+
 // What a lane converts.
 template <int BYTES> struct ConverterLane {
     static constexpr bool PAGED = BYTES == BYTES_OF_512;
@@ -25,7 +32,7 @@ template <int BYTES> struct ConverterLane {
     unsigned tile_offset;   // of its numbers in the tiles of a half, for its first token
 };
 
-__device__ __forceinline__ unsigned long long& address_of(WgmmaShared& shared, int tile, int token) {
+__device__ __forceinline__ unsigned long long& address_of(ConvertShared& shared, int tile, int token) {
     return shared.addresses[tile & 3][token];
 }
 
@@ -35,20 +42,20 @@ __device__ __forceinline__ uint4 load_bytes(unsigned long long address, unsigned
 }
 
 template <int BYTES>
-__device__ __forceinline__ uint4 load_latent(WgmmaShared& shared, const ConverterLane<BYTES>& c, int tile,
+__device__ __forceinline__ uint4 load_latent(ConvertShared& shared, const ConverterLane<BYTES>& c, int tile,
                                              unsigned half, int i) {
     return load_bytes(address_of(shared, tile, c.first + 2 * i + c.odd), c.latent_offset + half * 256);
 }
 
 template <int BYTES>
-__device__ __forceinline__ uint4 load_rotary(WgmmaShared& shared, const ConverterLane<BYTES>& c, int tile, int i) {
+__device__ __forceinline__ uint4 load_rotary(ConvertShared& shared, const ConverterLane<BYTES>& c, int tile, int i) {
     const unsigned long long address = address_of(shared, tile, c.first + 4 * i + c.lane / 8);
     return load_bytes(address, c.PAGED ? PAGED_LATENT + c.lane % 8 * 16 : c.rotary_offset);
 }
 
 // The scale of the token that the lane finds, for columns 128 (lane / 16) ... of a half.
 template <int BYTES>
-__device__ __forceinline__ float load_scale(WgmmaShared& shared, const ConverterLane<BYTES>& c, int tile, int half) {
+__device__ __forceinline__ float load_scale(ConvertShared& shared, const ConverterLane<BYTES>& c, int tile, int half) {
     const unsigned long long address = address_of(shared, tile, c.own);
     float scale = 0.f;
     if (address > c.OUTSIDE)
@@ -86,7 +93,7 @@ __device__ __forceinline__ void store_latent(unsigned queries, const ConverterLa
 
 // The same if PAGED, where a tile of 64 columns has a scale of its own.
 template <typename T, int BYTES>
-__device__ __forceinline__ void store_paged(WgmmaShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
+__device__ __forceinline__ void store_paged(ConvertShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
                                             int tile, int half, int i, const uint4& raw) {
     const unsigned long long* const scales = &shared.scales[tile & 3][c.first + 2 * i + c.odd];
     const unsigned scale = reinterpret_cast<const unsigned char*>(scales)[half * 4 + c.lane / 8];
@@ -111,7 +118,8 @@ __device__ __forceinline__ void store_rotary(unsigned queries, const ConverterLa
 
 // Convert the half of a tile that the warpgroup of its buffer reads, from `raw`, which takes up the bytes of the other.
 template <typename T, int BYTES>
-__device__ __forceinline__ void convert_first_half(WgmmaShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
+__device__ __forceinline__ void convert_first_half(ConvertShared& shared, unsigned queries,
+                                                   const ConverterLane<BYTES>& c,
                                                    uint4 (&raw)[ConverterLane<BYTES>::HELD], float& scale, int used) {
     const int buffer = used & 1;
     const float next_scale = load_scale(shared, c, used, 1 - buffer);
@@ -125,7 +133,7 @@ __device__ __forceinline__ void convert_first_half(WgmmaShared& shared, unsigned
 
 // Convert the other half and the rotary part; `raw` takes up the first half of the next tile.
 template <typename T, int BYTES>
-__device__ __forceinline__ void convert_second_half(WgmmaShared& shared, unsigned queries,
+__device__ __forceinline__ void convert_second_half(ConvertShared& shared, unsigned queries,
                                                     const ConverterLane<BYTES>& c,
                                                     uint4 (&raw)[ConverterLane<BYTES>::HELD], float& scale, int used) {
     const int buffer = used & 1;
@@ -149,9 +157,9 @@ __device__ __forceinline__ void convert_second_half(WgmmaShared& shared, unsigne
 // If PAGED: convert half `half` of tile `used`, with the rotary part if that is the second of its columns; `raw` takes up
 // half 1 - (used & 1) of tile `next`.
 template <typename T, int BYTES>
-__device__ __forceinline__ void convert_paged_half(WgmmaShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
-                                                   uint4 (&raw)[ConverterLane<BYTES>::HELD], int used, int half,
-                                                   int next) {
+__device__ __forceinline__ void
+convert_paged_half(ConvertShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
+                   uint4 (&raw)[ConverterLane<BYTES>::HELD], int used, int half, int next) {
     const int buffer = used & 1;
     const bool has_rotary = half == 1;
 #pragma unroll
@@ -171,7 +179,8 @@ __device__ __forceinline__ void convert_paged_half(WgmmaShared& shared, unsigned
 }
 
 template <typename T, bool GATHER, bool EXTRA, int BYTES>
-__device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& shared, unsigned queries) {
+__device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all, unsigned queries) {
+    ConvertShared& shared = static_cast<ConvertShared&>(all);
     using C = ConverterLane<BYTES>;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int odd = lane / 4 % 2, quarter = lane / 8;

@@ -17,21 +17,20 @@ constexpr int TILE_BYTES = 64 * COLUMNS * 2;
 constexpr int TILES = 9, VALUE_TILES = 8, ROTARY_TILE = 8;
 constexpr int VISITS = 4; // of which `bad` is kept: the loading warps are up to two visits ahead
 
-// What lies behind 27 tiles, which are the queries and two buffers of keys.
+// What lies behind 27 tiles, which are the queries and two buffers of keys. Warps that convert keep more behind it.
 struct WgmmaShared {
-    unsigned long long full[2][TILES];             // a tile of a buffer is here; where TMA cannot copy: half 0 or 1 is
-    unsigned long long empty[2][2];                // a half of a buffer is free
-    unsigned long long queries_full;               // the queries of a visit are here
-    unsigned long long queries_empty;              // their place is free
-    unsigned long long summed;                     // both warpgroups have stored their sums of a visit
-    float base[2][WGMMA_ROWS];                     // after the latest tile of a warpgroup
-    float sums[2][2][WGMMA_ROWS];                  // [parity of the visit][warpgroup]
-    int bad[VISITS];                               // the latest visit that found a bad page or slot
-    unsigned long long valid[2];                   // with `indices`: the tokens of a buffer that are there, a bit each
-    unsigned long long addresses[4][BLOCK_TOKENS]; // of the tokens of the next tiles; or MISSING, OUTSIDE
-    unsigned long long scales[4][BLOCK_TOKENS];    // of the same, 8 of a byte each, where they lie apart
+    unsigned long long full[2][TILES]; // a tile of a buffer is here; where TMA cannot copy: half 0 or 1 is
+    unsigned long long empty[2][2];    // a half of a buffer is free
+    unsigned long long queries_full;   // the queries of a visit are here
+    unsigned long long queries_empty;  // their place is free
+    unsigned long long summed;         // both warpgroups have stored their sums of a visit
+    float base[2][WGMMA_ROWS];         // after the latest tile of a warpgroup
+    float sums[2][2][WGMMA_ROWS];      // [parity of the visit][warpgroup]
+    int bad[VISITS];                   // the latest visit that found a bad page or slot
+    unsigned long long valid[2];       // with `indices`: the tokens of a buffer that are there, a bit each
 };
-static_assert(3 * TILES * TILE_BYTES + sizeof(WgmmaShared) + 1024 <= 232448, "");
+// For what lies behind the tiles: the first one begins at a multiple of 1024.
+constexpr int MOST_SHARED = 232448 - 1024 - 3 * TILES * TILE_BYTES;
 
 struct alignas(64) WgmmaParams {
     // The cache [pages, page_size, kv_heads, 576], for boxes of 64 columns of `box_tokens` tokens of a head. Unused with

@@ -24,13 +24,19 @@ template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p
         return part;
 }
 
+// A tile of a visit: its first token, and the end of the visit's tokens; both are 0 behind the last visit.
+struct TilePlace {
+    int sequence, token, end;
+};
+
 // The tiles of all visits of a part, one after the other.
-template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor {
+template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TilePlace {
     const Params& p;
     const Part& part;
-    int sequence, token, end;
 
     __device__ __forceinline__ TileCursor(const Params& p, const Part& part) : p(p), part(part) { enter(part.first); }
+    __device__ __forceinline__ TileCursor(const Params& p, const Part& part, const TilePlace& place)
+        : TilePlace(place), p(p), part(part) {}
 
     // Go to the first tile of sequence `first`, or of the first one after it that has tokens here.
     __device__ __forceinline__ void enter(int first) {
@@ -56,16 +62,23 @@ template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor {
         if constexpr (EXTRA) {
             const Index index(p, sequence, at);
             return Entry::in_one(index.slot, index.second);
-        } else if constexpr (GATHER) {
-            const Visit which(p, sequence);
-            entry.id = p.indices[which.batch * p.indices_strides[0] + which.token * p.indices_strides[1] + at];
-            entry.slot = 0;
         } else {
-            const int page = unsigned(at) / unsigned(p.page_size);
-            entry.id = p.block_table[sequence * p.table_stride + page];
-            entry.slot = at - page * p.page_size;
+            entry.id = *id_of(at, entry.slot);
         }
         return entry;
+    }
+
+    // Where the block table or `indices` name token `at`, and its slot in the page. Not with EXTRA.
+    __device__ __forceinline__ const int* id_of(int at, int& slot) const {
+        if constexpr (GATHER) {
+            const Visit which(p, sequence);
+            slot = 0;
+            return p.indices + (which.batch * p.indices_strides[0] + which.token * p.indices_strides[1] + at);
+        } else {
+            const int page = unsigned(at) / unsigned(p.page_size);
+            slot = at - page * p.page_size;
+            return p.block_table + (sequence * p.table_stride + page);
+        }
     }
 };
 
