@@ -5,17 +5,18 @@
 //
 // Two warpgroups compute, as in attend_wgmma, and two instead of one gather (two_loaders_gather.cuh) or convert
 // (two_loaders_convert.cuh): they take less time for a tile, which the others wait for. So all threads begin with 128
-// registers, not 168, and a product with 256 columns of values is two of 128. A warpgroup that computes adds the values
-// of the other's tile before the scores of its own, so that the buffer is free for those that load as soon as it can be.
+// registers, not 168, and a product with 256 columns of values is two of 128. Over 16 bits, where copies are what a block
+// waits for, a warpgroup that computes adds the values of the other's tile before the scores of its own, so that the
+// buffer is free for those that load as soon as it can be.
 //
 // Each block loads for its own 64 rows alone. Two blocks of the same sequence that share what they load, through the
 // shared memory of a cluster (FlashMLA), gained 2 % over an 8-bit cache, and lost with the indices of 16 bits: the
 // notebook has the figures.
 //
-// Of the floor (see attend_wgmma.cu) it reaches on an H200 over an 8-bit cache, for 128 sequences of 4096 tokens, 45 %
-// with 128 heads (399 us) and 43 % with 64 (212 us), where attend_wgmma takes 462 and 242. With 2048 indices for each
-// of 64 queries: 8 bits 37 % with 128 heads (120.5 us) and 29 % with 64 (78.3 us), where attend_wgmma takes 130.3 and
-// 83.3; 16 bits 53 % with 128 heads (84.7 us) and 53 % with 64 (65.7 us), where attend_wgmma takes 142.0 and 91.3.
+// Of the floor (see attend_wgmma.cu) it reaches on an H200 over an 8-bit cache, for 128 sequences of 4096 tokens, 56 %
+// with 128 heads (326 us) and 52 % with 64 (175 us), where attend_wgmma takes 462 and 242. With 2048 indices for each
+// of 64 queries: 8 bits 49 % with 128 heads (91.9 us) and 36 % with 64 (63.4 us), where attend_wgmma takes 130.3 and
+// 83.3; 16 bits 58 % with 128 heads (78.0 us), where attend_wgmma takes 142.0.
 #include "common/overlap.cuh"
 #include "mla_decode/two_loaders_convert.cuh"
 #include "mla_decode/two_loaders_gather.cuh"
