@@ -5,9 +5,13 @@
 //
 // Two warpgroups compute, as in attend_wgmma, and two instead of one gather (two_loaders_gather.cuh) or convert
 // (two_loaders_convert.cuh): they take less time for a tile, which the others wait for. So all threads begin with 128
-// registers, not 168, and a product with 256 columns of values is two of 128. Over 16 bits, where copies are what a block
-// waits for, a warpgroup that computes adds the values of the other's tile before the scores of its own, so that the
-// buffer is free for those that load as soon as it can be.
+// registers, not 168, and a product with 256 columns of values is two of 128.
+//
+// With those that gather, whose copies take longer than the products, a warpgroup that computes adds the values of the
+// other's tile before the scores of its own, so that the buffer is free as soon as it can be. With those that convert it
+// computes the scores first, as in attend_wgmma, and shows its probabilities before it waits for the other's values:
+// while one exponentiates, the products of the other go on. A warp that converts holds the bytes of a whole tile in
+// registers, and waits for no load before it needs it.
 //
 // Each block loads for its own 64 rows alone. Two blocks of the same sequence that share what they load, through the
 // shared memory of a cluster (FlashMLA), gained 2 % over an 8-bit cache, and lost with the indices of 16 bits: the
