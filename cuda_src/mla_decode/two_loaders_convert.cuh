@@ -106,6 +106,7 @@ struct Converter {
         }
 #pragma unroll 1
         for (int n = 0; n < TOGETHER; ++n) cursor.advance();
+        __syncwarp(); // all lanes have read the places
         if (i == 0) shared.places[which][warp] = cursor;
     }
 
