@@ -1077,10 +1077,11 @@ def test_rows_with_nothing_to_attend_to(
         assert_close((out, lse), want)
 
 
-def test_a_bad_page_makes_its_sequence_nan(attend: Place, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_a_bad_page_makes_its_sequence_nan(attend: Place, fp8: bool, rng: np.random.Generator) -> None:
     # Also one in the middle of a sequence that many parts share.
     lengths = [100, 200, 17, 200, 5000, 333, 2, 900]
-    x = paged(rng, lengths, 16, query_tokens=2, causal=True)
+    x = paged(rng, lengths, 16, query_tokens=2, causal=True, fp8=fp8)
     x.block_table[1, 0] = len(x.k_cache)
     x.block_table[3, 3] = -1
     x.block_table[4, 40] = 2147480000
@@ -1088,8 +1089,7 @@ def test_a_bad_page_makes_its_sequence_nan(attend: Place, rng: np.random.Generat
     x.cache_seqlens[5] = x.block_table.shape[1] * 64 + 1
     x.cache_seqlens[7] = 2**31 - 1
     bad, good = [1, 3, 4, 5, 6, 7], [0, 2]
-    want = x.twin()
-    for out, lse in attend(x):
+    for (out, lse), want in attend.variants(x):
         assert is_nan(out[bad]).all() and np.isnan(lse[bad]).all()
         assert_close((out[good], lse[good]), (want[0][good], want[1][good]))
 
@@ -1418,16 +1418,23 @@ def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [128, 64, 100])
+# Several visits to a part, of all residues of 2 and 4 tiles, some without tokens; and visits of many tiles.
+@pytest.mark.parametrize("lengths", [[700, 0, 1, 64, 65, 333] * 15, [6000, 1, 0, 3001] * 12], ids=["short", "long"])
 @pytest.mark.parametrize(
     ("dtype", "fp8", "topk"),
     [("bfloat16", True, None), ("bfloat16", True, 330), ("bfloat16", False, 330), ("float16", False, 330)],
 )
 def test_two_loading_warpgroups_give_the_bits_of_one(
-    dtype: str, fp8: bool, topk: int | None, heads: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    fp8: bool,
+    topk: int | None,
+    lengths: list[int],
+    heads: int,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Tiles of all residues of 2, several visits to a part, some without tokens.
     options = {} if topk is None else {"topk": topk}
-    given = there(paged(rng, [700, 0, 1, 64, 65, 333] * 15, heads, dtype=dtype, fp8=fp8, **options))
+    given = there(paged(rng, lengths, heads, dtype=dtype, fp8=fp8, **options))
     if "wgmma" not in variants_of(given):
         pytest.skip("needs wgmma")
     found = [launch(given, "wgmma")]
