@@ -18,9 +18,9 @@
 // notebook has the figures.
 //
 // Of the floor (see attend_wgmma.cu) it reaches on an H200 over an 8-bit cache, for 128 sequences of 4096 tokens, 56 %
-// with 128 heads (326 us) and 52 % with 64 (175 us), where attend_wgmma takes 462 and 242. With 2048 indices for each
-// of 64 queries: 8 bits 49 % with 128 heads (91.9 us) and 36 % with 64 (63.4 us), where attend_wgmma takes 130.3 and
-// 83.3; 16 bits 58 % with 128 heads (78.0 us), where attend_wgmma takes 142.0.
+// with 128 heads (328 us) and 52 % with 64 (176 us), where attend_wgmma takes 462 and 242. With 2048 indices for each
+// of 64 queries: 8 bits 50 % with 128 heads (92.3 us) and 36 % with 64 (63.3 us), where attend_wgmma takes 130.3 and
+// 83.3; 16 bits 59 % with 128 heads (78.2 us) and 54 % with 64 (62.4 us), where attend_wgmma takes 142.0 and 91.3.
 #include "common/overlap.cuh"
 #include "mla_decode/two_loaders_convert.cuh"
 #include "mla_decode/two_loaders_gather.cuh"

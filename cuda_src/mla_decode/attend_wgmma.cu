@@ -26,8 +26,8 @@
 //
 // Bound by memory up to about 100 rows of a kv head, and by the tensor cores beyond: a row takes 2 (576 + 512) operations
 // for each token, of 1152 bytes. Of the floor (bytes at copy bandwidth, or operations at the rate of a large product,
-// whichever is longer) it reaches on an H200, for 128 sequences of 4096 tokens: 87 % with 64 heads (168.3 us), 74 % with 128
-// (246.3 us), 76 % with two query tokens of 128 heads (479.2 us). One sequence of 8192 tokens takes 22.9 us, combine_parts
+// whichever is longer) it reaches on an H200, for 128 sequences of 4096 tokens: 89 % with 64 heads (164.5 us), 75 % with 128
+// (246.3 us), 80 % with two query tokens of 128 heads (459.7 us). One sequence of 8192 tokens takes 22.1 us, combine_parts
 // included, for a floor of 2.8: there latency is the bound. Without a second cache, attend_two_loaders takes the place of this
 // kernel where TMA cannot copy.
 #include "mla_decode/wgmma_compute.cuh"
