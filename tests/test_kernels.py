@@ -206,8 +206,8 @@ def _paged_attention() -> Iterator[Variant]:
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
     yield paged_attention._merge.variant("float", 4, "false")
     yield paged_attention._merge.variant("float", 1, "true")
-    for each in (1, 2):
-        yield paged_attention.merge_variant("bfloat16", 8, True, each, True)
+    for heads_first in (True, False):
+        yield paged_attention.merge_variant("bfloat16", 8, heads_first, 1 if heads_first else 2, True)
 
 
 def _quantizations() -> Iterator[Variant]:

@@ -1214,19 +1214,21 @@ def launched(function: Any, *args: Any, **options: Any) -> tuple[Any, dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "last", "grid"),
+    ("tokens", "head_dim", "by_heads", "last", "grid"),
     [
-        (64, 128, (1, "true"), 256),
-        (4096, 128, (1, "true"), 16384),
-        (8192, 128, (2, "true"), 16384),
-        (8192, 96, ("false",), 24576),  # 12 vectors in a row
-        (8192, 129, ("__nv_bfloat16", 1, "false"), 264192),
+        (64, 128, False, (1, "true"), 256),
+        (4096, 128, False, (1, "true"), 16384),
+        (8192, 128, False, (2, "true"), 16384),
+        (8192, 128, True, ("true", 1, "true"), 32768),
+        (8192, 96, False, ("false",), 24576),  # 12 vectors in a row
+        (8192, 129, False, ("__nv_bfloat16", 1, "false"), 264192),
     ],
 )
-def test_how_states_are_merged(tokens: int, head_dim: int, last: tuple[Any, ...], grid: int) -> None:
+def test_how_states_are_merged(tokens: int, head_dim: int, by_heads: bool, last: tuple[Any, ...], grid: int) -> None:
     outs = [torch.empty(tokens, 32, head_dim, dtype=torch.bfloat16) for _ in range(2)]
-    lses = [torch.empty(tokens, 32) for _ in range(2)]
-    trace, fields = launched(cukern.merge_attention_states, outs[0], lses[0], outs[1], lses[1])
+    lses = [torch.empty((32, tokens) if by_heads else (tokens, 32)) for _ in range(2)]
+    options = {"lse_heads_first": True} if by_heads else {}
+    trace, fields = launched(cukern.merge_attention_states, outs[0], lses[0], outs[1], lses[1], **options)
     (step,) = trace.steps
     assert step.variant.instance.arguments[-len(last) :] == last
     found = step.grid[0]
