@@ -25,9 +25,9 @@
 //
 // Speed of light: for many tokens memory would bound it, a row of logits in and topk weights and ids out. What does
 // bound it is the chain of dependent steps of a token: shuffles, shared memory, and the exponentials of all its
-// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 23.7 us, 63% of the
-// 4.8 TB/s of its memory, and of bfloat16 22.9 us, 34%. 1 token takes 2.8 us, 2048 take 4.1 us and 8192 take 6.8 us,
-// where an empty kernel takes 0.54 us. The dynamic instance takes 39.2 us for 65536 tokens of float32, 38%.
+// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 22.8 us, 65% of the
+// 4.8 TB/s of its memory, and of bfloat16 20.9 us, 38%. 1 token takes 1.9 us, 1024 take 2.7 us and 8192 take 6.0 us,
+// where an empty kernel takes 0.54 us. The dynamic instance takes 38.5 us for 65536 tokens of float32, 39%.
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
@@ -38,6 +38,10 @@ static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
 constexpr int WHOLE_LANES = -1;
 constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
 constexpr int KEPT_SCORES = 16;  // scores that a lane has registers for beside its logits of 16 bits
+// Blocks beyond which those of the next kernel had better not lie ready: all would begin at once, and load and compute in
+// step. With groups, few lanes a token are for many tokens, which fill the GPU: there a block lets them take their places
+// when it writes.
+constexpr int MANY_BLOCKS = 4096;
 
 struct Params {
     const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
@@ -460,7 +464,9 @@ template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUE
 __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
                                   resident_blocks(EXPERTS || GROUPS ? LANES : 32, VALUES, EXPERTS == 0))
     moe_gate(const __grid_constant__ Params p) {
-    begin_behind_earlier_kernels();
+    wait_for_earlier_kernels();
+    constexpr bool LATE = GROUPS > 1 && LANES <= STAGED_LANES;
+    if (!LATE && gridDim.x <= MANY_BLOCKS) let_later_kernels_begin();
     constexpr bool DYNAMIC = EXPERTS == 0, HANDS_ON = GROUPS == WHOLE_LANES;
     static_assert(DYNAMIC ? HANDS_ON || GROUPS == 0 : GROUPS > 0, "dynamic sizes have dynamic groups");
     static_assert(DYNAMIC || EXPERTS == LANES * VALUES, "a lane holds a whole number of experts");
@@ -571,5 +577,6 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
         own = lane < topk ? sorted[lane] : make_uint2(0, 0);
         sum = sum_of_sorted<LANES>(sorted, lane, topk);
     }
+    if constexpr (LATE) let_later_kernels_begin();
     write_results<LANES>(p, sorted, own, sum, lane, token, live, valid, topk, columns, experts);
 }
