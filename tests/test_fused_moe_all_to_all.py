@@ -748,7 +748,7 @@ def on_two_levels(host: int) -> dict[str, list[tuple[Array, Array]]]:
         ) -> tuple[Array, Array]:
             own = case.of_rank(2 * host + index).map(put)
             load = torch.full((EXPERTS,), 100, dtype=torch.int32)
-            options = {"batched": batched, "expert_load": load}
+            options = {"batched": batched, "expert_load": load, "peers": [None, [0, 1]][index]}
             pf = two_level(states[index], groups[index], hosts.tolist(), **options)
             experts = (BatchedAutoExperts if batched else AutoExperts)(own.config)
             shared, module = (lambda x: x + 1), FusedMoEModularKernel(pf, experts)
@@ -809,10 +809,11 @@ def in_process(rank: int) -> dict[str, Any]:
 def in_processes(ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     """What each process finds. Processes that take too long are killed."""
     context = torch.multiprocessing.spawn(process, (ranks, str(folder), device), nprocs=ranks, join=False)
-    end = time.monotonic() + (DEADLINE if device == "cpu" else 4 * DEADLINE)
+    allowed = DEADLINE if device == "cpu" else 4 * DEADLINE
+    end = time.monotonic() + allowed
     try:
         while not context.join(timeout=1.0):
-            assert time.monotonic() < end, f"{ranks} processes have not ended in {DEADLINE} s"
+            assert time.monotonic() < end, f"{ranks} processes have not ended in {allowed} s"
     finally:
         for each in context.processes:
             if each.is_alive():

@@ -223,15 +223,23 @@ def layers_that_differ(rank: int, ranks: int) -> Iterator[tuple[str, str]]:
     yield "nothing", run(*same)
 
 
-def exchanged(rank: int, ranks: int) -> None:
-    """Rows of several dtypes through a `RowExchange`, all sent before any is received, in a group of every other rank.
+def exchanges(rank: int, ranks: int) -> Iterator[RowExchange]:
+    """Exchanges with one other rank: in a group of the two, and in the group of all, in either order."""
+    half = ranks // 2
+    pairs = [[first, first + half] for first in range(half)]
+    groups = [torch.distributed.new_group(pair) for pair in pairs]
+    own = rank % half
+    yield RowExchange(groups[own])
+    yield RowExchange(None, pairs[own])
+    yield RowExchange(None, pairs[own][::-1])
+    # Some one way, some the other.
+    yield RowExchange(None, pairs[own][:: -1 if own else 1])
 
-    With two ranks that group is both.
-    """
-    groups = [torch.distributed.new_group([first, first + ranks // 2]) for first in range(ranks // 2)]
-    exchange = RowExchange(groups[rank % len(groups)])
-    rank, ranks = rank // len(groups), 2
-    assert (exchange.rank, exchange.ranks) == (rank, ranks)
+
+def exchanged(exchange: RowExchange) -> None:
+    """Rows of several dtypes to the two ranks of an exchange, all sent before any is received."""
+    rank, ranks = exchange.rank, 2
+    assert exchange.ranks == ranks
     pending = []
     for dtype in (torch.int32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
         tokens = 3 + rank
@@ -270,7 +278,8 @@ def process(rank: int, ranks: int, folder: str, backend: str, device: str) -> No
     found: dict[str, Any] = {name: run_case(name, rank, ranks, as_tensor(device)) for name in CASES}
     if device == "cpu":
         found["differ"] = list(layers_that_differ(rank, ranks))
-        exchanged(rank, ranks)
+        for exchange in exchanges(rank, ranks):
+            exchanged(exchange)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -526,6 +535,22 @@ def test_bad_rows_are_refused() -> None:
         exchange.combine(ROWS[:2], route)
     with pytest.raises(ValueError, match=r"rows must be of shape \[received, columns\], got \[3\]"):
         exchange.combine(ROWS[:, 0], route)
+
+
+@pytest.mark.usefixtures("group")
+def test_bad_peers_are_refused() -> None:
+    refused: list[tuple[Any, type[Exception], str]] = [
+        ([1], ValueError, "peers[0] must be an integer in [0, 0], got 1"),
+        ([0.0], TypeError, "peers[0] must be an integer in [0, 0], got 0.0"),
+        (0, TypeError, "peers must be a sequence of ranks or None, got int"),
+        ([0, 0], ValueError, "peers must be different ranks, got [0, 0]"),
+        ([], ValueError, "peers must be ranks with this one, 0, among them, got []"),
+    ]
+    for peers, kind, message in refused:
+        with pytest.raises(kind) as error:
+            RowExchange(None, peers)
+        assert str(error.value).startswith(message)
+    assert NcclPrepareAndFinalize(None, EXPERTS, peers=[0]).ranks == 1
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------

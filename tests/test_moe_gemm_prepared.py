@@ -13,7 +13,7 @@ import torch
 import cukern
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
-from cukern.fused_moe import FusedMoEQuantConfig
+from cukern.fused_moe.config import FusedMoEQuantConfig
 from cukern.ops.moe_gemm import kernels
 from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import rows_of_weights, values_of_b

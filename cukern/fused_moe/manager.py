@@ -222,7 +222,7 @@ class All2AllManager:
         self.sizes, self.ranks, self.device, self.num_experts = sizes, ranks, device, sizes.num_experts
         self.owner = expert_ranks(sizes.expert_rank, sizes.num_experts, ranks)
         self.state = None
-        self._rail: Any = None
+        self._peers: list[int] | None = None  # those of the same local rank on all hosts
         self._turns: Turns | None = None
         self._of_process: list[All2AllManager] = []  # all ranks of `local`
         self._maps: dict[Any, Any] = {}
@@ -333,19 +333,13 @@ class All2AllManager:
             kernel.load_all(_STEMS, self.device)
 
     def _connect_two_levels(self, hosts: list[list[int]]) -> None:
-        """The group between the hosts, and the exchange within this host."""
-        distributed, sizes = _torch().distributed, self.sizes
+        """The ranks to exchange with on the other hosts, and the exchange within this host."""
+        sizes = self.sizes
         host = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         place = hosts[host].index(self.rank)
-        of_group = distributed.get_process_group_ranks(self.group)
-        rail = [of_group[ranks[place]] for ranks in hosts]
-        backend = distributed.get_backend_config(self.group)
-
-        def make_rail() -> None:
-            # Ranks that are not in it do not come to make it.
-            self._rail = distributed.new_group(rail, backend=backend, use_local_synchronization=True)
-
-        self._together(make_rail)
+        # Peers in the group rather than a group of their own: torch gives a group that is made once another one of its
+        # ranks is gone the name of that one, with whose addresses in the store it may then wait for ever.
+        self._peers = [ranks[place] for ranks in hosts]
         host_of, place_of = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
         for index, ranks in enumerate(hosts):
             host_of[ranks], place_of[ranks] = index, np.arange(len(ranks))
@@ -421,15 +415,15 @@ class All2AllManager:
                 self.group, self.num_experts, max_num_tokens=sizes.max_num_tokens, expert_rank=sizes.expert_rank,
                 expert_load=expert_load,
             )  # fmt: skip
-        if self._rail is None:
+        if self._peers is None:
             return PushPrepareAndFinalize(
                 self.state, batched=batched, max_tokens_per_expert=max_tokens_per_expert, apart=apart,
                 expert_load=expert_load, turns=self._turns,
             )  # fmt: skip
         push = PushPrepareAndFinalize(self.state, batched=batched, max_tokens_per_expert=max_tokens_per_expert)
         return TwoLevelPrepareAndFinalize(
-            self._rail, push, self.num_experts, expert_host=self._expert_host.tolist(),
-            max_num_tokens=sizes.max_num_tokens, expert_load=expert_load,
+            self.group, push, self.num_experts, expert_host=self._expert_host.tolist(),
+            max_num_tokens=sizes.max_num_tokens, expert_load=expert_load, peers=self._peers,
         )  # fmt: skip
 
     # --- while it runs, and the end -------------------------------------------------------------------
@@ -476,8 +470,6 @@ class All2AllManager:
             self._gather(None)
         if self.state is not None:
             self.state.close()
-        if self._rail is not None:
-            _torch().distributed.destroy_process_group(self._rail)
 
     def __enter__(self) -> All2AllManager:
         return self

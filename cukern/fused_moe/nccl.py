@@ -44,19 +44,24 @@ class RowExchange:
     A rank here is one of the group, be it a GPU or a whole host. Rows of any dtype travel as bytes. CUDA tensors take
     the group's backend for them, such as NCCL; with gloo, which has none, they are copied to host memory and back.
 
+    With `peers`, the ranks of the group fall into sets, within which rows travel, without groups of their own. They
+    still are one group: all of its ranks make the same calls in the same order.
+
     Args:
         group: a `torch.distributed.ProcessGroup` that this process is in; None: the default one.
+        peers: the ranks of the group that this one exchanges rows with, itself among them, in the same order on each of
+            them; None: all, in their order.
 
     Attributes:
-        rank, ranks: the place of this process in the group, and the size of the group.
+        rank, ranks: the place of this process among the peers, and their number.
 
     Raises:
         TypeError: a group of another type.
         RuntimeError: `torch.distributed` has not been initialized.
-        ValueError: a group without this process.
+        ValueError: a group, or peers, without this process; peers that are not different ranks of the group.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, peers: Sequence[int] | None = None) -> None:
         distributed = _torch().distributed
         if not distributed.is_available() or not distributed.is_initialized():
             raise RuntimeError("torch.distributed must be initialized (init_process_group) before its groups are used")
@@ -65,8 +70,11 @@ class RowExchange:
         if group is not None and not isinstance(group, distributed.ProcessGroup):
             check.fail("group", "a torch.distributed.ProcessGroup or None", type_name(group), TypeError)
         self.group = group
-        self.rank: int = distributed.get_rank(group)
-        self.ranks: int = distributed.get_world_size(group)
+        own, self._size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._peers = [*range(self._size)] if peers is None else _check_peers(peers, own, self._size)
+        # `torch.distributed` has the rows in the order of the group's ranks: the places of the peers in that order.
+        self._order = sorted(range(len(self._peers)), key=self._peers.__getitem__)
+        self.rank, self.ranks = self._peers.index(own), len(self._peers)
         of_each = (part.split(":", 1) for part in distributed.get_backend_config(group).split(","))
         self._backends: dict[str, str] = dict(of_each)
 
@@ -90,7 +98,7 @@ class RowExchange:
 
         Args:
             rows: [tokens, columns] of any dtype, contiguous; columns and dtype are the same on all ranks.
-            destinations: bool [tokens, ranks], on the device of `rows`.
+            destinations: bool [tokens, ranks], on the device of `rows`; the ranks are the peers, in their order.
             agreed: numbers that must be the same on all ranks, by the names that the message uses.
 
         Returns:
@@ -142,32 +150,42 @@ class RowExchange:
         own = torch.tensor([list(sizes.values())], dtype=torch.int64, device=sent.device)
         table = torch.cat([sent.to(torch.int64)[:, None], own.expand(self.ranks, -1)], 1)
         # One copy to the host has both.
-        both = torch.cat([table, self._move(table)()], 1).tolist()
+        one_each = [1] * self.ranks
+        both = torch.cat([table, self._move(table, one_each, one_each)()], 1).tolist()
         width = 1 + len(sizes)
         for rank, row in enumerate(both):
             for (name, mine), theirs in zip(sizes.items(), row[width + 1 :], strict=True):
                 if mine != theirs:
-                    where = f"{mine} on rank {self.rank} and {theirs} on rank {rank}"
+                    where = f"{mine} on rank {self._peers[self.rank]} and {theirs} on rank {self._peers[rank]}"
                     raise RuntimeError(f"{name} must be the same on all ranks of the group, got {where}")
         return [row[0] for row in both], [row[width] for row in both]
 
-    def _move(self, rows: Any, sent: list[int] | None = None, received: list[int] | None = None) -> Callable[[], Any]:
-        """Start an exchange, by default of as many rows with each rank; returns a function that waits for the rows."""
+    def _move(self, rows: Any, sent: list[int], received: list[int]) -> Callable[[], Any]:
+        """Start an exchange of so many rows with each peer; returns a function that waits for the rows."""
         torch = _torch()
         by_host = rows.is_cuda and self._backends["cuda"] == "gloo"
         # A single column may count as contiguous with any stride, and then has no bytes to view.
         is_plain = rows.is_contiguous() and rows.stride(1) == 1
         source = (rows if is_plain else rows.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
-        source = source.cpu() if by_host else source
-        count = len(rows) if received is None else sum(received)
-        target = torch.empty((count, source.shape[1]), dtype=torch.uint8, device=source.device)
-        work = torch.distributed.all_to_all_single(target, source, received, sent, group=self.group, async_op=True)
+        source = _reordered(source.cpu() if by_host else source, sent, self._order)
+        target = torch.empty((sum(received), source.shape[1]), dtype=torch.uint8, device=source.device)
+        splits = self._of_group(received), self._of_group(sent)
+        work = torch.distributed.all_to_all_single(target, source, *splits, group=self.group, async_op=True)
 
         def receive() -> Any:
             work.wait()
-            return target.to(rows.device).view(rows.dtype)
+            places = sorted(range(self.ranks), key=self._order.__getitem__)
+            by_peer = _reordered(target, [received[peer] for peer in self._order], places)
+            return by_peer.to(rows.device).view(rows.dtype)
 
         return receive
+
+    def _of_group(self, counts: list[int]) -> list[int]:
+        """The rows for each rank of the group, of those for each peer."""
+        found = [0] * self._size
+        for peer, count in zip(self._peers, counts, strict=True):
+            found[peer] = count
+        return found
 
 
 class _Layout(NamedTuple):
@@ -226,13 +244,15 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         group: a `torch.distributed.ProcessGroup` that this process is in; None: the default one.
         num_experts: the experts of all ranks.
         max_num_tokens: the most tokens of a call on this rank; None: any number.
-        expert_rank: [num_experts], the rank in the group that has each expert; None: num_experts / ranks each, in their
-            order. The experts of a rank are in w1 and w2 in the order of their numbers.
+        expert_rank: [num_experts], the rank in the group, or the place in `peers`, that has each expert; None:
+            num_experts / ranks each, in their order. The experts of a rank are in w1 and w2 in the order of their
+            numbers.
         expert_load: int32 [num_experts], to which each `prepare` adds, for each expert of this rank, the number of
             slots that arrived here; None: nothing is counted.
+        peers: the ranks of the group that have the experts, as for `RowExchange`; None: all.
 
     Attributes:
-        rank, ranks: the place of this process in the group, and the size of the group.
+        rank, ranks: the place of this process among the ranks with the experts, and their number.
         num_experts, num_local_experts: the experts of all ranks, and of this one.
 
     Raises:
@@ -249,8 +269,9 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         max_num_tokens: int | None = None,
         expert_rank: Sequence[int] | None = None,
         expert_load: Any = None,
+        peers: Sequence[int] | None = None,
     ) -> None:
-        self.exchange = RowExchange(group)
+        self.exchange = RowExchange(group, peers)
         self.rank, self.ranks = self.exchange.rank, self.exchange.ranks
         self.num_experts = check.integer("num_experts", num_experts, 1)
         self.max_num_tokens = None if max_num_tokens is None else check.integer("max_num_tokens", max_num_tokens, 1)
@@ -479,6 +500,26 @@ def _torch() -> Any:
     import torch.distributed
 
     return torch
+
+
+def _check_peers(peers: Sequence[int], own: int, size: int) -> list[int]:
+    """Check that these are different ranks of a group of this size, this one among them."""
+    if not isinstance(peers, Sequence):
+        check.fail("peers", "a sequence of ranks or None", type_name(peers), TypeError)
+    found = [check.integer(f"peers[{i}]", peer, 0, size - 1) for i, peer in enumerate(peers)]
+    if len({*found}) < len(found):
+        check.fail("peers", "different ranks", found)
+    if own not in found:
+        check.fail("peers", f"ranks with this one, {own}, among them", found)
+    return found
+
+
+def _reordered(rows: Any, counts: list[int], order: list[int]) -> Any:
+    """Parts of so many rows each, in another order."""
+    if order == [*range(len(order))]:
+        return rows
+    parts = rows.split(counts)
+    return _torch().cat([parts[place] for place in order])
 
 
 def _refuse_capture(name: str) -> None:

@@ -25,7 +25,8 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     in the order of the hosts. The host of the call waits for the numbers of rows, so a CUDA graph cannot capture it.
 
     Args:
-        group: a `torch.distributed.ProcessGroup` of the ranks with this local rank, in the order of the hosts.
+        group: a `torch.distributed.ProcessGroup` of the ranks with this local rank, in the order of the hosts; or, with
+            `peers`, of any ranks with these among them. None: the default one.
         push: the exchange within this host, of a state whose `num_experts` are this host's, in the order of their
             numbers, and whose `max_tokens` is the number of hosts times `max_num_tokens`. Without `expert_load`.
         num_experts: the experts of all hosts.
@@ -33,6 +34,7 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         max_num_tokens: the most tokens of a call on this rank.
         expert_load: int32 tensor [num_experts], to which each `prepare` adds, for each expert of this rank, the number
             of slots that arrived here.
+        peers: the ranks of the group with this local rank, in the order of the hosts; None: all, in their order.
 
     Raises:
         TypeError, ValueError: arguments that do not fit; the message names the argument.
@@ -48,11 +50,12 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         expert_host: Sequence[int],
         max_num_tokens: int,
         expert_load: Any = None,
+        peers: Sequence[int] | None = None,
     ) -> None:
         if not isinstance(push, PushPrepareAndFinalize):
             check.fail("push", "a PushPrepareAndFinalize", type_name(push), TypeError)
         self.between = NcclPrepareAndFinalize(
-            group, num_experts, max_num_tokens=max_num_tokens, expert_rank=expert_host
+            group, num_experts, max_num_tokens=max_num_tokens, expert_rank=expert_host, peers=peers
         )
         self.within = push
         state, hosts = push.state, self.between.ranks
