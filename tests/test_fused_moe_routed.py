@@ -113,30 +113,36 @@ FORMS: list[dict[str, Any]] = [
 def test_the_bits_are_those_of_the_sorted_path(
     sizes: dict[str, Any], dtype: str, rng: np.random.Generator, up_to_two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    move = as_tensor("cuda")
+    # Weights are made once, since the largest take seconds.
+    whole = layer_of(rng, 2, dtype=dtype, **sizes)
+    without_gate = whole._replace(w1=whole.w1[:, : whole.w1.shape[1] // 2].copy())
+    layers = {gated: (own, move(own.w1), move(own.w2)) for gated, own in ((True, whole), (False, without_gate))}
     for tokens, form, biased in itertools.product((1, 2), FORMS, (False, True)):
-        layer = layer_of(rng, tokens, dtype=dtype, **sizes)
+        layer, *weights = layers[form.get("activation") != "relu2_no_mul"]
         experts, n, hidden = layer.w1.shape
-        if form.get("activation") == "relu2_no_mul":
-            n //= 2
-            layer = layer._replace(w1=layer.w1[:, :n].copy())
-        ids = np.where(rng.random(layer.topk_ids.shape) < 0.2, [[-1]], layer.topk_ids).astype(np.int64)
+        ids, topk_weights = layer.topk_ids[:tokens], layer.topk_weights[:tokens]
+        ids = np.where(rng.random(ids.shape) < 0.2, -1, ids).astype(np.int64)
         ids[rng.random(ids.shape) < 0.1] = 2**32
-        layer = layer._replace(topk_ids=ids, topk_weights=np.where(ids % 2**32 != ids, np.nan, layer.topk_weights))
-        layer = layer._replace(topk_weights=layer.topk_weights.astype(np.float32))
+        layer = layer._replace(
+            hidden_states=rng.standard_normal((tokens, hidden), np.float32).astype(layer.w1.dtype),
+            topk_ids=ids,
+            topk_weights=np.where(ids % 2**32 != ids, np.nan, topk_weights).astype(np.float32),
+        )
         options = dict(form)
         places = rng.permutation(experts).astype(np.int32)
         options["expert_map"] = np.where(places % 3 == 2, -1, places)
         if biased:
             options |= {"w1_bias": rng.normal(size=(experts, n)).astype(np.float32)}
             options |= {"w2_bias": rng.normal(size=(experts, hidden)).astype(layer.w1.dtype)}
-        there, move = layer.map(as_tensor("cuda")), as_tensor("cuda")
+        x, *routing = (move(array) for array in (layer.hidden_states, layer.topk_weights, layer.topk_ids))
         given = {name: move(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
         found = []
         for most in (2, 0):
             monkeypatch.setattr(routed, "MOST_TOKENS", most)
             forget_plans()
-            out = torch.full_like(there.hidden_states, torch.nan)
-            found.append(cukern.fused_experts(*there.arrays, out=out, **given))
+            out = torch.full_like(x, torch.nan)
+            found.append(cukern.fused_experts(x, *weights, *routing, out=out, **given))
         same_bits(found[0], to_numpy(found[1]))
         compare(layer, found[0], twin.fused_experts(*layer.arrays, **options))
 
