@@ -1272,6 +1272,25 @@ print(path.parent, os.environ["CUPY_CACHE_DIR"], sep="\\n")
     assert re.search(r"RuntimeWarning: the cache folder \S+ cannot be used: \w", done.stderr)
 
 
+def test_a_forked_child_leaves_the_temporary_folders_of_its_parent(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    code = """
+import os, sys
+import cukern
+from cukern.runtime import compile
+folders = str(compile.cache_directory()), os.environ["CUPY_CACHE_DIR"]
+child = os.fork()
+if not child:
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+assert all(map(os.path.isdir, folders)), folders
+print(*folders, sep="\\n")
+"""
+    folders = run_python(code, **NO_CACHE, HOME=str(file)).stdout.splitlines()
+    assert len(folders) == 2 and not any(map(os.path.exists, folders))
+
+
 def test_workers_start_without_a_home(tmp_path: Path) -> None:
     # They import CuPy too, in a new process.
     file = tmp_path / "file"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cukern.runtime import nvrtc, template
+from cukern.runtime import nvrtc, template, temporary
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the sources lie inside the package, in a checkout beside it.
@@ -255,23 +255,22 @@ _cache_lock = threading.Lock()
 
 
 @functools.cache
-def _cache(wanted: Path) -> tuple[Path, str | None, tempfile.TemporaryDirectory[str] | None]:
+def _cache(wanted: Path) -> tuple[Path, str | None]:
     problem = _problem_with(wanted)
     if problem is None:
-        return wanted, None, None
+        return wanted, None
     warnings.warn(
         f"the cache folder {wanted} cannot be used: {problem}. Kernels compiled now last for this process "
         "only; set CUKERN_CACHE_DIR to a folder of yours.",
         RuntimeWarning,
         stacklevel=2,
     )
-    private = tempfile.TemporaryDirectory(prefix="cukern-", ignore_cleanup_errors=True)
-    return Path(private.name), problem, private
+    return Path(temporary.process_folder("cukern-")), problem
 
 
 def cache_directory() -> Path:
     """The folder of the compiled kernels; a temporary one when the user's cannot be used."""
-    # Locked: else each of two threads could make a temporary folder, of which one is deleted while it is in use.
+    # The lock keeps two threads from making a temporary folder each.
     with _cache_lock:
         return _cache(_default_cache_directory())[0]
 

@@ -7,27 +7,24 @@ import ctypes
 import functools
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["cupy", "current_device", "driver", "libcuda", "runtime"]
+from cukern.runtime import temporary
 
-_cupy_cache: tempfile.TemporaryDirectory[str] | None = None
+__all__ = ["cupy", "current_device", "driver", "libcuda", "runtime"]
 
 
 def _ensure_cupy_cache() -> None:
     """Give CuPy a cache folder that it can make: its import makes that folder, and fails where it cannot."""
-    global _cupy_cache
     folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         # The folder lives as long as this process; the processes that it starts find it in the environment.
-        _cupy_cache = tempfile.TemporaryDirectory(prefix="cukern-cupy-", ignore_cleanup_errors=True)
-        os.environ["CUPY_CACHE_DIR"] = _cupy_cache.name
+        os.environ["CUPY_CACHE_DIR"] = temporary.process_folder("cukern-cupy-")
         warnings.warn(
             f"CuPy's cache folder {folder} cannot be made: {error.strerror}. What CuPy compiles lasts for this process "
             "only; set CUPY_CACHE_DIR to a folder of yours.",

@@ -1,0 +1,21 @@
+"""Temporary folders for what the user's folders cannot keep."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+
+def process_folder(prefix: str) -> str:
+    """Make a folder that this process removes at its end."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    atexit.register(_remove, folder, os.getpid())
+    return folder
+
+
+def _remove(folder: str, owner: int) -> None:
+    # A forked child inherits the exit functions of its parent, which still uses the folder.
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
