@@ -387,6 +387,21 @@ def test_plans_are_bounded(toy: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not toy._ages and not any(form.plans for form in toy.forms.values())
 
 
+def test_plans_are_forgotten_while_a_form_is_added(toy: Op) -> None:
+    class Plans(dict[Any, Any]):
+        def clear(self) -> None:
+            """Do what another thread may do now."""
+            toy.form(2, ("out",))
+            super().clear()
+
+    toy.call(torch.zeros(4, 8), 1)
+    toy.call(torch.zeros(4, 8), 1, wide=True)
+    for form in toy.forms.values():
+        form.plans = Plans(form.plans)
+    toy.forget()
+    assert len(toy.forms) == 3 and not any(form.plans for form in toy.forms.values())
+
+
 def test_late_scalars_are_checked_where_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(x: Any, step: int) -> None:
         expect_array("x", x)

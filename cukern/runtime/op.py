@@ -229,7 +229,7 @@ class Op:
         """Forget all plans."""
         with self._lock:
             self._ages.clear()
-            for form in self.forms.values():
+            for form in list(self.forms.values()):  # another thread may add one
                 form.plans.clear()
 
     def say(self, form: _Form, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
