@@ -876,6 +876,8 @@ def _bad_logits() -> Iterator[Any]:
     contiguous = "contiguous along its last dimension, got strides"
     yield from logits(zeros(256, 5).T, ValueError, f"{contiguous} (1, 5) (in elements)", "logits transposed")
     yield from logits(zeros(5, 512)[:, ::2], ValueError, f"{contiguous} (512, 2) (in elements)", "every second logit")
+    many = np.broadcast_to(zeros(1, 256), (2**30 + 1, 256))
+    yield from logits(many, ValueError, "of at most 1073741824 tokens, got 1073741825", "too many logits")
     for nothing in ([[1.0, 2.0]], 3, "logits"):
         yield from bad(
             GROUPED,

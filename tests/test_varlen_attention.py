@@ -172,6 +172,13 @@ def test_tensors_on_the_cpu(dtype: torch.dtype) -> None:
 Q = np.zeros((6, 4, 8), np.float32)
 K = np.zeros((5, 2, 8), np.float32)
 LENGTHS, KEY_LENGTHS = np.array([0, 2, 6], np.int32), np.array([0, 5, 5], np.int32)
+
+
+def many(rows: NDArray[Any]) -> NDArray[Any]:
+    """The first row as one token more than an array may have, without their memory."""
+    return np.broadcast_to(rows[:1], (2**31 - 2**16 + 1, *rows.shape[1:]))
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": [1.0]}, TypeError, "q must be an array (NumPy, CuPy, torch, or any with"),
     ({"q": Q.astype(int)}, TypeError, "q must be float32 or float16 or bfloat16, got int64"),
@@ -185,6 +192,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": K.astype(np.float16)}, TypeError, "k must be float32, got float16"),
     ({"k": torch.zeros(5, 2, 8)}, TypeError, "k must be a NumPy array like q, got torch.Tensor"),
     ({"v": K[:4]}, ValueError, "v must be of shape [memory_tokens, kv_heads, dim] = [5, 2, 8], got [4, 2, 8]"),
+    # The check of the tokens comes before the check of the lengths.
+    ({"q": many(Q), "cu_seqlens_q": LENGTHS[:0]}, ValueError, "q must be of at most 2147418112 tokens, got 2147418113"),
+    ({"k": many(K), "v": many(K), "cu_seqlens_q": LENGTHS[:0]}, ValueError, "k must be of at most 2147418112 tokens"),
     ({"cu_seqlens_q": LENGTHS[:0]}, ValueError, "cu_seqlens_q must be of shape [sequences + 1], with a 0 first, got"),
     ({"cu_seqlens_q": LENGTHS[None]}, ValueError, "cu_seqlens_q must be of shape [sequences + 1], got [1, 3]"),
     ({"cu_seqlens_q": LENGTHS.astype(np.int64)}, TypeError, "cu_seqlens_q must be int32, got int64"),
