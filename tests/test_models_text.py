@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import warnings
@@ -443,6 +444,29 @@ def test_weights_of_older_models(folder: Path) -> None:
         torch.save(content, file)
         with pytest.raises(ValueError, match=r"is not a state dict|state has no "):
             Encoder.from_directory(folder, device="cpu")
+
+
+class Canary:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_no_code_of_a_file_runs(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    torch.save({**encoders.model("bert").state_dict(), "pooler": Canary(tmp_path / "made")}, file)
+    with pytest.raises(ValueError, match="pytorch_model") as refused:
+        Encoder.from_directory(folder, device="cpu")
+    assert not (tmp_path / "made").exists()
+    assert str(refused.value) == f"{file} is not a state dict that can be read as tensors alone"
+    # The canary is alive.
+    torch.load(file, weights_only=False)
+    assert (tmp_path / "made").is_dir()
 
 
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
