@@ -461,6 +461,14 @@ def test_penalties_write_all_tokens_unless_they_are_in_place_without_a_temperatu
                 assert trace.guards.hold(environment) is (results is x and other == temperature)
 
 
+def test_a_least_length_alone_is_a_penalty() -> None:
+    x = np.zeros((2, 64), np.float32)
+    lengths = np.zeros(2, np.int32)
+    for out, whole in ((None, "true"), (x, "false")):
+        trace, _ = said("apply_penalties", logits=x, min_length=3, sequence_length=lengths, end_id=1, out=out)
+        assert [step.variant.instance.arguments[-2:] for step in trace.steps] == [("true", whole)]
+
+
 def test_one_plan_serves_other_numbers_and_batches() -> None:
     def at(batch: int, temperature: Any, min_length: Any) -> tuple[Any, list[Any]]:
         lengths = np.zeros(batch, np.int32)

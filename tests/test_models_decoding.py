@@ -148,6 +148,19 @@ def test_the_settings_of_the_model_are_the_defaults() -> None:
     assert decoding_of(model_of("bart")).settings(max_new_tokens=5, min_new_tokens=2)[3:5] == (6, 3)
 
 
+def test_a_given_length_replaces_the_number_of_new_tokens_of_the_model() -> None:
+    state, config = model_of("bart").state_dict(), model_of("bart").config.to_dict()
+    own = {"max_new_tokens": 9, "min_new_tokens": 4}
+    model = Decoding.from_state_dict(state, config, generation_config=own)
+    for given, lengths in (
+        ({}, (10, 5)),
+        ({"max_length": 8, "min_length": 3}, (8, 3)),
+        ({"max_length": 8, "max_new_tokens": 5, "min_length": 3, "min_new_tokens": 2}, (6, 3)),
+    ):
+        settings = model.settings(**given)
+        assert (settings.max_length, settings.min_length) == lengths
+
+
 def test_the_positions_of_marian_are_those_of_transformers() -> None:
     made = model_of("marian").model.encoder.embed_positions.create_weight()
     np.testing.assert_array_equal(sinusoids(*made.shape), made.numpy())
