@@ -6,12 +6,14 @@ import functools
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import settings
+
+from tests import gpu_memory
 
 # Hypothesis times the first example too, which may compile a kernel.
 settings.register_profile("cukern", deadline=None, derandomize="CI" in os.environ)
@@ -60,11 +62,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         del os.environ["CUKERN_CACHE_DIR"]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    if not item.get_closest_marker("gpu") or _why_no_gpu():
+        return (yield)
+    with gpu_memory.of_test(large=item.get_closest_marker("large") is not None):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # A GPU test that is skipped looks like one that passed.
     if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
         pytest.fail(f"this test needs an NVIDIA GPU, and none can be used here ({reason})", pytrace=False)
+    if large := item.get_closest_marker("large"):
+        (gib,) = large.args
+        if (found := gpu_memory.free()) < gib * 2**30:
+            pytest.skip(f"this test needs {gib} GiB of GPU memory, and {found / 2**30:.1f} GiB are free")
 
 
 @pytest.fixture

@@ -1791,11 +1791,10 @@ def test_a_state_may_be_collected_while_a_graph_is_captured() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(34)
 @pytest.mark.parametrize("apart", [False, True])
 def test_rows_that_are_far_apart(apart: bool) -> None:
     # Not for the sanitizer, which would take minutes. Each buffer of a window has more than 2^32 bytes.
-    if torch.cuda.mem_get_info()[0] < 2**36:
-        pytest.skip("too little memory is free")
     tokens, hidden = 149_000, 7168
     states = AllToAllState.local(
         [0, 0], max_tokens=tokens, hidden=hidden, topk=2, num_experts=2, apart=True, deadline_s=60.0

@@ -394,6 +394,7 @@ def test_installed_baselines_agree_with_the_twin(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(4)
 def test_the_timer_measures_what_runs() -> None:
     timer = harness.Timer(replays=3)
     ceilings = timer.ceilings(matrix=True)
@@ -417,6 +418,7 @@ def test_the_wall_clock_waits_for_the_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(3)
 @pytest.mark.parametrize("case", [c for c in CASES if c.host], ids=str)
 def test_each_way_to_call_the_op_is_captured_and_timed(case: Case) -> None:
     timer = harness.Timer(replays=3)

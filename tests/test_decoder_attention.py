@@ -744,6 +744,7 @@ def test_strided_rows(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(9)
 def test_more_than_2_31_elements() -> None:
     """Caches by step and memories by sequence, of which the last sequence lies farthest out."""
     # Not for the sanitizer, which would take minutes.

@@ -318,6 +318,7 @@ def test_random_sizes(data: st.DataObject) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(10)
 def test_more_than_2_31_elements() -> None:
     """A large table whose rows are told apart by their bits, and as many results."""
     # Not for the sanitizer, which would take minutes.

@@ -70,6 +70,7 @@ REAL = {
 }
 
 
+@pytest.mark.large(18)
 @pytest.mark.parametrize("made", REAL.values(), ids=REAL)
 def test_real_layers_in_bfloat16_are_as_near_to_float32(made: Any) -> None:
     config = made()
@@ -91,6 +92,7 @@ def test_real_layers_in_bfloat16_are_as_near_to_float32(made: Any) -> None:
     assert far[0] <= far[1] + len(own) // 16, far
 
 
+@pytest.mark.large(5)
 def test_a_step_is_captured_and_gives_what_it_gives_without_a_graph() -> None:
     model = random_model(_layers("qwen3-30b-a3b", 2))
     ck.enable(model)

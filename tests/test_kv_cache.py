@@ -1180,6 +1180,7 @@ def test_copying_in_all_layers(layers: int, shape: tuple[int, ...], dtype: str, 
 
 
 @pytest.mark.gpu
+@pytest.mark.large(9)
 def test_more_than_2_31_elements() -> None:
     """Blocks at the far end of a cache, which the rows of the call themselves do not fill."""
     # Not for the sanitizer, which would take minutes. 16384 elements in a block, so that the last ones lie far out.

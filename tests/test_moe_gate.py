@@ -1761,6 +1761,7 @@ def test_threads_do_not_interfere(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(6)
 def test_more_than_2_31_elements() -> None:
     """Many rows, by each variant, and three rows that are 2^30 elements apart."""
     # Not for the sanitizer, which would take minutes. Without a bias, so that any row is certain.

@@ -1244,12 +1244,11 @@ def test_a_cuda_graph_follows_the_offsets(weights: str, rng: np.random.Generator
 
 
 @pytest.mark.gpu
+@pytest.mark.large(9)
 @pytest.mark.parametrize("weights", ["16", "fp8 block"])
 def test_more_than_2_31_elements(weights: str, rng: np.random.Generator) -> None:
     """The last of many weights, and the last of many rows."""
     # Not marked for the sanitizer, which would take minutes.
-    if torch.cuda.mem_get_info()[0] < 2**34:
-        pytest.skip("too little memory is free")
     small = made(rng, [3, 5], 1024, 8192, weights, whole=True, spare=0)
     given, experts = tensors(small), 2**31 // (1024 * 8192) + 4
     more: dict[str, Any] = {}

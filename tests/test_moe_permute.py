@@ -956,9 +956,8 @@ def test_special_values_are_copied_bit_for_bit(rng: np.random.Generator) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.large(5)
 def test_rows_past_2_to_the_31_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GiB of free GPU memory")
     tokens, hidden = 2, 2**20
     rows = 2**11 + 8
     x = torch.randn(tokens, hidden, device="cuda").half()

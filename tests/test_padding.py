@@ -711,6 +711,7 @@ def test_sums_of_special_values(dtype: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(15)
 @pytest.mark.parametrize("hidden", [1024, 1025])
 def test_more_than_2_31_elements(hidden: int) -> None:
     """The last sequence lies past 2^31 elements both in the padded batch and among the words."""

@@ -236,6 +236,7 @@ def test_wide_is_refused_where_it_cannot_be() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(5)
 def test_heads_more_than_2_31_elements_apart() -> None:
     """Tokens far apart in one array, whose bits are compared with those of tokens side by side."""
     # Not for the sanitizer, which would take minutes.

@@ -2087,6 +2087,7 @@ def test_threads_do_not_meet(compiled: None, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(9)
 def test_more_than_2_31_elements(compiled: None) -> None:
     """Draws that depend on the number of their row, and three rows that are 2^30 elements apart."""
     # Not for the sanitizer, which would take minutes.
