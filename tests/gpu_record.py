@@ -4,7 +4,8 @@
     python -m tests.gpu_record sanitize   the sanitizer alone
     python -m tests.gpu_record check      lists what is unproved, or was proved on other sources than today's
 
-Each takes `--ops "STEM ..."`. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every op,
+Each takes `--ops "STEM ..."`, and `run` takes `--workers N`: pytest-xdist then runs the tests on N processes, which the
+stems under test share. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every op,
 those marked `stem("<stem>")`; all other tests with the marker `gpu` are proved together, as `runtime`. The sanitizer
 slows a kernel down by orders of magnitude, so it runs a stem's tests that have the marker `sanitize` as well. Where
 there are several GPUs, each proves stems of its own and sees the others as further devices.
@@ -275,11 +276,16 @@ def _pytest(name: str, marked: str) -> list[str | Path]:
     return [sys.executable, "-m", "pytest", "-m", marked, "-q", "--stem", name, *test_files(name)]
 
 
-def run_tests(name: str, environment: dict[str, str], marked: str = "gpu") -> dict[str, int]:
-    """Run the tests of a stem with these markers. A run that crashes counts as one failure."""
+def run_tests(name: str, environment: dict[str, str], marked: str = "gpu", workers: int = 0) -> dict[str, int]:
+    """Run the tests of a stem with these markers, on worker processes unless their number is 0.
+
+    A run that crashes counts as one failure.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        _, output = run([*_pytest(name, marked), "--junit-xml", str(report)], **environment)
+        # By worksteal one worker takes neighbours, such as large tests, of which one runs at a time.
+        parallel = ["-n", str(workers), "--dist", "worksteal"] if workers else []
+        _, output = run([*_pytest(name, marked), *parallel, "--junit-xml", str(report)], **environment)
         print(f"{name}:", output.strip(), sep="\n", flush=True)
         return counts(report) or {"passed": 0, "failed": 1, "skipped": 0}
 
@@ -342,7 +348,7 @@ def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | Non
 # --- commands -------------------------------------------------------------------------------------------
 
 
-def prove(names: Sequence[str]) -> int:
+def prove(names: Sequence[str], workers: int = 0) -> int:
     """Test, sanitize and measure. The entry of each stem is written as soon as it is known."""
     # Importing the package compiles its kernels, into the cache that `main` chooses.
     from cukern.runtime.progress import in_command, progress
@@ -352,12 +358,13 @@ def prove(names: Sequence[str]) -> int:
     # Computed before the run, so that a change made during it leaves the proof stale.
     digests = {name: digest(*sources(name), root=ROOT) for name in names}
     of_waiting: dict[str, dict[str, int]] = {}
+    of_stem = -(-workers // (max(1, gpu_count()) * _STEMS_AT_ONCE_PER_GPU))
     runs = sum(1 + (name in WAITING) + (name != SHARED) for name in names)
     with in_command("tests.gpu_record"), progress("tests and sanitizer", runs) as advance:
 
         def prove_one(name: str, environment: dict[str, str]) -> None:
             advance(0, f"tests of {name}")
-            found = run_tests(name, environment, "gpu and not waits" if name in of_waiting else "gpu")
+            found = run_tests(name, environment, "gpu and not waits" if name in of_waiting else "gpu", of_stem)
             advance(1)
             for outcome, count in of_waiting.get(name, {}).items():
                 found[outcome] += count
@@ -426,6 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_record", description="The GPU record.")
     parser.add_argument("command", choices=("run", "sanitize", "check"))
     parser.add_argument("--ops", default="", metavar="STEMS", help=f"separated by spaces; also {SHARED} (default: all)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="test on N processes of pytest-xdist")
     args = parser.parse_args(argv)
     names = args.ops.split() or provable()
     if unknown := [name for name in names if name not in provable()]:
@@ -435,7 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="cukern-gpu-") as cache:
         # One cache for all the processes started here, and none of the user's.
         os.environ.setdefault("CUKERN_CACHE_DIR", cache)
-        return prove(names) if args.command == "run" else sanitize(names)
+        return prove(names, args.workers) if args.command == "run" else sanitize(names)
 
 
 if __name__ == "__main__":

@@ -197,8 +197,12 @@ def test_check_says_which_stems_are_unproved(
 
 
 def test_the_outcomes_of_a_run_are_counted(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert gpu_record.run_tests("moe_gate", {}) == {"passed": 1, "failed": 2, "skipped": 1}
-    assert "test_fails" in capfd.readouterr().out
+    outcomes = {"passed": 1, "failed": 2, "skipped": 1}
+    assert gpu_record.run_tests("moe_gate", {}) == outcomes
+    said = capfd.readouterr().out
+    assert "test_fails" in said and "[gw" not in said
+    assert gpu_record.run_tests("moe_gate", {}, workers=2) == outcomes
+    assert "[gw1]" in capfd.readouterr().out
 
 
 def test_a_run_that_crashes_is_a_failure(checkout: Path) -> None:
@@ -303,15 +307,17 @@ def test_what_waits_for_ranks_comes_first_and_alone(checkout: Path, monkeypatch:
     monkeypatch.setattr(gpu_record, "WAITING", ("moe_gate",))
     seen: list[tuple[str, str]] = []
 
-    def run_tests(name: str, environment: dict[str, str], marked: str = "gpu") -> dict[str, int]:
+    def run_tests(name: str, environment: dict[str, str], marked: str = "gpu", workers: int = 0) -> dict[str, int]:
         assert ("CUDA_VISIBLE_DEVICES" in environment) != (marked == "gpu and waits")
+        # Four stems are tested at once.
+        assert workers == (0 if marked == "gpu and waits" else 4)
         seen.append((name, marked))
         return {"passed": 3, "failed": int("not" in marked), "skipped": 1}
 
     monkeypatch.setattr(gpu_record, "run_tests", run_tests)
     monkeypatch.setattr(gpu_record, "run_sanitizer", lambda name, environment: CLEAN)
     monkeypatch.setattr(gpu_record, "run", lambda command, show: (0, ""))
-    assert gpu_record.main(["run", "--ops", "sampling moe_gate"]) == 1
+    assert gpu_record.main(["run", "--ops", "sampling moe_gate", "--workers", "14"]) == 1
     assert seen[0] == ("moe_gate", "gpu and waits")
     assert sorted(seen[1:]) == [("moe_gate", "gpu and not waits"), ("sampling", "gpu")]
     entry = gpu_record.read_record()["stems"]["moe_gate"]
