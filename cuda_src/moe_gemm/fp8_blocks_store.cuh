@@ -1,5 +1,6 @@
 // The epilogue of gemm_fp8_blocks: from sums to results in memory.
 #pragma once
+#include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "common/quotient.cuh"
 #include "moe_gemm/fp8_blocks_layout.cuh"

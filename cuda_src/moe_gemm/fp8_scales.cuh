@@ -1,5 +1,6 @@
 // The warps of gemm_fp8_wgmma that load scales.
 #pragma once
+#include "common/mma.cuh"
 #include "moe_gemm/fp8_tiles.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
