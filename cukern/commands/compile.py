@@ -1,4 +1,9 @@
-"""`cukern compile`: fill the cache ahead of use."""
+"""`cukern compile`: fill the cache ahead of use.
+
+It compiles the instances that `import cukern` compiles. `--for` adds the instances that serving a model reaches, as
+`cukern.commands.serving` finds them. `--all` compiles all instances that the families list, and what `--for` of every
+name reaches.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,12 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Iterable
 
 from cukern.commands import UserError, cache_problem, refusal, require_nvrtc, resources
+from cukern.commands.models_of import KINDS, NAMED, models_of
 from cukern.runtime import compile, kernel
+from cukern.runtime.compile import Instance
 
 _OLDEST = 80
 
@@ -26,9 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP",
         help=f"a family ({', '.join(kernel.KERNELS)}) or a function of cukern; may be repeated (default: all)",
     )
-    parser.epilog = (
-        "The cache is CUKERN_CACHE_DIR, or the user's cache folder. For a container image:\n"
-        "  CUKERN_CACHE_DIR=/opt/cukern cukern compile --arch 80,90a"
+    parser.add_argument(
+        "--for",
+        action="append",
+        dest="models",
+        metavar="MODEL",
+        help=f"also the kernels that serving a model reaches: {', '.join(NAMED)}, or a directory with its config.json; "
+        "may be repeated",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="the kernels of the import, all specialized ones, and the kernels of --for with every name",
+    )
+    parser.epilog = "\n".join(
+        [
+            "Without --for and --all, the kernels of the import are compiled, and all others at their first use.",
+            "--for covers 1 to 16384 tokens and sequences, every length of the context, and 1, 2, 4 and 8 GPUs,",
+            "in the dtype and the quantization of the configuration.",
+            "--for covers no exchange between GPUs, beam search, penalties, pages of other sizes than 16,",
+            "and FP8 caches of keys and values.",
+            f"The known model_type: {', '.join(KINDS)}.",
+            "The cache is CUKERN_CACHE_DIR, or the user's cache folder. For a container image:",
+            "  CUKERN_CACHE_DIR=/opt/cukern cukern compile --arch 80,90a --for qwen3-moe",
+        ]
     )
 
 
@@ -67,6 +96,48 @@ def _stems(given: list[str] | None) -> list[str]:
     return list(stems)
 
 
+def _stem_of(instance: Instance) -> str:
+    return instance.file.partition("/")[0]
+
+
+def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
+    """The instances to compile for an architecture, the instances of the import first."""
+    from cukern.commands.serving import instances_of
+
+    found = list(kernel.instances())
+    if args.all:
+        kernels = [own for kernels in kernel.KERNELS.values() for own in kernels]
+        found += [i for own in kernels for i in own.specialized if i not in own.unused.get(arch, ())]
+    names = [*(args.models or ()), *(NAMED if args.all else ())]
+    return list(dict.fromkeys(found + instances_of([model for name in names for model in models_of(name)], arch)))
+
+
+def _row(stem: str, arch: str, instances: Iterable[Instance], problems: list[str]) -> list[str]:
+    """Compile the instances of a family that the cache lacks; the row of the table. Failures join `problems`."""
+    instances = list(instances)
+    absent, start = compile.missing(instances, arch), time.perf_counter()
+    if absent:
+        try:
+            kernel.compile_with_progress([(instance, arch) for instance in absent], f"{stem} for sm_{arch}")
+        except compile.CompileError as error:
+            problems.append(str(error))
+    seconds = time.perf_counter() - start
+    notes = [compile.read_note(compile.cached_path(instance, arch)) for instance in instances]
+    used = [resources(note) for note in notes if note]
+    registers = sorted({r.registers for r in used} or {0})
+    spilled = [r.spill_bytes for r in used if r.spill_bytes]
+    return [
+        stem,
+        f"sm_{arch}",
+        str(len(instances)),
+        str(len(absent) - len(compile.missing(absent, arch))),
+        str(len(instances) - len(absent)),
+        f"{seconds:.1f}",
+        "-".join(map(str, dict.fromkeys((registers[0], registers[-1])))),
+        f"{len(spilled)} (<= {max(spilled)} B)" if spilled else "none",
+    ]
+
+
 def run(args: argparse.Namespace) -> int:
     """Compile the kernels that the cache lacks, and show those that it has then."""
     from rich import box
@@ -76,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
     stems = _stems(args.op)
     require_nvrtc()
     archs = _archs(args.arch)
+    wanted = {arch: _wanted(args, arch) for arch in archs}
     if problem := cache_problem():
         raise UserError(f"the cache folder cannot be used: {problem}; set CUKERN_CACHE_DIR to a folder of yours")
 
@@ -85,28 +157,10 @@ def run(args: argparse.Namespace) -> int:
     for heading in ("kernels", "compiled", "cached", "seconds", "registers", "spills"):
         table.add_column(heading, justify="right")
     begin = time.perf_counter()
+    problems: list[str] = []
     for arch in archs:
         for stem in stems:
-            instances = list(kernel.instances(stem))
-            absent = compile.missing(instances, arch)
-            start = time.perf_counter()
-            if absent:
-                kernel.compile_with_progress([(instance, arch) for instance in absent], f"{stem} for sm_{arch}")
-            seconds = time.perf_counter() - start
-            notes = [compile.read_note(compile.cached_path(instance, arch)) for instance in instances]
-            used = [resources(note) for note in notes if note]
-            registers = sorted({r.registers for r in used})
-            spilled = [r.spill_bytes for r in used if r.spill_bytes]
-            table.add_row(
-                stem,
-                f"sm_{arch}",
-                str(len(instances)),
-                str(len(absent)),
-                str(len(instances) - len(absent)),
-                f"{seconds:.1f}",
-                "-".join(map(str, dict.fromkeys((registers[0], registers[-1])))),
-                f"{len(spilled)} (<= {max(spilled)} B)" if spilled else "none",
-            )
+            table.add_row(*_row(stem, arch, [i for i in wanted[arch] if _stem_of(i) == stem], problems))
     console = Console()
     console.print(table)
     console.print(
@@ -114,4 +168,6 @@ def run(args: argparse.Namespace) -> int:
         highlight=False,
         soft_wrap=True,
     )
+    if problems:
+        raise compile.CompileError("\n".join(problems))
     return 0
