@@ -436,21 +436,34 @@ def test_compile_knows_the_family_of_every_function() -> None:
             assert compile_command._stems([name]) == [stem]
 
 
-def test_doctor_counts_what_is_compiled(filled_cache: tuple[Path, str], tmp_path: Path) -> None:
+def _doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path, *arguments: str) -> str:
+    """What `doctor` prints on a machine without a GPU, for a cache; it tries no kernels."""
+    monkeypatch.setattr(doctor, "driver", lambda: NOTHING)
+    monkeypatch.setattr(doctor, "try_kernels", lambda arch: [])
+    for name, value in (("CUKERN_CACHE_DIR", cache), ("CUKERN_COMPILE", "lazy"), ("COLUMNS", "120")):
+        monkeypatch.setenv(name, str(value))
+    assert main(["doctor", *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_doctor_counts_what_is_compiled(
+    filled_cache: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache, _ = filled_cache
     count = len(list(kernel.instances(STEM)))
-    done = _run("doctor", "--kernels", CUKERN_CACHE_DIR=str(cache))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"{STEM} +sm_80 +{count} of {count} +0\b", done.stdout)
-    assert f"{cache}, drwx------, {count} kernels" in " ".join(done.stdout.split())
+    said = _doctor(monkeypatch, capsys, cache, "--kernels")
+    assert re.search(rf"{STEM} +sm_80 +{count} of {count} +0 +0\b", said)
+    assert f"{cache}, drwx------, {count} kernels" in " ".join(said.split())
 
     # Under another name a cubin is what another version of the sources left behind.
     old = tmp_path / "old"
     old.mkdir(mode=0o700)
-    for path in sorted(cache.iterdir())[:2]:
+    cubin = min(cache.glob("*.cubin"))
+    for path in (cubin, cubin.with_name(f"{cubin.name}.json")):
         (old / path.name.replace("-sm_80-", "-sm_80-0")).write_bytes(path.read_bytes())
-    done = _run("doctor", "--kernels", CUKERN_CACHE_DIR=str(old))
-    assert re.search(rf"{STEM} +sm_80 +0 of {count} +1\b", done.stdout)
+    assert re.search(rf"{STEM} +sm_80 +0 of {count} +0 +1\b", _doctor(monkeypatch, capsys, old, "--kernels"))
 
 
 @pytest.mark.parametrize(
@@ -516,24 +529,29 @@ def test_resources_are_read_from_the_log() -> None:
 # --- doctor -------------------------------------------------------------------------------------------
 
 
-def test_doctor_reports_a_machine_without_a_gpu(tmp_path: Path) -> None:
-    done = _run("doctor", CUKERN_CACHE_DIR=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    words = done.stdout.split()
+def test_doctor_reports_a_machine_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _doctor(monkeypatch, capsys, tmp_path / "cache")
+    words = said.split()
     for subject in ("cukern", "Python", "system", "driver", "GPU", "CuPy", "NVRTC", "headers", "torch", "cache"):
         assert subject in words
-    assert "PROBLEM" not in done.stdout and done.stderr == ""
+    assert "PROBLEM" not in said
 
 
-def test_doctor_fits_on_a_screen(filled_cache: tuple[Path, str]) -> None:
+def test_doctor_fits_on_a_screen(
+    filled_cache: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache, _ = filled_cache
     count = len(list(kernel.instances(STEM)))
-    done = _run("doctor", CUKERN_CACHE_DIR=str(cache), CUDA_VISIBLE_DEVICES="0", COLUMNS="120")
-    assert len(done.stdout.splitlines()) <= 24, done.stdout
-    assert re.search(rf"ok +kernels +sm_80: {count} of \d+ compiled", done.stdout)
-    assert re.search(rf"ok +cukern +{re.escape(cukern.__version__)}, in ", done.stdout)
-    said = " ".join(done.stdout.split())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    output = _doctor(monkeypatch, capsys, cache)
+    assert len(output.splitlines()) <= 24, output
+    assert re.search(rf"ok +kernels +sm_80: {count} of \d+ of the import compiled, 0 of first use", output)
+    assert re.search(rf"ok +cukern +{re.escape(cukern.__version__)}, in ", output)
+    said = " ".join(output.split())
     assert "variables CUKERN_COMPILE=lazy" in said and "CUDA_VISIBLE_DEVICES=0" in said
+    assert "compiled at their first use -> python -m cukern compile --for MODEL --arch 90a" in said
     assert " of other versions" not in said
 
 
@@ -580,7 +598,8 @@ def test_doctor_fails_on_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_doctor_does_not_import_torch() -> None:
     pytest.importorskip("torch")
-    code = "import sys; from cukern.__main__ import main; main(['doctor']); print('torch' in sys.modules)"
+    tries = "from cukern.commands import doctor; doctor.try_kernels = lambda arch: []"
+    code = f"import sys; from cukern.__main__ import main; {tries}; main(['doctor']); print('torch' in sys.modules)"
     settings = os.environ | {"CUKERN_COMPILE": "lazy"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=settings, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
@@ -676,11 +695,13 @@ def test_doctor_on_kernels_that_are_not_compiled(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
     count = len(list(kernel.instances("moe_gate")))
     rows, findings = doctor.look_at_kernels(CUDA_13)
-    assert ("moe_gate", "90a", 0, count, 0) in rows
+    assert ("moe_gate", "90a", 0, count, 0, 0) in rows
     total = sum(len(list(kernel.instances(stem))) for stem in kernel.KERNELS)
     advice = "python -m cukern compile --arch 90a"
     assert findings == [
-        doctor.Finding("kernels", f"{total} of {total} not compiled for sm_90a: done at first use", "note", advice)
+        doctor.Finding(
+            "kernels", f"{total} of {total} of the import not compiled for sm_90a: done at first use", "note", advice
+        )
     ]
 
 

@@ -1,8 +1,12 @@
-"""`cukern doctor`: what works on this machine, what does not, and the command that mends it. Makes no CUDA context."""
+"""`cukern doctor`: what works on this machine, what does not, and the command that mends it. Makes no CUDA context.
+
+It compiles one instance of each kernel into the cache. So a template that NVRTC refuses shows before its first use.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -10,16 +14,22 @@ import os
 import platform
 import re
 import stat
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cukern.commands import INSTALL, cache_problem, refusal
 from cukern.runtime import compile, kernel
+from cukern.runtime.compile import Instance
+from cukern.runtime.gpu import BY_ARCH
 
 _OLDEST = (8, 0)
 _OLDEST_NVRTC = (12, 8)
+#: The architecture that kernels are tried for on a machine without a GPU.
+_TRIED = "90a"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+#: The command that installs the NVRTC that the kernels are tested with.
+_TESTED = 'pip install "cuda-toolkit[cudart,nvrtc]==13.0.*"'
 _PACKAGE_OF_CUDA = {12: "cukern[cuda12]", 13: "cukern[cuda13]"}
 
 
@@ -187,7 +197,7 @@ def look_at_nvrtc(found: Driver) -> list[Finding]:
     if tuple(map(int, version.split(".")[:2])) < _OLDEST_NVRTC:
         state = f"{version}: older than {_text(_OLDEST_NVRTC)}, the oldest that the kernels are tested with"
         findings = [Finding("NVRTC", state, "note", _extra_for(found))]
-    for arch in sorted({gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST}):
+    for arch in _archs_of(found):
         if why := refusal(arch):
             fix = f"install a newer CUDA: {INSTALL}"
             findings.append(Finding("NVRTC", f"cannot compile for sm_{arch}: {why}", "problem", fix))
@@ -239,46 +249,135 @@ def look_at_cache() -> list[Finding]:
     return [Finding("cache", f"{folder}, {rights}, {len(cubins)} kernels, {size / 2**20:.1f} MiB")]
 
 
-def _cached() -> Counter[tuple[str, str]]:
-    """The number of cubins in the cache by (stem, arch), of all versions of the sources."""
-    stem_of = {k.function: stem for stem, kernels in kernel.KERNELS.items() for k in kernels}
-    counts: Counter[tuple[str, str]] = Counter()
+class Row(NamedTuple):
+    """The kernels of a family that the cache has for an architecture."""
+
+    stem: str
+    arch: str
+    present: int  # of the kernels of the import
+    total: int  # the kernels of the import
+    first_use: int  # others of these sources
+    others: int  # of other sources
+
+
+def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]]:
+    """The instances of these sources in the cache, and the number of cubins of other sources, by (stem, arch)."""
+    kernel_of = {k.function: k for kernels in kernel.KERNELS.values() for k in kernels}
+    current: dict[tuple[str, str], set[str]] = defaultdict(set)
+    others: Counter[tuple[str, str]] = Counter()
     for path in compile.cache_directory().glob("*.cubin"):
         note: dict[str, Any] = compile.read_note(path) or {}
-        stem = stem_of.get(str(note.get("expression", "")).split("<")[0])
-        if stem and "arch" in note:
-            counts[stem, str(note["arch"])] += 1
-    return counts
+        expression, arch = str(note.get("expression", "")), str(note.get("arch", ""))
+        function, _, arguments = expression.partition("<")
+        own = kernel_of.get(function)
+        if own is None or not arch:
+            continue
+        instance = Instance(own.file, function, tuple(arguments.removesuffix(">").split(", ")))
+        if compile.cached_path(instance, arch).name == path.name:
+            current[own.stem, arch].add(expression)
+        else:
+            others[own.stem, arch] += 1
+    return current, others
 
 
-def look_at_kernels(found: Driver) -> tuple[list[tuple[str, str, int, int, int]], list[Finding]]:
-    """Rows (stem, arch, cached kernels of these sources, how many there are, cached ones of others), and findings."""
-    counts = _cached()
-    here = {gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST}
-    rows: list[tuple[str, str, int, int, int]] = []
+def look_at_kernels(found: Driver) -> tuple[list[Row], list[Finding]]:
+    """What the cache has, by family and architecture, and the findings on the kernels of the import that it lacks."""
+    current, others = _cached()
+    here = _archs_of(found)
+    rows: list[Row] = []
     findings = []
     for stem in kernel.KERNELS:
-        instances = list(kernel.instances(stem))
-        for arch in sorted(here | {a for s, a in counts if s == stem}, key=lambda a: (len(a.rstrip("a")), a)):
-            present = len(instances) - len(compile.missing(instances, arch))
-            rows.append((stem, arch, present, len(instances), counts[stem, arch] - present))
-    for arch in sorted(here):
-        absent = {stem: total - present for stem, at, present, total, _ in rows if at == arch and present < total}
+        wanted = {str(instance) for instance in kernel.instances(stem)}
+        archs = {*here, *(a for s, a in (*current, *others) if s == stem)}
+        for arch in sorted(archs, key=lambda a: (len(a.rstrip("a")), a)):
+            cached = current[stem, arch]
+            row = Row(stem, arch, len(cached & wanted), len(wanted), len(cached - wanted), others[stem, arch])
+            rows.append(row)
+    for arch in here:
+        own = [row for row in rows if row.arch == arch]
+        absent = {row.stem: row.total - row.present for row in own if row.present < row.total}
         if absent:
-            total = sum(row[3] for row in rows if row[1] == arch)
-            state = f"{sum(absent.values())} of {total} not compiled for sm_{arch}: done at first use"
-            compiled_at_import = [stem for stem, at, _, count, _ in rows if at == arch and count]
+            total = sum(row.total for row in own)
+            state = f"{sum(absent.values())} of {total} of the import not compiled for sm_{arch}: done at first use"
+            compiled_at_import = [row.stem for row in own if row.total]
             ops = [] if len(absent) == len(compiled_at_import) else [f" --op {stem}" for stem in absent]
             findings.append(Finding("kernels", state, "note", f"python -m cukern compile{''.join(ops)} --arch {arch}"))
     return rows, findings
 
 
-def _sum_of(rows: list[tuple[str, str, int, int, int]], arch: str) -> Finding:
+def _archs_of(found: Driver) -> list[str]:
+    """The architectures of the GPUs that kernels run on."""
+    return sorted({gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST})
+
+
+def _sum_of(rows: list[Row], arch: str) -> Finding:
     """The kernels that are compiled for an architecture, of all families."""
-    own = [row for row in rows if row[1] == arch]
-    present, total, others = sum(row[2] for row in own), sum(row[3] for row in own), sum(row[4] for row in own)
-    words = f", and {others} of other versions" if others else ""
-    return Finding("kernels", f"sm_{arch}: {present} of {total} compiled{words}")
+    own = [row for row in rows if row.arch == arch]
+    present, total, first_use, others = (sum(column) for column in zip(*(row[2:] for row in own), strict=True))
+    words = f"; {others} of other versions" if others else ""
+    return Finding(
+        "kernels", f"sm_{arch}: {present} of {total} of the import compiled, {first_use} of first use{words}"
+    )
+
+
+# --- one instance of each kernel ------------------------------------------------------------------------
+
+
+def one_of_each(arch: str) -> list[Instance]:
+    """An instance of each kernel, where possible one that the cache has.
+
+    The candidates are the instances that the families list, and what the smallest calls of the named models reach.
+    """
+    from cukern.commands.serving import smallest_of
+
+    found: dict[str, list[Instance]] = defaultdict(list)
+    kernels = [own for kernels in kernel.KERNELS.values() for own in kernels]
+    listed = [i for own in kernels for i in (*own.at_import, *own.specialized) if i not in own.unused.get(arch, ())]
+    for instance in dict.fromkeys((*listed, *(smallest_of(arch) if arch in BY_ARCH else ()))):
+        found[instance.function].append(instance)
+    absent = {*compile.missing([i for instances in found.values() for i in instances], arch)}
+    return [next((i for i in instances if i not in absent), instances[0]) for instances in found.values()]
+
+
+def try_kernels(arch: str) -> list[Finding]:
+    """Compile an instance of each kernel that has none in the cache; a problem for each family that NVRTC refuses."""
+    tried = one_of_each(arch)
+    with contextlib.suppress(compile.CompileError):
+        kernel.compile_with_progress([(i, arch) for i in compile.missing(tried, arch)], f"trying kernels for sm_{arch}")
+    failed: dict[str, list[Instance]] = defaultdict(list)
+    for instance in compile.missing(tried, arch):
+        failed[instance.file.partition("/")[0]].append(instance)
+    if not failed:
+        return [Finding("templates", f"one instance of each of {len(tried)} kernels compiles for sm_{arch}")]
+    fix = f"report the line, or take another NVRTC than {compile.nvrtc_version()}: {_TESTED}"
+    return [
+        Finding("templates", f"{stem}: {_names(own)} for sm_{arch}: {_why(own[0], arch)}", "problem", fix)
+        for stem, own in failed.items()
+    ]
+
+
+def look_at_templates(found: Driver) -> list[Finding]:
+    """The trial for the GPUs of this machine; none where nothing could be compiled or kept."""
+    archs = [arch for arch in _archs_of(found) or [_TRIED] if refusal(arch) is None]
+    try:
+        compile.cuda_include_directory()
+    except RuntimeError:
+        return []
+    return [] if cache_problem() else [finding for arch in archs for finding in try_kernels(arch)]
+
+
+def _names(instances: list[Instance]) -> str:
+    return f"{', '.join(i.function for i in instances)} do{'es' * (len(instances) == 1)} not compile"
+
+
+def _why(instance: Instance, arch: str) -> str:
+    """The first error in NVRTC's message."""
+    try:
+        compile.cubin(instance, arch)
+    except compile.CompileError as error:
+        lines = str(error).strip().splitlines()
+        return next((line.strip() for line in lines if "error:" in line), lines[0])
+    return "it compiles alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -343,12 +442,19 @@ def run(args: argparse.Namespace) -> int:
     findings = [*look_at_software(), *look_at_driver(found), *look_at_cupy(found, packages, failure)]
     if not failure:
         findings += look_at_nvrtc(found)
-    findings += [*look_at_torch(found, torch_build()), *look_at_cache()]
+    findings += look_at_torch(found, torch_build())
+    can_compile = not compile.available()
+    if can_compile:
+        findings += look_at_templates(found)
+    findings += look_at_cache()
 
-    rows: list[tuple[str, str, int, int, int]] = []
-    if not compile.available():
+    rows: list[Row] = []
+    if can_compile:
         rows, missing = look_at_kernels(found)
-        findings += [_sum_of(rows, arch) for arch in dict.fromkeys(row[1] for row in rows)] + missing
+        findings += [_sum_of(rows, arch) for arch in dict.fromkeys(row.arch for row in rows)] + missing
+        arch = next(iter(_archs_of(found)), _TRIED)
+        advice = f"python -m cukern compile --for MODEL --arch {arch}"
+        findings.append(Finding("first use", "other kernels are compiled at their first use", "note", advice))
 
     console = Console(highlight=False)
     marks = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("PROBLEM", "bold red")}
@@ -366,10 +472,11 @@ def run(args: argparse.Namespace) -> int:
         )
         table.add_column("op")
         table.add_column("arch")
-        table.add_column("of this version", justify="right")
-        table.add_column("of others", justify="right")
-        for stem, arch, present, total, others in rows:
-            table.add_row(stem, f"sm_{arch}", f"{present} of {total}", str(others))
+        for heading in ("of the import", "of first use", "of other versions"):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            counts = f"{row.present} of {row.total}", str(row.first_use), str(row.others)
+            table.add_row(row.stem, f"sm_{row.arch}", *counts)
         console.print()
         console.print(table)
     problems = sum(finding.kind == "problem" for finding in findings)
