@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "ssm_state_size": 8, "mamba_n_groups": 1, "n_groups": 1, "mamba_chunk_size": 8, "chunk_size": 8, "mamba_dt_rank": 4,
     "global_head_dim": 8, "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 96,
     "hidden_size_per_layer_input": 8, "depth": 1, "out_hidden_size": 32, "num_heads": 4, "embed_dim": 32,
-    "o_lora_rank": 8, "o_groups": 2, "hc_mult": 2, "attention_k_eq_v": False,
+    "o_lora_rank": 8, "o_groups": 2, "hc_mult": 2, "attention_k_eq_v": False, "unpadded_vocab_size": 96,
 }  # fmt: skip
 #: What some configurations need besides, by the folder of their model.
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
@@ -58,6 +58,7 @@ OF_MODEL: dict[str, dict[str, Any]] = {
     },
     "glm5_next": {"qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": ["dense", "sparse"], **_HYBRID},
     "granitemoehybrid": _HYBRID,
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": {**_HYBRID, "mlp_layer_types": ["dense", "sparse"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
