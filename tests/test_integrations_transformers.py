@@ -22,6 +22,7 @@ from transformers import (
 import cukern
 import cukern.integrations.transformers as ck
 from cukern.integrations.transformers import _attention, _deferred, _experts, _norms
+from cukern.integrations.transformers._cache import CACHE_NAME
 from tests import tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model is on the CPU", "ignore:.*generation flags.*")
@@ -60,13 +61,12 @@ def steps_of(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor 
     torch.manual_seed(0)
     with torch.no_grad():
         out = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
-        cache, found = getattr(out, "past_key_values", None), []
+        cache, found = getattr(out, CACHE_NAME, None), []
         if cache is None:
             return None
         for end in (ids.shape[1] - 1, ids.shape[1]):
-            out = model(
-                input_ids=ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True,
-            )  # fmt: skip
+            given = {CACHE_NAME: cache, "use_cache": True}
+            out = model(input_ids=ids[:, end - 1 : end], attention_mask=mask[:, :end], **given)
             found.append(out.last_hidden_state)
     return torch.cat(found, 1)
 
@@ -370,13 +370,12 @@ def test_a_compiled_step_over_a_static_cache_is_one_graph(qwen: Any) -> None:
     ck.enable(qwen)
     wanted = logits_of(qwen, ids, mask)[-1]
     cache = StaticCache(config=qwen.config, max_cache_len=64)
-    logits_of(qwen, ids[:, :-1], mask[:, :-1], past_key_values=cache, use_cache=True)
+    given = {CACHE_NAME: cache, "use_cache": True}
+    logits_of(qwen, ids[:, :-1], mask[:, :-1], **given)
     compiled = torch.compile(qwen.forward, backend="aot_eager", fullgraph=True)
     place = torch.full((2, 1), PROMPT - 1)
     with torch.no_grad():
-        out = compiled(
-            input_ids=ids[:, -1:], attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True
-        )
+        out = compiled(input_ids=ids[:, -1:], attention_mask=mask, position_ids=place, **given)
     torch.testing.assert_close(out.logits[1, 0], wanted, rtol=0, atol=1e-4)
 
 

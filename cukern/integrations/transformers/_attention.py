@@ -17,6 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cukern
+from cukern.integrations.transformers._rewrite import read_globals
 from cukern.integrations.transformers._state import NAME, Notes, State, active, is_traced, wants_gradient
 
 PAGE = 16
@@ -24,6 +25,8 @@ MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: The attribute of a mask that holds the `Rows` that it leaves visible.
 _ROWS = "_cukern_rows"
+#: The global by which a forward of transformers chooses an attention.
+_CHOICE = "ALL_ATTENTION_FUNCTIONS"
 
 
 class Rows(NamedTuple):
@@ -257,13 +260,8 @@ def _composed(
 
 
 def _classes(model: Any) -> list[Any]:
-    """The attention modules of a model that choose their attention by name."""
-    chooses = "ALL_ATTENTION_FUNCTIONS"
-    return [
-        module
-        for module in model.modules()
-        if (code := getattr(type(module).forward, "__code__", None)) is not None and chooses in code.co_names
-    ]
+    """The modules of a model whose forwards choose an attention by name."""
+    return [module for module in model.modules() if _CHOICE in read_globals(module)]
 
 
 def _why_never(module: Any) -> str:
@@ -286,7 +284,7 @@ def enable(model: Any, state: State, notes: Notes) -> None:
         return
     modules = _classes(model)
     if not modules:
-        notes.kept.add("attention", model, "no module of it chooses its attention by name")
+        notes.kept.add("attention", model, f"no forward that can be read names {_CHOICE}")
         return
     configs = {id(module.config): module.config for module in (model, *modules) if hasattr(module, "config")}
     for config in list(configs.values()):

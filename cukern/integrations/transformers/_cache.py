@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from transformers import Cache, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.masking_utils import create_causal_mask
 
 import cukern
 from cukern.integrations.transformers._attention import PAGE
+
+#: The names of the cache among the arguments and results of forwards: from transformers 5.24 on, before, and of Mamba.
+CACHE_NAMES = "cache", "past_key_values", "cache_params"
+#: The name that the installed version has for it.
+CACHE_NAME = next(name for name in inspect.signature(create_causal_mask).parameters if name in CACHE_NAMES)
 
 
 class Slots:

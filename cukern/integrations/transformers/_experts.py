@@ -12,6 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 import cukern
 from cukern.integrations.transformers._deferred import Ids
+from cukern.integrations.transformers._rewrite import written
 from cukern.integrations.transformers._state import NAME, Notes, State, wants_gradient
 
 #: The attribute of a module of experts that holds its `Form`.
@@ -118,8 +119,7 @@ def experts_forward(
     """
     first, second = _first(self), self.down_proj
     if wants_gradient(hidden_states, first, top_k_weights):
-        own = type(self).forward.__wrapped__
-        return own(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        return written(self)(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     with torch.no_grad():
         form = self.__dict__.get(_FORM)
         if form is None:  # of another model with the same configuration

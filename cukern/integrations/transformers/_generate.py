@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 import cukern
 from cukern.integrations.transformers import _attention
-from cukern.integrations.transformers._cache import Slots, static_cache
+from cukern.integrations.transformers._cache import CACHE_NAME, CACHE_NAMES, Slots, static_cache
+from cukern.integrations.transformers._rewrite import written
 from cukern.integrations.transformers._state import ATTRIBUTE, State, running
 from cukern.models._steps import StepGraphs, watch
 from cukern.runtime import check
@@ -95,8 +96,10 @@ class _Session:
         self.layers, self.graphs = layers, StepGraphs(layers)  # type: ignore[arg-type]
         if device.type != "cuda":
             self.why = self.why or "the model is on the CPU"
-        takes = inspect.signature(type(model).forward).parameters
+        takes = inspect.signature(written(model)).parameters
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in takes}
+        # A forward that names no cache hands its keywords on.
+        self._cache_name = next((name for name in takes if name in CACHE_NAMES), CACHE_NAME)
 
     def _count(self, batch: int, device: torch.device) -> None:
         """Make what a step counts up, by one kernel: tokens in the cache, those drawn, positions, slots, lengths.
@@ -124,18 +127,12 @@ class _Session:
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The logits [batch, vocab] after the last of these tokens."""
         session = self if self.slots is not None else SimpleNamespace(mask=None, tokens=0)
-        options = {"position_ids": positions, "logits_to_keep": 1}
-        options = {name: options[name] for name in self._takes}
+        options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
+        options = {name: options[name] for name in self._takes} | {self._cache_name: self.cache}
         with running(session):
-            out = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=self.cache,
-                use_cache=True,
-                **options,  # type: ignore[arg-type]
-            )
+            out = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
         if self.slots is None:
-            self.cache = out.past_key_values
+            self.cache = getattr(out, self._cache_name)
         logits: torch.Tensor = out.logits
         return logits[:, -1]
 

@@ -7,19 +7,22 @@ While `generate` of this package runs, norms of heads, the rotary embedding, and
 from __future__ import annotations
 
 import ast
+import itertools
 from typing import Any
 
 import torch
 
 import cukern
 from cukern.integrations.transformers import _norms, _products
-from cukern.integrations.transformers._cache import PagedLayer
+from cukern.integrations.transformers._cache import CACHE_NAMES, PagedLayer
 from cukern.integrations.transformers._state import State, active
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HEAD = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
-_UPDATE = "past_key_values.update(key_states, value_states, self.layer_idx{more})"
+_UPDATE = "key_states, value_states = {cache}.update(key_states, value_states, self.layer_idx{more})"
+#: What forwards of several versions hand the cache besides.
+_MORE = "", ", cache_kwargs", ", kwargs=kwargs"
 
 
 def _product(name: str, states: str, norm: str = "") -> str:
@@ -27,18 +30,19 @@ def _product(name: str, states: str, norm: str = "") -> str:
     return f"{states} = {f'self.{norm}({inner})' if norm else inner}.transpose(1, 2)"
 
 
-def _texts() -> dict[str, bool]:
-    """The statements that forwards have, and whether heads are normed in them."""
+def _texts() -> dict[str, tuple[bool, str]]:
+    """The statements that forwards have; whether they norm heads, and their name of the cache."""
     value = _product("v_proj", "value_states")
     plain = _product("q_proj", "query_states"), _product("k_proj", "key_states"), value
     normed = _product("q_proj", "query_states", "q_norm"), _product("k_proj", "key_states", "k_norm"), value
     after = *plain, "query_states = self.q_norm(query_states)", "key_states = self.k_norm(key_states)"
     found = {}
-    for begin, norms in ((plain, False), (normed, True), (after, True)):
-        for options, more in (((), ""), (('cache_kwargs = {"sin": sin, "cos": cos}',), ", cache_kwargs")):
-            update = "\n    ".join((*options, "key_states, value_states = " + _UPDATE.format(more=more)))
-            lines = *begin, "cos, sin = position_embeddings", _HEAD, f"if past_key_values is not None:\n    {update}"
-            found[ast.unparse(ast.parse("\n".join(lines)))] = norms
+    begins = (plain, False), (normed, True), (after, True)
+    for (begin, norms), cache, more in itertools.product(begins, CACHE_NAMES, _MORE):
+        options = ['cache_kwargs = {"sin": sin, "cos": cos}'] * ("cache_kwargs" in more)
+        update = "\n    ".join((*options, _UPDATE.format(cache=cache, more=more)))
+        lines = *begin, "cos, sin = position_embeddings", _HEAD, f"if {cache} is not None:\n    {update}"
+        found[ast.unparse(ast.parse("\n".join(lines)))] = norms, cache
     return found
 
 
@@ -50,10 +54,11 @@ def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
     for count in (6, 8):
         for begin in range(len(body) - count + 1):
             known = body[begin : begin + count]
-            norms = _TEXTS.get("\n".join(map(ast.unparse, known)))
-            if norms is None:
+            found = _TEXTS.get("\n".join(map(ast.unparse, known)))
+            if found is None:
                 continue
-            arguments = f"self, hidden_states, position_embeddings, past_key_values, {norms}"
+            norms, cache = found
+            arguments = f"self, hidden_states, position_embeddings, {cache}, {norms}"
             text = f"_cukern_states = _cukern_heads({arguments})\nif _cukern_states is None:\n    pass\nelse:\n    pass"
             call, branch = ast.parse(text).body
             assert isinstance(branch, ast.If)
@@ -88,13 +93,13 @@ def _norm_of(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] |
 
 
 def states(
-    module: Any, hidden_states: torch.Tensor, position_embeddings: Any, past_key_values: Any, norms: bool, form: Any
+    module: Any, hidden_states: torch.Tensor, position_embeddings: Any, cache: Any, norms: bool, form: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Queries [batch, heads, tokens, head_dim], and all keys and values of the cache; None: the own statements run."""
     session = active.session
-    if torch.compiler.is_compiling() or session is None or past_key_values is None:
+    if torch.compiler.is_compiling() or session is None or cache is None:
         return None
-    if getattr(session, "slots", None) is None or past_key_values is not session.cache:
+    if getattr(session, "slots", None) is None or cache is not session.cache:
         return None
     own, numbers, dim = _products.together(module, _NAMES), _norm_of(module, norms), module.head_dim
     cos, sin = position_embeddings
@@ -110,7 +115,7 @@ def states(
     rows = _products.product(hidden_states.reshape(-1, hidden), own.weight, own.bias).view(batch * tokens, -1, dim)
     kv_heads = module.k_proj.weight.shape[0] // dim
     query, key, value = rows.split([rows.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    layer = _layer(module, past_key_values, key.view(batch, tokens, kv_heads, dim).transpose(1, 2))
+    layer = _layer(module, cache, key.view(batch, tokens, kv_heads, dim).transpose(1, 2))
     if layer is None or layer.pages is None:
         return None
     cos, sin = (x.expand(batch, tokens, columns).reshape(-1, columns) for x in (cos, sin))

@@ -10,7 +10,7 @@ import torch
 
 import cukern
 from cukern.integrations.transformers._deferred import Sum, plain
-from cukern.integrations.transformers._rewrite import own_forward, rewritten
+from cukern.integrations.transformers._rewrite import rewritten
 from cukern.integrations.transformers._state import (
     Notes,
     State,
@@ -177,7 +177,7 @@ def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
 
 def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
     """A layer's forward with `add_norm` for each sum before a norm; None where it has none, or cannot be read."""
-    forward, names = own_forward(module), []
+    names: list[str] = []
     functions = {"_cukern_add_norm": add_norm, "_cukern_entry_norm": entry_norm, "_cukern_last_sum": last_sum}
 
     def change(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -185,7 +185,7 @@ def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
         names.extend(found)
         return made
 
-    made = None if forward is None else rewritten(forward, functions, change)
+    made = rewritten(module, functions, change)
     return None if made is None or not names else (made, names)
 
 

@@ -1,4 +1,4 @@
-"""Forwards of transformers with other functions for names that they use."""
+"""Forwards of transformers: the functions behind their wrappers, and the same with other values for some names."""
 
 from __future__ import annotations
 
@@ -9,39 +9,46 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-#: What transformers wraps the forward of a layer in, for the sake of training alone.
-_CHECKPOINTING = "forward_with_checkpointing"
+
+def written(module: Any) -> Any:
+    """The forward of a module's class as its source has it, behind everything that decorators wrap around it."""
+    return inspect.unwrap(type(module).forward)
 
 
-def own_forward(module: Any) -> types.FunctionType | None:
-    """The forward of a module's class as it is written; None where something is wrapped around it."""
-    forward = type(module).forward
-    if getattr(getattr(forward, "__code__", None), "co_name", "") == _CHECKPOINTING:
-        forward = forward.__wrapped__
-    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
-        return None
-    return forward
+def read_globals(module: Any) -> dict[str, Any]:
+    """The globals that the written forward of a module names."""
+    forward = written(module)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    scope = getattr(forward, "__globals__", {})
+    return {name: scope[name] for name in names if name in scope}
 
 
 def rewritten(
-    forward: types.FunctionType,
+    module: Any,
     names: dict[str, Any],
     change: Callable[[list[ast.stmt]], list[ast.stmt]] = lambda body: body,
 ) -> Callable[..., Any] | None:
-    """The function with its statements changed, in which `names` stand for other values; None without its source.
+    """The forward of a module's class with its statements changed, in which `names` stand for other values.
 
-    They are free variables of the new function. It shares all other globals with the old one, so that torch.compile
-    finds these in their module.
+    The wrappers of the forward wrap the new one as well. The result is None where the source is unknown, the written
+    function is a closure, or a wrapper holds it elsewhere than in its closure.
+
+    The names are free variables of the new function. It shares all other globals with the old one, so that
+    torch.compile finds them in their module.
     """
+    forward = written(module)
+    if not isinstance(forward, types.FunctionType) or forward.__closure__:
+        return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
         return None
     function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+    if not isinstance(function, ast.FunctionDef):
         return None
     function.body = change(function.body)
-    # Annotations and defaults would be evaluated anew; those of the function stay.
+    function.decorator_list = []
+    # Annotations and defaults would be evaluated anew: the new function takes the values of the old one.
     arguments = function.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
@@ -58,4 +65,20 @@ def rewritten(
     exec(code, forward.__globals__, made)
     found: Callable[..., Any] = made["make"](**names)
     found.__defaults__, found.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__  # type: ignore[attr-defined]
-    return found
+    return _wrapped(type(module).forward, found)
+
+
+def _wrapped(forward: Any, made: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`made` behind copies of the wrappers of a forward; None where a wrapper does not hold it in its closure."""
+    if not hasattr(forward, "__wrapped__"):
+        return made
+    inner = _wrapped(forward.__wrapped__, made)
+    cells = getattr(forward, "__closure__", None) or ()
+    holds = [x.cell_contents is forward.__wrapped__ for x in cells]
+    if inner is None or not any(holds) or not isinstance(forward, types.FunctionType):
+        return None
+    own = tuple(types.CellType(inner) if held else x for x, held in zip(cells, holds, strict=True))
+    copied = types.FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, own)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied.__dict__.update(forward.__dict__, __wrapped__=inner)
+    return copied

@@ -11,7 +11,7 @@ import torch
 
 import cukern
 from cukern.integrations.transformers import _heads
-from cukern.integrations.transformers._rewrite import own_forward, rewritten
+from cukern.integrations.transformers._rewrite import read_globals, rewritten, written
 from cukern.integrations.transformers._state import Notes, State, active, is_traced, wants_gradient
 
 _PREFIX = "apply_rotary_pos_emb"
@@ -126,7 +126,7 @@ def _has_angles(module: Any) -> bool:
     """Whether the module gives angles for `x` and positions alone."""
     if not type(module).__name__.endswith("RotaryEmbedding") or "forward" in module.__dict__:
         return False
-    takes = list(inspect.signature(type(module).forward).parameters)
+    takes = list(inspect.signature(written(module)).parameters)
     return takes == ["self", "x", "position_ids"] and isinstance(getattr(module, "rope_type", "default"), str)
 
 
@@ -135,9 +135,6 @@ def _has_angles(module: Any) -> bool:
 
 def _rewritten(module: Any, found: dict[str, tuple[Any, Form]]) -> tuple[Callable[..., Any] | None, bool]:
     """A forward that rotates in place, and whether it has statements that `_heads` stands for."""
-    forward = own_forward(module)
-    if forward is None:
-        return None, False
     functions = {name: _in_place(function, form) for name, (function, form) in found.items()}
     form = found[_PREFIX][1] if _PREFIX in found else None
     knows: list[bool] = []
@@ -150,7 +147,7 @@ def _rewritten(module: Any, found: dict[str, tuple[Any, Form]]) -> tuple[Callabl
         knows.append(norms is not None)
         return made if form is not None else body
 
-    made = rewritten(forward, functions | {"_cukern_heads": heads}, change)
+    made = rewritten(module, functions | {"_cukern_heads": heads}, change)
     return made, form is not None and any(knows)
 
 
@@ -162,12 +159,9 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         state.replace_forward(module, angles_forward)
         notes.replaced.add("rotary", module, "rows of a table, in generate of this package")
     for module in model.modules():
-        written = inspect.unwrap(type(module).forward)
-        code, scope = getattr(written, "__code__", None), getattr(written, "__globals__", {})
-        names = [x for x in (code.co_names if code else ()) if x.startswith(_PREFIX) and x in scope]
-        if not names or "forward" in module.__dict__:
+        own = {name: function for name, function in read_globals(module).items() if name.startswith(_PREFIX)}
+        if not own or "forward" in module.__dict__:
             continue
-        own = {name: scope[name] for name in names}
         for function in own.values():
             if function not in forms:
                 forms[function] = _form_of(function)
@@ -176,11 +170,12 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
             notes.kept.add("rotary", module, f"the formula of {name} is none of rotary_embedding's")
         if not found:
             continue
-        if written not in made:
-            made[written] = _rewritten(module, found)
-        forward, is_fused = made[written]
+        key = type(module).forward
+        if key not in made:
+            made[key] = _rewritten(module, found)
+        forward, is_fused = made[key]
         if forward is None:
-            notes.kept.add("rotary", module, "its forward is wrapped, or cannot be read")
+            notes.kept.add("rotary", module, "the source of its forward, or a wrapper around it, cannot be read")
             continue
         is_fused = is_fused and _heads.prepare(module, state)
         state.replace_forward(module, forward)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import cukern
 from cukern.integrations.transformers._deferred import Ids
 from cukern.integrations.transformers._products import product
+from cukern.integrations.transformers._rewrite import written
 from cukern.integrations.transformers._state import (
     Notes,
     State,
@@ -171,7 +172,7 @@ def _is_router(module: Any) -> bool:
     if not name.endswith(("Router", "Gate", "TopKGate")):
         return False
     weight = getattr(module, "weight", None)
-    takes = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    takes = list(inspect.signature(written(module)).parameters.values())[1:]
     required = [x for x in takes if x.default is x.empty and x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
     return isinstance(weight, torch.Tensor) and weight.dim() == 2 and len(required) == 1
 
