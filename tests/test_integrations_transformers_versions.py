@@ -1,23 +1,50 @@
-"""Versions of transformers: wrapped forwards, and the names of the cache."""
+"""Versions of transformers: what `enable` replaces in each, wrapped forwards, and the names of the cache."""
 
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import cukern.integrations.transformers as ck
-from cukern.integrations.transformers import _cache, _rewrite
-from tests.test_integrations_transformers import logits_of, prompts, small_model, tokens_of
+from cukern.integrations.transformers import _cache, _rewrite, _versions
+from tests import transformers_reports
+from tests.test_integrations_transformers import LEFT_OUT, logits_of, prompts, small_model, tokens_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model is on the CPU", "ignore:.*generation flags.*")
+ROOT = Path(__file__).parents[1]
 LAYERS = LlamaAttention, LlamaDecoderLayer
+
+
+@pytest.fixture(autouse=True)
+def no_class_has_drawn_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_versions, "_warned", set())
+
+
+# --- what is replaced -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [x for x in transformers_reports.models() if tuple(x.split(".")) not in LEFT_OUT])
+def test_a_model_is_replaced_as_the_record_says(model: str) -> None:
+    wanted = transformers_reports.recorded(model)
+    assert wanted, f"{model} has no record: python -m tests.transformers_reports adds it"
+    assert transformers_reports.report(model) == wanted
+
+
+def test_the_installed_version_is_tested() -> None:
+    first, last = map(_versions.numbers, _versions.TESTED)
+    assert first <= _versions.numbers(transformers.__version__) <= last
+    lower = re.findall(r"transformers>=([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    assert {*lower} == {_versions.TESTED[0]}
 
 
 # --- wrapped forwards -----------------------------------------------------------------------------------
@@ -130,6 +157,43 @@ def test_a_closure_is_not_rewritten() -> None:
             return x * kept
 
     assert _rewrite.rewritten(Closure(), {}) is None
+
+
+# --- warnings -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "age"), [("99.1.0", "newer"), ("5.3.2", "older")])
+def test_an_untested_version_that_hides_parts_draws_one_warning(
+    version: str, age: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_versions.transformers, "__version__", version)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="transformers")
+        ck.enable(small_model())  # nothing is hidden
+    wrap_layers(monkeypatch, opaque)
+    said = (
+        f"transformers {version} is {age} than the tested {' to '.join(_versions.TESTED)}: "
+        "sums, rotary, attention of LlamaForCausalLM stay as they were"
+    )
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        ck.enable(small_model())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="transformers")
+        ck.enable(small_model())
+
+
+def test_a_tested_version_draws_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap_layers(monkeypatch, opaque)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="transformers")
+        ck.enable(small_model())
+
+
+def test_parts_that_are_not_asked_for_draw_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_versions.transformers, "__version__", "99.1.0")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="transformers")
+        ck.enable(small_model(), parts=["norms"])
 
 
 # --- the cache ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 import cukern.torch_ops  # noqa: F401  (torch.compile keeps the calls in its graphs)
-from cukern.integrations.transformers import _attention, _experts, _norms, _products, _rotary, _routers
+from cukern.integrations.transformers import _attention, _experts, _norms, _products, _rotary, _routers, _versions
 from cukern.integrations.transformers._generate import Generated, generate
 from cukern.integrations.transformers._sampling import Sampler
 from cukern.integrations.transformers._state import ATTRIBUTE, Line, Notes, Report, State
@@ -77,6 +77,9 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
 
     Where a gradient may be asked for, which is so outside of `torch.no_grad()` and `generate`, the model's own code
     runs. A model that is enabled should not be saved by pickle; `save_pretrained` writes what it always does.
+
+    A version of transformers outside the tested range draws one warning for each class of models in which it hides
+    parts from `enable`.
     """
     device = _check_model(model)
     for part in parts:
@@ -101,6 +104,7 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
     for part in sorted({*parts} - report.parts() - {x.part for x in report.kept}, key=PARTS.index):
         report.kept.append(Line(part, type(model).__name__, 1, "there are none that are known here"))
     model.__dict__[ATTRIBUTE] = state
+    _versions.warn(model, report, parts)
     return report
 
 

@@ -1,0 +1,57 @@
+"""The versions of transformers that the tests run on, and the warning where another one hides parts of a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import transformers
+
+from cukern.integrations.transformers._state import Report
+
+#: The first and the last tested version.
+TESTED = "5.17", "5.24"
+#: The modules of each part, by the ends of their classes' names. A model with all of them has the part, in the last.
+_KINDS = {
+    "experts": ("Experts",),
+    "routers": ("Router",),
+    "norms": ("RMSNorm",),
+    "sums": ("RMSNorm", "DecoderLayer"),
+    "rotary": ("RotaryEmbedding", "Attention"),
+    "attention": ("Attention",),
+    "products": ("MLP",),
+}
+_warned: set[type] = set()
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The major and the minor number of a version."""
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def _left(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
+    """The parts that the model has, by the names of its modules, and that the report has replaced nowhere."""
+    names = {type(x).__name__ for x in model.modules()}
+
+    def has(part: str) -> bool:
+        return all(any(name.endswith(kind) for name in names) for kind in _KINDS[part])
+
+    replaced = {part for part in parts for x in report.replaced if x.part == part and x.what.endswith(_KINDS[part][-1])}
+    return [part for part in _KINDS if part in parts and has(part) and part not in replaced]
+
+
+def warn(model: Any, report: Report, parts: Sequence[str]) -> None:
+    """Warn once for each class of models that an untested version of transformers leaves parts as they were."""
+    version = transformers.__version__
+    first, last = map(numbers, TESTED)
+    if first <= numbers(version) <= last or type(model) in _warned:
+        return
+    if left := _left(model, report, parts):
+        _warned.add(type(model))
+        age = "newer" if numbers(version) > last else "older"
+        warnings.warn(
+            f"transformers {version} is {age} than the tested {TESTED[0]} to {TESTED[1]}: "
+            f"{', '.join(left)} of {type(model).__name__} stay as they were",
+            stacklevel=3,
+        )
