@@ -313,6 +313,23 @@ def test_a_mask_with_holes_is_left_to_sdpa(qwen: Any) -> None:
     assert tokens_of(qwen, ids, mask) == tokens
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"), [("deepseek_v32", "DeepseekV32Experts"), ("glm_moe_dsa", "GlmMoeDsaExperts")]
+)
+def test_attention_to_the_tokens_of_an_indexer_stays(folder: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The indexer chooses 5 tokens of the prompt, and the model masks the others for eager and sdpa alone."""
+    monkeypatch.setitem(tiny_models.SIZES, "index_topk", 5)
+    model = tiny_models.tiny(folder, name)
+    ids, mask = prompts()
+    wanted, tokens = logits_of(model, ids, mask), tokens_of(model, ids, mask)
+    report = ck.enable(model)
+    kept = [x.how for x in report.kept if x.part == "attention"]
+    assert kept == ["a forward of its configuration tells sdpa from other attentions"]
+    torch.testing.assert_close(logits_of(model, ids, mask), wanted, rtol=0, atol=1e-4)
+    assert tokens_of(model, ids, mask) == tokens
+    assert ck.generate(model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, eos_token_id=None).tokens == tokens
+
+
 def test_a_mask_that_cannot_be_asked_about_gives_nan_for_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_attention, "is_traced", lambda: True)
     mask = torch.ones(3, 1, 1, 40, dtype=torch.bool)

@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cukern
-from cukern.integrations.transformers._rewrite import read_globals
+from cukern.integrations.transformers._rewrite import read_globals, written
 from cukern.integrations.transformers._state import NAME, Notes, State, active, is_traced, wants_gradient
 
 PAGE = 16
@@ -264,6 +264,12 @@ def _classes(model: Any) -> list[Any]:
     return [module for module in model.modules() if _CHOICE in read_globals(module)]
 
 
+def _tells_sdpa(module: Any) -> bool:
+    """Whether the forward of a module does something else for sdpa, such as a mask of the tokens of an indexer."""
+    constants = getattr(getattr(written(module), "__code__", None), "co_consts", ())
+    return any(x == "sdpa" or (isinstance(x, tuple) and "sdpa" in x) for x in constants)
+
+
 def _why_never(module: Any) -> str:
     """Why no step of a module goes to `paged_attention`; empty where its sizes do not say."""
     keys, values = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
@@ -291,6 +297,9 @@ def enable(model: Any, state: State, notes: Notes) -> None:
         for name in getattr(config, "sub_configs", {}) or {}:
             if (own := getattr(config, name, None)) is not None:
                 configs[id(own)] = own
+    bound = {id(module.config) for module in modules if _tells_sdpa(module)}
+    for key in bound:
+        del configs[key]
     for config in configs.values():
         before = config._attn_implementation
         config._attn_implementation_internal = NAME
@@ -298,7 +307,9 @@ def enable(model: Any, state: State, notes: Notes) -> None:
             lambda config=config, before=before: setattr(config, "_attn_implementation_internal", before)  # type: ignore[misc]
         )
     for module in modules:
-        if reason := _why_never(module):
+        if id(module.config) in bound:
+            notes.kept.add("attention", module, "a forward of its configuration tells sdpa from other attentions")
+        elif reason := _why_never(module):
             notes.kept.add("attention", module, f"sdpa, since {reason}")
         else:
             notes.replaced.add("attention", module, "paged_attention for a step over a cache, sdpa for more tokens")

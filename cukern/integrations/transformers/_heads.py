@@ -50,7 +50,7 @@ _TEXTS = _texts()
 
 
 def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
-    """The statements, those that are known behind a call of `states`; and whether heads are normed. None: unknown."""
+    """The statements with the known ones behind a call of `states`, and whether they norm heads; None: unknown."""
     for count in (6, 8):
         for begin in range(len(body) - count + 1):
             known = body[begin : begin + count]
