@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from cukern.runtime import nvrtc, template, temporary
+from cukern.runtime.nvrtc import is_intact as is_intact
+from cukern.runtime.nvrtc import read_note as read_note
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the sources lie inside the package, in a checkout beside it.
@@ -107,7 +109,7 @@ def nvrtc_version() -> str:
     identity = "\0".join(map(str, (library, status.st_size, status.st_mtime_ns)))
     note = cache_directory() / f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.txt"
     with contextlib.suppress(OSError):
-        if _owned_by_user(note) and re.fullmatch(r"\d+\.\d+\.\d+", known := note.read_text()):
+        if nvrtc._owned_by_user(note) and re.fullmatch(r"\d+\.\d+\.\d+", known := note.read_text()):
             return known
     version = nvrtc.build()
     with contextlib.suppress(OSError):
@@ -281,30 +283,6 @@ def cache_problem() -> str | None:
         return _cache(_default_cache_directory())[1]
 
 
-def _owned_by_user(path: Path) -> bool:
-    return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
-
-
-def read_note(path: Path) -> dict[str, Any] | None:
-    """The note beside a cubin, or None where there is none that can be trusted."""
-    note = path.with_name(path.name + ".json")
-    try:
-        if not (_owned_by_user(path) and _owned_by_user(note)):
-            return None
-        content = json.loads(note.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and {"name", "sha256", "log"} <= content.keys() else None
-
-
-def _is_intact(path: Path) -> bool:
-    note = read_note(path)
-    try:
-        return note is not None and hashlib.sha256(path.read_bytes()).hexdigest() == note["sha256"]
-    except OSError:
-        return False
-
-
 # --- compiling ----------------------------------------------------------------------------------------
 
 
@@ -329,7 +307,7 @@ def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
     Raises CompileError when NVRTC refuses the template.
     """
     path = cached_path(instance, arch)
-    if not _is_intact(path):
+    if not is_intact(path):
         try:
             nvrtc.compile_to_cache(_job(instance, arch))
         except RuntimeError as error:
@@ -389,9 +367,27 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
 def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None = None) -> None:
     """Compile (instance, arch) pairs into the cache, on worker processes where there are cores.
 
+    Processes that start at once on a host need the same instances: one of them compiles, on all cores, and the others
+    wait for it.
+
     `progress` is called after each, from any thread.
     Raises CompileError, with the messages of all failures, after all have been tried.
     """
+    with nvrtc.alone(str(cache_directory() / "all")):
+        archs = {arch for _, arch in work}
+        absent = {(instance, arch) for arch in archs for instance in missing((i for i, _ in work), arch)}
+        for item in work:
+            if progress and item not in absent:
+                progress(*item)
+        errors = _compile_on_workers([item for item in work if item in absent], progress)
+    if errors:
+        raise CompileError("\n".join(errors))
+
+
+def _compile_on_workers(
+    work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None
+) -> list[str]:
+    """Compile all of `work`; returns the messages of the failures."""
     pending: queue.SimpleQueue[tuple[Instance, str]] = queue.SimpleQueue()
     for item in work:
         pending.put(item)
@@ -443,5 +439,4 @@ def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instan
                 thread.join()
             if not threads:
                 drain(None)
-    if errors:
-        raise CompileError("\n".join(errors))
+    return errors

@@ -6,6 +6,9 @@ For that it imports nothing of cukern, which compiles when it is imported.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -13,11 +16,16 @@ import re
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 #: NVRTC compiles for one thread at a time anyway, and fails (NVRTC_ERROR_BUILTIN_OPERATION_FAILURE) where a second one
 #: compiles, or looks for CUDA's folders, while the first one's compilation loads its built-in functions.
 LOCK = threading.RLock()
+#: Seconds after which a process compiles what another process of the host still compiles.
+PATIENCE_S = 60.0
 
 
 def compile_cubin(source: str, filename: str, expression: str, options: list[str]) -> tuple[bytes, str, str]:
@@ -75,19 +83,78 @@ def write_atomically(path: str, data: bytes) -> None:
         raise
 
 
+def _owned_by_user(path: Path) -> bool:
+    return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
+
+
+def read_note(path: Path) -> dict[str, Any] | None:
+    """The note beside a cubin, or None where there is none that can be trusted."""
+    note = path.with_name(path.name + ".json")
+    try:
+        if not (_owned_by_user(path) and _owned_by_user(note)):
+            return None
+        content = json.loads(note.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and {"name", "sha256", "log"} <= content.keys() else None
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the cache has a cubin with a note that vouches for it."""
+    note = read_note(path)
+    try:
+        return note is not None and hashlib.sha256(path.read_bytes()).hexdigest() == note["sha256"]
+    except OSError:
+        return False
+
+
+@functools.cache
+def _lock_file(folder: str) -> int:
+    # The descriptor stays open: to close one releases all locks that the process has on the file.
+    return os.open(os.path.join(folder, ".locks"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+@contextlib.contextmanager
+def alone(path: str) -> Iterator[None]:
+    """Hold the lock of a file of the cache, which one process of the host holds at a time.
+
+    The lock saves double work and guards nothing: the caller goes on without it after `PATIENCE_S`, or on a file
+    system that has no locks. A process that dies gives its locks back.
+    """
+    # One byte of the lock file stands for each path.
+    place = int.from_bytes(hashlib.sha256(path.encode()).digest()[:7], "big")
+    end, held = time.monotonic() + PATIENCE_S, False
+    with contextlib.suppress(OSError):
+        file = _lock_file(os.path.dirname(path))
+        while not held and time.monotonic() < end:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                held = True
+            except (BlockingIOError, PermissionError):
+                time.sleep(0.02)
+    try:
+        yield
+    finally:
+        if held:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
+
 def compile_to_cache(job: dict[str, Any]) -> None:
-    """Compile `job` and store the cubin, then the note that vouches for it."""
-    cubin, name, log = compile_cubin(job["source"], job["filename"], job["expression"], job["options"])
-    write_atomically(job["path"], cubin)
-    note = {
-        "expression": job["expression"],
-        "arch": job["arch"],
-        "nvrtc": job["nvrtc"],
-        "name": name,
-        "sha256": hashlib.sha256(cubin).hexdigest(),
-        "log": log,
-    }
-    write_atomically(job["path"] + ".json", json.dumps(note, indent=1).encode())
+    """Compile `job` and store the cubin, then the note that vouches for it, unless another process does so first."""
+    with LOCK, alone(job["path"]):
+        if is_intact(Path(job["path"])):
+            return
+        cubin, name, log = compile_cubin(job["source"], job["filename"], job["expression"], job["options"])
+        write_atomically(job["path"], cubin)
+        note = {
+            "expression": job["expression"],
+            "arch": job["arch"],
+            "nvrtc": job["nvrtc"],
+            "name": name,
+            "sha256": hashlib.sha256(cubin).hexdigest(),
+            "log": log,
+        }
+        write_atomically(job["path"] + ".json", json.dumps(note, indent=1).encode())
 
 
 def main() -> None:
