@@ -22,7 +22,8 @@ from cukern.runtime.progress import progress
 #: Every kernel of the library, by stem; filled as the op modules are imported.
 KERNELS: dict[str, list[Kernel]] = {}
 
-_load_lock = threading.Lock()
+#: One lock a device: to load a module on a device may wait for a kernel there, which may wait for another device.
+_load_locks: dict[int, threading.Lock] = {}
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 
 
@@ -50,9 +51,11 @@ class Variant:
 
     def load(self, device: int) -> int:
         """The driver's handle of the kernel, loaded on `device` if need be, which must be the current one."""
-        with _load_lock:
+        if device in self._functions:
+            return self._functions[device]
+        path, name = compile.cubin(self.instance, arch_of_device(device))
+        with _load_locks.setdefault(device, threading.Lock()):
             if device not in self._functions:
-                path, name = compile.cubin(self.instance, arch_of_device(device))
                 module = cupy.RawModule(path=str(path))
                 kernel = module.get_function(name)
                 if self.max_shared_bytes:
@@ -183,11 +186,16 @@ def instances(stem: str | None = None) -> Iterator[Instance]:
         yield from kernel.at_import
 
 
-def load_all(stems: Iterable[str], device: int, wanted: Callable[[Instance], bool] = lambda instance: True) -> None:
-    """Load the variants of the kernels of `stems` that have been asked for on a device, compiled if need be.
+def load_all(
+    stems: Iterable[str],
+    device: int,
+    wanted: Callable[[Instance], bool] = lambda instance: True,
+    compiles: bool = True,
+) -> None:
+    """Load the variants of the kernels of `stems` that have been asked for on a device.
 
-    A module that is loaded behind a kernel that waits for another rank may wait for that kernel. `wanted` says which
-    instances are.
+    A module that is loaded behind a kernel that waits for another rank may wait for that kernel. `wanted` selects
+    instances. Without `compiles` the variants that the cache lacks are left out.
     """
     arch = arch_of_device(device)
     found = [
@@ -198,10 +206,14 @@ def load_all(stems: Iterable[str], device: int, wanted: Callable[[Instance], boo
         if not variant.is_loaded(device) and wanted(variant.instance)
         if variant.instance not in kernel.unused.get(arch, ())
     ]
-    compile.compile_all([(own, arch) for own in compile.missing([x.instance for x in found], arch)])
+    absent = compile.missing([x.instance for x in found], arch)
+    if compiles and absent:
+        compile.compile_all([(instance, arch) for instance in absent])
+    left_out = set() if compiles else {*absent}
     with current_device(device):
         for variant in found:
-            variant.load(device)
+            if variant.instance not in left_out:
+                variant.load(device)
 
 
 def compile_at_import() -> None:
