@@ -328,9 +328,9 @@ class All2AllManager:
         return self.device
 
     def _load(self) -> None:
-        """Load the kernels of a layer, and with them what the GPU needs at the first call."""
+        """Load the kernels of a layer that are compiled, and with them what the GPU needs at the first call."""
         if self.state is not None and self.device is not None:
-            kernel.load_all(_STEMS, self.device)
+            kernel.load_all(_STEMS, self.device, compiles=False)
 
     def _connect_two_levels(self, hosts: list[list[int]]) -> None:
         """The ranks to exchange with on the other hosts, and the exchange within this host."""

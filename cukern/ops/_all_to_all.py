@@ -221,14 +221,17 @@ class Link:
 class _Memory:
     """The memory of one rank: its window, what it keeps for itself, and its mappings of others.
 
-    It is freed by `release`, or when nothing refers to it any more: neither a state nor an array in the window.
+    `release` frees it. Without that call it is freed when neither a state nor an array in the window refers to it and
+    no other rank of this process has memory, or else with the next memory that is made or released.
     """
 
     def __init__(self, device: int, sizes: Sizes, layout: Layout, ranks: int) -> None:
+        _free_abandoned()
         self.device = device
         self._taken = contextlib.ExitStack()
-        self.release = weakref.finalize(self, _free_all, self._taken)
-        self.release.atexit = False
+        _in_use.add(self._taken)
+        self._collected = weakref.finalize(self, _abandon, self._taken)
+        self._collected.atexit = False
         try:
             self.failure = windows.allocate_on_host(_FAILURE_BYTES + _WORD_BYTES)
             self._taken.callback(windows.free_on_host, self.failure)
@@ -247,6 +250,13 @@ class _Memory:
         except Exception:
             self.release()
             raise
+
+    def release(self) -> None:
+        """Free the memory now, once; no kernel of this process may wait for another rank."""
+        if self._collected.detach():
+            _in_use.discard(self._taken)
+            _abandoned.append(self._taken)
+            _free_abandoned()
 
     def _allocate(self, size: int) -> int:
         address = windows.allocate(self.device, size)
@@ -275,10 +285,30 @@ def _in_any_capture() -> Iterator[None]:
         libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-def _free_all(taken: contextlib.ExitStack) -> None:
-    # A collection of garbage comes at any time. After a kernel that failed nothing can be freed any more, nor need be.
-    with _in_any_capture(), contextlib.suppress(runtime.CUDARuntimeError, RuntimeError):
-        taken.close()
+#: What the memories of this process have taken, and what those that were collected have left to be freed.
+_in_use: set[contextlib.ExitStack] = set()
+_abandoned: list[contextlib.ExitStack] = []
+
+
+def _abandon(taken: contextlib.ExitStack) -> None:
+    """Free what a collected memory has taken; later, where a kernel may wait for another rank.
+
+    The garbage collector runs at any time, also between the launches of two ranks. cudaFree waits for the kernels of
+    its device: behind a kernel that waits for the second rank it would block the thread that launches that rank.
+    """
+    _in_use.discard(taken)
+    _abandoned.append(taken)
+    if not _in_use:
+        _free_abandoned()
+
+
+def _free_abandoned() -> None:
+    with contextlib.suppress(IndexError):  # another thread may free the last one
+        while _abandoned:
+            taken = _abandoned.pop()
+            # After a kernel that failed nothing can be freed any more, nor need be.
+            with _in_any_capture(), contextlib.suppress(runtime.CUDARuntimeError, RuntimeError):
+                taken.close()
 
 
 class AllToAllState:
