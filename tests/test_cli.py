@@ -840,6 +840,7 @@ def test_the_readme_runs() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large(3)
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_demo_measures_each_model(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -857,6 +858,7 @@ def test_demo_measures_each_model(
 
 
 @pytest.mark.gpu
+@pytest.mark.large(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_demo_measures_a_file(
     dtype: str,
