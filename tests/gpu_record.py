@@ -1,10 +1,11 @@
 """The GPU record: the tests that passed on a GPU, and the sources that they passed on.
 
     python -m tests.gpu_record run        GPU tests, sanitizer and benchmarks; writes tests/gpu_record.json
+    python -m tests.gpu_record prove      the same without benchmarks
     python -m tests.gpu_record sanitize   the sanitizer alone
     python -m tests.gpu_record check      lists what is unproved, or was proved on other sources than today's
 
-Each takes `--ops "STEM ..."`, and `run` takes `--workers N`: pytest-xdist then runs the tests on N processes, which the
+Each takes `--ops "STEM ..."`; `run` and `prove` take `--workers N`: pytest-xdist then runs the tests on N processes, which the
 stems under test share. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every op,
 those marked `stem("<stem>")`; all other tests with the marker `gpu` are proved together, as `runtime`. The sanitizer
 slows a kernel down by orders of magnitude, so it runs a stem's tests that have the marker `sanitize` as well. Where
@@ -349,7 +350,7 @@ def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | Non
 
 
 def prove(names: Sequence[str], workers: int = 0) -> int:
-    """Test, sanitize and measure. The entry of each stem is written as soon as it is known."""
+    """Test and sanitize. The entry of each stem is written as soon as it is known."""
     # Importing the package compiles its kernels, into the cache that `main` chooses.
     from cukern.runtime.progress import in_command, progress
 
@@ -381,12 +382,14 @@ def prove(names: Sequence[str], workers: int = 0) -> int:
                 of_waiting[name] = run_tests(name, {}, "gpu and waits")
                 advance(1)
         spread(names, prove_one)
-    status = check(names)
+    return check(names)
+
+
+def measure(names: Sequence[str]) -> int:
+    """Run the benchmarks of the stems."""
     measured = [name for name in names if name != SHARED]
-    if measured:
-        command = [sys.executable, "-m", "cukern", "bench", *measured, "--results"]
-        status |= run(command, show=True)[0] != 0
-    return int(status)
+    command = [sys.executable, "-m", "cukern", "bench", *measured, "--results"]
+    return int(bool(measured) and run(command, show=True)[0] != 0)
 
 
 def sanitize(names: Sequence[str]) -> int:
@@ -431,7 +434,7 @@ def check(names: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_record", description="The GPU record.")
-    parser.add_argument("command", choices=("run", "sanitize", "check"))
+    parser.add_argument("command", choices=("run", "prove", "sanitize", "check"))
     parser.add_argument("--ops", default="", metavar="STEMS", help=f"separated by spaces; also {SHARED} (default: all)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="test on N processes of pytest-xdist")
     args = parser.parse_args(argv)
@@ -443,7 +446,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="cukern-gpu-") as cache:
         # One cache for all the processes started here, and none of the user's.
         os.environ.setdefault("CUKERN_CACHE_DIR", cache)
-        return prove(names, args.workers) if args.command == "run" else sanitize(names)
+        if args.command == "sanitize":
+            return sanitize(names)
+        status = prove(names, args.workers)
+        return status | measure(names) if args.command == "run" else status
 
 
 if __name__ == "__main__":

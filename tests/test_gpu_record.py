@@ -374,11 +374,13 @@ def test_proving_one_stem_leaves_the_others(checkout: Path, monkeypatch: pytest.
     before = copy.deepcopy(gpu_record.read_record()["stems"]["moe_gate"])
     monkeypatch.setattr(gpu_record, "run_tests", lambda *args: {"passed": 3, "failed": 0, "skipped": 0})
     monkeypatch.setattr(gpu_record, "WAITING", ())
+    monkeypatch.setattr(gpu_record, "run_sanitizer", lambda name, environment: dict.fromkeys(gpu_record.TOOLS))
     monkeypatch.setattr(gpu_record, "run", lambda command, show: pytest.fail("there is nothing to measure"))
     assert gpu_record.main(["run", "--ops", "runtime"]) == 0
+    assert gpu_record.main(["prove", "--ops", "fused_moe"]) == 1  # its sanitizer has not run
     entries = gpu_record.read_record()["stems"]
     assert entries["moe_gate"] == before
-    assert entries["runtime"]["passed"] == 3
+    assert entries["runtime"]["passed"] == entries["fused_moe"]["passed"] == 3
 
 
 @pytest.mark.parametrize("same_sources", [True, False])
