@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from. Given to a target of the second group, that
 #                       interpreter runs it as it is: no .venv, nothing installed.
 #   OPS="moe_gate ..."  limits the second group to these stems
+#   WORKERS=14          the pytest processes of `make gpu`; by default one for each stem under test
 #   SOURCES=1           `make notebooks` makes only the outputs that show sources, for which it needs no GPU
 #   ARGS="..."          more arguments for the demo or for pytest
 #   FOLDER="..."        where the peers' test files are, for `make peer-tests`: unpacked sdists, checkouts, any folders
@@ -13,8 +14,14 @@ CUDA_EXTRA ?= $(shell nvidia-smi 2>/dev/null | grep -Eq 'CUDA[A-Za-z ]* Version:
 PYTHON ?= python3
 BIN := .venv/bin
 PINS := constraints.txt constraints-$(CUDA_EXTRA).txt
-PIP := $(BIN)/python -m pip install $(PINS:%=--constraint %)
+# Python compiles what it imports: to compile all that is installed takes as long as to install it.
+PIP := $(BIN)/python -m pip install --no-compile $(PINS:%=--constraint %)
 TORCH := $(shell grep '^torch==' constraints.txt)
+
+# What an unpinned install takes; uv unpacks several GB of CUDA libraries in a quarter of pip's time.
+NEWEST := .venv-newest/bin/python
+NEWEST_TESTS := tests/test_kernels.py tests/test_headers.py tests/test_cli*.py tests/test_compat*.py tests/test_integrations_*.py
+EVERY_INSTANCE := tests/test_kernels.py::test_every_instance_compiles_and_the_specialized_do_not_spill
 
 ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
@@ -25,12 +32,16 @@ PY := $(BIN)/python
 READY := .venv/dev.stamp
 endif
 
-.PHONY: help demo test lint docs gpu sanitize bench check notebooks peer-tests
+.PHONY: help demo test test-all test-newest newest lint docs gpu sanitize bench check notebooks peer-tests
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       install, then route tokens through a gate and encode texts without padding'
 	@echo 'make test       install, then run the tests that need no GPU'
+	@echo 'make test-all   the rare and long tests as well: every kernel for every architecture'
+	@echo 'make test-newest'
+	@echo '                the tests of what depends on other releases, with those of constraints-newest.txt'
+	@echo 'make newest     write constraints-newest.txt: what an install takes today where nothing is pinned'
 	@echo 'make lint       ruff, clang-format and mypy'
 	@echo 'make docs       build the documentation into build/docs/html; any warning fails'
 	@echo 'make notebooks SOURCES=1'
@@ -51,6 +62,17 @@ demo: .venv/demo.stamp
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
+# The second pytest compiles with the newest NVRTC.
+test-all: .venv/dev.stamp .venv-newest/dev.stamp
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "rare and not gpu" $(ARGS)
+	$(NEWEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m rare -k '90a or 80' $(EVERY_INSTANCE) $(ARGS)
+
+test-newest: .venv-newest/dev.stamp
+	$(NEWEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu" --deselect $(EVERY_INSTANCE) $(NEWEST_TESTS) $(ARGS)
+
+newest: .venv/dev.stamp
+	$(BIN)/python -m tests.newest
+
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,7 +83,7 @@ docs: .venv/dev.stamp
 	$(BIN)/python -m docs
 
 gpu: $(READY)
-	$(PY) -m tests.gpu_record run --ops "$(OPS)"
+	$(PY) -m tests.gpu_record run --ops "$(OPS)" $(WORKERS:%=--workers %)
 
 sanitize: $(READY)
 	$(PY) -m tests.gpu_record sanitize --ops "$(OPS)"
@@ -91,4 +113,9 @@ endif
 .venv/dev.stamp: .venv/demo.stamp
 	$(PIP) '$(TORCH)'
 	$(PIP) --editable '.[$(CUDA_EXTRA),dev]'
+	@touch $@
+
+.venv-newest/dev.stamp: .venv/dev.stamp constraints-newest.txt
+	$(PYTHON) -m venv --clear .venv-newest
+	$(BIN)/uv pip install --quiet --python $(NEWEST) --constraint constraints-newest.txt --editable '.[cuda13,torch,dev]'
 	@touch $@

@@ -710,6 +710,7 @@ def test_flashinfer_filters(name: str) -> None:
         assert valid.tolist() == [True] * 5
 
 
+@pytest.mark.rare
 def test_flashinfer_draws_follow_the_distribution_and_the_generator() -> None:
     probs = torch.tensor([[0.5, 0.3, 0.2]]).expand(4000, 3).contiguous()
     for draw in (

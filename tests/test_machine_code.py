@@ -33,6 +33,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rare
 def test_comments_leave_the_code_as_it_is_and_a_change_shows(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -747,6 +747,7 @@ def test_as_many_stages_as_fit() -> None:
         assert form.shared_bytes + form.gather_bytes <= most < form._replace(stages=form.stages + 1).shared_bytes
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("activation", [0, 1, kernels.epilogue(0, is_gated=False, biased=True)])
 @pytest.mark.parametrize("gathers", [False, True])
 def test_products_of_the_largest_tiles_overlap_and_nothing_spills(activation: int, gathers: bool) -> None:

@@ -355,6 +355,7 @@ def test_other_gpus_and_variants_refuse_them() -> None:
 PAIRS = kernels.epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("activation", [0, 1, PAIRS])
 def test_products_overlap_and_nothing_spills(activation: int) -> None:
     """The compiler says where it lets each product wait for the one before."""

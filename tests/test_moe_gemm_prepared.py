@@ -339,6 +339,7 @@ def test_other_gpus_and_variants_refuse_them() -> None:
     assert planned(shaped_prepared(800), "wgmma") is not None
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("weights", ["MXFP4", "NVFP4"])
 @pytest.mark.parametrize("gathers", [False, True])
 def test_products_overlap_and_nothing_spills(weights: str, gathers: bool) -> None:

@@ -127,6 +127,7 @@ def test_the_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
         assert b_map == ("bfloat16", dims, strides, (64, 64, 1, 1), 256, True)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("on", ["80", "86", "90a", "120a"])
 def test_no_registers_spill(on: str) -> None:
     most = gpu.of_arch(on).shared_per_block

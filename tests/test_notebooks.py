@@ -90,6 +90,7 @@ def test_a_cell_that_shows_files_says_so(path: Path, of_sources: set[tuple[str, 
         assert "getsource" not in cell.source, f"{cell.id} shows sources: tag it `source`"
 
 
+@pytest.mark.rare
 @notebooks
 def test_a_notebook_runs_without_a_gpu(path: Path) -> None:
     kept, ran = nbformat.read(path, as_version=4), run(path)

@@ -107,6 +107,7 @@ def test_the_source_distribution_holds_what_its_makefile_needs(distributions: Pa
 INSTALLED = ("test_norm.py", "test_moe_gate.py", "test_quantization.py", "test_op.py", "test_dynamic_batch.py")
 
 
+@pytest.mark.rare
 def test_the_installed_wheel_passes_tests_of_the_source_distribution(
     distributions: Path, clean_python: Path, tmp_path: Path
 ) -> None:

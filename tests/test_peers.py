@@ -90,6 +90,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "peer"
 
 
+@pytest.mark.rare
 def test_processes_share_cases_and_lose_none(folder: Path, tmp_path: Path) -> None:
     """Processes that die, hang or lose the GPU fail in one case each; a second run does only what failed."""
     options = ["--jobs", "2", "--limit", "4", "--resume", str(tmp_path / "work"), "--report", str(tmp_path / "table")]
@@ -113,6 +114,7 @@ def test_processes_share_cases_and_lose_none(folder: Path, tmp_path: Path) -> No
     assert not (folder / "starts").exists()  # no case that had passed has run again
 
 
+@pytest.mark.rare
 def test_time_that_ends_is_told(folder: Path, tmp_path: Path) -> None:
     result = _run(folder, "--jobs", "1", "--until", "0.1", "--only", "one,two")
     assert result.returncode == 1
@@ -120,6 +122,7 @@ def test_time_that_ends_is_told(folder: Path, tmp_path: Path) -> None:
     assert _counts(result.stdout, "peer/test_one.py")[-1] != "0"
 
 
+@pytest.mark.rare
 def test_a_sample_that_is_whole_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- counts of peer -->\n\n<!-- end of counts -->\n")
@@ -130,6 +133,7 @@ def test_a_sample_that_is_whole_leaves_nothing(folder: Path, tmp_path: Path) -> 
     assert "| `peer/test_one.py` | 3 | 0 | 0 | 1 | 0 | 0 | 13 | 5 |" in page.read_text()
 
 
+@pytest.mark.rare
 def test_processes_have_the_gpus_in_turns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     (folder / "test_one.py").write_text(_GPUS)
@@ -152,6 +156,7 @@ def test_the_longest_cases_are_begun_first(tmp_path: Path) -> None:
     assert {name[0] for name in order[:5]} == {"b"} and sorted(order) == names
 
 
+@pytest.mark.rare
 def test_arguments_of_pytest(folder: Path) -> None:
     result = _run(folder, "--jobs", "1", "--only=one", "-k", "test_good or test_bad")
     assert _counts(result.stdout, "peer/test_one.py") == ["12", "1", "0", "0", "0", "0"]
@@ -225,6 +230,7 @@ def test_the_tables_of_a_page(tmp_path: Path) -> None:
         assert page.read_text() == marks.format(head + rows) + marks.format(head).replace("one two", "three")
 
 
+@pytest.mark.rare
 def test_a_rounded_reference_is_tried_without_its_rounding(tmp_path: Path) -> None:
     """A case that then agrees differs on purpose; one that still does not has failed."""
     (tmp_path / "test_one.py").write_text(_ROUNDED)
