@@ -5,11 +5,11 @@
     python -m tests.gpu_record sanitize   the sanitizer alone
     python -m tests.gpu_record check      lists what is unproved, or was proved on other sources than today's
 
-Each takes `--ops "STEM ..."`; `run` and `prove` take `--workers N`: pytest-xdist then runs the tests on N processes, which the
-stems under test share. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every op,
-those marked `stem("<stem>")`; all other tests with the marker `gpu` are proved together, as `runtime`. The sanitizer
-slows a kernel down by orders of magnitude, so it runs a stem's tests that have the marker `sanitize` as well. Where
-there are several GPUs, each proves stems of its own and sees the others as further devices.
+Each takes `--ops "STEM ..."`; `run` and `prove` take `--workers N`: pytest-xdist then runs the tests on N processes,
+which the stems under test share. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every
+op, those marked `stem("<stem>")`; all other tests with the marker `gpu` are proved together, as `runtime`. The
+sanitizer slows a kernel down by orders of magnitude, so it runs a stem's tests that have the marker `sanitize` as well.
+Where there are several GPUs, each proves stems of its own and sees the others as further devices.
 
 The record is `{"gpu", "driver", "cuda", "versions", "date", "stems": {stem: {"digest", "passed", "failed", "skipped",
 "sanitizer": {tool: errors}, "gpu", "gpus", "nvrtc", "date"}}}`; `errors` is null for a tool that did not run to its
