@@ -3,7 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from. Given to a target of the second group, that
 #                       interpreter runs it as it is: no .venv, nothing installed.
 #   OPS="moe_gate ..."  limits the second group to these stems
-#   WORKERS=14          the pytest processes of `make gpu`; by default one for each stem under test
+#   WORKERS=14          the pytest processes of `make gpu`; by default 14, or all cores but two where there are fewer
 #   SOURCES=1           `make notebooks` makes only the outputs that show sources, for which it needs no GPU
 #   ARGS="..."          more arguments for the demo or for pytest
 #   FOLDER="..."        where the peers' test files are, for `make peer-tests`: unpacked sdists, checkouts, any folders

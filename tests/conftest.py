@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests import gpu_memory
+from tests import gpu_memory, gpu_workers
 
 # Hypothesis times the first example too, which may compile a kernel.
 settings.register_profile("cukern", deadline=None, derandomize="CI" in os.environ)
@@ -34,20 +34,24 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--stem", help="leave out the tests that are marked as another stem's")
+    parser.addoption("--stem", action="append", help="leave out the tests that are marked as another stem's")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    stem = config.getoption("--stem")
-    if stem is None:
-        return
-    owners = [(item, item.get_closest_marker("stem")) for item in items]
-    others = [item for item, owner in owners if owner is not None and owner.args != (stem,)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+    marked = [(item, owner.args[0]) for item in items if (owner := item.get_closest_marker("stem"))]
+    for item, stem in marked:
+        item.user_properties.append((gpu_workers.STEM, stem))
+    stems = config.getoption("--stem")
+    if stems:
+        others = [item for item, stem in marked if stem not in stems]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Before anything asks for a device, each worker of a GPU run takes another GPU as its first.
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := os.environ.get(gpu_workers.GPUS)):
+        os.environ.update(gpu_workers.from_gpu(gpus.split(","), int(worker.removeprefix("gw"))))
     # Set before any test module imports cukern, and inherited by pytest-xdist's processes, which so share it.
     if not os.environ.get("CUKERN_CACHE_DIR"):
         config.stash[_cache] = folder = tempfile.TemporaryDirectory(prefix="cukern-tests-", ignore_cleanup_errors=True)

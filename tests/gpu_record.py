@@ -5,11 +5,11 @@
     python -m tests.gpu_record sanitize   the sanitizer alone
     python -m tests.gpu_record check      lists what is unproved, or was proved on other sources than today's
 
-Each takes `--ops "STEM ..."`; `run` and `prove` take `--workers N`: pytest-xdist then runs the tests on N processes,
-which the stems under test share. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every
+Each takes `--ops "STEM ..."`; `run` and `prove` take `--workers N`: pytest-xdist runs the tests of all stems on N
+processes, which share the GPUs. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every
 op, those marked `stem("<stem>")`; all other tests with the marker `gpu` are proved together, as `runtime`. The
 sanitizer slows a kernel down by orders of magnitude, so it runs a stem's tests that have the marker `sanitize` as well.
-Where there are several GPUs, each proves stems of its own and sees the others as further devices.
+Where there are several GPUs, each worker has another one as its first and sees the others as further devices.
 
 The record is `{"gpu", "driver", "cuda", "versions", "date", "stems": {stem: {"digest", "passed", "failed", "skipped",
 "sanitizer": {tool: errors}, "gpu", "gpus", "nvrtc", "date"}}}`; `errors` is null for a tool that did not run to its
@@ -23,7 +23,6 @@ import ast
 import functools
 import json
 import os
-import queue
 import re
 import shutil
 import signal
@@ -40,6 +39,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import digest, machine, now
+from tests.gpu_workers import GPUS, STEM, from_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -55,11 +55,11 @@ COMPOSITIONS = {"fused_moe": ("fused_moe",), "models": ("encoder", "decoder")}
 INTEGRATIONS = ("transformers",)
 #: The file that tests every op; its tests of a stem's functions belong to the proof of the stem.
 CONTRACT = "test_contract.py"
-# Most of a test's time, and of the sanitizer's, is the host's.
-_STEMS_AT_ONCE_PER_GPU = 2
-#: Stems with tests whose kernels wait for those of other GPUs or processes, marked `waits`: beside others that share
+#: Stems with tests whose kernels wait for kernels of other GPUs or processes, marked `waits`: beside others that share
 #: the GPUs in slices of milliseconds, each wait would take many slices. These tests run by themselves, first.
 WAITING = ("all_to_all", "fused_moe", SHARED)
+#: The processes that test: they leave cores for what they start, and each takes some GiB of host memory.
+_WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
 
 Entry = dict[str, Any]
 
@@ -204,14 +204,11 @@ def gpu_count() -> int:
 # --- running --------------------------------------------------------------------------------------------
 
 
-def _visible(first: int) -> dict[str, str]:
-    """The environment in which GPU `first` of those seen here is device 0 and the others follow."""
+def gpu_names() -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     count = gpu_count()
-    if count < 2:
-        return {}
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = given if len(given) == count else [str(i) for i in range(count)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first:] + names[:first])}
+    return given if len(given) == count else [str(i) for i in range(count)]
 
 
 def _most_to_test(name: str) -> int:
@@ -220,22 +217,13 @@ def _most_to_test(name: str) -> int:
 
 
 def spread(names: Sequence[str], work: Callable[[str, dict[str, str]], None]) -> None:
-    """Call `work(name, environment)` for each stem, on all GPUs at once."""
-    pending: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in sorted(names, key=_most_to_test):
-        pending.put(name)
-
-    def drain(environment: dict[str, str]) -> None:
-        while True:
-            try:
-                name = pending.get_nowait()
-            except queue.Empty:
-                return
-            work(name, environment)
-
-    gpus = max(1, gpu_count())
-    with ThreadPoolExecutor(gpus * _STEMS_AT_ONCE_PER_GPU) as pool:
-        done = [pool.submit(drain, _visible(i % gpus)) for i in range(gpus * _STEMS_AT_ONCE_PER_GPU)]
+    """Call `work(name, environment)` for each stem, for several at once and on all GPUs in turn."""
+    gpus = gpu_names()
+    # The sanitizer spends most of its time on the host, in a process for each tool.
+    at_once = max(1, (os.cpu_count() or 1) // len(TOOLS))
+    with ThreadPoolExecutor(at_once) as pool:
+        ordered = sorted(names, key=_most_to_test)
+        done = [pool.submit(work, name, from_gpu(gpus, i)) for i, name in enumerate(ordered)]
     for future in done:
         future.result()
 
@@ -260,35 +248,42 @@ def run(command: Sequence[str | Path], show: bool = False, **environment: str) -
     return process.returncode, output or ""
 
 
-def counts(report: Path) -> dict[str, int] | None:
-    """Passed, failed and skipped in a JUnit file; None if the run ended before it was written."""
-    if not report.exists():
-        return None
-    total = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in ElementTree.parse(report).iter("testsuite"):
-        for name in total:
-            total[name] += int(suite.get(name, 0))
-    failed = total["failures"] + total["errors"]
-    return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
+Counts = dict[str, int]
 
 
-def _pytest(name: str, marked: str) -> list[str | Path]:
-    """The command that runs a stem's tests with these markers."""
-    return [sys.executable, "-m", "pytest", "-m", marked, "-q", "--stem", name, *test_files(name)]
+def counts(report: Path, names: Sequence[str]) -> dict[str, Counts]:
+    """The tests of each stem that passed, failed and were skipped, in a JUnit file."""
+    owner = {f"tests.{file.stem}": name for name in names for file in test_files(name) if file.name != CONTRACT}
+    found = {name: {"passed": 0, "failed": 0, "skipped": 0} for name in names}
+    for case in ElementTree.parse(report).iter("testcase"):
+        marked = [own.get("value", "") for own in case.iter("property") if own.get("name") == STEM]
+        own = found[marked[0] if marked else owner[case.get("classname", "")]]
+        failed = case.find("failure") is not None or case.find("error") is not None
+        own["failed" if failed else "passed" if case.find("skipped") is None else "skipped"] += 1
+    return found
 
 
-def run_tests(name: str, environment: dict[str, str], marked: str = "gpu", workers: int = 0) -> dict[str, int]:
-    """Run the tests of a stem with these markers, on worker processes unless their number is 0.
+def _pytest(names: Sequence[str], marked: str) -> list[str | Path]:
+    """The command that runs the tests of stems with these markers."""
+    files = dict.fromkeys(file for name in names for file in test_files(name))
+    return [sys.executable, "-m", "pytest", "-m", marked, "-q", *(f"--stem={name}" for name in names), *files]
 
-    A run that crashes counts as one failure.
+
+def run_tests(names: Sequence[str], marked: str = "gpu", workers: int = 0) -> dict[str, Counts]:
+    """Run the tests of stems with these markers, on worker processes unless their number is 0.
+
+    A run that crashes counts as one failure of each stem.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        # By worksteal one worker takes neighbours, such as large tests, of which one runs at a time.
+        # By worksteal one worker takes neighbours, such as large tests, which run one at a time.
         parallel = ["-n", str(workers), "--dist", "worksteal"] if workers else []
-        _, output = run([*_pytest(name, marked), *parallel, "--junit-xml", str(report)], **environment)
-        print(f"{name}:", output.strip(), sep="\n", flush=True)
-        return counts(report) or {"passed": 0, "failed": 1, "skipped": 0}
+        environment = {GPUS: ",".join(gpu_names())}
+        _, output = run([*_pytest(names, marked), *parallel, "--junit-xml", str(report)], **environment)
+        print(output.strip(), flush=True)
+        if report.exists():
+            return counts(report, names)
+        return {name: {"passed": 0, "failed": 1, "skipped": 0} for name in names}
 
 
 @functools.cache
@@ -323,7 +318,7 @@ def _run_tool(stem: str, tool: str, environment: dict[str, str]) -> int | None:
         # Other libraries' kernels make the inputs; only initcheck has to watch what they write.
         for name in _kernels(stem):
             command += ["--kernel-name", f"kns={name}"]
-    command += [*_pytest(stem, "gpu and sanitize"), "-p", "tests.gpu_record"]
+    command += [*_pytest([stem], "gpu and sanitize"), "-p", "tests.gpu_record"]
     # torch's pool, like CuPy's, would hide the bounds of an array.
     settings = {"CUKERN_COMPILE": "lazy", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     status, output = run(command, **settings, **environment)
@@ -349,7 +344,7 @@ def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | Non
 # --- commands -------------------------------------------------------------------------------------------
 
 
-def prove(names: Sequence[str], workers: int = 0) -> int:
+def prove(names: Sequence[str], workers: int) -> int:
     """Test and sanitize. The entry of each stem is written as soon as it is known."""
     # Importing the package compiles its kernels, into the cache that `main` chooses.
     from cukern.runtime.progress import in_command, progress
@@ -358,30 +353,24 @@ def prove(names: Sequence[str], workers: int = 0) -> int:
     print(f"{gpu_count()} GPUs", flush=True)
     # Computed before the run, so that a change made during it leaves the proof stale.
     digests = {name: digest(*sources(name), root=ROOT) for name in names}
-    of_waiting: dict[str, dict[str, int]] = {}
-    of_stem = -(-workers // (max(1, gpu_count()) * _STEMS_AT_ONCE_PER_GPU))
-    runs = sum(1 + (name in WAITING) + (name != SHARED) for name in names)
-    with in_command("tests.gpu_record"), progress("tests and sanitizer", runs) as advance:
+    waiting = [name for name in names if name in WAITING]
+    sanitized = [name for name in names if name != SHARED]
+    with in_command("tests.gpu_record"), progress("tests and sanitizer", 2 + len(sanitized)) as advance:
+        advance(0, "tests that wait for other ranks")
+        of_waiting = run_tests(waiting, "gpu and waits") if waiting else {}
+        advance(1, f"tests on {workers} processes")
+        found = run_tests(names, "gpu and not waits" if waiting else "gpu", workers)
+        advance(1)
 
-        def prove_one(name: str, environment: dict[str, str]) -> None:
-            advance(0, f"tests of {name}")
-            found = run_tests(name, environment, "gpu and not waits" if name in of_waiting else "gpu", of_stem)
-            advance(1)
-            for outcome, count in of_waiting.get(name, {}).items():
-                found[outcome] += count
-            entry: Entry = {"digest": digests[name], **found, "sanitizer": {}}
-            if name != SHARED:
-                advance(0, f"{name} under the sanitizer")
+        def sanitize_and_write(name: str, environment: dict[str, str]) -> None:
+            together = {key: count + of_waiting.get(name, {}).get(key, 0) for key, count in found[name].items()}
+            entry: Entry = {"digest": digests[name], **together, "sanitizer": {}}
+            if name in sanitized:
                 entry["sanitizer"] = run_sanitizer(name, environment)
-                advance(1)
+                advance(1, f"{name} under the sanitizer")
             write_entry(name, entry, described)
 
-        for name in names:
-            if name in WAITING:
-                advance(0, f"tests of {name} that wait for others")
-                of_waiting[name] = run_tests(name, {}, "gpu and waits")
-                advance(1)
-        spread(names, prove_one)
+        spread(names, sanitize_and_write)
     return check(names)
 
 
@@ -436,7 +425,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_record", description="The GPU record.")
     parser.add_argument("command", choices=("run", "prove", "sanitize", "check"))
     parser.add_argument("--ops", default="", metavar="STEMS", help=f"separated by spaces; also {SHARED} (default: all)")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="test on N processes of pytest-xdist")
+    parser.add_argument(
+        "--workers", type=int, default=_WORKERS, metavar="N", help=f"test on N processes (default: {_WORKERS})"
+    )
     args = parser.parse_args(argv)
     names = args.ops.split() or provable()
     if unknown := [name for name in names if name not in provable()]:

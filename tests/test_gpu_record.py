@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 import threading
 import time
@@ -198,16 +199,35 @@ def test_check_says_which_stems_are_unproved(
 
 def test_the_outcomes_of_a_run_are_counted(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
     outcomes = {"passed": 1, "failed": 2, "skipped": 1}
-    assert gpu_record.run_tests("moe_gate", {}) == outcomes
+    none = dict.fromkeys(outcomes, 0)
+    assert gpu_record.run_tests(["moe_gate", "sampling"]) == {"moe_gate": outcomes, "sampling": none}
     said = capfd.readouterr().out
     assert "test_fails" in said and "[gw" not in said
-    assert gpu_record.run_tests("moe_gate", {}, workers=2) == outcomes
+    assert gpu_record.run_tests(["moe_gate"], workers=2) == {"moe_gate": outcomes}
     assert "[gw1]" in capfd.readouterr().out
+
+
+def test_marked_tests_are_counted_with_their_stem(checkout: Path) -> None:
+    (checkout / "tests" / gpu_record.CONTRACT).write_text(
+        "import pytest\n"
+        "pytestmark = pytest.mark.gpu\n"
+        '@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.stem("sampling")),\n'
+        '    *(pytest.param(i, marks=pytest.mark.stem("moe_gate")) for i in (2, 3))])\n'
+        "def test_it(n): pass\n"
+    )
+    shutil.copy(ROOT / "tests/conftest.py", checkout / "tests")
+    for module in ("gpu_memory", "gpu_workers"):
+        shutil.copy(ROOT / f"tests/{module}.py", checkout / "tests")
+    (checkout / "tests/test_moe_gate.py").write_text("")
+    found = gpu_record.run_tests(["sampling", "moe_gate"])
+    # There is no GPU here, so they fail.
+    assert {name: sum(own.values()) for name, own in found.items()} == {"sampling": 1, "moe_gate": 2}
+    assert {name: sum(own.values()) for name, own in gpu_record.run_tests(["sampling"]).items()} == {"sampling": 1}
 
 
 def test_a_run_that_crashes_is_a_failure(checkout: Path) -> None:
     (checkout / "tests/test_moe_gate.py").write_text("import os\nos._exit(0)\n")
-    assert gpu_record.run_tests("moe_gate", {}) == {"passed": 0, "failed": 1, "skipped": 0}
+    assert gpu_record.run_tests(["moe_gate"]) == {"moe_gate": {"passed": 0, "failed": 1, "skipped": 0}}
 
 
 def test_a_run_that_hangs_is_ended(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +301,7 @@ def test_each_gpu_has_stems_of_its_own(
     if given:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     monkeypatch.setattr(gpu_record, "gpu_count", lambda: 3)
+    monkeypatch.setattr(gpu_record.os, "cpu_count", lambda: 4 * 6)
     barrier = threading.Barrier(6, timeout=30)
     seen: list[tuple[str, str]] = []
 
@@ -302,24 +323,39 @@ def test_each_gpu_has_stems_of_its_own(
     assert seen[-1] == ("a", "{}")
 
 
+def test_each_worker_has_a_gpu_of_its_own_first(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(ROOT / "tests/conftest.py", checkout / "tests")
+    for module in ("gpu_memory", "gpu_workers"):
+        shutil.copy(ROOT / f"tests/{module}.py", checkout / "tests")
+    (checkout / "tests/test_moe_gate.py").write_text(
+        "import os, pytest\n"
+        '@pytest.mark.parametrize("n", range(8))\n'
+        "def test_it(n):\n"
+        '    first = int(os.environ["PYTEST_XDIST_WORKER"][2:]) % 2\n'
+        '    assert os.environ["CUDA_VISIBLE_DEVICES"] == ["7,3", "3,7"][first]\n'
+    )
+    monkeypatch.setattr(gpu_record, "gpu_names", lambda: ["7", "3"])
+    found = gpu_record.run_tests(["moe_gate"], "not gpu", workers=3)
+    assert found == {"moe_gate": {"passed": 8, "failed": 0, "skipped": 0}}
+
+
 def test_what_waits_for_ranks_comes_first_and_alone(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_record, "gpu_count", lambda: 2)
     monkeypatch.setattr(gpu_record, "WAITING", ("moe_gate",))
-    seen: list[tuple[str, str]] = []
+    seen: list[tuple[list[str], str, int]] = []
 
-    def run_tests(name: str, environment: dict[str, str], marked: str = "gpu", workers: int = 0) -> dict[str, int]:
-        assert ("CUDA_VISIBLE_DEVICES" in environment) != (marked == "gpu and waits")
-        # Four stems are tested at once.
-        assert workers == (0 if marked == "gpu and waits" else 4)
-        seen.append((name, marked))
-        return {"passed": 3, "failed": int("not" in marked), "skipped": 1}
+    def run_tests(names: list[str], marked: str = "gpu", workers: int = 0) -> dict[str, dict[str, int]]:
+        seen.append((list(names), marked, workers))
+        return {name: {"passed": 3, "failed": int("not" in marked), "skipped": 1} for name in names}
 
     monkeypatch.setattr(gpu_record, "run_tests", run_tests)
     monkeypatch.setattr(gpu_record, "run_sanitizer", lambda name, environment: CLEAN)
     monkeypatch.setattr(gpu_record, "run", lambda command, show: (0, ""))
     assert gpu_record.main(["run", "--ops", "sampling moe_gate", "--workers", "14"]) == 1
-    assert seen[0] == ("moe_gate", "gpu and waits")
-    assert sorted(seen[1:]) == [("moe_gate", "gpu and not waits"), ("sampling", "gpu")]
+    assert seen == [
+        (["moe_gate"], "gpu and waits", 0),
+        (["sampling", "moe_gate"], "gpu and not waits", 14),
+    ]
     entry = gpu_record.read_record()["stems"]["moe_gate"]
     assert (entry["passed"], entry["failed"], entry["skipped"]) == (6, 1, 2)
 
@@ -333,11 +369,15 @@ def test_a_stem_without_marked_tests_is_not_sanitized(
     assert gpu_record._run_tool("moe_gate", "memcheck", {}) is None
 
 
+def passing(names: list[str], *_: object) -> dict[str, dict[str, int]]:
+    return {name: {"passed": 3, "failed": 0, "skipped": 0} for name in names}
+
+
 def test_a_missing_sanitizer_is_recorded(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_record, "sanitizer", lambda: None)
-    monkeypatch.setattr(gpu_record, "run_tests", lambda *args: {"passed": 3, "failed": 0, "skipped": 0})
+    monkeypatch.setattr(gpu_record, "run_tests", passing)
     monkeypatch.setattr(gpu_record, "run", lambda command, show: (0, ""))
     assert gpu_record.main(["run", "--ops", "moe_gate"]) == 1
     entry = gpu_record.read_record()["stems"]["moe_gate"]
@@ -357,7 +397,11 @@ def test_run_records_each_stem_and_says_whether_all_is_well(
         started.append(command[1:])
         return bench_status, ""
 
-    monkeypatch.setattr(gpu_record, "run_tests", lambda *args: {"passed": 3, "failed": failed, "skipped": 1})
+    monkeypatch.setattr(
+        gpu_record,
+        "run_tests",
+        lambda names, *_: {name: {"passed": 3, "failed": failed, "skipped": 1} for name in names},
+    )
     monkeypatch.setattr(gpu_record, "run_sanitizer", lambda name, environment: CLEAN)
     monkeypatch.setattr(gpu_record, "run", run)
     assert gpu_record.main(["run", "--ops", "moe_gate runtime"]) == status
@@ -372,7 +416,7 @@ def test_run_records_each_stem_and_says_whether_all_is_well(
 def test_proving_one_stem_leaves_the_others(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_record.write_entry("moe_gate", _entry("moe_gate", digest="before"), MACHINE)
     before = copy.deepcopy(gpu_record.read_record()["stems"]["moe_gate"])
-    monkeypatch.setattr(gpu_record, "run_tests", lambda *args: {"passed": 3, "failed": 0, "skipped": 0})
+    monkeypatch.setattr(gpu_record, "run_tests", passing)
     monkeypatch.setattr(gpu_record, "WAITING", ())
     monkeypatch.setattr(gpu_record, "run_sanitizer", lambda name, environment: dict.fromkeys(gpu_record.TOOLS))
     monkeypatch.setattr(gpu_record, "run", lambda command, show: pytest.fail("there is nothing to measure"))
