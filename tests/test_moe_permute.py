@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -937,7 +937,10 @@ def test_random_sizes(data: st.DataObject) -> None:
         data.draw(st.integers(0, experts)),
         data.draw(st.sampled_from(sorting.ID_DTYPES)),
     )
-    compare_sorts(case, rng, data.draw(st.sampled_from(kernels.SORT_VARIANTS)), data.draw(st.integers(1, 70)))
+    variant = data.draw(st.sampled_from(kernels.SORT_VARIANTS))
+    if variant == "chunks":
+        assume(case.tokens * case.topk <= 32 * kernels._CHUNKS[-1])
+    compare_sorts(case, rng, variant, data.draw(st.integers(1, 70)))
     align = data.draw(st.sampled_from([None, None, 16]))
     compare_rows(case, data.draw(st.integers(1, 300)), data.draw(st.sampled_from(DTYPES)), rng, align=align)
 
