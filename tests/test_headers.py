@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,33 @@ def test_a_header_without_its_include_is_named(tmp_path: Path) -> None:
         path.write_text(text)
     headers = sorted(tmp_path.rglob("*.cuh"))
     assert missing_includes(headers, tmp_path) == ["gemm/scales.cuh uses shared_address of common/address.cuh"]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch, cukern",
+        "import cukern, torch",
+        # The binding keeps the NVRTC that it finds, which is torch's.
+        "import torch; from cupy_backends.cuda.libs import nvrtc; nvrtc.getVersion(); import cukern",
+    ],
+)
+def test_the_headers_fit_the_nvrtc_of_any_order_of_imports(first: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+{first}
+import cukern.runtime.compile as compiler
+from cukern.runtime import nvrtc
+assert compiler.nvrtc_version().startswith(compiler.headers_version() + ".")
+options = compiler._options("90a") + ["-I" + compiler.cuda_include_directory()]
+nvrtc.compile_cubin("#include <cuda_fp8.h>\\n__global__ void kernel() {{}}", "fp8.cu", "kernel", options)
+worker = compiler._start_worker()
+assert str(compiler._nvrtc_library()) in worker.args
+worker.kill()
+"""
+    environment = {"CUKERN_COMPILE": "lazy", "CUKERN_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=compiler.CUDA_SRC.parent, env=os.environ | environment, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -73,20 +73,32 @@ def arch_of(compute_capability: tuple[int, int]) -> str:
 def available() -> str | None:
     """None when NVRTC can be used here, otherwise the reason why not."""
     try:
-        from cupy_backends.cuda.libs import nvrtc as binding
-
-        binding.getVersion()
+        _nvrtc_library()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
+@functools.cache
 def _nvrtc_library() -> Path | None:
-    """The file of the NVRTC that this process has loaded; None where the system does not tell."""
+    """The file of the NVRTC that compiles in this process; None where the system does not tell.
+
+    CuPy takes an NVRTC that the process has loaded, such as the one of a torch for another CUDA. NVRTC takes no headers
+    of a later release, so the NVRTC beside the headers is loaded first.
+    """
+    from cupy_backends.cuda.libs import nvrtc as binding
+
+    with contextlib.suppress(Exception):
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        for beside in (Path(find_nvidia_header_directory("cudart") or "").parent / "lib").glob("libnvrtc.so.*"):
+            nvrtc.load(str(beside))
+    with nvrtc.LOCK:
+        major, _ = binding.getVersion()  # loads the library
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             path = line.rstrip().partition("/")[2]
-            if re.search(r"/libnvrtc\.so[.\d]*$", path):
+            if re.search(rf"/libnvrtc\.so\.{major}[.\d]*$", path):
                 return Path("/", path)
     return None
 
@@ -98,10 +110,6 @@ def nvrtc_version() -> str:
     The build is written only in NVRTC's output, and to compile something would take a tenth of a warm import. So the
     cache folder keeps the answer, by the path, size and time of the library file.
     """
-    from cupy_backends.cuda.libs import nvrtc as binding
-
-    with nvrtc.LOCK:
-        binding.getVersion()  # loads the library
     library = _nvrtc_library()
     if library is None:
         return nvrtc.build()
@@ -129,6 +137,9 @@ def cuda_include_directory() -> str:
 
 def _find_cuda_headers() -> str:
     candidates = []
+    if library := _nvrtc_library():
+        # The folders of a toolkit and of the wheels of CUDA 13; the wheels of CUDA 12 have a folder for each part.
+        candidates += [str(library.parents[1] / "include"), str(library.parents[2] / "cuda_runtime" / "include")]
     with contextlib.suppress(Exception):
         from cuda.pathfinder import find_nvidia_header_directory
 
@@ -338,7 +349,7 @@ def _worker_count(jobs: int) -> int:
 def _start_worker() -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     return subprocess.Popen(
-        [sys.executable, nvrtc.__file__],
+        [sys.executable, nvrtc.__file__, *map(str, filter(None, [_nvrtc_library()]))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ For that it imports nothing of cukern, which compiles when it is imported.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -26,6 +27,13 @@ from typing import Any
 LOCK = threading.RLock()
 #: Seconds after which a process compiles what another process of the host still compiles.
 PATIENCE_S = 60.0
+
+
+def load(library: str) -> None:
+    """Load the file of an NVRTC, which CuPy's binding then takes unless it has another one already."""
+    # NVRTC opens its built-in functions by name, which finds them only where they are loaded.
+    for file in (*Path(library).parent.glob("libnvrtc-builtins.so.*"), library):
+        ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
 
 
 def compile_cubin(source: str, filename: str, expression: str, options: list[str]) -> tuple[bytes, str, str]:
@@ -158,7 +166,9 @@ def compile_to_cache(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Compile the jobs that arrive on stdin, one JSON object a line; answer each with a line."""
+    """Compile the jobs that arrive on stdin, one JSON object a line, by the NVRTC of the argument; answer each."""
+    for library in sys.argv[1:]:
+        load(library)
     # Only answers go to stdout; what a library prints goes to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
