@@ -154,6 +154,8 @@ def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..
         def prepare(made: Models, batch: int, length: int) -> Callable[[], torch.Tensor]:
             from transformers import DynamicCache, StaticCache
 
+            from cukern.integrations.transformers._cache import CACHE_NAME
+
             torch.compiler.reset()
             _set(made, implementation)
             device = next(made.stock.parameters()).device
@@ -167,10 +169,10 @@ def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..
                 if not left:
                     config = made.stock.config
                     cache = StaticCache(config, length + STEPS) if compiled else DynamicCache(config=config)
-                    out = made.stock(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    out = made.stock(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
                     place.fill_(length)
                     token, left = out.logits[:, -1:].argmax(-1), STEPS - 1
-                out = forward(input_ids=token, position_ids=place, past_key_values=cache, use_cache=True)
+                out = forward(input_ids=token, position_ids=place, use_cache=True, **{CACHE_NAME: cache})
                 token = out.logits[:, -1:].argmax(-1)
                 place.add_(1)
                 left -= 1
