@@ -83,8 +83,8 @@ def available() -> str | None:
 def _nvrtc_library() -> Path | None:
     """The file of the NVRTC that compiles in this process; None where the system does not tell.
 
-    CuPy takes an NVRTC that the process has loaded, such as the one of a torch for another CUDA. NVRTC takes no headers
-    of a later release, so the NVRTC beside the headers is loaded first.
+    CuPy takes an NVRTC that the process has loaded, such as torch's for another CUDA. NVRTC takes no headers of a later
+    release, so this function loads the NVRTC beside the headers first.
     """
     from cupy_backends.cuda.libs import nvrtc as binding
 

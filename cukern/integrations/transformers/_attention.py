@@ -25,7 +25,7 @@ MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: The attribute of a mask that holds the `Rows` that it leaves visible.
 _ROWS = "_cukern_rows"
-#: The global by which a forward of transformers chooses an attention.
+#: Forwards of transformers look their attention up in this global.
 _CHOICE = "ALL_ATTENTION_FUNCTIONS"
 
 
