@@ -18,7 +18,6 @@ and a row may have "parts": {name: us}, the GPU time of the parts of a call.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib
 import json
 import math
@@ -37,10 +36,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.digest import digest
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-_SOURCE_SUFFIXES = {".py", ".cu", ".cuh"}
 _ROW = ("op", "case", "variant", "us", "floor_us", "baselines", "host_us")
 _RUN = ("driver", "cuda", "versions", "digest", "date", "ceilings")
 #: The names of the distributions of each module.
@@ -64,19 +64,6 @@ _RATES = {"texts/s": ("texts",), "tokens/s": ("batch", "steps")}
 
 Document = dict[str, Any]
 Row = dict[str, Any]
-
-
-def digest(*paths: Path, root: Path = ROOT) -> str:
-    """A digest of source files and of those in folders, by name and content; missing paths add nothing."""
-    files: set[Path] = set()
-    for path in paths:
-        found = path.rglob("*") if path.is_dir() else [path]
-        files.update(file for file in found if file.suffix in _SOURCE_SUFFIXES and file.is_file())
-    result = hashlib.sha256()
-    for file in sorted(files):
-        content = file.read_bytes()
-        result.update(f"{file.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
-    return result.hexdigest()[:16]
 
 
 def now() -> str:

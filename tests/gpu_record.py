@@ -38,7 +38,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import digest, machine, now
+from benchmarks.digest import digest
+from benchmarks.report import machine, now
 from tests.gpu_workers import GPUS, STEM, from_gpu
 
 ROOT = Path(__file__).resolve().parents[1]

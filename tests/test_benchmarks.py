@@ -1644,26 +1644,6 @@ def test_figures_have_three_digits(us: float, text: str) -> None:
     assert report.figure(us) == text
 
 
-def _tree(root: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = root / name.replace("__", "/").replace("_dot_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def test_a_digest_is_of_names_and_contents(tmp_path: Path) -> None:
-    source = {"a_dot_py": "1", "sub__b_dot_cu": "2"}
-    first = _tree(tmp_path / "first", **source)
-    again = _tree(tmp_path / "again", **dict(reversed(source.items())), sub__b_dot_pyc="3", note_dot_txt="4")
-    reference = report.digest(first, root=first)
-    assert report.digest(again, root=again) == reference
-    assert report.digest(first / "sub", first / "a.py", first / "missing.py", root=first) == reference
-    for changed in ({**source, "a_dot_py": "2"}, {"c_dot_py": "1", "sub__b_dot_cu": "2"}, {"a_dot_py": "1"}):
-        other = _tree(tmp_path / str(len(list(tmp_path.iterdir()))), **changed)
-        assert report.digest(other, root=other) != reference
-
-
 def test_the_import_is_a_row_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that nothing is compiled
     cold, warm = start_up.rows({"cold": 1, "warm": 1})

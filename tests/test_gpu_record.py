@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks.digest import digest
 from tests import gpu_record
 from tests.gpu_record import ROOT
 
@@ -100,10 +100,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _entry(name: str, **changes: Any) -> dict[str, Any]:
-    digest = report.digest(*gpu_record.sources(name), root=gpu_record.ROOT)
+    of_sources = digest(*gpu_record.sources(name), root=gpu_record.ROOT)
     counts = {"passed": 3, "failed": 0, "skipped": 1}
     run = {"gpu": "NVIDIA H200", "gpus": 1, "nvrtc": "13.0.88", "date": "2026-01-02"}
-    return {"digest": digest, **counts, "sanitizer": CLEAN, **run, **changes}
+    return {"digest": of_sources, **counts, "sanitizer": CLEAN, **run, **changes}
 
 
 def test_what_there_is_to_prove(checkout: Path) -> None:
@@ -153,7 +153,12 @@ def test_a_change_makes_stale_what_depends_on_it(checkout: Path, changed: str, s
     entries = {name: _entry(name) for name in gpu_record.provable()}
     assert not any(gpu_record.unproved(name, entry) for name, entry in entries.items())
     path = checkout / changed
-    path.write_text((path.read_text() if path.exists() else "") + "\n# more\n")
+    before = path.read_text() if path.exists() else ""
+    comment = "# a comment\n" if path.suffix == ".py" else "/* a\ncomment */ // more\n"
+    path.write_text(f"\n{comment}\n{before}")
+    unless_new = {name: gpu_record.unproved(name, entry) for name, entry in entries.items()}
+    assert not before or not any(unless_new.values())
+    path.write_text(f"{before}\nmore = 1\n")
     found = {name: gpu_record.unproved(name, entry) for name, entry in entries.items()}
     assert [name for name, reason in found.items() if reason] == stale
     assert all(found[name] == "stale: the sources have changed since 2026-01-02" for name in stale)
