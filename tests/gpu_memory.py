@@ -60,7 +60,7 @@ def _unused() -> int:
 
 
 def _release() -> None:
-    """Give what the pools keep unused back to the driver, and what only cycles of objects hold."""
+    """Collect reference cycles, then return the unused memory of the pools to the driver."""
     gc.collect()
     if cupy := sys.modules.get("cupy"):
         cupy.get_default_memory_pool().free_all_blocks()

@@ -22,9 +22,9 @@ from tests.test_fused_moe_all_to_all import as_tensor, compare, layer_on, made, 
 
 RANKS = 2
 LIMIT_S = 60.0
-#: The library's own.
+#: The library's default deadline.
 DEADLINE_S = 30.0
-#: A few starts show a stall that each start meets; CUKERN_COLD_STARTS=10 shows a rare one.
+#: Two starts detect a stall that always occurs. CUKERN_COLD_STARTS=10 detects a rare one.
 STARTS = int(os.environ.get("CUKERN_COLD_STARTS", "2"))
 
 

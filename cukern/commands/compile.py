@@ -45,16 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="the kernels of the import, all specialized ones, and the kernels of --for with every name",
+        help="the kernels of the import, all specialized ones, and what --for compiles for every named model",
     )
     parser.epilog = "\n".join(
         [
             "Without --for and --all, the kernels of the import are compiled, and all others at their first use.",
-            "--for covers 1 to 16384 tokens and sequences, every length of the context, and 1, 2, 4 and 8 GPUs,",
-            "in the dtype and the quantization of the configuration.",
-            "--for covers no exchange between GPUs, beam search, penalties, pages of other sizes than 16,",
+            "--for covers 1 to 16384 tokens and sequences, samples of the length of the context,",
+            "and 1, 2, 4 and 8 GPUs, in the dtype and the quantization of the configuration.",
+            "--for covers no exchange between GPUs, beam search, penalties, other page sizes,",
             "and FP8 caches of keys and values.",
-            f"The known model_type: {', '.join(KINDS)}.",
+            f"config.json has one of these values of model_type: {', '.join(KINDS)}.",
             "The cache is CUKERN_CACHE_DIR, or the user's cache folder. For a container image:",
             "  CUKERN_CACHE_DIR=/opt/cukern cukern compile --arch 80,90a --for qwen3-moe",
         ]

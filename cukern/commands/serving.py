@@ -30,11 +30,11 @@ from cukern.runtime.progress import progress
 MOST = 16384
 #: Tokens of a page of keys and values, and of a page of latents.
 PAGE, LATENT_PAGE = 16, 64
-#: GPUs that share a model out: its heads and the columns of its experts, or whole experts.
+#: The numbers of GPUs that share a model, by heads and columns of its experts, or by whole experts.
 RANKS = (1, 2, 4, 8)
-#: Tokens of a sequence in a step: one, and the drafts or the chunks that fill the rows of a kernel's tiles.
+#: Query tokens of a sequence in a step: 1, or 2 to 16 with draft tokens or chunks.
 _QUERY_TOKENS = (1, 2, 4, 8, 16)
-#: Rows of a step whose products cukern multiplies in 16 bits, and the rows that it expects then at most.
+#: The most rows of a step that the 16-bit kernel for few rows takes, and the largest `expected_m` of such a call.
 _DENSE_ROWS, _DENSE_EXPECTED = 4, 2
 _GROUP = 128  # numbers that share an FP8 scale
 
@@ -101,7 +101,7 @@ def launched(function: str, arguments: dict[str, Any], on: gpu.Gpu) -> frozenset
 
 
 def _sweep(at: Callable[[int], frozenset[Instance]], points: set[int]) -> frozenset[Instance]:
-    """What `at` gives over a range, from some points of it; the two sides of each change join the points.
+    """What `at` gives at the points of a range and between them; adds both sides of each change to the points.
 
     Between two neighbours that differ the middle is asked, down to the change.
     """
@@ -124,7 +124,7 @@ def reached(call: Call, on: gpu.Gpu) -> frozenset[Instance]:
     """The instances that a call reaches on a GPU, over all its sizes.
 
     The first size is swept from the powers of two and their successors. A second one has the powers of two alone.
-    Sizes that the function refuses reach none. Raises what it raises for the smallest sizes.
+    Sizes that the function refuses reach none. Where it refuses the smallest sizes, its exception is raised.
     """
     axes = call.axes
     try:

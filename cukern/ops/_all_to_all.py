@@ -221,8 +221,9 @@ class Link:
 class _Memory:
     """The memory of one rank: its window, what it keeps for itself, and its mappings of others.
 
-    `release` frees it. Without that call it is freed when neither a state nor an array in the window refers to it and
-    no other rank of this process has memory, or else with the next memory that is made or released.
+    `release` frees it. The garbage collector frees it too, once neither a state nor an array in the window refers to
+    it. If another rank of this process has memory then, the next constructor or `release` frees it. No kernel of this
+    process may wait for another rank at these two.
     """
 
     def __init__(self, device: int, sizes: Sizes, layout: Layout, ranks: int) -> None:
@@ -252,7 +253,7 @@ class _Memory:
             raise
 
     def release(self) -> None:
-        """Free the memory now, once; no kernel of this process may wait for another rank."""
+        """Free the memory now; a second call does nothing."""
         if self._collected.detach():
             _in_use.discard(self._taken)
             _abandoned.append(self._taken)
@@ -291,7 +292,7 @@ _abandoned: list[contextlib.ExitStack] = []
 
 
 def _abandon(taken: contextlib.ExitStack) -> None:
-    """Free what a collected memory has taken; later, where a kernel may wait for another rank.
+    """Free what a collected memory has taken; later, if another rank of this process has memory.
 
     The garbage collector runs at any time, also between the launches of two ranks. cudaFree waits for the kernels of
     its device: behind a kernel that waits for the second rank it would block the thread that launches that rank.

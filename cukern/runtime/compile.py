@@ -81,18 +81,19 @@ def available() -> str | None:
 
 @functools.cache
 def _nvrtc_library() -> Path | None:
-    """The file of the NVRTC that compiles in this process; None where the system does not tell.
+    """The file of the NVRTC that compiles in this process; None if `/proc/self/maps` does not list it.
 
-    CuPy takes an NVRTC that the process has loaded, such as torch's for another CUDA. NVRTC takes no headers of a later
-    release, so this function loads the NVRTC beside the headers first.
+    CuPy takes an NVRTC that the process has loaded, such as torch's for another CUDA. NVRTC cannot compile the headers
+    of a later CUDA release, so this function loads the NVRTC beside the headers first.
     """
     from cupy_backends.cuda.libs import nvrtc as binding
 
     with contextlib.suppress(Exception):
         from cuda.pathfinder import find_nvidia_header_directory
 
-        for beside in (Path(find_nvidia_header_directory("cudart") or "").parent / "lib").glob("libnvrtc.so.*"):
-            nvrtc.load(str(beside))
+        if headers := find_nvidia_header_directory("cudart"):
+            for beside in (Path(headers).parent / "lib").glob("libnvrtc.so.*"):
+                nvrtc.load(str(beside))
     with nvrtc.LOCK:
         major, _ = binding.getVersion()  # loads the library
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
@@ -378,10 +379,10 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
 def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None = None) -> None:
     """Compile (instance, arch) pairs into the cache, on worker processes where there are cores.
 
-    Processes that start at once on a host need the same instances: one of them compiles, on all cores, and the others
-    wait for it.
+    Processes that start at once on a host need the same instances: one of them compiles, on all cores. The others wait
+    for `nvrtc.PATIENCE_S`, then compile too.
 
-    `progress` is called after each, from any thread.
+    `progress` is called after each instance, from any thread.
     Raises CompileError, with the messages of all failures, after all have been tried.
     """
     with nvrtc.alone(str(cache_directory() / "all")):

@@ -30,8 +30,8 @@ PATIENCE_S = 60.0
 
 
 def load(library: str) -> None:
-    """Load the file of an NVRTC, which CuPy's binding then takes unless it has another one already."""
-    # NVRTC opens its built-in functions by name, which finds them only where they are loaded.
+    """Load the file of an NVRTC; CuPy's binding uses it unless it is bound to another one already."""
+    # NVRTC opens its built-in functions by their bare name, which resolves only if the library is loaded.
     for file in (*Path(library).parent.glob("libnvrtc-builtins.so.*"), library):
         ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
 
@@ -124,10 +124,10 @@ def _lock_file(folder: str) -> int:
 
 @contextlib.contextmanager
 def alone(path: str) -> Iterator[None]:
-    """Hold the lock of a file of the cache, which one process of the host holds at a time.
+    """Hold the lock of a file of the cache, which one process holds at a time.
 
-    The lock saves double work and guards nothing: the caller goes on without it after `PATIENCE_S`, or on a file
-    system that has no locks. A process that dies gives its locks back.
+    The lock only avoids duplicate compilation; correctness does not depend on it. The caller goes on without the lock
+    after `PATIENCE_S`, or on a file system that has no locks. A process that dies gives its locks back.
     """
     # One byte of the lock file stands for each path.
     place = int.from_bytes(hashlib.sha256(path.encode()).digest()[:7], "big")
@@ -148,7 +148,10 @@ def alone(path: str) -> Iterator[None]:
 
 
 def compile_to_cache(job: dict[str, Any]) -> None:
-    """Compile `job` and store the cubin, then the note that vouches for it, unless another process does so first."""
+    """Compile `job` and store the cubin, then the note that vouches for it.
+
+    If the cache holds an intact cubin already, nothing is compiled.
+    """
     with LOCK, alone(job["path"]):
         if is_intact(Path(job["path"])):
             return

@@ -1,4 +1,4 @@
-"""Forwards of transformers: the functions behind their wrappers, and the same with other values for some names."""
+"""Forwards of the modules of transformers: finds the undecorated function, and rebinds globals that it names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def written(module: Any) -> Any:
-    """The forward of a module's class as its source has it, behind everything that decorators wrap around it."""
+    """The undecorated forward of a torch module's class."""
     return inspect.unwrap(type(module).forward)
 
 
@@ -28,10 +28,10 @@ def rewritten(
     names: dict[str, Any],
     change: Callable[[list[ast.stmt]], list[ast.stmt]] = lambda body: body,
 ) -> Callable[..., Any] | None:
-    """The forward of a module's class with its statements changed, in which `names` stand for other values.
+    """The forward of a module's class with its statements changed; `names` maps globals that it names to other values.
 
     The wrappers of the forward wrap the new one as well. The result is None where the source is unknown, the written
-    function is a closure, or a wrapper holds it elsewhere than in its closure.
+    function is a closure, or a wrapper does not hold the function in its closure.
 
     The names are free variables of the new function. It shares all other globals with the old one, so that
     torch.compile finds them in their module.
@@ -48,7 +48,7 @@ def rewritten(
         return None
     function.body = change(function.body)
     function.decorator_list = []
-    # Annotations and defaults would be evaluated anew: the new function takes the values of the old one.
+    # Annotations and defaults would be evaluated again. The new function takes the old defaults below.
     arguments = function.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:

@@ -1,4 +1,4 @@
-"""The versions of transformers that the tests run on, and the warning where another one hides parts of a model."""
+"""The tested versions of transformers, and the warning where an untested one leaves parts of a model as they were."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from cukern.integrations.transformers._state import Report
 
 #: The first and the last tested version.
 TESTED = "5.17", "5.24"
-#: The modules of each part, by the ends of their classes' names. A model with all of them has the part, in the last.
+#: The ends of the names of a part's classes. A model has a part if it has a class with each of these ends; cukern
+#: replaces modules of the last one.
 _KINDS = {
     "experts": ("Experts",),
     "routers": ("Router",),
@@ -31,7 +32,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def _left(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
-    """The parts that the model has, by the names of its modules, and that the report has replaced nowhere."""
+    """The parts of the model that the report does not list as replaced."""
     names = {type(x).__name__ for x in model.modules()}
 
     def has(part: str) -> bool:
