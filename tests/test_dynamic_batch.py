@@ -157,11 +157,13 @@ def dynamic(call: Call, backend: Any) -> Callable[..., Any]:
     names = list(call.given)
     sizes = {name for name, value in call.given.items() if name in dims and type(value) is int}
 
+    function, count = call.function, len(call.args)  # torch 2.10 traces no method of a named tuple
+
     @torch.compile(fullgraph=True, backend=backend)
     def compiled(*values: Any) -> Any:
         values = [x.shape[0] if name in sizes else x for name, x in zip(names, values, strict=True)]
-        options = dict(zip(names[len(call.args) :], values[len(call.args) :], strict=True))
-        return call.function(*values[: len(call.args)], **options)
+        options = dict(zip(names[count:], values[count:], strict=True))
+        return function(*values[:count], **options)
 
     def marked(*args: Any, **options: Any) -> Any:
         values = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import numpy as np
+
 from cukern.runtime.late import Late, checked
 
 
@@ -45,7 +47,8 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, Late):
         return checked(lambda each: number(name, each), value)
     try:
-        result = float(value)
+        # NumPy before 2.4 converts an array of one element, and warns.
+        result = float("an array" if isinstance(value, np.ndarray) and value.ndim else value)
     except (TypeError, ValueError):
         fail(name, "a number", f"{value!r} ({type(value).__name__})", TypeError)
     if result != result or result in (float("inf"), float("-inf")):
