@@ -80,7 +80,7 @@ def test_the_wheel_asks_for_little(wheel: Path) -> None:
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     lines = archive.read(metadata).decode().splitlines()
     hard = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
-    assert sorted(line.split(":")[1].strip().split(">")[0] for line in hard) == ["ml-dtypes", "numpy", "rich"]
+    assert sorted({line.split(":")[1].strip().split(">")[0] for line in hard}) == ["ml-dtypes", "numpy", "rich"]
     extras = {line.split(":")[1].strip() for line in lines if line.startswith("Provides-Extra:")}
     assert {"cuda12", "cuda13", "torch", "notebooks", "dev"} <= extras
 
