@@ -88,13 +88,13 @@ def _nvrtc_library() -> Path | None:
     """
     from cupy_backends.cuda.libs import nvrtc as binding
 
-    with contextlib.suppress(Exception):
-        from cuda.pathfinder import find_nvidia_header_directory
-
-        if headers := find_nvidia_header_directory("cudart"):
-            for beside in (Path(headers).parent / "lib").glob("libnvrtc.so.*"):
-                nvrtc.load(str(beside))
     with nvrtc.LOCK:
+        with contextlib.suppress(Exception):
+            from cuda.pathfinder import find_nvidia_header_directory
+
+            if headers := find_nvidia_header_directory("cudart"):
+                for beside in (Path(headers).parent / "lib").glob("libnvrtc.so.*"):
+                    nvrtc.load(str(beside))
         major, _ = binding.getVersion()  # loads the library
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
