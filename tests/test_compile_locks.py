@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cukern.runtime.compile as compiler
-from cukern.runtime import nvrtc
+from cukern.runtime import kernel, nvrtc
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import KERNELS
 
@@ -116,3 +117,20 @@ def test_a_file_system_without_locks(cache: Path, monkeypatch: pytest.MonkeyPatc
     one, _ = _instances()
     compiler.cubin(one, "80")
     assert compiler.is_intact(compiler.cached_path(one, "80"))
+
+
+def test_a_manager_loads_what_is_compiled_and_compiles_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = _instances()
+    compiler.cubin(one, "80")
+    loaded: list[Instance] = []
+    monkeypatch.setattr(kernel, "KERNELS", {})  # a kernel enters itself
+    own = kernel.Kernel(one.file, one.function)
+    monkeypatch.setattr(kernel, "arch_of_device", lambda device: "80")
+    monkeypatch.setattr(kernel, "current_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(kernel.Variant, "load", lambda self, device: loaded.append(self.instance))
+    for instance in (one, two):
+        own.variant(*instance.arguments)
+    kernel.load_all(["decoding"], 0, compiles=False)
+    assert loaded == [one] and not compiler.is_intact(compiler.cached_path(two, "80"))
+    kernel.load_all(["decoding"], 0)
+    assert loaded == [one, one, two] and compiler.is_intact(compiler.cached_path(two, "80"))
