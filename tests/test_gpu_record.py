@@ -230,6 +230,15 @@ def test_marked_tests_are_counted_with_their_stem(checkout: Path) -> None:
     assert {name: sum(own.values()) for name, own in gpu_record.run_tests(["sampling"]).items()} == {"sampling": 1}
 
 
+def test_a_file_that_cannot_be_collected_is_a_failure_of_its_stem(checkout: Path) -> None:
+    (checkout / "tests/test_moe_gate.py").write_text("import no_such_module")
+    found = gpu_record.run_tests(["moe_gate", "sampling"])
+    assert {name: own["failed"] for name, own in found.items()} == {"moe_gate": 1, "sampling": 0}
+    (checkout / "tests" / gpu_record.CONTRACT).write_text("import no_such_module")
+    found = gpu_record.run_tests(["moe_gate", "sampling"])
+    assert {name: own["failed"] for name, own in found.items()} == {"moe_gate": 2, "sampling": 1}
+
+
 def test_a_run_that_crashes_is_a_failure(checkout: Path) -> None:
     (checkout / "tests/test_moe_gate.py").write_text("import os\nos._exit(0)\n")
     assert gpu_record.run_tests(["moe_gate"]) == {"moe_gate": {"passed": 0, "failed": 1, "skipped": 0}}
