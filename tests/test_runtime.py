@@ -37,6 +37,7 @@ from cukern.runtime.late import Guards, Late
 from cukern.runtime.op import OPS, op
 from cukern.runtime.plan import outputs, run_twin
 from cukern.runtime.rows import tile as tile_of
+from cukern.runtime.tolerance import Tolerance
 from cukern.testing import assert_matches
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -355,8 +356,8 @@ def test_the_multiplication_divides(divisor: int, number: int) -> None:
 
 @pytest.fixture
 def tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"float32": testing.Tolerance(0.1, 0.5), "bfloat16": testing.Tolerance(0.5, 0)}
-    monkeypatch.setitem(testing.TOLERANCES, "x", values)
+    values = {"float32": Tolerance(0.1, 0.5), "bfloat16": Tolerance(0.5, 0), "float64": Tolerance(0, 0)}
+    monkeypatch.setattr(testing, "tolerances", lambda stem: {"x": values})
 
 
 def _floats(*values: float, dtype: Any = np.float32) -> Any:
@@ -379,9 +380,8 @@ NAN, INF = np.nan, np.inf
     ],
     ids=["close", "NaN and infinities", "tensors", "bfloat16", "integers", "booleans", "nothing"],
 )
-def test_what_matches(got: Any, want: Any, tolerance: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(testing.TOLERANCES["x"], "float64", testing.Tolerance(0, 0))
-    assert_matches("x", got, want)
+def test_what_matches(got: Any, want: Any, tolerance: None) -> None:
+    assert_matches("a.x", got, want)
 
 
 @pytest.mark.parametrize(
@@ -403,12 +403,12 @@ def test_what_matches(got: Any, want: Any, tolerance: None, monkeypatch: pytest.
 )  # fmt: skip
 def test_what_does_not_match(got: Any, want: Any, message: str, tolerance: None) -> None:
     with pytest.raises(AssertionError, match=re.escape(message)):
-        assert_matches("x", got, want)
+        assert_matches("a.x", got, want)
 
 
 def test_floats_need_an_entry_in_the_table() -> None:
-    with pytest.raises(KeyError, match="unheard of"):
-        assert_matches("unheard of", _floats(1), _floats(1))
+    with pytest.raises(KeyError, match="unheard_of"):
+        assert_matches("moe_gate.unheard_of", _floats(1), _floats(1))
 
 
 # --- sources and their digests --------------------------------------------------------------------------

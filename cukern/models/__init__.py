@@ -8,6 +8,20 @@ from cukern.models.encoder import Encoder
 from cukern.models.encoder_weights import EncoderConfig
 from cukern.models.text import TextConfig
 from cukern.models.tokenizer import Tokenizer
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the models match transformers, by result, then by dtype.
+TOLERANCES = {
+    # Hidden states of magnitude 1 to 3 after a few layers, beside transformers in float32: products in another order,
+    # in 16 bits rounded after each operation.
+    "hidden_states": {
+        "float32": Tolerance(relative=0, absolute=2e-5),
+        "float16": Tolerance(relative=0, absolute=2e-2),
+        "bfloat16": Tolerance(relative=2**-7, absolute=6e-2),
+    },
+    # Means of hidden states, and their products and roots.
+    "vectors": {"float32": Tolerance(relative=0, absolute=1e-5)},
+}
 
 __all__ = [
     "Decoder",

@@ -12,6 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.runtime import check
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # One addition and one division, in IEEE arithmetic on either side: less than a unit in the last place, so exact.
+    "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
+    "keys": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
+    "scores": {"float32": Tolerance(relative=2**-30, absolute=0)},
+    "finished_scores": {"float32": Tolerance(relative=2**-30, absolute=0)},
+}
 
 Array = NDArray[Any]
 

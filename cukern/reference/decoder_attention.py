@@ -11,6 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.runtime import check
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # Scores are sums of dim float32 products, and their error is one of the weights; exp2 and the division are the
+    # hardware's. A value near a rounding boundary of float16 or bfloat16 may fall on the other side of it.
+    "out": {
+        "float32": Tolerance(relative=2e-5, absolute=2e-5),
+        "float16": Tolerance(relative=2**-10, absolute=4e-5),
+        "bfloat16": Tolerance(relative=2**-7, absolute=4e-5),
+    },
+}
 
 Array = NDArray[Any]
 

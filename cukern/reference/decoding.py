@@ -8,6 +8,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # Each product, sum and quotient is IEEE arithmetic in float32, not fused, in the same order on both sides.
+    "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
+}
+
 Array = NDArray[Any]
 
 

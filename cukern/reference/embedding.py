@@ -14,6 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.runtime import check
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # Copied, or one float32 product and one sum rounded to the dtype, not fused: IEEE arithmetic on both sides.
+    "rows": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
+}
 
 Array = NDArray[Any]
 

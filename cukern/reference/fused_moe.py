@@ -14,6 +14,26 @@ from numpy.typing import NDArray
 from cukern.reference.moe_activation import ALPHA, LIMIT
 from cukern.reference.moe_gemm import product
 from cukern.reference.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # The activations and each expert's output are rounded on the way; one of these near a rounding boundary may fall on
+    # the other side of it, by a unit in its last place. Outputs of an expert are of magnitude 1, of relu2 up to 16.
+    "out": {
+        "float32": Tolerance(relative=4e-5, absolute=4e-5),
+        "float16": Tolerance(relative=2**-10, absolute=2**-7),
+        "bfloat16": Tolerance(relative=2**-7, absolute=2**-4),
+    },
+    # An activation near a rounding boundary of FP8 that falls on the other side of it changes one term of a sum by up
+    # to an eighth. Terms are of magnitude 2 / sqrt(inter), 0.2 in the tests, a few of a million five times as large,
+    # and several of a sum may change so (on an H200, by 0.31 at most, of relu2). The tests also bound the norm of all
+    # differences.
+    "fp8_out": {
+        "float16": Tolerance(relative=2**-7, absolute=0.375),
+        "bfloat16": Tolerance(relative=2**-7, absolute=0.375),
+    },
+}
 
 Array = NDArray[Any]
 

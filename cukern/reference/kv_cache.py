@@ -12,6 +12,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # Copied, or one float32 quotient rounded once to FP8, the same on both sides; all NaN count as equal.
+    "cache": dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), Tolerance(relative=0, absolute=0)),
+}
+
 Array = NDArray[Any]
 
 #: FlashMLA's FP8 cache: a token has LATENTS numbers of float8_e4m3fn, a float32 scale for each GROUP of them, and

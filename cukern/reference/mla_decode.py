@@ -12,6 +12,19 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # The tolerances of FlashMLA's tests, for latents of magnitude 0.1: weights are rounded to the query's dtype before
+    # their product with the values, and the result once more. The tests also bound the cosine of all results.
+    "out": dict.fromkeys(("float16", "bfloat16"), Tolerance(relative=2.01 / 128, absolute=8e-4)),
+    # The logarithm of a sum of weights that are not rounded. An lse near 0 keeps the error of its largest score: a sum
+    # of 576 products, added 16 at a time by a tensor core that drops bits below 2^-23 of a sum of magnitude 100, times
+    # 1 / 24.
+    "lse": {"float32": Tolerance(relative=1e-5, absolute=4e-5)},
+}
+
 Array = NDArray[Any]
 
 #: Where there is no GPU, the work is dealt out as for an H200.

@@ -11,6 +11,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # exp2, the reciprocal and the polynomial of gelu are approximations, good to about 2**-21 together; the argument of
+    # exp2 is rounded, an error that grows with it. Where erf is near -1, the twin's 1 + erf cancels: its error is
+    # 2**-26 of gate * up, at most 60 there in the tests; the kernel's polynomial is off by at most 2**-24 of up. A
+    # value near a rounding boundary of float16 or bfloat16 may fall on the other side of it.
+    "out": {
+        "float32": Tolerance(relative=2e-5, absolute=5e-6),
+        "float16": Tolerance(relative=2**-10, absolute=5e-6),
+        "bfloat16": Tolerance(relative=2**-7, absolute=5e-6),
+    },
+    # Float32 by CUDA's accurate functions, where an argument of exp, at most 88, is rounded a few times; else the quick
+    # forms of the gated activations, whose error is at most 2.3e-8 of gelu below 0. A value near a rounding boundary of
+    # float16 or bfloat16 may fall on the other side of it, also below the normal numbers.
+    "biased": {
+        "float32": Tolerance(relative=3e-5, absolute=1e-37),
+        "float16": Tolerance(relative=2**-10, absolute=9e-8),
+        "bfloat16": Tolerance(relative=2**-7, absolute=3e-8),
+    },
+    # The normal distribution by CUDA, good to five units in the last place, and a product.
+    "gelu": {"float32": Tolerance(relative=1e-6, absolute=1e-37)},
+}
+
 Array = NDArray[Any]
 
 _erf = np.vectorize(math.erf, otypes=[np.float32])

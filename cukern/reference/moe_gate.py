@@ -10,6 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # The kernel's exp2, log2 and reciprocal are the hardware's approximations: each is good to about 2**-22, and a
+    # logit's rounding on its way into exp2 counts as often as the logit is large.
+    "weights": {"float32": Tolerance(relative=2e-5, absolute=1e-9)},
+}
+
 Array = NDArray[Any]
 
 

@@ -20,6 +20,24 @@ from cukern.reference.quantization import (
     dequantize_nvfp4,
     silu_and_mul_quant,
 )
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # Float32 sums of magnitude 1, in another order; or exact sums, and an activation by the hardware's exp2 and
+    # reciprocal. A value near a rounding boundary may fall on the other side of it.
+    "out": {
+        "float32": Tolerance(relative=2e-5, absolute=2e-5),
+        "float16": Tolerance(relative=2**-10, absolute=1e-4),
+        "bfloat16": Tolerance(relative=2**-7, absolute=1e-4),
+    },
+    # The same for FP8: Hopper adds up 128 products with 14 bits, to a sum of magnitude 1 (on an H200, of some hundred
+    # thousand results none is off by more than 0.005).
+    "fp8_out": {
+        "float16": Tolerance(relative=2**-10, absolute=2**-7),
+        "bfloat16": Tolerance(relative=2**-7, absolute=2**-7),
+    },
+}
 
 Array = NDArray[Any]
 

@@ -11,6 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.reference import quantization
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # IEEE arithmetic in the same order on both sides, the reciprocal root included; all NaN count as equal.
+    "out": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
+    "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
+    "scales": {"float32": Tolerance(relative=0, absolute=0)},
+}
 
 Array = NDArray[Any]
 

@@ -12,6 +12,31 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # Weights are rounded to float16 or bfloat16 before their product with the values, which changes a result by up to
+    # half a unit in the last place of the largest value, 1 in the tests. A result near a rounding boundary may fall on
+    # the other side of it. In float32 the error is that of the scores.
+    "out": {
+        "float32": Tolerance(relative=2e-5, absolute=2e-5),
+        "float16": Tolerance(relative=2**-10, absolute=2**-11),
+        "bfloat16": Tolerance(relative=2**-7, absolute=2**-8),
+    },
+    # The logarithm of a sum of weights that are not rounded, so with the error of the scores: float32 sums of head_dim
+    # products, and exp2. One missing token among some thousand exceeds it.
+    "lse": {"float32": Tolerance(relative=2e-6, absolute=3e-5)},
+    # The sum of that logarithm, which has the error of the largest score once more.
+    "exp_sums": {"float32": Tolerance(relative=6e-5, absolute=0)},
+    # Two weights in float32, rounded once at the end. Nearly equal terms of opposite signs cancel.
+    "merged": {
+        "float32": Tolerance(relative=2e-6, absolute=2e-6),
+        "float16": Tolerance(relative=2**-10, absolute=2e-6),
+        "bfloat16": Tolerance(relative=2**-7, absolute=2e-6),
+    },
+}
+
 Array = NDArray[Any]
 
 #: Tokens of a partition of `paged_attention_v2`.

@@ -12,6 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.reference.moe_activation import activate, valid_rows
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # IEEE arithmetic in the same order on both sides; all NaN count as equal.
+    "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
+    "scales": {"float32": Tolerance(relative=0, absolute=0)},
+    "numbers": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
+    # An activation's error changes the largest magnitude of a group, and may move a quotient over a rounding boundary:
+    # to the next number of three bits, or by the smallest number of FP8.
+    "activated": {"float8_e4m3fn": Tolerance(relative=2**-3, absolute=2**-9)},
+    "activated_scales": {"float32": Tolerance(relative=2e-5, absolute=0)},
+}
 
 Array = NDArray[Any]
 

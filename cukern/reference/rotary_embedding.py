@@ -11,6 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.reference import kv_cache, norm
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # Two float32 products and their sum, each rounded as IEEE says on both sides, and one rounding to the dtype.
+    "heads": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
+}
 
 Array = NDArray[Any]
 

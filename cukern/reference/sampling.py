@@ -10,6 +10,24 @@ import numpy as np
 
 from cukern.runtime import check
 from cukern.runtime.generators import numpy_seed
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # The argument of exp2, a logit's distance from the largest, at most 126, is rounded four times (on an H200, 6e-6 in
+    # all for logits of magnitude 16). Results of exp2 below 2**-126 are 0.
+    "probs": {"float32": Tolerance(relative=3e-5, absolute=2e-38)},
+    # Logarithms of numbers from 2**-149 to 2**128 by the hardware, each good to 2**-22 of itself: one of a probability,
+    # one of a sum. The sum itself adds 1e-6.
+    "logprobs": {"float32": Tolerance(relative=1e-6, absolute=5e-5)},
+    # A float32 sum of up to 2**20 probabilities in another order, and one product (on an H200, 3e-7 in all). A value
+    # near a rounding boundary of float16 or bfloat16 may fall on the other side of it, also below the normal numbers.
+    "renormalized": {
+        "float32": Tolerance(relative=2e-6, absolute=1e-44),
+        "float16": Tolerance(relative=2**-10, absolute=6e-8),
+        "bfloat16": Tolerance(relative=2**-7, absolute=1e-40),
+    },
+}
 
 Array = np.ndarray[Any, Any]
 

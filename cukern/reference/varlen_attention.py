@@ -11,6 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.runtime import check
+from cukern.runtime.tolerance import Tolerance
+
+#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+TOLERANCES = {
+    # Weights are rounded to float16 or bfloat16 before their product with the values, which changes a result by up to
+    # half a unit in the last place of the largest value, 1 in the tests. In float32 the scores have all of the error.
+    "out": {
+        "float32": Tolerance(relative=2e-5, absolute=2e-5),
+        "float16": Tolerance(relative=2**-10, absolute=2**-11),
+        "bfloat16": Tolerance(relative=2**-7, absolute=2**-8),
+    },
+}
 
 Array = NDArray[Any]
 

@@ -1,0 +1,12 @@
+"""How far a kernel's result may be from its twin's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tolerance(NamedTuple):
+    """The allowed difference of a value from the wanted one: absolute + relative * |wanted|."""
+
+    relative: float
+    absolute: float
