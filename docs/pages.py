@@ -24,17 +24,13 @@ import cukern
 from benchmarks import report
 from cukern.__main__ import COMMANDS
 from docs import support
+from tests.specs import FUNCTIONS, SPECS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = Path(__file__).resolve().parent
-#: The families, in the order of their pages, and what has no family.
-FAMILIES = (
-    "moe_gate", "moe_gemm", "fused_moe", "all_to_all", "moe_permute", "moe_activation", "norm", "quantization",
-    "paged_attention", "mla_decode", "kv_cache", "decoder_attention", "varlen_attention", "padding", "embedding",
-    "rotary_embedding", "sampling", "beam_search", "decoding", "models",
-)  # fmt: skip
-#: Other notebooks of a family.
-_NOTEBOOKS = {"models": ["encoder", "decoder"]}
+#: The families: each has a page and a spec.
+FAMILIES = sorted(path.stem for path in (DOCS / "families").glob("*.md"))
+#: The public names that no family has.
 TOOLS = ("explain", "specialize", "CompileError")
 _THUMBNAIL = 480, 300
 #: Libraries whose functions are not in `cukern.compat`.
@@ -57,6 +53,8 @@ def write(folder: Path) -> None:
         page.write(_counterparts())
     of_families = {stem: _title(DOCS / "families" / f"{stem}.md") for stem in FAMILIES}
     (folder / "support.md").write_text(support.page(of_families), encoding="utf-8")
+    page = folder / "batch_invariance.md"
+    page.write_text(with_bits(page.read_text(encoding="utf-8")), encoding="utf-8")
     (folder / "cli.md").write_text(_commands(), encoding="utf-8")
 
 
@@ -70,6 +68,28 @@ def _share_readme(folder: Path) -> None:
             assert found, f"{path} names a section of README.md that is not there: {heading}"
             shared = found[1].strip().replace("](notebooks/", "](../notebooks/").replace("](docs/", "](../")
             path.write_text(text.replace(marker, shared), encoding="utf-8")
+
+
+#: The heads of the tables of batch invariance.
+_BITS = {
+    "row": ("functions", "the bits of", "depend on"),
+    "copies": ("functions",),
+    "batch": ("functions", "depend on"),
+}
+
+
+def with_bits(text: str) -> str:
+    """The page of batch invariance with its tables, which the specs of the families hold."""
+
+    def table(found: re.Match[str]) -> str:
+        heads, names = _BITS[found[1]], dict[tuple[str, ...], list[str]]()
+        for name, own in FUNCTIONS.items():
+            if own.bits and own.bits.table == found[1]:
+                names.setdefault(tuple(filter(None, own.bits[1:])), []).append(f"`{name}`")
+        rows = [heads, ("---",) * len(heads), *((", ".join(own), *on) for on, own in names.items())]
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+    return re.sub(r"<!-- bits: (\w+) -->", table, text)
 
 
 def _title(path: Path) -> str:
@@ -99,7 +119,7 @@ def _write_family(path: Path, stem: str, titles: dict[str, str], measured: dict[
         text,
         flags=re.M,
     )
-    further = [f"the notebook [{titles[name]}](../notebooks/{name}.ipynb)" for name in _NOTEBOOKS.get(stem, [stem])]
+    further = [f"the notebook [{titles[name]}](../notebooks/{name}.ipynb)" for name in SPECS[stem].notebooks or [stem]]
     if stem in measured:
         further.append(f"[the benchmarks](../benchmarks/{stem}.md)")
     text += f"\nFurther: {', '.join(further)}; [what is supported where](../support.md).\n\n## Reference\n"

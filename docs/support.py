@@ -16,7 +16,8 @@ import torch
 
 import cukern
 from tests import gpu_record
-from tests.calls import CALLS, NO_OPS, WITH_STATE, Call
+from tests.spec import Call
+from tests.specs import CALLS, FUNCTIONS, STEM_OF
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -36,7 +37,7 @@ the dtype and the strides. On a GPU:
 - ○ compiled only: the tests compile its kernels, the specialized ones without spills, and its plan takes the call
 - – refused, with a message that says why; in the column of dtypes: there is none
 
-This page is made from the plans of the calls in `tests/calls.py` and from `tests/gpu_record.json`.
+This page is made from the plans of the calls in `tests/specs` and from `tests/gpu_record.json`.
 
 """
 
@@ -47,8 +48,8 @@ def page(titles: dict[str, str]) -> str:
     fresh = {stem: not gpu_record.unproved(stem, of) for stem, of in record["stems"].items()}
     text = [_INTRODUCTION, _NOTE]
     by_stem: dict[str, list[str]] = {}
-    for name in sorted({call.name for call in CALLS.values()} | WITH_STATE):
-        by_stem.setdefault(_stem(name), []).append(name)
+    for name in sorted(FUNCTIONS):
+        by_stem.setdefault(STEM_OF[name], []).append(name)
     heads = ["function", "dtype", *(f"sm_{arch}" for arch in ARCHS), "strided rows"]
     for stem, names in sorted(by_stem.items(), key=lambda item: [*titles].index(item[0])):
         rows = [row for name in names for row in _rows(name, record["stems"].get(stem, {}), fresh.get(stem, False))]
@@ -79,14 +80,9 @@ def _table(heads: list[str], lines: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _stem(name: str) -> str:
-    parts = getattr(cukern, name).__module__.split(".")
-    return parts[2] if parts[1] == "ops" else parts[1]
-
-
 def _rows(name: str, proved: dict[str, Any], is_fresh: bool) -> list[list[str]]:
     """The rows of a function: one for all dtypes that fare alike, by architecture."""
-    calls = [call for call in CALLS.values() if call.name == name and name not in NO_OPS]
+    calls = [call for call in CALLS.values() if call.name == name]
     passed = bool(proved) and not proved["failed"] and not any(proved["sanitizer"].values())
 
     def mark(arch: str, can: bool) -> str:

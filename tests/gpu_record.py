@@ -50,15 +50,8 @@ SHARED = "runtime"
 _TIMEOUT_S = 1800
 _ERRORS_FOUND = 99
 
-#: Packages of `cukern` that are made of ops and have no kernels of their own, each with its notebooks.
-COMPOSITIONS = {"fused_moe": ("fused_moe",), "models": ("encoder", "decoder")}
-#: Libraries whose models run on the ops: a module of `cukern.integrations`, a benchmark and a notebook under its name.
-INTEGRATIONS = ("transformers",)
-#: The file that tests every op; its tests of a stem's functions belong to the proof of the stem.
-CONTRACT = "test_contract.py"
-#: Stems with tests whose kernels wait for kernels of other GPUs or processes, marked `waits`: beside others that share
-#: the GPUs in slices of milliseconds, each wait would take many slices. These tests run by themselves, first.
-WAITING = ("all_to_all", "fused_moe", SHARED)
+#: The files that test every op. Their tests of a stem's functions belong to the proof of the stem.
+SUITES = ("test_contract.py", "test_dynamic_batch.py", "test_torch_ops.py")
 #: The processes that test: they leave cores for what they start, and each takes some GiB of host memory.
 _WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
 #: The stems that the sanitizer has at once on a GPU of 80 GB.
@@ -77,11 +70,31 @@ def pytest_configure(config: pytest.Config) -> None:
 # --- what there is to prove -----------------------------------------------------------------------------
 
 
+def compositions() -> list[str]:
+    """The packages of `cukern` that are made of ops and have no kernels of their own: each has a spec."""
+    specs = (path.stem for path in (ROOT / "tests" / "specs").glob("[!_]*.py"))
+    return sorted(name for name in specs if (ROOT / "cukern" / name).is_dir())
+
+
+def integrations() -> list[str]:
+    """The libraries whose models run on the ops."""
+    found = (ROOT / "cukern" / "integrations").glob("[!_]*")
+    return sorted(path.stem for path in found if path.suffix == ".py" or path.is_dir())
+
+
 def stems() -> list[str]:
     """The stems of the ops and of the compositions."""
-    composed = (name for name in COMPOSITIONS if (ROOT / "cukern" / name).is_dir())
     kernels = (path.relative_to(ROOT / "cuda_src") for path in (ROOT / "cuda_src").rglob("*.cu"))
-    return sorted({*(path.parts[0].removesuffix(".cu") for path in kernels), *composed})
+    return sorted({*(path.parts[0].removesuffix(".cu") for path in kernels), *compositions()})
+
+
+def waits(name: str) -> bool:
+    """Whether kernels of a stem's tests wait for kernels of other GPUs or processes.
+
+    Beside tests that share the GPUs in slices of milliseconds each wait takes many slices. The tests that are marked
+    `waits` run by themselves, first.
+    """
+    return any("mark.waits" in file.read_text() for file in test_files(name))
 
 
 def templates(name: str) -> list[Path]:
@@ -91,14 +104,15 @@ def templates(name: str) -> list[Path]:
 
 
 def test_files(name: str) -> list[Path]:
-    """The files with the GPU tests of a stem; for `SHARED` those that belong to no stem."""
+    """The files with the GPU tests of a stem; for `SHARED` the files that belong to no stem."""
     folder = ROOT / "tests"
-    contract = [path for path in [folder / CONTRACT] if path.is_file()]
-    if name in COMPOSITIONS:
-        return sorted(folder.glob(f"test_{name}*.py")) + contract
+    suites = [path for path in (folder / suite for suite in SUITES) if path.is_file()]
+    if name in compositions():
+        return sorted(folder.glob(f"test_{name}*.py")) + suites
     if name != SHARED:
-        return [folder / f"test_{name}.py", *sorted(folder.glob(f"test_{name}_*.py")), *contract]
-    owned = {file for stem in stems() for file in test_files(stem)} - {*contract}
+        own = [folder / f"test_{name}.py", *sorted(folder.glob(f"test_{name}_*.py"))]
+        return [path for path in own if path.is_file()] + suites
+    owned = {file for stem in stems() for file in test_files(stem)} - {*suites}
     return [file for file in sorted(folder.glob("test_*.py")) if file not in owned and "mark.gpu" in file.read_text()]
 
 
@@ -113,7 +127,7 @@ def _module_file(name: str) -> Path | None:
 def _imported(file: Path) -> set[Path]:
     """The files of the modules that a file imports, from the package and the tests.
 
-    `import cukern` adds none: it is every op, and each test does it.
+    `import cukern` adds none: it is every op, and each test does it. `tests.specs` finds the specs by their files.
     """
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -144,14 +158,15 @@ def sources(name: str) -> list[Path]:
     """The files that a stem's proof covers: a change to any of them ends it."""
     package = ROOT / "cukern"
     if name == SHARED:
-        rooms = [package / "ops", package / "reference", *(package / composition for composition in COMPOSITIONS)]
-        others = [path for path in package.rglob("*.py") if not any(path.is_relative_to(room) for room in rooms)]
+        # `cukern/__init__.py` imports each op and computes nothing.
+        rooms = ["ops", "reference", "__init__.py", *compositions()]
+        others = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in rooms]
         tests = [*test_files(name), ROOT / "tests" / "conftest.py"]
         return [*others, *(path for path in _followed(tests) if path.is_relative_to(ROOT / "tests"))]
     twin = package / "reference" / f"{name}.py"
-    host = package / (name if name in COMPOSITIONS else f"ops/{name}")
+    host = package / (name if name in compositions() else f"ops/{name}")
     files = sorted(host.glob("*.py")) if host.is_dir() else [host.with_suffix(".py")]
-    return _followed([*files, twin, *test_files(name)])
+    return _followed([*files, twin, ROOT / "tests" / "specs" / f"{name}.py", *test_files(name)])
 
 
 def provable() -> list[str]:
@@ -256,7 +271,7 @@ Counts = dict[str, int]
 
 def counts(report: Path, names: Sequence[str]) -> dict[str, Counts]:
     """The tests of each stem that passed, failed and were skipped, in a JUnit file."""
-    owner = {f"tests.{file.stem}": name for name in names for file in test_files(name) if file.name != CONTRACT}
+    owner = {f"tests.{file.stem}": name for name in names for file in test_files(name) if file.name not in SUITES}
     found = {name: {"passed": 0, "failed": 0, "skipped": 0} for name in names}
     for case in ElementTree.parse(report).iter("testcase"):
         marked = [own.get("value", "") for own in case.iter("property") if own.get("name") == STEM]
@@ -359,7 +374,7 @@ def prove(names: Sequence[str], workers: int) -> int:
     print(f"{gpu_count()} GPUs", flush=True)
     # Computed before the run, so that a change made during it leaves the proof stale.
     digests = {name: digest(*sources(name), root=ROOT) for name in names}
-    waiting = [name for name in names if name in WAITING]
+    waiting = [name for name in names if waits(name)]
     sanitized = [name for name in names if name != SHARED]
     with in_command("tests.gpu_record"), progress("tests and sanitizer", 2 + len(sanitized)) as advance:
         advance(0, "tests that wait for other ranks")

@@ -20,7 +20,7 @@ import torch
 
 import cukern
 from cukern.runtime.kernel import KERNELS
-from tests.calls import CALLS
+from tests.specs import CALLS
 
 FILE = Path(__file__).with_name("surface.json")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -13,117 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-import cukern
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
 from tests.buffers import OnlyDLPack, same_bits
-from tests.calls import CALLS, NO_OPS, WITH_STATE, Call, as_list, copied, floats, poisoned
-from tests.large_calls import LARGE_CALLS
+from tests.spec import COLUMNS, ROWS, Call, Tolerances, as_list, copied, floats, poisoned
+from tests.specs import ALL, CALLS, FUNCTIONS, calls_of, parameters, why_exempt
 
 HOST, GPU = ("numpy", "cpu", "foreign"), ("cupy", "cuda", "foreign cuda")
-ALL = {**CALLS, **LARGE_CALLS}
-
-#: How closely the results on a GPU match the twin's: names in `cukern.testing.TOLERANCES`, by function or by call, one
-#: for all results or one for each. None, or no entry: exactly.
-TOLERANCES: dict[str, str | tuple[str | None, ...] | None] = {
-    **dict.fromkeys(
-        ("moe_fused_gate", "biased_grouped_topk", "grouped_topk", "topk_softmax", "topk_sigmoid"), "moe_gate.weights"
-    ),
-    "fused_experts": "fused_moe.out",
-    "moe_gemm": "moe_gemm.out",
-    "moe_gemm_batched": "moe_gemm.out",
-    "moe_gemm a_scale b_scale row_token activation out_dtype": "moe_gemm.fp8_out",
-    "masked_attention": ("decoder_attention.out", None, None),
-    "cross_attention": "decoder_attention.out",
-    "beam_topk": "beam_search.values",
-    "beam_search_step": "beam_search.scores",
-    "paged_attention": ("paged_attention.out", "paged_attention.lse"),
-    "paged_attention_v1": "paged_attention.out",
-    "paged_attention_v2": (
-        "paged_attention.out", "paged_attention.exp_sums", "paged_attention.lse", "paged_attention.out",
-    ),
-    "varlen_attention": "varlen_attention.out",
-    "merge_attention_states": ("paged_attention.merged", "paged_attention.lse"),
-    "flash_mla_with_kvcache": ("mla_decode.out", "mla_decode.lse"),
-    **dict.fromkeys(
-        (
-            "moe_activation", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "swigluoai_and_mul",
-            "relu2_and_mul", "mul_and_silu",
-        ),
-        "moe_activation.out",
-    ),
-    **dict.fromkeys(
-        ("add_bias_act", "bias_gelu", "gelu_new", "gelu_fast", "gelu_quick"), "moe_activation.biased"
-    ),
-    "silu_and_mul_quant": ("quantization.activated", "quantization.activated_scales"),
-    "softmax": "sampling.probs",
-    "top_k_renorm_probs": "sampling.renormalized",
-    "top_p_renorm_probs": "sampling.renormalized",
-    "sample": (None, None, "sampling.logprobs"),
-}  # fmt: skip
-
-
-def _all_of(name: str, why: str) -> dict[str, str]:
-    return {key: why for key, call in ALL.items() if call.name == name}
-
-
-#: The calls that a promise is not made for, by the tests that they are left out of, with why.
-EXCEPTIONS: dict[str, dict[str, str]] = {
-    "twin": _all_of("get_mla_metadata", "a plan is for so many multiprocessors"),
-    "stream": {
-        "moe_fused_gate no tokens": "nothing is read",
-        "get_mla_metadata num_heads_q topk": "of lengths that are not looked at",
-    },
-    "graph": {"build_sequence_length_padding_offset": "the host waits for the number of words"},
-    **{promise: {} for promise in ("foreign", "out", "strides", "places", "bits", "device")},
-}
-
-#: Arguments that may be of another library, or elsewhere, with why.
-ANYWHERE = {
-    ("biased_grouped_topk", "hidden_states"): "only its number of tokens is looked at",
-    ("grouped_topk", "hidden_states"): "only its number of tokens is looked at",
-}
-
-
-def calls_of(promise: str) -> list[str]:
-    """The calls that a promise is made for."""
-    return [key for key in ALL if key not in EXCEPTIONS[promise]]
-
-
-def _keys(keys: Iterable[str]) -> list[Any]:
-    """Parameters of a test, each in the GPU record of the stem whose function it calls."""
-    parameters = []
-    for key in keys:
-        _, package, *rest = inspect.unwrap(getattr(cukern, key.split()[0])).__module__.split(".")
-        parameters.append(pytest.param(key, marks=pytest.mark.stem(rest[0] if package == "ops" else package)))
-    return parameters
 
 
 def _with(promise: str, condition: Callable[[Call], bool] = lambda call: True, small: bool = False) -> Any:
     """A parametrization over the calls that a promise is made for."""
     keys = [key for key in calls_of(promise) if condition(ALL[key]) and (key in CALLS or not small)]
-    return pytest.mark.parametrize("key", _keys(keys))
+    return pytest.mark.parametrize("key", parameters(keys))
 
 
 def has_out(call: Call) -> bool:
     # Where vLLM's functions have `out`, it is an argument like the others, and written.
     parameter = inspect.signature(call.function).parameters.get("out")
     return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
-
-
-def test_every_function_has_a_call() -> None:
-    functions = [name for name in cukern.__all__ if inspect.isfunction(getattr(cukern, name))]
-    assert sorted({call.name for call in CALLS.values()}) == sorted(set(functions) - NO_OPS - WITH_STATE)
-
-
-@pytest.mark.parametrize("promise", EXCEPTIONS)
-def test_a_promise_is_made_for_all_calls_but_the_exceptions(promise: str) -> None:
-    left_out = EXCEPTIONS[promise]
-    assert left_out.keys() <= ALL.keys() and all(left_out.values())
-    # Another call of the same function shows it, or none can.
-    made = {ALL[key].name for key in calls_of(promise)}
-    assert {call.name for call in ALL.values()} - made <= {"get_mla_metadata"} & {ALL[key].name for key in left_out}
 
 
 # --- results ------------------------------------------------------------------------------------------
@@ -152,11 +61,11 @@ def assert_same(got: list[Any], want: list[Any]) -> None:
             assert ours == theirs
 
 
-def tolerances(key: str) -> str | tuple[str | None, ...] | None:
-    return TOLERANCES.get(key, TOLERANCES.get(ALL[key].name))
+def tolerances(key: str) -> Tolerances:
+    return ALL[key].tolerance or FUNCTIONS[ALL[key].name].tolerance
 
 
-def assert_close(allowed: str | tuple[str | None, ...] | None, got: list[Any], want: list[Any]) -> None:
+def assert_close(allowed: Tolerances, got: list[Any], want: list[Any]) -> None:
     """The same values, or as close to them as is allowed."""
     assert len(got) == len(want) > 0
     for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
@@ -210,7 +119,7 @@ def test_tensors_in_host_memory_go_through_the_twin(key: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key", _keys(ALL))
+@pytest.mark.parametrize("key", parameters(ALL))
 def test_every_library_gets_the_same_on_the_gpu(key: str) -> None:
     got, tensors = ALL[key].on("cupy").run(), ALL[key].on("cuda").run()
     assert_of_place(got, "cupy")
@@ -339,7 +248,7 @@ def test_no_strides_give_a_wrong_answer_on_the_gpu(key: str, place: str) -> None
 
 def check_places(key: str, place: str, others: tuple[str, ...]) -> None:
     call = ALL[key]
-    names = [name for name in names_of_arrays(call) if (call.name, name) not in ANYWHERE]
+    names = [name for name in names_of_arrays(call) if not why_exempt(key, f"places {name}")]
     changes: list[tuple[str, str, Call]] = []
     for name, other in itertools.product(names, others):
         if len(names) > 1:  # one alone says where the call runs
@@ -486,46 +395,8 @@ def test_the_same_bits_every_time(key: str) -> None:
 
 # --- rows of a batch ------------------------------------------------------------------------------------
 
-#: Calls, and functions with all their calls, of which no row stands for itself, with why. docs/batch_invariance.md says
-#: of these what their bits depend on. All others are of rows that know nothing of each other.
-OF_A_WHOLE_BATCH: dict[str, str] = {
-    **dict.fromkeys(("fused_experts", "moe_gemm", "moe_gemm_batched"), "the order of a sum goes by the number of rows"),
-    **dict.fromkeys(("masked_attention", "cross_attention"), "a row is cut by the number of rows"),
-    **dict.fromkeys(("paged_attention", "paged_attention_v1"), "tokens of all sequences are dealt out evenly"),
-    **dict.fromkeys(("flash_mla_with_kvcache", "get_mla_metadata"), "a plan is made of all lengths"),
-    **dict.fromkeys(
-        (
-            "moe_sort", "moe_sort_batched", "moe_align_block_size", "moe_permute", "permute_rows",
-            "build_sequence_length_padding_offset", "remove_sequence_length_padding", "transpose_remove_padding",
-            "rebuild_sequence_length_padding", "add_qkv_bias_rebuild_padding", "varlen_attention",
-        ),
-        "places are of the whole batch",
-    ),
-    **dict.fromkeys(
-        ("reshape_and_cache", "reshape_and_cache_flash", "concat_and_cache_mla", "gather_cache", "copy_blocks"),
-        "slots and blocks are of one cache",
-    ),
-    **dict.fromkeys(
-        ("gather_tree", "update_kv_cache", "embedding_lookup", "embedding_lookup_sine_position_encoding"),
-        "the batch is not the first dimension",
-    ),
-    "fused_qk_norm_rope_and_cache": "slots are of one cache",
-    **dict.fromkeys(("prepare_weights", "restore_weights"), "weights have no batch"),
-    **dict.fromkeys(("scaled_fp8_quant large vector", "scaled_fp8_quant large scalar"), "one scale is found for all"),
-    "topp_init": "the seeds are counted over the batch",
-    "moe_fused_gate all options": "padding is at the end of the batch",
-    "moe_fused_gate large": "padding is at the end of the batch",
-    "topk_softmax all options": "padding is at the end of the batch",
-    "topk_sigmoid all options": "padding is at the end of the batch",
-    "moe_fused_gate no tokens": "there are no rows",
-}  # fmt: skip
 _SHARED = "key_cache", "value_cache"  # arrays that all rows read, however many blocks they have
 _MOST_ROWS = 4096
-
-
-def calls_by_rows() -> list[str]:
-    """The calls of rows that know nothing of each other."""
-    return [key for key, call in ALL.items() if not any(f"{key} ".startswith(f"{x} ") for x in OF_A_WHOLE_BATCH)]
 
 
 def _of_rows(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
@@ -556,146 +427,25 @@ def _check_rows(call: Call, times: int) -> None:
         check(_of_rows(call, alone), alone)
 
 
-@pytest.mark.parametrize("key", [key for key in calls_by_rows() if "variant" not in ALL[key].options])
+@_with("rows", lambda call: "variant" not in call.options)
 def test_a_row_of_the_twin_has_the_same_bits_in_any_batch(key: str) -> None:
     _check_rows(ALL[key], 9)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key", _keys(calls_by_rows()))
+@_with("rows")
 def test_a_row_has_the_same_bits_in_any_batch(key: str) -> None:
     _check_rows(ALL[key].on("cuda"), 400)
 
 
-def test_what_is_left_out_of_the_rows_is_there() -> None:
-    assert all(any(f"{key} ".startswith(f"{x} ") for key in ALL) for x in OF_A_WHOLE_BATCH)
-
-
 # --- more than 2^31 elements ----------------------------------------------------------------------------
 
-ROWS, COLUMNS = 2**19 + 64, 4096
-
-
-def _row_numbers(x: Any, of: int = 1) -> Any:
-    """int32 [rows, of]: the numbers of the rows of a call in which each row goes to `of` places."""
-    count = x.shape[0] * of
-    if isinstance(x, torch.Tensor):
-        return torch.arange(count, dtype=torch.int32, device=x.device).view(-1, of)
-    return np.arange(count, dtype=np.int32).reshape(-1, of)
-
-
-def _each_alone(x: Any) -> Any:
-    """int32 [rows]: where each row begins, but for the last one, which is in no sequence."""
-    return _row_numbers(x).reshape(-1)
-
-
-def _like(x: Any) -> Any:
-    return torch.zeros_like(x) if isinstance(x, torch.Tensor) else np.zeros_like(x)
-
-
-#: Calls on x, bfloat16 [rows, 4096] with more than 2^31 elements. Each row of the results comes of its own rows of x.
-OF_MANY_ROWS: dict[str, Callable[[Any], Any]] = {
-    "silu_and_mul": cukern.silu_and_mul,
-    "gelu_and_mul": cukern.gelu_and_mul,
-    "gelu_tanh_and_mul": cukern.gelu_tanh_and_mul,
-    "swigluoai_and_mul": cukern.swigluoai_and_mul,
-    "relu2_and_mul": cukern.relu2_and_mul,
-    "mul_and_silu": cukern.mul_and_silu,
-    "moe_activation": lambda x: cukern.moe_activation(x, "gelu"),
-    "moe_activation scalar": lambda x: cukern.moe_activation(x, variant="scalar" if torch.is_tensor(x) else "auto"),
-    "add_bias_act": lambda x: cukern.add_bias_act(x, x[0]),
-    "bias_gelu": lambda x: cukern.bias_gelu(x, None, approximate="tanh"),
-    "gelu_new": cukern.gelu_new,
-    "gelu_fast": cukern.gelu_fast,
-    "gelu_quick": cukern.gelu_quick,
-    "silu_and_mul_quant": cukern.silu_and_mul_quant,
-    "rms_norm": lambda x: cukern.rms_norm(x, x[0] + 1),
-    "fused_add_rms_norm": lambda x: cukern.fused_add_rms_norm(x, _like(x), None),
-    "rms_norm_quant": lambda x: cukern.rms_norm_quant(x, None),
-    "fused_add_rms_norm_quant": lambda x: cukern.fused_add_rms_norm_quant(x, _like(x), None),
-    "layer_norm": lambda x: cukern.layer_norm(x, x[0] + 1, x[1]),
-    "fused_add_layer_norm": lambda x: cukern.fused_add_layer_norm(x, _like(x), None, None, residual_out=_like(x)),
-    "scaled_fp8_quant": lambda x: cukern.scaled_fp8_quant(x, 0.01),
-    "scaled_fp8_quant by row": lambda x: cukern.scaled_fp8_quant(x, None, None, None, True),
-    "scaled_fp8_quant of all": cukern.scaled_fp8_quant,
-    "per_token_group_quant_fp8": lambda x: cukern.per_token_group_quant_fp8(x, 128),
-    "per_token_group_quant_int8": lambda x: cukern.per_token_group_quant_int8(x, 128),
-    "scaled_int8_quant": cukern.scaled_int8_quant,
-    "quantize_mxfp4": cukern.quantize_mxfp4,
-    "dequantize_mxfp4": lambda x: cukern.dequantize_mxfp4(*cukern.quantize_mxfp4(x)),
-    "scaled_fp4_quant": lambda x: cukern.scaled_fp4_quant(x, 1.0),
-    "dequantize_nvfp4": lambda x: cukern.dequantize_nvfp4(*cukern.scaled_fp4_quant(x, 1.0), 1.0),
-    "moe_sum": lambda x: cukern.moe_sum(x.reshape(-1, 2, COLUMNS // 2)),
-    "permute_rows": lambda x: cukern.permute_rows(x, _row_numbers(x)),
-    "moe_permute": lambda x: cukern.moe_permute(x, None, 0 * _row_numbers(x), 1)[0],
-    "moe_unpermute": lambda x: cukern.moe_unpermute(_like(x), x, None, _row_numbers(x)),
-    "beam_topk": lambda x: cukern.beam_topk(x.reshape(-1, 4, COLUMNS), 3),
-    "softmax": cukern.softmax,
-    "top_k_mask_logits": lambda x: cukern.top_k_mask_logits(x, 9),
-    "top_k_renorm_probs": lambda x: cukern.top_k_renorm_probs(abs(x), 9),
-    "update_logits": cukern.update_logits,
-    "varlen_attention": lambda x: cukern.varlen_attention(*[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x)),
-    "varlen_attention mma": lambda x: cukern.varlen_attention(
-        *[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x), variant="mma" if torch.is_tensor(x) else "auto"
-    ),
-    "varlen_attention fma": lambda x: cukern.varlen_attention(
-        *[x.reshape(-1, 64, COLUMNS // 64)] * 3, _each_alone(x), variant="fma" if torch.is_tensor(x) else "auto"
-    ),
-    "apply_penalties": lambda x: cukern.apply_penalties(x, temperature=0.7),
-}
-
-_IN_ITS_OWN = "the file of its stem has a test, of what is far apart in its arrays"
-_SAME_KERNEL = "that of {}, which is tested"
-_SMALL = "no array of its calls is that large"
-#: All other functions, with why.
-NOT_OF_MANY_ROWS = {
-    **dict.fromkeys(
-        (
-            "masked_attention", "cross_attention", "embedding_lookup", "reshape_and_cache", "reshape_and_cache_flash",
-            "concat_and_cache_mla", "copy_blocks", "gather_cache", "flash_mla_with_kvcache", "moe_fused_gate",
-            "moe_gemm", "remove_sequence_length_padding", "transpose_remove_padding",
-            "rebuild_sequence_length_padding", "paged_attention", "sample", "rotary_embedding",
-            "fused_qk_norm_rope_and_cache",
-        ),
-        _IN_ITS_OWN,
-    ),
-    "embedding_lookup_sine_position_encoding": _SAME_KERNEL.format("embedding_lookup"),
-    **dict.fromkeys(("biased_grouped_topk", "grouped_topk"), _SAME_KERNEL.format("moe_fused_gate")),
-    **dict.fromkeys(("topk_softmax", "topk_sigmoid"), _SAME_KERNEL.format("moe_fused_gate")),
-    "moe_gemm_batched": _SAME_KERNEL.format("moe_gemm"),
-    **dict.fromkeys(("prepare_weights", "restore_weights"), "places in its arrays are counted in 64 bits alone"),
-    "fused_experts": "it is made of moe_permute, moe_gemm and moe_activation, which are tested",
-    **dict.fromkeys(("paged_attention_v1", "paged_attention_v2"), _SAME_KERNEL.format("paged_attention")),
-    **dict.fromkeys(
-        (
-            "sampling_from_logits", "sampling_from_probs", "top_k_sampling_from_probs", "top_p_sampling_from_probs",
-            "min_p_sampling_from_probs", "top_k_top_p_sampling_from_logits", "top_k_top_p_sampling_from_probs",
-        ),
-        _SAME_KERNEL.format("sample"),
-    ),
-    "top_p_renorm_probs": _SAME_KERNEL.format("top_k_renorm_probs"),
-    "beam_search_step": "it reads log_probs as beam_topk does, which is tested",
-    "add_qkv_bias_rebuild_padding": "it indexes rows as rebuild_sequence_length_padding does, which is tested",
-    **dict.fromkeys(
-        (
-            "build_sequence_length_padding_offset", "chain_speculative_sampling", "decoding_init", "gather_tree",
-            "get_mla_metadata", "merge_attention_states", "moe_align_block_size", "moe_sort", "moe_sort_batched",
-            "stop_words_criterion", "topp_init", "update_finished", "update_kv_cache",
-        ),
-        _SMALL,
-    ),
-}  # fmt: skip
-
-
-def test_each_function_takes_many_rows_or_says_why_not() -> None:
-    taken = {key.split()[0] for key in OF_MANY_ROWS}
-    assert taken | NOT_OF_MANY_ROWS.keys() == {call.name for call in CALLS.values()}
-    assert not taken & NOT_OF_MANY_ROWS.keys()
+MANY_ROWS = {f"{name} {i}": call for name, own in FUNCTIONS.items() for i, call in enumerate(own.many_rows)}
 
 
 @pytest.mark.gpu
 @pytest.mark.large(17)
-@pytest.mark.parametrize("key", _keys(OF_MANY_ROWS))
+@pytest.mark.parametrize("key", parameters(MANY_ROWS))
 def test_more_than_2_31_elements(key: str) -> None:
     # Not for the sanitizer, which would take minutes. Up to four arrays like x are there at once.
     boundary = 2**31 // COLUMNS
@@ -705,9 +455,9 @@ def test_more_than_2_31_elements(key: str) -> None:
     x[torch.from_numpy(rows).cuda()] = floats(len(rows), COLUMNS, dtype=x.dtype).cuda()
     few = arrays.library_of(x).to_numpy(x[torch.from_numpy(rows).cuda()])  # type: ignore[union-attr]
     got = []
-    for result in as_list(OF_MANY_ROWS[key](x)):
+    for result in as_list(MANY_ROWS[key](x)):
         if arrays.is_array(result) and result.shape[0] > 1:
             each = ROWS // result.shape[0]
             result = result[torch.from_numpy(rows[::each] // each).cuda()]
         got.append(result)
-    assert_close(TOLERANCES.get(key.split()[0]), got, as_list(OF_MANY_ROWS[key](few)))
+    assert_close(FUNCTIONS[key.split()[0]].tolerance, got, as_list(MANY_ROWS[key](few)))

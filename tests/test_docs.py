@@ -15,6 +15,7 @@ import cukern
 from docs import __main__ as build
 from docs import links, pages
 from docs.docstrings import entries, inline, signature, to_rst, undocumented, undocumented_methods
+from tests.specs import ALL, FUNCTIONS, calls_of
 
 
 def test_every_public_argument_is_documented() -> None:
@@ -109,17 +110,13 @@ def test_each_family_has_a_page() -> None:
 
 
 def test_every_function_is_on_the_page_of_batch_invariance() -> None:
-    text = (pages.DOCS / "batch_invariance.md").read_text(encoding="utf-8")
+    text = pages.with_bits((pages.DOCS / "batch_invariance.md").read_text(encoding="utf-8"))
     functions = {name for name in cukern.__all__ if inspect.isfunction(getattr(cukern, name))}
     assert functions - {*pages.TOOLS} - {*re.findall(r"`(\w+)`", text)} == set()
 
 
 def test_rows_that_stand_for_themselves_are_those_that_are_tested() -> None:
-    pytest.importorskip("torch")
-    from tests.test_contract import ALL, OF_A_WHOLE_BATCH, calls_by_rows
-
-    text = (pages.DOCS / "batch_invariance.md").read_text(encoding="utf-8")
-    section = text.split("## On the row alone\n")[1].split("\nHeld by")[0]
-    named = {name for name in re.findall(r"`(\w+)`", section) if hasattr(cukern, name)}
-    tested = {ALL[key].name for key in calls_by_rows()} - {"scaled_fp8_quant", "scaled_int8_quant"}
-    assert named == tested and not named & OF_A_WHOLE_BATCH.keys()
+    tables = {name: own.bits.table for name, own in FUNCTIONS.items() if own.bits}
+    tested = {ALL[key].name for key in calls_of("rows")}
+    assert tested >= {name for name, table in tables.items() if table == "row"}
+    assert {tables[name] for name in tested} == {"row", "batch"}

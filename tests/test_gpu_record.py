@@ -76,8 +76,13 @@ FILES = {
     "tests/encoders.py": "",
     "tests/test_streams.py": "import pytest\npytestmark = pytest.mark.gpu",
     "tests/test_style.py": "",
-    "tests/test_contract.py": "",
+    "tests/test_contract.py": "if 0:\n  from tests.specs import ALL",
     "tests/buffers.py": "",
+    "tests/specs/__init__.py": "",
+    "tests/specs/moe_gate.py": "",
+    "tests/specs/sampling.py": "",
+    "tests/specs/fused_moe.py": "",
+    "tests/specs/models.py": "",
     "tests/conftest.py": CONFTEST,
     "pytest.ini": "[pytest]\nmarkers =\n  gpu: x\n  sanitize: x\n",
 }
@@ -141,8 +146,11 @@ STEMS = ["fused_moe", "models", "moe_gate", "sampling"]
         ("cukern/models/encoder.py", ["models"]),
         ("tests/test_models_text.py", ["models"]),
         ("tests/encoders.py", ["models"]),
-        ("cukern/__init__.py", ["runtime"]),
+        ("cukern/__init__.py", []),
+        ("tests/specs/moe_gate.py", ["moe_gate"]),
+        ("tests/specs/another.py", []),
         ("tests/test_contract.py", STEMS),
+        ("tests/specs/__init__.py", STEMS),
         ("tests/test_streams.py", ["runtime"]),
         ("tests/test_style.py", []),
         ("tests/conftest.py", ["runtime"]),
@@ -213,7 +221,7 @@ def test_the_outcomes_of_a_run_are_counted(checkout: Path, capfd: pytest.Capture
 
 
 def test_marked_tests_are_counted_with_their_stem(checkout: Path) -> None:
-    (checkout / "tests" / gpu_record.CONTRACT).write_text(
+    (checkout / "tests" / gpu_record.SUITES[0]).write_text(
         "import pytest\n"
         "pytestmark = pytest.mark.gpu\n"
         '@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.stem("sampling")),\n'
@@ -234,7 +242,7 @@ def test_a_file_that_cannot_be_collected_is_a_failure_of_its_stem(checkout: Path
     (checkout / "tests/test_moe_gate.py").write_text("import no_such_module")
     found = gpu_record.run_tests(["moe_gate", "sampling"])
     assert {name: own["failed"] for name, own in found.items()} == {"moe_gate": 1, "sampling": 0}
-    (checkout / "tests" / gpu_record.CONTRACT).write_text("import no_such_module")
+    (checkout / "tests" / gpu_record.SUITES[0]).write_text("import no_such_module")
     found = gpu_record.run_tests(["moe_gate", "sampling"])
     assert {name: own["failed"] for name, own in found.items()} == {"moe_gate": 2, "sampling": 1}
 
@@ -355,7 +363,7 @@ def test_each_worker_has_a_gpu_of_its_own_first(checkout: Path, monkeypatch: pyt
 
 def test_what_waits_for_ranks_comes_first_and_alone(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_record, "gpu_count", lambda: 2)
-    monkeypatch.setattr(gpu_record, "WAITING", ("moe_gate",))
+    (checkout / "tests/test_moe_gate.py").write_text("pytest.mark.waits")
     seen: list[tuple[list[str], str, int]] = []
 
     def run_tests(names: list[str], marked: str = "gpu", workers: int = 0) -> dict[str, dict[str, int]]:
@@ -431,7 +439,6 @@ def test_proving_one_stem_leaves_the_others(checkout: Path, monkeypatch: pytest.
     gpu_record.write_entry("moe_gate", _entry("moe_gate", digest="before"), MACHINE)
     before = copy.deepcopy(gpu_record.read_record()["stems"]["moe_gate"])
     monkeypatch.setattr(gpu_record, "run_tests", passing)
-    monkeypatch.setattr(gpu_record, "WAITING", ())
     monkeypatch.setattr(gpu_record, "run_sanitizer", lambda name, environment: dict.fromkeys(gpu_record.TOOLS))
     monkeypatch.setattr(gpu_record, "run", lambda command, show: pytest.fail("there is nothing to measure"))
     assert gpu_record.main(["run", "--ops", "runtime"]) == 0

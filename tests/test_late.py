@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,8 @@ from cukern.runtime.kernel import Variant
 from cukern.runtime.late import Guards, Late, ceil_div
 from cukern.runtime.op import OPS, Op, forget_plans
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES
-from tests.calls import CALLS, INTERNAL, Call
-from tests.test_dynamic_batch import batch_dims
+from tests.spec import Call
+from tests.specs import CALLS, FUNCTIONS, why_exempt
 
 COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 STEPS = {
@@ -69,18 +69,19 @@ def test_guards_hold_where_the_outcome_is_the_same(
 # --- late scalars ---------------------------------------------------------------------------------------
 
 H200 = gpu.of_arch("90a")
-#: The ops behind the public functions that are no ops themselves.
-PARTS = {"build_sequence_length_padding_offset": ("_count_words", "_build_offsets")}
 #: What a late scalar may be where a call has none.
 NUMBERS = (2, 0.5, 1, 0)
 #: What no late scalar may be, then what some may not.
 NEVER, SOMETIMES = ("x", [2]), (2.5, -3, 2**40, True, float("nan"))
-#: Scalars that a call must not have, by call.
-LEFT_OUT = {"scaled_fp8_quant": "scale_ub"}
+
+
+def ops_of(name: str) -> Sequence[str]:
+    """The ops behind a public function, most often one of its name."""
+    return FUNCTIONS[name].parts or (name,)
 
 
 def late_scalars(call: Call) -> list[str]:
-    ops = [OPS[name] for name in PARTS.get(call.name, (call.name,)) if name in OPS]
+    ops = [OPS[name] for name in ops_of(call.name) if name in OPS]
     # A generator is no number: `tests/test_sampling.py` checks it.
     return sorted({scalar for own in ops for scalar in own.late_scalars} - {"generator"})
 
@@ -167,13 +168,14 @@ WITH_LATE_SCALARS = [key for key, call in CALLS.items() if late_scalars(call)]
 
 @pytest.mark.parametrize("key", WITH_LATE_SCALARS)
 def test_a_late_scalar_is_checked_at_every_call(key: str, pretended_gpu: None) -> None:
-    assert check_late_scalars(CALLS[key]) == len({*late_scalars(CALLS[key])} - {LEFT_OUT.get(key)})
+    wanted = [name for name in late_scalars(CALLS[key]) if not why_exempt(key, f"late {name}")]
+    assert check_late_scalars(CALLS[key]) == len(wanted)
 
 
 @pytest.mark.parametrize("key", WITH_LATE_SCALARS)
 def test_a_late_scalar_is_checked_where_the_batch_is_empty(key: str, pretended_gpu: None) -> None:
     call = CALLS[key]
-    dims = batch_dims(call.name)
+    dims = FUNCTIONS[call.name].batch_dims
 
     def emptied(name: str, value: Any) -> Any:
         if name not in dims or value is None:
@@ -188,5 +190,5 @@ def test_a_late_scalar_is_checked_where_the_batch_is_empty(key: str, pretended_g
 
 
 def test_every_late_scalar_has_a_call() -> None:
-    ops = {name for call in CALLS.values() for name in PARTS.get(call.name, (call.name,))}
-    assert {name for name, own in OPS.items() if own.late_scalars} - INTERNAL <= ops
+    ops = {name for call in CALLS.values() for name in ops_of(call.name)}
+    assert {name for name, own in OPS.items() if own.late_scalars} & {*FUNCTIONS} <= ops

@@ -123,7 +123,7 @@ def test_the_installed_wheel_passes_tests_of_the_source_distribution(
     said = _run(clean_python, "-m", "pytest", *arguments, cwd=folder, **settings)
     passed = int(said.strip().splitlines()[-1].split(" passed")[0].split()[-1])
     assert passed > 500 and " failed" not in said
-    where = _run(clean_python, "-c", "import tests.calls, cukern; print(cukern.__file__)", cwd=folder, **settings)
+    where = _run(clean_python, "-c", "import tests.spec, cukern; print(cukern.__file__)", cwd=folder, **settings)
     assert Path(where.strip()).is_relative_to(clean_python.parents[1])
 
 

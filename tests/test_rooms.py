@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import itertools
 import os
 import re
 import subprocess
@@ -18,11 +17,15 @@ import pytest
 
 import cukern
 from tests import function_lengths, gpu_record
-from tests.gpu_record import COMPOSITIONS, INTEGRATIONS
+from tests.gpu_record import compositions, integrations
+from tests.specs import SPECS
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 
+COMPOSITIONS, INTEGRATIONS = compositions(), integrations()
+#: The notebooks of the compositions.
+NOTEBOOKS = [notebook for name in COMPOSITIONS for notebook in SPECS[name].notebooks]
 ROOMS = {
     "cuda_src": "cuda_src/{}.cu",
     "ops": "cukern/ops/{}.py",
@@ -30,6 +33,7 @@ ROOMS = {
     "notebooks": "notebooks/{}.ipynb",
     "benchmarks": "benchmarks/bench_{}.py",
     "tests": "tests/test_{}.py",
+    "docs": "docs/families/{}.md",
 }
 # A large op is a package in its room, and several kernels are a folder.
 OPS_PACKAGE = "cukern/ops/{}/__init__.py"
@@ -59,7 +63,7 @@ def _stems_in(pattern: str) -> set[str]:
 # tests/ also holds tests of other things than ops, so it names no stem.
 STEMS = sorted(
     set().union(*(_stems_in(pattern) for room, pattern in ROOMS.items() if room != "tests"))
-    - {*COMPOSITIONS, *itertools.chain(*COMPOSITIONS.values()), *INTEGRATIONS}
+    - {*COMPOSITIONS, *NOTEBOOKS, *INTEGRATIONS}
 )
 
 
@@ -99,7 +103,7 @@ def test_each_room_has_each_stem(stem: str, room: str) -> None:
     path = ROOMS[room].format(stem)
     is_package = room == "ops" and (ROOT / OPS_PACKAGE.format(stem)).is_file()
     is_package |= room == "cuda_src" and (ROOT / "cuda_src" / stem).is_dir() and bool(gpu_record.templates(stem))
-    assert is_package != (ROOT / path).is_file(), f"{path} is missing, and another room has {stem}"
+    assert is_package != (ROOT / path).is_file(), f"write {path}: other rooms have {stem} (docs/guides/adding.md)"
 
 
 @pytest.mark.parametrize("room", COMPOSITION_ROOMS)
@@ -111,7 +115,7 @@ def test_each_room_has_each_composition(name: str, room: str) -> None:
     assert any(ROOT.glob(path)), f"{path} is missing"
 
 
-@pytest.mark.parametrize("notebook", [*itertools.chain(*COMPOSITIONS.values())])
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_each_composition_has_its_notebooks(notebook: str) -> None:
     assert (ROOT / ROOMS["notebooks"].format(notebook)).is_file(), f"{notebook} is missing"
 
@@ -142,7 +146,9 @@ def _imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_the_package_imports_each_op(stem: str) -> None:
-    assert f"ops.{stem}" in _imported(ROOT / "cukern/__init__.py"), f"cukern/__init__.py does not import ops.{stem}"
+    assert f"ops.{stem}" in _imported(ROOT / "cukern/__init__.py"), (
+        f"import the functions of cukern.ops.{stem} in cukern/__init__.py"
+    )
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
@@ -160,13 +166,17 @@ def test_a_composition_has_no_kernels(name: str) -> None:
 
 @pytest.mark.parametrize(("stem", "name"), FUNCTIONS)
 def test_each_function_is_in_the_package(stem: str, name: str) -> None:
-    assert getattr(cukern, name) is getattr(_module("ops", stem), name)
+    own = getattr(_module("ops", stem), name)
+    assert getattr(cukern, name, None) is own, f"import {name} of cukern.ops.{stem} in cukern/__init__.py"
+    assert name in cukern.__all__, f"add {name!r} to `__all__` of cukern/__init__.py"
 
 
 @pytest.mark.parametrize(("stem", "name"), FUNCTIONS)
 def test_each_function_has_a_twin_with_its_arguments(stem: str, name: str) -> None:
+    twin = getattr(_module("reference", stem), name, None)
+    assert twin, f"write {name} in cukern/reference/{stem}.py: it defines the function in NumPy"
     positional, keywords = _split(getattr(_module("ops", stem), name))
-    twin_positional, twin_keywords = _split(getattr(_module("reference", stem), name))
+    twin_positional, twin_keywords = _split(twin)
     assert twin_positional == positional
     assert twin_keywords - LAUNCH_ONLY == keywords - LAUNCH_ONLY
 
@@ -175,7 +185,7 @@ def test_each_function_has_a_twin_with_its_arguments(stem: str, name: str) -> No
 def test_each_function_has_a_row_in_its_familys_page(stem: str, name: str) -> None:
     page = ROOT / "docs" / "families" / f"{stem}.md"
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{name}` |")]
-    assert len(rows) == 1, f"{page.name} has {len(rows)} rows that start with `{name}`"
+    assert len(rows) == 1, f"docs/families/{page.name}: write one row that starts with `{name}`; it has {len(rows)}"
     assert "the same" not in rows[0].split("|")[2], "a row says in words of its own what the function does"
 
 

@@ -24,13 +24,13 @@ from cukern.reference import sampling as twin
 from cukern.runtime import arrays, describe, generators, template
 from cukern.runtime.cuda import cupy
 from cukern.runtime.gpu import Gpu, of_arch
-from cukern.runtime.kernel import arch_of_device
+from cukern.runtime.kernel import KERNELS, arch_of_device
 from cukern.runtime.late import Guards, Late
 from cukern.runtime.op import OPS
 from cukern.runtime.plan import Plan
-from cukern.testing import TOLERANCES, assert_matches
+from cukern.testing import assert_matches
 from tests.buffers import Buffer, on_gpu, place, to_numpy
-from tests.calls import CALLS
+from tests.specs import CALLS, SPECS
 from tests.test_op import packed, unpacked
 
 Array = NDArray[Any]
@@ -2116,5 +2116,12 @@ def test_more_than_2_31_elements(compiled: None) -> None:
         np.testing.assert_array_equal(cukern.sample(apart, seed=3, variant=variant).cpu().numpy(), want)
 
 
-def test_the_tolerances_are_used() -> None:
-    assert {"sampling.probs", "sampling.logprobs", "sampling.renormalized"} <= set(TOLERANCES)
+def test_all_sides_of_the_templates_are_compiled() -> None:
+    types, clusters = {"float", "__half", "__nv_bfloat16"}, {1, op.CLUSTER}
+    modes = {"sample": {"true", "false"}, "renormalize": {"SOFTMAX", "TOP_K_RENORM", "TOP_P_RENORM", "TOP_K_MASK"}}
+    at_first_use = [variant.instance for variant in SPECS["sampling"].at_first_use()]
+    for kernel in KERNELS["sampling"]:
+        own = (x for x in at_first_use if x.function == kernel.function)
+        compiled = [x.arguments for x in (*kernel.at_import, *kernel.specialized, *own)]
+        sides = [types, *([modes[kernel.function]] if kernel.function in modes else []), clusters]
+        assert [set(values) for values in zip(*compiled, strict=True)] == sides

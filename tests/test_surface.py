@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import cukern
-from tests.calls import CALLS, NO_OPS, WITH_STATE
+from tests.specs import ALL, calls_of
 from tests.surface import FILE, surface
 
 KEPT = json.loads(FILE.read_text())
@@ -41,10 +41,10 @@ def test_the_surface_is_where_it_was(part: str, found: dict[str, dict[str, Any]]
 def test_the_surface_is_complete(found: dict[str, dict[str, Any]]) -> None:
     assert {*found} == {*KEPT}
     functions = {name for name in cukern.__all__ if inspect.isfunction(getattr(cukern, name))}
-    with_operator = functions - NO_OPS - WITH_STATE
-    assert {call.name for call in CALLS.values()} == with_operator
     assert {*found["signatures"]} == {*cukern.__all__}
-    assert {name.split("::")[1].split(".")[0] for name in found["schemas"]} == with_operator
+    assert {name.split("::")[1].split(".")[0] for name in found["schemas"]} == {
+        ALL[key].name for key in calls_of("call")
+    }
     with_variants = {x for x in functions if "variant" in inspect.signature(getattr(cukern, x)).parameters}
     assert {*found["variants"]} == with_variants
     assert all(names[0] == "auto" for names in found["variants"].values())

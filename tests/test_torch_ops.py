@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,53 +16,43 @@ from torch._dynamo.testing import CompileCounter
 
 import cukern
 import cukern.torch_ops
-from cukern import fused_moe, ops
 from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS, operator
-from tests.calls import (
-    CALLS,
-    GATE_CALLS,
-    INTERNAL,
-    NO_OPS,
-    WITH_OUT,
-    WITH_STATE,
-    Call,
-    floats,
-    gate,
-    outputs,
-    topk_softmax,
-)
+from tests.spec import Call, floats, outputs
+from tests.specs import ALL, CALLS, WITH_OUT, calls_of, parameters
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
-DECLARED = {name: own for name, own in OPERATORS.items() if name not in INTERNAL}
-FUNCTIONS = [
-    name
-    for module in (*vars(ops).values(), fused_moe)
-    if isinstance(module, ModuleType)
-    for name in getattr(module, "__all__", [])
-    if inspect.isfunction(getattr(module, name)) and name not in NO_OPS | WITH_STATE
-]
+DECLARED = {name: own for name, own in OPERATORS.items() if name in cukern.__all__}
 
 
-#: What each backend of torch.compile is tried on: operators that write, return, do both, or return a number.
-THOROUGH = [
-    *GATE_CALLS,
-    *(key for key in CALLS if key.split()[0] in ("build_sequence_length_padding_offset", "masked_attention", "sample")),
-]
+def _kind(call: Call) -> tuple[str, ...]:
+    """What an operator writes and returns."""
+    schema = call.operator()._schema
+    written = [str(a.type) for a in schema.arguments if a.alias_info is not None]
+    given = [str(call.given.get(name) is not None) for name in call.written]
+    return (*written, *given, *(str(result.type) for result in schema.returns))
 
 
-@pytest.fixture(params=CALLS)
+#: What each backend of torch.compile is tried on: one call of each kind.
+THOROUGH = {_kind(CALLS[key]): key for key in reversed(CALLS)}.values()
+
+
+def gate(tokens: int = 5) -> Call:
+    return Call("moe_fused_gate", (floats(tokens, 256), floats(256, seed=1), 8, 4, 8))
+
+
+@pytest.fixture(params=parameters(CALLS))
 def call(request: pytest.FixtureRequest, device: str) -> Call:
     return CALLS[request.param].on(device)
 
 
-@pytest.fixture(params=WITH_OUT)
+@pytest.fixture(params=parameters(WITH_OUT))
 def call_with_out(request: pytest.FixtureRequest, device: str) -> Call:
     return CALLS[request.param].on(device)
 
 
-@pytest.fixture(params=THOROUGH)
+@pytest.fixture(params=parameters(THOROUGH))
 def thorough_call(request: pytest.FixtureRequest, device: str) -> Call:
     return CALLS[request.param].on(device)
 
@@ -83,9 +72,8 @@ def _assert_same(got: Any, wanted: Any) -> None:
 # --- what is registered -------------------------------------------------------------------------------
 
 
-def test_each_function_has_an_operator_and_a_case_here() -> None:
-    assert FUNCTIONS
-    assert sorted(DECLARED) == sorted(FUNCTIONS) == sorted({name.split()[0] for name in CALLS})
+def test_each_function_that_can_be_called_by_itself_has_an_operator() -> None:
+    assert {*DECLARED} == {ALL[key].name for key in calls_of("call")}
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -238,7 +226,7 @@ def test_an_operator_takes_keywords(device: str) -> None:
     call = gate().on(device)
     names = ("input", "bias", "num_expert_group", "topk_group", "topk")
     _assert_same(torch.ops.cukern.moe_fused_gate(**dict(zip(names, call.args, strict=True))), call.expected())
-    call = topk_softmax().on(device)
+    call = CALLS["topk_softmax"].on(device)
     names = ("topk_weights", "topk_ids", "gating_output")
     torch.ops.cukern.topk_softmax(**dict(zip(names, call.args, strict=True)))
     _assert_same(call.args[:2], call.expected())
@@ -258,7 +246,7 @@ def test_opcheck(call: Call) -> None:
     torch.library.opcheck(call.operator(), call.args, call.options)
 
 
-@pytest.mark.parametrize("key", [*(key for key in GATE_CALLS if key in WITH_OUT), "masked_attention scale"])
+@pytest.mark.parametrize("key", parameters(key for key in THOROUGH if key in WITH_OUT))
 def test_opcheck_of_the_out_overload(key: str, device: str) -> None:
     call = CALLS[key].on(device)
     torch.library.opcheck(call.operator("out"), call.args, {**call.options, **call.poisoned_results()})
@@ -328,7 +316,7 @@ def _with_gradient(call: Call, position: int) -> Call:
     [
         ("moe_fused_gate", 0, "input"),
         ("moe_fused_gate", 1, "bias"),
-        ("biased_grouped_topk", 1, "gating_output"),
+        ("biased_grouped_topk scoring_func", 1, "gating_output"),
         ("topk_softmax", 2, "gating_output"),
         ("topk_softmax", 0, "topk_weights"),
     ],
@@ -366,7 +354,7 @@ def test_operators_run_in_every_inference_mode(mode: Callable[[], Any], call: Ca
 
 
 def test_autograd_notices_that_a_saved_tensor_was_written(device: str) -> None:
-    call = topk_softmax().on(device)
+    call = CALLS["topk_softmax"].on(device)
     weights, ids = call.args[:2]
     factor = torch.ones(5, 8, device=device, requires_grad=True)
     product = factor * weights  # keeps weights for the backward
@@ -507,14 +495,14 @@ def test_a_decoding_step_is_one_graph(backend: str, device: str) -> None:
 
 
 #: The operators of the functions that draw.
-DRAWING = [x for x in FUNCTIONS if "generator" in inspect.signature(getattr(cukern, x)).parameters]
+DRAWING = [x for x in DECLARED if "generator" in inspect.signature(getattr(cukern, x)).parameters]
 
 
 def test_what_draws_is_no_common_subexpression() -> None:
     assert len(DRAWING) == 9
-    for name in FUNCTIONS:
-        packet = getattr(torch.ops.cukern, name, None)
-        for overload in packet.overloads() if packet else ():
+    for name in DECLARED:
+        packet = getattr(torch.ops.cukern, name)
+        for overload in packet.overloads():
             tags = getattr(packet, overload).tags
             assert (torch.Tag.nondeterministic_seeded in tags) == (name in DRAWING), f"{name}.{overload}"
 
@@ -658,7 +646,7 @@ def test_an_export_keeps_what_is_written(device: str) -> None:
             torch.ops.cukern.topk_softmax(weights, ids, logits)
             return weights.sum(dim=1)
 
-    call = topk_softmax().on(device)
+    call = CALLS["topk_softmax"].on(device)
     wanted = call.expected()
     program = torch.export.export(Route(), (call.args[2], *outputs(5, 8, device))).run_decompositions()
     weights, ids = outputs(5, 8, device)
