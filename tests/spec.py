@@ -75,11 +75,11 @@ class Function:
 
     #: The arguments that have the batch, each in its first dimension or in the one behind a colon: "ids:1 lengths".
     batch: str = ""
-    #: The values of an argument in a batch that is so many times as large, where they are not those of its copies.
-    grown: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = field(default_factory=dict)
-    tolerance: Tolerances = None
     #: None where the text of docs/batch_invariance.md tells it.
     bits: Bits | None = None
+    #: The values of an argument in a larger batch, a given number of times as large, where copies are wrong.
+    grown: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = field(default_factory=dict)
+    tolerance: Tolerances = None
     #: Calls on x, bfloat16 [rows, COLUMNS] of more than 2^31 elements. Rows of the results depend on their rows of x.
     many_rows: Sequence[Callable[[Any], Any]] = ()
     #: The promises that no call makes, with why. A word may follow: the argument that is exempt from "places".

@@ -48,19 +48,19 @@ def _large_calls() -> list[Call]:
 SPEC = Spec(
     functions={
         "beam_search_step": Function(
-            batch="log_probs scores finished_scores finished_lengths finished_ids finished_parents done",
+            "log_probs scores finished_scores finished_lengths finished_ids finished_parents done",
+            OF_A_ROW,
             tolerance="beam_search.scores",
-            bits=OF_A_ROW,
             exempt={"many rows": "it reads log_probs as beam_topk does, which is tested"},
         ),
         "beam_topk": Function(
-            batch="log_probs",
+            "log_probs",
+            OF_A_ROW,
             tolerance="beam_search.values",
-            bits=OF_A_ROW,
             many_rows=[lambda x: cukern.beam_topk(x.reshape(-1, 4, COLUMNS), 3)],
         ),
-        "gather_tree": Function(batch="ids:1 parents:1 lengths", bits=COPIES, exempt=SMALL | BY_BATCH),
-        "update_kv_cache": Function(batch="key_cache:1 value_cache:1 parents", bits=COPIES, exempt=SMALL | BY_BATCH),
+        "gather_tree": Function("ids:1 parents:1 lengths", COPIES, exempt=SMALL | BY_BATCH),
+        "update_kv_cache": Function("key_cache:1 value_cache:1 parents", COPIES, exempt=SMALL | BY_BATCH),
     },
     calls=_calls(),
     large_calls=_large_calls(),

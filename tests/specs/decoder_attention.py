@@ -47,15 +47,15 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "cross_attention": Function(
-            batch="q key_memory value_memory memory_lengths",
+            "q key_memory value_memory memory_lengths",
+            Bits("batch", on="the number of parts into which a row is split, by batch and heads"),
             tolerance="decoder_attention.out",
-            bits=Bits("batch", on="the number of parts into which a row is split, by batch and heads"),
             exempt=IN_ITS_FILE | BY_BATCH,
         ),
         "masked_attention": Function(
-            batch="q k v key_cache:1 value_cache:1",
+            "q k v key_cache:1 value_cache:1",
+            Bits("batch", on="the number of parts into which a row is split, by batch and heads"),
             tolerance=("decoder_attention.out", None, None),
-            bits=Bits("batch", on="the number of parts into which a row is split, by batch and heads"),
             exempt=IN_ITS_FILE | BY_BATCH,
         ),
     },

@@ -79,17 +79,15 @@ def _large_calls() -> list[Call]:
 SPEC = Spec(
     functions={
         "apply_penalties": Function(
-            batch="logits output_ids sequence_length min_length prompt_mask output_mask",
-            bits=OF_A_ROW,
+            "logits output_ids sequence_length min_length prompt_mask output_mask",
+            OF_A_ROW,
             many_rows=[lambda x: cukern.apply_penalties(x, temperature=0.7)],
         ),
-        "decoding_init": Function(batch="start_ids", bits=OF_A_ROW, exempt=SMALL),
-        "stop_words_criterion": Function(batch="output_ids sequence_length finished", bits=OF_A_ROW, exempt=SMALL),
-        "topp_init": Function(
-            batch="start_ids", bits=COPIES, exempt=SMALL | {"rows": "the seeds are counted over the batch"}
-        ),
-        "update_finished": Function(batch="word_ids finished sequence_length", bits=OF_A_ROW, exempt=SMALL),
-        "update_logits": Function(batch="logits finished", bits=OF_A_ROW, many_rows=[cukern.update_logits]),
+        "decoding_init": Function("start_ids", OF_A_ROW, exempt=SMALL),
+        "stop_words_criterion": Function("output_ids sequence_length finished", OF_A_ROW, exempt=SMALL),
+        "topp_init": Function("start_ids", COPIES, exempt=SMALL | {"rows": "the seeds are counted over the batch"}),
+        "update_finished": Function("word_ids finished sequence_length", OF_A_ROW, exempt=SMALL),
+        "update_logits": Function("logits finished", OF_A_ROW, many_rows=[cukern.update_logits]),
     },
     calls=_calls(),
     large_calls=_large_calls(),

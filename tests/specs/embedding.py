@@ -51,9 +51,9 @@ def _at_first_use() -> Iterator[Variant]:
 
 SPEC = Spec(
     functions={
-        "embedding_lookup": Function(batch="word_ids", bits=COPIES, exempt=IN_ITS_FILE | BY_BATCH),
+        "embedding_lookup": Function("word_ids", COPIES, exempt=IN_ITS_FILE | BY_BATCH),
         "embedding_lookup_sine_position_encoding": Function(
-            batch="word_ids", bits=COPIES, exempt=BY_BATCH | {"many rows": "it runs the kernel of embedding_lookup"}
+            "word_ids", COPIES, exempt=BY_BATCH | {"many rows": "it runs the kernel of embedding_lookup"}
         ),
     },
     calls=_calls(),

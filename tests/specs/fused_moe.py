@@ -54,7 +54,7 @@ def _large_calls() -> list[Call]:
 SPEC = Spec(
     functions={
         "fused_experts": Function(
-            batch="hidden_states topk_weights topk_ids",
+            "hidden_states topk_weights topk_ids",
             tolerance="fused_moe.out",
             exempt={
                 "rows": "the order of a sum goes by the number of rows",

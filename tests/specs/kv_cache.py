@@ -73,17 +73,17 @@ def _at_first_use() -> Iterator[Variant]:
 
 SPEC = Spec(
     functions={
-        "concat_and_cache_mla": Function(batch="kv_c k_pe slot_mapping", bits=COPIES, exempt=IN_ITS_FILE | BY_BATCH),
-        "copy_blocks": Function(batch="block_mapping", bits=COPIES, exempt=IN_ITS_FILE | BY_BATCH),
+        "concat_and_cache_mla": Function("kv_c k_pe slot_mapping", COPIES, exempt=IN_ITS_FILE | BY_BATCH),
+        "copy_blocks": Function("block_mapping", COPIES, exempt=IN_ITS_FILE | BY_BATCH),
         "gather_cache": Function(
-            batch="dst block_table cu_seq_lens batch_size seq_starts",
-            bits=COPIES,
+            "dst block_table cu_seq_lens batch_size seq_starts",
+            COPIES,
             exempt=IN_ITS_FILE | BY_BATCH,
             grown={"cu_seq_lens": continued},
         ),
         **dict.fromkeys(
             ("reshape_and_cache", "reshape_and_cache_flash"),
-            Function(batch="key value slot_mapping", bits=COPIES, exempt=IN_ITS_FILE | BY_BATCH),
+            Function("key value slot_mapping", COPIES, exempt=IN_ITS_FILE | BY_BATCH),
         ),
         "swap_blocks": Function(bits=COPIES, exempt={"call": "it launches no kernel"}),
     },

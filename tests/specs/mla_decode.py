@@ -79,13 +79,13 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "flash_mla_with_kvcache": Function(
-            batch="q block_table cache_seqlens indices extra_indices_in_kvcache topk_length extra_topk_length",
+            "q block_table cache_seqlens indices extra_indices_in_kvcache topk_length extra_topk_length",
             tolerance=("mla_decode.out", "mla_decode.lse"),
             exempt=IN_ITS_FILE | BY_BATCH,
         ),
         "get_mla_metadata": Function(
-            batch="cache_seqlens topk_length extra_topk_length",
-            bits=COPIES,
+            "cache_seqlens topk_length extra_topk_length",
+            COPIES,
             exempt=SMALL | {"twin": "a plan is for so many multiprocessors"} | BY_BATCH,
         ),
     },

@@ -49,50 +49,35 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "add_bias_act": Function(
-            batch="x",
-            tolerance="moe_activation.biased",
-            bits=OF_A_ROW,
-            many_rows=[lambda x: cukern.add_bias_act(x, x[0])],
+            "x", OF_A_ROW, tolerance="moe_activation.biased", many_rows=[lambda x: cukern.add_bias_act(x, x[0])]
         ),
         "bias_gelu": Function(
-            batch="x",
+            "x",
+            OF_A_ROW,
             tolerance="moe_activation.biased",
-            bits=OF_A_ROW,
             many_rows=[lambda x: cukern.bias_gelu(x, None, approximate="tanh")],
         ),
-        "gelu_and_mul": Function(
-            batch="x", tolerance="moe_activation.out", bits=OF_A_ROW, many_rows=[cukern.gelu_and_mul]
-        ),
-        "gelu_fast": Function(
-            batch="x", tolerance="moe_activation.biased", bits=OF_A_ROW, many_rows=[cukern.gelu_fast]
-        ),
-        "gelu_new": Function(batch="x", tolerance="moe_activation.biased", bits=OF_A_ROW, many_rows=[cukern.gelu_new]),
-        "gelu_quick": Function(
-            batch="x", tolerance="moe_activation.biased", bits=OF_A_ROW, many_rows=[cukern.gelu_quick]
-        ),
+        "gelu_and_mul": Function("x", OF_A_ROW, tolerance="moe_activation.out", many_rows=[cukern.gelu_and_mul]),
+        "gelu_fast": Function("x", OF_A_ROW, tolerance="moe_activation.biased", many_rows=[cukern.gelu_fast]),
+        "gelu_new": Function("x", OF_A_ROW, tolerance="moe_activation.biased", many_rows=[cukern.gelu_new]),
+        "gelu_quick": Function("x", OF_A_ROW, tolerance="moe_activation.biased", many_rows=[cukern.gelu_quick]),
         "gelu_tanh_and_mul": Function(
-            batch="x", tolerance="moe_activation.out", bits=OF_A_ROW, many_rows=[cukern.gelu_tanh_and_mul]
+            "x", OF_A_ROW, tolerance="moe_activation.out", many_rows=[cukern.gelu_tanh_and_mul]
         ),
         "moe_activation": Function(
-            batch="x",
+            "x",
+            OF_A_ROW,
             tolerance="moe_activation.out",
-            bits=OF_A_ROW,
             many_rows=[
                 lambda x: cukern.moe_activation(x, "gelu"),
                 lambda x: cukern.moe_activation(x, variant="scalar" if torch.is_tensor(x) else "auto"),
             ],
         ),
-        "mul_and_silu": Function(
-            batch="x", tolerance="moe_activation.out", bits=OF_A_ROW, many_rows=[cukern.mul_and_silu]
-        ),
-        "relu2_and_mul": Function(
-            batch="x", tolerance="moe_activation.out", bits=OF_A_ROW, many_rows=[cukern.relu2_and_mul]
-        ),
-        "silu_and_mul": Function(
-            batch="x", tolerance="moe_activation.out", bits=OF_A_ROW, many_rows=[cukern.silu_and_mul]
-        ),
+        "mul_and_silu": Function("x", OF_A_ROW, tolerance="moe_activation.out", many_rows=[cukern.mul_and_silu]),
+        "relu2_and_mul": Function("x", OF_A_ROW, tolerance="moe_activation.out", many_rows=[cukern.relu2_and_mul]),
+        "silu_and_mul": Function("x", OF_A_ROW, tolerance="moe_activation.out", many_rows=[cukern.silu_and_mul]),
         "swigluoai_and_mul": Function(
-            batch="x", tolerance="moe_activation.out", bits=OF_A_ROW, many_rows=[cukern.swigluoai_and_mul]
+            "x", OF_A_ROW, tolerance="moe_activation.out", many_rows=[cukern.swigluoai_and_mul]
         ),
     },
     calls=_calls(),

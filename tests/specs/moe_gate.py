@@ -86,26 +86,15 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "biased_grouped_topk": Function(
-            batch="gating_output",
-            tolerance="moe_gate.weights",
-            bits=OF_A_ROW,
-            exempt=SAME_KERNEL | COUNTED_ALONE,
+            "gating_output", OF_A_ROW, tolerance="moe_gate.weights", exempt=SAME_KERNEL | COUNTED_ALONE
         ),
         "grouped_topk": Function(
-            batch="hidden_states gating_output",
-            tolerance="moe_gate.weights",
-            bits=OF_A_ROW,
-            exempt=SAME_KERNEL | COUNTED_ALONE,
+            "hidden_states gating_output", OF_A_ROW, tolerance="moe_gate.weights", exempt=SAME_KERNEL | COUNTED_ALONE
         ),
-        "moe_fused_gate": Function(batch="input", tolerance="moe_gate.weights", bits=OF_A_ROW, exempt=IN_ITS_FILE),
+        "moe_fused_gate": Function("input", OF_A_ROW, tolerance="moe_gate.weights", exempt=IN_ITS_FILE),
         **dict.fromkeys(
             ("topk_sigmoid", "topk_softmax"),
-            Function(
-                batch="topk_weights topk_ids gating_output",
-                tolerance="moe_gate.weights",
-                bits=OF_A_ROW,
-                exempt=SAME_KERNEL,
-            ),
+            Function("topk_weights topk_ids gating_output", OF_A_ROW, tolerance="moe_gate.weights", exempt=SAME_KERNEL),
         ),
     },
     calls=_calls(),

@@ -111,19 +111,19 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "moe_gemm": Function(
-            batch="a expert_offsets a_scale row_token",
+            "a expert_offsets a_scale row_token",
             tolerance="moe_gemm.out",
             exempt=IN_ITS_FILE | BY_BATCH,
             grown={"expert_offsets": operator.mul},
         ),
         "moe_gemm_batched": Function(
-            batch="a:1 expert_num_tokens",
+            "a:1 expert_num_tokens",
             tolerance="moe_gemm.out",
             exempt=BY_BATCH | {"many rows": "it runs the kernel of moe_gemm"},
             grown={"expert_num_tokens": operator.mul},
         ),
-        "prepare_weights": Function(batch="b b_scale", bits=COPIES, exempt=NO_BATCH | IN_64_BITS),
-        "restore_weights": Function(batch="prepared", bits=COPIES, exempt=NO_BATCH | IN_64_BITS),
+        "prepare_weights": Function("b b_scale", COPIES, exempt=NO_BATCH | IN_64_BITS),
+        "restore_weights": Function("prepared", COPIES, exempt=NO_BATCH | IN_64_BITS),
     },
     calls=_calls(),
     large_calls=_large_calls(),

@@ -81,25 +81,23 @@ SPEC = Spec(
     functions={
         **dict.fromkeys(
             ("moe_align_block_size", "moe_sort", "moe_sort_batched"),
-            Function(batch="topk_ids", bits=COPIES, exempt=SMALL | BY_BATCH),
+            Function("topk_ids", COPIES, exempt=SMALL | BY_BATCH),
         ),
         "moe_permute": Function(
-            batch="hidden_states a1q_scale topk_ids",
-            bits=COPIES,
+            "hidden_states a1q_scale topk_ids",
+            COPIES,
             many_rows=[lambda x: cukern.moe_permute(x, None, 0 * row_numbers(x), 1)[0]],
             exempt=BY_BATCH,
         ),
-        "moe_sum": Function(
-            batch="input", bits=OF_A_ROW, many_rows=[lambda x: cukern.moe_sum(x.reshape(-1, 2, COLUMNS // 2))]
-        ),
+        "moe_sum": Function("input", OF_A_ROW, many_rows=[lambda x: cukern.moe_sum(x.reshape(-1, 2, COLUMNS // 2))]),
         "moe_unpermute": Function(
-            batch="out permuted_hidden_states topk_weights inv_permuted_idx",
-            bits=OF_A_ROW,
+            "out permuted_hidden_states topk_weights inv_permuted_idx",
+            OF_A_ROW,
             many_rows=[lambda x: cukern.moe_unpermute(zeros_like(x), x, None, row_numbers(x))],
         ),
         "permute_rows": Function(
-            batch="hidden_states inverse",
-            bits=COPIES,
+            "hidden_states inverse",
+            COPIES,
             many_rows=[lambda x: cukern.permute_rows(x, row_numbers(x))],
             exempt=BY_BATCH,
             grown={"inverse": _numbered},

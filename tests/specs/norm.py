@@ -79,25 +79,19 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "fused_add_layer_norm": Function(
-            batch="input residual residual_out",
-            bits=OF_A_ROW,
+            "input residual residual_out",
+            OF_A_ROW,
             many_rows=[lambda x: cukern.fused_add_layer_norm(x, zeros_like(x), None, None, residual_out=zeros_like(x))],
         ),
         "fused_add_rms_norm": Function(
-            batch="input residual",
-            bits=OF_A_ROW,
-            many_rows=[lambda x: cukern.fused_add_rms_norm(x, zeros_like(x), None)],
+            "input residual", OF_A_ROW, many_rows=[lambda x: cukern.fused_add_rms_norm(x, zeros_like(x), None)]
         ),
         "fused_add_rms_norm_quant": Function(
-            batch="input residual",
-            bits=OF_A_ROW,
-            many_rows=[lambda x: cukern.fused_add_rms_norm_quant(x, zeros_like(x), None)],
+            "input residual", OF_A_ROW, many_rows=[lambda x: cukern.fused_add_rms_norm_quant(x, zeros_like(x), None)]
         ),
-        "layer_norm": Function(
-            batch="input", bits=OF_A_ROW, many_rows=[lambda x: cukern.layer_norm(x, x[0] + 1, x[1])]
-        ),
-        "rms_norm": Function(batch="input", bits=OF_A_ROW, many_rows=[lambda x: cukern.rms_norm(x, x[0] + 1)]),
-        "rms_norm_quant": Function(batch="input", bits=OF_A_ROW, many_rows=[lambda x: cukern.rms_norm_quant(x, None)]),
+        "layer_norm": Function("input", OF_A_ROW, many_rows=[lambda x: cukern.layer_norm(x, x[0] + 1, x[1])]),
+        "rms_norm": Function("input", OF_A_ROW, many_rows=[lambda x: cukern.rms_norm(x, x[0] + 1)]),
+        "rms_norm_quant": Function("input", OF_A_ROW, many_rows=[lambda x: cukern.rms_norm_quant(x, None)]),
     },
     calls=_calls(),
     large_calls=_large_calls(),

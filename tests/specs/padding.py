@@ -77,31 +77,20 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "add_qkv_bias_rebuild_padding": Function(
-            batch="q k v padding_offset batch",
-            bits=COPIES,
+            "q k v padding_offset batch",
+            COPIES,
             exempt=BY_BATCH | {"many rows": "it indexes rows as rebuild_sequence_length_padding does, which is tested"},
             grown={"padding_offset": _shifted},
         ),
         "build_sequence_length_padding_offset": Function(
-            batch="sequence_length valid_word_num",
-            bits=COPIES,
-            exempt=SMALL | BY_BATCH,
-            parts=("_count_words", "_build_offsets"),
+            "sequence_length valid_word_num", COPIES, exempt=SMALL | BY_BATCH, parts=("_count_words", "_build_offsets")
         ),
         "rebuild_sequence_length_padding": Function(
-            batch="src padding_offset batch",
-            bits=COPIES,
-            exempt=IN_ITS_FILE | BY_BATCH,
-            grown={"padding_offset": _shifted},
+            "src padding_offset batch", COPIES, exempt=IN_ITS_FILE | BY_BATCH, grown={"padding_offset": _shifted}
         ),
         **dict.fromkeys(
             ("remove_sequence_length_padding", "transpose_remove_padding"),
-            Function(
-                batch="src padding_offset",
-                bits=COPIES,
-                exempt=IN_ITS_FILE | BY_BATCH,
-                grown={"padding_offset": _shifted},
-            ),
+            Function("src padding_offset", COPIES, exempt=IN_ITS_FILE | BY_BATCH, grown={"padding_offset": _shifted}),
         ),
     },
     calls=_calls(),

@@ -74,23 +74,23 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "merge_attention_states": Function(
-            batch="out_a lse_a out_b lse_b",
+            "out_a lse_a out_b lse_b",
+            Bits("row", "a row", "its own states"),
             tolerance=("paged_attention.merged", "paged_attention.lse"),
-            bits=Bits("row", "a row", "its own states"),
             exempt=SMALL,
         ),
         "paged_attention": Function(
-            batch="query block_tables seq_lens",
+            "query block_tables seq_lens",
             tolerance=("paged_attention.out", "paged_attention.lse"),
             exempt=IN_ITS_FILE | BY_BATCH,
         ),
         "paged_attention_v1": Function(
-            batch="out query block_tables seq_lens", tolerance="paged_attention.out", exempt=BY_BATCH | SAME_KERNEL
+            "out query block_tables seq_lens", tolerance="paged_attention.out", exempt=BY_BATCH | SAME_KERNEL
         ),
         "paged_attention_v2": Function(
-            batch="out exp_sums max_logits tmp_out query block_tables seq_lens",
+            "out exp_sums max_logits tmp_out query block_tables seq_lens",
+            Bits("row", "a row", "its own query, keys and values, added up in partitions of 512 tokens"),
             tolerance=("paged_attention.out", "paged_attention.exp_sums", "paged_attention.lse", "paged_attention.out"),
-            bits=Bits("row", "a row", "its own query, keys and values, added up in partitions of 512 tokens"),
             exempt=SAME_KERNEL,
         ),
     },

@@ -62,39 +62,35 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "dequantize_mxfp4": Function(
-            batch="packed scale",
-            bits=OF_A_ROW,
-            many_rows=[lambda x: cukern.dequantize_mxfp4(*cukern.quantize_mxfp4(x))],
+            "packed scale", OF_A_ROW, many_rows=[lambda x: cukern.dequantize_mxfp4(*cukern.quantize_mxfp4(x))]
         ),
         "dequantize_nvfp4": Function(
-            batch="packed scale",
-            bits=OF_A_ROW,
+            "packed scale",
+            OF_A_ROW,
             many_rows=[lambda x: cukern.dequantize_nvfp4(*cukern.scaled_fp4_quant(x, 1.0), 1.0)],
         ),
         "per_token_group_quant_fp8": Function(
-            batch="x", bits=OF_A_ROW, many_rows=[lambda x: cukern.per_token_group_quant_fp8(x, 128)]
+            "x", OF_A_ROW, many_rows=[lambda x: cukern.per_token_group_quant_fp8(x, 128)]
         ),
         "per_token_group_quant_int8": Function(
-            batch="x", bits=OF_A_ROW, many_rows=[lambda x: cukern.per_token_group_quant_int8(x, 128)]
+            "x", OF_A_ROW, many_rows=[lambda x: cukern.per_token_group_quant_int8(x, 128)]
         ),
-        "quantize_mxfp4": Function(batch="x", bits=OF_A_ROW, many_rows=[cukern.quantize_mxfp4]),
-        "scaled_fp4_quant": Function(
-            batch="input", bits=OF_A_ROW, many_rows=[lambda x: cukern.scaled_fp4_quant(x, 1.0)]
-        ),
+        "quantize_mxfp4": Function("x", OF_A_ROW, many_rows=[cukern.quantize_mxfp4]),
+        "scaled_fp4_quant": Function("input", OF_A_ROW, many_rows=[lambda x: cukern.scaled_fp4_quant(x, 1.0)]),
         "scaled_fp8_quant": Function(
-            batch="input",
-            bits=ONE_SCALE,
+            "input",
+            ONE_SCALE,
             many_rows=[
                 lambda x: cukern.scaled_fp8_quant(x, 0.01),
                 lambda x: cukern.scaled_fp8_quant(x, None, None, None, True),
                 cukern.scaled_fp8_quant,
             ],
         ),
-        "scaled_int8_quant": Function(batch="input", bits=ONE_SCALE, many_rows=[cukern.scaled_int8_quant]),
+        "scaled_int8_quant": Function("input", ONE_SCALE, many_rows=[cukern.scaled_int8_quant]),
         "silu_and_mul_quant": Function(
-            batch="x",
+            "x",
+            OF_A_ROW,
             tolerance=("quantization.activated", "quantization.activated_scales"),
-            bits=OF_A_ROW,
             many_rows=[cukern.silu_and_mul_quant],
         ),
     },

@@ -53,13 +53,9 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "fused_qk_norm_rope_and_cache": Function(
-            batch="query key value cos sin slot_mapping",
-            bits=COPIES,
-            exempt=IN_ITS_FILE | {"rows": "slots are of one cache"},
+            "query key value cos sin slot_mapping", COPIES, exempt=IN_ITS_FILE | {"rows": "slots are of one cache"}
         ),
-        "rotary_embedding": Function(
-            batch="query key cos sin", bits=Bits("row", "a row", "the row"), exempt=IN_ITS_FILE
-        ),
+        "rotary_embedding": Function("query key cos sin", Bits("row", "a row", "the row"), exempt=IN_ITS_FILE),
     },
     calls=_calls(),
     at_first_use=_at_first_use,

@@ -104,39 +104,37 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "chain_speculative_sampling": Function(
-            batch="draft_probs draft_token_ids target_probs seed offset", bits=DRAW, exempt=SMALL
+            "draft_probs draft_token_ids target_probs seed offset", DRAW, exempt=SMALL
         ),
-        "min_p_sampling_from_probs": Function(batch="probs min_p seed offset", bits=DRAW, exempt=SAME_KERNEL),
+        "min_p_sampling_from_probs": Function("probs min_p seed offset", DRAW, exempt=SAME_KERNEL),
         "sample": Function(
-            batch="logits seed offset finished sequence_length top_k",
+            "logits seed offset finished sequence_length top_k",
+            DRAW,
             tolerance=(None, None, "sampling.logprobs"),
-            bits=DRAW,
             exempt=IN_ITS_FILE,
         ),
-        "sampling_from_logits": Function(batch="logits seed offset indices", bits=DRAW, exempt=SAME_KERNEL),
+        "sampling_from_logits": Function("logits seed offset indices", DRAW, exempt=SAME_KERNEL),
         **dict.fromkeys(
             ("sampling_from_probs", "top_p_sampling_from_probs"),
-            Function(batch="probs seed offset", bits=DRAW, exempt=SAME_KERNEL),
+            Function("probs seed offset", DRAW, exempt=SAME_KERNEL),
         ),
-        "softmax": Function(batch="logits", tolerance="sampling.probs", bits=OF_A_ROW, many_rows=[cukern.softmax]),
-        "top_k_mask_logits": Function(
-            batch="logits top_k", bits=OF_A_ROW, many_rows=[lambda x: cukern.top_k_mask_logits(x, 9)]
-        ),
+        "softmax": Function("logits", OF_A_ROW, tolerance="sampling.probs", many_rows=[cukern.softmax]),
+        "top_k_mask_logits": Function("logits top_k", OF_A_ROW, many_rows=[lambda x: cukern.top_k_mask_logits(x, 9)]),
         "top_k_renorm_probs": Function(
-            batch="probs top_k",
+            "probs top_k",
+            OF_A_ROW,
             tolerance="sampling.renormalized",
-            bits=OF_A_ROW,
             many_rows=[lambda x: cukern.top_k_renorm_probs(abs(x), 9)],
         ),
         **dict.fromkeys(
             ("top_k_sampling_from_probs", "top_k_top_p_sampling_from_probs"),
-            Function(batch="probs top_k seed offset", bits=DRAW, exempt=SAME_KERNEL),
+            Function("probs top_k seed offset", DRAW, exempt=SAME_KERNEL),
         ),
-        "top_k_top_p_sampling_from_logits": Function(batch="logits top_k seed offset", bits=DRAW, exempt=SAME_KERNEL),
+        "top_k_top_p_sampling_from_logits": Function("logits top_k seed offset", DRAW, exempt=SAME_KERNEL),
         "top_p_renorm_probs": Function(
-            batch="probs",
+            "probs",
+            OF_A_ROW,
             tolerance="sampling.renormalized",
-            bits=OF_A_ROW,
             exempt={"many rows": "it runs the kernel of top_k_renorm_probs"},
         ),
     },

@@ -55,7 +55,7 @@ def _at_first_use() -> Iterator[Variant]:
 SPEC = Spec(
     functions={
         "varlen_attention": Function(
-            batch="q k v cu_seqlens_q cu_seqlens_k",
+            "q k v cu_seqlens_q cu_seqlens_k",
             tolerance="varlen_attention.out",
             many_rows=[
                 lambda x: cukern.varlen_attention(*[x.reshape(-1, 64, COLUMNS // 64)] * 3, row_numbers(x).reshape(-1)),
