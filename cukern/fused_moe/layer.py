@@ -98,7 +98,7 @@ def fused_experts(
     topk_ids: AnyArray,
     *,
     activation: str = "silu",
-    quant: FusedMoEQuantConfig | str | None = None,
+    quant: str | FusedMoEQuantConfig | None = None,
     expert_map: AnyArray | None = None,
     apply_router_weight_on_input: bool = False,
     w1_scale: AnyArray | None = None,

@@ -374,7 +374,7 @@ def _tree_results(ids: Any, *_: Any, **__: Any) -> Result:
     _tree_results,
 )
 def gather_tree(
-    ids: AnyArray, parents: AnyArray, lengths: AnyArray, end_id: int,
+    ids: AnyArray, parents: AnyArray, lengths: AnyArray | None, end_id: int,
     *, last_ids: AnyArray | None = None, last_parents: AnyArray | None = None, out: AnyArray | None = None,
 ) -> AnyArray:  # fmt: skip
     """The tokens of each beam, from the tokens and parents of all steps.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from cukern.reference import decoder_attention as twin
 from cukern.runtime import arrays, check, template
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import (
     Array,
@@ -260,11 +260,11 @@ def masked_attention(
     q: AnyArray,
     k: AnyArray,
     v: AnyArray,
-    bias_q: AnyArray,
-    bias_k: AnyArray,
-    bias_v: AnyArray,
-    key_cache: AnyArray,
-    value_cache: AnyArray,
+    bias_q: AnyArray | None,
+    bias_k: AnyArray | None,
+    bias_v: AnyArray | None,
+    key_cache: WrittenArray,
+    value_cache: WrittenArray,
     step: int | AnyArray,
     *,
     scale: float | None = None,
@@ -330,7 +330,7 @@ def masked_attention(
 )
 def cross_attention(
     q: AnyArray,
-    bias_q: AnyArray,
+    bias_q: AnyArray | None,
     key_memory: AnyArray,
     value_memory: AnyArray,
     memory_lengths: AnyArray,

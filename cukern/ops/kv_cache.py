@@ -37,7 +37,7 @@ from cukern.ops._kv_cache import (
 from cukern.ops._swap_blocks import swap_blocks
 from cukern.reference import kv_cache as twin
 from cukern.runtime import check, fp8
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, Size, WrittenArray
 from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place, type_name
 from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
@@ -65,8 +65,8 @@ _TOKENS = {"tokens": ("key", "value", "slot_mapping")}
 def reshape_and_cache(
     key: AnyArray,
     value: AnyArray,
-    key_cache: AnyArray,
-    value_cache: AnyArray,
+    key_cache: WrittenArray,
+    value_cache: WrittenArray,
     slot_mapping: AnyArray,
     kv_cache_dtype: str,
     k_scale: AnyArray,
@@ -148,8 +148,8 @@ def reshape_and_cache(
 def reshape_and_cache_flash(
     key: AnyArray,
     value: AnyArray,
-    key_cache: AnyArray,
-    value_cache: AnyArray,
+    key_cache: WrittenArray,
+    value_cache: WrittenArray,
     slot_mapping: AnyArray,
     kv_cache_dtype: str,
     k_scale: AnyArray,
@@ -249,7 +249,12 @@ def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype:
     late=("scale",),
 )
 def concat_and_cache_mla(
-    kv_c: AnyArray, k_pe: AnyArray, kv_cache: AnyArray, slot_mapping: AnyArray, kv_cache_dtype: str, scale: AnyArray
+    kv_c: AnyArray,
+    k_pe: AnyArray,
+    kv_cache: WrittenArray,
+    slot_mapping: AnyArray,
+    kv_cache_dtype: str,
+    scale: AnyArray | None,
 ) -> None:
     """Store the latents and the rotary parts of new tokens, side by side, in their slots of an MLA cache.
 
@@ -353,7 +358,9 @@ def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int
     "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
     rows={"pairs": ("block_mapping",)},
 )
-def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: AnyArray) -> None:
+def copy_blocks(
+    key_caches: Sequence[WrittenArray], value_caches: Sequence[WrittenArray], block_mapping: AnyArray
+) -> None:
     """Copy blocks of the caches of all layers: cache[to] = cache[from] for each pair (from, to) of block_mapping.
 
     Args:
@@ -484,10 +491,10 @@ def _check_sequences(src_cache: Array, block_table: Any, cu_seq_lens: Any, batch
 )
 def gather_cache(
     src_cache: AnyArray,
-    dst: AnyArray,
+    dst: WrittenArray,
     block_table: AnyArray,
     cu_seq_lens: AnyArray,
-    batch_size: int,
+    batch_size: Size,
     seq_starts: AnyArray | None = None,
     *,
     kv_cache_dtype: str = "auto",

@@ -296,8 +296,8 @@ def get_mla_metadata(
     topk_length: AnyArray | None = None,
     extra_topk: int = 0,
     extra_topk_length: AnyArray | None = None,
-    out: AnyArray | None = None,
-) -> AnyArray:
+    out: tuple[AnyArray, AnyArray] | None = None,
+) -> tuple[AnyArray, AnyArray]:
     """Deal the tokens of all sequences out to the multiprocessors, for `flash_mla_with_kvcache`.
 
     The tokens of a sequence are cut into blocks of 64. A part is what one block of threads does, for one kv head and
@@ -467,11 +467,11 @@ def _results(work: Work, attended: Array, lse: Array) -> dict[str, Any]:
 def flash_mla_with_kvcache(
     q: AnyArray,
     k_cache: AnyArray,
-    block_table: AnyArray,
-    cache_seqlens: AnyArray,
+    block_table: AnyArray | None,
+    cache_seqlens: AnyArray | None,
     head_dim_v: int,
-    tile_scheduler_metadata: AnyArray,
-    num_splits: AnyArray,
+    tile_scheduler_metadata: AnyArray | None,
+    num_splits: AnyArray | None,
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
@@ -482,9 +482,9 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: AnyArray | None = None,
     topk_length: AnyArray | None = None,
     extra_topk_length: AnyArray | None = None,
-    out: AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> AnyArray:
+) -> tuple[AnyArray, AnyArray]:
     """Attend from the last tokens of each sequence over its latents in a paged cache, which are keys and values both.
 
     A value is the first head_dim_v numbers of a key. With g = heads / kv_heads,

@@ -16,7 +16,7 @@ from cukern.ops._moe_gate import (
 )
 from cukern.reference import moe_gate as twin
 from cukern.runtime import arrays, check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
 from cukern.runtime.late import ceil_div, checked
@@ -292,7 +292,7 @@ def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
     leader="gating_output",
 )
 def biased_grouped_topk(
-    hidden_states: AnyArray,
+    hidden_states: AnyArray | None,
     gating_output: AnyArray,
     correction_bias: AnyArray,
     topk: int,
@@ -339,7 +339,7 @@ def biased_grouped_topk(
     leader="gating_output",
 )
 def grouped_topk(
-    hidden_states: AnyArray,
+    hidden_states: AnyArray | None,
     gating_output: AnyArray,
     topk: int,
     renormalize: bool,
@@ -390,8 +390,8 @@ _SHARED = (
     leader="gating_output",
 )
 def topk_softmax(
-    topk_weights: AnyArray,
-    topk_ids: AnyArray,
+    topk_weights: WrittenArray,
+    topk_ids: WrittenArray,
     gating_output: AnyArray,
     renormalize: bool = False,
     moe_softcapping: float = 0.0,
@@ -439,8 +439,8 @@ def topk_softmax(
     leader="gating_output",
 )
 def topk_sigmoid(
-    topk_weights: AnyArray,
-    topk_ids: AnyArray,
+    topk_weights: WrittenArray,
+    topk_ids: WrittenArray,
     gating_output: AnyArray,
     renormalize: bool = False,
     correction_bias: AnyArray | None = None,

@@ -9,7 +9,7 @@ from cukern.ops._norm import DTYPES, VARIANTS
 from cukern.reference import norm as twin
 from cukern.reference.quantization import SMALLEST, SMALLEST_FP8
 from cukern.runtime import arrays, check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array
 from cukern.runtime.fp8 import scale_of
@@ -235,7 +235,7 @@ def _normalized(input: Any, *_: Any, **__: Any) -> Result:
 )
 def rms_norm(
     input: AnyArray,
-    weight: AnyArray,
+    weight: AnyArray | None,
     epsilon: float = 1e-6,
     *,
     weight_offset: float = 0.0,
@@ -291,9 +291,9 @@ def rms_norm(
     rows={"rows": ("input", "residual")},
 )
 def fused_add_rms_norm(
-    input: AnyArray,
-    residual: AnyArray,
-    weight: AnyArray,
+    input: WrittenArray,
+    residual: WrittenArray,
+    weight: AnyArray | None,
     epsilon: float = 1e-6,
     *,
     weight_offset: float = 0.0,
@@ -379,14 +379,14 @@ _QUANT_RESULTS = (
 )
 def rms_norm_quant(
     input: AnyArray,
-    weight: AnyArray,
+    weight: AnyArray | None,
     epsilon: float = 1e-6,
     *,
     group_size: int | None = 128,
     scale: AnyArray | None = None,
     weight_offset: float = 0.0,
-    out_q: AnyArray | None = None,
-    out_s: AnyArray | None = None,
+    out_q: WrittenArray | None = None,
+    out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """Quantize `rms_norm` to FP8 (e4m3), without rounding it to the dtype in between.
@@ -426,16 +426,16 @@ def rms_norm_quant(
 )
 def fused_add_rms_norm_quant(
     input: AnyArray,
-    residual: AnyArray,
-    weight: AnyArray,
+    residual: WrittenArray,
+    weight: AnyArray | None,
     epsilon: float = 1e-6,
     *,
     group_size: int | None = 128,
     scale: AnyArray | None = None,
     weight_offset: float = 0.0,
     round_sum: bool = True,
-    out_q: AnyArray | None = None,
-    out_s: AnyArray | None = None,
+    out_q: WrittenArray | None = None,
+    out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """`rms_norm_quant` of a sum: `residual` becomes input + residual, rounded to the dtype, and q the norm of that.
@@ -576,7 +576,7 @@ def fused_add_layer_norm(
     epsilon: float = 1e-5,
     *,
     input_bias: AnyArray | None = None,
-    residual_out: AnyArray | None = None,
+    residual_out: WrittenArray | None = None,
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:

@@ -18,7 +18,7 @@ from cukern.ops._padding import (
 )
 from cukern.reference import padding as twin
 from cukern.runtime import check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, Size
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -152,8 +152,8 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
     _built,
 )
 def build_sequence_length_padding_offset(
-    sequence_length: AnyArray, max_seq_len: int, *, valid_word_num: int | None = None
-) -> tuple[AnyArray, AnyArray, int]:
+    sequence_length: AnyArray, max_seq_len: Size, *, valid_word_num: Size | None = None
+) -> tuple[AnyArray, AnyArray, Size]:
     """Where each word of a padded batch lies: word w in row w + padding_offset[w], as the other functions take it.
 
     With `valid_word_num`, a launch and no host synchronization. Without it the host must learn how large
@@ -305,8 +305,8 @@ def _rebuilt(src: Any, padding_offset: Any, batch: Any, max_seq_len: Any, **_: A
 def rebuild_sequence_length_padding(
     src: AnyArray,
     padding_offset: AnyArray,
-    batch: int,
-    max_seq_len: int,
+    batch: Size,
+    max_seq_len: Size,
     *,
     fill: float = 0.0,
     out: AnyArray | None = None,
@@ -387,8 +387,8 @@ def add_qkv_bias_rebuild_padding(
     bias_k: AnyArray,
     bias_v: AnyArray,
     padding_offset: AnyArray,
-    batch: int,
-    max_seq_len: int,
+    batch: Size,
+    max_seq_len: Size,
     heads: int,
     *,
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,

@@ -19,7 +19,7 @@ from cukern.ops._paged_attention import (
 )
 from cukern.reference import paged_attention as twin
 from cukern.runtime import check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import Result, dtype_name, expect, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
@@ -226,7 +226,7 @@ _VLLM_LATE = ("scale", "max_seq_len", "k_scale", "v_scale")
 
 @op(twin.paged_attention_v1, f"paged_attention_v1(Tensor(a!) out, {_VLLM}", late=_VLLM_LATE)
 def paged_attention_v1(
-    out: AnyArray,
+    out: WrittenArray,
     query: AnyArray,
     key_cache: AnyArray,
     value_cache: AnyArray,
@@ -236,10 +236,10 @@ def paged_attention_v1(
     seq_lens: AnyArray,
     block_size: int,
     max_seq_len: int,
-    alibi_slopes: AnyArray,
+    alibi_slopes: AnyArray | None,
     kv_cache_dtype: str,
-    k_scale: AnyArray,
-    v_scale: AnyArray,
+    k_scale: AnyArray | None,
+    v_scale: AnyArray | None,
     tp_rank: int = 0,
     blocksparse_local_blocks: int = 0,
     blocksparse_vert_stride: int = 0,
@@ -289,10 +289,10 @@ def paged_attention_v1(
     late=_VLLM_LATE,
 )
 def paged_attention_v2(
-    out: AnyArray,
-    exp_sums: AnyArray,
-    max_logits: AnyArray,
-    tmp_out: AnyArray,
+    out: WrittenArray,
+    exp_sums: WrittenArray,
+    max_logits: WrittenArray,
+    tmp_out: WrittenArray,
     query: AnyArray,
     key_cache: AnyArray,
     value_cache: AnyArray,
@@ -302,10 +302,10 @@ def paged_attention_v2(
     seq_lens: AnyArray,
     block_size: int,
     max_seq_len: int,
-    alibi_slopes: AnyArray,
+    alibi_slopes: AnyArray | None,
     kv_cache_dtype: str,
-    k_scale: AnyArray,
-    v_scale: AnyArray,
+    k_scale: AnyArray | None,
+    v_scale: AnyArray | None,
     tp_rank: int = 0,
     blocksparse_local_blocks: int = 0,
     blocksparse_vert_stride: int = 0,
@@ -374,9 +374,9 @@ def merge_attention_states(
     lse_b: AnyArray,
     *,
     lse_heads_first: bool = False,
-    out: AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
-) -> AnyArray:
+) -> tuple[AnyArray, AnyArray]:
     """Merge attention over two sets of tokens into attention over both of them.
 
         lse = log(exp(lse_a) + exp(lse_b))

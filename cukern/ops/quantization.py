@@ -10,7 +10,7 @@ from cukern.ops.moe_activation import check_halves
 from cukern.reference import quantization as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, Size, WrittenArray
 from cukern.runtime.describe import Result, expect, expect_array, expect_contiguous, expect_place
 from cukern.runtime.fp8 import scale_of
 from cukern.runtime.late import late
@@ -62,10 +62,10 @@ def _scaled_fp8_results(
 def scaled_fp8_quant(
     input: AnyArray,
     scale: AnyArray | None = None,
-    num_token_padding: int | None = None,
+    num_token_padding: Size | None = None,
     scale_ub: AnyArray | None = None,
     use_per_token_if_dynamic: bool = False,
-    output: AnyArray | None = None,
+    output: WrittenArray | None = None,
     *,
     expert_num_tokens: AnyArray | None = None,
     variant: str = "auto",
@@ -183,8 +183,8 @@ def per_token_group_quant_fp8(
     column_major_scales: bool = False,
     use_ue8m0: bool = False,
     expert_num_tokens: AnyArray | None = None,
-    out_q: AnyArray | None = None,
-    out_s: AnyArray | None = None,
+    out_q: WrittenArray | None = None,
+    out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """FP8 (e4m3) with a scale for each group of neighbours of a token.
@@ -229,8 +229,8 @@ def per_token_group_quant_int8(
     column_major_scales: bool = False,
     truncate: bool = False,
     expert_num_tokens: AnyArray | None = None,
-    out_q: AnyArray | None = None,
-    out_s: AnyArray | None = None,
+    out_q: WrittenArray | None = None,
+    out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """int8 with a scale for each group of neighbours of a token: max(max |x|, eps) / 127.
@@ -351,8 +351,8 @@ def silu_and_mul_quant(
     group_size: int | None = 128,
     scale: AnyArray | None = None,
     expert_num_tokens: AnyArray | None = None,
-    out_q: AnyArray | None = None,
-    out_s: AnyArray | None = None,
+    out_q: WrittenArray | None = None,
+    out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
     """FP8 (e4m3) of a gated activation, which is not rounded in between.

@@ -9,7 +9,7 @@ from cukern.ops import _kv_cache, _norm
 from cukern.reference import rotary_embedding as twin
 from cukern.reference.rotary_embedding import LAYOUTS, has_second_half
 from cukern.runtime import arrays, check, template
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import Array, expect, expect_array, expect_place
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
@@ -122,8 +122,8 @@ def _choose_wide(variant: str, half: int, columns: int, moved: list[tuple[Array,
     rows={"tokens": ("query", "key", "cos", "sin")},
 )
 def rotary_embedding(
-    query: AnyArray,
-    key: AnyArray,
+    query: WrittenArray,
+    key: WrittenArray,
     cos: AnyArray,
     sin: AnyArray,
     *,
@@ -313,13 +313,13 @@ def _expect_units(given: dict[str, Array | None], strides: dict[str, tuple[Any, 
     rows={"tokens": ("query", "key", "value", "cos", "sin", "slot_mapping")},
 )
 def fused_qk_norm_rope_and_cache(
-    query: AnyArray,
+    query: WrittenArray,
     key: AnyArray,
     value: AnyArray,
     cos: AnyArray,
     sin: AnyArray,
-    key_cache: AnyArray,
-    value_cache: AnyArray,
+    key_cache: WrittenArray,
+    value_cache: WrittenArray,
     slot_mapping: AnyArray,
     q_weight: AnyArray | None = None,
     k_weight: AnyArray | None = None,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from cukern.ops._sampling import PARAMETERS, draw, ids_of, like_rows, probabilities_of, verified, verify, whole_rows
 from cukern.reference import sampling as twin
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, Generator, WrittenArray
 from cukern.runtime.op import op
 
 __all__ = [
@@ -58,9 +58,9 @@ def _declare(arguments: str, results: Callable[..., Any] = ids_of) -> Callable[[
 def sampling_from_logits(
     logits: AnyArray,
     *,
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -117,9 +117,9 @@ def sampling_from_logits(
 def sampling_from_probs(
     probs: AnyArray,
     *,
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -137,11 +137,11 @@ def sampling_from_probs(
 @_declare(f"Tensor probs, Tensor? top_k, *, {_ONE_PER_ROW}")
 def top_k_sampling_from_probs(
     probs: AnyArray,
-    top_k: int | AnyArray,
+    top_k: AnyArray | int | None,
     *,
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -165,11 +165,11 @@ def top_k_sampling_from_probs(
 @_declare(f"Tensor probs, Tensor? top_p, *, {_ONE_PER_ROW}")
 def top_p_sampling_from_probs(
     probs: AnyArray,
-    top_p: float | AnyArray,
+    top_p: AnyArray | float | None,
     *,
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -194,11 +194,11 @@ def top_p_sampling_from_probs(
 @_declare(f"Tensor probs, Tensor? min_p, *, {_ONE_PER_ROW}")
 def min_p_sampling_from_probs(
     probs: AnyArray,
-    min_p: float | AnyArray,
+    min_p: AnyArray | float | None,
     *,
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -222,13 +222,13 @@ def min_p_sampling_from_probs(
 @_declare(f"Tensor logits, Tensor? top_k, Tensor? top_p, *, {_ORDER}, {_ONE_PER_ROW}")
 def top_k_top_p_sampling_from_logits(
     logits: AnyArray,
-    top_k: int | AnyArray,
-    top_p: float | AnyArray,
+    top_k: AnyArray | int | None,
+    top_p: AnyArray | float | None,
     *,
     filter_apply_order: str = "top_k_first",
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -253,13 +253,13 @@ def top_k_top_p_sampling_from_logits(
 @_declare(f"Tensor probs, Tensor? top_k, Tensor? top_p, *, {_ORDER}, {_ONE_PER_ROW}")
 def top_k_top_p_sampling_from_probs(
     probs: AnyArray,
-    top_k: int | AnyArray,
-    top_p: float | AnyArray,
+    top_k: AnyArray | int | None,
+    top_p: AnyArray | float | None,
     *,
     filter_apply_order: str = "top_k_first",
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     indices: AnyArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
@@ -279,19 +279,19 @@ def top_k_top_p_sampling_from_probs(
 def sample(
     logits: AnyArray,
     *,
-    temperature: float | AnyArray = 1.0,
-    top_k: int | AnyArray | None = None,
-    top_p: float | AnyArray | None = None,
-    min_p: float | AnyArray | None = None,
+    temperature: AnyArray | float | None = 1.0,
+    top_k: AnyArray | int | None = None,
+    top_p: AnyArray | float | None = None,
+    min_p: AnyArray | float | None = None,
     filter_apply_order: str = "top_k_first",
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     indices: AnyArray | None = None,
     bias: AnyArray | None = None,
-    finished: AnyArray | None = None,
+    finished: WrittenArray | None = None,
     end_id: int | None = None,
-    sequence_length: AnyArray | None = None,
+    sequence_length: WrittenArray | None = None,
     return_valid: bool = False,
     return_logprobs: bool = False,
     out: AnyArray | None = None,
@@ -322,7 +322,7 @@ def sample(
 
 @_declare("Tensor logits, Tensor? temperature=None, *, str variant='auto') -> Tensor probs", probabilities_of)
 def softmax(
-    logits: AnyArray, temperature: float | AnyArray | None = None, *, out: AnyArray | None = None, variant: str = "auto"
+    logits: AnyArray, temperature: AnyArray | float | None = None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
     """The softmax of logits / temperature, as FlashInfer's.
 
@@ -341,7 +341,7 @@ def softmax(
 
 @_declare("Tensor probs, Tensor? top_k, *, str variant='auto') -> Tensor renormalized", like_rows)
 def top_k_renorm_probs(
-    probs: AnyArray, top_k: int | AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
+    probs: AnyArray, top_k: AnyArray | int | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
     """The `top_k` largest probabilities of each row divided by their sum, 0 elsewhere, as FlashInfer's.
 
@@ -359,7 +359,7 @@ def top_k_renorm_probs(
 
 @_declare("Tensor probs, Tensor? top_p, *, str variant='auto') -> Tensor renormalized", like_rows)
 def top_p_renorm_probs(
-    probs: AnyArray, top_p: float | AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
+    probs: AnyArray, top_p: AnyArray | float | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
     """The nucleus of each row divided by its sum, 0 elsewhere, as FlashInfer's.
 
@@ -375,7 +375,7 @@ def top_p_renorm_probs(
 
 @_declare("Tensor logits, Tensor? top_k, *, str variant='auto') -> Tensor masked", like_rows)
 def top_k_mask_logits(
-    logits: AnyArray, top_k: int | AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
+    logits: AnyArray, top_k: AnyArray | int | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
     """The `top_k` largest logits of each row, -inf elsewhere, as FlashInfer's.
 
@@ -395,9 +395,9 @@ def chain_speculative_sampling(
     draft_token_ids: AnyArray,
     target_probs: AnyArray,
     *,
-    seed: int | AnyArray | None = None,
-    offset: int | AnyArray | None = None,
-    generator: Any = None,
+    seed: AnyArray | int | None = None,
+    offset: AnyArray | int | None = None,
+    generator: Generator | None = None,
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:

@@ -23,6 +23,12 @@ from cukern.runtime.cuda import cupy, current_device, runtime
 #: by DLPack, such as JAX. Results are of the arguments' library. For a type checker it is Any: no library declares what
 #: these have in common, and only NumPy must be installed.
 AnyArray: TypeAlias = Any
+#: An array that the function writes.
+WrittenArray: TypeAlias = Any
+#: A generator of random numbers of the arrays' library, such as `torch.Generator`.
+Generator: TypeAlias = Any
+#: A size that may differ between the calls of a compiled graph.
+Size: TypeAlias = int
 
 #: A shape, or a function that finds it in a call's environment.
 Shape = tuple[int, ...] | Callable[[Sequence[Any]], tuple[int, ...]]

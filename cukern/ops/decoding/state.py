@@ -6,7 +6,7 @@ from typing import Any
 
 from cukern.reference import decoding as twin
 from cukern.runtime import check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, Size, WrittenArray
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -130,7 +130,9 @@ _INIT_ROWS = {"batch": ("start_ids", "out")}
     _state,
     rows=_INIT_ROWS,
 )
-def decoding_init(start_ids: AnyArray, *, out: AnyArray | None = None) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
+def decoding_init(
+    start_ids: AnyArray, *, out: tuple[AnyArray, AnyArray, AnyArray, AnyArray] | None = None
+) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
     """The state of a batch of sequences before their first step, in one launch.
 
     Args:
@@ -159,7 +161,10 @@ def decoding_init(start_ids: AnyArray, *, out: AnyArray | None = None) -> tuple[
     rows=_INIT_ROWS,
 )
 def topp_init(
-    start_ids: AnyArray, vocab: int, *, out: AnyArray | None = None
+    start_ids: AnyArray,
+    vocab: Size,
+    *,
+    out: tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray, AnyArray] | None = None,
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray, AnyArray]:
     """`decoding_init`, and what a segmented sort of [batch, vocab] probabilities starts from, in one launch.
 
@@ -193,7 +198,7 @@ def topp_init(
     rows={"batch": ("output_ids", "sequence_length", "finished")},
 )
 def stop_words_criterion(
-    output_ids: AnyArray, sequence_length: AnyArray, stop_words: AnyArray, finished: AnyArray
+    output_ids: AnyArray, sequence_length: AnyArray, stop_words: AnyArray, finished: WrittenArray
 ) -> AnyArray:
     """Note which sequences end with a stop word, in place: their `finished` becomes True.
 
@@ -239,7 +244,7 @@ def stop_words_criterion(
     rows={"batch": ("word_ids", "finished", "sequence_length")},
 )
 def update_finished(
-    word_ids: AnyArray, finished: AnyArray, sequence_length: AnyArray, end_id: int
+    word_ids: AnyArray, finished: WrittenArray, sequence_length: WrittenArray, end_id: int
 ) -> tuple[AnyArray, AnyArray]:
     """End a step, in place: count the new token of each sequence that goes on, and note which ones it ends.
 

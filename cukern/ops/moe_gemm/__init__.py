@@ -21,7 +21,7 @@ from cukern.reference.moe_gemm import BLOCK, is_prepared, rows_of_weights
 from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP, SMALLEST
 from cukern.runtime import activation as activations
 from cukern.runtime import check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import (
     Array,
     Result,
@@ -543,8 +543,8 @@ def moe_gemm_quantized(
     b_scale: AnyArray,
     activation: str = "silu",
     out_dtype: str | None = None,
-    out_q: AnyArray,
-    out_s: AnyArray,
+    out_q: WrittenArray,
+    out_s: WrittenArray,
     expected_m: int | None = None,
 ) -> tuple[AnyArray, AnyArray]:
     """The first product of a gated layer in FP8 by blocks, with its activation, quantized again. For `fused_experts`.

@@ -12,7 +12,7 @@ from cukern.reference import moe_permute as twin
 from cukern.reference.moe_gemm import BLOCK
 from cukern.reference.quantization import SMALLEST
 from cukern.runtime import arrays, check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import AnyArray, Size, WrittenArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import (
     Array,
@@ -83,7 +83,7 @@ def _permuted_rows(hidden_states: Any, inverse: Any, rows: Any = None) -> Result
     late=("rows",),
 )
 def permute_rows(
-    hidden_states: AnyArray, inverse: AnyArray, rows: int | None = None, *, out: AnyArray | None = None
+    hidden_states: AnyArray, inverse: AnyArray, rows: Size | None = None, *, out: AnyArray | None = None
 ) -> AnyArray:
     """Copy the row of each token to the rows of its pairs: out[inverse[t, s]] = hidden_states[t].
 
@@ -124,7 +124,7 @@ def permute_rows(
     rows={"tokens": ("hidden_states", "inverse"), "rows": ("out_q", "out_s")},
 )
 def permute_quantized(
-    hidden_states: AnyArray, inverse: AnyArray, *, out_q: AnyArray, out_s: AnyArray
+    hidden_states: AnyArray, inverse: AnyArray, *, out_q: WrittenArray, out_s: WrittenArray
 ) -> tuple[AnyArray, AnyArray]:
     """`per_token_group_quant_fp8` in groups of 128, and `permute_rows` of what it gives, in a launch. For layers.
 
@@ -217,14 +217,14 @@ def _check_scale(a1q_scale: Any, hidden_states: Array) -> bool:
 )
 def moe_permute(
     hidden_states: AnyArray,
-    a1q_scale: AnyArray,
+    a1q_scale: AnyArray | None,
     topk_ids: AnyArray,
     n_expert: int,
     n_local_expert: int = -1,
     expert_map: AnyArray | None = None,
     align_block_size: int | None = None,
     fill_invalid_expert: int = -1,
-    permuted_hidden_states: AnyArray | None = None,
+    permuted_hidden_states: WrittenArray | None = None,
     *,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray]:
@@ -296,7 +296,7 @@ def moe_permute(
     fields |= {"groups": rows, "group_fill": group_fill}
     kernels.launch_sort(topk_ids, n_expert, experts, expert_map, variant, **fields)
     if tokens != 0:
-        scales = (a1q_scale, scale) if permutes_scale and a1q_scale.shape[1] else (None, None)
+        scales = (a1q_scale, scale) if permutes_scale and scale.shape[1] else (None, None)
         kernels.launch_permute(hidden_states, row_stride, inverse, topk, permuted, *scales)
     return found
 
@@ -337,9 +337,9 @@ def _end_of_rows(offsets: Any, out: Array) -> Array:
     rows={"tokens": ("out", "topk_weights", "inv_permuted_idx"), "rows": ("permuted_hidden_states",)},
 )
 def moe_unpermute(
-    out: AnyArray,
+    out: WrittenArray,
     permuted_hidden_states: AnyArray,
-    topk_weights: AnyArray,
+    topk_weights: AnyArray | None,
     inv_permuted_idx: AnyArray,
     expert_first_token_offset: AnyArray | None = None,
     *,
@@ -403,7 +403,7 @@ def _summed(input: Any, output: Any = None, **_: Any) -> Any:
     _summed,
     rows={"tokens": ("input", "output")},
 )
-def moe_sum(input: AnyArray, output: AnyArray | None = None, *, variant: str = "auto") -> AnyArray:
+def moe_sum(input: AnyArray, output: WrittenArray | None = None, *, variant: str = "auto") -> AnyArray:
     """Sum up the slots of each token: output[t] = sum over s of input[t, s], in float32, then rounded to the dtype.
 
     Args:
