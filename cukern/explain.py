@@ -22,6 +22,7 @@ from cukern.runtime.kernel import KERNELS
 from cukern.runtime.late import Late
 from cukern.runtime.op import OPERATORS, OPS, Op
 from cukern.runtime.plan import Trace, Workspace, current
+from cukern.runtime.schema import schemas
 
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 _WIDTH, _INDENT = 120, 14
@@ -299,9 +300,9 @@ def _returned(returned: Any) -> Iterator[Array]:
 
 def _result_names(name: str, count: int) -> list[str] | None:
     """The names of the results in the schema that has `count` of them."""
-    for schema in OPERATORS.get(name, ("", {}))[1]:
-        results = schema.rsplit("-> ", 1)[1].strip("()").split(", ")
-        names = [result.split()[-1] for result in results if result.startswith("Tensor")]
+    declared = OPERATORS.get(name)
+    for schema in schemas(declared.function, declared.names) if declared else ():
+        names = [x.name for x in schema.results if x.type == "Tensor"]
         if len(names) == count:
             return names
     return None

@@ -24,8 +24,8 @@ CPU tensors. The differences:
 The functions take tensors without this module too, but only with it does `torch.compile` keep a call such as
 `cukern.moe_fused_gate(...)` in the graph, as its operator.
 
-The schemas are declared with the functions, by `cukern.runtime.op`. They name the results, and so the arguments of
-`.out`.
+The schemas follow from the signatures, by `cukern.runtime.schema`. The declarations of the functions name the results,
+and so the arguments of `.out`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ import functools
 import importlib.abc
 import importlib.machinery
 import inspect
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from string import ascii_lowercase
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +43,8 @@ import torch
 
 from cukern.runtime import check
 from cukern.runtime.describe import Result
-from cukern.runtime.op import OPERATORS
+from cukern.runtime.op import OPERATORS, Operator
+from cukern.runtime.schema import Schema, schemas
 
 #: The module of torch.compile that takes graphs.
 _COMPILER = "torch._dynamo"
@@ -55,9 +54,9 @@ if "_library" not in globals():
     _library = torch.library.Library("cukern", "FRAGMENT")
 
 
-def _draws(schema: str) -> bool:
-    """Whether an operator may draw from a generator, so that two calls with the same arguments are not one."""
-    return "Generator?" in schema
+def _draws(function: Callable[..., Any]) -> bool:
+    """Whether a function may draw from a generator, so that two calls with the same arguments are not one."""
+    return "generator" in inspect.signature(function).parameters
 
 
 def _keep_draws_apart(packets: Sequence[Any]) -> None:
@@ -74,29 +73,6 @@ def _check_gradients(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             name = next(n for n, v in (*zip(names, args, strict=False), *kwargs.items()) if v is value)
             wanted = "a tensor that does not require grad (there is no backward: use torch.no_grad() or .detach())"
             check.fail(name, wanted, "one that does", RuntimeError)
-
-
-def _result_names(schema: str) -> list[str]:
-    """The names of the results of `schema`, as its overload `.out` takes them."""
-    return [result.split()[1] for result in schema.rsplit(") -> ", 1)[1].strip("()").split(",")]
-
-
-def _out_schema(schema: str) -> str:
-    """The schema of the overload that takes the results of `schema` as its last arguments."""
-    name, rest = schema.split("(", 1)
-    name = f"{name}_out" if "." in name else f"{name}.out"
-    arguments, _ = rest.rsplit(") -> ", 1)
-    names = _result_names(schema)
-    letters = [letter for letter in ascii_lowercase if f"({letter}!)" not in arguments]
-    written = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip(letters, names, strict=False))
-    return f"{name}({arguments}, {'' if '*' in arguments else '*, '}{written}) -> ()"
-
-
-def _functional_schema(schema: str) -> str | None:
-    """The schema of the overload without written arguments; None unless there are some and all are optional."""
-    name, rest = schema.split("(", 1)
-    rest, count = re.subn(r"Tensor\([a-z]!\)\? \w+=None, ", "", rest)
-    return f"{name}.functional({rest}" if count and "!" not in rest else None
 
 
 def _written(operator: Any) -> list[tuple[int, str]]:
@@ -119,17 +95,13 @@ def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _register(
-    function: Callable[..., Any], schema: str, results: Callable[..., Any] | None, out_names: Sequence[str] = ()
-) -> None:
+def _register(function: Callable[..., Any], schema: Schema, declared: Operator, out_names: Sequence[str] = ()) -> None:
     """Make `schema` an operator that calls `function`, with the arguments `out_names` as its `out`."""
-    name = schema.split("(", 1)[0]
     tags = [torch.Tag.pt2_compliant_tag]
-    if _draws(schema):
+    if _draws(function):
         tags.append(torch.Tag.nondeterministic_seeded)
-    _library.define(schema, tags=tags)
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.cukern, packet), overload or "default")
+    _library.define(str(schema), tags=tags)
+    operator = getattr(getattr(torch.ops.cukern, schema.operator), schema.overload or "default")
     written = _written(operator)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -148,21 +120,23 @@ def _register(
         for tensor in tensors:
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)
-        return None if results is None else returned
+        return returned if schema.results else None
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             _check_gradients(operator, args, kwargs)
-        if results is None:
+        if not schema.results:
             return None
+        assert declared.results is not None
         like = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        return _one_or_all([_empty(like, result) for result in _as_results(results(*args, **kwargs))])
+        found = dict(zip(declared.names, _as_results(declared.results(*args, **kwargs)), strict=True))
+        return _one_or_all([_empty(like, found[x.name]) for x in schema.results])
 
     for device in ("CPU", "CUDA"):
-        _library.impl(name, write if written else call, device)
+        _library.impl(schema.name, write if written else call, device)
     # Instead of autograd's own kernel for operators without a backward, which takes time to warn of refused calls.
-    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
+    _library.impl(schema.name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"cukern::{schema.name}", fake, lib=_library)
 
 
 def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: dict[str, list[str]]) -> None:
@@ -233,12 +207,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def _register_all() -> None:
     """Register the operators of all functions that have none yet."""
     new = {name: entry for name, entry in OPERATORS.items() if not hasattr(torch.ops.cukern, name)}
-    out_names = {name: _register_op(function, name, schemas) for name, (function, schemas) in new.items()}
+    out_names = {name: _register_op(declared) for name, declared in new.items()}
 
     def keep_in_graph() -> None:
-        for name, (function, _) in new.items():
-            _keep_in_graph(function, getattr(torch.ops.cukern, name), out_names[name])
-        _keep_draws_apart([getattr(torch.ops.cukern, x) for x, (_, own) in new.items() if any(map(_draws, own))])
+        for name, declared in new.items():
+            _keep_in_graph(declared.function, getattr(torch.ops.cukern, name), out_names[name])
+        _keep_draws_apart([getattr(torch.ops.cukern, name) for name, x in new.items() if _draws(x.function)])
 
     # torch.compile and torch.export alone import the compiler, which takes over a second.
     if _COMPILER in sys.modules:
@@ -247,24 +221,23 @@ def _register_all() -> None:
         sys.meta_path.insert(0, _AfterImport(_COMPILER, keep_in_graph))
 
 
-def _register_op(function: Callable[..., Any], name: str, schemas: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Register the operator of a function, with all its overloads.
+def _register_op(declared: Operator) -> dict[str, list[str]]:
+    """Register an operator with all its overloads.
 
     Returns the names of the results in `out`, by overload.
     """
     out_names = {}
-    for schema, results in schemas.items():
-        found, _, flag = schema.split("(", 1)[0].partition(".")
-        if found != name:
-            continue
-        has_flag = f"return_{flag}" in inspect.signature(function).parameters
-        call = functools.partial(function, **{f"return_{flag}": True}) if has_flag else function
-        _register(call, schema, results)
-        if results is not None and "out" in inspect.signature(function).parameters:
-            out_names[flag] = _result_names(schema)
-            _register(call, _out_schema(schema), None, out_names[flag])
-        if functional := _functional_schema(schema):
-            _register(call, functional, results)
+    function = declared.function
+    parameters = inspect.signature(function).parameters
+    for schema in schemas(function, declared.names):
+        flag = f"return_{schema.overload}"
+        call = functools.partial(function, **{flag: True}) if flag in parameters else function
+        _register(call, schema, declared)
+        if schema.results and "out" in parameters:
+            out_names[schema.overload] = [x.name for x in schema.results]
+            _register(call, schema.out(), declared, out_names[schema.overload])
+        if functional := schema.functional():
+            _register(call, functional, declared)
     return out_names
 
 

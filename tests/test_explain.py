@@ -17,10 +17,11 @@ import torch
 
 import cukern
 from cukern.runtime import arrays, compile, gpu
+from cukern.runtime.arrays import AnyArray
 from cukern.runtime.cuda import cupy
 from cukern.runtime.describe import Result
 from cukern.runtime.kernel import KERNELS
-from cukern.runtime.op import OPERATORS, OPS, Op, op
+from cukern.runtime.op import OPERATORS, OPS, Op, op, operator
 from cukern.runtime.plan import empty, launch, note, outputs, run_twin
 from tests.buffers import OnlyDLPack
 from tests.specs import CALLS
@@ -201,8 +202,8 @@ def _own_ops() -> Any:
 
 
 def _declare(**notes: Any) -> Any:
-    @op(np.copy, "twice_(Tensor x) -> (Tensor y)", lambda x: Result(x.shape, "float32"))
-    def twice_(x: Any) -> Any:
+    @op(np.copy, "y", lambda x: Result(x.shape, "float32"))
+    def twice_(x: AnyArray) -> AnyArray:
         y = outputs(None, x, "x", Result(x.shape, "float32"))
         if x.on_host:
             return run_twin()
@@ -236,10 +237,10 @@ def test_notes_decide_bytes_flops_and_why() -> None:
 def test_the_notes_of_a_part_are_its_own() -> None:
     inner = _declare(bytes=1, flops=7, why="of a part")
 
-    def outer(x: Any) -> Any:
+    @operator("y")
+    def outer(x: AnyArray) -> AnyArray:
         return inner(inner(x))
 
-    OPERATORS["outer"] = outer, {"outer(Tensor x) -> (Tensor y)": None}
     x = np.zeros((4, 8), np.float32)
     said = cukern.explain(outer, x, arch="90a")
     assert [x.why for x in said.launches] == ["of a part"] * 2
@@ -266,10 +267,10 @@ def test_arrays_in_a_configuration_are_described() -> None:
     again = module._replaced(given["pairs"], "pairs", lambda path, x: paths.append(path) or "seen")
     assert paths == ["pairs[0].x"] and again == [Pair("seen")] and given["pairs"][0].x is not "seen"  # noqa: F632
 
-    def outer(pair: Pair) -> Any:
+    @operator("y")
+    def outer(pair: AnyArray | Pair) -> AnyArray:
         return inner(pair.x)
 
-    OPERATORS["outer"] = outer, {"outer(Tensor x) -> (Tensor y)": None}
     said = cukern.explain(outer, Pair(np.zeros((2, 8), np.float32)), arch="90a")
     assert said.launches[0].fields["x"] == "pair.x"
 

@@ -835,7 +835,7 @@ def test_few_plans_of_a_layer_serve_any_tokens(batched: bool, monkeypatch: pytes
     monkeypatch.setattr(declared, "OPS", {})
     experts, inter, hidden, topk = 64, 1024, 256, 8
 
-    @declared.op(None, {}, rows={"tokens": ("x",)})
+    @declared.op(None, rows={"tokens": ("x",)})
     def layer(x: Any, w1: Any, w2: Any, offsets: Any) -> Any:
         tokens = x.shape[0]
         rows = tokens * topk

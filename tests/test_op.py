@@ -265,7 +265,7 @@ def toy(stem: str, monkeypatch: pytest.MonkeyPatch) -> Op:
     """An op of one kernel, whose plans are made for an H200 and never run."""
     kernel = Kernel(stem, "fill")
 
-    @op(lambda x, step: x + step, {}, rows={"rows": ("x", "out")}, late=("step",))
+    @op(lambda x, step: x + step, rows={"rows": ("x", "out")}, late=("step",))
     def toy_fill(x: Any, step: int, *, wide: bool = False, out: Any = None, variant: str = "auto") -> Any:
         expect_array("x", x, ("float32",), ("rows", "columns"))
         rows, columns = x.shape
@@ -601,7 +601,7 @@ def test_host_arrays_run_the_twin() -> None:
         outputs(out, x, "x", results[0], Result((), "int64"), results[1], names="three arrays")
         return run_twin()
 
-    call = op(twin, {})(doubled)
+    call = op(twin)(doubled)
     del OPS["doubled"]
     for array in host_arrays(2, 3):
         array += 1

@@ -192,7 +192,7 @@ def shifted() -> Iterator[Any]:
         outputs(out, x, "x", Result(x.shape, "float32", "[n]"))
         return run_twin()
 
-    yield op(_twin_of_shifted, {})(_shifted)
+    yield op(_twin_of_shifted)(_shifted)
     del OPS["_shifted"]
 
 
@@ -219,7 +219,7 @@ def test_nothing_leaves_where_nothing_is_returned() -> None:
         return run_twin()
 
     x = np.arange(3, dtype=np.float32)
-    in_place = op(shift, {})(_shift_in_place)
+    in_place = op(shift)(_shift_in_place)
     del OPS["_shift_in_place"]
     for array in (Theirs(x), Foreign((1, 0), x), x, torch.from_numpy(x)):
         assert in_place(array) is None
@@ -264,7 +264,7 @@ def test_bfloat16_tensors_reach_the_twin_with_their_memory() -> None:
         outputs(out, expect_array("x", x), "x", Result(x.shape, x.dtype))
         return run_twin()
 
-    call = op(twin, {})(doubled)
+    call = op(twin)(doubled)
     del OPS["doubled"]
     x = torch.ones(4, dtype=torch.bfloat16)
     got = call(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +15,10 @@ from torch._dynamo.testing import CompileCounter
 
 import cukern
 import cukern.torch_ops
+from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS, operator
+from cukern.runtime.schema import schemas
 from tests.spec import Call, floats, outputs
 from tests.specs import ALL, CALLS, WITH_OUT, calls_of, parameters
 
@@ -83,7 +84,7 @@ def test_the_schema_has_the_arguments_of_the_function(name: str) -> None:
     has_out = "out" in parameters and parameters["out"].kind is inspect.Parameter.KEYWORD_ONLY
     if has_out:
         del parameters["out"]
-    flags = re.findall(rf"(?:^|\n){name}\.(\w+)", "\n".join(DECLARED[name][1]))
+    flags = [x.overload for x in schemas(DECLARED[name].function, DECLARED[name].names) if x.overload]
     packet = getattr(torch.ops.cukern, name)
     written = [a for a in packet.default._schema.arguments if a.alias_info is not None]
     functional = bool(written) and all(isinstance(a.type, torch.OptionalType) for a in written)
@@ -131,11 +132,8 @@ def test_importing_the_module_again_leaves_the_operators_alone(monkeypatch: pyte
 
 
 def test_a_new_operator_is_found() -> None:
-    @operator(
-        "test_only_double(Tensor input, int factor=2) -> (Tensor doubled)",
-        lambda input, factor=2: Result(input.shape, "float32"),
-    )
-    def test_only_double(input: Any, factor: int = 2, *, out: Any = None) -> Any:
+    @operator("doubled", lambda input, factor=2: Result(input.shape, "float32"))
+    def test_only_double(input: AnyArray, factor: int = 2, *, out: AnyArray | None = None) -> AnyArray:
         return torch.mul(input, factor, out=out)
 
     cukern.torch_ops._register_all()
@@ -156,11 +154,10 @@ def test_a_new_operator_is_found() -> None:
 
 
 def test_operators_that_write_and_return() -> None:
-    @operator(
-        "test_only_add(Tensor input, Tensor(a!) total, Tensor(c!)? count=None) -> Tensor doubled",
-        lambda input, *_: Result(input.shape, "float32"),
-    )
-    def test_only_add(input: Any, total: Any, count: Any = None, *, out: Any = None) -> Any:
+    @operator("doubled", lambda input, *_: Result(input.shape, "float32"))
+    def test_only_add(
+        input: AnyArray, total: WrittenArray, count: WrittenArray | None = None, *, out: AnyArray | None = None
+    ) -> AnyArray:
         total += input
         if count is not None:
             count += 1
@@ -186,13 +183,6 @@ def test_operators_that_write_and_return() -> None:
             assert all(c == 2 for c in counts)
         torch.library.opcheck(packet.default, (x, total, *counts))
         torch.library.opcheck(packet.out, (x, total, *counts), {"doubled": out})
-
-
-def test_the_results_of_out_have_letters_of_their_own() -> None:
-    schema = "f(Tensor x, Tensor(a!) y, Tensor(c!)? z=None, *, int n=1) -> (Tensor p, Tensor q)"
-    wanted = "f.out(Tensor x, Tensor(a!) y, Tensor(c!)? z=None, *, int n=1, Tensor(b!) p, Tensor(d!) q) -> ()"
-    assert cukern.torch_ops._out_schema(schema) == wanted
-    assert cukern.torch_ops._out_schema("f(Tensor x) -> Tensor y") == "f.out(Tensor x, *, Tensor(a!) y) -> ()"
 
 
 def test_the_package_does_not_import_torch() -> None:

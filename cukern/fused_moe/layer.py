@@ -47,7 +47,7 @@ def _layer_on_host(
     )  # fmt: skip
 
 
-@op(_layer_on_host, {}, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "out")})
+@op(_layer_on_host, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "out")})
 def _layer(
     hidden_states: Any,
     w1: Any,
@@ -82,14 +82,7 @@ def _result(hidden_states: Any, *_: Any, **__: Any) -> Result:
     return Result(tuple(hidden_states.shape), dtype_name(hidden_states), "[tokens, hidden]")
 
 
-@operator(
-    "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, *, "
-    "str activation='silu', str? quant=None, Tensor? expert_map=None, bool apply_router_weight_on_input=False, "
-    "Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? a1_scale=None, Tensor? a2_scale=None, "
-    "Tensor? w1_global_scale=None, Tensor? w2_global_scale=None, Tensor? w1_bias=None, Tensor? w2_bias=None, "
-    "float alpha=1.702, float limit=7.0, bool interleaved=False, bool? per_act_token_quant=None) -> (Tensor output)",
-    _result,
-)
+@operator("output", _result)
 def fused_experts(
     hidden_states: AnyArray,
     w1: AnyArray,

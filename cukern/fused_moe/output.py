@@ -40,7 +40,7 @@ def _output_on_host(hidden_states: Any, out: Any = None, **_: Any) -> Any:
     return np.empty_like(hidden_states) if out is None else out
 
 
-@op(_output_on_host, {}, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "out")})
+@op(_output_on_host, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "out")})
 def layer_output(
     hidden_states: Any,
     w1: Any,

@@ -114,7 +114,7 @@ def _dispatch_on_host(
     return twin.receive(link.host, link.rank, buffer, expert_load) if phases & RECEIVE else None
 
 
-@op(_dispatch_on_host, {}, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "scales")})
+@op(_dispatch_on_host, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "scales")})
 def _dispatch(
     hidden_states: Any,
     topk_weights: Any,
@@ -190,7 +190,7 @@ def _combine_on_host(
     return twin.receive_back(link.host, link.rank, topk_weights, topk_ids, apart, expert_output.dtype)
 
 
-@op(_combine_on_host, {}, rows={"tokens": ("topk_weights", "topk_ids", "out")})
+@op(_combine_on_host, rows={"tokens": ("topk_weights", "topk_ids", "out")})
 def _combine(
     expert_output: Any,
     topk_weights: Any,

@@ -137,12 +137,7 @@ def _topk_results(log_probs: Any, k: int, **_: Any) -> list[Result]:
     return [Result((log_probs.shape[0], k), dtype, "[batch, k]") for dtype in ("float32", "int32")]
 
 
-@op(
-    twin.beam_topk,
-    "beam_topk(Tensor log_probs, int k, *, float diversity_rate=0.0, str variant='auto') "
-    "-> (Tensor values, Tensor ids)",
-    _topk_results,
-)
+@op(twin.beam_topk, "values, ids", _topk_results)
 def beam_topk(
     log_probs: AnyArray,
     k: int,
@@ -240,19 +235,11 @@ def _penalty(length: int, length_penalty: float) -> float:
     return penalty
 
 
-_STEP_SCHEMA = (
-    "beam_search_step{}(Tensor log_probs, Tensor scores, Tensor finished_scores, Tensor finished_lengths, "
-    "Tensor finished_ids, Tensor finished_parents, Tensor done, {} step, int max_steps, int[1] end_id, *, "
-    # None is the operator's word for the `early_stopping` "never".
-    "float length_penalty=1.0, bool? early_stopping=False, float diversity_rate=0.0, str variant='auto') "
-    "-> (Tensor ids, Tensor parents, Tensor new_scores, Tensor new_finished_scores, Tensor new_finished_lengths, "
-    "Tensor new_finished_ids, Tensor new_finished_parents, Tensor new_done)"
-)
-
-
 @op(
     twin.beam_search_step,
-    {_STEP_SCHEMA.format("", "int"): _step_results, _STEP_SCHEMA.format(".step", "Tensor"): _step_results},
+    "ids, parents, new_scores, new_finished_scores, new_finished_lengths, new_finished_ids, new_finished_parents, "
+    "new_done",
+    _step_results,
     late=("step",),
 )
 def beam_search_step(
@@ -268,7 +255,7 @@ def beam_search_step(
     end_id: int | Sequence[int],
     *,
     length_penalty: float = 1.0,
-    early_stopping: bool | str | None = False,
+    early_stopping: bool | str | None = False,  # the operator takes None for "never"
     diversity_rate: float = 0.0,
     out: tuple[AnyArray, ...] | None = None,
     variant: str = "auto",
@@ -367,12 +354,7 @@ def _tree_results(ids: Any, *_: Any, **__: Any) -> Result:
     return Result(tuple(ids.shape), "int32", "[max_steps, batch, beams]")
 
 
-@op(
-    twin.gather_tree,
-    "gather_tree(Tensor ids, Tensor parents, Tensor? lengths, int end_id, *, Tensor? last_ids=None, "
-    "Tensor? last_parents=None) -> (Tensor tokens)",
-    _tree_results,
-)
+@op(twin.gather_tree, "tokens", _tree_results)
 def gather_tree(
     ids: AnyArray, parents: AnyArray, lengths: AnyArray | None, end_id: int,
     *, last_ids: AnyArray | None = None, last_parents: AnyArray | None = None, out: AnyArray | None = None,
@@ -445,17 +427,7 @@ def _cache_results(key_cache: Any, value_cache: Any, parents: Any, step: Any, **
     return [Result(shape, dtype_name(key_cache), "[max_steps, batch * beams, heads, dim]")] * 2
 
 
-_CACHE_SCHEMA = (
-    "update_kv_cache{}(Tensor key_cache, Tensor value_cache, Tensor parents, {} step, *, str variant='auto') "
-    "-> (Tensor keys, Tensor values)"
-)
-
-
-@op(
-    twin.update_kv_cache,
-    {_CACHE_SCHEMA.format("", "int"): _cache_results, _CACHE_SCHEMA.format(".step", "Tensor"): _cache_results},
-    late=("step",),
-)
+@op(twin.update_kv_cache, "keys, values", _cache_results, late=("step",))
 def update_kv_cache(
     key_cache: AnyArray, value_cache: AnyArray, parents: AnyArray, step: int | AnyArray,
     *, out: tuple[AnyArray, AnyArray] | None = None, variant: str = "auto",

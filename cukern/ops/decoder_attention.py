@@ -244,18 +244,7 @@ def _attended(q: Any, *_: Any, **__: Any) -> Result:
     return Result(q.shape, dtype_name(q), "[batch, heads * dim]")
 
 
-_MASKED = (
-    "masked_attention{}(Tensor q, Tensor k, Tensor v, Tensor? bias_q, Tensor? bias_k, Tensor? bias_v, "
-    "Tensor(a!) key_cache, Tensor(b!) value_cache, {} step, *, float? scale=None, str variant='auto') "
-    "-> (Tensor attended)"
-)
-
-
-@op(
-    twin.masked_attention,
-    {_MASKED.format("", "int"): _attended, _MASKED.format(".step", "Tensor"): _attended},
-    late=("step",),
-)
+@op(twin.masked_attention, "attended", _attended, late=("step",))
 def masked_attention(
     q: AnyArray,
     k: AnyArray,
@@ -322,12 +311,7 @@ def masked_attention(
     return _attend(q, key_cache, value_cache, tokens, 1, scale, out, variant, mode, **fields)
 
 
-@op(
-    twin.cross_attention,
-    "cross_attention(Tensor q, Tensor? bias_q, Tensor key_memory, Tensor value_memory, Tensor memory_lengths, *, "
-    "float? scale=None, str variant='auto') -> (Tensor attended)",
-    _attended,
-)
+@op(twin.cross_attention, "attended", _attended)
 def cross_attention(
     q: AnyArray,
     bias_q: AnyArray | None,

@@ -171,13 +171,7 @@ def _lookup(
 _LATE: dict[str, Any] = {"rows": {"batch": ("word_ids", "position_ids", "out")}, "late": ("step",)}
 
 
-@op(
-    twin.refusing(twin.embedding_lookup),
-    "embedding_lookup(Tensor embedding_table, Tensor word_ids, Tensor? position_table=None, int step=0, *, "
-    "Tensor? position_ids=None, str variant='auto') -> (Tensor rows)",
-    _looked_up,
-    **_LATE,
-)
+@op(twin.refusing(twin.embedding_lookup), "rows", _looked_up, **_LATE)
 def embedding_lookup(
     embedding_table: AnyArray,
     word_ids: AnyArray,
@@ -221,8 +215,7 @@ def embedding_lookup(
 
 @op(
     twin.refusing(twin.embedding_lookup_sine_position_encoding),
-    "embedding_lookup_sine_position_encoding(Tensor embedding_table, Tensor position_encoding, Tensor word_ids, "
-    "int step, *, Tensor? position_ids=None, str variant='auto') -> (Tensor rows)",
+    "rows",
     lambda embedding_table, _, word_ids, *__, **___: _looked_up(embedding_table, word_ids),
     **_LATE,
 )

@@ -54,14 +54,10 @@ __all__ = [
     "swap_blocks",
 ]
 
-_STORE = (
-    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-    "str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()"
-)
 _TOKENS = {"tokens": ("key", "value", "slot_mapping")}
 
 
-@op(twin.reshape_and_cache, f"reshape_and_cache{_STORE}", rows=_TOKENS, late=("k_scale", "v_scale"))
+@op(twin.reshape_and_cache, rows=_TOKENS, late=("k_scale", "v_scale"))
 def reshape_and_cache(
     key: AnyArray,
     value: AnyArray,
@@ -144,7 +140,7 @@ def reshape_and_cache(
     )
 
 
-@op(twin.reshape_and_cache_flash, f"reshape_and_cache_flash{_STORE}", rows=_TOKENS, late=("k_scale", "v_scale"))
+@op(twin.reshape_and_cache_flash, rows=_TOKENS, late=("k_scale", "v_scale"))
 def reshape_and_cache_flash(
     key: AnyArray,
     value: AnyArray,
@@ -241,13 +237,7 @@ def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype:
     return cache_format
 
 
-@op(
-    twin.concat_and_cache_mla,
-    "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
-    "Tensor? scale) -> ()",
-    rows={"tokens": ("kv_c", "k_pe", "slot_mapping")},
-    late=("scale",),
-)
+@op(twin.concat_and_cache_mla, rows={"tokens": ("kv_c", "k_pe", "slot_mapping")}, late=("scale",))
 def concat_and_cache_mla(
     kv_c: AnyArray,
     k_pe: AnyArray,
@@ -353,11 +343,7 @@ def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int
     return block_stride
 
 
-@op(
-    twin.copy_blocks,
-    "copy_blocks(Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, Tensor block_mapping) -> ()",
-    rows={"pairs": ("block_mapping",)},
-)
+@op(twin.copy_blocks, rows={"pairs": ("block_mapping",)})
 def copy_blocks(
     key_caches: Sequence[WrittenArray], value_caches: Sequence[WrittenArray], block_mapping: AnyArray
 ) -> None:
@@ -484,8 +470,6 @@ def _check_sequences(src_cache: Array, block_table: Any, cu_seq_lens: Any, batch
 
 @op(
     twin.gather_cache,
-    "gather_cache(Tensor src_cache, Tensor(a!) dst, Tensor block_table, Tensor cu_seq_lens, SymInt batch_size, "
-    "Tensor? seq_starts=None, *, str kv_cache_dtype='auto', Tensor? scale=None) -> ()",
     rows={"tokens": ("dst",), "table": ("block_table",), "lengths": ("cu_seq_lens",), "starts": ("seq_starts",)},
     late=("batch_size", "scale"),
 )

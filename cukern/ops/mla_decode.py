@@ -278,14 +278,7 @@ def _plan_results(
     return [Result((parts, 8), "int32", "[parts, 8]"), Result((sequences + 1,), "int32", "[sequences + 1]")]
 
 
-@op(
-    twin.get_mla_metadata,
-    "get_mla_metadata(Tensor cache_seqlens, int num_heads_per_head_k, int num_heads_k, *, int? num_heads_q=None, "
-    "int? topk=None, Tensor? topk_length=None, int extra_topk=0, Tensor? extra_topk_length=None) "
-    "-> (Tensor tile_scheduler_metadata, Tensor num_splits)",
-    _plan_results,
-    instead=plan_of_the_first_call,
-)
+@op(twin.get_mla_metadata, "tile_scheduler_metadata, num_splits", _plan_results, instead=plan_of_the_first_call)
 def get_mla_metadata(
     cache_seqlens: AnyArray,
     num_heads_per_head_k: int,
@@ -454,16 +447,7 @@ def _results(work: Work, attended: Array, lse: Array) -> dict[str, Any]:
     return {"out": attended, "lse": lse, "partial_out": partial[0], "partial_lse": partial[1]}
 
 
-@op(
-    twin.flash_mla_with_kvcache,
-    "flash_mla_with_kvcache(Tensor q, Tensor k_cache, Tensor? block_table, Tensor? cache_seqlens, int head_dim_v, "
-    "Tensor? tile_scheduler_metadata, Tensor? num_splits, float? softmax_scale=None, bool causal=False, *, "
-    "bool is_fp8_kvcache=False, Tensor? indices=None, Tensor? attn_sink=None, Tensor? extra_k_cache=None, "
-    "Tensor? extra_indices_in_kvcache=None, Tensor? topk_length=None, Tensor? extra_topk_length=None, "
-    "str variant='auto') -> (Tensor attended, Tensor lse)",
-    _attention_results,
-    instead=attend_by_a_plan,
-)
+@op(twin.flash_mla_with_kvcache, "attended, lse", _attention_results, instead=attend_by_a_plan)
 def flash_mla_with_kvcache(
     q: AnyArray,
     k_cache: AnyArray,

@@ -87,13 +87,7 @@ def _activated(x: Any, *_: Any, **__: Any) -> Result:
     return Result((*x.shape[:-1], x.shape[-1] // 2), dtype_name(x), "[..., inter]")
 
 
-@op(
-    twin.moe_activation,
-    "moe_activation(Tensor x, str activation='silu', *, float alpha=1.702, float limit=7.0, bool interleaved=False, "
-    "Tensor? expert_num_tokens=None, str variant='auto') -> (Tensor activated)",
-    _activated,
-    rows={"rows": ("x", "expert_num_tokens", "out")},
-)
+@op(twin.moe_activation, "activated", _activated, rows={"rows": ("x", "expert_num_tokens", "out")})
 def moe_activation(
     x: AnyArray,
     activation: str = "silu",
@@ -189,7 +183,7 @@ def _gated(
 
 def _alias(name: str) -> Any:
     """Declare a function of one activation."""
-    return op(getattr(twin, name), f"{name}(Tensor x) -> (Tensor activated)", _activated, rows={"rows": ("x", "out")})
+    return op(getattr(twin, name), "activated", _activated, rows={"rows": ("x", "out")})
 
 
 @_alias("silu_and_mul")
@@ -210,12 +204,7 @@ def gelu_tanh_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     return moe_activation(x, "gelu_tanh", out=out)
 
 
-@op(
-    twin.swigluoai_and_mul,
-    "swigluoai_and_mul(Tensor x, float alpha=1.702, float limit=7.0, *, bool interleaved=False) -> (Tensor activated)",
-    _activated,
-    rows={"rows": ("x", "out")},
-)
+@op(twin.swigluoai_and_mul, "activated", _activated, rows={"rows": ("x", "out")})
 def swigluoai_and_mul(
     x: AnyArray,
     alpha: float = activations.ALPHA,
@@ -255,12 +244,7 @@ def _as_given(x: Any, *_: Any, **__: Any) -> Result:
     return Result(x.shape, dtype_name(x), "[..., inter]")
 
 
-@op(
-    twin.add_bias_act,
-    "add_bias_act(Tensor x, Tensor? bias, str activation='gelu', *, str variant='auto') -> (Tensor activated)",
-    _as_given,
-    rows={"rows": ("x", "out")},
-)
+@op(twin.add_bias_act, "activated", _as_given, rows={"rows": ("x", "out")})
 def add_bias_act(
     x: AnyArray, bias: AnyArray | None, activation: str = "gelu", *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
@@ -324,12 +308,7 @@ def add_bias_act(
     return out
 
 
-@op(
-    twin.bias_gelu,
-    "bias_gelu(Tensor x, Tensor? bias, *, str approximate='none') -> (Tensor activated)",
-    _as_given,
-    rows={"rows": ("x", "out")},
-)
+@op(twin.bias_gelu, "activated", _as_given, rows={"rows": ("x", "out")})
 def bias_gelu(
     x: AnyArray, bias: AnyArray | None, *, approximate: str = "none", out: AnyArray | None = None
 ) -> AnyArray:
@@ -343,7 +322,7 @@ def bias_gelu(
 
 def _without_bias(name: str) -> Any:
     """Declare a function of one activation without a gate."""
-    return op(getattr(twin, name), f"{name}(Tensor x) -> (Tensor activated)", _as_given, rows={"rows": ("x", "out")})
+    return op(getattr(twin, name), "activated", _as_given, rows={"rows": ("x", "out")})
 
 
 @_without_bias("gelu_new")

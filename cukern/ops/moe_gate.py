@@ -191,10 +191,7 @@ def _results(gating_output: Any, topk: Any) -> tuple[Result, Result]:
 
 @op(
     twin.moe_fused_gate,
-    "moe_fused_gate(Tensor input, Tensor bias, int num_expert_group, int topk_group, int topk, "
-    "int num_fused_shared_experts=0, float routed_scaling_factor=1.0, "
-    "bool apply_routed_scaling_factor_on_output=False, *, bool renormalize=True, str scoring_func='sigmoid', "
-    "Tensor? num_token_non_padded=None, str variant='auto') -> (Tensor weights, Tensor ids)",
+    "weights, ids",
     lambda input, bias, num_expert_group, topk_group, topk, *_, **__: _results(input, topk),
     rows={"tokens": ("input", "out")},
     late=("num_token_non_padded",),
@@ -281,11 +278,7 @@ def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
 
 @op(
     twin.biased_grouped_topk,
-    "biased_grouped_topk(Tensor? hidden_states, Tensor gating_output, Tensor correction_bias, int topk, "
-    "bool renormalize, int? num_expert_group=None, int? topk_group=None, int num_fused_shared_experts=0, "
-    "float? routed_scaling_factor=None, bool apply_routed_scaling_factor_on_output=False, *, "
-    "str scoring_func='sigmoid', Tensor? num_token_non_padded=None, str variant='auto') "
-    "-> (Tensor weights, Tensor ids)",
+    "weights, ids",
     lambda hidden_states, gating_output, correction_bias, topk, *_, **__: _results(gating_output, topk),
     rows={"tokens": ("hidden_states", "gating_output", "out")},
     late=("num_token_non_padded",),
@@ -328,11 +321,7 @@ def biased_grouped_topk(
 
 @op(
     twin.grouped_topk,
-    "grouped_topk(Tensor? hidden_states, Tensor gating_output, int topk, bool renormalize, "
-    "int? num_expert_group=None, int? topk_group=None, int num_fused_shared_experts=0, "
-    "float? routed_scaling_factor=None, bool apply_routed_scaling_factor_on_output=False, *, "
-    "str scoring_func='softmax', Tensor? num_token_non_padded=None, str variant='auto') "
-    "-> (Tensor weights, Tensor ids)",
+    "weights, ids",
     lambda hidden_states, gating_output, topk, *_, **__: _results(gating_output, topk),
     rows={"tokens": ("hidden_states", "gating_output", "out")},
     late=("num_token_non_padded",),
@@ -375,16 +364,8 @@ def _slots(topk_ids: Any) -> int:
     return topk_ids.shape[1]
 
 
-_SHARED = (
-    "int num_fused_shared_experts=0, float routed_scaling_factor=1.0, bool apply_routed_scaling_factor_on_output=True, "
-    "Tensor? num_token_non_padded=None, str variant='auto') -> ()"
-)
-
-
 @op(
     twin.topk_softmax,
-    "topk_softmax(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
-    f"float moe_softcapping=0.0, Tensor? correction_bias=None, *, {_SHARED}",
     rows={"tokens": ("topk_weights", "topk_ids", "gating_output")},
     late=("num_token_non_padded",),
     leader="gating_output",
@@ -432,8 +413,6 @@ def topk_softmax(
 
 @op(
     twin.topk_sigmoid,
-    "topk_sigmoid(Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor gating_output, bool renormalize=False, "
-    f"Tensor? correction_bias=None, *, {_SHARED}",
     rows={"tokens": ("topk_weights", "topk_ids", "gating_output")},
     late=("num_token_non_padded",),
     leader="gating_output",

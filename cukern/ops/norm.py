@@ -226,13 +226,7 @@ def _normalized(input: Any, *_: Any, **__: Any) -> Result:
     return Result(input.shape, dtype_name(input), "[..., width]")
 
 
-@op(
-    twin.rms_norm,
-    "rms_norm(Tensor input, Tensor? weight, float epsilon=1e-06, *, float weight_offset=0.0, str variant='auto') "
-    "-> (Tensor normalized)",
-    _normalized,
-    rows={"rows": ("input", "out")},
-)
+@op(twin.rms_norm, "normalized", _normalized, rows={"rows": ("input", "out")})
 def rms_norm(
     input: AnyArray,
     weight: AnyArray | None,
@@ -284,12 +278,7 @@ def rms_norm(
     return out
 
 
-@op(
-    twin.fused_add_rms_norm,
-    "fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor? weight, float epsilon=1e-06, *, "
-    "float weight_offset=0.0, bool round_sum=True, str variant='auto') -> ()",
-    rows={"rows": ("input", "residual")},
-)
+@op(twin.fused_add_rms_norm, rows={"rows": ("input", "residual")})
 def fused_add_rms_norm(
     input: WrittenArray,
     residual: WrittenArray,
@@ -362,21 +351,7 @@ def _quantize(norm: _Norm, group_size: Any, scale: Any, out_q: Any, out_s: Any) 
     return q, s
 
 
-_QUANT_OPTIONS = (
-    "Tensor? weight, float epsilon=1e-06, *, int? group_size=128, Tensor? scale=None, float weight_offset=0.0, "
-)
-_QUANT_RESULTS = (
-    "Tensor(b!)? out_q=None, Tensor(c!)? out_s=None, str variant='auto') -> (Tensor quantized, Tensor scales)"
-)
-
-
-@op(
-    twin.rms_norm_quant,
-    f"rms_norm_quant(Tensor input, {_QUANT_OPTIONS}{_QUANT_RESULTS}",
-    _quantized,
-    rows={"rows": ("input", "out_q", "out_s")},
-    late=("scale",),
-)
+@op(twin.rms_norm_quant, "quantized, scales", _quantized, rows={"rows": ("input", "out_q", "out_s")}, late=("scale",))
 def rms_norm_quant(
     input: AnyArray,
     weight: AnyArray | None,
@@ -418,8 +393,7 @@ def rms_norm_quant(
 
 @op(
     twin.fused_add_rms_norm_quant,
-    f"fused_add_rms_norm_quant(Tensor input, Tensor(a!) residual, {_QUANT_OPTIONS}bool round_sum=True, "
-    f"{_QUANT_RESULTS}",
+    "quantized, scales",
     _quantized,
     rows={"rows": ("input", "residual", "out_q", "out_s")},
     late=("scale",),
@@ -513,13 +487,7 @@ def _expect_apart(out: int, residual_out: int, size: int) -> None:
         check.fail("out", "another array than residual_out", "the same")
 
 
-@op(
-    twin.layer_norm,
-    "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float epsilon=1e-05, *, str variant='auto') "
-    "-> (Tensor normalized)",
-    _normalized,
-    rows={"rows": ("input", "out")},
-)
+@op(twin.layer_norm, "normalized", _normalized, rows={"rows": ("input", "out")})
 def layer_norm(
     input: AnyArray,
     weight: AnyArray | None,
@@ -561,13 +529,7 @@ def layer_norm(
     return _layer_norm(input, {"weight": weight, "bias": bias}, epsilon, out, variant)
 
 
-@op(
-    twin.fused_add_layer_norm,
-    "fused_add_layer_norm(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, float epsilon=1e-05, *, "
-    "Tensor? input_bias=None, Tensor(a!)? residual_out=None, str variant='auto') -> (Tensor normalized)",
-    _normalized,
-    rows={"rows": ("input", "residual", "residual_out", "out")},
-)
+@op(twin.fused_add_layer_norm, "normalized", _normalized, rows={"rows": ("input", "residual", "residual_out", "out")})
 def fused_add_layer_norm(
     input: AnyArray,
     residual: AnyArray,

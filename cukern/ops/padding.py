@@ -108,7 +108,7 @@ def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: in
     return twin.build_sequence_length_padding_offset(sequence_length, max_seq_len, valid_word_num=valid_word_num)
 
 
-@op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1], {}, late=("max_seq_len",))
+@op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1], late=("max_seq_len",))
 def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
     """cu_seqlens alone, whose last element is the number of words."""
     expect_array("sequence_length", sequence_length)
@@ -120,7 +120,7 @@ def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
     return cu_seqlens
 
 
-@op(_build_on_host, {}, rows={"batch": ("sequence_length",)}, late=("max_seq_len", "valid_word_num"))
+@op(_build_on_host, rows={"batch": ("sequence_length",)}, late=("max_seq_len", "valid_word_num"))
 def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any) -> Any:
     """`build_sequence_length_padding_offset` of a known number of words."""
     rows = _check_lengths(sequence_length, max_seq_len)
@@ -146,11 +146,7 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
     return [Result((valid_word_num,), "int32"), Result((batch + 1,), "int32"), valid_word_num]
 
 
-@declare_operator(
-    "build_sequence_length_padding_offset(Tensor sequence_length, SymInt max_seq_len, *, "
-    "SymInt? valid_word_num=None) -> (Tensor padding_offset, Tensor cu_seqlens, SymInt words)",
-    _built,
-)
+@declare_operator("padding_offset, cu_seqlens, words", _built)
 def build_sequence_length_padding_offset(
     sequence_length: AnyArray, max_seq_len: Size, *, valid_word_num: Size | None = None
 ) -> tuple[AnyArray, AnyArray, Size]:
@@ -192,7 +188,7 @@ def _removed(src: Any, padding_offset: Any, **_: Any) -> Result:
 
 @op(
     twin.remove_sequence_length_padding,
-    "remove_sequence_length_padding(Tensor src, Tensor padding_offset, *, str variant='auto') -> (Tensor words)",
+    "words",
     _removed,
     rows={"batch": ("src",), "words": ("padding_offset", "out")},
 )
@@ -233,7 +229,7 @@ def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
 
 @op(
     twin.transpose_remove_padding,
-    "transpose_remove_padding(Tensor src, Tensor padding_offset, *, str variant='auto') -> (Tensor words)",
+    "words",
     _removed_by_head,
     rows={"batch": ("src",), "words": ("padding_offset", "out")},
 )
@@ -296,8 +292,7 @@ def _rebuilt(src: Any, padding_offset: Any, batch: Any, max_seq_len: Any, **_: A
 
 @op(
     twin.rebuild_sequence_length_padding,
-    "rebuild_sequence_length_padding(Tensor src, Tensor padding_offset, SymInt batch, SymInt max_seq_len, *, "
-    "float fill=0.0, str variant='auto') -> (Tensor padded)",
+    "padded",
     _rebuilt,
     rows={"words": ("src", "padding_offset"), "batch": ("out",)},
     late=("batch", "fill"),
@@ -372,9 +367,7 @@ def _rebuilt_by_head(q: Any, *args: Any, **_: Any) -> list[Result]:
 
 @op(
     twin.add_qkv_bias_rebuild_padding,
-    "add_qkv_bias_rebuild_padding(Tensor q, Tensor k, Tensor v, Tensor bias_q, Tensor bias_k, Tensor bias_v, "
-    "Tensor padding_offset, SymInt batch, SymInt max_seq_len, int heads, *, str variant='auto') "
-    "-> (Tensor padded_q, Tensor padded_k, Tensor padded_v)",
+    "padded_q, padded_k, padded_v",
     _rebuilt_by_head,
     rows={"words": ("q", "k", "v", "padding_offset"), "batch": ("out",)},
     late=("batch",),

@@ -44,22 +44,10 @@ def _logs(query: Any) -> Result:
     return Result(query.shape[:-1], "float32", "query's without head_dim")
 
 
-_PAGED = (
-    "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, str layout='vllm', "
-    "float? scale=None, Tensor? alibi_slopes=None, int? window=None, float? softcap=None, Tensor? sinks=None, "
-    "Tensor? k_scale=None, Tensor? v_scale=None, str kv_cache_dtype='auto', int? split=None, str variant='auto') -> "
-)
-
-
 @op(
     twin.paged_attention,
-    {
-        f"paged_attention{_PAGED}(Tensor attended)": _attended,
-        f"paged_attention.lse{_PAGED}(Tensor attended, Tensor lse)": lambda query, *_, **__: [
-            _attended(query),
-            _logs(query),
-        ],
-    },
+    "attended, lse",
+    lambda query, *_, **__: [_attended(query), _logs(query)],
     late=("scale", "k_scale", "v_scale"),
 )
 def paged_attention(
@@ -215,16 +203,10 @@ def _as_vllm(
     return attend(call, split, "auto", sparse, workspaces, **fields)
 
 
-_VLLM = (
-    "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, Tensor block_tables, "
-    "Tensor seq_lens, int block_size, int max_seq_len, Tensor? alibi_slopes, str kv_cache_dtype, Tensor? k_scale, "
-    "Tensor? v_scale, int tp_rank=0, int blocksparse_local_blocks=0, int blocksparse_vert_stride=0, "
-    "int blocksparse_block_size=64, int blocksparse_head_sliding_step=0) -> ()"
-)
 _VLLM_LATE = ("scale", "max_seq_len", "k_scale", "v_scale")
 
 
-@op(twin.paged_attention_v1, f"paged_attention_v1(Tensor(a!) out, {_VLLM}", late=_VLLM_LATE)
+@op(twin.paged_attention_v1, late=_VLLM_LATE)
 def paged_attention_v1(
     out: WrittenArray,
     query: AnyArray,
@@ -283,11 +265,7 @@ def paged_attention_v1(
     )  # fmt: skip
 
 
-@op(
-    twin.paged_attention_v2,
-    f"paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, {_VLLM}",
-    late=_VLLM_LATE,
-)
+@op(twin.paged_attention_v2, late=_VLLM_LATE)
 def paged_attention_v2(
     out: WrittenArray,
     exp_sums: WrittenArray,
@@ -362,8 +340,7 @@ def _not_read(written: int, *read: int) -> int:
 
 @op(
     twin.merge_attention_states,
-    "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, bool lse_heads_first=False, "
-    "str variant='auto') -> (Tensor merged, Tensor lse)",
+    "merged, lse",
     _like_a_side,
     rows={"rows": ("out_a", "lse_a", "out_b", "lse_b", "out")},
 )

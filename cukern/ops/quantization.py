@@ -52,9 +52,7 @@ def _scaled_fp8_results(
 
 @op(
     twin.scaled_fp8_quant,
-    "scaled_fp8_quant(Tensor input, Tensor? scale=None, SymInt? num_token_padding=None, Tensor? scale_ub=None, "
-    "bool use_per_token_if_dynamic=False, Tensor(a!)? output=None, *, Tensor? expert_num_tokens=None, "
-    "str variant='auto') -> (Tensor quantized, Tensor scales)",
+    "quantized, scales",
     _scaled_fp8_results,
     rows={"tokens": ("input", "output", "expert_num_tokens")},
     late=("scale", "num_token_padding", "scale_ub"),
@@ -136,14 +134,9 @@ def _group_results(dtype: str) -> Any:
     return results
 
 
-def _group_op(function: Any, dtype: str, more: str) -> Any:
-    """Declare a function that quantizes groups; `more`: further arguments of its schema."""
-    schema = (
-        f"{function.__name__}(Tensor x, int group_size, float eps=1e-10, *, bool column_major_scales=False, {more}"
-        "Tensor? expert_num_tokens=None, Tensor(a!)? out_q=None, Tensor(b!)? out_s=None, str variant='auto') "
-        "-> (Tensor x_q, Tensor x_s)"
-    )
-    return op(function, schema, _group_results(dtype), rows={"rows": ("x", "expert_num_tokens", "out_q", "out_s")})
+def _group_op(function: Any, dtype: str) -> Any:
+    """Declare a function that quantizes groups."""
+    return op(function, "x_q, x_s", _group_results(dtype), rows={"rows": ("x", "expert_num_tokens", "out_q", "out_s")})
 
 
 def _group_size(group_size: Any, k: int) -> int:
@@ -174,7 +167,7 @@ def _per_token_group_quant(
     return q, s
 
 
-@_group_op(twin.per_token_group_quant_fp8, FP8, "bool use_ue8m0=False, ")
+@_group_op(twin.per_token_group_quant_fp8, FP8)
 def per_token_group_quant_fp8(
     x: AnyArray,
     group_size: int,
@@ -220,7 +213,7 @@ def per_token_group_quant_fp8(
     return _per_token_group_quant(x, group_size, eps, *options, "E4M3")
 
 
-@_group_op(twin.per_token_group_quant_int8, "int8", "bool truncate=False, ")
+@_group_op(twin.per_token_group_quant_int8, "int8")
 def per_token_group_quant_int8(
     x: AnyArray,
     group_size: int,
@@ -256,8 +249,7 @@ def _scaled_int8_results(
 
 @op(
     twin.scaled_int8_quant,
-    "scaled_int8_quant(Tensor input, Tensor? scale=None, Tensor? azp=None, bool symmetric=True, *, str variant='auto') "
-    "-> (Tensor quantized, Tensor scales, Tensor? zero_points)",
+    "quantized, scales, zero_points",
     _scaled_int8_results,
     rows={"rows": ("input",)},
     late=("scale",),
@@ -337,9 +329,7 @@ def _activated_results(
 
 @op(
     twin.silu_and_mul_quant,
-    "silu_and_mul_quant(Tensor x, str activation='silu', *, int? group_size=128, Tensor? scale=None, "
-    "Tensor? expert_num_tokens=None, Tensor(a!)? out_q=None, Tensor(b!)? out_s=None, str variant='auto') "
-    "-> (Tensor quantized, Tensor scales)",
+    "quantized, scales",
     _activated_results,
     rows={"rows": ("x", "expert_num_tokens", "out_q", "out_s")},
     late=("scale",),
@@ -423,12 +413,7 @@ def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = 
     return packed, scales
 
 
-@op(
-    twin.quantize_mxfp4,
-    "quantize_mxfp4(Tensor x) -> (Tensor packed, Tensor scale)",
-    _fp4_results(twin.MXFP4_GROUP),
-    rows={"rows": ("x",)},
-)
+@op(twin.quantize_mxfp4, "packed, scale", _fp4_results(twin.MXFP4_GROUP), rows={"rows": ("x",)})
 def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     """MXFP4: 4-bit floats (e2m1) with a power of two as the scale of each 32 neighbours.
 
@@ -454,7 +439,7 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
 
 @op(
     twin.scaled_fp4_quant,
-    "scaled_fp4_quant(Tensor input, Tensor input_global_scale) -> (Tensor packed, Tensor scale)",
+    "packed, scale",
     _fp4_results(twin.NVFP4_GROUP),
     rows={"rows": ("input",)},
     late=("input_global_scale",),
@@ -511,12 +496,7 @@ def _dequantize_fp4(
     return out
 
 
-@op(
-    twin.dequantize_mxfp4,
-    "dequantize_mxfp4(Tensor packed, Tensor scale, str dtype='bfloat16') -> (Tensor numbers)",
-    _read_results,
-    rows={"rows": ("packed", "scale")},
-)
+@op(twin.dequantize_mxfp4, "numbers", _read_results, rows={"rows": ("packed", "scale")})
 def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
     """The numbers that `cukern.quantize_mxfp4` packed: value * 2**(scale - 127), rounded once.
 
@@ -535,13 +515,7 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
     return _dequantize_fp4(packed, scale, dtype, "MXFP4", twin.MXFP4_GROUP, ("uint8", "float8_e8m0fnu"))
 
 
-@op(
-    twin.dequantize_nvfp4,
-    "dequantize_nvfp4(Tensor packed, Tensor scale, Tensor global_scale, str dtype='bfloat16') -> (Tensor numbers)",
-    _read_results,
-    rows={"rows": ("packed", "scale")},
-    late=("global_scale",),
-)
+@op(twin.dequantize_nvfp4, "numbers", _read_results, rows={"rows": ("packed", "scale")}, late=("global_scale",))
 def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
     """The numbers that `cukern.scaled_fp4_quant` packed: value * (scale / global_scale), rounded once.
 

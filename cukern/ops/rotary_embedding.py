@@ -115,12 +115,7 @@ def _choose_wide(variant: str, half: int, columns: int, moved: list[tuple[Array,
     return wide and variant != "narrow"
 
 
-@op(
-    twin.rotary_embedding,
-    "rotary_embedding(Tensor(a!) query, Tensor(b!) key, Tensor cos, Tensor sin, *, str layout='half', "
-    "int? rotary_dim=None, int unsqueeze_dim=1, str variant='auto') -> ()",
-    rows={"tokens": ("query", "key", "cos", "sin")},
-)
+@op(twin.rotary_embedding, rows={"tokens": ("query", "key", "cos", "sin")})
 def rotary_embedding(
     query: WrittenArray,
     key: WrittenArray,
@@ -305,13 +300,7 @@ def _expect_units(given: dict[str, Array | None], strides: dict[str, tuple[Any, 
             check.fail(name, f"of strides of whole {_WIDEST} bytes", f"strides {array.strides} (in elements)")
 
 
-@op(
-    twin.fused_qk_norm_rope_and_cache,
-    "fused_qk_norm_rope_and_cache(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, "
-    "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, Tensor? q_weight=None, Tensor? k_weight=None, "
-    "float? epsilon=None, *, float weight_offset=0.0, str layout='half', int? rotary_dim=None) -> ()",
-    rows={"tokens": ("query", "key", "value", "cos", "sin", "slot_mapping")},
-)
+@op(twin.fused_qk_norm_rope_and_cache, rows={"tokens": ("query", "key", "value", "cos", "sin", "slot_mapping")})
 def fused_qk_norm_rope_and_cache(
     query: WrittenArray,
     key: AnyArray,

@@ -28,15 +28,12 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_RANDOM = "Tensor? seed=None, Tensor? offset=None, Generator? generator=None"
-_ORDER = "str filter_apply_order='top_k_first'"
-_ONE_PER_ROW = f"{_RANDOM}, Tensor? indices=None, str variant='auto') -> Tensor ids"
 _BY_ROW = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs", *PARAMETERS)
 _BY_ROW += ("indices", "finished", "sequence_length", "out")
 
 
-def _declare(arguments: str, results: Callable[..., Any] = ids_of) -> Callable[[_F], _F]:
-    """Declare an op by the schema of its operator after the name.
+def _declare(names: str, results: Callable[..., Any] = ids_of) -> Callable[[_F], _F]:
+    """Declare an op by the names of its results.
 
     The operators return the ids alone; their parameters are tensors of [batch] or no dimension.
     """
@@ -45,7 +42,7 @@ def _declare(arguments: str, results: Callable[..., Any] = ids_of) -> Callable[[
         name, parameters = function.__name__, inspect.signature(function).parameters
         return op(
             twin.refusing(getattr(twin, name)),
-            f"{name}({arguments}",
+            names,
             results,
             rows={"batch": [x for x in parameters if x in _BY_ROW]},
             late=[x for x in parameters if x in (*PARAMETERS, "generator")],
@@ -54,7 +51,7 @@ def _declare(arguments: str, results: Callable[..., Any] = ids_of) -> Callable[[
     return declare
 
 
-@_declare(f"Tensor logits, *, {_ONE_PER_ROW}")
+@_declare("ids")
 def sampling_from_logits(
     logits: AnyArray,
     *,
@@ -113,7 +110,7 @@ def sampling_from_logits(
     return draw("logits", logits, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
 
-@_declare(f"Tensor probs, *, {_ONE_PER_ROW}")
+@_declare("ids")
 def sampling_from_probs(
     probs: AnyArray,
     *,
@@ -134,7 +131,7 @@ def sampling_from_probs(
     return draw("probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
 
-@_declare(f"Tensor probs, Tensor? top_k, *, {_ONE_PER_ROW}")
+@_declare("ids")
 def top_k_sampling_from_probs(
     probs: AnyArray,
     top_k: AnyArray | int | None,
@@ -162,7 +159,7 @@ def top_k_sampling_from_probs(
     )
 
 
-@_declare(f"Tensor probs, Tensor? top_p, *, {_ONE_PER_ROW}")
+@_declare("ids")
 def top_p_sampling_from_probs(
     probs: AnyArray,
     top_p: AnyArray | float | None,
@@ -191,7 +188,7 @@ def top_p_sampling_from_probs(
     )
 
 
-@_declare(f"Tensor probs, Tensor? min_p, *, {_ONE_PER_ROW}")
+@_declare("ids")
 def min_p_sampling_from_probs(
     probs: AnyArray,
     min_p: AnyArray | float | None,
@@ -219,7 +216,7 @@ def min_p_sampling_from_probs(
     )
 
 
-@_declare(f"Tensor logits, Tensor? top_k, Tensor? top_p, *, {_ORDER}, {_ONE_PER_ROW}")
+@_declare("ids")
 def top_k_top_p_sampling_from_logits(
     logits: AnyArray,
     top_k: AnyArray | int | None,
@@ -250,7 +247,7 @@ def top_k_top_p_sampling_from_logits(
     return draw("logits", logits, *common, filter_apply_order, top_k=top_k, top_p=top_p)
 
 
-@_declare(f"Tensor probs, Tensor? top_k, Tensor? top_p, *, {_ORDER}, {_ONE_PER_ROW}")
+@_declare("ids")
 def top_k_top_p_sampling_from_probs(
     probs: AnyArray,
     top_k: AnyArray | int | None,
@@ -271,11 +268,7 @@ def top_k_top_p_sampling_from_probs(
     return draw("probs", probs, *common, filter_apply_order, top_k=top_k, top_p=top_p)
 
 
-@_declare(
-    "Tensor logits, *, Tensor? temperature=None, Tensor? top_k=None, Tensor? top_p=None, Tensor? min_p=None, "
-    f"{_ORDER}, {_RANDOM}, Tensor? indices=None, Tensor? bias=None, Tensor(a!)? finished=None, int? end_id=None, "
-    "Tensor(b!)? sequence_length=None, str variant='auto') -> Tensor ids"
-)
+@_declare("ids")
 def sample(
     logits: AnyArray,
     *,
@@ -320,7 +313,7 @@ def sample(
     return draw("logits", logits, *common, filter_apply_order, *step, **filters)
 
 
-@_declare("Tensor logits, Tensor? temperature=None, *, str variant='auto') -> Tensor probs", probabilities_of)
+@_declare("probs", probabilities_of)
 def softmax(
     logits: AnyArray, temperature: AnyArray | float | None = None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
@@ -339,7 +332,7 @@ def softmax(
     return whole_rows("SOFTMAX", "logits", logits, "temperature", temperature, out, variant)
 
 
-@_declare("Tensor probs, Tensor? top_k, *, str variant='auto') -> Tensor renormalized", like_rows)
+@_declare("renormalized", like_rows)
 def top_k_renorm_probs(
     probs: AnyArray, top_k: AnyArray | int | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
@@ -357,7 +350,7 @@ def top_k_renorm_probs(
     return whole_rows("TOP_K_RENORM", "probs", probs, "top_k", top_k, out, variant)
 
 
-@_declare("Tensor probs, Tensor? top_p, *, str variant='auto') -> Tensor renormalized", like_rows)
+@_declare("renormalized", like_rows)
 def top_p_renorm_probs(
     probs: AnyArray, top_p: AnyArray | float | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
@@ -373,7 +366,7 @@ def top_p_renorm_probs(
     return whole_rows("TOP_P_RENORM", "probs", probs, "top_p", top_p, out, variant)
 
 
-@_declare("Tensor logits, Tensor? top_k, *, str variant='auto') -> Tensor masked", like_rows)
+@_declare("masked", like_rows)
 def top_k_mask_logits(
     logits: AnyArray, top_k: AnyArray | int | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
@@ -385,11 +378,7 @@ def top_k_mask_logits(
     return whole_rows("TOP_K_MASK", "logits", logits, "top_k", top_k, out, variant)
 
 
-@_declare(
-    f"Tensor draft_probs, Tensor draft_token_ids, Tensor target_probs, *, {_RANDOM}, "
-    "str variant='auto') -> (Tensor ids, Tensor accepted, Tensor emitted)",
-    verified,
-)
+@_declare("ids, accepted, emitted", verified)
 def chain_speculative_sampling(
     draft_probs: AnyArray,
     draft_token_ids: AnyArray,

@@ -196,8 +196,7 @@ def _attended(q: Any, *_: Any, **__: Any) -> Result:
 
 @op(
     twin.varlen_attention,
-    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k=None, *, "
-    "float? scale=None, bool causal=False, str variant='auto') -> (Tensor attended)",
+    "attended",
     _attended,
     rows={"tokens": ("q", "out"), "memory_tokens": ("k", "v"), "count": ("cu_seqlens_q", "cu_seqlens_k")},
 )

@@ -19,7 +19,7 @@ import itertools
 import operator as operators
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,12 +29,20 @@ from cukern.runtime.late import Guards, Late
 from cukern.runtime.plan import Plan, Trace, follow, follow_part
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-Schemas = Mapping[str, Callable[..., Any] | None]
+
+
+class Operator(NamedTuple):
+    """A torch operator; see `op`."""
+
+    function: Callable[..., Any]
+    names: Sequence[str]  # of the results
+    results: Callable[..., Any] | None
+
 
 #: Every op, by the name of its function.
 OPS: dict[str, Op] = {}
-#: Every torch operator: its function, and the results by schema; see `op`.
-OPERATORS: dict[str, tuple[Callable[..., Any], Schemas]] = {}
+#: Every torch operator, by the name of its function.
+OPERATORS: dict[str, Operator] = {}
 #: Plans that an op keeps at most, the newest ones; and those of one signature, which differ in their guards.
 _MOST_PLANS, _MOST_ALTERNATIVES = 1024, 64
 #: Readers that a form keeps at most.
@@ -317,7 +325,7 @@ class _Reader:
 
 def op(
     twin: Callable[..., Any] | None,
-    schemas: str | Schemas,
+    names: str = "",
     results: Callable[..., Any] | None = None,
     *,
     rows: Mapping[str, Sequence[str]] | None = None,
@@ -330,10 +338,10 @@ def op(
     Args:
         twin: the NumPy function that defines it, with the same arguments except `variant`. It takes `out` only where
             what `out` held matters.
-        schemas: the schema of its torch operator, if any, without the overloads that `cukern.torch_ops` derives; or
-            several schemas, each with its `results`.
-        results: a function of the schema's arguments that gives the `Result`s; a number in place of one is returned as
-            it is. None: the op returns nothing, or arguments that it writes.
+        names: the names of the results, such as "weights, ids"; the signature says the rest of the torch operator, see
+            `cukern.runtime.schema`. An op has an operator if it has names or a `WrittenArray`.
+        results: a function of the operator's arguments that gives a `Result` for each name, or a number, which is
+            returned as it is.
         rows: late sizes by name, each with the arrays that have it as their first dimension.
         late: late scalars; one that may also be an array is in `rows` too.
         leader: the array that decides the library and the device of a call; by default the first one.
@@ -343,18 +351,17 @@ def op(
 
     def declare(function: _F) -> _F:
         made = OPS[function.__name__] = Op(function, twin, rows or {}, late, leader, instead)
-        return operator(schemas, results)(made.call)  # type: ignore[return-value]
+        return operator(names, results)(made.call)  # type: ignore[return-value]
 
     return declare
 
 
-def operator(schemas: str | Schemas, results: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
+def operator(names: str = "", results: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
     """Declare the torch operator of a function of `cukern.ops`, with the arguments of `op`."""
-    declared = {schemas: results} if isinstance(schemas, str) else schemas
 
     def declare(function: _F) -> _F:
-        if declared:
-            OPERATORS[function.__name__] = function, declared
+        if names or any("WrittenArray" in str(x) for x in function.__annotations__.values()):
+            OPERATORS[function.__name__] = Operator(function, names.split(", ") if names else [], results)
         return function
 
     return declare

@@ -97,13 +97,7 @@ def _like_logits(logits: Any, *_: Any, **__: Any) -> Result:
     return Result(tuple(logits.shape), dtype_name(logits), "[batch, vocab]")
 
 
-@op(
-    twin.update_logits,
-    "update_logits(Tensor logits, Tensor? bias=None, Tensor? finished=None, int? end_id=None, *, "
-    "str variant='auto') -> Tensor updated",
-    _like_logits,
-    rows={"batch": ("logits", "finished", "out")},
-)
+@op(twin.update_logits, "updated", _like_logits, rows={"batch": ("logits", "finished", "out")})
 def update_logits(
     logits: AnyArray, bias: AnyArray | None = None, finished: AnyArray | None = None, end_id: int | None = None,
     *, out: AnyArray | None = None, variant: str = "auto",
@@ -222,11 +216,7 @@ _PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequenc
 
 @op(
     twin.apply_penalties,
-    "apply_penalties(Tensor logits, *, Tensor? temperature=None, Tensor? repetition_penalty=None, "
-    "Tensor? presence_penalty=None, Tensor? frequency_penalty=None, Tensor? output_ids=None, "
-    "Tensor? sequence_length=None, Tensor? prompt_length=None, Tensor? min_length=None, int? end_id=None, "
-    "Tensor? bad_words=None, Tensor? prompt_mask=None, Tensor? output_mask=None, str variant='auto') "
-    "-> Tensor penalized",
+    "penalized",
     _like_logits,
     rows={"batch": ("logits", *_PENALTIES, "output_ids", "sequence_length", "prompt_length", *_MASKS, "out")},
     late=_PENALTIES,

@@ -123,13 +123,7 @@ def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
 _INIT_ROWS = {"batch": ("start_ids", "out")}
 
 
-@op(
-    twin.decoding_init,
-    "decoding_init(Tensor start_ids) -> (Tensor word_ids, Tensor sequence_length, Tensor finished, "
-    "Tensor cum_log_probs)",
-    _state,
-    rows=_INIT_ROWS,
-)
+@op(twin.decoding_init, "word_ids, sequence_length, finished, cum_log_probs", _state, rows=_INIT_ROWS)
 def decoding_init(
     start_ids: AnyArray, *, out: tuple[AnyArray, AnyArray, AnyArray, AnyArray] | None = None
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
@@ -155,8 +149,7 @@ def decoding_init(
 
 @op(
     twin.topp_init,
-    "topp_init(Tensor start_ids, SymInt vocab) -> (Tensor word_ids, Tensor sequence_length, Tensor finished, "
-    "Tensor cum_log_probs, Tensor offsets, Tensor id_vals)",
+    "word_ids, sequence_length, finished, cum_log_probs, offsets, id_vals",
     _sort_state,
     rows=_INIT_ROWS,
 )
@@ -192,11 +185,7 @@ def topp_init(
     return _init(start_ids, vocab, out)
 
 
-@op(
-    twin.stop_words_criterion,
-    "stop_words_criterion(Tensor output_ids, Tensor sequence_length, Tensor stop_words, Tensor(a!) finished) -> ()",
-    rows={"batch": ("output_ids", "sequence_length", "finished")},
-)
+@op(twin.stop_words_criterion, rows={"batch": ("output_ids", "sequence_length", "finished")})
 def stop_words_criterion(
     output_ids: AnyArray, sequence_length: AnyArray, stop_words: AnyArray, finished: WrittenArray
 ) -> AnyArray:
@@ -238,11 +227,7 @@ def stop_words_criterion(
     return finished
 
 
-@op(
-    twin.update_finished,
-    "update_finished(Tensor word_ids, Tensor(a!) finished, Tensor(b!) sequence_length, int end_id) -> ()",
-    rows={"batch": ("word_ids", "finished", "sequence_length")},
-)
+@op(twin.update_finished, rows={"batch": ("word_ids", "finished", "sequence_length")})
 def update_finished(
     word_ids: AnyArray, finished: WrittenArray, sequence_length: WrittenArray, end_id: int
 ) -> tuple[AnyArray, AnyArray]:

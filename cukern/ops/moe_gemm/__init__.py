@@ -377,16 +377,10 @@ def _multiply(
 
 # --- the functions --------------------------------------------------------------------------------------
 
-_SCALES = "Tensor? a_scale=None, Tensor? b_scale=None, Tensor? b_global_scale=None, "
-_OPTIONS = (
-    "Tensor? bias=None, str? activation=None, float alpha=1.702, float limit=7.0, bool interleaved=False, "
-    "str? out_dtype=None, int? expected_m=None, str variant='auto') -> (Tensor product)"
-)
-
 
 @op(
     twin.moe_gemm,
-    f"moe_gemm(Tensor a, Tensor b, Tensor expert_offsets, *, {_SCALES}Tensor? row_token=None, {_OPTIONS}",
+    "product",
     _product,
     rows={"tokens": ("a", "a_scale"), "rows": ("row_token", "out")},
     late=("expected_m",),
@@ -477,12 +471,7 @@ def moe_gemm(
     return _multiply(a, b, expert_offsets, scales, row_token, bias, form, out_dtype, out, expected_m, variant)
 
 
-@op(
-    twin.moe_gemm_batched,
-    f"moe_gemm_batched(Tensor a, Tensor b, Tensor expert_num_tokens, *, {_SCALES}{_OPTIONS}",
-    _product,
-    late=("expected_m",),
-)
+@op(twin.moe_gemm_batched, "product", _product, late=("expected_m",))
 def moe_gemm_batched(
     a: AnyArray,
     b: AnyArray,
@@ -527,13 +516,7 @@ def moe_gemm_batched(
     return _multiply(a, b, expert_num_tokens, scales, None, bias, form, out_dtype, out, expected_m, variant)
 
 
-@op(
-    twin.moe_gemm_quantized,
-    "moe_gemm_quantized(Tensor a, Tensor b, Tensor expert_offsets, *, Tensor a_scale, Tensor b_scale, "
-    "str activation='silu', str? out_dtype=None, Tensor(a!) out_q, Tensor(b!) out_s, int? expected_m=None) -> ()",
-    rows={"tokens": ("a", "a_scale", "out_q", "out_s")},
-    late=("expected_m",),
-)
+@op(twin.moe_gemm_quantized, rows={"tokens": ("a", "a_scale", "out_q", "out_s")}, late=("expected_m",))
 def moe_gemm_quantized(
     a: AnyArray,
     b: AnyArray,

@@ -53,11 +53,7 @@ def _prepared(b: Any, b_scale: Any, *_: Any, a_dtype: Any = None, **__: Any) -> 
     return Result((experts, n // UNIT_ROWS, -(-2 * half // UNIT_K), size), "uint8", _SYMBOLS)
 
 
-@op(
-    twin.prepare_weights,
-    "prepare_weights(Tensor b, Tensor b_scale, *, str? a_dtype=None) -> (Tensor prepared)",
-    _prepared,
-)
+@op(twin.prepare_weights, "prepared", _prepared)
 def prepare_weights(
     b: AnyArray, b_scale: AnyArray, *, a_dtype: str | None = None, out: AnyArray | None = None
 ) -> AnyArray:
@@ -136,7 +132,7 @@ def _restored(prepared: Any, k: int | None = None, *_: Any, **__: Any) -> list[R
     ]
 
 
-@op(twin.restore_weights, "restore_weights(Tensor prepared, int? k=None) -> (Tensor b, Tensor b_scale)", _restored)
+@op(twin.restore_weights, "b, b_scale", _restored)
 def restore_weights(
     prepared: AnyArray, k: int | None = None, *, out: tuple[AnyArray | None, AnyArray | None] | None = None
 ) -> tuple[AnyArray, AnyArray]:

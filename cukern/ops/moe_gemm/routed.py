@@ -133,7 +133,7 @@ def _check(
             check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")
 
 
-@op(None, {}, rows={"tokens": ("output", "hidden_states", "topk_weights", "topk_ids"), "rows": ("activated",)})
+@op(None, rows={"tokens": ("output", "hidden_states", "topk_weights", "topk_ids"), "rows": ("activated",)})
 def routed_experts(
     output: AnyArray,
     hidden_states: AnyArray,

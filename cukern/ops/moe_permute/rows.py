@@ -77,7 +77,7 @@ def _permuted_rows(hidden_states: Any, inverse: Any, rows: Any = None) -> Result
 
 @op(
     twin.permute_rows,
-    "permute_rows(Tensor hidden_states, Tensor inverse, SymInt? rows=None) -> (Tensor permuted)",
+    "permuted",
     _permuted_rows,
     rows={"tokens": ("hidden_states", "inverse"), "rows": ("out",)},
     late=("rows",),
@@ -118,11 +118,7 @@ def permute_rows(
     return out
 
 
-@op(
-    twin.permute_quantized,
-    "permute_quantized(Tensor hidden_states, Tensor inverse, *, Tensor(a!) out_q, Tensor(b!) out_s) -> ()",
-    rows={"tokens": ("hidden_states", "inverse"), "rows": ("out_q", "out_s")},
-)
+@op(twin.permute_quantized, rows={"tokens": ("hidden_states", "inverse"), "rows": ("out_q", "out_s")})
 def permute_quantized(
     hidden_states: AnyArray, inverse: AnyArray, *, out_q: WrittenArray, out_s: WrittenArray
 ) -> tuple[AnyArray, AnyArray]:
@@ -208,10 +204,7 @@ def _check_scale(a1q_scale: Any, hidden_states: Array) -> bool:
 
 @op(
     twin.moe_permute,
-    "moe_permute(Tensor hidden_states, Tensor? a1q_scale, Tensor topk_ids, int n_expert, int n_local_expert=-1, "
-    "Tensor? expert_map=None, int? align_block_size=None, int fill_invalid_expert=-1, "
-    "Tensor(a!)? permuted_hidden_states=None, *, str variant='auto') -> (Tensor permuted, Tensor scale, "
-    "Tensor expert_first_token_offset, Tensor inv_permuted_idx, Tensor m_indices)",
+    "permuted, scale, expert_first_token_offset, inv_permuted_idx, m_indices",
     _permuted,
     rows={"tokens": ("hidden_states", "a1q_scale", "topk_ids"), "rows": ("permuted_hidden_states",)},
 )
@@ -332,8 +325,6 @@ def _end_of_rows(offsets: Any, out: Array) -> Array:
 
 @op(
     twin.moe_unpermute,
-    "moe_unpermute(Tensor(a!) out, Tensor permuted_hidden_states, Tensor? topk_weights, Tensor inv_permuted_idx, "
-    "Tensor? expert_first_token_offset=None, *, str variant='auto') -> ()",
     rows={"tokens": ("out", "topk_weights", "inv_permuted_idx"), "rows": ("permuted_hidden_states",)},
 )
 def moe_unpermute(
@@ -397,12 +388,7 @@ def _summed(input: Any, output: Any = None, **_: Any) -> Any:
     return output if output is not None else Result((input.shape[0], input.shape[2]), dtype_name(input))
 
 
-@op(
-    twin.moe_sum,
-    "moe_sum(Tensor input, Tensor(a!)? output=None, *, str variant='auto') -> (Tensor sum)",
-    _summed,
-    rows={"tokens": ("input", "output")},
-)
+@op(twin.moe_sum, "sum", _summed, rows={"tokens": ("input", "output")})
 def moe_sum(input: AnyArray, output: WrittenArray | None = None, *, variant: str = "auto") -> AnyArray:
     """Sum up the slots of each token: output[t] = sum over s of input[t, s], in float32, then rounded to the dtype.
 

@@ -60,13 +60,7 @@ def _sorted(topk_ids: Any, num_experts: Any, *, num_local_experts: Any = None, *
     ]
 
 
-@op(
-    twin.moe_sort,
-    "moe_sort(Tensor topk_ids, int num_experts, *, Tensor? expert_map=None, int? num_local_experts=None, "
-    "str variant='auto') -> (Tensor expert_offsets, Tensor row_token, Tensor inverse)",
-    _sorted,
-    rows={"tokens": ("topk_ids", "out")},
-)
+@op(twin.moe_sort, "expert_offsets, row_token, inverse", _sorted, rows={"tokens": ("topk_ids", "out")})
 def moe_sort(
     topk_ids: AnyArray,
     num_experts: int,
@@ -123,8 +117,7 @@ def _sorted_batched(
 
 @op(
     twin.moe_sort_batched,
-    "moe_sort_batched(Tensor topk_ids, int num_experts, int max_tokens, *, Tensor? expert_map=None, "
-    "int? num_local_experts=None, str variant='auto') -> (Tensor expert_num_tokens, Tensor positions)",
+    "expert_num_tokens, positions",
     _sorted_batched,
     rows={"tokens": ("topk_ids", "out")},
     late=("max_tokens",),
@@ -177,9 +170,7 @@ def _aligned(
 
 @op(
     twin.moe_align_block_size,
-    "moe_align_block_size(Tensor topk_ids, int block_size, int num_experts, Tensor? expert_map=None, "
-    "bool pad_sorted_ids=False, *, bool ignore_invalid_experts=False, str variant='auto') "
-    "-> (Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_pad)",
+    "sorted_token_ids, expert_ids, num_tokens_post_pad",
     _aligned,
     rows={"tokens": ("topk_ids",), "rows": ("out",)},
 )
