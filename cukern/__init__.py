@@ -24,6 +24,7 @@ from cukern.ops.paged_attention import *
 from cukern.ops.quantization import *
 from cukern.ops.rotary_embedding import *
 from cukern.ops.sampling import *
+from cukern.ops.softcap import *
 from cukern.ops.varlen_attention import *
 from cukern.runtime import kernel as _kernel
 from cukern.runtime.compile import CompileError as CompileError

@@ -47,8 +47,9 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, Late):
         return checked(lambda each: number(name, each), value)
     try:
-        # NumPy before 2.4 converts an array of one element, and warns.
-        result = float("an array" if isinstance(value, np.ndarray) and value.ndim else value)
+        # `float` converts the text of a number, and NumPy before 2.4 an array of one element, with a warning.
+        is_other = isinstance(value, (str, bytes)) or (isinstance(value, np.ndarray) and value.ndim)
+        result = float("no number" if is_other else value)
     except (TypeError, ValueError):
         fail(name, "a number", f"{value!r} ({type(value).__name__})", TypeError)
     if result != result or result in (float("inf"), float("-inf")):

@@ -1,0 +1,66 @@
+// Soft caps of logits, which keep them between -cap and cap.
+//
+//   out[r, c] = cap * tanh(logits[r, c] / cap)                                            in float32
+//
+// tanh(y) = (1 - e) / (1 + e) with e = exp(-2 |y|), and the sign of y. Near 0 most digits are lost in 1 - e, so a series
+// takes over there. Float32 has CUDA's tanhf.
+//
+// T: the elements. BYTES: a unit of them, the width of a load. ITEMS: units per thread.
+//
+// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has row_threads = tile_columns / ITEMS neighbouring
+// threads. A thread has ITEMS units of the row, row_threads apart, and loads all of them before it computes the first.
+//
+// Speed of light: memory. Two elements are moved per result, one read and one written, for some fifteen flops.
+#include "common/numeric.cuh"
+#include "common/overlap.cuh"
+#include "common/units.cuh"
+
+struct Params {
+    const char* logits;      // [rows, vocab]
+    char* out;               // [rows, vocab], may be `logits`
+    long long logits_stride; // bytes between rows
+    long long out_stride;    // bytes between rows
+    float cap;
+    int rows;
+    int columns;      // of a row, in units
+    int tile_rows;    // tile_rows * row_threads <= blockDim.x
+    int tile_columns; // in units
+    Divisor by_threads;
+};
+
+template <typename T> __device__ __forceinline__ float softcapped(float x, float cap) {
+    const float y = x / cap;
+    if constexpr (sizeof(T) == 4) return cap * tanhf(y);
+    const float square = y * y, e = fast_exp2(-2.885390082f * fabsf(y));
+    const float series = y + y * square * (-.333333333f + square * (.133333333f - .053968254f * square));
+    const float quotient = copysignf((1.f - e) * fast_reciprocal(1.f + e), y);
+    // The series is chosen by what it is good for, so that a NaN takes the quotient and stays NaN.
+    return cap * (square < .0625f ? series : quotient);
+}
+
+template <typename T, int BYTES, int ITEMS>
+__global__ void __launch_bounds__(256) softcap(const __grid_constant__ Params p) {
+    begin_behind_earlier_kernels();
+    using Unit = typename UnitOf<BYTES>::Type;
+    const int tile_row = p.by_threads.quotient(threadIdx.x), row_threads = p.tile_columns / ITEMS;
+    const int row = blockIdx.x * p.tile_rows + tile_row;
+    const int column = blockIdx.y * p.tile_columns + threadIdx.x - tile_row * row_threads;
+    if (tile_row >= p.tile_rows || row >= p.rows) return;
+    const char* from = p.logits + row * p.logits_stride;
+    char* to = p.out + row * p.out_stride;
+    Unit unit[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        // Not through the read-only cache: `out` may be `logits`.
+        if (column + i * row_threads < p.columns)
+            unit[i] = __ldcs(reinterpret_cast<const Unit*>(from) + column + i * row_threads);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (column + i * row_threads >= p.columns) return;
+        T* each = reinterpret_cast<T*>(&unit[i]);
+#pragma unroll
+        for (int j = 0; j < BYTES / int(sizeof(T)); ++j)
+            each[j] = from_float<T>(softcapped<T>(to_float(each[j]), p.cap));
+        reinterpret_cast<Unit*>(to)[column + i * row_threads] = unit[i];
+    }
+}

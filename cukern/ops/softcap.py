@@ -1,0 +1,118 @@
+"""Soft caps of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cukern.reference import softcap as twin
+from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray
+from cukern.runtime.describe import Array, Result, dtype_name, expect_array, expect_place, same_shape
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.late import ceil_div
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.rows import Rows, rows_of, tile
+
+__all__ = ["softcap_logits"]
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: "vector": 16 bytes at a time; "scalar": one element.
+VARIANTS = ("auto", "vector", "scalar")
+
+_kernel = Kernel("softcap", "softcap")
+_ITEMS = 4
+#: The normal numbers of float32.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def _variant(dtype: str, width: int) -> Variant:
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], width, _ITEMS)
+
+
+# Gemma 2 caps its bfloat16 logits; other dtypes and rows that are not aligned are compiled at their first use.
+_kernel.at_import = [_variant("bfloat16", 16).instance]
+_kernel.specialized = [_variant(dtype, 16).instance for dtype in DTYPES]
+
+
+def _capped(logits: Any, *_: Any, **__: Any) -> Result:
+    return Result(logits.shape, dtype_name(logits), "[..., vocab]")
+
+
+def _rows_like(out: Any, logits: Array) -> Rows:
+    """The rows of an `out` of the caller's."""
+    expect_place("out", out, logits, "logits")
+    check.dtype("out", out.dtype, (logits.dtype,))
+    if not same_shape(out, logits.shape):
+        check.shape("out", out.shape, logits.shape, "[..., vocab]")
+    return rows_of("out", out)
+
+
+def _check_cap(cap: Any) -> float:
+    limit = check.number("cap", cap)
+    if not _SMALLEST <= limit <= _LARGEST:
+        check.fail("cap", "a positive number of float32", cap)
+    return limit
+
+
+@op(twin.softcap_logits, "capped", _capped, rows={"rows": ("logits", "out")})
+def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None, variant: str = "auto") -> AnyArray:
+    """Keep logits between -cap and cap, and small ones nearly as they are: cap * tanh(logits / cap).
+
+    Args:
+        logits: [..., vocab], float32, float16 or bfloat16; rows may be strided, with one stride for all.
+        cap: a positive number, such as 30 (the logits of Gemma 2) or 50 (its attention scores).
+        out: an array to write into and return, with rows that may be strided as those of `logits`; `logits` itself for
+            the result in place.
+        variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
+            the same bits.
+
+    Returns:
+        [..., vocab], in the dtype and library and on the device of `logits`, computed in float32 and rounded once. An
+        infinity becomes -cap or cap; NaN stays NaN. Arrays in host memory go through the NumPy twin.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
+
+    Example:
+        cukern.softcap_logits(logits, 30.0, out=logits)
+
+    The method is that of Gemma 2 (arXiv:2408.00118). SGLang's `Softcap` computes the same.
+    """
+    expect_array("logits", logits, DTYPES)
+    rows, limit = rows_of("logits", logits), _check_cap(cap)
+    if out is None:
+        out = outputs(None, logits, "logits", _capped(logits))
+        distance = rows.size
+        if logits.on_host:
+            return run_twin(variant, VARIANTS)
+    else:
+        distance = _rows_like(out, logits).distance
+        if logits.on_host:
+            run_twin(variant, VARIANTS)
+            return out
+    check.one_of("variant", variant, VARIANTS)
+    if rows.total == 0 or rows.size == 0:
+        return out
+    item_size = logits.item_size
+    wide = min(logits.alignment, out.alignment) == 16 and (rows.size | rows.distance | distance) * item_size % 16 == 0
+    if variant == "vector" and not wide:
+        check.fail("variant", "'auto' or 'scalar' here", "'vector': rows of logits or out are not 16-byte aligned")
+    width = 16 if wide and variant != "scalar" else item_size
+    plan = tile(rows.size * item_size // width, _ITEMS)
+    launch(
+        _variant(logits.dtype, width),
+        (ceil_div(rows.total, plan.rows), plan.chunks),
+        plan.threads,
+        logits=logits,
+        out=out,
+        logits_stride=rows.distance * item_size,
+        out_stride=distance * item_size,
+        cap=limit,
+        rows=rows.total,
+        **plan.fields,
+    )
+    return out
