@@ -1,4 +1,4 @@
-"""The comparison of results with those of the twins, by the tolerances that stand with each twin."""
+"""The comparison of a result with the twin's, by the tolerances that stand with each twin."""
 
 from __future__ import annotations
 

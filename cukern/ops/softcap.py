@@ -59,12 +59,12 @@ def _check_cap(cap: Any) -> float:
 
 @op(twin.softcap_logits, "capped", _capped, rows={"rows": ("logits", "out")})
 def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None, variant: str = "auto") -> AnyArray:
-    """Keep logits between -cap and cap, and small ones nearly as they are: cap * tanh(logits / cap).
+    """Bound logits by -cap and cap, with little change near 0: cap * tanh(logits / cap).
 
     Args:
         logits: [..., vocab], float32, float16 or bfloat16; rows may be strided, with one stride for all.
         cap: a positive number, such as 30 (the logits of Gemma 2) or 50 (its attention scores).
-        out: an array to write into and return, with rows that may be strided as those of `logits`; `logits` itself for
+        out: an array to write into and return; its rows may be strided as the rows of `logits`. `logits` itself gives
             the result in place.
         variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
             the same bits.
@@ -80,7 +80,7 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
     Example:
         cukern.softcap_logits(logits, 30.0, out=logits)
 
-    The method is that of Gemma 2 (arXiv:2408.00118). SGLang's `Softcap` computes the same.
+    Gemma 2 has the method (arXiv:2408.00118). SGLang's `Softcap` computes the same.
     """
     expect_array("logits", logits, DTYPES)
     rows, limit = rows_of("logits", logits), _check_cap(cap)

@@ -113,7 +113,7 @@ def _argument(operator: str, parameter: inspect.Parameter) -> Argument:
 
 
 def _results(operator: str, annotation: Any, names: Sequence[str]) -> list[Argument]:
-    """The results of these names, whose types are those of a tuple where there are several."""
+    """The results of these names. Several have the types of a tuple."""
     if not names:
         return []
     found = str(annotation)

@@ -10,11 +10,17 @@ import pytest
 
 from tests.spec import Call, Function, Spec
 
+
+def _spec(stem: str) -> Spec:
+    try:
+        return importlib.import_module(f"tests.specs.{stem}").SPEC
+    except AttributeError as error:
+        wanted = f"define SPEC, and import the functions of cukern.ops.{stem} in cukern/__init__.py"
+        raise AttributeError(f"tests/specs/{stem}.py: {error}; {wanted}") from error
+
+
 #: The specs by stem.
-SPECS: dict[str, Spec] = {
-    path.stem: importlib.import_module(f"tests.specs.{path.stem}").SPEC
-    for path in sorted(Path(__file__).parent.glob("[!_]*.py"))
-}
+SPECS = {path.stem: _spec(path.stem) for path in sorted(Path(__file__).parent.glob("[!_]*.py"))}
 #: The facts of each public function, and the stem of its family.
 FUNCTIONS: dict[str, Function] = {name: own for spec in SPECS.values() for name, own in spec.functions.items()}
 STEM_OF = {name: stem for stem, spec in SPECS.items() for name in spec.functions}
