@@ -37,6 +37,20 @@ def test_a_file_waits_in_all_of_its_kernels_first_of_all_or_in_none(file: str) -
     assert overlap.waits(file) == (file not in ALONE)
 
 
+@pytest.mark.parametrize(
+    ("source", "waits"),
+    [
+        ('#include "common/overlap.cuh"\n__global__ void f() { begin_behind_earlier_kernels(); }', True),
+        (' #  include\t"common/overlap.cuh" // waits\n__global__ void\nf()\n{ renamed ( ) ; }', True),
+        ('#include "common/warp.cuh"\n// as common/overlap.cuh: begin_behind_earlier_kernels();\n', False),
+        ('// #include "common/overlap.cuh"\n__global__ void f() {}', False),
+    ],
+)
+def test_a_kernel_that_waits_is_known_by_the_header(source: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "source", lambda file: source)
+    assert overlap.waits.__wrapped__("probe") == waits
+
+
 def test_kernels_overlap_from_hopper_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch() -> None:
         pass

@@ -1,7 +1,7 @@
 // Overlap of kernels that follow one another on a stream (programmatic dependent launch, from sm_90 on): the blocks of a
 // kernel are put in place while those of the one before it end, so that the time between the two, 0.65 us on an H200, is
-// not lost. `cukern.runtime.overlap` allows it to every kernel whose file waits with one of the functions here. That must
-// be the first statement of the kernel: what is read or written before it may still be written or read by others.
+// not lost. `cukern.runtime.overlap` allows it to every kernel whose file includes this one. Such a kernel waits with one
+// of the functions here, as its first statement: what it touches before may still be written or read by others.
 #pragma once
 
 // Waits until all that the kernels before this one wrote can be seen.

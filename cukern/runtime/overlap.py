@@ -21,13 +21,14 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
 _ATTRIBUTE = struct.pack("<i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
 #: A CUlaunchConfig: grid, block, dynamic shared bytes, stream, and the attributes with their number.
 _CONFIG = struct.Struct("<7I4xQQI4x")
-_WAITING = "    wait_for_earlier_kernels();\n", "    begin_behind_earlier_kernels();\n"
+#: The header that a template includes if its kernel waits.
+_HEADER = "common/overlap.cuh"
 
 
 @functools.cache
 def waits(file: str) -> bool:
     """Whether the kernels of `cuda_src/<file>.cu` wait for earlier ones themselves."""
-    return any(waiting in compile.source(file) for waiting in _WAITING)
+    return _HEADER in compile.quoted_includes(compile.source(file))
 
 
 @functools.cache
