@@ -1,4 +1,4 @@
-"""The results of measurements: their files, tables and plots.
+"""The results of measurements: their files and tables.
 
 A results file is one GPU's, or that of several of one host together, such as `h200-x2.json`. At its top level it
 describes the latest run; `ops` says the same of the run in which each op was measured, which may be an older one;
@@ -374,31 +374,6 @@ _BESIDE = """\
 Each op beside the fastest kernel of another library in each case: how many times as long that takes (the least, the
 median and the most over the cases), in how many cases the op is behind, and where it does worst.
 """
-
-
-def write(content: Document, folder: Path | None = None) -> list[Path]:
-    """Merge a run into the file of its GPU and write `RESULTS.md` and the plots anew; the files written."""
-    folder = folder or RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(content["gpu"])
-    save(merge(load(path), content) if path.exists() else content, path)
-    return [path, *render(folder)]
-
-
-def render(folder: Path) -> list[Path]:
-    """Write `RESULTS.md` beside `folder`, and the plots into it, from the results files there."""
-    from benchmarks import plots
-
-    contents = {path: load(path) for path in sorted(folder.glob("*.json"), key=lambda path: path.stem)}
-    written = [path for content in contents.values() for path in plots.draw_all(content, folder)]
-    text = [introduction([*contents.values()], folder.name, folder)]
-    for content in contents.values():
-        text.append(f"## {content['gpu']}: all cases\n")
-        for op in dict.fromkeys(row["op"] for row in content["rows"]):
-            text += [f"### {op}\n", *of_op(content, op, folder.name, folder)]
-    results = folder.parent / "RESULTS.md"
-    results.write_text("\n".join(text))
-    return [results, *written]
 
 
 def introduction(contents: Sequence[Document], pictures: str, folder: Path | None = None) -> str:

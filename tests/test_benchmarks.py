@@ -40,6 +40,7 @@ from benchmarks import (
     bench_sampling,
     harness,
     plots,
+    publish,
     report,
     several,
     start_up,
@@ -1512,10 +1513,10 @@ def test_rows_of_texts_and_of_tokens_say_how_many_there_are_per_second() -> None
 
 def test_results_of_several_gpus_have_a_file_of_their_own(tmp_path: Path) -> None:
     folder = tmp_path / "results"
-    report.write(_results(), folder)
+    publish.write(_results(), folder)
     rows = [_row("all_to_all", n, 2.0, case={"ranks": 2, "tokens": n}, baselines={"NCCL": 9.0}) for n in (1, 8)]
     document = report.document(report.of_several(MACHINE, 2), asdict(PEERS), rows)
-    written = report.write(document, folder)
+    written = publish.write(document, folder)
     assert [path.name for path in written if path.suffix == ".json"] == ["h200-x2.json"]
     text = (tmp_path / "RESULTS.md").read_text()
     first, second = text.index("## NVIDIA H200\n"), text.index("## NVIDIA H200 x2\n")
@@ -1532,7 +1533,7 @@ def test_where_an_op_is_behind_is_said(tmp_path: Path) -> None:
     assert standing.ratios == [pytest.approx(0.9995), 1.5]
     where = "vLLM: tokens 1, experts 256, dtype float32"
     assert standing.cells == ["gate", "2", "1", "**1.00**", "1.25", "1.50", where]
-    report.write(_document(*rows), tmp_path / "results")
+    publish.write(_document(*rows), tmp_path / "results")
     text = (tmp_path / "RESULTS.md").read_text()
     assert f"| gate | 2 | 1 | **1.00** | 1.25 | 1.50 | {where} |" in text
     assert "| 1 | auto | 2.00 | 1.00 | 50% | 8.00 (4.0×) | 2.00 (**1.00×**) |  |  |" in text
@@ -1556,7 +1557,7 @@ def test_a_library_without_metadata_says_its_version_itself(monkeypatch: pytest.
 
 def test_results_are_written_and_kept(tmp_path: Path) -> None:
     folder = tmp_path / "results"
-    written = report.write(_results(), folder)
+    written = publish.write(_results(), folder)
     assert written == [folder / "h200.json", tmp_path / "RESULTS.md", folder / "h200-gate.png"]
     text = (tmp_path / "RESULTS.md").read_text()
     assert "## NVIDIA H200" in text
@@ -1572,7 +1573,7 @@ def test_results_are_written_and_kept(tmp_path: Path) -> None:
     for line in ("crimson", "0.45", "0.3", "black"):
         assert (abs(drawn - to_rgb(line)).max(axis=2) < 0.01).any(), line
 
-    report.write(_document(_row("lonely", 8, 1000.0)), folder)
+    publish.write(_document(_row("lonely", 8, 1000.0)), folder)
     text = (tmp_path / "RESULTS.md").read_text()
     assert "| 8 | auto | 1,000 |" in text and "1,234" not in text
     assert "| 64 | specialized | 2.50 |" in text
@@ -1589,7 +1590,7 @@ def test_the_results_begin_with_a_line_for_each_function(tmp_path: Path) -> None
     assert gate == ["gate", "3", *spread, "tokens 64: 1.25 µs", "tokens 8: 4.00 µs"]
     assert lonely == ["lonely", "1", "50%", "", "tokens 8, experts 256, dtype float32: 2.00 µs", ""]
     folder = tmp_path / "results"
-    written = report.write(_document(*rows), folder)
+    written = publish.write(_document(*rows), folder)
     assert folder / "h200.png" in written and folder / "h200-gate.png" in written
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.index(" | ".join(gate)) < text.index("## How it is measured") < text.index("### gate")
@@ -1699,7 +1700,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(harness, "Timer", Clock)
     monkeypatch.setattr(report, "machine", lambda: MACHINE)
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(publish, "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 
 
