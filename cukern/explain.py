@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cukern.commands import Resources, resources
 from cukern.runtime import arrays, check, compile, gpu, template
 from cukern.runtime.cuda import runtime
 from cukern.runtime.describe import Array, NoNumbers
 from cukern.runtime.kernel import KERNELS
 from cukern.runtime.late import Late
+from cukern.runtime.nvrtc import Resources, resources
 from cukern.runtime.op import OPERATORS, OPS, Op
 from cukern.runtime.plan import Trace, Workspace, current
 from cukern.runtime.schema import schemas

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from typing import Any, NamedTuple
 
 import cukern.runtime.compile as compiler
 from cukern.runtime import nvrtc
+from cukern.runtime.nvrtc import Resources as Resources
+from cukern.runtime.nvrtc import resources as resources
 
 #: The command that installs CuPy and NVRTC.
 INSTALL = 'pip install "cukern[cuda13]"'
@@ -15,20 +15,6 @@ INSTALL = 'pip install "cukern[cuda13]"'
 
 class UserError(Exception):
     """Input that cannot be used; the message fits on one line."""
-
-
-class Resources(NamedTuple):
-    """The registers of each thread of a compiled kernel, and the bytes that it spills."""
-
-    registers: int
-    spill_bytes: int
-
-
-def resources(note: dict[str, Any]) -> Resources:
-    """The resources of a kernel, from the log of ptxas in a cache note."""
-    registers = max((int(n) for n in re.findall(r"Used (\d+) registers", note["log"])), default=0)
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", note["log"]))
-    return Resources(registers, spilled)
 
 
 def refusal(arch: str) -> str | None:

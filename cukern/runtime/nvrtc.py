@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 #: NVRTC compiles for one thread at a time anyway, and fails (NVRTC_ERROR_BUILTIN_OPERATION_FAILURE) where a second one
 #: compiles, or looks for CUDA's folders, while the first one's compilation loads its built-in functions.
@@ -105,6 +105,20 @@ def read_note(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and {"name", "sha256", "log"} <= content.keys() else None
+
+
+class Resources(NamedTuple):
+    """The registers of each thread of a compiled kernel, and the bytes that it spills."""
+
+    registers: int
+    spill_bytes: int
+
+
+def resources(note: dict[str, Any]) -> Resources:
+    """The resources of a kernel, from the log of ptxas in a cache note."""
+    registers = max((int(n) for n in re.findall(r"Used (\d+) registers", note["log"])), default=0)
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", note["log"]))
+    return Resources(registers, spilled)
 
 
 def is_intact(path: Path) -> bool:
