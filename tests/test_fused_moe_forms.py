@@ -15,8 +15,8 @@ from cukern.fused_moe import FusedMoEModularKernel, FusedMoEQuantConfig
 from cukern.fused_moe.example import Layer, random_layer
 from cukern.fused_moe.prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
 from cukern.reference import fused_moe as twin
-from cukern.reference.moe_activation import is_gated
 from cukern.reference.moe_gemm import values_of_b
+from cukern.runtime.activation import is_gated
 from cukern.runtime.kernel import arch_of_device
 from tests.buffers import on_gpu, same_bits, to_numpy
 from tests.test_fused_moe_combinations import as_tensor

@@ -24,10 +24,9 @@ from cukern.commands import resources
 from cukern.ops import moe_gemm as op
 from cukern.ops.moe_gemm import kernels, stream_one
 from cukern.reference import moe_gemm as twin
-from cukern.reference.moe_activation import is_gated
 from cukern.runtime import arrays, describe, gpu, late, plan
 from cukern.runtime import op as declared
-from cukern.runtime.activation import ACTIVATIONS
+from cukern.runtime.activation import ACTIVATIONS, is_gated
 from cukern.runtime.cuda import cupy
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import arch_of_device

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops.moe_gemm import kernels
 from cukern.reference import moe_gemm as twin
-from cukern.reference.moe_activation import is_gated
 from cukern.runtime import arrays, plan
-from cukern.runtime.activation import UNGATED
+from cukern.runtime.activation import UNGATED, is_gated
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import assert_matches
 from tests.buffers import Buffer, as_torch, on_gpu, same_bits, to_numpy

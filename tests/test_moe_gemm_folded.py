@@ -12,7 +12,7 @@ import pytest
 import cukern
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
-from cukern.fused_moe.config import FusedMoEQuantConfig
+from cukern.formats.fused_moe import FusedMoEQuantConfig
 from cukern.ops.moe_gemm import folded, kernels
 from cukern.reference import moe_gemm as twin
 from cukern.reference.quantization import dequantize_mxfp4, quantize_mxfp4

@@ -13,11 +13,12 @@ import torch
 import cukern
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
-from cukern.fused_moe.config import FusedMoEQuantConfig
+from cukern.formats.fused_moe import FusedMoEQuantConfig
+from cukern.formats.weights import rows_of_weights
 from cukern.ops.moe_gemm import kernels
-from cukern.reference.moe_activation import is_gated
-from cukern.reference.moe_gemm import rows_of_weights, values_of_b
+from cukern.reference.moe_gemm import values_of_b
 from cukern.runtime import arrays, plan
+from cukern.runtime.activation import is_gated
 from cukern.runtime.kernel import arch_of_device
 from tests.buffers import on_gpu, same_bits, to_numpy
 from tests.test_moe_gemm import (

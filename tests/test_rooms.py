@@ -189,6 +189,62 @@ def test_each_function_has_a_row_in_its_familys_page(stem: str, name: str) -> No
     assert "the same" not in rows[0].split("|")[2], "a row says in words of its own what the function does"
 
 
+# --- the order of the rooms ---------------------------------------------------------------------------
+
+#: The rooms of the host code, from the bottom up. A room imports itself and the rooms below it.
+ORDER = (
+    {"runtime"},
+    {"formats"},
+    {"reference"},
+    {"ops"},
+    {"fused_moe"},
+    {"models"},
+    {"cukern", "explain", "torch_ops", "testing", "integrations", "compat"},
+    {"commands", "__main__"},
+)
+
+
+def _floor(module: str) -> int:
+    """The place in `ORDER` of a module's room. The package itself imports all rooms up to `explain`."""
+    room = module.split(".")[1] if "." in module else module
+    return next(i for i, rooms in enumerate(ORDER) if room in rooms)
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines and the dotted names of the imports in a file, also of those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path}:{node.lineno} imports by a relative name"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def _host_files(*rooms: str) -> list[Path]:
+    return sorted(path for room in rooms or (".",) for path in (ROOT / "cukern" / room).rglob("*.py"))
+
+
+def test_a_room_imports_no_room_above_it() -> None:
+    wrong = []
+    for path in _host_files():
+        name = path.relative_to(ROOT).as_posix()
+        own = _floor(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        for line, imported in _imports(path):
+            if imported.split(".")[0] == "cukern" and _floor(imported) > own:
+                wrong.append(f"{name}:{line} imports {imported}, whose room is above its own")
+    assert not wrong, "\n".join([*wrong, "What both need belongs into the lower room."])
+
+
+def test_ops_take_from_the_twins_nothing_but_their_modules() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {imported}: what a twin and an op share belongs into cukern.formats"
+        for path in _host_files("ops", "fused_moe")
+        for line, imported in _imports(path)
+        if imported.startswith("cukern.reference.") and imported.count(".") > 2
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 # --- one kernel a file, functions of a page -----------------------------------------------------------
 
 CUDA_FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "cuda_src").rglob("*.cu*"))

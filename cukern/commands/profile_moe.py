@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukern.commands import UserError
+from cukern.formats.fused_moe import GROUP, QUANTIZATIONS
 from cukern.fused_moe import All2AllManager, FusedMoEModularKernel, FusedMoEPrepareAndFinalize, PushPrepareAndFinalize
 from cukern.fused_moe.combinations import (
     EXPERTS,
@@ -25,7 +26,6 @@ from cukern.fused_moe.combinations import (
     make_prepare_finalize,
     quantizations_of,
 )
-from cukern.fused_moe.config import GROUP, QUANTIZATIONS
 from cukern.fused_moe.example import Layer, random_layer
 from cukern.runtime import arrays, kernel
 from cukern.runtime.op import OPS

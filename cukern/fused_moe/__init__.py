@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cukern.fused_moe.config import QUANTIZATIONS, FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.formats.fused_moe import QUANTIZATIONS, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.experts import (
     AutoExperts,
     BatchedAutoExperts,

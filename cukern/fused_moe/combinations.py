@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukern.formats.fused_moe import GROUP, NOT_QUANTIZED, QUANTIZATIONS, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe import experts, prepare_finalize
-from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, QUANTIZATIONS, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import (
     FusedMoEPermuteExpertsUnpermute,
     FusedMoEPrepareAndFinalize,

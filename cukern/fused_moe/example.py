@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEQuantConfig
-from cukern.reference.quantization import quantize_mxfp4, scaled_fp4_quant
+from cukern.formats.fused_moe import GROUP, NOT_QUANTIZED, FusedMoEQuantConfig
+from cukern.reference import quantization as twin
 from cukern.runtime import arrays, check
 
 Array = NDArray[Any]
@@ -77,12 +77,12 @@ def quantize_weights(
         scale = (np.abs(weights).max(axis=2) / _E4M3_MAX).astype(np.float32)
         return _fp8(weights, scale[:, :, None]), {"scale": scale}
     if quantization == "mxfp4":
-        packed, scale = quantize_mxfp4(weights)
+        packed, scale = twin.quantize_mxfp4(weights)
         return packed, {"scale": scale}
     if quantization == "nvfp4":
         largest = np.maximum(np.abs(weights).max(axis=(1, 2)), np.float32(1e-30))
         global_scale = (_E4M3_MAX * _E2M1_MAX / largest).astype(np.float32)
-        each = [scaled_fp4_quant(w, s) for w, s in zip(weights, global_scale, strict=True)]
+        each = [twin.scaled_fp4_quant(w, s) for w, s in zip(weights, global_scale, strict=True)]
         packed, scale = (np.stack(x) for x in zip(*each, strict=True))
         return packed, {"scale": scale, "global_scale": (1 / global_scale).astype(np.float32)}
     check.one_of("quantization", quantization, (None, "fp8_block", "fp8", "mxfp4", "nvfp4"))

@@ -12,8 +12,9 @@ import functools
 import operator
 from typing import Any, ClassVar
 
+from cukern.formats.fused_moe import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.formats.weights import rows_of_weights
 from cukern.fused_moe.buffers import aligned, arch_of, dtype_of, gpu_of, is_of_units, part
-from cukern.fused_moe.config import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import (
     ExpertTokensMetadata,
     FusedMoEPermuteExpertsUnpermute,
@@ -31,9 +32,8 @@ from cukern.ops.moe_gemm.routed import DTYPES as ROUTED_DTYPES
 from cukern.ops.moe_gemm.routed import fits, routed_experts
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_quantized, permute_rows
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
-from cukern.reference.moe_activation import is_gated
-from cukern.reference.moe_gemm import rows_of_weights
 from cukern.runtime import arrays
+from cukern.runtime.activation import is_gated
 from cukern.runtime.describe import same_shape
 from cukern.runtime.late import ceil_div, late
 

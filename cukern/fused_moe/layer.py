@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from cukern.fused_moe.config import NOT_QUANTIZED, FusedMoEQuantConfig
+from cukern.formats.fused_moe import NOT_QUANTIZED, FusedMoEQuantConfig
 from cukern.fused_moe.experts import AutoExperts
 from cukern.fused_moe.modular_kernel import FusedMoEModularKernel
 from cukern.fused_moe.output import layer_output

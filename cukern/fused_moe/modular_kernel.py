@@ -11,17 +11,17 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from cukern.formats.fused_moe import NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.formats.weights import rows_of_weights
 from cukern.fused_moe.buffers import dtype_of, empty
-from cukern.fused_moe.config import NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.output import ID_DTYPES, layer_output
 from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOp,
 )
-from cukern.reference.moe_activation import is_gated
-from cukern.reference.moe_gemm import rows_of_weights
 from cukern.runtime import check
+from cukern.runtime.activation import is_gated
 from cukern.runtime.describe import same_shape
 
 #: The most tokens that the experts take at a time, where they support chunking: the workspaces grow with them.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.fused_moe.config import FusedMoEQuantConfig
+from cukern.formats.fused_moe import FusedMoEQuantConfig
 from cukern.fused_moe.experts import BATCHED, AutoExperts, Formats
 from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPermuteExpertsUnpermute, Workspaces
 from cukern.fused_moe.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceDelegate

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.fused_moe.config import FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.formats.fused_moe import FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared
 from cukern.fused_moe.prepare_finalize import quantize_input, weigh_input
 from cukern.fused_moe.topk_weight_and_reduce import (

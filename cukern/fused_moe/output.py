@@ -6,19 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from cukern.reference.moe_activation import is_gated
-from cukern.reference.moe_gemm import (
-    FOLDED_BYTES,
-    FOLDED_K,
-    UNIT_BYTES,
-    UNIT_K,
-    UNIT_ROWS,
-    is_prepared,
-    rows_of_weights,
-)
-from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
+from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP
+from cukern.formats.weights import FOLDED_BYTES, FOLDED_K, UNIT_BYTES, UNIT_K, UNIT_ROWS, is_prepared, rows_of_weights
 from cukern.runtime import activation as activations
 from cukern.runtime import check
+from cukern.runtime.activation import is_gated
 from cukern.runtime.describe import (
     Array,
     Result,

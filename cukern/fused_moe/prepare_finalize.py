@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cukern.formats.fused_moe import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.buffers import dtype_of, empty
-from cukern.fused_moe.config import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared
 from cukern.fused_moe.topk_weight_and_reduce import (
     DELEGATES,

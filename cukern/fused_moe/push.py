@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from cukern.formats.fused_moe import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.buffers import dtype_of
-from cukern.fused_moe.config import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import (
     ExpertTokensMetadata,
     FusedMoEPrepareAndFinalize,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from cukern.fused_moe.config import FusedMoEActivationFormat
+from cukern.formats.fused_moe import FusedMoEActivationFormat
 from cukern.ops.moe_permute import moe_sort_batched, moe_sum, moe_unpermute
 from cukern.runtime import check
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.fused_moe.config import FusedMoEActivationFormat, FusedMoEQuantConfig
+from cukern.formats.fused_moe import FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared
 from cukern.fused_moe.nccl import NcclPrepareAndFinalize
 from cukern.fused_moe.push import PushPrepareAndFinalize

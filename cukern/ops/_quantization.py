@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cukern.reference import quantization as twin
+from cukern.formats.quantized import SMALLEST_FP8
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array
@@ -189,7 +189,7 @@ def quantize_tensor(
     variant = _tensor_variant(dtype, form, activation, each, scale is None)
     # The scale is written also where there is nothing to quantize.
     grid = ceil_div(total, plan.rows) if total > 0 else 1, plan.chunks
-    launch(variant, grid, plan.threads, **fields, smallest=float(twin.SMALLEST_FP8))
+    launch(variant, grid, plan.threads, **fields, smallest=float(SMALLEST_FP8))
 
 
 def quantize_fp4(of: Input, form: str, group: int, packed: Array, scales: Array, global_scale: Scale) -> None:

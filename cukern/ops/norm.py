@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cukern.formats.quantized import SMALLEST, SMALLEST_FP8
 from cukern.ops import _norm as parts
 from cukern.ops._norm import DTYPES, VARIANTS
 from cukern.reference import norm as twin
-from cukern.reference.quantization import SMALLEST, SMALLEST_FP8
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.compile import Instance

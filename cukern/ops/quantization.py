@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLEST_FP8
 from cukern.ops import _quantization as launches
 from cukern.ops._quantization import DTYPES, VARIANTS, Input
 from cukern.ops.moe_activation import check_halves
@@ -116,7 +117,7 @@ def scaled_fp8_quant(
         return run_twin(variant, VARIANTS)
     of = Input("input", input, rows, variant)
     if given is None and use_per_token_if_dynamic:
-        launches.quantize_groups(of, "E4M3", 0, q, s, float(twin.SMALLEST_FP8), upper=upper)
+        launches.quantize_groups(of, "E4M3", 0, q, s, float(SMALLEST_FP8), upper=upper)
     else:
         launches.quantize_tensor(of, "E4M3", q, s, given, upper=upper)
     return q, s
@@ -310,7 +311,7 @@ def scaled_int8_quant(
     if given is not None:
         launches.quantize_tensor(of, form, q, s, given, azp=azp, azp_out=zero)
     else:
-        launches.quantize_groups(of, form, 0, q, s, float(twin.SMALLEST), azp=zero)
+        launches.quantize_groups(of, form, 0, q, s, float(SMALLEST), azp=zero)
     return q, s, zero
 
 
@@ -385,7 +386,7 @@ def silu_and_mul_quant(
     if given is not None:
         launches.quantize_tensor(of, "E4M3", q, s, given)
     else:
-        smallest = twin.SMALLEST_FP8 if group_size is None else twin.SMALLEST
+        smallest = SMALLEST_FP8 if group_size is None else SMALLEST
         launches.quantize_groups(of, "E4M3", group_size or 0, q, s, float(smallest))
     return q, s
 
@@ -413,7 +414,7 @@ def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = 
     return packed, scales
 
 
-@op(twin.quantize_mxfp4, "packed, scale", _fp4_results(twin.MXFP4_GROUP), rows={"rows": ("x",)})
+@op(twin.quantize_mxfp4, "packed, scale", _fp4_results(MXFP4_GROUP), rows={"rows": ("x",)})
 def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     """MXFP4: 4-bit floats (e2m1) with a power of two as the scale of each 32 neighbours.
 
@@ -434,13 +435,13 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
 
     The format and the way to its scales are those of the OCP Microscaling Formats specification 1.0 (section 6.3).
     """
-    return _quantize_fp4("x", x, "MXFP4", twin.MXFP4_GROUP)
+    return _quantize_fp4("x", x, "MXFP4", MXFP4_GROUP)
 
 
 @op(
     twin.scaled_fp4_quant,
     "packed, scale",
-    _fp4_results(twin.NVFP4_GROUP),
+    _fp4_results(NVFP4_GROUP),
     rows={"rows": ("input",)},
     late=("input_global_scale",),
 )
@@ -470,7 +471,7 @@ def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[Any
     """
     if input_global_scale is None:
         check.fail("input_global_scale", _ONE, "None", TypeError)
-    return _quantize_fp4("input", input, "NVFP4", twin.NVFP4_GROUP, input_global_scale)
+    return _quantize_fp4("input", input, "NVFP4", NVFP4_GROUP, input_global_scale)
 
 
 def _read_results(packed: Any, *rest: Any, dtype: str = "bfloat16") -> Result:
@@ -512,7 +513,7 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
-    return _dequantize_fp4(packed, scale, dtype, "MXFP4", twin.MXFP4_GROUP, ("uint8", "float8_e8m0fnu"))
+    return _dequantize_fp4(packed, scale, dtype, "MXFP4", MXFP4_GROUP, ("uint8", "float8_e8m0fnu"))
 
 
 @op(twin.dequantize_nvfp4, "numbers", _read_results, rows={"rows": ("packed", "scale")}, late=("global_scale",))
@@ -535,4 +536,4 @@ def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, 
     """
     if global_scale is None:
         check.fail("global_scale", _ONE, "None", TypeError)
-    return _dequantize_fp4(packed, scale, dtype, "NVFP4", twin.NVFP4_GROUP, (FP8, "uint8"), global_scale)
+    return _dequantize_fp4(packed, scale, dtype, "NVFP4", NVFP4_GROUP, (FP8, "uint8"), global_scale)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from cukern.formats.rotary import LAYOUTS, has_second_half
 from cukern.ops import _kv_cache, _norm
 from cukern.reference import rotary_embedding as twin
-from cukern.reference.rotary_embedding import LAYOUTS, has_second_half
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import Array, expect, expect_array, expect_place

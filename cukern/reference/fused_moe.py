@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cukern.reference.moe_activation import ALPHA, LIMIT
+from cukern.formats.fused_moe import GROUP, FusedMoEQuantConfig
 from cukern.reference.moe_gemm import product
 from cukern.reference.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
+from cukern.runtime.activation import ALPHA, LIMIT
 from cukern.runtime.tolerance import Tolerance
 
 #: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
@@ -37,7 +38,6 @@ TOLERANCES = {
 
 Array = NDArray[Any]
 
-GROUP = 128
 #: The quantizations whose activations are FP8.
 FP8_NAMES = ("fp8_block", "fp8", "mxfp4_fp8")
 
@@ -137,9 +137,6 @@ def fused_experts(
 ) -> Array:
     """See `cukern.fused_experts`."""
     if quant is None or isinstance(quant, str):
-        # Here, since the package imports this module.
-        from cukern.fused_moe.config import FusedMoEQuantConfig
-
         quant = FusedMoEQuantConfig.make(
             quant,
             w1_scale=w1_scale,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
 #: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
@@ -40,15 +41,6 @@ Array = NDArray[Any]
 
 _erf = np.vectorize(math.erf, otypes=[np.float32])
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
-
-
-#: Numbers of swigluoai unless others are given.
-ALPHA, LIMIT = 1.702, 7.0
-
-
-def is_gated(activation: str | None) -> bool:
-    """Whether an activation, if there is one, has a gate."""
-    return activation is not None and not activation.endswith("_no_mul")
 
 
 def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
@@ -164,7 +156,7 @@ def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Arra
         elif activation == "silu":
             y = wide / (1 + np.exp(-wide))
         elif activation == "gelu_quick":
-            y = wide / (1 + np.exp(-float(np.float32(1.702)) * wide))
+            y = wide / (1 + np.exp(-float(np.float32(ALPHA)) * wide))
         else:
             y = np.maximum(wide, 0)
         return y.astype(x.dtype)

@@ -12,14 +12,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cukern.reference.moe_activation import ALPHA, LIMIT, activate_sums, is_gated
-from cukern.reference.quantization import (
-    MXFP4_GROUP,
-    NVFP4_GROUP,
-    dequantize_mxfp4,
-    dequantize_nvfp4,
-    silu_and_mul_quant,
-)
+from cukern.formats.quantized import BLOCK, MXFP4_GROUP, NVFP4_GROUP
+from cukern.formats.weights import FOLDED_BYTES, FOLDED_K, UNIT_BYTES, UNIT_K, UNIT_ROWS, rows_of_weights
+from cukern.reference.moe_activation import activate_sums
+from cukern.reference.quantization import dequantize_mxfp4, dequantize_nvfp4, silu_and_mul_quant
+from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
 #: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
@@ -41,14 +38,7 @@ TOLERANCES = {
 
 Array = NDArray[Any]
 
-#: Numbers that share a scale of FP8 along k, and along n.
-BLOCK = 128
-#: Rows of prepared weights and numbers along k of a unit, and its bytes by the numbers that share a scale.
-UNIT_ROWS, UNIT_K = 8, 64
-UNIT_BYTES = {MXFP4_GROUP: 272, NVFP4_GROUP: 288}
 _UNIT_NUMBERS = UNIT_ROWS * UNIT_K // 2
-#: Numbers along k of a unit of weights prepared for FP8 rows, and its bytes: numbers, and a word for each row.
-FOLDED_K, FOLDED_BYTES = 128, 544
 _FOLDED_NUMBERS = UNIT_ROWS * FOLDED_K // 2
 #: The largest difference of exponents that is kept, and the power of two by which all numbers are multiplied.
 _FOLDED_DIFFERENCE, _FOLDED_SHIFT = 19, 6
@@ -59,21 +49,6 @@ _LARGEST_E8M0 = 161
 
 
 # --- prepared weights -----------------------------------------------------------------------------------
-
-
-def is_prepared(b: Any) -> bool:
-    """Whether weights are prepared: an array of four dimensions, which no others have."""
-    return len(b.shape) == 4
-
-
-def is_folded(b: Any) -> bool:
-    """Whether weights are prepared for FP8 rows."""
-    return is_prepared(b) and b.shape[3] == FOLDED_BYTES
-
-
-def rows_of_weights(b: Any) -> Any:
-    """The number n of rows of an expert's weights, prepared or not."""
-    return b.shape[1] * UNIT_ROWS if is_prepared(b) else b.shape[1]
 
 
 def _rotated(words: Array, by: int) -> Array:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.formats.quantized import SMALLEST
 from cukern.reference import quantization
 from cukern.runtime.tolerance import Tolerance
 
@@ -126,7 +127,7 @@ def rms_norm_quant(
     """See `cukern.rms_norm_quant`."""
     y = normalized(input, weight, epsilon, weight_offset)
     if scale is None and group_size is not None:
-        q, s = quantization.per_token_group_quant_fp8(y, group_size, float(quantization.SMALLEST))
+        q, s = quantization.per_token_group_quant_fp8(y, group_size, float(SMALLEST))
     else:
         q, s = quantization.scaled_fp8_quant(y, scale, None, None, scale is None)
     if out_q is not None:

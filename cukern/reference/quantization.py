@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLEST_FP8
 from cukern.reference.moe_activation import activate, valid_rows
 from cukern.runtime.tolerance import Tolerance
 
@@ -32,10 +33,6 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 INT8 = np.dtype(np.int8)
 #: The largest number of each format, which the largest magnitude of a row or group becomes.
 LARGEST = {E4M3: np.float32(448), INT8: np.float32(127)}
-#: The least magnitudes that a scale is made from: in FP8 for whole rows and tensors (vLLM's), and for all else.
-SMALLEST_FP8, SMALLEST = np.float32(1 / 512), np.float32(1e-10)
-
-MXFP4_GROUP, NVFP4_GROUP = 32, 16
 #: The numbers of e2m1, by their code; those from 8 on are their negatives.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 

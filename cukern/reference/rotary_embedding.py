@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.formats.rotary import LAYOUTS, has_second_half
 from cukern.reference import kv_cache, norm
 from cukern.runtime.tolerance import Tolerance
 
@@ -20,9 +21,6 @@ TOLERANCES = {
 }
 
 Array = NDArray[Any]
-
-#: What is read in pairs, and what is written in pairs; all else is in halves.
-LAYOUTS = {"half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
 
 
 def rotary_embedding(
@@ -81,8 +79,3 @@ def _sides(half: int, in_pairs: bool) -> tuple[slice, slice]:
     if in_pairs:
         return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     return slice(half), slice(half, 2 * half)
-
-
-def has_second_half(layout: str, columns: int, rotary_dim: int) -> bool:
-    """Whether the second number of a pair has a cosine of its own, as in `rotate_half`; else it has the first one's."""
-    return layout != "interleaved" and columns == rotary_dim

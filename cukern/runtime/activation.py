@@ -15,6 +15,11 @@ ALPHA, LIMIT = 1.702, 7.0
 _NUMBERS: dict[Any, int] = {None: 0, **{name: i + 1 for i, name in enumerate(ACTIVATIONS)}}
 
 
+def is_gated(activation: str | None) -> bool:
+    """Whether an activation, if there is one, has a gate."""
+    return activation is not None and not activation.endswith("_no_mul")
+
+
 def number(activation: Any, *, optional: bool = False) -> int:
     """The number of an activation in the templates; 0 for None if `optional`. Raises ValueError for another name."""
     return _NUMBERS[check.one_of("activation", activation, (None, *ACTIVATIONS) if optional else ACTIVATIONS)]

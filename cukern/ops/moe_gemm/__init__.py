@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from cukern.formats.quantized import BLOCK, MXFP4_GROUP, NVFP4_GROUP, SMALLEST
+from cukern.formats.weights import is_prepared, rows_of_weights
 from cukern.ops.moe_gemm import fma, folded, fp8, kernels, stream_one
 from cukern.ops.moe_gemm.kernels import Product
 from cukern.ops.moe_gemm.prepare import (
@@ -16,11 +18,9 @@ from cukern.ops.moe_gemm.prepare import (
     restore_weights,
 )
 from cukern.reference import moe_gemm as twin
-from cukern.reference.moe_activation import is_gated
-from cukern.reference.moe_gemm import BLOCK, is_prepared, rows_of_weights
-from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP, SMALLEST
 from cukern.runtime import activation as activations
 from cukern.runtime import check
+from cukern.runtime.activation import is_gated
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import (
     Array,

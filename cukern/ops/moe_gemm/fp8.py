@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+from cukern.formats.quantized import BLOCK
 from cukern.ops.moe_gemm.kernels import (
     _ACTIVATIONS_AHEAD,
     _HOPPER_BYTES,
@@ -14,7 +15,6 @@ from cukern.ops.moe_gemm.kernels import (
     constant,
     why_not_wgmma,
 )
-from cukern.reference.moe_gemm import BLOCK
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Variant

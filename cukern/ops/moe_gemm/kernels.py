@@ -6,8 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cukern.reference.moe_gemm import UNIT_ROWS
-from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
+from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP
+from cukern.formats.weights import UNIT_ROWS
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, gpu, template
 from cukern.runtime.describe import Array

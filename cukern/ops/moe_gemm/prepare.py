@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP
+from cukern.formats.weights import FOLDED_BYTES, FOLDED_K, UNIT_BYTES, UNIT_K, UNIT_ROWS, is_folded
 from cukern.ops.moe_gemm import folded, kernels
 from cukern.reference import moe_gemm as twin
-from cukern.reference.moe_gemm import FOLDED_BYTES, FOLDED_K, UNIT_BYTES, UNIT_K, UNIT_ROWS, is_folded
-from cukern.reference.quantization import MXFP4_GROUP, NVFP4_GROUP
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, expect_array, expect_contiguous, expect_place

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from cukern.ops.moe_gemm import kernels
 from cukern.ops.moe_gemm.prepare import MAX_EXPERTS
-from cukern.reference.moe_activation import is_gated
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check
+from cukern.runtime.activation import is_gated
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, expect, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel, Variant

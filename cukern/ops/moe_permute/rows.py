@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cukern.formats.quantized import BLOCK, SMALLEST
 from cukern.ops import _moe_permute as kernels
 from cukern.ops._moe_permute import MAX_PAIRS, SORT_VARIANTS, SUM_DTYPES, SUM_VARIANTS
 from cukern.ops.moe_permute.sorting import MAX_BLOCK_SIZE, MAX_EXPERTS, check_ids, check_map
 from cukern.reference import moe_permute as twin
-from cukern.reference.moe_gemm import BLOCK
-from cukern.reference.quantization import SMALLEST
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray, Size, WrittenArray
 from cukern.runtime.compile import Instance

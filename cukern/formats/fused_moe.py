@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cukern.reference.moe_activation import is_gated
+from cukern.formats.quantized import BLOCK
 from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.describe import type_name
@@ -14,7 +14,7 @@ from cukern.runtime.describe import type_name
 #: The formats of quantized weights: FP8 (e4m3), and the two of 4 bits; one of them also with FP8 activations.
 QUANT_DTYPES = ("float8_e4m3fn", "mxfp4", "nvfp4", "mxfp4_fp8")
 #: Numbers of a row, and rows and columns of a weight, that share a scale.
-GROUP = 128
+GROUP = BLOCK
 
 
 class FusedMoEActivationFormat(enum.Enum):
@@ -135,7 +135,7 @@ class FusedMoEQuantConfig:
         Else it rounds gates and ups, and what is quantized is their activation in float32.
         """
         is_dynamic = self.name == "fp8" and not self.per_act_token_quant and self.a2_scale is None
-        return is_dynamic or not is_gated(activation) or self.form != NOT_QUANTIZED.form
+        return is_dynamic or not activations.is_gated(activation) or self.form != NOT_QUANTIZED.form
 
     @classmethod
     def make(cls, name: str | None, **scales: Any) -> FusedMoEQuantConfig:
