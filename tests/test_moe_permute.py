@@ -732,7 +732,7 @@ def takes(case: Case, variant: str) -> bool:
     """Whether a variant sorts the case."""
     pairs, experts = case.tokens * case.topk, case.experts
     if variant == "clusters":
-        clustered = gpu.of_device(0).arch in kernels._CLUSTERED_ARCHS
+        clustered = gpu.of_device(0).arch in gpu.CLUSTERED_ARCHS
         return clustered and experts <= kernels._CHUNKED_EXPERTS and pairs <= kernels._CLUSTERED_PAIRS
     return variant != "chunks" or (experts <= kernels._CHUNKED_EXPERTS and pairs <= 32 * kernels._CHUNKS[-1])
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check, template
 from cukern.runtime.describe import Array, Result, expect_contiguous, expect_place, type_name
+from cukern.runtime.gpu import CLUSTERED_ARCHS
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, parts
 from cukern.runtime.plan import empty, launch, write_into
@@ -55,7 +56,6 @@ _BITS = (5, 8, 12)
 _CHUNK_BITS = (5, 8, 9)
 #: sort_chunks has a thread for each expert.
 _CHUNKED_EXPERTS = 512
-_CLUSTERED_ARCHS = ("90a", "100a", "103a")
 registered = set(SPECIALIZED)
 
 
@@ -201,7 +201,7 @@ def _form_of_chunks(
             if pairs <= 32 * chunks and most_shared(chunks, 1) <= _MAX_CHUNKED_BYTES:
                 return chunks, 1
     clustered = _CLUSTER_CHUNKS, _CLUSTER
-    fits = fits and topk_ids.gpu.arch in _CLUSTERED_ARCHS and most_shared(*clustered) <= _MAX_CHUNKED_BYTES
+    fits = fits and topk_ids.gpu.arch in CLUSTERED_ARCHS and most_shared(*clustered) <= _MAX_CHUNKED_BYTES
     if fits and variant != "chunks" and pairs <= _CLUSTERED_PAIRS:
         return clustered
     if variant != "auto":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from cukern.runtime import arrays, check, fp8, template
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, contiguous_strides, expect, expect_array, expect_place, expect_table
-from cukern.runtime.gpu import BY_ARCH, Gpu
+from cukern.runtime.gpu import BY_ARCH, CLUSTERED_ARCHS, Gpu
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import checked
 from cukern.runtime.op import forget_plans
@@ -38,7 +38,6 @@ _FEW_ROWS = 8
 #: Most items that have a block each, as a multiple of the blocks that the GPU has room for at once. More of them are
 #: short beside what it takes to begin.
 _BLOCK_ITEMS = 4
-_CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
 #: (head_dim, block_size) pairs that have variants of their own.
 SPECIALIZED = [
@@ -227,7 +226,7 @@ _of_few_rows = [
         *(("float8_e4m3fn", layout, _ALONE_IN_FP8) for layout in LAYOUTS),
     ]
 ]
-_attend.specialize_by_arch({arch: _of_many_rows + _of_few_rows * (arch in _CLUSTERED_ARCHS) for arch in BY_ARCH})
+_attend.specialize_by_arch({arch: _of_many_rows + _of_few_rows * (arch in CLUSTERED_ARCHS) for arch in BY_ARCH})
 _attend.at_import = _of_own_dtype(128, 16)
 
 _registered = set(SPECIALIZED)
@@ -372,7 +371,7 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
 def _dealt(gpu: Gpu, x: Request, items: int) -> Dealt:
     """How so many items are dealt."""
     # Clusters of 16 blocks, and the shared memory that they take, are those of data-center GPUs.
-    if x.split or gpu.arch not in _CLUSTERED_ARCHS:
+    if x.split or gpu.arch not in CLUSTERED_ARCHS:
         return _QUEUE
     large, fp8_cache = x.sizes.head_dim > 128, arrays.ITEM_SIZE[x.cache] == 1
     few = _FEW_OF_LARGE_HEADS if large else _FEW_IN_FP8 if fp8_cache else _FEW

@@ -36,6 +36,8 @@ BY_ARCH = {
     "100a": Gpu("100a", 148, 228 << 10, 227 << 10),  # B200
     "120a": Gpu("120a", 188, 100 << 10, 99 << 10),  # RTX PRO 6000
 }
+#: The architectures of data centers that have clusters of blocks.
+CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
 
 @functools.cache
