@@ -18,9 +18,9 @@ from cukern.reference import fused_moe as twin
 from cukern.reference.moe_gemm import values_of_b
 from cukern.runtime.activation import is_gated
 from cukern.runtime.kernel import arch_of_device
+from tests.activations import activated
 from tests.buffers import on_gpu, same_bits, to_numpy
 from tests.test_fused_moe_combinations import as_tensor
-from tests.test_moe_gemm import ACTIVATED
 from tests.test_moe_gemm_epilogue import padded
 
 Array = NDArray[Any]
@@ -93,17 +93,10 @@ def by_torch(layer: Layer, activation: str) -> torch.Tensor:
         for expert, factor in zip(ids, factors, strict=True):
             sums = product("w1", int(expert), x[token])
             if not is_gated(activation):
-                y = ACTIVATED[activation.removesuffix("_no_mul")](sums, torch.ones_like(sums))
+                y = activated(activation.removesuffix("_no_mul"), sums)
             else:
                 gate, up = (sums[::2], sums[1::2]) if config.gemm1_interleaved else sums.chunk(2)
-                if activation == "swigluoai":
-                    gate, up = (
-                        gate.clamp(max=config.gemm1_clamp_limit),
-                        up.clamp(*[config.gemm1_clamp_limit * s for s in (-1, 1)]),
-                    )
-                    y = gate * torch.sigmoid(config.gemm1_alpha * gate) * (up + 1)
-                else:
-                    y = ACTIVATED[activation](gate, up)
+                y = activated(activation, gate, up, config.gemm1_alpha, config.gemm1_clamp_limit)
             out[token] += product("w2", int(expert), y) * float(factor)
     return out
 

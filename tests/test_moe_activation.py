@@ -18,16 +18,17 @@ from benchmarks import bench_moe_activation, harness
 from cukern.ops.moe_activation import WITH_BIAS
 from cukern.reference import moe_activation as twin
 from cukern.runtime import activation as activations
-from cukern.runtime import arrays
+from cukern.runtime import arrays, template
 from cukern.runtime.cuda import cupy
 from cukern.runtime.rows import MAX_ROW, tile
 from cukern.testing import assert_matches
+from tests.activations import activated
 from tests.buffers import Buffer, as_torch, place, same_bits
 
 Array = NDArray[Any]
 DTYPES = ("float32", "float16", "bfloat16")
 NAMES = activations.ACTIVATIONS
-WRAPPERS = {f"{name}_and_mul": name for name in NAMES}
+WRAPPERS = {function: name for name in NAMES if hasattr(cukern, function := f"{name}_and_mul")}
 
 
 def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
@@ -48,17 +49,23 @@ def matches(got: Any, want: Array) -> None:
 def by_torch(name: str, x: torch.Tensor) -> torch.Tensor:
     """torch's activation, in float64."""
     gate, up = x.double().chunk(2, -1)
-    functional = torch.nn.functional
-    if name == "swigluoai":
-        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "silu": functional.silu,
-        "gelu": functional.gelu,
-        "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
-        "relu2": lambda gate: functional.relu(gate) ** 2,
-    }
-    return forms[name](gate) * up
+    return activated(name, gate, up)
+
+
+def test_the_kernels_have_the_alpha_and_the_limit_of_the_host() -> None:
+    for file in ("moe_activation", "add_bias_act"):
+        text = template.text(f"moe_activation/{file}")
+        (declared,) = re.findall(r"\bconstexpr float ALPHA = ([\d.]+)f, LIMIT = ([\d.]+)f;", text)
+        assert (*map(float, declared),) == (activations.ALPHA, activations.LIMIT)
+        assert text.count(f"{activations.ALPHA}f") == 1
+
+
+def test_the_numbers_of_activations_are_those_of_the_kernels() -> None:
+    assert NAMES[:5] == ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+    constants = template.constants("moe_activation/add_bias_act")
+    numbers = [constants[name.upper()] for name in dict.fromkeys([*NAMES, *WITH_BIAS])]
+    assert len({*numbers}) == len(numbers)
+    assert [activations.number(name) for name in NAMES] == numbers[: len(NAMES)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,8 +93,7 @@ def test_the_twin_with_columns_in_pairs_and_bounds(rng: np.random.Generator) -> 
     for name in NAMES:
         np.testing.assert_array_equal(twin.moe_activation(x, name, interleaved=True), twin.moe_activation(halves, name))
     gate, up = (torch.from_numpy(y).double() for y in (x[:, ::2], x[:, 1::2]))
-    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
-    want = gate * torch.sigmoid(0.5 * gate) * (up + 1)
+    want = activated("swigluoai", gate, up, 0.5, 1.5)
     np.testing.assert_allclose(twin.swigluoai_and_mul(x, 0.5, 1.5, interleaved=True), want, 2e-6, 2e-6)
     # Other activations have neither.
     np.testing.assert_array_equal(twin.moe_activation(x, alpha=9.0, limit=0.0), twin.moe_activation(x))
@@ -103,16 +109,7 @@ def test_nan_and_infinities(put: Callable[[Any], Any], name: str) -> None:
 
 def biased_by_torch(name: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """torch's activation of sums in float32, in float64."""
-    z = (x.float() if bias is None else x.float() + bias.float()).double()
-    functional = torch.nn.functional
-    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "gelu": functional.gelu,
-        "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
-        "silu": functional.silu,
-        "relu": functional.relu,
-        "gelu_quick": lambda z: z * torch.sigmoid(1.702 * z),
-    }
-    return forms[name](z)
+    return activated(name, (x.float() if bias is None else x.float() + bias.float()).double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -194,7 +191,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": X[0, 0, 0]}, TypeError, "x must be an array (NumPy, CuPy, torch, or any with __dlpack__), got float32"),
     ({"x": X[:, :, ::2]}, ValueError, "x must be contiguous along its last dimension, with all rows at one distance"),
     ({"x": X[:, :2]}, ValueError, "x must be contiguous along its last dimension, with all rows at one distance"),
-    ({"activation": "relu"}, ValueError, "activation must be one of 'silu', 'gelu', 'gelu_tanh', 'swigluoai', 'relu2'"),
+    ({"activation": "tanh"}, ValueError, "activation must be one of 'silu', 'gelu', 'gelu_tanh'"),
     ({"expert_num_tokens": COUNTS.astype(np.int64)}, TypeError, "expert_num_tokens must be int32, got int64"),
     ({"expert_num_tokens": COUNTS[:1]}, ValueError, "expert_num_tokens must be of shape [experts] = [2], got [1]"),
     ({"x": X[0], "expert_num_tokens": COUNTS}, ValueError, "x must be of shape [experts, max_tokens, size], got"),

@@ -33,6 +33,7 @@ from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from notebooks import moe_gemm_steps
+from tests.activations import activated
 from tests.buffers import POISON, Buffer, OnlyDLPack, as_torch, on_gpu, same_bits, to_numpy
 
 Array = NDArray[Any]
@@ -231,15 +232,6 @@ def weights_by_torch(x: dict[str, Any], k: int) -> torch.Tensor:
     return b.double() * scale.double()
 
 
-ACTIVATED = {
-    "silu": lambda gate, up: torch.nn.functional.silu(gate) * up,
-    "gelu": lambda gate, up: torch.nn.functional.gelu(gate) * up,
-    "gelu_tanh": lambda gate, up: torch.nn.functional.gelu(gate, approximate="tanh") * up,
-    "swigluoai": lambda gate, up: gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
-    "relu2": lambda gate, up: torch.relu(gate) ** 2 * up,
-}
-
-
 def by_torch(x: Case) -> Array:
     """The result in float64; rows that are not written are 0."""
     given = x.arguments
@@ -262,7 +254,7 @@ def by_torch(x: Case) -> Array:
         a = a[as_torch(given["row_token"])[:count].long()] if "row_token" in given else a[:count]
     sums = torch.stack([weights[e] @ row for e, row in zip(expert, a, strict=True)])
     if given.get("activation"):
-        sums = ACTIVATED[given["activation"]](*sums.chunk(2, dim=1))
+        sums = activated(given["activation"], *sums.chunk(2, dim=1))
     out = torch.zeros(x.out_shape, dtype=torch.float64)
     out[is_row] = sums
     return out.numpy()

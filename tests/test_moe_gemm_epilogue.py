@@ -17,9 +17,9 @@ from cukern.runtime import arrays, plan
 from cukern.runtime.activation import UNGATED, is_gated
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import assert_matches
+from tests.activations import activated
 from tests.buffers import Buffer, as_torch, on_gpu, same_bits, to_numpy
 from tests.test_moe_gemm import (
-    ACTIVATED,
     EDGES,
     WEIGHTS,
     Case,
@@ -68,20 +68,16 @@ def finished(
     return x.replaced(**more)
 
 
-def activated(x: Case, sums: torch.Tensor) -> torch.Tensor:
+def of_sums(x: Case, sums: torch.Tensor) -> torch.Tensor:
     """The activation of sums in float64, with or without a gate."""
     given = x.arguments
     name = given.get("activation")
     if name is None:
         return sums
     if not is_gated(name):
-        return ACTIVATED[name.removesuffix("_no_mul")](sums, torch.ones_like(sums))
+        return activated(name.removesuffix("_no_mul"), sums)
     gate, up = (sums[..., ::2], sums[..., 1::2]) if given.get("interleaved") else sums.chunk(2, dim=-1)
-    if name != "swigluoai":
-        return ACTIVATED[name](gate, up)
-    alpha, limit = given.get("alpha", 1.702), given.get("limit", 7.0)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    return activated(name, gate, up, **{x: given[x] for x in ("alpha", "limit") if x in given})
 
 
 def finished_by_torch(x: Case) -> Array:
@@ -101,7 +97,7 @@ def finished_by_torch(x: Case) -> Array:
             place = torch.arange(len(sums))
             expert = torch.searchsorted(as_torch(given["expert_offsets"]).long(), place, right=True) - 1
             sums += as_torch(bias).double()[expert.clamp(max=len(bias) - 1)]
-    out = activated(x, sums)
+    out = of_sums(x, sums)
     out[~torch.from_numpy(x.rows)] = 0
     return out.numpy()
 

@@ -299,7 +299,7 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ("scaled_int8_quant", (X,), {"variant": "scalar"}, ValueError, "variant must be 'auto' for arrays in host memory"),
     ("silu_and_mul_quant", (X[..., :63],), {}, ValueError, "x must be of shape [..., 2 * inter], got [2, 3, 63]"),
     ("silu_and_mul_quant", (X,), {}, ValueError, "x must be of whole groups of 128 along its last dimension, got 32"),
-    ("silu_and_mul_quant", (X, "relu"), {}, ValueError, "activation must be one of 'silu', 'gelu', 'gelu_tanh'"),
+    ("silu_and_mul_quant", (X, "tanh"), {}, ValueError, "activation must be one of 'silu', 'gelu', 'gelu_tanh'"),
     ("silu_and_mul_quant", (X,), {"scale": 1.0, "out_s": np.zeros(2, np.float32)}, ValueError, "out_s must be of"),
     ("silu_and_mul_quant", (X,), {"scale": 1.0, "variant": "x"}, ValueError, "variant must be one of 'auto', 'vector'"),
     ("quantize_mxfp4", (X[..., :48],), {}, ValueError, "x must be of whole groups of 32 along its last dim"),

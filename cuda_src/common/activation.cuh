@@ -9,12 +9,15 @@
 #pragma once
 #include "common/numeric.cuh"
 
-enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2 }; // as in cukern/runtime/activation.py
+// The host reads the names of activations here, up to ACTIVATIONS, their end.
+enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2, ACTIVATIONS };
+
+constexpr float ALPHA = 1.702f, LIMIT = 7.f; // of swigluoai, as in cukern/runtime/activation.py
 
 __device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
 template <int ACTIVATION>
-__device__ __forceinline__ float activate(float gate, float up, float alpha = 1.702f, float limit = 7.f) {
+__device__ __forceinline__ float activate(float gate, float up, float alpha = ALPHA, float limit = LIMIT) {
     if constexpr (ACTIVATION == SILU) return gate * sigmoid_of(gate) * up;
     if constexpr (ACTIVATION == GELU) {
         // tail = (1 - erf(|gate| / sqrt(2))) / 2, the normal distribution below -|gate|, as a power of two. The

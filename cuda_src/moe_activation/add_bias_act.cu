@@ -22,7 +22,7 @@
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-constexpr int RELU = RELU2 + 1, GELU_QUICK = RELU2 + 2; // beside the activations that may have a gate
+enum { RELU = ACTIVATIONS, GELU_QUICK }; // behind the activations that may have a gate
 
 struct Params {
     const char* x;      // [rows, inter]
@@ -39,7 +39,7 @@ struct Params {
 template <typename T, int ACTIVATION> __device__ __forceinline__ float activated(float z) {
     if constexpr (ACTIVATION == RELU) return z < 0.f ? 0.f : z; // a comparison, so that NaN stays NaN
     if constexpr (ACTIVATION == GELU_QUICK) {
-        const float y = 1.702f * z;
+        const float y = ALPHA * z;
         return sizeof(T) < 4 ? z * sigmoid_of(y) : z / (1.f + expf(-y));
     }
     if constexpr (sizeof(T) < 4) return activate<ACTIVATION>(z, 1.f);

@@ -34,14 +34,8 @@ __all__ = [
 DTYPES = ("float32", "float16", "bfloat16")
 #: "vector": 16 bytes at a time; "scalar": one element.
 VARIANTS = ("auto", "vector", "scalar")
-#: Activations without a gate, and their names in the kernel.
-WITH_BIAS = {
-    "gelu": "GELU",
-    "gelu_tanh": "GELU_TANH",
-    "silu": "SILU",
-    "relu": "RELU",
-    "gelu_quick": "GELU_QUICK",
-}
+#: Activations without a gate; the kernel has their names in capitals.
+WITH_BIAS = ("gelu", "gelu_tanh", "silu", "relu", "gelu_quick")
 #: The names that `torch.nn.functional.gelu` has for two of them.
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -69,7 +63,7 @@ _kernel.specialized = [
 
 
 def _bias_variant(dtype: str, activation: str, width: int) -> Variant:
-    return _bias_kernel.variant(arrays.CUDA_TYPE[dtype], WITH_BIAS[activation], width, _ROWS)
+    return _bias_kernel.variant(arrays.CUDA_TYPE[dtype], activation.upper(), width, _ROWS)
 
 
 _bias_kernel.at_import = [_bias_variant("float16", "gelu", 16).instance]

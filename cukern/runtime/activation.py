@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukern.runtime import check
+from cukern.runtime import check, template
 
+_DECLARED = [*template.constants("moe_activation/moe_activation")]
 #: Names in the order of the numbers in `common/activation.cuh`, which has the formulas, as the twin has.
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
+ACTIVATIONS = tuple(
+    name.lower() for name in _DECLARED[_DECLARED.index("NO_ACTIVATION") + 1 : _DECLARED.index("ACTIVATIONS")]
+)
 #: Those without a gate, by vLLM's names: of each sum, activate(x, 1).
 UNGATED = tuple(f"{name}_no_mul" for name in ACTIVATIONS if name != "swigluoai")
 #: Numbers of swigluoai unless others are given.
