@@ -157,23 +157,25 @@ def draw(
 def step(
     values: Array,
     probs: bool,
-    temperature: Any = None,
-    top_k: Any = None,
-    top_p: Any = None,
-    min_p: Any = None,
-    seed: Any = None,
-    offset: Any = None,
-    generator: Any = None,
-    indices: Array | None = None,
-    joint: bool = False,
-    return_valid: bool = False,
-    return_logprobs: bool = False,
+    randomness: tuple[Any, Any, Any],
+    indices: Array | None,
+    return_valid: bool,
+    return_logprobs: bool,
+    filter_apply_order: str = "top_k_first",
     bias: Array | None = None,
     finished: Array | None = None,
     end_id: int | None = None,
     sequence_length: Array | None = None,
+    *,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
 ) -> Any:
-    """A token of each row [rows, vocab] of logits, or of probabilities if `probs`: what all functions of tokens do."""
+    """A token of each row [rows, vocab] of logits, or of probabilities if `probs`: what all functions of tokens do.
+
+    `randomness` is seed, offset and generator.
+    """
     rows = np.arange(len(values)) if indices is None else np.clip(indices, 0, len(values) - 1)
     batch, vocab = len(rows), values.shape[1]
     dtype = np.int32 if indices is None else indices.dtype
@@ -184,8 +186,9 @@ def step(
         1.0 if top_p is None else top_p,
         0.0 if min_p is None else min_p,
     )
-    stream = streams(batch, seed, offset, generator)
+    stream = streams(batch, *randomness)
     by_row = [np.broadcast_to(np.asarray(parameter, object), batch) for parameter in parameters]
+    joint = filter_apply_order == "joint"
     for i in range(batch):
         if finished is not None and finished[i]:
             ids[i] = -1 if end_id is None else end_id
@@ -215,16 +218,7 @@ def sampling_from_logits(
     return_logprobs: bool = False,
 ) -> Any:
     """See `cukern.sampling_from_logits`."""
-    return step(
-        logits,
-        False,
-        seed=seed,
-        offset=offset,
-        generator=generator,
-        indices=indices,
-        return_valid=return_valid,
-        return_logprobs=return_logprobs,
-    )
+    return step(logits, False, (seed, offset, generator), indices, return_valid, return_logprobs)
 
 
 def sampling_from_probs(
@@ -238,16 +232,7 @@ def sampling_from_probs(
     return_logprobs: bool = False,
 ) -> Any:
     """See `cukern.sampling_from_probs`."""
-    return step(
-        probs,
-        True,
-        seed=seed,
-        offset=offset,
-        generator=generator,
-        indices=indices,
-        return_valid=return_valid,
-        return_logprobs=return_logprobs,
-    )
+    return step(probs, True, (seed, offset, generator), indices, return_valid, return_logprobs)
 
 
 def top_k_sampling_from_probs(
@@ -262,17 +247,7 @@ def top_k_sampling_from_probs(
     return_logprobs: bool = False,
 ) -> Any:
     """See `cukern.top_k_sampling_from_probs`."""
-    return step(
-        probs,
-        True,
-        top_k=top_k,
-        seed=seed,
-        offset=offset,
-        generator=generator,
-        indices=indices,
-        return_valid=return_valid,
-        return_logprobs=return_logprobs,
-    )
+    return step(probs, True, (seed, offset, generator), indices, return_valid, return_logprobs, top_k=top_k)
 
 
 def top_p_sampling_from_probs(
@@ -287,17 +262,7 @@ def top_p_sampling_from_probs(
     return_logprobs: bool = False,
 ) -> Any:
     """See `cukern.top_p_sampling_from_probs`."""
-    return step(
-        probs,
-        True,
-        top_p=top_p,
-        seed=seed,
-        offset=offset,
-        generator=generator,
-        indices=indices,
-        return_valid=return_valid,
-        return_logprobs=return_logprobs,
-    )
+    return step(probs, True, (seed, offset, generator), indices, return_valid, return_logprobs, top_p=top_p)
 
 
 def min_p_sampling_from_probs(
@@ -312,17 +277,7 @@ def min_p_sampling_from_probs(
     return_logprobs: bool = False,
 ) -> Any:
     """See `cukern.min_p_sampling_from_probs`."""
-    return step(
-        probs,
-        True,
-        min_p=min_p,
-        seed=seed,
-        offset=offset,
-        generator=generator,
-        indices=indices,
-        return_valid=return_valid,
-        return_logprobs=return_logprobs,
-    )
+    return step(probs, True, (seed, offset, generator), indices, return_valid, return_logprobs, min_p=min_p)
 
 
 def top_k_top_p_sampling_from_logits(
@@ -339,19 +294,8 @@ def top_k_top_p_sampling_from_logits(
     return_logprobs: bool = False,
 ) -> Any:
     """See `cukern.top_k_top_p_sampling_from_logits`."""
-    return step(
-        logits,
-        False,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        offset=offset,
-        generator=generator,
-        indices=indices,
-        joint=filter_apply_order == "joint",
-        return_valid=return_valid,
-        return_logprobs=return_logprobs,
-    )
+    common = (seed, offset, generator), indices, return_valid, return_logprobs, filter_apply_order
+    return step(logits, False, *common, top_k=top_k, top_p=top_p)
 
 
 def top_k_top_p_sampling_from_probs(
@@ -368,19 +312,8 @@ def top_k_top_p_sampling_from_probs(
     return_logprobs: bool = False,
 ) -> Any:
     """See `cukern.top_k_top_p_sampling_from_probs`."""
-    return step(
-        probs,
-        True,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        offset=offset,
-        generator=generator,
-        indices=indices,
-        joint=filter_apply_order == "joint",
-        return_valid=return_valid,
-        return_logprobs=return_logprobs,
-    )
+    common = (seed, offset, generator), indices, return_valid, return_logprobs, filter_apply_order
+    return step(probs, True, *common, top_k=top_k, top_p=top_p)
 
 
 def sample(
@@ -403,11 +336,9 @@ def sample(
     return_logprobs: bool = False,
 ) -> Any:
     """See `cukern.sample`."""
-    joint = filter_apply_order == "joint"
-    return step(
-        logits, False, temperature, top_k, top_p, min_p, seed, offset, generator, indices, joint, return_valid,
-        return_logprobs, bias, finished, end_id, sequence_length,
-    )  # fmt: skip
+    common = (seed, offset, generator), indices, return_valid, return_logprobs, filter_apply_order
+    own = bias, finished, end_id, sequence_length
+    return step(logits, False, *common, *own, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def softmax(logits: Array, temperature: Any = None) -> Array:
