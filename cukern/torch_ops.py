@@ -35,6 +35,7 @@ import importlib.abc
 import importlib.machinery
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -61,9 +62,12 @@ def _draws(function: Callable[..., Any]) -> bool:
 
 def _keep_draws_apart(packets: Sequence[Any]) -> None:
     """Keep the common subexpressions of training graphs apart that draw: torch knows them by a list, not by the tag."""
-    from torch._functorch.compile_utils import rand_ops
-
-    rand_ops.extend(packets)
+    try:
+        from torch._functorch.compile_utils import rand_ops
+    except ImportError:
+        warnings.warn("this PyTorch may merge two equal draws of cukern in a training graph", RuntimeWarning, 2)
+    else:
+        rand_ops.extend(packets)
 
 
 def _check_gradients(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -215,7 +219,7 @@ def _register_all() -> None:
         _keep_draws_apart([getattr(torch.ops.cukern, name) for name, x in new.items() if _draws(x.function)])
 
     # torch.compile and torch.export alone import the compiler, which takes over a second.
-    if _COMPILER in sys.modules:
+    if sys.modules.get(_COMPILER) is not None:
         keep_in_graph()
     elif new:
         sys.meta_path.insert(0, _AfterImport(_COMPILER, keep_in_graph))

@@ -61,6 +61,34 @@ def run_python(code: str, status: int = 0, **environment: str | None) -> subproc
 # --- arrays ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("gone", ["_cuda_getCurrentRawStream", "_cuda_getDevice", "_dynamo", "all"])
+def test_torch_s_own_names_have_substitutes(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):  # a build without CUDA has neither
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    assert arrays._Torch().quick is not None
+    if gone == "all":
+        monkeypatch.delattr(torch, "_C")
+    else:
+        monkeypatch.delattr(torch._C, gone)
+    library = arrays._Torch()
+    assert (library.quick is None) == (gone != "_dynamo")
+    if gone in ("_cuda_getCurrentRawStream", "all"):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device))
+        assert library.stream(7) == 77
+    if gone in ("_cuda_getDevice", "all"):
+        monkeypatch.setattr(arrays.runtime, "getDevice", lambda: 5)
+        assert library.current_device() == 5
+    if gone in ("_dynamo", "all"):
+        library._empty = lambda shape, dtype, device: (shape, dtype, device)
+        made = library.maker((3, 4), "float16", 1)([])
+        assert made == ((3, 4), torch.float16, torch.device("cuda", 1))
+        words: list[Any] = []
+        x = torch.zeros(2, 3)
+        for _ in range(2):
+            assert library.read_all([x, x], words) == [x.data_ptr()] * 2
+        assert words[:2] == words[2:]
+
+
 def test_the_library_of_an_array() -> None:
     class Sub(np.ndarray[Any, Any]):
         pass

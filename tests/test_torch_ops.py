@@ -203,6 +203,21 @@ assert route(logits, bias)[1].tolist() == [[7, 6]] * 3
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("gone", ["torch._functorch.compile_utils", "torch._dynamo"])
+def test_operators_work_where_a_name_of_torch_s_own_is_gone(gone: str) -> None:
+    code = f"""
+import sys, warnings, torch
+sys.modules[{gone!r}] = None
+import cukern.torch_ops
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    cukern.torch_ops._keep_draws_apart([])
+assert bool(caught) == ({gone!r} != "torch._dynamo"), caught
+assert torch.ops.cukern.silu_and_mul(torch.zeros(2, 8)).shape == (2, 4)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # --- eager --------------------------------------------------------------------------------------------
 
 

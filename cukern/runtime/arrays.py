@@ -242,17 +242,20 @@ class _Torch(Library):
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
+        # Names of torch's own, each of which has a substitute where a version lacks it.
+        native = getattr(torch, "_C", None)
+        stream, device = (getattr(native, f"_cuda_get{name}", None) for name in ("CurrentRawStream", "Device"))
         # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
-        self._stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._stream: Callable[[int], int] = stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
         # The allocation of torch.compile's own code, which takes two thirds of the time of torch.empty.
-        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        guards = getattr(getattr(native, "_dynamo", None), "guards", None)
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
         # The guards of torch.compile, which compare many tensors with others in a fifth of the time of reading them.
         self._guards: Callable[..., Any] | None = getattr(guards, "TensorGuards", None)
         self._lists: dict[int, list[tuple[Callable[..., bool], tuple[Any, ...]]]] = {}
-        if hasattr(torch._C, "_cuda_getDevice") and self._stream is not None:
-            self.quick = Quick(torch.Tensor.data_ptr, torch._C._cuda_getDevice, self._stream)
-        self._current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", super().current_device)
+        if device is not None and stream is not None:
+            self.quick = Quick(torch.Tensor.data_ptr, device, stream)
+        self._current_device: Callable[[], int] = device or super().current_device
 
     def current_device(self) -> int:
         return self._current_device()
@@ -318,7 +321,6 @@ class _Torch(Library):
         return self._empty(shape, dtype=self._dtypes[dtype], device=like.device)
 
     def stream(self, device: int) -> int:
-        assert self._stream is not None
         return self._stream(device)
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:

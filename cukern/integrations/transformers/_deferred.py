@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 
 class Deferred(torch.Tensor):
@@ -20,8 +19,16 @@ class Deferred(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Deferred, lambda x: x.made(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*_made(args), **_made(kwargs or {}))
+
+
+def _made(x: Any) -> Any:
+    """The same with all deferred tensors made, also in tuples, lists and dicts."""
+    if isinstance(x, Deferred):
+        return x.made()
+    if type(x) in (tuple, list):
+        return type(x)(map(_made, x))
+    return {name: _made(value) for name, value in x.items()} if type(x) is dict else x
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
