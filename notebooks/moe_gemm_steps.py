@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from cukern.commands import Resources, resources
-from cukern.runtime import arrays, compile, nvrtc
+from cukern.runtime import arrays, compile, nvrtc, sources
 from cukern.runtime.cuda import cupy, driver, runtime
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.tensor_map import encode
@@ -65,7 +65,7 @@ class Compiled(NamedTuple):
 @functools.cache
 def compiled(step: Step, arch: str) -> Compiled:
     """A step, compiled by NVRTC. Needs no GPU."""
-    folders = compile.CUDA_SRC, compile.cuda_include_directory()
+    folders = sources.CUDA_SRC, compile.cuda_include_directory()
     options = [f"-arch=sm_{arch}", "-std=c++17", "-default-device", "-Xptxas=-v", *(f"-I{x}" for x in folders)]
     cubin, name, log = nvrtc.compile_cubin(step.path.read_text(), str(step.path), _KERNEL, options)
     return Compiled(cubin, name, resources({"log": log}))

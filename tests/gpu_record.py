@@ -142,7 +142,7 @@ def _imported(file: Path) -> set[Path]:
 
 def _followed(files: Iterable[Path]) -> list[Path]:
     """`files` and what they import, followed through, with the kernels of the ops among them."""
-    from cukern.runtime import compile
+    from cukern.runtime.sources import included
 
     found = [path for path in files if path.is_file()]
     for file in found:
@@ -150,7 +150,7 @@ def _followed(files: Iterable[Path]) -> list[Path]:
     ops = ROOT / "cukern" / "ops"
     names = [path.relative_to(ops).parts[0].removesuffix(".py") for path in found if path.is_relative_to(ops)]
     files = [path for name in dict.fromkeys(names) for path in templates(name)]
-    kernels, _ = compile.included(files, ROOT / "cuda_src")
+    kernels, _ = included(files, ROOT / "cuda_src")
     return found + kernels
 
 

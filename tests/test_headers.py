@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import cukern.runtime.compile as compiler
-from cukern.runtime import nvrtc
+from cukern.runtime import nvrtc, sources
 
-HEADERS = sorted(compiler.CUDA_SRC.rglob("*.cuh"))
+HEADERS = sorted(sources.CUDA_SRC.rglob("*.cuh"))
 FOLDERS = sorted({path.parent.name for path in HEADERS})
 #: What a header may define: a function, a struct, a constant.
 _DEFINITION = re.compile(
@@ -29,8 +29,8 @@ _DEFINITION = re.compile(
 def test_each_header_compiles_alone(folder: str) -> None:
     for path in HEADERS:
         if path.parent.name == folder:
-            source = f'#include "{path.relative_to(compiler.CUDA_SRC)}"\n__global__ void kernel() {{}}\n'
-            options = [*compiler._options("90a"), f"-I{compiler.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
+            source = f'#include "{path.relative_to(sources.CUDA_SRC)}"\n__global__ void kernel() {{}}\n'
+            options = [*compiler._options("90a"), f"-I{sources.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
             nvrtc.compile_cubin(source, "alone.cu", "kernel", options)
 
 
@@ -52,7 +52,7 @@ def missing_includes(headers: list[Path], root: Path) -> list[str]:
     }
     missing = []
     for path, text in texts.items():
-        reached, _ = compiler.included([path], root)
+        reached, _ = sources.included([path], root)
         known = set().union(*(defined[x] for x in reached if x in defined))
         for other in headers:
             if other.parent.name in ("common", path.parent.name):
@@ -63,7 +63,7 @@ def missing_includes(headers: list[Path], root: Path) -> list[str]:
 
 def test_each_header_includes_what_it_uses() -> None:
     assert len(HEADERS) > 100
-    assert not missing_includes(HEADERS, compiler.CUDA_SRC)
+    assert not missing_includes(HEADERS, sources.CUDA_SRC)
 
 
 def test_a_header_without_its_include_is_named(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_headers_fit_the_nvrtc_of_any_order_of_imports(first: str, tmp_path:
 import sys
 {first}
 import cukern.runtime.compile as compiler
-from cukern.runtime import nvrtc
+from cukern.runtime import nvrtc, sources
 assert compiler.nvrtc_version().startswith(compiler.headers_version() + ".")
 options = compiler._options("90a") + ["-I" + compiler.cuda_include_directory()]
 nvrtc.compile_cubin("#include <cuda_fp8.h>\\n__global__ void kernel() {{}}", "fp8.cu", "kernel", options)
@@ -104,7 +104,7 @@ worker.kill()
 """
     environment = {"CUKERN_COMPILE": "lazy", "CUKERN_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=compiler.CUDA_SRC.parent, env=os.environ | environment, capture_output=True,
+        [sys.executable, "-c", code], cwd=sources.CUDA_SRC.parent, env=os.environ | environment, capture_output=True,
         text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from cupy_backends.cuda.libs import nvrtc as nvrtc_binding
 
 import cukern.runtime.compile as compiler
 from cukern.commands import Resources, resources
+from cukern.runtime import sources
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import KERNELS, Kernel
 from tests.specs import SPECS
@@ -47,8 +48,8 @@ EVERY_KERNEL = {f"{k.stem}.{k.function}": k for kernels in KERNELS.values() for 
 
 def _templates() -> Iterator[tuple[str, str]]:
     """The stem and the name of each `__global__` template."""
-    for path in compiler.CUDA_SRC.rglob("*.cu*"):
-        stem = Path(path.relative_to(compiler.CUDA_SRC).parts[0]).stem
+    for path in sources.CUDA_SRC.rglob("*.cu*"):
+        stem = Path(path.relative_to(sources.CUDA_SRC).parts[0]).stem
         for head in re.findall(r"__global__\b([^{;]*)\{", path.read_text()):
             # The parameters are the last pair of parentheses; those before them are of the launch bounds.
             yield stem, re.findall(r"(\w+)\s*\(", head)[-1]

@@ -21,7 +21,7 @@ import cukern
 import cukern.runtime.compile as compiler
 from cukern.ops import _mla_decode as op
 from cukern.reference import mla_decode as twin
-from cukern.runtime import arrays, gpu, nvrtc
+from cukern.runtime import arrays, gpu, nvrtc, sources
 from cukern.runtime import plan as runtime_plan
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
@@ -809,7 +809,7 @@ def test_every_gpu_has_the_shared_memory() -> None:
         for f in sorted(forms())
     ]
     source = "\n".join(['#include "mla_decode/mma_form.cuh"', *lines, "template <int N> __global__ void probe() {}"])
-    options = ["-arch=sm_90a", "-std=c++17", f"-I{compiler.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
+    options = ["-arch=sm_90a", "-std=c++17", f"-I{sources.CUDA_SRC}", f"-I{compiler.cuda_include_directory()}"]
     nvrtc.compile_cubin(source, "probe.cu", "probe<0>", options)
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cukern
-from cukern.runtime import check, compile, describe, gpu, template
+from cukern.runtime import check, compile, describe, gpu, sources, template
 from cukern.runtime import op as runtime_op
 from cukern.runtime.describe import Array, Result, expect, expect_array
 from cukern.runtime.kernel import KERNELS, Kernel
@@ -155,9 +155,9 @@ template <int N> __global__ void __launch_bounds__(N) fill(const __grid_constant
 @pytest.fixture
 def stem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "toy.cu").write_text(SOURCE)
-    monkeypatch.setattr(compile, "CUDA_SRC", tmp_path)
+    monkeypatch.setattr(sources, "CUDA_SRC", tmp_path)
     yield "toy"
-    for cached in (template.text, template.constants, template.params, template.struct_named, compile.source):
+    for cached in (template.text, template.constants, template.params, template.struct_named, sources.source):
         cached.cache_clear()
     KERNELS.pop("toy", None)
 
@@ -243,7 +243,7 @@ def test_constants_are_read_in_the_order_of_the_includes(tmp_path: Path, monkeyp
     (tmp_path / "toy.cu").write_text('#include "base.cuh"\n#include "uses.cuh"\nconstexpr int LAST = USED + 1;\n')
     (tmp_path / "uses.cuh").write_text('#include "base.cuh"\nconstexpr int USED = 3 * BASE;\n')
     (tmp_path / "base.cuh").write_text("constexpr int BASE = 128;\n")
-    monkeypatch.setattr(compile, "CUDA_SRC", tmp_path)
+    monkeypatch.setattr(sources, "CUDA_SRC", tmp_path)
     template.text.cache_clear(), template.constants.cache_clear()
     try:
         assert template.constants("toy") == {"BASE": 128, "USED": 384, "LAST": 385}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cukern
-from cukern.runtime import compile, overlap
+from cukern.runtime import overlap, sources
 from cukern.runtime.kernel import KERNELS, Variant
 from cukern.runtime.op import forget_plans
 from tests.buffers import same_bits, to_numpy
@@ -29,7 +29,7 @@ FILES = sorted({kernel.file for kernels in KERNELS.values() for kernel in kernel
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_waits_in_all_of_its_kernels_first_of_all_or_in_none(file: str) -> None:
     """What a kernel touched before it waits might still be written by the one before it."""
-    source = compile.source(file)
+    source = sources.source(file)
     heads = re.findall(r"__global__[^;{]*?\w+\(const __grid_constant__ \w+ \w+\) \{\n(.*)\n", source)
     assert len(heads) == source.count("__global__") > 0
     waiting = "wait_for_earlier_kernels();", "begin_behind_earlier_kernels();"

@@ -150,12 +150,12 @@ def test_the_wheel_compiles_kernels_outside_the_checkout(clean_python: Path, tmp
 def test_the_wheel_compiles_a_kernel_of_each_folder(clean_python: Path, tmp_path: Path) -> None:
     code = f"""
 import os, cukern
-from cukern.runtime import compile
+from cukern.runtime import compile, sources
 from cukern.runtime.kernel import KERNELS
 for stem in {FOLDERS}:
     own = min((x for x in KERNELS[stem] if x.at_import and "/" in x.file), key=lambda x: x.compile_s)
     path, _ = compile.cubin(own.at_import[0], "80")
-    print(stem, own.file, os.path.relpath(compile.CUDA_SRC, os.path.dirname(cukern.__file__)))
+    print(stem, own.file, os.path.relpath(sources.CUDA_SRC, os.path.dirname(cukern.__file__)))
 """
     settings = {"CUKERN_CACHE_DIR": str(tmp_path / "cache"), "CUKERN_COMPILE": "lazy"}
     lines = [line.split() for line in _run(clean_python, "-c", code, cwd=tmp_path, **settings).splitlines()]

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 import cukern
 import cukern.runtime.compile as compiler
 from cukern import testing
-from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, units
+from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, sources, units
 from cukern.runtime.compile import CompileError, Instance
 from cukern.runtime.cuda import cupy
 from cukern.runtime.describe import Array, Result, expect, expect_array
@@ -453,16 +453,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def templates(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of cuda_src that a test may change, with a template `tiny`; the cache is the test's own."""
     folder = tmp_path / "cuda_src"
-    shutil.copytree(compiler.CUDA_SRC, folder)
+    shutil.copytree(sources.CUDA_SRC, folder)
     (folder / "tiny.cu").write_text(TINY)
-    monkeypatch.setattr(compiler, "CUDA_SRC", folder)
+    monkeypatch.setattr(sources, "CUDA_SRC", folder)
     forget_sources()
     yield folder
     forget_sources()
 
 
 def forget_sources() -> None:
-    compiler.source.cache_clear()
+    sources.source.cache_clear()
     compiler._source_digest.cache_clear()
     compiler._cuda_header_digest.cache_clear()
 
@@ -562,7 +562,7 @@ assert not failed, failed
 
 def test_headers_in_the_working_directory_are_not_taken(cache: Path, tmp_path: Path) -> None:
     hostile = tmp_path / "hostile"
-    headers = [path.relative_to(compiler.CUDA_SRC) for path in compiler.CUDA_SRC.rglob("*.cuh")]
+    headers = [path.relative_to(sources.CUDA_SRC) for path in sources.CUDA_SRC.rglob("*.cuh")]
     for path in (*headers, *(Path(p.name) for p in headers), *map(Path, ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"))):
         (hostile / path).parent.mkdir(parents=True, exist_ok=True)
         (hostile / path).write_text("#error taken from the working directory\n")

@@ -18,11 +18,11 @@ from benchmarks import bench_varlen_attention, harness
 from cukern.ops import varlen_attention as op
 from cukern.reference import varlen_attention as twin
 from cukern.runtime import arrays, gpu, plan
-from cukern.runtime.compile import CUDA_SRC
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.late import Late
 from cukern.runtime.op import OPS
+from cukern.runtime.sources import CUDA_SRC
 from cukern.testing import assert_matches
 from tests.buffers import Buffer, as_torch, on_gpu, same_bits, to_numpy
 

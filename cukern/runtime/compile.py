@@ -25,17 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cukern.runtime import nvrtc, template, temporary
+from cukern.runtime import nvrtc, sources, template, temporary
 from cukern.runtime.nvrtc import is_intact as is_intact
 from cukern.runtime.nvrtc import read_note as read_note
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-# In a wheel the sources lie inside the package, in a checkout beside it.
-CUDA_SRC = _PACKAGE / "cuda_src" if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent / "cuda_src"
-
 #: The file that NVRTC's messages cite where a struct of parameters is not as the host reads it.
 _LAYOUT_LINE = '\n#line 1 "the structs of parameters as cukern.runtime.template reads them"\n'
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 # From here on a GPU has instructions that only the target with the suffix "a" accepts.
 _ARCH_SPECIFIC_FROM = 90
 
@@ -173,33 +168,6 @@ def headers_version() -> str:
 
 
 @functools.cache
-def source(file: str) -> str:
-    """The text of a template for NVRTC, whose messages then cite the file in `cuda_src`."""
-    return f'#line 1 "{file}.cu"\n{(CUDA_SRC / f"{file}.cu").read_text()}'
-
-
-def quoted_includes(source: str) -> list[str]:
-    """The files of `cuda_src` that a source includes, in their order."""
-    return [quoted for quoted, _ in _INCLUDE.findall(source) if quoted]
-
-
-def included(files: Iterable[Path], root: Path) -> tuple[list[Path], list[str]]:
-    """The files that `files` include, directly or through others.
-
-    Returns `files` and the included files below `root`, where quoted includes start; and the names of CUDA's headers.
-    """
-    found, headers = list(files), set()
-    for file in found:
-        for quoted, bracketed in _INCLUDE.findall(file.read_text()):
-            path = root / quoted
-            if bracketed:
-                headers.add(bracketed)
-            elif path not in found and path.is_file():  # a missing one is for NVRTC to report
-                found.append(path)
-    return found, sorted(headers)
-
-
-@functools.cache
 def _cuda_header_digest(name: str) -> str:
     """The digest of one of CUDA's headers and its inline definitions; empty where the header is not found."""
     try:
@@ -212,12 +180,13 @@ def _cuda_header_digest(name: str) -> str:
 
 @functools.cache
 def _source_digest(file: str) -> str:
-    digest = hashlib.sha256(source(file).encode())
+    digest = hashlib.sha256(sources.source(file).encode())
     # The module that writes the assertions, which are compiled with the template.
     digest.update(Path(template.__file__).read_bytes())
-    (_, *shared), cuda_headers = included([CUDA_SRC / f"{file}.cu"], CUDA_SRC)
+    root = sources.CUDA_SRC
+    (_, *shared), cuda_headers = sources.included([root / f"{file}.cu"], root)
     for path in sorted(shared):
-        digest.update(path.relative_to(CUDA_SRC).as_posix().encode() + b"\0" + path.read_bytes())
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     for name in cuda_headers:
         digest.update(f"{name}\0{_cuda_header_digest(name)}".encode())
     return digest.hexdigest()
@@ -300,10 +269,10 @@ def cache_problem() -> str | None:
 
 def _job(instance: Instance, arch: str) -> dict[str, Any]:
     # Absolute: NVRTC looks for quoted includes first beside this file, which must not be the working directory.
-    filename = str(CUDA_SRC / f"{instance.file}.cu")
-    include = [f"-I{CUDA_SRC}", f"-I{cuda_include_directory()}"]
+    filename = str(sources.CUDA_SRC / f"{instance.file}.cu")
+    include = [f"-I{sources.CUDA_SRC}", f"-I{cuda_include_directory()}"]
     return {
-        "source": source(instance.file) + _LAYOUT_LINE + template.assertions(instance.file),
+        "source": sources.source(instance.file) + _LAYOUT_LINE + template.assertions(instance.file),
         "filename": filename,
         "expression": instance.expression,
         "options": _options(arch) + include,

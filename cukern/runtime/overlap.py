@@ -12,7 +12,7 @@ import functools
 import struct
 from collections.abc import Callable
 
-from cukern.runtime import compile
+from cukern.runtime import sources
 from cukern.runtime.cuda import driver, libcuda
 
 _FIRST_ARCH = 90
@@ -28,7 +28,7 @@ _HEADER = "common/overlap.cuh"
 @functools.cache
 def waits(file: str) -> bool:
     """Whether the kernels of `cuda_src/<file>.cu` wait for earlier ones themselves."""
-    return _HEADER in compile.quoted_includes(compile.source(file))
+    return _HEADER in sources.quoted_includes(sources.source(file))
 
 
 @functools.cache

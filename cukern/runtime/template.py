@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cukern.runtime import sources
 from cukern.runtime.late import Late, item
 
 _SCALARS = {
@@ -95,8 +96,6 @@ class Struct:
 @functools.cache
 def text(file: str) -> str:
     """The template `cuda_src/<file>.cu` and all files of `cuda_src` that it includes, without comments."""
-    from cukern.runtime import compile
-
     found: dict[Path, str] = {}
 
     def read(path: Path) -> None:
@@ -105,12 +104,12 @@ def text(file: str) -> str:
             return
         found[path] = ""
         source = path.read_text()
-        for quoted in compile.quoted_includes(source):
-            read(compile.CUDA_SRC / quoted)
+        for quoted in sources.quoted_includes(source):
+            read(sources.CUDA_SRC / quoted)
         del found[path]
         found[path] = _COMMENT.sub(" ", source)
 
-    read(compile.CUDA_SRC / f"{file}.cu")
+    read(sources.CUDA_SRC / f"{file}.cu")
     return "\n".join(found.values())
 
 
