@@ -104,10 +104,12 @@ __device__ __forceinline__ void write_row(const Params& p, const Visit& visit, i
     }
 }
 
+constexpr int COMBINE_WARPS = 8;
+
 template <typename T, int DIM_V, int TEAM, int EACH>
-__global__ __launch_bounds__(256, 2) void combine_parts(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(32 * COMBINE_WARPS, 2) void combine_parts(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    constexpr int WARPS = 8, BATCH = EACH == 1 ? 9 : TEAM == 1 ? 2 : 3; // visits on their way at once
+    constexpr int WARPS = COMBINE_WARPS, BATCH = EACH == 1 ? 9 : TEAM == 1 ? 2 : 3; // visits on their way at once
     static_assert(TEAM == 1 || TEAM == WARPS, "");
     __shared__ float4 found[TEAM == 1 ? 1 : WARPS][EACH * 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = TEAM == 1 ? 0 : warp;

@@ -175,7 +175,7 @@ __device__ __forceinline__ void leave_results(const Params& p, const float (&max
 }
 
 template <typename T, typename CACHE, Layout LAYOUT, bool WIDE>
-__global__ __launch_bounds__(128) void attend_scalar(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(32 * WARPS) void attend_scalar(const __grid_constant__ Params p) {
     wait_for_earlier_kernels();
     using Cache = typename CacheOf<CACHE, LAYOUT, WIDE>::type;
     __shared__ float query[ROWS][MAX_DIM], weights[WARPS][ROWS][32];

@@ -74,18 +74,20 @@ __device__ __forceinline__ float divide_plain(float value, float divisor, float 
     return fmaf(reciprocal, fmaf(-divisor, quotient, value), quotient);
 }
 
+constexpr int MERGE_THREADS = 128;
+
 template <typename T, int VECTOR, bool HEADS_FIRST, int EACH = 1, bool POWER = false>
-__global__ __launch_bounds__(128) void merge_states(const __grid_constant__ MergeParams p) {
+__global__ __launch_bounds__(MERGE_THREADS) void merge_states(const __grid_constant__ MergeParams p) {
     begin_behind_earlier_kernels();
     using Vector = Items<T, VECTOR>;
     const int vectors = POWER ? 1 << p.shift : p.head_dim / VECTOR;
-    const long long first = blockIdx.x * (128ll * EACH) + threadIdx.x;
+    const long long first = (long long)blockIdx.x * (MERGE_THREADS * EACH) + threadIdx.x;
     Vector from_a[EACH], from_b[EACH];
     float a[EACH], b[EACH];
     long long rows[EACH], places[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-        const long long i = first + e * 128;
+        const long long i = first + e * MERGE_THREADS;
         rows[e] = POWER ? i >> p.shift : i / vectors;
         if (rows[e] >= p.rows) continue;
         places[e] = place_of<HEADS_FIRST>(p, rows[e]);
@@ -95,7 +97,7 @@ __global__ __launch_bounds__(128) void merge_states(const __grid_constant__ Merg
     }
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-        const long long i = first + e * 128;
+        const long long i = first + e * MERGE_THREADS;
         if (rows[e] >= p.rows) continue;
         const float larger = a[e] == a[e] && b[e] == b[e] ? fmaxf(a[e], b[e]) : CUDART_NAN_F;
         const bool some = larger != -CUDART_INF_F;

@@ -18,7 +18,7 @@ from cukern.ops._paged_attention import (
     unit_tokens,
 )
 from cukern.reference import paged_attention as twin
-from cukern.runtime import check
+from cukern.runtime import check, template
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import Result, dtype_name, expect, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel, Variant
@@ -29,7 +29,6 @@ from cukern.runtime.plan import launch, outputs, run_twin
 __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "paged_attention_v2"]
 
 PARTITION = twin.PARTITION
-_MERGE_THREADS = 128
 _merge = Kernel("paged_attention/merge_states", "merge_states")
 #: Elements of a side from which a thread of `merge_states` has two vectors: with fewer, latency is the bound. Where
 #: log-sum-exps are by heads it has one: then two take 40% longer on an H200.
@@ -398,7 +397,8 @@ def merge_attention_states(
     vector = 16 // out_a.item_size
     if shape[-1] % vector or min(out_a.alignment, out_b.alignment, merged.alignment) < 16:
         vector = 1
-    row, most = math.prod(shape[1:]), (2**31 - 1) * _MERGE_THREADS * vector
+    threads = template.constants(_merge.file)["MERGE_THREADS"]
+    row, most = math.prod(shape[1:]), (2**31 - 1) * threads * vector
     if shape[0] > most // row:
         check.fail("out_a", f"of at most {most} elements", f"shape {list(shape)}")
     vectors = shape[-1] // vector
@@ -406,8 +406,8 @@ def merge_attention_states(
     each = 2 if has_power and not heads_first and shape[0] > _MANY_MERGED // row else 1
     launch(
         merge_variant(out_a.dtype, vector, heads_first, each, has_power),
-        late(_merge_blocks, shape[0], row // vector, each * _MERGE_THREADS),
-        _MERGE_THREADS,
+        late(_merge_blocks, shape[0], row // vector, each * threads),
+        threads,
         out_a=out_a,
         lse_a=lse_a,
         out_b=out_b,

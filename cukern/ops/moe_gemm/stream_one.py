@@ -14,7 +14,7 @@ from cukern.runtime.plan import launch
 _kernel = Kernel("moe_gemm/stream_one", "gemm_stream_one")
 #: Rows of a tile, and the blocks of a multiprocessor: with more, registers would spill.
 TOKENS = {1: 5, 2: 4}
-_WARPS, _UNIT_NUMBERS = 4, 8
+_UNIT_NUMBERS = 8
 
 
 class Form(NamedTuple):
@@ -66,5 +66,6 @@ def stream(x: Product) -> None:
         return
     few = next(tokens for tokens in TOKENS if x.expects(tokens))
     form = form_for(x.k)
-    blocks = -(-x.n // (2 * form.pairs * (_WARPS // form.split))), x.tiles(few)
-    launch(variant_of(few, x.out.dtype, x.epilogue, form), blocks, 32 * _WARPS, **x.fields())
+    warps = kernels.constant(_kernel, "ONE_WARPS")
+    blocks = -(-x.n // (2 * form.pairs * (warps // form.split))), x.tiles(few)
+    launch(variant_of(few, x.out.dtype, x.epilogue, form), blocks, 32 * warps, **x.fields())
