@@ -20,7 +20,7 @@ from cukern.runtime import arrays, compile, gpu
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.cuda import cupy
 from cukern.runtime.describe import Result
-from cukern.runtime.kernel import KERNELS
+from cukern.runtime.kernel import KERNELS, Launched, Variant
 from cukern.runtime.op import OPERATORS, OPS, Op, op, operator
 from cukern.runtime.plan import empty, launch, note, outputs, run_twin
 from tests.buffers import OnlyDLPack
@@ -208,7 +208,7 @@ def _declare(**notes: Any) -> Any:
         if x.on_host:
             return run_twin()
         between = empty((10,), "float32")
-        variant = _kernel.variant("float", 1, 16, 2)
+        variant = Variant(_kernel.variant("float", 1, 16, 2).instance, Launched(128, 1024), False)
         launch(variant, (3, 2), (32, 4), 1024, x=x, out=between, **dict.fromkeys(FIELDS, 0))
         note(**notes)
         return y

@@ -85,7 +85,7 @@ AT_ONCE = 16
 def compile_together(instances: list[Instance], arch: str) -> dict[Instance, Resources]:
     """Compile instances of one template as one program, which reads the headers once; what each takes."""
     job = compiler._job(instances[0], arch)
-    program = nvrtc_binding.createProgram(job["source"], job["filename"], (), ())
+    program = nvrtc_binding.createProgram(compiler.program(instances), job["filename"], (), ())
     try:
         for instance in instances:
             nvrtc_binding.addNameExpression(program, instance.expression)

@@ -735,7 +735,7 @@ def test_as_many_stages_as_fit() -> None:
     for form in kernels.WGMMA_FORMS:
         # The system has 1 KiB of each block.
         most = min(of.shared_per_block, of.shared_per_multiprocessor // form.blocks - 1024)
-        assert form.shared_bytes + form.gather_bytes <= most < form._replace(stages=form.stages + 1).shared_bytes
+        assert form.shared_bytes(True) <= most < form._replace(stages=form.stages + 1).shared_bytes(False)
 
 
 @pytest.mark.rare

@@ -20,7 +20,7 @@ import cukern
 from cukern.runtime import check, compile, describe, gpu, sources, template
 from cukern.runtime import op as runtime_op
 from cukern.runtime.describe import Array, Result, expect, expect_array
-from cukern.runtime.kernel import KERNELS, Kernel
+from cukern.runtime.kernel import KERNELS, Kernel, Launched
 from cukern.runtime.late import Guards, Late, ceil_div, late
 from cukern.runtime.op import OPS, Op, op
 from cukern.runtime.plan import Plan, each_call, empty, launch, outputs, run_twin
@@ -275,7 +275,8 @@ def toy(stem: str, monkeypatch: pytest.MonkeyPatch) -> Op:
         scratch = empty((rows, 2), "int32")
         many = rows > 1000
         launch(
-            kernel.variant(64 if wide else 32), ceil_div(rows, 4), 64, 128 if many else 0,
+            kernel.variant(64 if wide else 32, launched=Launched(64, 128, (1001,))), ceil_div(rows, 4), 64,
+            128 if many else 0,
             **(FIELDS | {"in": x, "out": (out, scratch, None), "first": rows, "second": step, "stride": x.strides[0]}),
         )  # fmt: skip
         return out

@@ -17,6 +17,7 @@
 // With 128 heads the tensor cores are the bound, of whose rate on Hopper mma.sync has only a part: 36 % (500.8 us); with
 // DIM == 0 24 % (768.2 us).
 #include "common/barrier.cuh"
+#include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -134,6 +135,12 @@ __device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& t
                                             thread.member == 0 && thread.pair == 0);
         TileOf<F>::store(p, thread, to, out[0], j);
     }
+}
+
+template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM_V, bool EXTRA = false>
+constexpr Launch attend_mma_launch() {
+    using F = Form<T, FP8, ROWS, TILE, STAGES, DIM, DIM_V, EXTRA>;
+    return {32 * F::WARPS, F::BYTES};
 }
 
 // T: the type of the queries and results. FP8: an 8-bit cache. ROWS: 16, 32 or 64. TILE: 16, 32 or 64

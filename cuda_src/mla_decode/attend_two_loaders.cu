@@ -21,6 +21,7 @@
 // with 128 heads (328 us) and 52 % with 64 (176 us), where attend_wgmma takes 462 and 242. With 2048 indices for each
 // of 64 queries: 8 bits 50 % with 128 heads (92.3 us) and 36 % with 64 (63.3 us), where attend_wgmma takes 130.3 and
 // 83.3; 16 bits 59 % with 128 heads (78.2 us) and 54 % with 64 (62.4 us), where attend_wgmma takes 142.0 and 91.3.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "mla_decode/two_loaders_convert.cuh"
 #include "mla_decode/two_loaders_gather.cuh"
@@ -42,6 +43,10 @@ template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared
     mbarrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
     for (int i = 0; i < VISITS; ++i) shared.bad[i] = 0;
     fence_mbarrier_init();
+}
+
+template <typename, bool FP8, bool> constexpr Launch attend_two_loaders_launch() {
+    return {TWO_LOADERS_THREADS, all_for(BEFORE_SHARED + int(FP8 ? sizeof(ConverterShared) : sizeof(WgmmaShared)))};
 }
 
 // T: the type of the queries and results; with FP8 bfloat16. FP8: a cache of 656 bytes a token. GATHER: with `indices`.

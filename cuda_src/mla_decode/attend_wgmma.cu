@@ -30,6 +30,7 @@
 // (246.3 us), 80 % with two query tokens of 128 heads (459.7 us). One sequence of 8192 tokens takes 22.1 us, combine_parts
 // included, for a floor of 2.8: there latency is the bound. Without a second cache, attend_two_loaders takes the place of this
 // kernel where TMA cannot copy.
+#include "common/launch.cuh"
 #include "mla_decode/wgmma_compute.cuh"
 #include "mla_decode/wgmma_convert.cuh"
 #include "mla_decode/wgmma_gather.cuh"
@@ -48,6 +49,10 @@ template <bool FP8, bool TMA> __device__ __forceinline__ void init_shared(WgmmaS
     mbarrier_init(shared_address(&shared.summed), 2 * WARPGROUP);
     for (int i = 0; i < VISITS; ++i) shared.bad[i] = 0;
     fence_mbarrier_init();
+}
+
+template <typename, bool FP8, bool, bool = false, int = BYTES_OF_576> constexpr Launch attend_wgmma_launch() {
+    return {WGMMA_THREADS, all_for(BEFORE_SHARED + int(FP8 ? sizeof(ConvertShared) : sizeof(WgmmaShared)))};
 }
 
 // T: the type of the queries and results. FP8: an 8-bit cache. GATHER: with `indices`. EXTRA: with a second cache, or with

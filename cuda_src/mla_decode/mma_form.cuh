@@ -24,8 +24,8 @@
 #include "mla_decode/copies.cuh"
 #include "mla_decode/parts.cuh"
 
-// The sizes that follow from the template arguments of attend_mma. `cukern/ops/_mla_decode.py` computes BYTES, the shared
-// memory, in the same way. With G = GROUPS and H = HALVES it is
+// The sizes that follow from the template arguments of attend_mma. BYTES is the shared memory. With G = GROUPS and
+// H = HALVES it is
 //
 //   RINGS * STAGES * (tile + 32) + ROWS / 16 * (36 - KEPT_STEPS * 4 / (G H / 2)) * 512 + 4096 * SENT * M
 //   + G * GROUP_ROWS * TILE * 2 * SCALES + GROUP_ROWS * 64,
@@ -86,7 +86,6 @@ struct Form {
     static constexpr int ARRIVALS = SUMS + WARPS * GROUP_ROWS * 4;
     static constexpr int BARRIERS = ARRIVALS + RINGS * STAGES * 16;
     static constexpr int BYTES = BARRIERS + RINGS * STAGES * 16;
-    static_assert(BYTES <= 232448, "");
 
     // Fragments of the output that one group gives the other at once, in place of partial scores and probabilities.
     static constexpr int GIVEN = MAXIMA - PARTIAL_SCORES >= V * MEMBERS * 512       ? V

@@ -13,9 +13,16 @@
 //
 // Bound by the latency of the chain: on an H200 3.3 us for 1 sequence, 4.2 us for 128 and 5.8 us for 1024 (6.3 us and
 // 52.4 us by the sequences), where an empty kernel takes 0.5 us.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "mla_decode/plan_by_parts.cuh"
 #include "mla_decode/plan_by_sequences.cuh"
+
+// table_bytes: of the table of plan_by_parts, 0 where that is not taken.
+template <int PLAN_THREADS = 256, bool = false> constexpr Launch plan_parts_launch(int sequences, int table_bytes) {
+    const int by_parts = PLAN_THREADS > 256 ? BY_PARTS_BYTES + table_bytes + int(sizeof(int)) * (sequences + 1) : 0;
+    return {PLAN_THREADS, by_parts > BY_SEQUENCES_BYTES ? by_parts : BY_SEQUENCES_BYTES};
+}
 
 // EXTRA: with a second cache, or with numbers of the indices that count.
 template <int PLAN_THREADS = 256, bool EXTRA = false>

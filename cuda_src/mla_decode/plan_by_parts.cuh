@@ -27,7 +27,8 @@ struct PartsMemory {
     int sums[32], cut_sums[8];      // of warps
     bool fits[LOADS];               // whether the parts suffice for a load
 };
-static_assert((sizeof(PartsMemory) + 15) / 16 * 16 == 14512, ""); // cukern/ops/_mla_decode.py computes with it
+constexpr int BY_PARTS_BYTES = 14512; // before the table
+static_assert((sizeof(PartsMemory) + 15) / 16 * 16 == BY_PARTS_BYTES, "plan_parts: BY_PARTS_BYTES");
 
 // The last of `count` ascending numbers, of which the first is 0, that is at most `value`.
 __device__ __forceinline__ int last_up_to(const int* numbers, int count, int value) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ int line_up(const PlanParams& p, PartsMemory& memory,
 // Make the plan, if the table has room; returns whether it has.
 template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts(const PlanParams& p, char* shared) {
     PartsMemory& memory = *reinterpret_cast<PartsMemory*>(shared);
-    unsigned char* const spare = reinterpret_cast<unsigned char*>(shared) + (sizeof(PartsMemory) + 15) / 16 * 16;
+    unsigned char* const spare = reinterpret_cast<unsigned char*>(shared) + BY_PARTS_BYTES;
     int* const starts = reinterpret_cast<int*>(spare + p.table_bytes);
     constexpr int WARPS = THREADS / 32;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;

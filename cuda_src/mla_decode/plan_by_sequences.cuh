@@ -76,7 +76,8 @@ struct SequencesMemory {
     long long totals[32];
     int chosen; // the load
 };
-static_assert(sizeof(SequencesMemory) == 35080, ""); // cukern/ops/_mla_decode.py computes with it
+constexpr int BY_SEQUENCES_BYTES = 35080;
+static_assert(sizeof(SequencesMemory) == BY_SEQUENCES_BYTES, "plan_parts: BY_SEQUENCES_BYTES");
 
 // Make the plan, for any sequences.
 template <int PLAN_THREADS, bool EXTRA>

@@ -13,7 +13,6 @@ struct ConvertShared : WgmmaShared {
     unsigned long long addresses[4][BLOCK_TOKENS]; // of the tokens of the next tiles; or MISSING, OUTSIDE
     unsigned long long scales[4][BLOCK_TOKENS];    // of the same, 8 of a byte each, where they lie apart
 };
-static_assert(sizeof(ConvertShared) <= MOST_SHARED, "");
 
 // What a lane converts.
 template <int BYTES> struct ConverterLane {

@@ -29,8 +29,8 @@ struct WgmmaShared {
     int bad[VISITS];                   // the latest visit that found a bad page or slot
     unsigned long long valid[2];       // with `indices`: the tokens of a buffer that are there, a bit each
 };
-// For what lies behind the tiles: the first one begins at a multiple of 1024.
-constexpr int MOST_SHARED = 232448 - 1024 - 3 * TILES * TILE_BYTES;
+// Before it: the first tile begins at a multiple of 1024.
+constexpr int BEFORE_SHARED = 1024 + 3 * TILES * TILE_BYTES;
 
 struct alignas(64) WgmmaParams {
     // The cache [pages, page_size, kv_heads, 576], for boxes of 64 columns of `box_tokens` tokens of a head. Unused with

@@ -28,6 +28,7 @@
 // experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 22.8 us, 65% of the
 // 4.8 TB/s of its memory, and of bfloat16 20.9 us, 38%. 1 token takes 1.9 us, 1024 take 2.7 us and 8192 take 6.0 us,
 // where an empty kernel takes 0.54 us. The dynamic instance takes 38.5 us for 65536 tokens of float32, 39%.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
@@ -460,6 +461,34 @@ constexpr int resident_blocks(int lanes, int values, bool dynamic) {
     return lanes > STAGED_LANES ? 1 : resident_warps / WARPS_PER_BLOCK;
 }
 
+// Units of 16 bytes of shared memory: of a token's list, and of its row behind the list.
+constexpr int list_units_of(int capacity) { return capacity + capacity / 4 + 2; }
+
+// The groups of a dynamic row, padded to those that its lanes have room for.
+template <int LANES, int VALUES> constexpr int padded_groups_of(unsigned group_magic) {
+    return int((LANES * VALUES - 1) * group_magic >> 20) + 1;
+}
+
+template <int EXPERTS, int GROUPS, int LANES, int VALUES, class Stage>
+constexpr int row_units_of(int groups, int padded_groups, int log2_lanes_per_group) {
+    const int row_words = padded_groups + LANES * VALUES + (padded_groups << log2_lanes_per_group);
+    return GROUPS == WHOLE_LANES ? LANES * HANDED_ON<VALUES> / 4
+           : EXPERTS == 0        ? (groups + 5) / 2 + (row_words + 3) / 4
+                                 : Stage::UNITS;
+}
+
+// A dynamic instance has arguments.
+template <typename T, int EXPERTS, int GROUPS, int, int LANES, int VALUES, bool BIASED, typename OTHER = T>
+constexpr Launch moe_gate_launch(int capacity = CAPACITY, int groups = 1, unsigned group_magic = 0,
+                                 int log2_lanes_per_group = 0) {
+    using OwnRow = Row<T, EXPERTS, LANES, VALUES, BIASED, OTHER>;
+    const int padded_groups = padded_groups_of<LANES, VALUES>(group_magic);
+    const int of_row = row_units_of<EXPERTS, GROUPS, LANES, VALUES, typename OwnRow::Stage>(groups, padded_groups,
+                                                                                            log2_lanes_per_group);
+    constexpr int THREADS = WARPS_PER_BLOCK * 32;
+    return {THREADS, 16 * (OwnRow::BIAS_UNITS + THREADS / LANES * (list_units_of(capacity) + of_row))};
+}
+
 template <typename T, int EXPERTS, int GROUPS, int SCORING, int LANES, int VALUES, bool BIASED, typename OTHER = T>
 __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
                                   resident_blocks(EXPERTS || GROUPS ? LANES : 32, VALUES, EXPERTS == 0))
@@ -486,13 +515,11 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     // Shared memory, in 16-byte units. Per block: the bias, where rows are staged. Per token: the list (candidates,
     // scores and ids); the row, where it is staged; if dynamic, what hand_on or mask_of_kept_groups needs.
     extern __shared__ uint4 shared[];
-    const int list_units = capacity + capacity / 4 + 2;
+    const int list_units = list_units_of(capacity);
     // A dynamic lane's last values may lie past the last expert; they have places in shared memory all the same.
-    const int padded_groups = DYNAMIC ? int((LANES * VALUES - 1) * p.group_magic >> 20) + 1 : 0;
-    const int row_words = padded_groups + LANES * VALUES + (padded_groups << p.log2_lanes_per_group);
-    const int row_units = HANDS_ON  ? LANES * HANDED_ON<VALUES> / 4
-                          : DYNAMIC ? (groups + 5) / 2 + (row_words + 3) / 4
-                                    : Stage::UNITS;
+    const int padded_groups = DYNAMIC ? padded_groups_of<LANES, VALUES>(p.group_magic) : 0;
+    const int row_units =
+        row_units_of<EXPERTS, GROUPS, LANES, VALUES, Stage>(groups, padded_groups, p.log2_lanes_per_group);
     uint4* own_shared = shared + OwnRow::BIAS_UNITS + slot * (list_units + row_units);
     Candidate* candidates = reinterpret_cast<Candidate*>(own_shared);   // [capacity + 4]
     float* score = reinterpret_cast<float*>(candidates + capacity + 4); // [capacity]

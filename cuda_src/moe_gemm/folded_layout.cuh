@@ -37,4 +37,8 @@ template <int TOKENS_, int STAGES_, int CLUSTER_> struct FoldedLayout {
         WgmmaTile tiles[STAGES];                     // as those of WgmmaShared
         WgmmaTile kept[WARPGROUPS * WARPGROUP / 32]; // the tile that each warp multiplies
     };
+    // With the most that goes before places at multiples of 1024, 128 and 256, for any STAGES.
+    static constexpr int BYTES = 1024 + STAGES * (TOKEN_BYTES + WEIGHT_BYTES + SCALE_BYTES) + 128 +
+                                 WARPGROUPS * 2 * STAGING + 256 + int(sizeof(Shared));
+    static_assert(1024 + REST + sizeof(Shared) <= BYTES, "");
 };

@@ -28,6 +28,7 @@
 // Speed of light: the bytes of the weights, then 2 * rows * n * k operations at twice the rate of bfloat16. On an H200,
 // 8 experts of 1024 rows, n = 4096 and k = 7168: 461 us, 1043 TFLOP/s, where FP8 weights with scales of blocks take 352
 // us; 256 experts of 8 rows: 1.01 ms, whose bytes take 0.83.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/folded_load.cuh"
 #include "moe_gemm/folded_weights.cuh"
@@ -239,6 +240,10 @@ __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, 
         store_tile<T, ACTIVATION, TOKENS>(p, all, tile, warpgroup, staging, round);
         __syncwarp(); // before the next tile is kept
     }
+}
+
+template <typename, int, int TOKENS, int STAGES, int CLUSTER, int, bool> constexpr Launch gemm_folded_wgmma_launch() {
+    return {folded_threads(TOKENS), FoldedLayout<TOKENS, STAGES, CLUSTER>::BYTES, box_of(TOKENS)};
 }
 
 // T: __nv_bfloat16 or __half, of the result. TOKENS: 8, 16, 32, 128 or 256. BLOCKS: blocks that fit a

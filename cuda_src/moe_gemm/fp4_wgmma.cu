@@ -28,6 +28,7 @@
 // experts of 8 rows, n = 4096 and k = 7168: 985 us in MXFP4, 4.05 TB/s (84% of memory's rate), and 1047 us in NVFP4; one
 // row of each of two, 28672 x 4096: 40 us, 3.1 TB/s; 8 experts of 1024 rows: 572 us, 841 TFLOP/s, where weights of 16
 // bits take 610 us.
+#include "common/launch.cuh"
 #include "moe_gemm/fp4_load.cuh"
 #include "moe_gemm/fp4_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
@@ -236,6 +237,13 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
             store_tile<T, ACTIVATION, TOKENS>(p, c, tile, side, staging, round, factor);
         }
     }
+}
+
+template <typename, int FORMAT, int, int TOKENS, int UNITS, int STAGES, int CLUSTER, int, int SIDES, int SPLIT,
+          int HALVES, bool, bool>
+constexpr Launch gemm_fp4_wgmma_launch() {
+    using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>;
+    return {Layout::THREADS, 1024 + Layout::REST + int(sizeof(typename Layout::Shared)), Layout::BOX};
 }
 
 // T: __nv_bfloat16 or __half, of the tokens and of the result. FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 96, 128 or

@@ -28,6 +28,7 @@
 // tiles with tails, and is ahead: 429 us before the activation for 32 x 256 (random routing), and 508 here. With odd
 // tiles in one deal with all others these take 557, and 32 x 1024 rows 1665.
 #include "common/fp8.cuh"
+#include "common/launch.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
 #include "moe_gemm/fp8_blocks_store.cuh"
 #include "moe_gemm/fp8_scales.cuh"
@@ -233,6 +234,11 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
     turns.end();
     // The staged rows are copied before the block ends.
     bulk_wait<0>();
+}
+
+template <typename, int CLUSTER, int ACTIVATION> constexpr Launch gemm_fp8_blocks_launch() {
+    using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
+    return {FP8_THREADS, all_for(1024 - 16 + Layout::REST + int(sizeof(typename Layout::Shared)))};
 }
 
 // T: __nv_bfloat16 or __half, to which sums are rounded. CLUSTER: 1 or 2 blocks. ACTIVATION: of

@@ -27,7 +27,6 @@ template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
     static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;
     static constexpr int REST = SCALES + STAGES * SCALE_BYTES;
     using Shared = Fp8Shared<STAGES>;
-    static_assert(1024 - 16 + REST + sizeof(Shared) <= 227 << 10, "more than a block can have");
 };
 
 // The tiles of a block: those of its cluster, of whose rows it has a part. A block may be left without rows (z is 0).

@@ -32,6 +32,7 @@
 // reach 56%, in 33 us. 32 groups of random routing around 256 rows take 429 us with tails and 493 without (437 and 547
 // with odd tiles in one deal with all others); around 1024 rows, with n = 7168 and k = 2048, 826 and 830.
 #include "common/fp8.cuh"
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/fp8_scales.cuh"
 #include "moe_gemm/fp8_store.cuh"
@@ -293,6 +294,12 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             if (rows > UNTAILED) store_fp8_tail<T, Layout>(p, tile, tile.w + first_row, of_tail, staged);
         }
     }
+}
+
+template <typename, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
+constexpr Launch gemm_fp8_wgmma_launch() {
+    using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
+    return {FP8_THREADS, all_for(1024 - 16 + Layout::REST + int(sizeof(typename Layout::Shared))), Layout::LOADED_ROWS};
 }
 
 // T: __nv_bfloat16 or __half, of the result. TOKENS: 288, 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks.

@@ -24,6 +24,7 @@
 // and 54% in NVFP4, whose conversion takes instructions. 8 x 1024 rows reach 64% of the tensor cores' floor in bfloat16
 // (every operand passes through registers, unlike those of wgmma.cu), 23% in FP8, which is multiplied as float16, 35%
 // in MXFP4 and 34% in NVFP4.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/mma_fp4.cuh"
 #include "moe_gemm/mma_ldmatrix.cuh"
@@ -50,6 +51,13 @@ template <typename T, class Block> struct MmaFormOf<T, MXFP4, false, Block> {
 template <typename T, class Block> struct MmaFormOf<T, NVFP4, false, Block> {
     using Type = Fp4Form<T, E4m3Scale, true, Block>;
 };
+
+template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int WEIGHT_WARPS, int STEP, int STAGES, int,
+          int ACTIVATION, bool BLOCK_SCALES>
+constexpr Launch gemm_mma_launch() {
+    using Block = MmaBlock<TOKENS, WEIGHTS, TOKEN_WARPS, WEIGHT_WARPS, STEP, STAGES, ACTIVATION>;
+    return {Block::THREADS, STAGES * MmaFormOf<T, FORMAT, BLOCK_SCALES, Block>::Type::BYTES};
+}
 
 // T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. STEP: 32 or 64 with PLAIN and
 // TRANSPOSED, else 128. STAGES: steps that shared memory holds. BLOCKS: blocks that fit a multiprocessor. ACTIVATION:

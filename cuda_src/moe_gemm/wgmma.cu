@@ -36,6 +36,7 @@
 // rows no more. Layers of 4096 tokens, with all of their kernels, reach 92% (Mixtral), 86% (DeepSeek-V3 with 32 experts)
 // and 70% (Qwen3-30B-A3B) of the rate of a large product.
 #include "common/cluster.cuh"
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/wgmma_gather.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
@@ -185,6 +186,16 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
     }
 }
 
+template <typename, int, int TOKENS, int STAGES, int CLUSTER, int, bool, bool GATHER, bool = false>
+constexpr Launch gemm_wgmma_launch() {
+    using Shared = WgmmaShared<TOKENS, STAGES>;
+    constexpr int WARPS = GATHER ? gather_warps(TOKENS) : 1;                  // that load
+    constexpr int SORTED = is_largest(TOKENS) ? WARPS * MAX_SORTED : 0;       // bytes, for their orders of groups
+    constexpr int SOURCES = GATHER ? TOKENS / CLUSTER * int(sizeof(int)) : 0; // bytes, for the sources of their rows
+    return {GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS),
+            1024 + Shared::REST + int(sizeof(Shared)) + SORTED + SOURCES, box_of(TOKENS)};
+}
+
 // T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 96, 128 or 288. BLOCKS: blocks that fit a multiprocessor.
 // STREAMED: for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh
 // has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads. TURNED: the weights lie
@@ -199,8 +210,7 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
     extern __shared__ char memory[];
     const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
     const unsigned stages = shared_address(memory) + misplaced;
-    Shared& shared =
-        *reinterpret_cast<Shared*>(memory + misplaced + STAGES * Shared::STAGE + WARPGROUPS * 2 * Shared::STAGING);
+    Shared& shared = *reinterpret_cast<Shared*>(memory + misplaced + Shared::REST);
     if (threadIdx.x == 0) {
         prefetch_tensormap(p.b_map);
         prefetch_tensormap(p.a_map);

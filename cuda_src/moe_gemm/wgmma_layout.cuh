@@ -35,7 +35,8 @@ struct alignas(16) WgmmaTile {
 template <int TOKENS, int STAGES> struct WgmmaShared {
     static constexpr int WEIGHT_TILE = WARPGROUPS * 64 * ROW_BYTES, TOKEN_TILE = TOKENS * ROW_BYTES; // bytes
     static constexpr int STAGE = WEIGHT_TILE + TOKEN_TILE;
-    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // of a round; a warpgroup has room for two
+    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES;           // of a round; a warpgroup has room for two
+    static constexpr int REST = STAGES * STAGE + WARPGROUPS * 2 * STAGING; // where this struct begins
 
     unsigned long long full[STAGES], empty[STAGES], skewed;
     // The tile that begins with this stage, if one does; `full` publishes it. A tile has a stage at least, and a warp

@@ -12,6 +12,7 @@
 // and the chain of a load, an atomic in shared memory and a store take longer than the bytes. It is not timed alone; it
 // is a part of the 293 us of moe_permute with 8192 tokens of 8 slots on an H200, nearly all of which permute_rows
 // takes.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
 
@@ -20,6 +21,11 @@ struct Params {
     int* counts; // [blocks, experts]
     int pairs_per_block;
 };
+
+// mapped: the size of the map, or 0.
+template <typename> constexpr Launch count_pairs_launch(int experts, int mapped) {
+    return {SORT_THREADS, int(sizeof(int)) * (experts + 1 + (mapped ? mapped + 1 : 0))};
+}
 
 template <typename ID> __global__ void __launch_bounds__(SORT_THREADS) count_pairs(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();

@@ -26,6 +26,7 @@
 // us with their rows in blocks, by one block, and 4096 x 8 pairs take 5.6 us by clusters, where an empty kernel takes
 // 0.54 us.
 #include "common/cluster.cuh"
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
 
@@ -80,6 +81,12 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     int* const count = start + experts + 1;         // [experts]
 
     __device__ __forceinline__ ChunkSort(const Params& p, uint4* shared) : p(p), bytes((unsigned*)shared) {}
+
+    // Integers of shared memory. mapped: the size of the map, or 0.
+    static constexpr int integers(int experts, int mapped, int rows_per_block) {
+        const int behind_map = CLUSTER > 1 ? 3 * (experts + 1) + (CLUSTER + 1) * experts : rows_per_block;
+        return 2 * experts * PITCH + (mapped ? mapped + 1 : 0) + behind_map;
+    }
 
     __device__ __forceinline__ int chunk_of(int turn) const { return turn * warps + warp; }
     __device__ __forceinline__ int pair_of(int turn) const { return first + chunk_of(turn) * 32 + lane; }
@@ -331,6 +338,12 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
     } else if (p.rows) {
         sort.write_staged(row);
     }
+}
+
+template <typename ID, int BITS, int CHUNKS, int CLUSTER>
+constexpr Launch sort_chunks_launch(int experts, int mapped, int rows_per_block) {
+    using Sort = ChunkSort<ID, BITS, CHUNKS, CLUSTER>;
+    return {CHUNK_THREADS, int(sizeof(int)) * Sort::integers(experts, mapped, rows_per_block)};
 }
 
 template <typename ID, int BITS, int CHUNKS, int CLUSTER>

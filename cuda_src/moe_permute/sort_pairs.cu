@@ -27,6 +27,7 @@
 // there is no arithmetic to speak of. What bounds it is a chain of latencies: the launch, the ids, the barriers between
 // the stages, and the turns of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7
 // us and 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of the time).
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
 
@@ -77,6 +78,11 @@ template <typename ID, int BITS> struct Sort {
     int* const staged = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0); // [capacity]
 
     __device__ __forceinline__ Sort(const Params& p, int* shared) : p(p), before(shared) {}
+
+    // Integers of shared memory. mapped: the size of the map, or 0; staged: rows that are staged, or 0.
+    static constexpr int integers(int experts, int mapped, int warps, int staged) {
+        return (3 + warps) * (experts + 1) + (mapped ? mapped + 1 : 0) + staged;
+    }
 
     // Zero the counts, fill the staged rows, load the map.
     __device__ __forceinline__ void initialize() const {
@@ -249,6 +255,10 @@ template <typename ID, int BITS> struct Sort {
         if (p.end_of_rows && thread == 0) *p.end_of_rows = total;
     }
 };
+
+template <typename ID, int BITS> constexpr Launch sort_pairs_launch(int experts, int mapped, int warps, int staged) {
+    return {SORT_THREADS, int(sizeof(int)) * Sort<ID, BITS>::integers(experts, mapped, warps, staged)};
+}
 
 template <typename ID, int BITS>
 __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const __grid_constant__ Params p) {

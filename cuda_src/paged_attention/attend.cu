@@ -39,6 +39,7 @@
 // of a chain: length, table, tiles, merge. One sequence of 4096 tokens takes 9.6 us, against 3.9 for the copy (40%), and
 // one of 32768 takes 36.4 of 31.4 (86%).
 #include "common/cluster.cuh"
+#include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
@@ -116,6 +117,15 @@ __device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& tea
     F::Products::multiply_values(out, weights, values_at, team.lane);
 }
 
+// rows: of a piece.
+template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
+          int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE, int ROWS, int>
+constexpr Launch attend_launch(int rows) {
+    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING, AT_ONCE,
+                   ROWS>;
+    return {32 * WARPS, F::shared_bytes(rows)};
+}
+
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
           int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE, int ROWS, int FIT>
 __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
@@ -131,8 +141,7 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
     __shared__ Segment previous;
     __shared__ unsigned long long inbox;
     Team<F> team(p);
-    const typename F::Results found = {maxima, sums,
-                                       reinterpret_cast<float*>(shared + (STAGES - 1) * F::TEAMS * 2 * Tile::BYTES)};
+    const typename F::Results found = {maxima, sums, reinterpret_cast<float*>(shared + (STAGES - 1) * F::STAGE_BYTES)};
     const float scale = (p.key_scale ? *p.key_scale : 1.f) * p.scale * LOG2_E;
 
     Schedule schedule(p, {next, previous, last, shared_address(&inbox)});

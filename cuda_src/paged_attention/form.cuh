@@ -45,6 +45,17 @@ struct Form {
     // Lanes of four pairs of rows, or of four rows, store to different banks.
     using Results = TeamResults<TEAMS, ROWS, DIMS + ROWS_ / 2>;
 
+    static constexpr int STAGE_BYTES = TEAMS * 2 * Tile::BYTES; // of all teams: keys and values of a tile of each
+
+    // Shared memory for pieces of `rows` rows: the stages, where the last one is results in the end, and behind them the
+    // inbox of a block of a cluster (`store_cluster`).
+    static constexpr int shared_bytes(int rows) {
+        const int results = TEAMS * rows * Results::STRIDE * 4;
+        const int found = (STAGES - 1) * STAGE_BYTES + (results > STAGE_BYTES ? results : STAGE_BYTES);
+        const int own = (rows * (DIMS / 4) + CLUSTER - 1) / CLUSTER; // quads of a row of a block
+        return CLUSTER == 1 ? found : found + CLUSTER * (own * 16 + rows * 8);
+    }
+
     // The token of a tile, and the dimension, of element i of a lane's fragment n of the scores, or of the output.
     static __device__ __forceinline__ int token(int n, int i, int lane) {
         return Tile::token(Rows::eight(n, i), Rows::column(lane, i));

@@ -156,7 +156,7 @@ template <typename F> struct ClusterItem {
     // Where the other blocks leave their results: behind the stages and the teams' results.
     __device__ __forceinline__ void store(const Params& p, const Segment& segment,
                                           const typename F::Results& found) const {
-        char* const stages_end = shared + F::STAGES * F::TEAMS * 2 * F::Tile::BYTES;
+        char* const stages_end = shared + F::STAGES * F::STAGE_BYTES;
         char* const results_end = reinterpret_cast<char*>(found.outputs + F::TEAMS * p.rows * F::Results::STRIDE);
         cluster_wait<F::CLUSTER>();
         store_cluster<F::CLUSTER, typename F::T>(p, segment, found, results_end > stages_end ? results_end : stages_end,

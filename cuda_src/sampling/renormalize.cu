@@ -14,6 +14,7 @@
 // L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, 68% of the bandwidth of a copy; top-k takes 125
 // us. For one row the bound is latency: 7 us for the softmax. So it is for top-p, whose search is a chain of passes,
 // each with a barrier of the cluster: 51 us for one row, 525 us for 256.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/first_pass.cuh"
 #include "sampling/params.cuh"
@@ -89,6 +90,11 @@ __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top
 }
 
 extern __shared__ float4 shared[];
+
+template <typename T, Mode, int CLUSTER>
+constexpr Launch renormalize_launch(int tiles, int cached_tiles, int topped_tiles, int tops_per_tile) {
+    return {32 * MAX_WARPS, Row<T, true, CLUSTER>::bytes(tiles, cached_tiles, topped_tiles, tops_per_tile)};
+}
 
 template <typename T, Mode MODE, int CLUSTER>
 __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)

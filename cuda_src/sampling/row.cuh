@@ -85,6 +85,12 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         tops = lane_tops + layout.topped_tiles * 32;
     }
 
+    // The shared memory that it takes.
+    static constexpr int bytes(int tiles, int cached_tiles, int topped_tiles, int tops_per_tile) {
+        return cached_tiles * TILE * 4 + 2 * tiles * 16 + CAPACITY * 8 +
+               (topped_tiles * 32 + tiles * tops_per_tile) * 4;
+    }
+
     // --- reading --------------------------------------------------------------------------------------
 
     // The e-th id of a lane's group.

@@ -26,6 +26,7 @@
 // top-k 40 and top-p 0.9. For one row the bound is latency, of the load, the barriers of the cluster and the draw: 6.9
 // us, and 12.5 us with these filters. The next kernel's clusters may take their places when a row is read, not before:
 // then 64 rows take 16.2 us, which took 16.8.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/draw_listed.cuh"
 #include "sampling/first_pass.cuh"
@@ -246,6 +247,11 @@ __device__ __forceinline__ void draw_unfiltered(const SampleParams& params, Stre
 }
 
 extern __shared__ float4 shared[];
+
+template <typename T, bool PROBS, int CLUSTER>
+constexpr Launch sample_launch(int tiles, int cached_tiles, int topped_tiles, int tops_per_tile) {
+    return {32 * MAX_WARPS, Row<T, PROBS, CLUSTER>::bytes(tiles, cached_tiles, topped_tiles, tops_per_tile)};
+}
 
 template <typename T, bool PROBS, int CLUSTER>
 __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)

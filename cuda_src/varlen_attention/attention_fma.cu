@@ -17,6 +17,7 @@
 //
 // Speed of light: the float32 units, 4 dim flops for each pair of a query and a key. It is made to be read: loads wait
 // for products and products for loads, and blocks beside each other on a multiprocessor fill the gaps.
+#include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
 #include "varlen_attention/sequences.cuh"
@@ -30,6 +31,7 @@ constexpr int FMA_THREADS = 256;
 template <int DIM_, int TILE_> struct Sizes {
     static constexpr int DIM = DIM_, TILE = TILE_, M = TILE / 16; // rows and columns of a thread
     static constexpr int LINE = DIM + 4, WEIGHTS_LINE = TILE + 4;
+    static constexpr int BYTES = TILE * (2 * LINE + WEIGHTS_LINE) * 4;
     // Results of a thread and row, of which VECTOR are side by side.
     static constexpr int N = DIM / 16, VECTOR = N < 4 ? N : 4;
     struct alignas(4 * VECTOR) Neighbours { // one load
@@ -121,6 +123,10 @@ __device__ __forceinline__ void weigh(const Params& p, const Part<S::TILE>& part
 #pragma unroll
         for (int j = 0; j < S::M; ++j) weights[i * 16 * S::WEIGHTS_LINE + 16 * j] = softmax[i].weigh(score[j]);
     }
+}
+
+template <typename, int DIM, int TILE, int> constexpr Launch attention_fma_launch() {
+    return {FMA_THREADS, Sizes<DIM, TILE>::BYTES};
 }
 
 template <typename T, int DIM, int TILE, int BYTES>

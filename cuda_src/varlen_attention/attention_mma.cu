@@ -16,6 +16,7 @@
 //
 // Speed of light: tensor cores, 4 dim flops for each pair of a query and a key, for long sequences; the bytes of
 // queries, keys, values and results for short ones. mma.sync has only a part of the tensor cores' rate on Hopper.
+#include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
 #include "varlen_attention/sequences.cuh"
@@ -28,6 +29,7 @@ constexpr int MMA_THREADS = 128, QUERIES = 64;
 template <int DIM, int KEYS> struct Form {
     static constexpr int LINE = DIM * 2, CHUNKS = DIM / 8;
     static constexpr int TILE = KEYS * LINE, STAGE = 2 * TILE; // bytes: keys, then values
+    static constexpr int BYTES = QUERIES * LINE + 2 * STAGE;
 
     static __device__ __forceinline__ unsigned at(int row, int chunk) {
         return row * LINE + (chunk ^ (LINE >= 128 ? row & 7 : row >> 1 & 3)) * 16;
@@ -132,6 +134,10 @@ template <typename T, int DIM, int KEYS> struct Warp {
         }
     }
 };
+
+template <typename, int DIM, int KEYS> constexpr Launch attention_mma_launch() {
+    return {MMA_THREADS, Form<DIM, KEYS>::BYTES};
+}
 
 template <typename T, int DIM, int KEYS>
 __global__ void __launch_bounds__(MMA_THREADS, 2) attention_mma(const __grid_constant__ Params p) {

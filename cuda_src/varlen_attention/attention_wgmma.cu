@@ -30,6 +30,7 @@
 // a tile of 64 queries and 128 keys is 512 cycles of a multiprocessor's tensor cores, and 512 of its 16 exponentials per
 // cycle; with DIM 128 it is 1024 and 512. Short sequences are bound by the bytes of queries, keys, values and results.
 #include "common/hopper.cuh"
+#include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
 #include "varlen_attention/sequences.cuh"
@@ -324,6 +325,11 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         return value;
     }
 };
+
+template <typename, int DIM, int WARPGROUPS, int, bool> constexpr Launch attention_wgmma_launch() {
+    using S = Shared<DIM, WARPGROUPS>;
+    return {WARPGROUPS * WARPGROUP, 1024 + S::BEGIN + int(sizeof(S))};
+}
 
 template <typename T, int DIM, int WARPGROUPS, int BLOCKS, bool TURNS>
 __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)

@@ -272,7 +272,8 @@ def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]
         own = kernel_of.get(function)
         if own is None or not arch:
             continue
-        instance = Instance(own.file, function, tuple(arguments.removesuffix(">").split(", ")))
+        given = tuple(arguments.removesuffix(">").split(", "))
+        instance = Instance(own.file, function, given, str(note.get("assertions", "")))
         if compile.cached_path(instance, arch).name == path.name:
             current[own.stem, arch].add(expression)
         else:

@@ -8,17 +8,16 @@ from typing import Any, NamedTuple
 from cukern.reference import mla_decode as twin
 from cukern.runtime import arrays, check, gpu, template
 from cukern.runtime.describe import Array
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.plan import launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # of attend_mma and combine_parts, and of plan_parts where it follows the sequences
+THREADS = 256  # of attend_mma, and of plan_parts where it follows the sequences
 _BY_PARTS_THREADS = 384, 768  # of plan_parts where it follows the parts
 #: Sequences up to which following them takes less time than following the parts, and up to which the latter can be.
-_FEW_SEQUENCES, _MOST_LINED_UP, _MOST_PARTS = 48, 4096, 255
-#: Shared memory of `plan_parts` that every GPU has, and that of its two ways of planning: by parts, and by sequences.
-_PLAN_SHARED_BYTES, _BY_PARTS_BYTES, _BY_SEQUENCES_BYTES = 99 << 10, 14512, 35080
+_FEW_SEQUENCES, _MOST_LINED_UP = 48, 4096
+_PLAN_SHARED_BYTES = 99 << 10  # the shared memory of `plan_parts` that every GPU has
 _TABLE_BYTES = 24 << 10, 640  # of the table of places by parts: at least, and for each sequence
 
 #: head_dim and head_dim_v that have variants of their own.
@@ -33,7 +32,6 @@ _TILES, _FP8_TILES = (64, 32), {16: (64, 32, 16), 32: (64, 32), 64: (32,)}
 
 #: Rows of a kv head up to which `attend_mma` is faster, measured on an H200: over a cache of 16 and of 8 bits.
 _FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
-WGMMA_SHARED_BYTES = 227 << 10  # all that a block can have: it is alone on its multiprocessor
 #: `attend_wgmma` looks for the largest product of a row before it multiplies by the scale, which must then be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
@@ -111,7 +109,13 @@ def best_form(
 def mma_variant(form: Form) -> Variant:
     sizes = form.rows, form.tile, form.stages, form.head_dim, form.head_dim_v
     arguments: list[str | int] = [str(form.is_fp8).lower(), *sizes, *["true"] * form.has_extra]
-    return attend_mma.variant(arrays.CUDA_TYPE[form.dtype], *arguments, max_shared_bytes=form.shared_bytes)
+    launched = Launched(THREADS, form.shared_bytes)
+    return attend_mma.variant(arrays.CUDA_TYPE[form.dtype], *arguments, launched=launched)
+
+
+def _alone(kernel: Kernel, threads: str) -> Launched:
+    """What a block is launched with that has a multiprocessor for itself."""
+    return Launched(template.constants(kernel.file)[threads], gpu.BY_ARCH["90a"].shared_per_block)
 
 
 def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
@@ -119,34 +123,39 @@ def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 
     flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
     if extra_bytes:
         flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
-    return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
+    return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, launched=_alone(attend_wgmma, "WGMMA_THREADS"))
 
 
 def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
-    flags = str(is_fp8).lower(), str(is_sparse).lower()
-    return attend_two_loaders.variant(arrays.CUDA_TYPE[dtype], *flags, max_shared_bytes=WGMMA_SHARED_BYTES)
+    arguments = arrays.CUDA_TYPE[dtype], str(is_fp8).lower(), str(is_sparse).lower()
+    return attend_two_loaders.variant(*arguments, launched=_alone(attend_two_loaders, "TWO_LOADERS_THREADS"))
 
 
 def plan_threads(sequences: int, parts: int) -> int:
     """Threads of `plan_parts`: more than 256 where it follows the parts."""
-    if parts > _MOST_PARTS or not _FEW_SEQUENCES < sequences <= _MOST_LINED_UP:
+    if parts > template.constants(plan_kernel.file)["MOST_PARTS"] or not _FEW_SEQUENCES < sequences <= _MOST_LINED_UP:
         return THREADS
     return next(n for n in _BY_PARTS_THREADS if sequences <= n or n == _BY_PARTS_THREADS[-1])
 
 
 def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
     flags: list[str | int] = ["true"] if has_extra else []
-    return plan_kernel.variant(threads, *flags, max_shared_bytes=_PLAN_SHARED_BYTES)
+    sequences = 1000  # an example of many
+    shared_bytes, table = plan_shared_bytes(sequences, threads)
+    launched = Launched(threads, shared_bytes, (sequences, table), _PLAN_SHARED_BYTES)
+    return plan_kernel.variant(threads, *flags, launched=launched)
 
 
 def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
     """The shared memory of `plan_parts`, and the table of `plan_by_parts` in it; 0 where that is not taken."""
+    constants = template.constants(plan_kernel.file)
+    by_sequences, by_parts = constants["BY_SEQUENCES_BYTES"], constants["BY_PARTS_BYTES"]
     if threads == THREADS:
-        return _BY_SEQUENCES_BYTES, 0
+        return by_sequences, 0
     starts = 4 * (sequences + 1)
-    most = _PLAN_SHARED_BYTES - _BY_PARTS_BYTES - starts
+    most = _PLAN_SHARED_BYTES - by_parts - starts
     table = min(max(sequences * _TABLE_BYTES[1], _TABLE_BYTES[0]), most) // 16 * 16
-    return max(_BY_SEQUENCES_BYTES, _BY_PARTS_BYTES + table + starts), table
+    return max(by_sequences, by_parts + table + starts), table
 
 
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
@@ -302,11 +311,12 @@ def launch_attention(
         most = mma_shared_bytes(of)
         form = best_form(work.dtype, work.is_fp8, work.rows, dims, most, work.has_extra)
         grid = -(-work.rows // form.rows), work.kv_heads, work.parts
-        launch(mma_variant(form), grid, THREADS, form.shared_bytes, **fields)
+        launch(mma_variant(form), grid, **fields)
     if work.parts > 1:
         team_each, grid = _combining(work, of.multiprocessors)
         head_dim_v = work.dims[1] if is_special else 0
-        launch(combine_variant(work.dtype, head_dim_v, team_each), grid, THREADS, 0, **fields)
+        threads = 32 * template.constants(combine.file)["COMBINE_WARPS"]
+        launch(combine_variant(work.dtype, head_dim_v, team_each), grid, threads, **fields)
 
 
 def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
@@ -323,12 +333,10 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
     if takes_two_loaders(work):
         variant = two_loaders_variant(work.dtype, work.is_fp8, work.is_sparse)
-        threads = template.constants(attend_two_loaders.file)["TWO_LOADERS_THREADS"]
     else:
         variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
-        threads = constants["WGMMA_THREADS"]
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
-    launch(variant, grid, threads, WGMMA_SHARED_BYTES, map=tiles, p=fields, box_tokens=box_tokens)
+    launch(variant, grid, map=tiles, p=fields, box_tokens=box_tokens)
 
 
 def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int]]:

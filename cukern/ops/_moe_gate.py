@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check, template
 from cukern.runtime.compile import Instance
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 
 DTYPES = ("float32", "float16", "bfloat16")
 #: The dtypes of a bias, and the types of those that the instances of every dtype of the logits do not take: a call with
@@ -32,8 +32,6 @@ _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
 #: The most tokens for which gate_by_warp is faster than 32 lanes that share a token's experts (measured on an H200):
 #: each lane sorts its own, so its work grows with them. With at most so many experts it is always faster.
 _BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
-#: Threads per block of gate_by_warp and gate_by_thread.
-_BY_WARP_THREADS, _BY_THREAD_THREADS = 64, 128
 #: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
 #: The same of the dynamic variant that hands choices on. On an H200 that is faster where every lane is full: with 256
@@ -72,6 +70,41 @@ _by_warp = Kernel("moe_gate/gate_by_warp", "gate_by_warp")
 _by_thread = Kernel("moe_gate/gate_by_thread", "gate_by_thread")
 
 
+def of_template(name: str) -> int:
+    return template.constants(_kernel.file)[name]
+
+
+def _threads() -> int:
+    """Threads of a block of moe_gate."""
+    return of_template("WARPS_PER_BLOCK") * 32
+
+
+def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
+    """Bytes of shared memory per block of moe_gate, as the template lays them out in units of 16."""
+    list_units = capacity + capacity // 4 + 2
+    return (block_units + (list_units + row_units) * (_threads() // lanes)) * 16
+
+
+def _staged_units(values: int, lanes: int, item_size: int) -> int:
+    """Units of a staged row (`Staging` of the template)."""
+    chunks = values * item_size // 16
+    return lanes * (chunks if chunks % 2 else chunks + 1)
+
+
+def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: int) -> tuple[dict[str, int], int]:
+    """The fields that only the dynamic kernel reads, and its shared memory."""
+    group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
+    log2_lanes_per_group = 0
+    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
+        log2_lanes_per_group += 1
+    magic = -(-(1 << 20) // group_size)
+    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
+    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
+    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
+    shared_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
+    return fields | {"group_magic": magic}, shared_bytes
+
+
 def _fits(config: Config, lanes: int) -> bool:
     """Whether `lanes` lanes per token can hold the experts in whole groups."""
     return config.experts % lanes == 0 and lanes % config.groups == 0 and config.experts // lanes <= 32
@@ -91,9 +124,15 @@ def lanes_of(config: Config) -> tuple[int, ...]:
 
 def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...] = ()) -> Variant:
     experts, groups, scoring, biased = config
-    flag = "true" if biased else "false"
-    sizes = experts, groups, scoring.upper(), lanes, experts // lanes
-    return _kernel.variant(arrays.CUDA_TYPE[dtype], *sizes, flag, *bias_types)
+    values, item_size = experts // lanes, arrays.ITEM_SIZE[dtype]
+    row = bias = 0
+    if lanes <= of_template("STAGED_LANES") and values > 1 and values * item_size % 16 == 0:
+        bias = _staged_units(values, lanes, 4) if biased else 0
+        # With a bias, scores of float32 replace the logits.
+        row = _staged_units(values, lanes, 4 if biased and values <= of_template("KEPT_SCORES") else item_size)
+    shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), row, bias)
+    arguments = arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, values, "true" if biased else "false"
+    return _kernel.variant(*arguments, *bias_types, launched=Launched(_threads(), shared_bytes))
 
 
 def _is_by_thread(config: Config) -> bool:
@@ -126,7 +165,13 @@ def _dynamic(
 ) -> Variant:
     sizes = 0, "WHOLE_LANES" if by_lanes else 0, "ANY", lanes, values
     arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, "false", *bias_types)
-    return _kernel.variant(*arguments, max_shared_bytes=_MAX_SHARED_BYTES)
+    if by_lanes:
+        shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), lanes * (values + 4) // 4)
+        return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes))
+    experts, groups, routed = lanes * values - 24, 8, 70  # an example of many
+    fields, shared_bytes = _dynamic_sizes(lanes, values, experts, groups, routed)
+    at = fields["capacity"], groups, fields["group_magic"], fields["log2_lanes_per_group"]
+    return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes, at, _MAX_SHARED_BYTES))
 
 
 for _own in (_kernel, _by_warp, _by_thread):
@@ -164,52 +209,12 @@ class Choices(NamedTuple):
 Sizes = tuple[int, int, int, int]
 
 
-def of_template(name: str) -> int:
-    return template.constants(_kernel.file)[name]
-
-
-def _shared_bytes(lanes: int, threads: int, capacity: int, row_units: int, block_units: int = 0) -> int:
-    """Bytes of shared memory per block of moe_gate, as the template lays them out in units of 16."""
-    list_units = capacity + capacity // 4 + 2
-    return (block_units + (list_units + row_units) * (threads // lanes)) * 16
-
-
-def _staged_units(values: int, lanes: int, item_size: int) -> int:
-    """Units of a staged row (`Staging` of the template)."""
-    chunks = values * item_size // 16
-    return lanes * (chunks if chunks % 2 else chunks + 1)
-
-
-def _specialized(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]) -> Choice:
-    values, item_size = config.experts // lanes, arrays.ITEM_SIZE[dtype]
-    variant = _variant(dtype, config, lanes, bias_types)
-    capacity, threads = of_template("CAPACITY"), of_template("WARPS_PER_BLOCK") * 32
-    if lanes > of_template("STAGED_LANES") or values == 1 or values * item_size % 16:
-        return Choice(variant, lanes, _shared_bytes(lanes, threads, capacity, 0), threads)
-    bias = _staged_units(values, lanes, 4) if config.biased else 0
-    # With a bias, scores of float32 replace the logits.
-    row_item_size = 4 if config.biased and values <= of_template("KEPT_SCORES") else item_size
-    shared_bytes = _shared_bytes(lanes, threads, capacity, _staged_units(values, lanes, row_item_size), bias)
-    return Choice(variant, lanes, shared_bytes, threads)
-
-
 def _dynamic_choice(
     dtype: str, experts: int, groups: int, routed: int, form: tuple[int, int], bias_types: tuple[str, ...]
 ) -> Choice:
     """The dynamic kernel of a number of lanes and of experts per lane, for these sizes."""
-    lanes, values = form
-    group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
-    log2_lanes_per_group = 0
-    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
-        log2_lanes_per_group += 1
-    magic = -(-(1 << 20) // group_size)
-    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
-    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
-    threads = of_template("WARPS_PER_BLOCK") * 32
-    shared_bytes = _shared_bytes(lanes, threads, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
-    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
-    variant = _dynamic(dtype, lanes, values, bias_types)
-    return Choice(variant, lanes, shared_bytes, threads, fields | {"group_magic": magic})
+    fields, shared_bytes = _dynamic_sizes(*form, experts, groups, routed)
+    return Choice(_dynamic(dtype, *form, bias_types), form[0], shared_bytes, _threads(), fields)
 
 
 def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]) -> Choice | None:
@@ -223,9 +228,8 @@ def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_t
         "log2_lanes_per_group": (lanes // groups).bit_length() - 1,
         "group_magic": 0,
     }
-    threads = of_template("WARPS_PER_BLOCK") * 32
-    shared_bytes = _shared_bytes(lanes, threads, fields["capacity"], lanes * (values + 4) // 4)
-    return Choice(_dynamic(dtype, lanes, values, bias_types, by_lanes=True), lanes, shared_bytes, threads, fields)
+    variant = _dynamic(dtype, lanes, values, bias_types, by_lanes=True)
+    return Choice(variant, lanes, variant.launched.shared_bytes, _threads(), fields)
 
 
 def _all_specialized(
@@ -233,19 +237,22 @@ def _all_specialized(
 ) -> list[Choice]:
     """The specialized kernels for a scoring and a number of routed experts, from few tokens to many."""
     if _is_by_thread(config):
-        return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, _BY_THREAD_THREADS)]
+        threads = template.constants(_by_thread.file)["THREADS"]
+        return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, threads)]
     found = []
     for lanes in lanes_of(config):
         most = UP_TO_TOKENS[lanes]
         if lanes == 32 and routed <= _BY_WARP_TOPK:
-            by_warp = Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, _BY_WARP_THREADS)
+            threads = 32 * template.constants(_by_warp.file)["WARPS"]
+            by_warp = Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, threads)
             if config.experts <= _BY_WARP_EXPERTS:
                 found.append(by_warp._replace(most_tokens=most))
                 continue
             found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
         # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
         if routed <= min(of_template("CAPACITY"), 2 * lanes):
-            found.append(_specialized(dtype, config, lanes, bias_types)._replace(most_tokens=most))
+            variant = _variant(dtype, config, lanes, bias_types)
+            found.append(Choice(variant, lanes, variant.launched.shared_bytes, _threads(), most_tokens=most))
     return found
 
 

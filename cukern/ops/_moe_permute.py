@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cukern.runtime import arrays, check, template
 from cukern.runtime.describe import Array, Result, expect_contiguous, expect_place, type_name
 from cukern.runtime.gpu import CLUSTERED_ARCHS
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import ceil_div, parts
 from cukern.runtime.plan import empty, launch, write_into
 from cukern.runtime.units import divisor, unit_width
@@ -59,18 +59,46 @@ _CHUNKED_EXPERTS = 512
 registered = set(SPECIALIZED)
 
 
+#: Experts and ids of a call at which the compiler compares the shared memory.
+_EXAMPLE = 20, 30
+
+
 def sort_variant(id_bytes: int, experts: int) -> Variant:
     bits = next(b for b in _BITS if experts <= 1 << b)
-    return _sort.variant(_ID_TYPE[id_bytes], bits, max_shared_bytes=_MAX_SHARED_BYTES)
+    warps, staged = 3, 100
+    at = *_EXAMPLE, warps, staged
+    launched = Launched(0, _sort_bytes(*at), at, _MAX_SHARED_BYTES)
+    return _sort.variant(_ID_TYPE[id_bytes], bits, launched=launched)
 
 
 def chunks_variant(id_bytes: int, experts: int, chunks: int, cluster: int = 1) -> Variant:
     bits = next(b for b in _CHUNK_BITS if experts <= 1 << b)
-    return _chunks.variant(_ID_TYPE[id_bytes], bits, chunks, cluster, max_shared_bytes=_MAX_CHUNKED_BYTES)
+    shared_bytes = _shared_bytes_of_chunks(*_EXAMPLE, chunks, cluster)
+    launched = Launched(_CHUNKED_EXPERTS, shared_bytes, (*_EXAMPLE, _ROWS_PER_BLOCK), _MAX_CHUNKED_BYTES)
+    return _chunks.variant(_ID_TYPE[id_bytes], bits, chunks, cluster, launched=launched)
 
 
 def count_variant(id_bytes: int) -> Variant:
-    return _count.variant(_ID_TYPE[id_bytes])
+    return _count.variant(_ID_TYPE[id_bytes], launched=Launched(0, _count_bytes(*_EXAMPLE), _EXAMPLE))
+
+
+# --- bytes of shared memory of a block; `mapped` is the size of the map, 0 without one -----------------
+
+
+def _sort_bytes(experts: int, mapped: int, warps: int, staged: int) -> int:
+    """`staged`: rows that a block of sort_pairs puts together, or 0."""
+    return 4 * ((3 + warps) * (experts + 1) + (mapped + 1 if mapped else 0) + staged)
+
+
+def _count_bytes(experts: int, mapped: int) -> int:
+    return 4 * (experts + 1 + (mapped + 1 if mapped else 0))
+
+
+@functools.cache
+def _shared_bytes_of_chunks(experts: int, mapped: int, chunks: int, cluster: int) -> int:
+    words = chunks // 4
+    ints = 2 * experts * (words if words // 4 % 2 else words + 4) + (mapped + 1 if mapped else 0)
+    return 4 * (ints + (3 * (experts + 1) + (cluster + 1) * experts if cluster > 1 else _ROWS_PER_BLOCK))
 
 
 def permute_quantized_variant(dtype: str) -> Variant:
@@ -125,9 +153,8 @@ def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, p
 
     `mapped` is the size of the map, 0 without one; `capacity` that of `rows`, 0 where the kernel does not write it.
     """
-    bins = experts + 1
-    fixed = 3 * bins + (mapped + 1 if mapped else 0)
-    most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES // 4 - fixed) // bins)
+    fixed = _sort_bytes(experts, mapped, 0, 0)
+    most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES - fixed) // (4 * (experts + 1)))
     if one_block:
         per_block, blocks = max(pairs, 1), 1
         warps = min(most_warps, -(-per_block // 32))
@@ -137,9 +164,10 @@ def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, p
         warps = min(most_warps, -(-per_block // (32 * _TURNS)))
     per_warp = -(-per_block // (32 * warps)) * 32
     threads = most_threads if blocks > 1 else min(most_threads, max(warps * 32, -(-experts // 32) * 32, 128))
-    ints = fixed + warps * bins
-    staged = blocks == 1 and 0 < capacity <= _STAGED_ROWS and ints + capacity <= _MAX_SHARED_BYTES // 4
-    shared_bytes = 4 * (ints + (capacity if staged else 0))
+    shared_bytes = _sort_bytes(experts, mapped, warps, capacity)
+    staged = blocks == 1 and 0 < capacity <= _STAGED_ROWS and shared_bytes <= _MAX_SHARED_BYTES
+    if not staged:
+        shared_bytes = _sort_bytes(experts, mapped, warps, 0)
     return Split(blocks, threads, shared_bytes, per_block, per_warp, warps, capacity, int(staged))
 
 
@@ -162,14 +190,6 @@ def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: in
         blocks = min(_MAX_BLOCKS, max(1, -(-capacity // _ROWS_PER_BLOCK)))
         warps = 16 if chunks > 16 else max(1, min(of_pairs, 16), -(-experts // 32))
     return Chunked(blocks, 32 * warps, _shared_bytes_of_chunks(experts, mapped, chunks, cluster), capacity)
-
-
-@functools.cache
-def _shared_bytes_of_chunks(experts: int, mapped: int, chunks: int, cluster: int) -> int:
-    """The shared memory of a block of sort_chunks, as `ChunkSort` of the template lays it out."""
-    words = chunks // 4
-    ints = 2 * experts * (words if words // 4 % 2 else words + 4) + (mapped + 1 if mapped else 0)
-    return 4 * (ints + (3 * (experts + 1) + (cluster + 1) * experts if cluster > 1 else _ROWS_PER_BLOCK))
 
 
 #: The fields of sort_pairs' Params that not every function needs.
@@ -266,12 +286,11 @@ def launch_sort(
     counts = None
     if not one_block and pairs > most_uncounted:
         counts = empty((split.blocks, experts), "int32")
-        shared_bytes = 4 * (experts + 1 + (mapped + 1 if mapped else 0))
         launch(
             count_variant(id_bytes),
             split.blocks,
             min(threads, _PAIRS_PER_BLOCK),
-            shared_bytes,
+            _count_bytes(experts, mapped),
             pairs=of_pairs,
             counts=counts,
             pairs_per_block=split.pairs_per_block,

@@ -8,7 +8,7 @@ from cukern.runtime import arrays, check, fp8, template
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, contiguous_strides, expect, expect_array, expect_place, expect_table
 from cukern.runtime.gpu import BY_ARCH, CLUSTERED_ARCHS, Gpu
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import checked
 from cukern.runtime.op import forget_plans
 from cukern.runtime.plan import empty, launch
@@ -161,6 +161,7 @@ class Form(NamedTuple):
 
     @property
     def variant(self) -> Variant:
+        most_rows = self.rows * self.team
         return _attend.variant(
             CUDA_TYPE[self.dtype],
             CUDA_TYPE[self.cache],
@@ -177,7 +178,7 @@ class Form(NamedTuple):
             self.dealt.at_once,
             self.rows,
             self.fit,
-            max_shared_bytes=self.shared_bytes(self.rows * self.team),
+            launched=Launched(32 * self.warps, self.shared_bytes(most_rows), (most_rows,)),
             large_clusters=self.dealt.cluster > 8,
         )
 

@@ -17,7 +17,7 @@ from cukern.runtime.describe import (
     expect_row_stride,
     same_shape,
 )
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import checked, parts
 from cukern.runtime.plan import each_call, launch, outputs, run_twin
 
@@ -39,9 +39,20 @@ _argmax = Kernel("sampling/argmax", "argmax")
 _renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
+def _shared_bytes(tiles: int, cached_tiles: int, topped_tiles: int, tops_per_tile: int) -> int:
+    """The shared memory of a block, as the sizes of its layout have it."""
+    constants = template.constants(_sample.file)
+    kept = 2 * tiles * 16 + constants["CAPACITY"] * 8 + tiles * tops_per_tile * 4
+    return kept + topped_tiles * 128 + cached_tiles * constants["TILE"] * 4
+
+
+def _launched() -> Launched:
+    at = 30, 3, 4, 8
+    return Launched(0, _shared_bytes(*at), at, _MAX_SHARED_BYTES)
+
+
 def sampler(dtype: str, probs: bool, cluster: int) -> Variant:
-    flag = "true" if probs else "false"
-    return _sample.variant(arrays.CUDA_TYPE[dtype], flag, cluster, max_shared_bytes=_MAX_SHARED_BYTES)
+    return _sample.variant(arrays.CUDA_TYPE[dtype], "true" if probs else "false", cluster, launched=_launched())
 
 
 def best_taker(dtype: str, cluster: int) -> Variant:
@@ -49,7 +60,7 @@ def best_taker(dtype: str, cluster: int) -> Variant:
 
 
 def renormalizer(dtype: str, mode: str, cluster: int) -> Variant:
-    return _renormalize.variant(arrays.CUDA_TYPE[dtype], mode, cluster, max_shared_bytes=_MAX_SHARED_BYTES)
+    return _renormalize.variant(arrays.CUDA_TYPE[dtype], mode, cluster, launched=_launched())
 
 
 # The common ones, with clusters: logits in float32 and bfloat16, probabilities in float32. All else is compiled at its
@@ -92,9 +103,8 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
         tops_per_tile //= 2
     # Of many rows only a part is cached, so that enough blocks run at once; the rest is read again from L2.
     limit = _MAX_SHARED_BYTES if few else _SHARED_BYTES_OF_MANY
-    room = _MAX_SHARED_BYTES - 2 * tiles * 16 - constants["CAPACITY"] * 8 - tiles * tops_per_tile * 4
-    topped = min(tiles_per_block, room // 128)
-    used = _MAX_SHARED_BYTES - room + topped * 128
+    topped = min(tiles_per_block, (_MAX_SHARED_BYTES - _shared_bytes(tiles, 0, 0, tops_per_tile)) // 128)
+    used = _shared_bytes(tiles, 0, topped, tops_per_tile)
     cached = min(tiles_per_block, max(0, limit - used) // (4 * tile)) if cache else 0
     layout = {
         "tiles": tiles,
@@ -103,7 +113,7 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
         "tops_per_tile": tops_per_tile,
         "topped_tiles": topped,
     }
-    return Plan(cluster, 32 * warps, used + cached * 4 * tile, layout)
+    return Plan(cluster, 32 * warps, _shared_bytes(tiles, cached, topped, tops_per_tile), layout)
 
 
 def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:

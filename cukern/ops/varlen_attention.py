@@ -8,7 +8,7 @@ from cukern.reference import varlen_attention as twin
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, same_shape
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, note, outputs, run_twin, tensor_map
 
@@ -46,12 +46,10 @@ def _room(dim: int) -> int:
 
 
 class _Form(NamedTuple):
-    """A variant, and what a launch of it needs."""
+    """A variant, and the queries that a block of it takes."""
 
     variant: Variant
     queries: int  # of a block
-    threads: int
-    shared_bytes: int
 
 
 def _keys(room: int) -> int:
@@ -63,8 +61,8 @@ def _by_mma(dtype: str, dim: int) -> _Form:
     room, sizes = _room(dim), template.constants(_mma.file)
     keys, queries = _keys(room), sizes["QUERIES"]
     shared = 2 * room * (queries + 4 * keys)  # queries, and two stages of keys and values
-    found = _mma.variant(arrays.CUDA_TYPE[dtype], room, keys, max_shared_bytes=shared)
-    return _Form(found, queries, sizes["MMA_THREADS"], shared)
+    launched = Launched(sizes["MMA_THREADS"], shared)
+    return _Form(_mma.variant(arrays.CUDA_TYPE[dtype], room, keys, launched=launched), queries)
 
 
 def _by_wgmma(dtype: str, dim: int) -> _Form:
@@ -73,9 +71,9 @@ def _by_wgmma(dtype: str, dim: int) -> _Form:
     warpgroups, blocks = (2, 2) if room == 64 else (3, 1)
     queries = 64 * warpgroups
     # Queries, stages of keys and values, up to 1024 bytes before them for their alignment, and barriers.
-    shared = 2 * room * (queries + 2 * sizes["STAGES"] * sizes["KEYS"]) + 1024 + 64
+    shared = 2 * room * (queries + 2 * sizes["STAGES"] * sizes["KEYS"]) + 1024 + 56
     arguments = arrays.CUDA_TYPE[dtype], room, warpgroups, blocks, "true"
-    return _Form(_wgmma.variant(*arguments, max_shared_bytes=shared), queries, 128 * warpgroups, shared)
+    return _Form(_wgmma.variant(*arguments, launched=Launched(128 * warpgroups, shared)), queries)
 
 
 def _by_fma(dtype: str, dim: int, wide: bool) -> _Form:
@@ -84,8 +82,8 @@ def _by_fma(dtype: str, dim: int, wide: bool) -> _Form:
     # Queries, a tile of keys or of values, and weights, as float32, with 16 bytes more for each line.
     shared = 4 * tile * (2 * (room + 4) + tile + 4)
     width = 16 if wide else arrays.ITEM_SIZE[dtype]
-    found = _fma.variant(arrays.CUDA_TYPE[dtype], room, tile, width, max_shared_bytes=shared)
-    return _Form(found, tile, template.constants(_fma.file)["FMA_THREADS"], shared)
+    launched = Launched(template.constants(_fma.file)["FMA_THREADS"], shared)
+    return _Form(_fma.variant(arrays.CUDA_TYPE[dtype], room, tile, width, launched=launched), tile)
 
 
 _wgmma.at_import = [_by_wgmma("float16", 64).variant.instance]
@@ -157,7 +155,7 @@ def _launch_wgmma(form: _Form, grid: tuple[Any, int], inputs: list[_Heads], fiel
     sizes = template.constants(_wgmma.file)
     maps = {f"{x.name}_map": x.map(sizes["BOX" if x.name == "q" else "KEYS"]) for x in inputs}
     maps |= {f"{x.name}_box_map": x.map(sizes["BOX"]) for x in inputs if x.name != "q"}
-    launch(form.variant, grid, form.threads, form.shared_bytes, **maps, p=fields)
+    launch(form.variant, grid, **maps, p=fields)
 
 
 def _check(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
@@ -302,5 +300,5 @@ def varlen_attention(
     if is_wgmma:
         _launch_wgmma(form, grid, inputs, fields)
     else:
-        launch(form.variant, grid, form.threads, form.shared_bytes, **fields)
+        launch(form.variant, grid, **fields)
     return out

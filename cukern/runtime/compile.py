@@ -21,7 +21,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from cukern.runtime import nvrtc, sources, template, temporary
 from cukern.runtime.nvrtc import is_intact as is_intact
 from cukern.runtime.nvrtc import read_note as read_note
 
-#: The file that NVRTC's messages cite where a struct of parameters is not as the host reads it.
-_LAYOUT_LINE = '\n#line 1 "the structs of parameters as cukern.runtime.template reads them"\n'
+#: The file that NVRTC's messages cite where a template and the host disagree.
+_ASSERTIONS_LINE = '\n#line 1 "what the host knows of the template"\n'
 # From here on a GPU has instructions that only the target with the suffix "a" accepts.
 _ARCH_SPECIFIC_FROM = 90
 
@@ -49,6 +49,8 @@ class Instance:
     file: str
     function: str
     arguments: tuple[str | int, ...]
+    #: Assertions of what the host launches it with (`Kernel.variant`), compiled with the template.
+    assertions: str = field(default="", compare=False)
 
     @property
     def expression(self) -> str:
@@ -199,7 +201,8 @@ def _options(arch: str) -> list[str]:
 
 def cached_path(instance: Instance, arch: str) -> Path:
     """The path of the cubin of an instance in the cache, whether it is there or not."""
-    parts = (_source_digest(instance.file), instance.expression, *_options(arch), nvrtc_version())
+    text = instance.expression + instance.assertions
+    parts = (_source_digest(instance.file), text, *_options(arch), nvrtc_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     readable = re.sub(r"[^A-Za-z0-9]+", "_", instance.expression).strip("_")
     return cache_directory() / f"{readable}-sm_{arch}-{digest}.cubin"
@@ -267,14 +270,22 @@ def cache_problem() -> str | None:
 # --- compiling ----------------------------------------------------------------------------------------
 
 
+def program(instances: Sequence[Instance]) -> str:
+    """The text that is compiled for instances of one template."""
+    file = instances[0].file
+    own = "".join(instance.assertions for instance in instances)
+    return sources.source(file) + _ASSERTIONS_LINE + template.assertions(file) + own
+
+
 def _job(instance: Instance, arch: str) -> dict[str, Any]:
     # Absolute: NVRTC looks for quoted includes first beside this file, which must not be the working directory.
     filename = str(sources.CUDA_SRC / f"{instance.file}.cu")
     include = [f"-I{sources.CUDA_SRC}", f"-I{cuda_include_directory()}"]
     return {
-        "source": sources.source(instance.file) + _LAYOUT_LINE + template.assertions(instance.file),
+        "source": program([instance]),
         "filename": filename,
         "expression": instance.expression,
+        "assertions": instance.assertions,
         "options": _options(arch) + include,
         "arch": arch,
         "nvrtc": nvrtc_version(),

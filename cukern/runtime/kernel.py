@@ -12,7 +12,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from cukern.runtime import compile, overlap
 from cukern.runtime.compile import Instance
@@ -27,14 +28,42 @@ _load_locks: dict[int, threading.Lock] = {}
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 
 
+class Launched(NamedTuple):
+    """What the host launches a block with.
+
+    Where a call decides the shared memory, it is that of a call of the sizes `at`, and `most` bounds that of all calls.
+    The compiler asserts that `<kernel>_launch` of the template says the same (cuda_src/common/launch.cuh).
+    """
+
+    threads: int = 0  # the most, where a call decides them; 0: not asserted
+    shared_bytes: int = 0  # of dynamic shared memory
+    at: tuple[int, ...] = ()
+    most: int = 0
+    box: int = 0  # rows of a box of TMA; 0: not asserted
+
+    def assertions(self, instance: Instance) -> str:
+        """The assertions that are compiled with an instance."""
+        function, _, arguments = instance.expression.partition("<")
+        says = f"{function}_launch<{arguments}({', '.join(map(str, self.at))})"
+        return "".join(
+            f'static_assert({says}.{name} == {number}, "{instance}: the host launches it with {number} {name}");\n'
+            for name, number in (("threads", self.threads), ("shared_bytes", self.shared_bytes), ("box", self.box))
+            if number
+        )
+
+
+_WITHOUT_SHARED_MEMORY = Launched()
+
+
 class Variant:
     """A template instance, to launch on any device for which it can be compiled."""
 
-    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "max_shared_bytes")
+    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "launched", "max_shared_bytes")
 
-    def __init__(self, instance: Instance, max_shared_bytes: int, large_clusters: bool) -> None:
+    def __init__(self, instance: Instance, launched: Launched, large_clusters: bool) -> None:
         self.instance = instance
-        self.max_shared_bytes = max_shared_bytes
+        self.launched = launched
+        self.max_shared_bytes = launched.most or launched.shared_bytes
         self.large_clusters = large_clusters
         self._functions: dict[int, int] = {}
         self._modules: dict[int, Any] = {}
@@ -93,15 +122,21 @@ class Kernel:
         self.specialized = list(dict.fromkeys(instance for instances in given.values() for instance in instances))
         self.unused = {arch: [i for i in self.specialized if i not in instances] for arch, instances in given.items()}
 
-    def variant(self, *arguments: str | int, max_shared_bytes: int = 0, large_clusters: bool = False) -> Variant:
+    def variant(
+        self,
+        *arguments: str | int,
+        launched: Launched = _WITHOUT_SHARED_MEMORY,
+        large_clusters: bool = False,
+    ) -> Variant:
         """The variant with these template arguments, the same object at every call.
 
-        `max_shared_bytes` is required for more than 48 KiB of dynamic shared memory, `large_clusters` for clusters of
-        more than 8 blocks.
+        `launched` is required for dynamic shared memory, `large_clusters` for clusters of more than 8 blocks.
         """
         variant = self._variants.get(arguments)
         if variant is None:
-            made = Variant(Instance(self.file, self.function, arguments), max_shared_bytes, large_clusters)
+            instance = Instance(self.file, self.function, arguments)
+            instance = replace(instance, assertions=launched.assertions(instance))
+            made = Variant(instance, launched, large_clusters)
             # Of two threads that get here, both take the variant that is stored first.
             variant = self._variants.setdefault(arguments, made)
         return variant

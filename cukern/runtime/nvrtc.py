@@ -173,6 +173,7 @@ def compile_to_cache(job: dict[str, Any]) -> None:
         write_atomically(job["path"], cubin)
         note = {
             "expression": job["expression"],
+            "assertions": job["assertions"],
             "arch": job["arch"],
             "nvrtc": job["nvrtc"],
             "name": name,

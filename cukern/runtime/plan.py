@@ -153,14 +153,23 @@ def empty(shape: Sequence[Any], dtype: str) -> Array:
     return current().make(tuple(shape), dtype)
 
 
-def launch(variant: Variant, grid: Any, block: Any, shared_bytes: Any = 0, /, **fields: Any) -> None:
+def launch(variant: Variant, grid: Any, block: Any = None, shared_bytes: Any = 0, /, **fields: Any) -> None:
     """Launch a kernel, with the fields of its struct of parameters by name.
 
     A field is a number, late or not; an Array, for its address; None, for a null pointer. For an array in the struct it
     is a sequence, for an inner struct a mapping or a tuple, or None or 0 for zeros. `grid` and `block` are numbers or
-    tuples of up to three. Raises TemplateError for a missing or an unknown field.
+    tuples of up to three; the variant's `launched` has `block` and `shared_bytes` where no call decides them. Raises
+    TemplateError for a missing or an unknown field, and for dynamic shared memory without `launched`.
     """
-    layout = template.params(variant.instance.file, variant.instance.function)
+    file, function, launched = variant.instance.file, variant.instance.function, variant.launched
+    if block is None and not launched.at:
+        block, shared_bytes = launched.threads, launched.shared_bytes
+    elif not launched.shared_bytes and (type(shared_bytes) is not int or shared_bytes):
+        raise template.TemplateError(
+            f"nothing asserts the shared memory of {function}: declare {function}_launch in cuda_src/{file}.cu, "
+            "and give Kernel.variant what it says as `launched`"
+        )
+    layout = template.params(file, function)
     packing = template.Packing(layout, template.named_leaves(layout, fields), _is_open)
     trace = current()
     trace.steps.append(_Step(variant, _three(grid), _three(block), shared_bytes, packing, trace.notes, fields))

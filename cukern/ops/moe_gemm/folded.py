@@ -14,11 +14,13 @@ from cukern.ops.moe_gemm.kernels import (
     _flag,
     _form_of,
     _prepared_map,
+    box_of,
     constant,
+    staged_rows,
 )
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import late
 from cukern.runtime.plan import launch
 
@@ -47,13 +49,14 @@ class FoldedWgmma(NamedTuple):
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of shared memory, the places of `FoldedLayout`: of a stage and its barriers, and of the rest."""
-        staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
         scaled = min(self.tokens, 128)
         scales = self.tokens // scaled * 4 * (scaled + 16)
         rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
         weights = self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * constant(_folded_wgmma, "FOLDED_UNIT")
         stage = rows + weights + scales + 32
-        staging = constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows * constant(_folded_wgmma, "ROW_BYTES")
+        staging = (
+            constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows(self.tokens) * constant(_folded_wgmma, "ROW_BYTES")
+        )
         kept = 16 * constant(_folded_wgmma, "WARPGROUPS") * constant(_folded_wgmma, "WARPGROUP") // 32
         # The rings begin at a multiple of 1024 bytes, the room for results at one of 128, and the table of 256 bytes at
         # one of these.
@@ -71,13 +74,19 @@ class FoldedWgmma(NamedTuple):
         return self.stages * stage + rest
 
     @property
+    def box(self) -> int:
+        """Rows of a box of tokens."""
+        return box_of(self.tokens)
+
+    @property
     def threads(self) -> int:
         warpgroup = constant(_folded_wgmma, "WARPGROUP")
         return constant(_folded_wgmma, "WARPGROUPS") * warpgroup + (warpgroup if self.tokens >= 128 else 64)
 
     def variant(self, out_dtype: str, epilogue: int) -> Variant:
         arguments = self.tokens, self.stages, self.cluster, self.blocks, _flag(self.is_streamed)
-        return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, max_shared_bytes=_HOPPER_BYTES)
+        launched = Launched(self.threads, self.shared_bytes, box=self.box)
+        return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, launched=launched)
 
 
 #: The forms, by the most rows that a group is likely to have. One for 64 rows takes longer than that for 128.
@@ -100,16 +109,13 @@ def folded_wgmma(x: Product) -> None:
         form = medium
     strips = -(-x.n // (form.cluster * form.weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
-    box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.out.dtype, x.epilogue),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        form.threads,
-        form.shared_bytes,
         **x.fields(_TOGETHER),
         b_map=_prepared_map(x, form, promotion),
-        a_map=x.a_map(box, promotion),
+        a_map=x.a_map(form.box, promotion),
     )
 
 

@@ -17,7 +17,7 @@ from cukern.ops.moe_gemm.kernels import (
 )
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import late
 from cukern.runtime.plan import launch
 
@@ -34,6 +34,11 @@ FP8_TAIL_ROWS = 600
 _FP8_LEAST_BOXES = 1.2
 
 
+def _alone(box: int = 0) -> Launched:
+    """What a block is launched with that has a multiprocessor for itself."""
+    return Launched(constant(_fp8_wgmma, "FP8_THREADS"), _HOPPER_BYTES, box=box)
+
+
 class Fp8Wgmma(NamedTuple):
     """The template arguments of `gemm_fp8_wgmma` but the type, the stages, the scales and the activation."""
 
@@ -47,7 +52,7 @@ class Fp8Wgmma(NamedTuple):
 
     def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
         arguments = self.tokens, self.cluster, _FP8_STAGES[self.tokens], _flag(is_by_blocks), activation
-        return _fp8_wgmma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=_HOPPER_BYTES)
+        return _fp8_wgmma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, launched=_alone(self.box))
 
 
 _fp8_wgmma.specialized = [
@@ -107,8 +112,6 @@ def fp8_wgmma(x: Product) -> None:
     launch(
         form.variant(x.out.dtype, x.is_by_blocks, x.epilogue),
         late(min, blocks, max(count // form.cluster, 1) * form.cluster),
-        constant(_fp8_wgmma, "FP8_THREADS"),
-        _HOPPER_BYTES,
         **x.fields(),
         **x.maps(columns, form.box),
     )
@@ -126,7 +129,7 @@ _FP8_ALONE = 256
 
 
 def fp8_blocks_variant(out_dtype: str, cluster: int, activation: int) -> Variant:
-    return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], cluster, activation, max_shared_bytes=_HOPPER_BYTES)
+    return _fp8_blocks.variant(arrays.CUDA_TYPE[out_dtype], cluster, activation, launched=_alone())
 
 
 _fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[1]).instance for x in (1, 2)]
@@ -168,8 +171,6 @@ def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> 
     launch(
         fp8_blocks_variant(dtype, cluster, x.epilogue),
         late(min, blocks, max(x.a.gpu.multiprocessors // cluster, 1) * cluster),
-        constant(_fp8_blocks, "FP8_THREADS"),
-        _HOPPER_BYTES,
         out_scale=out_scale,
         smallest=smallest,
         **x.fields(),

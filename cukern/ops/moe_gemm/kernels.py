@@ -11,7 +11,7 @@ from cukern.formats.weights import UNIT_ROWS
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, gpu, template
 from cukern.runtime.describe import Array
-from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import Late, late
 from cukern.runtime.plan import launch, tensor_map
 
@@ -225,6 +225,20 @@ _DEVIATIONS = 2.5  # standard deviations of random routing above the mean that f
 _TOKENS_OF_TILES = 256  # the most tokens of a tile of the largest form, where a group has several tiles
 
 
+def box_of(tokens: int) -> int:
+    """Rows of a box of the tokens of a tile."""
+    return 32 if tokens >= 64 else max(tokens // 2, 8)
+
+
+def staged_rows(tokens: int) -> int:
+    """Rows of a round of the epilogue, for the tokens of a tile."""
+    return 32 if tokens > 128 else 64 if tokens == 128 else 16 if tokens >= 16 else 8
+
+
+def _wgmma_weights() -> int:
+    return constant(_wgmma, "WARPGROUPS") * 64
+
+
 class Wgmma(NamedTuple):
     """The template arguments of `gemm_wgmma` but the type and the activation."""
 
@@ -235,23 +249,20 @@ class Wgmma(NamedTuple):
     is_streamed: bool = False
 
     @property
-    def shared_bytes(self) -> int:
-        staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
-        rows = self.stages * (_wgmma_weights() + self.tokens) + constant(_wgmma, "WARPGROUPS") * 2 * staged_rows
+    def box(self) -> int:
+        """Rows of a box of tokens."""
+        return box_of(self.tokens)
+
+    def shared_bytes(self, gathers: bool) -> int:
+        rows = self.stages * (_wgmma_weights() + self.tokens) + constant(_wgmma, "WARPGROUPS") * 2 * staged_rows(
+            self.tokens
+        )
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
+        # The largest tiles have the order of experts of each warp that loads, gathered rows their sources.
+        orders = (4 if gathers else 1) * constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
+        sources = self.tokens // self.cluster * 4 if gathers else 0
         # The tiles begin at a multiple of 1024 bytes.
-        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + self._sorted_bytes
-
-    @property
-    def _sorted_bytes(self) -> int:
-        """The order of experts of a warp that loads, which the largest tiles have."""
-        return constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
-
-    @property
-    def gather_bytes(self) -> int:
-        """Further shared memory where rows are gathered: the sources of those whose copies a block starts."""
-        other_warps = 3 if self.tokens >= 64 else 0
-        return self.tokens // self.cluster * 4 + other_warps * self._sorted_bytes
+        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + orders + sources
 
     def threads(self, gathers: bool) -> int:
         """Threads of a block: `gather_threads` or `gemm_threads`."""
@@ -261,8 +272,9 @@ class Wgmma(NamedTuple):
 
     def variant(self, dtype: str, activation: int, gathers: bool = False, is_transposed: bool = False) -> Variant:
         flags = [_flag(self.is_streamed), _flag(gathers), *["true"] * is_transposed]
-        arguments: list[Any] = [*self[:4], *flags]
-        return _wgmma.variant(arrays.CUDA_TYPE[dtype], activation, *arguments, max_shared_bytes=_HOPPER_BYTES)
+        arguments: list[Any] = [arrays.CUDA_TYPE[dtype], activation, *self[:4], *flags]
+        launched = Launched(self.threads(gathers), self.shared_bytes(gathers), box=self.box)
+        return _wgmma.variant(*arguments, launched=launched)
 
 
 #: The forms, by the most rows that a group is likely to have. With few rows weights are streamed, each read once.
@@ -283,10 +295,6 @@ _wgmma.specialized = [
 ]
 # The other forms are compiled at their first use: which are needed depends on the model and on the GPU.
 _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD]
-
-
-def _wgmma_weights() -> int:
-    return constant(_wgmma, "WARPGROUPS") * 64
 
 
 @functools.cache
@@ -335,17 +343,14 @@ def wgmma(x: Product) -> None:
     form, weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
     strips = -(-x.n // (form.cluster * weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
-    box = 32 if form.tokens >= 64 else max(form.tokens // 2, 8)
     # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
     promotion = 128 if form.is_streamed and not x.is_transposed else 256
-    maps: dict[str, Any] = x.maps(weights, box, promotion, is_gated=x.is_gated)
+    maps: dict[str, Any] = x.maps(weights, form.box, promotion, is_gated=x.is_gated)
     if gathers:
         maps["a_map"] = x.row_map()
     launch(
         form.variant(x.a.dtype, x.epilogue, gathers, x.is_transposed),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        form.threads(gathers),
-        form.shared_bytes + (form.gather_bytes if gathers else 0),
         **x.fields(_TOGETHER),
         **maps,
     )
@@ -379,15 +384,14 @@ class Fp4Wgmma(NamedTuple):
     @property
     def box(self) -> int:
         """Rows of a box of tokens."""
-        return 8 if self.units > 1 else 32 if self.tokens >= 64 else max(self.tokens // 2, 8)
+        return 8 if self.units > 1 else box_of(self.tokens)
 
     def _sizes(self, weights: str) -> tuple[int, int]:
         """Bytes of shared memory, the places of `Fp4Layout`: of a stage and its barriers, and of the rest."""
-        staged_rows = 32 if self.tokens > 128 else 64 if self.tokens == 128 else 16 if self.tokens >= 16 else 8
         row_bytes, warpgroup = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUP")
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
         stage = self.units * (self.tokens * row_bytes + unit) + 16
-        staging, sums = self.sides * 2 * staged_rows * row_bytes, warpgroup * self.tokens * 2
+        staging, sums = self.sides * 2 * staged_rows(self.tokens) * row_bytes, warpgroup * self.tokens * 2
         # The rings begin at a multiple of 1024 bytes.
         return stage, 1024 + staging + (self.split - 1) * self.sides * sums + constant(_fp4_wgmma, "FP4_SHARED")
 
@@ -404,7 +408,8 @@ class Fp4Wgmma(NamedTuple):
         sizes = self.tokens, self.units, self.stages(weights), *self[2:7]
         arguments: tuple[Any, ...] = *sizes, *map(_flag, (self.is_streamed, gathers))
         format = arrays.CUDA_TYPE[dtype], weights, activation
-        return _fp4_wgmma.variant(*format, *arguments, max_shared_bytes=_HOPPER_BYTES)
+        launched = Launched(self.threads, self.shared_bytes(weights), box=self.box)
+        return _fp4_wgmma.variant(*format, *arguments, launched=launched)
 
 
 #: The forms, by the most rows that a group is likely to have.
@@ -452,8 +457,6 @@ def fp4_wgmma(x: Product) -> None:
     launch(
         form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
-        form.threads,
-        form.shared_bytes(x.weights),
         **x.fields(_TOGETHER),
         b_map=_prepared_map(x, form, promotion),
         a_map=None if gathers else _token_map(x, form, promotion),
@@ -541,8 +544,8 @@ class Mma(NamedTuple):
 
     def variant(self, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
         shared_bytes = self.stages * self.stage_bytes(weights, is_by_blocks)
-        arguments = weights, *self, activation, _flag(is_by_blocks)
-        return _mma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, max_shared_bytes=shared_bytes)
+        arguments = arrays.CUDA_TYPE[out_dtype], weights, *self, activation, _flag(is_by_blocks)
+        return _mma.variant(*arguments, launched=Launched(self.token_warps * self.weight_warps * 32, shared_bytes))
 
 
 _MMA_4 = (
@@ -586,8 +589,7 @@ def mma(x: Product) -> None:
     form = next((form for form in forms[:-1] if x.expects(form.tokens)), forms[-1])
     form = form.fit(x.weights, x.is_by_blocks, x.a.gpu.shared_per_block)
     variant = form.variant(x.out.dtype, x.weights, x.is_by_blocks, x.epilogue)
-    blocks, threads = x.tiles(form.tokens, -(-x.n // form.weights)), form.token_warps * form.weight_warps * 32
-    launch(variant, blocks, threads, variant.max_shared_bytes, **x.fields())
+    launch(variant, x.tiles(form.tokens, -(-x.n // form.weights)), **x.fields())
 
 
 def why_not_mma(x: Product) -> str:
