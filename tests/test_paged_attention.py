@@ -842,9 +842,9 @@ def _bad_queries_and_caches() -> Iterator[Any]:
         (_OWN, {"query": zeros(2, 64)}, ValueError,
          "query must be of shape [seqs, heads, head_dim] or [seqs, query_tokens, heads, head_dim], got [2, 64]"),
         (_ALL, {"query": zeros(2, 4, 12)}, ValueError,
-         "query must be of a head_dim that is a multiple of 8 in [8, 256], got 12"),
-        (_ALL, {"query": zeros(2, 4, 264)}, ValueError, "multiple of 8 in [8, 256], got 264"),
-        (_ALL, {"query": zeros(2, 4, 0)}, ValueError, "multiple of 8 in [8, 256], got 0"),
+         "query must be of a head_dim that is a multiple of 8 in [8, 512], got 12"),
+        (_ALL, {"query": zeros(2, 4, 520)}, ValueError, "multiple of 8 in [8, 512], got 520"),
+        (_ALL, {"query": zeros(2, 4, 0)}, ValueError, "multiple of 8 in [8, 512], got 0"),
         (_ALL, {"query": zeros(2, 4, 32)[..., ::2]}, ValueError,
          "query must be contiguous along its last dimension, got strides (128, 32, 2)"),
         (_ALL, {"query": zeros(2, 3, 16)}, ValueError,
@@ -1074,6 +1074,7 @@ BF16, E5M2 = "__nv_bfloat16", "__nv_fp8_e5m2"
         (Sizes(variant="scalar"), "attend_scalar", (BF16, BF16, "VLLM", "true")),
         (Sizes(dtype="float32", cache="float32"), "attend_scalar", ("float", "float", "VLLM", "true")),
         (Sizes(cache="float8_e5m2", head_dim=120), "attend_scalar", (BF16, E5M2, "VLLM", "true")),
+        (Sizes(head_dim=512), "attend_scalar", (BF16, BF16, "VLLM", "true", 512)),
     ],
     ids=str,
 )
@@ -1163,6 +1164,14 @@ def test_how_items_are_dealt(
         assert (dealt.slots, dealt.counters) == (pieces * dealt.rows, 1 + items)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+def test_the_largest_heads_compile(cache: str, layout: str) -> None:
+    if reason := compiler.available():
+        pytest.skip(reason)
+    compiler.cubin(plan(Sizes(cache=cache, layout=layout, head_dim=512)).variant.instance, "90a")
+
+
 @pytest.mark.parametrize("variant", ["specialized", "dynamic"])
 def test_a_variant_that_is_not_there_is_refused(variant: str) -> None:
     for x, reason in (
@@ -1170,6 +1179,7 @@ def test_a_variant_that_is_not_there_is_refused(variant: str) -> None:
         (Sizes(block_size=24), "blocks of 24 tokens are no multiple of 16"),
         (Sizes(head_dim=120, cache="float8_e5m2"), "a head of 120 in float8_e5m2 is no multiple of 16 bytes"),
         (Sizes(aligned=False), "an array or one of its strides is no multiple of 16 bytes"),
+        (Sizes(head_dim=512), "heads of 512 are larger than 256"),
     ):
         message = f"variant must be 'auto' or 'scalar' here, got '{variant}': {reason}"
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -1283,7 +1293,7 @@ def test_the_launch_of_v2() -> None:
 
 def variants_of(x: Case) -> list[str]:
     head_dim, fp8 = x.query.shape[-1], x.key_cache.dtype.itemsize == 1
-    if x.query.dtype.name == "float32" or x.block_size % 16 or head_dim % (16 if fp8 else 8):
+    if x.query.dtype.name == "float32" or x.block_size % 16 or head_dim % (16 if fp8 else 8) or head_dim > 256:
         return ["auto", "scalar"]
     known = (head_dim, x.block_size) in parts.SPECIALIZED
     return ["auto", *["specialized"] * known, "dynamic", "scalar"]
@@ -1372,6 +1382,8 @@ CASES: dict[str, tuple[list[int], int, int, int, int]] = {
     "head_dim 40, not whole fragments": (EDGES, 4, 1, 40, 32),
     "head_dim 72": (EDGES, 16, 2, 72, 16),
     "head_dim 200": (EDGES, 8, 1, 200, 16),
+    "head_dim 264, too large for tensor cores": (EDGES, 8, 1, 264, 16),
+    "the largest head_dim": (EDGES, 4, 2, 512, 16),
     "blocks of 128": ([*EDGES, 129, 300], 8, 2, 128, 128),
     "blocks of 8": (EDGES, 4, 1, 64, 8),
     "blocks of 24": ([*EDGES, 24, 25, 47], 8, 2, 72, 24),

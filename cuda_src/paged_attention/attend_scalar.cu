@@ -1,8 +1,10 @@
 // Attention over a paged cache without tensor cores, by the formulas of attend.cu: for what tensor cores do not take,
-// which is float32, blocks of 8, 24, ... tokens, and heads and arrays that are not whole units of 16 bytes.
+// which is float32, blocks of 8, 24, ... tokens, large heads, and heads and arrays that are not whole units of 16 bytes.
 //
 // Grid: as many blocks as fit the GPU at once; each draws pieces of items of ROWS rows. Warp: every fourth tile of 32
-// tokens of a piece. Lane: one token of the tile for the scores, DIMS_PER_LANE dimensions for the output.
+// tokens of a piece. Lane: one token of the tile for the scores, DIMS / 32 dimensions for the output.
+//
+// DIMS: room for head_dim, USUAL_DIM or MAX_DIM.
 //
 // WIDE: the query and the cache, and their strides, are multiples of 16 bytes, so that four elements are one load.
 //
@@ -16,7 +18,7 @@
 #include "paged_attention/results.cuh"
 #include "paged_attention/scores.cuh"
 
-constexpr int WARPS = 4, ROWS = 4, MAX_DIM = 256, DIMS_PER_LANE = MAX_DIM / 32;
+constexpr int WARPS = 4, ROWS = 4, USUAL_DIM = 256, MAX_DIM = 512;
 
 // Load four neighbours of the cache.
 template <typename CACHE, bool WIDE> __device__ __forceinline__ void load_four(float (&to)[4], const char* from) {
@@ -54,9 +56,9 @@ template <typename CACHE, bool WIDE> struct VllmCache {
 
     // out += weights values, for the tile from token `start` on. `id` is the block of the lane's token, -1: there is
     // none. Eight tokens that begin at a multiple of 8 are in one block.
+    template <int EACH>
     static __device__ __forceinline__ void add_values(const Params& p, const Segment& segment, int start, int id,
-                                                      const float (&weights)[ROWS][32],
-                                                      float (&out)[ROWS][DIMS_PER_LANE]) {
+                                                      const float (&weights)[ROWS][32], float (&out)[ROWS][EACH]) {
         int group_id = id;
 #pragma unroll
         for (int step = 1; step < 8; step *= 2) group_id = max(group_id, __shfl_xor_sync(FULL_WARP, group_id, step));
@@ -67,7 +69,7 @@ template <typename CACHE, bool WIDE> struct VllmCache {
             const char* const values = p.values + block * p.value_block + segment.kv_head * p.value_head +
                                        (start + group) % p.block_size * ITEM;
 #pragma unroll
-            for (int i = 0; i < DIMS_PER_LANE; ++i) {
+            for (int i = 0; i < EACH; ++i) {
                 if (dim_of(i) >= p.head_dim) continue;
 #pragma unroll
                 for (int half = 0; half < 8; half += 4) {
@@ -98,9 +100,9 @@ template <typename CACHE, bool WIDE> struct FlashCache {
 
     static __device__ __forceinline__ int key_dim(const Params& p, int dim) { return dim * ITEM; }
 
+    template <int EACH>
     static __device__ __forceinline__ void add_values(const Params& p, const Segment& segment, int start, int id,
-                                                      const float (&weights)[ROWS][32],
-                                                      float (&out)[ROWS][DIMS_PER_LANE]) {
+                                                      const float (&weights)[ROWS][32], float (&out)[ROWS][EACH]) {
 #pragma unroll 4
         for (int token = 0; token < 32; ++token) {
             const long long block = __shfl_sync(FULL_WARP, id, token);
@@ -108,7 +110,7 @@ template <typename CACHE, bool WIDE> struct FlashCache {
             const char* const values = p.values + block * p.value_block + segment.kv_head * p.value_head +
                                        (start + token) % p.block_size * p.value_token;
 #pragma unroll
-            for (int i = 0; i < DIMS_PER_LANE; i += 4) {
+            for (int i = 0; i < EACH; i += 4) {
                 if (dim_of(i) >= p.head_dim) continue;
                 float value[4];
                 load(value, values + dim_of(i) * ITEM);
@@ -129,9 +131,9 @@ template <typename CACHE, bool WIDE> struct CacheOf<CACHE, FLASH, WIDE> {
 };
 
 // Multiply the rows' queries by the key of a lane's token, which is in `slot` of block `id`.
-template <typename Cache>
+template <typename Cache, int DIMS>
 __device__ __forceinline__ void multiply_key(const Params& p, const Segment& segment, int id, int slot,
-                                             const float (&query)[ROWS][MAX_DIM], float (&scores)[ROWS]) {
+                                             const float (&query)[ROWS][DIMS], float (&scores)[ROWS]) {
     const char* const keys = p.keys + id * p.key_block + segment.kv_head * p.key_head + Cache::key_of(p, slot);
 #pragma unroll 4
     for (int dim = 0; dim < p.head_dim; dim += 4) {
@@ -146,21 +148,22 @@ __device__ __forceinline__ void multiply_key(const Params& p, const Segment& seg
 
 // Add a tile's scores to the online softmax of a row. `score` is of the lane's token, and so is the weight that is
 // returned.
-__device__ __forceinline__ float add_score(float score, float& maximum, float& sum, float (&out)[DIMS_PER_LANE]) {
+template <int EACH>
+__device__ __forceinline__ float add_score(float score, float& maximum, float& sum, float (&out)[EACH]) {
     const float largest = fmaxf(maximum, lanes_max<32>(score));
     const float base = largest == -CUDART_INF_F ? 0.f : largest;
     const float correction = fast_exp2(maximum - base), weight = fast_exp2(score - base);
     maximum = largest;
     sum = sum * correction + weight;
 #pragma unroll
-    for (int i = 0; i < DIMS_PER_LANE; ++i) out[i] *= correction;
+    for (int i = 0; i < EACH; ++i) out[i] *= correction;
     return weight;
 }
 
 // Leave what a warp has found for its rows in shared memory.
-template <typename Cache, typename Results>
+template <typename Cache, typename Results, int EACH>
 __device__ __forceinline__ void leave_results(const Params& p, const float (&maximum)[ROWS], const float (&sum)[ROWS],
-                                              const float (&out)[ROWS][DIMS_PER_LANE], bool bad, const Results& found) {
+                                              const float (&out)[ROWS][EACH], bool bad, const Results& found) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -168,20 +171,20 @@ __device__ __forceinline__ void leave_results(const Params& p, const float (&max
         if (bad) total = CUDART_NAN_F;
         if (lane == 0) found.maxima[warp * ROWS + r] = maximum[r], found.sums[warp * ROWS + r] = total;
 #pragma unroll
-        for (int i = 0; i < DIMS_PER_LANE; ++i)
+        for (int i = 0; i < EACH; ++i)
             if (r < p.rows && Cache::dim_of(i) < p.head_dim)
-                found.outputs[(warp * p.rows + r) * MAX_DIM + Cache::dim_of(i)] = out[r][i];
+                found.outputs[(warp * p.rows + r) * Results::STRIDE + Cache::dim_of(i)] = out[r][i];
     }
 }
 
-template <typename T, typename CACHE, Layout LAYOUT, bool WIDE>
+template <typename T, typename CACHE, Layout LAYOUT, bool WIDE, int DIMS = USUAL_DIM>
 __global__ __launch_bounds__(32 * WARPS) void attend_scalar(const __grid_constant__ Params p) {
     wait_for_earlier_kernels();
     using Cache = typename CacheOf<CACHE, LAYOUT, WIDE>::type;
-    __shared__ float query[ROWS][MAX_DIM], weights[WARPS][ROWS][32];
+    __shared__ float query[ROWS][DIMS], weights[WARPS][ROWS][32];
     __shared__ float maxima[WARPS * ROWS], sums[WARPS * ROWS];
-    __shared__ __align__(16) float outputs[WARPS * ROWS * MAX_DIM];
-    const TeamResults<WARPS, ROWS, MAX_DIM> found = {maxima, sums, outputs};
+    __shared__ __align__(16) float outputs[WARPS * ROWS * DIMS];
+    const TeamResults<WARPS, ROWS, DIMS> found = {maxima, sums, outputs};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float scale = (p.key_scale ? *p.key_scale : 1.f) * p.scale * LOG2_E;
 
@@ -204,7 +207,7 @@ __global__ __launch_bounds__(32 * WARPS) void attend_scalar(const __grid_constan
         __syncthreads();
         const int* const table = p.tables + segment.seq * p.table_row;
         bool bad = !segment.whole;
-        float maximum[ROWS], sum[ROWS] = {}, out[ROWS][DIMS_PER_LANE] = {};
+        float maximum[ROWS], sum[ROWS] = {}, out[ROWS][DIMS / 32] = {};
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) maximum[r] = -CUDART_INF_F;
 

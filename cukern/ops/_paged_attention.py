@@ -16,7 +16,7 @@ from cukern.runtime.plan import empty, launch
 LAYOUTS = ("vllm", "flash")
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 DTYPES = ("float32", "float16", "bfloat16")
-MAX_DIM = 256
+_DIMS = 64, 128, 256  # rooms for a head of `attend`
 MAX_BLOCK_SIZE = 2**16
 #: Most pieces of a batch, and most rows: the kernels count them in 32 bits.
 MAX_UNITS = 2**31 - 2**16
@@ -241,7 +241,7 @@ def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
 
     Raises ValueError unless head_dim is a multiple of 8 of at most 256 and block_size a multiple of 16.
     """
-    check.integer("head_dim", head_dim, 8, MAX_DIM)
+    check.integer("head_dim", head_dim, 8, _DIMS[-1])
     if head_dim % 8:
         check.fail("head_dim", "a multiple of 8", head_dim)
     check.integer("block_size", block_size, 16, MAX_BLOCK_SIZE)
@@ -321,6 +321,8 @@ def _why_scalar(x: Request) -> str:
     """Why tensor cores cannot take a call; empty if they can."""
     if x.dtype == "float32":
         return "float32 is not computed on tensor cores"
+    if x.sizes.head_dim > _DIMS[-1]:
+        return f"heads of {x.sizes.head_dim} are larger than {_DIMS[-1]}"
     if x.sizes.block_size % 16:
         return f"blocks of {x.sizes.block_size} tokens are no multiple of 16"
     if x.sizes.head_dim * arrays.ITEM_SIZE[x.cache] % 16:
@@ -343,7 +345,8 @@ def _choose(gpu: Gpu, x: Request) -> _Choice:
 def _choose_scalar(x: Request) -> _Choice:
     constants = template.constants("paged_attention/attend_scalar")
     wide = str(x.aligned).lower()
-    variant = scalar.variant(CUDA_TYPE[x.dtype], CUDA_TYPE[x.cache], x.layout.upper(), wide)
+    large = [constants["MAX_DIM"]] * (x.sizes.head_dim > constants["USUAL_DIM"])
+    variant = scalar.variant(CUDA_TYPE[x.dtype], CUDA_TYPE[x.cache], x.layout.upper(), wide, *large)
     return _Choice(variant, 32 * constants["WARPS"], 0, constants["ROWS"], _MAX_BLOCKS)
 
 
@@ -361,7 +364,7 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
             x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, dealt, rows
         )
     else:
-        dims = next(n for n in (64, 128, 256) if n >= sizes.head_dim)
+        dims = next(n for n in _DIMS if n >= sizes.head_dim)
         form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, dealt, rows)
     shared_bytes = form.shared_bytes(min(rows * team, x.group_rows))
     block_bytes = shared_bytes + form.static_bytes + _RESERVED_SHARED
@@ -545,8 +548,9 @@ def check_call(
     else:
         wanted = "[seqs, heads, head_dim]" + (" or [seqs, query_tokens, heads, head_dim]" if several else "")
         check.fail("query", f"of shape {wanted}", list(shape))
-    if head_dim % 8 or not 8 <= head_dim <= MAX_DIM:
-        check.fail("query", f"of a head_dim that is a multiple of 8 in [8, {MAX_DIM}]", head_dim)
+    most = template.constants(scalar.file)["MAX_DIM"]
+    if head_dim % 8 or not 8 <= head_dim <= most:
+        check.fail("query", f"of a head_dim that is a multiple of 8 in [8, {most}]", head_dim)
     if strides[-1] != 1 and 0 not in shape:
         check.fail("query", "contiguous along its last dimension", f"strides {strides} (in elements)")
     cache = _check_cache_dtype(key_cache, value_cache, query, kv_cache_dtype)

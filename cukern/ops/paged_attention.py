@@ -86,7 +86,8 @@ def paged_attention(
 
     Args:
         query: [seqs, heads, head_dim] or [seqs, query_tokens, heads, head_dim], float32, float16 or bfloat16,
-            contiguous along the last dimension. head_dim is a multiple of 8, at most 256.
+            contiguous along the last dimension. head_dim is a multiple of 8, at most 512, and
+            on tensor cores 256.
         key_cache, value_cache: layout "vllm": [blocks, kv_heads, head_dim / x, block_size, x] with x elements in 16
             bytes, and [blocks, kv_heads, head_dim, block_size]; layout "flash": both [blocks, block_size, kv_heads,
             head_dim]. Of the query's dtype, float8_e4m3fn or float8_e5m2, or bytes (uint8) that `kv_cache_dtype`
