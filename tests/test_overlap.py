@@ -47,7 +47,7 @@ def test_a_file_waits_in_all_of_its_kernels_first_of_all_or_in_none(file: str) -
     ],
 )
 def test_a_kernel_that_waits_is_known_by_the_header(source: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "source", lambda file: source)
+    monkeypatch.setattr(sources, "source", lambda file: source)
     assert overlap.waits.__wrapped__("probe") == waits
 
 
