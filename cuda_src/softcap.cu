@@ -2,8 +2,9 @@
 //
 //   out[r, c] = cap * tanh(logits[r, c] / cap)                                            in float32
 //
-// tanh(y) = (1 - e) / (1 + e) with e = exp(-2 |y|), and the sign of y. Near 0 most digits are lost in 1 - e, so a series
-// takes over there. Float32 has CUDA's tanhf.
+// In 16 bits tanh(y) = (1 - e) / (1 + e) with e = exp(-2 |y|), and the sign of y; float32 has CUDA's tanhf. Near 0 most
+// digits are lost in 1 - e, and y may be too small for float32. The series x - x y^2 / 3 with y = x / cap takes over
+// there: at |y| = 1 / 16 both are good to 2^-18.
 //
 // T: the elements. BYTES: a unit of them, the width of a load. ITEMS: units per thread.
 //
@@ -20,7 +21,7 @@ struct Params {
     char* out;               // [rows, vocab], may be `logits`
     long long logits_stride; // bytes between rows
     long long out_stride;    // bytes between rows
-    float cap;
+    float cap, reciprocal;   // of the cap: a division takes more instructions than all else
     int rows;
     int columns;      // of a row, in units
     int tile_rows;    // tile_rows * row_threads <= blockDim.x
@@ -28,14 +29,18 @@ struct Params {
     Divisor by_threads;
 };
 
-template <typename T> __device__ __forceinline__ float softcapped(float x, float cap) {
-    const float y = x / cap;
-    if constexpr (sizeof(T) == 4) return cap * tanhf(y);
-    const float square = y * y, e = fast_exp2(-2.885390082f * fabsf(y));
-    const float series = y + y * square * (-.333333333f + square * (.133333333f - .053968254f * square));
-    const float quotient = copysignf((1.f - e) * fast_reciprocal(1.f + e), y);
-    // The series is chosen by what it is good for, so that a NaN takes the quotient and stays NaN.
-    return cap * (square < .0625f ? series : quotient);
+template <typename T> __device__ __forceinline__ float softcapped(float x, float cap, float reciprocal) {
+    constexpr float SMALL = sizeof(T) == 4 ? .0078125f : .0625f;
+    const float y = x * reciprocal, series = fmaf(x * y, y * -.333333333f, x);
+    float tanh;
+    if constexpr (sizeof(T) == 4) {
+        tanh = tanhf(y);
+    } else {
+        const float e = fast_exp2(-2.885390082f * fabsf(y)); // 2 / ln(2)
+        tanh = copysignf((1.f - e) * fast_reciprocal(1.f + e), y);
+    }
+    // A comparison with NaN is false: a NaN takes the tanh and stays NaN.
+    return fabsf(y) < SMALL ? series : cap * tanh;
 }
 
 template <typename T, int BYTES, int ITEMS>
@@ -60,7 +65,7 @@ __global__ void __launch_bounds__(256) softcap(const __grid_constant__ Params p)
         T* each = reinterpret_cast<T*>(&unit[i]);
 #pragma unroll
         for (int j = 0; j < BYTES / int(sizeof(T)); ++j)
-            each[j] = from_float<T>(softcapped<T>(to_float(each[j]), p.cap));
+            each[j] = from_float<T>(softcapped<T>(to_float(each[j]), p.cap, p.reciprocal));
         reinterpret_cast<Unit*>(to)[column + i * row_threads] = unit[i];
     }
 }

@@ -156,3 +156,9 @@ def test_shared_memory_that_nothing_asserts_is_not_launched() -> None:
     variant = Variant(Instance("folder/file", "function", ("float",)), Launched(), False)
     with pytest.raises(template.TemplateError, match=r"declare function_launch in cuda_src/folder/file\.cu"):
         launch(variant, 1, 32, 512)
+
+
+def test_an_example_does_not_bound_the_shared_memory_of_other_calls() -> None:
+    kernel = KERNELS["moe_permute"][0]
+    with pytest.raises(template.TemplateError, match=f"{kernel.function}: Launched needs `most`"):
+        kernel.variant("another type", launched=Launched(0, 84, (20,)))

@@ -83,7 +83,8 @@ def test_what_is_launched() -> None:
         return cukern.explain(cukern.softcap_logits, logits, 30.0, arch="90a", **options).launches[0].kernel
 
     aligned = zeros(3, 64, dtype="float16")
-    assert kernel_of(aligned) == "softcap<T=__half, BYTES=16, ITEMS=4>"
+    assert kernel_of(aligned) == "softcap<T=__half, BYTES=16, ITEMS=1>"
+    assert kernel_of(zeros(64, 2**15, dtype="float16")) == "softcap<T=__half, BYTES=16, ITEMS=4>"
     assert (
         kernel_of(zeros(3, 50, dtype="float16")) == kernel_of(aligned, variant="scalar") == kernel_of(aligned[:, :50])
     )
@@ -110,8 +111,8 @@ def check(logits: Any, cap: float, variant: str = "auto", in_place: bool = False
 @pytest.mark.parametrize("variant", op.VARIANTS)
 @pytest.mark.parametrize("dtype", op.DTYPES)
 def test_the_kernels(dtype: str, variant: str, in_place: bool, rng: np.random.Generator) -> None:
-    # Rows that share a block, a row with several blocks and a tail.
-    for shape in ((9, 48), (1, 8), (3, 4096), (2, 3, 33328)):
+    # Rows that share a block, a row with several blocks and a tail, four units per thread.
+    for shape in ((9, 48), (1, 8), (3, 4096), (2, 3, 33328), (70, 33328)):
         check(normal(rng, shape, dtype) * np.array(30, arrays.numpy_dtype(dtype)), 30.0, variant, in_place)
 
 

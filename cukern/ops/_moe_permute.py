@@ -79,7 +79,8 @@ def chunks_variant(id_bytes: int, experts: int, chunks: int, cluster: int = 1) -
 
 
 def count_variant(id_bytes: int) -> Variant:
-    return _count.variant(_ID_TYPE[id_bytes], launched=Launched(0, _count_bytes(*_EXAMPLE), _EXAMPLE))
+    launched = Launched(0, _count_bytes(*_EXAMPLE), _EXAMPLE, _MAX_SHARED_BYTES)
+    return _count.variant(_ID_TYPE[id_bytes], launched=launched)
 
 
 # --- bytes of shared memory of a block; `mapped` is the size of the map, 0 without one -----------------

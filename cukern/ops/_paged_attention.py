@@ -162,6 +162,7 @@ class Form(NamedTuple):
     @property
     def variant(self) -> Variant:
         most_rows = self.rows * self.team
+        most = self.shared_bytes(most_rows)
         return _attend.variant(
             CUDA_TYPE[self.dtype],
             CUDA_TYPE[self.cache],
@@ -178,7 +179,7 @@ class Form(NamedTuple):
             self.dealt.at_once,
             self.rows,
             self.fit,
-            launched=Launched(32 * self.warps, self.shared_bytes(most_rows), (most_rows,)),
+            launched=Launched(32 * self.warps, most, (most_rows,), most),
             large_clusters=self.dealt.cluster > 8,
         )
 

@@ -23,18 +23,21 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "vector", "scalar")
 
 _kernel = Kernel("softcap", "softcap")
-_ITEMS = 4
+#: Units per thread. Few logits have one, so that more multiprocessors share them (softcap_logits, tokens 1 and 64).
+_ITEMS = (1, 4)
+#: Logits from which on a thread takes four units.
+_MANY = 2**21
 #: The normal numbers of float32.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-def _variant(dtype: str, width: int) -> Variant:
-    return _kernel.variant(arrays.CUDA_TYPE[dtype], width, _ITEMS)
+def _variant(dtype: str, width: int, items: int) -> Variant:
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], width, items)
 
 
 # Gemma 2 caps its bfloat16 logits; other dtypes and rows that are not aligned are compiled at their first use.
-_kernel.at_import = [_variant("bfloat16", 16).instance]
-_kernel.specialized = [_variant(dtype, 16).instance for dtype in DTYPES]
+_kernel.at_import = [_variant("bfloat16", 16, items).instance for items in _ITEMS]
+_kernel.specialized = [_variant(dtype, 16, items).instance for dtype in DTYPES for items in _ITEMS]
 
 
 def _capped(logits: Any, *_: Any, **__: Any) -> Result:
@@ -102,9 +105,10 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
     if variant == "vector" and not wide:
         check.fail("variant", "'auto' or 'scalar' here", "'vector': rows of logits or out are not 16-byte aligned")
     width = 16 if wide and variant != "scalar" else item_size
-    plan = tile(rows.size * item_size // width, _ITEMS)
+    items = _ITEMS[rows.total * rows.size >= _MANY]
+    plan = tile(rows.size * item_size // width, items)
     launch(
-        _variant(logits.dtype, width),
+        _variant(logits.dtype, width, items),
         (ceil_div(rows.total, plan.rows), plan.chunks),
         plan.threads,
         logits=logits,
@@ -112,6 +116,7 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
         logits_stride=rows.distance * item_size,
         out_stride=distance * item_size,
         cap=limit,
+        reciprocal=1 / limit,
         rows=rows.total,
         **plan.fields,
     )

@@ -26,6 +26,8 @@ TOLERANCES = {
 def softcap_logits(logits: Array, cap: float, *, out: Array | None = None) -> Array:
     """See `cukern.softcap_logits`. The result is computed in float64."""
     out = np.empty(logits.shape, logits.dtype) if out is None else out
-    wide, limit = logits.astype(np.float64), float(np.float32(cap))
-    out[...] = (limit * np.tanh(wide / limit)).astype(logits.dtype)
+    limit = float(np.float32(cap))
+    # A signalling NaN warns in a conversion, and a large cap overflows float16.
+    with np.errstate(invalid="ignore", over="ignore"):
+        out[...] = (limit * np.tanh(logits.astype(np.float64) / limit)).astype(logits.dtype)
     return out

@@ -19,6 +19,7 @@ from cukern.runtime import compile, overlap
 from cukern.runtime.compile import Instance
 from cukern.runtime.cuda import cupy, current_device, driver, runtime
 from cukern.runtime.progress import progress
+from cukern.runtime.template import TemplateError
 
 #: Every kernel of the library, by stem; filled as the op modules are imported.
 KERNELS: dict[str, list[Kernel]] = {}
@@ -134,6 +135,8 @@ class Kernel:
         """
         variant = self._variants.get(arguments)
         if variant is None:
+            if launched.at and not launched.most:
+                raise TemplateError(f"{self.function}: Launched needs `most` where a call decides the shared memory")
             instance = Instance(self.file, self.function, arguments)
             instance = replace(instance, assertions=launched.assertions(instance))
             made = Variant(instance, launched, large_clusters)

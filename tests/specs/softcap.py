@@ -12,7 +12,7 @@ from tests.spec import BF16, DTYPES, Bits, Call, Function, Spec, floats, in_vari
 
 def _at_first_use() -> Iterator[Variant]:
     for dtype in DTYPES:
-        yield softcap._variant(dtype, [*widths(dtype)][-1])
+        yield from (softcap._variant(dtype, [*widths(dtype)][-1], items) for items in softcap._ITEMS)
 
 
 SPEC = Spec(
