@@ -21,18 +21,9 @@ STEM, PACKAGE = "leaky_relu", "cukern/__init__.py"
 FILES = dict(re.findall(r"^```{code-block} \w+\n:caption: (\S+)\n(.*?)^```$", GUIDE.read_text(), re.M | re.S))
 NOTEBOOK = f"notebooks/{STEM}.ipynb"
 SUITES = (
-    "rooms",
-    "specs",
-    "contract",
-    "torch_ops",
-    "dynamic_batch",
-    "kernels",
-    "late",
-    "surface",
-    "docs",
-    "headers",
-    STEM,
-)
+    "rooms", "specs", "contract", "torch_ops", "dynamic_batch", "kernels", "late", "overlap", "surface", "docs",
+    "headers", STEM,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -83,6 +74,10 @@ def test_the_recipe(checkout: Path) -> None:
     assert passed and int(passed[1]) > 60, said
     ruff = run(checkout, "-m", "ruff", "check", *(name for name in FILES if name.endswith(".py")))
     assert ruff.returncode == 0, ruff.stdout
+    clang_format = shutil.which("clang-format", path=str(Path(sys.executable).parent)) or "clang-format"
+    layout = f"--style=file:{ROOT}/.clang-format"
+    command = [clang_format, layout, "--dry-run", "--Werror", checkout / "cuda_src" / f"{STEM}.cu"]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 @pytest.mark.rare
@@ -106,9 +101,9 @@ def test_a_missing_file_is_named(checkout: Path, left_out: list[str]) -> None:
     [
         (PACKAGE, "from cukern.ops.leaky_relu import *\n", "", "import the functions of cukern.ops.leaky_relu in"),
         (f"tests/specs/{STEM}.py", '"leaky_relu": Function', '"relu": Function', 'add "leaky_relu": Function('),
-        (f"tests/specs/{STEM}.py", 'Bits("row", "a row", "the row"), ', "", "give leaky_relu bits=Bits("),
-        (f"tests/specs/{STEM}.py", '"x", Bits', '"y", Bits', "batch of leaky_relu names the arguments"),
-        (f"tests/specs/{STEM}.py", "many_rows=[cukern.leaky_relu]", "", "give leaky_relu many_rows="),
+        (f"tests/specs/{STEM}.py", 'Bits("row", "a row", "the row"),', "", "give leaky_relu bits=Bits("),
+        (f"tests/specs/{STEM}.py", '"x",', '"y",', "batch of leaky_relu names the arguments"),
+        (f"tests/specs/{STEM}.py", "many_rows=[cukern.leaky_relu],", "", "give leaky_relu many_rows="),
         (f"tests/specs/{STEM}.py", "leaky_relu.activated", "leaky_relu.other", "add 'other' to TOLERANCES"),
         (f"docs/families/{STEM}.md", "| `leaky_relu` |", "| leaky |", "write one row that starts with `leaky_relu`"),
     ],

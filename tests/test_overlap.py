@@ -33,8 +33,9 @@ def test_a_file_waits_in_all_of_its_kernels_first_of_all_or_in_none(file: str) -
     heads = re.findall(r"__global__[^;{]*?\w+\(const __grid_constant__ \w+ \w+\) \{\n(.*)\n", source)
     assert len(heads) == source.count("__global__") > 0
     waiting = "wait_for_earlier_kernels();", "begin_behind_earlier_kernels();"
-    assert {head.strip() in waiting for head in heads} == {overlap.waits(file)}
-    assert overlap.waits(file) == (file not in ALONE)
+    wanted = f"cuda_src/{file}.cu: include common/overlap.cuh, and begin the kernel with one of {waiting}"
+    assert {head.strip() in waiting for head in heads} == {overlap.waits(file)}, wanted
+    assert overlap.waits(file) == (file not in ALONE), wanted
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 class Launched(NamedTuple):
     """What the host launches a block with.
 
-    Where a call decides the shared memory, it is that of a call of the sizes `at`, and `most` bounds that of all calls.
+    Where a call decides the shared memory, `shared_bytes` is of a call of the sizes `at`, and `most` bounds all calls.
     The compiler asserts that `<kernel>_launch` of the template says the same (cuda_src/common/launch.cuh).
     """
 
