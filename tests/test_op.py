@@ -275,7 +275,7 @@ def toy(stem: str, monkeypatch: pytest.MonkeyPatch) -> Op:
         scratch = empty((rows, 2), "int32")
         many = rows > 1000
         launch(
-            kernel.variant(64 if wide else 32, launched=Launched(64, 128, (1001,))), ceil_div(rows, 4), 64,
+            kernel.variant(64 if wide else 32, launched=Launched(64, 128, (1001,), 128)), ceil_div(rows, 4), 64,
             128 if many else 0,
             **(FIELDS | {"in": x, "out": (out, scratch, None), "first": rows, "second": step, "stride": x.strides[0]}),
         )  # fmt: skip

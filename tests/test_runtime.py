@@ -359,10 +359,12 @@ def test_checks_give_plain_values() -> None:
         assert type(check.integer("n", value, 0, 3)) is int
         assert check.integer("n", value, 0, 3) == wanted
         assert check.element("n", np.array([value], np.int32), 0, 3) == check.element("n", value, 0, 3) == wanted
-    for number in (2.5, np.float32(2.5), np.float64(2.5), "2.5"):
+    for number in (2.5, np.float32(2.5), np.float64(2.5)):
         assert type(check.number("f", number)) is float
         assert check.number("f", number) == 2.5
     assert check.number("f", 2) == 2.0
+    with pytest.raises(TypeError, match=r"f must be a number, got '2.5' \(str\)"):
+        check.number("f", "2.5")
     assert check.one_of("s", "a", ("a", "b")) == "a"
     check.host_variant("auto", ("auto", "b"))
 
