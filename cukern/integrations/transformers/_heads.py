@@ -106,7 +106,9 @@ def states(
     if own is None or numbers is None or own.weight.dtype != hidden_states.dtype or cos.dim() != 3:
         return None
     columns = cos.shape[-1]
-    if hidden_states.dtype not in _DTYPES or cos.dtype not in (hidden_states.dtype, torch.float32):
+    if hidden_states.dtype not in _DTYPES:
+        return None
+    if cos.dtype != hidden_states.dtype and (cos.dtype != torch.float32 or not form.takes_float32):
         return None
     rotary_dim = columns * 2 // form.halves
     if dim % 16 or dim > 512 or rotary_dim % 16 or rotary_dim > dim or cos.dtype != sin.dtype:

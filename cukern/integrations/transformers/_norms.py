@@ -10,7 +10,8 @@ import torch
 
 import cukern
 from cukern.integrations.transformers._deferred import Sum, plain
-from cukern.integrations.transformers._rewrite import rewritten
+from cukern.integrations.transformers._regimes import LARGE_HALVES, REGIMES, difference
+from cukern.integrations.transformers._rewrite import alone, rewritten, takes_one
 from cukern.integrations.transformers._state import (
     Notes,
     State,
@@ -36,16 +37,17 @@ def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
     return weight.detach() if weight is not None and torch.is_grad_enabled() else weight
 
 
-def norm_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def norm_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of a norm that is replaced. With more arguments, such as a gate, its own runs."""
-    if isinstance(hidden_states, Sum) and not args and not kwargs:
+    hidden_states = alone(args, kwargs)
+    if isinstance(hidden_states, Sum):
         return entry_norm(self, hidden_states)[0]
-    hidden_states = plain(hidden_states)
     weight = getattr(self, "weight", None)
-    if args or kwargs or not _takes(hidden_states, weight):
-        return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+    if hidden_states is None or not _takes(plain(hidden_states), weight):
+        own = {name: plain(x) for name, x in kwargs.items()}
+        return type(self).forward(self, *map(plain, args), **own)  # type: ignore[no-any-return]
     epsilon, offset = self.__dict__[NUMBERS]
-    return cukern.rms_norm(hidden_states, _detached(weight), epsilon, weight_offset=offset)  # type: ignore[return-value]
+    return cukern.rms_norm(plain(hidden_states), _detached(weight), epsilon, weight_offset=offset)  # type: ignore[return-value]
 
 
 def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,43 +87,54 @@ def last_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tenso
 
 
 @torch.no_grad()
-def _numbers_of(module: Any) -> tuple[float, float] | None:
-    """epsilon and weight_offset of a norm, found by what it gives for random numbers; None for another formula."""
+def _numbers_of(module: Any) -> tuple[tuple[float, float] | None, str]:
+    """epsilon and weight_offset of a norm, found by what it gives for random numbers; None, and why, for another."""
+    other = "its formula is not that of an RMS norm alone"
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(epsilon, (int, float)) or (weight is not None and weight.dim() != 1):
-        return None
+        return None, other
+    probes = {dtype: copied(module).to(dtype) for dtype in _DTYPES}
     width = 24 if weight is None else len(weight)
-    rows = torch.randn(5, width, generator=torch.Generator().manual_seed(3)) * 0.7
-    probe = copied(module)
-    try:
-        wanted = type(probe).forward(probe, rows)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return None
-    if not isinstance(wanted, torch.Tensor) or wanted.shape != rows.shape:
-        return None
+    shapes: dict[str, tuple[int, ...]] = {"": (5, width), " in four dimensions": (2, 3, 1, width)}
+    if weight is None:
+        shapes[" of 7 numbers"] = (3, 7)
+
+    def own(rows: torch.Tensor) -> Any:
+        return type(module).forward(probes[rows.dtype], rows)
+
+    found: list[str] = []
     for offset in (0.0, 1.0):
-        got = cukern.rms_norm(rows, getattr(probe, "weight", None), float(epsilon), weight_offset=offset)
-        if torch.allclose(got, wanted.float(), rtol=1e-4, atol=1e-5):
-            return float(epsilon), offset
-    return None
+
+        def kernel(rows: torch.Tensor, offset: float = offset) -> torch.Tensor:
+            weight = getattr(probes[rows.dtype], "weight", None)
+            return cukern.rms_norm(rows, weight, float(epsilon), weight_offset=offset)  # type: ignore[return-value]
+
+        regime = difference(own, kernel, shapes, regimes=(*REGIMES, LARGE_HALVES))
+        if regime == "":
+            return (float(epsilon), offset), ""
+        found += [f"it differs from rms_norm for {regime}"] * (regime is not None)
+    return None, found[0] if found else other
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
     """Let all RMS norms of the model run on `rms_norm`."""
-    known: dict[Any, tuple[float, float] | None] = {}
+    known: dict[Any, tuple[tuple[float, float] | None, str]] = {}
     for module in model.modules():
         if "RMSNorm" not in type(module).__name__ or next(module.children(), None) is not None:
             continue
         if "forward" in module.__dict__:
             notes.kept.add("norms", module, "its forward was replaced before")
             continue
+        if not takes_one(module):
+            notes.kept.add("norms", module, "its forward needs more than one argument")
+            continue
         key = simple_attributes(module)
         if key not in known:
             known[key] = _numbers_of(module)
-        numbers = known[key]
+        numbers, why_not = known[key]
         if numbers is None:
-            notes.kept.add("norms", module, "its formula is not that of an RMS norm alone")
+            notes.kept.add("norms", module, why_not)
             continue
         module.__dict__[NUMBERS] = numbers
         state.undo.append(lambda module=module: module.__dict__.pop(NUMBERS, None))  # type: ignore[misc]

@@ -14,7 +14,9 @@ import torch
 from torch.nn import functional as F
 
 import cukern
-from cukern.integrations.transformers._state import Notes, State, active, wants_gradient
+from cukern.integrations.transformers._regimes import difference
+from cukern.integrations.transformers._rewrite import alone, takes_one
+from cukern.integrations.transformers._state import Notes, State, active, simple_attributes, wants_gradient
 
 #: Rows up to which weights are streamed, and those of small weights, which cuBLAS has too few blocks for.
 FEW, _FEW_OF_SMALL, _SMALL = 2, 4, 2**21
@@ -144,56 +146,73 @@ def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
 _GATE_UP = ("gate_proj", "up_proj")
 
 
-def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """The forward of a gated multilayer perceptron: gates and ups in one product, with the activation behind it."""
-    own = together(self, _GATE_UP)
-    if own is None or wants_gradient(x, self.gate_proj.weight) or x.dtype != own.weight.dtype:
-        return type(self).forward(self, x)  # type: ignore[no-any-return]
+def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The forward of a gated perceptron: gates and ups in one product. With more arguments its own runs."""
+    own, x = together(self, _GATE_UP), alone(args, kwargs)
+    if own is None or x is None or wants_gradient(x, self.gate_proj.weight) or x.dtype != own.weight.dtype:
+        return type(self).forward(self, *args, **kwargs)  # type: ignore[no-any-return]
     with torch.no_grad():
         activated = product(x.reshape(-1, x.shape[-1]), own.weight, own.bias, self.__dict__[_ACTIVATION])
         made = self.down_proj(activated)
     return made.view(*x.shape[:-1], made.shape[-1])  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
-def _activation_of(module: Any) -> str | None:
-    """The activation of a perceptron, found by what a small one of its class gives; None for another formula."""
+def _small(module: Any, inputs: int, inner: int) -> Any:
+    """A perceptron of the same class with small random products in float32."""
     probe = copy.copy(module)
     probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
     probe._modules = dict(module._modules)
     generator = torch.Generator().manual_seed(4)
-    for name, (inputs, outputs) in {"gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16)}.items():
-        linear = torch.nn.Linear(inputs, outputs, bias=getattr(module, name).bias is not None)
+    for name, sizes in {"gate_proj": (inputs, inner), "up_proj": (inputs, inner), "down_proj": (inner, inputs)}.items():
+        linear = torch.nn.Linear(*sizes, bias=getattr(module, name).bias is not None)
         for x in linear.parameters():
             x.copy_(torch.randn(x.shape, generator=generator) * 0.5)
         probe._modules[name] = linear
-    rows = torch.randn(9, 16, generator=generator)
-    try:
-        wanted = type(module).forward(probe, rows)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return None
-    gate, up, down = (probe._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
-    both = torch.cat([gate(rows), up(rows)], 1)
+    return probe
+
+
+@torch.no_grad()
+def _activation_of(module: Any) -> tuple[str | None, str]:
+    """The activation of a perceptron, found by what small ones of its class give; None, and why, for another."""
+    found: list[str] = []
+    probes = {inputs: _small(module, inputs, inner) for inputs, inner in ((16, 24), (15, 25))}
+
+    def of(rows: torch.Tensor) -> Any:
+        probe = probes[rows.shape[-1]]
+        for name in (*_GATE_UP, "down_proj"):
+            probe._modules[name].to(rows.dtype)
+        return probe
+
     for name in ("silu", "gelu", "gelu_tanh"):
-        got = down(cukern.moe_activation(both, name))
-        if isinstance(wanted, torch.Tensor) and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5):
-            return name
-    return None
+
+        def kernel(rows: torch.Tensor, name: str = name) -> torch.Tensor:
+            gate, up, down = (of(rows)._modules[x] for x in (*_GATE_UP, "down_proj"))
+            both = torch.cat([gate(rows), up(rows)], 1)
+            return down(cukern.moe_activation(both, name))  # type: ignore[no-any-return]
+
+        shapes = {"": (9, 16), " of 15 numbers": (1, 15)}
+        regime = difference(lambda rows: type(module).forward(of(rows), rows), kernel, shapes)
+        if regime == "":
+            return name, ""
+        found += [f"it differs from a gated perceptron with {name} for {regime}"] * (regime is not None)
+    return None, found[0] if found else "its formula is not that of a gated perceptron"
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
     """Let gated perceptrons run as two products, and all products of few rows on the kernel for them."""
-    known: dict[Any, str | None] = {}
+    known: dict[Any, tuple[str | None, str]] = {}
     for module in list(model.modules()):
         if "forward" in module.__dict__:
             continue
         if all(is_linear(getattr(module, name, None)) for name in (*_GATE_UP, "down_proj")):
-            key = type(module), getattr(module, "act_fn", None), module.gate_proj.bias is None
+            key = simple_attributes(module)
             if key not in known:
-                known[key] = _activation_of(module)
-            activation = known[key]
+                known[key] = (
+                    _activation_of(module) if takes_one(module) else (None, "its forward needs more than one argument")
+                )
+            activation, why_not = known[key]
             if activation is None:
-                notes.kept.add("products", module, "its formula is not that of a gated perceptron")
+                notes.kept.add("products", module, why_not)
             elif join(module, _GATE_UP, state):
                 module.__dict__[_ACTIVATION] = activation
                 state.undo.append(lambda module=module: module.__dict__.pop(_ACTIVATION, None))  # type: ignore[misc]

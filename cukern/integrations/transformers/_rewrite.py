@@ -15,6 +15,20 @@ def written(module: Any) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
+def takes_one(module: Any) -> bool:
+    """Whether the forward of a module needs one argument, and all others may be None."""
+    takes = list(inspect.signature(written(module)).parameters.values())[1:]
+    named = [x for x in takes if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
+    return bool(named) and named[0].default is inspect.Parameter.empty and all(x.default is None for x in named[1:])
+
+
+def alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument of a call of which all others are None; None where it has another, or is given by name."""
+    if not args or any(x is not None for x in (*args[1:], *kwargs.values())):
+        return None
+    return args[0]
+
+
 def read_globals(module: Any) -> dict[str, Any]:
     """The globals that the written forward of a module names."""
     forward = written(module)

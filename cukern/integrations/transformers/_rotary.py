@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 
 import cukern
 from cukern.integrations.transformers import _heads
+from cukern.integrations.transformers._regimes import REGIMES, difference
 from cukern.integrations.transformers._rewrite import read_globals, rewritten, written
 from cukern.integrations.transformers._state import Notes, State, active, is_traced, wants_gradient
 
@@ -23,34 +25,49 @@ class Form(NamedTuple):
 
     layout: str
     halves: int  # of rotary_dim in cos: 2, or 1 where one half stands for both
+    takes_float32: bool  # cos and sin in float32 beside queries of 16 bits, whose dtype the results have
 
     def __str__(self) -> str:
         return f"rotary_embedding, {self.layout}"
 
 
-@torch.no_grad()
-def _form_of(function: Callable[..., Any]) -> Form | None:
-    """The form of a function, found by what it gives for random numbers; None for another formula."""
-    generator = torch.Generator().manual_seed(5)
+def _probe(
+    function: Callable[..., Any], form: Form, angles: torch.dtype | None = None
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], torch.Tensor]]:
+    """The function, and the kernel, of queries and keys together: [batch, 3 n heads, tokens, head_dim]."""
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    query, key = normal(2, 4, 5, 16), normal(2, 2, 5, 16)
-    for halves in (2, 1):
+    def given(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(5)
         # Halves of cos are the same in all models, and some functions read one alone.
-        cos, sin = (normal(2, 5, 8).repeat(1, 1, halves) for _ in range(2))
-        try:
-            wanted = function(query.clone(), key.clone(), cos, sin)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            continue
-        if not isinstance(wanted, tuple) or [x.shape for x in wanted] != [query.shape, key.shape]:
-            continue
-        for layout in ("half", "interleaved", "deinterleaved"):
-            got = cukern.rotary_embedding(query.clone(), key.clone(), cos, sin, layout=layout, rotary_dim=16)
-            if all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(got, wanted, strict=True)):
-                return Form(layout, halves)
-    return None
+        shape = rows.shape[0], rows.shape[2], rows.shape[3] // 2
+        cos, sin = (torch.randn(shape, generator=generator).repeat(1, 1, form.halves) for _ in range(2))
+        query, key = rows.split([rows.shape[1] // 3 * 2, rows.shape[1] // 3], 1)
+        dtype = angles or rows.dtype
+        return query.contiguous(), key.contiguous(), cos.to(dtype), sin.to(dtype)
+
+    def own(rows: torch.Tensor) -> Any:
+        return torch.cat(function(*given(rows)), 1)
+
+    def kernel(rows: torch.Tensor) -> torch.Tensor:
+        made = cukern.rotary_embedding(*given(rows), layout=form.layout, rotary_dim=rows.shape[-1])
+        return torch.cat(made, 1)  # type: ignore[arg-type]
+
+    return own, kernel
+
+
+@torch.no_grad()
+def _form_of(function: Callable[..., Any]) -> tuple[Form | None, str]:
+    """The form of a function, found by what it gives for random numbers; None, and why, for another formula."""
+    found: list[str] = []
+    shapes = {"": (2, 6, 5, 16), " of one head and 7 tokens": (1, 3, 7, 16)}
+    for halves, layout in itertools.product((2, 1), ("half", "interleaved", "deinterleaved")):
+        form = Form(layout, halves, takes_float32=False)
+        regime = difference(*_probe(function, form), shapes)
+        if regime == "":
+            mixed = difference(*_probe(function, form, torch.float32), shapes, regimes=REGIMES[-2:])
+            return form._replace(takes_float32=mixed == ""), ""
+        found += [f"differs from rotary_embedding, {layout}, for {regime}"] * (regime is not None)
+    return None, found[0] if found else "is none of rotary_embedding's"
 
 
 def _in_place(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
@@ -66,7 +83,7 @@ def _in_place(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
             and cos.dim() == sin.dim() == 3
             and q.dtype == k.dtype
             and q.dtype in _DTYPES
-            and cos.dtype in (q.dtype, torch.float32)
+            and (cos.dtype == q.dtype or (cos.dtype == torch.float32 and form.takes_float32))
             and sin.dtype == cos.dtype
             and q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
             and all(stride or size == 1 for x in (q, k) for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -153,7 +170,7 @@ def _rewritten(module: Any, found: dict[str, tuple[Any, Form]]) -> tuple[Callabl
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
     """Let the attention modules of the model rotate in place."""
-    forms: dict[Any, Form | None] = {}
+    forms: dict[Any, tuple[Form | None, str]] = {}
     made: dict[Any, Any] = {}
     for module in filter(_has_angles, list(model.modules())):
         state.replace_forward(module, angles_forward)
@@ -165,9 +182,9 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         for function in own.values():
             if function not in forms:
                 forms[function] = _form_of(function)
-        found = {name: (function, form) for name, function in own.items() if (form := forms[function]) is not None}
-        for name in own.keys() - found.keys():
-            notes.kept.add("rotary", module, f"the formula of {name} is none of rotary_embedding's")
+        found = {name: (function, form) for name, function in own.items() if (form := forms[function][0]) is not None}
+        for name in sorted(own.keys() - found.keys()):
+            notes.kept.add("rotary", module, f"the formula of {name} {forms[own[name]][1]}")
         if not found:
             continue
         key = type(module).forward

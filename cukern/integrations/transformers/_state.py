@@ -146,8 +146,10 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def simple_attributes(module: torch.nn.Module) -> tuple[Any, ...]:
-    """The class of a module, its numbers and the shapes of its tensors: what its formula may depend on."""
-    plain = (str, int, float, bool, type(None))
-    numbers = {k: v for k, v in vars(module).items() if isinstance(v, plain) and k != "layer_idx"}
+    """What the formula of a module may depend on: its class, numbers, functions and configuration, shapes, children."""
+    plain = (str, int, float, bool, type(None), types.FunctionType, types.BuiltinFunctionType)
+    own = {k: v for k, v in vars(module).items() if isinstance(v, plain) and k not in ("layer_idx", "forward")}
     shapes = {k: tuple(x.shape) for k, x in [*module.named_parameters(), *module.named_buffers()]}
-    return type(module), tuple(sorted(numbers.items(), key=str)), tuple(sorted(shapes.items()))
+    children = tuple((name, simple_attributes(x)) for name, x in module.named_children())
+    config = id(vars(module).get("config"))
+    return type(module), tuple(sorted(own.items(), key=lambda x: x[0])), config, tuple(sorted(shapes.items())), children

@@ -1,0 +1,308 @@
+"""Gates that routers compute: the probe that finds a router's gate, and the regimes of numbers that it covers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+import cukern
+from cukern.integrations.transformers._state import copied
+
+_GROUPS = ("num_group", "n_group", "num_expert_group")
+_BIASES = ("e_score_correction_bias", "correction_bias", "expert_bias")
+_SCORES = {
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+}
+#: Results of two float32 formulas differ by at most this share of the larger one: 4 roundings.
+_BOUND = 4 * torch.finfo(torch.float32).eps
+#: Weights count where the scores of a token's experts sum to at least this: 1e-20 in a denominator is less than a
+#: rounding there.
+_LEAST_SUM = 1e-12
+
+
+class Gate(NamedTuple):
+    """The arguments of the gate that a router is."""
+
+    scoring: str
+    topk: int
+    groups: int
+    topk_group: int
+    renormalize: bool
+    scaling: float
+    bias: str  # the name of the correction bias; empty: there is none
+    in_float32: bool  # whether the product is
+
+    @property
+    def op(self) -> str:
+        if self.bias or self.groups > 1 or self.scoring == "sqrtsoftplus":
+            return "moe_fused_gate"
+        return "topk_sigmoid" if self.scoring == "sigmoid" else "topk_softmax"
+
+    def __str__(self) -> str:
+        groups = f", {self.topk_group} of {self.groups} groups" if self.groups > 1 else ""
+        return f"{self.op}, the best {self.topk} by {self.scoring}{' and a bias' * bool(self.bias)}{groups}"
+
+    def route(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """weights float32 and ids int32, [tokens, topk]."""
+        if bias is None and self.groups == 1:
+            shape = logits.shape[0], self.topk
+            weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+            ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+            gate = cukern.topk_softmax if self.scoring == "softmax" else cukern.topk_sigmoid
+            gate(weights, ids, logits, self.renormalize, routed_scaling_factor=self.scaling)
+            return weights, ids
+        if bias is None:
+            bias = torch.zeros(logits.shape[1], dtype=torch.float32, device=logits.device)
+        return cukern.moe_fused_gate(  # type: ignore[return-value]
+            logits, bias, self.groups, self.topk_group, self.topk, routed_scaling_factor=self.scaling,
+            apply_routed_scaling_factor_on_output=True, renormalize=self.renormalize, scoring_func=self.scoring,
+        )  # fmt: skip
+
+    def weights_of(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The weights of given experts."""
+        weights = scores.gather(1, ids)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.scaling
+
+
+# --- regimes --------------------------------------------------------------------------------------------
+
+#: Sizes of logits.
+_SIZES = (1.0, 0.1, 8.0, 14.0, 60.0)
+#: What biases are around, by their names.
+_LEVELS = {"0": 0.0, "-0.5": -0.5, "-4": -4.0, "0.5": 0.5, "4": 4.0}
+_ROWS = 12
+
+
+def _logits(experts: int, hidden: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Rows [tokens, hidden], a router's weight [experts, hidden], and the name of each row's regime.
+
+    The weight of the first number is 1 for all experts: it moves all logits of a row.
+    """
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weight = normal(experts, hidden) / max(hidden - 1, 1) ** 0.5
+    weight[:, 0] = 1
+    rows, names = [], []
+    for size in _SIZES:
+        rows.append(normal(_ROWS, hidden) * size)
+        rows[-1][:, 0] = 0
+        names += [f"logits of size {size:g}"] * _ROWS
+    below = normal(_ROWS, hidden)
+    below[:, 0] = -8
+    equal = torch.zeros(len(_SIZES) * 2 + 1, hidden)
+    equal[:, 0] = torch.tensor([0, *_SIZES, *(-x for x in _SIZES)])
+    names += ["logits below 0"] * len(below) + ["equal logits"] * len(equal)
+    return torch.cat([*rows, below, equal]), weight, names
+
+
+def _biases(experts: int, groups: int, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    """Correction biases [experts], and the names of their regimes."""
+    for name, level in _LEVELS.items():
+        yield f"a bias around {name}", level + 0.3 * torch.randn(experts, generator=generator)
+    if groups > 1:
+        # The choices of every second group are below 0, which some routers give to groups that are not kept.
+        levels = torch.tensor([0.5, -4.0]).repeat(groups)[:groups].repeat_interleave(experts // groups)
+        yield "groups below 0 by their bias", levels + 0.3 * torch.randn(experts, generator=generator)
+
+
+class _Routing(NamedTuple):
+    """What a router gives for all rows in one regime of its bias."""
+
+    regime: str
+    bias: torch.Tensor | None
+    logits: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+def _routing(probe: Any, rows: torch.Tensor, regime: str, bias: torch.Tensor | None) -> _Routing | None:
+    """What a router gives; None where that is no logits, weights and ids."""
+    try:
+        given = type(probe).forward(probe, rows.clone())
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None
+    if not isinstance(given, tuple) or len(given) != 3 or not all(isinstance(x, torch.Tensor) for x in given):
+        return None
+    logits, weights, ids = given
+    wanted = F.linear(rows, probe.weight, getattr(probe, "bias", None))
+    if logits.shape != wanted.shape or weights.shape != ids.shape or ids.dim() != 2:
+        return None
+    largest = wanted.abs().amax(-1, keepdim=True)
+    if not ((logits - wanted).abs() <= 1e-5 * largest + 1e-6).all():
+        return None
+    return _Routing(regime, bias, logits.float(), weights.float(), ids.long())
+
+
+# --- the comparison -------------------------------------------------------------------------------------
+
+
+class _Choices(NamedTuple):
+    """What a gate orders experts by, [tokens, experts]."""
+
+    scores: torch.Tensor
+    values: torch.Tensor
+    noise: torch.Tensor  # differences of values up to this are ties
+    decided: torch.Tensor  # [tokens]: the groups that are kept do not tie with others
+
+    def of(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values of chosen experts, the largest first, and their noise."""
+        values, order = self.values.gather(1, ids).sort(-1, descending=True)
+        return values, self.noise.gather(1, ids).gather(1, order)
+
+    def above(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which experts are chosen, and do not tie with the last chosen one."""
+        values, noise = self.of(ids)
+        chosen = torch.zeros_like(self.values, dtype=torch.bool).scatter(1, ids, True)
+        return chosen & (self.values > values[:, -1:] + torch.maximum(self.noise, noise[:, -1:]))
+
+
+def _kept(values: torch.Tensor, noise: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts [tokens, experts] are of groups that a token may keep, and whether [tokens] no groups tie there."""
+    best, order = values.view(len(values), gate.groups, -1).topk(min(2, values.shape[1] // gate.groups))
+    best, noise = best.sum(-1), noise.view(len(values), gate.groups, -1).gather(-1, order).sum(-1)
+    last, at = (x[:, -1:] for x in best.topk(gate.topk_group))
+    kept = best >= last - noise - noise.gather(1, at)
+    return kept.repeat_interleave(values.shape[1] // gate.groups, 1), kept.sum(-1) == gate.topk_group
+
+
+def _choices(gate: Gate, logits: torch.Tensor, bias: torch.Tensor | None) -> _Choices:
+    scores = _SCORES[gate.scoring](logits)
+    values = scores if bias is None else scores + bias
+    noise = scores * _BOUND
+    if gate.scoring == "softmax":  # the difference in an exponent is rounded
+        noise = noise * (1 + (logits - logits.amax(-1, keepdim=True)).abs())
+    noise = noise + torch.finfo(torch.float32).tiny
+    if bias is not None:
+        noise = noise + _BOUND * bias.abs()
+    decided = torch.ones(len(logits), dtype=torch.bool)
+    if gate.groups > 1:
+        kept, decided = _kept(values, noise, gate)
+        # Scores are at least 0: a router that gives 0 to the experts of other groups differs in ties alone.
+        values = values.masked_fill(~kept, 0.0 if bias is None else -torch.inf)
+    return _Choices(scores, values, noise, decided)
+
+
+def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, order = ids.sort(-1)
+    return weights.gather(1, order), ids
+
+
+def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [tokens] that a gate sends to other experts than the router, and those with other weights.
+
+    Experts that tie with the last chosen one count by their values alone: `torch.topk` chooses any of them.
+    """
+    bias = routing.bias if gate.bias else None
+    weights, ids = gate.route(routing.logits, bias)
+    weights, ids = _by_id(weights, ids.long())
+    theirs, ids_of_theirs = _by_id(routing.weights, routing.ids)
+    if theirs.shape != weights.shape:
+        every = torch.ones(len(weights), dtype=torch.bool)
+        return every, every
+    choices = _choices(gate, routing.logits, bias)
+    (own, noise), (other, noise_of_other) = choices.of(ids), choices.of(ids_of_theirs)
+    elsewhere = ((own - other).abs() > noise + noise_of_other).any(-1)
+    elsewhere |= (choices.above(ids) != choices.above(ids_of_theirs)).any(-1)
+    same = (ids == ids_of_theirs).all(-1, keepdim=True)
+    wanted = torch.where(same, weights, gate.weights_of(choices.scores, ids_of_theirs))
+    largest = torch.maximum(wanted.abs().amax(-1), theirs.abs().amax(-1))
+    alike = (wanted - theirs).abs().amax(-1) <= bound * largest
+    counts = choices.scores.gather(1, ids_of_theirs).sum(-1) >= _LEAST_SUM
+    return elsewhere & choices.decided, ~alike & counts
+
+
+# --- the probe ------------------------------------------------------------------------------------------
+
+
+def _number(module: Any, *names: str, default: Any = None) -> Any:
+    found = (getattr(module, name, None) for name in names)
+    return next((x for x in found if isinstance(x, (int, float))), default)
+
+
+def _gates(module: Any, bias: str) -> Iterator[Gate]:
+    """The gates that a router may be, by its numbers."""
+    topk = _number(module, "top_k", "num_experts_per_tok", "topk")
+    if not isinstance(topk, int) or topk < 1:
+        return
+    groups = int(_number(module, *_GROUPS, default=1) or 1)
+    kept = int(_number(module, "topk_group", default=1) or 1) if groups > 1 else 1
+    scaling = float(_number(module, "routed_scaling_factor", "route_scale", "router_scale", default=1.0))
+    of_groups = dict.fromkeys(((groups, kept), (1, 1)))
+    biases, scalings = dict.fromkeys((bias, "")), dict.fromkeys((scaling, 1.0))
+    for pair, scoring, own, renormalize, factor in itertools.product(
+        of_groups, _SCORES, biases, (True, False), scalings
+    ):
+        if scoring != "sqrtsoftplus" or own or pair[0] > 1:
+            yield Gate(scoring, topk, pair[0], pair[1], renormalize, factor, own, False)
+
+
+def _resembles(gate: Gate, routing: _Routing, names: list[str]) -> bool:
+    """Whether a router does what a gate does for most tokens of the first regime."""
+    rows = names.count(names[0])
+    logits, weights, ids = (x[:rows] for x in routing[2:])
+    try:
+        elsewhere, otherwise = _differences(gate, _Routing("", routing.bias, logits, weights, ids), 1e-4)
+    except ValueError:
+        return False
+    return int((elsewhere | otherwise).sum()) <= rows // 4
+
+
+def _difference(gate: Gate, routing: _Routing, names: list[str]) -> str:
+    """What a router does otherwise than a gate, and in which regime; empty: nothing."""
+    for tokens, what in zip(_differences(gate, routing), ("chooses other experts", "gives other weights"), strict=True):
+        if tokens.any():
+            regime = " with ".join(filter(None, (names[int(tokens.int().argmax())], routing.regime)))
+            return f"it {what} than {gate.op} for {regime}"
+    return ""
+
+
+@torch.no_grad()
+def gate_of(module: Any, seed: int = 2) -> tuple[Gate | None, str]:
+    """The gate that a router is, found by where it sends random tokens; None, and why, for another formula."""
+    none = "its formula is none of the gates"
+    probe, generator = copied(module), torch.Generator().manual_seed(seed)
+    experts, hidden = probe.weight.shape
+    rows, weight, names = _logits(experts, hidden, generator)
+    probe.weight.copy_(weight)
+    tensors: dict[str, Any] = {name: getattr(probe, name, None) for name in _BIASES}
+    own = next((k for k, x in tensors.items() if isinstance(x, torch.Tensor) and x.shape == (experts,)), "")
+    groups = int(_number(probe, *_GROUPS, default=1) or 1)
+    regimes: list[tuple[str, Any]] = [*_biases(experts, groups, generator)] if own else [("", None)]
+    routings: list[_Routing] = []
+    candidates: dict[Gate, str] = {}
+    for regime, bias in regimes:
+        if own:
+            tensors[own].copy_(bias)
+        routing = _routing(probe, rows, regime, bias)
+        if routing is None:
+            return None, none
+        if not routings:
+            candidates = {x: "" for x in _gates(probe, own) if _resembles(x, routing, names)}
+        if not candidates:
+            return None, none
+        routings.append(routing)
+    for gate in candidates:
+        candidates[gate] = next(filter(None, (_difference(gate, x, names) for x in routings)), "")
+        if not candidates[gate]:
+            return gate._replace(in_float32=_is_in_float32(module, rows[:_ROWS])), ""
+    return None, next(iter(candidates.values()))
+
+
+def _is_in_float32(module: Any, rows: torch.Tensor) -> bool:
+    """Whether the product of a router is in float32 whatever the dtype of the model."""
+    halves = copied(module).to(torch.bfloat16)
+    try:
+        logits: torch.Tensor = type(halves).forward(halves, rows.bfloat16())[0]
+    except RuntimeError:
+        return True  # it takes weights of float32 alone
+    return logits.dtype == torch.float32

@@ -1,0 +1,72 @@
+"""Regimes of numbers in which a probe compares a module with a kernel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Regime(NamedTuple):
+    """Rows of numbers: their name, what they are made of normal numbers by, and their dtype."""
+
+    name: str
+    change: Callable[[torch.Tensor], torch.Tensor]
+    dtype: torch.dtype = torch.float32
+
+
+REGIMES = (
+    Regime("ordinary rows", lambda x: x),
+    Regime("large rows", lambda x: x * 1e3),
+    Regime("tiny rows", lambda x: x * 1e-4),
+    Regime("negative rows", lambda x: -x.abs()),
+    Regime("zero rows", torch.zeros_like),
+    Regime("rows of float16", lambda x: x, torch.float16),
+    Regime("rows of bfloat16", lambda x: x, torch.bfloat16),
+)
+#: Rows whose squares are beyond float16.
+LARGE_HALVES = Regime("large rows of float16", lambda x: x * 1e3, torch.float16)
+#: Roundings by which two formulas may differ, of the largest number of a row: in float32 sums have many.
+_ROUNDINGS = {torch.float32: 80, torch.float16: 4, torch.bfloat16: 4}
+#: What a forward raises that does not take such rows.
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+
+
+def are_near(got: torch.Tensor, wanted: Any) -> bool:
+    """Whether two results are the same but for rounding, relative to the largest number of each row."""
+    if not isinstance(wanted, torch.Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return False
+    bound = _ROUNDINGS[got.dtype] * torch.finfo(got.dtype).eps
+    got, wanted = got.float(), wanted.float()
+    largest = wanted.abs().amax(-1, keepdim=True)
+    return bool(((got - wanted).abs() <= bound * largest).all())
+
+
+def difference(
+    own: Callable[[torch.Tensor], Any],
+    kernel: Callable[[torch.Tensor], torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    regimes: Sequence[Regime] = REGIMES,
+    spread: float = 1.0,
+    seed: int = 3,
+) -> str | None:
+    """The first regime in which a module's own code and a kernel differ; empty: none.
+
+    `shapes` of rows are by what a regime's name says of them besides. None: the code takes no ordinary rows, or gives
+    something else for them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for i, ((besides, shape), regime) in enumerate(itertools.product(shapes.items(), regimes)):
+        rows = regime.change(torch.randn(shape, generator=generator) * spread).to(regime.dtype)
+        try:
+            wanted = own(rows.clone())
+        except REFUSALS:
+            if i:
+                continue
+            return None
+        if not are_near(kernel(rows), wanted):
+            return regime.name + besides if i else None
+    return ""
