@@ -150,6 +150,7 @@ class _Choices(NamedTuple):
     """What a gate orders experts by, [tokens, experts]."""
 
     scores: torch.Tensor
+    rounding: torch.Tensor  # of scores, relative to them
     values: torch.Tensor
     noise: torch.Tensor  # differences of values up to this are ties
     decided: torch.Tensor  # [tokens]: the groups that are kept do not tie with others
@@ -178,10 +179,10 @@ def _kept(values: torch.Tensor, noise: torch.Tensor, gate: Gate) -> tuple[torch.
 def _choices(gate: Gate, logits: torch.Tensor, bias: torch.Tensor | None) -> _Choices:
     scores = _SCORES[gate.scoring](logits)
     values = scores if bias is None else scores + bias
-    noise = scores * _BOUND
+    rounding = torch.full_like(scores, _BOUND)
     if gate.scoring == "softmax":  # the difference in an exponent is rounded
-        noise = noise * (1 + (logits - logits.amax(-1, keepdim=True)).abs())
-    noise = noise + torch.finfo(torch.float32).tiny
+        rounding = rounding * (1 + (logits - logits.amax(-1, keepdim=True)).abs())
+    noise = scores * rounding + torch.finfo(torch.float32).tiny
     if bias is not None:
         noise = noise + _BOUND * bias.abs()
     decided = torch.ones(len(logits), dtype=torch.bool)
@@ -189,7 +190,7 @@ def _choices(gate: Gate, logits: torch.Tensor, bias: torch.Tensor | None) -> _Ch
         kept, decided = _kept(values, noise, gate)
         # Scores are at least 0: a router that gives 0 to the experts of other groups differs in ties alone.
         values = values.masked_fill(~kept, 0.0 if bias is None else -torch.inf)
-    return _Choices(scores, values, noise, decided)
+    return _Choices(scores, rounding, values, noise, decided)
 
 
 def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +217,9 @@ def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[
     same = (ids == ids_of_theirs).all(-1, keepdim=True)
     wanted = torch.where(same, weights, gate.weights_of(choices.scores, ids_of_theirs))
     largest = torch.maximum(wanted.abs().amax(-1), theirs.abs().amax(-1))
-    alike = (wanted - theirs).abs().amax(-1) <= bound * largest
+    # The largest of the weights counts: that of an expert with the best logit, but for a bias that is against it.
+    bounds = choices.rounding.gather(1, ids_of_theirs).amin(-1).clamp(min=bound)
+    alike = (wanted - theirs).abs().amax(-1) <= bounds * largest
     counts = choices.scores.gather(1, ids_of_theirs).sum(-1) >= _LEAST_SUM
     return elsewhere & choices.decided, ~alike & counts
 

@@ -11,7 +11,7 @@ import torch
 import cukern
 from cukern.integrations.transformers._deferred import Sum, plain
 from cukern.integrations.transformers._regimes import LARGE_HALVES, REGIMES, difference
-from cukern.integrations.transformers._rewrite import alone, rewritten, takes_one
+from cukern.integrations.transformers._rewrite import NOT_ONE, alone, rewritten, takes_one
 from cukern.integrations.transformers._state import (
     Notes,
     State,
@@ -127,7 +127,7 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
             notes.kept.add("norms", module, "its forward was replaced before")
             continue
         if not takes_one(module):
-            notes.kept.add("norms", module, "its forward needs more than one argument")
+            notes.kept.add("norms", module, NOT_ONE)
             continue
         key = simple_attributes(module)
         if key not in known:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import cukern
 from cukern.integrations.transformers._regimes import difference
-from cukern.integrations.transformers._rewrite import alone, takes_one
+from cukern.integrations.transformers._rewrite import NOT_ONE, alone, takes_one
 from cukern.integrations.transformers._state import Notes, State, active, simple_attributes, wants_gradient
 
 #: Rows up to which weights are streamed, and those of small weights, which cuBLAS has too few blocks for.
@@ -207,9 +207,7 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if all(is_linear(getattr(module, name, None)) for name in (*_GATE_UP, "down_proj")):
             key = simple_attributes(module)
             if key not in known:
-                known[key] = (
-                    _activation_of(module) if takes_one(module) else (None, "its forward needs more than one argument")
-                )
+                known[key] = _activation_of(module) if takes_one(module) else (None, NOT_ONE)
             activation, why_not = known[key]
             if activation is None:
                 notes.kept.add("products", module, why_not)

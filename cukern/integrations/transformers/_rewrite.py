@@ -15,6 +15,10 @@ def written(module: Any) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
+#: Why a module stays whose forward `takes_one` refuses.
+NOT_ONE = "its forward has an argument besides the rows whose default is not None"
+
+
 def takes_one(module: Any) -> bool:
     """Whether the forward of a module needs one argument, and all others may be None."""
     takes = list(inspect.signature(written(module)).parameters.values())[1:]
