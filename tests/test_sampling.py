@@ -236,6 +236,48 @@ def test_softmax_is_torchs(dtype: str, temperature: float | None, run: Place, rn
     assert_matches("sampling.probs", run("softmax", x, temperatures), want)
 
 
+def rows_of_an_infinite_temperature(dtype: str) -> Array:
+    """Rows whose logits lie far apart, and -inf."""
+    largest = float(np.finfo(np.float32).max) if dtype == "float32" else 60000.0
+    rows = np.zeros((3, 1500))
+    rows[0, ::3] = -INF
+    rows[1, :], rows[1, 7], rows[1, 8] = -largest, largest, -INF
+    rows[2, :] = np.arange(1500) - 700
+    return rows.astype(arrays.numpy_dtype(dtype))
+
+
+@pytest.mark.parametrize("temperature", [INF, np.float32(INF), np.array([INF, INF, INF], np.float32)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_infinite_temperature_makes_finite_logits_equal(dtype: str, temperature: Any, run: Place) -> None:
+    x = rows_of_an_infinite_temperature(dtype)
+    finite = np.isfinite(x.astype(np.float32))
+    want = (finite / finite.sum(axis=1, keepdims=True)).astype(np.float32)
+    assert_matches("sampling.probs", run("softmax", x, temperature), want)
+    for options in ({}, {"min_p": 1.0}, {"min_p": 0.3}, {"top_k": 3}, {"top_k": 700}, {"top_p": 0.5}):
+        drawn = [run("sample", x, temperature=temperature, seed=seed, **options).tolist() for seed in range(12)]
+        assert all(finite[row, id] for ids in drawn for row, id in enumerate(ids))
+        assert len({ids[1] for ids in drawn}) > 1, f"{options}: all draws take one token"
+
+
+def test_an_infinite_temperature_has_the_logarithm_of_the_count(run: Place) -> None:
+    x = rows_of_an_infinite_temperature("float32")
+    _, logprobs = run("sample", x, temperature=INF, seed=1, return_logprobs=True)
+    assert_matches("sampling.logprobs", logprobs, -np.log(np.isfinite(x).sum(axis=1)).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_each_word_for_no_limit_keeps_all(dtype: str, run: Place, rng: np.random.Generator) -> None:
+    x = (rng.standard_normal((4, 1500)) * 2).astype(np.float32)
+    seeds = np.arange(4, dtype=np.int64) + 5
+    want = run("sample", x, seed=seeds)
+    assert (want != x.argmax(axis=1)).any()
+    for count in (None, 0, -1, 1500, 1501, 10**9, 10**30):
+        np.testing.assert_array_equal(run("sample", x, seed=seeds, top_k=count), want)
+    np.testing.assert_array_equal(run("sample", x, seed=seeds, top_k=np.array([0, -1, 1500, 2**31 - 1], dtype)), want)
+    one = np.array([1, -1, 1, 0], dtype)
+    np.testing.assert_array_equal(run("sample", x, seed=seeds, top_k=one), np.where(one == 1, x.argmax(axis=1), want))
+
+
 # --- distributions ----------------------------------------------------------------------------------------
 
 
@@ -1195,13 +1237,14 @@ def _bad_numbers(name: str) -> Iterator[Any]:
         if p not in named:
             continue
         least, range_ = (
-            ("in [0, 1]", "[0, 1]")
+            ("in [0, 1] (None for no limit)", "[0, 1] (None for no limit)")
             if p != "temperature"
             else ("at least 0", f"[{0 if name == 'sample' else 0.0}, inf]")
         )
         yield {p: -0.5}, ValueError, f"{p} must be {least}, got -0.5"
         yield {p: NAN}, ValueError, f"{p} must be a finite number, got nan"
-        yield {p: INF}, ValueError, f"{p} must be a finite number, got inf"
+        infinity = -INF if p == "temperature" else INF
+        yield {p: infinity}, ValueError, f"{p} must be a finite number, got {infinity}"
         yield {p: "0.x"}, TypeError, f"{p} must be a number, got '0.x' (str)"
         yield {p: np.zeros(3)}, TypeError, f"{p} must be float32 or int32 or int64, got float64"
         yield {p: np.zeros(3, bool)}, TypeError, f"{p} must be float32 or int32 or int64, got bool"
@@ -1214,18 +1257,25 @@ def _bad_numbers(name: str) -> Iterator[Any]:
         yield {p: np.array([0, 0.5, -0.5], f32)}, ValueError, f"{range_} -0.5"
         yield {p: np.array([0, NAN, 1], f32)}, ValueError, f"{range_} nan"
         if p != "temperature":
-            yield {p: 1.5}, ValueError, f"{p} must be in [0, 1], got 1.5"
+            yield {p: 1.5}, ValueError, f"{p} must be {least}, got 1.5"
             yield {p: np.array([0, 2, 1], f32)}, ValueError, f"{range_} 2.0"
     if "top_k" in named:
-        wanted = "top_k must be an integer in [1, 6] (the vocabulary), got"
-        yield {"top_k": 0}, ValueError, f"{wanted} 0"
-        yield {"top_k": 7}, ValueError, f"{wanted} 7"
+        wanted = "top_k must be an integer in [1, 6] (the vocabulary; None for no limit), got"
+        in_array = "top_k must be in [1, 6] (None for no limit), got"
+        if name == "sample":
+            wanted = "top_k must be an integer of at least -1 (-1, 0 and None for no limit), got"
+            in_array = "top_k must be in [-1, inf] (None for no limit), got"
+            yield {"top_k": -2}, ValueError, f"{wanted} -2"
+        else:
+            yield {"top_k": 0}, ValueError, f"{wanted} 0"
+            yield {"top_k": 7}, ValueError, f"{wanted} 7"
+            yield {"top_k": np.array([1, 0, 6])}, ValueError, f"{in_array} 0"
+            yield {"top_k": np.array([1, 7, 6])}, ValueError, f"{in_array} 7"
         yield {"top_k": 2.0}, TypeError, f"{wanted} 2.0 (float)"
         yield {"top_k": True}, TypeError, f"{wanted} True (bool)"
         yield {"top_k": np.ones(3, f32)}, TypeError, "top_k must be int32 or int64, got float32"
         yield {"top_k": np.ones(4, np.int32)}, ValueError, "top_k must be of shape [batch] = [3], got [4]"
-        yield {"top_k": np.array([1, 0, 6])}, ValueError, "top_k must be in [1, 6], got 0"
-        yield {"top_k": np.array([1, 7, 6])}, ValueError, "top_k must be in [1, 6], got 7"
+        yield {"top_k": np.array([1, -2, 6])}, ValueError, f"{in_array} -2"
 
 
 def _bad_rows(name: str) -> Iterator[Any]:
@@ -1484,7 +1534,7 @@ def test_a_plan_serves_other_numbers_and_batches() -> None:
 def test_each_number_is_checked_where_a_plan_is_used_again() -> None:
     x = np.ones((4, 50257), np.float32)
     guards, packed, environment = said("sample", x, seed=1, top_k=100, top_p=0.5)
-    for k, p, message in ((0, 0.5, "top_k must be an integer in [1, 50257]"), (100, 1.5, "top_p must be in [0, 1]")):
+    for k, p, message in ((-2, 0.5, "top_k must be an integer of at least -1"), (100, 1.5, "top_p must be in [0, 1]")):
         with pytest.raises(ValueError, match=re.escape(message)):
             assert guards.hold([*environment[:-2], k, p]) and [x.evaluate([*environment[:-2], k, p]) for x in packed]
 
@@ -2047,7 +2097,7 @@ def test_bad_arguments_on_the_gpu() -> None:
     for changes, error, message in (
         ({"top_k": k.cpu()}, ValueError, "top_k must be on CUDA device 0 like logits, got one on the CPU"),
         ({"top_k": cupy.ones(3, "int32")}, TypeError, "top_k must be a torch array like logits, got cupy"),
-        ({"top_k": 601}, ValueError, "top_k must be an integer in [1, 600] (the vocabulary), got 601"),
+        ({"top_k": -2}, ValueError, "top_k must be an integer of at least -1 (-1, 0 and None for no limit), got -2"),
         ({"seed": torch.tensor(1)}, ValueError, "seed must be on CUDA device 0 like logits, got one on the CPU"),
         ({"out": out.cpu()}, ValueError, "out must be on CUDA device 0 like logits, got one on the CPU"),
         ({"logits": logits[:, ::2]}, ValueError, "logits must be contiguous along its last dimension, got strides"),

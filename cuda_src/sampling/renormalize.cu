@@ -1,6 +1,7 @@
 // Normalize or filter whole rows of logits or probabilities.
 //
-//   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature)
+//   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature); of an infinite temperature the
+//                 same for all finite logits
 //   TOP_K_RENORM  the k largest probabilities / their sum, 0 elsewhere
 //   TOP_P_RENORM  the fewest largest probabilities with the share top_p of the row's sum / their sum, 0 elsewhere
 //   TOP_K_MASK    the k largest logits, -inf elsewhere
@@ -55,12 +56,6 @@ struct RenormalizeParams {
     int single;   // the array holds one number for all rows
     float scalar_temperature, scalar_top_p;
 };
-
-__device__ __forceinline__ float scale_of(float temperature) {
-    float scale = LOG2_E / temperature;
-    if (!(scale > 0 && scale < BEST_ALONE)) scale = BEST_ALONE;
-    return scale;
-}
 
 // Find what becomes of a row. A token gets weight * factor * inverse if the bound keeps it, otherwise 0. In a row that
 // is not valid all tokens get `inverse`.

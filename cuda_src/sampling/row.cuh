@@ -61,7 +61,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     const T* second; // added to logits, subtracted from probabilities; or null
     int vocab;
     Layout layout;
-    float scale; // log2(e) / temperature
+    float scale; // 2 log2(e) / temperature
     int lane, warp, warps;
     int first_tile, local_tiles; // of this block
     int turn;                    // the half of the slots that the next pass writes
@@ -169,9 +169,15 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 
     // --- weights --------------------------------------------------------------------------------------
 
-    // exp of a value's distance from a reference, which must be finite; a probability as it is.
+    // log2 of the weight of a value relative to a reference, which must be finite. Half of a difference of finite logits
+    // does not overflow, and has the bits of the whole one.
+    __device__ __forceinline__ float distance(float x, float reference) const {
+        return fmaf(x, 0.5f, -0.5f * reference) * scale;
+    }
+
+    // exp of a value's distance from a reference; a probability as it is.
     __device__ __forceinline__ float relative(float x, float reference) const {
-        return PROBS ? x : fast_exp2((x - reference) * scale);
+        return PROBS ? x : fast_exp2(distance(x, reference));
     }
 
     __device__ __forceinline__ float weight(float x) const { return relative(x, top); }
@@ -180,7 +186,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     __device__ __forceinline__ float log2_of(float x) const { return PROBS ? __log2f(x) : fast_log2(x); }
 
     // log2 of the factor from a weight relative to `from` to the same relative to `to`.
-    __device__ __forceinline__ float shift(float from, float to) const { return PROBS ? 0.f : (from - to) * scale; }
+    __device__ __forceinline__ float shift(float from, float to) const { return PROBS ? 0.f : distance(from, to); }
 
     // Whether there is something to draw, and no NaN; once `top` is known.
     __device__ __forceinline__ bool valid() const {

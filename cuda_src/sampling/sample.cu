@@ -1,6 +1,6 @@
 // Draw a token from each row of logits or probabilities, of those that top-k, top-p and min-p leave.
 //
-//   weight(i) = exp((x[i] - max x) / temperature)        of logits
+//   weight(i) = exp((x[i] - max x) / temperature)        of logits; all finite ones weigh 1 at an infinite temperature
 //   weight(i) = max(x[i], 0)                             of probabilities
 //   kept      = a prefix of the tokens in order of x, largest first, ties by the lower id
 //   token     = i with probability weight(i) / sum of the kept weights
@@ -71,7 +71,7 @@ struct SampleParams {
 // The parameters of a row.
 struct Request {
     Stream stream;
-    float scale, top_p, min_p; // scale: log2(e) / temperature
+    float scale, top_p, min_p; // scale: 2 log2(e) / temperature
     int top_k;
     bool greedy; // the best token
 };
@@ -92,12 +92,10 @@ template <bool PROBS> __device__ __forceinline__ Request request_of(const Sample
     const long long k =
         params.top_k ? integer_at(params.top_k, params.wide & TOP_K, place(TOP_K)) : params.scalar_top_k;
     request.top_k = k < 1 || k > params.vocab ? params.vocab : k;
-    request.scale = LOG2_E / temperature;
-    request.greedy = request.top_k == 1;
-    if (!PROBS && !(request.scale > 0 && request.scale < BEST_ALONE)) {
-        request.greedy = true;
-        request.scale = BEST_ALONE;
-    }
+    request.scale = PROBS ? 1.f : scale_of(temperature);
+    request.greedy = request.top_k == 1 || (!PROBS && request.scale == BEST_ALONE);
+    // All finite logits are as probable as the best.
+    if (!PROBS && request.scale == ALL_ALIKE) request.min_p = 0;
     return request;
 }
 
@@ -123,7 +121,7 @@ __device__ __forceinline__ void write_result(const SampleParams& params, int i, 
     write_id(params, drawn_at, id);
     if (params.valid) params.valid[i] = x.valid();
     if (params.logprobs) {
-        const float log2_prob = (PROBS ? x.log2_of(value) : (value - x.top) * x.scale) - x.log2_of(sum);
+        const float log2_prob = (PROBS ? x.log2_of(value) : x.shift(value, x.top)) - x.log2_of(sum);
         params.logprobs[i] = x.valid() ? log2_prob / LOG2_E : -CUDART_INF_F;
     }
     if (params.sequence_length) params.sequence_length[i] += 1;
@@ -216,7 +214,7 @@ __device__ __forceinline__ void sample_filtered(const SampleParams& params, int 
         const float min_p = fminf(request.min_p, 1.f);
         const float min_p_value = !(min_p > 0) ? -CUDART_INF_F
                                   : PROBS      ? x.top * min_p
-                                               : x.top + fast_log2(min_p) / x.scale;
+                                               : x.top + 2 * fast_log2(min_p) / x.scale;
         bool done = false;
         if (request.greedy) {
             drawn.id = best<Row>(passes++);

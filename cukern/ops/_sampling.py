@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cukern.runtime import arrays, check, generators, template
 from cukern.runtime.describe import (
     Array,
@@ -133,27 +135,50 @@ def _word(name: str, value: Any) -> int:
     return check.integer(name, value, -(2**63), 2**64 - 1) & (2**64 - 1)
 
 
-_share = _within(0, 1, "in [0, 1]")
-#: Each parameter but top_k: its dtypes as an array, its check as a number, and the number that None stands for.
-_RULES: dict[str, tuple[tuple[str, ...], Callable[[str, Any], Any], Any]] = {
+def _temperature(name: str, value: Any) -> float:
+    """A number of at least 0, which may be infinite."""
+    if isinstance(value, (float, np.floating)) and value == np.inf:
+        return np.inf
+    return _within(0, np.inf, "at least 0")(name, value)
+
+
+def _count(name: str, value: Any, vocab: int) -> int:
+    """How many tokens top-k keeps."""
+    return check.integer(name, value, 1, vocab, "the vocabulary; None for no limit")
+
+
+def any_count(name: str, value: Any, vocab: int) -> int:
+    """How many tokens top-k keeps; with -1, 0, and more than the vocabulary, all of it."""
+    count = check.integer(name, value, -1, why="-1, 0 and None for no limit")
+    return count if 1 <= count < vocab else vocab
+
+
+_share = _within(0, 1, "in [0, 1] (None for no limit)")
+#: Of a parameter: its dtypes as an array, its check as a number, and the number that None stands for.
+_Rule = tuple[tuple[str, ...], Callable[[str, Any], Any], Any]
+#: Each parameter but top_k.
+_RULES: dict[str, _Rule] = {
     "seed": (INTEGERS, _word, 0),
     "offset": (INTEGERS, _word, 0),
-    "temperature": (NUMBERS, _within(0, float("inf"), "at least 0"), 1.0),
+    "temperature": (NUMBERS, _temperature, 1.0),
     "top_p": (NUMBERS, _share, 1.0),
     "min_p": (NUMBERS, _share, 0.0),
 }
 PARAMETERS = ("top_k", *_RULES)
 
 
-def _parameters(first_name: str, first: Array, batch: Any, given: dict[str, Any]) -> dict[str, Any]:
+#: The check of a number for top_k, by its name, its value and the vocabulary.
+_Count = Callable[[str, Any, int], int]
+
+
+def _parameters(
+    first_name: str, first: Array, batch: Any, given: dict[str, Any], count: _Count = _count
+) -> dict[str, Any]:
     """The fields of the parameters: an array [batch], or of one element or a number for all rows."""
     vocab, bits = first.shape[-1], template.constants(_sample.file)
-
-    def count(name: str, value: Any) -> int:
-        return check.integer(name, value, 1, vocab, "the vocabulary")
-
+    rules: dict[str, _Rule] = {"top_k": (INTEGERS, lambda name, value: count(name, value, vocab), vocab), **_RULES}
     fields: dict[str, Any] = {"wide": 0, "integral": 0, "single": 0}
-    for name, (dtypes, convert, number) in {"top_k": (INTEGERS, count, vocab), **_RULES}.items():
+    for name, (dtypes, convert, number) in rules.items():
         value, array = given.get(name), None
         if isinstance(value, Array):
             # The batch first: it is no plan of its own where that is 1.
@@ -173,10 +198,12 @@ def _parameters(first_name: str, first: Array, batch: Any, given: dict[str, Any]
 Randomness = tuple[Any, Any, Any]
 
 
-def _stream(name: str, first: Array, batch: Any, randomness: Randomness, filters: dict[str, Any]) -> dict[str, Any]:
+def _stream(
+    name: str, first: Array, batch: Any, randomness: Randomness, filters: dict[str, Any], count: _Count = _count
+) -> dict[str, Any]:
     """The fields of the parameters, with seed and offset; without a seed, a generator gives both at each call."""
     seed, offset, generator = randomness
-    fields = _parameters(name, first, batch, {"seed": seed, "offset": offset, **filters})
+    fields = _parameters(name, first, batch, {"seed": seed, "offset": offset, **filters}, count)
     bits = template.constants(_sample.file)
     fields["by_place"] = not isinstance(seed, Array) or fields["single"] & bits["SEED"] != 0
     if seed is not None:
@@ -332,13 +359,14 @@ def draw(
     finished: Any = None,
     end_id: int | None = None,
     sequence_length: Any = None,
+    count: _Count = _count,
     **filters: Any,
 ) -> Any:
-    """The plan of all functions that draw one token per row."""
+    """The plan of all functions that draw one token per row; `count` checks top_k."""
     rows, vocab, stride = _check_rows(name, values, "batch" if indices is None else "rows")
     joint = check.one_of("filter_apply_order", filter_apply_order, ORDERS) == "joint"
     batch = _batch_of(name, values, rows, indices)
-    fields = _stream(name, values, batch, randomness, filters)
+    fields = _stream(name, values, batch, randomness, filters, count)
     end_id = _check_step(name, values, batch, bias, finished, end_id, sequence_length)
     wanted = ["ids", *["valid"] * return_valid, *["logprobs"] * return_logprobs]
     made = _results(name, values, batch, indices, wanted, out)

@@ -6,7 +6,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cukern.ops._sampling import PARAMETERS, draw, ids_of, like_rows, probabilities_of, verified, verify, whole_rows
+from cukern.ops._sampling import (
+    PARAMETERS,
+    any_count,
+    draw,
+    ids_of,
+    like_rows,
+    probabilities_of,
+    verified,
+    verify,
+    whole_rows,
+)
 from cukern.reference import sampling as twin
 from cukern.runtime.arrays import AnyArray, Generator, WrittenArray
 from cukern.runtime.op import op
@@ -125,8 +135,8 @@ def sampling_from_probs(
 ) -> AnyArray:
     """Draw a token from each row of `probs`, probabilities [rows, vocab].
 
-    They need not sum to 1; what is below 0 counts as 0. The other arguments, results and errors are as in
-    `sampling_from_logits`.
+    They need not sum to 1, but to a finite float32; what is below 0 counts as 0. The other arguments, results and
+    errors are as in `sampling_from_logits`.
     """
     return draw("probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
@@ -295,8 +305,10 @@ def sample(
     Args:
         logits: [rows, vocab], as in `sampling_from_logits`.
         temperature: divides the logits; a float of at least 0 or an array [batch], float32, int32 or int64. 0 takes the
-            largest logit, the lower id on ties.
-        top_k, top_p, filter_apply_order: as in `top_k_top_p_sampling_from_logits`, after the temperature.
+            largest logit, the lower id on ties; infinity makes all finite logits equally probable.
+        top_k: as in `top_k_sampling_from_probs`, after the temperature. -1, 0, and more than the vocabulary keep all
+            too, also in an array, so that no limit may be said as in vLLM, SGLang, FlashInfer or transformers.
+        top_p, filter_apply_order: as in `top_k_top_p_sampling_from_logits`, after the temperature.
         min_p: as in `min_p_sampling_from_probs`, after the temperature.
         bias: [vocab] of the dtype of `logits`, added to each row in float32.
         finished: bool [batch]. A row that is finished gets `end_id` (and the log-probability 0); one that draws
@@ -310,7 +322,7 @@ def sample(
     common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
     step = bias, finished, end_id, sequence_length
     filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return draw("logits", logits, *common, filter_apply_order, *step, **filters)
+    return draw("logits", logits, *common, filter_apply_order, *step, any_count, **filters)
 
 
 @_declare("probs", probabilities_of)
@@ -322,7 +334,7 @@ def softmax(
     Args:
         logits: [batch, vocab], as in `sampling_from_logits`.
         temperature: a float of at least 0 or an array [batch], float32, int32 or int64; None is 1. 0 puts all on the
-            largest logit, the lower id on ties.
+            largest logit, the lower id on ties; infinity gives all finite logits the same probability.
         out: float32 [batch, vocab] to write into and return.
         variant: as in `sampling_from_logits`.
 

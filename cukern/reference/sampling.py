@@ -35,6 +35,8 @@ Array = np.ndarray[Any, Any]
 TILE = 1024
 GROUP = 32
 LARGEST = float(np.finfo(np.float32).max)
+#: The scale of the smallest temperatures, and of 0: all is on the best token.
+BEST_ALONE = 1e30
 
 
 def philox(counter: Array, key: int) -> Array:
@@ -113,6 +115,17 @@ def race(weights: Array, round: int, stream: Stream) -> int:
     return winner // 32 * TILE + place // 4 * 128 + winner % 32 * 4 + place % 4
 
 
+def scale_of(temperature: float) -> float:
+    """log2(e) / temperature, 0 for an infinite one; BEST_ALONE for 0, and where the kernel's exponents overflow."""
+    scale = np.log2(np.e) / temperature if temperature else np.inf
+    return scale if 0 < scale < BEST_ALONE or temperature == np.inf else BEST_ALONE
+
+
+def weights_of(x: Array, top: float, scale: float) -> Array:
+    """exp2((x - top) * scale); of a scale of 0, the same for all finite logits."""
+    return np.exp2((x.astype(np.float64) - top) * scale) if scale else (x > -np.inf).astype(np.float64)
+
+
 def draw(
     x: Array,
     temperature: float | None,
@@ -128,15 +141,14 @@ def draw(
     top = float(x.max())
     if np.isnan(top) or not (0 < top <= LARGEST if probs else top >= -LARGEST):
         return Drawn(0, False, -np.inf)
-    # Above 1e30 the kernel's exponents would overflow, so such a temperature counts as 0.
-    scale = 0.0 if probs else np.log2(np.e) / temperature if temperature else np.inf
-    greedy = top_k == 1 or (not probs and not 0 < scale < 1e30)
+    scale = 0.0 if temperature is None else scale_of(temperature)
+    greedy = top_k == 1 or scale == BEST_ALONE
     ids = order(x)
-    weights = x.astype(np.float64) if probs else np.exp2((x.astype(np.float64) - top) * min(scale, 1e30))
+    weights = x.astype(np.float64) if probs else weights_of(x, top, scale)
     kept = np.zeros(len(x), bool)
     kept[ids[:top_k] if 1 <= top_k < len(x) else ids] = True
     total = weights.sum() if joint else weights[kept].sum()
-    if min_p > 0:
+    if min_p > 0 and (probs or scale):
         kept &= x >= (top * min(min_p, 1) if probs else top + np.log2(min(min_p, 1)) / scale)
     id = int(ids[0])
     rank = np.empty(len(x), np.int64)
@@ -347,15 +359,14 @@ def softmax(logits: Array, temperature: Any = None) -> Array:
     temperatures = np.broadcast_to(1.0 if temperature is None else temperature, len(logits))
     for i, own_temperature in enumerate(temperatures):
         target = result[i]
-        x = np.minimum(logits[i].astype(np.float32), LARGEST).astype(np.float64)
-        top = x.max()
-        scale = np.log2(np.e) / own_temperature if own_temperature else np.inf
+        x = np.minimum(logits[i].astype(np.float32), LARGEST)
+        top, scale = float(x.max()), scale_of(own_temperature)
         if np.isnan(top) or top < -LARGEST:
             target[:] = top if np.isnan(top) else 0
-        elif not 0 < scale < 1e30:
+        elif scale == BEST_ALONE:
             target[:] = np.arange(len(x)) == order(x)[0]
         else:
-            weights = np.exp2((x - top) * scale)
+            weights = weights_of(x, top, scale)
             target[:] = weights / weights.sum()
     return result
 
@@ -441,7 +452,7 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
         rows, vocab = next(arguments[x] for x in ("logits", "probs", "draft_probs") if x in arguments).shape[-2:]
         ranges = {
             "temperature": (0.0 if function is softmax else 0, np.inf),
-            "top_k": (1, vocab),
+            "top_k": (-1, np.inf) if function is sample else (1, vocab),
             "top_p": (0, 1),
             "min_p": (0, 1),
             "indices": (0, rows - 1),
@@ -451,7 +462,8 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(found, np.ndarray):
                 outside = found[~((found >= low) & (found <= high))]
                 if outside.size:
-                    check.fail(name, f"in [{low}, {high}]", outside[0])
+                    note = " (None for no limit)" if name in ("top_k", "top_p", "min_p") else ""
+                    check.fail(name, f"in [{low}, {high}]{note}", outside[0])
         return function(**arguments)
 
     return checked
