@@ -136,6 +136,24 @@ def test_int8_is_what_torch_has() -> None:
     torch.testing.assert_close((quantized.float() - zeros) * scales, constant, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [8, 9, 4096])
+def test_a_range_that_is_no_float32_has_a_finite_scale(dtype: str, width: int, put: Callable[[Any], Any]) -> None:
+    x = np.ones((3, width), np.float32)
+    x[0, :2] = -2e38, 2e38
+    x[1, :2] = np.finfo(np.float32).min * 0.99, np.finfo(np.float32).max * 0.99
+    x[2, :2] = -1e38, 1e38
+    x = x.astype(arrays.numpy_dtype(dtype))
+    quantized, scales, zeros = (to_numpy(found) for found in cukern.scaled_int8_quant(put(x), symmetric=False))
+    wide = x.astype(np.float64)
+    want = (wide.max(axis=1) - wide.min(axis=1)) / 255
+    np.testing.assert_allclose(scales[:, 0], want, rtol=1e-6)
+    again = (quantized.astype(np.float64) - zeros) * scales
+    assert (np.abs(again - wide).max(axis=1) <= want * 1.001).all()
+    assert (quantized[:, 0] == -128).all() and (quantized[:, 1] >= 126).all()
+    np.testing.assert_array_equal(quantized, twin.scaled_int8_quant(x, symmetric=False)[0])
+
+
 def test_by_hand(put: Callable[[Any], Any]) -> None:
     numbers = np.zeros((1, 32), np.float32)
     numbers[0, :9] = [448, 17, -19, -0.0, 2**-10, 3 * 2**-10, 1e-30, -25, 27]  # of scale 1: ties to even
@@ -273,7 +291,7 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ("scaled_fp8_quant", (X, np.ones(2, np.float32)), {}, ValueError, "scale must be a number or an array of one"),
     ("scaled_fp8_quant", (X, np.ones(1)), {}, TypeError, "scale must be float32, got float64"),
     ("scaled_fp8_quant", (X, ONE, None, 2.0), {}, ValueError, "scale_ub must be None with a scale, got one"),
-    ("scaled_fp8_quant", (X, None, -1), {}, ValueError, "num_token_padding must be an integer of at least 0, got -1"),
+    ("scaled_fp8_quant", (X, None, -1), {}, ValueError, "num_token_padding must be an integer in [0, 2147479552], got"),
     ("scaled_fp8_quant", (X[0, 0], None, 9), {}, ValueError, "input must be of shape [tokens, hidden], got [64]"),
     ("scaled_fp8_quant", (X,), {"output": X}, TypeError, "output must be float8_e4m3fn or uint8, got float32"),
     ("scaled_fp8_quant", (X, ONE, 4), {"output": X.astype(E4M3)}, ValueError, "output must be of shape [tokens, ..."),

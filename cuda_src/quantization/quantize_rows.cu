@@ -69,7 +69,9 @@ template <typename T, int FORMAT, int ACTIVATION, int EACH> struct Extremes {
             const bool none = largest < -negated; // all are NaN
             const float high = none ? 0.f : largest, low = none ? 0.f : -negated;
             const float magnitude = fmaxf(fmaxf(fabsf(high), fabsf(low)), p.smallest);
-            const float scale = fmaxf(__fdiv_rn(__fsub_rn(high, low), 255.f), __fmul_rn(magnitude, 0x1p-22f));
+            // Halves, since the range of finite numbers may be no float.
+            const float half_range = __fsub_rn(__fmul_rn(high, 0.5f), __fmul_rn(low, 0.5f));
+            const float scale = fmaxf(__fdiv_rn(half_range, 127.5f), __fmul_rn(magnitude, 0x1p-22f));
             azp = rintf(__fsub_rn(-128.f, __fdiv_rn(low, scale)));
             azp = azp == azp ? azp : 0.f;
             return scale;

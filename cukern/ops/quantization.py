@@ -17,7 +17,7 @@ from cukern.runtime.fp8 import scale_of
 from cukern.runtime.late import late
 from cukern.runtime.op import op
 from cukern.runtime.plan import outputs, run_twin
-from cukern.runtime.rows import rows_of
+from cukern.runtime.rows import MAX_ROWS, rows_of
 
 __all__ = [
     "dequantize_mxfp4",
@@ -104,7 +104,7 @@ def scaled_fp8_quant(
     if num_token_padding is not None:
         if len(input.shape) < 2:
             check.dimensions("input", input.shape, ("tokens", "hidden"))
-        num_token_padding = check.integer("num_token_padding", num_token_padding, 0)
+        num_token_padding = check.integer("num_token_padding", num_token_padding, 0, MAX_ROWS)
     given = None if scale is None else scale_of("scale", scale, input, "input")
     upper = None
     if scale_ub is not None:
@@ -271,6 +271,7 @@ def scaled_int8_quant(
                     azp = round(-128 - min input / scale)
 
     The second bound keeps input / scale, where all of a token is about the same, among the integers that float32 has.
+    The range max - min may pass float32's largest number: the scale of finite numbers is finite.
     Rounding is to the nearest, ties to even. NaN is left out of the scale, and quantized as 0 is.
 
     Args:

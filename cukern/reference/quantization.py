@@ -197,7 +197,9 @@ def scaled_int8_quant(
         high = np.fmax.reduce(x, axis=-1, keepdims=True, initial=-np.inf)
         low, high = np.where(low > high, np.float32(0), low), np.where(low > high, np.float32(0), high)
         # The second bound, for a row of nearly equal numbers, keeps x / scale where float32 has all integers.
-        scales = np.maximum((high - low) / np.float32(255), largest * np.float32(2**-22))
+        # Halves, since the range of finite numbers may be no float32.
+        half_range = high * np.float32(0.5) - low * np.float32(0.5)
+        scales = np.maximum(half_range / np.float32(127.5), largest * np.float32(2**-22))
         zeros = np.rint(np.float32(-128) - low / scales)
         zeros[np.isnan(zeros)] = 0
     zeros = zeros.astype(np.int32)
