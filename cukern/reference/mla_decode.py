@@ -6,7 +6,7 @@ The arguments are those of `cukern.ops.mla_decode`, already checked there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -51,40 +51,55 @@ def parts_of(rows: int, num_heads_k: int, multiprocessors: int) -> int:
     return max(1, multiprocessors // (num_heads_k * max(1, -(-rows // ROWS))))
 
 
-def deal(blocks: list[int], load: int) -> list[tuple[int, int, int, int]]:
-    """Fill parts up to `load` with sequences of so many blocks; (part, sequence, first block, end) of each visit."""
-    visits: list[tuple[int, int, int, int]] = []
-    part, room = 0, load
-    for sequence, count in enumerate(blocks):
-        done = 0
-        while True:
-            if room < FIXED or (room == FIXED and count > 0):
-                part, room = part + 1, load
-            taken = min(count - done, room - FIXED)
-            visits.append((part, sequence, done, done + taken))
-            done, room = done + taken, room - FIXED - taken
-            if done == count:
-                break
-    return visits
+class Part(NamedTuple):
+    """The blocks from `begin` of the sequence `first` to `end` of the sequence `last`."""
+
+    first: int
+    begin: int
+    last: int
+    end: int
 
 
-def plan(blocks: list[int], parts: int) -> tuple[Array, Array]:
+def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
+    """Fill parts up to `load` with sequences of so many blocks; `ends` are the sums of the loads up to each."""
+    parts = []
+    sequence = done = 0
+    while sequence < len(blocks):
+        start = ends[sequence] - FIXED - (blocks[sequence] - done)
+        whole = int(np.searchsorted(ends, start + load, side="right"))  # the first sequence that does not fit
+        room = int(start + load - ends[whole - 1]) if whole > sequence else load
+        if whole == len(blocks) or room <= FIXED:
+            parts.append(Part(sequence, done, whole - 1, int(blocks[whole - 1])))
+            sequence, done = whole, 0
+        else:
+            end = room - FIXED + (done if whole == sequence else 0)
+            parts.append(Part(sequence, done, whole, end))
+            sequence, done = whole, end
+    return parts
+
+
+def plan(blocks: Any, parts: int) -> tuple[Array, Array]:
     """The metadata and the splits for sequences of so many blocks."""
-    total = sum(blocks) + FIXED * len(blocks)
-    load = max(FIXED + 1, -(-total // parts))
-    visits = deal(blocks, load)
-    while visits and visits[-1][0] >= parts:
+    blocks = np.asarray(blocks, np.int64)
+    count, ends = len(blocks), np.cumsum(blocks + FIXED)
+    load = max(FIXED + 1, -(-int(blocks.sum() + FIXED * count) // parts))
+    dealt = deal(blocks, ends, load)
+    while len(dealt) > parts:
         load += 1
-        visits = deal(blocks, load)
+        dealt = deal(blocks, ends, load)
     metadata = np.zeros((parts, 8), np.int32)
-    metadata[:, 0] = len(blocks)
-    counts = np.zeros(len(blocks) + 1, np.int32)
-    for part, sequence, first, end in visits:
-        if metadata[part, 0] == len(blocks):
-            metadata[part, :2], metadata[part, 4] = (sequence, first), counts[sequence + 1]
-        metadata[part, 2:4] = sequence, end
-        counts[sequence + 1] += 1
-    return metadata, np.cumsum(counts, dtype=np.int32)
+    metadata[:, 0] = count
+    changes = np.zeros(count + 1, np.int64)  # of the number of parts, from each sequence to the next
+    earlier = 0
+    for i, part in enumerate(dealt):
+        # A part that begins within a sequence has an earlier one that visits it.
+        is_same = i > 0 and dealt[i - 1].first == part.first
+        earlier = 0 if part.begin == 0 else earlier + 1 if is_same else 1
+        metadata[i, :5] = *part, earlier
+        changes[part.first] += 1
+        changes[part.last + 1] -= 1
+    visits = np.cumsum(changes[:-1])
+    return metadata, np.concatenate([[0], np.cumsum(visits)]).astype(np.int32)
 
 
 def get_mla_metadata(
@@ -99,14 +114,13 @@ def get_mla_metadata(
     extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
     """Deal the blocks of all sequences out to parts of nearly the same load."""
-    lengths, rows = cache_seqlens.tolist(), num_heads_per_head_k
+    lengths, rows = cache_seqlens.astype(np.int64), num_heads_per_head_k
     if topk is not None:
         assert num_heads_q is not None
         query_tokens = num_heads_per_head_k * num_heads_k // num_heads_q
         counts = counted(topk_length, topk, len(lengths)) + counted(extra_topk_length, extra_topk, len(lengths))
-        lengths, rows = np.repeat(counts, query_tokens).tolist(), num_heads_q // num_heads_k
-    blocks = [-(-max(length, 0) // BLOCK_TOKENS) for length in lengths]
-    return plan(blocks, parts_of(rows, num_heads_k, MULTIPROCESSORS))
+        lengths, rows = np.repeat(counts, query_tokens), num_heads_q // num_heads_k
+    return plan(-(-np.maximum(lengths, 0) // BLOCK_TOKENS), parts_of(rows, num_heads_k, MULTIPROCESSORS))
 
 
 def counted(topk_length: Array | None, topk: int, batch: int) -> Array:
