@@ -42,9 +42,9 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import check
 from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS, Operator
+from cukern.runtime.plan import refuse_gradient
 from cukern.runtime.schema import Schema, schemas
 
 #: The module of torch.compile that takes graphs.
@@ -75,8 +75,7 @@ def _check_gradients(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(value, torch.Tensor) and value.requires_grad:
             names = (argument.name for argument in operator._schema.arguments)
             name = next(n for n, v in (*zip(names, args, strict=False), *kwargs.items()) if v is value)
-            wanted = "a tensor that does not require grad (there is no backward: use torch.no_grad() or .detach())"
-            check.fail(name, wanted, "one that does", RuntimeError)
+            refuse_gradient(name)
 
 
 def _written(operator: Any) -> list[tuple[int, str]]:

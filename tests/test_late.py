@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cukern
 from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.kernel import Variant
 from cukern.runtime.late import Guards, Late, ceil_div
@@ -192,3 +193,26 @@ def test_a_late_scalar_is_checked_where_the_batch_is_empty(key: str, pretended_g
 def test_every_late_scalar_has_a_call() -> None:
     ops = {name for call in CALLS.values() for name in ops_of(call.name)}
     assert {name for name, own in OPS.items() if own.late_scalars} & {*FUNCTIONS} <= ops
+
+
+# --- gradients ------------------------------------------------------------------------------------------
+
+NO_GRADIENT = r" must be a tensor that does not require grad \(there is no backward"
+
+
+@pytest.mark.parametrize("calls", [1, 6])
+def test_a_plan_refuses_gradients_at_every_call(calls: int, pretended_gpu: None) -> None:
+    x, weight = torch.ones(3, 64), torch.ones(64)
+    caches = CALLS["copy_blocks"]
+    for _ in range(calls):  # the plan's loops, and its text
+        cukern.rms_norm(x, weight)
+        caches.run()
+    with pytest.raises(RuntimeError, match="^weight" + NO_GRADIENT):
+        cukern.rms_norm(x, weight.requires_grad_())
+    trained = caches.changed(lambda name, x: x.clone().requires_grad_() if name == "value_caches" else x)
+    with pytest.raises(RuntimeError, match=r"^value_caches\[0\]" + NO_GRADIENT):
+        trained.run()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            cukern.rms_norm(x, weight)
+            trained.run()

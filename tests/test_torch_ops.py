@@ -336,6 +336,28 @@ def test_a_gradient_that_would_be_lost_is_refused(case: str, position: int, name
     assert not call.results or not any(result.requires_grad for result in returned)
 
 
+def _float_arguments(call: Call) -> list[str]:
+    """The arguments that are tensors of numbers which may require gradients."""
+    given = call.given.items()
+    return [name for name, x in given if isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize > 1]
+
+
+def _training(call: Call, name: str) -> Call:
+    return call.changed(lambda own, x: x.clone().requires_grad_() if own == name else x.clone())
+
+
+@pytest.mark.parametrize("key", [key for key, call in CALLS.items() if _float_arguments(call)])
+def test_functions_refuse_gradients(key: str, device: str) -> None:
+    call = CALLS[key].on(device)
+    for name in _float_arguments(call):
+        training = _training(call, name)
+        with pytest.raises(RuntimeError, match=NO_GRADIENT):
+            training.function(*training.args, **training.options)
+        with torch.no_grad():
+            returned = training.run()
+        assert not any(x.requires_grad for x in returned if x is not None and x is not training.given[name])
+
+
 def test_the_out_overload_refuses_gradients(device: str) -> None:
     call = gate().on(device)
     weights, ids = outputs(5, 8, device)

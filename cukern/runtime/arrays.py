@@ -88,6 +88,8 @@ class Library:
     reads_as_tensor = False
     #: None: plans of this library have no text.
     quick: Quick | None = None
+    #: Whether an array that requires gradients is refused now: the kernels have no backward.
+    wants_gradients: Callable[[], bool] = staticmethod(lambda: False)
 
     def read(self, array: Any, signature: list[Any]) -> int:
         """The address of an array; all else that a plan may know of it is added to a call's signature.
@@ -117,7 +119,8 @@ class Library:
     def dtype(self, array: Any) -> str:
         return array.dtype.name
 
-    def device(self, array: Any) -> int | None:
+    def device(self, array: Any, name: str = "an array") -> int | None:
+        """The device of an array, which messages call `name`."""
         raise NotImplementedError
 
     def address(self, array: Any) -> int:
@@ -154,7 +157,7 @@ class _NumPy(Library):
         signature += array.dtype, array.strides, array.shape, "host"
         return 0
 
-    def device(self, array: Any) -> None:
+    def device(self, array: Any, name: str = "an array") -> None:
         return None
 
     def address(self, array: Any) -> int:
@@ -191,7 +194,7 @@ class _CuPy(Library):
             return lambda environment: empty(shape(environment), kind)
         return lambda environment: empty(shape, kind)
 
-    def device(self, array: Any) -> int:
+    def device(self, array: Any, name: str = "an array") -> int:
         return array.data.device_id
 
     def address(self, array: Any) -> int:
@@ -238,6 +241,7 @@ class _Torch(Library):
         self._torch = torch
         self.array_type = torch.Tensor
         self._empty = torch.empty
+        self.wants_gradients = torch.is_grad_enabled
         self._names = {
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
         }
@@ -302,11 +306,11 @@ class _Torch(Library):
     def dtype(self, array: Any) -> str:
         return self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")
 
-    def device(self, array: Any) -> int | None:
+    def device(self, array: Any, name: str = "an array") -> int | None:
         if array.is_cuda:
             return array.get_device()
         if array.device.type != "cpu":
-            check.fail("a tensor", "on a CUDA device or the CPU", f"one on {array.device}")
+            check.fail(name, "on a CUDA device or the CPU", f"one on {array.device}")
         return None
 
     def address(self, array: Any) -> int:

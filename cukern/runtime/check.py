@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -27,9 +28,12 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
         wanted += f" ({why})"
     if isinstance(value, Late):
         return checked(lambda each: integer(name, each, low, high, why), value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
         fail(name, wanted, f"{value!r} ({type(value).__name__})", TypeError)
-    number = value.__index__()
     if number < low or (high is not None and number > high):
         fail(name, wanted, number)
     return number
@@ -48,7 +52,9 @@ def number(name: str, value: Any) -> float:
         return checked(lambda each: number(name, each), value)
     try:
         # `float` converts the text of a number, and NumPy before 2.4 an array of one element, with a warning.
-        is_other = isinstance(value, (str, bytes)) or (isinstance(value, np.ndarray) and value.ndim)
+        is_other = isinstance(value, (str, bytes, bool, np.bool_))
+        if isinstance(value, np.ndarray):
+            is_other = value.ndim > 0 or value.dtype == np.bool_
         result = float("no number" if is_other else value)
     except (TypeError, ValueError):
         fail(name, "a number", f"{value!r} ({type(value).__name__})", TypeError)
@@ -57,11 +63,19 @@ def number(name: str, value: Any) -> float:
     return result
 
 
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool; the numbers 0 and 1 count."""
+    return bool(one_of(name, value, (False, True)))
+
+
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     """`value`, which is among `allowed`."""
     options = tuple(allowed)
-    if value not in options:
-        fail(name, "one of " + ", ".join(map(repr, options)), repr(value))
+    # An array is compared element by element.
+    is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
+    if is_array or value not in options:
+        got = type(value).__name__ if is_array else repr(value)
+        fail(name, "one of " + ", ".join(map(repr, options)), got)
     return value
 
 

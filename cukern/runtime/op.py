@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cukern.runtime import arrays, gpu, straight
+from cukern.runtime import arrays, check, gpu, straight
 from cukern.runtime.describe import Array, Place
 from cukern.runtime.late import Guards, Late
-from cukern.runtime.plan import Plan, Trace, follow, follow_part
+from cukern.runtime.plan import Plan, Trace, Trainable, follow, follow_part
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -79,6 +79,19 @@ class _Form:
             self.readers[types] = found
         return found
 
+    def refuse_unreadable(self, values: Sequence[Any]) -> None:
+        """Raise TypeError for the first tensor that has no memory of its own, such as a sparse one."""
+        for name, value in zip(self.names, values, strict=True):
+            for x in value if isinstance(value, (tuple, list)) else (value,):
+                library = arrays.library_of(x)
+                if library is None or not library.reads_as_tensor:
+                    continue
+                try:
+                    library.address(x)
+                except RuntimeError:
+                    got = f"{type(x).__name__} of layout {x.layout}"
+                    check.fail(name, "a strided tensor with memory of its own", got, TypeError)
+
 
 class Op:
     """A declared op; see `op`."""
@@ -100,6 +113,7 @@ class Op:
         self._defaults = {x.name: x.default for x in self.signature.parameters.values() if x.default is not empty}
         self.rows = {array: size for size, of in rows.items() for array in of}
         self.late_scalars = frozenset(late_scalars)
+        self.flags = frozenset(x.name for x in self.signature.parameters.values() if x.annotation == "bool")
         self.leader = leader
         self.instead = instead
         self.forms: dict[tuple[Any, ...], _Form] = {}
@@ -113,12 +127,22 @@ class Op:
     def form(self, count: int, named: tuple[str, ...]) -> _Form:
         """The form of calls with so many positional arguments and these named ones.
 
-        Raises TypeError, in Python's words, where they do not fit the signature.
+        Raises TypeError, in Python's words after the order of the arguments, where they do not fit the signature.
         """
-        self.signature.bind(*range(count), **dict.fromkeys(named))
+        try:
+            self.signature.bind(*range(count), **dict.fromkeys(named))
+        except TypeError as error:
+            raise TypeError(f"{self.name}({self._order()}): {error}") from None
         names = [*list(self.signature.parameters)[:count], *named]
         kinds = [_ROWS * (x in self.rows) | _LATE * (x in self.late_scalars) for x in names]
         return self.forms.setdefault((count, *named), _Form(names, kinds))
+
+    def _order(self) -> str:
+        """The names of the arguments in their order; those after `*` are keyword-only."""
+        parameters = self.signature.parameters.values()
+        positional = [x.name for x in parameters if x.kind is not x.KEYWORD_ONLY]
+        keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
+        return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
     def miss(self, form: _Form, key: tuple[Any, ...] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call without a plan: make one, keep it where there is a key, and run it."""
@@ -141,9 +165,12 @@ class Op:
         if arrays.library_of(first) is None and hasattr(first, "__dlpack__"):
             return self._foreign(first, args, kwargs)
         trace, returned, reader = self.say(form, values)
+        trainable = Trainable(form.names, reader.trainable) if reader.trainable else None
         if trace.is_host_call:
+            if trainable is not None and trace.place.library.wants_gradients():
+                trainable.refuse(values)
             return self._run_twin(trace, returned, reader, form, values)
-        plan = Plan(trace, returned, reader.paths)
+        plan = Plan(trace, returned, reader.paths, trainable)
         # A key that holds a foreign array would keep it alive.
         if key is not None and not any(
             of is None and hasattr(x, "__dlpack__") for x, of in zip(flat, libraries, strict=True)
@@ -270,12 +297,16 @@ class _Reader:
         self.lates: list[Any] = []
         self.first: Array | None = None
         self.paths: dict[int, tuple[int, int | None]] = {}
+        #: The paths of the arrays that may require gradients.
+        self.trainable: list[tuple[int, int | None]] = []
         self._numbers: list[Late] = []
         self._sizes: dict[str, Late] = {}  # by their name in `rows`, the first of each
         self._same: list[tuple[Late, Late]] = []  # sizes of one name that are equal in this call
 
     def read(self, position: int, name: str, kind: int, value: Any) -> Any:
         """The value that the plan is given for an argument."""
+        if name in self.op.flags:
+            return check.flag(name, value)
         if type(value) in (tuple, list) and any(arrays.library_of(x) is not None for x in value):
             return type(value)(self._describe(position, i, name, kind, x) for i, x in enumerate(value))
         if arrays.library_of(value) is not None:
@@ -292,7 +323,7 @@ class _Reader:
         library = arrays.library_of(value)
         if library is None:
             return value
-        address, device = library.address(value), library.device(value)
+        address, device = library.address(value), library.device(value, name)
         shape: tuple[Any, ...] = tuple(value.shape)
         if kind & _ROWS and shape:
             size = self._late(shape[0])
@@ -309,6 +340,8 @@ class _Reader:
         source = len(self.addresses)
         self.addresses.append(address)
         self.paths[source] = position, inner
+        if library.reads_as_tensor and value.is_floating_point():
+            self.trainable.append((position, inner))
         made = Array(library.dtype(value), shape, library.strides(value), alignment, place, source, self.guards)
         if self.first is None or (name == self.op.leader and not inner):
             self.first = made
@@ -441,7 +474,11 @@ def _call_of(op: Op, function: _F) -> _F:
             read = form.readers[types]
         except KeyError:
             read = form.find_reader(op, values)
-        signature, environment = (read and read(values)) or _read(form, values)
+        try:
+            signature, environment = (read and read(values)) or _read(form, values)
+        except RuntimeError:
+            form.refuse_unreadable(values)
+            raise
         try:
             plan: Plan | None = None
             found = form.plans.get(signature)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import Quick
@@ -232,6 +232,26 @@ def _is_open(value: Any) -> bool:
     return isinstance(value, (Late, Array))
 
 
+def refuse_gradient(name: str) -> NoReturn:
+    """Raise RuntimeError for a tensor that requires gradients: a model would train wrongly without them."""
+    wanted = "a tensor that does not require grad (there is no backward: use torch.no_grad() or .detach())"
+    check.fail(name, wanted, "one that does", RuntimeError)
+
+
+class Trainable(NamedTuple):
+    """The arguments of a call that may require gradients: all names, and the paths of tensors of floats."""
+
+    names: Sequence[str]
+    paths: Sequence[tuple[int, int | None]]
+
+    def refuse(self, values: Sequence[Any]) -> None:
+        """Raise RuntimeError for the first of the tensors that requires gradients."""
+        for position, inner in self.paths:
+            value = values[position] if inner is None else values[position][inner]
+            if value.requires_grad:
+                refuse_gradient(self.names[position] if inner is None else f"{self.names[position]}[{inner}]")
+
+
 # --- a plan, ready to run -----------------------------------------------------------------------------
 
 _Finder = Callable[[Environment], tuple[Any, ...]]
@@ -375,8 +395,16 @@ class _Launch:
 class Plan:
     """All that a call of one signature does: allocate, launch, return."""
 
-    def __init__(self, trace: Trace, returned: Any, paths: Mapping[int, tuple[int, int | None]]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        returned: Any,
+        paths: Mapping[int, tuple[int, int | None]],
+        trainable: Trainable | None = None,
+    ) -> None:
         self.place = trace.place
+        #: None where no argument may require gradients.
+        self._trainable = trainable
         self.guards = trace.guards or None
         workspace = Workspace(trace, returned)
         self._kept = [(_shape_finder(trace.made[i][0]), trace.made[i][1]) for i in workspace.kept]
@@ -416,6 +444,8 @@ class Plan:
     def run(self, values: Sequence[Any], environment: list[Any]) -> Any:
         """Allocate, launch and return, for the arguments `values` with the addresses and late numbers `environment`."""
         place = self.place
+        if self._trainable is not None and place.library.wants_gradients():
+            self._trainable.refuse(values)
         if place.library.current_device() != place.device:
             with current_device(place.device):  # type: ignore[arg-type]
                 return self._run(values, environment, place, self._find_makers(is_current=False))
@@ -435,6 +465,10 @@ class Plan:
         self.holds = self.guards.straight() if self.guards is not None else self.holds
         of = [f"e{i}" for i in range(self._begin + len(self._made) + len(self._places.formulas))]
         text.names |= {"thread": _thread, "slow": slow, "current": quick.current_device, "address_of": quick.address}
+        if self._trainable is not None:
+            tensors = [_argument_text(*path) for path in self._trainable.paths]
+            wants, refuse = text.name(self.place.library.wants_gradients), text.name(self._trainable.refuse)
+            text.add(f"if {wants}() and ({' or '.join(f'{x}.requires_grad' for x in tensors)}): {refuse}(values)")
         text.add("try: buffer, pointers, devices = thread.state")
         text.add("except AttributeError: return slow(values, e)")
         text.add(f"if current() != {self.place.device} or {self.place.device} not in devices: return slow(values, e)")
@@ -545,9 +579,12 @@ def _returned_text(kind: str, where: Any, text: Text) -> str:
     if kind is _TUPLE:
         return f"({', '.join(_returned_text(kind, place, text) for kind, place in where)},)"
     if kind is _ARGUMENT:
-        position, inner = where
-        return f"values[{position}]" + ("" if inner is None else f"[{inner}]")
+        return _argument_text(*where)
     return "None" if kind is _NOTHING else f"m{where}" if kind is _MADE else f"{text.name(where)}(e)"
+
+
+def _argument_text(position: int, inner: int | None) -> str:
+    return f"values[{position}]" + ("" if inner is None else f"[{inner}]")
 
 
 def _transposing(make: Callable[[Environment], Any]) -> Callable[[Environment], Any]:

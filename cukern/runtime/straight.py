@@ -81,7 +81,8 @@ def reader(
             if are_rows[i]:
                 text.add(f"if not s{i}: return None")
                 lates.append(f"s{i}[0]")
-                shape += "[1:]"
+                # As a plain tuple: torch.Size takes a third longer to be cut.
+                shape = f"{text.name(tuple.__getitem__)}(s{i}, {text.name(slice(1, None))})"
             key.append(f"v{i}.dtype, v{i}.stride(), {shape}, v{i}.get_device()")
         elif are_late[i] and kind is not type(None):
             key.append(text.name(late_mark))
