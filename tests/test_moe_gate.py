@@ -887,7 +887,7 @@ def _bad_logits() -> Iterator[Any]:
             f"logits a {type(nothing).__name__}",
         )
     for experts in (0, 1025):
-        message = f"the number of experts must be in [1, 1024], got {experts}"
+        message = f"LOGITS must be of 1 to 1024 experts, got {experts}"
         changes = {"LOGITS": zeros(5, experts), "BIAS": zeros(experts)}
         yield from bad(BIASED, changes, ValueError, message, f"{experts} experts")
         yield from bad("grouped_topk", {"LOGITS": zeros(5, experts)}, ValueError, message, f"{experts} experts")
@@ -1491,6 +1491,38 @@ def test_rows_with_nan_and_infinities(case: Case, dtype: str, rng: np.random.Gen
     bias = rng.normal(0, 0.2, case.experts)
     bias[rng.permutation(case.experts)[:3]] = NAN, INF, -INF
     compare(case, *draw(case, 150, rng, dtype, bias=bias, sample=sample))
+
+
+#: Rows of equal logits whose sigmoids are normal float32 numbers, and those of smaller ones.
+LOW_LOGITS = (-80.0, -86.0, -88.0, -1000.0)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_sum_of_0_divides_nothing(groups: int) -> None:
+    logits = np.repeat(np.array(LOW_LOGITS, np.float32)[:, None], 64, axis=1)
+    weights, ids = cukern.moe_fused_gate(logits, np.zeros(64, np.float32), groups, 1, 4)
+    np.testing.assert_array_equal(weights, np.repeat([[0.25], [0.25], [0], [0]], 4, axis=1).astype(np.float32))
+    np.testing.assert_array_equal(ids, np.tile(np.arange(4), (4, 1)))
+    weights, _ = cukern.grouped_topk(None, logits, 4, True, scoring_func="softmax")
+    assert (weights == 0.25).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(256, 8, 4, 8),
+        Case(384, topk=8),
+        Case(8, 1, 1, 2, "sigmoid", biased=False),
+        Case(250, 10, 3, 20),
+        Case(128, 1, 1, 8, "sqrtsoftplus", biased=False),
+    ],
+)
+def test_rows_of_low_logits(case: Case, dtype: str, rng: np.random.Generator) -> None:
+    logits, bias = draw(case, len(LOW_LOGITS), rng, dtype, bias=np.zeros(case.experts) if case.biased else None)
+    logits[:] = np.array(LOW_LOGITS)[:, None]
+    compare(case, logits, bias)
 
 
 @pytest.mark.gpu

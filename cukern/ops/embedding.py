@@ -74,6 +74,7 @@ def _check_positions(
     `name` is that of the argument `position_table`.
     """
     if position_table is None:
+        step = check.integer("step", step, 0, MAX_POSITION)
         if position_ids is not None:
             check.fail("position_ids", "None without a position_table", type_name(position_ids))
         if late(operator.ne, step, 0):

@@ -129,6 +129,8 @@ def _gate(
     name, logits, bias = call.name, call.logits, call.bias
     expect_array(name, logits, DTYPES, ("tokens", "experts"))
     tokens, experts = logits.shape
+    if not 1 <= experts <= MAX_EXPERTS:
+        check.fail(name, f"of 1 to {MAX_EXPERTS} experts", experts)
     if tokens > MAX_TOKENS:
         check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
     row_stride = expect_row_stride(name, logits)
@@ -220,6 +222,11 @@ def moe_fused_gate(
     divided by their sum if `renormalize`. Ties go to the lower group and the lower expert. An expert whose logit or
     bias is NaN or -inf ranks last and has weight 0; a row of such experts gets the lowest ids.
 
+    A score below float32's normal numbers (2^-126: the sigmoid of a logit below -87.3) is 0. Where all scores of the
+    chosen experts are 0, the weights are 0, renormalized or not. vLLM and DeepSeek's own code divide by sum + 1e-20:
+    they come to 0 there too, and to half of a weight at a logit of -46. SGLang's kernel divides 0 by 0, and returns
+    NaN.
+
     Fused shared experts take the last slots of `topk`, with ids `experts + j` and, before the division, the
     weight sum(routed) / routed_scaling_factor.
 
@@ -271,7 +278,10 @@ def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
         return
     if not hasattr(hidden_states, "shape"):
         hidden_states = arrays.enter("hidden_states", hidden_states)
-    given, wanted = hidden_states.shape[0], expect_array("gating_output", gating_output).shape[0]
+    wanted = expect_array("gating_output", gating_output, symbols=("tokens", "experts")).shape[0]
+    if not hidden_states.shape:
+        check.fail("hidden_states", "of shape [tokens, ...]", [])
+    given = hidden_states.shape[0]
     if given is not wanted and given != wanted:
         check.fail("hidden_states", f"of {wanted} tokens like gating_output", given)
 
@@ -357,11 +367,16 @@ def grouped_topk(
     return _gate(call, sizes, scaling, out=out)
 
 
-def _slots(topk_ids: Any) -> int:
+def _slots(topk_ids: Any, shared: Any) -> int:
+    """The slots of each token, of which `shared` are those of shared experts."""
     if len(getattr(topk_ids, "shape", ())) != 2:
         wanted = "an int32 array [tokens, topk]"
         check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type_name(topk_ids)), TypeError)
-    return topk_ids.shape[1]
+    slots = topk_ids.shape[1]
+    if slots < 1:
+        check.fail("topk_ids", "of at least one slot", slots)
+    check.integer("num_fused_shared_experts", shared, 0, slots - 1, "the columns of topk_ids but one")
+    return slots
 
 
 @op(
@@ -405,7 +420,7 @@ def topk_softmax(
     names = "gating_output", gating_output, "correction_bias", correction_bias
     call = _Call(*names, renormalize, "softmax", num_token_non_padded, variant)
     written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    sizes = (1, 1, _slots(topk_ids), num_fused_shared_experts)
+    sizes = (1, 1, _slots(topk_ids, num_fused_shared_experts), num_fused_shared_experts)
     scaling = (routed_scaling_factor, apply_routed_scaling_factor_on_output)
     _gate(call, sizes, scaling, softcap=check.number("moe_softcapping", moe_softcapping), written=written)
     return topk_weights, topk_ids
@@ -438,6 +453,6 @@ def topk_sigmoid(
     names = "gating_output", gating_output, "correction_bias", correction_bias
     call = _Call(*names, renormalize, "sigmoid", num_token_non_padded, variant)
     written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    sizes = (1, 1, _slots(topk_ids), num_fused_shared_experts)
+    sizes = (1, 1, _slots(topk_ids, num_fused_shared_experts), num_fused_shared_experts)
     _gate(call, sizes, (routed_scaling_factor, apply_routed_scaling_factor_on_output), written=written)
     return topk_weights, topk_ids

@@ -250,13 +250,12 @@ _fused.specialized = [
 
 def _check_weights(query: Array, weights: dict[str, Any], epsilon: float | None, width: int) -> tuple[str, float]:
     """The dtype of the norms' weights, and epsilon: 0 without norms."""
-    dtypes = {x.dtype for x in weights.values() if x is not None}
-    for name, array in weights.items():
-        if array is None:
-            continue
+    given = {name: x for name, x in weights.items() if x is not None}
+    for name, array in given.items():
         if epsilon is None:
             check.fail(name, "None without epsilon, as there is no norm", "an array")
         expect(name, array, query, "query", dict.fromkeys((query.dtype, "float32")), (width,), "[head_dim]")
+    dtypes = {x.dtype for x in given.values()}
     if len(dtypes) > 1:
         check.fail("k_weight", "of the dtype of q_weight", weights["k_weight"].dtype)
     return dtypes.pop() if dtypes else query.dtype, 0.0 if epsilon is None else _norm.expect_epsilon(epsilon)

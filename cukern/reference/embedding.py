@@ -94,6 +94,9 @@ def refusing(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _check_range(name: str, indices: Array, offset: int, count: int, of: str) -> None:
-    if indices.size and (indices.min() + offset < 0 or indices.max() + offset >= count):
+    if not indices.size:
+        return
+    low, high = int(indices.min()), int(indices.max())
+    if low + offset < 0 or high + offset >= count:
         wanted = f"in [0, {count}) ({of})" if not offset else f"in [0, {count}) ({of}) after adding step = {offset}"
-        check.fail(name, wanted, f"{indices.min()} to {indices.max()}")
+        check.fail(name, wanted, f"{low} to {high}")

@@ -205,8 +205,10 @@ def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: 
     given = {name: x for name, x in zip(_MASKS, (prompt_mask, output_mask), strict=True) if x is not None}
     for name, mask in given.items():
         expect(name, mask, logits, "logits", ("bool",), logits.shape, "[batch, vocab]")
-    if output_mask is not None and output_ids is not None and output_ids.shape[-1] > _MOST_COUNTED:
-        check.fail("max_length of output_ids", f"at most {_MOST_COUNTED} beside output_mask", output_ids.shape[-1])
+    if output_mask is not None and output_ids is not None:
+        shape = expect_place("output_ids", output_ids, logits, "logits").shape
+        if shape and shape[-1] > _MOST_COUNTED:
+            check.fail("max_length of output_ids", f"at most {_MOST_COUNTED} beside output_mask", shape[-1])
     return given
 
 
@@ -250,6 +252,10 @@ def apply_penalties(
     3. -inf for a token that would complete a bad word, and for `end_id` before `min_length` tokens are generated;
     4. all tokens: logit * (1 / temperature), which is left out where the temperature is 0 (or, in an array, not a
        positive normal number), for then the greedy choice is wanted.
+
+    A quotient beyond the dtype becomes an infinity: in float16 a temperature of 1e-5 makes one of each logit from 0.66
+    on, and the order of these is lost. The temperature of `sample` divides in float32 after the largest logit is
+    subtracted, and loses none.
 
     In place (`out=logits`) and without a temperature, only the tokens concerned are read and written. Counts are exact
     and each token is penalized once, so that the same input gives the same bits.
