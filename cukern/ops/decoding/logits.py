@@ -212,6 +212,13 @@ def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: 
     return given
 
 
+def _what_needs_ids(counts: bool, frequency: bool) -> str:
+    """What needs `output_ids`, in words: tokens that no mask has, or frequencies alone; empty if nothing does."""
+    if counts:
+        return "repetition, presence or frequency penalties or bad words"
+    return "frequency penalties, whose counts no mask has" if frequency else ""
+
+
 _MASKS = ("prompt_mask", "output_mask")
 _PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_length")
 
@@ -303,11 +310,7 @@ def apply_penalties(
     min_lengths = per_row("min_length", min_length, 0, 0, "", dtype="int32")
 
     masks = _check_masks(logits, output_ids, prompt_mask, output_mask)
-    need_ids = ""
-    if bad_words is not None or (counts and not masks):
-        need_ids = "repetition, presence or frequency penalties or bad words"
-    elif frequency_penalty is not None:
-        need_ids = "frequency penalties, whose counts no mask has"
+    need_ids = _what_needs_ids(bad_words is not None or (counts and not masks), frequency_penalty is not None)
     max_length, ids_row_stride = _check_sequences(
         logits, output_ids, sequence_length, prompt_length, need_ids, min_length is not None
     )
