@@ -70,18 +70,17 @@ def _keep_draws_apart(packets: Sequence[Any]) -> None:
         rand_ops.extend(packets)
 
 
-def _check_gradients(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_gradients(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.requires_grad:
-            names = (argument.name for argument in operator._schema.arguments)
+            names = (argument.name for argument in schema.arguments)
             name = next(n for n, v in (*zip(names, args, strict=False), *kwargs.items()) if v is value)
             refuse_gradient(name)
 
 
-def _written(operator: Any) -> list[tuple[int, str]]:
+def _written(schema: Schema) -> list[tuple[int, str]]:
     """Position and name of each argument that an operator writes."""
-    arguments = enumerate(operator._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [(i, argument.name) for i, argument in enumerate(schema.arguments) if argument.is_written]
 
 
 def _empty(like: torch.Tensor, result: Any) -> Any:
@@ -104,17 +103,16 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
     if _draws(function):
         tags.append(torch.Tag.nondeterministic_seeded)
     _library.define(str(schema), tags=tags)
-    operator = getattr(getattr(torch.ops.cukern, schema.operator), schema.overload or "default")
-    written = _written(operator)
+    written = _written(schema)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            _check_gradients(operator, args, kwargs)
+            _check_gradients(schema, args, kwargs)
         return function(*args, **kwargs)
 
     def write(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            _check_gradients(operator, args, kwargs)
+            _check_gradients(schema, args, kwargs)
         tensors = [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
         if out_names:
             kwargs["out"] = _one_or_all([kwargs.pop(name) for name in out_names])
@@ -127,7 +125,7 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            _check_gradients(operator, args, kwargs)
+            _check_gradients(schema, args, kwargs)
         if not schema.results:
             return None
         assert declared.results is not None
@@ -142,13 +140,13 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
     torch.library.register_fake(f"cukern::{schema.name}", fake, lib=_library)
 
 
-def _keep_in_graph(function: Callable[..., Any], packet: Any, out_names: dict[str, list[str]]) -> None:
-    """Make torch.compile replace a call of `function` by one of its operator.
+def _keep_in_graph(declared: Operator, packet: Any, out_names: dict[str, list[str]]) -> None:
+    """Make torch.compile replace a call of a function by one of its operator.
 
     `out_names` are the names of the results in `out`, by overload ("" is the default one).
     """
-    written = _written(packet.default)
-    returns = bool(packet.default._schema.returns)
+    function, default = declared.function, next(schemas(declared.function, declared.names))
+    written, returns = _written(default), bool(default.results)
     returns_nothing = function.__annotations__.get("return") == "None"
     parameters = [*inspect.signature(function).parameters]
     # Positions of the arguments that may be tensors where the default overload takes numbers.
@@ -214,7 +212,7 @@ def _register_all() -> None:
 
     def keep_in_graph() -> None:
         for name, declared in new.items():
-            _keep_in_graph(declared.function, getattr(torch.ops.cukern, name), out_names[name])
+            _keep_in_graph(declared, getattr(torch.ops.cukern, name), out_names[name])
         _keep_draws_apart([getattr(torch.ops.cukern, name) for name, x in new.items() if _draws(x.function)])
 
     # torch.compile and torch.export alone import the compiler, which takes over a second.

@@ -175,7 +175,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return fmaf(x, 0.5f, -0.5f * reference) * scale;
     }
 
-    // exp of a value's distance from a reference; a probability as it is.
+    // exp of a value's distance from a reference. A probability stays.
     __device__ __forceinline__ float relative(float x, float reference) const {
         return PROBS ? x : fast_exp2(distance(x, reference));
     }

@@ -583,7 +583,7 @@ class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
     workspace_shapes = _of_the_chosen("workspace_shapes")
     sorted_workspace_shapes = _of_the_chosen("sorted_workspace_shapes")
 
-    def apply(self, *args: Any, **kwargs: Any) -> None:  # under its own name, by which a profile finds it
+    def apply(self, *args: Any, **kwargs: Any) -> None:  # a profile finds it by its name
         self.chosen.apply(*args, **kwargs)
 
 

@@ -368,7 +368,7 @@ def grouped_topk(
 
 
 def _slots(topk_ids: Any, shared: Any) -> int:
-    """The slots of each token, of which `shared` are those of shared experts."""
+    """The slots of each token; `shared` of them are for shared experts."""
     if len(getattr(topk_ids, "shape", ())) != 2:
         wanted = "an int32 array [tokens, topk]"
         check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type_name(topk_ids)), TypeError)

@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
-    """Fill parts up to `load` with sequences of so many blocks; `ends` are the sums of the loads up to each."""
+    """Fill parts up to `load` with sequences of `blocks`; `ends` are the cumulative sums of their loads."""
     parts = []
     sequence = done = 0
     while sequence < len(blocks):

@@ -246,7 +246,7 @@ class _Torch(Library):
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
-        # Names of torch's own, each of which has a substitute where a version lacks it.
+        # Private names of torch. Each has a substitute where a version lacks it.
         native = getattr(torch, "_C", None)
         stream, device = (getattr(native, f"_cuda_get{name}", None) for name in ("CurrentRawStream", "Device"))
         # The public torch.cuda.current_stream() builds an object and costs 40 times as much.

@@ -217,7 +217,7 @@ def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[
     same = (ids == ids_of_theirs).all(-1, keepdim=True)
     wanted = torch.where(same, weights, gate.weights_of(choices.scores, ids_of_theirs))
     largest = torch.maximum(wanted.abs().amax(-1), theirs.abs().amax(-1))
-    # The largest of the weights counts: that of an expert with the best logit, but for a bias that is against it.
+    # The largest weight counts. The expert with the best logit has it, unless a bias is against that expert.
     bounds = choices.rounding.gather(1, ids_of_theirs).amin(-1).clamp(min=bound)
     alike = (wanted - theirs).abs().amax(-1) <= bounds * largest
     counts = choices.scores.gather(1, ids_of_theirs).sum(-1) >= _LEAST_SUM
@@ -261,7 +261,7 @@ def _resembles(gate: Gate, routing: _Routing, names: list[str]) -> bool:
 
 
 def _difference(gate: Gate, routing: _Routing, names: list[str]) -> str:
-    """What a router does otherwise than a gate, and in which regime; empty: nothing."""
+    """How a router differs from a gate, with the regime; empty: they agree."""
     for tokens, what in zip(_differences(gate, routing), ("chooses other experts", "gives other weights"), strict=True):
         if tokens.any():
             regime = " with ".join(filter(None, (names[int(tokens.int().argmax())], routing.regime)))

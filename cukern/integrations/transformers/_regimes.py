@@ -1,4 +1,4 @@
-"""Regimes of numbers in which a probe compares a module with a kernel."""
+"""Regimes of numbers: a probe compares a module with a kernel in each."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ REGIMES = (
 )
 #: Rows whose squares are beyond float16.
 LARGE_HALVES = Regime("large rows of float16", lambda x: x * 1e3, torch.float16)
-#: Roundings by which two formulas may differ, of the largest number of a row: in float32 sums have many.
+#: The roundings of the largest number of a row that two formulas may differ by. Sums of float32 have many.
 _ROUNDINGS = {torch.float32: 80, torch.float16: 4, torch.bfloat16: 4}
 #: What a forward raises that does not take such rows.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def are_near(got: torch.Tensor, wanted: Any) -> bool:
-    """Whether two results are the same but for rounding, relative to the largest number of each row."""
+    """Whether two results differ by roundings alone, relative to the largest number of each row."""
     if not isinstance(wanted, torch.Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
     bound = _ROUNDINGS[got.dtype] * torch.finfo(got.dtype).eps
@@ -53,7 +53,7 @@ def difference(
     spread: float = 1.0,
     seed: int = 3,
 ) -> str | None:
-    """The first regime in which a module's own code and a kernel differ; empty: none.
+    """The first regime where a module's own code and a kernel differ; empty: none.
 
     `shapes` of rows are by what a regime's name says of them besides. None: the code takes no ordinary rows, or gives
     something else for them.

@@ -27,7 +27,7 @@ def takes_one(module: Any) -> bool:
 
 
 def alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first argument of a call of which all others are None; None where it has another, or is given by name."""
+    """The first argument of a call; None where another argument is not None or the first is given by name."""
     if not args or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None
     return args[0]
