@@ -38,7 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    marked = [(item, owner.args[0]) for item in items if (owner := item.get_closest_marker("stem"))]
+    def stem_of(item: pytest.Item) -> str | None:
+        if owner := item.get_closest_marker("stem"):
+            return owner.args[0]
+        return gpu_workers.SHARED if item.path.name in gpu_workers.SUITES else None
+
+    marked = [(item, stem) for item in items if (stem := stem_of(item))]
     for item, stem in marked:
         item.user_properties.append((gpu_workers.STEM, stem))
     stems = config.getoption("--stem")

@@ -40,18 +40,15 @@ import pytest
 
 from benchmarks.digest import digest
 from benchmarks.report import machine, now
-from tests.gpu_workers import GPUS, STEM, from_gpu
+from tests.gpu_workers import GPUS, SHARED, STEM, SUITES, from_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SHARED = "runtime"
 # Far longer than any run takes, for a kernel that hangs.
 _TIMEOUT_S = 1800
 _ERRORS_FOUND = 99
 
-#: The files that test every op. Their tests of a stem's functions belong to the proof of the stem.
-SUITES = ("test_contract.py", "test_dynamic_batch.py", "test_torch_ops.py")
 #: The processes that test: they leave cores for what they start, and each takes some GiB of host memory.
 _WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
 #: The stems that the sanitizer has at once on a GPU of 80 GB.

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 #: The variable that lists the GPUs for the workers of pytest-xdist, in the syntax of CUDA_VISIBLE_DEVICES.
 GPUS = "CUKERN_TEST_GPUS"
-#: The property of a test's report that names the stem it is marked with.
+#: The property of a test's report that names the stem whose proof it belongs to.
 STEM = "stem"
+#: The name of the proof that holds the tests of no stem.
+SHARED = "runtime"
+#: The files that test every op. Their tests that are marked with a stem belong to its proof, and the rest to `SHARED`.
+SUITES = ("test_contract.py", "test_dynamic_batch.py", "test_torch_ops.py")
 
 
 def from_gpu(names: Sequence[str], first: int) -> dict[str, str]:

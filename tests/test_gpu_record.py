@@ -232,10 +232,17 @@ def test_marked_tests_are_counted_with_their_stem(checkout: Path) -> None:
     for module in ("gpu_memory", "gpu_workers"):
         shutil.copy(ROOT / f"tests/{module}.py", checkout / "tests")
     (checkout / "tests/test_moe_gate.py").write_text("")
-    found = gpu_record.run_tests(["sampling", "moe_gate"])
+    # A test of a suite without a stem is of no family.
+    suite = checkout / "tests" / gpu_record.SUITES[1]
+    suite.write_text("import pytest\n@pytest.mark.gpu\ndef test_of_all(): pass\n")
+
+    def numbers(*names: str) -> dict[str, int]:
+        return {name: sum(own.values()) for name, own in gpu_record.run_tests([*names]).items()}
+
     # There is no GPU here, so they fail.
-    assert {name: sum(own.values()) for name, own in found.items()} == {"sampling": 1, "moe_gate": 2}
-    assert {name: sum(own.values()) for name, own in gpu_record.run_tests(["sampling"]).items()} == {"sampling": 1}
+    assert numbers("sampling", "moe_gate") == {"sampling": 1, "moe_gate": 2}
+    assert numbers("sampling") == {"sampling": 1}
+    assert numbers("sampling", "runtime") == {"sampling": 1, "runtime": 1}
 
 
 def test_a_file_that_cannot_be_collected_is_a_failure_of_its_stem(checkout: Path) -> None:

@@ -37,8 +37,9 @@ def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
             total = scores.sum(axis=-1, keepdims=True)
             scores = np.divide(scores, total, out=np.zeros_like(scores), where=total > 0)
         else:
-            scores = np.sqrt(np.logaddexp(0, x))
-    # A score below the normal float32 numbers is 0, as by the hardware's exp and reciprocal.
+            softplus = np.logaddexp(0, x)
+            scores = np.sqrt(np.where(softplus >= np.finfo(np.float32).tiny, softplus, 0))
+    # A score or an exp below the normal float32 numbers is 0, as by the hardware's exp and reciprocal.
     return np.where(regular & (scores >= np.finfo(np.float32).tiny), scores, 0).astype(np.float32)
 
 
