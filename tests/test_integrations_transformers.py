@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import (
 
 import cukern
 import cukern.integrations.transformers as ck
-from cukern.integrations.transformers import _attention, _deferred, _experts, _norms
+from cukern.integrations.transformers import _attention, _cache, _deferred, _experts, _norms
 from cukern.integrations.transformers._cache import CACHE_NAME
 from tests import tiny_models
 
@@ -423,6 +424,34 @@ def test_prompts_of_different_lengths(qwen: Any) -> None:
     assert alone.tokens[0] == got.tokens[1]
     assert not got.captured and got.why == "the model is on the CPU"
     assert got.tokens_per_s > 0
+
+
+@pytest.mark.parametrize("name", ["stablelm", "phi", "gpt_neox", "glm4", "nemotron", "gpt_oss", "phi3"])
+def test_one_prompt_of_models_whose_keys_lie_heads_first(name: str) -> None:
+    """At batch 1 the keys of such a model are a view with the strides of the heads, at batch 2 a copy."""
+    config_class = type(transformers.AutoConfig.for_model(name))
+    sizes = {**tiny_models.small(config_class, name), "num_key_value_heads": 4, "eos_token_id": None}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes)).eval()
+    for x in model.parameters():
+        x.data.normal_(0, 0.3) if x.dim() > 1 else None
+    ids = torch.arange(3, 8)
+    wanted = tokens_of(model, ids[None], torch.ones(1, 5))
+    ck.enable(model)
+    for count in (1, 2):
+        assert ck.generate(model, [ids] * count, max_new_tokens=NEW_TOKENS).tokens == wanted * count
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_cache_takes_keys_of_any_strides(batch: int, order: tuple[int, ...]) -> None:
+    sizes = 3, 5, 8  # heads, tokens, head_dim
+    given = torch.randn(batch, *(sizes[i] for i in order))
+    states = given.permute(0, *(1 + order.index(i) for i in range(3)))
+    cache, slots = _cache.static_cache(small_model(), 32, *(torch.zeros(x, dtype=torch.int64) for x in ((), batch)))
+    slots.begin(5)
+    keys, values = cache.layers[0].update(states, states + 1)
+    assert torch.equal(keys[:, :, :5], states) and torch.equal(values[:, :, :5], states + 1)
 
 
 def test_stop_tokens_and_callbacks(qwen: Any) -> None:

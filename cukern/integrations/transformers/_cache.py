@@ -43,6 +43,12 @@ class Slots:
         self.places, self.slots = self.length.view(1), self._of_step
 
 
+def _token_rows(x: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, tokens, dim] of any strides as [batch * tokens, heads, dim] with contiguous rows."""
+    rows = x.transpose(1, 2).flatten(0, 1)
+    return rows if rows[0].is_contiguous() else rows.contiguous()
+
+
 class PagedLayer(StaticLayer):  # type: ignore[misc]
     """Keys and values [batch, tokens, kv_heads, head_dim], written by one launch for both.
 
@@ -83,9 +89,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
                 keys.index_copy_(2, self._slots.places, key_states),
                 values.index_copy_(2, self._slots.places, value_states),
             )
-        key, value = (
-            x.transpose(1, 2).reshape(-1, self.num_heads, self.k_head_dim) for x in (key_states, value_states)
-        )
+        key, value = _token_rows(key_states), _token_rows(value_states)
         cukern.reshape_and_cache_flash(key, value, self.pages[0], self.pages[1], self._slots.slots, "auto", 1.0, 1.0)
         return self.keys, self.values
 

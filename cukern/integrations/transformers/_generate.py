@@ -139,12 +139,14 @@ class _Session:
     def _draw(self, logits: torch.Tensor) -> None:
         """Draw a token of each sequence, and note which are finished."""
         own = self.sampling
-        ends: dict[str, Any] = {"finished": self.finished, "end_id": own.stop[0]} if own.stop else {}
+        # A configuration may name tokens that the vocabulary does not have.
+        stop = [x for x in own.stop if x < logits.shape[1]]
+        ends: dict[str, Any] = {"finished": self.finished, "end_id": stop[0]} if stop else {}
         cukern.sample(
             logits.contiguous(), temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p,
             seed=self.seed, offset=self.drawn, indices=self.rows, out=self.token.view(-1), **ends,
         )  # fmt: skip
-        if len(own.stop) > 1:
+        if len(stop) > 1:
             self.finished |= torch.isin(self.token[:, 0], self.stop)
 
     def ready(self) -> None:
