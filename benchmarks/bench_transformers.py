@@ -119,11 +119,11 @@ def flops_of_tokens(config: Any, tokens: int, length: int) -> int:
 @functools.lru_cache(maxsize=1)
 def _our_step(made: Models, batch: int, length: int) -> Callable[[], torch.Tensor]:
     """A step of `generate`'s session, as a graph once it has run twice."""
-    from cukern.integrations.transformers import _generate
+    from cukern.integrations.transformers import _generate, _options
 
     state = made.ours.__dict__["_cukern"]
     state.sessions.clear()
-    sampling = _generate._Sampling(0.0, None, None, None, ())
+    sampling = _options.Sampling()
     own = _generate._session(state, made.ours, batch, length + STEPS, sampling)
     device = next(made.ours.parameters()).device
     prompt = _ids(made.ours.config, batch, length, torch.Generator(device).manual_seed(1))
@@ -135,7 +135,7 @@ def _our_step(made: Models, batch: int, length: int) -> Callable[[], torch.Tenso
     def step() -> torch.Tensor:
         nonlocal left
         if not left:
-            own.prefill(prompt, torch.ones_like(prompt), 0)
+            own.prefill(list(prompt), 0, [0] * batch)
             left = STEPS - 1
         own.run()
         left -= 1

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5Model,
+)
 
 import cukern.integrations.transformers as ck
 from cukern.__main__ import main
 from tests.test_integrations_transformers import small_model
 
+DISTIL = DistilBertConfig(vocab_size=20, dim=8, hidden_dim=8, n_layers=1, n_heads=2)
+T5 = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
 WORDS = ["<unk>", *(f"w{i}" for i in range(95))]
 
 
@@ -66,6 +78,8 @@ def test_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
         (["--config", "tiny", "--random-weights", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--model", "DIR", "--prompt", ""], "--prompt '' has no tokens"),
         (["--model", "DIR", "--prompt", "w1", "--temperature", "-1"], "temperature must be"),
+        (["--model", "DIR", "--prompt", "w1", "--max-new-tokens", "200"], "prompts must be of at most 128 tokens with"),
+        (["--model", "DIR", "--prompt", "w1", "--device", "abacus"], "--device must be a device of torch, such as cpu"),
     ],
 )
 def test_what_cannot_be_used(
@@ -74,6 +88,33 @@ def test_what_cannot_be_used(
     given = [str(directory) if x == "DIR" else x for x in arguments]
     assert main(["generate", "--device", "cpu", *given]) == 2
     assert f"cukern generate: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("made", [DistilBertModel(DISTIL), T5Model(T5)], ids=["distilbert", "t5"])
+def test_a_directory_without_a_decoder(made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made.save_pretrained(tmp_path)
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "x", "--device", "cpu"]) == 2
+    said = f"--model: {tmp_path} has a model of type {made.config.model_type}, which is no decoder"
+    assert capsys.readouterr().err.strip().endswith(said)
+
+
+def test_an_encoder_with_a_head(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers gives an encoder of BERT's kind a head of a decoder."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    encoder = BertModel(BertConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    for x in encoder.parameters():
+        x.data.normal_(0, 0.3)
+    encoder.save_pretrained(tmp_path)
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "w1", "--device", "cpu"]) == 2
+    assert "cukern generate: model must be a decoder, whose tokens see no later ones" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["generate", "--model", str(directory), "--prompt", "w1", "--device", "cuda"]) == 2
+    assert "cukern generate: --device cuda needs a GPU, and torch finds none" in capsys.readouterr().err
 
 
 def test_a_shape_is_that_of_its_configuration(directory: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import cukern.integrations.transformers as ck
-from cukern.integrations.transformers import _cache, _rewrite, _versions
+from cukern.integrations.transformers import _cache, _fit, _rewrite, _versions
 from tests import transformers_reports
 from tests.test_integrations_transformers import LEFT_OUT, logits_of, prompts, small_model, tokens_of
 
@@ -221,6 +221,8 @@ def test_a_forward_that_hands_its_keywords_on_gets_the_cache(monkeypatch: pytest
 
     model.__class__ = Hands
     ck.enable(model)
+    assert _fit.fit(model).pads
+    given.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         made = ck.generate(model, ids, attention_mask=mask, max_new_tokens=4, eos_token_id=None)

@@ -61,11 +61,24 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
 
 
+def _check_device(device: str) -> None:
+    """Raises UserError for a device that torch does not have here."""
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise UserError(f"--device must be a device of torch, such as cpu or cuda, got {device}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {device} needs a GPU, and torch finds none")
+
+
 def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
     """The model, its tokenizer if it has one, and the ids of the prompts."""
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if torch.device(device).type == "cuda" else "float32"))
     if args.config is not None:
         from cukern.integrations.transformers._shapes import configuration, random_model
@@ -75,8 +88,12 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
         generator = torch.Generator().manual_seed(args.seed)
         ids = torch.randint(config.vocab_size, (args.batch_size, count), generator=generator)
         return random_model(config, dtype=dtype, device=device, seed=args.seed), None, ids.tolist()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    config = AutoConfig.from_pretrained(args.model)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        raise UserError(f"--model: {args.model} has a model of type {config.model_type}, which is no decoder")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model = model.to(device).eval()

@@ -8,6 +8,7 @@ reach past the end of the memory the incomplete page is the first 16 tokens' in 
 
 from __future__ import annotations
 
+import dis
 from typing import Any, NamedTuple
 
 import torch
@@ -270,6 +271,23 @@ def _tells_sdpa(module: Any) -> bool:
     return any(x == "sdpa" or (isinstance(x, tuple) and "sdpa" in x) for x in constants)
 
 
+def _extends_mask(module: Any) -> bool:
+    """Whether the forward of a module joins its mask with numbers, which a mask of booleans does not take."""
+    code = getattr(written(module), "__code__", None)
+    if code is None or not {"cat", "pad", "concat"} & {*code.co_names}:
+        return False
+    return any(x.opname == "STORE_FAST" and x.argval == "attention_mask" for x in dis.get_instructions(code))
+
+
+def _why_bound(module: Any) -> str:
+    """Why the configuration of a module keeps its attention; empty where it does not."""
+    if _tells_sdpa(module):
+        return "a forward of its configuration tells sdpa from other attentions"
+    if _extends_mask(module):
+        return "a forward of its configuration joins its mask with numbers"
+    return ""
+
+
 def _why_never(module: Any) -> str:
     """Why no step of a module goes to `paged_attention`; empty where its sizes do not say."""
     keys, values = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
@@ -297,7 +315,7 @@ def enable(model: Any, state: State, notes: Notes) -> None:
         for name in getattr(config, "sub_configs", {}) or {}:
             if (own := getattr(config, name, None)) is not None:
                 configs[id(own)] = own
-    bound = {id(module.config) for module in modules if _tells_sdpa(module)}
+    bound = {id(module.config): why for module in modules if (why := _why_bound(module))}
     for key in bound:
         del configs[key]
     for config in configs.values():
@@ -308,7 +326,7 @@ def enable(model: Any, state: State, notes: Notes) -> None:
         )
     for module in modules:
         if id(module.config) in bound:
-            notes.kept.add("attention", module, "a forward of its configuration tells sdpa from other attentions")
+            notes.kept.add("attention", module, bound[id(module.config)])
         elif reason := _why_never(module):
             notes.kept.add("attention", module, f"sdpa, since {reason}")
         else:

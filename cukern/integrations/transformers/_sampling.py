@@ -1,4 +1,4 @@
-"""Sampling in transformers' `generate`: a `LogitsProcessor` that draws by `cukern.sample`."""
+"""Draws by `cukern.sample`: of `generate`, and as a `LogitsProcessor` of that of transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from transformers import LogitsProcessor
 
 import cukern
+from cukern.integrations.transformers._options import Sampling
 
 
 class Sampler(LogitsProcessor):  # type: ignore[misc]
@@ -41,3 +42,20 @@ class Sampler(LogitsProcessor):  # type: ignore[misc]
         self.drawn += 1
         left = torch.full_like(scores, float("-inf"))
         return left.scatter_(1, tokens.long()[:, None], 0.0)
+
+
+def draw(
+    own: Sampling, logits: torch.Tensor, token: torch.Tensor, finished: torch.Tensor, stop: torch.Tensor, seed: Any,
+    offset: Any, rows: torch.Tensor,
+) -> None:  # fmt: skip
+    """Draw a token of each row into `token` int64 [batch, 1], and note in `finished` which rows end.
+
+    `stop` has the stop tokens int64 on the device, `rows` the numbers of the rows.
+    """
+    ends: dict[str, Any] = {"finished": finished, "end_id": own.stop[0]} if own.stop else {}
+    cukern.sample(
+        logits, temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p, seed=seed,
+        offset=offset, indices=rows, out=token.view(-1), **ends,
+    )  # fmt: skip
+    if len(own.stop) > 1:
+        finished |= torch.isin(token[:, 0], stop)

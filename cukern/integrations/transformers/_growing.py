@@ -1,0 +1,117 @@
+"""A decoding loop over the state that a model makes itself: its own cache, and inputs that it prepares itself.
+
+Stock's `generate` prepares the first inputs, and `prepare_inputs_for_generation` of the model the inputs of a step. So
+a model that rebuilds its state, or has another state than keys and values, gives what stock gives. Prompts of one
+length run together, without padding.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from cukern.integrations.transformers._options import Options
+from cukern.integrations.transformers._sampling import draw
+from cukern.integrations.transformers._state import running
+from cukern.runtime import check
+
+
+class _Group:
+    """Prompts of one length, and the model's state for them."""
+
+    def __init__(self, rows: list[int], ids: torch.Tensor, prepared: dict[str, Any]) -> None:
+        self.rows, self.ids = rows, ids
+        self.processors = prepared.pop("processors")
+        self.inputs: dict[str, Any] = prepared
+        self.is_first = True
+
+
+def _hold(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **inputs: Any,
+) -> dict[str, Any]:
+    """The decoding method that stock's `generate` calls: it decodes nothing, and returns what was prepared."""
+    return {"processors": logits_processor, **inputs}
+
+
+def _held(model: Any) -> dict[tuple[str, str], int]:
+    """The tensors that modules hold beside their parameters and buffers, by the names of both."""
+    return {
+        (name, attribute): id(value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+class Growing:
+    """The buffers of a batch, and its groups of prompts of one length."""
+
+    captures = False
+
+    def __init__(self, model: Any, batch: int, options: Options, why: str) -> None:
+        self.model, self.sampling, self.why, self.options = model, options.sampling, why, options
+        self.device = next(model.parameters()).device
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=self.device)
+        self.rows = torch.arange(batch, device=self.device)
+        self.stop = torch.tensor(self.sampling.stop, dtype=torch.int64, device=self.device)
+        self.groups: list[_Group] = []
+        self.seed = self.drawn = 0
+
+    def ready(self) -> None:
+        """Nothing is captured."""
+
+    def _prepared(self, rows: list[int], ids: torch.Tensor) -> _Group:
+        config = copy.deepcopy(self.options.config)
+        config.update(
+            do_sample=False, max_new_tokens=self.options.most[rows[0]], max_length=None, min_length=None,
+            min_new_tokens=self.options.fewest[rows[0]] or None, cache_implementation=None,
+        )  # fmt: skip
+        made = self.model.generate(ids, generation_config=config, custom_generate=_hold)
+        return _Group(rows, ids, made)
+
+    def prefill(self, prompts: list[torch.Tensor], seed: int, fewest: list[int], pad: int = 0) -> None:
+        """Run the prompts, and draw the first token of each. `fewest` is in the options, and nothing is padded."""
+        self.seed = seed
+        for length in dict.fromkeys(map(len, prompts)):
+            rows = [i for i, x in enumerate(prompts) if len(x) == length]
+            self.groups.append(self._prepared(rows, torch.stack([prompts[i] for i in rows])))
+        before = _held(self.model)
+        self.run()
+        if len(self.groups) > 1 and (owner := _held(self.model).items() - before.items()):
+            name = type(self.model.get_submodule(next(iter(owner))[0][0])).__name__
+            lengths = [group.ids.shape[1] for group in self.groups]
+            check.fail("prompts", f"of one length, since {name} holds the state of its sequences", lengths)
+
+    def _logits(self, group: _Group) -> torch.Tensor:
+        """The logits of a group's next tokens, float32 [rows, vocab], as the processors of stock leave them."""
+        if not group.is_first:
+            group.ids = torch.cat([group.ids, self.token[group.rows]], dim=1)
+        many = None if group.is_first or not group.inputs["use_cache"] else 1
+        inputs = self.model.prepare_inputs_for_generation(
+            group.ids, next_sequence_length=many, is_first_iteration=group.is_first, **group.inputs
+        )
+        with running(SimpleNamespace(mask=None, tokens=0)):
+            out = self.model(**inputs, return_dict=True)
+        group.is_first = False
+        group.inputs = self.model._update_model_kwargs_for_generation(out, group.inputs, is_encoder_decoder=False)
+        logits = out.logits[:, -1].to(self.device, torch.float32, copy=True)
+        return group.processors(group.ids, logits)  # type: ignore[no-any-return]
+
+    def run(self) -> None:
+        """A step of all groups, and one draw."""
+        found = [self._logits(group) for group in self.groups]
+        order = torch.tensor([i for group in self.groups for i in group.rows], device=self.device)
+        logits = torch.cat(found)[order.argsort()].contiguous()
+        draw(self.sampling, logits, self.token, self.finished, self.stop, self.seed, self.drawn, self.rows)
+        self.drawn += 1

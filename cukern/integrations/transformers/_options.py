@@ -1,0 +1,191 @@
+"""What `generate` is asked for: its arguments over the model's generation_config, merged as stock does."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+from cukern.runtime import check
+
+#: The new tokens of a prompt where neither an argument nor the generation_config bounds them.
+NEW_TOKENS = 128
+#: Settings that change tokens and are not served, with their values that change none.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,), "typical_p": (1.0,), "top_h": (),
+    "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "guidance_scale": (1.0,), "watermarking_config": (),
+    "token_healing": (False,), "max_time": (), "stop_strings": (), "prompt_lookup_num_tokens": (), "use_mtp": (False,),
+    "penalty_alpha": (0.0,), "dola_layers": (), "constraints": (), "force_words_ids": (), "assistant_early_exit": (),
+}  # fmt: skip
+#: Settings that a processor of stock serves, on the host, with their values that change nothing.
+_PROCESSED: dict[str, tuple[Any, ...]] = {
+    "no_repeat_ngram_size": (0,), "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (),
+    "begin_suppress_tokens": (), "forced_bos_token_id": (), "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (), "remove_invalid_values": (False,),
+    "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
+}  # fmt: skip
+#: The filters of a draw, with their values that limit nothing.
+_UNLIMITED: dict[str, tuple[float, ...]] = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
+#: Settings that an argument may have besides: those of lengths and of the draw have arguments of their own.
+_TAKEN = "min_length", "use_cache", "bos_token_id", "renormalize_logits", "early_stopping", "length_penalty"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The numbers of a draw that are fixed in a graph."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    stop: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    delays_stop: bool = False  # whether a stop token may come too early
+
+
+@dataclass
+class Options:
+    """What one generation does."""
+
+    sampling: Sampling
+    most: list[int]  # new tokens of each prompt
+    fewest: list[int]
+    config: GenerationConfig  # of the processors of stock
+    processed: str  # the setting that only a processor of stock serves; empty if there is none
+
+
+def _stop_tokens(given: Any) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    many = [given] if isinstance(given, int) else list(given)
+    return tuple(check.integer("eos_token_id", x, 0) for x in many)
+
+
+def _is_unlimited(name: str, value: Any, vocab: int) -> bool:
+    """Whether a filter of the draw limits nothing, in the words of vLLM, SGLang, FlashInfer or transformers."""
+    if value is None:
+        return True
+    if isinstance(value, (bool, str)):
+        return False
+    return value in _UNLIMITED[name] or (name == "top_k" and value >= vocab) or (name == "top_p" and value >= 1)
+
+
+def _check_known(options: dict[str, Any]) -> None:
+    """Raises TypeError for what is no setting of transformers, and ValueError for what is not served."""
+    known = GenerationConfig()
+    for name, value in options.items():
+        if not hasattr(known, name) or name.startswith("_"):
+            taken = "its own arguments and the settings of a GenerationConfig"
+            raise TypeError(f"generate of cukern takes {taken}, got {name}")
+        if name in _REFUSED or name in _PROCESSED or name in _TAKEN:
+            continue
+        if value is not None and value is not False and value != getattr(known, name):
+            check.fail(name, "left out, since generate of cukern does not serve it", repr(value))
+
+
+def _merged(model: Any, generation_config: Any, options: dict[str, Any]) -> GenerationConfig:
+    """The arguments, then `generation_config`, the model's own one, and the defaults of transformers."""
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        check.fail("generation_config", "a GenerationConfig", type(generation_config).__name__, TypeError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config, _ = model._prepare_generation_config(generation_config, **options)
+    for name, neutral in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in neutral:
+            wanted = f"{neutral[0]}" if neutral else "None"
+            check.fail(name, f"{wanted}, since generate of cukern does not serve it", repr(value))
+    return config  # type: ignore[no-any-return]
+
+
+def _processed(config: GenerationConfig) -> str:
+    for name, neutral in _PROCESSED.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in neutral:
+            return name
+    return ""
+
+
+def _draw(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """The numbers of the draw. A temperature without `do_sample` asks for a draw, as in `cukern.sample`."""
+    asked = given["temperature"]
+    temperature = float(check.number("temperature", config.temperature if asked is None else asked))
+    if temperature < 0:
+        check.fail("temperature", "at least 0", temperature)
+    samples = given["do_sample"]
+    if samples is None:
+        samples = config.do_sample if asked is None else True
+    if not samples or temperature == 0:
+        return {"temperature": 0.0}
+    values = {name: getattr(config, name) if given[name] == "model" else given[name] for name in _UNLIMITED}
+    found = {name: None if _is_unlimited(name, value, vocab) else value for name, value in values.items()}
+    return {"temperature": temperature, **found}
+
+
+def _first(name: str, low: int, *places: Any) -> int | None:
+    """The first of the places that sets a number."""
+    value = next((x for x in places if x is not None), None)
+    return None if value is None else check.integer(name, value, low, 2**24)
+
+
+def _lengths(
+    model: Any, generation_config: Any, given: dict[str, Any], prompts: list[int], limit: int | None
+) -> tuple[list[int], list[int]]:
+    """The most and the fewest new tokens of each prompt; `limit` is max_position_embeddings."""
+
+    def found(name: str, low: int) -> int | None:
+        places = (getattr(x, name, None) for x in (generation_config, model.generation_config))
+        return _first(name, low, given.get(name), *places)
+
+    new, length = found("max_new_tokens", 1), found("max_length", 1)
+    if new is not None:
+        most = [new] * len(prompts)
+    elif length is not None:
+        if max(prompts) >= length:
+            check.fail("max_length", f"more than the longest prompt has, {max(prompts)} tokens", length)
+        most = [length - x for x in prompts]
+    else:
+        most = [NEW_TOKENS if limit is None else max(1, min(NEW_TOKENS, limit - x)) for x in prompts]
+    longest = max(x + new for x, new in zip(prompts, most, strict=True))
+    if limit is not None and longest > limit:
+        check.fail("prompts", f"of at most {limit} tokens with the new ones (max_position_embeddings)", longest)
+    fewest = found("min_new_tokens", 0) or 0
+    least = 0 if fewest else found("min_length", 0) or 0
+    return most, [max(fewest, least - x) for x in prompts]
+
+
+def resolve(
+    model: Any, prompts: list[int], vocab: int, limit: int | None, given: dict[str, Any], others: dict[str, Any]
+) -> Options:
+    """The options of a generation for prompts of these lengths.
+
+    `given` has the arguments that are named, `others` the settings of a GenerationConfig and `generation_config`.
+
+    Raises TypeError or ValueError for what cannot be served.
+    """
+    others = dict(others)
+    generation_config = others.pop("generation_config", None)
+    _check_known(others)
+    most, fewest = _lengths(model, generation_config, {**others, **given}, prompts, limit)
+    merged = {name: given[name] for name in ("do_sample", "repetition_penalty") if given[name] is not None}
+    if given["eos_token_id"] != "model":
+        stop = _stop_tokens(given["eos_token_id"])
+        if max(stop, default=0) >= vocab:
+            check.fail("eos_token_id", f"in the vocabulary of {vocab}", max(stop))
+        merged["eos_token_id"] = list(stop) or None
+    config = _merged(model, generation_config, {**others, **merged})
+    # A generation_config may name tokens that the vocabulary does not have.
+    stop = tuple(x for x in _stop_tokens(config.eos_token_id) if x < vocab)
+    penalty = (
+        1.0
+        if config.repetition_penalty is None
+        else float(check.number("repetition_penalty", config.repetition_penalty))
+    )
+    if penalty <= 0:
+        check.fail("repetition_penalty", "above 0", penalty)
+    sampling = Sampling(
+        **_draw(config, given, vocab), stop=stop, repetition_penalty=penalty, delays_stop=bool(stop) and max(fewest) > 0
+    )
+    return Options(sampling, most, fewest, config, _processed(config))
