@@ -11,6 +11,7 @@ from transformers import BertConfig, BertLMHeadModel, GenerationConfig, Phi3Conf
 
 import cukern.integrations.transformers as ck
 from cukern.integrations.transformers import _fit
+from tests import transformers_types
 from tests.test_integrations_transformers import small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model is on the CPU", "ignore:.*generation flags.*")
@@ -84,6 +85,24 @@ def test_a_dynamic_rotary_embedding() -> None:
     said = "prompts must be of one length, since the rotary embedding remembers lengths above 16, got [5, 6]"
     with pytest.raises(ValueError, match=re.escape(said)):
         ck.generate(model, [PROMPT, torch.arange(6)], max_new_tokens=30)
+
+
+def test_a_cache_that_drops_what_no_mask_hides() -> None:
+    """Moshi has the mask of all tokens, and a cache of a window; Mixtral has both of the window."""
+    moshi, mixtral = (transformers_types.build(name) for name in ("moshi", "mixtral"))
+    assert [_fit.drops_seen_tokens(moshi, x) for x in (12, 13)] == [False, True]
+    assert not _fit.drops_seen_tokens(mixtral, 13)
+
+
+def test_modules_that_hold_the_state_take_prompts_of_one_length() -> None:
+    model = transformers_types.build("recurrent_gemma")
+    got, wanted = both(model, [PROMPT, PROMPT + 9], max_new_tokens=6)
+    assert got.tokens == wanted
+    said = (
+        "prompts must be of one length, since RecurrentGemmaRecurrentBlock holds the state of its sequences, got [5, 6]"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)), pytest.warns(UserWarning, match="not enabled"):
+        ck.generate(model, [PROMPT, torch.arange(6)], max_new_tokens=3)
 
 
 # --- arguments ------------------------------------------------------------------------------------------

@@ -11,7 +11,15 @@ from transformers import AutoConfig, DeepseekV3Config, GptOssConfig
 import cukern.integrations.transformers as ck
 from cukern.integrations.transformers._shapes import configuration, random_model
 from tests import tiny_models
-from tests.test_integrations_transformers import COMPARED, NEW_TOKENS, logits_of, prompts, small_model, tokens_of
+from tests.test_integrations_transformers import (
+    COMPARED,
+    NEW_TOKENS,
+    logits_of,
+    prompts,
+    small_model,
+    tokens_alone,
+    tokens_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*generation flags.*")]
 
@@ -29,15 +37,28 @@ def test_a_class_gives_what_eager_gives(folder: str, name: str) -> None:
         ids, mask = (x.cuda() for x in prompts())
         wanted = logits_of(model, ids, mask)
         tokens = tokens_of(model, ids, mask) if model.can_generate() else None
+        alone = tokens_alone(model, ids, mask) if model.can_generate() else None
         ck.enable(model)
         torch.testing.assert_close(logits_of(model, ids, mask), wanted, rtol=0, atol=2e-3)
         if tokens is not None:
             assert tokens_of(model, ids, mask) == tokens
             options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
             for _ in range(2):  # the second time from kept graphs
-                assert ck.generate(model, ids, **options).tokens == tokens
+                assert ck.generate(model, ids, **options).tokens == alone
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_what_depends_on_the_tokens_so_far_is_in_the_graph() -> None:
+    model = small_model().cuda()
+    rows = [torch.arange(3, 8).cuda(), torch.arange(20, 28).cuda()]
+    options: dict[str, Any] = {"repetition_penalty": 1.7, "min_new_tokens": 6, "max_new_tokens": 16}
+    options["eos_token_id"] = [*range(30, 60)]
+    wanted = [model.generate(x[None], do_sample=False, pad_token_id=0, **options)[0, len(x) :].tolist() for x in rows]
+    ck.enable(model)
+    for _ in range(2):  # the second time from kept graphs
+        got = ck.generate(model, rows, **options)
+        assert got.captured and got.tokens == wanted
 
 
 def _layers(name: str, count: int) -> Any:

@@ -14,7 +14,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from cukern.integrations.transformers import _attention
 from cukern.integrations.transformers._cache import CACHE_NAME, static_cache
 from cukern.integrations.transformers._options import Sampling
-from cukern.integrations.transformers._rewrite import read_globals
+from cukern.integrations.transformers._rewrite import read_names
 from cukern.integrations.transformers._session import Session
 from cukern.integrations.transformers._state import ATTRIBUTE
 
@@ -139,7 +139,7 @@ def drops_seen_tokens(model: Any, tokens: int) -> bool:
     layers = StaticCache(config=model.config, max_cache_len=tokens).layers
     if all(type(x) is not StaticSlidingWindowLayer or x.max_cache_len >= tokens for x in layers):
         return False
-    names = {name for module in model.modules() for name in read_globals(module)}
+    names = set().union(*(read_names(module) for module in model.modules()))
     return not any("sliding" in name or "chunked" in name or "masks" in name for name in names)
 
 

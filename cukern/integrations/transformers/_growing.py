@@ -88,10 +88,11 @@ class Growing:
             self.groups.append(self._prepared(rows, torch.stack([prompts[i] for i in rows])))
         before = _held(self.model)
         self.run()
-        if len(self.groups) > 1 and (owner := _held(self.model).items() - before.items()):
-            name = type(self.model.get_submodule(next(iter(owner))[0][0])).__name__
+        holders = [name for (name, attribute), x in _held(self.model).items() if before.get((name, attribute)) != x]
+        if len(self.groups) > 1 and holders:
+            holder = type(self.model.get_submodule(holders[0])).__name__
             lengths = [group.ids.shape[1] for group in self.groups]
-            check.fail("prompts", f"of one length, since {name} holds the state of its sequences", lengths)
+            check.fail("prompts", f"of one length, since {holder} holds the state of its sequences", lengths)
 
     def _logits(self, group: _Group) -> torch.Tensor:
         """The logits of a group's next tokens, float32 [rows, vocab], as the processors of stock leave them."""

@@ -41,6 +41,17 @@ def read_globals(module: Any) -> dict[str, Any]:
     return {name: scope[name] for name in names if name in scope}
 
 
+def read_names(module: Any) -> set[str]:
+    """The names that the written forward of a module reads, also in its lambdas."""
+
+    def found(code: types.CodeType) -> set[str]:
+        inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+        return {*code.co_names}.union(*map(found, inner))
+
+    code = getattr(written(module), "__code__", None)
+    return set() if code is None else found(code)
+
+
 def rewritten(
     module: Any,
     names: dict[str, Any],

@@ -93,7 +93,8 @@ class Session:
     def _penalize(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits with what depends on the tokens so far."""
         own = self.sampling
-        if self.mentioned is not None:
+        if own.repetition_penalty != 1:
+            self.mentioned = torch.zeros_like(logits, dtype=torch.bool) if self.mentioned is None else self.mentioned
             logits = cukern.apply_penalties(  # type: ignore[assignment]
                 logits.float(), repetition_penalty=own.repetition_penalty, prompt_mask=self.mentioned
             )
