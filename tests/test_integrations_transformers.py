@@ -546,7 +546,7 @@ def test_a_step_is_of_few_kernels(folder: str, name: str, monkeypatch: pytest.Mo
     ids, mask = prompts()
     wanted = tokens_of(model, ids, mask)
     ck.enable(model)
-    assert _fit.fit(model) == ("", True)
+    assert _fit.fit(model) == ("", True, False)
     names = "rms_norm", "fused_add_rms_norm", "rotary_embedding", "fused_qk_norm_rope_and_cache"
     counts = _counted(monkeypatch, *names, "reshape_and_cache_flash")
     linears = []

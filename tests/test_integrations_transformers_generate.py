@@ -173,6 +173,14 @@ def test_a_stop_token_waits_for_the_fewest_tokens(session: bool) -> None:
         assert (len(got.tokens[0]) > 2) == bool(fewest)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_the_pad_id_in_a_prompt_is_a_token(use_cache: bool) -> None:
+    model = small_model()
+    model.generation_config.pad_token_id = 0
+    got, wanted = both(model, [torch.tensor([0, 5, 0, 7])], max_new_tokens=6, use_cache=use_cache)
+    assert got.tokens == wanted
+
+
 def test_lengths_that_nothing_bounds_end_at_the_positions(llama: Any) -> None:
     prompt = torch.arange(90)
     assert [len(x) for x in ck.generate(llama, [prompt, prompt[:70]]).tokens] == [38, 58]

@@ -40,6 +40,7 @@ class Fit(NamedTuple):
 
     why: str  # why it serves none of its prompts; empty if it does
     pads: bool  # whether it serves prompts of several lengths
+    sees_later: bool = False  # whether tokens see later ones, so that the model is an encoder
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[bool, Fit]] = weakref.WeakKeyDictionary()
@@ -86,28 +87,33 @@ def _distance_of(model: Any, batches: list[torch.Tensor]) -> float:
 def _measured(model: Any) -> Fit:
     device = next(model.parameters()).device
     counters = torch.zeros(3, dtype=torch.int64, device=device)
+    sees = _sees_later(model)
     if isinstance(why := static_cache(model, _attention.PAGE, counters[0], counters[1:]), str):
-        return Fit(why, False)
+        return Fit(why, False, sees)
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(5)
     batches = [torch.randint(vocab, (_ROWS, count), generator=generator).to(device) for count in _LENGTHS]
+    alone = _tried(model, batches[:1])
+    if isinstance(alone, str):
+        return Fit(f"its forward does not take a static cache ({alone})", False, sees)
+    bound = _BOUND_OF_32_BITS if model.dtype in (torch.float32, torch.float64) else _BOUND_OF_16_BITS
+    if alone > bound:
+        return Fit("its steps over a static cache give other logits than its forward without one", False, sees)
+    padded = _tried(model, batches)
+    return Fit("", not isinstance(padded, str) and padded <= bound, sees)
+
+
+def _tried(model: Any, batches: list[torch.Tensor]) -> float | str:
+    """The distance, or what the forward raises that does not take what a session gives it."""
     try:
-        alone = _distance_of(model, batches[:1])
+        return _distance_of(model, batches)
     except torch.OutOfMemoryError:
         raise
     except _REFUSALS as error:
-        return Fit(f"its forward does not take a static cache ({str(error).strip().splitlines()[0]})", False)
-    bound = _BOUND_OF_32_BITS if model.dtype in (torch.float32, torch.float64) else _BOUND_OF_16_BITS
-    if alone > bound:
-        return Fit("its steps over a static cache give other logits than its forward without one", False)
-    try:
-        return Fit("", _distance_of(model, batches) <= bound)
-    except _REFUSALS:
-        return Fit("", False)
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-@torch.no_grad()
-def sees_later_tokens(model: Any) -> bool:
+def _sees_later(model: Any) -> bool:
     """Whether the logits of a token depend on the ones after it, of a model that says it is no decoder."""
     if getattr(model.config, "is_decoder", None) is not False:
         return False

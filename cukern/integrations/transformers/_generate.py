@@ -117,7 +117,7 @@ def _check_model(model: Any) -> State | None:
         check.fail("model", "a decoder that generates as transformers' GenerationMixin does", type(model).__name__)
     if model.training:
         check.fail("model", "in evaluation mode (model.eval())", "one in training mode")
-    if _fit.sees_later_tokens(model):
+    if getattr(model.config, "is_decoder", None) is False and _fit.fit(model).sees_later:
         wanted = "a decoder, whose tokens see no later ones (config.is_decoder)"
         check.fail("model", wanted, type(model).__name__)
     state = model.__dict__.get(ATTRIBUTE)

@@ -8,12 +8,14 @@ length run together, without padding.
 from __future__ import annotations
 
 import copy
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from cukern.integrations.transformers._options import Options
+from cukern.integrations.transformers._rewrite import written
 from cukern.integrations.transformers._sampling import draw
 from cukern.integrations.transformers._state import running
 from cukern.runtime import check
@@ -43,10 +45,10 @@ def _hold(
     return {"processors": logits_processor, **inputs}
 
 
-def _held(model: Any) -> dict[tuple[str, str], int]:
+def _held(model: Any) -> dict[tuple[str, str], torch.Tensor]:
     """The tensors that modules hold beside their parameters and buffers, by the names of both."""
     return {
-        (name, attribute): id(value)
+        (name, attribute): value
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
         if isinstance(value, torch.Tensor)
@@ -77,7 +79,10 @@ class Growing:
             do_sample=False, max_new_tokens=self.options.most[rows[0]], max_length=None, min_length=None,
             min_new_tokens=self.options.fewest[rows[0]] or None, cache_implementation=None,
         )  # fmt: skip
-        made = self.model.generate(ids, generation_config=config, custom_generate=_hold)
+        # Without a mask, stock takes tokens of the pad id for padding.
+        takes_mask = "attention_mask" in inspect.signature(written(self.model)).parameters
+        mask = {"attention_mask": torch.ones_like(ids)} if takes_mask else {}
+        made = self.model.generate(ids, generation_config=config, custom_generate=_hold, **mask)
         return _Group(rows, ids, made)
 
     def prefill(self, prompts: list[torch.Tensor], seed: int, fewest: list[int], pad: int = 0) -> None:
@@ -88,7 +93,7 @@ class Growing:
             self.groups.append(self._prepared(rows, torch.stack([prompts[i] for i in rows])))
         before = _held(self.model)
         self.run()
-        holders = [name for (name, attribute), x in _held(self.model).items() if before.get((name, attribute)) != x]
+        holders = [key[0] for key, x in _held(self.model).items() if before.get(key) is not x]
         if len(self.groups) > 1 and holders:
             holder = type(self.model.get_submodule(holders[0])).__name__
             lengths = [group.ids.shape[1] for group in self.groups]
