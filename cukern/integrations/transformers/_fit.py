@@ -24,10 +24,10 @@ _FIXED_ROPE = "default", "linear", "llama3", "proportional", "yarn"
 _LENGTHS, _ROWS = (6, 4), 2
 #: The tokens of the session: far more than it runs, as in a generation, so that what goes by the end of a cache shows.
 _TOKENS = 1024
-#: How far the logits of a session may be from those of the model, of their spread.
+#: The largest difference of a session's logits from the model's, as a share of their spread.
 _BOUND_OF_32_BITS = 1e-3
 _BOUND_OF_16_BITS = 0.1
-#: How far the logits of a token are at least, of their spread, where it sees later tokens.
+#: The least difference of a token's logits where it sees later tokens, as a share of their spread.
 _SEEN = 1e-2
 #: What a forward raises that cannot take what a session gives it.
 _REFUSALS = (
@@ -47,7 +47,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[bool, Fit]] = weakref.WeakKeyDiction
 
 
 def fit(model: Any) -> Fit:
-    """What a session can do for a model, found once for it as it is and once for it enabled."""
+    """What a session can do for a model. The answer is kept, one before `enable` and one after it."""
     found = _known.setdefault(model, {})
     enabled = ATTRIBUTE in model.__dict__
     if enabled not in found:
@@ -141,7 +141,7 @@ def positions(model: Any) -> int | None:
 
 
 def drops_seen_tokens(model: Any, tokens: int) -> bool:
-    """Whether the model's own cache drops tokens of so many that no mask of a window hides."""
+    """Whether the model's own cache drops some of `tokens` that no mask of a window hides."""
     layers = StaticCache(config=model.config, max_cache_len=tokens).layers
     if all(type(x) is not StaticSlidingWindowLayer or x.max_cache_len >= tokens for x in layers):
         return False
@@ -150,7 +150,7 @@ def drops_seen_tokens(model: Any, tokens: int) -> bool:
 
 
 def rope_limit(model: Any) -> int | None:
-    """The tokens from which on a rotary embedding depends on the length seen; None: it never does."""
+    """The length past which a rotary embedding depends on the length seen; None: it never does."""
     limits: list[int] = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -177,7 +177,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def prepares_alike(model: Any, prompt: int, most: int) -> bool:
-    """Whether the model's own `prepare_inputs_for_generation` gives, for all these lengths, what that of all gives."""
+    """Whether the model's own `prepare_inputs_for_generation` agrees with the common one at all these lengths."""
     common = GenerationMixin.prepare_inputs_for_generation
     if type(model).prepare_inputs_for_generation is common:
         return True

@@ -197,11 +197,11 @@ def generate(
 ) -> Generated:
     """Decode with a model of transformers, each step one CUDA graph.
 
-    An argument that is left out is that of the model's generation_config, or the default of transformers.
+    The model's generation_config, or the default of transformers, gives an argument that is left out.
 
     Args:
         model: a decoder that was enabled. Its steps are captured where it gives the same over a static cache of keys
-            and values. Elsewhere, and on a CPU, a loop without a graph runs, and `Generated.why` says so.
+            and values. Elsewhere, and on a CPU, a loop without a graph runs, and `Generated.why` tells why.
         prompts: token ids [batch, tokens], or a sequence of prompts of any lengths.
         attention_mask: [batch, tokens] of a tensor of prompts that is padded on the left: 0 where it is.
         max_new_tokens: of each prompt; 128 where nothing bounds them.
@@ -218,7 +218,7 @@ def generate(
         on_token: called with each step's number and its tokens int64 [batch], one step after they were drawn. Once it
             returns False, generation ends.
         progress: show a bar; None: on a terminal.
-        settings: `generation_config` in place of the model's own one, and other settings of a GenerationConfig. Where a
+        settings: a `generation_config` that replaces the model's, and other settings of a GenerationConfig. Where a
             processor of transformers serves one, such as no_repeat_ngram_size, steps are not captured.
 
     Returns:

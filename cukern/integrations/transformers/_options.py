@@ -28,7 +28,7 @@ _PROCESSED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 #: The filters of a draw, with their values that limit nothing.
 _UNLIMITED: dict[str, tuple[float, ...]] = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
-#: Settings that an argument may have besides: those of lengths and of the draw have arguments of their own.
+#: Further settings that an argument may have. Lengths and the draw have arguments of their own.
 _TAKEN = "min_length", "use_cache", "bos_token_id", "renormalize_logits", "early_stopping", "length_penalty"
 
 

@@ -1,4 +1,4 @@
-"""Draws by `cukern.sample`: of `generate`, and as a `LogitsProcessor` of that of transformers."""
+"""Draws by `cukern.sample`, for our `generate` and as a `LogitsProcessor` for the one of transformers."""
 
 from __future__ import annotations
 

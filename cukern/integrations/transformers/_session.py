@@ -181,7 +181,7 @@ class Session:
         return logits
 
     def step(self) -> None:
-        """A step as it is captured."""
+        """The step that a graph captures."""
         self.advance()
 
     def run(self) -> None:
