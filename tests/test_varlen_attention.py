@@ -205,7 +205,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_k": np.array([0, 3, 6], np.int32)}, ValueError, "cu_seqlens_k must be 0, then sums of lengths up"),
     ({"cu_seqlens_k": None}, ValueError, "k must be of as many tokens as q where there is no cu_seqlens_k, got 5"),
     ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
-    ({"causal": 1}, TypeError, "causal must be a bool, got 1 (int)"),
+    ({"causal": 2}, ValueError, "causal must be one of False, True, got 2"),
     ({"out": Q[:, :2]}, ValueError, "out must be of shape [tokens, heads, dim] = [6, 4, 8], got [6, 2, 8]"),
     ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wgmma', 'mma', 'fma', got"),
     ({"variant": "fma"}, ValueError, "variant must be 'auto' for arrays in host memory"),

@@ -253,8 +253,6 @@ def varlen_attention(
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     tokens, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else check.number("scale", scale)
-    if not isinstance(causal, bool):
-        check.fail("causal", "a bool", f"{causal!r} ({type(causal).__name__})", TypeError)
     inputs = [_Heads(name, array, _strides(name, array)) for name, array in (("q", q), ("k", k), ("v", v))]
     out = outputs(out, q, "q", _attended(q))
     if q.on_host:
