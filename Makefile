@@ -21,7 +21,6 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # What an unpinned install takes, by uv, which unpacks several GB of CUDA libraries in a third of pip's time or less.
 NEWEST := .venv-newest/bin/python
 NEWEST_TESTS := tests/test_kernels.py tests/test_headers.py tests/test_cli*.py tests/test_compat*.py tests/test_integrations_*.py
-MODEL_TYPES := tests/test_integrations_transformers_types.py
 EVERY_INSTANCE := tests/test_kernels.py::test_every_instance_compiles_and_the_specialized_do_not_spill
 
 ifeq ($(origin PYTHON),command line)
@@ -63,14 +62,14 @@ demo: .venv/demo.stamp
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-# The second pytest compiles with the newest NVRTC, the third compares the model types of the newest transformers.
+# The second pytest compiles with the newest NVRTC. The third has the rare tests of `test-newest`, such as all model types.
 test-all: .venv/dev.stamp .venv-newest/dev.stamp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "rare and not gpu" $(ARGS)
 	$(NEWEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m rare -k '90a or 80' $(EVERY_INSTANCE) $(ARGS)
-	$(NEWEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m rare $(MODEL_TYPES) $(ARGS)
+	$(NEWEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "rare and not gpu" --deselect $(EVERY_INSTANCE) $(NEWEST_TESTS) $(ARGS)
 
 test-newest: .venv-newest/dev.stamp
-	$(NEWEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu" --deselect $(EVERY_INSTANCE) $(NEWEST_TESTS) $(ARGS)
+	$(NEWEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not rare" $(NEWEST_TESTS) $(ARGS)
 
 newest: .venv/dev.stamp
 	$(BIN)/python -m tests.newest
