@@ -515,7 +515,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     // Shared memory, in 16-byte units. Per block: the bias, where rows are staged. Per token: the list (candidates,
     // scores and ids); the row, where it is staged; if dynamic, what hand_on or mask_of_kept_groups needs.
     extern __shared__ uint4 shared[];
-    const int list_units = list_units_of(capacity);
+    const int list_units = capacity + capacity / 4 + 2; // list_units_of: a call of it spills 8 bytes on sm_100a
     // A dynamic lane's last values may lie past the last expert; they have places in shared memory all the same.
     const int padded_groups = DYNAMIC ? padded_groups_of<LANES, VALUES>(p.group_magic) : 0;
     const int row_units =
