@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import random
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +17,6 @@ from tests.spec import Call
 from tests.specs import CALLS
 
 SENTENCES = (TypeError, ValueError, NotImplementedError)
-#: Seconds of this process that a call may take.
-MOST_SECONDS = 2.0
 #: How many odd values of each argument are tried by the ordinary suite.
 FEW = 4
 
@@ -80,17 +77,14 @@ def described(value: Any) -> str:
 
 
 def check_value(call: Call, name: str, value: Any) -> None:
-    """The call runs, or raises a sentence that names one of its arguments; neither takes long."""
+    """The call runs, or raises a sentence that names one of its arguments."""
     odd = with_value(call, name, value)
     names = [*inspect.signature(call.function).parameters]
     raised = None
-    begin = time.process_time()
     try:
         call.function(*odd.args, **odd.options)
     except Exception as error:
         raised = error
-    seconds = time.process_time() - begin
-    assert seconds < MOST_SECONDS, f"{name}={described(value)} took {seconds:.1f} s"
     if raised is not None:
         said = f"{name}={described(value)} raises {type(raised).__name__}: {raised}"
         assert isinstance(raised, SENTENCES), said

@@ -284,9 +284,9 @@ def page(rows: Sequence[Row]) -> str:
     of = collections.Counter(x.outcome for x in rows)
     table = [f"| `{x.name}` | {x.outcome} | {x.replaced} | {_shown(x.how)} |" for x in sorted(rows)]
     counts = (
-        f"Of {len(rows)} types {of[SAME]} give the same tokens, {of[REFUSED]} are refused, {of[DIFFERS] + of[FAILS]} "
-        f"differ or fail, and {of[UNBUILT]} are not built:\n"
-        "the tiny configuration does not build, or stock does not run it."
+        f"Of {len(rows)} types: {of[SAME]} same tokens, {of[REFUSED]} refused, {of[DIFFERS] + of[FAILS]} with other tokens "
+        f"or an error, {of[UNBUILT]} not built\n"
+        "(the tiny configuration does not build, or stock does not run it)."
     )
     intro = (
         "`python -m tests.transformers_types` writes this page. It builds a tiny random model of each text model type\n"

@@ -25,7 +25,7 @@ VARIANTS = ("auto", "vector", "scalar")
 _kernel = Kernel("softcap", "softcap")
 #: Units per thread. Few logits have one, so that more multiprocessors share them (softcap_logits, tokens 1 and 64).
 _ITEMS = (1, 4)
-#: A thread takes four units from this number of logits on.
+#: A thread takes four units from this number of logits on (between softcap_logits, tokens 1 and 64; neither is near).
 _MANY = 2**21
 #: The normal numbers of float32.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

@@ -260,7 +260,7 @@ def _resembles(gate: Gate, routing: _Routing, names: list[str]) -> bool:
     return int((elsewhere | otherwise).sum()) <= rows // 4
 
 
-def _difference(gate: Gate, routing: _Routing, names: list[str]) -> str:
+def _disagreement(gate: Gate, routing: _Routing, names: list[str]) -> str:
     """How a router differs from a gate, with the regime; empty: they agree."""
     for tokens, what in zip(_differences(gate, routing), ("chooses other experts", "gives other weights"), strict=True):
         if tokens.any():
@@ -295,7 +295,7 @@ def gate_of(module: Any, seed: int = 2) -> tuple[Gate | None, str]:
             return None, none
         routings.append(routing)
     for gate in candidates:
-        candidates[gate] = next(filter(None, (_difference(gate, x, names) for x in routings)), "")
+        candidates[gate] = next(filter(None, (_disagreement(gate, x, names) for x in routings)), "")
         if not candidates[gate]:
             return gate._replace(in_float32=_is_in_float32(module, rows[:_ROWS])), ""
     return None, next(iter(candidates.values()))

@@ -25,7 +25,7 @@ class _Group:
     """Prompts of one length, and the model's state for them."""
 
     def __init__(self, rows: list[int], ids: torch.Tensor, prepared: dict[str, Any]) -> None:
-        self.rows, self.ids = rows, ids
+        self.rows, self.ids = torch.tensor(rows, device=ids.device), ids
         self.processors = prepared.pop("processors")
         self.inputs: dict[str, Any] = prepared
         self.is_first = True
@@ -68,6 +68,7 @@ class Growing:
         self.rows = torch.arange(batch, device=self.device)
         self.stop = torch.tensor(self.sampling.stop, dtype=torch.int64, device=self.device)
         self.groups: list[_Group] = []
+        self.order = self.rows  # of each prompt, its place among the rows of all groups
         self.seed = self.drawn = 0
 
     def ready(self) -> None:
@@ -91,6 +92,7 @@ class Growing:
         for length in dict.fromkeys(map(len, prompts)):
             rows = [i for i, x in enumerate(prompts) if len(x) == length]
             self.groups.append(self._prepared(rows, torch.stack([prompts[i] for i in rows])))
+        self.order = torch.cat([group.rows for group in self.groups]).argsort()
         before = _held(self.model)
         self.run()
         holders = [key[0] for key, x in _held(self.model).items() if before.get(key) is not x]
@@ -117,7 +119,6 @@ class Growing:
     def run(self) -> None:
         """A step of all groups, and one draw."""
         found = [self._logits(group) for group in self.groups]
-        order = torch.tensor([i for group in self.groups for i in group.rows], device=self.device)
-        logits = torch.cat(found)[order.argsort()].contiguous()
+        logits = torch.cat(found)[self.order]
         draw(self.sampling, logits, self.token, self.finished, self.stop, self.seed, self.drawn, self.rows)
         self.drawn += 1

@@ -10,7 +10,7 @@ import torch
 
 
 class Regime(NamedTuple):
-    """Rows of numbers: their name, what they are made of normal numbers by, and their dtype."""
+    """The name of a regime, the change that makes its rows from normal numbers, and their dtype."""
 
     name: str
     change: Callable[[torch.Tensor], torch.Tensor]
@@ -55,8 +55,7 @@ def difference(
 ) -> str | None:
     """The first regime where a module's own code and a kernel differ; empty: none.
 
-    `shapes` of rows are by what a regime's name says of them besides. None: the code takes no ordinary rows, or gives
-    something else for them.
+    A key of `shapes` ends the regime's name. None: the code takes no ordinary rows, or differs there already.
     """
     generator = torch.Generator().manual_seed(seed)
     for i, ((besides, shape), regime) in enumerate(itertools.product(shapes.items(), regimes)):
