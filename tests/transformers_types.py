@@ -284,8 +284,8 @@ def page(rows: Sequence[Row]) -> str:
     of = collections.Counter(x.outcome for x in rows)
     table = [f"| `{x.name}` | {x.outcome} | {x.replaced} | {_shown(x.how)} |" for x in sorted(rows)]
     counts = (
-        f"Of {len(rows)} types: {of[SAME]} same tokens, {of[REFUSED]} refused, {of[DIFFERS] + of[FAILS]} with other tokens "
-        f"or an error, {of[UNBUILT]} not built\n"
+        f"Of {len(rows)} types: {of[SAME]} same tokens, {of[REFUSED]} refused, {of[DIFFERS] + of[FAILS]} with other "
+        f"tokens or an error, {of[UNBUILT]} not built\n"
         "(the tiny configuration does not build, or stock does not run it)."
     )
     intro = (
