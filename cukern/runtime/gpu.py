@@ -36,6 +36,15 @@ BY_ARCH = {
     "100a": Gpu("100a", 148, 228 << 10, 227 << 10),  # B200
     "120a": Gpu("120a", 188, 100 << 10, 99 << 10),  # RTX PRO 6000
 }
+#: The architecture of each card, by its name without "NVIDIA", the memory size and the board.
+CARDS = {
+    "A100": "80", "A30": "80",
+    "A10": "86", "A10G": "86", "A40": "86", "RTX 3090": "86", "RTX A6000": "86",
+    "L4": "89", "L40": "89", "L40S": "89", "RTX 4090": "89",
+    "H100": "90a", "H200": "90a", "H800": "90a", "H20": "90a", "GH200": "90a",
+    "B200": "100a", "GB200": "100a",
+    "RTX 5090": "120a", "RTX PRO 6000": "120a",
+}  # fmt: skip
 #: The architectures of data centers that have clusters of blocks.
 CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
@@ -47,6 +56,16 @@ def of_device(device: int) -> Gpu:
     return Gpu(arch_of_device(device), *(runtime.deviceGetAttribute(x, device) for x in attributes))
 
 
-def of_arch(arch: str) -> Gpu:
-    """A GPU of an architecture. Raises ValueError for one that is not known here."""
-    return BY_ARCH[check.one_of("arch", arch, BY_ARCH)]
+def of_arch(name: str) -> Gpu:
+    """Return a GPU of an architecture, which is named as "90a", "sm_90a", "90" or by a card, as "H200".
+
+    Raises ValueError for a name that is not known here.
+    """
+    text = name.strip().upper() if isinstance(name, str) else name
+    if isinstance(text, str):
+        text = CARDS.get(text.removeprefix("NVIDIA "), text.removeprefix("SM_").lower())
+        if f"{text}a" in BY_ARCH:
+            text = f"{text}a"
+    if text not in BY_ARCH:
+        check.fail("arch", f"one of {', '.join(BY_ARCH)}, or a card such as H200, L40S or A100", repr(name))
+    return BY_ARCH[text]
