@@ -83,6 +83,8 @@ def test_the_wheel_asks_for_little(wheel: Path) -> None:
     assert sorted({line.split(":")[1].strip().split(">")[0] for line in hard}) == ["ml-dtypes", "numpy", "rich"]
     extras = {line.split(":")[1].strip() for line in lines if line.startswith("Provides-Extra:")}
     assert {"cuda12", "cuda13", "torch", "notebooks", "dev"} <= extras
+    urls = {line.split(":")[1].split(",")[0].strip() for line in lines if line.startswith("Project-URL:")}
+    assert urls == {"Source", "Documentation", "Issues", "Changelog"}
 
 
 def test_the_source_distribution_holds_the_tests(distributions: Path) -> None:
