@@ -32,7 +32,7 @@ PY := $(BIN)/python
 READY := .venv/dev.stamp
 endif
 
-.PHONY: help demo test test-all test-newest newest lint docs gpu sanitize bench check notebooks peer-tests
+.PHONY: help demo test test-all test-newest newest lint docs pages gpu sanitize bench check notebooks peer-tests
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo 'make newest     write constraints-newest.txt: what an install takes today where nothing is pinned'
 	@echo 'make lint       ruff, clang-format and mypy'
 	@echo 'make docs       build the documentation into build/docs/html; any warning fails'
+	@echo 'make pages      write the outputs of the examples in the README and docs, and the signatures and speeds of families'
 	@echo 'make notebooks SOURCES=1'
 	@echo '                let the notebooks show the sources as they are; keeps all other outputs'
 	@echo
@@ -82,6 +83,9 @@ lint: .venv/dev.stamp
 
 docs: .venv/dev.stamp
 	$(BIN)/python -m docs
+
+pages: .venv/dev.stamp
+	$(BIN)/python -W ignore -m docs.examples
 
 gpu: $(READY)
 	$(PY) -m tests.gpu_record run --ops "$(OPS)" $(WORKERS:%=--workers %)

@@ -11,8 +11,10 @@ import contextlib
 import importlib
 import inspect
 import io
+import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,16 @@ import cukern
 from benchmarks import report
 from cukern.__main__ import COMMANDS
 from docs import support
-from tests.specs import FUNCTIONS, SPECS
+from tests.specs import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = Path(__file__).resolve().parent
 #: The families: each has a page and a spec.
 FAMILIES = sorted(path.stem for path in (DOCS / "families").glob("*.md"))
+#: The first cells of a family's table: the names of its functions and classes.
+FIRST_CELL = re.compile(r"^\| `(?:cukern\.models\.)?(\w+)` \|", re.MULTILINE)
+#: Where the files of the repository are published.
+SOURCES = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1] + "/blob/main"  # type: ignore[index]
 #: The public names that no family has.
 TOOLS = ("explain", "specialize", "CompileError")
 _THUMBNAIL = 480, 300
@@ -40,34 +46,77 @@ _OTHERS = ("FasterTransformer", "DeepGEMM", "DeepEP", "FlashAttention", "transfo
 def write(folder: Path) -> None:
     """Write all sources of the site into `folder`."""
     shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    _share_readme(folder)
     shutil.copytree(report.RESULTS, folder / "results")
     shutil.copy(ROOT / "CHANGELOG.md", folder / "changelog.md")
-    titles = _write_notebooks(folder / "notebooks")
+    _write_notebooks(folder / "notebooks")
     contents = [report.load(path) for path in sorted(report.RESULTS.glob("*.json"), key=lambda path: path.stem)]
     measured = _write_benchmarks(folder / "benchmarks", contents)
-    for stem in FAMILIES:
-        _write_family(folder / "families" / f"{stem}.md", stem, titles, measured)
+    for page in sorted(DOCS.rglob("*.md")):
+        copy = folder / page.relative_to(DOCS)
+        text = _with_site_links(page, measured)
+        copy.write_text(_family(text, page.stem) if page.parent.name == "families" else text, encoding="utf-8")
     _write_index(folder / "families")
-    with (folder / "differences.md").open("a", encoding="utf-8") as page:
-        page.write(_counterparts())
-    of_families = {stem: _title(DOCS / "families" / f"{stem}.md") for stem in FAMILIES}
-    (folder / "support.md").write_text(support.page(of_families), encoding="utf-8")
+    titles = {stem: _title(DOCS / "families" / f"{stem}.md") for stem in FAMILIES}
+    _append(folder / "index.md", _toctrees())
+    _append(folder / "tools.md", "".join(_directive(f"cukern.{name}", getattr(cukern, name)) for name in TOOLS))
+    _append(folder / "differences.md", _counterparts())
+    _append(folder / "support.md", support.tables(titles))
+    _append(folder / "cli.md", _commands())
     page = folder / "batch_invariance.md"
     page.write_text(with_bits(page.read_text(encoding="utf-8")), encoding="utf-8")
-    (folder / "cli.md").write_text(_commands(), encoding="utf-8")
 
 
-def _share_readme(folder: Path) -> None:
-    """Put sections of the README, each up to the next heading, where pages name them."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for path in folder.rglob("*.md"):
-        text = path.read_text(encoding="utf-8")
-        for marker, heading in re.findall(r"(<!-- README: (.*) -->)", text):
-            found = re.search(rf"^#+ {re.escape(heading)}\n\n(.*?)(?=^#+ \w)", readme, re.M | re.S)
-            assert found, f"{path} names a section of README.md that is not there: {heading}"
-            shared = found[1].strip().replace("](notebooks/", "](../notebooks/").replace("](docs/", "](../")
-            path.write_text(text.replace(marker, shared), encoding="utf-8")
+def _append(page: Path, text: str) -> None:
+    """Add what the sources give to the end of a page."""
+    page.write_text(f"{page.read_text(encoding='utf-8')}\n{text}", encoding="utf-8")
+
+
+def _toctrees() -> str:
+    """Return a hidden table of contents for each section of the first page, of its links."""
+    index = DOCS / "index.md"
+    _, *sections = re.split(r"^## ", index.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    trees = []
+    for section in sections:
+        links = re.findall(r"^- \[[^]]*\]\(([^)]*)\)", section, re.MULTILINE)
+        trees.append(_toctree([site_link(index, x).removesuffix(".md") for x in links], section.split("\n")[0]))
+    return "\n".join(trees)
+
+
+def site_link(page: Path, target: str, measured: Collection[str] = ()) -> str:
+    """Return where a link of a page in `docs` leads in the site.
+
+    The pages link to files of the repository. `measured` are the families with a page of benchmarks.
+    """
+    path, _, anchor = target.partition("#")
+    if not path or "://" in path:
+        return target
+    file = Path(os.path.normpath(page.parent / path))
+    if file == DOCS / "families":
+        return f"{path}index.md"
+    if file.is_relative_to(DOCS):
+        return target
+    inside = file.relative_to(ROOT).as_posix()
+    own = page.stem if page.parent.name == "families" and page.stem in measured else "index"
+    moved = {
+        "notebooks": "notebooks/index.md",
+        "CHANGELOG.md": "changelog.md",
+        "benchmarks/RESULTS.md": f"benchmarks/{own}.md",
+    }
+    up = "../" * (len(page.relative_to(DOCS).parts) - 1)
+    if inside in moved:
+        return up + moved[inside]
+    if inside.startswith(("notebooks/", "benchmarks/results/")):
+        return up + inside.removeprefix("benchmarks/")
+    return f"{SOURCES}/{inside}" + (f"#{anchor}" if anchor else "")
+
+
+def _with_site_links(page: Path, measured: Collection[str]) -> str:
+    """Return the text of a page with the links of the site."""
+
+    def linked(found: re.Match[str]) -> str:
+        return f"]({site_link(page, found[1], measured)})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", linked, page.read_text(encoding="utf-8"))
 
 
 #: The heads of the tables of batch invariance.
@@ -104,32 +153,26 @@ def _toctree(entries: list[str], caption: str = "") -> str:
 # --- families -------------------------------------------------------------------------------------------
 
 
-def _module(stem: str) -> Any:
+def family_module(stem: str) -> Any:
     package = "cukern.ops" if importlib.util.find_spec(f"cukern.ops.{stem}") else "cukern"
     return importlib.import_module(f"{package}.{stem}")
 
 
-def _write_family(path: Path, stem: str, titles: dict[str, str], measured: dict[str, str]) -> None:
-    """Complete a family's page: links in its table, then notebooks, benchmarks and the functions."""
-    text = path.read_text(encoding="utf-8")
-    module = _module(stem)
-    text = re.sub(
-        r"^\| `(?:cukern\.models\.)?(\w+)` \|",
-        lambda found: f"| {{py:obj}}`~{_public(module, found[1])}` |",
-        text,
-        flags=re.M,
-    )
-    further = [f"the notebook [{titles[name]}](../notebooks/{name}.ipynb)" for name in SPECS[stem].notebooks or [stem]]
-    if stem in measured:
-        further.append(f"[the benchmarks](../benchmarks/{stem}.md)")
-    text += f"\nFurther: {', '.join(further)}; [what is supported where](../support.md).\n\n## Reference\n"
+def _family(text: str, stem: str) -> str:
+    """Return a family's page with links in its table, and the functions in full for the signatures."""
+    module = family_module(stem)
+    text = FIRST_CELL.sub(lambda found: f"| {{py:obj}}`~{public_name(module, found[1])}` |", text)
+    text = re.sub(r"^## Signatures\n.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
     # In the order of the table, then the others.
-    for name in sorted(module.__all__, key=lambda name: text.find(f".{name}`") % len(text)):
-        thing = getattr(module, name)
-        if not callable(thing) or (_owner(module) == "cukern" and name not in cukern.__all__):
-            continue
-        text += _directive(_public(module, name), thing)
-    path.write_text(text, encoding="utf-8")
+    names = sorted(public_of(module), key=lambda name: text.find(f".{name}`") % len(text))
+    reference = "".join(_directive(public_name(module, name), getattr(module, name)) for name in names)
+    return f"{text}\n## Reference\n{reference}"
+
+
+def public_of(module: Any) -> list[str]:
+    """Return the names of a family's public functions and classes."""
+    own = [name for name in module.__all__ if callable(getattr(module, name))]
+    return [name for name in own if _owner(module) != "cukern" or name in cukern.__all__]
 
 
 def _owner(module: Any) -> str:
@@ -137,7 +180,7 @@ def _owner(module: Any) -> str:
     return "cukern" if module.__name__ not in ("cukern.models", "cukern.fused_moe") else module.__name__
 
 
-def _public(module: Any, name: str) -> str:
+def public_name(module: Any, name: str) -> str:
     """The name by which users call what a family has."""
     return f"cukern.{name}" if name in cukern.__all__ else f"{_owner(module)}.{name}"
 
@@ -153,17 +196,14 @@ def _directive(name: str, thing: Any) -> str:
 
 
 def _write_index(folder: Path) -> None:
-    """The page of all functions, by family, and that of the tools."""
+    """Write the page of all functions, by family."""
     lines = ["# Functions by family", ""]
     for stem in FAMILIES:
         text = (folder / f"{stem}.md").read_text(encoding="utf-8")
         table = re.search(r"^\| (?:function|class) \|.*?\n\n", text, re.M | re.S)
         assert table, stem
         lines += [f"## [{_title(folder / f'{stem}.md')}]({stem}.md)", "", table[0].rstrip(), ""]
-    lines += ["## [Tools](tools.md)", "", "What a call does, sizes of your own, errors of the compiler.", ""]
-    (folder / "index.md").write_text("\n".join([*lines, _toctree([*FAMILIES, "tools"])]), encoding="utf-8")
-    text = "# Tools\n" + "".join(_directive(f"cukern.{name}", getattr(cukern, name)) for name in TOOLS)
-    (folder / "tools.md").write_text(text, encoding="utf-8")
+    (folder / "index.md").write_text("\n".join([*lines, _toctree(FAMILIES)]), encoding="utf-8")
 
 
 def _reference(name: str) -> str:
@@ -180,7 +220,7 @@ def _counterparts() -> str:
     rows = []
     for stem in FAMILIES:
         table = (DOCS / "families" / f"{stem}.md").read_text(encoding="utf-8")
-        rows += re.findall(r"^\| `(?:cukern\.models\.)?(\w+)` \| (.*) \| (.*) \|$", table, re.M)
+        rows += re.findall(rf"{FIRST_CELL.pattern} (.*) \| (.*) \|$", table, re.M)
     for library in _OTHERS:
         own = [row for row in rows if library in row[2]]
         lines = [f"| {{py:obj}}`{_reference(name)}` | {upstream} | {what} |" for name, what, upstream in own]
@@ -253,7 +293,7 @@ def _end_of_panel(picture: Image.Image) -> int:
 
 def family_of(op: str) -> str:
     for stem in FAMILIES:
-        if op in _module(stem).__all__:
+        if op in family_module(stem).__all__:
             return stem
     return ""
 
@@ -303,10 +343,10 @@ def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str
 
 
 def _commands() -> str:
-    """The commands, by their `--help`."""
+    """Return the commands, by their `--help`."""
     from cukern.__main__ import _parser
 
-    text = ["# Command line", "", "`cukern` and `python -m cukern` are the same command.", ""]
+    text = []
     for name, (_, summary) in COMMANDS.items():
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):

@@ -26,27 +26,12 @@ _GPUS = {"NVIDIA H200": "90a", "NVIDIA H100 80GB HBM3": "90a", "NVIDIA A100-SXM4
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PROVED, _PROVED_BEFORE, _COMPILED, _NO = "●", "◐", "○", "–"
 
-_INTRODUCTION = """\
-# What is supported where
 
-Each function has a twin in NumPy, which defines it and runs for NumPy arrays and CPU tensors on any machine, whatever
-the dtype and the strides. On a GPU:
-
-- ● proved: on a GPU of the architecture its tests have passed, under `compute-sanitizer` too
-- ◐ proved on earlier sources: since then a file that the proof covers has changed
-- ○ compiled only: the tests compile its kernels, the specialized ones without spills, and its plan takes the call
-- – refused, with a message that says why; in the column of dtypes: there is none
-
-This page is made from the plans of the calls in `tests/specs` and from `tests/gpu_record.json`.
-
-"""
-
-
-def page(titles: dict[str, str]) -> str:
-    """The page, in Markdown; `titles` are those of the families, by stem, in the order of their pages."""
+def tables(titles: dict[str, str]) -> str:
+    """Return the tables of `support.md`, for families by stem and title in the order of the page."""
     record = json.loads(RECORD.read_text())
     fresh = {stem: not gpu_record.unproved(stem, of) for stem, of in record["stems"].items()}
-    text = [_INTRODUCTION, _NOTE]
+    text: list[str] = []
     by_stem: dict[str, list[str]] = {}
     for name in sorted(FUNCTIONS):
         by_stem.setdefault(STEM_OF[name], []).append(name)
@@ -65,14 +50,6 @@ def page(titles: dict[str, str]) -> str:
         lines.append([stem, gpus, *counts, clean, "these" if fresh[stem] else "earlier", of["date"][:10]])
     text.append(_table(heads, lines))
     return "\n".join(text) + "\n"
-
-
-_NOTE = """\
-The dtype is that of the first floating-point array that is read; FP8, int8 and 4-bit arguments are in the functions'
-own pages, and so are the other arrays that may be strided: the last column is of that first array. Functions without
-such an array are of integers, of quantized numbers or of states. `swap_blocks` launches no kernel. The caches of
-`paged_attention` have a layout for each dtype; it takes float16 and bfloat16 too.
-"""
 
 
 def _table(heads: list[str], lines: Iterable[list[str]]) -> str:

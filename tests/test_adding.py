@@ -65,11 +65,17 @@ def test_the_recipe(checkout: Path) -> None:
     add(checkout)
     said = run_suites(checkout, *SUITES)
     failed = re.findall(r"^FAILED (\S+)", said, re.M)
-    # The snapshot of the surface names what is new, and a command renews it.
-    assert {x.partition("[")[0] for x in failed} == {"tests/test_surface.py::test_the_surface_is_where_it_was"}, said
+    # The snapshot of the surface and the family's page lack what is new, and a command renews each.
+    lacking = {
+        "tests/test_surface.py::test_the_surface_is_where_it_was",
+        "tests/test_docs.py::test_a_page_ends_with_signatures_speed_and_notebook",
+    }
+    assert {x.partition("[")[0] for x in failed} == lacking, said
     assert "run `python -m tests.surface`" in said
+    assert f"`make pages` writes the end of docs/families/{STEM}.md" in said
     assert run(checkout, "-m", "tests.surface").returncode == 0
-    assert " failed" not in run_suites(checkout, "surface")
+    assert run(checkout, "-m", "docs.examples", f"docs/families/{STEM}.md").returncode == 0
+    assert " failed" not in run_suites(checkout, "surface", "docs")
     passed = re.search(r"(\d+) passed", said)
     assert passed and int(passed[1]) > 60, said
     ruff = run(checkout, "-m", "ruff", "check", *(name for name in FILES if name.endswith(".py")))

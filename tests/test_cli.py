@@ -22,7 +22,6 @@ import pytest
 import cukern
 import cukern.commands
 import cukern.runtime.compile as compiler
-from cukern import compat
 from cukern.__main__ import COMMANDS, main
 from cukern.commands import compile as compile_command
 from cukern.commands import demo, demo_encoder, doctor
@@ -817,27 +816,6 @@ def test_doctor_lists_the_classes_of_the_exchange(
     assert "TwoLevelPrepareAndFinalize, for several hosts, goes with what PushPrepareAndFinalize goes with." in output
 
 
-# --- the README ---------------------------------------------------------------------------------------
-
-
-def _readme_blocks() -> list[str]:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    return blocks
-
-
-def test_the_readme_runs() -> None:
-    pytest.importorskip("torch")
-    for block in _readme_blocks():
-        # Without a GPU, what can run is the lines that need none.
-        lines = [line for line in block.splitlines() if not re.search(r"\bcp\b|\.cuda\(\)", line)]
-        assert len(lines) >= 5
-        try:
-            exec(compile("\n".join(lines), "README.md", "exec"), {})
-        finally:
-            compat.disable()
-
-
 # --- with a GPU ---------------------------------------------------------------------------------------
 
 
@@ -890,13 +868,3 @@ print(status, active.value)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0 0", done.stdout + done.stderr
     assert re.search(r"^ok +GPU 0 +\S+.* GiB, sm_\d+", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.gpu
-def test_the_readme_runs_on_the_gpu() -> None:
-    pytest.importorskip("torch")
-    for block in _readme_blocks():
-        names: dict[str, Any] = {}
-        exec(compile(block, "README.md", "exec"), names)
-        if "cp" in names:
-            assert isinstance(names["ids"], names["cp"].ndarray) and names["ids"].shape == (1024, 8)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import re
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ pytest.importorskip("sphinx")
 
 import cukern
 from docs import __main__ as build
-from docs import links, pages
+from docs import examples, family_pages, links, pages
 from docs.docstrings import entries, inline, signature, to_rst, undocumented, undocumented_methods
 from tests.specs import ALL, FUNCTIONS, calls_of
 
@@ -95,13 +96,62 @@ def test_a_test_that_is_named_and_not_there_is_found(tmp_path: Path) -> None:
     assert build.problems_of_tests(tmp_path) == ["a.md names tests/test_docs.py::test_none, which is not there"]
 
 
-@pytest.mark.parametrize("page", sorted(p.relative_to(pages.DOCS).as_posix() for p in pages.DOCS.rglob("*.md")))
-def test_the_examples_of_a_page_run(page: str) -> None:
+PAGES = {path.relative_to(build.ROOT).as_posix(): path for path in examples.pages()}
+
+
+def _written(page: Path) -> str:
+    """Return a page as `make pages` writes it, by a process of its own, since an example may specialize a kernel."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(examples.with_outputs, page.read_text(encoding="utf-8")).result()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [name for name, path in PAGES.items() if examples.has_any(path.read_text())])
+def test_the_examples_of_a_page_run_and_print_its_outputs(page: str) -> None:
     pytest.importorskip("torch")
-    blocks = re.findall(r"^```python\n(.*?)^```", (pages.DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, page, "exec"), names)
+    pytest.importorskip("transformers")
+    text = PAGES[page].read_text(encoding="utf-8")
+    assert _written(PAGES[page]) == text, "`make pages` writes the outputs of today"
+    assert page not in ("README.md", "docs/tour.md") or not examples.without_output(text)
+
+
+@pytest.mark.gpu
+def test_the_examples_of_the_readme_print_its_outputs_on_a_gpu() -> None:
+    assert _written(PAGES["README.md"]) == PAGES["README.md"].read_text(encoding="utf-8")
+
+
+def test_an_output_that_is_not_printed_is_found() -> None:
+    page = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n\n```python\nx = 2\n```\n"
+    assert examples.with_outputs(page) == page.replace("3", "2")
+    assert examples.without_output(page) == ["x = 2\n"]
+    command = "```console\n$ cukern --version\nanother\n```\n"
+    assert examples.with_outputs(command) == command.replace("another", f"cukern {cukern.__version__}")
+
+
+def test_the_readme_is_one_screen_of_reading() -> None:
+    assert len(PAGES["README.md"].read_text(encoding="utf-8").split()) <= 1200
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_links_of_a_page_lead_to_files(page: str) -> None:
+    """Pages are read as files, too: a link leads to a file of the repository and to a heading in it."""
+    path = build.ROOT / page
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), f"{page} links to {target}, which is not there"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^\w\- ]", "", x).lower().replace(" ", "-") for x in headings], target
+
+
+@pytest.mark.parametrize("stem", pages.FAMILIES)
+def test_a_page_ends_with_signatures_speed_and_notebook(stem: str) -> None:
+    text = (pages.DOCS / "families" / f"{stem}.md").read_text(encoding="utf-8")
+    assert family_pages.with_sections(text, stem) == text, f"`make pages` writes the end of docs/families/{stem}.md"
 
 
 def test_each_family_has_a_page() -> None:

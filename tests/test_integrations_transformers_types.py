@@ -13,12 +13,12 @@ from tests import transformers_types
 from tests.transformers_types import DIFFERS, FAILS, SAME, UNBUILT
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-README = (Path(__file__).parents[1] / "README.md").read_text()
+GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "transformers.md").read_text()
 
 
 def named() -> list[str]:
-    """The types that the README names."""
-    sentence = re.search(r"`make test` compares (.*?), `make test-all`", README, re.DOTALL)
+    """The types that the guide names."""
+    sentence = re.search(r"`make test` compares (.*?), `make test-all`", GUIDE, re.DOTALL)
     assert sentence
     return re.findall(r"`(\w+)`", sentence[1])
 
@@ -32,11 +32,11 @@ def check(name: str) -> None:
         assert row.outcome == outcomes[name], row
 
 
-def test_the_table_has_the_counts_that_the_readme_names() -> None:
+def test_the_table_has_the_counts_that_the_guide_names() -> None:
     _, outcomes = transformers_types.recorded()
     counts = collections.Counter(outcomes.values())
     assert counts[SAME] >= 80 and not counts[DIFFERS] + counts[FAILS]
-    assert f"for {counts[SAME]} of the {len(outcomes)} text model types" in README
+    assert f"for {counts[SAME]} of the {len(outcomes)} text model types" in GUIDE
     assert len(named()) >= 10 and all(outcomes[name] == SAME for name in named())
 
 
@@ -54,7 +54,7 @@ def test_a_configuration_that_does_not_build_is_said(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", named())
-def test_a_type_that_the_readme_names(name: str) -> None:
+def test_a_type_that_the_guide_names(name: str) -> None:
     check(name)
 
 

@@ -1,0 +1,60 @@
+"""The end of each family's page: signatures, measured speed and the notebook, as the sources have them now.
+
+`make pages` writes it; `tests/test_docs.py` compares.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from typing import Any
+
+import nbformat
+
+from benchmarks import report
+from docs import pages
+from tests.specs import SPECS
+
+_MARK = "<!-- `make pages` writes the rest of this page. -->"
+
+
+def with_sections(text: str, stem: str) -> str:
+    """Return the text of a family's page with its end as the sources have it now."""
+    module = pages.family_module(stem)
+    table = pages.FIRST_CELL.findall(text)
+    names = sorted(pages.public_of(module), key=lambda name: table.index(name) if name in table else len(table))
+    signatures = [_signature(module, name) for name in names]
+    parts = [text.partition(_MARK)[0].rstrip(), "", _MARK, "", "## Signatures", "", "```text", *signatures, "```", ""]
+    for path in sorted(report.RESULTS.glob("*.json"), key=lambda path: path.stem):
+        content = report.load(path)
+        if lines := report.summary(row for row in content["rows"] if row["op"] in names):
+            dates = sorted({content["ops"][line[0]]["date"][:10] for line in lines})
+            parts += [f"## Speed on {content['gpu'].removeprefix('NVIDIA ')}", ""]
+            said = f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_COLUMNS}"
+            parts += [textwrap.fill(said, 124, break_long_words=False, break_on_hyphens=False), ""]
+            parts += [report.markdown(report.SUMMARY, lines), ""]
+    notebooks = [f"[{notebook_title(name)}](../../notebooks/{name}.ipynb)" for name in SPECS[stem].notebooks or [stem]]
+    return "\n".join([*parts, "## Notebook", "", *notebooks, ""])
+
+
+_COLUMNS = (
+    "The table gives the median and the range over the cases. The floor is the least time for the bytes and flops of a "
+    "case. The peer is the fastest other library. [Results](../../benchmarks/RESULTS.md) has all cases."
+)
+
+
+def notebook_title(name: str) -> str:
+    """Return the title of a notebook."""
+    first = nbformat.read(pages.ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells[0].source
+    return first.split("\n\n")[0].removeprefix("# ").strip()
+
+
+def _signature(module: Any, name: str) -> str:
+    """Return the name and the arguments of a function or class, without annotations."""
+    of = inspect.signature(getattr(module, name))
+    bare = of.replace(
+        parameters=[x.replace(annotation=inspect.Parameter.empty) for x in of.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
+    line = f"{pages.public_name(module, name)}{bare}"
+    return textwrap.fill(line, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
