@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import statistics
 import textwrap
 from collections import Counter
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import (
+    ROOT,
     Document,
     Row,
     Section,
@@ -18,7 +21,6 @@ from benchmarks.report import (
     peers_of,
     plot_name,
     sections,
-    standings,
 )
 
 #: How each library looks in every picture: color and marker. Others take those that are left, in their order.
@@ -29,6 +31,8 @@ _LOOKS = {
     "torch": ("0.45", "x"), "torch.compile": ("0.6", "+"), "Triton": ("0.3", "1"),
 }  # fmt: skip
 _OURS = "crimson"
+#: Rows of functions that no family has are of models in transformers.
+_INTEGRATION = "transformers"
 _LEFT_OVER = [(color, marker) for marker in "Ph*X8" for color in ("C0", "C1", "C2", "C4", "C5", "C9")]
 #: A section is drawn as lines from so many sizes on; its cases are dots otherwise.
 _LINE = 3
@@ -87,7 +91,7 @@ def draw_all(content: Document, folder: Path) -> list[Path]:
     """Draw what a results file or a run holds into a folder: each function, and all beside the other libraries."""
     stem = Path(file_name(content["gpu"])).stem
     written = []
-    if draw_standings(content["gpu"], content["rows"], folder / f"{stem}.png"):
+    if draw_standings(content, folder / f"{stem}.png"):
         written.append(folder / f"{stem}.png")
     for op in content["ops"]:
         path = folder / plot_name(content, op)
@@ -131,54 +135,71 @@ def draw_parts(rows: Sequence[Row], path: Path) -> bool:
     return True
 
 
-def draw_standings(gpu: str, rows: Sequence[Row], path: Path) -> bool:
+def draw_standings(content: Document, path: Path) -> bool:
     """Draw each family beside the fastest other library in each case; False where there is no other library.
 
-    A family that no other library has is drawn beside the fastest composition of torch's functions, in another color.
+    A dot is the first variant of a case, measured with the release of cukern that the newest rows were measured with. A
+    family that no other library has is drawn beside the fastest composition of torch's functions, in another color. The
+    README names the families and gives their order.
     """
     from matplotlib.figure import Figure
 
-    found = standings(rows)
-    if not found:
+    runs = content["ops"]
+    current = content["versions"]["cukern"]
+    rows = [row for row in content["rows"] if runs[row["op"]]["versions"]["cukern"] == current]
+    rows = [row for op in dict.fromkeys(x["op"] for x in rows) for row in _first(x for x in rows if x["op"] == op)]
+    peers, alone = _ratios(rows, peers_of), _ratios(rows, lambda row: row["baselines"])
+    if not peers:
         return False
-    families: dict[str, list[float]] = {}
-    for standing in found:
-        families.setdefault(_family(standing.op), []).extend(standing.ratios)
-    alone: dict[str, list[float]] = {}
-    for row in rows:
-        if row["baselines"] and (family := _family(row["op"])) not in families:
-            alone.setdefault(family, []).append(min(row["baselines"].values()) / row["us"])
-    canvas = Figure(figsize=(8, 1.4 + 0.25 * len(families | alone)), layout="constrained")
+    titles = _titles()
+    order = [*titles, *sorted({*alone} - {*titles})]
+    shown = {stem: peers.get(stem) or alone[stem] for stem in order if stem in alone}
+    canvas = Figure(figsize=(8, 1.6 + 0.25 * len(shown)), layout="constrained")
     panel = canvas.subplots()
     panel.axvspan(1e-3, 1, color="0.95", zorder=0)
     panel.axvline(1, color="0.3", linewidth=1)
-    shown = families | alone
-    for y, (family, ratios) in enumerate(shown.items()):
-        color = "0.45" if family in alone else _OURS
+    for y, (stem, ratios) in enumerate(shown.items()):
+        color = _OURS if stem in peers else "0.45"
         panel.plot(ratios, [y] * len(ratios), "o", color=color, alpha=0.3, markersize=6, mew=0)
         panel.plot([statistics.median(ratios)], [y], "|", color="black", markersize=14, mew=2)
     low, high = (pick(ratio for of in shown.values() for ratio in of) for pick in (min, max))
     panel.set(xscale="log", xlim=(low / 1.1, high * 1.1), ylim=(len(shown) - 0.4, -0.6))
-    panel.set_yticks(range(len(shown)), [*shown], fontsize=10)
+    panel.set_yticks(range(len(shown)), [titles.get(stem, stem) for stem in shown], fontsize=10)
     ticks = [x for x in (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low / 1.1 <= x <= high * 1.1]
     _fix(panel.xaxis, ticks, lambda x, _: f"{x:g}×")
     panel.grid(axis="x", alpha=0.3)
-    panel.set_title(f"Time of the fastest other library / time of cukern, {gpu}", fontsize=11)
-    words = "right of 1: cukern is faster; a dot is a case, a bar the median of the family"
-    panel.set_xlabel(words + ("; gray: beside torch alone" if alone else ""))
+    dates = sorted(runs[row["op"]]["date"][:10] for row in rows)
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    panel.set_title(f"Time of the fastest other library / time of cukern\n{content['gpu']}, {when}", fontsize=11)
+    words = "right of 1: cukern is faster\na dot is a case, a bar the median of the family"
+    panel.set_xlabel(words + ("; gray: beside torch alone" if {*shown} - {*peers} else ""))
     canvas.savefig(path, **_SAVE)
     return True
 
 
-def _family(op: str) -> str:
-    """The stem of a function, or the package of a class; the name itself where cukern has none such."""
-    import cukern.models
+def _ratios(rows: Iterable[Row], others: Callable[[Row], dict[str, float]]) -> dict[str, list[float]]:
+    """Return the time of the fastest of `others` over cukern's in each case, by family."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if times := others(row):
+            found.setdefault(_family(row["op"]), []).append(min(times.values()) / row["us"])
+    return found
 
-    thing = getattr(cukern, op, None) or getattr(cukern.models, op, None)
-    if thing is None:
-        return op
-    parts = thing.__module__.split(".")
-    return parts[2] if parts[1] == "ops" else parts[1]
+
+def _titles() -> dict[str, str]:
+    """Return the names of the families by stem, in the order of the README."""
+    links = re.findall(r"\[([^]]+)\]\(docs/families/(\w+)\.md\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return {stem: title for title, stem in links} | {_INTEGRATION: "transformers models"}
+
+
+def _family(op: str) -> str:
+    """Return the stem of the family that has a function or class."""
+    for path in sorted((ROOT / "benchmarks").glob("bench_*.py")):
+        stem = path.stem.removeprefix("bench_")
+        for room in ("cukern.ops", "cukern"):
+            if importlib.util.find_spec(f"{room}.{stem}") and op in importlib.import_module(f"{room}.{stem}").__all__:
+                return stem
+    return _INTEGRATION
 
 
 def _first(rows: Iterable[Row]) -> list[Row]:

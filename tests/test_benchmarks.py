@@ -1616,18 +1616,28 @@ def test_a_picture_has_a_panel_for_each_question() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["cukern", "vLLM", "floor"]
 
 
-def test_families_without_another_library_are_drawn_beside_torch() -> None:
+def test_the_picture_of_all_families() -> None:
     rows = [_row("rms_norm", 8, 2.0, baselines={"vLLM": 3.0, "torch": 9.0}), _row("rms_norm", 9, 2.0)]
+    rows += [_row("rms_norm", 8, 4.0, variant="another", baselines={"vLLM": 3.0})]
     rows += [_row("gather_tree", 8, 2.0, baselines={"torch": 8.0, "torch.compile": 4.0})]
+    rows += [_row("swap_blocks", 8, 2.0, baselines={"vLLM": 2.0}), _row("generate", 8, 2.0, baselines={"stock": 4.0})]
+    rows += [_row("softmax", 8, 2.0, baselines={"vLLM": 2.0})]
+    dates = dict.fromkeys(("rms_norm", "gather_tree", "swap_blocks"), "2026-11-22") | {"generate": "2026-11-24"}
+    runs = {op: {"date": f"{date}T00:00:00", "versions": {"cukern": "2"}} for op, date in dates.items()}
+    runs["softmax"] = {"date": "2026-11-20T00:00:00", "versions": {"cukern": "1"}}
+    content = {"gpu": "NVIDIA H200", "versions": {"cukern": "2"}, "ops": runs, "rows": rows}
     shown: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: shown.append(figure))
-        assert plots.draw_standings("H200", rows, Path("none.png"))
-        assert not plots.draw_standings("H200", rows[1:], Path("none.png"))
+        assert plots.draw_standings(content, Path("none.png"))
+        assert not plots.draw_standings({**content, "rows": rows[3:4]}, Path("none.png"))
     (panel,) = shown[0].get_axes()
-    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["norm", "beam_search"]
+    # The README's names and order; a row of an older release is left out.
+    names = [tick.get_text() for tick in panel.get_yticklabels()]
+    assert names == ["paged KV cache", "beam search", "norms", "transformers models"]
     dots = [line.get_xdata().tolist() for line in panel.get_lines() if line.get_marker() == "o"]
-    assert dots == [[1.5], [2.0]] and "gray: beside torch alone" in panel.get_xlabel()
+    assert dots == [[1.0], [2.0], [1.5], [2.0]] and "gray: beside torch alone" in panel.get_xlabel()
+    assert panel.get_title().endswith("NVIDIA H200, 2026-11-22 to 2026-11-24")
 
 
 def test_rows_are_put_together_along_the_size_that_varies_most() -> None:
