@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import math
 import re
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 from cukern.runtime import arrays, check, compile, gpu, template
 from cukern.runtime.cuda import runtime
 from cukern.runtime.describe import Array, NoNumbers
-from cukern.runtime.kernel import KERNELS
 from cukern.runtime.late import Late
 from cukern.runtime.nvrtc import Resources, resources
 from cukern.runtime.op import OPERATORS, OPS, Op
@@ -184,7 +182,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
     assert found is not None
     notes = {id(step.notes): step.notes for step in trace.steps}
     own = next(iter(notes.values())) if len(notes) == 1 else {}
-    names, variant = call.names_of(trace, returned), call.values.get("variant", "auto")
+    names = call.names_of(trace, returned)
     moved = _number(own["bytes"]) if "bytes" in own else call.bytes_of(trace, returned)
     flops = _number(sum(each.get("flops", 0) for each in notes.values()))
     ceilings = _ceilings(_STANDS_FOR.get(found.arch) if on else _name_of(trace.place.device), name)
@@ -192,7 +190,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
     return Explanation(
         name,
         found,
-        launches=tuple(_launch(step, found.arch, names, variant) for step in trace.steps),
+        launches=tuple(_launch(step, found.arch, names) for step in trace.steps),
         results=tuple(f"{names[x.source]}: {x.dtype} {list(x.shape)}" for x in _returned(returned)),
         workspace_bytes=Workspace(trace, returned).bytes,
         bytes=moved,
@@ -311,7 +309,7 @@ def _result_names(name: str, count: int) -> list[str] | None:
 # --- launches -----------------------------------------------------------------------------------------
 
 
-def _launch(step: Any, arch: str, names: dict[int, str], variant: str) -> Launch:
+def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
     instance = step.variant.instance
     layout = template.params(instance.file, instance.function)
     fields = {}
@@ -324,24 +322,13 @@ def _launch(step: Any, arch: str, names: dict[int, str], variant: str) -> Launch
             fields[path] = text
     return Launch(
         _expression(instance),
-        step.notes.get("why") or _why(instance, variant),
+        step.why,
         tuple(map(_number, step.grid)),
         tuple(map(_number, step.block)),
         _number(step.shared_bytes),
         fields,
         _resources(instance, arch),
     )
-
-
-def _why(instance: compile.Instance, variant: str) -> str:
-    """The reason for an instance, for an op that gives none."""
-    if variant != "auto":
-        return f"variant={variant!r} asks for it"
-    kernels = itertools.chain(*KERNELS.values())
-    kernel = next(x for x in kernels if (x.file, x.function) == (instance.file, instance.function))
-    if instance in kernel.at_import:
-        return "one of the instances that are compiled at import"
-    return "one of the specialized instances" if instance in kernel.specialized else "no specialized instance fits"
 
 
 def _field(value: Any, names: dict[int, str]) -> Any:

@@ -70,7 +70,10 @@ def test_the_architecture_decides() -> None:
     assert grids == {arch: (2 * of.multiprocessors, 1, 1) for arch, of in gpu.BY_ARCH.items()}
     said = cukern.explain(cukern.scaled_fp8_quant, X, arch="80")
     assert said.floor_us is None and "floor       not known" in str(said)
-    with pytest.raises(ValueError, match="arch must be one of '80', '86', '89', '90a', '100a', '120a', got '42'"):
+    with pytest.raises(
+        ValueError,
+        match="arch must be one of 80, 86, 89, 90a, 100a, 120a, or a card such as H200, L40S or A100, got '42'",
+    ):
         cukern.explain(cukern.scaled_fp8_quant, X, arch="42")
 
 
@@ -84,18 +87,6 @@ def test_every_declared_op_can_be_explained(key: str) -> None:
         assert cukern.explain(call.function, *call.args, **call.options, arch="90a").gpu is not None
     for array, kept in zip(call.arrays, before, strict=True):  # nothing ran
         torch.testing.assert_close(array, kept, rtol=0, atol=0, equal_nan=True)
-
-
-def test_an_op_without_a_reason_says_what_its_instance_is() -> None:
-    why = {
-        x: cukern.explain(cukern.silu_and_mul, np.zeros((3, 64), x), arch="90a").launches[0].why
-        for x in ("float16", ml_dtypes.bfloat16)
-    }
-    assert [*why.values()] == ["one of the specialized instances", "one of the instances that are compiled at import"]
-    x = np.zeros((3, 62), np.float32)
-    assert cukern.explain(cukern.silu_and_mul, x, arch="90a").launches[0].why == "no specialized instance fits"
-    said = cukern.explain(cukern.moe_activation, x, variant="scalar", arch="90a")
-    assert said.launches[0].why == "variant='scalar' asks for it"
 
 
 def test_nothing_to_do() -> None:
@@ -201,7 +192,7 @@ def _own_ops() -> Any:
         own.update(before)
 
 
-def _declare(**notes: Any) -> Any:
+def _declare(why: str = "", **notes: Any) -> Any:
     @op(np.copy, "y", lambda x: Result(x.shape, "float32"))
     def twice_(x: AnyArray) -> AnyArray:
         y = outputs(None, x, "x", Result(x.shape, "float32"))
@@ -209,14 +200,14 @@ def _declare(**notes: Any) -> Any:
             return run_twin()
         between = empty((10,), "float32")
         variant = Variant(_kernel.variant("float", 1, 16, 2).instance, Launched(128, 1024), False)
-        launch(variant, (3, 2), (32, 4), 1024, x=x, out=between, **dict.fromkeys(FIELDS, 0))
+        launch(variant, (3, 2), (32, 4), 1024, why=why, x=x, out=between, **dict.fromkeys(FIELDS, 0))
         note(**notes)
         return y
 
     return twice_
 
 
-def test_notes_decide_bytes_flops_and_why() -> None:
+def test_an_op_gives_bytes_flops_and_why() -> None:
     x = np.zeros((4, 8), np.float32)
     plain = cukern.explain(_declare(), x, arch="90a")
     assert plain.bytes == 2 * x.nbytes and plain.floor_by.startswith("an empty kernel")

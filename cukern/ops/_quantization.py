@@ -10,7 +10,7 @@ from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
-from cukern.runtime.plan import empty, launch, note
+from cukern.runtime.plan import asked, empty, launch
 from cukern.runtime.rows import MAX_ROWS, Rows, tile
 from cukern.runtime.units import divisor
 
@@ -123,8 +123,8 @@ class Input(NamedTuple):
         distance = rows.distance * self.x.item_size
         return {"in": (self.x, rows.counts, distance, rows.total, batch, late(divisor, batch))}
 
-    def each(self, q: Array, group: int) -> int:
-        """Numbers of a unit, 8 or 1. Raises ValueError for a variant that does not take these arrays."""
+    def each(self, q: Array, group: int) -> tuple[int, str]:
+        """Numbers of a unit, 8 or 1, and why. Raises ValueError for a variant that does not take these arrays."""
         x, name = self.x, self.name
         wide = x.alignment == 16 and q.alignment >= _EACH and self.rows.distance * x.item_size % 16 == 0
         wide = wide and (self.k | group) % _EACH == 0
@@ -132,9 +132,11 @@ class Input(NamedTuple):
         check.one_of("variant", self.variant, VARIANTS)
         if self.variant == "vector" and not wide:
             check.fail("variant", "'auto' or 'scalar' here", f"'vector': {why}")
-        if self.variant == "auto":
-            note(why=f"vector: rows of {name} are 16-byte aligned multiples of {_EACH}" if wide else f"scalar: {why}")
-        return _EACH if wide and self.variant != "scalar" else 1
+        if not wide:
+            why = f"scalar, the slow general kernel: {why}; vector takes aligned rows of multiples of {_EACH}"
+        else:
+            why = f"vector: rows of {name} are 16-byte aligned multiples of {_EACH}"
+        return _EACH if wide and self.variant != "scalar" else 1, asked(self.variant) or why
 
 
 def quantize_groups(
@@ -146,7 +148,7 @@ def quantize_groups(
     if total == 0 or (group and k == 0):
         check.one_of("variant", of.variant, VARIANTS)
         return
-    each = of.each(q, group)
+    each, why = of.each(q, group)
     items, groups = _items(dtype, activation, each), k // group if group else 1
     if column_major:
         of = of._replace(rows=of.rows._replace(batch=of.x.shape[-2]))
@@ -157,14 +159,17 @@ def quantize_groups(
         units = _group_units(dtype, activation, group)
         plan = tile(k // (each * units), items // units, group // (each * units))
         grid = ceil_div(total, plan.rows), plan.chunks
-        launch(_groups_variant(dtype, form, activation, group), grid, plan.threads, **fields, tile=plan.fields)
+        variant = _groups_variant(dtype, form, activation, group)
+        launch(variant, grid, plan.threads, why=why, **fields, tile=plan.fields)
         return
     blocks, columns = total * groups, (group or k) // each
     if blocks > MAX_ROWS:
         check.fail(of.name, f"of at most {MAX_ROWS} groups of such a size", blocks)
     threads = min(1024, max(1, -(-columns // (items * 32))) * 32)
     fields |= {"azp": azp, "upper": upper or _NO_BOUND, "groups": groups, "by_groups": divisor(groups)}
-    launch(_rows_variant(dtype, form, activation, each), blocks, threads, **fields, columns=columns)
+    lanes_take = ", ".join(map(str, GROUPS))
+    why += f"; a block for each group of {group} (a few lanes take {lanes_take})" if group else "; a block for each row"
+    launch(_rows_variant(dtype, form, activation, each), blocks, threads, why=why, **fields, columns=columns)
 
 
 def quantize_tensor(
@@ -173,7 +178,7 @@ def quantize_tensor(
 ) -> None:  # fmt: skip
     """Quantize with one scale: `scale` or, where it is None, that of the largest magnitude."""
     dtype, activation, k, total, fields = of.x.dtype, of.activation, of.k, of.rows.total, of.fields
-    each = of.each(q, 0)
+    each, why = of.each(q, 0)
     items, columns = _items(dtype, activation, each), k // each
     partial, partials = None, 0
     if scale is None and total > 0 and k:
@@ -182,14 +187,16 @@ def quantize_tensor(
         most = _BLOCKS_PER_MULTIPROCESSOR * of.x.gpu.multiprocessors
         partial, partials = empty((most,), "float32"), late(min, tiles, most)
         own = {**fields, "partial": partial, "tiles": tiles, "chunks": plan.chunks, "tile": plan.fields}
-        launch(_magnitude_variant(dtype, each), partials, plan.threads, **own)
+        first = f"first pass, for the largest magnitude: {_BLOCKS_PER_MULTIPROCESSOR} blocks a multiprocessor at most"
+        launch(_magnitude_variant(dtype, each), partials, plan.threads, why=f"{first}; {why}", **own)
+        why = f"second pass, which reads the maximum of {partials} blocks; {why}"
     plan = tile(columns, items)
     fields |= {"q": q, "scale_out": s, "azp_out": azp_out, "scale": scale or (None, 1.0), "azp": azp}
     fields |= {"upper": upper or _NO_BOUND, "partial": partial, "partials": partials, "tile": plan.fields}
     variant = _tensor_variant(dtype, form, activation, each, scale is None)
     # The scale is written also where there is nothing to quantize.
     grid = ceil_div(total, plan.rows) if total > 0 else 1, plan.chunks
-    launch(variant, grid, plan.threads, **fields, smallest=float(SMALLEST_FP8))
+    launch(variant, grid, plan.threads, why=why, **fields, smallest=float(SMALLEST_FP8))
 
 
 def quantize_fp4(of: Input, form: str, group: int, packed: Array, scales: Array, global_scale: Scale) -> None:
@@ -202,7 +209,10 @@ def quantize_fp4(of: Input, form: str, group: int, packed: Array, scales: Array,
     plan = tile(rows.size // each, _FP4_ITEMS, group // each)
     fields = {**of.fields, "packed": packed, "scales": scales, "global": global_scale, "tile": plan.fields}
     grid = ceil_div(rows.total, plan.rows), plan.chunks
-    launch(_fp4_variant(x.dtype, form, width), grid, plan.threads, **fields)
+    why = f"rows of {of.name} are 16-byte aligned: loads of {width} bytes"
+    if width < 16:
+        why = f"rows of {of.name} are not 16-byte aligned: loads of {width} bytes, which are slower"
+    launch(_fp4_variant(x.dtype, form, width), grid, plan.threads, why=why, **fields)
 
 
 def dequantize_fp4(packed: Array, scales: Array, form: str, out: Array, global_scale: Scale) -> None:
@@ -211,5 +221,8 @@ def dequantize_fp4(packed: Array, scales: Array, form: str, out: Array, global_s
     if units == 0:
         return
     fields = {"packed": packed, "scales": scales, "out": out, "global": global_scale, "units": units}
-    variant = _read_fp4_variant(out.dtype, form, packed.alignment >= 4)
-    launch(variant, ceil_div(units, _READ_THREADS * _READ_ITEMS), _READ_THREADS, **fields)
+    aligned = packed.alignment >= _EACH // 2
+    variant = _read_fp4_variant(out.dtype, form, aligned)
+    why = f"packed is {'' if aligned else 'not '}aligned to the {_EACH // 2} bytes of {_EACH} numbers"
+    why += ": a load for all of them" if aligned else ": a load for each byte, which is slower"
+    launch(variant, ceil_div(units, _READ_THREADS * _READ_ITEMS), _READ_THREADS, why=why, **fields)

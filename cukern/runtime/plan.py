@@ -37,6 +37,7 @@ class _Step(NamedTuple):
     shared_bytes: Any
     packing: template.Packing
     notes: dict[str, Any]  # of the op whose body says it
+    why: str = ""
     fields: Mapping[str, Any] = {}
 
 
@@ -153,8 +154,13 @@ def empty(shape: Sequence[Any], dtype: str) -> Array:
     return current().make(tuple(shape), dtype)
 
 
-def launch(variant: Variant, grid: Any, block: Any = None, shared_bytes: Any = 0, /, **fields: Any) -> None:
+def launch(
+    variant: Variant, grid: Any, block: Any = None, shared_bytes: Any = 0, /, *, why: Any = "", **fields: Any
+) -> None:
     """Launch a kernel, with the fields of its struct of parameters by name.
+
+    `why` tells `cukern.explain` the rule that chose the kernel and its instance, with the numbers: an f-string of the
+    constants of the choice. A late number in it is shown as it is in this call; a comparison of one would be a guard.
 
     A field is a number, late or not; an Array, for its address; None, for a null pointer. For an array in the struct it
     is a sequence, for an inner struct a mapping or a tuple, or None or 0 for zeros. `grid` and `block` are numbers or
@@ -172,7 +178,7 @@ def launch(variant: Variant, grid: Any, block: Any = None, shared_bytes: Any = 0
     layout = template.params(file, function)
     packing = template.Packing(layout, template.named_leaves(layout, fields), _is_open)
     trace = current()
-    trace.steps.append(_Step(variant, _three(grid), _three(block), shared_bytes, packing, trace.notes, fields))
+    trace.steps.append(_Step(variant, _three(grid), _three(block), shared_bytes, packing, trace.notes, why, fields))
 
 
 def tensor_map(
@@ -209,8 +215,13 @@ def tensor_map(
 
 
 def note(**facts: Any) -> None:
-    """Facts for `cukern.explain`: why a variant was chosen (`why`), the bytes moved, the flops done."""
+    """Facts for `cukern.explain`: the `bytes` moved and the `flops` done."""
     current().notes.update(facts)
+
+
+def asked(variant: str) -> str:
+    """The reason for a kernel that the caller asks for; empty for "auto"."""
+    return "" if variant == "auto" else f"variant={variant!r} asks for it"
 
 
 def each_call(function: Callable[..., Any], like: Any, *numbers: Late) -> Late:
