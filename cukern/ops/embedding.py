@@ -23,7 +23,8 @@ from cukern.runtime.describe import (
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import op
-from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.plan import asked, launch, outputs, run_twin
+from cukern.runtime.units import why_width
 
 __all__ = ["embedding_lookup", "embedding_lookup_sine_position_encoding"]
 
@@ -149,6 +150,7 @@ def _lookup(
         _variant(table.dtype, width, position_table is not None),
         (ceil_div(rows, rows_per_block), -(-chunks >> log2_threads_per_row)),
         threads,
+        why=asked(variant) or why_width(width, "rows of the tables and out"),
         table=table,
         ids=word_ids,
         position_table=position_table,

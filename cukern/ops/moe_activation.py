@@ -12,9 +12,9 @@ from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_ar
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div
 from cukern.runtime.op import op
-from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.plan import asked, launch, outputs, run_twin
 from cukern.runtime.rows import rows_of, tile
-from cukern.runtime.units import divisor
+from cukern.runtime.units import divisor, why_width
 
 __all__ = [
     "add_bias_act",
@@ -161,6 +161,7 @@ def _gated(
         _variant(x.dtype, number, width, gate_last, interleaved, bounded),
         (ceil_div(rows.total, plan.rows), plan.chunks),
         plan.threads,
+        why=asked(variant) or why_width(width, "rows of x and out"),
         x=x,
         out=out,
         counts=rows.counts,
@@ -292,6 +293,7 @@ def add_bias_act(
         _bias_variant(x.dtype, activation, width),
         (ceil_div(rows.total, plan.rows * _ROWS), plan.chunks),
         plan.threads,
+        why=asked(variant) or why_width(width, "rows of x and out, and bias"),
         x=x,
         bias=bias,
         out=out,

@@ -14,8 +14,8 @@ from cukern.runtime.describe import Array, expect, expect_array, expect_place
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import op
-from cukern.runtime.plan import launch, run_twin
-from cukern.runtime.units import divisor
+from cukern.runtime.plan import asked, launch, run_twin
+from cukern.runtime.units import divisor, why_width
 
 __all__ = ["fused_qk_norm_rope_and_cache", "rotary_embedding"]
 
@@ -198,6 +198,7 @@ def rotary_embedding(
         _variant(query.dtype, cos.dtype, wide, layout),
         ceil_div(rows, threads // row_threads),
         threads,
+        why=asked(variant) or why_width(_WIDEST if wide else query.item_size, "the halves of heads and of angles"),
         query=(query, *strides["query"]),
         key=(key, *strides["key"]),
         cos=cos,
@@ -372,6 +373,7 @@ def fused_qk_norm_rope_and_cache(
         _fused_variant(query.dtype, weight_dtype, cos.dtype, head_dim, layout, epsilon is not None),
         ceil_div(rows, threads // _lanes(head_dim)),
         threads,
+        why=f"head_dim {head_dim}: {_lanes(head_dim)} lanes per head, with two units of {_EACH} numbers each at most",
         **{name: (x, *strides[name]) for name, x in {**heads, **caches}.items()},
         **slots,
         query_weight=q_weight,

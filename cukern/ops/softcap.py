@@ -13,8 +13,9 @@ from cukern.runtime.describe import Array, Result, dtype_name, expect_array, exp
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div
 from cukern.runtime.op import op
-from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.plan import asked, launch, outputs, run_twin
 from cukern.runtime.rows import Rows, rows_of, tile
+from cukern.runtime.units import why_width
 
 __all__ = ["softcap_logits"]
 
@@ -107,10 +108,12 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
     width = 16 if wide and variant != "scalar" else item_size
     items = _ITEMS[rows.total * rows.size >= _MANY]
     plan = tile(rows.size * item_size // width, items)
+    few = f"{rows.total * rows.size} logits: {items} loads per thread ({_ITEMS[1]} from {_MANY} logits on)"
     launch(
         _variant(logits.dtype, width, items),
         (ceil_div(rows.total, plan.rows), plan.chunks),
         plan.threads,
+        why=f"{asked(variant) or why_width(width, 'rows of logits and out')}; {few}",
         logits=logits,
         out=out,
         logits_stride=rows.distance * item_size,

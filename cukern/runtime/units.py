@@ -25,3 +25,10 @@ def unit_width(name: str, mask: int, item_size: int) -> int:
     if widest < item_size:
         check.fail(name, "aligned to its elements", f"an address that is a multiple of {widest} bytes")
     return widest
+
+
+def why_width(width: int, what: str) -> str:
+    """The reason for a kernel that loads `width` bytes at a time; `what` names the rows whose alignment decides."""
+    if width == 16:
+        return f"loads of 16 bytes, to which {what} are aligned"
+    return f"slower loads of {width} bytes: {what} are not multiples of 16 bytes at 16-byte aligned addresses"
