@@ -49,21 +49,22 @@ class Config(NamedTuple):
     biased: bool
 
 
-SPECIALIZED = [
-    Config(256, 8, "sigmoid", biased=True),  # DeepSeek-V3, DeepSeek-R1, Ling
-    Config(256, 16, "sigmoid", biased=True),  # the other three of SGLang's moe_fused_gate
-    Config(128, 4, "sigmoid", biased=True),
-    Config(128, 8, "sigmoid", biased=True),
-    Config(384, 1, "sigmoid", biased=True),  # Kimi-K2
-    Config(256, 1, "sigmoid", biased=True),  # MiniMax-M2
-    Config(160, 1, "sigmoid", biased=True),  # GLM-4.5
-    Config(128, 1, "sigmoid", biased=True),  # GLM-4.5-Air
-    Config(512, 1, "any", biased=False),  # Qwen3-Next
-    Config(256, 1, "any", biased=False),
-    Config(128, 1, "any", biased=False),  # Qwen3-30B-A3B, Qwen3-235B-A22B, Llama-4-Maverick
-    Config(64, 1, "any", biased=False),  # OLMoE
-    Config(8, 1, "any", biased=False),  # Mixtral
-]
+#: The sizes and the models that have them.
+SPECIALIZED = {
+    Config(256, 8, "sigmoid", biased=True): "DeepSeek-V3, DeepSeek-R1, Ling",
+    Config(256, 16, "sigmoid", biased=True): "a size of SGLang's moe_fused_gate",
+    Config(128, 4, "sigmoid", biased=True): "a size of SGLang's moe_fused_gate",
+    Config(128, 8, "sigmoid", biased=True): "a size of SGLang's moe_fused_gate",
+    Config(384, 1, "sigmoid", biased=True): "Kimi-K2",
+    Config(256, 1, "sigmoid", biased=True): "MiniMax-M2",
+    Config(160, 1, "sigmoid", biased=True): "GLM-4.5",
+    Config(128, 1, "sigmoid", biased=True): "GLM-4.5-Air",
+    Config(512, 1, "any", biased=False): "Qwen3-Next",
+    Config(256, 1, "any", biased=False): "256 experts without groups",
+    Config(128, 1, "any", biased=False): "Qwen3-30B-A3B, Qwen3-235B-A22B, Llama-4-Maverick",
+    Config(64, 1, "any", biased=False): "OLMoE",
+    Config(8, 1, "any", biased=False): "Mixtral",
+}
 
 _kernel = Kernel("moe_gate/moe_gate", "moe_gate", compile_s=1.3)
 _by_warp = Kernel("moe_gate/gate_by_warp", "gate_by_warp")
@@ -203,6 +204,7 @@ class Choices(NamedTuple):
 
     dynamic: Choice
     specialized: list[Choice]  # from few tokens to many
+    why: str  # the sizes that these are specialized for, or why there are none
 
 
 #: groups, topk_group, topk with shared experts, shared experts.
@@ -285,7 +287,34 @@ def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str
     specialized = []
     if config in registered and not softcap:
         specialized = _all_specialized(dtype, config, scoring, routed, bias_types)
-    return Choices(dynamic, specialized)
+    why = _specialized_for(config) if specialized else _why_dynamic(dtype, config, routed, softcap)
+    return Choices(dynamic, specialized, why)
+
+
+def _named(config: Config) -> str:
+    groups = f" in {config.groups} groups" if config.groups > 1 else ""
+    return f"{config.experts} experts{groups} {f'by {config.scoring} with' if config.biased else 'without'} a bias"
+
+
+def _specialized_for(config: Config) -> str:
+    return f"specialized for {_named(config)} ({SPECIALIZED.get(config, 'by cukern.specialize')})"
+
+
+def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:
+    """Why no specialized instance takes a call, and what would compile one."""
+    if softcap:
+        return "only the dynamic kernel has a softcap"
+    if not lanes_of(config):
+        return f"no specialized kernel lays out {_named(config)}: a group must be whole lanes of at most 32 experts"
+    most = min(of_template("CAPACITY"), 2 * max(lanes_of(config)))
+    if routed > most:
+        return f"the specialized kernels for {_named(config)} choose at most {most}, not {routed}"
+    if config.experts * arrays.ITEM_SIZE[dtype] % 16:
+        return f"rows of {config.experts} {dtype} logits are not 16-byte aligned, as a specialized kernel needs"
+    op = "moe_fused_gate" if config.biased else "topk_softmax"
+    sizes = f"experts={config.experts}, groups={config.groups}, "
+    sizes += f"scoring_func={config.scoring!r}" if config.biased else "biased=False"
+    return f'no specialized instance is for {_named(config)}: cukern.specialize("{op}", {sizes}) compiles one'
 
 
 #: Fields of moe_gate's Params that the other kernels do without.

@@ -21,7 +21,7 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
 from cukern.runtime.late import ceil_div, checked
 from cukern.runtime.op import forget_plans, op
-from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.plan import asked, launch, outputs, run_twin
 
 __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoid", "topk_softmax"]
 
@@ -86,19 +86,24 @@ def _check_valid(call: _Call) -> tuple[Any, Array | None]:
     return tokens, on_device
 
 
-def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int) -> kernels.Choice:
-    """The variant of a call. Raises ValueError for "specialized" where there is none."""
+def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int) -> tuple[kernels.Choice, str]:
+    """The variant of a call, and why. Raises ValueError for "specialized" where there is none."""
     logits, bias = call.logits, call.bias
     # Wide loads need aligned rows; the number of tokens is looked at last, for it is late.
     aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
     if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
         if call.variant == "dynamic":
-            return choices.dynamic
-        chosen = choices.specialized[0]
+            return choices.dynamic, asked(call.variant)
+        chosen, least = choices.specialized[0], 1
         for for_more in choices.specialized[1:]:
             if logits.shape[0] > chosen.most_tokens:
-                chosen = for_more
-        return chosen
+                chosen, least = for_more, chosen.most_tokens + 1
+        lanes = {1: "one thread", 32: "one warp"}.get(chosen.lanes, f"{chosen.lanes} lanes")
+        most = f"{'to' if least > 1 else 'up to'} {chosen.most_tokens}"
+        bounds = [f"from {least}"] * (least > 1) + [most] * (chosen.most_tokens < MAX_TOKENS)
+        taken = f" ({' '.join(bounds)} tokens)" if bounds else ""
+        asks = f"{asked(call.variant)}; " * (call.variant != "auto")
+        return chosen, f"{asks}{logits.shape[0]} tokens: {lanes} per token{taken}; {choices.why}"
     if call.variant == "specialized":
         check.fail(
             "variant",
@@ -107,7 +112,10 @@ def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int)
             f"{call.scoring} {'without' if bias is None else 'with'} a bias, or the rows are not 16-byte aligned "
             "(cukern.specialize adds one)",
         )
-    return choices.dynamic
+    why = choices.why
+    if choices.specialized:
+        why = f"the rows or the bias are not 16-byte aligned, as the faster kernel needs ({why})"
+    return choices.dynamic, asked(call.variant) or f"dynamic, {choices.dynamic.lanes} lanes per token: {why}"
 
 
 def _gate(
@@ -154,7 +162,7 @@ def _gate(
     valid, valid_on_device = _check_valid(call)
     if logits.on_host:
         return run_twin(call.variant, VARIANTS)
-    chosen = _select(choices, call, row_stride, groups)
+    chosen, why = _select(choices, call, row_stride, groups)
     if tokens == 0:
         return weights, ids
     fields = {
@@ -182,7 +190,7 @@ def _gate(
     }
     blocks = ceil_div(tokens, chosen.threads // chosen.lanes)
     taken = kernels.fields_of(chosen.variant, fields | {**chosen.fields})
-    launch(chosen.variant, blocks, chosen.threads, chosen.shared_bytes, **taken)
+    launch(chosen.variant, blocks, chosen.threads, chosen.shared_bytes, why=why, **taken)
     return weights, ids
 
 

@@ -72,7 +72,7 @@ def _large_calls() -> list[Call]:
 def _at_first_use() -> Iterator[Variant]:
     # A bias of each float dtype that the instances of the import do not take, in each way of loading it.
     op = moe_gate.kernels
-    config = op.SPECIALIZED[0]
+    config = next(iter(op.SPECIALIZED))
     for dtype, lanes, bias_type in (("bfloat16", 32, "__half"), ("float32", 8, "double"), ("float16", 16, "double")):
         yield op._variant(dtype, config, lanes, (bias_type,))
     # One warp per token for more slots than gate_by_warp deals, and that one with another bias and other scores.
