@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from cukern.reference import norm as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place, same_shape
 from cukern.runtime.late import late
+from cukern.runtime.plan import asked
 from cukern.runtime.rows import MAX_ROW, MAX_ROWS
 from cukern.runtime.units import divisor
 
@@ -141,6 +142,22 @@ def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) 
         why = f"rows, the weight or the bias are not 16-byte aligned, or width is not a multiple of {twin.EACH}"
         check.fail("variant", "'auto' or 'scalar' here", f"'dynamic': {why}")
     return known and variant in ("auto", "specialized")
+
+
+def reason(variant: str, width: int, wide: bool, fixed: bool, models: Mapping[int, str]) -> str:
+    """Why a launch takes its instance, where `is_fixed` says `fixed`; `models` are named by width."""
+    if fixed:
+        asks = f"{asked(variant)}; " if variant != "auto" else ""
+        return f"{asks}specialized for width {width} ({models.get(width, 'by cukern.specialize')})"
+    if variant != "auto":
+        return asked(variant)
+    if wide:
+        add = f'cukern.specialize("rms_norm", width={width}) compiles one of each norm'
+        return f"dynamic, loads of 16 bytes: no specialized instance has width {width}; {add}"
+    why = f"width {width} is not a multiple of {twin.EACH}"
+    if width % twin.EACH == 0:
+        why = "rows, the weight or the bias are not 16-byte aligned"
+    return f"scalar, the slow general kernel: {why}, as the faster kernels need"
 
 
 # --- checks -------------------------------------------------------------------------------------------

@@ -32,27 +32,27 @@ FP8 = "float8_e4m3fn"
 #: Columns that share a scale: those of a few lanes of a warp.
 GROUPS = (32, 64, 128)
 
-#: Widths with variants of their own of RMS norm; those of heads and latents have no residual.
-SPECIALIZED_HEADS = [
-    128,  # the heads of q and k in Qwen3
-    512,  # DeepSeek-V3's kv_a
-    1536,  # DeepSeek-V3's q_a
-]
-SPECIALIZED = [
-    2048,  # Qwen3-30B-A3B, Llama-3.2-1B
-    2880,  # gpt-oss
-    4096,  # Llama-3-8B, Qwen3-8B, Mixtral-8x7B
-    5120,  # Qwen3-32B, Llama-4
-    7168,  # DeepSeek-V3, Kimi-K2
-    8192,  # Llama-3-70B
-]
+#: Widths with variants of their own of RMS norm, each with its models; those of heads and latents have no residual.
+SPECIALIZED_HEADS = {
+    128: "the heads of q and k in Qwen3",
+    512: "DeepSeek-V3's kv_a",
+    1536: "DeepSeek-V3's q_a",
+}
+SPECIALIZED = {
+    2048: "Qwen3-30B-A3B, Llama-3.2-1B",
+    2880: "gpt-oss",
+    4096: "Llama-3-8B, Qwen3-8B, Mixtral-8x7B",
+    5120: "Qwen3-32B, Llama-4",
+    7168: "DeepSeek-V3, Kimi-K2",
+    8192: "Llama-3-70B",
+}
 #: The same of layer norm.
-SPECIALIZED_LAYER_NORM = [
-    384,  # all-MiniLM-L6, BGE-small, E5-small
-    512,  # Marian (opus-mt), T5-small's sizes
-    768,  # BERT-base, RoBERTa-base, DistilBERT, all-mpnet, BART-base, BGE-base, E5-base
-    1024,  # BERT-large, XLM-R-large, BART-large, BGE-large, E5-large
-]
+SPECIALIZED_LAYER_NORM = {
+    384: "all-MiniLM-L6, BGE-small, E5-small",
+    512: "Marian (opus-mt), T5-small's sizes",
+    768: "BERT-base, RoBERTa-base, DistilBERT, all-mpnet, BART-base, BGE-base, E5-base",
+    1024: "BERT-large, XLM-R-large, BART-large, BGE-large, E5-large",
+}
 
 _kernel = Kernel("norm/rms_norm", "rms_norm", compile_s=0.8)
 _layer_kernel = Kernel("norm/layer_norm", "layer_norm")
@@ -195,6 +195,7 @@ class _Norm(NamedTuple):
             _variant(*choice),
             parts.blocks(layout.total, tile),
             tile.block,
+            why=parts.reason(self.variant, self.width, layout.wide, fixed, SPECIALIZED_HEADS | SPECIALIZED),
             weight=self.weight,
             scales=scales,
             scale=scale,
@@ -473,6 +474,7 @@ def _layer_norm(
         _layer_variant(*choice),
         parts.blocks(layout.total, tile),
         tile.block,
+        why=parts.reason(variant, width, layout.wide, fixed, SPECIALIZED_LAYER_NORM),
         input_bias=input_bias,
         weight=weight,
         bias=bias,
