@@ -14,8 +14,8 @@ from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import late
 from cukern.runtime.op import forget_plans
-from cukern.runtime.plan import launch
-from cukern.runtime.units import divisor
+from cukern.runtime.plan import asked, launch
+from cukern.runtime.units import divisor, why_width
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
@@ -29,11 +29,12 @@ class Config(NamedTuple):
     head_dim: int
 
 
-SPECIALIZED = [
-    Config(768, 64),  # BERT-base, RoBERTa-base, ViT-B
-    Config(1024, 64),  # BERT-large, XLM-RoBERTa-large, BGE-M3
-    Config(4096, 128),  # Llama-3-8B and the embedding models made of Mistral-7B
-]
+#: The sizes and the models that have them.
+SPECIALIZED = {
+    Config(768, 64): "BERT-base, RoBERTa-base, ViT-B",
+    Config(1024, 64): "BERT-large, XLM-RoBERTa-large, BGE-M3",
+    Config(4096, 128): "Llama-3-8B and the embedding models made of Mistral-7B",
+}
 
 _build = Kernel("padding/build_padding_offset", "build_padding_offset")
 _remove = Kernel("padding/remove_padding", "remove_padding")
@@ -106,14 +107,20 @@ def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> li
     check.integer("hidden", hidden, 1)
     check.integer("head_dim", head_dim, 1, hidden)
     item_size = arrays.ITEM_SIZE[dtype]
-    most = _MAX_COLUMNS * WIDTHS[0] // item_size
-    if hidden > most or hidden % head_dim or head_dim * item_size % WIDTHS[0]:
+    if not _lays_out(hidden, head_dim, item_size):
+        most = _MAX_COLUMNS * WIDTHS[0] // item_size
         wanted = f"a multiple of head_dim up to {most}, and head_dim one of {WIDTHS[0] // item_size}"
         check.fail("hidden", wanted, f"{hidden} with head_dim {head_dim}")
     config = Config(hidden, head_dim)
     registered.add((config, item_size))
     forget_plans()
     return _variants(config, dtype)
+
+
+def _lays_out(hidden: int, head_dim: int, item_size: int) -> bool:
+    """Whether the specialized kernels can lay these rows out."""
+    fits = hidden * item_size <= _MAX_COLUMNS * WIDTHS[0]
+    return fits and hidden % head_dim == 0 and head_dim * item_size % WIDTHS[0] == 0
 
 
 # --- layouts ------------------------------------------------------------------------------------------
@@ -128,6 +135,7 @@ class Layout(NamedTuple):
     chunks: int  # tiles side by side in a row
     geometry: dict[str, Any]  # fields of the template's Geometry, but for `rows`
     head_columns: int
+    why: str
 
     def heads(self, heads: Any, max_seq_len: Any) -> dict[str, Any]:
         """The template's Heads."""
@@ -156,7 +164,31 @@ def layout_of(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, v
     tile_rows = threads * items // tile_columns
     geometry: dict[str, Any] = {"columns": columns, "tile_rows": tile_rows, "tile_columns": tile_columns}
     geometry["by_tile_columns"] = divisor(tile_columns)
-    return Layout(chosen, threads, tile_rows, chunks, geometry, head_columns)
+    why = _reason(dtype, hidden, head_dim, width, variant, fixed)
+    return Layout(chosen, threads, tile_rows, chunks, geometry, head_columns, why)
+
+
+def _reason(dtype: str, hidden: int, head_dim: int, width: int, variant: str, fixed: bool) -> str:
+    """Why `layout_of` takes a variant, where `fixed` says whether it is specialized."""
+    sizes = f"hidden {hidden}{f' in heads of {head_dim}' if head_dim else ''}"
+    if fixed:
+        models = [
+            x for config, x in SPECIALIZED.items() if config.hidden == hidden and head_dim in (0, config.head_dim)
+        ]
+        asks = f"{asked(variant)}; " if variant != "auto" else ""
+        return f"{asks}specialized for {sizes} ({', '.join(models) or 'by cukern.specialize'})"
+    if variant != "auto":
+        return asked(variant)
+    if width < WIDTHS[0]:
+        return f"dynamic, {why_width(width, 'rows')}"
+    head = head_dim or (64 if hidden % 64 == 0 else hidden)
+    if not _lays_out(hidden, head, arrays.ITEM_SIZE[dtype]):
+        return (
+            f"dynamic: no specialized kernel lays out {sizes}, of more than {_MAX_COLUMNS} units of {WIDTHS[0]} bytes"
+        )
+    op = '"remove_sequence_length_padding"'
+    call = f"cukern.specialize({op}, hidden={hidden}, head_dim={head}, dtype={dtype!r})"
+    return f"dynamic: no specialized instance has {sizes}; {call} compiles one"
 
 
 def fill_bits(fill: Any, dtype: str) -> int:
@@ -180,7 +212,7 @@ def _element_bits(fill: float, sign: float, dtype: str) -> int:
 
 
 def launch_build(
-    sequence_length: Array, max_seq_len: Any, padding_offset: Array | None, cu_seqlens: Array, words: Any
+    sequence_length: Array, max_seq_len: Any, padding_offset: Array | None, cu_seqlens: Array, words: Any, why: str = ""
 ) -> None:
     batch = sequence_length.shape[0]
     threads = 256 if batch <= _FEW_SEQUENCES else 1024
@@ -189,6 +221,7 @@ def launch_build(
         _build.variant(threads),
         late(_blocks, words, words_per_block),
         threads,
+        why=f"{why}{batch} sequences: blocks of {threads} threads (of 256 up to {_FEW_SEQUENCES} sequences)",
         lengths=sequence_length,
         padding_offset=padding_offset,
         cu_seqlens=cu_seqlens,

@@ -116,7 +116,8 @@ def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
     cu_seqlens = outputs(None, sequence_length, "", Result((sequence_length.shape[0] + 1,), "int32"))
     if sequence_length.on_host:
         return run_twin()
-    launch_build(sequence_length, max_seq_len, None, cu_seqlens, 0)
+    why = "first launch: the host reads the number of words, the size of padding_offset (valid_word_num gives it)"
+    launch_build(sequence_length, max_seq_len, None, cu_seqlens, 0, f"{why}; ")
     return cu_seqlens
 
 
@@ -178,7 +179,11 @@ def build_sequence_length_padding_offset(
     Transformer; this one is a parallel scan.
     """
     if valid_word_num is None:
-        valid_word_num = int(_count_words(sequence_length, max_seq_len)[-1])
+        counted = _count_words(sequence_length, max_seq_len)
+        if isinstance(counted, Array):  # which has no numbers to read: `cukern.explain` takes the sequences to be full
+            valid_word_num = sequence_length.shape[0] * max_seq_len
+        else:
+            valid_word_num = int(counted[-1])
     return _build_offsets(sequence_length, max_seq_len, valid_word_num=valid_word_num)
 
 
@@ -275,6 +280,7 @@ def _remove_rows(
         layout.variant,
         (ceil_div(words, layout.tile_rows), layout.chunks),
         layout.threads,
+        why=layout.why,
         src=src,
         padding_offset=padding_offset,
         out=out,
@@ -348,6 +354,7 @@ def rebuild_sequence_length_padding(
         layout.variant,
         (ceil_div(rows, layout.tile_rows), layout.chunks),
         layout.threads,
+        why=layout.why,
         src=src,
         padding_offset=padding_offset,
         out=out,
@@ -438,6 +445,7 @@ def add_qkv_bias_rebuild_padding(
         layout.variant,
         (ceil_div(rows, layout.tile_rows), layout.chunks, 3),
         layout.threads,
+        why=layout.why,
         src=(q, k, v),
         bias=biases,
         out=out,
