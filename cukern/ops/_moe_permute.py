@@ -11,21 +11,21 @@ from cukern.runtime.describe import Array, Result, expect_contiguous, expect_pla
 from cukern.runtime.gpu import CLUSTERED_ARCHS
 from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import ceil_div, parts
-from cukern.runtime.plan import empty, launch, write_into
-from cukern.runtime.units import divisor, unit_width
+from cukern.runtime.plan import asked, empty, launch, write_into
+from cukern.runtime.units import divisor, unit_width, why_width
 
 SUM_DTYPES = ("float32", "float16", "bfloat16")
 SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted", "chunks", "clusters")
 SUM_VARIANTS = ("auto", "specialized", "dynamic")
 MAX_PAIRS = 2**30
 
-#: The topk of the models that have unpermute kernels of their own.
-SPECIALIZED = [
-    2,  # Mixtral
-    4,  # gpt-oss, Qwen1.5-MoE
-    6,  # DeepSeek-V2, Kimi-VL
-    8,  # DeepSeek-V3, Qwen3, Kimi-K2, OLMoE
-]
+#: The topk that have unpermute kernels of their own, each with its models.
+SPECIALIZED = {
+    2: "Mixtral",
+    4: "gpt-oss, Qwen1.5-MoE",
+    6: "DeepSeek-V2, Kimi-VL",
+    8: "DeepSeek-V3, Qwen3, Kimi-K2, OLMoE",
+}
 
 _count = Kernel("moe_permute/count_pairs", "count_pairs")
 _sort = Kernel("moe_permute/sort_pairs", "sort_pairs")
@@ -57,6 +57,7 @@ _CHUNK_BITS = (5, 8, 9)
 #: sort_chunks has a thread for each expert.
 _CHUNKED_EXPERTS = 512
 registered = set(SPECIALIZED)
+MAX_SPECIALIZED_TOPK = 64
 
 
 #: Experts and ids of a call at which the compiler compares the shared memory.
@@ -241,6 +242,7 @@ def _launch_chunks(
     form: tuple[int, int],
     capacity: Any,
     results: dict[str, Any],
+    asks: str,
 ) -> None:
     """Launch sort_chunks with the chunks of a block and the blocks of a cluster in `form`; see `launch_sort`."""
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
@@ -248,11 +250,16 @@ def _launch_chunks(
     split = Chunked(*parts(functools.partial(split_chunks, experts, mapped, *form), pairs, capacity))
     fields = _NO_RESULTS | results
     del fields["group_rows"]
+    chunks, cluster = form
+    taken = f"each block ranks all in chunks of 32 (up to {32 * chunks} pairs and {_CHUNKED_EXPERTS} experts)"
+    if cluster > 1:
+        taken = f"clusters of {cluster} blocks of {32 * chunks} pairs (up to {_CLUSTERED_PAIRS} pairs)"
     launch(
         chunks_variant(8 if topk_ids.dtype == "int64" else 4, experts, *form),
         split.blocks,
         split.threads,
         split.shared_bytes,
+        why=f"{asks}{pairs} pairs: {taken}",
         pairs=(topk_ids, expert_map, pairs, global_experts, experts),
         capacity=split.capacity,
         rows_per_block=_ROWS_PER_BLOCK,
@@ -275,8 +282,9 @@ def launch_sort(
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
     form = _form_of_chunks(topk_ids, experts, mapped, variant, pairs, results)
+    asks = f"{asked(variant)}; " if variant != "auto" else ""
     if form:
-        _launch_chunks(topk_ids, global_experts, experts, expert_map, form, capacity, results)
+        _launch_chunks(topk_ids, global_experts, experts, expert_map, form, capacity, results, asks)
         return
     one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
     most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
@@ -285,6 +293,8 @@ def launch_sort(
     of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
     id_bytes = 8 if topk_ids.dtype == "int64" else 4
     counts = None
+    blocks = "one block" if one_block else f"{split.blocks} blocks of {split.pairs_per_block} pairs"
+    why = f"{asks}{pairs} pairs: {blocks} (one block up to {_ONE_BLOCK_PAIRS} pairs)"
     if not one_block and pairs > most_uncounted:
         counts = empty((split.blocks, experts), "int32")
         launch(
@@ -292,15 +302,18 @@ def launch_sort(
             split.blocks,
             min(threads, _PAIRS_PER_BLOCK),
             _count_bytes(experts, mapped),
+            why=f"first pass: each block counts its pairs (each counts all itself up to {most_uncounted} pairs)",
             pairs=of_pairs,
             counts=counts,
             pairs_per_block=split.pairs_per_block,
         )
+        why = f"second pass; {why}"
     launch(
         sort_variant(id_bytes, experts),
         split.blocks,
         split.threads,
         split.shared_bytes,
+        why=why,
         pairs=of_pairs,
         counts=counts,
         pairs_per_block=split.pairs_per_block,
@@ -382,10 +395,12 @@ def launch_permute(
     columns = hidden * x.item_size // width
     items = 1 if not columns or tokens < -(-_FEW_UNITS // columns) else _PERMUTE_ITEMS
     tiles = tile_rows(tokens, columns, template.constants(_permute.file)["ROW_THREADS"], items)
+    each = f"{tokens} tokens of {columns} units: {items} per thread ({_PERMUTE_ITEMS} from {_FEW_UNITS} units on)"
     launch(
         permute_variant(width, items),
         tiles.blocks,
         tiles.threads,
+        why=f"{each}; {why_width(width, 'the rows')}",
         src=x,
         inverse=inverse,
         out=out,
@@ -410,6 +425,7 @@ def launch_permute_quantized(
         permute_quantized_variant(x.dtype),
         tiles.blocks,
         (tiles.threads[0] * lanes, tiles.threads[1]),
+        why=f"one kernel for all sizes: {lanes} lanes quantize and write each of the {groups} groups of a row",
         src=x,
         inverse=inverse,
         out=out,
@@ -431,6 +447,21 @@ def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
     return unpermute_variant(dtype, width, topk if known and variant != "dynamic" else 0)
 
 
+def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
+    """Why `sum_variant` takes an instance."""
+    if topk in registered and width == 16 and variant != "dynamic":
+        asks = f"{asked(variant)}; " if variant != "auto" else ""
+        return f"{asks}specialized for topk {topk} ({SPECIALIZED.get(topk, 'by cukern.specialize')})"
+    if variant != "auto":
+        return asked(variant)
+    if width < 16:
+        return f"dynamic, {why_width(width, 'the rows')}"
+    if topk > MAX_SPECIALIZED_TOPK:
+        return f"dynamic: a specialized instance has a topk of at most {MAX_SPECIALIZED_TOPK}, not {topk}"
+    call = f'cukern.specialize("moe_unpermute", topk={topk}, dtype={dtype!r})'
+    return f"dynamic: no specialized instance has topk {topk}; {call} compiles one"
+
+
 def launch_sum(
     name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
 ) -> None:
@@ -445,6 +476,7 @@ def launch_sum(
         sum_variant(out.dtype, topk, width, variant),
         tiles.blocks,
         tiles.threads,
+        why=_why_sum(out.dtype, topk, width, variant),
         src=src,
         out=out,
         row_stride=row_stride * out.item_size // width,

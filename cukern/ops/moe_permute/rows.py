@@ -37,7 +37,7 @@ MAX_HIDDEN = 2**24
 def specialize(*, topk: int, dtype: str = "bfloat16") -> list[Instance]:
     """Give this topk an unpermute kernel of its own in this process and say which; see `cukern.specialize`."""
     check.one_of("dtype", dtype, SUM_DTYPES)
-    check.integer("topk", topk, 1, 64)
+    check.integer("topk", topk, 1, kernels.MAX_SPECIALIZED_TOPK)
     kernels.registered.add(topk)
     forget_plans()
     return [kernels.unpermute_variant(dtype, 16, topk).instance]
