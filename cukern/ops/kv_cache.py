@@ -43,7 +43,7 @@ from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, run_twin
 from cukern.runtime.template import constants
-from cukern.runtime.units import divisor, unit_width
+from cukern.runtime.units import divisor, unit_width, why_width
 
 __all__ = [
     "concat_and_cache_mla",
@@ -127,10 +127,12 @@ def reshape_and_cache(
     # The keys of an FP8 cache have longer units than the values, and fewer of them.
     units, line = columns * key.item_size // 16, constants("kv_cache/store_blocks")["LINE"]
     window = constants("kv_cache/store_blocks")["WINDOW"]
+    why = why_width(16 if aligned else key.item_size, "the rows of keys, values and caches")
     launch(
         blocks_variant(key.dtype, cache_format, aligned, parts),
         (late(lambda tokens: -(-tokens // window) * parts, slots.tokens), -(-units // (WARPS * line)), 2),
         WARPS * 32,
+        why=f"{why}; {slots.tokens} tokens: {parts} blocks to {window} tokens ({PARTS} up to {FEW_TOKENS} tokens)",
         key=(key, key_cache, scales[0], strides[0], *key_steps),
         value=(value, value_cache, scales[1], strides[1], *value_steps),
         columns=columns,
@@ -194,6 +196,7 @@ def reshape_and_cache_flash(
         rows_variant(key.dtype, cache_format, width, False),
         (ceil_div(slots.tokens, tile.rows), tile.chunks, 2),
         tile.threads,
+        why=why_width(width, "the rows of keys, values and caches"),
         rows=[
             (new, cache, scale, new_stride, *strides, columns, head_columns, divisor(head_columns))
             for new, cache, scale, new_stride, strides in zip(
@@ -285,10 +288,12 @@ def concat_and_cache_mla(
     mask = functools.reduce(int.__or__, (array.alignment for array in sources), kv_c_stride | k_pe_stride)
     cache_mask = kv_cache.alignment | block_stride | token_stride
     if kv_cache_dtype == DS_MLA:
+        aligned = (mask | cache_mask) % 16 == 0
         launch(
-            store_latents_variant(kv_c.dtype, (mask | cache_mask) % 16 == 0),
+            store_latents_variant(kv_c.dtype, aligned),
             ceil_div(slots.tokens, LATENTS_WARPS),
             LATENTS_WARPS * 32,
+            why=f"{DS_MLA}: one warp per token; {why_width(16 if aligned else kv_c.item_size, 'the rows')}",
             latents=kv_c,
             rotary=k_pe if rope_dim else None,
             cache=kv_cache,
@@ -308,6 +313,7 @@ def concat_and_cache_mla(
         rows_variant(kv_c.dtype, cache_format, width, True),
         (ceil_div(slots.tokens, tile.rows), tile.chunks),
         tile.threads,
+        why=why_width(width, "the rows of kv_c, k_pe and the cache"),
         rows=[
             (kv_c if rank else None, kv_cache, scale, kv_c_stride, block_stride, token_stride, 0, columns[0], 0, None),
             (k_pe if rope_dim else None, None, (None, 1.0), k_pe_stride, 0, 0, 0, 0, 0, None),
@@ -402,10 +408,12 @@ def copy_blocks(
     most = constants("kv_cache/copy_blocks")["CACHES"]
     for i in range(0, len(every), most):
         some = every[i : i + most]
+        which = f"caches {i + 1} to {i + len(some)} of {len(every)}, at most {most} to a launch"
         launch(
             copy_variant(width),
             (pairs if parts == 1 else pairs * parts, len(some)),
             threads,
+            why=f"{which}; {why_width(width, 'the blocks')}",
             cache=[*some, *[None] * (most - len(some))],
             block_mapping=block_mapping,
             block_stride=block_stride,
@@ -549,6 +557,7 @@ def gather_cache(
         variant,
         (ceil_div(tokens, tile.rows), tile.chunks),
         tile.threads,
+        why=f"{f'{DS_MLA}: ' if scaled else ''}{why_width(width, 'the rows of src_cache and dst')}",
         src=src_cache,
         dst=dst,
         block_table=block_table,
