@@ -12,7 +12,8 @@ from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_ar
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
-from cukern.runtime.plan import empty, launch, outputs, run_twin
+from cukern.runtime.plan import asked, empty, launch, outputs, run_twin
+from cukern.runtime.units import why_width
 
 __all__ = ["beam_search_step", "beam_topk", "gather_tree", "update_kv_cache"]
 
@@ -69,6 +70,7 @@ class _Selection(NamedTuple):
     chunks: int  # of a row
     vectors: int  # of 16 bytes in a chunk
     groups: int
+    why: str
 
 
 def _selection(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: str) -> _Selection:
@@ -89,7 +91,13 @@ def _selection(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: 
     chunks = max(1, ceil_div(whole, vectors))
     if rows * chunks > _MAX_BLOCKS:
         check.fail("log_probs", f"of at most {_MAX_BLOCKS} chunks of {vectors} * 16 bytes", rows * chunks)
-    return _Selection(chunks, vectors, groups)
+    least = f"up to {_GROUPS['narrow'][1]}" if name == "narrow" else f"from {_GROUPS['narrow'][1] + 1}"
+    why = asked(variant) or f"{name}: {k} results, {groups} groups of threads ({least} results)"
+    return _Selection(chunks, vectors, groups, why)
+
+
+def _step_at(is_late: bool) -> str:
+    return "the step is an array, which the kernel reads" if is_late else "the step is a number"
 
 
 def _check_log_probs(log_probs: Any) -> None:
@@ -117,6 +125,7 @@ def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selectio
     keys = empty((rows * chunks * k,), "int64")
     launch(
         _chunks.variant(arrays.CUDA_TYPE[log_probs.dtype], selection.groups), rows * chunks, threads,
+        why=f"{selection.why}; first pass, {rows} rows in {chunks} chunks each ({_BLOCKS_WANTED} blocks wanted)",
         log_probs=log_probs, scores=scores, best=keys,
         beams=beams, vocab=vocab, chunks=chunks, vectors=selection.vectors, k=k,
     )  # fmt: skip
@@ -127,6 +136,7 @@ def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selectio
     ranked = empty((rows * k,), "int64")
     launch(
         _merge.variant(selection.groups), rows, threads,
+        why=f"{selection.why}; a pass for the ranks in each beam, which diversity_rate needs",
         lists=keys, values=None, ids=None, best=ranked,
         count=chunks, k=k, depth=depth, beam_depth=depth, diversity_rate=rate,
     )  # fmt: skip
@@ -178,6 +188,7 @@ def beam_topk(
         lists = _select(log_probs, None, k, selection, rate)
         launch(
             _merge.variant(selection.groups), batch, _constant(_merge, "THREADS"),
+            why=f"{selection.why}; last pass, which merges the lists of a batch entry",
             **lists, values=values, ids=ids, best=None, k=k, diversity_rate=0.0,
         )  # fmt: skip
     return values, ids
@@ -340,6 +351,7 @@ def beam_search_step(
         lists = _select(log_probs, scores, k, selection, rate)
         launch(
             _step.variant(selection.groups, *["true"] * is_late), batch, _constant(_step, "THREADS"),
+            why=f"{selection.why}; last pass, which merges the lists and steps; {_step_at(is_late)}",
             **lists, log_probs=log_probs, **dict(zip(names[2:], (*state, done), strict=True)),
             **{f"new_{name}": array for name, array in zip(names, out, strict=True)},
             k=k, beams=beams, vocab=vocab, dtype=DTYPES.index(log_probs.dtype), diverse=rate != 0,
@@ -399,6 +411,7 @@ def gather_tree(
     if max_steps and batch:
         launch(
             _tree.variant(_TREE_ENTRIES), batch, _constant(_tree, "THREADS"),
+            why=f"one kernel for all sizes: a block per batch entry, {_TREE_ENTRIES} tokens in shared memory at a time",
             ids=ids, parents=parents, lengths=lengths, last_ids=last_ids, last_parents=last_parents, out=out,
             steps=max_steps, batch=batch, beams=beams, length_per_beam=per_beam, end_id=end_id,
         )  # fmt: skip
@@ -495,8 +508,9 @@ def update_kv_cache(
         blocks = steps * blocks_per_step
         if is_late:
             blocks = min(blocks, _RESIDENT_BLOCKS * key_cache.gpu.multiprocessors)
+        why = f"{asked(variant) or why_width(width, 'the rows of the caches')}; {_step_at(is_late)}"
         launch(
-            _cache.variant(width, *["true"] * is_late), blocks, threads, step=step if is_late else None,
+            _cache.variant(width, *["true"] * is_late), blocks, threads, why=why, step=step if is_late else None,
             keys=key_cache, values=value_cache, new_keys=new[0], new_values=new[1], parents=parents,
             steps=steps, batch=batch, beams=beams, row=row, columns=columns, tiles=tiles,
         )  # fmt: skip

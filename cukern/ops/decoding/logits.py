@@ -13,7 +13,8 @@ from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_ar
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import ceil_div, checked
 from cukern.runtime.op import op
-from cukern.runtime.plan import launch, outputs, run_twin, write_into
+from cukern.runtime.plan import asked, launch, outputs, run_twin, write_into
+from cukern.runtime.units import why_width
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")
@@ -147,11 +148,21 @@ def update_logits(
     slices = ceil_div(vocab, _THREADS * _PACKS * width)
     launch(
         _update_variant(logits.dtype, width), batch * slices, _THREADS,
+        why=asked(variant) or why_width(width * logits.item_size, "rows of logits and out, and bias"),
         logits=logits, bias=bias, finished=finished, out=out,
         row_stride=logits.strides[0], out_row_stride=out.strides[0],
         vocab=vocab, slices=slices, end_id=end_id or 0,
     )  # fmt: skip
     return out
+
+
+def _why_penalties(variant: str, width: int, whole: bool) -> str:
+    """The reason for a kernel of `apply_penalties`, which writes whole rows or only some tokens of them."""
+    blocks = f"a block for each {_TOKENS} tokens of a row"
+    if not whole:
+        asks = f"{asked(variant)}; " if variant != "auto" else ""
+        return f"{asks}{blocks}, in place without a temperature: it writes only the tokens that a penalty changes"
+    return f"{blocks}; {asked(variant) or why_width(width, 'rows of logits and out')}"
 
 
 def _in_range(name: str, low: float, wanted: str, value: Any) -> float:
@@ -338,7 +349,7 @@ def apply_penalties(
     slices = ceil_div(vocab, _TOKENS)
     launch(
         _penalty_variant(logits.dtype, width, counted, whole), batch * slices, _THREADS,
-        logits=logits, out=out,
+        why=_why_penalties(variant, width * logits.item_size, whole), logits=logits, out=out,
         output_ids=output_ids, sequence_length=sequence_length, prompt_length=prompt_length,
         bad_words=bad_words if words_size else None,
         temperature=temperatures, repetition=repetition, presence=presence, frequency=frequency,

@@ -115,6 +115,7 @@ def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
     fields = {"offsets": None, "id_vals": None} | dict(zip(names, out, strict=True))
     launch(
         _init_variant(vocab is not None), blocks, _THREADS,
+        why=f"one kernel for all sizes: {f'{_ITEMS} ids' if vocab else 'one sequence'} per thread",
         start_ids=start_ids, **fields, batch=batch, vocab=vocab or 0, slices=slices,
     )  # fmt: skip
     return out
@@ -220,6 +221,7 @@ def stop_words_criterion(
         launch(
             _stop_words_criterion.variant(_WARPS_PER_BLOCK),
             ceil_div(batch, _WARPS_PER_BLOCK), _WARPS_PER_BLOCK * 32,
+            why="one kernel for all sizes: one warp per sequence",
             output_ids=output_ids, sequence_length=sequence_length, stop_words=stop_words, finished=finished,
             ids_row_stride=row_stride, stop_words_stride=words_stride,
             batch=batch, max_length=max_length, stop_words_size=words_size,
@@ -260,6 +262,7 @@ def update_finished(
     elif batch:
         launch(
             _update_finished.variant(_THREADS), ceil_div(batch, _THREADS), _THREADS,
+            why="one kernel for all sizes: one thread per sequence",
             word_ids=word_ids, finished=finished, sequence_length=sequence_length, batch=batch, end_id=end_id,
         )  # fmt: skip
     return finished, sequence_length
