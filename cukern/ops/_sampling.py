@@ -21,7 +21,7 @@ from cukern.runtime.describe import (
 )
 from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import checked, parts
-from cukern.runtime.plan import each_call, launch, outputs, run_twin
+from cukern.runtime.plan import asked, each_call, launch, outputs, run_twin
 
 DTYPES = ("float32", "float16", "bfloat16")
 INTEGERS = ("int32", "int64")
@@ -82,6 +82,8 @@ class Plan(NamedTuple):
     threads: int
     shared_bytes: int
     layout: dict[str, int]
+    why: str  # of the cluster
+    why_threads: str
 
 
 def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
@@ -97,7 +99,8 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
     cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= most_warps) else CLUSTER
     tiles_per_block = -(-tiles // cluster)
     # A warp per tile, or nearly, as long as all blocks run at once, two per multiprocessor.
-    few = batch <= 2 * gpu.multiprocessors // cluster
+    most_few = 2 * gpu.multiprocessors // cluster
+    few = batch <= most_few
     warps = most_warps if few else least_warps if not cache or batch <= 5 * gpu.multiprocessors // cluster else 8
     warps = min(warps, max(tiles_per_block, least_warps))
     tops_per_tile = 32
@@ -115,7 +118,11 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
         "tops_per_tile": tops_per_tile,
         "topped_tiles": topped,
     }
-    return Plan(cluster, 32 * warps, _shared_bytes(tiles, cached, topped, tops_per_tile), layout)
+    share = f"a row of {tiles} x {tile} tokens: {cluster} {'block' if cluster == 1 else 'blocks, a cluster,'} per row"
+    limits = f" (one up to {most_warps} x {tile})" if clusters else " (no clusters before sm_90)"
+    taken = f"{batch} rows ({'up to' if few else 'over'} {most_few}): {warps} warps per block"
+    shared_bytes = _shared_bytes(tiles, cached, topped, tops_per_tile)
+    return Plan(cluster, 32 * warps, shared_bytes, layout, asked(variant) or share + limits, taken)
 
 
 def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
@@ -263,6 +270,7 @@ def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again:
         batch * plan.cluster,
         plan.threads,
         plan.shared_bytes,
+        why=f"{plan.why}; {plan.why_threads}; rows are read {'again' if again else 'once'}",
         values=values,
         vocab=values.shape[-1],
         layout=plan.layout,
@@ -272,7 +280,8 @@ def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again:
 
 def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> None:
     """Launch the kernel that takes the largest value of each row."""
-    cluster = plan_of(values, batch, variant, False).cluster
+    plan = plan_of(values, batch, variant, False)
+    cluster = plan.cluster
     if not batch:
         return
     warps = template.constants(_argmax.file)["MAX_ARGMAX_WARPS"]
@@ -281,6 +290,7 @@ def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> No
         best_taker(values.dtype, cluster),
         batch * cluster,
         32 * min(warps, -(-units // (32 * cluster))),
+        why=f"greedy, the temperature is 0: the largest logit alone; {plan.why}",
         values=values,
         vocab=values.shape[-1],
         **fields,
@@ -414,7 +424,7 @@ def whole_rows(mode: str, name: str, values: Any, parameter: str, value: Any, ou
         return run_twin(variant, VARIANTS)
     plan = plan_of(values, batch, variant, True)
     if batch:
-        asked = {
+        used = {
             field: fields[field] if x == parameter else None
             for x in ("temperature", "top_p", "top_k")
             for field in (x, f"scalar_{x}")
@@ -424,13 +434,14 @@ def whole_rows(mode: str, name: str, values: Any, parameter: str, value: Any, ou
             batch * plan.cluster,
             plan.threads,
             plan.shared_bytes,
+            why=f"{plan.why}; {plan.why_threads}",
             values=values,
             out=out,
             row_stride=stride,
             vocab=vocab,
             layout=plan.layout,
             **{flag: fields[flag] != 0 for flag in ("wide", "integral", "single")},
-            **asked,
+            **used,
         )
     return out
 
