@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 import cukern
 import cukern.runtime.compile as compiler
 from cukern import testing
+from cukern.ops import _moe_gate
 from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, sources, units
 from cukern.runtime.compile import CompileError, Instance
 from cukern.runtime.cuda import cupy
@@ -1135,6 +1136,21 @@ def test_the_archs_come_from_nvml_or_else_from_cuda(gpus: FakeGPUs, monkeypatch:
 def test_specialize_takes_only_ops(op: Any) -> None:
     with pytest.raises(TypeError, match="op must be a function of cukern with specialized variants, or its name, got "):
         cukern.specialize(op, experts=8)
+
+
+def test_specialize_names_the_sizes_of_an_op() -> None:
+    sizes = "experts, groups, scoring_func, biased"
+    for wrong in ({"expert": 96}, {}, {"experts": 96, "topk": 4}):
+        with pytest.raises(TypeError, match=rf"the sizes of moe_fused_gate are {sizes}: (missing|got an unexpected)"):
+            cukern.specialize(cukern.moe_fused_gate, **wrong)
+
+
+def test_specialize_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "available", lambda: "ImportError: no cupy")
+    before = set(_moe_gate.registered)
+    with pytest.raises(RuntimeError, match=r"compiles, and NVRTC cannot be used here \(ImportError: no cupy\)"):
+        cukern.specialize("moe_fused_gate", experts=96, groups=4)
+    assert _moe_gate.registered == before
 
 
 def test_specialize_compiles_for_every_gpu(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -7,6 +7,7 @@ loaded on a device at its first launch there; `cukern.runtime.plan` launches it.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import sys
 import threading
@@ -155,7 +156,8 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> None:
     `op` is a public function or its name; `sizes` are those of the `specialize` function of its stem, such as
     `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. Compiles at once for every GPU of the machine.
 
-    Raises ValueError for sizes the specialized kernel cannot take, TypeError for an op that has none.
+    Raises ValueError for sizes the specialized kernel cannot take, TypeError for an op that has none or for sizes of
+    other names, RuntimeError where there is no compiler.
     """
     function = getattr(sys.modules["cukern"], op, None) if isinstance(op, str) else op
     # A stem is a module or a package of several: `cukern.ops.<stem>`.
@@ -163,6 +165,14 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> None:
     register = getattr(module, "specialize", None)
     if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
         raise TypeError(f"op must be a function of cukern with specialized variants, or its name, got {op!r}")
+    name, taken = getattr(function, "__name__", op), inspect.signature(register)
+    try:
+        taken.bind(**sizes)
+    except TypeError as error:
+        raise TypeError(f"the sizes of {name} are {', '.join(taken.parameters)}: {error}") from None
+    if reason := compile.available():
+        state = f"NVRTC cannot be used here ({reason.splitlines()[0]})"
+        raise RuntimeError(f"cukern.specialize compiles, and {state}: run `python -m cukern doctor`")
     made = register(**sizes)
     archs = sorted({arch_of_device(d) for d in range(device_count())})
     compile.compile_all([(i, arch) for arch in archs for i in compile.missing(made, arch)])
