@@ -54,7 +54,7 @@ class Launch(NamedTuple):
     """A launch of a kernel; or a clearing of bytes, which has no grid."""
 
     kernel: str  # its name, with its template arguments by name
-    why: str = ""  # the reason for this kernel and this instance of it
+    why: str = ""  # the rule that chose this kernel and this instance of it, with the numbers
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     shared_bytes: int = 0
@@ -81,8 +81,9 @@ class Explanation(NamedTuple):
     """What a call of an op would do; `str` says it in words.
 
     On arrays in host memory there is no `gpu`; `twin` is the function that runs. `bytes` and `flops` are those that
-    the op cannot avoid; they give the floor, in microseconds, for a GPU that was measured. With `moves_all` the op does
-    not say its bytes: each argument and result counts once, also one that is read in part.
+    the op cannot avoid; they give the floor, in microseconds, for a GPU that was measured: `floor_by` is the rate that
+    sets it, or the card whose rates are not known. With `moves_all` the op does not say its bytes: each argument and
+    result counts once, also one that is read in part.
     """
 
     op: str
@@ -116,7 +117,7 @@ class Explanation(NamedTuple):
         lines.append(("moves", f"{_bytes(self.bytes)}{', each argument and result once' if self.moves_all else ''}"))
         if self.flops:
             lines.append(("computes", f"{self.flops / 1e9:,.4g} GFLOP of 16 bits, or what takes as long"))
-        floor = "not known: there are no measurements of this GPU"
+        floor = f"not known: no rates of {self.floor_by} are measured, only of {', '.join(CEILINGS)}"
         if self.floor_us is not None:
             floor = f"{self.floor_us:,.3g} us, by {self.floor_by}"
         lines.append(("floor", floor))
@@ -150,18 +151,20 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
     Args:
         function: a public function of cukern, such as `cukern.moe_gemm`.
         args: the arguments of the call.
-        arch: explain it for this architecture, such as "90a", as if the arrays were on such a GPU: without a GPU, and
-            with arrays in host memory. By default, for where the arrays are.
+        arch: explain it as if the arrays were on this GPU, without a GPU and with arrays in host memory: an
+            architecture, as "90a", "sm_90a" or "90", or a card, as "H200", "L40S" or "A100". By default, for where the
+            arrays are.
         kwargs: the arguments of the call by name.
 
     Returns:
         an `Explanation`, to print: the kernels with their template arguments, the grid, the block, the fields of the
         struct of parameters, the registers if it is compiled, what is allocated, and the floor: the time that the GPU
-        needs to move the bytes and to compute the flops that the op cannot avoid.
+        needs to move the bytes and to compute the flops that the op cannot avoid, by the rates that were measured on
+        the card that the floor names; an architecture without a card takes its card in the benchmarks.
 
     Raises:
         TypeError: `function` is no op of cukern.
-        ValueError: an unknown architecture.
+        ValueError: an unknown architecture or card.
         What the function itself raises for these arguments.
     """
     name = getattr(function, "__name__", "")
@@ -181,8 +184,9 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
     names = call.names_of(trace, returned)
     moved = _number(own["bytes"]) if "bytes" in own else call.bytes_of(trace, returned)
     flops = _number(sum(each.get("flops", 0) for each in notes.values()))
-    ceilings = _ceilings(_STANDS_FOR.get(found.arch) if on else _name_of(trace.place.device), name)
-    floor = ceilings.floor(moved, flops) if ceilings else (None, "")
+    card = _card_of(arch, found.arch) if arch else _name_of(trace.place.device)
+    ceilings = _ceilings(card, name)
+    floor = ceilings.floor(moved, flops) if ceilings else (None, card or f"any card of sm_{found.arch}")
     return Explanation(
         name,
         found,
@@ -341,11 +345,9 @@ def _field(value: Any, names: dict[int, str]) -> Any:
 
 
 def _expression(instance: compile.Instance) -> str:
-    """An instance with its template arguments by name."""
+    """An instance with its template arguments by name; the last parameters may have their defaults."""
     names = _parameter_names(instance.file, instance.function)
-    if len(names) != len(instance.arguments):
-        return instance.expression
-    given = ", ".join(f"{name}={value}" for name, value in zip(names, instance.arguments, strict=True))
+    given = ", ".join(f"{name}={value}" for name, value in zip(names, instance.arguments, strict=False))
     return f"{instance.function}<{given}>"
 
 
@@ -364,6 +366,12 @@ def _resources(instance: compile.Instance, arch: str) -> Resources | None:
 
 
 # --- ceilings -----------------------------------------------------------------------------------------
+
+
+def _card_of(asked: str, arch: str) -> str | None:
+    """The card that `arch` names, or that stands for the architecture."""
+    name = asked.strip().upper().removeprefix("NVIDIA ")
+    return f"NVIDIA {name}" if name in gpu.CARDS else _STANDS_FOR.get(arch)
 
 
 def _name_of(device: int | None) -> str:

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import cukern
+from cukern.ops import _moe_gate, moe_gate
 from cukern.runtime import arrays, compile, gpu
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.cuda import cupy
 from cukern.runtime.describe import Result
-from cukern.runtime.kernel import KERNELS, Launched, Variant
+from cukern.runtime.kernel import KERNELS, Kernel, Launched, Variant
 from cukern.runtime.op import OPERATORS, OPS, Op, op, operator
 from cukern.runtime.plan import empty, launch, note, outputs, run_twin
 from tests.buffers import OnlyDLPack
@@ -69,12 +70,32 @@ def test_the_architecture_decides() -> None:
     grids = {arch: cukern.explain(cukern.scaled_fp8_quant, X, arch=arch).launches[0].grid for arch in gpu.BY_ARCH}
     assert grids == {arch: (2 * of.multiprocessors, 1, 1) for arch, of in gpu.BY_ARCH.items()}
     said = cukern.explain(cukern.scaled_fp8_quant, X, arch="80")
-    assert said.floor_us is None and "floor       not known" in str(said)
+    assert said.floor_us is None and "floor       not known: no rates of any card of sm_80 are measured" in str(said)
     with pytest.raises(
         ValueError,
         match="arch must be one of 80, 86, 89, 90a, 100a, 120a, or a card such as H200, L40S or A100, got '42'",
     ):
         cukern.explain(cukern.scaled_fp8_quant, X, arch="42")
+
+
+def test_a_card_has_the_floor_of_its_own_rates() -> None:
+    floors = {x: cukern.explain(cukern.scaled_fp8_quant, X, arch=x) for x in ("H200", "sm_90a", "90", "H100", "a100")}
+    known = {x for x, said in floors.items() if said.floor_us is not None}
+    assert known == {"H200", "sm_90a", "90"}
+    assert all(floors[x].floor_by.endswith("an NVIDIA H200") for x in known)
+    assert {said.launches[0].grid for x, said in floors.items() if x != "a100"} == {(264, 1, 1)}
+    assert "floor       not known: no rates of NVIDIA H100 are measured, only of NVIDIA H200" in str(floors["H100"])
+    assert floors["a100"].gpu == gpu.of_arch("80") and floors["a100"].floor_by == "NVIDIA A100"
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(x, id=x.file) for own in KERNELS.values() for x in own])
+def test_every_template_argument_has_a_name(kernel: Kernel) -> None:
+    names = module._parameter_names(kernel.file, kernel.function)
+    assert names and len({*names}) == len(names) and all(re.fullmatch(r"[A-Z]\w*", name) for name in names)
+    for instance in {*kernel.at_import, *kernel.specialized, *(x.instance for x in kernel.variants())}:
+        assert len(instance.arguments) <= len(names)
+        said = module._expression(instance)
+        assert said.count("=") == len(instance.arguments) and said.startswith(f"{kernel.function}<{names[0]}=")
 
 
 @pytest.mark.parametrize("key", DECLARED)
@@ -86,6 +107,44 @@ def test_every_declared_op_can_be_explained(key: str) -> None:
     assert cukern.explain(call.function, *call.args, **call.options, arch="90a").gpu is not None
     for array, kept in zip(call.arrays, before, strict=True):  # nothing ran
         torch.testing.assert_close(array, kept, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_reason_has_the_numbers_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(tokens: int, experts: int = 256, groups: int = 8, **options: Any) -> str:
+        given = np.zeros((tokens, experts), np.float32), np.zeros(experts, np.float32)
+        (launched,) = cukern.explain(cukern.moe_fused_gate, *given, groups, 1, 8, arch="H200", **options).launches
+        return launched.why
+
+    sizes = "specialized for 256 experts in 8 groups by sigmoid with a bias (DeepSeek-V3, DeepSeek-R1, Ling)"
+    assert why(1024) == f"1024 tokens: one warp per token (from 513 to 4096 tokens); {sizes}"
+    assert why(20000) == f"20000 tokens: 8 lanes per token (from 16385 tokens); {sizes}"
+    monkeypatch.setitem(_moe_gate.UP_TO_TOKENS, 32, 1000)
+    assert why(1024) == f"1024 tokens: 16 lanes per token (from 1001 to 16384 tokens); {sizes}"
+    assert why(64, variant="dynamic") == "variant='dynamic' asks for it"
+    call = "cukern.specialize(\"moe_fused_gate\", experts=96, groups=4, scoring_func='sigmoid')"
+    dynamic = why(64, 96, 4)
+    assert dynamic.startswith("dynamic, 16 lanes per token: no specialized instance is for 96 experts in 4 groups")
+    assert dynamic.endswith(f"{call} compiles one")
+    monkeypatch.setattr(_moe_gate, "registered", {*_moe_gate.registered})
+    moe_gate.specialize(experts=96, groups=4, scoring_func="sigmoid")  # what that call asks for, without a compiler
+    own = "specialized for 96 experts in 4 groups by sigmoid with a bias (by cukern.specialize)"
+    assert why(64, 96, 4) == f"64 tokens: one warp per token (up to 1000 tokens); {own}"
+
+
+@pytest.mark.parametrize("function", [cukern.rms_norm, cukern.layer_norm])
+def test_a_general_kernel_says_what_is_fast(function: Any) -> None:
+    def why(x: Any, **options: Any) -> str:
+        vectors = (None,) * (1 + (function is cukern.layer_norm))
+        return cukern.explain(function, x, *vectors, arch="90a", **options).launches[0].why
+
+    x = np.zeros((64, 1032), np.float16)
+    assert why(x[:, :1031]) == (
+        "scalar, the slow general kernel: width 1031 is not a multiple of 8, as the faster kernels need"
+    )
+    assert why(x[:, 8:]).startswith("specialized for width 1024 (BERT-large") or function is cukern.rms_norm
+    call = "cukern.specialize(\"rms_norm\", width=1032, dtype='float16') compiles one of each norm"
+    assert why(x) == f"dynamic, loads of 16 bytes: no specialized instance has width 1032; {call}"
+    assert why(x, variant="scalar") == "variant='scalar' asks for it"
 
 
 def test_nothing_to_do() -> None:

@@ -144,7 +144,7 @@ def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) 
     return known and variant in ("auto", "specialized")
 
 
-def reason(variant: str, width: int, wide: bool, fixed: bool, models: Mapping[int, str]) -> str:
+def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models: Mapping[int, str]) -> str:
     """Why a launch takes its instance, where `is_fixed` says `fixed`; `models` are named by width."""
     if fixed:
         asks = f"{asked(variant)}; " if variant != "auto" else ""
@@ -152,7 +152,7 @@ def reason(variant: str, width: int, wide: bool, fixed: bool, models: Mapping[in
     if variant != "auto":
         return asked(variant)
     if wide:
-        add = f'cukern.specialize("rms_norm", width={width}) compiles one of each norm'
+        add = f'cukern.specialize("rms_norm", width={width}, dtype={dtype!r}) compiles one of each norm'
         return f"dynamic, loads of 16 bytes: no specialized instance has width {width}; {add}"
     why = f"width {width} is not a multiple of {twin.EACH}"
     if width % twin.EACH == 0:
