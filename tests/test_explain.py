@@ -18,6 +18,7 @@ import torch
 import cukern
 from cukern.ops import _moe_gate, moe_gate
 from cukern.runtime import arrays, compile, gpu
+from cukern.runtime import kernel as kernel_module
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.cuda import cupy
 from cukern.runtime.describe import Result
@@ -25,6 +26,7 @@ from cukern.runtime.kernel import KERNELS, Kernel, Launched, Variant
 from cukern.runtime.op import OPERATORS, OPS, Op, op, operator
 from cukern.runtime.plan import empty, launch, note, outputs, run_twin
 from tests.buffers import OnlyDLPack
+from tests.spec import Call
 from tests.specs import CALLS
 
 # What the package calls so is the function.
@@ -109,6 +111,37 @@ def test_every_declared_op_can_be_explained(key: str) -> None:
         torch.testing.assert_close(array, kept, rtol=0, atol=0, equal_nan=True)
 
 
+#: By function and architecture.
+EXPLAINED = [(name, arch) for name in {call.name: None for call in CALLS.values()} for arch in ("80", "90a")]
+
+
+@pytest.mark.parametrize(("name", "arch"), EXPLAINED)
+def test_every_launch_says_why(name: str, arch: str) -> None:
+    for call in (call for call in CALLS.values() if call.name == name):
+        for launched in cukern.explain(call.function, *call.args, **call.options, arch=arch).launches:
+            wanted = "launch(..., why=f'...') with the rule that chose it and the numbers of the rule"
+            assert launched.why, f"a launch of {launched.kernel} by {name} gives no reason: write {wanted}"
+
+
+_FORCED = [name for name in dict(EXPLAINED) if "variant" in inspect.signature(getattr(cukern, name)).parameters]
+
+
+@pytest.mark.parametrize("name", _FORCED)
+def test_a_variant_that_is_asked_for_is_the_reason(name: str) -> None:
+    calls = [call for call in CALLS.values() if call.name == name]
+    function = calls[0].function
+    with pytest.raises(ValueError, match="variant must be one of ") as refused:
+        cukern.explain(function, *calls[0].args, **{**calls[0].options, "variant": "none"}, arch="90a")
+    for variant in re.findall(r"'(\w+)'", str(refused.value).partition(", got ")[0]):
+        for call in calls:
+            try:
+                said = cukern.explain(function, *call.args, **{**call.options, "variant": variant}, arch="90a")
+            except ValueError:
+                continue
+            asks = [f"variant={variant!r} asks for it" in x.why for x in said.launches]
+            assert any(asks) is (variant != "auto" and bool(asks)), [x.why for x in said.launches]
+
+
 def test_a_reason_has_the_numbers_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(tokens: int, experts: int = 256, groups: int = 8, **options: Any) -> str:
         given = np.zeros((tokens, experts), np.float32), np.zeros(experts, np.float32)
@@ -129,6 +162,25 @@ def test_a_reason_has_the_numbers_of_the_choice(monkeypatch: pytest.MonkeyPatch)
     moe_gate.specialize(experts=96, groups=4, scoring_func="sigmoid")  # what that call asks for, without a compiler
     own = "specialized for 96 experts in 4 groups by sigmoid with a bias (by cukern.specialize)"
     assert why(64, 96, 4) == f"64 tokens: one warp per token (up to 1000 tokens); {own}"
+
+
+@pytest.mark.parametrize("name", dict(EXPLAINED))
+def test_an_offer_to_specialize_is_true(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "available", lambda: None)
+    monkeypatch.setattr(kernel_module, "device_count", lambda: 0)
+    for key in [key for key in sys.modules if key.startswith("cukern.ops.")]:
+        for word, value in vars(sys.modules[key]).items():
+            if isinstance(value, set) and "registered" in word:
+                monkeypatch.setattr(sys.modules[key], word, {*value})
+
+    def reasons(call: Call) -> str:
+        said = cukern.explain(call.function, *call.args, **call.options, arch="90a")
+        return "; ".join(launched.why for launched in said.launches)
+
+    for call in (call for call in CALLS.values() if call.name == name):
+        for offer in re.findall(r"cukern\.specialize\([^)]*\)", reasons(call)):
+            eval(offer, {"cukern": cukern})
+            assert "by cukern.specialize" in reasons(call), offer
 
 
 @pytest.mark.parametrize("function", [cukern.rms_norm, cukern.layer_norm])
