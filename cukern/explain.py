@@ -23,7 +23,7 @@ from cukern.runtime.plan import Trace, Workspace, current
 from cukern.runtime.schema import schemas
 
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-_WIDTH, _INDENT = 120, 14
+_WIDTH, _INDENT = 88, 14
 
 
 class Ceilings(NamedTuple):
