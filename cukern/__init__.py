@@ -29,6 +29,7 @@ from cukern.ops.varlen_attention import *
 from cukern.runtime import kernel as _kernel
 from cukern.runtime.compile import CompileError as CompileError
 from cukern.runtime.kernel import specialize as specialize
+from cukern.runtime.performance import PerformanceWarning as PerformanceWarning
 
 __version__ = "0.2.0"
 # Each family lists its public names; modules and private names have no place here.

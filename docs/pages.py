@@ -37,7 +37,7 @@ FIRST_CELL = re.compile(r"^\| `(?:cukern\.models\.)?(\w+)` \|", re.MULTILINE)
 #: Where the files of the repository are published.
 SOURCES = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1] + "/blob/main"  # type: ignore[index]
 #: The public names that no family has.
-TOOLS = ("explain", "specialize", "CompileError")
+TOOLS = ("explain", "specialize", "CompileError", "PerformanceWarning")
 _THUMBNAIL = 480, 300
 #: Libraries whose functions are not in `cukern.compat`.
 _OTHERS = ("FasterTransformer", "DeepGEMM", "DeepEP", "FlashAttention", "transformers", "torch")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cukern.runtime import arrays, check, gpu, straight
+from cukern.runtime import arrays, check, gpu, performance, straight
 from cukern.runtime.describe import Array, Place
 from cukern.runtime.late import Guards, Late
 from cukern.runtime.plan import Plan, Trace, Trainable, follow, follow_part
@@ -171,6 +171,7 @@ class Op:
                 trainable.refuse(values)
             return self._run_twin(trace, returned, reader, form, values)
         plan = Plan(trace, returned, reader.paths, trainable)
+        performance.warn(trace)
         # A key that holds a foreign array would keep it alive.
         if key is not None and not any(
             of is None and hasattr(x, "__dlpack__") for x, of in zip(flat, libraries, strict=True)

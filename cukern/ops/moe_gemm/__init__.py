@@ -35,6 +35,7 @@ from cukern.runtime.describe import (
 )
 from cukern.runtime.late import Late, late
 from cukern.runtime.op import op
+from cukern.runtime.performance import advise
 from cukern.runtime.plan import note, outputs, run_twin
 
 __all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
@@ -48,6 +49,11 @@ E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 VARIANTS = ("auto", "wgmma", "mma", "stream", "fma")
 #: Architectures without an instruction that converts FP8: there "stream" would take too long for each weight.
 _NO_FP8_ARCHS = ("80", "86", "87")
+#: Of MXFP4 in bfloat16, 8 x 1024 rows and 256 x 8 of them (moe_gemm, n 4096, k 7168, "auto" and "mma").
+PREPARE = (
+    "weights of 4 bits that are not prepared take up to 3 times as long on Hopper: call "
+    "cukern.prepare_weights(b, b_scale) once, and pass its result as b, without b_scale"
+)
 
 
 # --- the choice -----------------------------------------------------------------------------------------
@@ -88,11 +94,18 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
         few = may_stream and x.expects(kernels.STREAM_ROWS)
         others = ("stream",) * few + ("wgmma", "mma", "fma")
         variant = next(name for name in others if not _why_not(name, x))
+        if _is_better_prepared(variant, x):
+            advise(PREPARE)
     elif reason := _why_not(variant, x):
         check.fail("variant", "'auto' or another here", f"{variant!r}: {reason}")
     if variant == "wgmma":
         return fp8.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
     return {"mma": kernels.mma, "stream": stream_one.stream, "fma": fma.fma}[variant]
+
+
+def _is_better_prepared(variant: str, x: Product) -> bool:
+    """Whether there is a faster kernel for the same weights of 4 bits, once they are prepared."""
+    return variant == "mma" and x.weights in ("MXFP4", "NVFP4") and not kernels.why_not_prepared("auto", x)
 
 
 def _quantizing(x: Product, out_scale: Array, dtype: str) -> Callable[[Product], None]:
