@@ -34,7 +34,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A function that sets the form of all products."""
 
     def use(form: Fp8Wgmma) -> None:
-        monkeypatch.setattr(fp8, "_fp8_wgmma_form", lambda *_: form)
+        monkeypatch.setattr(fp8, "_fp8_wgmma_form", lambda *_: (form, ""))
         forget_plans()
 
     yield use

@@ -36,7 +36,7 @@ from cukern.runtime.describe import (
 from cukern.runtime.late import Late, late
 from cukern.runtime.op import op
 from cukern.runtime.performance import advise
-from cukern.runtime.plan import note, outputs, run_twin
+from cukern.runtime.plan import asked, note, outputs, run_twin
 
 __all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
 
@@ -49,6 +49,13 @@ E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 VARIANTS = ("auto", "wgmma", "mma", "stream", "fma")
 #: Architectures without an instruction that converts FP8: there "stream" would take too long for each weight.
 _NO_FP8_ARCHS = ("80", "86", "87")
+#: What the variants are, in words.
+_WORDS = {
+    "stream": "which reads the weights once for a few rows",
+    "wgmma": "Hopper's tensor cores",
+    "mma": "tensor cores of every GPU",
+    "fma": "the slow general kernel, without tensor cores",
+}
 #: Of MXFP4 in bfloat16, 8 x 1024 rows and 256 x 8 of them (moe_gemm, n 4096, k 7168, "auto" and "mma").
 PREPARE = (
     "weights of 4 bits that are not prepared take up to 3 times as long on Hopper: call "
@@ -72,8 +79,40 @@ def _why_not(variant: str, x: Product) -> str:
     return reasons[variant](x)
 
 
-def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
-    """The function that launches the variant. What depends on the offsets is left to the device."""
+def _best(x: Product) -> tuple[str, str]:
+    """The variant for "auto", and why."""
+    arch, most = x.a.gpu.arch, x.most(kernels.STREAM_ROWS)
+    may_stream = x.weights != "FP8" or arch not in _NO_FP8_ARCHS
+    few = may_stream and x.expects(kernels.STREAM_ROWS)
+    refused: dict[str, list[str]] = {}
+    for variant in ("stream",) * few + ("wgmma", "mma", "fma"):
+        reason = _why_not(variant, x)
+        if not reason:
+            break
+        refused.setdefault(reason, []).append(variant)
+    why = [f"{x.expected}: {variant}, {_WORDS[variant]}"]
+    if not may_stream:
+        why[0] += f" (no stream: sm_{arch} has no instruction that converts FP8)"
+    elif variant == "stream" or (not few and x.weights in kernels.STREAM_FORMS and variant != "fma"):
+        why[0] += f" ({'stream only ' * (variant != 'stream')}up to {most} an expert)"
+    why += [f"{', '.join(names)} cannot: {reason}" for reason, names in refused.items()]
+    if variant == "fma":
+        why.append(_fast(x))
+    return variant, "; ".join(why)
+
+
+def _fast(x: Product) -> str:
+    """What takes tensor cores, for a product that does not."""
+    if x.a.dtype == "float32":
+        return f"tensor cores take {' and '.join(HALF_DTYPES)}"
+    if not x.is_of_units:
+        sizes = f"k of multiples of {x.unit} and results of multiples of {kernels.UNIT_COLUMNS} columns"
+        return f"the others take {sizes}, at multiples of 16 bytes"
+    return "weights without a stride take mma"
+
+
+def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
+    """The function that launches the variant, and why. What depends on the offsets is left to the device."""
     if x.is_prepared:
         for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
             if array.alignment < 16:
@@ -85,22 +124,23 @@ def _kernel(variant: str, x: Product) -> Callable[[Product], None]:
         if x.weights == "FOLDED":
             if reason := kernels.why_not_prepared(variant, x):
                 check.fail("b", "weights of 8 bits", f"MXFP4 prepared for FP8 rows: {reason}")
-            return folded.folded_wgmma
+            return folded.folded_wgmma, asked(variant) or f"{x.expected}: MXFP4 weights prepared for FP8 rows"
         if reason := kernels.why_not_prepared(variant, x):
             check.fail("b", "weights that are not prepared", f"prepared ones: {reason}")
-        return kernels.fp4_wgmma
+        return kernels.fp4_wgmma, asked(variant) or f"{x.expected}: {x.weights} weights that are prepared"
+    why = asked(variant)
     if variant == "auto":
-        may_stream = x.weights != "FP8" or x.a.gpu.arch not in _NO_FP8_ARCHS
-        few = may_stream and x.expects(kernels.STREAM_ROWS)
-        others = ("stream",) * few + ("wgmma", "mma", "fma")
-        variant = next(name for name in others if not _why_not(name, x))
+        variant, why = _best(x)
         if _is_better_prepared(variant, x):
             advise(PREPARE)
+            why += f"; {PREPARE}"
+        if variant == "mma" and x.row_token is not None and x.weights == "FP8" and x.a.gpu.arch == "90a":
+            why += "; rows in the order of the experts (cukern.moe_permute) take wgmma"
     elif reason := _why_not(variant, x):
         check.fail("variant", "'auto' or another here", f"{variant!r}: {reason}")
     if variant == "wgmma":
-        return fp8.fp8_wgmma if x.weights == "FP8" else kernels.wgmma
-    return {"mma": kernels.mma, "stream": stream_one.stream, "fma": fma.fma}[variant]
+        return fp8.fp8_wgmma if x.weights == "FP8" else kernels.wgmma, why
+    return {"mma": kernels.mma, "stream": stream_one.stream, "fma": fma.fma}[variant], why
 
 
 def _is_better_prepared(variant: str, x: Product) -> bool:
@@ -108,11 +148,13 @@ def _is_better_prepared(variant: str, x: Product) -> bool:
     return variant == "mma" and x.weights in ("MXFP4", "NVFP4") and not kernels.why_not_prepared("auto", x)
 
 
-def _quantizing(x: Product, out_scale: Array, dtype: str) -> Callable[[Product], None]:
-    """The function that launches the product whose activation is quantized."""
+def _quantizing(x: Product, out_scale: Array, dtype: str) -> tuple[Callable[[Product], None], str]:
+    """The function that launches the product whose activation is quantized, and why."""
     if reason := _why_not("wgmma", x):
         check.fail("a", "of a call that Hopper's kernel can do", reason)
-    return lambda x: fp8.fp8_quantized(x, out_scale, dtype, float(SMALLEST))
+    ranges = f"up to {fp8.FP8_QUANTIZED_ROWS} an expert and above {fp8.FP8_TAIL_ROWS}"
+    why = f"{x.expected}: a layer's first product quantizes its activation ({ranges}, where that takes less time)"
+    return lambda x: fp8.fp8_quantized(x, out_scale, dtype, float(SMALLEST)), why
 
 
 # --- the arguments ---------------------------------------------------------------------------------------
@@ -383,8 +425,8 @@ def _multiply(
         a, b, out, offsets, *scales, row_token, *sizes, *formats, epilogue, gated, expected_m, is_prepared(b),
         interleaved, bias, alpha, limit,
     )  # fmt: skip
-    launch = _kernel(variant, x) if out_scale is None else _quantizing(x, out_scale, out_dtype or "bfloat16")
-    launch(x)
+    launch, why = _kernel(variant, x) if out_scale is None else _quantizing(x, out_scale, out_dtype or "bfloat16")
+    launch(x._replace(why=why))
     return out if out_scale is None else (out, out_scale)
 
 

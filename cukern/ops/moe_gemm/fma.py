@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cukern.ops.moe_gemm.kernels import Product, _flag, constant
+from cukern.ops.moe_gemm.kernels import Product, _flag, constant, tiles_of
 from cukern.runtime import arrays
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.plan import launch
@@ -29,6 +29,7 @@ def fma(x: Product) -> None:
         fma_variant(x.out.dtype, x.weights, x.is_by_blocks, x.epilogue, tokens),
         x.tiles(tokens, strips),
         constant(_fma, "FMA_THREADS"),
+        why=f"{x.why}; {tiles_of(FMA_TOKENS, tokens, x)}",
         **x.fields(),
         b_row=x.b_strides[1],
         b_expert=x.b_strides[0],

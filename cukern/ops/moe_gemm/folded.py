@@ -103,16 +103,17 @@ _folded_wgmma.specialize_by_arch({arch: _ahead if arch == "90a" else [] for arch
 
 def folded_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
-    form, medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
+    (form, why), medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
     # The larger form gains nothing before groups have more rows than the smaller one takes.
     if form is FOLDED_FORMS[-1] and x.expects(medium.tokens):
-        form = medium
+        form, why = medium, f"tiles of {medium.tokens} rows (up to {x.most(medium.tokens)} an expert)"
     strips = -(-x.n // (form.cluster * form.weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.out.dtype, x.epilogue),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
+        why=f"{x.why}; {why}",
         **x.fields(_TOGETHER),
         b_map=_prepared_map(x, form, promotion),
         a_map=x.a_map(form.box, promotion),
@@ -130,6 +131,7 @@ def convert(b: Array, b_scale: Array, prepared: Array, k: int, restores: bool = 
         prepare_variant(restores),
         eights,
         constant(_prepare, "FOLDED_THREADS"),
+        why="MXFP4 for FP8 rows: a block for each 8 rows of weights",
         b=b,
         b_scale=b_scale,
         prepared=prepared,

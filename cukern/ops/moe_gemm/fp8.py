@@ -30,6 +30,8 @@ _FP8_STAGES = {288: 4, 256: 4, 128: 6}
 #: random routing around 256 rows, half of the groups have up to 32 more, and a tile of their own would read all weights
 #: again. On an H200 they take 6% to 13% less time there, as long around 1024 rows, and 1% to 3% more with whole tiles.
 FP8_TAIL_ROWS = 600
+#: The tiles without a tail, and the share of a large one's time that a small one must stay below.
+_SMALL, _LARGE, _LESS = 128, 256, 0.9
 #: Boxes of 64 rows that a tile takes at least the time of: that of its weights' bytes.
 _FP8_LEAST_BOXES = 1.2
 
@@ -69,8 +71,8 @@ def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multip
 
 
 def _is_small_cheaper(rows: int, cluster: int, *sizes: int) -> bool:
-    small, large = (_fp8_wgmma_cost(rows, Fp8Wgmma(tokens, cluster), *sizes) for tokens in (128, 256))
-    return small < 0.9 * large
+    small, large = (_fp8_wgmma_cost(rows, Fp8Wgmma(tokens, cluster), *sizes) for tokens in (_SMALL, _LARGE))
+    return small < _LESS * large
 
 
 def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
@@ -78,16 +80,21 @@ def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
     return 2 if (strips % 2 == 0 or strips >= 16) and not is_one_box else 1
 
 
-def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> Fp8Wgmma:
-    """The form that needs the least time; `strips`: the columns of the result by those of a tile."""
+def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8Wgmma, str]:
+    """The form that needs the least time, and why; `strips`: the columns of the result by those of a tile."""
     cluster = _fp8_wgmma_cluster(strips, x.expects(constant(_fp8_wgmma, "FP8_BOX")))
 
     def is_small_cheaper(rows: int) -> bool:
         return _is_small_cheaper(rows, cluster, x.experts, strips, multiprocessors)
 
-    large = 288 if x.is_by_blocks and not x.epilogue and x.expects(FP8_TAIL_ROWS) else 256
-    tokens = 128 if x.expects(128) or x.by_expected_rows(is_small_cheaper) else large
-    return Fp8Wgmma(tokens, cluster)
+    large = 288 if x.is_by_blocks and not x.epilogue and x.expects(FP8_TAIL_ROWS) else _LARGE
+    if x.expects(_SMALL):
+        return Fp8Wgmma(_SMALL, cluster), f"tiles of {_SMALL} rows (up to {_SMALL} an expert)"
+    if x.by_expected_rows(is_small_cheaper):
+        fewer = f"{multiprocessors} multiprocessors take less than {_LESS} of the time that tiles of {_LARGE} would"
+        return Fp8Wgmma(_SMALL, cluster), f"tiles of {_SMALL} rows, with which {fewer}"
+    tail = f", a tail among them (scales by blocks, up to {FP8_TAIL_ROWS} an expert)" if large != _LARGE else ""
+    return Fp8Wgmma(large, cluster), f"tiles of {large} rows{tail} (from {_SMALL + 1} an expert on)"
 
 
 def why_not_fp8_wgmma(x: Product) -> str:
@@ -107,11 +114,12 @@ def fp8_wgmma(x: Product) -> None:
     # The columns of the result of a tile: gated, half of its rows of weights are ups.
     columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
     strips = -(-x.out.shape[-1] // columns)
-    form = _fp8_wgmma_form(x, strips, count)
+    form, why = _fp8_wgmma_form(x, strips, count)
     blocks = x.tiles(min(form.tokens, 256), -(-strips // form.cluster) * form.cluster)
     launch(
         form.variant(x.out.dtype, x.is_by_blocks, x.epilogue),
         late(min, blocks, max(count // form.cluster, 1) * form.cluster),
+        why=f"{x.why}; {why}",
         **x.fields(),
         **x.maps(columns, form.box),
     )
@@ -168,9 +176,11 @@ def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> 
     cluster = 1 if x.expects(_FP8_ALONE) else 2
     columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
     blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)
+    why = f"clusters of {cluster} (1 up to {_FP8_ALONE} an expert)"
     launch(
         fp8_blocks_variant(dtype, cluster, x.epilogue),
         late(min, blocks, max(x.a.gpu.multiprocessors // cluster, 1) * cluster),
+        why=f"{x.why}; {why}",
         out_scale=out_scale,
         smallest=smallest,
         **x.fields(),

@@ -18,6 +18,8 @@ from cukern.runtime.plan import launch, tensor_map
 #: Rows of a group up to which "stream" is taken, by `expected_m` and by the mean. It is the fastest for groups that all
 #: have two rows, and for groups of up to four, most of which have fewer.
 STREAM_ROWS, STREAM_MEAN = 4, 2
+#: Columns of a result of which a unit of 16 bytes is made.
+UNIT_COLUMNS = 8
 
 _wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
 _mma = Kernel("moe_gemm/mma", "gemm_mma")
@@ -58,6 +60,7 @@ class Product(NamedTuple):
     bias: Array | None
     alpha: float
     limit: float
+    why: str = ""  # the reason for the kernel
 
     @property
     def has_halves(self) -> bool:
@@ -91,11 +94,15 @@ class Product(NamedTuple):
         return lines * line, line
 
     @property
+    def unit(self) -> int:
+        """Numbers along k of a unit of 16 bytes."""
+        return 32 if self.weights in ("MXFP4", "NVFP4") else 16 // self.a.item_size
+
+    @property
     def is_of_units(self) -> bool:
         """Whether arrays begin, and rows are made of, whole units of 16 bytes; strides of weights do not count."""
-        unit = 32 if self.weights in ("MXFP4", "NVFP4") else 16 // self.a.item_size
-        columns = self.out.shape[-1]
-        return self.k % unit == 0 == columns % 8 and all(x.alignment >= 16 for x in (self.a, self.b, self.out))
+        is_whole = self.k % self.unit == 0 == self.out.shape[-1] % UNIT_COLUMNS
+        return is_whole and all(x.alignment >= 16 for x in (self.a, self.b, self.out))
 
     @property
     def is_by_blocks(self) -> bool:
@@ -116,13 +123,25 @@ class Product(NamedTuple):
 
         return late(count, self.rows)
 
-    def expects(self, most: int) -> bool:
+    def most(self, rows: int) -> int:
+        """What `expects` compares with `rows`: a mean stands for groups of more rows."""
+        return STREAM_MEAN if self.expected_m is None and STREAM_MEAN < rows <= STREAM_ROWS else rows
+
+    def expects(self, rows: int) -> bool:
         """Whether a group is expected to have at most so many rows. The host cannot know."""
+        most = self.most(rows)
         if self.expected_m is not None:
             return self.expected_m <= most
-        if STREAM_MEAN < most <= STREAM_ROWS:
-            most = STREAM_MEAN
         return self.rows <= (most if self.is_batched else most * self.experts)
+
+    @property
+    def expected(self) -> str:
+        """The rows that `expects` compares, in words, which compare nothing: that would be a guard."""
+        if self.expected_m is not None:
+            return f"{self.expected_m} rows an expert by expected_m"
+        if self.is_batched:
+            return f"room for {self.rows} rows an expert"
+        return f"{self.rows} rows for {self.experts} experts, {self.rows / self.experts:.4g} an expert"
 
     def by_expected_rows(self, function: Any) -> Any:
         """`function` of the rows that `expects` compares, where these are more than STREAM_ROWS."""
@@ -303,14 +322,19 @@ def _mean_for(most: int) -> int:
     return max(rows for rows in range(1, most + 1) if rows + _DEVIATIONS * rows**0.5 <= most)
 
 
-def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> Any:
-    """The one of `forms`, from few tokens of a tile to many, for a product."""
+def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[Any, str]:
+    """The one of `forms`, from few tokens of a tile to many, for a product, and why."""
+    most = 0
     for form in forms[:-1]:
-        if x.expects(form.tokens if x.is_batched else _mean_for(form.tokens)):
-            return form
+        most = form.tokens if x.is_batched else _mean_for(form.tokens)
+        if x.expects(most):
+            return form, f"tiles of {form.tokens} rows (up to {x.most(most)} an expert)"
     # Large tiles read least, but there may be fewer of them than multiprocessors.
     tiles = multiprocessors // (2 * x.experts * -(-x.n // 128))
-    return forms[-2] if tiles and x.expects(tiles * _TOKENS_OF_TILES) else forms[-1]
+    if tiles and x.expects(tiles * _TOKENS_OF_TILES):
+        few = f"larger ones would not be enough for {multiprocessors} multiprocessors"
+        return forms[-2], f"tiles of {forms[-2].tokens} rows (up to {tiles * _TOKENS_OF_TILES} an expert: {few})"
+    return forms[-1], f"tiles of {forms[-1].tokens} rows (from {most + 1} an expert on)"
 
 
 def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
@@ -340,7 +364,7 @@ def why_not_wgmma(x: Product) -> str:
 
 def wgmma(x: Product) -> None:
     count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
-    form, weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
+    (form, why), weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
     strips = -(-x.n // (form.cluster * weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
@@ -351,6 +375,7 @@ def wgmma(x: Product) -> None:
     launch(
         form.variant(x.a.dtype, x.epilogue, gathers, x.is_transposed),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
+        why=f"{x.why}; {why}",
         **x.fields(_TOGETHER),
         **maps,
     )
@@ -446,17 +471,20 @@ def why_not_prepared(variant: str, x: Product) -> str:
 
 def fp4_wgmma(x: Product) -> None:
     count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
-    form = _form_of(FP4_FORMS, x, count)
+    form, why = _form_of(FP4_FORMS, x, count)
     if form is FP4_FORMS[0] and x.tiles(form.tokens, -(-x.n // form.weights)) <= _FEW_TILES * count:
         form = FP4_FEW_TILES
+        why += f", one at a time with its k shared out (up to {_FEW_TILES} tiles a multiprocessor)"
     if gathers:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
+        why += f", of {form.tokens} and without clusters as rows are gathered"
     strips = -(-x.n // (form.cluster * form.weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
         late(min, blocks, count * form.blocks // form.cluster * form.cluster),
+        why=f"{x.why}; {why}",
         **x.fields(_TOGETHER),
         b_map=_prepared_map(x, form, promotion),
         a_map=None if gathers else _token_map(x, form, promotion),
@@ -494,13 +522,19 @@ def prepare_variant(weights: str, restores: bool = False) -> Variant:
 def prepare(weights: str, b: Array, b_scale: Array, prepared: Array, k: int) -> None:
     units, threads = prepared.size // prepared.shape[-1], constant(_prepare, "PREPARE_THREADS")
     grid = -(-units * constant(_prepare, "UNIT_WORDS") // threads)
-    launch(prepare_variant(weights), grid, threads, b=b, b_scale=b_scale, prepared=prepared, units=units, k=k)
+    fields = {"b": b, "b_scale": b_scale, "prepared": prepared, "units": units, "k": k}
+    launch(prepare_variant(weights), grid, threads, why=_of_scales(weights), **fields)
 
 
 def restore(weights: str, prepared: Array, b: Array, b_scale: Array, k: int) -> None:
     units, threads = prepared.size // prepared.shape[-1], constant(_restore, "PREPARE_THREADS")
     grid = -(-units * constant(_restore, "UNIT_WORDS") // threads)
-    launch(prepare_variant(weights, True), grid, threads, prepared=prepared, b=b, b_scale=b_scale, units=units, k=k)
+    fields = {"b": b, "b_scale": b_scale, "prepared": prepared, "units": units, "k": k}
+    launch(prepare_variant(weights, True), grid, threads, why=_of_scales(weights), **fields)
+
+
+def _of_scales(weights: str) -> str:
+    return f"{weights}: a scale for {MXFP4_GROUP if weights == 'MXFP4' else NVFP4_GROUP} numbers of a row"
 
 
 # --- every GPU ------------------------------------------------------------------------------------------
@@ -587,9 +621,17 @@ _mma.specialize_by_arch({arch: _mma_ahead(of.shared_per_block) for arch, of in g
 def mma(x: Product) -> None:
     forms = _MMA_MXFP4_FLOAT16 if (x.weights, x.a.dtype) == ("MXFP4", "float16") else MMA_FORMS[x.weights]
     form = next((form for form in forms[:-1] if x.expects(form.tokens)), forms[-1])
+    why = f"{x.why}; {tiles_of([form.tokens for form in forms], form.tokens, x)}"
     form = form.fit(x.weights, x.is_by_blocks, x.a.gpu.shared_per_block)
     variant = form.variant(x.out.dtype, x.weights, x.is_by_blocks, x.epilogue)
-    launch(variant, x.tiles(form.tokens, -(-x.n // form.weights)), **x.fields())
+    launch(variant, x.tiles(form.tokens, -(-x.n // form.weights)), why=why, **x.fields())
+
+
+def tiles_of(sizes: Sequence[int], tokens: int, x: Product) -> str:
+    """The reason for tiles of `tokens` rows among those of `sizes`, each for up to so many rows of a group."""
+    if tokens == sizes[-1]:
+        return f"tiles of {tokens} rows (from {x.most(sizes[-2]) + 1} an expert on)"
+    return f"tiles of {tokens} rows (up to {x.most(tokens)} an expert)"
 
 
 def why_not_mma(x: Product) -> str:
@@ -611,7 +653,7 @@ class _Stream(NamedTuple):
 
 #: Rows of a tile, which reads the weights once.
 _STREAM_TOKENS = (1, 2, 4, 8)
-_STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
+STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
 #: The form in FP8 for tiles of one row (6% to 13% faster on an H200). With more rows it has too few registers.
 _STREAM_FP8_ONE = _Stream(2, 4, 2, 4)
 _MAX_GRID_Y = 2**16 - 1
@@ -620,7 +662,7 @@ _MAX_GRID_Y = 2**16 - 1
 def _stream_form(tokens: int, weights: str) -> _Stream:
     if weights == "FP8" and tokens == 1:
         return _STREAM_FP8_ONE
-    form = _STREAM_FORMS[weights]
+    form = STREAM_FORMS[weights]
     # With one block more, tiles of many rows would have too few registers.
     return form._replace(blocks=form.blocks - 1) if tokens == _STREAM_TOKENS[-1] else form
 
@@ -651,7 +693,7 @@ def why_not_stream(x: Product) -> str:
     """The reason why `gemm_stream` cannot do it; empty if it can."""
     if x.is_transposed:
         return "b lies as [experts, k, n]"
-    if x.weights not in _STREAM_FORMS:
+    if x.weights not in STREAM_FORMS:
         return "weights are of 4 bits"
     if x.is_strided:
         return "rows of b have a stride"
@@ -672,4 +714,4 @@ def stream(x: Product) -> None:
     form = _stream_form(tokens, x.weights)
     grid = -(-x.n // (2 * form.warps * form.pairs)), x.tiles(tokens)
     variant = stream_variant(tokens, x.out.dtype, x.weights, x.is_by_blocks, x.epilogue)
-    launch(variant, grid, 32 * form.warps, **x.fields())
+    launch(variant, grid, 32 * form.warps, why=f"{x.why}; {tiles_of(_STREAM_TOKENS, tokens, x)}", **x.fields())

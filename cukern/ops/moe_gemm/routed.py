@@ -47,6 +47,11 @@ def form_for(k: int) -> Form:
     return Form(pairs, loads, 4, 3 if pairs == 4 else 4)
 
 
+def _words(form: Form, k: int) -> str:
+    """The form for rows of k numbers, in words."""
+    return f"rows of {k} in parts of {32 * _UNIT * form.loads}, {form.pairs} pair{'s' * (form.pairs > 1)} at once"
+
+
 def slots_for(topk: int, experts: int, all_experts: int) -> int:
     """The warps that share an output: as many as there are slots whose experts are expected to be here."""
     expected = max(topk * experts // all_experts, 1)
@@ -190,10 +195,13 @@ def routed_experts(
     form = form_for(hidden)
     blocks = late(lambda rows: -(-rows * -(-n // (2 * form.pairs)) // form.warps), rows)
     resident = hidden_states.gpu.multiprocessors * form.blocks
+    few = f"{tokens} token, of 16 bits: both products find their experts by topk_ids, without a sort"
+    few += f" (up to {MOST_TOKENS} token)"
     launch(
         routed_variant(dtype, first, form),
         late(min, blocks, resident),
         32 * form.warps,
+        why=f"{few}; {_words(form, hidden)}",
         **_fields(hidden_states, w1, activated, rows, w1_bias, bounds, routing),
     )
     form, slots = form_for(inter), slots_for(topk, experts, all_experts)
@@ -201,6 +209,8 @@ def routed_experts(
         summed_variant(dtype, kernels.epilogue(0, is_gated=False, biased=w2_bias is not None), form, slots),
         (-(-hidden // (2 * form.pairs * (form.warps // slots))), tokens),
         32 * form.warps,
+        why=f"{few}; {slots} warps share an output, for {topk} slots with {experts} of {all_experts} experts here; "
+        + _words(form, inter),
         **_fields(activated, w2, output, rows, w2_bias, bounds, routing),
     )
     return output

@@ -68,4 +68,6 @@ def stream(x: Product) -> None:
     form = form_for(x.k)
     warps = kernels.constant(_kernel, "ONE_WARPS")
     blocks = -(-x.n // (2 * form.pairs * (warps // form.split))), x.tiles(few)
-    launch(variant_of(few, x.out.dtype, x.epilogue, form), blocks, 32 * warps, **x.fields())
+    why = f"{x.why}; the rows are of one expert (up to {x.most(max(TOKENS))}), so none is looked for; "
+    why += f"{form.numbers} of the {x.k} numbers of a row of weights under way at once"
+    launch(variant_of(few, x.out.dtype, x.epilogue, form), blocks, 32 * warps, why=why, **x.fields())
