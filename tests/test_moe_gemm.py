@@ -684,6 +684,75 @@ def test_the_rows_of_a_group_that_are_expected(rows: int, expected_m: int | None
     assert function_for(shaped(rows, n=96, k=64, expected_m=expected_m)) == function
 
 
+def why(rows: int, variant: str = "auto", on: str = "90a", **changes: Any) -> str:
+    found = planned(shaped(rows, **{"expected_m": None, **changes}), variant, on)
+    assert found is not None
+    return found.step.why
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ((16,), "16 rows for 8 experts, 2 an expert: stream, which reads the weights once for a few rows (up to 2 an"),
+        ((17,), "17 rows for 8 experts, 2.125 an expert: wgmma, Hopper's tensor cores (stream only up to 2 an"),
+        ((17, "auto", "80"), "mma, tensor cores of every GPU (stream only up to 2 an expert); wgmma cannot: this GPU"),
+        ((64, "mma"), "variant='mma' asks for it; tiles of 16 rows (up to 16 an expert)"),
+    ],
+)  # fmt: skip
+def test_the_reason_for_a_variant(given: tuple[Any, ...], wanted: str) -> None:
+    assert wanted in why(*given)
+
+
+def test_the_reasons_for_other_weights_and_sizes() -> None:
+    assert "4 rows an expert by expected_m: stream" in why(8192, expected_m=4)
+    assert "room for 40 rows an expert: wgmma" in why(40, how="batched")
+    for gathered in ({}, {"how": "gathered"}):
+        assert ("rows of FP8 are gathered; rows in the order of the experts (cukern.moe_permute) take wgmma" in why(
+            8192, weights="fp8 block", **gathered
+        )) == bool(gathered)  # fmt: skip
+    general = "fma, the slow general kernel, without tensor cores; "
+    sizes = "the others take k of multiples of 8 and results of multiples of 8 columns, at multiples of 16 bytes"
+    assert all(x in why(8192, n=97) for x in (general, sizes))
+    assert f"{general}wgmma, mma cannot: a is float32; tensor cores take bfloat16 and float16" in why(
+        8192, dtype="float32"
+    )
+    assert "(no stream: sm_80 has no instruction that converts FP8)" in why(8, "auto", "80", weights="fp8 block")
+
+
+@pytest.mark.parametrize(
+    ("changes", "on"),
+    [
+        *(({}, on) for on in ("90a", "80")),
+        *(({"weights": "fp8 block"}, on) for on in ("80", "89")),
+        *(({"weights": "mxfp4"}, on) for on in ("90a", "80")),
+        ({"dtype": "float32"}, "90a"),
+    ],
+    ids=str,
+)
+def test_the_number_in_a_reason_is_where_the_choice_changes(changes: dict[str, Any], on: str) -> None:
+    experts, rows, met = 8, 8, 0
+
+    def choice(rows: int) -> tuple[str, str]:
+        found = planned(shaped(rows, experts=experts, n=4096, k=4096, expected_m=None, **changes), on=on)
+        assert found is not None
+        return str(found.step.variant), found.step.why
+
+    while up_to := re.findall(r"tiles of \d+ rows \(up to (\d+) an expert", choice(rows)[1]):
+        most = experts * int(up_to[0])
+        assert choice(rows)[0] == choice(most)[0] != choice(most + 1)[0]
+        rows, met = most + 1, met + 1
+    assert met and re.search(r"tiles of \d+ rows \(from \d+ an expert on\)", choice(rows)[1])
+
+
+def test_the_reasons_for_tiles_of_8_bits() -> None:
+    fp8 = {"weights": "fp8 block", "expected_m": None}
+    small = "tiles of 128 rows (up to 128 an expert); clusters of 2 for 32 strips of 128 columns (1 up to 64 rows"
+    assert small in why(1024, **fp8, n=4096)
+    assert "with which 132 multiprocessors are expected to take less than 0.9" in why(8 * 512, **fp8, n=512)
+    assert "tiles of 288 rows, a tail among them (scales by blocks, up to 600 an expert)" in why(4096, **fp8, n=4096)
+    assert "tiles of 256 rows (from 129 an expert on)" in why(8192, **fp8, n=4096)
+
+
 def test_the_variant_without_hopper() -> None:
     for arch in ("80", "100a", "120a"):
         for rows in (32, 33, 8192):

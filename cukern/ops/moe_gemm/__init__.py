@@ -134,7 +134,8 @@ def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
         if _is_better_prepared(variant, x):
             advise(PREPARE)
             why += f"; {PREPARE}"
-        if variant == "mma" and x.row_token is not None and x.weights == "FP8" and x.a.gpu.arch == "90a":
+        in_order = x._replace(row_token=None)
+        if variant == "mma" and x.weights == "FP8" and x.row_token is not None and not _why_not("wgmma", in_order):
             why += "; rows in the order of the experts (cukern.moe_permute) take wgmma"
     elif reason := _why_not(variant, x):
         check.fail("variant", "'auto' or another here", f"{variant!r}: {reason}")

@@ -32,6 +32,8 @@ _FP8_STAGES = {288: 4, 256: 4, 128: 6}
 FP8_TAIL_ROWS = 600
 #: The tiles without a tail, and the share of a large one's time that a small one must stay below.
 _SMALL, _LARGE, _LESS = 128, 256, 0.9
+#: The least odd number of strips for clusters: the last cluster has one.
+_MANY_STRIPS = 16
 #: Boxes of 64 rows that a tile takes at least the time of: that of its weights' bytes.
 _FP8_LEAST_BOXES = 1.2
 
@@ -77,7 +79,7 @@ def _is_small_cheaper(rows: int, cluster: int, *sizes: int) -> bool:
 
 def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
     # The blocks of a cluster have a strip each: of an odd number of strips the last leaves one without work.
-    return 2 if (strips % 2 == 0 or strips >= 16) and not is_one_box else 1
+    return 2 if (strips % 2 == 0 or strips >= _MANY_STRIPS) and not is_one_box else 1
 
 
 def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8Wgmma, str]:
@@ -91,7 +93,7 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8W
     if x.expects(_SMALL):
         return Fp8Wgmma(_SMALL, cluster), f"tiles of {_SMALL} rows (up to {_SMALL} an expert)"
     if x.by_expected_rows(is_small_cheaper):
-        fewer = f"{multiprocessors} multiprocessors take less than {_LESS} of the time that tiles of {_LARGE} would"
+        fewer = f"{multiprocessors} multiprocessors are expected to take less than {_LESS} of the time of {_LARGE}"
         return Fp8Wgmma(_SMALL, cluster), f"tiles of {_SMALL} rows, with which {fewer}"
     tail = f", a tail among them (scales by blocks, up to {FP8_TAIL_ROWS} an expert)" if large != _LARGE else ""
     return Fp8Wgmma(large, cluster), f"tiles of {large} rows{tail} (from {_SMALL + 1} an expert on)"
@@ -115,6 +117,8 @@ def fp8_wgmma(x: Product) -> None:
     columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
     strips = -(-x.out.shape[-1] // columns)
     form, why = _fp8_wgmma_form(x, strips, count)
+    alone = f"1 up to {constant(_fp8_wgmma, 'FP8_BOX')} rows an expert, or for odd strips below {_MANY_STRIPS}"
+    why += f"; clusters of {form.cluster} for {strips} strips of {columns} columns ({alone})"
     blocks = x.tiles(min(form.tokens, 256), -(-strips // form.cluster) * form.cluster)
     launch(
         form.variant(x.out.dtype, x.is_by_blocks, x.epilogue),

@@ -18,7 +18,7 @@ from cukern.runtime.plan import launch, tensor_map
 #: Rows of a group up to which "stream" is taken, by `expected_m` and by the mean. It is the fastest for groups that all
 #: have two rows, and for groups of up to four, most of which have fewer.
 STREAM_ROWS, STREAM_MEAN = 4, 2
-#: Columns of a result of which a unit of 16 bytes is made.
+#: Columns of a result in a unit of 16 bytes.
 UNIT_COLUMNS = 8
 
 _wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
@@ -628,7 +628,7 @@ def mma(x: Product) -> None:
 
 
 def tiles_of(sizes: Sequence[int], tokens: int, x: Product) -> str:
-    """The reason for tiles of `tokens` rows among those of `sizes`, each for up to so many rows of a group."""
+    """The reason for tiles of `tokens` rows, of all `sizes`: each is for groups of up to its own rows."""
     if tokens == sizes[-1]:
         return f"tiles of {tokens} rows (from {x.most(sizes[-2]) + 1} an expert on)"
     return f"tiles of {tokens} rows (up to {x.most(tokens)} an expert)"
