@@ -778,6 +778,38 @@ def launches_of(x: Sizes, on: gpu.Gpu = H200) -> Launches:
     return Launches(trace, returned, reader.addresses)
 
 
+@pytest.mark.parametrize(
+    ("x", "arch", "wanted"),
+    [
+        (Sizes(), "90a", "128 query rows for each kv head of a sequence: wgmma (mma up to 16); 66 parts of the "),
+        (Sizes(heads=16), "90a", "16 query rows for each kv head of a sequence: mma (up to 16); 132 parts"),
+        (Sizes(heads=32, is_fp8=True), "90a", ": mma (up to 32); "),
+        (Sizes(heads=33, is_fp8=True), "90a", ": wgmma (mma up to 32); "),
+        (Sizes(heads=33, is_fp8=True), "90a", "two warpgroups load the tokens of an 8-bit cache, which TMA"),
+        (Sizes(topk=64), "90a", "two warpgroups load the tokens by indices, which TMA cannot copy"),
+        (Sizes(), "80", "mma, as wgmma cannot: this GPU is of sm_80, not sm_90a; 54 parts"),
+        (Sizes(dims=(192, 128)), "90a", "dynamic, the slow general kernel: heads of 576 and 512 have a faster one"),
+        (Sizes(variant="dynamic"), "90a", "variant='dynamic' asks for it"),
+        (Sizes(has_plan=False), "90a", "66 parts of the tokens, so that 132 multiprocessors have work"),
+    ],
+)  # fmt: skip
+def test_the_reason_for_a_kernel(x: Sizes, arch: str, wanted: str) -> None:
+    assert wanted in launches_of(x, gpu.of_arch(arch)).attend.why
+
+
+def test_the_reasons_for_a_plan_and_for_what_puts_parts_together() -> None:
+    own = "no plan is given (get_mla_metadata makes one for all layers of a step); "
+    for batch, chain in ((48, "sequences"), (49, "parts")):
+        step = launches_of(Sizes(batch=batch, has_plan=False)).trace.steps[0]
+        assert step.why.startswith(f"{own}{batch} sequences in 66 parts: a chain over the {chain} (from 49 to 4096 ")
+    for heads, batch, wanted in (
+        (64, 1, "64 rows, a block for each 128 columns"),
+        (65, 1, "65 rows, a block for each ("),
+    ):
+        assert wanted in launches_of(Sizes(heads=heads, batch=batch)).combine.why
+    assert "513 rows, a warp for each (from 513 rows on)" in launches_of(Sizes(heads=27, batch=19)).combine.why
+
+
 @pytest.mark.parametrize("arch", gpu.BY_ARCH)
 def test_a_gpu_is_given_what_is_compiled_for_it(arch: str) -> None:
     calls = [Sizes(variant="mma", heads=heads, is_fp8=is_fp8) for heads in (16, 32, 64) for is_fp8 in (False, True)]

@@ -9,7 +9,7 @@ from cukern.reference import mla_decode as twin
 from cukern.runtime import arrays, check, gpu, template
 from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Launched, Variant
-from cukern.runtime.plan import launch, tensor_map
+from cukern.runtime.plan import asked, launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
@@ -17,6 +17,7 @@ THREADS = 256  # of attend_mma, and of plan_parts where it follows the sequences
 _BY_PARTS_THREADS = 384, 768  # of plan_parts where it follows the parts
 #: Sequences up to which following them takes less time than following the parts, and up to which the latter can be.
 _FEW_SEQUENCES, _MOST_LINED_UP = 48, 4096
+_SPAN = f"from {_FEW_SEQUENCES + 1} to {_MOST_LINED_UP} sequences"
 _PLAN_SHARED_BYTES = 99 << 10  # the shared memory of `plan_parts` that every GPU has
 _TABLE_BYTES = 24 << 10, 640  # of the table of places by parts: at least, and for each sequence
 
@@ -40,6 +41,7 @@ _LARGEST_STRIDE = 2**40  # bytes, of a tensor map
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
 #: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
 _FEW_COMBINED_ROWS = 64, 512
+_COMBINED_COLUMNS = 128  # of a row, that a block puts together where several do
 _COMBINING_BLOCKS = 2  # per multiprocessor, at once
 
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
@@ -223,6 +225,11 @@ class Work(NamedTuple):
     has_extra: bool  # a second cache, or numbers of the indices that count
 
     @property
+    def few_rows(self) -> int:
+        """The most rows that `attend_mma` is faster with."""
+        return _FEW_ROWS_FP8 if self.is_fp8 else _FEW_ROWS
+
+    @property
     def is_paged(self) -> bool:
         """Whether the pages of an 8-bit cache are in two parts, as for heads of 512."""
         return self.is_fp8 and self.dims[0] == twin.PAGED_DIMS
@@ -262,8 +269,27 @@ def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
         check.fail("variant", "'auto' or 'dynamic' here", got)
     # Few rows leave most of a product of 64 unused, and memory is what takes the time. `attend_mma` waits while it
     # converts the pages of two parts, for any number of rows.
-    is_many = work.is_paged or work.rows > (_FEW_ROWS_FP8 if work.is_fp8 else _FEW_ROWS)
-    return variant == "wgmma" or (variant == "auto" and not reason and is_many)
+    return variant == "wgmma" or (variant == "auto" and not reason and (work.is_paged or work.rows > work.few_rows))
+
+
+def why_parts(work: Work, is_given: bool, multiprocessors: int) -> str:
+    """The reason for the number of parts; `is_given`: the caller's plan has them."""
+    if is_given:
+        return f"{work.parts} parts of the tokens, by the given plan"
+    blocks = f"a part is a block for each kv head ({work.kv_heads}) and each {twin.ROWS} rows"
+    return f"{work.parts} parts of the tokens, so that {multiprocessors} multiprocessors have work ({blocks})"
+
+
+def why_attend(work: Work, variant: str, is_wgmma: bool, reason: str) -> str:
+    """Why `attend_wgmma` or `attend_mma` does it; `reason` says why the former cannot."""
+    rows = f"{work.rows} query rows for each kv head of a sequence"
+    if asked(variant):
+        return asked(variant)
+    if is_wgmma and work.is_paged:
+        return f"slots of {twin.PAGED_SLOT_BYTES} bytes: wgmma for any number of rows"
+    if is_wgmma:
+        return f"{rows}: wgmma (mma up to {work.few_rows})"
+    return f"{rows}: mma, as wgmma cannot: {reason}" if reason else f"{rows}: mma (up to {work.few_rows})"
 
 
 # --- launches -----------------------------------------------------------------------------------------
@@ -283,8 +309,8 @@ class Counts(NamedTuple):
         return self.topk_length is not None or self.extra_topk_length is not None
 
 
-def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: Counts) -> None:
-    """Make a plan of the lengths, or of so many indices for each sequence."""
+def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: Counts, why: str = "") -> None:
+    """Make a plan of the lengths, or of a number of indices for each sequence; `why` begins the reason."""
     fields: dict[str, Any] = {"lengths": lengths, "metadata": metadata, "splits": splits}
     fields |= {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0]}
     if counts.vary:
@@ -295,31 +321,40 @@ def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: C
         fields |= {"length": counts.topk + counts.extra_topk} | unused
     threads = plan_threads(fields["sequences"], fields["parts"])
     shared_bytes, fields["table_bytes"] = plan_shared_bytes(fields["sequences"], threads)
-    launch(plan_variant(counts.vary, threads), 1, threads, shared_bytes, **fields)
+    chain = "sequences" if threads == THREADS else "parts"
+    why += (
+        f"{fields['sequences']} sequences in {fields['parts']} parts: a chain over the {chain} ({_SPAN} over the parts)"
+    )
+    launch(plan_variant(counts.vary, threads), 1, threads, shared_bytes, why=why, **fields)
 
 
 def launch_attention(
-    work: Work, variant: str, is_wgmma: bool, k_cache: Array, of: gpu.Gpu, fields: dict[str, Any]
+    work: Work, variant: str, is_wgmma: bool, k_cache: Array, of: gpu.Gpu, why: str, fields: dict[str, Any]
 ) -> None:
     """Attend, and put together what several parts found; `fields` are those of the struct Params."""
     is_special = (work.dims in SPECIALIZED or work.is_paged) and variant != "dynamic"
     if is_wgmma:
-        _launch_wgmma(work, k_cache, fields)
+        _launch_wgmma(work, k_cache, why, fields)
     else:
         # For an 8-bit cache there are no others.
         dims = work.dims if is_special or work.is_fp8 else (0, 0)
         most = mma_shared_bytes(of)
         form = best_form(work.dtype, work.is_fp8, work.rows, dims, most, work.has_extra)
         grid = -(-work.rows // form.rows), work.kv_heads, work.parts
-        launch(mma_variant(form), grid, **fields)
+        if not (is_special or work.is_fp8 or asked(variant)):
+            heads = ", ".join(f"{dim} and {dim_v}" for dim, dim_v in SPECIALIZED)
+            why += f"; dynamic, the slow general kernel: heads of {heads} have a faster one"
+        why += f"; {form.rows} rows a block, tiles of {form.tile} tokens in {form.stages} stages"
+        why += f" (the best that {most} bytes of shared memory hold)"
+        launch(mma_variant(form), grid, why=why, **fields)
     if work.parts > 1:
-        team_each, grid = _combining(work, of.multiprocessors)
+        team_each, grid, why = _combining(work, of.multiprocessors)
         head_dim_v = work.dims[1] if is_special else 0
         threads = 32 * template.constants(combine.file)["COMBINE_WARPS"]
-        launch(combine_variant(work.dtype, head_dim_v, team_each), grid, threads, **fields)
+        launch(combine_variant(work.dtype, head_dim_v, team_each), grid, threads, why=why, **fields)
 
 
-def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
+def _launch_wgmma(work: Work, k_cache: Array, why: str, fields: dict[str, Any]) -> None:
     constants = template.constants(attend_wgmma.file)
     pages, page_size, kv_heads, head_dim = k_cache.shape
     tiles, box_tokens = None, 0
@@ -333,21 +368,27 @@ def _launch_wgmma(work: Work, k_cache: Array, fields: dict[str, Any]) -> None:
     slot_bytes = twin.PAGED_SLOT_BYTES if work.is_paged else twin.SLOT_BYTES
     if takes_two_loaders(work):
         variant = two_loaders_variant(work.dtype, work.is_fp8, work.is_sparse)
+        of_what = "of an 8-bit cache" if work.is_fp8 else "by indices"
+        why += f"; two warpgroups load the tokens {of_what}, which TMA cannot copy"
     else:
         variant = wgmma_variant(work.dtype, work.is_fp8, work.is_sparse, slot_bytes if work.has_extra else 0)
     grid = -(-work.rows // constants["WGMMA_ROWS"]), work.kv_heads, work.parts
-    launch(variant, grid, map=tiles, p=fields, box_tokens=box_tokens)
+    launch(variant, grid, why=why, map=tiles, p=fields, box_tokens=box_tokens)
 
 
-def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """TEAM and EACH of `combine_parts`, and its grid."""
+def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int], str]:
+    """TEAM and EACH of `combine_parts`, its grid, and why."""
     rows = work.sequences * work.rows
+    what = f"what {work.parts} parts found is put together: {rows * work.kv_heads} rows"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[0]:
-        return MANY_BLOCKS, (rows, work.kv_heads, -(-work.dims[1] // 128))
+        grid = rows, work.kv_heads, -(-work.dims[1] // _COMBINED_COLUMNS)
+        each = f"a block for each {_COMBINED_COLUMNS} columns of one (up to {_FEW_COMBINED_ROWS[0]} rows)"
+        return MANY_BLOCKS, grid, f"{what}, {each}"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[1]:
-        return ONE_BLOCK, (rows, work.kv_heads, 1)
+        return ONE_BLOCK, (rows, work.kv_heads, 1), f"{what}, a block for each (up to {_FEW_COMBINED_ROWS[1]} rows)"
     # Where there are about as many sequences as parts, few are in several of them: most blocks have nothing to do.
     most = -(-work.rows // 8)
     if 2 * work.sequences > work.parts:
         most = min(most, _COMBINING_BLOCKS * multiprocessors // (work.parts * work.kv_heads))
-    return ONE_WARP, (max(most, 1), work.kv_heads, work.parts)
+    why = f"{what}, a warp for each (from {_FEW_COMBINED_ROWS[1] + 1} rows on)"
+    return ONE_WARP, (max(most, 1), work.kv_heads, work.parts), why

@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from cukern.ops._mla_decode import MAX_DIM, VARIANTS, Counts, Work, launch_attention, launch_plan, no_wgmma, takes_wgmma
+from cukern.ops._mla_decode import (
+    MAX_DIM,
+    VARIANTS,
+    Counts,
+    Work,
+    launch_attention,
+    launch_plan,
+    no_wgmma,
+    takes_wgmma,
+    why_attend,
+    why_parts,
+)
 from cukern.ops._mla_plan import attend_by_a_plan, plan_of_the_first_call
 from cukern.reference import mla_decode as twin
 from cukern.runtime import check, gpu
@@ -447,6 +458,14 @@ def _results(work: Work, attended: Array, lse: Array) -> dict[str, Any]:
     return {"out": attended, "lse": lse, "partial_out": partial[0], "partial_lse": partial[1]}
 
 
+def _own_plan(work: Work, tokens: _Tokens) -> tuple[Array, Array]:
+    """The plan of a call that is given none."""
+    plan = empty((work.parts, 8), "int32"), empty((work.sequences + 1,), "int32")
+    why = "no plan is given (get_mla_metadata makes one for all layers of a step); "
+    launch_plan(tokens.lengths, *plan, tokens.counts, why)
+    return plan
+
+
 @op(twin.flash_mla_with_kvcache, "attended, lse", _attention_results, instead=attend_by_a_plan)
 def flash_mla_with_kvcache(
     q: AnyArray,
@@ -551,17 +570,17 @@ def flash_mla_with_kvcache(
     if q.on_host:
         return run_twin(variant, VARIANTS)
 
-    is_wgmma = takes_wgmma(work, variant, no_wgmma(work, k_cache, cache_strides, scale, q.gpu.arch))
+    reason = no_wgmma(work, k_cache, cache_strides, scale, q.gpu.arch)
+    is_wgmma = takes_wgmma(work, variant, reason)
     _check_alignments(q, q_strides, k_cache, cache_strides, tokens.extra, work.is_paged)
     if not work.sequences * q.shape[1]:
         return attended, lse
     fields = _fields(q, k_cache, tokens, work) | _results(work, attended, lse)
     fields |= {"sinks": attn_sink, "q_strides": q_strides, "cache_strides": cache_strides}
     fields |= {"causal": bool(causal), "scale_log2": scale * math.log2(math.e)}
-    if tile_scheduler_metadata is None:
-        tile_scheduler_metadata = empty((work.parts, 8), "int32")
-        num_splits = empty((work.sequences + 1,), "int32")
-        launch_plan(tokens.lengths, tile_scheduler_metadata, num_splits, tokens.counts)
-    fields |= {"metadata": tile_scheduler_metadata, "splits": num_splits}
-    launch_attention(work, variant, is_wgmma, k_cache, q.gpu, fields)
+    is_given = tile_scheduler_metadata is not None
+    plan = (tile_scheduler_metadata, num_splits) if is_given else _own_plan(work, tokens)
+    fields |= dict(zip(("metadata", "splits"), plan, strict=True))
+    why = f"{why_attend(work, variant, is_wgmma, reason)}; {why_parts(work, is_given, q.gpu.multiprocessors)}"
+    launch_attention(work, variant, is_wgmma, k_cache, q.gpu, why, fields)
     return attended, lse
