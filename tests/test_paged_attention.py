@@ -1164,6 +1164,32 @@ def test_how_items_are_dealt(
         assert (dealt.slots, dealt.counters) == (pieces * dealt.rows, 1 + items)
 
 
+GENERAL = "attend_scalar, the slow general kernel: "
+
+
+@pytest.mark.parametrize(
+    ("x", "wanted"),
+    [
+        (Sizes(), "specialized: heads of 128 and blocks of 16 tokens; 4 rows for each kv head: 8 a warp"),
+        (Sizes(head_dim=72), "(cukern.specialize('paged_attention', head_dim=72, block_size=16) makes one)"),
+        (Sizes(variant="dynamic"), "variant='dynamic' asks for it; "),
+        (Sizes(variant="scalar", block_size=24), "variant='scalar' asks for it"),
+        (Sizes(block_size=24, head_dim=72), f"{GENERAL}blocks of 24 tokens are no multiple of 16 (tensor cores take "),
+        (Sizes(head_dim=72, cache="float8_e4m3fn"), f"{GENERAL}a head of 72 in float8_e4m3fn is no multiple of 16"),
+        (Sizes(dtype="float32", cache="float32"), "take 16-bit queries, heads of whole 16 bytes up to 256, blocks of "),
+        (Sizes(seqs=1, kv_heads=7, heads=28), "7 items (sequences, times kv heads, times blocks of rows): a cluster"),
+        (Sizes(seqs=1, kv_heads=8), ": a cluster of 8 blocks for each (up to 15 items)"),
+        (Sizes(seqs=33), "264 items (sequences, times kv heads, times blocks of rows): blocks draw pieces of equal"),
+        (Sizes(seqs=34), ": a block for each (from 265 to 1056 items), or a queue where the lengths are uneven"),
+        (Sizes(seqs=34, max_blocks=128), "items), as room for 2048 tokens is even enough (up to 2048)"),
+        (Sizes(seqs=16), ": a cluster of 2 blocks for each (up to 132 items), or a queue"),
+        (Sizes(split=512), "split=512 cuts the tokens, and blocks draw the pieces"),
+    ],
+)  # fmt: skip
+def test_the_reason_for_a_kernel(x: Sizes, wanted: str) -> None:
+    assert wanted in plan(x).why
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 def test_the_largest_heads_compile(cache: str, layout: str) -> None:

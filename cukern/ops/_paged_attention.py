@@ -11,7 +11,7 @@ from cukern.runtime.gpu import BY_ARCH, CLUSTERED_ARCHS, Gpu
 from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.late import checked
 from cukern.runtime.op import forget_plans
-from cukern.runtime.plan import empty, launch
+from cukern.runtime.plan import asked, empty, launch
 
 LAYOUTS = ("vllm", "flash")
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
@@ -21,6 +21,7 @@ MAX_BLOCK_SIZE = 2**16
 #: Most pieces of a batch, and most rows: the kernels count them in 32 bits.
 MAX_UNITS = 2**31 - 2**16
 _MAX_BLOCKS = 2  # per multiprocessor: of the scalar kernel, and of the forms but for what `Dealt` says
+_TILE_TOKENS, _UNIT_BYTES = 16, 16  # that blocks of tokens, and heads, are multiples of on tensor cores
 _RESERVED_SHARED = 1024  # bytes that CUDA takes of each block's
 #: Least units of a piece, measured on an H200.
 _MIN_UNITS = 4
@@ -30,6 +31,7 @@ _EVEN_CLUSTER = 2
 #: Room for so many tokens of a sequence makes any lengths even enough: its blocks are done with the longest before a
 #: queue would be.
 _EVEN_TOKENS = 2048
+_ARE_EVEN = f"is even enough (up to {_EVEN_TOKENS})"
 #: Where there is room for no more than so many tokens for each warp of an item, one tile at once is as fast as two, and
 #: faster for short sequences.
 _AT_ONCE_TOKENS = 64
@@ -301,6 +303,7 @@ class _Choice(NamedTuple):
     shared_bytes: int
     rows: int  # of an item
     blocks: int  # per multiprocessor at once
+    why: str
     dealt: Dealt = _QUEUE
 
 
@@ -315,6 +318,7 @@ class Deal(NamedTuple):
     row_blocks: int
     slots: int  # of rows of partial results
     counters: int
+    why: str
     shares: int = 0  # blocks that draw pieces
 
 
@@ -324,10 +328,10 @@ def _why_scalar(x: Request) -> str:
         return "float32 is not computed on tensor cores"
     if x.sizes.head_dim > _DIMS[-1]:
         return f"heads of {x.sizes.head_dim} are larger than {_DIMS[-1]}"
-    if x.sizes.block_size % 16:
-        return f"blocks of {x.sizes.block_size} tokens are no multiple of 16"
-    if x.sizes.head_dim * arrays.ITEM_SIZE[x.cache] % 16:
-        return f"a head of {x.sizes.head_dim} in {x.cache} is no multiple of 16 bytes"
+    if x.sizes.block_size % _TILE_TOKENS:
+        return f"blocks of {x.sizes.block_size} tokens are no multiple of {_TILE_TOKENS}"
+    if x.sizes.head_dim * arrays.ITEM_SIZE[x.cache] % _UNIT_BYTES:
+        return f"a head of {x.sizes.head_dim} in {x.cache} is no multiple of {_UNIT_BYTES} bytes"
     return "" if x.aligned else "an array or one of its strides is no multiple of 16 bytes"
 
 
@@ -340,15 +344,21 @@ def _choose(gpu: Gpu, x: Request) -> _Choice:
     if x.variant == "specialized" and (head_dim, block_size) not in _registered:
         got = f"'specialized': there is none for heads of {head_dim} and blocks of {block_size} tokens"
         check.fail("variant", "'auto', 'dynamic' or 'scalar' here", f"{got} (cukern.specialize adds one)")
-    return _choose_scalar(x) if x.variant == "scalar" or reason else _choose_form(gpu, x)
+    return _choose_scalar(x, reason) if x.variant == "scalar" or reason else _choose_form(gpu, x)
 
 
-def _choose_scalar(x: Request) -> _Choice:
+def _choose_scalar(x: Request, reason: str) -> _Choice:
     constants = template.constants("paged_attention/attend_scalar")
     wide = str(x.aligned).lower()
     large = [constants["MAX_DIM"]] * (x.sizes.head_dim > constants["USUAL_DIM"])
     variant = scalar.variant(CUDA_TYPE[x.dtype], CUDA_TYPE[x.cache], x.layout.upper(), wide, *large)
-    return _Choice(variant, 32 * constants["WARPS"], 0, constants["ROWS"], _MAX_BLOCKS)
+    fast = (
+        f"16-bit queries, heads of whole {_UNIT_BYTES} bytes up to {_DIMS[-1]}, blocks of multiples of {_TILE_TOKENS}"
+    )
+    why = (
+        asked(x.variant) or f"attend_scalar, the slow general kernel: {reason} (tensor cores take {fast}, all aligned)"
+    )
+    return _Choice(variant, 32 * constants["WARPS"], 0, constants["ROWS"], _MAX_BLOCKS, why)
 
 
 def _choose_form(gpu: Gpu, x: Request) -> _Choice:
@@ -357,9 +367,11 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
     most_warps = 2 if sizes.head_dim > 128 else 4
     team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == most_warps)
     items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
-    dealt = _dealt(gpu, x, items)
+    dealt, dealing = _dealt(gpu, x, items)
     # QUEUE, which is all there is with `split`, has 16 alone: so the batch has no say in the order of a row's sums.
     rows = _FEW_ROWS if x.few_rows and dealt.dealing != "QUEUE" else 16
+    of_sizes = f"heads of {sizes.head_dim} and blocks of {sizes.block_size} tokens"
+    why = f"specialized: {of_sizes}"
     if (sizes.head_dim, sizes.block_size) in _registered and x.variant != "dynamic":
         form = specialized_form(
             x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, dealt, rows
@@ -367,38 +379,57 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
     else:
         dims = next(n for n in _DIMS if n >= sizes.head_dim)
         form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, dealt, rows)
+        own = f"head_dim={sizes.head_dim}, block_size={sizes.block_size}"
+        why = f"dynamic: no instance has {of_sizes} (cukern.specialize('paged_attention', {own}) makes one)"
     shared_bytes = form.shared_bytes(min(rows * team, x.group_rows))
     block_bytes = shared_bytes + form.static_bytes + _RESERVED_SHARED
     blocks = max(1, min(form.fit, gpu.shared_per_multiprocessor // block_bytes))
-    return _Choice(form.variant, 32 * form.warps, shared_bytes, rows * team, blocks, dealt)
+    why = f"{asked(x.variant) or why}; {x.group_rows} rows for each kv head: {rows} a warp, teams of {team}; {dealing}"
+    return _Choice(form.variant, 32 * form.warps, shared_bytes, rows * team, blocks, why, dealt)
 
 
-def _dealt(gpu: Gpu, x: Request, items: int) -> Dealt:
-    """How so many items are dealt."""
+def _dealt(gpu: Gpu, x: Request, items: int) -> tuple[Dealt, str]:
+    """How a number of items is dealt, and why."""
     # Clusters of 16 blocks, and the shared memory that they take, are those of data-center GPUs.
-    if x.split or gpu.arch not in CLUSTERED_ARCHS:
-        return _QUEUE
+    if x.vllm_workspace:
+        return (
+            _QUEUE,
+            f"partitions of {x.split} tokens for the given workspaces (paged_attention takes none and no such cuts)",
+        )
+    if x.split:
+        return _QUEUE, f"split={x.split} cuts the tokens, and blocks draw the pieces"
+    if gpu.arch not in CLUSTERED_ARCHS:
+        return _QUEUE, f"blocks draw pieces of equal shares, as sm_{gpu.arch} has no clusters of this size"
     large, fp8_cache = x.sizes.head_dim > 128, arrays.ITEM_SIZE[x.cache] == 1
     few = _FEW_OF_LARGE_HEADS if large else _FEW_IN_FP8 if fp8_cache else _FEW
     room = x.sizes.max_blocks * x.sizes.block_size
+    what = f"{items} items (sequences, times kv heads, times blocks of rows)"
     for most, dealt in few.items():
         if items <= most:
             is_short = room <= _AT_ONCE_TOKENS * dealt.cluster * (4 << dealt.wide)
-            return dealt._replace(at_once=1) if is_short else dealt
+            why = f"{what}: a cluster of {dealt.cluster} blocks for each (up to {most} items)"
+            return dealt._replace(at_once=1) if is_short else dealt, why
     blocks, resident = _EVEN_CLUSTER * items, _MAX_BLOCKS * gpu.multiprocessors
     at_once = 2 if fp8_cache and not large else 1
     if resident < items <= _BLOCK_ITEMS * resident and not large:
         dealt = _ALONE_IN_FP8 if fp8_cache and x.few_rows else Dealt(1, "EITHER", at_once=at_once)
-        return dealt._replace(dealing="CLUSTERS") if room <= _EVEN_TOKENS else dealt
+        why = f"{what}: a block for each (from {resident + 1} to {_BLOCK_ITEMS * resident} items)"
+        if room <= _EVEN_TOKENS:
+            return dealt._replace(dealing="CLUSTERS"), f"{why}, as room for {room} tokens {_ARE_EVEN}"
+        return dealt, f"{why}, or a queue where the lengths are uneven"
     if blocks > resident:
-        return _QUEUE
+        more = f"{_EVEN_CLUSTER} blocks for each are more than the {resident} that run at once"
+        return _QUEUE, f"{what}: blocks draw pieces of equal shares, as {more}"
     wide = blocks <= gpu.multiprocessors and not large
+    why = f"{what}: a cluster of {_EVEN_CLUSTER} blocks for each (up to {resident // _EVEN_CLUSTER} items)"
     if room <= _EVEN_TOKENS:
-        return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide, at_once)
+        even = f"{why}, as room for {room} tokens {_ARE_EVEN}"
+        return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide, at_once), even
     # Measured on an H200: two stages of 64 KiB are faster here than three, for even lengths and for others. Over an
     # 8-bit cache such pairs take 39.8 us for 8 even sequences of 8192 tokens, where the queue takes 45.4, and for
     # others at most 6% more than it.
-    return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100, at_once)
+    why += ", or a queue where the lengths are uneven"
+    return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100, at_once), why
 
 
 def deal(gpu: Gpu, x: Request) -> Deal:
@@ -415,7 +446,7 @@ def deal(gpu: Gpu, x: Request) -> Deal:
     variant, threads, shared_bytes, *_ = choice
     cluster, dealing = choice.dealt.cluster, choice.dealt.dealing
     if dealing == "CLUSTERS":
-        return Deal(variant, items * cluster, threads, shared_bytes, rows, row_blocks, 0, 0)
+        return Deal(variant, items * cluster, threads, shared_bytes, rows, row_blocks, 0, 0, choice.why)
     all_pieces = items * max_pieces
     blocks = shares = min(all_pieces, choice.blocks * gpu.multiprocessors)
     if dealing == "EITHER" and cluster == 1:
@@ -427,7 +458,7 @@ def deal(gpu: Gpu, x: Request) -> Deal:
         # As many as there are shares at most, and by rounding up less than one more for each item.
         all_pieces = min(all_pieces, shares + items)
     slots = 0 if x.vllm_workspace or max_pieces == 1 else all_pieces * rows
-    return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items, shares)
+    return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items, choice.why, shares)
 
 
 # --- a call -------------------------------------------------------------------------------------------
@@ -598,15 +629,17 @@ def attend(
     if sparse.sparse_stride <= 1:
         sparse = sparse._replace(sparse_stride=0)
     extras = fields["slopes"] is not None or fields["softcap"] != 0 or sparse.sparse_stride > 0
-    asked = (query.dtype, call.cache, call.layout, sizes, extras, split, vllm_workspace, call.aligned, variant)
-    plan = deal(query.gpu, Request(*asked))
+    wanted = (query.dtype, call.cache, call.layout, sizes, extras, split, vllm_workspace, call.aligned, variant)
+    plan = deal(query.gpu, Request(*wanted))
     if plan.blocks == 0:
         return
     counters = partial = maxima = sums = None
     if plan.counters:
         counters = empty((plan.counters,), "int32")
         clearing = _clear_counters.variant(_CLEARING)
-        launch(clearing, -(-plan.counters // _CLEARING), _CLEARING, 0, counters=counters, count=plan.counters)
+        own = {"counters": counters, "count": plan.counters}
+        why = f"blocks draw pieces: {plan.counters} counters of them are set to 0 before"
+        launch(clearing, -(-plan.counters // _CLEARING), _CLEARING, 0, why=why, **own)
     if plan.slots:
         partial = empty((plan.slots, sizes.head_dim), "float32")
         maxima, sums = empty((plan.slots,), "float32"), empty((plan.slots,), "float32")
@@ -620,6 +653,7 @@ def attend(
         plan.blocks,
         plan.threads,
         plan.shared_bytes,
+        why=plan.why,
         **call.fields,
         **fields,
         **sizes._asdict(),

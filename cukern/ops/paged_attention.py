@@ -405,10 +405,16 @@ def merge_attention_states(
     vectors = shape[-1] // vector
     has_power = vector > 1 and vectors & (vectors - 1) == 0
     each = 2 if has_power and not heads_first and shape[0] > _MANY_MERGED // row else 1
+    why = (
+        f"vectors of {vector} numbers, {each} a thread (2 from {_MANY_MERGED} elements on, where rows are 2^n vectors)"
+    )
+    if vector == 1:
+        why = "one number at a time, which is slower: rows or addresses are no multiples of 16 bytes"
     launch(
         merge_variant(out_a.dtype, vector, heads_first, each, has_power),
         late(_merge_blocks, shape[0], row // vector, each * threads),
         threads,
+        why=why,
         out_a=out_a,
         lse_a=lse_a,
         out_b=out_b,
