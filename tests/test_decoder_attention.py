@@ -458,6 +458,25 @@ def launches(trace: Trace, environment: list[int]) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("batch", "dim", "step", "wanted"),
+    [
+        (1, 64, 249, "heads of 64, in aligned rows; 1 x 8 warps for the heads: no splits (249 tokens; from 250 on)"),
+        (1, 64, 250, "250 tokens in 2 splits, so that 132 multiprocessors have work (from 250 tokens on)"),
+        (600, 64, 1500, "600 x 4 warps for the heads: no splits, as two of 4 warps are too many (2112 warps run"),
+        (1, 72, 9, "dynamic: no instance has heads of 72 (cukern.specialize('masked_attention', dim=72) makes one)"),
+        (1, 33, 9, "dynamic, with slow loads of one number: keys and values or heads of 33 are not 16-byte aligned"),
+    ],
+)  # fmt: skip
+def test_the_reason_for_a_kernel(batch: int, dim: int, step: int, wanted: str) -> None:
+    row, cache = np.zeros((batch, 4 * dim), np.float16), np.zeros((1500, batch, 4, dim), np.float16)
+    first, *others = plan_of(Masked(row, row, row, None, None, None, cache, cache, step))[0].steps
+    assert wanted in first.why
+    assert [x.why for x in others] == ["what 2 splits found is put together: a block for each of 4 rows"] * (
+        step == 250
+    )
+
+
 @pytest.mark.parametrize(("batch", "heads"), [(1, 4), (64, 16), (600, 8)])
 def test_a_plan_serves_other_steps(batch: int, heads: int) -> None:
     row, cache = np.zeros((batch, heads * 64), np.float16), np.zeros((1500, batch, heads, 64), np.float16)

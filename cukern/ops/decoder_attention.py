@@ -21,7 +21,7 @@ from cukern.runtime.describe import (
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.late import late
 from cukern.runtime.op import forget_plans, op
-from cukern.runtime.plan import empty, launch, outputs, run_twin
+from cukern.runtime.plan import asked, empty, launch, outputs, run_twin
 
 __all__ = ["cross_attention", "masked_attention"]
 
@@ -104,8 +104,8 @@ def specialize(*, dim: int) -> list[Instance]:
     return [_variant(dtype, dim, _form(dtype, dim, wide=True)).instance for dtype in DTYPES]
 
 
-def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAIN") -> tuple[Variant, _Form]:
-    """The variant for a dimension; `aligned` says whether keys and values begin at multiples of 16 bytes."""
+def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAIN") -> tuple[Variant, _Form, str]:
+    """The variant for a dimension, and why; `aligned` says whether keys and values begin at multiples of 16 bytes."""
     check.one_of("variant", variant, VARIANTS)
     wide = aligned and dim * arrays.ITEM_SIZE[dtype] % 16 == 0
     form = _form(dtype, dim, wide)
@@ -114,7 +114,15 @@ def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAI
         reason = f"there is none for heads of {dim} in {dtype}" if aligned else "the arrays are not 16-byte aligned"
         check.fail("variant", "'auto' or 'dynamic' here", f"'specialized': {reason} (cukern.specialize adds one)")
     fixed_dim = dim if specialized and variant != "dynamic" else 0
-    return _variant(dtype, fixed_dim, form, mode), form
+    if specialized:
+        why = f"specialized: heads of {dim}, in aligned rows"
+    elif wide:
+        why = f"dynamic: no instance has heads of {dim}"
+        if dim % 8 == 0:
+            why += f" (cukern.specialize('masked_attention', dim={dim}) makes one)"
+    else:
+        why = f"dynamic, with slow loads of one number: keys and values or heads of {dim} are not 16-byte aligned"
+    return _variant(dtype, fixed_dim, form, mode), form, asked(variant) or why
 
 
 class _Grid(NamedTuple):
@@ -125,16 +133,39 @@ class _Grid(NamedTuple):
     split_steps: Any
 
 
+def _most_unsplit(warps: int, steps: int, new: int) -> int:
+    """The most tokens that two splits would leave with a warp of less than two rounds."""
+    return (4 * warps - 1) * steps + new
+
+
+def _full_warps(columns: int, multiprocessors: int) -> int:
+    """Warps of a block where there are tokens enough for all of them."""
+    most = template.constants("decoder_attention/decoder_attention")["MAX_WARPS"]
+    return most if columns * most <= _RESIDENT_WARPS * multiprocessors else most // 2
+
+
+def _why_grid(grid: _Grid, tokens: Any, new: int, steps: int, multiprocessors: int) -> str:
+    """Why the sequence is split, or not."""
+    warps, resident = _full_warps(grid.columns, multiprocessors), _RESIDENT_WARPS * multiprocessors
+    least = _most_unsplit(warps, steps, new) + 1
+    blocks = f"{grid.columns} x {grid.warps} warps for the heads"
+    if grid.most_splits > 1:
+        busy = f"so that {multiprocessors} multiprocessors have work (from {least} tokens on)"
+        return f"{blocks}: {tokens} tokens in {grid.splits} splits, {busy}"
+    if resident // (warps * grid.columns) < 2:
+        return f"{blocks}: no splits, as two of {warps} warps are too many ({resident} warps run at once)"
+    return f"{blocks}: no splits ({tokens} tokens; from {least} on)"
+
+
 def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocessors: int) -> _Grid:
     """The grid for `tokens` per sequence, of which the last `new` are not read from memory.
 
     A block has fewer warps where that lets all of them run at the same time. When even full blocks for each column of
     rows leave multiprocessors idle, the sequence is split among blocks, as long as each warp has two rounds of entries.
     """
-    most_warps = template.constants("decoder_attention/decoder_attention")["MAX_WARPS"]
     columns = -(-rows // (32 // lanes))
     resident = _RESIDENT_WARPS * multiprocessors
-    warps = most_warps if columns * most_warps <= resident else most_warps // 2
+    warps = _full_warps(columns, multiprocessors)
     # `tokens` is late: each comparison narrows the range of tokens that the plan holds for.
     while warps > 1 and tokens <= warps // 2 * steps + new:
         warps //= 2
@@ -148,7 +179,7 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
         splits = min(most_splits, rounds(tokens) // (2 * warps))
         return -(-rounds(tokens) // (splits * warps)) * warps
 
-    if most_splits < 2 or tokens <= (4 * warps - 1) * steps + new:
+    if most_splits < 2 or tokens <= _most_unsplit(warps, steps, new):
         return _Grid(columns, warps, 1, 1, late(lambda tokens: max(1, rounds(tokens)) * steps, tokens))
     splits = late(lambda tokens: -(-rounds(tokens) // split_rounds(tokens)), tokens)
     return _Grid(columns, warps, splits, most_splits, late(lambda tokens: split_rounds(tokens) * steps, tokens))
@@ -222,7 +253,7 @@ def _attend(
     out = outputs(out, q, "q", _attended(q))
     if q.on_host:
         return run_twin(variant, VARIANTS)
-    found, form = _choose(q.dtype, dim, min(keys.alignment, values.alignment) == 16, variant, mode)
+    found, form, why = _choose(q.dtype, dim, min(keys.alignment, values.alignment) == 16, variant, mode)
     rows = q.shape[0] * heads
     if rows == 0:
         return out
@@ -234,9 +265,13 @@ def _attend(
     results = {"out": out, "partial": partial, "statistics": statistics, "rows": rows, "dim": dim}
     fields |= {"q": q, "keys": keys, "values": values, "heads": heads, "bias_is_float": bias_is_float}
     fields |= {"split_steps": grid.split_steps, "scale": scale * _LOG2_E}
-    launch(found, (grid.columns, grid.splits), 32 * grid.warps, 0, **results, **fields)
+    why += f"; {_why_grid(grid, tokens, new, form.steps, q.gpu.multiprocessors)}"
+    if mode == "LATE_STEP":
+        why += "; step is an array, so the grid is that of max_steps"
+    launch(found, (grid.columns, grid.splits), 32 * grid.warps, 0, why=why, **results, **fields)
     if grid.most_splits > 1:
-        launch(_combiner(q.dtype), rows, -(-dim // 32) * 32, 0, **results, splits=grid.splits)
+        why = f"what {grid.splits} splits found is put together: a block for each of {rows} rows"
+        launch(_combiner(q.dtype), rows, -(-dim // 32) * 32, 0, why=why, **results, splits=grid.splits)
     return out
 
 
