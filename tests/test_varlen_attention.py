@@ -233,10 +233,11 @@ def planned(batch: Batch, arch: str = "90a", **options: Any) -> Any:
 def test_plans(rng: np.random.Generator) -> None:
     half, single = (draw(rng, [70, 0, 30], 64, dtype, left_over=0) for dtype in ("float16", "float32"))
     for step, why in (
-        (planned(half, variant="mma"), "16 bits in aligned rows: tensor cores"),
+        (planned(half, variant="mma"), "variant='mma' asks for it"),
         (
             planned(half, "80"),
-            "16 bits in aligned rows: tensor cores by mma.sync, since this GPU is of sm_80, not sm_90a",
+            "16 bits in aligned rows: mma, tensor cores of every GPU, as wgmma cannot: "
+            "this GPU is of sm_80, not sm_90a",
         ),
     ):
         assert (step.variant.instance.function, step.variant.instance.arguments) == (
@@ -244,8 +245,10 @@ def test_plans(rng: np.random.Generator) -> None:
             ("__half", 64, 64),
         )
         assert (int(step.grid[0]), step.grid[1], step.block[0]) == (100 // 64 + 4, 2, 128)
-        assert step.notes["why"] == why
+        assert step.why == f"{why}; heads of 64 in room for 64, 64 queries a block"
     step = planned(single)
+    assert step.why.startswith("float32: fma, the slow general kernel (16 bits in aligned rows take tensor cores)")
+    assert planned(draw(rng, [9], 33, "float16")).why.startswith("rows that are not 16-byte aligned: fma, the slow")
     assert step.variant.instance.function == "attention_fma" and step.variant.instance.arguments == (
         "float",
         64,
@@ -287,12 +290,16 @@ def test_plans_by_wgmma(rng: np.random.Generator) -> None:
         ("bfloat16", 96, ("__nv_bfloat16", 128, 3, 1, "true"), 192),
     ):
         batch = draw(rng, [300, 0, 30], dim, dtype, heads=4, kv_heads=2, left_over=0)
-        for step in (planned(batch), planned(batch, variant="wgmma")):
+        room = arguments[1]
+        for step, why in (
+            (planned(batch), "16 bits in aligned rows: wgmma, Hopper's tensor cores"),
+            (planned(batch, variant="wgmma"), "variant='wgmma' asks for it"),
+        ):
             found = step.variant.instance
             assert (found.function, found.arguments) == ("attention_wgmma", arguments)
             assert (int(step.grid[0]), step.grid[1], step.block[0]) == (330 // queries + 4, 4, queries * 2)
             assert step.shared_bytes == step.variant.max_shared_bytes <= gpu.of_arch("90a").shared_per_block
-            assert step.notes["why"] == "16 bits in aligned rows: tensor cores"
+            assert step.why == f"{why}; heads of {dim} in room for {room}, {queries} queries a block"
         maps, row = planned_maps(batch), dim * 2
         assert maps == {
             "q": ((dim, 4, 330, 1), (row, 4 * row, 4 * row), (64, 1, 32, 1), 128, True),
@@ -319,7 +326,7 @@ def test_what_wgmma_does_not_take(rng: np.random.Generator) -> None:
         (half, "90a", {"scale": -1.0}, "scale is below 1e-30"),
     ):
         step = planned(batch, arch, **options)
-        assert step.variant.instance.function == "attention_mma" and step.notes["why"].endswith(f"since {reason}")
+        assert step.variant.instance.function == "attention_mma" and f"as wgmma cannot: {reason};" in step.why
         with pytest.raises(ValueError, match=f"'auto', 'mma' or 'fma' here, got 'wgmma': {reason}"):
             planned(batch, arch, **options, variant="wgmma")
     for batch, reason in (

@@ -10,7 +10,7 @@ from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, same_shape
 from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.op import op
-from cukern.runtime.plan import launch, note, outputs, run_twin, tensor_map
+from cukern.runtime.plan import asked, launch, outputs, run_twin, tensor_map
 
 __all__ = ["varlen_attention"]
 
@@ -46,10 +46,11 @@ def _room(dim: int) -> int:
 
 
 class _Form(NamedTuple):
-    """A variant, and the queries that a block of it takes."""
+    """A variant, and what a block of it takes."""
 
     variant: Variant
     queries: int  # of a block
+    room: int  # for a head
 
 
 def _keys(room: int) -> int:
@@ -62,7 +63,7 @@ def _by_mma(dtype: str, dim: int) -> _Form:
     keys, queries = _keys(room), sizes["QUERIES"]
     shared = 2 * room * (queries + 4 * keys)  # queries, and two stages of keys and values
     launched = Launched(sizes["MMA_THREADS"], shared)
-    return _Form(_mma.variant(arrays.CUDA_TYPE[dtype], room, keys, launched=launched), queries)
+    return _Form(_mma.variant(arrays.CUDA_TYPE[dtype], room, keys, launched=launched), queries, room)
 
 
 def _by_wgmma(dtype: str, dim: int) -> _Form:
@@ -73,7 +74,7 @@ def _by_wgmma(dtype: str, dim: int) -> _Form:
     # Queries, stages of keys and values, up to 1024 bytes before them for their alignment, and barriers.
     shared = 2 * room * (queries + 2 * sizes["STAGES"] * sizes["KEYS"]) + 1024 + 56
     arguments = arrays.CUDA_TYPE[dtype], room, warpgroups, blocks, "true"
-    return _Form(_wgmma.variant(*arguments, launched=Launched(128 * warpgroups, shared)), queries)
+    return _Form(_wgmma.variant(*arguments, launched=Launched(128 * warpgroups, shared)), queries, room)
 
 
 def _by_fma(dtype: str, dim: int, wide: bool) -> _Form:
@@ -83,7 +84,7 @@ def _by_fma(dtype: str, dim: int, wide: bool) -> _Form:
     shared = 4 * tile * (2 * (room + 4) + tile + 4)
     width = 16 if wide else arrays.ITEM_SIZE[dtype]
     launched = Launched(template.constants(_fma.file)["FMA_THREADS"], shared)
-    return _Form(_fma.variant(arrays.CUDA_TYPE[dtype], room, tile, width, launched=launched), tile)
+    return _Form(_fma.variant(arrays.CUDA_TYPE[dtype], room, tile, width, launched=launched), tile, room)
 
 
 _wgmma.at_import = [_by_wgmma("float16", 64).variant.instance]
@@ -151,11 +152,11 @@ def _no_wgmma(inputs: list[_Heads], scale: float, arch: str) -> str:
     return "" if scale >= _SMALLEST_WGMMA_SCALE else f"scale is below {_SMALLEST_WGMMA_SCALE:g}"
 
 
-def _launch_wgmma(form: _Form, grid: tuple[Any, int], inputs: list[_Heads], fields: dict[str, Any]) -> None:
+def _launch_wgmma(form: _Form, grid: tuple[Any, int], inputs: list[_Heads], why: str, fields: dict[str, Any]) -> None:
     sizes = template.constants(_wgmma.file)
     maps = {f"{x.name}_map": x.map(sizes["BOX" if x.name == "q" else "KEYS"]) for x in inputs}
     maps |= {f"{x.name}_box_map": x.map(sizes["BOX"]) for x in inputs if x.name != "q"}
-    launch(form.variant, grid, **maps, p=fields)
+    launch(form.variant, grid, why=why, **maps, p=fields)
 
 
 def _check(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
@@ -274,11 +275,18 @@ def varlen_attention(
     # Whatever the lengths and the batch are, since the bits of a result depend on its own sequence alone.
     is_wgmma = variant in ("auto", "wgmma") and not no_wgmma
     if none or variant == "fma":
-        note(why="float32" if q.item_size == 4 else "rows that are not 16-byte aligned" if not wide else "as asked for")
         form = _by_fma(q.dtype, dim, wide)
+        why = "float32" if q.item_size == 4 else "rows that are not 16-byte aligned"
+        why = f"{why}: fma, the slow general kernel (16 bits in aligned rows take tensor cores)"
     else:
-        note(why="16 bits in aligned rows: tensor cores" + (f" by mma.sync, since {no_wgmma}" if no_wgmma else ""))
         form = _by_wgmma(q.dtype, dim) if is_wgmma else _by_mma(q.dtype, dim)
+        why = (
+            "wgmma, Hopper's tensor cores"
+            if is_wgmma
+            else f"mma, tensor cores of every GPU, as wgmma cannot: {no_wgmma}"
+        )
+        why = f"16 bits in aligned rows: {why}"
+    why = f"{asked(variant) or why}; heads of {dim} in room for {form.room}, {form.queries} queries a block"
     grid = tokens // form.queries + cu_seqlens_q.shape[0], heads
     fields = {
         **{x.name: x.array for x in inputs},
@@ -296,7 +304,7 @@ def varlen_attention(
         "scale": scale * _LOG2_E,
     }
     if is_wgmma:
-        _launch_wgmma(form, grid, inputs, fields)
+        _launch_wgmma(form, grid, inputs, why, fields)
     else:
-        launch(form.variant, grid, **fields)
+        launch(form.variant, grid, why=why, **fields)
     return out
