@@ -1238,6 +1238,16 @@ def test_some_blocks_send_on_the_smallest_part_of_a_gpu() -> None:
     assert step.fields["senders"] == 1
 
 
+def test_the_reasons_for_a_launch() -> None:
+    link = a_link(8, 2)
+    (sent,) = said(op._dispatch, *a_dispatch(5, link))[0].steps
+    (summed,) = said(op._combine, *a_combine(5, link))[0].steps
+    assert sent.why.startswith("send and receive in one launch, ") and "a block for each of 5 tokens" in sent.why
+    assert "(that run at once, shared by the 2 ranks of the GPU)" in sent.why
+    assert f"; {summed.fields['senders']} blocks send and " in summed.why
+    assert f"units a thread ({parts.MANY_UNITS} from {parts.MANY_TOKENS + 1} tokens on)" in summed.why
+
+
 def test_a_plan_serves_any_number_of_tokens() -> None:
     link = a_link()
     for function, made in ((op._dispatch, a_dispatch), (op._combine, a_combine)):

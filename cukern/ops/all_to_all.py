@@ -38,7 +38,12 @@ _THREADS = _DISPATCH["THREADS"]
 #: The share of a combine's blocks that send, for few tokens and for many. The others wait, and also read what this rank
 #: itself contributes, so they are more.
 _SENDERS = {"SUMMED": (0.34, 0.34), "BY_SLOT": (0.34, 0.42), "APART": (0.42, 0.42)}
-_MODES = ("SUMMED", "BY_SLOT", "APART")
+_MODES = {
+    "SUMMED": "rows that are added up already",
+    "BY_SLOT": "rows of slots, which each rank adds up before it sends",
+    "APART": "rows of slots, sent one by one",
+}
+_PHASE_WORDS = {_BOTH: "send and receive in one launch", SEND: "send alone", RECEIVE: "receive alone"}
 
 _dispatch_kernel = Kernel("all_to_all/dispatch", "dispatch_tokens", 0.6)
 _combine_kernel = Kernel("all_to_all/combine", "combine_tokens", 1.0)
@@ -162,9 +167,12 @@ def _dispatch(
     most = _DISPATCH["RESIDENT"] * x.gpu.multiprocessors // link.sharing
     least = ceil_div(places * sizes.topk, 8 * _THREADS) if phases & RECEIVE else 1
     blocks = late(_between, tokens, least, most)
+    sent = "rows in FP8 with a scale" if quantize else "rows sent unchanged"
+    why = f"{_PHASE_WORDS[phases]}, {sent}: a block for each of {tokens} tokens, at least {least} (for what"
+    why += f" arrives), at most {most} (that run at once, shared by the {link.sharing} ranks of the GPU)"
     launch(
         _dispatch_variant(x.dtype if quantize else DTYPES[0], topk_ids.dtype, quantize, phases),
-        blocks, _THREADS,
+        blocks, _THREADS, why=why,
         ranks=link.fields, hidden=x, scales=scales, topk_ids=topk_ids, weights=topk_weights, ids_out=ids_out,
         weights_out=weights_out, expert_load=expert_load, rows_at=layout.rows[buffer], scales_at=layout.scales[buffer],
         ids_at=layout.ids[buffer], weights_at=layout.weights[buffer], tokens=tokens,
@@ -247,9 +255,13 @@ def _combine(
     if type(blocks) is int and not blocks:
         return out
     layout = link.layout
+    why = f"{_PHASE_WORDS[phases]}, {_MODES[mode]}: {units} units a thread"
+    why += f" ({MANY_UNITS} from {MANY_TOKENS + 1} tokens on)"
+    why += f"; {senders} blocks send and {receivers} receive, at most {most} (that run at once, shared by the"
+    why += f" {link.sharing} ranks of the GPU)"
     launch(
         _combine_variant(x.dtype, topk_ids.dtype, mode, units, phases),
-        blocks, _THREADS,
+        blocks, _THREADS, why=why,
         ranks=link.fields, src=x, inverse=inverse, topk_ids=topk_ids, weights=topk_weights, out=out,
         ids_at=layout.ids[buffer], weights_at=layout.weights[buffer], partial_at=layout.partial,
         flags_at=layout.flags, lines_at=layout.lines, weighted=topk_weights is not None, rows=rows, tokens=tokens,
