@@ -461,9 +461,10 @@ def launches(trace: Trace, environment: list[int]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("batch", "dim", "step", "wanted"),
     [
-        (1, 64, 249, "heads of 64, in aligned rows; 1 x 8 warps for the heads: no splits (249 tokens; from 250 on)"),
+        (1, 64, 249, "Whisper); 1 x 8 warps for the heads: no splits (249 tokens; from 250 on)"),
         (1, 64, 250, "250 tokens in 2 splits, so that 132 multiprocessors have work (from 250 tokens on)"),
         (600, 64, 1500, "600 x 4 warps for the heads: no splits, as two of 4 warps are too many (2112 warps run"),
+        (1, 64, 9, "heads of 64 in aligned rows: specialized (GPT-2, BERT-like decoders, T5, BART, Whisper); "),
         (1, 72, 9, "dynamic: no instance has heads of 72 (cukern.specialize('masked_attention', dim=72) makes one)"),
         (1, 33, 9, "dynamic, with slow loads of one number: keys and values or heads of 33 are not 16-byte aligned"),
     ],

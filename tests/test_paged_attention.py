@@ -1170,7 +1170,7 @@ GENERAL = "attend_scalar, the slow general kernel: "
 @pytest.mark.parametrize(
     ("x", "wanted"),
     [
-        (Sizes(), "specialized: heads of 128 and blocks of 16 tokens; 4 rows for each kv head: 8 a warp"),
+        (Sizes(), "heads of 128 and blocks of 16 tokens: specialized (Llama, Qwen, Mistral); 4 rows for each kv"),
         (Sizes(head_dim=72), "(cukern.specialize('paged_attention', head_dim=72, block_size=16) makes one)"),
         (Sizes(variant="dynamic"), "variant='dynamic' asks for it; "),
         (Sizes(variant="scalar", block_size=24), "variant='scalar' asks for it"),

@@ -41,21 +41,19 @@ _FEW_ROWS = 8
 #: short beside what it takes to begin.
 _BLOCK_ITEMS = 4
 
+#: Dimensions of a head that have variants of their own, and the models that have them.
+MODELS = {
+    64: "GPT-OSS, Qwen2-0.5B, Llama-3.2-1B",
+    80: "Phi-2, Qwen2-VL's vision tower",
+    96: "Phi-3-mini",
+    112: "Zamba, Yi-VL",
+    120: "H2O-Danube",
+    128: "Llama, Qwen, Mistral",
+    192: "Nemotron",
+    256: "Gemma",
+}
 #: (head_dim, block_size) pairs that have variants of their own.
-SPECIALIZED = [
-    (head_dim, block_size)
-    for head_dim in (
-        64,  # GPT-OSS, Qwen2-0.5B, Llama-3.2-1B
-        80,  # Phi-2, Qwen2-VL's vision tower
-        96,  # Phi-3-mini
-        112,  # Zamba, Yi-VL
-        120,  # H2O-Danube
-        128,  # Llama, Qwen, Mistral
-        192,  # Nemotron
-        256,  # Gemma
-    )
-    for block_size in (16, 32, 64)
-]
+SPECIALIZED = [(head_dim, block_size) for head_dim in MODELS for block_size in (16, 32, 64)]
 CUDA_TYPE = {**arrays.CUDA_TYPE, "float8_e4m3fn": "__nv_fp8_e4m3", "float8_e5m2": "__nv_fp8_e5m2"}
 
 _attend = Kernel("paged_attention/attend", "attend", compile_s=1.1)
@@ -371,7 +369,8 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
     # QUEUE, which is all there is with `split`, has 16 alone: so the batch has no say in the order of a row's sums.
     rows = _FEW_ROWS if x.few_rows and dealt.dealing != "QUEUE" else 16
     of_sizes = f"heads of {sizes.head_dim} and blocks of {sizes.block_size} tokens"
-    why = f"specialized: {of_sizes}"
+    is_own = (sizes.head_dim, sizes.block_size) in SPECIALIZED
+    why = f"{of_sizes}: specialized ({MODELS[sizes.head_dim] if is_own else 'by cukern.specialize'})"
     if (sizes.head_dim, sizes.block_size) in _registered and x.variant != "dynamic":
         form = specialized_form(
             x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, dealt, rows

@@ -39,12 +39,12 @@ _MAX_SPLITS = 256
 _RESIDENT_WARPS = 16
 _LOG2_E = 1.4426950408889634
 
-#: Dimensions of a head that have variants of their own.
-SPECIALIZED = (
-    64,  # GPT-2, BERT-like decoders, T5, BART, Whisper
-    128,  # Llama, Qwen, Mistral
-    256,  # Gemma
-)
+#: Dimensions of a head that have variants of their own, and the models that have them.
+SPECIALIZED = {
+    64: "GPT-2, BERT-like decoders, T5, BART, Whisper",
+    128: "Llama, Qwen, Mistral",
+    256: "Gemma",
+}
 _AT_IMPORT = [(dtype, dim) for dtype in ("float16", "bfloat16") for dim in (64, 128)]
 
 _kernel = Kernel("decoder_attention/decoder_attention", "decoder_attention")
@@ -115,7 +115,7 @@ def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAI
         check.fail("variant", "'auto' or 'dynamic' here", f"'specialized': {reason} (cukern.specialize adds one)")
     fixed_dim = dim if specialized and variant != "dynamic" else 0
     if specialized:
-        why = f"specialized: heads of {dim}, in aligned rows"
+        why = f"heads of {dim} in aligned rows: specialized ({SPECIALIZED.get(dim, 'by cukern.specialize')})"
     elif wide:
         why = f"dynamic: no instance has heads of {dim}"
         if dim % 8 == 0:
