@@ -64,7 +64,7 @@ def test_weights_of_4_bits_that_are_not_prepared_are_warned_of_once(key: str, as
     as_on("90a")
     (found,) = texts_of(key)
     assert found.category is cukern.PerformanceWarning and issubclass(found.category, UserWarning)
-    assert str(found.message) == PREPARE and "cukern.prepare_weights(b, b_scale)" in PREPARE
+    assert str(found.message) == PREPARE and "cukern.prepare_weights(weights, scales)" in PREPARE
     assert found.filename == __file__  # the caller's line, not one of the library
     assert texts_of(UNPREPARED[0]) == []  # another function, the same step
 

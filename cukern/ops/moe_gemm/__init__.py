@@ -59,7 +59,7 @@ _WORDS = {
 #: Of MXFP4 in bfloat16, 8 x 1024 rows and 256 x 8 of them (moe_gemm, n 4096, k 7168, "auto" and "mma").
 PREPARE = (
     "weights of 4 bits that are not prepared take up to 3 times as long on Hopper: call "
-    "cukern.prepare_weights(b, b_scale) once, and pass its result as b, without b_scale"
+    "cukern.prepare_weights(weights, scales) once, and pass its result as the weights, without their scales"
 )
 
 
