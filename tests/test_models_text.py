@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cukern.models import Encoder, TextConfig  # noqa: E402  (after torch is known to be there)
+from cukern.models import Decoding, Encoder, TextConfig  # noqa: E402  (after torch is known to be there)
 from cukern.models import checkpoint as checkpoints  # noqa: E402
 from cukern.models.text import by_length  # noqa: E402
 from cukern.testing import assert_matches  # noqa: E402
@@ -475,6 +475,18 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     _write(tmp_path / "file", "")
     with pytest.raises(NotADirectoryError, match=r"path must be a model's directory, got .*/file, which is a file"):
         Encoder.from_directory(tmp_path / "file")
+
+
+@pytest.mark.parametrize("model", [Encoder, Decoding])
+def test_the_name_of_a_model_of_the_hub(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"):
+        with pytest.raises(FileNotFoundError) as refused:
+            model.from_directory(name)
+        assert str(refused.value) == (
+            f"path must be a model's directory, got {name}, which does not exist; if it is a model of the Hugging Face "
+            f"Hub, download it first: `hf download {name} --local-dir all-MiniLM-L6-v2`"
+        )
 
 
 def test_weights_that_are_quantized(folder: Path) -> None:

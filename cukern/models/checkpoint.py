@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ LIBRARIES = ("torch", "cupy", "numpy")
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 #: The weights of older models, which torch reads.
 _PICKLED = "pytorch_model.bin"
+#: What may be a model's name on the Hugging Face Hub: `owner/name`, or `name`.
+_HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 #: Dtypes by their names in a safetensors file: those of weights, and those of buffers, which are no weights.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _BUFFERS = {"I64": "int64", "I32": "int32", "I16": "int16", "BOOL": "bool"}
@@ -33,14 +36,22 @@ def need(package: str, what: str) -> Any:
         raise ImportError(f"{what} needs the package {package}: {INSTALL}") from error
 
 
-def directory(path: Any) -> Path:
-    """The path of a model's directory. Raises FileNotFoundError or NotADirectoryError for another."""
-    folder = Path(path)
-    if not folder.exists():
-        raise FileNotFoundError(f"path must be a model's directory, got {folder}, which does not exist")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"path must be a model's directory, got {folder}, which is a file")
-    return folder
+def expect_directory(path: str | Path) -> Path:
+    """The path of a model's directory.
+
+    Raises FileNotFoundError or NotADirectoryError for another. Where the Hugging Face Hub may have a model of that
+    name, the message has the command that downloads it.
+    """
+    folder, wanted = Path(path), "path must be a model's directory"
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise NotADirectoryError(f"{wanted}, got {folder}, which is a file")
+    advice = ""
+    if _HUB_NAME.fullmatch(str(path)):
+        command = f"hf download {path} --local-dir {folder.name}"
+        advice = f"; if it is a model of the Hugging Face Hub, download it first: `{command}`"
+    raise FileNotFoundError(f"{wanted}, got {path}, which does not exist{advice}")
 
 
 def read_json(file: Path) -> Any:

@@ -213,7 +213,7 @@ def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) ->
 
 def read_directory(path: str | Path, library: str | None, device: Any) -> tuple[dict[str, Any], Any, Any]:
     """The state dict, `config.json`, and `generation_config.json` or None; errors as in `checkpoint.read_weights`."""
-    library, folder = checkpoint.choose_library(library), checkpoint.directory(path)
+    library, folder = checkpoint.choose_library(library), checkpoint.expect_directory(path)
     config = checkpoint.read_config(folder)
     read_config(config)
     state = checkpoint.read_weights(folder, library, device)

@@ -10,7 +10,7 @@ import numpy as np
 
 from cukern.models._inputs import check_batch, check_ids
 from cukern.models._layers import ACTIVATIONS, Words, layers_of, library_of, place
-from cukern.models.checkpoint import directory, read_config, read_weights
+from cukern.models.checkpoint import expect_directory, read_config, read_weights
 from cukern.models.encoder_layer import EncoderLayer
 from cukern.models.encoder_weights import EncoderConfig, EncoderWeights, read_state
 from cukern.models.text import TextConfig, by_length, check_texts, pooled, read_text_config
@@ -109,7 +109,7 @@ class Encoder:
             ValueError: an architecture or a feature that is not taken, weights that are missing or do not belong to
                 it, or a file that is not what it should be; the message names it.
         """
-        folder, text = read_text_config(directory(path))
+        folder, text = read_text_config(expect_directory(path))
         config = EncoderConfig.from_dict(read_config(folder))
         weights = read_state(read_weights(folder, library, device), config, dtype)
         tokenizer = Tokenizer(folder, text, config.max_seq_len)
