@@ -18,7 +18,7 @@ from cukern.models._steps import StepGraphs
 from cukern.models.decoder_weights import sinusoids
 from cukern.runtime import arrays
 from tests.decoders import FAMILIES, assert_same, decoding_of, generated, kept, model_of, sources
-from tests.encoders import one_thread  # noqa: F401
+from tests.encoders import numpy_of, one_thread  # noqa: F401
 
 #: Settings of `generate`, and why they are there.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -166,6 +166,46 @@ def test_the_positions_of_marian_are_those_of_transformers() -> None:
     np.testing.assert_array_equal(sinusoids(*made.shape), made.numpy())
 
 
+# --- the weights decide where it runs ---------------------------------------------------------------------
+
+
+LIBRARIES = ["torch", "numpy", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("cuda", "cupy"))]
+
+
+class _Foreign:
+    """An array that is known by DLPack alone."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+#: Ids and masks of other libraries than the weights, from a tensor on the CPU.
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    "torch": lambda x: x, "numpy": lambda x: x.numpy(), "lists": lambda x: x.tolist(), "foreign": lambda x: _Foreign(x)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_ids_and_masks_of_any_library(library: str, given: str, beams: int) -> None:
+    ids, mask = sources()
+    wanted = generated(model_of("marian"), ids, mask, num_beams=beams, max_length=16)
+    decoding = kept("marian", library=library)
+    found = decoding(GIVEN[given](ids), GIVEN[given](mask), num_beams=beams, max_length=16)
+    assert_same(found, wanted)
+    own = decoding._model.weights.head
+    for x in found:
+        assert x is None or (type(x) is type(own) and x.device == own.device)
+    assert type(decoding(ids[:0]).sequences) is type(own)
+
+
 # --- 16 bits --------------------------------------------------------------------------------------------
 
 
@@ -175,12 +215,12 @@ def test_in_16_bits_a_token_is_the_best_within_the_rounding(library: str, dtype:
     model, (ids, mask) = model_of("marian"), sources()
     found = decoding_of(model, library, dtype)(ids, mask, num_beams=1, max_length=16)
     clean = torch.where(mask == 1, ids, 89)
-    sequences = found.sequences.long()
+    sequences, lengths = (torch.from_numpy(numpy_of(x)).long() for x in (found.sequences, found.lengths))
     with torch.no_grad():
         logits = model(input_ids=clean, attention_mask=mask, decoder_input_ids=sequences[:, :-1]).logits
     logits[:, :, 89] = -math.inf
     chosen = logits.gather(-1, sequences[:, 1:, None])[..., 0]
-    counts = torch.arange(1, sequences.shape[1]) < found.lengths[:, None].clamp(max=15)
+    counts = torch.arange(1, sequences.shape[1]) < lengths[:, None].clamp(max=15)
     behind = (logits.max(-1).values - chosen)[counts]
     assert behind.max() < (0.1 if dtype == "float16" else 0.6)
 
@@ -377,12 +417,19 @@ def test_settings_that_are_refused(settings: dict[str, Any], error: type[Excepti
 @pytest.mark.parametrize(
     ("ids", "mask", "error", "message"),
     [
-        ([[1, 2]], None, TypeError, "input_ids must be an array of NumPy, CuPy or torch, got list"),
+        (None, None, TypeError, r"input_ids must be an array \(.*\), got NoneType"),
+        ("a text", None, TypeError, r"input_ids must be an array \(.*\), got str"),
+        (
+            [[1, 2], [3]],
+            None,
+            ValueError,
+            "input_ids must be lists of one length, padded, got lists of several lengths",
+        ),
         (torch.zeros(2, 3), None, TypeError, "input_ids must be int32 or int64, got float32"),
         (torch.zeros(3).long(), None, ValueError, r"input_ids must be of shape \[batch, seq\], got \[3\]"),
         (torch.full((1, 2), 90), None, ValueError, r"input_ids\[0, 0\] must be in \[0, 90\), got 90"),
         (torch.ones(1, 41).long(), None, ValueError, r"input_ids must be of at most 40 positions .* a token at 40"),
-        (torch.ones(1, 4).long(), [[1]], TypeError, "attention_mask must be an array of NumPy, CuPy or torch"),
+        (torch.ones(1, 4).long(), [[1]], ValueError, r"attention_mask must be of shape \[batch, seq\] = \[1, 4\], got"),
         (
             torch.ones(1, 4).long(),
             torch.ones(1, 5).long(),

@@ -256,6 +256,44 @@ def test_products_of_equally_many_rows_give_the_same_bits_in_any_batch(library: 
         np.testing.assert_array_equal(numpy_of(alone)[0], numpy_of(together)[row, :length])
 
 
+# --- the weights decide where it runs -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_ids_and_masks_of_any_library(name: str, library: str) -> None:
+    encoder, (ids, mask) = _encoder(name, library), batch(LENGTHS, 20)
+    want = numpy_of(encoder(put(ids, library), put(mask, library)))
+    read_only = ids.numpy().copy()
+    read_only.flags.writeable = False
+    types = np.zeros(ids.shape, np.int32) if encoder.config.type_vocab_size else None
+    for given in (
+        (ids, mask.bool()),
+        (read_only, mask.numpy() != 0, types),
+        (ids.tolist(), mask.tolist()),
+        (ids, mask.numpy()),
+    ):
+        got = encoder(*given)
+        assert type(got) is type(encoder.weights.word) and got.device == encoder.weights.word.device
+        np.testing.assert_array_equal(numpy_of(got), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("library", "of"), [("cuda", "cupy"), ("cupy", "cuda"), ("torch", "cuda"), ("numpy", "cupy")])
+def test_ids_on_a_gpu_of_another_library(library: str, of: str) -> None:
+    encoder, (ids, mask) = _encoder("bert", library), batch(LENGTHS, 20)
+    got = encoder(put(ids, of), put(mask, of))
+    assert type(got) is type(encoder.weights.word)
+    np.testing.assert_array_equal(numpy_of(got), numpy_of(encoder(put(ids, library), put(mask, library))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cuda", "cupy"])
+def test_an_id_in_host_memory_is_checked_where_the_weights_are_on_a_gpu(library: str) -> None:
+    with pytest.raises(ValueError, match=r"input_ids\[0, 1\] must be in \[0, 44\), got 44"):
+        _encoder("bert", library)(np.array([[1, 44]]))
+
+
 # --- refusals -----------------------------------------------------------------------------------------
 
 
@@ -266,8 +304,10 @@ def _ids(*shape: int) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([[[1, 2]]], "input_ids must be a torch array like the weights, got builtins.list"),
-        ([np.ones((2, 3), np.int64)], "input_ids must be a torch array like the weights, got numpy.ndarray"),
+        ([None], "input_ids must be an array (NumPy, CuPy, torch, or any with __dlpack__), got NoneType"),
+        ([[[1, 2], [3]]], "input_ids must be lists of one length, padded, got lists of several lengths"),
+        ([[[1.0, 2.0]]], "input_ids must be int32 or int64, got float64"),
+        ([np.ones((2, 3), np.int64) * 44], "input_ids[0, 0] must be in [0, 44), got 44"),
         ([_ids(2, 3).float()], "input_ids must be int32 or int64, got float32"),
         ([_ids(3)], "input_ids must be of shape [batch, seq], got [3]"),
         ([_ids(2, 41)], "input_ids must be of at most 40 columns, the positions of the model, got 41"),

@@ -2,30 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cukern.models._layers import library_of
-from cukern.runtime import check
+from cukern.runtime import arrays, check
 
 _IDS = ("int32", "int64")
 _MASKS = ("bool", "uint8", "int8", "int32", "int64")
 
 
-def check_batch(input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> tuple[int, int]:
-    """The sizes batch and seq of token ids [batch, seq]; the mask and the types, or None, must fit them.
+class Batch(NamedTuple):
+    """Token ids [batch, seq], their mask and their types: arrays of NumPy, CuPy or torch, which may be of several."""
 
-    Raises TypeError for what is no array and for a dtype, ValueError for a shape; the message names the argument.
+    input_ids: Any
+    attention_mask: Any  # None: all count
+    token_type_ids: Any = None
+
+    def each(self, function: Callable[[str, Any], Any]) -> list[Any]:
+        """What `function` gives for the name and the array of each part; None for a part that is None."""
+        return [None if x is None else function(name, x) for name, x in zip(self._fields, self, strict=True)]
+
+    def is_in_host_memory(self) -> bool:
+        return not any(x is not None for x in self.each(lambda name, x: library_of(name, x).device(x, name)))
+
+    def to_numpy(self) -> Batch:
+        return Batch(*self.each(lambda name, x: library_of(name, x).to_numpy(x)))
+
+    def like(self, weight: Any) -> Batch:
+        """The batch in the library and on the device of an array."""
+        return Batch(*self.each(lambda name, x: _like(name, x, weight)))
+
+
+def read_batch(input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> Batch:
+    """The batch in arrays of any library, or lists of lists.
+
+    Raises TypeError for what is neither and for a dtype, ValueError for a shape; the message names the argument.
     """
-    check.dtype("input_ids", library_of("input_ids", input_ids).dtype(input_ids), _IDS)
-    check.dimensions("input_ids", tuple(input_ids.shape), ("batch", "seq"))
-    for name, array, dtypes in (("attention_mask", attention_mask, _MASKS), ("token_type_ids", token_type_ids, _IDS)):
+    found = Batch(*map(_entered, Batch._fields, (input_ids, attention_mask, token_type_ids)))
+    check.dtype("input_ids", library_of("input_ids", found.input_ids).dtype(found.input_ids), _IDS)
+    shape = tuple(found.input_ids.shape)
+    check.dimensions("input_ids", shape, ("batch", "seq"))
+    for (name, array), dtypes in zip([*found._asdict().items()][1:], (_MASKS, _IDS), strict=True):
         if array is not None:
             check.dtype(name, library_of(name, array).dtype(array), dtypes)
-            check.shape(name, tuple(array.shape), tuple(input_ids.shape), "[batch, seq]")
-    batch, seq = input_ids.shape
-    return batch, seq
+            check.shape(name, tuple(array.shape), shape, "[batch, seq]")
+    return found
+
+
+def _entered(name: str, value: Any) -> Any:
+    """An array of a known library; None where nothing is given, which `input_ids` must not be."""
+    if value is None and name != "input_ids":
+        return None
+    if isinstance(value, (list, tuple)):
+        try:
+            return np.array(value)
+        except ValueError:  # NumPy speaks of inhomogeneous parts
+            check.fail(name, "lists of one length, padded", "lists of several lengths")
+    return arrays.enter(name, value)
+
+
+def _like(name: str, array: Any, weight: Any) -> Any:
+    given, own = library_of(name, array), library_of("weights", weight)
+    if given is own and own.device(array) == own.device(weight):
+        return array
+    # A copy: torch warns of an array that it may not write.
+    return own.from_numpy(np.array(given.to_numpy(array)), weight)
 
 
 def check_ids(name: str, ids: np.ndarray[Any, Any], counts: np.ndarray[Any, Any] | None, size: int) -> None:

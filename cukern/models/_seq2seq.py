@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.models._inputs import check_batch, check_ids
-from cukern.models._layers import Affine, Layers, Words, library_of
+from cukern.models._inputs import check_ids, read_batch
+from cukern.models._layers import Affine, Layers, Words
 from cukern.models.decoder import Decoder
 from cukern.models.decoder_weights import Config, Side, Weights
 from cukern.models.encoder_layer import EncoderLayer
@@ -36,21 +36,18 @@ class Source(NamedTuple):
 def read_source(input_ids: Any, attention_mask: Any, config: Config) -> Source:
     """The words of a padded batch. What is where the mask is 0 is not looked at.
 
-    Raises TypeError and ValueError naming the argument, as `check_batch` does, for ids out of the vocabulary, and for
+    Raises TypeError and ValueError naming the argument, as `read_batch` does, for ids out of the vocabulary, and for
     a word behind the model's positions.
     """
-    check_batch(input_ids, attention_mask)
-    given = library_of("input_ids", input_ids).to_numpy(input_ids)
-    counts = np.ones(given.shape, bool)
-    if attention_mask is not None:
-        counts = library_of("attention_mask", attention_mask).to_numpy(attention_mask) != 0
-    check_ids("input_ids", given, counts, config.vocab)
+    ids, mask, _ = read_batch(input_ids, attention_mask).to_numpy()
+    counts = np.ones(ids.shape, bool) if mask is None else mask != 0
+    check_ids("input_ids", ids, counts, config.vocab)
     rows, columns = np.nonzero(counts)
     if len(columns) and columns.max() >= config.max_positions:
         wanted = f"of at most {config.max_positions} positions (those of the model)"
         check.fail("input_ids", wanted, f"a token at {int(columns.max())}")
-    ids = given[rows, columns].astype(np.int32)
-    return Source(ids, columns.astype(np.int32), rows, counts.sum(1).astype(np.int32))
+    words = ids[rows, columns].astype(np.int32)
+    return Source(words, columns.astype(np.int32), rows, counts.sum(1).astype(np.int32))
 
 
 class Seq2Seq:

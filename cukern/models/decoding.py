@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.models._layers import library_of
 from cukern.models._search import Beams, Sampling, Search
 from cukern.models._seq2seq import Seq2Seq, read_source
 from cukern.models._steps import StepGraphs, watch
@@ -31,7 +30,7 @@ _MEMORY_UNIT = 64
 
 
 class Generated(NamedTuple):
-    """What was generated, in the library and the place of `input_ids`."""
+    """What was generated, in the library of the weights and on their device."""
 
     sequences: AnyArray  # int32 [rows, length], the start token first, padded: those of transformers' `generate`
     lengths: AnyArray  # int32 [rows], the tokens of each, the start token and the end counted
@@ -150,7 +149,7 @@ class Decoding:
         """Generate from a padded batch of sources.
 
         Args:
-            input_ids: int32 or int64 [batch, seq], of any library.
+            input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists.
             attention_mask: bool or integer [batch, seq], 0 where nothing counts; None counts all. A row without
                 anything is generated from nothing.
             seed: of the draws (`do_sample`): an int, by which row i draws as seed + i, or one for each row. None takes
@@ -168,7 +167,6 @@ class Decoding:
         ValueError for one that is not implemented and for what does not fit, each naming the argument.
         """
         settings = self.settings(stop_words, **generation)
-        library = library_of("input_ids", input_ids)
         source = read_source(input_ids, attention_mask, self.config)
         batch = len(source.lengths)
         seeds = _seeds(seed, batch * settings.returned)
@@ -186,7 +184,8 @@ class Decoding:
                     self._model.layers.host(search.finished)
                     raise
                 found = search.result(steps)
-        return Generated(*(None if x is None else library.from_numpy(x, input_ids) for x in found))
+        with self._model.layers.place():
+            return Generated(*(None if x is None else self._model.layers.put(x) for x in found))
 
     def _search(self, settings: Settings, batch: int, longest: int) -> tuple[Search, StepGraphs]:
         """The search of these sizes: a kept one, or a new one in place of the one that is longest unused."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cukern.models._inputs import check_batch, check_ids
-from cukern.models._layers import ACTIVATIONS, Words, layers_of, library_of, place
+from cukern.models._inputs import Batch, check_ids, read_batch
+from cukern.models._layers import ACTIVATIONS, Words, layers_of, library_of
 from cukern.models.checkpoint import expect_directory, read_config, read_weights
 from cukern.models.encoder_layer import EncoderLayer
 from cukern.models.encoder_weights import EncoderConfig, EncoderWeights, read_state
@@ -18,7 +18,7 @@ from cukern.models.tokenizer import Tokenizer, warn_of_cut
 from cukern.ops.embedding import embedding_lookup
 from cukern.ops.norm import layer_norm
 from cukern.ops.padding import build_sequence_length_padding_offset, rebuild_sequence_length_padding
-from cukern.runtime import arrays, check
+from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.progress import progress as progress_bar
 
@@ -29,8 +29,8 @@ _MOST_WHOLES = 16
 class Encoder:
     """An encoder of the BERT family, whose work is that of the words alone, not of the padding of a batch.
 
-    `Encoder.from_directory` and `Encoder.from_state_dict` make one. Its weights are NumPy, CuPy or torch arrays, and
-    decide where it runs and what it takes and gives.
+    `Encoder.from_directory` and `Encoder.from_state_dict` make one. Its weights are NumPy, CuPy or torch arrays. They
+    decide where it runs and what it gives; it takes arrays of any library.
 
     The padding is removed before the embedding and restored after the last layer, as in ByteDance's Effective
     Transformer and FasterTransformer v2.1. `EncoderLayer` says what a layer is.
@@ -172,11 +172,11 @@ class Encoder:
         What stands in padded places, in any argument, has no influence on the result. A sequence may be empty, and
         padding may be on any side. Without a mask no place is padded, and with `valid_word_num` nothing waits for the
         GPU, so that both can be captured in a CUDA graph; with a mask alone the host waits to learn how many words
-        there are.
+        there are. What is not where the weights are is copied there first.
 
         Args:
-            input_ids: int32 or int64 [batch, seq]. On a GPU an id that is in no table has zeros for its embedding; in
-                host memory it is an error.
+            input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists. An id that is in no
+                table is an error in host memory; on a GPU it has zeros for its embedding.
             attention_mask: bool or integer [batch, seq], not 0 where there is a word.
             token_type_ids: int32 or int64 [batch, seq]; None is 0 everywhere.
             valid_word_num: the number of words, where the caller knows it and each sequence has its padding at its end.
@@ -185,46 +185,36 @@ class Encoder:
             [batch, seq, hidden_size] in the dtype of the weights, in their library and on their device.
 
         Raises:
-            TypeError: a dtype, or another library than that of the weights.
-            ValueError: shapes, devices, ids or sizes that do not fit; the message names the argument.
+            TypeError: a dtype, or what is neither an array nor lists.
+            ValueError: shapes, ids or sizes that do not fit; the message names the argument.
         """
-        batch, seq = self._check_inputs(input_ids, attention_mask, token_type_ids)
+        read = self._read_inputs(input_ids, attention_mask, token_type_ids)
+        batch, seq = read.input_ids.shape
         with self._layers.place():
-            index, offsets, words = self._find_words(batch, seq, attention_mask, valid_word_num)
-            rows = self._table_rows(input_ids, attention_mask, token_type_ids, index)
-            ids = input_ids.reshape(-1)
+            index, offsets, words = self._find_words(batch, seq, read.attention_mask, valid_word_num)
+            rows = self._table_rows(*read, index)
+            ids = read.input_ids.reshape(-1)
             hidden = self._encode(ids if index is None else ids[index], rows, words)
             if offsets is None:
                 return hidden.reshape(batch, seq, self.config.hidden_size)
             return rebuild_sequence_length_padding(hidden, offsets, batch, seq)
 
-    def _check_inputs(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> tuple[int, int]:
-        self._check_places(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        batch, seq = check_batch(input_ids, attention_mask, token_type_ids)
-        config, library = self.config, self._library
+    def _read_inputs(self, *given: Any) -> Batch:
+        """The ids, the mask and the types in the library of the weights, and where these are."""
+        read, config = read_batch(*given), self.config
+        seq = read.input_ids.shape[1]
         if seq > config.max_seq_len:
             check.fail("input_ids", f"of at most {config.max_seq_len} columns, the positions of the model", seq)
-        if token_type_ids is not None and not config.type_vocab_size:
-            check.fail("token_type_ids", f"None for {config.model_type}", type(token_type_ids).__name__)
-        if library.device(self.weights.word) is None:
-            counts = None if attention_mask is None else library.to_numpy(attention_mask)
-            check_ids("input_ids", library.to_numpy(input_ids), counts, config.vocab_size)
-            if token_type_ids is not None:
-                check_ids("token_type_ids", library.to_numpy(token_type_ids), counts, config.type_vocab_size)
-        return batch, seq
-
-    def _check_places(self, **given: Any) -> None:
-        """Raises unless all arrays are of the library of the weights, and where these are."""
-        own = self._library
-        for name, array in given.items():
-            if array is None:
-                continue
-            if arrays.library_of(array) is not own:
-                kind = f"{type(array).__module__}.{type(array).__name__}"
-                check.fail(name, f"a {own.name} array like the weights", kind, TypeError)
-            if own.device(array) != own.device(self.weights.word):
-                wanted = f"on {place(own.device(self.weights.word))} like the weights"
-                check.fail(name, wanted, f"one on {place(own.device(array))}")
+        if read.token_type_ids is not None and not config.type_vocab_size:
+            check.fail("token_type_ids", f"None for {config.model_type}", type(read.token_type_ids).__name__)
+        moved = read.like(self.weights.word)
+        in_host_memory = next((x for x in (read, moved) if x.is_in_host_memory()), None)
+        if in_host_memory is not None:
+            ids, counts, types = in_host_memory.to_numpy()
+            check_ids("input_ids", ids, counts, config.vocab_size)
+            if types is not None:
+                check_ids("token_type_ids", types, counts, config.type_vocab_size)
+        return moved
 
     def _find_words(self, batch: int, seq: int, mask: Any, valid_word_num: int | None) -> tuple[Any, Any, Words]:
         """The places of the words in the padded batch, their padding offsets, and how they lie without padding.
