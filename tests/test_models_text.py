@@ -541,7 +541,13 @@ def test_libraries_and_devices_that_are_not_taken(folder: Path, monkeypatch: pyt
         Encoder.from_directory(folder, library="jax")
     with pytest.raises(ValueError, match="device must be None or 'cpu' with library='numpy', got 'cuda'"):
         Encoder.from_directory(folder, library="numpy", device="cuda")
-    monkeypatch.setattr(checkpoints, "cupy", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device must be 'cpu', for torch finds no GPU here, got 'cuda:1'"):
+        Encoder.from_directory(folder, device="cuda:1")
+    monkeypatch.setattr(checkpoints, "_gpu_for_cupy", lambda: False)
+    with pytest.raises(ValueError, match="library must be 'torch' or 'numpy', for CuPy finds no GPU here, got 'cupy'"):
+        Encoder.from_directory(folder, library="cupy")
+    monkeypatch.setattr("cukern.runtime.cuda.cupy", None)
     with pytest.raises(ImportError, match="library='cupy' needs the package cupy: pip install"):
         Encoder.from_directory(folder, library="cupy")
     monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)

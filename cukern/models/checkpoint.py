@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cukern.runtime import check
-from cukern.runtime.cuda import cupy
+from cukern.runtime.cuda import cupy, need_cupy
 
 #: The command that installs what the models need besides the kernels.
 INSTALL = 'pip install "cukern[models]"'
@@ -138,11 +138,14 @@ def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, An
     if library == "torch":
         torch = need("torch", "library='torch'")
         place = str(torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device))
+        if place.startswith("cuda") and not torch.cuda.is_available():
+            check.fail("device", "'cpu', for torch finds no GPU here", repr(device))
     elif library == "numpy" and device not in (None, "cpu"):
         check.fail("device", "None or 'cpu' with library='numpy'", repr(device))
     elif library == "cupy":
-        if cupy is None:
-            raise ImportError("library='cupy' needs the package cupy: pip install \"cukern[cuda13]\"")
+        need_cupy("library='cupy'")
+        if not _gpu_for_cupy():
+            check.fail("library", "'torch' or 'numpy', for CuPy finds no GPU here", repr(library))
         place = None if device is None else check.integer("device", device, 0)
     if files[0].name == _PICKLED:
         return _read_pickle(files[0], place)

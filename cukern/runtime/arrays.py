@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from cukern.runtime import check
-from cukern.runtime.cuda import cupy, current_device, runtime
+from cukern.runtime.cuda import cupy, current_device, need_cupy, runtime
 
 #: An array that the public functions take: NumPy's, CuPy's, PyTorch's, or one of a library whose arrays are exchanged
 #: by DLPack, such as JAX. Results are of the arguments' library. For a type checker it is Any: no library declares what
@@ -402,7 +402,8 @@ def enter(name: str, array: Any) -> Any:
     kind, _ = array.__dlpack_device__()
     if kind == _DLPACK_CPU:
         return np.from_dlpack(array)
-    if int(kind) in _DLPACK_CUDA and cupy is not None:
+    if int(kind) in _DLPACK_CUDA:
+        need_cupy("an array on a GPU")
         return cupy.from_dlpack(array)
     check.fail(name, "on a CUDA device or in host memory", f"DLPack device type {int(kind)}")
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cukern.runtime import nvrtc, sources, template, temporary
+from cukern.runtime.cuda import INSTALL
 from cukern.runtime.nvrtc import is_intact as is_intact
 from cukern.runtime.nvrtc import read_note as read_note
 
@@ -107,7 +108,11 @@ def nvrtc_version() -> str:
 
     The build is written only in NVRTC's output, and to compile something would take a tenth of a warm import. So the
     cache folder keeps the answer, by the path, size and time of the library file.
+
+    Raises RuntimeError, with the pip command, where there is no NVRTC.
     """
+    if reason := available():
+        raise RuntimeError(f"a kernel needs NVRTC: {INSTALL} ({reason.splitlines()[0]})")
     library = _nvrtc_library()
     if library is None:
         return nvrtc.build()

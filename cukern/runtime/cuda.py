@@ -14,7 +14,7 @@ from typing import Any
 
 from cukern.runtime import temporary
 
-__all__ = ["cupy", "current_device", "driver", "libcuda", "runtime"]
+__all__ = ["INSTALL", "cupy", "current_device", "driver", "libcuda", "need_cupy", "runtime"]
 
 
 def _ensure_cupy_cache() -> None:
@@ -40,6 +40,16 @@ try:
     from cupy_backends.cuda.api import driver, runtime
 except ImportError:
     cupy = driver = runtime = None
+
+
+#: The command that installs CuPy and NVRTC.
+INSTALL = 'pip install "cukern[cuda13]" (or cuda12)'
+
+
+def need_cupy(what: str) -> None:
+    """Raise ImportError with the pip command where CuPy is not installed; `what` says what needs it."""
+    if cupy is None:
+        raise ImportError(f"{what} needs the package cupy: {INSTALL}")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from cukern.runtime import compile, overlap
 from cukern.runtime.compile import Instance
-from cukern.runtime.cuda import cupy, current_device, driver, runtime
+from cukern.runtime.cuda import cupy, current_device, driver, need_cupy, runtime
 from cukern.runtime.progress import progress
 from cukern.runtime.template import TemplateError
 
@@ -190,6 +190,7 @@ def device_count() -> int:
 
 def arch_of_device(device: int) -> str:
     """The compile target of a device, such as "90a". Makes no context."""
+    need_cupy("a call on a GPU")
     major, minor = (runtime.deviceGetAttribute(attribute, device) for attribute in (75, 76))
     return compile.arch_of((major, minor))
 
