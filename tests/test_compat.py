@@ -68,10 +68,26 @@ def test_what_is_not_covered_is_found_and_raises(module: str) -> None:
     compat = module_of(module)
     for name in getattr(compat, "NOT_COVERED", ()):
         assert name not in compat.__all__
-        with pytest.raises(NotImplementedError, match=rf"{name} is not covered by cukern\.compat"):
+        with pytest.raises(
+            NotImplementedError, match=rf"^{name} is not covered by cukern\.compat\.[\w.]+: cukern stands "
+        ):
             getattr(compat, name)(1, a=2)
-    with pytest.raises(AttributeError, match="no_such_name"):
+    with pytest.raises(
+        AttributeError, match=r"^no_such_name is not covered by cukern\.compat\.[\w.]+: cukern stands in for "
+    ):
         _ = compat.no_such_name
+    assert not hasattr(compat, "no_such_name") and getattr(compat, "no_such_name", 1) == 1
+    for function in getattr(compat, "COVERS", {}).values():
+        assert function.removeprefix("cukern.") in cukern.__all__
+
+
+def test_an_import_of_what_is_not_covered() -> None:
+    with pytest.raises(ImportError) as refused:
+        exec("from cukern.compat.vllm import gptq_gemm")
+    assert str(refused.value) == (
+        "gptq_gemm is not covered by cukern.compat.vllm: cukern stands in for vllm._custom_ops here. "
+        "docs/differences.md lists what it covers."
+    )
 
 
 # --- vLLM ---------------------------------------------------------------------------------------------

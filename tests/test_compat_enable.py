@@ -123,6 +123,34 @@ def test_imports_as_programs_write_them() -> None:
     assert names["topk_softmax"] is sglang.topk_softmax
     assert names["plan"] is sglang.flash_mla.get_mla_metadata
     assert names["ops"].rms_norm is vllm.rms_norm  # type: ignore[attr-defined]
+    for statement, says in (
+        (
+            "from flashinfer import rmsnorm, BatchDecodeWithPagedKVCacheWrapper",
+            "BatchDecodeWithPagedKVCacheWrapper is not covered by cukern.compat.flashinfer: cukern stands in for "
+            "flashinfer here. cukern.paged_attention does this with other arguments. docs/differences.md lists what it "
+            "covers.",
+        ),
+        (
+            "from vllm import LLM",
+            "LLM is not covered by cukern.compat: cukern stands in for vllm here. docs/differences.md lists what it "
+            "covers.",
+        ),
+        (
+            "from sgl_kernel import no_such",
+            "no_such is not covered by cukern.compat.sglang: cukern stands in for sgl_kernel here. "
+            "docs/differences.md lists what it covers.",
+        ),
+    ):
+        with pytest.raises(ImportError) as refused:
+            exec(statement)
+        assert str(refused.value) == says
+    # Libraries ask what a release has.
+    library = importlib.import_module("flashinfer")
+    assert not hasattr(library, "decode") and importlib.util.find_spec("flashinfer.decode") is None
+    with pytest.raises(
+        AttributeError, match=r"decode is not covered by cukern\.compat\.flashinfer: cukern stands in for"
+    ):
+        _ = library.decode
     with pytest.raises(NotImplementedError, match="flash_mla_sparse_fwd is not covered"):
         names["flash_mla_sparse_fwd"]()  # type: ignore[operator]
     assert set(compat.enabled()) == set(compat.PEERS)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 #: Marks a function that only raises, so that `enable` never puts it in the place of a real one.
 RAISES = "__cukern_raises__"
+
+#: The module of Python that looks up the names of `from package import name`.
+_IMPORTS_NAMES = "importlib._bootstrap"
+_DIFFERENCES = "docs/differences.md"
 
 
 def refuse(function: str, argument: str, wanted: str, got: object) -> NoReturn:
@@ -21,19 +26,31 @@ def unless_default(function: str, wanted: object, **arguments: Any) -> None:
             refuse(function, name, repr(wanted), type(value).__name__ if wanted is None else repr(value))
 
 
-def not_covered(module: str, names: Collection[str], covered: Collection[str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module: functions that raise for the peer's `names` that cukern does not have.
+def not_covered(
+    module: str, library: str, covers: Mapping[str, str] = {}, names: Collection[str] = ()
+) -> Callable[[str], Any]:
+    """The `__getattr__` of a module that stands in for a module of a library.
 
-    They are found, so that an import of several names works for who calls only those that are covered. Any other name
-    is an AttributeError.
+    The library's `names` are functions that raise when they are called, so that an import of several names works for
+    who calls only what is covered. Any other name is an AttributeError, and an ImportError where a statement imports
+    it: Python replaces the text of an AttributeError there. `covers` has the function of cukern that does what a name
+    of the library does.
     """
 
     def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        advice = f"{covers[name]} does this with other arguments. " if name in covers else ""
+        says = (
+            f"{name} is not covered by {module}: cukern stands in for {library} here. {advice}"
+            f"{_DIFFERENCES} lists what it covers."
+        )
         if name not in names:
-            raise AttributeError(f"module {module!r} has no {name!r}; it has {', '.join(sorted(covered))}")
+            is_import = sys._getframe(1).f_globals.get("__name__") == _IMPORTS_NAMES
+            raise (ImportError if is_import else AttributeError)(says)
 
         def function(*_: Any, **__: Any) -> NoReturn:
-            raise NotImplementedError(f"{name} is not covered by {module}, which has {', '.join(sorted(covered))}")
+            raise NotImplementedError(says)
 
         function.__name__ = function.__qualname__ = name
         setattr(function, RAISES, True)

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from cukern.compat._limits import RAISES
+from cukern.compat._limits import RAISES, not_covered
 from cukern.runtime import check
 
 
@@ -87,11 +87,11 @@ def _put(changes: list[_Change], space: dict[str, Any], name: str, value: Any) -
 def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
     """A module of the peer's name with what `source` of `cukern.compat` has, or an empty package."""
     module = ModuleType(name, f"{name}, as far as cukern has it (cukern.compat.enable).")
+    vars(module)["__getattr__"] = not_covered("cukern.compat", name)
     if source is not None:
         compat = _compat(source)
         vars(module).update({each: getattr(compat, each) for each in compat.__all__}, __all__=list(compat.__all__))
-        if "__getattr__" in vars(compat):
-            vars(module)["__getattr__"] = vars(compat)["__getattr__"]
+        vars(module)["__getattr__"] = vars(compat)["__getattr__"]
     vars(module).update(__path__=[], __version__=release, __spec__=ModuleSpec(name, None, is_package=True))
     return module
 

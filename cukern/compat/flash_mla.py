@@ -26,7 +26,7 @@ NOT_COVERED = (
     "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
 )
-__getattr__ = not_covered("cukern.compat.flash_mla", NOT_COVERED, __all__)
+__getattr__ = not_covered("cukern.compat.flash_mla", "flash_mla", names=NOT_COVERED)
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:

@@ -2,10 +2,11 @@
 
 The modules `sampling`, `norm`, `activation` and `page` stand for those of FlashInfer, and the names here for those that
 `flashinfer` itself has; each module says what it does not cover and what differs. Not covered at all, besides:
-attention (plans and wrappers), rope, products, fused mixtures of experts, communication. These names are an
-AttributeError.
+attention (plans and wrappers), rope, products, fused mixtures of experts, communication. Of these names an
+AttributeError, or in an import an ImportError, says so.
 """
 
+from cukern.compat._limits import not_covered
 from cukern.compat.flashinfer import activation, norm, page, sampling
 from cukern.compat.flashinfer.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from cukern.compat.flashinfer.norm import (
@@ -64,3 +65,15 @@ __all__ = [
     "top_p_renorm_probs",
     "top_p_sampling_from_probs",
 ]
+
+COVERS = {
+    "BatchDecodeWithPagedKVCacheWrapper": "cukern.paged_attention",
+    "BatchMLAPagedAttentionWrapper": "cukern.flash_mla_with_kvcache",
+    "BatchPrefillWithPagedKVCacheWrapper": "cukern.paged_attention",
+    "BatchPrefillWithRaggedKVCacheWrapper": "cukern.varlen_attention",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "cukern.paged_attention",
+    "apply_rope_with_cos_sin_cache_inplace": "cukern.rotary_embedding",
+    "cutlass_fused_moe": "cukern.fused_experts",
+    "merge_state": "cukern.merge_attention_states",
+}
+__getattr__ = not_covered("cukern.compat.flashinfer", "flashinfer", COVERS)

@@ -13,7 +13,7 @@ from cukern.runtime.arrays import AnyArray
 __all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"]
 
 NOT_COVERED = ("silu_and_mul_scaled_nvfp4_experts_quantize",)
-__getattr__ = not_covered("cukern.compat.flashinfer.activation", NOT_COVERED, __all__)
+__getattr__ = not_covered("cukern.compat.flashinfer.activation", "flashinfer.activation", names=NOT_COVERED)
 
 
 def silu_and_mul(input: AnyArray, out: AnyArray | None = None, enable_pdl: bool | None = None) -> AnyArray:

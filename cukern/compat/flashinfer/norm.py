@@ -34,7 +34,7 @@ NOT_COVERED = (
     "layernorm_quant",
     "rmsnorm_sigmoid_gate",
 )
-__getattr__ = not_covered("cukern.compat.flashinfer.norm", NOT_COVERED, __all__)
+__getattr__ = not_covered("cukern.compat.flashinfer.norm", "flashinfer.norm", names=NOT_COVERED)
 
 
 def _expect_e4m3(function: str, out: Any) -> None:

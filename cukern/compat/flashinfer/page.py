@@ -23,7 +23,7 @@ NOT_COVERED = (
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_append_paged_mla_kv_cache",
 )
-__getattr__ = not_covered("cukern.compat.flashinfer.page", NOT_COVERED, __all__)
+__getattr__ = not_covered("cukern.compat.flashinfer.page", "flashinfer.page", names=NOT_COVERED)
 
 
 def get_seq_lens(kv_indptr: AnyArray, kv_last_page_len: AnyArray, page_size: int) -> AnyArray:

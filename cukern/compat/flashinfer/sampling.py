@@ -37,7 +37,7 @@ __all__ = [
     "top_p_sampling_from_probs",
 ]
 
-__getattr__ = not_covered("cukern.compat.flashinfer.sampling", ("get_seed_and_offset",), __all__)
+__getattr__ = not_covered("cukern.compat.flashinfer.sampling", "flashinfer.sampling", names=("get_seed_and_offset",))
 
 #: The dtypes that the functions of cukern take; others are converted, as there.
 _INTEGERS = torch.int32, torch.int64

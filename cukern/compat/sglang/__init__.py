@@ -81,7 +81,11 @@ NOT_COVERED = (
     "tree_speculative_sampling_target_only",
     "verify_tree_greedy",
 )
-__getattr__ = not_covered("cukern.compat.sglang", NOT_COVERED, __all__)
+COVERS = {
+    "fused_qk_norm_rope": "cukern.fused_qk_norm_rope_and_cache",
+    "rotary_embedding": "cukern.rotary_embedding",
+}
+__getattr__ = not_covered("cukern.compat.sglang", "sgl_kernel", COVERS, names=NOT_COVERED)
 
 
 # --- activations and renormalization ------------------------------------------------------------------

@@ -14,7 +14,7 @@ from cukern.runtime.arrays import AnyArray
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 NOT_COVERED = ("flash_mla_sparse_fwd",)
-__getattr__ = not_covered("cukern.compat.sglang.flash_mla", NOT_COVERED, __all__)
+__getattr__ = not_covered("cukern.compat.sglang.flash_mla", "sgl_kernel.flash_mla", names=NOT_COVERED)
 
 
 def get_mla_metadata(

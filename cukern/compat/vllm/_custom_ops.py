@@ -78,7 +78,11 @@ NOT_COVERED = (
     "top_k_per_row_prefill",
     "topk_hash_softplus_sqrt",
 )
-__getattr__ = not_covered("cukern.compat.vllm", NOT_COVERED, __all__)
+COVERS = {
+    "fused_qk_norm_rope": "cukern.fused_qk_norm_rope_and_cache",
+    "rotary_embedding": "cukern.rotary_embedding",
+}
+__getattr__ = not_covered("cukern.compat.vllm", "vllm._custom_ops", COVERS, names=NOT_COVERED)
 
 _E4M3 = torch.float8_e4m3fn
 

@@ -18,7 +18,11 @@ from cukern.runtime.arrays import AnyArray
 __all__ = ["moe_permute", "moe_permute_unpermute_supported", "moe_unpermute"]
 
 NOT_COVERED = ("get_moe_permute_scratch", "moe_prepare_scatter")
-__getattr__ = not_covered("cukern.compat.vllm.moe_permute_unpermute", NOT_COVERED, __all__)
+__getattr__ = not_covered(
+    "cukern.compat.vllm.moe_permute_unpermute",
+    "vllm.model_executor.layers.fused_moe.moe_permute_unpermute",
+    names=NOT_COVERED,
+)
 
 
 def moe_permute(
