@@ -40,12 +40,16 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS, Operator
+from cukern.runtime.packages import missing
 from cukern.runtime.plan import refuse_gradient
 from cukern.runtime.schema import Schema, schemas
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise missing(error, __name__, "torch") from None
 
 #: The module of torch.compile that takes graphs.
 _COMPILER = "torch._dynamo"

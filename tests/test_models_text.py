@@ -534,6 +534,11 @@ def test_packages_that_are_missing(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=re.escape('needs the package safetensors: pip install "cukern[models]"')):
         Encoder.from_directory(folder, device="cpu")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        ImportError, match=re.escape("library='torch' needs the package torch: pip install \"cukern[torch]\"")
+    ):
+        Encoder.from_directory(folder, library="torch")
 
 
 def test_libraries_and_devices_that_are_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,6 @@ import numpy as np
 from cukern.runtime import check
 from cukern.runtime.cuda import cupy, need_cupy
 
-#: The command that installs what the models need besides the kernels.
-INSTALL = 'pip install "cukern[models]"'
 LIBRARIES = ("torch", "cupy", "numpy")
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 #: The weights of older models, which torch reads.
@@ -28,12 +26,12 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float
 _BUFFERS = {"I64": "int64", "I32": "int32", "I16": "int16", "BOOL": "bool"}
 
 
-def need(package: str, what: str) -> Any:
-    """An optional package. Raises ImportError with the command that installs it; `what` says what needs it."""
+def need(package: str, what: str, extra: str = "models") -> Any:
+    """A package of an extra. Raises ImportError with the command that installs it; `what` says what needs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f"{what} needs the package {package}: {INSTALL}") from error
+        raise ImportError(f'{what} needs the package {package}: pip install "cukern[{extra}]"') from error
 
 
 def expect_directory(path: str | Path) -> Path:
@@ -136,7 +134,7 @@ def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, An
     files = _weight_files(folder, library)
     place: Any = None
     if library == "torch":
-        torch = need("torch", "library='torch'")
+        torch = need("torch", "library='torch'", "torch")
         place = str(torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device))
         if place.startswith("cuda") and not torch.cuda.is_available():
             check.fail("device", "'cpu', for torch finds no GPU here", repr(device))
@@ -183,7 +181,7 @@ def _is_weight(name: str, dtype: str) -> bool:
 
 def _read_pickle(file: Path, place: Any) -> dict[str, Any]:
     """The weights of a file of torch, read as tensors alone: no code of the file runs."""
-    torch = need("torch", f"reading {file}")
+    torch = need("torch", f"reading {file}", "torch")
     try:
         state = torch.load(file, map_location=place, weights_only=True)
     except (EOFError, RuntimeError, pickle.UnpicklingError):

@@ -7,6 +7,13 @@ AttributeError, or in an import an ImportError, says so.
 """
 
 from cukern.compat._limits import not_covered
+from cukern.runtime.packages import missing
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing(error, __name__, "torch") from None
+
 from cukern.compat.flashinfer import activation, norm, page, sampling
 from cukern.compat.flashinfer.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from cukern.compat.flashinfer.norm import (

@@ -15,7 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from cukern.runtime.packages import missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise missing(error, __name__, "torch") from None
 
 import cukern
 from cukern.compat._limits import not_covered, refuse

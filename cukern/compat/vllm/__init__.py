@@ -5,6 +5,13 @@
 the two functions of that module of vLLM.
 """
 
+from cukern.runtime.packages import missing
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing(error, __name__, "torch") from None
+
 from cukern.compat.vllm import _custom_ops, moe_permute_unpermute
 from cukern.compat.vllm._custom_ops import *  # noqa: F403
 from cukern.compat.vllm._custom_ops import __all__ as _names

@@ -18,8 +18,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
+from cukern.runtime.packages import missing
+
+try:
+    import torch
+    from transformers import PreTrainedModel
+except ModuleNotFoundError as error:
+    raise missing(error, __name__, "transformers") from None
 
 import cukern.torch_ops  # noqa: F401  (torch.compile keeps the calls in its graphs)
 from cukern.integrations.transformers import _attention, _experts, _norms, _products, _rotary, _routers, _versions
