@@ -18,7 +18,7 @@ from cukern.models._steps import StepGraphs, watch
 from cukern.models.decoder_weights import read_config, read_directory, read_weights
 from cukern.models.generation import Settings, defaults_of, settle
 from cukern.runtime import check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import Array
 from cukern.runtime.progress import progress as progress_bar
 
 __all__ = ["Decoding", "Generated", "Step"]
@@ -32,9 +32,9 @@ _MEMORY_UNIT = 64
 class Generated(NamedTuple):
     """What was generated, in the library of the weights and on their device."""
 
-    sequences: AnyArray  # int32 [rows, length], the start token first, padded: those of transformers' `generate`
-    lengths: AnyArray  # int32 [rows], the tokens of each, the start token and the end counted
-    scores: AnyArray | None  # float32 [rows], of a beam search: the log-probability over length ** length_penalty
+    sequences: Any  # int32 [rows, length], the start token first, padded: those of transformers' `generate`
+    lengths: Any  # int32 [rows], the tokens of each, the start token and the end counted
+    scores: Any  # float32 [rows], of a beam search: the log-probability over length ** length_penalty
 
 
 class Step(NamedTuple):
@@ -111,7 +111,7 @@ class Decoding:
 
     @classmethod
     def from_state_dict(
-        cls, state: Mapping[str, AnyArray], config: Any, *, generation_config: Any = None, dtype: str | None = None
+        cls, state: Mapping[str, Array], config: Any, *, generation_config: Any = None, dtype: str | None = None
     ) -> Decoding:
         """Take weights from memory.
 
@@ -137,8 +137,8 @@ class Decoding:
 
     def __call__(
         self,
-        input_ids: AnyArray,
-        attention_mask: AnyArray | None = None,
+        input_ids: Array | Sequence[Sequence[int]],
+        attention_mask: Array | Sequence[Sequence[int]] | None = None,
         *,
         seed: int | Sequence[int] | None = None,
         stop_words: Sequence[Sequence[int]] | None = None,

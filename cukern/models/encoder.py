@@ -19,7 +19,7 @@ from cukern.ops.embedding import embedding_lookup
 from cukern.ops.norm import layer_norm
 from cukern.ops.padding import build_sequence_length_padding_offset, rebuild_sequence_length_padding
 from cukern.runtime import check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import Array
 from cukern.runtime.progress import progress as progress_bar
 
 #: Sizes of batches without padding whose positions are kept.
@@ -118,7 +118,7 @@ class Encoder:
     @classmethod
     def from_state_dict(
         cls,
-        state: Mapping[str, AnyArray],
+        state: Mapping[str, Array],
         config: EncoderConfig | Mapping[str, Any] | Any,
         *,
         dtype: str | None = None,
@@ -161,12 +161,12 @@ class Encoder:
 
     def __call__(
         self,
-        input_ids: AnyArray,
-        attention_mask: AnyArray | None = None,
-        token_type_ids: AnyArray | None = None,
+        input_ids: Array | Sequence[Sequence[int]],
+        attention_mask: Array | Sequence[Sequence[int]] | None = None,
+        token_type_ids: Array | Sequence[Sequence[int]] | None = None,
         *,
         valid_word_num: int | None = None,
-    ) -> AnyArray:
+    ) -> Any:
         """The last hidden states of a batch, zeros where it is padded.
 
         What stands in padded places, in any argument, has no influence on the result. A sequence may be empty, and
@@ -326,7 +326,7 @@ class Encoder:
         max_length: int | None = None,
         normalize: bool | None = None,
         progress: bool | None = None,
-    ) -> AnyArray:
+    ) -> Any:
         """One vector for each text, in the order of the texts.
 
         Texts of like lengths go through the encoder together, without padding. The vectors are pooled and normalized
@@ -353,7 +353,7 @@ class Encoder:
         batch_size: int | None = None,
         normalize: bool | None = None,
         progress: bool | None = None,
-    ) -> AnyArray:
+    ) -> Any:
         """`embed` for the token ids of texts, special tokens among them. A text without tokens has a vector of zeros.
 
         Raises:

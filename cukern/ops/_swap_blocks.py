@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cukern.ops._kv_cache import CACHE_DTYPES
 from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays, check
-from cukern.runtime.arrays import AnyArray
+from cukern.runtime.arrays import Array
 from cukern.runtime.cuda import current_device, runtime
 from cukern.runtime.describe import contiguous_strides
 
@@ -64,7 +64,7 @@ def runs_of(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.column_stack([pairs[first], np.diff(np.r_[first, len(pairs)])])
 
 
-def swap_blocks(src: AnyArray, dst: AnyArray, block_size_in_bytes: int, block_mapping: AnyArray) -> None:
+def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array) -> None:
     """Copy blocks of one cache to another, between the memories of the host and of a GPU or within one of them.
 
     For each pair (from, to) of block_mapping: block `to` of dst = block `from` of src.

@@ -65,8 +65,8 @@ def reshape_and_cache(
     value_cache: WrittenArray,
     slot_mapping: AnyArray,
     kv_cache_dtype: str,
-    k_scale: AnyArray,
-    v_scale: AnyArray,
+    k_scale: AnyArray | float,
+    v_scale: AnyArray | float,
 ) -> None:
     """Store new keys and values in their slots of a paged cache in vLLM's layout.
 
@@ -150,8 +150,8 @@ def reshape_and_cache_flash(
     value_cache: WrittenArray,
     slot_mapping: AnyArray,
     kv_cache_dtype: str,
-    k_scale: AnyArray,
-    v_scale: AnyArray,
+    k_scale: AnyArray | float,
+    v_scale: AnyArray | float,
 ) -> None:
     """Store new keys and values in their slots of a paged cache in FlashAttention's layout.
 
@@ -247,7 +247,7 @@ def concat_and_cache_mla(
     kv_cache: WrittenArray,
     slot_mapping: AnyArray,
     kv_cache_dtype: str,
-    scale: AnyArray | None,
+    scale: AnyArray | float | None,
 ) -> None:
     """Store the latents and the rotary parts of new tokens, side by side, in their slots of an MLA cache.
 
@@ -490,7 +490,7 @@ def gather_cache(
     seq_starts: AnyArray | None = None,
     *,
     kv_cache_dtype: str = "auto",
-    scale: AnyArray | None = None,
+    scale: AnyArray | float | None = None,
 ) -> None:
     """Gather the tokens of sequences, one after the other, out of a paged cache.
 

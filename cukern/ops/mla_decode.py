@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from cukern.ops._mla_decode import (
     MAX_DIM,
@@ -17,7 +17,7 @@ from cukern.ops._mla_decode import (
     why_attend,
     why_parts,
 )
-from cukern.ops._mla_plan import attend_by_a_plan, plan_of_the_first_call
+from cukern.ops._mla_plan import FlashMLASchedMeta, attend_by_a_plan, plan_of_the_first_call
 from cukern.reference import mla_decode as twin
 from cukern.runtime import check, gpu
 from cukern.runtime.arrays import AnyArray
@@ -289,7 +289,17 @@ def _plan_results(
     return [Result((parts, 8), "int32", "[parts, 8]"), Result((sequences + 1,), "int32", "[sequences + 1]")]
 
 
-@op(twin.get_mla_metadata, "tile_scheduler_metadata, num_splits", _plan_results, instead=plan_of_the_first_call)
+@overload
+def get_mla_metadata() -> tuple[FlashMLASchedMeta, None]: ...
+@overload
+def get_mla_metadata(
+    cache_seqlens: AnyArray, num_heads_per_head_k: int, num_heads_k: int, *, num_heads_q: int | None = ..., topk: int
+    | None = ..., topk_length: AnyArray | None = ..., extra_topk: int = ..., extra_topk_length: AnyArray | None = ...,
+    out: tuple[AnyArray, AnyArray] | None = ...
+) -> tuple[AnyArray, AnyArray]: ...  # fmt: skip
+@op(  # type: ignore[misc]  # `instead` takes the call without arguments
+    twin.get_mla_metadata, "tile_scheduler_metadata, num_splits", _plan_results, instead=plan_of_the_first_call
+)
 def get_mla_metadata(
     cache_seqlens: AnyArray,
     num_heads_per_head_k: int,
@@ -473,7 +483,7 @@ def flash_mla_with_kvcache(
     block_table: AnyArray | None,
     cache_seqlens: AnyArray | None,
     head_dim_v: int,
-    tile_scheduler_metadata: AnyArray | None,
+    tile_scheduler_metadata: AnyArray | FlashMLASchedMeta | None,
     num_splits: AnyArray | None,
     softmax_scale: float | None = None,
     causal: bool = False,

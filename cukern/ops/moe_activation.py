@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from cukern.reference import moe_activation as twin
 from cukern.runtime import activation as activations
@@ -39,6 +40,7 @@ WITH_BIAS = ("gelu", "gelu_tanh", "silu", "relu", "gelu_quick")
 #: The names that `torch.nn.functional.gelu` has for two of them.
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _kernel = Kernel("moe_activation/moe_activation", "moe_activation")
 _bias_kernel = Kernel("moe_activation/add_bias_act", "add_bias_act")
 _ITEMS = 2
@@ -176,7 +178,7 @@ def _gated(
     return out
 
 
-def _alias(name: str) -> Any:
+def _alias(name: str) -> Callable[[_F], _F]:
     """Declare a function of one activation."""
     return op(getattr(twin, name), "activated", _activated, rows={"rows": ("x", "out")})
 
@@ -316,7 +318,7 @@ def bias_gelu(
     return add_bias_act(x, bias, _APPROXIMATE[approximate], out=out)
 
 
-def _without_bias(name: str) -> Any:
+def _without_bias(name: str) -> Callable[[_F], _F]:
     """Declare a function of one activation without a gate."""
     return op(getattr(twin, name), "activated", _as_given, rows={"rows": ("x", "out")})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLEST_FP8
 from cukern.ops import _quantization as launches
@@ -35,6 +36,7 @@ FP8 = "float8_e4m3fn"
 #: The least eps: with smaller scales a quotient might not be rounded exactly.
 MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 # --- 8 bits -------------------------------------------------------------------------------------------
@@ -60,9 +62,9 @@ def _scaled_fp8_results(
 )
 def scaled_fp8_quant(
     input: AnyArray,
-    scale: AnyArray | None = None,
+    scale: AnyArray | float | None = None,
     num_token_padding: Size | None = None,
-    scale_ub: AnyArray | None = None,
+    scale_ub: AnyArray | float | None = None,
     use_per_token_if_dynamic: bool = False,
     output: WrittenArray | None = None,
     *,
@@ -135,7 +137,7 @@ def _group_results(dtype: str) -> Any:
     return results
 
 
-def _group_op(function: Any, dtype: str) -> Any:
+def _group_op(function: Any, dtype: str) -> Callable[[_F], _F]:
     """Declare a function that quantizes groups."""
     return op(function, "x_q, x_s", _group_results(dtype), rows={"rows": ("x", "expert_num_tokens", "out_q", "out_s")})
 
@@ -257,7 +259,7 @@ def _scaled_int8_results(
 )
 def scaled_int8_quant(
     input: AnyArray,
-    scale: AnyArray | None = None,
+    scale: AnyArray | float | None = None,
     azp: AnyArray | None = None,
     symmetric: bool = True,
     *,
@@ -341,7 +343,7 @@ def silu_and_mul_quant(
     activation: str = "silu",
     *,
     group_size: int | None = 128,
-    scale: AnyArray | None = None,
+    scale: AnyArray | float | None = None,
     expert_num_tokens: AnyArray | None = None,
     out_q: WrittenArray | None = None,
     out_s: WrittenArray | None = None,

@@ -17,14 +17,11 @@ import ml_dtypes
 import numpy as np
 
 from cukern.runtime import check
+from cukern.runtime.array_types import AnyArray as AnyArray
+from cukern.runtime.array_types import Array as Array
+from cukern.runtime.array_types import WrittenArray as WrittenArray
 from cukern.runtime.cuda import cupy, current_device, need_cupy, runtime
 
-#: An array that the public functions take: NumPy's, CuPy's, PyTorch's, or one of a library whose arrays are exchanged
-#: by DLPack, such as JAX. Results are of the arguments' library. For a type checker it is Any: no library declares what
-#: these have in common, and only NumPy must be installed.
-AnyArray: TypeAlias = Any
-#: An array that the function writes.
-WrittenArray: TypeAlias = Any
 #: A generator of random numbers of the arrays' library, such as `torch.Generator`.
 Generator: TypeAlias = Any
 #: A size that may differ between the calls of a compiled graph.

@@ -124,7 +124,7 @@ def sampling_from_probs(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
-) -> Any:
+) -> AnyArray:
     """`cukern.sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
     draw = indices, generator, check_nan, seed, offset
     return _drawn(cukern.sampling_from_probs, "probs", probs, {}, draw, return_valid=return_valid)
@@ -140,7 +140,7 @@ def top_p_sampling_from_probs(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
-) -> Any:
+) -> AnyArray:
     """`cukern.top_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"top_p": top_p}
     return _drawn(cukern.top_p_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
@@ -156,7 +156,7 @@ def top_k_sampling_from_probs(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
-) -> Any:
+) -> AnyArray:
     """`cukern.top_k_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k}
     return _drawn(cukern.top_k_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
@@ -172,7 +172,7 @@ def min_p_sampling_from_probs(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
-) -> Any:
+) -> AnyArray:
     """`cukern.min_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"min_p": min_p}
     return _drawn(cukern.min_p_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
@@ -208,7 +208,7 @@ def top_k_top_p_sampling_from_probs(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
-) -> Any:
+) -> AnyArray:
     """`cukern.top_k_top_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
     options = {"filter_apply_order": filter_apply_order, "return_valid": return_valid}
