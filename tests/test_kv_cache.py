@@ -540,6 +540,13 @@ def _bad_keys_and_values() -> Iterator[Any]:
 
 
 def _bad_caches() -> Iterator[Any]:
+    for name, other, symbols in (
+        (BLOCKS, FLASH, "[blocks, kv_heads, head_dim / x, block_size, x]"),
+        (FLASH, BLOCKS, "[blocks, block_size, kv_heads, head_dim]"),
+    ):
+        cache = good_arguments(other)["key_cache"]
+        message = f"key_cache must be of shape {symbols}, got {list(cache.shape)}, which {other} takes"
+        yield name, {"key_cache": cache}, ValueError, message
     for name in (BLOCKS, FLASH):
         good = good_arguments(name)
         key_cache, value_cache = good["key_cache"], good["value_cache"]

@@ -509,7 +509,7 @@ def _check_caches(
     axes: dict[str, int | None]
     if layout == "flash":
         symbols: tuple[str, ...] = "blocks", "block_size", "kv_heads", "head_dim"
-        check.dimensions("key_cache", shape, symbols)
+        check.dimensions("key_cache", shape, symbols, {5: 'layout="vllm"'})
         blocks, block_size, kv_heads, _ = shape
         wanted = value_wanted = (*shape[:3], head_dim)
         text = value_text = f"[{', '.join(symbols)}]"
@@ -517,7 +517,7 @@ def _check_caches(
         outer = 3
     else:
         symbols = "blocks", "kv_heads", "head_dim / x", "block_size", "x"
-        check.dimensions("key_cache", shape, symbols)
+        check.dimensions("key_cache", shape, symbols, {4: 'paged_attention with layout="flash"'})
         x = 16 // arrays.ITEM_SIZE[cache]
         if head_dim % x:
             check.fail(

@@ -100,7 +100,8 @@ def reshape_and_cache(
     """
     strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
     _, heads, head_dim = key.shape
-    check.dimensions("key_cache", key_cache.shape, ("blocks", "kv_heads", "head_dim / x", "block_size", "x"))
+    wanted_axes = ("blocks", "kv_heads", "head_dim / x", "block_size", "x")
+    check.dimensions("key_cache", key_cache.shape, wanted_axes, {4: "reshape_and_cache_flash"})
     blocks, _, _, block_size, _ = key_cache.shape
     x = 16 // key_cache.item_size
     if head_dim % x:
@@ -170,7 +171,7 @@ def reshape_and_cache_flash(
     new_strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
     _, heads, head_dim = key.shape
     symbols = ("blocks", "block_size", "kv_heads", "head_dim")
-    check.dimensions("key_cache", key_cache.shape, symbols)
+    check.dimensions("key_cache", key_cache.shape, symbols, {5: "reshape_and_cache"})
     shape = (*key_cache.shape[:2], heads, head_dim)
     cache_strides = []
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -99,7 +99,8 @@ def shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...], symbols: str
         fail(name, f"of shape {symbols} = {list(wanted)}", list(got))
 
 
-def dimensions(name: str, got: tuple[int, ...], symbols: tuple[str, ...]) -> None:
-    """An array has the dimensions `symbols`, of any size."""
+def dimensions(name: str, got: tuple[int, ...], symbols: tuple[str, ...], takers: Mapping[int, str] = {}) -> None:
+    """An array has the dimensions `symbols`, of any size. `takers` says what takes another number of dimensions."""
     if len(got) != len(symbols):
-        fail(name, f"of shape [{', '.join(symbols)}]", list(got))
+        taker = f", which {takers[len(got)]} takes" if len(got) in takers else ""
+        fail(name, f"of shape [{', '.join(symbols)}]", f"{list(got)}{taker}")
