@@ -2,8 +2,9 @@
 
 `cukern.compat.vllm` stands for `vllm._custom_ops`, `.sglang` for `sgl_kernel`, `.flashinfer` and its `sampling`,
 `norm`, `activation` and `page` for those of `flashinfer`, `.flash_mla` for `flash_mla`: moving over is an import. Each
-says for which release its signatures hold, what it does not cover, and what differs; what is not covered raises
-NotImplementedError.
+says for which release its signatures hold, what it does not cover, and what differs; arguments that are not
+covered raise NotImplementedError. A name that is not covered is an AttributeError, or in an import an ImportError,
+that says so.
 
 `enable` puts them where programs look the names up, so that not even the import changes:
 

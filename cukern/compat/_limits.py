@@ -11,7 +11,6 @@ RAISES = "__cukern_raises__"
 
 #: The module of Python that looks up the names of `from package import name`.
 _IMPORTS_NAMES = "importlib._bootstrap"
-_DIFFERENCES = "docs/differences.md"
 
 
 def refuse(function: str, argument: str, wanted: str, got: object) -> NoReturn:
@@ -24,6 +23,13 @@ def unless_default(function: str, wanted: object, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not wanted:
             refuse(function, name, repr(wanted), type(value).__name__ if wanted is None else repr(value))
+
+
+def sentence(name: str, module: str, library: str, covers: str | None = None) -> str:
+    """What is said of a name of a library that a module of cukern does not have; `covers` does what it does."""
+    advice = f" {covers} does this with other arguments." if covers else ""
+    stands = f"cukern stands in for {library} here."
+    return f"{name} is not covered by {module}: {stands}{advice} docs/differences.md lists what it covers."
 
 
 def not_covered(
@@ -40,11 +46,7 @@ def not_covered(
     def get(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        advice = f"{covers[name]} does this with other arguments. " if name in covers else ""
-        says = (
-            f"{name} is not covered by {module}: cukern stands in for {library} here. {advice}"
-            f"{_DIFFERENCES} lists what it covers."
-        )
+        says = sentence(name, module, library, covers.get(name))
         if name not in names:
             is_import = sys._getframe(1).f_globals.get("__name__") == _IMPORTS_NAMES
             raise (ImportError if is_import else AttributeError)(says)

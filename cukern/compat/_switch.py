@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.util
 import inspect
 import sys
@@ -13,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from cukern.compat._limits import RAISES, not_covered
+from cukern.compat._limits import RAISES, not_covered, sentence
 from cukern.runtime import check
 
 
@@ -84,6 +85,22 @@ def _put(changes: list[_Change], space: dict[str, Any], name: str, value: Any) -
 # --- in place of a library that is not installed ------------------------------------------------------
 
 
+class _Submodules(importlib.abc.MetaPathFinder):
+    """Says of a submodule that a stand-in does not have why its import fails. Who asks for its spec gets None."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        # The frames: `_find_spec` of importlib, and what called that.
+        is_import = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"
+        if is_import and path and _NOWHERE in path:
+            says = sentence(fullname, "cukern.compat", fullname.partition(".")[0])
+            raise ModuleNotFoundError(says, name=fullname)
+
+
+_SUBMODULES = _Submodules()
+#: The path of a package that stands in for a library.
+_NOWHERE = "<cukern.compat>"
+
+
 def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
     """A module of the peer's name with what `source` of `cukern.compat` has, or an empty package."""
     module = ModuleType(name, f"{name}, as far as cukern has it (cukern.compat.enable).")
@@ -92,12 +109,14 @@ def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
         compat = _compat(source)
         vars(module).update({each: getattr(compat, each) for each in compat.__all__}, __all__=list(compat.__all__))
         vars(module)["__getattr__"] = vars(compat)["__getattr__"]
-    vars(module).update(__path__=[], __version__=release, __spec__=ModuleSpec(name, None, is_package=True))
+    vars(module).update(__path__=[_NOWHERE], __version__=release, __spec__=ModuleSpec(name, None, is_package=True))
     return module
 
 
 def _add_modules(peer: Peer, changes: list[_Change]) -> str:
     """Enter modules of the peer's names in `sys.modules`, with their parents."""
+    if _SUBMODULES not in sys.meta_path:
+        sys.meta_path.append(_SUBMODULES)
     names = {name.rsplit(".", depth)[0] for name in peer.modules for depth in range(name.count(".") + 1)}
     for name in sorted(names):
         module = _stand_in(name, peer.modules.get(name), peer.release)
