@@ -168,9 +168,12 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
         What the function itself raises for these arguments.
     """
     name = getattr(function, "__name__", "")
-    if not name or function not in [getattr(OPS.get(name), "call", None), OPERATORS.get(name, (None,))[0]]:
-        check.fail("function", "an op of cukern, which launches kernels", name or repr(function), TypeError)
     on = None if arch is None else gpu.of_arch(arch)
+    # A function that changes a state names the op that it calls, and the arguments of this op.
+    if told := getattr(function, "launched_op", None):
+        function, args, kwargs = told(on, *args, **kwargs)
+    elif not name or function not in [getattr(OPS.get(name), "call", None), OPERATORS.get(name, (None,))[0]]:
+        check.fail("function", "a function of cukern that launches kernels", name or repr(function), TypeError)
     call = _Call(function, args, kwargs)
     trace, returned = call.trace(on)
     if trace.is_host_call:

@@ -237,18 +237,39 @@ def test_a_product_has_flops() -> None:
     assert cukern.explain(cukern.moe_gemm, a, b, offsets, arch="90a").flops == 2 * 64 * 128 * 256
 
 
+def test_an_exchange_is_explained_and_its_state_stays() -> None:
+    sizes = {"num_experts": 8, "max_tokens": 16, "hidden": 256, "topk": 2}
+    state = cukern.AllToAllState.local([None, None], **sizes)[0]
+    x, weights, ids = np.zeros((5, 256), np.float16), np.zeros((5, 2), np.float32), np.zeros((5, 2), np.int32)
+    assert cukern.explain(cukern.all_to_all_dispatch, state, x, weights, ids).gpu is None
+    sent = cukern.explain(cukern.all_to_all_dispatch, state, x, weights, ids, quantize=True, arch="H200")
+    (launch,) = sent.launches
+    assert launch.kernel == "dispatch_tokens<T=__half, ID=unsigned, QUANTIZE=true, PHASES=3>"
+    assert launch.why.startswith("send and receive in one launch, rows in FP8") and launch.grid == (5, 1, 1)
+    rows = np.zeros((32, 256), np.float16)
+    (launch,) = cukern.explain(cukern.all_to_all_combine, state, rows, None, ids, arch="H200").launches
+    assert launch.why.startswith("send and receive in one launch, rows that are added up already")
+    with pytest.raises(RuntimeError, match="must follow an all_to_all_dispatch"):  # nothing ran
+        cukern.all_to_all_combine(state, rows, None, ids)
+    with pytest.raises(TypeError, match="state must be an AllToAllState, got int"):
+        cukern.explain(cukern.all_to_all_combine, 3, rows, None, ids)
+
+
 # --- what is no op, and wrong arguments ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", sorted({*cukern.__all__} - {*OPERATORS}))
+EXCHANGES = {"all_to_all_dispatch", "all_to_all_combine"}
+
+
+@pytest.mark.parametrize("function", sorted({*cukern.__all__} - {*OPERATORS} - EXCHANGES))
 def test_other_functions_of_cukern_are_refused(function: str) -> None:
-    with pytest.raises(TypeError, match=f"function must be an op of cukern, which launches kernels, got {function}"):
+    with pytest.raises(TypeError, match=f"function must be a function of cukern that launches kernels, got {function}"):
         cukern.explain(getattr(cukern, function), X)
 
 
 @pytest.mark.parametrize("function", [len, np.sum, "moe_gemm", None, lambda x: x])
 def test_what_is_no_function_of_cukern_is_refused(function: Any) -> None:
-    with pytest.raises(TypeError, match="function must be an op of cukern, which launches kernels, got "):
+    with pytest.raises(TypeError, match="function must be a function of cukern that launches kernels, got "):
         cukern.explain(function, X, arch="90a")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cukern.ops._all_to_all import (
@@ -431,3 +432,32 @@ def all_to_all_combine(
     if not return_receiver:
         return result(sent)
     return _receiver(state, lambda: result(_combine(*own, RECEIVE, **options)))
+
+
+# --- what `cukern.explain` explains -------------------------------------------------------------------
+
+
+def _link_on(state: Any, on: Any) -> Link:
+    """The link of a state; on a GPU that is asked for, as if each rank had one."""
+    link = _expect_state(state).link
+    return link if on is None or link.device is not None else replace(link, device=0, host=None, sharing=1)
+
+
+def _dispatch_launch(
+    on: Any, state: Any, hidden_states: Any, topk_weights: Any, topk_ids: Any, *, quantize: bool = False,
+    return_receiver: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    link, phases = _link_on(state, on), SEND if return_receiver else _BOTH
+    return _dispatch, (hidden_states, topk_weights, topk_ids, link, 0, bool(quantize), phases), options
+
+
+def _combine_launch(
+    on: Any, state: Any, expert_output: Any, topk_weights: Any, topk_ids: Any, *, apart: bool = False,
+    return_receiver: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    link, phases = _link_on(state, on), SEND if return_receiver else _BOTH
+    return _combine, (expert_output, topk_weights, topk_ids, link, 0, bool(apart), phases), options
+
+
+all_to_all_dispatch.launched_op = _dispatch_launch  # type: ignore[attr-defined]
+all_to_all_combine.launched_op = _combine_launch  # type: ignore[attr-defined]
