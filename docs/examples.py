@@ -21,7 +21,6 @@ from unittest import mock
 from cukern import __main__ as command_line
 from cukern import compat
 from cukern.runtime import kernel
-from docs import family_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_A_GPU = "# on a GPU"
@@ -82,6 +81,8 @@ def _commands(code: str) -> Iterator[str]:
 
 def main(names: Sequence[str]) -> None:
     """Write the ends of the families' pages and the outputs of the examples, into the named pages or all."""
+    from docs import family_pages  # it reads notebooks by nbformat, which a machine with a GPU may lack
+
     for page in [ROOT / name for name in names] or pages():
         text = page.read_text(encoding="utf-8")
         if page.parent.name == "families":

@@ -115,11 +115,6 @@ def test_the_examples_of_a_page_run_and_print_its_outputs(page: str) -> None:
     assert page not in ("README.md", "docs/tour.md") or not examples.without_output(text)
 
 
-@pytest.mark.gpu
-def test_the_examples_of_the_readme_print_its_outputs_on_a_gpu() -> None:
-    assert _written(PAGES["README.md"]) == PAGES["README.md"].read_text(encoding="utf-8")
-
-
 def test_an_output_that_is_not_printed_is_found() -> None:
     page = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n\n```python\nx = 2\n```\n"
     assert examples.with_outputs(page) == page.replace("3", "2")

@@ -25,6 +25,7 @@ from cukern.runtime.describe import Result
 from cukern.runtime.kernel import KERNELS, Kernel, Launched, Variant
 from cukern.runtime.op import OPERATORS, OPS, Op, op, operator
 from cukern.runtime.plan import empty, launch, note, outputs, run_twin
+from docs import examples
 from tests.buffers import OnlyDLPack
 from tests.spec import Call
 from tests.specs import CALLS
@@ -444,3 +445,9 @@ def test_arrays_on_a_gpu() -> None:
     assert cukern.explain(cukern.silu_and_mul, x).launches[0].resources is not None
     assert arrays.library_of(x) is arrays.CUPY
     assert cukern.explain(cukern.silu_and_mul, x, arch="80").gpu == gpu.of_arch("80")
+
+
+@pytest.mark.gpu
+def test_the_examples_of_the_readme_print_its_outputs_on_a_gpu() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert examples.with_outputs(readme) == readme
