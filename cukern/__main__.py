@@ -21,6 +21,7 @@ COMMANDS = {
     "encode": ("cukern.commands.encode", "turn each text of a file into a vector, by a model in a directory"),
     "translate": ("cukern.commands.translate", "translate texts by Marian, BART or mBART, line by line"),
     "generate": ("cukern.commands.generate", "continue prompts by a model of transformers on these kernels"),
+    "explain": ("cukern.commands.explain", "say which kernels a call would launch on a GPU, and why; needs no GPU"),
     "profile-moe": ("cukern.commands.profile_moe", "trace one forward pass of the fused mixture-of-experts layer"),
     "bench": ("cukern.commands.bench", "measure the ops on this GPU against their floors and the alternatives"),
 }

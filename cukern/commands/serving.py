@@ -78,13 +78,13 @@ def _call(function: str, **arguments: Any) -> Call:
 
 
 def _array(spec: Spec, sizes: dict[str, int]) -> Any:
-    return _placeholder(
+    return placeholder(
         spec.dtype, tuple(sizes[n.name] * n.times + n.more if isinstance(n, Axis) else n for n in spec.shape)
     )
 
 
 @functools.lru_cache(1 << 12)
-def _placeholder(dtype: str, shape: tuple[int, ...]) -> Any:
+def placeholder(dtype: str, shape: tuple[int, ...]) -> Any:
     """A NumPy array of any size in 64 bytes, whose elements nothing reads."""
     kind = arrays.numpy_dtype(dtype)
     strides = [kind.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
