@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from cukern.runtime import interrupt as _interrupt  # noqa: F401  (first: the rest may compile for a minute)
+
+# isort: split
+
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +12,20 @@ from typing import NoReturn
 
 import cukern
 from cukern.commands import UserError
-from cukern.runtime import progress
+from cukern.runtime import interrupt, progress
+
+#: The exit status of a program whose output nobody reads, as shells report it.
+_BROKEN_PIPE = 141
 
 # Modules and summaries. A module has `add_arguments(parser)` and `run(args) -> int`; only its own command imports it.
 COMMANDS = {
     "demo": ("cukern.commands.demo", "route tokens through a model's gate, then encode texts without their padding"),
     "doctor": ("cukern.commands.doctor", "say what works here and what does not, with the command that fixes it"),
+    "explain": ("cukern.commands.explain", "say which kernels a call would launch on a GPU, and why; needs no GPU"),
     "compile": ("cukern.commands.compile", "compile kernels into the cache ahead of use, also without a GPU"),
     "encode": ("cukern.commands.encode", "turn each text of a file into a vector, by a model in a directory"),
     "translate": ("cukern.commands.translate", "translate texts by Marian, BART or mBART, line by line"),
     "generate": ("cukern.commands.generate", "continue prompts by a model of transformers on these kernels"),
-    "explain": ("cukern.commands.explain", "say which kernels a call would launch on a GPU, and why; needs no GPU"),
     "profile-moe": ("cukern.commands.profile_moe", "trace one forward pass of the fused mixture-of-experts layer"),
     "bench": ("cukern.commands.bench", "measure the ops on this GPU against their floors and the alternatives"),
 }
@@ -54,21 +58,46 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _run(arguments: Sequence[str], command: str | None) -> int:
     """Run a command. Returns its exit status: 2 for input that cannot be used, with one line on stderr."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    command = next((a for a in arguments if not a.startswith("-")), None)
     try:
-        args = _parser(command).parse_args(arguments)
+        parser = _parser(command)
+        if not arguments:
+            parser.print_help()
+            return 0
+        args = parser.parse_args(arguments)
         with progress.in_command(f"cukern {command}"):
             return args.run(args)
     except UserError as error:
+        if interrupt.came():
+            raise
         name = f"cukern {command}" if command in COMMANDS else "cukern"
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except cukern.CompileError as error:
         print(f"cukern {command}: a kernel did not compile\n{error}", file=sys.stderr)
         return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns its exit status; Ctrl-C and a reader that leaves end it without a traceback."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            return _run(arguments, next((a for a in arguments if not a.startswith("-")), None))
+        finally:
+            sys.stdout.flush()
+            interrupt.ignore()
+    except KeyboardInterrupt:
+        return interrupt.say(arguments)
+    except BrokenPipeError:
+        # The rest of the output has no reader, as behind `| head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except Exception:
+        if not interrupt.came():
+            raise
+        return interrupt.say(arguments)
 
 
 if __name__ == "__main__":

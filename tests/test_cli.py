@@ -89,7 +89,6 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "cukern: the following arguments are required: COMMAND"),
         (["route"], "cukern: argument COMMAND: invalid choice: 'route'"),
         (["demo", "--model", "gpt-2"], "cukern demo: argument --model: invalid choice: 'gpt-2'"),
         (["demo", "--tokens", "many"], "cukern demo: argument --tokens: invalid int value: 'many'"),
@@ -121,6 +120,12 @@ def test_the_help_names_the_command_as_it_was_called(
     with pytest.raises(SystemExit):
         main(["doctor", "--help"])
     assert capsys.readouterr().out.startswith(f"usage: {prog} doctor ")
+
+
+def test_no_command_is_a_wish_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and said.out.startswith("usage: ") and {*COMMANDS} <= {*said.out.split()}
 
 
 def test_importing_the_command_line_is_quick() -> None:
@@ -716,6 +721,115 @@ def test_doctor_names_the_families_that_are_not_compiled(
     assert [f.fix for f in findings] == ["python -m cukern compile --op moe_gate --op padding --arch 80"]
     monkeypatch.setattr(kernel, "KERNELS", {STEM: kernel.KERNELS[STEM]})
     assert doctor.look_at_kernels(ampere)[1] == []
+
+
+# --- models that are not here, and devices ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["encode", "translate", "generate"])
+def test_a_model_that_is_not_here_is_downloaded_first(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "texts").write_text("one\n")
+    given = ["--prompt", "one"] if command == "generate" else ["--input", tmp_path / "texts"]
+    fetch = "`hf download openai/gpt-oss-20b --local-dir gpt-oss-20b`"
+    said = _refused(capsys, command, "--model", "openai/gpt-oss-20b", *given)
+    assert said == f"cukern {command}: --model: openai/gpt-oss-20b is no directory here; download it first: {fetch}"
+    said = _refused(capsys, command, "--model", tmp_path / "none", *given)
+    assert said == f"cukern {command}: --model: {tmp_path / 'none'} is no directory"
+
+
+def test_a_model_to_compile_for_is_downloaded_first(capsys: pytest.CaptureFixture[str]) -> None:
+    said = _refused(capsys, "compile", "--arch", "90a", "--for", "openai/gpt-oss-20b")
+    assert "download it first: `hf download openai/gpt-oss-20b --local-dir gpt-oss-20b`" in said
+
+
+@pytest.mark.parametrize("command", ["encode", "translate"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--device", "cuda"], "--device cuda needs a GPU, and torch "),
+        (["--device", "cuda:1", "--library", "torch"], "--device cuda:1 needs a GPU, and torch "),
+        (["--device", "abacus"], "--device must be cpu, cuda or cuda:N, got abacus"),
+        (["--library", "cupy"], "--library cupy needs a GPU and CuPy, and there is no GPU here"),
+        (["--library", "cupy", "--device", "0"], "--library cupy needs a GPU and CuPy, and there is no GPU here"),
+    ],
+)
+def test_a_device_that_is_not_here(
+    command: str, given: list[str], message: str, no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "texts").write_text("one\n")
+    said = _refused(capsys, command, "--model", tmp_path, "--input", tmp_path / "texts", *given)
+    assert said.startswith(f"cukern {command}: {message}")
+
+
+@pytest.mark.parametrize("module", ["torch", "transformers"])
+def test_generate_names_the_package_it_lacks(module: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None; from cukern.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["generate", "--config", "tiny", "--random-weights"]
+    settings = os.environ | {"CUKERN_COMPILE": "lazy"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, env=settings, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("cukern generate: torch and transformers are needed (")
+
+
+@pytest.mark.parametrize("name", ["folder", "none/trace.json"])
+def test_profile_moe_refuses_a_trace_that_it_cannot_write(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    pair = ["--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "AutoExperts"]
+    assert f"--trace {tmp_path / name}" in _refused(capsys, "profile-moe", *pair, "--trace", tmp_path / name)
+
+
+# --- tables -------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_cut_between_its_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.table import Table
+
+    headings = ["op", *(f"baseline {i}" for i in range(8))]
+    for width in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        table = Table()
+        for heading in headings:
+            table.add_column(heading)
+        table.add_row("decoder_attention", *(f"{i}00.5 (12.{i}x)" for i in range(8)))
+        cukern.commands.console().print(table)
+        output = capsys.readouterr().out
+        assert max(map(len, output.splitlines())) <= width
+        for word in [*headings, *(f"{i}00.5 (12.{i}x)" for i in range(8))]:
+            assert word in output, (width, word)
+        assert output.count("decoder_attention") == {40: 8, 80: 3, 200: 1}[width]
+
+
+@pytest.mark.parametrize("arguments", [("doctor",), ("doctor", "--moe"), ("doctor", "--kernels")])
+def test_no_word_is_broken_at_80_columns(
+    arguments: tuple[str, ...],
+    filled_cache: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = {}
+    for width in (400, 80):
+        monkeypatch.setenv("CUKERN_CACHE_DIR", str(filled_cache[0]))
+        monkeypatch.setattr(doctor, "driver", lambda: NOTHING)
+        monkeypatch.setattr(doctor, "try_kernels", lambda arch: [])
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main([*arguments]) == 0
+        output = capsys.readouterr().out
+        # A word that is wider than the terminal, such as a path, stays whole.
+        assert all(len(line.rstrip()) <= width or len(line.split()) == 1 for line in output.splitlines())
+        words[width] = {*re.sub("[─]+", "", output).split()}
+    assert words[80] == words[400]
 
 
 # --- profile-moe --------------------------------------------------------------------------------------

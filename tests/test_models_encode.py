@@ -98,7 +98,7 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([*model, "--input", given, "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (
             ["--model", str(tmp_path / "none"), "--input", given],
-            f"path must be a model's directory, got {tmp_path}/none, which does not exist",
+            f"--model: {tmp_path}/none is no directory",
         ),
         (["--model", str(tmp_path), "--input", given], f"{tmp_path} has no config.json, which says what model it is"),
         (["--model", str(bare), "--input", given], f"{bare} has no tokenizer.json, so texts cannot be read ("),

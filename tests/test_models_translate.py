@@ -139,7 +139,7 @@ def test_bad_arguments(model: Path, texts: Path, tmp_path: Path, capsys: pytest.
     cases: list[tuple[tuple[Any, ...], str]] = [
         (("--model", model, "--input", tmp_path / "no.txt"), f"{tmp_path / 'no.txt'}: No such file or directory"),
         (("--model", model, "--input", binary), f"{binary}: not UTF-8 (invalid start byte at byte 1)"),
-        (("--model", tmp_path / "no", "--input", texts), f"path must be a model's directory, got {tmp_path / 'no'}"),
+        (("--model", tmp_path / "no", "--input", texts), f"--model: {tmp_path / 'no'} is no directory"),
         ((*both, "--beams", 0), "num_beams must be an integer of at least 1"),
         ((*both, "--batch-size", 0), "--batch-size must be at least 1, got 0"),
         ((*both, "--seed", -1), "--seed must be at least 0, got -1"),

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
+import re
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import cukern.runtime.compile as compiler
 from cukern.runtime import nvrtc
@@ -15,6 +23,97 @@ INSTALL = 'pip install "cukern[cuda13]"'
 
 class UserError(Exception):
     """Input that cannot be used; the message fits on one line."""
+
+
+def console(width: int | None = None) -> Any:
+    """Return a console on stdout, which breaks no cell of a table.
+
+    A table that is too wide is cut between its columns, and each part begins with the first column. A table with a
+    column that may fold has prose in it, which wraps between words.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    class Whole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            if len(objects) == 1 and isinstance(objects[0], Table):
+                objects = (*_parts(self, objects[0]),)
+            for each in objects or ("",):
+                super().print(each, **options)
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Whole(highlight=False, width=width)
+
+
+def _parts(console: Any, table: Any) -> Iterator[Any]:
+    """The table, or tables of some of its columns each, that fit on the console."""
+    if not table.columns or any(column.overflow == "fold" for column in table.columns):
+        yield table
+        return
+    wide = console.options.update(width=1 << 16)
+
+    def of(columns: list[Any]) -> Any:
+        part = copy.copy(table)
+        part.columns = [replace(column, _index=i, no_wrap=True) for i, column in enumerate(columns)]
+        return part
+
+    first, *rest = table.columns
+    while rest:
+        count = len(rest)
+        while count > 1 and console.measure(of([first, *rest[:count]]), options=wide).maximum > console.width:
+            count -= 1
+        yield of([first, *rest[:count]])
+        rest = rest[count:]
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Give a temporary path, which becomes `path` at the end and is removed after an exception.
+
+    Raises UserError for what keeps the file from being written.
+    """
+    # A device or a pipe cannot be replaced.
+    whole = not path.exists() or path.is_file()
+    target = path.resolve()
+    temporary = target.with_name(f".{os.getpid()}-{target.name}") if whole else path
+    try:
+        yield temporary
+        if whole:
+            temporary.replace(target)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+    finally:
+        if whole:
+            temporary.unlink(missing_ok=True)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether Hugging Face may have a model of this name."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
+
+
+def no_directory(option: str, path: Path) -> UserError:
+    """The error for a model's directory that is not here."""
+    if is_hub_id(str(path)):
+        fetch = f"hf download {path} --local-dir {path.name}"
+        return UserError(f"{option}: {path} is no directory here; download it first: `{fetch}`")
+    return UserError(f"{option}: {path} is no directory")
+
+
+def check_device(device: str | None) -> None:
+    """Raises UserError for a device that torch does not have here, or cukern does not run on."""
+    import torch
+
+    try:
+        kind = torch.device(device or "cpu").type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"--device must be cpu, cuda or cuda:N, got {device}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {device} needs a GPU, and torch {torch.__version__} finds none (`cukern doctor`)")
 
 
 def refusal(arch: str) -> str | None:

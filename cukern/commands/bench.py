@@ -14,9 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from cukern.commands import UserError
+from cukern.commands import UserError, console, writing
 from cukern.runtime import kernel
 from cukern.runtime.cuda import runtime
 from cukern.runtime.progress import progress
@@ -161,12 +159,13 @@ def run(args: argparse.Namespace) -> int:
         machine = report.of_several(report.machine(), gpus)
         documents.append(report.document(machine, ceilings, [*rows, *(of_import if gpus == 1 else [])]))
     for content in documents:
-        report.print_tables(Console(width=None if sys.stdout.isatty() else _WIDTH), content)
+        report.print_tables(console(width=None if sys.stdout.isatty() else _WIDTH), content)
     for line in problems + failed:
         print(line, file=sys.stderr)
     if args.json:
         for content, path in zip(documents, _paths(args.json, len(documents)), strict=True):
-            report.save(content, path)
+            with writing(path) as temporary:
+                report.save(content, temporary)
     if args.plot:
         plots: Any = importlib.import_module("benchmarks.plots")
         for path in [path for content in documents for path in plots.draw_all(content, args.plot)]:

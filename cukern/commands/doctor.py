@@ -18,11 +18,13 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cukern.commands import INSTALL, cache_problem, refusal
+from cukern.commands import INSTALL, cache_problem, console, refusal
 from cukern.runtime import compile, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.gpu import BY_ARCH
 
+#: The first columns of the subject and of the state in the report.
+_SUBJECT, _STATE = 9, 23
 _OLDEST = (8, 0)
 _OLDEST_NVRTC = (12, 8)
 #: The architecture that kernels are tried for on a machine without a GPU.
@@ -396,12 +398,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _show_combinations() -> None:
     """The pairs of classes that make a mixture-of-experts layer, and why the others do not."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from cukern.fused_moe.combinations import EXPERTS, PREPARE_FINALIZE, combinations
 
-    console = Console(highlight=False)
+    screen = console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="layers", title_justify="left", title_style="bold")
     for heading in ("experts", "prepare and finalize"):
         table.add_column(heading, no_wrap=True)
@@ -416,11 +417,28 @@ def _show_combinations() -> None:
                 table.add_row(experts, pf, ", ".join(able))
             else:
                 reasons[str(own[0].refusal)] = None
-    console.print(table)
-    console.print("TwoLevelPrepareAndFinalize, for several hosts, goes with what PushPrepareAndFinalize goes with.")
-    console.print("All others are refused at construction:")
+    screen.print(table)
+    screen.print("TwoLevelPrepareAndFinalize, for several hosts, goes with what PushPrepareAndFinalize goes with.")
+    screen.print("All others are refused at construction:")
     for reason in reasons:
-        console.print(f"- {reason}", soft_wrap=True)
+        screen.print(_hanging("- ", reason, screen.width))
+
+
+def _hanging(begin: str, text: str, width: int) -> str:
+    """The text behind its beginning, wrapped between words.
+
+    A word that is too long for its column, such as a path, has a line of its own, from column `_SUBJECT` on.
+    """
+    lines, indent = [begin], " " * len(begin)
+    for word in text.split(" "):
+        last = lines[-1]
+        if len(last) + len(word) + 1 <= width or not last.strip():
+            lines[-1] += word if last in (begin, indent) else f" {word}"
+        elif len(indent) + len(word) <= width:
+            lines.append(indent + word)
+        else:
+            lines += [" " * _SUBJECT + word, indent]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def run(args: argparse.Namespace) -> int:
@@ -429,7 +447,6 @@ def run(args: argparse.Namespace) -> int:
         _show_combinations()
         return 0
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -457,15 +474,16 @@ def run(args: argparse.Namespace) -> int:
         advice = f"python -m cukern compile --for MODEL --arch {arch}"
         findings.append(Finding("first use", "other kernels are compiled at their first use", "note", advice))
 
-    console = Console(highlight=False)
-    marks = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("PROBLEM", "bold red")}
-    report = Table.grid(padding=(0, 2))
+    screen = console()
+    styles = {"ok": "green", "note": "yellow", "problem": "bold red"}
     for finding in findings:
-        word, style = marks[finding.kind]
-        report.add_row(Text(word, style), finding.subject, Text(finding.state, overflow="fold"))
+        word = finding.kind.upper() if finding.kind == "problem" else finding.kind
+        begin = f"{word:<{_SUBJECT}}{finding.subject:<{_STATE - _SUBJECT}}"
+        text = Text(_hanging(begin, finding.state, screen.width))
+        text.stylize(styles[finding.kind], 0, len(word))
+        screen.print(text, soft_wrap=True)
         if finding.fix:
-            report.add_row("", "", Text(f"-> {finding.fix}", "bold", overflow="fold"))
-    console.print(report)
+            screen.print(Text(_hanging(" " * _STATE + "-> ", finding.fix, screen.width), "bold"), soft_wrap=True)
 
     if rows and args.kernels:
         table = Table(
@@ -478,9 +496,9 @@ def run(args: argparse.Namespace) -> int:
         for row in rows:
             counts = f"{row.present} of {row.total}", str(row.first_use), str(row.others)
             table.add_row(row.stem, f"sm_{row.arch}", *counts)
-        console.print()
-        console.print(table)
+        screen.print()
+        screen.print(table)
     problems = sum(finding.kind == "problem" for finding in findings)
     if problems:
-        console.print(f"\n{problems} problem{'s' if problems > 1 else ''}: the commands above (->) fix them.")
+        screen.print(f"\n{problems} problem{'s' if problems > 1 else ''}: the commands above (->) fix them.")
     return 1 if problems else 0

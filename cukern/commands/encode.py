@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cukern.commands import UserError, texts
+from cukern.commands import UserError, console, texts, writing
 
 _SHOWN = 5
 
@@ -36,13 +36,16 @@ def _nearest(vectors: NDArray[Any], shown: int) -> list[tuple[int, float]]:
 
 def _show(lines: list[str], tokens: list[list[int]], vectors: NDArray[Any]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    screen = console()
+    # Two texts share a row with columns of numbers.
+    room = max(8, min(48, (screen.width - 30) // 2))
+
     def words(number: int) -> Text:
         text = Text(lines[number] or "(empty)")
-        text.truncate(48, overflow="ellipsis")
+        text.truncate(room, overflow="ellipsis")
         return text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -56,13 +59,11 @@ def _show(lines: list[str], tokens: list[list[int]], vectors: NDArray[Any]) -> N
     for row in range(shown):
         found = (words(others[row][0]), f"{others[row][1]:.4f}") if others else ("", "")
         table.add_row(str(row + 1), words(row), str(len(tokens[row])), *found)
-    Console().print(table)
+    screen.print(table)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the texts and the model, and show or keep the vectors."""
-    from rich.console import Console
-
     from cukern.models import Encoder
     from cukern.runtime import arrays
 
@@ -71,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
     lines = texts.read_lines(args.input)
     if not lines:
         raise UserError(f"{args.input}: there are no texts")
-    console = Console()
+    screen = console()
     with texts.refusing():
         encoder = Encoder.from_directory(args.model, **place)
-        console.print(str(encoder), highlight=False, markup=False, soft_wrap=True)
+        screen.print(str(encoder), markup=False, soft_wrap=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             start = time.perf_counter()
@@ -85,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
     vectors = library.to_numpy(found)  # waits for the GPU
     seconds = time.perf_counter() - start
     for warning in caught:
-        console.print(str(warning.message), highlight=False, markup=False, soft_wrap=True)
+        screen.print(str(warning.message), markup=False, soft_wrap=True)
     if args.output is None:
         _show(lines, tokens, vectors)
     else:
-        with texts.refusing(args.output):
-            np.save(args.output, vectors)
+        with writing(args.output) as path:
+            np.save(path, vectors)
     kept = f", in {args.output}" if args.output else ""
     counted = f"{len(lines)} texts, {sum(map(len, tokens))} tokens, {seconds:.2f} s"
     line = f"{counted} ({len(lines) / seconds:.0f} texts/s): float32 {list(vectors.shape)}{kept}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    screen.print(line, markup=False, soft_wrap=True)
     return 0

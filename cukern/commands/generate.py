@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from cukern.commands import UserError, texts
+from cukern.commands import UserError, check_device, no_directory, texts
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _RANDOM_TOKENS = 32
@@ -54,23 +54,17 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--prompt is needed with --model")
     if args.config is not None and args.prompt:
         raise UserError("--prompt needs a tokenizer, which --random-weights has none of: give --prompt-tokens N")
+    if args.model is not None and not args.model.is_dir():
+        raise no_directory("--model", args.model)
     if args.model is not None and not (args.model / "config.json").is_file():
         raise UserError(f"--model: {args.model} has no config.json")
+    if not 0 <= args.seed < 1 << 63:
+        raise UserError(f"--seed must be in [0, 2**63), got {args.seed}")
+    if not 0 <= args.temperature < float("inf"):
+        raise UserError(f"--temperature must be a finite number of at least 0, got {args.temperature}")
     for name in ("batch_size", "max_new_tokens", "prompt_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-
-
-def _check_device(device: str) -> None:
-    """Raises UserError for a device that torch does not have here."""
-    import torch
-
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise UserError(f"--device must be a device of torch, such as cpu or cuda, got {device}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {device} needs a GPU, and torch finds none")
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
@@ -78,7 +72,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check_device(device)
+    check_device(device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if torch.device(device).type == "cuda" else "float32"))
     if args.config is not None:
         from cukern.integrations.transformers._shapes import configuration, random_model
@@ -108,11 +102,13 @@ def run(args: argparse.Namespace) -> int:
     """Load the model, let it run on cukern, and continue the prompts."""
     _check(args)
     try:
+        import torch  # noqa: F401
         import transformers
+
+        import cukern.integrations.transformers as ck
     except ImportError as error:
-        raise UserError(f'transformers is needed ({error}): pip install "cukern[transformers]"') from None
+        raise UserError(f'torch and transformers are needed ({error}): pip install "cukern[transformers]"') from None
     transformers.logging.set_verbosity_error()
-    import cukern.integrations.transformers as ck
 
     with texts.refusing(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cukern.commands import UserError
+from cukern.commands import UserError, is_hub_id, no_directory
 from cukern.runtime import arrays
 
 _FP8_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -107,6 +107,8 @@ def models_of(wanted: str) -> list[Model]:
         return [_model(config, wanted) for config in NAMED[wanted]]
     folder = Path(wanted)
     if not folder.is_dir():
+        if is_hub_id(wanted):
+            raise no_directory("--for", folder)
         raise UserError(f"--for must be one of {', '.join(NAMED)} or a model's directory, got {wanted!r}")
     path = folder / "config.json"
     try:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.commands import UserError
+from cukern.commands import UserError, writing
 from cukern.formats.fused_moe import GROUP, QUANTIZATIONS
 from cukern.fused_moe import All2AllManager, FusedMoEModularKernel, FusedMoEPrepareAndFinalize, PushPrepareAndFinalize
 from cukern.fused_moe.combinations import (
@@ -121,7 +121,8 @@ class HostTrace:
 
     def save(self, path: Path) -> None:
         events = sorted(self.events, key=lambda event: event["ts"])
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        with writing(path) as temporary:
+            temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _torch_with_gpu() -> Any:
@@ -241,6 +242,8 @@ def run(args: argparse.Namespace) -> int:
     """Run a layer a few times, trace one more forward pass, and write the trace."""
     if not args.trace.absolute().parent.is_dir():
         raise UserError(f"--trace {args.trace}: there is no folder {args.trace.parent}")
+    if args.trace.is_dir():
+        raise UserError(f"--trace {args.trace} is a folder")
     with _ranks(args) as ranks:
         torch = _torch_with_gpu()
         of_ranks = f" of {len(ranks)} ranks" if len(ranks) > 1 else ""
@@ -274,4 +277,5 @@ def _trace_kernels(path: Path, ranks: list[_Rank], torch: Any) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run_all(1)
-    profile.export_chrome_trace(str(path))
+    with writing(path) as temporary:
+        profile.export_chrome_trace(str(temporary))

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cukern.commands import UserError
+from cukern.commands import UserError, check_device, no_directory
 from cukern.models._layers import DTYPES
 from cukern.models.checkpoint import LIBRARIES
+from cukern.runtime import kernel
 
 
 def add_arguments(
@@ -32,14 +33,21 @@ def add_arguments(
 
 
 def placed(args: argparse.Namespace) -> dict[str, Any]:
-    """Where and in what dtype the model runs, by the arguments of `from_directory`. Checks the batch size, too."""
+    """Where and in what dtype the model runs, by the arguments of `from_directory`. Raises UserError for bad ones."""
+    if not args.model.is_dir() and not args.model.exists():
+        raise no_directory("--model", args.model)
     if args.batch_size is not None and args.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {args.batch_size}")
     device = args.device
-    if args.library == "cupy" and device is not None:
-        if not device.isdecimal():
-            raise UserError(f"--device must be the index of a GPU with --library cupy, got {device}")
-        device = int(device)
+    if args.library == "cupy":
+        if not (count := kernel.device_count()):
+            raise UserError("--library cupy needs a GPU and CuPy, and there is no GPU here (`cukern doctor` says why)")
+        if device is not None and not (device.isdecimal() and int(device) < count):
+            raise UserError(f"--device must be the index of a GPU below {count} with --library cupy, got {device}")
+        device = None if device is None else int(device)
+    elif device is not None and args.library != "numpy":
+        with refusing():
+            check_device(device)
     return {"library": args.library, "device": device, "dtype": args.dtype}
 
 
@@ -70,11 +78,13 @@ def check_output(path: Path | None, suffix: str = "") -> None:
 
 
 @contextlib.contextmanager
-def refusing(path: Path | None = None) -> Iterator[None]:
-    """Turns what the models refuse, and what keeps a file `path` from being written, into a UserError."""
+def refusing() -> Iterator[None]:
+    """Turns what the models refuse, and what does not fit into memory, into a UserError."""
     try:
         yield
-    except OSError as error:
-        raise UserError(str(error) if path is None else f"{path}: {error.strerror or error}") from None
-    except (ImportError, TypeError, ValueError) as error:
+    except (OSError, ImportError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise UserError(str(error) or type(error).__name__) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # of torch
+            raise
         raise UserError(str(error)) from None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.commands import UserError, texts
+from cukern.commands import UserError, texts, writing
 from cukern.runtime.progress import progress
 
 
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(output)
     else:
-        with texts.refusing(args.output):
-            args.output.write_text(output, "utf-8")
+        with writing(args.output) as path:
+            path.write_text(output, "utf-8")
     rate = f"{len(encoded) / max(seconds, 1e-9):.1f} texts and {tokens / max(seconds, 1e-9):.0f} tokens per second"
     print(f"{len(encoded)} texts, {tokens} tokens in {seconds:.2f} s: {rate}", file=sys.stderr)
     return 0

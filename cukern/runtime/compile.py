@@ -14,6 +14,7 @@ import json
 import os
 import queue
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from cukern.runtime.nvrtc import read_note as read_note
 
 #: The file that NVRTC's messages cite where a template and the host disagree.
 _ASSERTIONS_LINE = '\n#line 1 "what the host knows of the template"\n'
+#: Seconds between two looks for Ctrl-C while workers compile.
+_LOOK_S = 0.1
 # From here on a GPU has instructions that only the target with the suffix "a" accepts.
 _ARCH_SPECIFIC_FROM = 90
 
@@ -334,14 +337,33 @@ def _worker_count(jobs: int) -> int:
 
 def _start_worker() -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.Popen(
-        [sys.executable, nvrtc.__file__, *map(str, filter(None, [_nvrtc_library()]))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, nvrtc.__file__, *map(str, filter(None, [_nvrtc_library()]))]
+    # A worker inherits the mask: the terminal sends Ctrl-C to workers too, and this process ends them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(workers: Sequence[subprocess.Popen[str]], threads: Sequence[threading.Thread]) -> None:
+    """End the workers at once, then the threads that wait for them; remove what a worker was writing."""
+    for worker in workers:
+        worker.kill()
+    for thread in threads:
+        thread.join()
+    for worker in workers:
+        with worker:  # closes its pipes
+            worker.wait()
+        for path in cache_directory().glob(f"{nvrtc.WRITING}{worker.pid}-*"):
+            path.unlink(missing_ok=True)
 
 
 def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
@@ -389,6 +411,7 @@ def _compile_on_workers(
     for item in work:
         pending.put(item)
     errors: list[str] = []
+    stopped = threading.Event()
 
     def here(instance: Instance, arch: str) -> str | None:
         try:
@@ -398,7 +421,7 @@ def _compile_on_workers(
         return None
 
     def drain(worker: subprocess.Popen[str] | None) -> None:
-        while True:
+        while not stopped.is_set():
             try:
                 instance, arch = pending.get_nowait()
             except queue.Empty:
@@ -409,6 +432,8 @@ def _compile_on_workers(
                 try:
                     error = _ask(worker, _job(instance, arch))
                 except ChildProcessError:
+                    if stopped.is_set():
+                        return
                     # No worker can run here (an embedded Python, a process limit): this thread does its share.
                     worker = None
                     error = here(instance, arch)
@@ -420,20 +445,23 @@ def _compile_on_workers(
     count = _worker_count(len(work))
     if count == 1 or not sys.executable:
         drain(None)
-    else:
-        with contextlib.ExitStack() as stack:
-            threads = []
+        return errors
+    workers: list[subprocess.Popen[str]] = []
+    threads: list[threading.Thread] = []
+    try:
+        with contextlib.suppress(OSError):
             for _ in range(count):
-                try:
-                    worker = stack.enter_context(_start_worker())
-                    stack.callback(worker.kill)
-                except OSError:
-                    break
-                threads.append(threading.Thread(target=drain, args=(worker,)))
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if not threads:
-                drain(None)
+                workers.append(_start_worker())
+        for worker in workers:
+            threads.append(threading.Thread(target=drain, args=(worker,)))
+            threads[-1].start()
+        for thread in threads:
+            # Another thread may receive SIGINT; this one sees it when a wait ends.
+            while thread.is_alive():
+                thread.join(_LOOK_S)
+        if not threads:
+            drain(None)
+    finally:
+        stopped.set()
+        _end(workers, threads)
     return errors

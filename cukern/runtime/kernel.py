@@ -294,6 +294,8 @@ def compile_at_import() -> None:
 
 def compile_with_progress(work: list[tuple[Instance, str]], what: str = "compiling kernels") -> None:
     """`compile.compile_all`, which shows its progress."""
+    if not work:
+        return
     with progress(what, len(work)) as advance:
         advance(0)
         compile.compile_all(work, lambda instance, arch: advance(1))

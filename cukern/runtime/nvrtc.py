@@ -79,9 +79,13 @@ def build() -> str:
         return found[1].decode() if found else ".".join(map(str, nvrtc.getVersion()))
 
 
+#: How the names of files begin that a process still writes; its id follows.
+WRITING = ".writing-"
+
+
 def write_atomically(path: str, data: bytes) -> None:
     """Write a file, of which readers see either the whole new content or the state before, whoever else writes it."""
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".writing-")
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f"{WRITING}{os.getpid()}-")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
