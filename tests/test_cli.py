@@ -438,7 +438,8 @@ def test_compile_knows_the_family_of_every_function() -> None:
     for stem in kernel.KERNELS:
         names = importlib.import_module(f"cukern.ops.{stem}").__all__
         for name in {*names} & {*cukern.__all__} - {"AllToAllState", "AllToAllError", "swap_blocks"}:
-            assert compile_command._stems([name]) == [stem]
+            assert compile_command._stems([name]) == {stem: [] if name == stem else [name]}
+            assert compile_command._stems([name, stem]) == {stem: []}
 
 
 def _doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path, *arguments: str) -> str:
@@ -474,8 +475,11 @@ def test_doctor_counts_what_is_compiled(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--arch", "hopper"), "--arch must be like 80, 90a or sm_100a, got 'hopper'"),
-        (("--arch", "80,"), "--arch must be like 80, 90a or sm_100a, got ''"),
+        (
+            ("--arch", "hopper"),
+            "--arch must be like 80, 90a or sm_100a, or a card such as H200, L40S or A100, got 'hopper'",
+        ),
+        (("--arch", "80,"), "--arch must be like 80, 90a or sm_100a, or a card such as H200, L40S or A100, got ''"),
         (("--arch", "75"), "--arch must be 80 or later, got '75'"),
         (("--arch", "80,998"), "cannot compile for sm_998a (nvrtc: error: invalid value for --gpu-architecture"),
         (("--arch", "80a"), "cannot compile for sm_80a"),
@@ -494,6 +498,7 @@ def test_hopper_is_compiled_with_its_own_instructions() -> None:
     from cukern.commands.compile import _archs
 
     assert _archs(["80,86,90,sm_90a", "100,120a"]) == ["80", "86", "90a", "100a", "120a"]
+    assert _archs(["h200,NVIDIA A100,L40S", "RTX 5090"]) == ["90a", "80", "89", "120a"]
 
 
 def test_compile_refuses_a_cache_it_cannot_use(tmp_path: Path) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import cukern
+import cukern.runtime.compile as compiler
 from cukern.__main__ import main
+from cukern.commands import compile as compile_command
 from cukern.commands import explain
+from cukern.runtime import gpu, kernel
 
 #: What `explain` cannot describe by sizes, and why.
 REFUSED = {
@@ -110,3 +116,43 @@ def test_an_explanation_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsy
 )
 def test_what_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in _refused(capsys, *arguments)
+
+
+# --- compile --op FUNCTION --------------------------------------------------------------------------------
+
+
+def test_a_function_reaches_its_own_kernels() -> None:
+    listed = [*kernel.instances("moe_gate")]
+    found = explain.reached_by("topk_softmax", listed, gpu.BY_ARCH["90a"])
+    # Softmax without a bias has no kernels of DeepSeek's scores; it has all others.
+    assert found == {i for i in listed if "SIGMOID" not in i.arguments and "WHOLE_LANES" not in i.arguments} - {
+        i for i in listed if i.function == "gate_by_thread" and "ANY" in i.arguments
+    }
+    norms = explain.reached_by("layer_norm", [*kernel.instances("norm")], gpu.BY_ARCH["90a"])
+    assert norms and all(i.function.startswith("layer_norm") for i in norms)
+
+
+def test_compile_for_a_function_says_how_long_the_rest_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
+    assert main(["compile", "--arch", "H200", "--op", "silu_and_mul", "--op", "softcap"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    line = re.search(
+        r"silu_and_mul: 1 of the 2 kernels of moe_activation for sm_90a, 1 compiled in ([\d.]+) s; "
+        r"at that rate the rest, 1, takes (\d+) s: --op moe_activation",
+        said,
+    )
+    assert line and abs(float(line[1]) - int(line[2])) <= 1
+    assert "softcap:" not in said  # a family has no rest
+    assert len(compiler.missing(kernel.instances("moe_activation"), "90a")) == 1
+
+    assert main(["compile", "--arch", "H200", "--op", "silu_and_mul"]) == 0
+    assert "moe_activation for sm_90a; the rest, 1, is not compiled: --op moe_act" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_function_that_sizes_do_not_describe_stands_for_its_family() -> None:
+    listed = [*kernel.instances("all_to_all")]
+    assert compile_command._of_functions(["all_to_all_dispatch"], listed, "90a") == listed

@@ -8,14 +8,15 @@ name reaches.
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 import time
 from collections.abc import Iterable
 
-from cukern.commands import UserError, cache_problem, refusal, require_nvrtc, resources
+from cukern.commands import UserError, cache_problem, console, refusal, require_nvrtc, resources
 from cukern.commands.models_of import KINDS, NAMED, models_of
-from cukern.runtime import compile, kernel
+from cukern.runtime import compile, gpu, kernel
 from cukern.runtime.compile import Instance
 
 _OLDEST = 80
@@ -26,13 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch",
         action="append",
         metavar="ARCH[,ARCH...]",
-        help="what to compile for, such as 80,90a,100a,120a (default: the GPUs of this machine)",
+        help="what to compile for, such as 80,90a,100a,120a, or a card: H200 (default: the GPUs of this machine)",
     )
     parser.add_argument(
         "--op",
         action="append",
         metavar="OP",
-        help=f"a family ({', '.join(kernel.KERNELS)}) or a function of cukern; may be repeated (default: all)",
+        help=f"a family ({', '.join(kernel.KERNELS)}), or a function of cukern for the kernels that its calls reach; "
+        "may be repeated (default: all families)",
     )
     parser.add_argument(
         "--for",
@@ -69,9 +71,11 @@ def _archs(given: list[str] | None) -> list[str]:
         return found
     archs: dict[str, None] = {}
     for text in ",".join(given).split(","):
-        match = re.fullmatch(r"(?:sm_)?(\d{2,3})(a?)", text.strip())
+        card = gpu.CARDS.get(text.strip().upper().removeprefix("NVIDIA "), text.strip())
+        match = re.fullmatch(r"(?:sm_)?(\d{2,3})(a?)", card)
         if not match:
-            raise UserError(f"--arch must be like 80, 90a or sm_100a, got {text.strip()!r}")
+            wanted = "like 80, 90a or sm_100a, or a card such as H200, L40S or A100"
+            raise UserError(f"--arch must be {wanted}, got {text.strip()!r}")
         number, suffix = int(match[1]), match[2]
         if number < _OLDEST:
             raise UserError(f"--arch must be {_OLDEST} or later, got {text.strip()!r}")
@@ -83,8 +87,10 @@ def _archs(given: list[str] | None) -> list[str]:
     return list(archs)
 
 
-def _stems(given: list[str] | None) -> list[str]:
-    stems: dict[str, None] = {}
+def _stems(given: list[str] | None) -> dict[str, list[str]]:
+    """The families to compile, each with the functions whose kernels alone are wanted; none: all of the family."""
+    stems: dict[str, list[str]] = {}
+    wholes = set()
     for op in given or kernel.KERNELS:
         function = getattr(sys.modules["cukern"], op, None)
         module = getattr(function, "__module__", "")
@@ -92,8 +98,10 @@ def _stems(given: list[str] | None) -> list[str]:
         stem = module.split(".")[2] if module.startswith("cukern.ops.") else op
         if stem not in kernel.KERNELS:
             raise UserError(f"--op must be one of {', '.join(kernel.KERNELS)} or a function of cukern, got {op!r}")
-        stems[stem] = None
-    return list(stems)
+        stems.setdefault(stem, []).append(op)
+        if op == stem or not inspect.isfunction(function):
+            wholes.add(stem)
+    return {stem: [] if stem in wholes else list(dict.fromkeys(ops)) for stem, ops in stems.items()}
 
 
 def _stem_of(instance: Instance) -> str:
@@ -110,6 +118,31 @@ def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
         found += [i for own in kernels for i in own.specialized if i not in own.unused.get(arch, ())]
     names = [*(args.models or ()), *(NAMED if args.all else ())]
     return list(dict.fromkeys(found + instances_of([model for name in names for model in models_of(name)], arch)))
+
+
+def _of_functions(names: list[str], instances: list[Instance], arch: str) -> list[Instance]:
+    """The instances that calls of these functions reach; all where none is found, or the architecture is not known."""
+    from cukern.commands.explain import reached_by
+
+    if not names or arch not in gpu.BY_ARCH:
+        return instances
+    reached = set[Instance]().union(*(reached_by(name, instances, gpu.BY_ARCH[arch]) for name in names))
+    return [instance for instance in instances if instance in reached] or instances
+
+
+def _rest(row: list[str], names: list[str], family: list[Instance], arch: str) -> str | None:
+    """The kernels of a family that the named functions do not reach, and an estimate of their time."""
+    left = len(compile.missing(family, arch))
+    if not names or not left:
+        return None
+    stem, _, kernels, compiled, _, seconds, *_ = row
+    said = f"{', '.join(names)}: {kernels} of the {len(family)} kernels of {stem} for sm_{arch}"
+    if not int(compiled):
+        return f"{said}; the rest, {left}, is not compiled: --op {stem}"
+    guess = left * float(seconds) / int(compiled)
+    return (
+        f"{said}, {compiled} compiled in {seconds} s; at that rate the rest, {left}, takes {guess:.0f} s: --op {stem}"
+    )
 
 
 def _row(stem: str, arch: str, instances: Iterable[Instance], problems: list[str]) -> list[str]:
@@ -141,7 +174,6 @@ def _row(stem: str, arch: str, instances: Iterable[Instance], problems: list[str
 def run(args: argparse.Namespace) -> int:
     """Compile the kernels that the cache lacks, and show those that it has then."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     stems = _stems(args.op)
@@ -158,16 +190,21 @@ def run(args: argparse.Namespace) -> int:
         table.add_column(heading, justify="right")
     begin = time.perf_counter()
     problems: list[str] = []
+    rest: list[str | None] = []
     for arch in archs:
-        for stem in stems:
-            table.add_row(*_row(stem, arch, [i for i in wanted[arch] if _stem_of(i) == stem], problems))
-    console = Console()
-    console.print(table)
-    console.print(
+        for stem, names in stems.items():
+            family = [i for i in wanted[arch] if _stem_of(i) == stem]
+            row = _row(stem, arch, _of_functions(names, family, arch), problems)
+            table.add_row(*row)
+            rest.append(_rest(row, names, family, arch))
+    screen = console()
+    screen.print(table)
+    screen.print(
         f"{time.perf_counter() - begin:.1f} s, NVRTC {compile.nvrtc_version()}, in {compile.cache_directory()}",
-        highlight=False,
         soft_wrap=True,
     )
+    for line in filter(None, rest):
+        screen.print(line)
     if problems:
         raise compile.CompileError("\n".join(problems))
     return 0
