@@ -93,6 +93,7 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
         (["demo", "--model", "gpt-2"], "cukern demo: argument --model: invalid choice: 'gpt-2'"),
         (["demo", "--tokens", "many"], "cukern demo: argument --tokens: invalid int value: 'many'"),
         (["demo", "--tokens", "0"], "cukern demo: --tokens must be at least 1, got 0"),
+        (["demo", "--tokens", "99999999"], "cukern demo: --tokens must be at most 1048576 without --logits, got"),
         (["demo", "--seed", "-1"], "cukern demo: --seed must be at least 0, got -1"),
         (["compile", "--arch"], "cukern compile: argument --arch: expected one argument"),
         (["doctor", "--now"], "cukern: unrecognized arguments: --now"),
@@ -160,15 +161,23 @@ def test_demo_routes_each_model(name: str, no_gpu: None, capsys: pytest.CaptureF
     assert f"mean {mean:.0f} tokens" in output
     assert ("with the bias" in output) == model.biased
     assert "No GPU can be used here, so the NumPy twin routed the tokens" in output
-    built = re.search(r"The kernel for sm_90a, .*: \w*gate\w*<(.*)>, (\d+) registers, no spills\.", output)
-    sizes = [str(model.experts), str(model.groups)] if model.experts > 8 else ["8"]  # of 8 experts, one thread chooses
-    assert built and built[1].split(", ")[1 : 1 + len(sizes)] == sizes and 16 <= int(built[2]) <= 255
+    words = " ".join(output.split())
+    built = re.search(r"The kernel for sm_90a, [^:]*: (\w*gate\w*<.*>), (\d+) registers, no spills\.", words)
+    assert built and 16 <= int(built[2]) <= 255
+    # `cukern explain` names the same kernel for the demo's call.
+    function, sizes = "topk_softmax", {"tokens": 48, "experts": model.experts, "topk": model.topk}
+    if model.scoring == "sigmoid":
+        function, sizes = "moe_fused_gate", sizes | {"num_expert_group": model.groups, "topk_group": model.topk_group}
+    given = ",".join(f"{name}={size}" for name, size in sizes.items())
+    assert main(["explain", function, "--shape", given, "--dtype", "float32", "--arch", "H200"]) == 0
+    assert f"kernel {built[1]} why" in " ".join(capsys.readouterr().out.split())
 
 
 def test_demo_takes_the_kernel_from_the_cache(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert main(["demo", "--model", "mixtral", "--tokens", "1"]) == 0
-    assert "The kernel for sm_90a, from the cache: gate_by_thread<float, 8, SOFTMAX>," in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The kernel for sm_90a, from the cache: gate_by_thread<T=float, EXPERTS=8, SCORING=SOFTMAX>," in said
 
 
 def test_demo_is_repeatable(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,9 +271,10 @@ def test_demo_routes_a_file(
     path = _save(tmp_path / f"router{suffix}", **tensors)
     assert main(["demo", "--logits", str(path), "--tokens", "12"]) == 0
     output = capsys.readouterr().out
+    words = " ".join(output.split())
     routed = "float32" if dtype == "float64" else dtype
-    assert f"12 of 20 tokens of router{suffix}, {routed}, {'no' if bias is None else 'with a'} bias" in output
-    assert ("logits converted from float64 to float32" in output) == (dtype == "float64")
+    assert f"12 of 20 tokens of router{suffix}, {routed}, {'no' if bias is None else 'with a'} bias" in words
+    assert ("logits converted from float64 to float32" in words) == (dtype == "float64")
 
     used = logits[:12].astype(routed) if dtype == "float64" else logits[:12]
     zero = np.zeros(256, np.float32)
@@ -302,7 +312,7 @@ def test_demo_takes_any_number_of_experts(
     assert main(["demo", "--logits", str(path)]) == 0
     output = capsys.readouterr().out
     assert "77 experts, top 8, softmax" in output and " 64-76 " in output
-    assert re.search(r"The kernel for sm_90a, .*: moe_gate<__half, 0, 0,", output)
+    assert re.search(r"The kernel for sm_90a, [^:]*: moe_gate<[^>]*__half, [^>]*0, ", " ".join(output.split()))
 
 
 def test_demo_routes_nan(no_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

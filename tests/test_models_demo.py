@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from cukern.__main__ import main
 from cukern.commands import demo_encoder
 from cukern.models import Encoder, EncoderConfig
 from cukern.runtime import kernel
@@ -49,6 +50,29 @@ def test_what_is_shown(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert int(kept[1]) > int(removed[1]) and removed[2] == "100"
     assert round(100 * int(removed[1]) / int(kept[1])) == int(kept[2])
     assert float(kept[3]) > float(removed[3]) > 0
-    within = re.search(r"The hidden states of the (\d+) words are the same within (\S+)\.", output)
-    assert within and within[1] == removed[1] and float(within[2]) < 1e-4
+    output = " ".join(output.split())
+    within = re.search(r"The hidden states of the (\d+) words are the same(?: within (\S+)|, bit for bit)\. ", output)
+    assert within and within[1] == removed[1] and float(within[2] or 0) < 1e-4
     assert len(re.findall(r"\w+ and \w+ 0\.\d\d", output)) == 4
+
+
+def without_times(output: str) -> str:
+    """What `cukern demo` prints, without what differs between runs: times, whether a kernel was cached, rounding."""
+    output = re.sub(r"\s+", " ", output)
+    output = re.sub(r"(compiled in [\d.]+ s|from the cache)", "compiled", output)
+    output = re.sub(r"the same( within \S+|, bit for bit)\.", "the same.", output)
+    return re.sub(r"[\d.]+ (ms|s)\b", r"T \1", output)
+
+
+def test_the_demo_prints_the_same_but_for_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel, "device_count", lambda: 0)
+    monkeypatch.setattr(demo_encoder, "_STEP_ON_HOST", 20)
+    said = []
+    for _ in range(2):
+        assert main(["demo", "--tokens", "32"]) == 0
+        said.append(without_times(capsys.readouterr().out))
+    assert said[0] == said[1] and "in T s" in said[0] and "compiled: " in said[0]
+    assert main(["demo", "--tokens", "33"]) == 0
+    assert without_times(capsys.readouterr().out) != said[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import time
 import zipfile
 import zlib
@@ -14,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cukern
-from cukern.commands import INSTALL, UserError, demo_encoder, resources
+from cukern.commands import INSTALL, UserError, console, demo_encoder
+from cukern.commands.serving import launched
+from cukern.explain import Launch
 from cukern.ops import _moe_gate as gate_kernels
-from cukern.ops import moe_gate
-from cukern.runtime import arrays, compile, kernel
+from cukern.runtime import arrays, compile, gpu, kernel
 from cukern.runtime.progress import progress
 
 Array = NDArray[Any]
@@ -48,6 +51,7 @@ MODELS = {
 }
 _DTYPES = f"{', '.join(gate_kernels.DTYPES)} or float64"
 _TOKENS = 8192
+_MOST_TOKENS = 1 << 20  # whose logits of 256 experts take 1 GiB
 _HIDDEN = 512
 _TOPICS = 16
 _BALANCED_ON = 4096
@@ -175,6 +179,8 @@ def _load_file(path: Path, tokens: int | None) -> tuple[Array, Array | None, str
     """
     notes: list[str] = []
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         logits, bias = _read(path)
         if logits.ndim != 2 or 0 in logits.shape:
             raise ValueError(f"logits must be of shape [tokens, experts], got {list(logits.shape)}")
@@ -216,13 +222,16 @@ def _place(array: Array) -> Any:
     return cupy.asarray(array)
 
 
+def _outputs(model: Model, logits: Any) -> tuple[Any, Any]:
+    """Arrays for weights and ids, where the logits are."""
+    library, shape = arrays.library_of(logits), (len(logits), model.topk)
+    assert library is not None
+    return library.empty(shape, "float32", logits), library.empty(shape, "int32", logits)
+
+
 def route(model: Model, logits: Any, bias: Any, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """(weights, ids) of the model's router, where the logits are."""
-    if out is None:
-        library = arrays.library_of(logits)
-        assert library is not None
-        shape = (len(logits), model.topk)
-        out = library.empty(shape, "float32", logits), library.empty(shape, "int32", logits)
+    out = out or _outputs(model, logits)
     if model.scoring == "softmax":
         return cukern.topk_softmax(*out, logits, renormalize=True)
     return cukern.moe_fused_gate(logits, bias, model.groups, model.topk_group, model.topk, out=out)
@@ -309,33 +318,44 @@ def _load_chart(model: Model, loads: dict[str, Array], utf8: bool) -> Any:
 # --- the kernel ---------------------------------------------------------------------------------------
 
 
-def _instance(model: Model, dtype: str) -> compile.Instance:
-    """The kernel that routes for the model: its own if it has one, else the dynamic one."""
-    scoring = model.scoring if model.biased else "any"
-    gate = next(own for own in kernel.KERNELS["moe_gate"] if own.function == "moe_gate")
-    if any(config[:4] == (model.experts, model.groups, scoring, model.biased) for config in gate_kernels.SPECIALIZED):
-        chosen = moe_gate.specialize(
-            experts=model.experts, groups=model.groups, scoring_func=model.scoring, biased=model.biased
-        )
-    else:
-        chosen = [i for i in gate.at_import if i not in gate.specialized]
-    return next(i for i in chosen if arrays.CUDA_TYPE[dtype] in i.arguments)
+#: The architecture that the kernel is compiled for on a machine without a GPU.
+_ARCH = "90a"
 
 
-def _build(model: Model, dtype: str, arch: str = "90a") -> str:
-    """Compile the model's kernel. Returns its time, registers and spills in words."""
+def _call(model: Model, logits: Any, bias: Any) -> tuple[str, dict[str, Any]]:
+    """The function that routes for the model, and its arguments."""
+    if model.scoring == "softmax":
+        weights, ids = _outputs(model, logits)
+        return "topk_softmax", {
+            "topk_weights": weights, "topk_ids": ids, "gating_output": logits, "renormalize": True,
+        }  # fmt: skip
+    sizes = {"num_expert_group": model.groups, "topk_group": model.topk_group, "topk": model.topk}
+    return "moe_fused_gate", {"input": logits, "bias": bias, **sizes}
+
+
+def _kernels(model: Model, logits: Any, bias: Any, arch: str | None) -> Sequence[Launch]:
+    """The launches of the model's call, as `cukern.explain` has them."""
+    name, arguments = _call(model, logits, bias)
+    return cukern.explain(getattr(cukern, name), **arguments, arch=arch).launches
+
+
+def _build(model: Model, logits: Array, bias: Array | None) -> str:
+    """Compile the kernel of the model's call. Returns its time, registers and spills in words."""
     if reason := compile.available():
         return f"Nor can a kernel be compiled here ({reason.splitlines()[0]}): {INSTALL}"
-    instance = _instance(model, dtype)
-    cached = not compile.missing([instance], arch)
+    instances = [*launched(*_call(model, logits, bias), gpu.BY_ARCH[_ARCH])]
+    cached = not compile.missing(instances, _ARCH)
     start = time.perf_counter()
-    path, _ = compile.cubin(instance, arch)
+    for instance in instances:
+        compile.cubin(instance, _ARCH)
     how = "from the cache" if cached else f"compiled in {time.perf_counter() - start:.2f} s"
-    note = compile.read_note(path)
-    assert note is not None
-    used = resources(note)
-    spills = f"{used.spill_bytes} bytes spilled" if used.spill_bytes else "no spills"
-    return f"The kernel for sm_{arch}, {how}: {instance}, {used.registers} registers, {spills}."
+    said = []
+    for launch in _kernels(model, logits, bias, _ARCH):
+        used = launch.resources
+        assert used is not None
+        spills = f"{used.spill_bytes} bytes spilled" if used.spill_bytes else "no spills"
+        said.append(f"{launch.kernel}, {used.registers} registers, {spills}")
+    return f"The kernel for sm_{_ARCH}, {how}: {'; '.join(said)}."
 
 
 def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -433,6 +453,8 @@ def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
     """The router, logits, the bias if there is one, and a description of them."""
     if args.tokens is not None and args.tokens < 1:
         raise UserError(f"--tokens must be at least 1, got {args.tokens}")
+    if not args.logits and (args.tokens or 0) > _MOST_TOKENS:
+        raise UserError(f"--tokens must be at most {_MOST_TOKENS} without --logits, got {args.tokens}")
     if args.seed < 0:
         raise UserError(f"--seed must be at least 0, got {args.seed}")
     if not args.logits:
@@ -459,17 +481,15 @@ def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Route the tokens and show where they went; then, unless they are a file's, encode texts."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    _show_routing(args, console)
+    screen = console()
+    _show_routing(args, screen)
     if not args.logits:
-        console.print()
-        demo_encoder.show(console)
+        screen.print()
+        demo_encoder.show(screen)
     return 0
 
 
-def _show_routing(args: argparse.Namespace, console: Any) -> None:
+def _show_routing(args: argparse.Namespace, screen: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -496,18 +516,19 @@ def _show_routing(args: argparse.Namespace, console: Any) -> None:
             loads = {"without the bias": _load(routed(zeros)[1], model.experts), "with the bias": loads["load"]}
             advance()
 
-    console.print(f"[bold]{model.name}[/]: {escape(f'{model}')}\n{escape(words)}\n", soft_wrap=True)
-    console.print(_first_tokens(model, weights, ids))
-    console.print(_load_chart(model, loads, console.encoding.startswith("utf")))
-    console.print()
+    screen.print(f"[bold]{model.name}[/]: {escape(f'{model}')}\n{escape(words)}\n")
+    screen.print(_first_tokens(model, weights, ids))
+    screen.print(_load_chart(model, loads, screen.encoding.startswith("utf")))
+    screen.print()
     if not on_gpu:
-        console.print(f"No GPU can be used here, so the NumPy twin routed the tokens, in {seconds:.2f} s.")
-        console.print(_build(model, logits.dtype.name), soft_wrap=True, markup=False)
+        screen.print(f"No GPU can be used here, so the NumPy twin routed the tokens, in {seconds:.2f} s.")
+        screen.print(_build(model, logits, used), markup=False)
         return
     few = logits[:_CHUNK]
     twin = _route_on_host(model, few, used)
     words = agreement(model, few, used, weights[:_CHUNK], ids[:_CHUNK], twin)
     table = Table.grid(padding=(0, 2))
-    for row in [*_measure(model, placed, placed_bias), ("NumPy twin", words)]:
+    names = ", ".join(launch.kernel for launch in _kernels(model, placed, placed_bias, None))
+    for row in [("kernel", names), *_measure(model, placed, placed_bias), ("NumPy twin", words)]:
         table.add_row(*row)
-    console.print(table)
+    screen.print(table)

@@ -158,13 +158,10 @@ def show(console: Any) -> None:
     flops = 2 * _LAYERS * (4 * _HIDDEN**2 + 2 * _HIDDEN * _INTER)
 
     copies = f", {_COPIES} times" if on_gpu else ""
-    console.print(
-        f"[bold]A tiny encoder[/]: BERT's layers, {_LAYERS} of {_HIDDEN}, with random weights", soft_wrap=True
-    )
+    console.print(f"[bold]A tiny encoder[/]: BERT's layers, {_LAYERS} of {_HIDDEN}, with random weights")
     console.print(
         f"{len(names)} texts{copies}: what functions of cukern say of themselves, {min(map(len, tokens))} to "
         f"{max(map(len, tokens))} words\n",
-        soft_wrap=True,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("padding", "rows", "of words", "products", "time"):
@@ -172,7 +169,6 @@ def show(console: Any) -> None:
     for name, count, ms in (("kept", rows, slow), ("removed", words, fast)):
         table.add_row(name, str(count), f"{words / count:.0%}", f"{count * flops / 1e9:.2f} GFLOP", f"{ms:.1f} ms")
     console.print(table)
-    console.print(f"The hidden states of the {words} words are the same within {difference:.0e}.", soft_wrap=True)
-    console.print(
-        f"Nearest texts, by the cosine of their vectors less the mean: {_neighbours(names, vectors)}.", soft_wrap=True
-    )
+    same = f"the same within {difference:.0e}" if difference else "the same, bit for bit"
+    console.print(f"The hidden states of the {words} words are {same}.")
+    console.print(f"Nearest texts, by the cosine of their vectors less the mean: {_neighbours(names, vectors)}.")
