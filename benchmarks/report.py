@@ -438,7 +438,7 @@ def summary(rows: Iterable[Row]) -> list[list[str]]:
         counts = Counter(size for row in cases for size in row["case"].items())
         usual = {size for size, count in counts.items() if len(cases) > 1 and 2 * count > len(cases)}
         best, worst = (f"{_sizes(row['case'], usual)}: {figure(row['us'])} µs" for row in (cases[-1], cases[0]))
-        share, beside = (_spread(values, form) for values, form in ((shares, ".0%"), (ratios, ".2f")))
+        share, beside = (spread(values, form) for values, form in ((shares, ".0%"), (ratios, ".2f")))
         beside += f", {found[0].against}" if found else ""
         lines.append([op, f"{len(cases)}", share, beside, best, worst if len(cases) > 1 else ""])
     return lines
@@ -450,7 +450,7 @@ def _sizes(case: dict[str, Any], usual: set[tuple[str, Any]]) -> str:
     return ", ".join(told or [f"{name} {value}" for name, value in case.items()][:1])
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def spread(values: Sequence[float], form: str) -> str:
     """The median, and the range of several values."""
     if not values:
         return ""

@@ -80,13 +80,16 @@ def _commands(code: str) -> Iterator[str]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Write the ends of the families' pages and the outputs of the examples, into the named pages or all."""
-    from docs import family_pages  # it reads notebooks by nbformat, which a machine with a GPU may lack
+    """Write what the sources say into the named pages or all: ends of families, tables of bits, outputs of examples."""
+    # They need nbformat and Sphinx, which a machine with a GPU may lack.
+    from docs import family_pages
+    from docs import pages as source_pages
 
     for page in [ROOT / name for name in names] or pages():
         text = page.read_text(encoding="utf-8")
         if page.parent.name == "families":
             text = family_pages.with_sections(text, page.stem)
+        text = source_pages.with_bits(text)
         page.write_text(with_outputs(text), encoding="utf-8")
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import textwrap
 from typing import Any
@@ -23,7 +24,7 @@ def with_sections(text: str, stem: str) -> str:
     module = pages.family_module(stem)
     table = pages.FIRST_CELL.findall(text)
     names = sorted(pages.public_of(module), key=lambda name: table.index(name) if name in table else len(table))
-    signatures = [_signature(module, name) for name in names]
+    signatures = [_signature(module, name) for name in names if not _is_enum(getattr(module, name))]
     parts = [text.partition(_MARK)[0].rstrip(), "", _MARK, "", "## Signatures", "", "```text", *signatures, "```", ""]
     for path in sorted(report.RESULTS.glob("*.json"), key=lambda path: path.stem):
         content = report.load(path)
@@ -33,6 +34,9 @@ def with_sections(text: str, stem: str) -> str:
             said = f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_COLUMNS}"
             parts += [textwrap.fill(said, 124, break_long_words=False, break_on_hyphens=False), ""]
             parts += [report.markdown(report.SUMMARY, lines), ""]
+            if peers := _beside_peers(content, names):
+                parts += ["The time of each other library over the time of cukern, median and range:", ""]
+                parts += [report.markdown(["function", "library", "cases", "its time / cukern's"], peers), ""]
     notebooks = [f"[{notebook_title(name)}](../../notebooks/{name}.ipynb)" for name in SPECS[stem].notebooks or [stem]]
     return "\n".join([*parts, "## Notebook", "", *notebooks, ""])
 
@@ -49,11 +53,36 @@ def notebook_title(name: str) -> str:
     return first.split("\n\n")[0].removeprefix("# ").strip()
 
 
+def _beside_peers(content: report.Document, names: list[str]) -> list[list[str]]:
+    """Return a line for each function and each library that was measured beside it."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in content["rows"]:
+        if row["op"] in names:
+            for peer, us in report.peers_of(row).items():
+                ratios.setdefault((row["op"], peer), []).append(us / row["us"])
+    return [[op, peer, f"{len(found)}", report.spread(found, ".2f")] for (op, peer), found in ratios.items()]
+
+
+def _is_enum(thing: Any) -> bool:
+    return inspect.isclass(thing) and issubclass(thing, enum.Enum)
+
+
+class _Named(str):
+    """A default value that a signature shows by its type alone."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def _signature(module: Any, name: str) -> str:
-    """Return the name and the arguments of a function or class, without annotations."""
+    """Return the name and the arguments of a function or class, without annotations and long default values."""
     of = inspect.signature(getattr(module, name))
+    short = [
+        x.replace(default=_Named(f"{type(x.default).__name__}()")) if len(repr(x.default)) > 40 else x
+        for x in of.parameters.values()
+    ]
     bare = of.replace(
-        parameters=[x.replace(annotation=inspect.Parameter.empty) for x in of.parameters.values()],
+        parameters=[x.replace(annotation=inspect.Parameter.empty) for x in short],
         return_annotation=inspect.Signature.empty,
     )
     line = f"{pages.public_name(module, name)}{bare}"

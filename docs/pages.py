@@ -62,8 +62,6 @@ def write(folder: Path) -> None:
     _append(folder / "differences.md", _counterparts())
     _append(folder / "support.md", support.tables(titles))
     _append(folder / "cli.md", _commands())
-    page = folder / "batch_invariance.md"
-    page.write_text(with_bits(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _append(page: Path, text: str) -> None:
@@ -136,9 +134,10 @@ def with_bits(text: str) -> str:
             if own.bits and own.bits.table == found[1]:
                 names.setdefault(tuple(filter(None, own.bits[1:])), []).append(f"`{name}`")
         rows = [heads, ("---",) * len(heads), *((", ".join(own), *on) for on, own in names.items())]
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        lines = "".join("| " + " | ".join(row) + " |\n" for row in rows)
+        return f"{found[1]}{found[2]}\n{lines}"
 
-    return re.sub(r"<!-- bits: (\w+) -->", table, text)
+    return re.sub(r"(?<=<!-- bits: )(\w+)( -->\n)(?:\n(?:\|[^\n]*\n)+)?", table, text)
 
 
 def _title(path: Path) -> str:

@@ -46,6 +46,8 @@ class Running:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cukern", *arguments], cwd=ROOT, env=_environment(cache), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            # A process inherits the ignored signal where the tests run in the background of a shell.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def interrupt(self) -> tuple[int, str]:

@@ -58,7 +58,7 @@ def test_what_is_shown(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def without_times(output: str) -> str:
     """What `cukern demo` prints, without what differs between runs: times, whether a kernel was cached, rounding."""
-    output = re.sub(r"\s+", " ", output)
+    output = re.sub(r"─+", "─", re.sub(r"\s+", " ", output))
     output = re.sub(r"(compiled in [\d.]+ s|from the cache)", "compiled", output)
     output = re.sub(r"the same( within \S+|, bit for bit)\.", "the same.", output)
     return re.sub(r"[\d.]+ (ms|s)\b", r"T \1", output)

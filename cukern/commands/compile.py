@@ -71,8 +71,8 @@ def _archs(given: list[str] | None) -> list[str]:
         return found
     archs: dict[str, None] = {}
     for text in ",".join(given).split(","):
-        card = gpu.CARDS.get(text.strip().upper().removeprefix("NVIDIA "), text.strip())
-        match = re.fullmatch(r"(?:sm_)?(\d{2,3})(a?)", card)
+        card = gpu.CARDS.get(text.strip().upper().removeprefix("NVIDIA "))
+        match = re.fullmatch(r"(?:sm_)?(\d{2,3})(a?)", card.arch if card else text.strip())
         if not match:
             wanted = "like 80, 90a or sm_100a, or a card such as H200, L40S or A100"
             raise UserError(f"--arch must be {wanted}, got {text.strip()!r}")

@@ -135,7 +135,8 @@ def fused_experts(
             `cukern.prepare_weights`: then w1_scale and w2_scale are None. "mxfp4_fp8" takes MXFP4 weights prepared for
             FP8 rows and quantizes the activations to FP8, with a scale for 128 of a row (on Hopper), as vLLM's backend
             DEEPGEMM_MXFP4 does.
-        expert_map: int32 [all experts], the place of each in w1 and w2, -1 for those of other ranks.
+        expert_map: int32 [all experts], over all ranks: the index of each expert in w1 and w2, or -1 for one of another
+            rank. topk_ids are then ids among the experts of all ranks; an id past the map has no part in the result.
         apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
         w1_scale, w2_scale, a1_scale, a2_scale, w1_global_scale, w2_global_scale: the scales that `quant` asks for.
         w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of

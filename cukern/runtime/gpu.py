@@ -27,24 +27,23 @@ class Gpu(NamedTuple):
         return int(self.arch.rstrip("a"))
 
 
-#: A GPU of each architecture, for plans that are explained on a machine without one.
-BY_ARCH = {
-    "80": Gpu("80", 108, 164 << 10, 163 << 10),  # A100
-    "86": Gpu("86", 84, 100 << 10, 99 << 10),  # A40
-    "89": Gpu("89", 142, 100 << 10, 99 << 10),  # L40S
-    "90a": Gpu("90a", 132, 228 << 10, 227 << 10),  # H100, H200
-    "100a": Gpu("100a", 148, 228 << 10, 227 << 10),  # B200
-    "120a": Gpu("120a", 188, 100 << 10, 99 << 10),  # RTX PRO 6000
+_SHARED = {"80": (164 << 10, 163 << 10), "86": (100 << 10, 99 << 10), "89": (100 << 10, 99 << 10),
+           "90a": (228 << 10, 227 << 10), "100a": (228 << 10, 227 << 10), "120a": (100 << 10, 99 << 10)}  # fmt: skip
+#: The multiprocessors of each card that `explain` and `compile` take by name; the first stands for its architecture.
+_MULTIPROCESSORS_OF = {
+    "80": {"A100": 108, "A30": 56},
+    "86": {"A40": 84, "A10": 72, "A10G": 80, "RTX A6000": 84, "RTX 3090": 82},
+    "89": {"L40S": 142, "L40": 142, "L4": 58, "RTX 4090": 128},
+    "90a": {"H200": 132, "H100": 132, "H800": 132, "GH200": 132, "H20": 78},
+    "100a": {"B200": 148},
+    "120a": {"RTX PRO 6000": 188, "RTX 5090": 170},
 }
-#: The architecture of each card, by its name without "NVIDIA", the memory size and the board.
+#: A GPU of each card, by its name without "NVIDIA", the memory size and the board.
 CARDS = {
-    "A100": "80", "A30": "80",
-    "A10": "86", "A10G": "86", "A40": "86", "RTX 3090": "86", "RTX A6000": "86",
-    "L4": "89", "L40": "89", "L40S": "89", "RTX 4090": "89",
-    "H100": "90a", "H200": "90a", "H800": "90a", "H20": "90a", "GH200": "90a",
-    "B200": "100a", "GB200": "100a",
-    "RTX 5090": "120a", "RTX PRO 6000": "120a",
-}  # fmt: skip
+    name: Gpu(arch, count, *_SHARED[arch]) for arch, of in _MULTIPROCESSORS_OF.items() for name, count in of.items()
+}
+#: A GPU of each architecture, for plans on a machine without one.
+BY_ARCH = {arch: CARDS[next(iter(of))] for arch, of in _MULTIPROCESSORS_OF.items()}
 #: The architectures of data centers that have clusters of blocks.
 CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
@@ -61,11 +60,13 @@ def of_arch(name: str) -> Gpu:
 
     Raises ValueError for a name that is not known here.
     """
-    text = name.strip().upper() if isinstance(name, str) else name
-    if isinstance(text, str):
-        text = CARDS.get(text.removeprefix("NVIDIA "), text.removeprefix("SM_").lower())
-        if f"{text}a" in BY_ARCH:
-            text = f"{text}a"
-    if text not in BY_ARCH:
-        check.fail("arch", f"one of {', '.join(BY_ARCH)}, or a card such as H200, L40S or A100", repr(name))
-    return BY_ARCH[text]
+    text = name.strip().upper().removeprefix("NVIDIA ") if isinstance(name, str) else ""
+    if text in CARDS:
+        return CARDS[text]
+    arch = text.removeprefix("SM_").lower()
+    found = BY_ARCH.get(arch) or BY_ARCH.get(f"{arch}a")
+    if found is None:
+        check.fail(
+            "arch", f"one of {', '.join(sorted(BY_ARCH, key=len))}, or a card such as H200, L40S or A100", repr(name)
+        )
+    return found

@@ -391,7 +391,8 @@ def install(folder: Path) -> None:
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] in ROOTS:
             _open(name, module)
-    sys.meta_path.append(_Finder(folder))
+    # Before the last finder, by which cukern.compat refuses the submodules that it lacks.
+    sys.meta_path.insert(-1, _Finder(folder))
     if "as far as cukern has it" in str(sys.modules["flashinfer"].__doc__):
         _enter_flashinfer_utils()
     if "as far as cukern has it" in str(sys.modules["sgl_kernel"].__doc__):
