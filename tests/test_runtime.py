@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import io
 import json
 import os
@@ -40,6 +41,7 @@ from cukern.runtime.plan import outputs, run_twin
 from cukern.runtime.rows import tile as tile_of
 from cukern.runtime.tolerance import Tolerance
 from cukern.testing import assert_matches
+from tests import surface
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = """// A template that compiles at once.
@@ -1166,9 +1168,56 @@ def test_specialize_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPat
 def test_specialize_compiles_for_every_gpu(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     compiled: list[tuple[Instance, str]] = []
     monkeypatch.setattr(compiler, "compile_all", compiled.extend)
-    cukern.specialize("moe_fused_gate", experts=256, groups=8)
+    made = cukern.specialize("moe_fused_gate", experts=256, groups=8)
+    assert made and {*made} == {str(instance) for instance, _ in compiled}
     assert {arch for _, arch in compiled} == {"86", "90a"}
     assert all(instance.arguments[1:3] == (256, 8) for instance, _ in compiled)
+
+
+def test_specialize_fits_the_named_function(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(compiler, "compile_all", lambda work: None)
+    before = set(_moe_gate.registered)
+    try:
+        for name, scoring, biased in (
+            ("topk_softmax", "any", False), ("grouped_topk", "any", False), ("topk_sigmoid", "any", False),
+            ("biased_grouped_topk", "sigmoid", True),
+        ):  # fmt: skip
+            cukern.specialize(name, experts=60)
+            config = _moe_gate.Config(60, 1, scoring, biased)
+            assert config in _moe_gate.registered - before
+            _moe_gate.registered.discard(config)
+        cukern.specialize("topk_softmax", experts=60, biased=True)
+        assert _moe_gate.registered - before == {_moe_gate.Config(60, 1, "softmax", True)}
+        # The call of the function, and not only one that it could make.
+        cukern.specialize("topk_softmax", experts=60)
+        own = np.zeros((64, 60), np.float32)
+        written = np.zeros((64, 4), np.float32), np.zeros((64, 4), np.int32)
+        assert "EXPERTS=60" in str(cukern.explain(cukern.topk_softmax, *written, own, arch="90a"))
+    finally:
+        _moe_gate.registered.intersection_update(before)
+        OPS["topk_softmax"].forget()
+
+
+def test_the_help_of_specialize_lists_the_sizes() -> None:
+    listed: dict[str, str] = {}
+    variants = json.loads(surface.FILE.read_text())["variants"]
+    taking = {name for name, own in variants.items() if "specialized" in own}
+    taking |= {"paged_attention_v1", "paged_attention_v2"}  # `paged_attention`, by other arguments
+    for line in (inspect.getdoc(cukern.specialize) or "").splitlines():
+        if found := re.fullmatch(r"    ([a-z_\d, ]+): (.+)", line):
+            listed |= dict.fromkeys(found[1].split(", "), found[2])
+    for name in cukern.__all__:
+        function = getattr(cukern, name)
+        module = sys.modules.get(".".join(getattr(function, "__module__", "").split(".")[:3]))
+        register = getattr(module, "specialize", None)
+        if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
+            assert name not in listed
+            continue
+        defaults = getattr(module, "DEFAULTS", {}).get(name, {})
+        own = {p.name: defaults.get(p.name, p.default) for p in inspect.signature(register).parameters.values()}
+        expected = ", ".join(x if value is inspect.Parameter.empty else f"{x}={value!r}" for x, value in own.items())
+        assert listed.get(name, expected) == expected
+        assert (name in listed) == (name in taking), name
 
 
 # --- compiling at import --------------------------------------------------------------------------------

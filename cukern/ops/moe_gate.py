@@ -47,6 +47,14 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
     return kernels.variants_of(config)
 
 
+#: Other defaults of `cukern.specialize` for the functions that take no bias by default.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "topk_softmax": {"scoring_func": "softmax", "biased": False},
+    "grouped_topk": {"scoring_func": "softmax", "biased": False},
+    "topk_sigmoid": {"biased": False},
+}
+
+
 def _valid_tokens(count: Any, tokens: int) -> int:
     return check.integer("num_token_non_padded", count, 0, tokens, "tokens")
 

@@ -150,11 +150,24 @@ class Kernel:
         return [*self._variants.values()]
 
 
-def specialize(op: str | Callable[..., Any], **sizes: Any) -> None:
-    """Compile a variant for these sizes and use it in this process.
+def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
+    """Compile variants for these sizes, for every GPU of the machine, and use them in this process.
 
-    `op` is a public function or its name; `sizes` are those of the `specialize` function of its stem, such as
-    `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. Compiles at once for every GPU of the machine.
+    `op` is a function of cukern or its name: `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. The variants
+    serve all functions of its family. The functions that have specialized variants, with their `sizes` and defaults:
+
+        moe_fused_gate, biased_grouped_topk: experts, groups=1, scoring_func='sigmoid', biased=True
+        topk_softmax, grouped_topk: experts, groups=1, scoring_func='softmax', biased=False
+        topk_sigmoid: experts, groups=1, scoring_func='sigmoid', biased=False
+        rms_norm, fused_add_rms_norm, rms_norm_quant, fused_add_rms_norm_quant: width, dtype='bfloat16'
+        layer_norm, fused_add_layer_norm: width, dtype='bfloat16'
+        masked_attention, cross_attention: dim
+        paged_attention, paged_attention_v1, paged_attention_v2: head_dim, block_size
+        moe_unpermute, moe_sum: topk, dtype='bfloat16'
+        remove_sequence_length_padding, rebuild_sequence_length_padding: hidden, head_dim=64, dtype='float16'
+        transpose_remove_padding, add_qkv_bias_rebuild_padding: hidden, head_dim=64, dtype='float16'
+
+    Returns the kernels, as a function and its template arguments each.
 
     Raises ValueError for sizes the specialized kernel cannot take, TypeError for an op that has none or for sizes of
     other names, RuntimeError where there is no compiler.
@@ -166,6 +179,7 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> None:
     if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
         raise TypeError(f"op must be a function of cukern with specialized variants, or its name, got {op!r}")
     name, taken = getattr(function, "__name__", op), inspect.signature(register)
+    sizes = getattr(module, "DEFAULTS", {}).get(name, {}) | sizes
     try:
         taken.bind(**sizes)
     except TypeError as error:
@@ -176,6 +190,7 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> None:
     made = register(**sizes)
     archs = sorted({arch_of_device(d) for d in range(device_count())})
     compile.compile_all([(i, arch) for arch in archs for i in compile.missing(made, arch)])
+    return tuple(map(str, made))
 
 
 def device_count() -> int:
