@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +35,11 @@ COMMANDS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists the arguments)")
+        hint = "--help lists the arguments"
+        got, _, known = message.partition(" (choose from ")
+        if near := difflib.get_close_matches(got.rpartition(": ")[2].strip("'"), re.findall(r"[\w.-]+", known), 1):
+            message, hint = got, f"did you mean {near[0]}?"
+        raise UserError(f"{message} ({hint})")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
@@ -58,6 +64,14 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _hint(command: str | None, others: Sequence[str]) -> str:
+    """What to do about arguments that a command does not know."""
+    pairs = [text for text in others if re.fullmatch(r"[a-z_]\w*=[^=]+", text)]
+    if command != "explain" or not pairs:
+        return "--help lists the arguments"
+    return "use " + " ".join(f"--{'shape' if text[-1].isdecimal() else 'set'} {text}" for text in pairs)
+
+
 def _run(arguments: Sequence[str], command: str | None) -> int:
     """Run a command. Returns its exit status: 2 for input that cannot be used, with one line on stderr."""
     try:
@@ -65,7 +79,9 @@ def _run(arguments: Sequence[str], command: str | None) -> int:
         if not arguments:
             parser.print_help()
             return 0
-        args = parser.parse_args(arguments)
+        args, others = parser.parse_known_args(arguments)
+        if others:
+            raise UserError(f"unrecognized arguments: {' '.join(others)} ({_hint(command, others)})")
         with progress.in_command(f"cukern {command}"):
             return args.run(args)
     except UserError as error:

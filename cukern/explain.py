@@ -120,7 +120,8 @@ class Explanation(NamedTuple):
         floor = f"not known: no rates of {self.floor_by} are measured, only of {', '.join(CEILINGS)}"
         if self.floor_us is not None:
             floor = f"{self.floor_us:,.3g} us, by {self.floor_by}"
-        lines.append(("floor", floor))
+        if self.launches:
+            lines.append(("floor", floor))
         title = f"{self.op} on sm_{self.gpu.arch} with {self.gpu.multiprocessors} multiprocessors"
         return "\n".join([title, *(_wrapped(word, text) for word, text in lines)])
 
@@ -185,7 +186,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
     notes = {id(step.notes): step.notes for step in trace.steps}
     own = next(iter(notes.values())) if len(notes) == 1 else {}
     names = call.names_of(trace, returned)
-    moved = _number(own["bytes"]) if "bytes" in own else call.bytes_of(trace, returned)
+    moved = _number(own["bytes"]) if "bytes" in own else call.bytes_of(trace, returned) if trace.steps else 0
     flops = _number(sum(each.get("flops", 0) for each in notes.values()))
     card = _card_of(arch, found.arch) if arch else _name_of(trace.place.device)
     ceilings = _ceilings(card, name)
@@ -197,7 +198,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
         results=tuple(f"{names[x.source]}: {x.dtype} {list(x.shape)}" for x in _returned(returned)),
         workspace_bytes=Workspace(trace, returned).bytes,
         bytes=moved,
-        moves_all="bytes" not in own,
+        moves_all=bool(trace.steps) and "bytes" not in own,
         flops=flops,
         floor_us=floor[0],
         floor_by=floor[1],

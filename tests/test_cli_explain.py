@@ -86,6 +86,11 @@ def test_dtypes_options_and_optional_arrays(capsys: pytest.CaptureFixture[str]) 
     assert "variant='scalar' asks for it" in said
 
 
+def test_what_launches_nothing_moves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    said = _said(capsys, "fused_experts", "--shape", "tokens=0")
+    assert "none, there is nothing to do" in said and "  moves       0 bytes\n" in said and "floor" not in said
+
+
 def test_an_explanation_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wide = _said(capsys, "varlen_attention", "--arch", "90a")
     monkeypatch.setenv("COLUMNS", "80")
@@ -99,7 +104,11 @@ def test_an_explanation_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsy
     [
         (["rmsnorm"], "FUNCTION must be a function of cukern, such as rms_norm or rms_norm_quant, got 'rmsnorm'"),
         (["CompileError"], "FUNCTION must be a function of cukern, such as "),
-        (["rms_norm", "--arch", "77"], "--arch must be one of "),
+        (["rms_norm", "--arch", "87"], "--arch must be one of "),
+        (["rms_norm", "--arch", "V100"], "--arch must be a GPU of compute capability 8.0 or later, got 'V100'"),
+        (["topk_softmax", "tokens=64"], "unrecognized arguments: tokens=64 (use --shape tokens=64)"),
+        (["rms_norm", "width=8", "variant=scalar"], "(use --shape width=8 --set variant=scalar)"),
+        (["rms_norm", "width"], "unrecognized arguments: width (--help lists the arguments)"),
         (["rms_norm", "--shape", "rows=3"], "--shape must name a size of cukern.rms_norm (tokens, width), got 'rows'"),
         (["rms_norm", "--shape", "width"], "--shape must be NAME=VALUE, got 'width'"),
         (["rms_norm", "--shape", "width=-8"], "--shape width must be an integer of at least 0, got '-8'"),

@@ -134,7 +134,13 @@ def _read(path: Path) -> tuple[Any, Any]:
     suffix = path.suffix.lower()
     if suffix in (".npy", ".npz"):
         # Mapped into memory: with --tokens only the first rows are read.
-        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+        try:
+            loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            # NumPy takes any other file for Python objects, and advises to load them unsafely.
+            if "pickle" in str(error):
+                raise ValueError("not a file of NumPy, or one of Python objects, which are not loaded") from None
+            raise
         if not isinstance(loaded, np.lib.npyio.NpzFile):
             return loaded, None
         with loaded:

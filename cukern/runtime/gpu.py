@@ -44,6 +44,8 @@ CARDS = {
 }
 #: A GPU of each architecture, for plans on a machine without one.
 BY_ARCH = {arch: CARDS[next(iter(of))] for arch, of in _MULTIPROCESSORS_OF.items()}
+#: Architectures and cards without the instructions of the kernels.
+_BEFORE_AMPERE = ("60", "61", "62", "70", "72", "75", "P100", "P40", "P4", "V100", "TITAN V", "T4", "RTX 2080 TI")
 #: The architectures of data centers that have clusters of blocks.
 CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
@@ -55,6 +57,13 @@ def of_device(device: int) -> Gpu:
     return Gpu(arch_of_device(device), *(runtime.deviceGetAttribute(x, device) for x in attributes))
 
 
+def refuse_old(name: str) -> None:
+    """Raises ValueError for the name of an architecture or of a card before Ampere."""
+    text = name.strip().upper()
+    if text.removeprefix("NVIDIA ").removeprefix("TESLA ").removeprefix("SM_") in _BEFORE_AMPERE:
+        check.fail("arch", "a GPU of compute capability 8.0 or later", repr(name.strip()))
+
+
 def of_arch(name: str) -> Gpu:
     """Return a GPU of an architecture, which is named as "90a", "sm_90a", "90" or by a card, as "H200".
 
@@ -63,6 +72,7 @@ def of_arch(name: str) -> Gpu:
     text = name.strip().upper().removeprefix("NVIDIA ") if isinstance(name, str) else ""
     if text in CARDS:
         return CARDS[text]
+    refuse_old(str(name))
     arch = text.removeprefix("SM_").lower()
     found = BY_ARCH.get(arch) or BY_ARCH.get(f"{arch}a")
     if found is None:
