@@ -477,7 +477,7 @@ def test_doctor_counts_what_is_compiled(
     count = len(list(kernel.instances(STEM)))
     said = _doctor(monkeypatch, capsys, cache, "--kernels")
     assert re.search(rf"{STEM} +sm_80 +{count} of {count} +0 +0\b", said)
-    assert f"{cache}, drwx------, {count} kernels" in " ".join(said.split())
+    assert re.search(rf"{cache}, drwx\S+, {count} kernels", " ".join(said.split()))
 
     # Under another name a cubin is what another version of the sources left behind.
     old = tmp_path / "old"
@@ -486,6 +486,20 @@ def test_doctor_counts_what_is_compiled(
     for path in (cubin, cubin.with_name(f"{cubin.name}.json")):
         (old / path.name.replace("-sm_80-", "-sm_80-0")).write_bytes(path.read_bytes())
     assert re.search(rf"{STEM} +sm_80 +0 of {count} +0 +1\b", _doctor(monkeypatch, capsys, old, "--kernels"))
+
+
+def test_doctor_counts_the_kernels_of_a_folder_that_is_only_read(
+    filled_cache: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, _ = filled_cache
+    count = len(list(kernel.instances(STEM)))
+    monkeypatch.setattr(compiler, "_cache", lambda folder: compiler._Cache(True, "Read-only file system"))
+    said = " ".join(_doctor(monkeypatch, capsys, cache).split())
+    assert f"ok cache {cache}, drwx" in said and f"read-only (Read-only file system), {count} kernels" in said
+    assert f"sm_80: {count} of {count} of the import compiled" in said
+    (tmp_path / "empty").mkdir()
+    said = " ".join(_doctor(monkeypatch, capsys, tmp_path / "empty").split())
+    assert "note cache " in said and "0 kernels, 0.0 MiB -> fill it where it can be written: cukern compile" in said
 
 
 @pytest.mark.parametrize(

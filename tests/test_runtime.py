@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import inspect
 import io
 import json
@@ -14,7 +15,10 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -623,42 +627,134 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_folder_is_private(cache: Path) -> None:
     assert compiler.cache_directory() == cache
-    assert compiler.cache_problem() is None
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert compiler.cache_problem() is None and compiler.folders() == [cache]
+    # All users read what root makes, as in the image of a container.
+    assert stat.S_IMODE(cache.stat().st_mode) == (0o700 if os.getuid() else 0o755)
 
 
-def test_an_open_folder_is_made_private(cache: Path) -> None:
-    cache.mkdir(mode=0o755)
-    cache.chmod(0o755)
-    assert compiler.cache_directory() == cache
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-
-
-def test_a_folder_of_someone_else_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_owner_may_write_the_folder(cache: Path) -> None:
     cache.mkdir()
-    owner = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.warns(RuntimeWarning, match=rf"{cache} cannot be used: it belongs to user {owner}\..*CUKERN_CACHE_DIR"):
+    cache.chmod(0o775)
+    assert compiler.cache_directory() == cache
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o755
+
+
+def forget_cache() -> None:
+    """A new process looks at the folder again."""
+    compiler._cache.cache_clear()
+    compiler._warn.cache_clear()
+
+
+def owned_by(monkeypatch: pytest.MonkeyPatch, owner: int, user: int) -> None:
+    """What this user owns belongs to `owner`, while `user` runs the process."""
+    real, me = os.stat, os.getuid()
+
+    def stat_of(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        fields = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+        return SimpleNamespace(**fields | {"st_uid": owner if found.st_uid == me else found.st_uid})
+
+    monkeypatch.setattr(os, "stat", stat_of)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+
+
+def test_a_folder_of_someone_else_is_not_used(templates: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = compiler.cubin(ONE, "80")
+    forget_cache()
+    with monkeypatch.context() as patch:
+        owned_by(patch, owner=1001, user=1002)
         folder = compiler.cache_directory()
-    assert folder != cache
-    assert folder.is_dir()
-    assert compiler.cache_problem() == f"it belongs to user {owner}"
+    assert folder != cache and folder.is_dir() and compiler.folders() == [folder]
+    assert compiler.cache_problem() == "it belongs to user 1001"
     assert compiler.cache_directory() == folder  # the same all along
+    assert compiler.missing([ONE], "80") == [ONE]
+    with pytest.warns(RuntimeWarning, match=rf"{cache} cannot be used: it belongs to user 1001\..*CUKERN_CACHE_DIR"):
+        assert compiler.cubin(ONE, "80")[0] == folder / path.name
+
+
+def test_a_folder_of_root_is_read(templates: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, name = compiler.cubin(ONE, "80")
+    damaged, _ = compiler.cubin(TWO, "80")
+    damaged.write_bytes(b"")
+    before = {p.name: p.stat().st_mtime_ns for p in cache.iterdir()}
+    forget_cache()
+    owned_by(monkeypatch, owner=0, user=1002)
+    with warnings.catch_warnings(), monkeypatch.context() as patch:
+        warnings.simplefilter("error")
+        refuse_to_compile(patch)
+        assert compiler.cubin(ONE, "80") == (path, name)
+        assert compiler.missing([ONE], "80") == [] and compiler.missing([ONE], "90a") == [ONE]
+        assert compiler.cache_problem() == "it belongs to root" and not compiler._temporary.get(cache)
+    with pytest.warns(RuntimeWarning, match=rf"{cache} cannot be written: it belongs to root\. .* this process only"):
+        again, _ = compiler.cubin(TWO, "80")
+    assert again.parent == compiler.cache_directory() != cache and compiler.folders() == [cache, again.parent]
+    compiler.compile_all([(ONE, "80"), (ONE, "90a")])
+    assert compiler.is_intact(compiler.cached_path(ONE, "90a")) and compiler.cached_path(ONE, "80") == path
+    assert {p.name: p.stat().st_mtime_ns for p in cache.iterdir()} == before
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_a_folder_of_root_that_others_may_write_is_not_read(
+    mode: int, templates: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.cubin(ONE, "80")
+    cache.chmod(mode)
+    forget_cache()
+    owned_by(monkeypatch, owner=0, user=1002)
+    assert compiler.cache_problem() == f"users beside its owner may write it (mode {mode:o})"
+    assert compiler.folders() == [] and compiler.missing([ONE], "80") == [ONE]
+
+
+def test_a_folder_on_a_read_only_mount_is_read(templates: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, name = compiler.cubin(ONE, "80")
+    forget_cache()
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler.tempfile, "TemporaryFile", refuse)
+        assert compiler.cache_problem() == "Read-only file system"
+    refuse_to_compile(monkeypatch)
+    assert compiler.cubin(ONE, "80") == (path, name) and compiler.folders() == [cache]
+    # A file that others may write is not loaded from it.
+    path.chmod(0o666)
+    assert compiler.cached_path(ONE, "80").parent != cache and not compiler.is_intact(path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_reads_what_root_has_baked(templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are private
+        os.chmod(folder, 0o755)
+        monkeypatch.setenv("CUKERN_CACHE_DIR", f"{folder}/cache")
+        path, name = compiler.cubin(ONE, "80")
+        forget_cache()
+        child = os.fork()
+        if not child:
+            try:
+                os.setresuid(65534, 65534, 65534)
+                assert compiler.cubin(ONE, "80") == (path, name)
+                assert compiler.cache_problem() == "it belongs to root" and not compiler._temporary.get(path.parent)
+                os._exit(0)
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("below", ["", "below"])
 def test_a_file_in_the_way_of_the_folder(below: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("")
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(cache / below))
-    with pytest.warns(RuntimeWarning, match="cannot be used: (File exists|Not a directory)"):
-        folder = compiler.cache_directory()
+    folder = compiler.cache_directory()
+    assert re.match("File exists|Not a directory", compiler.cache_problem() or "")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_a_relative_folder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUKERN_CACHE_DIR", "some/relative/folder")
-    with pytest.warns(RuntimeWarning, match="it is not an absolute path"):
-        assert compiler.cache_directory().is_absolute()
+    assert (compiler.cache_problem() or "").startswith("it is not an absolute path")
+    assert compiler.cache_directory().is_absolute()
     assert not Path("some").exists()
 
 
@@ -781,9 +877,9 @@ def test_a_spoilt_file_is_compiled_again(spoil: Callable[[Path], None], template
 def test_a_file_of_someone_else_is_compiled_again(templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = compiler.cubin(ONE, "80")
     with monkeypatch.context() as patch:
-        patch.setattr(nvrtc, "_owned_by_user", lambda file: file.suffix != ".json")
+        patch.setattr(nvrtc, "distrust", lambda file: file.suffix == ".json")
         assert compiler.read_note(path) is None
-        patch.setattr(nvrtc, "_owned_by_user", lambda file: file.suffix == ".json")
+        patch.setattr(nvrtc, "distrust", lambda file: file.suffix != ".json")
         assert not compiler.is_intact(path)
     assert compiler.is_intact(path)
 
@@ -1248,7 +1344,7 @@ def test_a_warm_import_compiles_nothing(
             (folder / (compiler.cached_path(instance, arch).name + ".json")).touch()
     kernel.compile_at_import()
     assert not compiled_at_import
-    monkeypatch.setattr(compiler, "cached_path", lambda *args: folder / "another")
+    monkeypatch.setattr(compiler, "_file_name", lambda *args: "another")
     kernel.compile_at_import()
     assert compiled_at_import
 
@@ -1276,8 +1372,7 @@ def test_an_import_without_a_cache_compiles_nothing(
     compiled_at_import: list[tuple[Instance, str]], cache: Path
 ) -> None:
     cache.write_text("")
-    with pytest.warns(RuntimeWarning, match="cannot be used"):
-        kernel.compile_at_import()
+    kernel.compile_at_import()
     assert not compiled_at_import
 
 

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cukern.commands import INSTALL, cache_problem, console, refusal
+from cukern.commands import INSTALL, console, refusal
 from cukern.runtime import compile, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.gpu import BY_ARCH
@@ -240,15 +240,20 @@ def look_at_torch(found: Driver, build: tuple[str, str | None] | None) -> list[F
 
 
 def look_at_cache() -> list[Finding]:
-    wanted = compile._default_cache_directory()
-    if problem := cache_problem():
-        fix = f"export CUKERN_CACHE_DIR=/a/folder/of/yours   (or: chown -R $USER {wanted} && chmod -R u+rwX {wanted})"
+    wanted, problem = compile._default_cache_directory(), compile.cache_problem()
+    if wanted not in compile.folders():
+        own = f"chown -R $USER {wanted} && chmod -R u+rwX,go-w {wanted}"
+        fix = f"export CUKERN_CACHE_DIR=/a/folder/of/yours   (or: {own})"
         return [Finding("cache", f"{wanted} cannot be used: {problem}", "problem", fix)]
-    folder = compile.cache_directory()
-    cubins = list(folder.glob("*.cubin"))
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    rights = stat.filemode(folder.stat().st_mode)
-    return [Finding("cache", f"{folder}, {rights}, {len(cubins)} kernels, {size / 2**20:.1f} MiB")]
+    count = sum(compile.read_note(path) is not None for path in wanted.glob("*.cubin"))
+    size = sum(path.stat().st_size for path in wanted.iterdir())
+    rights = stat.filemode(wanted.stat().st_mode)
+    only = f"read-only ({problem}), " if problem else ""
+    finding = Finding("cache", f"{wanted}, {rights}, {only}{count} kernels, {size / 2**20:.1f} MiB")
+    if problem and not count:
+        fix = "fill it where it can be written: cukern compile --arch ARCH --for MODEL"
+        finding = finding._replace(kind="note", fix=fix)
+    return [finding]
 
 
 class Row(NamedTuple):
@@ -267,7 +272,7 @@ def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]
     kernel_of = {k.function: k for kernels in kernel.KERNELS.values() for k in kernels}
     current: dict[tuple[str, str], set[str]] = defaultdict(set)
     others: Counter[tuple[str, str]] = Counter()
-    for path in compile.cache_directory().glob("*.cubin"):
+    for path in (path for folder in compile.folders() for path in folder.glob("*.cubin")):
         note: dict[str, Any] = compile.read_note(path) or {}
         expression, arch = str(note.get("expression", "")), str(note.get("arch", ""))
         function, _, arguments = expression.partition("<")
@@ -276,7 +281,7 @@ def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]
             continue
         given = tuple(arguments.removesuffix(">").split(", "))
         instance = Instance(own.file, function, given, str(note.get("assertions", "")))
-        if compile.cached_path(instance, arch).name == path.name:
+        if compile._file_name(instance, arch) == path.name:
             current[own.stem, arch].add(expression)
         else:
             others[own.stem, arch] += 1
@@ -366,7 +371,7 @@ def look_at_templates(found: Driver) -> list[Finding]:
         compile.cuda_include_directory()
     except RuntimeError:
         return []
-    return [] if cache_problem() else [finding for arch in archs for finding in try_kernels(arch)]
+    return [] if compile.cache_problem() else [finding for arch in archs for finding in try_kernels(arch)]
 
 
 def _names(instances: list[Instance]) -> str:

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cukern.runtime import nvrtc, sources, template, temporary
 from cukern.runtime.cuda import INSTALL
@@ -121,13 +121,15 @@ def nvrtc_version() -> str:
         return nvrtc.build()
     status = library.stat()
     identity = "\0".join(map(str, (library, status.st_size, status.st_mtime_ns)))
-    note = cache_directory() / f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.txt"
-    with contextlib.suppress(OSError):
-        if nvrtc._owned_by_user(note) and re.fullmatch(r"\d+\.\d+\.\d+", known := note.read_text()):
-            return known
+    name = f"nvrtc-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.txt"
+    for note in (folder / name for folder in folders()):
+        with contextlib.suppress(OSError):
+            if not nvrtc.distrust(note) and re.fullmatch(r"\d+\.\d+\.\d+", known := note.read_text()):
+                return known
     version = nvrtc.build()
-    with contextlib.suppress(OSError):
-        nvrtc.write_atomically(str(note), version.encode())
+    if not cache_problem():
+        with contextlib.suppress(OSError):
+            nvrtc.write_atomically(str(cache_directory() / name), version.encode())
     return version
 
 
@@ -207,13 +209,23 @@ def _options(arch: str) -> list[str]:
     return [f"-arch=sm_{arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
 
 
-def cached_path(instance: Instance, arch: str) -> Path:
-    """The path of the cubin of an instance in the cache, whether it is there or not."""
+def _file_name(instance: Instance, arch: str) -> str:
+    """The name of the cubin of an instance in the cache."""
     text = instance.expression + instance.assertions
     parts = (_source_digest(instance.file), text, *_options(arch), nvrtc_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     readable = re.sub(r"[^A-Za-z0-9]+", "_", instance.expression).strip("_")
-    return cache_directory() / f"{readable}-sm_{arch}-{digest}.cubin"
+    return f"{readable}-sm_{arch}-{digest}.cubin"
+
+
+def cached_path(instance: Instance, arch: str) -> Path:
+    """The path of the cubin of an instance in the cache, whether it is there or not."""
+    name = _file_name(instance, arch)
+    if cache_problem():
+        for folder in folders():
+            if is_intact(folder / name):
+                return folder / name
+    return cache_directory() / name
 
 
 # --- the cache folder ---------------------------------------------------------------------------------
@@ -227,52 +239,81 @@ def _default_cache_directory() -> Path:
     return Path(base) / "cukern"
 
 
-def _problem_with(folder: Path) -> str | None:
-    """Make `folder` a private folder of this user. Returns the reason if that fails, else None."""
-    if not folder.is_absolute():
-        return "it is not an absolute path (is HOME set?)"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if hasattr(os, "getuid") and status.st_uid != os.getuid():
-            return f"it belongs to user {status.st_uid}"
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            folder.chmod(0o700)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+class _Cache(NamedTuple):
+    """Whether kernels are read from the user's cache folder, and why none is written there, if so."""
 
-
-_cache_lock = threading.Lock()
+    is_read: bool
+    problem: str | None
 
 
 @functools.cache
-def _cache(wanted: Path) -> tuple[Path, str | None]:
-    problem = _problem_with(wanted)
-    if problem is None:
-        return wanted, None
-    warnings.warn(
-        f"the cache folder {wanted} cannot be used: {problem}. Kernels compiled now last for this process "
-        "only; set CUKERN_CACHE_DIR to a folder of yours.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return Path(temporary.process_folder("cukern-")), problem
+def _cache(folder: Path) -> _Cache:
+    """The state of a cache folder, which is made if it is not there, and which only its owner may write from now on."""
+    if not folder.is_absolute():
+        return _Cache(False, "it is not an absolute path (is HOME set?)")
+    try:
+        # What root makes, as in a container image, all users read.
+        folder.mkdir(mode=0o700 if os.getuid() else 0o755, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.getuid():
+            problem = f"it belongs to {f'user {status.st_uid}' if status.st_uid else 'root'}"
+        else:
+            if status.st_mode & nvrtc.OTHERS_WRITE:
+                folder.chmod(stat.S_IMODE(status.st_mode) & ~nvrtc.OTHERS_WRITE)
+            with tempfile.TemporaryFile(dir=folder):
+                return _Cache(True, None)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    try:
+        os.listdir(folder)
+        distrust = nvrtc.distrust(folder)
+    except OSError as error:
+        distrust = error.strerror or str(error)
+    return _Cache(not distrust, distrust or problem)
+
+
+_cache_lock = threading.Lock()
+#: The temporary folders that stand for cache folders.
+_temporary: dict[Path, Path] = {}
 
 
 def cache_directory() -> Path:
-    """The folder of the compiled kernels; a temporary one when the user's cannot be used."""
+    """The folder that kernels are written to; a temporary one when the user's cannot be written."""
+    wanted = _default_cache_directory()
     # The lock keeps two threads from making a temporary folder each.
     with _cache_lock:
-        return _cache(_default_cache_directory())[0]
+        if _cache(wanted).problem is None:
+            return wanted
+        if wanted not in _temporary:
+            _temporary[wanted] = Path(temporary.process_folder("cukern-"))
+        return _temporary[wanted]
+
+
+def folders() -> list[Path]:
+    """The folders that kernels are read from: the user's, and the temporary one if there is one."""
+    wanted = _default_cache_directory()
+    with _cache_lock:
+        own = [wanted] if _cache(wanted).is_read else []
+        return own + [folder for folder in (_temporary.get(wanted),) if folder]
 
 
 def cache_problem() -> str | None:
-    """Why the user's cache folder cannot be used; None when it can."""
+    """Why nothing is written to the user's cache folder; None when it is. Kernels may be read from it (`folders`)."""
     with _cache_lock:
-        return _cache(_default_cache_directory())[1]
+        return _cache(_default_cache_directory()).problem
+
+
+@functools.cache
+def _warn(folder: Path) -> None:
+    """Warn once, where something is compiled, that it does not last."""
+    is_read, problem = _cache(folder)
+    if problem:
+        warnings.warn(
+            f"the cache folder {folder} cannot be {'written' if is_read else 'used'}: {problem}. Kernels compiled now "
+            "last for this process only; set CUKERN_CACHE_DIR to a folder of yours.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 # --- compiling ----------------------------------------------------------------------------------------
@@ -308,6 +349,7 @@ def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
     """
     path = cached_path(instance, arch)
     if not is_intact(path):
+        _warn(_default_cache_directory())
         try:
             nvrtc.compile_to_cache(_job(instance, arch))
         except RuntimeError as error:
@@ -322,11 +364,11 @@ def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
 
     Only names are compared, so that a warm import stays fast; `cubin` checks the content before it is loaded.
     """
-    try:
-        present = set(os.listdir(cache_directory()))
-    except OSError:
-        present = set()
-    return [i for i in instances if cached_path(i, arch).name + ".json" not in present]
+    present = set()
+    for folder in folders():
+        with contextlib.suppress(OSError):
+            present |= {*os.listdir(folder)}
+    return [i for i in instances if f"{_file_name(i, arch)}.json" not in present]
 
 
 def _worker_count(jobs: int) -> int:
@@ -398,6 +440,8 @@ def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instan
         for item in work:
             if progress and item not in absent:
                 progress(*item)
+        if absent:
+            _warn(_default_cache_directory())
         errors = _compile_on_workers([item for item in work if item in absent], progress)
     if errors:
         raise CompileError("\n".join(errors))

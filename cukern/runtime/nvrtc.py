@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import sys
 import tempfile
 import threading
@@ -27,6 +28,8 @@ from typing import Any, NamedTuple
 LOCK = threading.RLock()
 #: Seconds after which a process compiles what another process of the host still compiles.
 PATIENCE_S = 60.0
+#: The bits of a mode that let the group and all others write.
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def load(library: str) -> None:
@@ -84,26 +87,36 @@ WRITING = ".writing-"
 
 
 def write_atomically(path: str, data: bytes) -> None:
-    """Write a file, of which readers see either the whole new content or the state before, whoever else writes it."""
+    """Write a file, of which readers see either the whole new content or the state before, whoever else writes it.
+
+    The rights of the folder say who reads the file.
+    """
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f"{WRITING}{os.getpid()}-")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            os.fchmod(handle, 0o644)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
 
 
-def _owned_by_user(path: Path) -> bool:
-    return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
+def distrust(path: Path) -> str | None:
+    """Why a file or a folder of the cache is not read: another user than this one and root owns it, or may write it."""
+    status = path.stat()
+    if status.st_uid not in (0, os.getuid()):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & OTHERS_WRITE:
+        return f"users beside its owner may write it (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
     """The note beside a cubin, or None where there is none that can be trusted."""
     note = path.with_name(path.name + ".json")
     try:
-        if not (_owned_by_user(path) and _owned_by_user(note)):
+        if distrust(path) or distrust(note):
             return None
         content = json.loads(note.read_bytes())
     except (OSError, ValueError):
