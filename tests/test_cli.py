@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ import cukern.runtime.compile as compiler
 from cukern.__main__ import COMMANDS, main
 from cukern.commands import compile as compile_command
 from cukern.commands import demo, demo_encoder, doctor
+from cukern.commands.models_of import NAMED
 from cukern.commands.profile_moe import HostTrace
 from cukern.reference import norm as reference
 from cukern.runtime import arrays, kernel
@@ -502,6 +504,66 @@ def test_doctor_counts_the_kernels_of_a_folder_that_is_only_read(
     assert "note cache " in said and "0 kernels, 0.0 MiB -> fill it where it can be written: cukern compile" in said
 
 
+def test_compile_needs_no_folder_to_write_to_where_nothing_is_missing(
+    filled_cache: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, _ = filled_cache
+    count = len(list(kernel.instances(STEM)))
+    monkeypatch.setattr(compiler, "_cache", lambda folder: compiler._Cache(True, "Read-only file system"))
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(cache))
+    assert main(["compile", "--arch", "80", "--op", STEM]) == 0
+    assert _table_row(capsys.readouterr().out)[2:5] == [str(count), "0", str(count)]
+    said = _refused(capsys, "compile", "--arch", "86", "--op", STEM)
+    assert f"{count} of {count} kernels are missing in {cache}, which cannot be written: Read-only file system;" in said
+
+
+def test_compile_checks_what_is_there(
+    filled_cache: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, _ = filled_cache
+    count = len(list(kernel.instances(STEM)))
+    copy = shutil.copytree(cache, tmp_path / "copy")
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(copy))
+    monkeypatch.setattr(compiler, "compile_all", None)
+    check = ("compile", "--check", "--arch", "80", "--op", STEM)
+    assert main([*check]) == 0
+    said = capsys.readouterr().out
+    assert _table_row(said)[1:] == ["sm_80", str(count), str(count), "0"]
+    assert said.splitlines()[-1] == f"all {count} kernels are in {copy}"
+
+    assert main([*check, "--op", "silu_and_mul"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"1 of {count + 1} kernels are missing in {copy}: 1 of moe_activation for sm_80"
+    )
+    min(copy.glob("*.cubin")).write_bytes(b"")  # a file that is not loaded
+    assert main([*check]) == 1
+    said = capsys.readouterr().out
+    assert _table_row(said)[3:] == [str(count - 1), "1"]
+    assert said.splitlines()[-1] == f"1 of {count} kernels are missing in {copy}: 1 of {STEM} for sm_80"
+
+
+def test_the_progress_of_compile_is_one_for_all_families(tmp_path: Path) -> None:
+    given = ("--arch", "80,86", "--op", STEM, "--op", "softcap")
+    done = _run("compile", *given, CUKERN_CACHE_DIR=str(tmp_path / "cache"))
+    total = 2 * len([*kernel.instances(STEM), *kernel.instances("softcap")])
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"cukern compile: {total} kernels for sm_80, sm_86, {total} of them to compile"
+    counts = [re.match(rf"cukern compile: (\d+) of {total}, \d+ s: (\w+) for sm_8[06]$", line) for line in lines[1:]]
+    assert all(counts), done.stderr
+    numbers = [int(found[1]) for found in counts if found]
+    assert numbers == sorted(numbers) and (numbers[0], numbers[-1]) == (0, total)
+    assert {found[2] for found in counts if found} == {STEM, "softcap"}
+
+
+def test_the_help_of_compile_names_the_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compile", "--help"])
+    said, page = capsys.readouterr().out, (ROOT / "docs/guides/compile.md").read_text()
+    for name, checkpoints in NAMED.items():
+        assert f"\n  {name}: {' and '.join(checkpoints)}\n" in said
+        assert f"| `{name}` | {', '.join(checkpoints)} |" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -510,7 +572,9 @@ def test_doctor_counts_the_kernels_of_a_folder_that_is_only_read(
             "--arch must be like 80, 90a or sm_100a, or a card such as H200, L40S or A100, got 'hopper'",
         ),
         (("--arch", "80,"), "--arch must be like 80, 90a or sm_100a, or a card such as H200, L40S or A100, got ''"),
-        (("--arch", "75"), "--arch must be 80 or later, got '75'"),
+        (("--arch", "75"), "--arch must be a GPU of compute capability 8.0 or later, got '75'"),
+        (("--arch", "H200,sm_70"), "--arch must be a GPU of compute capability 8.0 or later, got 'sm_70'"),
+        (("--arch", "Tesla T4"), "--arch must be a GPU of compute capability 8.0 or later, got 'Tesla T4'"),
         (("--arch", "80,998"), "cannot compile for sm_998a (nvrtc: error: invalid value for --gpu-architecture"),
         (("--arch", "80a"), "cannot compile for sm_80a"),
         (("--arch", "80", "--op", "matmul"), "or a function of cukern, got 'matmul'"),
@@ -535,7 +599,7 @@ def test_compile_refuses_a_cache_it_cannot_use(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = _run("compile", "--arch", "80", CUKERN_CACHE_DIR=str(tmp_path / "file"))
     assert done.returncode == 2
-    assert done.stderr.startswith("cukern compile: the cache folder cannot be used: ")
+    assert done.stderr.startswith(f"cukern compile: the cache folder {tmp_path / 'file'} cannot be used: ")
     assert done.stderr.count("\n") == 1
 
 
@@ -552,7 +616,7 @@ def test_a_kernel_that_does_not_compile_is_reported(
         raise cukern.CompileError("moe_gate.cu(28): error: expected a ;")
 
     monkeypatch.setattr(compiler, "missing", lambda instances, arch: list(instances))
-    monkeypatch.setattr(kernel, "compile_with_progress", fail)
+    monkeypatch.setattr(compiler, "compile_all", fail)
     assert main(["compile", "--arch", "80"]) == 1
     assert "a kernel did not compile\nmoe_gate.cu(28): error: expected a ;" in capsys.readouterr().err
 

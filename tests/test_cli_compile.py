@@ -192,7 +192,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path, capsys: pytest.
 # --- the commands ---------------------------------------------------------------------------------------
 
 
-def _write(work: list[tuple[Instance, str]], what: str = "") -> None:
+def _write(work: list[tuple[Instance, str]], progress: Any = None) -> None:
     """Stands for the compiler: empty files by the names of the cubins and of their notes."""
     for instance, arch in work:
         path = compiler.cached_path(instance, arch)
@@ -202,7 +202,7 @@ def _write(work: list[tuple[Instance, str]], what: str = "") -> None:
 
 def test_compile_for_leaves_no_instance_to_a_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel, "compile_with_progress", _write)
+    monkeypatch.setattr(compiler, "compile_all", _write)
     folder = str(_directory(tmp_path))
     (model,) = models_of.models_of(folder)
     calls = [(call, n) for call in dict.fromkeys(serving.calls_of(model)) for n in (1, 100, 3000)]
@@ -240,13 +240,13 @@ def test_compile_all_is_all_that_is_listed_and_all_named_models(monkeypatch: pyt
 def test_a_family_that_does_not_compile_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def compile_some(work: list[tuple[Instance, str]], what: str) -> None:
-        if what.startswith("moe_gemm"):
+    def compile_some(work: list[tuple[Instance, str]], progress: Any) -> None:
+        if work[0][0].file.startswith("moe_gemm"):
             raise cukern.CompileError("fp8_scales.cuh(7): error: no operator")
         _write(work)
 
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel, "compile_with_progress", compile_some)
+    monkeypatch.setattr(compiler, "compile_all", compile_some)
     assert main(["compile", "--arch", "80"]) == 1
     said = capsys.readouterr()
     assert "a kernel did not compile\nfp8_scales.cuh(7): error: no operator" in said.err

@@ -147,8 +147,8 @@ def test_compile_for_a_function_says_how_long_the_rest_takes(
     assert main(["compile", "--arch", "H200", "--op", "silu_and_mul", "--op", "softcap"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     line = re.search(
-        r"silu_and_mul: 1 of the 2 kernels of moe_activation for sm_90a, 1 compiled in ([\d.]+) s; "
-        r"at that rate the rest, 1, takes (\d+) s: --op moe_activation",
+        r"moe_activation sm_90a 1 1 0 ([\d.]+) .*silu_and_mul: 1 of the 2 kernels of moe_activation for sm_90a, 1 "
+        r"compiled now; 1 of the other 1 are not compiled, about (\d+) s at that rate: --op moe_activation",
         said,
     )
     assert line and abs(float(line[1]) - int(line[2])) <= 1
@@ -156,9 +156,23 @@ def test_compile_for_a_function_says_how_long_the_rest_takes(
     assert len(compiler.missing(kernel.instances("moe_activation"), "90a")) == 1
 
     assert main(["compile", "--arch", "H200", "--op", "silu_and_mul"]) == 0
-    assert "moe_activation for sm_90a; the rest, 1, is not compiled: --op moe_act" in " ".join(
+    assert "sm_90a, 0 compiled now; 1 of the other 1 are not compiled: --op moe_act" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_the_counts_of_a_function_and_of_the_rest_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "cache"))
+    norms = [*kernel.instances("norm")]
+    own = explain.reached_by("rms_norm", norms, gpu.BY_ARCH["90a"])
+    others = [i for i in norms if i not in own]
+    compiler.cubin(others[0], "90a")
+    assert main(["compile", "--arch", "H200", "--op", "rms_norm"]) == 0
+    expected = f"{len(own)} of the {len(norms)} kernels of norm for sm_90a, {len(own)} compiled now; "
+    expected += f"{len(others) - 1} of the other {len(others)} are not compiled"
+    assert len(others) == len(norms) - len(own) > 1 and expected in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_function_that_sizes_do_not_describe_stands_for_its_family() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -133,10 +132,3 @@ def require_nvrtc() -> None:
         compiler.cuda_include_directory()
     except RuntimeError as error:
         raise UserError(str(error)) from None
-
-
-def cache_problem() -> str | None:
-    """Why the cache folder cannot be used, or None. Without the warning, because a command reports it itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return compiler.cache_problem()

@@ -12,14 +12,15 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Iterable
+from typing import Any
 
-from cukern.commands import UserError, cache_problem, console, refusal, require_nvrtc, resources
+from cukern.commands import UserError, console, refusal, require_nvrtc, resources
 from cukern.commands.models_of import KINDS, NAMED, models_of
 from cukern.runtime import compile, gpu, kernel
 from cukern.runtime.compile import Instance
+from cukern.runtime.progress import progress
 
-_OLDEST = 80
+_ANOTHER = "set CUKERN_CACHE_DIR to a folder of yours"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the kernels of the import, all specialized ones, and what --for compiles for every named model",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compile nothing: count the kernels that the cache has; exit status 0 when all are there, 1 when some are "
+        "missing",
+    )
     parser.epilog = "\n".join(
         [
             "Without --for and --all, the kernels of the import are compiled, and all others at their first use.",
+            "The names of --for stand for these checkpoints:",
+            *(f"  {name}: {' and '.join(own)}" for name, own in NAMED.items()),
             "--for covers 1 to 16384 tokens and sequences, samples of the length of the context,",
             "and 1, 2, 4 and 8 GPUs, in the dtype and the quantization of the configuration.",
             "--for covers no exchange between GPUs, beam search, penalties, other page sizes,",
@@ -71,14 +80,16 @@ def _archs(given: list[str] | None) -> list[str]:
         return found
     archs: dict[str, None] = {}
     for text in ",".join(given).split(","):
+        try:
+            gpu.refuse_old(text)
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
         card = gpu.CARDS.get(text.strip().upper().removeprefix("NVIDIA "))
         match = re.fullmatch(r"(?:sm_)?(\d{2,3})(a?)", card.arch if card else text.strip())
         if not match:
             wanted = "like 80, 90a or sm_100a, or a card such as H200, L40S or A100"
             raise UserError(f"--arch must be {wanted}, got {text.strip()!r}")
         number, suffix = int(match[1]), match[2]
-        if number < _OLDEST:
-            raise UserError(f"--arch must be {_OLDEST} or later, got {text.strip()!r}")
         # From 90 on GPUs load the target with the suffix "a", which has their own instructions.
         archs[f"{number}{suffix}" if suffix else compile.arch_of(divmod(number, 10))] = None
     for arch in archs:
@@ -130,31 +141,22 @@ def _of_functions(names: list[str], instances: list[Instance], arch: str) -> lis
     return [instance for instance in instances if instance in reached] or instances
 
 
-def _rest(row: list[str], names: list[str], family: list[Instance], arch: str) -> str | None:
+def _rest(names: list[str], own: list[Instance], family: list[Instance], row: list[str]) -> str:
     """The kernels of a family that the named functions do not reach, and an estimate of their time."""
-    left = len(compile.missing(family, arch))
+    stem, arch, _, compiled, _, seconds, *_ = row
+    others = [i for i in family if i not in own]
+    left = len(compile.missing(others, arch.removeprefix("sm_")))
     if not names or not left:
-        return None
-    stem, _, kernels, compiled, _, seconds, *_ = row
-    said = f"{', '.join(names)}: {kernels} of the {len(family)} kernels of {stem} for sm_{arch}"
-    if not int(compiled):
-        return f"{said}; the rest, {left}, is not compiled: --op {stem}"
-    guess = left * float(seconds) / int(compiled)
+        return ""
+    guess = f", about {left * float(seconds) / int(compiled):.0f} s at that rate" if int(compiled) else ""
     return (
-        f"{said}, {compiled} compiled in {seconds} s; at that rate the rest, {left}, takes {guess:.0f} s: --op {stem}"
+        f"{', '.join(names)}: {len(own)} of the {len(family)} kernels of {stem} for {arch}, {compiled} compiled now; "
+        f"{left} of the other {len(others)} are not compiled{guess}: --op {stem}"
     )
 
 
-def _row(stem: str, arch: str, instances: Iterable[Instance], problems: list[str]) -> list[str]:
-    """Compile the instances of a family that the cache lacks; the row of the table. Failures join `problems`."""
-    instances = list(instances)
-    absent, start = compile.missing(instances, arch), time.perf_counter()
-    if absent:
-        try:
-            kernel.compile_with_progress([(instance, arch) for instance in absent], f"{stem} for sm_{arch}")
-        except compile.CompileError as error:
-            problems.append(str(error))
-    seconds = time.perf_counter() - start
+def _row(stem: str, arch: str, instances: list[Instance], absent: list[Instance], seconds: float) -> list[str]:
+    """The row of a family in the table, after the instances that were absent have been compiled."""
     notes = [compile.read_note(compile.cached_path(instance, arch)) for instance in instances]
     used = [resources(note) for note in notes if note]
     registers = sorted({r.registers for r in used} or {0})
@@ -171,38 +173,81 @@ def _row(stem: str, arch: str, instances: Iterable[Instance], problems: list[str
     ]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Compile the kernels that the cache lacks, and show those that it has then."""
+def _table(*numbers: str) -> Any:
     from rich import box
     from rich.table import Table
-
-    stems = _stems(args.op)
-    require_nvrtc()
-    archs = _archs(args.arch)
-    wanted = {arch: _wanted(args, arch) for arch in archs}
-    if problem := cache_problem():
-        raise UserError(f"the cache folder cannot be used: {problem}; set CUKERN_CACHE_DIR to a folder of yours")
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("op")
     table.add_column("arch")
-    for heading in ("kernels", "compiled", "cached", "seconds", "registers", "spills"):
+    for heading in numbers:
         table.add_column(heading, justify="right")
+    return table
+
+
+def _check(wanted: dict[tuple[str, str], list[Instance]]) -> int:
+    """Count the kernels that the cache has; 1 where some are missing."""
+    table, total, absent = _table("kernels", "cached", "missing"), 0, dict[str, int]()
+    for (stem, arch), instances in wanted.items():
+        # Also what is in the cache and is not loaded: a file that is cut, or another user's.
+        missing = sum(not compile.is_intact(compile.cached_path(i, arch)) for i in instances)
+        table.add_row(stem, f"sm_{arch}", *map(str, (len(instances), len(instances) - missing, missing)))
+        total += len(instances)
+        absent |= {f"{stem} for sm_{arch}": missing} if missing else {}
+    screen, folder = console(), compile._default_cache_directory()
+    screen.print(table)
+    if absent:
+        each = ", ".join(f"{count} of {where}" for where, count in absent.items())
+        screen.print(f"{sum(absent.values())} of {total} kernels are missing in {folder}: {each}", soft_wrap=True)
+        return 1
+    screen.print(f"all {total} kernels are in {folder}", soft_wrap=True)
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile the kernels that the cache lacks, and show what it has then."""
+    stems = _stems(args.op)
+    require_nvrtc()
+    archs = _archs(args.arch)
+    problem, folder = compile.cache_problem(), compile._default_cache_directory()
+    if folder not in compile.folders():
+        raise UserError(f"the cache folder {folder} cannot be used: {problem}; {_ANOTHER}")
+    families: dict[tuple[str, str], list[Instance]] = {}
+    wanted: dict[tuple[str, str], list[Instance]] = {}
+    for arch in archs:
+        found = _wanted(args, arch)
+        for stem, names in stems.items():
+            families[stem, arch] = [i for i in found if _stem_of(i) == stem]
+            wanted[stem, arch] = _of_functions(names, families[stem, arch], arch)
+    if args.check:
+        return _check(wanted)
+
+    absent = {place: compile.missing(instances, place[1]) for place, instances in wanted.items()}
+    total, count = (sum(map(len, each.values())) for each in (wanted, absent))
+    where = ", ".join(f"sm_{arch}" for arch in archs)
+    if count and problem:
+        absence = f"{count} of {total} kernels are missing in {folder}, which cannot be written"
+        raise UserError(f"{absence}: {problem}; {_ANOTHER}")
+    print(f"cukern compile: {total} kernels for {where}, {count} of them to compile", file=sys.stderr, flush=True)
+    table = _table("kernels", "compiled", "cached", "seconds", "registers", "spills")
     begin = time.perf_counter()
     problems: list[str] = []
-    rest: list[str | None] = []
-    for arch in archs:
-        for stem, names in stems.items():
-            family = [i for i in wanted[arch] if _stem_of(i) == stem]
-            row = _row(stem, arch, _of_functions(names, family, arch), problems)
-            table.add_row(*row)
-            rest.append(_rest(row, names, family, arch))
+    rest: list[str] = []
+    with progress("compiling", count) as advance:
+        for (stem, arch), instances in wanted.items():
+            own, start = absent[stem, arch], time.perf_counter()
+            said = f"{stem} for sm_{arch}"
+            try:
+                if own:
+                    advance(0, said)
+                    compile.compile_all([(i, arch) for i in own], lambda *_, said=said: advance(1, said))
+            except compile.CompileError as error:
+                problems.append(str(error))
+            table.add_row(*(row := _row(stem, arch, instances, own, time.perf_counter() - start)))
+            rest.append(_rest(stems[stem], instances, families[stem, arch], row))
     screen = console()
     screen.print(table)
-    screen.print(
-        f"{time.perf_counter() - begin:.1f} s, NVRTC {compile.nvrtc_version()}, in {compile.cache_directory()}",
-        soft_wrap=True,
-    )
+    screen.print(f"{time.perf_counter() - begin:.1f} s, NVRTC {compile.nvrtc_version()}, in {folder}", soft_wrap=True)
     for line in filter(None, rest):
         screen.print(line)
     if problems:

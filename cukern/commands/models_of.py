@@ -33,19 +33,21 @@ _LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
 }  # fmt: skip
-#: The configurations that a name stands for, with the keys of Hugging Face's config.json.
-NAMED: dict[str, list[dict[str, Any]]] = {
-    "deepseek-v3": [_DEEPSEEK_V3],
-    "qwen3-moe": [
-        _QWEN3_30B,  # Qwen3-30B-A3B
-        {**_QWEN3_30B, "hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 1536},  # 235B-A22B
-    ],
-    "gpt-oss": [_GPT_OSS_20B, {**_GPT_OSS_20B, "num_local_experts": 128}],  # 20b and 120b
-    "llama": [
-        _LLAMA_8B,  # Llama-3.1-8B
-        {**_LLAMA_8B, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672},  # Llama-3.1-70B
-    ],
-}
+#: The checkpoints that a name stands for, with the keys of Hugging Face's config.json.
+NAMED: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek-v3": {"DeepSeek-V3": _DEEPSEEK_V3},
+    "qwen3-moe": {
+        "Qwen3-30B-A3B": _QWEN3_30B,
+        "Qwen3-235B-A22B": {
+            **_QWEN3_30B, "hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 1536
+        },
+    },
+    "gpt-oss": {"gpt-oss-20b": _GPT_OSS_20B, "gpt-oss-120b": {**_GPT_OSS_20B, "num_local_experts": 128}},
+    "llama": {
+        "Llama-3.1-8B": _LLAMA_8B,
+        "Llama-3.1-70B": {**_LLAMA_8B, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672},
+    },
+}  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -104,7 +106,7 @@ class Model(NamedTuple):
 def models_of(wanted: str) -> list[Model]:
     """The models that a name or a directory stands for. Raises UserError for what is neither."""
     if wanted in NAMED:
-        return [_model(config, wanted) for config in NAMED[wanted]]
+        return [_model(config, wanted) for config in NAMED[wanted].values()]
     folder = Path(wanted)
     if not folder.is_dir():
         if is_hub_id(wanted):

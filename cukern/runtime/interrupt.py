@@ -14,6 +14,8 @@ from types import FrameType, TracebackType
 STATUS = 130
 #: Seconds after which Ctrl-C counts as lost.
 _AGAIN_S = 1.0
+#: What a command says of the work that it leaves, beside that it is interrupted.
+_LEFT = {"cukern compile": ", the kernels compiled so far are kept"}
 _came = False
 
 
@@ -31,7 +33,8 @@ def ignore() -> None:
 def say(arguments: Sequence[str]) -> int:
     """Write the line of an interrupted command; returns its exit status."""
     ignore()
-    print(f"{named(arguments)}: interrupted", file=sys.stderr)
+    name = named(arguments)
+    print(f"{name}: interrupted{_LEFT.get(name, '')}", file=sys.stderr)
     return STATUS
 
 
