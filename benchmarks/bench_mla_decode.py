@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
 
     @property
     def small(self) -> Sizes:
-        """Smaller sizes, for the NumPy twin."""
+        """Smaller sizes, for the NumPy reference."""
         few = {"batch": min(self.batch, 3), "heads": min(self.heads, 4)}
         return self._replace(**few, length=max(self.length // 32, 128), topk=min(self.topk, 24))
 

@@ -90,7 +90,7 @@ class Sizes(NamedTuple):
 
     @property
     def small(self) -> Sizes:
-        """Sizes for the NumPy twin."""
+        """Sizes for the NumPy reference."""
         return self._replace(
             experts=min(self.experts, 3), m=min(self.m, 4), n=256, k=256, gathered=min(self.gathered, 2)
         )

@@ -100,7 +100,7 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         if self.gpu is None:
-            words = f'the NumPy twin, {self.twin} (arch="90a" and the like ask what a GPU would do)'
+            words = f'the NumPy reference, {self.twin} (arch="90a" and the like ask what a GPU would do)'
             return f"{self.op} on arrays in host memory\n{_wrapped('runs', words)}"
         lines = []
         for i, launch in enumerate(self.launches):

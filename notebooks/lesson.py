@@ -40,7 +40,7 @@ def begin(*, with_torch: bool = False) -> bool:
 
         print("Running on", runtime.getDeviceProperties(0)["name"].decode())
     else:
-        print("No GPU can be used here: the NumPy twin does the work, on smaller sizes.")
+        print("No GPU can be used here: the NumPy reference does the work, on smaller sizes.")
     return _on_gpu
 
 

@@ -538,7 +538,7 @@ def _bad_selections() -> Iterator[Any]:
         yield bad(name, {"diversity_rate": 1e35}, ValueError, "diversity_rate must be in [-1e+30, 1e+30], got 1e+35")
         message = "variant must be one of 'auto', 'narrow', 'wide', got 'fast'"
         yield bad(name, {"variant": "fast"}, ValueError, message)
-        message = "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'wide'"
+        message = "variant must be 'auto' for arrays in host memory, where the NumPy reference runs, got 'wide'"
         yield bad(name, {"variant": "wide"}, ValueError, message)
         count = len(RESULTS[name])
         yield bad(name, {"out": 3}, TypeError, f"out must be {count} arrays (")

@@ -167,7 +167,7 @@ def test_demo_routes_each_model(name: str, no_gpu: None, capsys: pytest.CaptureF
     mean = 48 * model.topk / model.experts
     assert f"mean {mean:.0f} tokens" in output
     assert ("with the bias" in output) == model.biased
-    assert "No GPU can be used here, so the NumPy twin routed the tokens" in output
+    assert "No GPU can be used here, so the NumPy reference routed the tokens" in output
     words = " ".join(output.split())
     built = re.search(r"The kernel for sm_90a, [^:]*: (\w*gate\w*<.*>), (\d+) registers, no spills\.", words)
     assert built and 16 <= int(built[2]) <= 255

@@ -110,7 +110,7 @@ def test_every_declared_op_can_be_explained(key: str) -> None:
     assert (
         said.gpu is None
         and said.twin.endswith(f".{call.name}")
-        and f"the NumPy twin, {said.twin}" in " ".join(str(said).split())
+        and f"the NumPy reference, {said.twin}" in " ".join(str(said).split())
     )
     assert cukern.explain(call.function, *call.args, **call.options, arch="90a").gpu is not None
     for array, kept in zip(call.arrays, before, strict=True):  # nothing ran

@@ -622,7 +622,9 @@ def test_sessions_are_kept_and_freed(qwen: Any) -> None:
 
 
 def test_a_model_on_the_cpu_is_said_to_be_slow(llama: Any) -> None:
-    with pytest.warns(UserWarning, match="the model is on the CPU, where the NumPy twins do the work: it will be slow"):
+    with pytest.warns(
+        UserWarning, match="the model is on the CPU, where the NumPy references do the work: it will be slow"
+    ):
         ck.enable(llama)
 
 

@@ -950,7 +950,7 @@ def _bad_numbers_and_names() -> Iterator[Any]:
     message = "variant must be one of 'auto', 'specialized', 'dynamic', got 'fast'"
     yield from bad(FUNCTIONS, {"variant": "fast"}, ValueError, message, "variant fast")
     for variant in ("specialized", "dynamic"):
-        message = f"variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got '{variant}'"
+        message = f"variant must be 'auto' for arrays in host memory, where the NumPy reference runs, got '{variant}'"
         yield from bad(FUNCTIONS, {"variant": variant}, ValueError, message, f"variant {variant} in host memory")
 
 

@@ -341,7 +341,7 @@ def _bad_ids_and_experts() -> Iterator[Any]:
         yield name, {"expert_map": np.zeros(3, I32), **more}, ValueError, short
         yield name, {"expert_map": np.zeros(4, np.int64), **more}, TypeError, "expert_map must be int32, got int64"
         yield name, {"expert_map": torch.zeros(4), **more}, TypeError, "expert_map must be a NumPy array like topk_ids"
-        host = "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'counted'"
+        host = "variant must be 'auto' for arrays in host memory, where the NumPy reference runs, got 'counted'"
         yield name, {"variant": "counted"}, ValueError, host
         names = "variant must be one of 'auto', 'one_block', 'many_blocks', 'counted', 'chunks', 'clusters', got 'fast'"
         yield name, {"variant": "fast"}, ValueError, names
@@ -447,7 +447,7 @@ def _bad_sums() -> Iterator[Any]:
     yield SUM, {"input": np.zeros((2, 3, 4), F32).swapaxes(0, 1)}, ValueError, "input must be contiguous, got strides"
     yield SUM, {"output": np.zeros((3, 5), F32)}, ValueError, "output must be of shape [tokens, hidden] = [3, 4], got"
     for name in (UNPERMUTE, SUM):
-        host = "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'dynamic'"
+        host = "variant must be 'auto' for arrays in host memory, where the NumPy reference runs, got 'dynamic'"
         yield name, {"variant": "dynamic"}, ValueError, host
         yield (
             name,

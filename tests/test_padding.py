@@ -328,7 +328,7 @@ def _bad_rows_or_offsets() -> Iterator[Any]:
             f"padding_offset must be a NumPy array like {src}",
         )
         yield name, {"padding_offset": OFFSETS}, TypeError, f"padding_offset must be a NumPy array like {src}"
-        host = "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'dynamic'"
+        host = "variant must be 'auto' for arrays in host memory, where the NumPy reference runs, got 'dynamic'"
         yield name, {"variant": "dynamic"}, ValueError, host
         yield name, {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'specialized', 'dynamic', got 'f"
 

@@ -347,7 +347,7 @@ def test_foreign_arrays_on_a_gpu_pass_through_an_op() -> None:
         (lambda: check.one_of("s", "c", ("a", "b")), ValueError, "s must be one of 'a', 'b', got 'c'"),
         (lambda: check.host_variant("c", ("auto", "b")), ValueError, "variant must be one of 'auto', 'b', got 'c'"),
         (lambda: check.host_variant("b", ("auto", "b")), ValueError,
-         "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got 'b'"),
+         "variant must be 'auto' for arrays in host memory, where the NumPy reference runs, got 'b'"),
         (lambda: check.dtype("x", "int8", ("a", "b")), TypeError, "x must be a or b, got int8"),
         (lambda: check.dtype("x", "int8", ("a", "b", "a")), TypeError, "x must be a or b, got int8"),
         (lambda: check.shape("x", (1, 2), (2, 2), "[m, n]"), ValueError,

@@ -1296,7 +1296,7 @@ def _bad_rows(name: str) -> Iterator[Any]:
     yield {first: np.ones((3, 12), f32)[:, ::2]}, ValueError, f"{apart} (12, 2)"
     yield {first: np.ones((6, 3), f32).T}, ValueError, f"{apart} (1, 3)"
     yield {first: np.ones((3, 6), f32)[:, ::-1]}, ValueError, f"{apart} (6, -1)"
-    runs = "variant must be 'auto' for arrays in host memory, where the NumPy twin runs, got"
+    runs = "variant must be 'auto' for arrays in host memory, where the NumPy reference runs, got"
     yield {"variant": "block"}, ValueError, f"{runs} 'block'"
     yield {"variant": "fast"}, ValueError, "variant must be one of 'auto', 'cluster', 'block', got 'fast'"
 

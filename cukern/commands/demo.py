@@ -527,7 +527,7 @@ def _show_routing(args: argparse.Namespace, screen: Any) -> None:
     screen.print(_load_chart(model, loads, screen.encoding.startswith("utf")))
     screen.print()
     if not on_gpu:
-        screen.print(f"No GPU can be used here, so the NumPy twin routed the tokens, in {seconds:.2f} s.")
+        screen.print(f"No GPU can be used here, so the NumPy reference routed the tokens, in {seconds:.2f} s.")
         screen.print(_build(model, logits, used), markup=False)
         return
     few = logits[:_CHUNK]
@@ -535,6 +535,6 @@ def _show_routing(args: argparse.Namespace, screen: Any) -> None:
     words = agreement(model, few, used, weights[:_CHUNK], ids[:_CHUNK], twin)
     table = Table.grid(padding=(0, 2))
     names = ", ".join(launch.kernel for launch in _kernels(model, placed, placed_bias, None))
-    for row in [("kernel", names), *_measure(model, placed, placed_bias), ("NumPy twin", words)]:
+    for row in [("kernel", names), *_measure(model, placed, placed_bias), ("NumPy reference", words)]:
         table.add_row(*row)
     screen.print(table)

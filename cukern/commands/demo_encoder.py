@@ -19,8 +19,8 @@ from cukern.runtime.progress import progress
 
 _HIDDEN, _LAYERS, _HEADS, _INTER = 128, 2, 2, 512
 _MOST_WORDS = 128
-#: Copies of the texts on a GPU, which is done with one before the host has launched the kernels. The NumPy twins take
-#: the texts of one function in three.
+#: Copies of the texts on a GPU, which is done with one before the host has launched the kernels. The NumPy references
+#: take the texts of one function in three.
 _COPIES = 32
 _STEP_ON_HOST = 3
 _REPEATS = 5

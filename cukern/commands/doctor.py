@@ -137,7 +137,7 @@ def _extra_for(found: Driver) -> str:
 def look_at_driver(found: Driver) -> list[Finding]:
     if found.cuda is None:
         return [
-            Finding("driver", "no NVIDIA driver: only arrays in host memory, by the NumPy twins", "note"),
+            Finding("driver", "no NVIDIA driver: only arrays in host memory, by the NumPy references", "note"),
             Finding("GPU", "none", "note"),
         ]
     words = f"NVIDIA{_driver_release()}, CUDA {_text(found.cuda)}"

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"default: {value}")
     parser.epilog = (
         "With a GPU and PyTorch, the trace is torch.profiler's and has the kernels. Else it has the host's time in\n"
-        "each stage and op: of the calls with a GPU, of the NumPy twins without one.\n"
+        "each stage and op: of the calls with a GPU, of the NumPy references without one.\n"
         "PushPrepareAndFinalize runs on all GPUs of this machine; NcclPrepareAndFinalize in the processes that\n"
         "torchrun starts, each of which writes a trace with its rank in the name. --tokens are those of each rank,\n"
         "--experts those of all."
@@ -258,7 +258,7 @@ def run(args: argparse.Namespace) -> int:
             for rank in ranks:
                 rank()
         trace.save(args.trace)
-        what = "of its calls on the GPU" if kernel.device_count() else "of its NumPy twins"
+        what = "of its calls on the GPU" if kernel.device_count() else "of its NumPy references"
         print(f"wrote {args.trace}: {len(trace.events)} stages of one forward pass{of_ranks}, the host's time {what}")
     return 0
 

@@ -80,7 +80,7 @@ def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping:
     caches are one. From and to pinned memory they run by themselves, so that the host has to wait for the stream before
     it reads dst or changes src; other host memory takes part before the call returns, and cannot be captured in a CUDA
     graph. No kernel is launched and there is no torch operator. Arrays that are both in host memory go through the
-    NumPy twin.
+    NumPy reference.
 
     Raises:
         TypeError: a dtype that is not taken, or what is no array.

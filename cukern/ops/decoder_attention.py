@@ -321,7 +321,7 @@ def masked_attention(
 
     Returns:
         [batch, heads * dim] of the dtype of `q`, in the library and on the device of `q`. Arrays in host memory go
-        through the NumPy twin. When few heads leave most of a GPU idle, the sequence is split among blocks, with
+        through the NumPy reference. When few heads leave most of a GPU idle, the sequence is split among blocks, with
         partial results in memory from the caller's allocator.
 
     Raises:

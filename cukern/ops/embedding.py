@@ -204,7 +204,7 @@ def embedding_lookup(
 
     Returns:
         [*word_ids.shape, hidden] of the dtype of `embedding_table`, in its library and on its device. Arrays in host
-        memory go through the NumPy twin.
+        memory go through the NumPy reference.
 
     An id or a position out of range raises ValueError where it is in host memory. On a GPU, where to look at it would
     take a synchronization, its row is zeros, without a position added.

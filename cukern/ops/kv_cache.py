@@ -89,7 +89,7 @@ def reshape_and_cache(
             for 1. An FP8 cache holds key / k_scale, computed in float32, rounded to the nearest number of the format
             (ties to even), and saturated. Not used for other caches.
 
-    Arrays in host memory go through the NumPy twin.
+    Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -366,7 +366,7 @@ def copy_blocks(
             and another one reads or writes.
 
     One launch copies 64 caches, 32 layers of keys and values; nothing but block_mapping has to be on the device.
-    Arrays in host memory go through the NumPy twin.
+    Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -511,7 +511,7 @@ def gather_cache(
         scale: as in `reshape_and_cache`; not used where bits are copied, nor for FlashMLA's FP8 cache.
 
     Rows of dst that belong to no sequence, or to an entry outside of the block table or a block outside of the cache,
-    are left as they are. Arrays in host memory go through the NumPy twin.
+    are left as they are. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

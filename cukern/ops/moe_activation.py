@@ -119,7 +119,7 @@ def moe_activation(
 
     Returns:
         [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once. Arrays in
-        host memory go through the NumPy twin.
+        host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -266,7 +266,7 @@ def add_bias_act(
     Returns:
         [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once. In
         float32, gelu is good to a few units in the last place also where it is near 0. NaN stays NaN. Arrays in host
-        memory go through the NumPy twin.
+        memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

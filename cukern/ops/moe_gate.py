@@ -267,7 +267,7 @@ def moe_fused_gate(
 
     Returns:
         weights float32 [tokens, topk] and ids int32 [tokens, topk], in the library and on the device of `input`.
-        Arrays in host memory go through the NumPy twin.
+        Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

@@ -256,7 +256,7 @@ def rms_norm(
         at the end, as by FlashInfer and PyTorch; vLLM, and Llama in transformers, also round before the multiplication
         by the weight. The bits of a row do not depend on the other rows. A row with NaN becomes NaN. In a row with an
         infinity, that becomes NaN and all else 0; where the sum of squares overflows float32, all becomes 0. Arrays in
-        host memory go through the NumPy twin.
+        host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -381,7 +381,7 @@ def rms_norm_quant(
 
     Returns:
         q [..., width] in float8_e4m3fn, in CuPy uint8, and scales float32 [..., width / group_size], [..., 1] or [1].
-        Arrays in host memory go through the NumPy twin.
+        Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -520,7 +520,7 @@ def layer_norm(
         [..., width], in the dtype and library and on the device of `input`, computed in float32 and rounded once, at
         the end. The bits of a row do not depend on the other rows. A row with NaN or an infinity becomes NaN, as does
         one whose sum overflows float32; where only the sum of squares overflows, the row becomes the bias. Arrays in
-        host memory go through the NumPy twin.
+        host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

@@ -212,7 +212,7 @@ def remove_sequence_length_padding(
 
     Returns:
         [words, hidden], in the dtype and library and on the device of `src`. Arrays in host memory go through the
-        NumPy twin.
+        NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

@@ -91,7 +91,8 @@ def scaled_fp8_quant(
 
     Returns:
         out [tokens, ..., hidden] in float8_e4m3fn, in CuPy uint8, and the scale, float32 [1] or [tokens, ..., 1]; a
-        given one as an array of its own. input is about out * scale. Arrays in host memory go through the NumPy twin.
+        given one as an array of its own. input is about out * scale. Arrays in host memory go through the NumPy
+        reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -203,7 +204,7 @@ def per_token_group_quant_fp8(
 
     Returns:
         x_q [..., k] in float8_e4m3fn, in CuPy uint8, and x_s float32 [..., k / group_size]. Arrays in host memory go
-        through the NumPy twin.
+        through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -287,7 +288,7 @@ def scaled_int8_quant(
     Returns:
         out int8 [..., hidden], the scale, float32 [1] or [..., 1], and the zero point, int32 in the same shape, or
         None; given ones as arrays of their own. input is about (out - azp) * scale. Arrays in host memory go through
-        the NumPy twin.
+        the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -368,7 +369,7 @@ def silu_and_mul_quant(
 
     Returns:
         q [..., inter] in float8_e4m3fn, in CuPy uint8, and scales float32 [..., inter / group_size], [..., 1] or [1].
-        Arrays in host memory go through the NumPy twin.
+        Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -430,7 +431,7 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     Returns:
         packed uint8 [..., k / 2], the first number of two in the low half, and scale uint8 [..., k / 32]: b stands for
         2**(b - 127) (E8M0), and 255, for a group with an infinity or NaN, for NaN. Arrays in host memory go through the
-        NumPy twin.
+        NumPy reference.
 
     Raises:
         TypeError: a dtype that is not taken.
@@ -510,7 +511,7 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
         dtype: "float32", "float16" or "bfloat16".
 
     Returns:
-        [..., k]. Arrays in host memory go through the NumPy twin.
+        [..., k]. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -531,7 +532,7 @@ def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, 
         dtype: "float32", "float16" or "bfloat16".
 
     Returns:
-        [..., k]. Arrays in host memory go through the NumPy twin.
+        [..., k]. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

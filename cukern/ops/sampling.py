@@ -106,7 +106,7 @@ def sampling_from_logits(
 
     Returns:
         ids [batch], int32 or of the dtype of `indices`, in the library and on the device of the first argument; a tuple
-        with what else was asked for. Arrays in host memory go through the NumPy twin.
+        with what else was asked for. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

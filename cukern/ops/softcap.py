@@ -75,7 +75,7 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
 
     Returns:
         [..., vocab], in the dtype and library and on the device of `logits`, computed in float32 and rounded once. An
-        infinity becomes -cap or cap; NaN stays NaN. Arrays in host memory go through the NumPy twin.
+        infinity becomes -cap or cap; NaN stays NaN. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

@@ -242,7 +242,7 @@ def varlen_attention(
 
     Returns:
         [tokens, heads, dim] of the dtype of `q`, in the library and on the device of `q`. A NaN among the scores of a
-        query makes its result NaN. Arrays in host memory go through the NumPy twin.
+        query makes its result NaN. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.

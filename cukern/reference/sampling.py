@@ -1,4 +1,4 @@
-"""NumPy twins of the sampling functions: the definition of correct for `cuda_src/sampling`."""
+"""NumPy references of the sampling functions: the definition of correct for `cuda_src/sampling`."""
 
 from __future__ import annotations
 

@@ -80,10 +80,10 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
 
 
 def host_variant(variant: str, variants: Iterable[str]) -> None:
-    """The variant for arrays in host memory is "auto": the NumPy twin runs, which has no variants."""
+    """The variant for arrays in host memory is "auto": the NumPy reference runs, which has no variants."""
     if variant != "auto":
         one_of("variant", variant, variants)
-        fail("variant", "'auto' for arrays in host memory, where the NumPy twin runs", repr(variant))
+        fail("variant", "'auto' for arrays in host memory, where the NumPy reference runs", repr(variant))
 
 
 def dtype(name: str, got: str, allowed: Iterable[str]) -> None:

@@ -70,7 +70,7 @@ class Array:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is in host memory, where the NumPy twin runs."""
+        """Whether it is in host memory, where the NumPy reference runs."""
         return self.place.device is None
 
     @property

@@ -7,7 +7,7 @@ strides, places and alignments of the arrays, and the values of the other argume
 dimension of some arrays, some scalars) is no part of the signature: the body sees it as a `Late` number.
 
 A call reads each array once, finds its plan by the signature, allocates, packs the structs and launches. Arrays in host
-memory go to the NumPy twin once the body has checked them. An op that is called in the body of another one, with
+memory go to the NumPy reference once the body has checked them. An op that is called in the body of another one, with
 descriptions, becomes a part of its plan.
 """
 
@@ -180,7 +180,7 @@ class Op:
         return plan.run(values, [*reader.addresses, *reader.lates])
 
     def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Form, values: Sequence[Any]) -> Any:
-        """The results of the NumPy twin for arrays in host memory, in the library of these or in `out`.
+        """The results of the NumPy reference for arrays in host memory, in the library of these or in `out`.
 
         The twin is given views of the caller's memory, so that the caller sees what it writes.
         """

@@ -131,14 +131,14 @@ def outputs(
 
 
 def write_into(*results: Array) -> None:
-    """Tell the NumPy twin which arguments get its results, in an op that checks `out` itself."""
+    """Tell the NumPy reference which arguments get its results, in an op that checks `out` itself."""
     current().outputs = list(results)
 
 
 def run_twin(
     variant: str = "auto", variants: Collection[str] = ("auto",), arguments: Callable[[], dict[str, Any]] = dict
 ) -> Any:
-    """Leave arrays in host memory, which are checked by now, to the NumPy twin.
+    """Leave arrays in host memory, which are checked by now, to the NumPy reference.
 
     `arguments` gives those that the twin gets in place of the caller's; it is called when the twin is. The body then
     returns nothing, or arguments that the twin writes and the op returns.

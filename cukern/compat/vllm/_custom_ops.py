@@ -2,7 +2,7 @@
 
 The signatures are those of vLLM 0.33.0. What 0.10.2 had and 0.33.0 has not is here with the signature of 0.10.2:
 `paged_attention_v1`, `paged_attention_v2`, `copy_blocks`, `copy_blocks_mla`, `get_flash_mla_metadata`,
-`flash_mla_with_kvcache`. Tensors may be on the CPU, where the NumPy twins run.
+`flash_mla_with_kvcache`. Tensors may be on the CPU, where the NumPy references run.
 
 Not covered: `grouped_topk` and `gather_and_maybe_dequant_cache` with the arguments of 0.10.2; int8 results of the fused
 norms and activations; FP8 with given scales of groups, rows or columns; `is_padding`; the 8x4 layout of NVFP4 scales.

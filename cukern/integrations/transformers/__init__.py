@@ -68,8 +68,8 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
     """Let a model of transformers run on the kernels of cukern, in place.
 
     Args:
-        model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy twins do the work, which is
-            slow: a warning says so.
+        model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy references do the work: a
+            warning says that it is slow.
         parts: what to replace, of "experts", "routers", "norms", "sums" (before norms), "rotary", "attention" and
             "products".
 
@@ -93,7 +93,7 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
         warnings.warn("the model is enabled already: it stays as it is", stacklevel=2)
         return known.report  # type: ignore[no-any-return]
     if device.type == "cpu":
-        warnings.warn("the model is on the CPU, where the NumPy twins do the work: it will be slow", stacklevel=2)
+        warnings.warn("the model is on the CPU, where the NumPy references do the work: it will be slow", stacklevel=2)
     report, notes = Report(type(model).__name__), Notes()
     state = State(report)
     try:

@@ -121,7 +121,7 @@ def update_logits(
 
     Returns:
         the new logits [batch, vocab], in the dtype and library and on the device of `logits`. Arrays in host memory go
-        through the NumPy twin.
+        through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken.
@@ -305,7 +305,7 @@ def apply_penalties(
 
     Returns:
         the new logits [batch, vocab], in the dtype and library and on the device of `logits`. Arrays in host memory go
-        through the NumPy twin.
+        through the NumPy reference.
 
     Raises:
         TypeError: a dtype, or a mixture of libraries, that is not taken; an argument without those it needs.
