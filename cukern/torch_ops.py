@@ -1,8 +1,8 @@
 """PyTorch operators: `import cukern.torch_ops` registers the functions of cukern as `torch.ops.cukern.*`.
 
 An operator is its function in torch's dispatcher, for `torch.compile(fullgraph=True)`, `torch.export` and programs that
-find an operator by its name. It has the same arguments, results and errors, on CUDA tensors and on CPU tensors, for which
-the NumPy reference runs. The differences:
+find an operator by its name. It has the same arguments, results and errors, on CUDA tensors and on CPU tensors, which
+run the NumPy reference. The differences:
 
 - An argument that may be an array must be a tensor, also if the function takes a number too. Where numbers are the
   rule, they are what the operator takes, and an overload by the name of the argument takes a tensor:

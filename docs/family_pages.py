@@ -31,7 +31,8 @@ def with_sections(text: str, stem: str) -> str:
         if lines := report.summary(row for row in content["rows"] if row["op"] in names):
             dates = sorted({content["ops"][line[0]]["date"][:10] for line in lines})
             parts += [f"## Speed on {content['gpu'].removeprefix('NVIDIA ')}", ""]
-            said = f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_COLUMNS}"
+            anchor = lines[0][0].lower()
+            said = f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. {_COLUMNS.format(anchor)}"
             parts += [textwrap.fill(said, 124, break_long_words=False, break_on_hyphens=False), ""]
             parts += [report.markdown(report.SUMMARY, lines), ""]
             if peers := _beside_peers(content, names):
@@ -43,7 +44,7 @@ def with_sections(text: str, stem: str) -> str:
 
 _COLUMNS = (
     "The table gives the median and the range over the cases. The floor is the least time for the bytes and flops of a "
-    "case. The peer is the fastest other library. [Results](../../benchmarks/RESULTS.md) has all cases."
+    "case. The peer is the fastest other library. [Results](../../benchmarks/RESULTS.md#{}) has all cases."
 )
 
 

@@ -17,6 +17,7 @@ import cukern.runtime.compile as compiler
 from cukern.__main__ import main
 from cukern.commands import compile as compile_command
 from cukern.commands import doctor, models_of, serving
+from cukern.ops import _moe_gate as gates
 from cukern.runtime import gpu, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import KERNELS
@@ -290,3 +291,19 @@ def test_doctor_counts_kernels_of_first_use(tmp_path: Path, monkeypatch: pytest.
     (row,) = (row for row in rows if row.stem == "embedding")
     assert row == ("embedding", "90a", 1, len([*kernel.instances("embedding")]), 1, 0)
     assert doctor._sum_of(rows, "90a").state == f"sm_90a: 1 of {row.total} of the import compiled, 1 of first use"
+
+
+def test_sizes_of_your_own_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(gates, "registered", set(gates.registered))
+    wanted = ["compile", "--arch", "80", "--op", "moe_gate", "--specialize", "topk_softmax,experts=60", "--check"]
+    assert main(wanted) == 1
+    with_own = capsys.readouterr().out.splitlines()[-1]
+    assert main(wanted[:5] + wanted[-1:]) == 1
+    without = capsys.readouterr().out.splitlines()[-1]
+    assert int(with_own.split()[0]) == int(without.split()[0]) + 3  # one for each dtype
+    for own, says in (("topk_softmax,expert=60", "the sizes of topk_softmax are"), ("softmax,n=1", "op must be")):
+        assert main(["compile", "--arch", "80", "--specialize", own]) == 2
+        assert f"--specialize {own}: {says}" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_an_interrupt_while_modules_are_imported(command: str, library: str, cac
     maps, end = Path(f"/proc/{running.process.pid}/maps"), time.monotonic() + 60
     while library not in maps.read_text() and time.monotonic() < end:
         time.sleep(0.002)
-    kept = ", the kernels compiled so far are kept" if command == "compile" else ""
+    kept = "; the cache keeps each kernel that was compiled" if command == "compile" else ""
     assert running.interrupt() == (130, f"cukern {command}: interrupted{kept}")
 
 
@@ -105,7 +105,7 @@ def test_an_interrupt_stops_the_workers(workers: bool, cache: Path) -> None:
         time.sleep(0.05)
     begin = len(_group(running.process.pid))
     assert not workers or begin > 1 or len(os.sched_getaffinity(0)) == 1
-    assert running.interrupt() == (130, "cukern compile: interrupted, the kernels compiled so far are kept")
+    assert running.interrupt() == (130, "cukern compile: interrupted; the cache keeps each kernel that was compiled")
     notes = {path.name for path in cache.glob("*.cubin.json")}
     assert notes <= {f"{path.name}.json" for path in cache.glob("*.cubin")}
 

@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "may be repeated",
     )
     parser.add_argument(
+        "--specialize",
+        action="append",
+        metavar="OP,SIZE=N,...",
+        help="also the kernels of cukern.specialize, such as topk_softmax,experts=60; may be repeated",
+    )
+    parser.add_argument(
         "--all",
         action="store_true",
         help="the kernels of the import, all specialized ones, and what --for compiles for every named model",
@@ -124,11 +130,26 @@ def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
     from cukern.commands.serving import instances_of
 
     found = list(kernel.instances())
+    for text in args.specialize or ():
+        found += _specialized(text)
     if args.all:
         kernels = [own for kernels in kernel.KERNELS.values() for own in kernels]
         found += [i for own in kernels for i in own.specialized if i not in own.unused.get(arch, ())]
     names = [*(args.models or ()), *(NAMED if args.all else ())]
     return list(dict.fromkeys(found + instances_of([model for name in names for model in models_of(name)], arch)))
+
+
+def _specialized(text: str) -> list[Instance]:
+    """The instances of `cukern.specialize` for a function and sizes, such as "topk_softmax,experts=60"."""
+    op, *pairs = text.split(",")
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        values[name] = int(value) if value.isdecimal() else {"True": True, "False": False}.get(value, value)
+    try:
+        return kernel.specialized(op, **values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--specialize {text}: {error}") from None
 
 
 def _of_functions(names: list[str], instances: list[Instance], arch: str) -> list[Instance]:
@@ -187,18 +208,18 @@ def _table(*numbers: str) -> Any:
 
 def _check(wanted: dict[tuple[str, str], list[Instance]]) -> int:
     """Count the kernels that the cache has; 1 where some are missing."""
-    table, total, absent = _table("kernels", "cached", "missing"), 0, dict[str, int]()
+    table, total, absent = _table("kernels", "cached", "missing"), 0, 0
     for (stem, arch), instances in wanted.items():
         # Also what is in the cache and is not loaded: a file that is cut, or another user's.
         missing = sum(not compile.is_intact(compile.cached_path(i, arch)) for i in instances)
         table.add_row(stem, f"sm_{arch}", *map(str, (len(instances), len(instances) - missing, missing)))
         total += len(instances)
-        absent |= {f"{stem} for sm_{arch}": missing} if missing else {}
+        absent += missing
     screen, folder = console(), compile._default_cache_directory()
     screen.print(table)
     if absent:
-        each = ", ".join(f"{count} of {where}" for where, count in absent.items())
-        screen.print(f"{sum(absent.values())} of {total} kernels are missing in {folder}: {each}", soft_wrap=True)
+        says = f"{absent} of {total} kernels are missing in {folder}: the same command without --check compiles them"
+        screen.print(says, soft_wrap=True)
         return 1
     screen.print(f"all {total} kernels are in {folder}", soft_wrap=True)
     return 0

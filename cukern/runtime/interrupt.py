@@ -15,7 +15,7 @@ STATUS = 130
 #: Seconds after which Ctrl-C counts as lost.
 _AGAIN_S = 1.0
 #: What a command says of the work that it leaves, beside that it is interrupted.
-_LEFT = {"cukern compile": ", the kernels compiled so far are kept"}
+_LEFT = {"cukern compile": "; the cache keeps each kernel that was compiled"}
 _came = False
 
 

@@ -172,6 +172,14 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
     Raises ValueError for sizes the specialized kernel cannot take, TypeError for an op that has none or for sizes of
     other names, RuntimeError where there is no compiler.
     """
+    made = specialized(op, **sizes)
+    archs = sorted({arch_of_device(d) for d in range(device_count())})
+    compile.compile_all([(i, arch) for arch in archs for i in compile.missing(made, arch)])
+    return tuple(map(str, made))
+
+
+def specialized(op: str | Callable[..., Any], **sizes: Any) -> list[Instance]:
+    """Return the variants of `specialize` for these sizes, which this process uses from here on. Raises as it does."""
     function = getattr(sys.modules["cukern"], op, None) if isinstance(op, str) else op
     # A stem is a module or a package of several: `cukern.ops.<stem>`.
     module = sys.modules.get(".".join(getattr(function, "__module__", "").split(".")[:3]))
@@ -187,10 +195,7 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
     if reason := compile.available():
         state = f"NVRTC cannot be used here ({reason.splitlines()[0]})"
         raise RuntimeError(f"cukern.specialize compiles, and {state}: run `python -m cukern doctor`")
-    made = register(**sizes)
-    archs = sorted({arch_of_device(d) for d in range(device_count())})
-    compile.compile_all([(i, arch) for arch in archs for i in compile.missing(made, arch)])
-    return tuple(map(str, made))
+    return register(**sizes)  # type: ignore[no-any-return]
 
 
 def device_count() -> int:
