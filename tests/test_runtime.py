@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 import cukern
 import cukern.runtime.compile as compiler
 from cukern import testing
-from cukern.ops import _moe_gate
+from cukern.ops.moe_gate import choose as gates
 from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, sources, units
 from cukern.runtime.compile import CompileError, Instance
 from cukern.runtime.cuda import INSTALL, cupy
@@ -1023,8 +1023,8 @@ def test_a_worker_answers_each_line(templates: Path) -> None:
 def test_processes_may_fill_one_cache_at_once(cache: Path) -> None:
     code = """
 import cukern.runtime.compile as compiler
-from cukern.ops import _moe_gate
-instances = [i for i in _moe_gate._kernel.specialized if i.arguments[1] == 64]
+from cukern.ops.moe_gate import choose
+instances = [i for i in choose._kernel.specialized if i.arguments[1] == 64]
 assert instances
 for instance in instances:
     path, name = compiler.cubin(instance, "80")
@@ -1103,7 +1103,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     monkeypatch.setattr(plan, "runtime", fake)
     monkeypatch.setattr(kernel.Variant, "launcher", lambda self, device: fake.launchKernel)
     monkeypatch.setattr(plan, "current_device", fake.current_device)
-    monkeypatch.setattr(plan, "_thread", threading.local())
+    monkeypatch.setattr("cukern.runtime.launch.THREAD", threading.local())
     monkeypatch.setattr(kernel.Variant, "load", lambda self, device: 100 + device)
     monkeypatch.setattr(kernel, "_archs_from_nvml", lambda: None)
     return fake
@@ -1255,10 +1255,10 @@ def test_specialize_names_the_sizes_of_an_op() -> None:
 
 def test_specialize_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "available", lambda: "ImportError: no cupy")
-    before = set(_moe_gate.registered)
+    before = set(gates.registered)
     with pytest.raises(RuntimeError, match=r"compiles, and NVRTC cannot be used here \(ImportError: no cupy\)"):
         cukern.specialize("moe_fused_gate", experts=96, groups=4)
-    assert _moe_gate.registered == before
+    assert gates.registered == before
 
 
 def test_specialize_compiles_for_every_gpu(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -1,7 +1,7 @@
 """The kernels of the library, and their instances on each device.
 
 A `Kernel` is one `__global__` template of `cuda_src`. It has a `Variant` for each set of template arguments, which is
-loaded on a device at its first launch there; `cukern.runtime.plan` launches it.
+loaded on a device at its first launch there; `cukern.runtime.launch` and `cukern.runtime.plan` launch it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _WITHOUT_SHARED_MEMORY = Launched()
 class Variant:
     """A template instance, to launch on any device for which it can be compiled."""
 
-    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "launched", "max_shared_bytes")
+    __slots__ = ("_functions", "_modules", "_ready", "instance", "large_clusters", "launched", "max_shared_bytes")
 
     def __init__(self, instance: Instance, launched: Launched, large_clusters: bool) -> None:
         self.instance = instance
@@ -69,6 +69,7 @@ class Variant:
         self.large_clusters = large_clusters
         self._functions: dict[int, int] = {}
         self._modules: dict[int, Any] = {}
+        self._ready: dict[int, tuple[Callable[..., None], int]] = {}
 
     def __repr__(self) -> str:
         return f"Variant({self.instance})"
@@ -79,6 +80,14 @@ class Variant:
     def launcher(self, device: int) -> Callable[..., None]:
         """What launches the kernel on `device`, with the arguments of `driver.launchKernel`."""
         return overlap.overlapping(self.instance.file, arch_of_device(device)) or driver.launchKernel
+
+    def ready(self, device: int | None) -> tuple[Callable[..., None], int]:
+        """What launches the kernel on a device, which must be the current one, and the driver's handle of it there."""
+        found = self._ready.get(device)  # type: ignore[arg-type]
+        if found is None:
+            assert device is not None
+            found = self._ready[device] = self.launcher(device), self.load(device)
+        return found
 
     def load(self, device: int) -> int:
         """The driver's handle of the kernel, loaded on `device` if need be, which must be the current one."""

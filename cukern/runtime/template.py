@@ -298,6 +298,26 @@ def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, pre
     return leaves
 
 
+class Packer:
+    """Packs a kernel's struct from its fields by name. `fixed` are the fields that are the same in every call."""
+
+    __slots__ = ("_fields", "_pack", "fixed")
+
+    def __init__(self, file: str, function: str, fixed: Mapping[str, Any]) -> None:
+        layout, codes, end = params(file, function), "=", 0
+        for offset, kind in layout.fields.values():
+            codes += "x" * (offset - end) + (kind.code if isinstance(kind, Scalar) else f"{kind.size}s")
+            end = offset + kind.size
+        self._pack = _compiled(codes + "x" * (layout.size - end)).pack_into
+        #: The fields that the struct has among the fixed ones.
+        self.fixed = {name: value for name, value in fixed.items() if name in layout.fields}
+        # A field that a call leaves out is None, which nothing packs.
+        self._fields: dict[str, Any] = dict.fromkeys(layout.fields) | self.fixed
+
+    def __call__(self, buffer: Any, fields: dict[str, Any]) -> None:
+        self._pack(buffer, 0, *(self._fields | fields).values())
+
+
 class Packing:
     """The format by which a struct is packed, of bytes that are known ahead and the numbers of each call."""
 

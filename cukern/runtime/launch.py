@@ -1,0 +1,100 @@
+"""A call that has chosen its kernel: the launch on the caller's device and stream, or the NumPy twin.
+
+A family's `choose` returns what all calls of one decision share, a `Config`. A call adds the grid and the fields that
+it decides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from cukern.runtime import arrays
+from cukern.runtime.arrays import View
+from cukern.runtime.cuda import current_device, runtime
+from cukern.runtime.kernel import Variant
+from cukern.runtime.template import Packer
+
+_PARAMETER_BYTES = 4096  # of a kernel, at most
+
+
+class Config(Protocol):
+    """What a family's `choose` decides. `reason` is a format string of the fields of a launch."""
+
+    @property
+    def variant(self) -> Variant: ...
+    @property
+    def block(self) -> tuple[int, int, int]: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def pack(self) -> Packer: ...
+    @property
+    def reason(self) -> str: ...
+
+
+#: `state` of each thread: its buffer for parameters, the address of the pointer to it, and the devices with a context.
+THREAD = threading.local()
+
+
+def thread_state() -> tuple[Any, int, set[int]]:
+    """The state of this thread."""
+    try:
+        return THREAD.state
+    except AttributeError:
+        buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        THREAD.keep = pointers
+        THREAD.state = buffer, ctypes.addressof(pointers), set()
+        return THREAD.state
+
+
+def launch(config: Config, like: View, grid: tuple[int, int, int], fields: dict[str, Any]) -> None:
+    """Launch a kernel on the device of `like`, with the fields of its struct by name; `config` has the others.
+
+    A field is a number, an address (0 for a null pointer), or the bytes of an array or a struct within.
+    """
+    library, device = like.library, like.device
+    if library.recorder is not None:
+        library.recorder.launch(config, grid, fields)
+    elif library.current_device() == device:
+        buffer, pointers, devices = thread_state()
+        if device not in devices:
+            # A thread that never set a device has no context, and a launch by the driver would fail.
+            runtime.setDevice(device)
+            devices.add(device)
+        start, function = config.variant.ready(device)
+        config.pack(buffer, fields)
+        start(function, *grid, *config.block, config.shared_bytes, library.stream(device), pointers, 0)
+    else:
+        with current_device(device):  # type: ignore[arg-type]
+            launch(config, like, grid, fields)
+
+
+def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], arguments: Mapping[str, Any]) -> Any:
+    """The results of a NumPy twin: in the arrays of `out`, and where it has none, new ones of the library of `like`.
+
+    The twin is given views of the caller's memory in place of the Views among its arguments.
+    """
+    library = like.library
+    if library.recorder is not None:
+        return library.recorder.run_twin()
+    given = {name: x.library.to_numpy(x.array) if type(x) is View else x for name, x in arguments.items()}
+    found = []
+    for result, into in zip(twin(**given), out, strict=True):
+        if into is not None:
+            library.to_numpy(into.array)[...] = result
+        found.append(returned(library.from_numpy(result, like.array) if into is None else into.array, into, like))
+    return tuple(found)
+
+
+def returned(array: Any, into: View | None, like: View) -> Any:
+    """A result as the caller gets it: its own array if it gave one, `into`, else one of the library of `like`.
+
+    For a `like` that is known by DLPack alone it is called after the launch: the library then waits for the kernel.
+    """
+    if into is not None:
+        return array if into.foreign is None else into.foreign
+    return array if like.foreign is None else arrays.leave(array, like.foreign)
