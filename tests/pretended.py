@@ -58,6 +58,16 @@ class PretendedGPU:
         self.current = before
 
 
+class _Ready:
+    """What launches a variant, by device."""
+
+    def __init__(self, gpu: PretendedGPU, variant: Variant) -> None:
+        self.gpu, self.variant = gpu, variant
+
+    def __getitem__(self, device: Any) -> Any:
+        return functools.partial(self.gpu.start, self.variant), 1000 + device
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedGPU:
     """Tensors in host memory are taken for ones on a GPU; what is launched there joins `launches`."""
@@ -77,6 +87,5 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedGPU:
     monkeypatch.setattr(launch, "runtime", SimpleNamespace(setDevice=gpu.set_devices.append))
     monkeypatch.setattr(launch, "current_device", gpu.make_current)
     monkeypatch.setattr(launch, "THREAD", threading.local())
-    ready = lambda self, device: (functools.partial(gpu.start, self), 1000 + device)  # noqa: E731
-    monkeypatch.setattr(Variant, "ready", ready)
+    monkeypatch.setattr(Variant, "ready", property(lambda self: _Ready(gpu, self)))
     return gpu

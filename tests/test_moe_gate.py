@@ -1101,10 +1101,11 @@ def config_of(
     bias_dtype: str = "float32",
 ) -> kernels.Config:
     """The decision for a case with aligned rows."""
-    sizes = case.groups, case.topk_group, case.topk, case.shared
-    of_bias = (bias_dtype if case.biased else None), case.biased
-    up_to = kernels.token_class(tokens)
-    return kernels.choose(dtype, case.experts, *sizes, case.scoring, *of_bias, softcap, True, variant, up_to)
+    return kernels.choose(
+        dtype, case.experts, bias_dtype if case.biased else None, case.groups, case.topk_group, case.topk, case.shared,
+        case.scaling, case.scale_output, case.renormalize, case.scoring, case.biased, float(softcap), None, True,
+        variant, kernels.token_class(tokens),
+    )  # fmt: skip
 
 
 def specialized(case: Case, dtype: str = "float32", **options: Any) -> list[kernels.Config]:

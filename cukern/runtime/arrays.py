@@ -64,13 +64,9 @@ _NUMPY_NAMES = {numpy_dtype(name): name for name in ITEM_SIZE}
 _CUPY_DTYPES = {name: numpy_dtype("uint8" if name.startswith("float8") else name) for name in ITEM_SIZE}
 
 
+@functools.lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of an array in C order without gaps."""
-    return (shape[1] or 1, 1) if len(shape) == 2 else _strides_of_any(shape)  # not by the count of rows, which varies
-
-
-@functools.lru_cache(maxsize=1024)
-def _strides_of_any(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(shape[i], 1)
@@ -296,6 +292,8 @@ class _Torch(Library):
         self._torch = torch
         self.array_type = torch.Tensor
         self._empty = torch.empty
+        #: In a build for CUDA all devices with a number are CUDA's.
+        self._is_for_cuda = torch.version.cuda is not None
         self.wants_gradients = torch.is_grad_enabled
         self._names = {
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
@@ -304,8 +302,6 @@ class _Torch(Library):
         # Private names of torch. Each has a substitute where a version lacks it.
         native = getattr(torch, "_C", None)
         stream, device = (getattr(native, f"_cuda_get{name}", None) for name in ("CurrentRawStream", "Device"))
-        # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
-        self._stream: Callable[[int], int] = stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
         # The allocation of torch.compile's own code, which takes two thirds of the time of torch.empty.
         guards = getattr(getattr(native, "_dynamo", None), "guards", None)
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
@@ -314,10 +310,11 @@ class _Torch(Library):
         self._lists: dict[int, list[tuple[Callable[..., bool], tuple[Any, ...]]]] = {}
         if device is not None and stream is not None:
             self.quick = Quick(torch.Tensor.data_ptr, device, stream)
-        self._current_device: Callable[[], int] = device or super().current_device
-
-    def current_device(self) -> int:
-        return self._current_device()
+        # Functions of C, which a call asks without a step through Python.
+        self.current_device = device or super().current_device  # type: ignore[method-assign]
+        self.address = torch.Tensor.data_ptr  # type: ignore[method-assign]
+        # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
+        self.stream = stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)  # type: ignore[method-assign]
 
     def view(self, name: str, array: Any) -> View:
         try:
@@ -325,15 +322,18 @@ class _Torch(Library):
         except RuntimeError:  # sparse, for example
             got = f"{type(array).__name__} of layout {array.layout}"
             check.fail(name, "a strided tensor with memory of its own", got, TypeError)
-        device = array.get_device() if array.is_cuda else self.device(array, name)
+        device = array.get_device()
+        if device < 0 or not self._is_for_cuda:
+            device = self.device(array, name)
         if array.requires_grad and self.wants_gradients():
             check.refuse_gradient(name)
         dtype = self._names.get(array.dtype) or self.dtype(array)
-        return _view(View, (array, self, address, dtype, array.shape, array.stride(), device, None))
+        return _view(View, (array, self, address, dtype, tuple(array.shape), array.stride(), device, None))
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
-        if self._empty_cuda is not None and device is not None and self.current_device() == device:
-            return self._empty_cuda(shape, _strides(shape), self._dtypes[dtype])
+        if device is not None and self._empty_cuda is not None and self.current_device() == device:
+            strides = (shape[1] or 1, 1) if len(shape) == 2 else _strides(shape)
+            return self._empty_cuda(shape, strides, self._dtypes[dtype])
         place = self._torch.device("cpu") if device is None else self._torch.device("cuda", device)
         return self._empty(shape, dtype=self._dtypes[dtype], device=place)
 
@@ -386,14 +386,8 @@ class _Torch(Library):
             check.fail(name, "on a CUDA device or the CPU", f"one on {array.device}")
         return None
 
-    def address(self, array: Any) -> int:
-        return array.data_ptr()
-
     def strides(self, array: Any) -> tuple[int, ...]:
         return array.stride()
-
-    def stream(self, device: int) -> int:
-        return self._stream(device)
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach().cpu()

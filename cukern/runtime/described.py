@@ -36,12 +36,13 @@ class Described(Library):
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Array:
         return plan.current().make(shape, dtype)
 
-    def launch(self, config: Config, grid: tuple[int, int, int], fields: dict[str, Any]) -> None:
+    def launch(self, config: Config, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
         """Add a launch to the trace."""
+        fields = config.pack.fields(values)
         named = {name: _array_at(value) if type(value) is int else value for name, value in fields.items()}
-        why = config.reason.format(**fields)
-        given = {**config.pack.fixed, **named}
-        plan.launch(config.variant, grid, config.block, config.shared_bytes, why=why, **given)
+        plan.launch(
+            config.variant, grid, config.block, config.shared_bytes, why=config.reason.format(**fields), **named
+        )
 
     def run_twin(self) -> None:
         """Leave the arrays to the twin."""

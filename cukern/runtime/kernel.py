@@ -60,7 +60,7 @@ _WITHOUT_SHARED_MEMORY = Launched()
 class Variant:
     """A template instance, to launch on any device for which it can be compiled."""
 
-    __slots__ = ("_functions", "_modules", "_ready", "instance", "large_clusters", "launched", "max_shared_bytes")
+    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "launched", "max_shared_bytes", "ready")
 
     def __init__(self, instance: Instance, launched: Launched, large_clusters: bool) -> None:
         self.instance = instance
@@ -69,7 +69,7 @@ class Variant:
         self.large_clusters = large_clusters
         self._functions: dict[int, int] = {}
         self._modules: dict[int, Any] = {}
-        self._ready: dict[int, tuple[Callable[..., None], int]] = {}
+        self.ready = _Ready(self)
 
     def __repr__(self) -> str:
         return f"Variant({self.instance})"
@@ -80,14 +80,6 @@ class Variant:
     def launcher(self, device: int) -> Callable[..., None]:
         """What launches the kernel on `device`, with the arguments of `driver.launchKernel`."""
         return overlap.overlapping(self.instance.file, arch_of_device(device)) or driver.launchKernel
-
-    def ready(self, device: int | None) -> tuple[Callable[..., None], int]:
-        """What launches the kernel on a device, which must be the current one, and the driver's handle of it there."""
-        found = self._ready.get(device)  # type: ignore[arg-type]
-        if found is None:
-            assert device is not None
-            found = self._ready[device] = self.launcher(device), self.load(device)
-        return found
 
     def load(self, device: int) -> int:
         """The driver's handle of the kernel, loaded on `device` if need be, which must be the current one."""
@@ -105,6 +97,20 @@ class Variant:
                 self._modules[device] = module
                 self._functions[device] = kernel.kernel.ptr
         return self._functions[device]
+
+
+class _Ready(dict[Any, tuple[Callable[..., None], int]]):
+    """By device: what launches a variant there, and the driver's handle of it, from its first launch on.
+
+    The device of the first launch must be the current one.
+    """
+
+    def __init__(self, variant: Variant) -> None:
+        self._variant = variant
+
+    def __missing__(self, device: int) -> tuple[Callable[..., None], int]:
+        found = self[device] = self._variant.launcher(device), self._variant.load(device)
+        return found
 
 
 class Kernel:

@@ -1,7 +1,7 @@
 """A call that has chosen its kernel: the launch on the caller's device and stream, or the NumPy twin.
 
-A family's `choose` returns what all calls of one decision share, a `Config`. A call adds the grid and the fields that
-it decides.
+A family's `choose` returns what all calls of one decision share, a `Config`. A call adds the grid and the values of its
+own fields.
 """
 
 from __future__ import annotations
@@ -51,26 +51,33 @@ def thread_state() -> tuple[Any, int, set[int]]:
         return THREAD.state
 
 
-def launch(config: Config, like: View, grid: tuple[int, int, int], fields: dict[str, Any]) -> None:
-    """Launch a kernel on the device of `like`, with the fields of its struct by name; `config` has the others.
+def launch(
+    config: Config, like: View, grid: tuple[int, int, int], values: tuple[Any, ...], is_current: bool = False
+) -> None:
+    """Launch a kernel on the device of `like`, with the values that `config.pack` names, in their order.
 
-    A field is a number, an address (0 for a null pointer), or the bytes of an array or a struct within.
+    A value is a number, an address (0 for a null pointer), or the bytes of an array or a struct within. `is_current`:
+    the device has been made the current one of this thread.
     """
     library, device = like.library, like.device
     if library.recorder is not None:
-        library.recorder.launch(config, grid, fields)
-    elif library.current_device() == device:
-        buffer, pointers, devices = thread_state()
-        if device not in devices:
-            # A thread that never set a device has no context, and a launch by the driver would fail.
-            runtime.setDevice(device)
-            devices.add(device)
-        start, function = config.variant.ready(device)
-        config.pack(buffer, fields)
-        start(function, *grid, *config.block, config.shared_bytes, library.stream(device), pointers, 0)
-    else:
+        return library.recorder.launch(config, grid, values)
+    if not is_current and library.current_device() != device:
         with current_device(device):  # type: ignore[arg-type]
-            launch(config, like, grid, fields)
+            return launch(config, like, grid, values, is_current=True)
+    try:
+        buffer, pointers, devices = THREAD.state
+    except AttributeError:
+        buffer, pointers, devices = thread_state()
+    if device not in devices:
+        # A thread that never set a device has no context, and a launch by the driver would fail.
+        runtime.setDevice(device)
+        devices.add(device)
+    (x, y, z), (i, j, k), pack = grid, config.block, config.pack
+    start, function = config.variant.ready[device]
+    values += pack.known
+    pack.into(buffer, 0, *(values if pack.order is None else pack.order(values)))
+    start(function, x, y, z, i, j, k, config.shared_bytes, library.stream(device), pointers, 0)  # type: ignore[arg-type]
 
 
 def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], arguments: Mapping[str, Any]) -> Any:

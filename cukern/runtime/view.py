@@ -6,7 +6,7 @@ Each failure names the argument, what was wanted and what came.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import View
@@ -42,9 +42,10 @@ def read(name: str, x: Any, dtypes: Collection[str] = (), symbols: tuple[str, ..
 
     Raises TypeError for a value that is no array and for another dtype, ValueError for other dimensions.
     """
-    view = view_of(name, x)
-    if view is None:
+    reader = READERS.get(type(x)) or _find_reader(x)
+    if reader is None:
         check.fail(name, "an array (NumPy, CuPy, torch, or any with __dlpack__)", type(x).__name__, TypeError)
+    view = reader(name, x)
     if dtypes and view.dtype not in dtypes:
         check.dtype(name, view.dtype, dtypes)
     if symbols and len(view.shape) != len(symbols):
@@ -52,36 +53,45 @@ def read(name: str, x: Any, dtypes: Collection[str] = (), symbols: tuple[str, ..
     return view
 
 
-def read_near(name: str, x: Any, like: View, like_name: str, dtypes: Collection[str]) -> View:
+def read_like(
+    name: str,
+    x: Any,
+    like: View,
+    like_name: str,
+    dtypes: Collection[str],
+    shape: tuple[int, ...] | None = None,
+    symbols: str = "",
+) -> View:
     """`x`, an array or its view, is of the library and on the device of `like`, and has one of these dtypes.
 
-    Raises TypeError for another library or dtype, ValueError for another device.
+    With a `shape`, which messages also give in `symbols`, it has this shape and is contiguous. Raises TypeError for
+    another library or dtype, ValueError for another device or shape, and for strides that do not fit.
     """
-    view = x if type(x) is View else view_of(name, x)
-    if view is None or view.library is not like.library or (view.foreign is not None and like.foreign is None):
-        found = type(x) if view is None else type(view.foreign) if view.foreign is not None else view.library.array_type
-        wanted = f"a {like.library.name} array like {like_name}"
-        check.fail(name, wanted, f"{found.__module__}.{found.__name__}", TypeError)
-    if view.device != like.device:
+    if type(x) is View:
+        view = x
+    else:
+        reader = READERS.get(type(x)) or _find_reader(x)
+        if reader is None:
+            _refuse_library(name, type(x), like, like_name)
+        view = reader(name, x)
+    _, library, _, dtype, own_shape, strides, device, foreign = view
+    if library is not like.library or (foreign is not None and like.foreign is None):
+        _refuse_library(name, library.array_type if foreign is None else type(foreign), like, like_name)
+    if device != like.device:
         check.fail(name, f"on {_place(like)} like {like_name}", f"one on {_place(view)}")
-    if view.dtype not in dtypes:
-        check.dtype(name, view.dtype, dtypes)
+    if dtype not in dtypes:
+        check.dtype(name, dtype, dtypes)
+    if shape is not None:
+        if own_shape != shape:
+            check.shape(name, own_shape, shape, symbols)
+        if strides != (*shape[1:], 1) and not view.is_contiguous:
+            check.fail(name, "contiguous", f"strides {strides} (in elements)")
     return view
 
 
-def read_like(
-    name: str, x: Any, like: View, like_name: str, dtypes: Collection[str], shape: tuple[int, ...], symbols: str
-) -> View:
-    """`x` is as for `read_near`, and contiguous with this shape, which messages also give in `symbols`.
-
-    Raises ValueError for another shape and for strides that do not fit.
-    """
-    view = read_near(name, x, like, like_name, dtypes)
-    if view.shape != shape:
-        check.shape(name, view.shape, shape, symbols)
-    if view.strides != (1,) and not view.is_contiguous:
-        check.fail(name, "contiguous", f"strides {view.strides} (in elements)")
-    return view
+def _refuse_library(name: str, found: type, like: View, like_name: str) -> NoReturn:
+    wanted = f"a {like.library.name} array like {like_name}"
+    check.fail(name, wanted, f"{found.__module__}.{found.__name__}", TypeError)
 
 
 def _place(view: View) -> str:

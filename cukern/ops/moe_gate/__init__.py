@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cukern.ops.moe_gate import choose as kernels
-from cukern.ops.moe_gate.choose import MAX_EXPERTS, SCORING, Sizes
-from cukern.ops.moe_gate.launch import gate, read_logits
+from cukern.ops.moe_gate.choose import DTYPES, MAX_EXPERTS, SCORING, Sizes
+from cukern.ops.moe_gate.launch import AXES, gate
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray, View, WrittenArray
 from cukern.runtime.compile import Instance
@@ -120,7 +120,7 @@ def moe_fused_gate(
     if bias is None:
         check.fail("bias", "an array [experts]", "None", TypeError)
     return gate(
-        read_logits("input", input), "input", bias, "bias",
+        input, "input", bias, "bias",
         (num_expert_group, topk_group, topk, num_fused_shared_experts),
         routed_scaling_factor, apply_routed_scaling_factor_on_output, renormalize, scoring_func, num_token_non_padded,
         variant, out, by_two=True,
@@ -133,7 +133,7 @@ def _or_one(number: Any) -> Any:
 
 def _read_logits(hidden_states: Any, gating_output: Any) -> View:
     """The logits, which are of as many tokens as the hidden states. These are not read: they may be on any device."""
-    x = read_logits("gating_output", gating_output)
+    x = read("gating_output", gating_output, DTYPES, AXES)
     if hidden_states is not None:
         shape = read("hidden_states", hidden_states).shape
         if not shape:
@@ -178,8 +178,8 @@ def biased_grouped_topk(
     return gate(
         x, "gating_output", correction_bias, "correction_bias",
         (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts),
-        _or_one(routed_scaling_factor), apply_routed_scaling_factor_on_output, renormalize, scoring_func,
-        num_token_non_padded, variant, out, by_two=True, scales_sums_alone=True,
+        1.0 if routed_scaling_factor is None else routed_scaling_factor, apply_routed_scaling_factor_on_output,
+        renormalize, scoring_func, num_token_non_padded, variant, out, by_two=True, scales_sums_alone=True,
     )  # fmt: skip
 
 
@@ -212,8 +212,8 @@ def grouped_topk(
     return gate(
         _read_logits(hidden_states, gating_output), "gating_output", None, "",
         (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts),
-        _or_one(routed_scaling_factor), apply_routed_scaling_factor_on_output, renormalize, scoring_func,
-        num_token_non_padded, variant, out, scales_sums_alone=True,
+        1.0 if routed_scaling_factor is None else routed_scaling_factor, apply_routed_scaling_factor_on_output,
+        renormalize, scoring_func, num_token_non_padded, variant, out, scales_sums_alone=True,
     )  # fmt: skip
 
 
@@ -226,7 +226,8 @@ def _view_of_ids(topk_ids: Any, shared: Any) -> View:
     slots = view.shape[1]
     if slots < 1:
         check.fail("topk_ids", "of at least one slot", slots)
-    check.integer("num_fused_shared_experts", shared, 0, slots - 1, "the columns of topk_ids but one")
+    if not (type(shared) is int and 0 <= shared < slots):
+        check.integer("num_fused_shared_experts", shared, 0, slots - 1, "the columns of topk_ids but one")
     return view
 
 
@@ -266,7 +267,7 @@ def topk_softmax(
     ids = _view_of_ids(topk_ids, num_fused_shared_experts)
     cap = check.number("moe_softcapping", moe_softcapping)
     gate(
-        read_logits("gating_output", gating_output), "gating_output", correction_bias, "correction_bias",
+        gating_output, "gating_output", correction_bias, "correction_bias",
         (1, 1, ids.shape[1], num_fused_shared_experts), routed_scaling_factor, apply_routed_scaling_factor_on_output,
         renormalize, "softmax", num_token_non_padded, variant, written=(topk_weights, ids), softcap=cap,
     )  # fmt: skip
@@ -294,7 +295,7 @@ def topk_sigmoid(
     """
     ids = _view_of_ids(topk_ids, num_fused_shared_experts)
     gate(
-        read_logits("gating_output", gating_output), "gating_output", correction_bias, "correction_bias",
+        gating_output, "gating_output", correction_bias, "correction_bias",
         (1, 1, ids.shape[1], num_fused_shared_experts), routed_scaling_factor, apply_routed_scaling_factor_on_output,
         renormalize, "sigmoid", num_token_non_padded, variant, written=(topk_weights, ids),
     )  # fmt: skip

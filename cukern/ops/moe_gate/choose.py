@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from bisect import bisect_left
 from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check, template
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Launched, Variant
-from cukern.runtime.template import Packer
+from cukern.runtime.template import Packer, packer
 
 DTYPES = ("float32", "float16", "bfloat16")
 #: The dtypes of a bias, and the types of those that the instances of every dtype of the logits do not take: a call with
@@ -23,6 +24,7 @@ VARIANTS = ("auto", "specialized", "dynamic")
 MAX_EXPERTS = 1024
 MAX_TOPK = 512
 MAX_TOKENS = 2**30
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32
 # The shared memory that a block can have on every GPU from sm_80 on. The largest sizes of the dynamic variant need
 # nearly all.
 _MAX_SHARED_BYTES = 99 * 1024
@@ -187,6 +189,10 @@ _kernel.at_import += [_dynamic(dtype, *_DYNAMIC_BY_LANES, by_lanes=True).instanc
 registered = set(SPECIALIZED)
 
 
+#: The fields that each call gives, in this order. The decision fixes all others.
+FIELDS = ("logits", "bias", "weights", "ids", "valid_on_device", "row_stride", "tokens", "valid")
+
+
 class Config(NamedTuple):
     """What a call launches, but for its arrays, its grid and its numbers."""
 
@@ -198,7 +204,7 @@ class Config(NamedTuple):
     reason: str
 
 
-#: The numbers of tokens at which another kernel is the fastest.
+#: Up to each of these numbers of tokens another kernel is the fastest.
 TOKEN_CLASSES = (_BY_WARP_TOKENS, *sorted({*UP_TO_TOKENS.values()}))
 
 
@@ -211,25 +217,35 @@ def token_class(tokens: int) -> int:
 def choose(
     dtype: str,
     experts: int,
+    bias_dtype: str | None,
     groups: int,
     topk_group: int,
     topk: int,
     shared: int,
+    factor: float,
+    scales: bool,
+    renormalize: bool,
     scoring: str,
-    bias_dtype: str | None,
     by_two: bool,
-    softcap: bool,
+    softcap: float,
+    count_dtype: str | None,
     aligned: bool,
     variant: str,
     up_to_tokens: int,
 ) -> Config:
-    """The kernel of a gate.
+    """The kernel of a gate, with all that does not differ between its calls.
 
     `topk` counts `shared` slots of shared experts; `by_two`: a group's score is the sum of its two best choices;
-    `aligned`: the rows and the bias are 16-byte aligned. Raises ValueError, with the argument's name, for sizes that do
-    not go together, and for a variant that these sizes do not have.
+    `count_dtype` is that of a number of tokens on the device; `aligned`: the rows and the bias are 16-byte aligned.
+    Raises ValueError, with the argument's name, for words that are not known, for numbers that do not go together, and
+    for a variant that these sizes do not have.
     """
+    check.one_of("scoring_func", scoring, SCORING)
+    check.one_of("variant", variant, VARIANTS)
     _check(experts, groups, topk_group, topk, shared)
+    check.number("routed_scaling_factor", factor)
+    if shared and factor == 0:
+        check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
     routed = topk - shared
     sizes = Sizes(experts, groups, "any" if bias_dtype is None else scoring, bias_dtype is not None)
     bias_types = (_BIAS_TYPE[bias_dtype],) if bias_dtype and bias_dtype not in ("float32", dtype) else ()
@@ -241,16 +257,19 @@ def choose(
         "shared": shared,
         "scoring": of_template(scoring.upper()),
         "group_by_two": by_two,
+        "renormalize": renormalize,
         "bias_is_float": bias_dtype == "float32",
+        "valid_is_int64": count_dtype == "int64",
         **dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0),
-        **({} if sizes.biased else {"bias": 0}),
-        **({} if softcap else {"softcap": 0.0}),
+        "shared_scale": _in_float32(1 / factor if shared else 0.0),
+        "output_scale": _in_float32(factor if scales else 1.0),
+        "softcap": _in_float32(softcap),
     }
     dynamic, lanes, shared_bytes, own_fields = _dynamic_for(dtype, sizes, routed, bias_types)
     if shared_bytes > _MAX_SHARED_BYTES:
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
     forms = _specialized_forms(sizes, routed) if sizes in registered and not softcap else []
-    why = _specialized_for(sizes) if forms else _why_dynamic(dtype, sizes, routed, softcap)
+    why = _specialized_for(sizes) if forms else _why_dynamic(dtype, sizes, routed, softcap != 0)
     asks = "" if variant == "auto" else f"variant={variant!r} asks for it"
     if forms and aligned and variant != "dynamic":
         i = next((i for i, (most, *_) in enumerate(forms) if up_to_tokens <= most), len(forms) - 1)
@@ -276,6 +295,11 @@ def choose(
     return _config(dynamic, _threads(), shared_bytes, lanes, fields | own_fields, reason)
 
 
+def _in_float32(number: float) -> float:
+    """A number that a float32 field takes: one past its range is infinite, as in the twin."""
+    return number if abs(number) <= _LARGEST else math.copysign(math.inf, number)
+
+
 def _check(experts: int, groups: int, topk_group: int, topk: int, shared: int) -> None:
     """Raise ValueError for sizes that do not go together."""
     check.integer("num_expert_group", groups, 1, experts)
@@ -291,7 +315,7 @@ def _check(experts: int, groups: int, topk_group: int, topk: int, shared: int) -
 def _config(
     variant: Variant, threads: int, shared_bytes: int, lanes: int, fields: dict[str, Any], reason: str
 ) -> Config:
-    pack = Packer(variant.instance.file, variant.instance.function, fields)
+    pack = packer(variant.instance.file, variant.instance.function, FIELDS, fields)
     return Config(variant, (threads, 1, 1), shared_bytes, threads // lanes, pack, reason)
 
 
