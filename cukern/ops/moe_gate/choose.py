@@ -215,24 +215,10 @@ def token_class(tokens: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    dtype: str,
-    experts: int,
-    bias_dtype: str | None,
-    groups: int,
-    topk_group: int,
-    topk: int,
-    shared: int,
-    factor: float,
-    scales: bool,
-    renormalize: bool,
-    scoring: str,
-    by_two: bool,
-    softcap: float,
-    count_dtype: str | None,
-    aligned: bool,
-    variant: str,
-    up_to_tokens: int,
-) -> Config:
+    dtype: str, experts: int, bias_dtype: str | None, groups: int, topk_group: int, topk: int, shared: int,
+    factor: float, scales: bool, renormalize: bool, scoring: str, by_two: bool, softcap: float,
+    count_dtype: str | None, aligned: bool, variant: str, up_to_tokens: int,
+) -> Config:  # fmt: skip
     """The kernel of a gate, with all that does not differ between its calls.
 
     `topk` counts `shared` slots of shared experts; `by_two`: a group's score is the sum of its two best choices;
@@ -240,46 +226,28 @@ def choose(
     Raises ValueError, with the argument's name, for words that are not known, for numbers that do not go together, and
     for a variant that these sizes do not have.
     """
-    check.one_of("scoring_func", scoring, SCORING)
-    check.one_of("variant", variant, VARIANTS)
-    _check(experts, groups, topk_group, topk, shared)
-    check.number("routed_scaling_factor", factor)
-    if shared and factor == 0:
-        check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
-    routed = topk - shared
-    sizes = Sizes(experts, groups, "any" if bias_dtype is None else scoring, bias_dtype is not None)
+    _check(experts, groups, topk_group, topk, shared, factor, scoring, variant)
+    routed, sizes = topk - shared, Sizes(experts, groups, scoring if bias_dtype else "any", bias_dtype is not None)
     bias_types = (_BIAS_TYPE[bias_dtype],) if bias_dtype and bias_dtype not in ("float32", dtype) else ()
     fields = {
-        "experts": experts,
-        "groups": groups,
-        "topk_group": topk_group,
-        "topk": routed,
-        "shared": shared,
-        "scoring": of_template(scoring.upper()),
-        "group_by_two": by_two,
-        "renormalize": renormalize,
-        "bias_is_float": bias_dtype == "float32",
-        "valid_is_int64": count_dtype == "int64",
-        **dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0),
+        "experts": experts, "groups": groups, "topk_group": topk_group, "topk": routed, "shared": shared,
+        "scoring": of_template(scoring.upper()), "group_by_two": by_two, "renormalize": renormalize,
+        "bias_is_float": bias_dtype == "float32", "valid_is_int64": count_dtype == "int64",
+        "capacity": 0, "group_size": 0, "log2_lanes_per_group": 0, "group_magic": 0,
         "shared_scale": _in_float32(1 / factor if shared else 0.0),
-        "output_scale": _in_float32(factor if scales else 1.0),
-        "softcap": _in_float32(softcap),
-    }
+        "output_scale": _in_float32(factor if scales else 1.0), "softcap": _in_float32(softcap),
+    }  # fmt: skip
     dynamic, lanes, shared_bytes, own_fields = _dynamic_for(dtype, sizes, routed, bias_types)
     if shared_bytes > _MAX_SHARED_BYTES:
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
     forms = _specialized_forms(sizes, routed) if sizes in registered and not softcap else []
     why = _specialized_for(sizes) if forms else _why_dynamic(dtype, sizes, routed, softcap != 0)
-    asks = "" if variant == "auto" else f"variant={variant!r} asks for it"
+    asks = [] if variant == "auto" else [f"variant={variant!r} asks for it"]
     if forms and aligned and variant != "dynamic":
         i = next((i for i, (most, *_) in enumerate(forms) if up_to_tokens <= most), len(forms) - 1)
-        most, lanes, kernel = forms[i]
+        _, lanes, kernel = forms[i]
         chosen, threads = _specialized(kernel, dtype, sizes, scoring, lanes, bias_types)
-        least = forms[i - 1][0] + 1 if i else 1
-        bounds = [f"from {least}"] * (i > 0) + [f"{'to' if i else 'up to'} {most}"] * (most < MAX_TOKENS)
-        taken = f" ({' '.join(bounds)} tokens)" if bounds else ""
-        each = {1: "one thread", 32: "one warp"}.get(lanes, f"{lanes} lanes")
-        reason = f"{asks}{'; ' * bool(asks)}{{tokens}} tokens: {each} per token{taken}; {why}"
+        reason = "; ".join([*asks, f"{{tokens}} tokens: {_lanes_for(forms, i)}", why])
         return _config(chosen, threads, chosen.launched.shared_bytes, lanes, fields, reason)
     if variant == "specialized":
         check.fail(
@@ -291,8 +259,16 @@ def choose(
         )
     if forms:
         why = f"the rows or the bias are not 16-byte aligned, as the faster kernel needs ({why})"
-    reason = asks or f"dynamic, {lanes} lanes per token: {why}"
+    reason = asks[0] if asks else f"dynamic, {lanes} lanes per token: {why}"
     return _config(dynamic, _threads(), shared_bytes, lanes, fields | own_fields, reason)
+
+
+def _lanes_for(forms: list[tuple[int, int, Kernel]], i: int) -> str:
+    """The lanes of a specialized kernel, and the numbers of tokens for which it is taken, in words."""
+    most, lanes, _ = forms[i]
+    bounds = [f"from {forms[i - 1][0] + 1}"] * (i > 0) + [f"{'to' if i else 'up to'} {most}"] * (most < MAX_TOKENS)
+    each = {1: "one thread", 32: "one warp"}.get(lanes, f"{lanes} lanes")
+    return f"{each} per token" + (f" ({' '.join(bounds)} tokens)" if bounds else "")
 
 
 def _in_float32(number: float) -> float:
@@ -300,8 +276,12 @@ def _in_float32(number: float) -> float:
     return number if abs(number) <= _LARGEST else math.copysign(math.inf, number)
 
 
-def _check(experts: int, groups: int, topk_group: int, topk: int, shared: int) -> None:
-    """Raise ValueError for sizes that do not go together."""
+def _check(
+    experts: int, groups: int, topk_group: int, topk: int, shared: int, factor: float, scoring: str, variant: str
+) -> None:
+    """Raise ValueError for words that are not known, and for numbers that do not go together."""
+    check.one_of("scoring_func", scoring, SCORING)
+    check.one_of("variant", variant, VARIANTS)
     check.integer("num_expert_group", groups, 1, experts)
     if experts % groups:
         check.fail("num_expert_group", f"a divisor of the {experts} experts", groups)
@@ -310,6 +290,8 @@ def _check(experts: int, groups: int, topk_group: int, topk: int, shared: int) -
     reachable = min(topk_group * (experts // groups), MAX_TOPK)
     why = f"the experts of the kept groups, at most {MAX_TOPK}, plus shared ones"
     check.integer("topk", topk, 1 + shared, reachable + shared, why)
+    if check.number("routed_scaling_factor", factor) == 0 and shared:
+        check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
 
 
 def _config(

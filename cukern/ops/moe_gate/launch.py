@@ -14,38 +14,24 @@ from cukern.ops.moe_gate.choose import (
     Config,
     choose,
     token_class,
-)
+)  # fmt: skip
 from cukern.reference import moe_gate as twin
 from cukern.runtime import check
 from cukern.runtime import launch as runtime
 from cukern.runtime.arrays import ITEM_SIZE, View
 from cukern.runtime.view import out_of, read, read_like, row_stride, view_of
 
-_RESULTS, _FLOAT32, _INT32 = ("topk_weights", "topk_ids"), ("float32",), ("int32",)
+_FLOAT32, _INT32 = ("float32",), ("int32",)
 AXES = ("tokens", "experts")
 #: The sizes of a gate, with their least values.
 _SIZES = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
 
 
 def gate(
-    x: Any,
-    name: str,
-    bias: Any,
-    bias_name: str,
-    sizes: tuple[Any, Any, Any, Any],
-    factor: Any,
-    scales: Any,
-    renormalize: Any,
-    scoring: Any,
-    num_token_non_padded: Any,
-    variant: Any,
-    out: Any = None,
-    *,
-    written: tuple[Any, Any] | None = None,
-    by_two: bool = False,
-    scales_sums_alone: bool = False,
-    softcap: float = 0.0,
-) -> tuple[Any, Any]:
+    x: Any, name: str, bias: Any, bias_name: str, sizes: tuple[Any, Any, Any, Any], factor: Any, scales: Any,
+    renormalize: Any, scoring: Any, num_token_non_padded: Any, variant: Any, out: Any = None, *,
+    written: tuple[Any, Any] | None = None, by_two: bool = False, scales_sums_alone: bool = False, softcap: float = 0.0,
+) -> tuple[Any, Any]:  # fmt: skip
     """Check, choose a kernel, launch; the weights and the ids as the caller gets them.
 
     `name` and `bias_name` are what messages call the logits `x`, which may have been read, and the bias. `sizes` are
@@ -99,14 +85,12 @@ def gate(
     )  # fmt: skip
     weights = ids = None
     if written is not None or out is not None:
-        names, (first, second) = _RESULTS, written or out_of(out, 2, "a pair (weights, ids)")
-        if written is None:
-            names = "out[0]", "out[1]"
-        shape = tokens, topk
+        own_names = ("out[0]", "out[1]") if written is None else ("topk_weights", "topk_ids")
+        first, second = written or out_of(out, 2, "a pair (weights, ids)")
         if first is not None or written is not None:
-            weights = read_like(names[0], first, x, name, _FLOAT32, shape, "[tokens, topk]")
-        if second is not None or written is not None:
-            ids = read_like(names[1], second, x, name, _INT32, shape, "[tokens, topk]")
+            weights = read_like(own_names[0], first, x, name, _FLOAT32, (tokens, topk), "[tokens, topk]")
+        if second is not None:
+            ids = read_like(own_names[1], second, x, name, _INT32, (tokens, topk), "[tokens, topk]")
     if device is None:
         arguments = {
             "logits": x, "bias": bias, "groups": groups, "topk_group": topk_group, "topk": topk, "shared": shared,
@@ -138,15 +122,9 @@ def launch(
     if tokens:
         on_device = type(count) is View
         values = (  # of FIELDS
-            address,
-            0 if bias is None else bias.address,
-            library.address(own_weights),
-            library.address(own_ids),
-            count.address if on_device else 0,
-            stride,
-            tokens,
-            tokens if count is None or on_device else count,
-        )
+            address, 0 if bias is None else bias.address, library.address(own_weights), library.address(own_ids),
+            count.address if on_device else 0, stride, tokens, tokens if count is None or on_device else count,
+        )  # fmt: skip
         runtime.launch(config, x, (-(-tokens // config.tokens_per_block), 1, 1), values)
     if foreign is None:
         return own_weights, own_ids
