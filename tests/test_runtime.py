@@ -1272,26 +1272,26 @@ def test_specialize_compiles_for_every_gpu(gpus: FakeGPUs, monkeypatch: pytest.M
 
 def test_specialize_fits_the_named_function(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(compiler, "compile_all", lambda work: None)
-    before = set(_moe_gate.registered)
+    before = set(gates.registered)
     try:
         for name, scoring, biased in (
             ("topk_softmax", "any", False), ("grouped_topk", "any", False), ("topk_sigmoid", "any", False),
             ("biased_grouped_topk", "sigmoid", True),
         ):  # fmt: skip
             cukern.specialize(name, experts=60)
-            config = _moe_gate.Config(60, 1, scoring, biased)
-            assert config in _moe_gate.registered - before
-            _moe_gate.registered.discard(config)
+            config = gates.Sizes(60, 1, scoring, biased)
+            assert config in gates.registered - before
+            gates.registered.discard(config)
         cukern.specialize("topk_softmax", experts=60, biased=True)
-        assert _moe_gate.registered - before == {_moe_gate.Config(60, 1, "softmax", True)}
+        assert gates.registered - before == {gates.Sizes(60, 1, "softmax", True)}
         # The call of the function, and not only one that it could make.
         cukern.specialize("topk_softmax", experts=60)
         own = np.zeros((64, 60), np.float32)
         written = np.zeros((64, 4), np.float32), np.zeros((64, 4), np.int32)
         assert "EXPERTS=60" in str(cukern.explain(cukern.topk_softmax, *written, own, arch="90a"))
     finally:
-        _moe_gate.registered.intersection_update(before)
-        OPS["topk_softmax"].forget()
+        gates.registered.intersection_update(before)
+        gates.choose.cache_clear()
 
 
 def test_the_help_of_specialize_lists_the_sizes() -> None:

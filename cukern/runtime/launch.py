@@ -1,4 +1,4 @@
-"""A call that has chosen its kernel: the launch on the caller's device and stream, or the NumPy twin.
+"""A call that has chosen its kernel: the launch on the caller's device and stream, or the NumPy reference.
 
 A family's `choose` returns what all calls of one decision share, a `Config`. A call adds the grid and the values of its
 own fields.
@@ -81,7 +81,7 @@ def launch(
 
 
 def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], arguments: Mapping[str, Any]) -> Any:
-    """The results of a NumPy twin: in the arrays of `out`, and where it has none, new ones of the library of `like`.
+    """The results of a NumPy reference: in the arrays of `out`, else in new arrays of the library of `like`.
 
     The twin is given views of the caller's memory in place of the Views among its arguments.
     """
