@@ -50,7 +50,7 @@ class Described(Library):
 
 
 def _array_at(value: int) -> Any:
-    """The array at an address; other numbers as they are."""
+    """The array at an address; a number that is none as it is."""
     trace, source = plan.current(), (value >> _APART) - 1
     if source not in trace.starts:
         return value

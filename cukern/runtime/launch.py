@@ -83,7 +83,7 @@ def launch(
 def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], arguments: Mapping[str, Any]) -> Any:
     """The results of a NumPy reference: in the arrays of `out`, else in new arrays of the library of `like`.
 
-    The twin is given views of the caller's memory in place of the Views among its arguments.
+    Views among the arguments reach the twin as NumPy arrays in the caller's memory.
     """
     library = like.library
     if library.recorder is not None:

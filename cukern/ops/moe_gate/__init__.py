@@ -218,7 +218,7 @@ def grouped_topk(
 
 
 def _view_of_ids(topk_ids: Any, shared: Any) -> View:
-    """The ids to write: their columns are the slots of each token, of which `shared` are for shared experts."""
+    """The ids to write. A column is a slot of each token; the last `shared` ones are for shared experts."""
     view = view_of("topk_ids", topk_ids)
     if view is None or len(view.shape) != 2:
         wanted = "an int32 array [tokens, topk]"

@@ -34,13 +34,13 @@ UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
 #: The most slots that gate_by_warp deals one after the other, and the experts of which one thread chooses.
 _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
 #: The most tokens for which gate_by_warp is faster than 32 lanes that share a token's experts (measured on an H200):
-#: each lane sorts its own, so its work grows with them. With at most so many experts it is always faster.
+#: each lane sorts its own, so its work grows with them. Up to _BY_WARP_EXPERTS experts it is always faster.
 _BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
 #: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
 #: The same of the dynamic variant that hands choices on. On an H200 that is faster where every lane is full: with 256
-#: experts in 8 groups 65536 tokens take 39 us in place of 56, with 160, of which a lane holds 10, 8192 take 16 us in
-#: place of 9.7.
+#: experts in 8 groups 65536 tokens take 39 us, not 56. A lane holds 10 of 160 experts: there 8192 tokens take 16 us,
+#: not 9.7.
 _DYNAMIC_BY_LANES = (16, 16)
 
 
@@ -194,7 +194,7 @@ FIELDS = ("logits", "bias", "weights", "ids", "valid_on_device", "row_stride", "
 
 
 class Config(NamedTuple):
-    """What a call launches, but for its arrays, its grid and its numbers."""
+    """What all calls of a decision launch. Each adds its arrays, its grid and its numbers."""
 
     variant: Variant
     block: tuple[int, int, int]
@@ -222,9 +222,9 @@ def choose(
     """The kernel of a gate, with all that does not differ between its calls.
 
     `topk` counts `shared` slots of shared experts; `by_two`: a group's score is the sum of its two best choices;
-    `count_dtype` is that of a number of tokens on the device; `aligned`: the rows and the bias are 16-byte aligned.
-    Raises ValueError, with the argument's name, for words that are not known, for numbers that do not go together, and
-    for a variant that these sizes do not have.
+    `count_dtype` is the dtype of a number of tokens on the device, or None; `aligned`: the rows and the bias are 16-byte
+    aligned. Raises ValueError, with the argument's name, for words that are not known, for numbers that do not go
+    together, and for a variant that these sizes do not have.
     """
     _check(experts, groups, topk_group, topk, shared, factor, scoring, variant)
     routed, sizes = topk - shared, Sizes(experts, groups, scoring if bias_dtype else "any", bias_dtype is not None)
@@ -264,7 +264,7 @@ def choose(
 
 
 def _lanes_for(forms: list[tuple[int, int, Kernel]], i: int) -> str:
-    """The lanes of a specialized kernel, and the numbers of tokens for which it is taken, in words."""
+    """The lanes of a specialized kernel, and the numbers of tokens that it takes, in words."""
     most, lanes, _ = forms[i]
     bounds = [f"from {forms[i - 1][0] + 1}"] * (i > 0) + [f"{'to' if i else 'up to'} {most}"] * (most < MAX_TOKENS)
     each = {1: "one thread", 32: "one warp"}.get(lanes, f"{lanes} lanes")
@@ -320,7 +320,7 @@ def _dynamic_for(
 def _specialized_forms(sizes: Sizes, routed: int) -> list[tuple[int, int, Kernel]]:
     """The specialized kernels for a number of routed experts, from few tokens to many.
 
-    Each has the most tokens for which it is taken, and its lanes per token.
+    Each has the most tokens that it takes, and its lanes per token.
     """
     if _is_by_thread(sizes):
         return [(MAX_TOKENS, 1, _by_thread)]

@@ -37,7 +37,7 @@ def gate(
     `name` and `bias_name` are what messages call the logits `x`, which may have been read, and the bias. `sizes` are
     the groups, how many of them are kept, the slots, and how many of them are for shared experts. `scales`: the scaling
     factor multiplies the weights, or with `scales_sums_alone` only renormalized ones. `written` are topk_weights and
-    the view of topk_ids, in place of an `out`. `by_two`: a group's score is the sum of its two best choices.
+    the view of topk_ids, where there is no `out`. `by_two`: a group's score is the sum of its two best choices.
     """
     if type(x) is not View:
         x = read(name, x, DTYPES, AXES)
@@ -49,7 +49,7 @@ def gate(
     if between != 1:
         row_stride(name, x)
     groups, topk_group, topk, shared = sizes
-    # A decision is found by equal values: 8.0 and True would find those of 8 and 1.
+    # Equal values find the same decision: 8.0 and True would pass as 8 and 1.
     if not (
         type(groups) is type(topk_group) is type(topk) is type(shared) is int
         and type(renormalize) is type(scales) is bool
