@@ -1,0 +1,334 @@
+"""The kernels of `moe_gate`: which there are, and which of them take a call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cukern.runtime import arrays, check, template
+from cukern.runtime.compile import Instance
+from cukern.runtime.kernel import Kernel, Launched, Variant
+
+DTYPES = ("float32", "float16", "bfloat16")
+#: The dtypes of a bias, and the types of those that the instances of every dtype of the logits do not take: a call with
+#: one of them compiles an instance of its own.
+BIAS_DTYPES = (*DTYPES, "float64")
+_BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
+SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
+VARIANTS = ("auto", "specialized", "dynamic")
+#: A lane keeps one bit for each of its experts in a 32-bit word.
+MAX_EXPERTS = 1024
+MAX_TOPK = 512
+MAX_TOKENS = 2**30
+# The shared memory that a block can have on every GPU from sm_80 on. The largest sizes of the dynamic variant need
+# nearly all.
+_MAX_SHARED_BYTES = 99 * 1024
+#: By lanes per token, the most tokens for which they are faster than fewer lanes (measured on an H200; the bits are the
+#: same).
+UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
+#: The most slots that gate_by_warp deals one after the other, and the experts of which one thread chooses.
+_BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
+#: The most tokens for which gate_by_warp is faster than 32 lanes that share a token's experts (measured on an H200):
+#: each lane sorts its own, so its work grows with them. With at most so many experts it is always faster.
+_BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
+#: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
+_DYNAMIC = ((16, 16), (16, 32), (32, 32))
+#: The same of the dynamic variant that hands choices on. On an H200 that is faster where every lane is full: with 256
+#: experts in 8 groups 65536 tokens take 39 us in place of 56, with 160, of which a lane holds 10, 8192 take 16 us in
+#: place of 9.7.
+_DYNAMIC_BY_LANES = (16, 16)
+
+
+class Config(NamedTuple):
+    """Sizes with variants of their own. With a bias the scoring decides the order, so it is fixed too."""
+
+    experts: int
+    groups: int
+    scoring: str  # "any" without a bias: the logits order the experts
+    biased: bool
+
+
+#: The sizes and the models that have them.
+SPECIALIZED = {
+    Config(256, 8, "sigmoid", biased=True): "DeepSeek-V3, DeepSeek-R1, Ling",
+    Config(256, 16, "sigmoid", biased=True): "a size of SGLang's moe_fused_gate",
+    Config(128, 4, "sigmoid", biased=True): "a size of SGLang's moe_fused_gate",
+    Config(128, 8, "sigmoid", biased=True): "a size of SGLang's moe_fused_gate",
+    Config(384, 1, "sigmoid", biased=True): "Kimi-K2",
+    Config(256, 1, "sigmoid", biased=True): "MiniMax-M2",
+    Config(160, 1, "sigmoid", biased=True): "GLM-4.5",
+    Config(128, 1, "sigmoid", biased=True): "GLM-4.5-Air",
+    Config(512, 1, "any", biased=False): "Qwen3-Next",
+    Config(256, 1, "any", biased=False): "256 experts without groups",
+    Config(128, 1, "any", biased=False): "Qwen3-30B-A3B, Qwen3-235B-A22B, Llama-4-Maverick",
+    Config(64, 1, "any", biased=False): "OLMoE",
+    Config(8, 1, "any", biased=False): "Mixtral",
+}
+
+_kernel = Kernel("moe_gate/moe_gate", "moe_gate", compile_s=1.3)
+_by_warp = Kernel("moe_gate/gate_by_warp", "gate_by_warp")
+_by_thread = Kernel("moe_gate/gate_by_thread", "gate_by_thread")
+
+
+def of_template(name: str) -> int:
+    return template.constants(_kernel.file)[name]
+
+
+def _threads() -> int:
+    """Threads of a block of moe_gate."""
+    return of_template("WARPS_PER_BLOCK") * 32
+
+
+def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
+    """Bytes of shared memory per block of moe_gate, as the template lays them out in units of 16."""
+    list_units = capacity + capacity // 4 + 2
+    return (block_units + (list_units + row_units) * (_threads() // lanes)) * 16
+
+
+def _staged_units(values: int, lanes: int, item_size: int) -> int:
+    """Units of a staged row (`Staging` of the template)."""
+    chunks = values * item_size // 16
+    return lanes * (chunks if chunks % 2 else chunks + 1)
+
+
+def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: int) -> tuple[dict[str, int], int]:
+    """The fields that only the dynamic kernel reads, and its shared memory."""
+    group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
+    log2_lanes_per_group = 0
+    while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
+        log2_lanes_per_group += 1
+    magic = -(-(1 << 20) // group_size)
+    padded_groups = ((lanes * values - 1) * magic >> 20) + 1
+    row_words = padded_groups + lanes * values + (padded_groups << log2_lanes_per_group)
+    fields = {"capacity": capacity, "group_size": group_size, "log2_lanes_per_group": log2_lanes_per_group}
+    shared_bytes = _shared_bytes(lanes, capacity, (groups + 5) // 2 + (row_words + 3) // 4)
+    return fields | {"group_magic": magic}, shared_bytes
+
+
+def _fits(config: Config, lanes: int) -> bool:
+    """Whether `lanes` lanes per token can hold the experts in whole groups."""
+    return config.experts % lanes == 0 and lanes % config.groups == 0 and config.experts // lanes <= 32
+
+
+def lanes_of(config: Config) -> tuple[int, ...]:
+    """Lanes per token, from few tokens to many; none where nothing fits.
+
+    A whole warp per token takes the fewest steps. Several tokens per warp share the instructions of all phases but the
+    pass over the experts. Without groups the threshold comes from the lanes: fewer than 16 would let too many
+    candidates through, and more than 16 experts per lane take too many registers.
+    """
+    fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
+    fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
+    return tuple(n for n in fitting if n >= fewest and config.experts // n <= most_experts) or tuple(fitting[:1])
+
+
+def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...] = ()) -> Variant:
+    experts, groups, scoring, biased = config
+    values, item_size = experts // lanes, arrays.ITEM_SIZE[dtype]
+    row = bias = 0
+    if lanes <= of_template("STAGED_LANES") and values > 1 and values * item_size % 16 == 0:
+        bias = _staged_units(values, lanes, 4) if biased else 0
+        # With a bias, scores of float32 replace the logits.
+        row = _staged_units(values, lanes, 4 if biased and values <= of_template("KEPT_SCORES") else item_size)
+    shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), row, bias)
+    arguments = arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, values, "true" if biased else "false"
+    return _kernel.variant(*arguments, *bias_types, launched=Launched(_threads(), shared_bytes))
+
+
+def _is_by_thread(config: Config) -> bool:
+    """Whether one thread per token takes the experts, in loads of 16 bytes."""
+    return config.groups == 1 and not config.biased and config.experts == _BY_THREAD_EXPERTS
+
+
+def _by_warp_variant(dtype: str, config: Config, bias_types: tuple[str, ...] = ()) -> Variant:
+    experts, groups, scoring, biased = config
+    sizes = experts, groups, scoring.upper(), "true" if biased else "false"
+    return _by_warp.variant(arrays.CUDA_TYPE[dtype], *sizes, *bias_types)
+
+
+def _by_thread_variant(dtype: str, config: Config, scoring: str) -> Variant:
+    return _by_thread.variant(arrays.CUDA_TYPE[dtype], config.experts, "SOFTMAX" if scoring == "softmax" else "ANY")
+
+
+def variants_of(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instance]:
+    """The instances of a configuration, but for those that only many slots take."""
+    if _is_by_thread(config):
+        forms = itertools.product(dtypes, ("softmax", "any"))
+        return [_by_thread_variant(dtype, config, scoring).instance for dtype, scoring in forms]
+    few = [_by_warp_variant(dtype, config).instance for dtype in dtypes if 32 in lanes_of(config)]
+    others = [n for n in lanes_of(config) if n < 32 or config.experts > _BY_WARP_EXPERTS]
+    return few + [_variant(dtype, config, n).instance for dtype in dtypes for n in others]
+
+
+def _dynamic(
+    dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = (), *, by_lanes: bool = False
+) -> Variant:
+    sizes = 0, "WHOLE_LANES" if by_lanes else 0, "ANY", lanes, values
+    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, "false", *bias_types)
+    if by_lanes:
+        shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), lanes * (values + 4) // 4)
+        return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes))
+    experts, groups, routed = lanes * values - 24, 8, 70  # an example of many
+    fields, shared_bytes = _dynamic_sizes(lanes, values, experts, groups, routed)
+    at = fields["capacity"], groups, fields["group_magic"], fields["log2_lanes_per_group"]
+    return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes, at, _MAX_SHARED_BYTES))
+
+
+for _own in (_kernel, _by_warp, _by_thread):
+    _all = [instance for config in SPECIALIZED for instance in variants_of(config)]
+    _own.specialized = [instance for instance in _all if instance.function == _own.function]
+    _own.at_import = [*_own.specialized]
+_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC]
+_kernel.at_import += [_dynamic(dtype, *_DYNAMIC_BY_LANES, by_lanes=True).instance for dtype in DTYPES]
+
+registered = set(SPECIALIZED)
+
+
+class Choice(NamedTuple):
+    """A variant, its lanes per token, its dynamic shared memory per block, and its threads per block.
+
+    `fields` are those of moe_gate's Params that only the dynamic variant reads.
+    """
+
+    variant: Variant
+    lanes: int
+    shared_bytes: int
+    threads: int
+    fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
+    most_tokens: int = MAX_TOKENS  # for which it is taken
+
+
+class Choices(NamedTuple):
+    """The variants for the scalar arguments of a call."""
+
+    dynamic: Choice
+    specialized: list[Choice]  # from few tokens to many
+    why: str  # the sizes that these are specialized for, or why there are none
+
+
+#: groups, topk_group, topk with shared experts, shared experts.
+Sizes = tuple[int, int, int, int]
+
+
+def _dynamic_choice(
+    dtype: str, experts: int, groups: int, routed: int, form: tuple[int, int], bias_types: tuple[str, ...]
+) -> Choice:
+    """The dynamic kernel of a number of lanes and of experts per lane, for these sizes."""
+    fields, shared_bytes = _dynamic_sizes(*form, experts, groups, routed)
+    return Choice(_dynamic(dtype, *form, bias_types), form[0], shared_bytes, _threads(), fields)
+
+
+def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]) -> Choice | None:
+    """The dynamic kernel for full lanes and groups of whole lanes, if these are."""
+    lanes, values = _DYNAMIC_BY_LANES
+    if groups == 1 or lanes % groups or experts != lanes * values or routed > lanes:
+        return None
+    fields = {
+        "capacity": of_template("CAPACITY"),
+        "group_size": 0,
+        "log2_lanes_per_group": (lanes // groups).bit_length() - 1,
+        "group_magic": 0,
+    }
+    variant = _dynamic(dtype, lanes, values, bias_types, by_lanes=True)
+    return Choice(variant, lanes, variant.launched.shared_bytes, _threads(), fields)
+
+
+def _all_specialized(
+    dtype: str, config: Config, scoring: str, routed: int, bias_types: tuple[str, ...]
+) -> list[Choice]:
+    """The specialized kernels for a scoring and a number of routed experts, from few tokens to many."""
+    if _is_by_thread(config):
+        threads = template.constants(_by_thread.file)["THREADS"]
+        return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, threads)]
+    found = []
+    for lanes in lanes_of(config):
+        most = UP_TO_TOKENS[lanes]
+        if lanes == 32 and routed <= _BY_WARP_TOPK:
+            threads = 32 * template.constants(_by_warp.file)["WARPS"]
+            by_warp = Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, threads)
+            if config.experts <= _BY_WARP_EXPERTS:
+                found.append(by_warp._replace(most_tokens=most))
+                continue
+            found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
+        # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
+        if routed <= min(of_template("CAPACITY"), 2 * lanes):
+            variant = _variant(dtype, config, lanes, bias_types)
+            found.append(Choice(variant, lanes, variant.launched.shared_bytes, _threads(), most_tokens=most))
+    return found
+
+
+def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str | None, softcap: bool) -> Choices:
+    """Check the scalar arguments against each other and choose the variants for them."""
+    biased = bias_dtype is not None
+    bias_types = (_BIAS_TYPE[bias_dtype],) if bias_dtype and bias_dtype not in ("float32", dtype) else ()
+    groups, topk_group, topk, shared = sizes
+    if not 1 <= experts <= MAX_EXPERTS:
+        check.fail("the number of experts", f"in [1, {MAX_EXPERTS}]", experts)
+    check.one_of("scoring_func", scoring, SCORING)
+    check.integer("num_expert_group", groups, 1, experts)
+    if experts % groups:
+        check.fail("num_expert_group", f"a divisor of the {experts} experts", groups)
+    check.integer("topk_group", topk_group, 1, groups, "num_expert_group")
+    check.integer("num_fused_shared_experts", shared, 0)
+    group_size = experts // groups
+    reachable = min(topk_group * group_size, MAX_TOPK)
+    why = f"the experts of the kept groups, at most {MAX_TOPK}, plus shared ones"
+    check.integer("topk", topk, 1 + shared, reachable + shared, why)
+
+    routed = topk - shared
+    # With fewer lanes than ranks there is no threshold, and most rows would overflow the list.
+    form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
+    by_lanes = _dynamic_by_lanes(dtype, experts, groups, routed, bias_types)
+    dynamic = by_lanes or _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
+    if dynamic.shared_bytes > _MAX_SHARED_BYTES:
+        check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
+    config = Config(experts, groups, scoring if biased else "any", biased)
+    specialized = []
+    if config in registered and not softcap:
+        specialized = _all_specialized(dtype, config, scoring, routed, bias_types)
+    why = _specialized_for(config) if specialized else _why_dynamic(dtype, config, routed, softcap)
+    return Choices(dynamic, specialized, why)
+
+
+def _named(config: Config) -> str:
+    groups = f" in {config.groups} groups" if config.groups > 1 else ""
+    return f"{config.experts} experts{groups} {f'by {config.scoring} with' if config.biased else 'without'} a bias"
+
+
+def _specialized_for(config: Config) -> str:
+    return f"specialized for {_named(config)} ({SPECIALIZED.get(config, 'by cukern.specialize')})"
+
+
+def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:
+    """Why no specialized instance takes a call, and what would compile one."""
+    if softcap:
+        return "only the dynamic kernel has a softcap"
+    if not lanes_of(config):
+        return f"no specialized kernel lays out {_named(config)}: a group must be whole lanes of at most 32 experts"
+    most = min(of_template("CAPACITY"), 2 * max(lanes_of(config)))
+    if routed > most:
+        return f"the specialized kernels for {_named(config)} choose at most {most}, not {routed}"
+    if config.experts * arrays.ITEM_SIZE[dtype] % 16:
+        return f"rows of {config.experts} {dtype} logits are not 16-byte aligned, as a specialized kernel needs"
+    op = "moe_fused_gate" if config.biased else "topk_softmax"
+    sizes = f"experts={config.experts}, groups={config.groups}, "
+    sizes += f"scoring_func={config.scoring!r}" if config.biased else "biased=False"
+    return f'no specialized instance is for {_named(config)}: cukern.specialize("{op}", {sizes}) compiles one'
+
+
+#: Fields of moe_gate's Params that the other kernels do without.
+_OF_ANY_SIZES = (
+    *("experts", "groups", "group_by_two", "softcap"),
+    *("capacity", "group_size", "log2_lanes_per_group", "group_magic"),
+)
+_WITHOUT = {
+    _kernel.function: (),
+    _by_warp.function: _OF_ANY_SIZES,
+    _by_thread.function: (*_OF_ANY_SIZES, "bias", "topk_group", "bias_is_float"),
+}
+
+
+def fields_of(variant: Variant, fields: dict[str, Any]) -> dict[str, Any]:
+    without = _WITHOUT[variant.instance.function]
+    return {name: value for name, value in fields.items() if name not in without}

@@ -1,0 +1,474 @@
+"""The MoE gates: the experts of each token, and their weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cukern.ops import _moe_gate as kernels
+from cukern.ops._moe_gate import (
+    BIAS_DTYPES,
+    DTYPES,
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    SCORING,
+    VARIANTS,
+    Config,
+)
+from cukern.reference import moe_gate as twin
+from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray, WrittenArray
+from cukern.runtime.compile import Instance
+from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
+from cukern.runtime.late import ceil_div, checked
+from cukern.runtime.op import forget_plans, op
+from cukern.runtime.plan import asked, launch, outputs, run_twin
+
+__all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoid", "topk_softmax"]
+
+
+def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", biased: bool = True) -> list[Instance]:
+    """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
+
+    Raises ValueError where the specialized kernel cannot lay the experts out: there must be a number of lanes (4, 8, 16
+    or 32) that is a multiple of groups, divides experts, and is at least experts / 32.
+    """
+    check.integer("experts", experts, 1, MAX_EXPERTS)
+    check.integer("groups", groups, 1, experts)
+    check.one_of("scoring_func", scoring_func, SCORING)
+    config = Config(experts, groups, scoring_func if biased else "any", bool(biased))
+    if not kernels.lanes_of(config):
+        check.fail(
+            "experts and groups",
+            "sizes where a group is whole lanes of at most 32 experts (the dynamic variant takes all others)",
+            f"{experts} experts in {groups} groups",
+        )
+    kernels.registered.add(config)
+    forget_plans()
+    return kernels.variants_of(config)
+
+
+#: Other defaults of `cukern.specialize` for the functions that take no bias by default.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "topk_softmax": {"scoring_func": "softmax", "biased": False},
+    "grouped_topk": {"scoring_func": "softmax", "biased": False},
+    "topk_sigmoid": {"biased": False},
+}
+
+
+def _valid_tokens(count: Any, tokens: int) -> int:
+    return check.integer("num_token_non_padded", count, 0, tokens, "tokens")
+
+
+class _Call(NamedTuple):
+    """The arguments that all five gates have, and the names of two of them in messages."""
+
+    name: str
+    logits: Any
+    bias_name: str
+    bias: Any
+    renormalize: bool
+    scoring: str
+    num_token_non_padded: Any
+    variant: str
+
+
+def _check_sizes(sizes: tuple[Any, ...]) -> kernels.Sizes:
+    low = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
+    groups, topk_group, topk, shared = (
+        n if type(n) is int else check.integer(x, n, low[x]) for x, n in zip(low, sizes, strict=True)
+    )
+    return groups, topk_group, topk, shared
+
+
+def _check_valid(call: _Call) -> tuple[Any, Array | None]:
+    """The first token that is padding: a number, and the array on the device that replaces it."""
+    tokens, count = call.logits.shape[0], call.num_token_non_padded
+    if count is None:
+        return tokens, None
+    if not isinstance(count, Array):
+        return checked(_valid_tokens, count, tokens), None
+    on_device = expect_place("num_token_non_padded", count, call.logits, call.name)
+    check.dtype("num_token_non_padded", on_device.dtype, ("int32", "int64"))
+    if on_device.shape not in ((), (1,)):
+        check.shape("num_token_non_padded", on_device.shape, (1,), "[1]")
+    return tokens, on_device
+
+
+def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int) -> tuple[kernels.Choice, str]:
+    """The variant of a call, and why. Raises ValueError for "specialized" where there is none."""
+    logits, bias = call.logits, call.bias
+    # Wide loads need aligned rows; the number of tokens is looked at last, for it is late.
+    aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
+    if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
+        if call.variant == "dynamic":
+            return choices.dynamic, asked(call.variant)
+        chosen, least = choices.specialized[0], 1
+        for for_more in choices.specialized[1:]:
+            if logits.shape[0] > chosen.most_tokens:
+                chosen, least = for_more, chosen.most_tokens + 1
+        lanes = {1: "one thread", 32: "one warp"}.get(chosen.lanes, f"{chosen.lanes} lanes")
+        most = f"{'to' if least > 1 else 'up to'} {chosen.most_tokens}"
+        bounds = [f"from {least}"] * (least > 1) + [most] * (chosen.most_tokens < MAX_TOKENS)
+        taken = f" ({' '.join(bounds)} tokens)" if bounds else ""
+        asks = f"{asked(call.variant)}; " * (call.variant != "auto")
+        return chosen, f"{asks}{logits.shape[0]} tokens: {lanes} per token{taken}; {choices.why}"
+    if call.variant == "specialized":
+        check.fail(
+            "variant",
+            "'auto' or 'dynamic' here",
+            f"'specialized': there is none for {logits.shape[1]} experts in {groups} groups with scoring "
+            f"{call.scoring} {'without' if bias is None else 'with'} a bias, or the rows are not 16-byte aligned "
+            "(cukern.specialize adds one)",
+        )
+    why = choices.why
+    if choices.specialized:
+        why = f"the rows or the bias are not 16-byte aligned, as the faster kernel needs ({why})"
+    return choices.dynamic, asked(call.variant) or f"dynamic, {choices.dynamic.lanes} lanes per token: {why}"
+
+
+def _gate(
+    call: _Call,
+    sizes: tuple[Any, Any, Any, Any],
+    scaling: tuple[Any, bool] = (1.0, False),
+    *,
+    by_two: bool = False,
+    softcap: float = 0.0,
+    out: Any = None,
+    written: dict[str, Any] | None = None,
+) -> Any:
+    """Check, choose a variant, launch.
+
+    `sizes` are those of `kernels.Sizes`; `scaling` is the scaling factor, and whether it multiplies the weights;
+    `by_two`: a group's score is the sum of its two best choices; `written` are the results by name, where they are
+    arguments.
+    """
+    name, logits, bias = call.name, call.logits, call.bias
+    expect_array(name, logits, DTYPES, ("tokens", "experts"))
+    tokens, experts = logits.shape
+    if not 1 <= experts <= MAX_EXPERTS:
+        check.fail(name, f"of 1 to {MAX_EXPERTS} experts", experts)
+    if tokens > MAX_TOKENS:
+        check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
+    row_stride = expect_row_stride(name, logits)
+    groups, topk_group, topk, shared = sizes = _check_sizes(sizes)
+    if bias is not None:
+        expect(call.bias_name, bias, logits, name, BIAS_DTYPES, (experts,), "[experts]")
+    bias_dtype = None if bias is None else bias.dtype
+    choices = kernels.choose(logits.dtype, experts, sizes, call.scoring, bias_dtype, softcap != 0)
+    factor = check.number("routed_scaling_factor", scaling[0])
+    if shared and factor == 0:
+        check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
+    check.one_of("variant", call.variant, VARIANTS)
+    results = _results(logits, topk)
+    if written is None:
+        weights, ids = outputs(out, logits, name, *results, names="a pair (weights, ids)")
+    else:
+        weights, ids = (
+            expect(own, array, logits, name, (result.dtype,), result.shape, result.symbols)
+            for (own, array), result in zip(written.items(), results, strict=True)
+        )
+    valid, valid_on_device = _check_valid(call)
+    if logits.on_host:
+        return run_twin(call.variant, VARIANTS)
+    chosen, why = _select(choices, call, row_stride, groups)
+    if tokens == 0:
+        return weights, ids
+    fields = {
+        "logits": logits,
+        "bias": bias,
+        "weights": weights,
+        "ids": ids,
+        "valid_on_device": valid_on_device,
+        "row_stride": row_stride,
+        "tokens": tokens,
+        "valid": valid,
+        "experts": experts,
+        "groups": groups,
+        "topk_group": topk_group,
+        "topk": topk - shared,
+        "shared": shared,
+        "scoring": kernels.of_template(call.scoring.upper()),
+        "group_by_two": by_two,
+        "renormalize": call.renormalize,
+        "bias_is_float": bias_dtype == "float32",
+        "valid_is_int64": valid_on_device is not None and valid_on_device.dtype == "int64",
+        "shared_scale": 1 / factor if shared else 0.0,
+        "output_scale": factor if scaling[1] else 1.0,
+        "softcap": softcap,
+    }
+    blocks = ceil_div(tokens, chosen.threads // chosen.lanes)
+    taken = kernels.fields_of(chosen.variant, fields | {**chosen.fields})
+    launch(chosen.variant, blocks, chosen.threads, chosen.shared_bytes, why=why, **taken)
+    return weights, ids
+
+
+def _results(gating_output: Any, topk: Any) -> tuple[Result, Result]:
+    shape = (gating_output.shape[0], topk)
+    return Result(shape, "float32", "[tokens, topk]"), Result(shape, "int32", "[tokens, topk]")
+
+
+@op(
+    twin.moe_fused_gate,
+    "weights, ids",
+    lambda input, bias, num_expert_group, topk_group, topk, *_, **__: _results(input, topk),
+    rows={"tokens": ("input", "out")},
+    late=("num_token_non_padded",),
+)
+def moe_fused_gate(
+    input: AnyArray,
+    bias: AnyArray,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = False,
+    *,
+    renormalize: bool = True,
+    scoring_func: str = "sigmoid",
+    num_token_non_padded: AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
+    """Route tokens to experts with DeepSeek-V3's biased grouped top-k, in one kernel.
+
+    The scores are `scoring_func` of the logits, in float32 whatever the dtype. The choice is score + bias. A group's
+    score is the sum of its two best choices (of its only one, if it has one expert). Each token goes to the experts of
+    its `topk_group` best groups with the best choices, best first. Their weights are the scores without the bias,
+    divided by their sum if `renormalize`. Ties go to the lower group and the lower expert. An expert whose logit or
+    bias is NaN or -inf ranks last and has weight 0; a row of such experts gets the lowest ids.
+
+    A score below float32's normal numbers (2^-126: the sigmoid of a logit below -87.3) is 0. Where all scores of the
+    chosen experts are 0, the weights are 0, renormalized or not. vLLM and DeepSeek's own code divide by sum + 1e-20:
+    they come to 0 there too, and to half of a weight at a logit of -46. SGLang's kernel divides 0 by 0, and returns
+    NaN.
+
+    Fused shared experts take the last slots of `topk`, with ids `experts + j` and, before the division, the
+    weight sum(routed) / routed_scaling_factor.
+
+    Args:
+        input: router logits [tokens, experts], float32, float16 or bfloat16, contiguous along experts; rows may be
+            strided. At most 1024 experts.
+        bias: correction bias [experts], float32, float16, bfloat16 or float64; used as float32. The kernels of one that
+            is neither float32 nor of the dtype of `input` are compiled at their first use.
+        num_expert_group: groups of neighbouring experts; divides experts. 1 for no groups.
+        topk_group: groups kept per token.
+        topk: slots per token, shared experts included.
+        num_fused_shared_experts: slots of shared experts.
+        routed_scaling_factor: the model's scaling of the routed experts' output.
+        apply_routed_scaling_factor_on_output: multiply the weights by it.
+        renormalize: divide the weights by the sum of the routed ones.
+        scoring_func: "sigmoid", "softmax" or "sqrtsoftplus".
+        num_token_non_padded: the number of tokens that are not padding; those after them get ids -1 and weights 0. An
+            int, or an array of one int32 or int64 on the device of `input`, which the kernel reads.
+        out: a pair (weights, ids) to write into and return.
+        variant: "auto", or a kernel by name: "specialized" (sizes fixed at compile time) or "dynamic". Both return
+            the same bits.
+
+    Returns:
+        weights float32 [tokens, topk] and ids int32 [tokens, topk], in the library and on the device of `input`.
+        Arrays in host memory go through the NumPy reference.
+
+    Raises:
+        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+
+    The function, its arguments and their order are SGLang's `sgl_kernel.moe_fused_gate`; the method is that of the
+    DeepSeek-V3 technical report (arXiv:2412.19437, section 2.1.2).
+    """
+    if bias is None:
+        check.fail("bias", "an array [experts]", "None", TypeError)
+    call = _Call("input", input, "bias", bias, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (num_expert_group, topk_group, topk, num_fused_shared_experts)
+    scaling = (routed_scaling_factor, apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, by_two=True, out=out)
+
+
+def _or_one(number: Any) -> Any:
+    return 1 if number is None else number
+
+
+def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
+    """Check the number of tokens. The array itself is not read, so it may be on any device."""
+    if hidden_states is None:
+        return
+    if not hasattr(hidden_states, "shape"):
+        hidden_states = arrays.enter("hidden_states", hidden_states)
+    wanted = expect_array("gating_output", gating_output, symbols=("tokens", "experts")).shape[0]
+    if not hidden_states.shape:
+        check.fail("hidden_states", "of shape [tokens, ...]", [])
+    given = hidden_states.shape[0]
+    if given is not wanted and given != wanted:
+        check.fail("hidden_states", f"of {wanted} tokens like gating_output", given)
+
+
+@op(
+    twin.biased_grouped_topk,
+    "weights, ids",
+    lambda hidden_states, gating_output, correction_bias, topk, *_, **__: _results(gating_output, topk),
+    rows={"tokens": ("hidden_states", "gating_output", "out")},
+    late=("num_token_non_padded",),
+    leader="gating_output",
+)
+def biased_grouped_topk(
+    hidden_states: AnyArray | None,
+    gating_output: AnyArray,
+    correction_bias: AnyArray,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool = False,
+    *,
+    scoring_func: str = "sigmoid",
+    num_token_non_padded: AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
+    """`moe_fused_gate` under the name and argument order of the reference function in SGLang's `topk.py`.
+
+    Of `hidden_states` [tokens, ...], which may be None, only the number of tokens is checked. Without
+    `num_expert_group` and `topk_group` there is one group; without `routed_scaling_factor` it is 1. As there,
+    `apply_routed_scaling_factor_on_output` does nothing without `renormalize`. Unlike there, where one of several
+    shared experts is drawn for the last slot, each has a slot. Other arguments, results and errors are those of
+    `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
+    """
+    _check_hidden_states(hidden_states, gating_output)
+    if correction_bias is None:
+        check.fail("correction_bias", "an array [experts]", "None (grouped_topk takes none)", TypeError)
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts)
+    scaling = (_or_one(routed_scaling_factor), renormalize and apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, by_two=True, out=out)
+
+
+@op(
+    twin.grouped_topk,
+    "weights, ids",
+    lambda hidden_states, gating_output, topk, *_, **__: _results(gating_output, topk),
+    rows={"tokens": ("hidden_states", "gating_output", "out")},
+    late=("num_token_non_padded",),
+    leader="gating_output",
+)
+def grouped_topk(
+    hidden_states: AnyArray | None,
+    gating_output: AnyArray,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool = False,
+    *,
+    scoring_func: str = "softmax",
+    num_token_non_padded: AnyArray | None = None,
+    out: tuple[AnyArray, AnyArray] | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
+    """Grouped top-k without a bias, as DeepSeek-V2's: a group's score is its best expert's.
+
+    Groups and experts are ordered by their logits. Every scoring function preserves that order, but its rounding would
+    make ties. Arguments, results and errors are those of `biased_grouped_topk` (SGLang's `grouped_topk`); the method is
+    that of the DeepSeek-V2 paper (arXiv:2405.04434).
+    """
+    _check_hidden_states(hidden_states, gating_output)
+    names = "gating_output", gating_output, "", None
+    call = _Call(*names, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts)
+    scaling = (_or_one(routed_scaling_factor), renormalize and apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, out=out)
+
+
+def _slots(topk_ids: Any, shared: Any) -> int:
+    """The slots of each token; `shared` of them are for shared experts."""
+    if len(getattr(topk_ids, "shape", ())) != 2:
+        wanted = "an int32 array [tokens, topk]"
+        check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type_name(topk_ids)), TypeError)
+    slots = topk_ids.shape[1]
+    if slots < 1:
+        check.fail("topk_ids", "of at least one slot", slots)
+    check.integer("num_fused_shared_experts", shared, 0, slots - 1, "the columns of topk_ids but one")
+    return slots
+
+
+@op(
+    twin.topk_softmax,
+    rows={"tokens": ("topk_weights", "topk_ids", "gating_output")},
+    late=("num_token_non_padded",),
+    leader="gating_output",
+)
+def topk_softmax(
+    topk_weights: WrittenArray,
+    topk_ids: WrittenArray,
+    gating_output: AnyArray,
+    renormalize: bool = False,
+    moe_softcapping: float = 0.0,
+    correction_bias: AnyArray | None = None,
+    *,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = True,
+    num_token_non_padded: AnyArray | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
+    """Route tokens by the softmax of their logits (Mixtral, Qwen3, OLMoE, Grok), without groups.
+
+    Args:
+        topk_weights: float32 [tokens, topk], written.
+        topk_ids: int32 [tokens, topk], written.
+        gating_output: router logits [tokens, experts], float32, float16 or bfloat16.
+        renormalize: divide the weights by their sum.
+        moe_softcapping: a cap; if not 0, the softmax is of cap * tanh(logits / cap).
+        correction_bias: [experts], added to the softmax for the choice but not for the weights.
+        num_fused_shared_experts: how many of the topk slots, the last ones, are those of shared experts.
+        routed_scaling_factor: the model's scaling of the routed experts' output.
+        apply_routed_scaling_factor_on_output: multiply the weights by it, whether they are renormalized or not; unlike
+            in `moe_fused_gate` it is on unless turned off, so that a factor acts as in vLLM's `topk_sigmoid`.
+
+    Returns (topk_weights, topk_ids). The other arguments, shared experts, ties, NaN and the errors are as in
+    `moe_fused_gate`; without a bias the logits themselves order the experts. The function is SGLang's
+    `sgl_kernel.topk_softmax`.
+    """
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, "softmax", num_token_non_padded, variant)
+    written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    sizes = (1, 1, _slots(topk_ids, num_fused_shared_experts), num_fused_shared_experts)
+    scaling = (routed_scaling_factor, apply_routed_scaling_factor_on_output)
+    _gate(call, sizes, scaling, softcap=check.number("moe_softcapping", moe_softcapping), written=written)
+    return topk_weights, topk_ids
+
+
+@op(
+    twin.topk_sigmoid,
+    rows={"tokens": ("topk_weights", "topk_ids", "gating_output")},
+    late=("num_token_non_padded",),
+    leader="gating_output",
+)
+def topk_sigmoid(
+    topk_weights: WrittenArray,
+    topk_ids: WrittenArray,
+    gating_output: AnyArray,
+    renormalize: bool = False,
+    correction_bias: AnyArray | None = None,
+    *,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = True,
+    num_token_non_padded: AnyArray | None = None,
+    variant: str = "auto",
+) -> tuple[AnyArray, AnyArray]:
+    """Route tokens by the sigmoid of their logits (Llama-4; with a bias GLM-4.5 and Kimi-K2), without groups.
+
+    Arguments, results and errors are those of `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`, with
+    the scaling of vLLM's operator of this name.
+    """
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, "sigmoid", num_token_non_padded, variant)
+    written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    sizes = (1, 1, _slots(topk_ids, num_fused_shared_experts), num_fused_shared_experts)
+    _gate(call, sizes, (routed_scaling_factor, apply_routed_scaling_factor_on_output), written=written)
+    return topk_weights, topk_ids
