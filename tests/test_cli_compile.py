@@ -230,7 +230,7 @@ def test_compile_all_is_all_that_is_listed_and_all_named_models(monkeypatch: pyt
         return [reached]
 
     monkeypatch.setattr(serving, "instances_of", instances_of)
-    args = type("Arguments", (), {"all": True, "models": None})()
+    args = type("Arguments", (), {"all": True, "models": None, "specialize": None})()
     wanted = {*compile_command._wanted(args, "80")}
     assert {model.source for model in asked} == {*models_of.NAMED}
     for own in (own for kernels in KERNELS.values() for own in kernels):

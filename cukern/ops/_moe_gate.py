@@ -40,6 +40,10 @@ _DYNAMIC = ((16, 16), (16, 32), (32, 32))
 _DYNAMIC_BY_LANES = (16, 16)
 
 
+#: What aligns the rows of a router whose experts do not.
+PADDED = "a view [:, :experts] of rows that are padded to a multiple of 16 bytes is"
+
+
 class Config(NamedTuple):
     """Sizes with variants of their own. With a bias the scoring decides the order, so it is fixed too."""
 
@@ -310,7 +314,8 @@ def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:
     if routed > most:
         return f"the specialized kernels for {_named(config)} choose at most {most}, not {routed}"
     if config.experts * arrays.ITEM_SIZE[dtype] % 16:
-        return f"rows of {config.experts} {dtype} logits are not 16-byte aligned, as a specialized kernel needs"
+        rows = f"rows of {config.experts} {dtype} logits"
+        return f"{rows} are not 16-byte aligned, as a specialized kernel needs: {PADDED}"
     op = "moe_fused_gate" if config.biased else "topk_softmax"
     sizes = f"experts={config.experts}, groups={config.groups}, "
     sizes += f"scoring_func={config.scoring!r}" if config.biased else "biased=False"

@@ -122,7 +122,8 @@ def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int)
         )
     why = choices.why
     if choices.specialized:
-        why = f"the rows or the bias are not 16-byte aligned, as the faster kernel needs ({why})"
+        unaligned = "rows" if bias is None else "rows or the bias"
+        why = f"the {unaligned} are not 16-byte aligned ({kernels.PADDED}), as the faster kernel needs ({why})"
     return choices.dynamic, asked(call.variant) or f"dynamic, {choices.dynamic.lanes} lanes per token: {why}"
 
 
