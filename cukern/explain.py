@@ -23,7 +23,7 @@ from cukern.runtime.plan import Trace, Workspace, current
 from cukern.runtime.schema import schemas
 
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-_WIDTH, _INDENT = 88, 14
+WIDTH, _INDENT = 88, 14
 
 
 class Ceilings(NamedTuple):
@@ -99,9 +99,13 @@ class Explanation(NamedTuple):
     floor_by: str = ""
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = WIDTH) -> str:
+        """Return the words, in lines of at most `width` characters; a longer word is not broken."""
         if self.gpu is None:
             words = f'the NumPy reference, {self.twin} (arch="90a" and the like ask what a GPU would do)'
-            return f"{self.op} on arrays in host memory\n{_wrapped('runs', words)}"
+            return f"{self.op} on arrays in host memory\n{_wrapped('runs', words, width)}"
         lines = []
         for i, launch in enumerate(self.launches):
             if i:
@@ -123,12 +127,12 @@ class Explanation(NamedTuple):
         if self.launches:
             lines.append(("floor", floor))
         title = f"{self.op} on sm_{self.gpu.arch} with {self.gpu.multiprocessors} multiprocessors"
-        return "\n".join([title, *(_wrapped(word, text) for word, text in lines)])
+        return "\n".join([title, *(_wrapped(word, text, width) for word, text in lines)])
 
 
-def _wrapped(word: str, text: str) -> str:
+def _wrapped(word: str, text: str, width: int) -> str:
     first, rest = f"  {word:<{_INDENT - 2}}", " " * _INDENT
-    wrapper = textwrap.TextWrapper(_WIDTH, first, rest, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(width, first, rest, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text)
 
 

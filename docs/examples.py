@@ -89,7 +89,7 @@ def main(names: Sequence[str]) -> None:
         text = page.read_text(encoding="utf-8")
         if page.parent.name == "families":
             text = family_pages.with_sections(text, page.stem)
-        text = source_pages.with_bits(text)
+        text = source_pages.with_sizes(source_pages.with_bits(text))
         page.write_text(with_outputs(text), encoding="utf-8")
 
 

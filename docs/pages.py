@@ -140,6 +140,25 @@ def with_bits(text: str) -> str:
     return re.sub(r"(?<=<!-- bits: )(\w+)( -->\n)(?:\n(?:\|[^\n]*\n)+)?", table, text)
 
 
+def with_sizes(text: str) -> str:
+    """Return a page with the table of the sizes that `cukern.specialize` takes, as the families declare them."""
+    rows = ["| family | sizes and their defaults | other defaults |", "| --- | --- | --- |"]
+    for stem in FAMILIES:
+        module = family_module(stem)
+        if register := getattr(module, "specialize", None):
+            sizes = ", ".join(
+                str(x.replace(annotation=x.empty)) for x in inspect.signature(register).parameters.values()
+            )
+            others = [
+                f"`{name}`: {', '.join(f'`{size}={value!r}`' for size, value in own.items())}"
+                for name, own in getattr(module, "DEFAULTS", {}).items()
+            ]
+            title = f"[{_title(DOCS / 'families' / f'{stem}.md')}](families/{stem}.md)"
+            rows.append(f"| {title} | `{sizes}` | {'; '.join(others)} |")
+    table = "".join(f"{row}\n" for row in rows)
+    return re.sub(r"(<!-- sizes -->\n)(?:\n(?:\|[^\n]*\n)+)?", lambda found: f"{found[1]}\n{table}", text)
+
+
 def _title(path: Path) -> str:
     return path.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("# ")
 

@@ -149,6 +149,12 @@ def test_a_page_ends_with_signatures_speed_and_notebook(stem: str) -> None:
     assert family_pages.with_sections(text, stem) == text, f"`make pages` writes the end of docs/families/{stem}.md"
 
 
+def test_the_tools_list_the_sizes_of_each_family() -> None:
+    text = (pages.DOCS / "tools.md").read_text(encoding="utf-8")
+    assert pages.with_sizes(text) == text, "`make pages` writes the table of docs/tools.md"
+    assert "`experts, groups=1, scoring_func='sigmoid', biased=True`" in text and "`head_dim, block_size`" in text
+
+
 def test_each_family_has_a_page() -> None:
     assert {path.stem for path in (pages.DOCS / "families").glob("*.md")} == set(pages.FAMILIES)
     assert {name for name in cukern.__all__ if pages.family_of(name)} >= {*cukern.__all__} - {*pages.TOOLS}

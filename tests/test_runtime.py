@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import inspect
 import io
 import json
 import os
@@ -45,7 +44,6 @@ from cukern.runtime.plan import outputs, run_twin
 from cukern.runtime.rows import tile as tile_of
 from cukern.runtime.tolerance import Tolerance
 from cukern.testing import assert_matches
-from tests import surface
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = """// A template that compiles at once.
@@ -1292,28 +1290,6 @@ def test_specialize_fits_the_named_function(gpus: FakeGPUs, monkeypatch: pytest.
     finally:
         _moe_gate.registered.intersection_update(before)
         OPS["topk_softmax"].forget()
-
-
-def test_the_help_of_specialize_lists_the_sizes() -> None:
-    listed: dict[str, str] = {}
-    variants = json.loads(surface.FILE.read_text())["variants"]
-    taking = {name for name, own in variants.items() if "specialized" in own}
-    taking |= {"paged_attention_v1", "paged_attention_v2"}  # `paged_attention`, by other arguments
-    for line in (inspect.getdoc(cukern.specialize) or "").splitlines():
-        if found := re.fullmatch(r"    ([a-z_\d, ]+): (.+)", line):
-            listed |= dict.fromkeys(found[1].split(", "), found[2])
-    for name in cukern.__all__:
-        function = getattr(cukern, name)
-        module = sys.modules.get(".".join(getattr(function, "__module__", "").split(".")[:3]))
-        register = getattr(module, "specialize", None)
-        if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
-            assert name not in listed
-            continue
-        defaults = getattr(module, "DEFAULTS", {}).get(name, {})
-        own = {p.name: defaults.get(p.name, p.default) for p in inspect.signature(register).parameters.values()}
-        expected = ", ".join(x if value is inspect.Parameter.empty else f"{x}={value!r}" for x, value in own.items())
-        assert listed.get(name, expected) == expected
-        assert (name in listed) == (name in taking), name
 
 
 # --- compiling at import --------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import cukern
 from cukern.commands import UserError
 from cukern.commands.serving import launched, placeholder
+from cukern.explain import WIDTH
 from cukern.runtime import arrays, gpu, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.progress import progress
@@ -50,7 +51,8 @@ _LIKE = re.compile(r"\b(?:dtype of `(\w+)`|(?:of (?:the )?(\w+)'s dtype)|the sam
 _A_FLOAT = 0.9
 #: What a function raises for arguments that it does not take; the last, for a size that no field of a kernel holds.
 _REFUSALS = (TypeError, ValueError, TemplateError)
-_WIDTH = 120
+#: Characters of a line on a terminal that is wider.
+_WIDEST = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -418,14 +420,6 @@ def _written(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else repr(value)
 
 
-def _wrapped(text: str, width: int) -> str:
-    """The lines of an explanation, at the width of the terminal."""
-    wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False)
-    joined = re.sub(r"\n {14}(?=\w+=)", "  ", text)  # the fields have two spaces between them
-    joined = re.sub(r"\n {14}(?!\w+: )", " ", joined)  # each result has its line
-    return "\n".join(wrapper.fill(line) for line in joined.split("\n"))
-
-
 def functions() -> list[str]:
     """The names of the functions of cukern that work on arrays."""
     public = {name: getattr(cukern, name) for name in cukern.__all__}
@@ -447,11 +441,11 @@ def run(args: argparse.Namespace) -> int:
     scalars = {name: _literal(value) for name, value in _pairs("--set", args.scalars).items()}
     arguments = call_of(function, _sizes(args.shape), _dtypes(args.dtype), scalars, args.optional)
     try:
-        said = str(cukern.explain(function, **arguments, arch=arch))
+        said = cukern.explain(function, **arguments, arch=arch)
     except _REFUSALS as error:
         raise UserError(str(error)) from None
-    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    width = min(_WIDEST, shutil.get_terminal_size((WIDTH, 24)).columns)
     shown = ", ".join(f"{name}={_written(value)}" for name, value in arguments.items())
-    print(_wrapped(f"{args.function}({shown})", width))
-    print(said if width == _WIDTH else _wrapped(said, width))
+    print(textwrap.fill(f"{args.function}({shown})", width, subsequent_indent="    ", break_long_words=False))
+    print(said.text(width))
     return 0

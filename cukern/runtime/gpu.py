@@ -29,7 +29,8 @@ class Gpu(NamedTuple):
 
 _SHARED = {"80": (164 << 10, 163 << 10), "86": (100 << 10, 99 << 10), "89": (100 << 10, 99 << 10),
            "90a": (228 << 10, 227 << 10), "100a": (228 << 10, 227 << 10), "120a": (100 << 10, 99 << 10)}  # fmt: skip
-#: The multiprocessors of each card that `explain` and `compile` take by name; the first stands for its architecture.
+#: The multiprocessors of each card that `explain` and `compile` take by name, as NVIDIA's data sheets give them. The
+#: first card of an architecture stands for it.
 _MULTIPROCESSORS_OF = {
     "80": {"A100": 108, "A30": 56},
     "86": {"A40": 84, "A10": 72, "A10G": 80, "RTX A6000": 84, "RTX 3090": 82},

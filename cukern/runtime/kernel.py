@@ -154,18 +154,8 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
     """Compile variants for these sizes, for every GPU of the machine, and use them in this process.
 
     `op` is a function of cukern or its name: `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. The variants
-    serve all functions of its family. The functions that have specialized variants, with their `sizes` and defaults:
-
-        moe_fused_gate, biased_grouped_topk: experts, groups=1, scoring_func='sigmoid', biased=True
-        topk_softmax, grouped_topk: experts, groups=1, scoring_func='softmax', biased=False
-        topk_sigmoid: experts, groups=1, scoring_func='sigmoid', biased=False
-        rms_norm, fused_add_rms_norm, rms_norm_quant, fused_add_rms_norm_quant: width, dtype='bfloat16'
-        layer_norm, fused_add_layer_norm: width, dtype='bfloat16'
-        masked_attention, cross_attention: dim
-        paged_attention, paged_attention_v1, paged_attention_v2: head_dim, block_size
-        moe_unpermute, moe_sum: topk, dtype='bfloat16'
-        remove_sequence_length_padding, rebuild_sequence_length_padding: hidden, head_dim=64, dtype='float16'
-        transpose_remove_padding, add_qkv_bias_rebuild_padding: hidden, head_dim=64, dtype='float16'
+    serve all functions of its family. docs/tools.md lists the `sizes` of each family, and the error for a wrong one names
+    them.
 
     Returns the kernels, as a function and its template arguments each.
 
