@@ -154,7 +154,7 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
     """Compile variants for these sizes, for every GPU of the machine, and use them in this process.
 
     `op` is a function of cukern or its name: `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. The variants
-    serve all functions of its family. docs/tools.md lists the `sizes` of each family, and the error for a wrong one names
+    serve all functions of its family. docs/tools.md lists the `sizes` of each family; the error for a wrong size names
     them.
 
     Returns the kernels, as a function and its template arguments each.
