@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cukern.runtime.described  # noqa: F401  (reads descriptions of arrays)
 from cukern.runtime import arrays, check, compile, gpu, template
 from cukern.runtime.cuda import runtime
 from cukern.runtime.describe import Array

@@ -40,10 +40,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from cukern.runtime import check
 from cukern.runtime.describe import Result
 from cukern.runtime.op import OPERATORS, Operator
 from cukern.runtime.packages import missing
-from cukern.runtime.plan import refuse_gradient
 from cukern.runtime.schema import Schema, schemas
 
 try:
@@ -79,7 +79,7 @@ def _check_gradients(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, An
         if isinstance(value, torch.Tensor) and value.requires_grad:
             names = (argument.name for argument in schema.arguments)
             name = next(n for n, v in (*zip(names, args, strict=False), *kwargs.items()) if v is value)
-            refuse_gradient(name)
+            check.refuse_gradient(name)
 
 
 def _written(schema: Schema) -> list[tuple[int, str]]:

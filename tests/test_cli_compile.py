@@ -17,7 +17,7 @@ import cukern.runtime.compile as compiler
 from cukern.__main__ import main
 from cukern.commands import compile as compile_command
 from cukern.commands import doctor, models_of, serving
-from cukern.ops import _moe_gate as gates
+from cukern.ops.moe_gate import choose as gates
 from cukern.runtime import gpu, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import KERNELS

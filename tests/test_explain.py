@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 import cukern
-from cukern.ops import _moe_gate, moe_gate
+from cukern.ops import moe_gate
+from cukern.ops.moe_gate import choose as gates
 from cukern.runtime import arrays, compile, gpu
 from cukern.runtime import kernel as kernel_module
 from cukern.runtime.arrays import AnyArray
@@ -148,7 +150,15 @@ def test_a_variant_that_is_asked_for_is_the_reason(name: str) -> None:
             assert any(asks) is (variant != "auto" and bool(asks)), [x.why for x in said.launches]
 
 
-def test_a_reason_has_the_numbers_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def other_gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget what gates chose by the limits and the sizes of a test."""
+    monkeypatch.setattr(gates, "registered", {*gates.registered})
+    yield
+    gates.choose.cache_clear()
+
+
+def test_a_reason_has_the_numbers_of_the_choice(other_gates: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def why(tokens: int, experts: int = 256, groups: int = 8, **options: Any) -> str:
         given = np.zeros((tokens, experts), np.float32), np.zeros(experts, np.float32)
         (launched,) = cukern.explain(cukern.moe_fused_gate, *given, groups, 1, 8, arch="H200", **options).launches
@@ -157,14 +167,15 @@ def test_a_reason_has_the_numbers_of_the_choice(monkeypatch: pytest.MonkeyPatch)
     sizes = "specialized for 256 experts in 8 groups by sigmoid with a bias (DeepSeek-V3, DeepSeek-R1, Ling)"
     assert why(1024) == f"1024 tokens: one warp per token (from 513 to 4096 tokens); {sizes}"
     assert why(20000) == f"20000 tokens: 8 lanes per token (from 16385 tokens); {sizes}"
-    monkeypatch.setitem(_moe_gate.UP_TO_TOKENS, 32, 1000)
+    monkeypatch.setitem(gates.UP_TO_TOKENS, 32, 1000)
+    monkeypatch.setattr(gates, "TOKEN_CLASSES", (512, 1000, 16384, gates.MAX_TOKENS))
+    gates.choose.cache_clear()
     assert why(1024) == f"1024 tokens: 16 lanes per token (from 1001 to 16384 tokens); {sizes}"
     assert why(64, variant="dynamic") == "variant='dynamic' asks for it"
     call = "cukern.specialize(\"moe_fused_gate\", experts=96, groups=4, scoring_func='sigmoid')"
     dynamic = why(64, 96, 4)
     assert dynamic.startswith("dynamic, 16 lanes per token: no specialized instance is for 96 experts in 4 groups")
     assert dynamic.endswith(f"{call} compiles one")
-    monkeypatch.setattr(_moe_gate, "registered", {*_moe_gate.registered})
     moe_gate.specialize(experts=96, groups=4, scoring_func="sigmoid")  # what that call asks for, without a compiler
     own = "specialized for 96 experts in 4 groups by sigmoid with a bias (by cukern.specialize)"
     assert why(64, 96, 4) == f"64 tokens: one warp per token (up to 1000 tokens); {own}"

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cukern
-from cukern.runtime import arrays, gpu, plan
+from cukern.runtime import arrays, gpu, launch, plan
 from cukern.runtime.kernel import Variant
 from cukern.runtime.late import Guards, Late, ceil_div
 from cukern.runtime.op import OPS, Op, forget_plans
@@ -107,9 +107,9 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("runtime", nothing),
         ("current_device", lambda device: nullcontext()),
         ("encode", lambda *sizes: bytes(TENSOR_MAP_BYTES)),
-        ("_thread", threading.local()),
     ):
         monkeypatch.setattr(plan, name, value)
+    monkeypatch.setattr(launch, "THREAD", threading.local())
     monkeypatch.setattr(Variant, "load", lambda self, device: 1)
     monkeypatch.setattr(Variant, "launcher", lambda self, device: lambda *sizes: None)
     forget_plans()

@@ -411,8 +411,8 @@ def test_late_scalars_are_checked_where_nothing_is_launched(monkeypatch: pytest.
     made = Op(nothing, None, {}, ("step",))
     trace, returned, reader = made.say(made.form(2, ()), (torch.zeros(0), 3), on=H200)
     plan = Plan(trace, returned, reader.paths)
-    monkeypatch.setattr(type(trace.place.library), "current_device", lambda self: 0)
-    monkeypatch.setattr("cukern.runtime.plan._thread", SimpleNamespace(state=(None, 0, {0})))
+    monkeypatch.setattr(trace.place.library, "current_device", lambda: 0)
+    monkeypatch.setattr("cukern.runtime.launch.THREAD", SimpleNamespace(state=(None, 0, {0})))
     assert plan.run((), [0, 9]) is None
     with pytest.raises(ValueError, match=r"step must be an integer in \[0, 9\], got 10"):
         plan.run((), [0, 10])

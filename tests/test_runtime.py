@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 import cukern
 import cukern.runtime.compile as compiler
 from cukern import testing
-from cukern.ops import _moe_gate
+from cukern.ops.moe_gate import choose as gates
 from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, sources, units
 from cukern.runtime.compile import CompileError, Instance
 from cukern.runtime.cuda import INSTALL, cupy
@@ -1021,8 +1021,8 @@ def test_a_worker_answers_each_line(templates: Path) -> None:
 def test_processes_may_fill_one_cache_at_once(cache: Path) -> None:
     code = """
 import cukern.runtime.compile as compiler
-from cukern.ops import _moe_gate
-instances = [i for i in _moe_gate._kernel.specialized if i.arguments[1] == 64]
+from cukern.ops.moe_gate import choose
+instances = [i for i in choose._kernel.specialized if i.arguments[1] == 64]
 assert instances
 for instance in instances:
     path, name = compiler.cubin(instance, "80")
@@ -1101,7 +1101,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     monkeypatch.setattr(plan, "runtime", fake)
     monkeypatch.setattr(kernel.Variant, "launcher", lambda self, device: fake.launchKernel)
     monkeypatch.setattr(plan, "current_device", fake.current_device)
-    monkeypatch.setattr(plan, "_thread", threading.local())
+    monkeypatch.setattr("cukern.runtime.launch.THREAD", threading.local())
     monkeypatch.setattr(kernel.Variant, "load", lambda self, device: 100 + device)
     monkeypatch.setattr(kernel, "_archs_from_nvml", lambda: None)
     return fake
@@ -1253,10 +1253,10 @@ def test_specialize_names_the_sizes_of_an_op() -> None:
 
 def test_specialize_says_that_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "available", lambda: "ImportError: no cupy")
-    before = set(_moe_gate.registered)
+    before = set(gates.registered)
     with pytest.raises(RuntimeError, match=r"compiles, and NVRTC cannot be used here \(ImportError: no cupy\)"):
         cukern.specialize("moe_fused_gate", experts=96, groups=4)
-    assert _moe_gate.registered == before
+    assert gates.registered == before
 
 
 def test_specialize_compiles_for_every_gpu(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -1270,26 +1270,26 @@ def test_specialize_compiles_for_every_gpu(gpus: FakeGPUs, monkeypatch: pytest.M
 
 def test_specialize_fits_the_named_function(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(compiler, "compile_all", lambda work: None)
-    before = set(_moe_gate.registered)
+    before = set(gates.registered)
     try:
         for name, scoring, biased in (
             ("topk_softmax", "any", False), ("grouped_topk", "any", False), ("topk_sigmoid", "any", False),
             ("biased_grouped_topk", "sigmoid", True),
         ):  # fmt: skip
             cukern.specialize(name, experts=60)
-            config = _moe_gate.Config(60, 1, scoring, biased)
-            assert config in _moe_gate.registered - before
-            _moe_gate.registered.discard(config)
+            config = gates.Sizes(60, 1, scoring, biased)
+            assert config in gates.registered - before
+            gates.registered.discard(config)
         cukern.specialize("topk_softmax", experts=60, biased=True)
-        assert _moe_gate.registered - before == {_moe_gate.Config(60, 1, "softmax", True)}
+        assert gates.registered - before == {gates.Sizes(60, 1, "softmax", True)}
         # The call of the function, and not only one that it could make.
         cukern.specialize("topk_softmax", experts=60)
         own = np.zeros((64, 60), np.float32)
         written = np.zeros((64, 4), np.float32), np.zeros((64, 4), np.int32)
         assert "EXPERTS=60" in str(cukern.explain(cukern.topk_softmax, *written, own, arch="90a"))
     finally:
-        _moe_gate.registered.intersection_update(before)
-        OPS["topk_softmax"].forget()
+        gates.registered.intersection_update(before)
+        gates.choose.cache_clear()
 
 
 # --- compiling at import --------------------------------------------------------------------------------

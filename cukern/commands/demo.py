@@ -19,7 +19,7 @@ import cukern
 from cukern.commands import INSTALL, UserError, console, demo_encoder
 from cukern.commands.serving import launched
 from cukern.explain import Launch
-from cukern.ops import _moe_gate as gate_kernels
+from cukern.ops.moe_gate import choose as gate_kernels
 from cukern.runtime import arrays, compile, gpu, kernel
 from cukern.runtime.progress import progress
 

@@ -59,6 +59,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return _EXTENDED.get(name) or np.dtype(name)
 
 
+_NUMPY_NAMES = {numpy_dtype(name): name for name in ITEM_SIZE}
+#: CuPy has no FP8: its numbers are bytes there.
+_CUPY_DTYPES = {name: numpy_dtype("uint8" if name.startswith("float8") else name) for name in ITEM_SIZE}
+
+
 @functools.lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of an array in C order without gaps."""
@@ -76,6 +81,34 @@ class Quick(NamedTuple):
     stream: Callable[[int], int]
 
 
+class View(NamedTuple):
+    """What a call reads of an array, once. `strides` are in elements; `device` is None for host memory."""
+
+    array: Any
+    library: Library
+    address: int  # 0 in host memory
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: int | None
+    #: The caller's array where it is known by DLPack alone: `array` shares its memory.
+    foreign: Any = None
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in C order without gaps."""
+        wanted = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides)):  # noqa: B905
+            if stride != wanted and size != 1:
+                return 0 in self.shape
+            wanted *= size
+        return True
+
+
+#: `View` without the Python code of a named tuple, which takes twice as long.
+_view: Callable[[type[View], tuple[Any, ...]], View] = tuple.__new__
+
+
 class Library:
     """An array library. `device` is the index of a CUDA device, or None for host memory."""
 
@@ -87,6 +120,36 @@ class Library:
     quick: Quick | None = None
     #: Whether an array that requires gradients is refused now: the kernels have no backward.
     wants_gradients: Callable[[], bool] = staticmethod(lambda: False)
+    #: What takes the launches of arrays that are only described (`cukern.runtime.described`); None: the driver.
+    recorder: Any = None
+
+    def view(self, name: str, array: Any) -> View:
+        """What a call reads of an array, which messages call `name`.
+
+        Raises TypeError for an array without memory of its own, ValueError for one on another kind of device,
+        RuntimeError for one that requires gradients.
+        """
+        raise NotImplementedError
+
+    def alike(self, arrays: Sequence[Any], rows: int) -> Callable[..., bool]:
+        """A function that compares other arrays with these: whether all but their addresses is the same.
+
+        The first dimensions of the first `rows` arrays may differ, too.
+        """
+        known = [self._layout(x, i < rows) for i, x in enumerate(arrays)]
+
+        def is_alike(*others: Any) -> bool:
+            return [self._layout(x, i < rows) for i, x in enumerate(others)] == known
+
+        return is_alike
+
+    def _layout(self, array: Any, is_rows: bool) -> tuple[Any, ...]:
+        shape = tuple(array.shape)
+        return array.dtype, shape[1:] if is_rows else shape, self.strides(array), self.device(array)
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
+        """An uninitialized array on a device, from the library's own allocator."""
+        raise NotImplementedError
 
     def read(self, array: Any, signature: list[Any]) -> int:
         """The address of an array; all else that a plan may know of it is added to a call's signature.
@@ -129,7 +192,7 @@ class Library:
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         """An uninitialized array on the device of `like`, from the library's own allocator."""
-        raise NotImplementedError
+        return self.allocate(shape, dtype, self.device(like))
 
     def stream(self, device: int) -> int:
         """The handle of the caller's current stream on a device."""
@@ -150,6 +213,12 @@ class _NumPy(Library):
     name = "NumPy"
     array_type = np.ndarray
 
+    def view(self, name: str, array: Any) -> View:
+        return _view(View, (array, self, 0, array.dtype.name, array.shape, self.strides(array), None, None))
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
+        return np.empty(shape, numpy_dtype(dtype))
+
     def read(self, array: Any, signature: list[Any]) -> int:
         signature += array.dtype, array.strides, array.shape, "host"
         return 0
@@ -164,9 +233,6 @@ class _NumPy(Library):
         size = array.itemsize
         return tuple([s // size for s in array.strides])
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        return np.empty(shape, numpy_dtype(dtype))
-
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
 
@@ -178,6 +244,22 @@ class _CuPy(Library):
     name = "CuPy"
     array_type = cupy.ndarray if cupy is not None else type(None)
 
+    def view(self, name: str, array: Any) -> View:
+        memory, dtype, size = array.data, array.dtype, array.itemsize
+        strides = tuple([s // size for s in array.strides])
+        name = _NUMPY_NAMES.get(dtype) or dtype.name
+        return _view(View, (array, self, memory.ptr, name, array.shape, strides, memory.device_id, None))
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
+        if device == runtime.getDevice():
+            return cupy.ndarray(shape, _CUPY_DTYPES[dtype])
+        with current_device(device):  # type: ignore[arg-type]
+            return cupy.ndarray(shape, _CUPY_DTYPES[dtype])
+
+    def _layout(self, array: Any, is_rows: bool) -> tuple[Any, ...]:
+        shape = array.shape
+        return array.dtype, shape[1:] if is_rows else shape, array.strides, array.data.device_id
+
     def read(self, array: Any, signature: list[Any]) -> int:
         memory = array.data
         signature += array.dtype, array.strides, array.shape, memory.device_id
@@ -186,7 +268,7 @@ class _CuPy(Library):
     def maker(
         self, shape: Shape, dtype: str, device: int | None, is_current: bool = True
     ) -> Callable[[Sequence[Any]], Any]:
-        empty, kind = cupy.empty, numpy_dtype("uint8" if dtype.startswith("float8") else dtype)  # CuPy has no FP8
+        empty, kind = cupy.empty, _CUPY_DTYPES[dtype]
         if callable(shape):
             return lambda environment: empty(shape(environment), kind)
         return lambda environment: empty(shape, kind)
@@ -201,13 +283,6 @@ class _CuPy(Library):
         size = array.itemsize
         return tuple([s // size for s in array.strides])
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        device = like.data.device_id
-        if device == cupy.cuda.runtime.getDevice():
-            return cupy.empty(shape, numpy_dtype(dtype))
-        with current_device(device):
-            return cupy.empty(shape, numpy_dtype(dtype))
-
     def stream(self, device: int) -> int:
         return cupy.cuda.get_current_stream(device).ptr
 
@@ -219,8 +294,7 @@ class _CuPy(Library):
             return cupy.asarray(array)
 
     def from_bytes(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        kind = numpy_dtype("uint8" if dtype.startswith("float8") else dtype)  # CuPy has no FP8
-        return memory.view(kind).reshape(shape)
+        return memory.view(_CUPY_DTYPES[dtype]).reshape(shape)
 
 
 _TENSOR_FACTS = operator.attrgetter("dtype", "shape", "device")
@@ -238,6 +312,8 @@ class _Torch(Library):
         self._torch = torch
         self.array_type = torch.Tensor
         self._empty = torch.empty
+        #: In a build for CUDA all devices with a number are CUDA's.
+        self._is_for_cuda = torch.version.cuda is not None
         self.wants_gradients = torch.is_grad_enabled
         self._names = {
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
@@ -246,8 +322,6 @@ class _Torch(Library):
         # Private names of torch. Each has a substitute where a version lacks it.
         native = getattr(torch, "_C", None)
         stream, device = (getattr(native, f"_cuda_get{name}", None) for name in ("CurrentRawStream", "Device"))
-        # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
-        self._stream: Callable[[int], int] = stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
         # The allocation of torch.compile's own code, which takes two thirds of the time of torch.empty.
         guards = getattr(getattr(native, "_dynamo", None), "guards", None)
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
@@ -256,10 +330,40 @@ class _Torch(Library):
         self._lists: dict[int, list[tuple[Callable[..., bool], tuple[Any, ...]]]] = {}
         if device is not None and stream is not None:
             self.quick = Quick(torch.Tensor.data_ptr, device, stream)
-        self._current_device: Callable[[], int] = device or super().current_device
+        # Functions of C, which a call asks without a step through Python.
+        self.current_device = device or super().current_device  # type: ignore[method-assign]
+        self.address = torch.Tensor.data_ptr  # type: ignore[method-assign]
+        # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
+        self.stream = stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)  # type: ignore[method-assign]
 
-    def current_device(self) -> int:
-        return self._current_device()
+    def view(self, name: str, array: Any) -> View:
+        try:
+            address = array.data_ptr()
+        except RuntimeError:  # sparse, for example
+            got = f"{type(array).__name__} of layout {array.layout}"
+            check.fail(name, "a strided tensor with memory of its own", got, TypeError)
+        device = array.get_device()
+        if device < 0 or not self._is_for_cuda:
+            device = self.device(array, name)
+        if array.requires_grad and self.wants_gradients():
+            check.refuse_gradient(name)
+        dtype = self._names.get(array.dtype) or self.dtype(array)
+        return _view(View, (array, self, address, dtype, tuple(array.shape), array.stride(), device, None))
+
+    def alike(self, arrays: Sequence[Any], rows: int) -> Callable[..., bool]:
+        if self._guards is None or len({*map(id, arrays)}) < len(arrays):  # the guards take one tensor once
+            return super().alike(arrays, rows)
+        sizes = [[None if i < rows and not at else n for at, n in enumerate(x.shape)] for i, x in enumerate(arrays)]
+        strides = [[*x.stride()] for x in arrays]
+        return self._guards(*arrays, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
+
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
+        if device is not None and self._empty_cuda is not None and self.current_device() == device:
+            # Counts of rows that never repeat would fill the cache of strides.
+            strides = (shape[1] or 1, 1) if len(shape) == 2 else _strides(shape)
+            return self._empty_cuda(shape, strides, self._dtypes[dtype])
+        place = self._torch.device("cpu") if device is None else self._torch.device("cuda", device)
+        return self._empty(shape, dtype=self._dtypes[dtype], device=place)
 
     def read(self, array: Any, signature: list[Any]) -> int:
         signature += array.dtype, array.stride(), array.shape, array.get_device()
@@ -310,19 +414,8 @@ class _Torch(Library):
             check.fail(name, "on a CUDA device or the CPU", f"one on {array.device}")
         return None
 
-    def address(self, array: Any) -> int:
-        return array.data_ptr()
-
     def strides(self, array: Any) -> tuple[int, ...]:
         return array.stride()
-
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        if self._empty_cuda and like.is_cuda and like.get_device() == self.current_device():
-            return self._empty_cuda(shape, _strides(shape), self._dtypes[dtype])
-        return self._empty(shape, dtype=self._dtypes[dtype], device=like.device)
-
-    def stream(self, device: int) -> int:
-        return self._stream(device)
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach().cpu()

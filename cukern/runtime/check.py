@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,6 +14,12 @@ from cukern.runtime.late import Late, checked
 def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
     """Raise `error` in the form of all messages of the library."""
     raise error(f"{name} must be {wanted}, got {got}")
+
+
+def refuse_gradient(name: str) -> NoReturn:
+    """Raise RuntimeError for a tensor that requires gradients: a model would train wrongly without them."""
+    wanted = "a tensor that does not require grad (there is no backward: use torch.no_grad() or .detach())"
+    fail(name, wanted, "one that does", RuntimeError)
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
@@ -65,11 +71,15 @@ def number(name: str, value: Any) -> float:
 
 def flag(name: str, value: Any) -> bool:
     """`value` as a bool; the numbers 0 and 1 count."""
+    if value is True or value is False:
+        return value
     return bool(one_of(name, value, (False, True)))
 
 
-def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
+def one_of(name: str, value: Any, allowed: Collection[Any]) -> Any:
     """`value`, which is among `allowed`."""
+    if type(value) is str and value in allowed:
+        return value
     options = tuple(allowed)
     # An array is compared element by element.
     is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
@@ -79,7 +89,7 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     return value
 
 
-def host_variant(variant: str, variants: Iterable[str]) -> None:
+def host_variant(variant: str, variants: Collection[str]) -> None:
     """The variant for arrays in host memory is "auto": the NumPy reference runs, which has no variants."""
     if variant != "auto":
         one_of("variant", variant, variants)

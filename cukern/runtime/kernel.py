@@ -1,7 +1,7 @@
 """The kernels of the library, and their instances on each device.
 
 A `Kernel` is one `__global__` template of `cuda_src`. It has a `Variant` for each set of template arguments, which is
-loaded on a device at its first launch there; `cukern.runtime.plan` launches it.
+loaded on a device at its first launch there; `cukern.runtime.launch` and `cukern.runtime.plan` launch it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _WITHOUT_SHARED_MEMORY = Launched()
 class Variant:
     """A template instance, to launch on any device for which it can be compiled."""
 
-    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "launched", "max_shared_bytes")
+    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "launched", "max_shared_bytes", "ready")
 
     def __init__(self, instance: Instance, launched: Launched, large_clusters: bool) -> None:
         self.instance = instance
@@ -69,6 +69,7 @@ class Variant:
         self.large_clusters = large_clusters
         self._functions: dict[int, int] = {}
         self._modules: dict[int, Any] = {}
+        self.ready = _Ready(self)
 
     def __repr__(self) -> str:
         return f"Variant({self.instance})"
@@ -96,6 +97,20 @@ class Variant:
                 self._modules[device] = module
                 self._functions[device] = kernel.kernel.ptr
         return self._functions[device]
+
+
+class _Ready(dict[Any, tuple[Callable[..., None], int]]):
+    """By device: what launches a variant there, and the driver's handle of it, from its first launch on.
+
+    The device of the first launch must be the current one.
+    """
+
+    def __init__(self, variant: Variant) -> None:
+        self._variant = variant
+
+    def __missing__(self, device: int) -> tuple[Callable[..., None], int]:
+        found = self[device] = self._variant.launcher(device), self._variant.load(device)
+        return found
 
 
 class Kernel:

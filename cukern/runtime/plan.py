@@ -6,14 +6,14 @@ they say is recorded in a `Trace`, from which a `Plan` is made: it allocates, pa
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check, template
+from cukern.runtime import launch as launching
 from cukern.runtime.arrays import Quick
 from cukern.runtime.cuda import current_device, runtime
 from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, expect, type_name
@@ -22,7 +22,6 @@ from cukern.runtime.late import Environment, Guards, Late, evaluator
 from cukern.runtime.straight import Text
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
 
-_PARAMETER_BYTES = 4096  # of a kernel, at most
 _ALIGNMENT = 256  # of the parts of a workspace, in bytes
 _RUNS_BEFORE_TEXT = 4
 _MOST_MAPS = 256  # tensor maps that a plan keeps, of arrays at different addresses
@@ -50,6 +49,7 @@ class Trace:
         self.steps: list[_Step] = []
         self.first_made = addresses + lates  # place of the first made array's address in the environment
         self.made: list[tuple[tuple[Any, ...], str]] = []  # shapes and dtypes of the arrays to allocate
+        self.starts: dict[int, int] = {}  # the addresses that `described` gives arrays, by their sources
         self.transposed: set[int] = set()  # sources of made arrays that are returned transposed
         self.is_host_call = False
         self.for_twin: Callable[[], dict[str, Any]] = dict
@@ -243,12 +243,6 @@ def _is_open(value: Any) -> bool:
     return isinstance(value, (Late, Array))
 
 
-def refuse_gradient(name: str) -> NoReturn:
-    """Raise RuntimeError for a tensor that requires gradients: a model would train wrongly without them."""
-    wanted = "a tensor that does not require grad (there is no backward: use torch.no_grad() or .detach())"
-    check.fail(name, wanted, "one that does", RuntimeError)
-
-
 class Trainable(NamedTuple):
     """The arguments of a call that may require gradients: all names, and the paths of tensors of floats."""
 
@@ -260,7 +254,7 @@ class Trainable(NamedTuple):
         for position, inner in self.paths:
             value = values[position] if inner is None else values[position][inner]
             if value.requires_grad:
-                refuse_gradient(self.names[position] if inner is None else f"{self.names[position]}[{inner}]")
+                check.refuse_gradient(self.names[position] if inner is None else f"{self.names[position]}[{inner}]")
 
 
 # --- a plan, ready to run -----------------------------------------------------------------------------
@@ -460,7 +454,7 @@ class Plan:
         if place.library.current_device() != place.device:
             with current_device(place.device):  # type: ignore[arg-type]
                 return self._run(values, environment, place, self._find_makers(is_current=False))
-        _, _, devices = _state()
+        _, _, devices = launching.thread_state()
         if place.device not in devices:
             # A thread that never set a device has no context, and a launch by the driver would fail.
             runtime.setDevice(place.device)
@@ -475,7 +469,8 @@ class Plan:
         text, slow = Text("def run(values, e):"), self.run
         self.holds = self.guards.straight() if self.guards is not None else self.holds
         of = [f"e{i}" for i in range(self._begin + len(self._made) + len(self._places.formulas))]
-        text.names |= {"thread": _thread, "slow": slow, "current": quick.current_device, "address_of": quick.address}
+        text.names |= {"thread": launching.THREAD, "slow": slow}
+        text.names |= {"current": quick.current_device, "address_of": quick.address}
         if self._trainable is not None:
             tensors = [_argument_text(*path) for path in self._trainable.paths]
             wants, refuse = text.name(self.place.library.wants_gradients), text.name(self._trainable.refuse)
@@ -537,7 +532,7 @@ class Plan:
             environment.append(compute(environment))
         environment += self._known
         if self._steps:
-            buffer, address, _ = _state()
+            buffer, address, _ = launching.thread_state()
             stream = library.stream(device)  # type: ignore[arg-type]
             for step in self._steps:
                 step.pack(buffer, 0, *step.parameters(environment))
@@ -611,18 +606,3 @@ def _shape_finder(shape: tuple[Any, ...]) -> tuple[int, ...] | Callable[[Environ
         return lambda environment: (first(environment), *rest)
     finders = [x.evaluate if isinstance(x, Late) else (lambda environment, x=x: x) for x in shape]
     return lambda environment: tuple([find(environment) for find in finders])
-
-
-_thread = threading.local()
-
-
-def _state() -> tuple[Any, int, set[int]]:
-    """The thread's buffer for parameters, the address of the pointer to it, and the devices with a context."""
-    try:
-        return _thread.state
-    except AttributeError:
-        buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        _thread.keep = pointers
-        _thread.state = buffer, ctypes.addressof(pointers), set()
-        return _thread.state

@@ -11,10 +11,10 @@ import functools
 import operator
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cukern.runtime import sources
 from cukern.runtime.late import Late, item
@@ -323,6 +323,48 @@ class Packing:
                 self.parts.append(value)
                 at = offset + struct.calcsize(f"={code}")
         self.struct = _compiled(codes)
+
+
+class Packer(NamedTuple):
+    """Packs a kernel's struct: `into(buffer, 0, *order(values + known))`, with the values of a call."""
+
+    into: Callable[..., None]
+    #: None where the values are in the struct's order and all that is known is behind them.
+    order: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
+    #: The bytes of the fields that are the same in every call.
+    known: tuple[bytes, ...]
+    #: The names of the values, None for those that the struct does without.
+    names: tuple[str | None, ...]
+    #: The other fields, by name.
+    fixed: dict[str, Any]
+
+    def fields(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """The fields of the struct by name, for the values of a call."""
+        return {name: x for name, x in zip(self.names, values, strict=True) if name} | self.fixed
+
+
+def packer(file: str, function: str, names: Sequence[str], fixed: Mapping[str, Any]) -> Packer:
+    """The packer of a kernel's struct, for the values `names` of each call and the `fixed` ones.
+
+    A value is a number, or the bytes of a field that is an array or a struct. A struct may do without some of both.
+    Raises TemplateError for a field that has no value.
+    """
+    layout, leaves = params(file, function), list[_Leaf]()
+    for name, (offset, kind) in layout.fields.items():
+        if name in fixed:
+            _add_leaves(leaves, kind, fixed[name], offset, name)
+        elif name in names:
+            leaves.append((offset, kind.code if isinstance(kind, Scalar) else f"{kind.size}s", name, name))
+        else:
+            raise TemplateError(f"{layout.name} of {function} has the field {name}, which no call gives")
+    packing = Packing(layout, leaves, lambda value: type(value) is str)
+    known = tuple(x for x in packing.parts if type(x) is bytes)
+    values = (*names, *known)
+    places = [values.index(part) for part in packing.parts]  # equal bytes are as good
+    own = {name: x for name, x in fixed.items() if name in layout.fields}
+    taken = tuple(name if name in layout.fields and name not in fixed else None for name in names)
+    order = None if places == [*range(len(values))] else operator.itemgetter(*places)
+    return Packer(packing.struct.pack_into, order, known, taken, own)
 
 
 _compiled = functools.lru_cache(maxsize=1024)(struct.Struct)

@@ -1,0 +1,77 @@
+"""The decisions of earlier calls: a call like one before repeats its decision without the checks.
+
+Two calls are alike if they differ in the addresses of their arrays and in their number of rows alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from cukern.runtime.arrays import Library
+
+#: How many calls that are not alike are kept: of a family, and with the same facts and types of arrays.
+_MAX_CALLS, _MAX_LAYOUTS = 1024, 16
+
+
+class Decision(NamedTuple):
+    """What alike calls share: the library and the device of their arrays, and the family's choices.
+
+    A family has a choice for each of its own keys, such as a class of token counts.
+    """
+
+    types: list[type]  # of the facts and the arrays
+    is_alike: Callable[..., bool]
+    given: Callable[[Sequence[Any]], Sequence[Any]]
+    requires_grad: bool
+    library: Library
+    device: int
+    row_stride: int  # of the first array, in elements
+    choices: dict[Any, Any]
+
+
+class Decisions:
+    """The decisions of a family. The first `rows` arrays of each call have one number of rows."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._found: dict[tuple[Any, ...], list[Decision]] = {}
+
+    def find(self, facts: tuple[Any, ...], arrays: tuple[Any, ...]) -> Decision | None:
+        """The decision of an alike call; None where there was none.
+
+        `facts` are the arguments that are no arrays; an array may be None. The rows are to be compared by the caller.
+        """
+        try:
+            found = self._found.get(facts)
+        except TypeError:  # not hashable: the checks name the argument
+            return None
+        if found is not None:
+            types = [*map(type, facts), *map(type, arrays)]  # 1 == 1.0 == True
+            for decision in found:
+                if decision.types == types and decision.is_alike(*decision.given(arrays)):
+                    if decision.requires_grad and decision.library.wants_gradients():
+                        return None
+                    return decision
+        return None
+
+    def keep(
+        self, facts: tuple[Any, ...], arrays: tuple[Any, ...], library: Library, device: int, row_stride: int
+    ) -> Decision:
+        """Keep the decision of a call that has passed its checks, without a choice yet."""
+        places = [i for i, x in enumerate(arrays) if x is not None]
+        # By a slice for one array: its place alone would give no tuple.
+        given = operator.itemgetter(*(places if len(places) > 1 else [slice(places[0], places[0] + 1)]))
+        own = given(arrays)
+        is_alike = library.alike(own, sum(i < self._rows for i in places))
+        requires_grad = any(getattr(x, "requires_grad", False) for x in own)
+        types = [*map(type, facts), *map(type, arrays)]
+        made = Decision(types, is_alike, given, requires_grad, library, device, row_stride, {})
+        if len(self._found) >= _MAX_CALLS:
+            self._found.clear()
+        self._found[facts] = [made, *self._found.get(facts, [])[: _MAX_LAYOUTS - 1]]
+        return made
+
+    def clear(self) -> None:
+        self._found.clear()

@@ -1,0 +1,98 @@
+"""A GPU that is not there: a fixture under which calls of plain functions run whole, but for the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from cukern.runtime import arrays, launch, template
+from cukern.runtime.kernel import Variant
+from cukern.runtime.view import READERS
+
+
+class Launch(NamedTuple):
+    """A launch as the driver gets it, with the fields of the struct by name."""
+
+    variant: Variant
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int
+    stream: int
+    device: int
+    fields: dict[str, Any]
+
+
+class PretendedGPU:
+    """CUDA device `device`, on which tensors in host memory are; another may be the current one."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.device = self.current = 0
+        self.is_there = True  # no later call is like the calls of the fixture
+        self.set_devices: list[int] = []
+
+    def start(self, variant: Variant, function: int, *numbers: int) -> None:
+        *sizes, shared_bytes, stream, pointers, extra = numbers
+        assert (function, extra) == (1000 + self.current, 0)
+        address = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
+        layout = template.params(variant.instance.file, variant.instance.function)
+        packed, fields = ctypes.string_at(address, layout.size), {}
+        for name, (offset, kind) in layout.fields.items():
+            assert isinstance(kind, template.Scalar)
+            (fields[name],) = struct.unpack_from(f"={kind.code}", packed, offset)
+        grid, block = tuple(sizes[:3]), tuple(sizes[3:])
+        self.launches.append(Launch(variant, grid, block, shared_bytes, stream, self.current, fields))
+
+    @contextlib.contextmanager
+    def make_current(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+
+class _Ready:
+    """What launches a variant, by device."""
+
+    def __init__(self, gpu: PretendedGPU, variant: Variant) -> None:
+        self.gpu, self.variant = gpu, variant
+
+    def __getitem__(self, device: Any) -> Any:
+        return functools.partial(self.gpu.start, self.variant), 1000 + device
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
+    """Tensors in host memory are taken for ones on a GPU; what is launched there joins `launches`."""
+    gpu, library = PretendedGPU(), arrays.library_of(torch.empty(0))
+    assert library is not None
+
+    def view(name: str, x: Any) -> arrays.View:
+        return library.view(name, x)._replace(device=gpu.device)
+
+    def allocate(shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+    def alike(given: Sequence[torch.Tensor], rows: int) -> Callable[..., bool]:
+        in_memory, device = type(library).alike(library, given, rows), gpu.device
+        return lambda *others: gpu.is_there and gpu.device == device and in_memory(*others)
+
+    monkeypatch.setattr(library, "alike", alike)
+    monkeypatch.setitem(READERS, torch.Tensor, view)
+    monkeypatch.setattr(library, "allocate", allocate)
+    monkeypatch.setattr(library, "current_device", lambda: gpu.current)
+    monkeypatch.setattr(library, "stream", lambda device: 77 + device)
+    monkeypatch.setattr(launch, "runtime", SimpleNamespace(setDevice=gpu.set_devices.append))
+    monkeypatch.setattr(launch, "current_device", gpu.make_current)
+    monkeypatch.setattr(launch, "THREAD", threading.local())
+    monkeypatch.setattr(Variant, "ready", property(lambda self: _Ready(gpu, self), lambda self, of: None))
+    yield gpu
+    gpu.is_there = False
