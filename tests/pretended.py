@@ -81,8 +81,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
     def allocate(shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype))
 
-    def alike(given: Sequence[torch.Tensor], rows: int) -> Callable[..., bool]:
-        in_memory, device = type(library).alike(library, given, rows), gpu.device
+    def alike(given: Sequence[torch.Tensor], free: Sequence[tuple[int, ...]]) -> Callable[..., bool]:
+        in_memory, device = type(library).alike(library, given, free), gpu.device
         return lambda *others: gpu.is_there and gpu.device == device and in_memory(*others)
 
     monkeypatch.setattr(library, "alike", alike)

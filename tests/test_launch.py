@@ -111,7 +111,7 @@ def chosen(pretended: PretendedGPU, monkeypatch: pytest.MonkeyPatch) -> list[Any
     found: list[Any] = []
     decide = gate_calls._decide
     monkeypatch.setattr(gate_calls, "_decide", lambda *args: [found.append(args), decide(*args)][1])
-    monkeypatch.setattr(gate_calls, "DECISIONS", Decisions(rows=3))
+    monkeypatch.setattr(gate_calls, "DECISIONS", Decisions((0,), (0,), (0,), (), ()))
     return found
 
 
@@ -175,8 +175,9 @@ def test_what_a_decision_does_not_hold_is_checked_at_every_call(pretended: Prete
 def test_one_tensor_twice_is_like_itself_twice(pretended: PretendedGPU) -> None:  # noqa: F811
     library = arrays.library_of(X)
     assert library is not None
-    for rows, other, wanted in ((1, X[:2], True), (0, X[:2], False), (1, X.long(), False), (1, BIAS, False)):
-        is_alike = type(library).alike(library, [X, X], rows)
+    free: tuple[int, ...]
+    for free, other, wanted in (((0,), X[:2], True), ((), X[:2], False), ((0,), X.long(), False), ((0,), BIAS, False)):
+        is_alike = type(library).alike(library, [X, X], [free, free])
         assert is_alike(X, X) and is_alike(other, X) is wanted
 
 
@@ -185,7 +186,7 @@ def test_alike_arrays_differ_in_addresses_and_rows_alone(make: Any) -> None:
     array, other = np.zeros((4, 6), np.float32), np.zeros(7, np.int32)
     library = arrays.library_of(make(array))
     assert library is not None
-    is_alike = library.alike([make(array), make(other)], 1)
+    is_alike = library.alike([make(array), make(other)], [(0,), ()])
     for one, two, wanted in (
         (array[:2], other.copy(), True),
         (array[:0], other, True),
@@ -197,16 +198,18 @@ def test_alike_arrays_differ_in_addresses_and_rows_alone(make: Any) -> None:
         (array[:, :, None], other, False),
     ):
         assert is_alike(make(one), make(two)) is wanted
+    is_alike = library.alike([make(array)], [(0, 1)])  # such as a table: the distance of its rows is free too
+    assert is_alike(make(array[:3, :5])) and not is_alike(make(array[:, ::2])) and not is_alike(make(array[0]))
 
 
 def test_decisions_are_bounded() -> None:
-    decisions = Decisions(rows=1)
+    decisions = Decisions((0,), ())
     library = arrays.library_of(X)
     assert library is not None
     for width in range(1, 40):
         decisions.keep((1,), (torch.zeros(2, width), None), library, 0, width)
     found = decisions.find((1,), (torch.zeros(5, 39), None))
-    assert found is not None and found.row_stride == 39
+    assert found is not None and found.own == 39
     assert decisions.find((1,), (torch.zeros(5, 2), None)) is None
     assert decisions.find(([],), (X,)) is None
     for number in range(3000):

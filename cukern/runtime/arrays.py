@@ -73,12 +73,26 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def _with_free(shape: Sequence[int], strides: Sequence[int], free: tuple[int, ...]) -> tuple[Any, Any]:
+    """A shape and strides with None for all that may differ; see `Library.alike`."""
+    if free == (0,):
+        return [None, *shape[1:]], list(strides)
+    last = max(free, default=-1)
+    return (
+        [None if i in free else size for i, size in enumerate(shape)],
+        [None if i < last else stride for i, stride in enumerate(strides)],
+    )
+
+
 class Quick(NamedTuple):
     """What a plan's text asks a library at every call: functions that need no `Library` to be called."""
 
     address: Callable[[Any], int]
     current_device: Callable[[], int]
     stream: Callable[[int], int]
+
+
+_PART_ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
 
 class View(NamedTuple):
@@ -93,6 +107,20 @@ class View(NamedTuple):
     device: int | None
     #: The caller's array where it is known by DLPack alone: `array` shares its memory.
     foreign: Any = None
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two up to 16 that divides its address."""
+        return 16 if self.address % 16 == 0 else self.address & -self.address
+
+    @property
+    def item_size(self) -> int:
+        return ITEM_SIZE[self.dtype]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is in host memory, where the NumPy reference runs."""
+        return self.device is None
 
     @property
     def is_contiguous(self) -> bool:
@@ -131,25 +159,35 @@ class Library:
         """
         raise NotImplementedError
 
-    def alike(self, arrays: Sequence[Any], rows: int) -> Callable[..., bool]:
+    def alike(self, arrays: Sequence[Any], free: Sequence[tuple[int, ...]]) -> Callable[..., bool]:
         """A function that compares other arrays with these: whether all but their addresses is the same.
 
-        The first dimensions of the first `rows` arrays may differ, too.
+        `free` has the dimensions of each array whose size may differ, too; a stride may where a later dimension does.
         """
-        known = [self._layout(x, i < rows) for i, x in enumerate(arrays)]
+        known = [*map(self._layout, arrays, free)]
+        return lambda *others: [*map(self._layout, others, free)] == known
 
-        def is_alike(*others: Any) -> bool:
-            return [self._layout(x, i < rows) for i, x in enumerate(others)] == known
-
-        return is_alike
-
-    def _layout(self, array: Any, is_rows: bool) -> tuple[Any, ...]:
-        shape = tuple(array.shape)
-        return array.dtype, shape[1:] if is_rows else shape, self.strides(array), self.device(array)
+    def _layout(self, array: Any, free: tuple[int, ...]) -> tuple[Any, ...]:
+        """All that `alike` compares of an array."""
+        shape, strides = _with_free(array.shape, self.strides(array), free)
+        return array.dtype, shape, strides, self.device(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         """An uninitialized array on a device, from the library's own allocator."""
         raise NotImplementedError
+
+    def workspace(self, sizes: Sequence[int], device: int) -> tuple[Any, list[int]]:
+        """One allocation for parts of these sizes in bytes: its array, and the address of each part.
+
+        The caller holds the array up to its last launch: else the allocator could give it to another thread.
+        """
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        array = self.allocate((end,), "uint8", device)
+        address = self.address(array)
+        return array, [address + start for start in starts]
 
     def read(self, array: Any, signature: list[Any]) -> int:
         """The address of an array; all else that a plan may know of it is added to a call's signature.
@@ -256,9 +294,8 @@ class _CuPy(Library):
         with current_device(device):  # type: ignore[arg-type]
             return cupy.ndarray(shape, _CUPY_DTYPES[dtype])
 
-    def _layout(self, array: Any, is_rows: bool) -> tuple[Any, ...]:
-        shape = array.shape
-        return array.dtype, shape[1:] if is_rows else shape, array.strides, array.data.device_id
+    def _layout(self, array: Any, free: tuple[int, ...]) -> tuple[Any, ...]:
+        return array.dtype, *_with_free(array.shape, array.strides, free), array.data.device_id
 
     def read(self, array: Any, signature: list[Any]) -> int:
         memory = array.data
@@ -350,12 +387,12 @@ class _Torch(Library):
         dtype = self._names.get(array.dtype) or self.dtype(array)
         return _view(View, (array, self, address, dtype, tuple(array.shape), array.stride(), device, None))
 
-    def alike(self, arrays: Sequence[Any], rows: int) -> Callable[..., bool]:
+    def alike(self, arrays: Sequence[Any], free: Sequence[tuple[int, ...]]) -> Callable[..., bool]:
         if self._guards is None or len({*map(id, arrays)}) < len(arrays):  # the guards take one tensor once
-            return super().alike(arrays, rows)
-        sizes = [[None if i < rows and not at else n for at, n in enumerate(x.shape)] for i, x in enumerate(arrays)]
-        strides = [[*x.stride()] for x in arrays]
-        return self._guards(*arrays, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
+            return super().alike(arrays, free)
+        each = [_with_free(x.shape, x.stride(), own) for x, own in zip(arrays, free, strict=True)]
+        sizes, strides = zip(*each, strict=True)
+        return self._guards(*arrays, dynamic_dims_sizes=[*sizes], dynamic_dims_strides=[*strides]).check  # type: ignore[no-any-return]
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         if device is not None and self._empty_cuda is not None and self.current_device() == device:

@@ -1,6 +1,6 @@
 """The decisions of earlier calls: a call like one before repeats its decision without the checks.
 
-Two calls are alike if they differ in the addresses of their arrays and in their number of rows alone.
+Two calls are alike if they differ in the addresses of their arrays, and in the sizes that their family leaves free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_CALLS, _MAX_LAYOUTS = 1024, 16
 class Decision(NamedTuple):
     """What alike calls share: the library and the device of their arrays, and the family's choices.
 
-    A family has a choice for each of its own keys, such as a class of token counts.
+    A family keeps a choice for each of its own keys, such as a class of token counts.
     """
 
     types: list[type]  # of the facts and the arrays
@@ -27,21 +27,24 @@ class Decision(NamedTuple):
     requires_grad: bool
     library: Library
     device: int
-    row_stride: int  # of the first array, in elements
+    own: Any  # what the family keeps beside its choices
     choices: dict[Any, Any]
 
 
 class Decisions:
-    """The decisions of a family. The first `rows` arrays of each call have one number of rows."""
+    """The decisions of a family. `free` has the free dimensions of each array; see `Library.alike`.
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    Each call compares the sizes of the free dimensions itself.
+    """
+
+    def __init__(self, *free: tuple[int, ...]) -> None:
+        self._free = free
         self._found: dict[tuple[Any, ...], list[Decision]] = {}
 
     def find(self, facts: tuple[Any, ...], arrays: tuple[Any, ...]) -> Decision | None:
         """The decision of an alike call; None where there was none.
 
-        `facts` are the arguments that are no arrays; an array may be None. The rows are to be compared by the caller.
+        `facts` are the arguments that are no arrays; an array may be None.
         """
         try:
             found = self._found.get(facts)
@@ -57,17 +60,17 @@ class Decisions:
         return None
 
     def keep(
-        self, facts: tuple[Any, ...], arrays: tuple[Any, ...], library: Library, device: int, row_stride: int
+        self, facts: tuple[Any, ...], arrays: tuple[Any, ...], library: Library, device: int, own: Any = None
     ) -> Decision:
         """Keep the decision of a call that has passed its checks, without a choice yet."""
         places = [i for i, x in enumerate(arrays) if x is not None]
         # By a slice for one array: its place alone would give no tuple.
         given = operator.itemgetter(*(places if len(places) > 1 else [slice(places[0], places[0] + 1)]))
-        own = given(arrays)
-        is_alike = library.alike(own, sum(i < self._rows for i in places))
-        requires_grad = any(getattr(x, "requires_grad", False) for x in own)
+        present = given(arrays)
+        is_alike = library.alike(present, [self._free[i] for i in places])
+        requires_grad = any(getattr(x, "requires_grad", False) for x in present)
         types = [*map(type, facts), *map(type, arrays)]
-        made = Decision(types, is_alike, given, requires_grad, library, device, row_stride, {})
+        made = Decision(types, is_alike, given, requires_grad, library, device, own, {})
         if len(self._found) >= _MAX_CALLS:
             self._found.clear()
         self._found[facts] = [made, *self._found.get(facts, [])[: _MAX_LAYOUTS - 1]]

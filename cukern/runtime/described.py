@@ -7,11 +7,13 @@ plan. Each array has an address of its own in no memory, so that a launch tells 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from cukern.runtime import arrays, plan
 from cukern.runtime.arrays import Library, View
 from cukern.runtime.describe import Array
+from cukern.runtime.gpu import Gpu
 from cukern.runtime.launch import Config
 from cukern.runtime.view import READERS
 
@@ -35,6 +37,20 @@ class Described(Library):
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Array:
         return plan.current().make(shape, dtype)
+
+    def workspace(self, sizes: Sequence[int], device: int | None) -> tuple[Any, list[int]]:
+        parts = [self.allocate((size,), "uint8", device) for size in sizes]
+        return parts, [*map(self.address, parts)]
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU of the plan."""
+        found = plan.current().place.gpu
+        assert found is not None
+        return found
+
+    def note(self, **facts: Any) -> None:
+        plan.note(**facts)
 
     def launch(self, config: Config, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
         """Add a launch to the trace."""

@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from cukern.runtime import arrays
+from cukern.runtime import arrays, gpu
 from cukern.runtime.arrays import Library, View
 from cukern.runtime.cuda import current_device, runtime
+from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import Variant
 from cukern.runtime.template import Packer
 
@@ -82,6 +83,18 @@ def launch(
     values += pack.known
     pack.into(buffer, 0, *(values if pack.order is None else pack.order(values)))
     start(function, x, y, z, i, j, k, config.shared_bytes, library.stream(device), pointers, 0)
+
+
+def note(library: Library, **facts: Any) -> None:
+    """Facts for `cukern.explain`: the `bytes` moved and the `flops` done."""
+    if library.recorder is not None:
+        library.recorder.note(**facts)
+
+
+def gpu_of(view: View) -> Gpu:
+    """The GPU that a call on a device is for."""
+    recorder = view.library.recorder
+    return gpu.of_device(view.device) if recorder is None else recorder.gpu  # type: ignore[arg-type, no-any-return]
 
 
 def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], arguments: Mapping[str, Any]) -> Any:

@@ -28,9 +28,14 @@ def advise(text: str) -> None:
 def warn(trace: Trace) -> None:
     """Warn with the advice of a new plan, at the first line of the caller's outside of this package."""
     for text in {step.notes["advice"] for step in trace.steps if "advice" in step.notes}:
-        if text not in _given:
-            _given.add(text)
-            warnings.warn(text, PerformanceWarning, stacklevel=_callers_level())
+        warn_once(text)
+
+
+def warn_once(text: str) -> None:
+    """Warn with `text`, once a process, at the first line of the caller's outside of this package."""
+    if text not in _given:
+        _given.add(text)
+        warnings.warn(text, PerformanceWarning, stacklevel=_callers_level())
 
 
 def _callers_level() -> int:

@@ -7,9 +7,10 @@ import functools
 import threading
 from typing import Any
 
+from cukern.runtime.arrays import Library
 from cukern.runtime.cuda import libcuda
 
-__all__ = ["TENSOR_MAP_BYTES", "encode"]
+__all__ = ["TENSOR_MAP_BYTES", "Maps", "encode"]
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
@@ -20,6 +21,7 @@ _INTERLEAVE_NONE = 0
 _SWIZZLE_NONE, _SWIZZLE_128 = 0, 3
 _PROMOTIONS = {128: 2, 256: 3}
 _FILL_ZERO = 0
+_MAX_MAPS = 256  # of a field that are kept, of arrays at different addresses
 
 
 class _Buffers(threading.local):
@@ -75,3 +77,24 @@ def encode(
     if status:
         raise RuntimeError(f"no tensor map for {dtype} {dims}, strides {strides}, box {box}: CUDA error {status}")
     return ctypes.string_at(own.map, TENSOR_MAP_BYTES)
+
+
+class Maps:
+    """The tensor maps of a field of a launch, by the array's address and sizes; the arguments are those of `encode`."""
+
+    def __init__(self, dtype: str, box: tuple[int, ...], promotion: int = 256, swizzled: bool = True) -> None:
+        self._form = dtype, box, promotion, swizzled
+        self._encoded: dict[tuple[int, tuple[int, ...], tuple[int, ...]], bytes] = {}
+
+    def find(self, library: Library, address: int, dims: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        """The map of an array. An array that is only described gets a map of zeros: the machine may have no driver."""
+        made = self._encoded.get((address, dims, strides))
+        if made is None:
+            if library.recorder is not None:
+                return bytes(TENSOR_MAP_BYTES)
+            if len(self._encoded) >= _MAX_MAPS:
+                self._encoded.clear()
+            dtype, box, promotion, swizzled = self._form
+            made = encode(address, dtype, dims, strides, box, promotion, swizzled)
+            self._encoded[address, dims, strides] = made
+        return made

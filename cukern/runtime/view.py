@@ -53,6 +53,26 @@ def read(name: str, x: Any, dtypes: Collection[str] = (), symbols: tuple[str, ..
     return view
 
 
+def read_beside(name: str, x: Any, like: View, like_name: str) -> View:
+    """`x`, an array or its view, is of the library and on the device of `like`, which messages call `like_name`.
+
+    Raises TypeError for another library, ValueError for another device.
+    """
+    if type(x) is View:
+        view = x
+    else:
+        reader = READERS.get(type(x)) or _find_reader(x)
+        if reader is None:
+            _refuse_library(name, type(x), like, like_name)
+        view = reader(name, x)
+    library, device, foreign = view.library, view.device, view.foreign
+    if library is not like.library or (foreign is not None and like.foreign is None):
+        _refuse_library(name, library.array_type if foreign is None else type(foreign), like, like_name)
+    if device != like.device:
+        check.fail(name, f"on {_place(like)} like {like_name}", f"one on {_place(view)}")
+    return view
+
+
 def read_like(
     name: str,
     x: Any,
@@ -67,25 +87,14 @@ def read_like(
     With a `shape`, which messages also give in `symbols`, it has this shape and is contiguous. Raises TypeError for
     another library or dtype, ValueError for another device or shape, and for strides that do not fit.
     """
-    if type(x) is View:
-        view = x
-    else:
-        reader = READERS.get(type(x)) or _find_reader(x)
-        if reader is None:
-            _refuse_library(name, type(x), like, like_name)
-        view = reader(name, x)
-    _, library, _, dtype, own_shape, strides, device, foreign = view
-    if library is not like.library or (foreign is not None and like.foreign is None):
-        _refuse_library(name, library.array_type if foreign is None else type(foreign), like, like_name)
-    if device != like.device:
-        check.fail(name, f"on {_place(like)} like {like_name}", f"one on {_place(view)}")
+    view = read_beside(name, x, like, like_name)
+    dtype = view.dtype
     if dtype not in dtypes:
         check.dtype(name, dtype, dtypes)
     if shape is not None:
-        if own_shape != shape:
-            check.shape(name, own_shape, shape, symbols)
-        if strides != (*shape[1:], 1) and not view.is_contiguous:
-            check.fail(name, "contiguous", f"strides {strides} (in elements)")
+        if view.shape != shape:
+            check.shape(name, view.shape, shape, symbols)
+        contiguous(name, view)
     return view
 
 
@@ -96,6 +105,25 @@ def _refuse_library(name: str, found: type, like: View, like_name: str) -> NoRet
 
 def _place(view: View) -> str:
     return "the CPU" if view.device is None else f"CUDA device {view.device}"
+
+
+def contiguous(name: str, view: View) -> None:
+    """Raises ValueError unless the elements of `view` lie in C order without gaps."""
+    if not view.is_contiguous:
+        check.fail(name, "contiguous", f"strides {view.strides} (in elements)")
+
+
+def read_table(name: str, x: Any, like: View, like_name: str, rows: int, symbols: tuple[str, str]) -> View:
+    """`x` is an int32 matrix of `rows` rows, each contiguous, of the library and on the device of `like`.
+
+    Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
+    """
+    view = read_like(name, x, like, like_name, ("int32",))
+    check.dimensions(name, view.shape, symbols)
+    if view.shape[0] != rows:
+        check.shape(name, view.shape, (rows, view.shape[1]), f"[{', '.join(symbols)}]")
+    row_stride(name, view)
+    return view
 
 
 def row_stride(name: str, matrix: View) -> int:

@@ -26,8 +26,8 @@ _FLOAT32, _INT32 = ("float32",), ("int32",)
 AXES = ("tokens", "experts")
 #: The sizes of a gate, with their least values.
 _SIZES = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
-#: What earlier calls chose, by the alignment and the token class of a call. The logits and both results have rows.
-DECISIONS = Decisions(rows=3)
+#: What earlier calls chose, by the alignment and the token class of a call: the number of tokens is free.
+DECISIONS = Decisions((0,), (0,), (0,), (), ())
 
 
 def gate(
@@ -60,7 +60,7 @@ def gate(
             and (valid is None or 0 <= valid <= tokens)
         ):
             counter = 0 if counter is None else library.address(counter)
-            of_logits = address, decision.row_stride, tokens, tokens if valid is None else valid
+            of_logits = address, decision.own, tokens, tokens if valid is None else valid
             return launch(config, library, decision.device, of_logits, bias_address, counter, weights, ids)
     return _decide(decision, facts, arrays, valid, name, bias_name, written is not None)
 
