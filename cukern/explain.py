@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cukern.runtime.described  # noqa: F401  (reads descriptions of arrays)
-from cukern.runtime import arrays, check, compile, gpu, template
+from cukern.runtime import arrays, check, compile, gpu, template, tensor_map
 from cukern.runtime.cuda import runtime
 from cukern.runtime.describe import Array
 from cukern.runtime.late import Late
@@ -345,7 +345,7 @@ def _field(value: Any, names: dict[int, str]) -> Any:
     if isinstance(value, Array):
         offset = _number(value.offset)
         return names[value.source] + (f"+{offset}" if offset else "")
-    if isinstance(value, Late) and isinstance(value.value, bytes):
+    if value is tensor_map.DESCRIBED or (isinstance(value, Late) and isinstance(value.value, bytes)):
         return "tensor map"
     value = _number(value)
     if isinstance(value, bytes):

@@ -47,8 +47,10 @@ class PretendedGPU:
         layout = template.params(variant.instance.file, variant.instance.function)
         packed, fields = ctypes.string_at(address, layout.size), {}
         for name, (offset, kind) in layout.fields.items():
-            assert isinstance(kind, template.Scalar)
-            (fields[name],) = struct.unpack_from(f"={kind.code}", packed, offset)
+            if isinstance(kind, template.Scalar):
+                (fields[name],) = struct.unpack_from(f"={kind.code}", packed, offset)
+            else:
+                fields[name] = packed[offset : offset + kind.size]
         grid, block = tuple(sizes[:3]), tuple(sizes[3:])
         self.launches.append(Launch(variant, grid, block, shared_bytes, stream, self.current, fields))
 

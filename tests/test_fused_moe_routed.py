@@ -58,20 +58,6 @@ def test_what_else_is_sorted(rng: np.random.Generator) -> None:
     assert kernels_of(layer._replace(w1=strided))[0] == "sort_chunks"
 
 
-def test_a_plan_for_one_token_is_not_taken_for_more(rng: np.random.Generator) -> None:
-    from cukern.runtime import gpu
-    from cukern.runtime.op import OPS
-
-    layer, op = layer_of(rng), OPS["routed_experts"]
-    values = [layer.hidden_states.copy(), *layer.arrays[:4], layer.topk_ids, np.empty((2, 128), layer.w1.dtype), 6]
-    values = [as_tensor("cpu")(x) if isinstance(x, np.ndarray) else x for x in values]
-    trace, _, reader = op.say(op.form(len(values), ()), values, on=gpu.of_arch("90a"))
-    numbers = [*reader.addresses, *reader.lates]
-    assert trace.guards.hold(numbers)
-    more = [2 * x if i >= len(reader.addresses) else x for i, x in enumerate(numbers)]
-    assert not trace.guards.hold(more)
-
-
 def test_forms_have_rows_in_equal_parts() -> None:
     assert [routed.form_for(k)[:2] for k in (8, 512, 768, 2048, 2880, 4096, 7168, 14336)] == [
         (4, 1), (4, 2), (2, 3), (1, 8), (1, 6), (1, 8), (1, 7), (1, 8),

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -21,16 +22,15 @@ import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_gemm, harness
 from cukern.commands import resources
+from cukern.explain import _Call as Described
 from cukern.ops import moe_gemm as op
-from cukern.ops.moe_gemm import kernels, stream_one
+from cukern.ops.moe_gemm import choose, kernels, stream_one
 from cukern.reference import moe_gemm as twin
-from cukern.runtime import arrays, describe, gpu, late, plan
-from cukern.runtime import op as declared
+from cukern.runtime import arrays, gpu
 from cukern.runtime.activation import ACTIVATIONS, is_gated
 from cukern.runtime.cuda import cupy
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import arch_of_device
-from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from notebooks import moe_gemm_steps
 from tests.activations import activated
@@ -579,43 +579,37 @@ def shaped(
 
 
 class Planned(NamedTuple):
-    """The launch of a call, and the late values of this call."""
+    """The launch of a call."""
 
     step: Any
-    guards: Any
-    environment: list[Any]
+    chosen: kernels.Chosen
 
     @property
     def function(self) -> str:
         return self.step.variant.instance.function
 
-    def found(self, value: Any, environment: list[Any] | None = None) -> Any:
-        """A value of the plan, for this call or another one."""
-        value = value.address if isinstance(value, describe.Array) else value
-        return value.evaluate(environment or self.environment) if isinstance(value, late.Late) else value
-
-    def launch(self, environment: list[Any] | None = None) -> tuple[Any, ...]:
-        """The arguments of the driver's launch, without the address of the result."""
-        parts = [self.found(x, [*(environment or self.environment), 0]) for x in self.step.packing.parts]
-        grid = tuple(self.found(x, environment) for x in self.step.grid)
-        return (
-            str(self.step.variant),
-            grid,
-            self.step.block,
-            self.step.shared_bytes,
-            self.step.packing.struct.pack(*parts),
-        )
+    @property
+    def maps(self) -> list[Any]:
+        """The arguments of `tensor_map.encode` for the weights and for `a`, but the address."""
+        config = self.chosen.config
+        return [x.arguments(self.chosen.a_rows) for x in (config.b_map, config.a_map) if x is not None]
 
 
 def planned(x: dict[str, Any], variant: str = "auto", on: str | Gpu = "90a") -> Planned | None:
     """The launch of a call on a GPU; None: there is none."""
-    function = OPS["moe_gemm_batched" if "expert_num_tokens" in x else "moe_gemm"]
-    given = {**x, "variant": variant}
-    where = gpu.of_arch(on) if isinstance(on, str) else on
-    trace, _, reader = function.say(function.form(0, tuple(given)), list(given.values()), on=where)
-    if not trace.steps:
-        return None
-    return Planned(trace.steps[0], trace.guards, [*reader.addresses, *reader.lates])
+    function: Any = cukern.moe_gemm_batched if "expert_num_tokens" in x else cukern.moe_gemm
+    chosen: list[kernels.Chosen] = []
+    launch = kernels.launch
+
+    def launched(found: kernels.Chosen, *arguments: Any) -> None:
+        chosen.append(found)
+        launch(found, *arguments)
+
+    with mock.patch.object(kernels, "launch", launched):
+        trace, _ = Described(function, (), {**x, "variant": variant}).trace(
+            gpu.of_arch(on) if isinstance(on, str) else on
+        )
+    return Planned(trace.steps[0], chosen[0]) if trace.steps else None
 
 
 def function_for(x: dict[str, Any], variant: str = "auto", on: str = "90a") -> str:
@@ -837,13 +831,11 @@ def test_tiles_of_96_tokens_only_where_they_fill_the_gpu(how: str) -> None:
     assert tokens_of(1, 64, 4096) == 128
 
 
-def test_the_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "encode", lambda address, *arguments: arguments)
-
+def test_the_tensor_maps() -> None:
     def maps_of(x: dict[str, Any]) -> list[Any]:
         found = planned(x, "wgmma")
         assert found is not None
-        return [found.found(y) for y in found.step.packing.parts if isinstance(getattr(y, "value", None), bytes)]
+        return found.maps
 
     b_map, a_map = maps_of(shaped(8192))
     assert b_map == (
@@ -871,72 +863,14 @@ def test_the_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("arch", ["80", "90a"])
 @pytest.mark.parametrize("how", ["rows", "gathered"])
 @pytest.mark.parametrize("weights", ["16", "fp8 block", "fp8 row", "nvfp4"])
-def test_few_plans_serve_any_rows(weights: str, how: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "encode", lambda *arguments: repr(arguments).encode()[-128:].ljust(128))
-    plans: list[Planned] = []
+def test_few_configurations_serve_any_rows(weights: str, how: str, arch: str) -> None:
+    found = set()
     for rows in [*range(1, 70), *range(70, 70_000, 1111)]:
         for expected_m in (None, rows % 300):
-            x = shaped(rows, weights=weights, how=how, n=96, k=128, expected_m=expected_m)
-            fresh = planned(x, on=arch)
-            assert fresh is not None
-            same = [y for y in plans if len(y.environment) == len(fresh.environment)]
-            found = next((y for y in same if y.guards.hold(fresh.environment)), None)
-            if found is None:
-                plans.append(fresh)
-            else:
-                assert found.launch(fresh.environment) == fresh.launch()
-    assert len(plans) <= 16
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_few_plans_of_a_layer_serve_any_tokens(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products within the plan of another op, which computes their sizes."""
-    monkeypatch.setattr(plan, "encode", lambda *arguments: repr(arguments).encode()[-128:].ljust(128))
-    monkeypatch.setattr(declared, "OPS", {})
-    experts, inter, hidden, topk = 64, 1024, 256, 8
-
-    @declared.op(None, rows={"tokens": ("x",)})
-    def layer(x: Any, w1: Any, w2: Any, offsets: Any) -> Any:
-        tokens = x.shape[0]
-        rows = tokens * topk
-        shape = (experts, tokens) if batched else (rows,)
-        expected = tokens if tokens <= 4 else max(late.ceil_div(rows, experts), 5)
-        product: Any = cukern.moe_gemm_batched if batched else cukern.moe_gemm
-        gathered = {} if batched or expected > 4 else {"row_token": plan.empty((rows,), "int32")}
-        a = x if gathered else plan.empty((*shape, hidden), "bfloat16")
-        out = plan.empty((*shape, inter), "bfloat16")
-        middle = product(a, w1, offsets, activation="silu", expected_m=expected, out=out, **gathered)
-        return product(middle, w2, offsets, expected_m=expected)
-
-    op = declared.OPS["layer"]
-    weights = unreal(experts, 2 * inter, hidden), unreal(experts, hidden, inter)
-    offsets = unreal(experts + (not batched), dtype="int32")
-
-    def launches(trace: Any, environment: list[Any]) -> list[Any]:
-        found = [Planned(step, trace.guards, [*environment, 2**12, 2**24]) for step in trace.steps]
-        return [x.launch() for x in found]
-
-    traces: list[Any] = []
-    for tokens in [*range(1, 70), *range(70, 70_000, 1111)]:
-        values = unreal(tokens, hidden), *weights, offsets
-        fresh, _, reader = op.say(op.form(4, ()), values, on=gpu.of_arch("90a"))
-        environment = [*reader.addresses, *reader.lates]
-        found = next((x for x in traces if x.guards.hold(environment)), None)
-        if found is None:
-            traces.append(fresh)
-        else:
-            assert launches(found, environment) == launches(fresh, environment)
-    assert len(traces) <= 12
-    # It is found by the number of tokens alone.
-    assert not traces[-1].guards.others
-
-
-def test_a_hint_is_checked_at_each_call() -> None:
-    found = planned(shaped(100, expected_m=3))
-    assert found is not None
-    *others, _ = found.environment
-    assert found.guards.hold([*others, 4])
-    assert not any(found.guards.hold([*others, bad]) for bad in (-1, 3.0, 3.5, True))
+            one = planned(shaped(rows, weights=weights, how=how, n=96, k=128, expected_m=expected_m), on=arch)
+            assert one is not None
+            found.add(id(one.chosen.config))
+    assert len(found) <= 8
 
 
 # --- the kernels against the twin -----------------------------------------------------------------------
@@ -945,7 +879,7 @@ def test_a_hint_is_checked_at_each_call() -> None:
 def variants_of(x: Case) -> list[str]:
     """The variants that a call can ask for."""
     found = []
-    for variant in op.VARIANTS:
+    for variant in choose.VARIANTS:
         with contextlib.suppress(ValueError):
             planned(x.arguments, variant, gpu.of_device(0))
             found.append(variant)

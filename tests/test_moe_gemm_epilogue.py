@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops.moe_gemm import kernels
 from cukern.reference import moe_gemm as twin
-from cukern.runtime import arrays, plan
+from cukern.runtime import arrays
 from cukern.runtime.activation import UNGATED, is_gated
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import assert_matches
@@ -185,12 +185,10 @@ def test_instances_without_an_epilogue_are_those_of_before() -> None:
 
 
 def test_the_maps_of_interleaved_and_strided_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "encode", lambda address, *arguments: arguments)
-
     def b_map(x: dict[str, Any]) -> Any:
         found = planned(x, "wgmma")
         assert found is not None
-        return next(found.found(y) for y in found.step.packing.parts if isinstance(getattr(y, "value", None), bytes))
+        return found.maps[0]
 
     x = {**shaped(8192, activation="swigluoai"), "interleaved": True}
     _, dims, strides, box, *_ = b_map(x)

@@ -17,7 +17,6 @@ from cukern.ops.moe_gemm import folded, kernels
 from cukern.reference import moe_gemm as twin
 from cukern.reference.quantization import dequantize_mxfp4, quantize_mxfp4
 from cukern.runtime import activation as activations
-from cukern.runtime import plan
 from cukern.runtime.kernel import arch_of_device
 from tests.buffers import as_torch, on_gpu, same_bits, to_numpy
 from tests.test_moe_gemm import E4M3, EDGES, LONG, NAN, planned, shaped, unreal
@@ -327,12 +326,10 @@ def test_the_form_by_the_mean(mean: int, tokens: int) -> None:
 
 
 def test_the_maps_of_folded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "encode", lambda address, *arguments: arguments)
-
     def maps_of(x: dict[str, Any]) -> list[Any]:
         found = planned(x)
         assert found is not None
-        return [found.found(y) for y in found.step.packing.parts if isinstance(getattr(y, "value", None), bytes)]
+        return found.maps
 
     line = 56 * 544
     b_map, a_map = maps_of(shaped_folded(8192))

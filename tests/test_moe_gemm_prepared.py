@@ -17,7 +17,7 @@ from cukern.formats.fused_moe import FusedMoEQuantConfig
 from cukern.formats.weights import rows_of_weights
 from cukern.ops.moe_gemm import kernels
 from cukern.reference.moe_gemm import values_of_b
-from cukern.runtime import arrays, plan
+from cukern.runtime import arrays
 from cukern.runtime.activation import is_gated
 from cukern.runtime.kernel import arch_of_device
 from tests.buffers import on_gpu, same_bits, to_numpy
@@ -298,12 +298,10 @@ def test_every_form_fits_a_multiprocessor(weights: str, how: str) -> None:
 
 
 def test_the_maps_of_prepared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "encode", lambda address, *arguments: arguments)
-
     def maps_of(x: dict[str, Any]) -> list[Any]:
         found = planned(x)
         assert found is not None
-        return [found.found(y) for y in found.step.packing.parts if isinstance(getattr(y, "value", None), bytes)]
+        return found.maps
 
     line = 112 * 272
     b_map, a_map = maps_of(shaped_prepared(8192))

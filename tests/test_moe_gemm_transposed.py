@@ -14,7 +14,7 @@ import cukern
 import cukern.runtime.compile as compiler
 from cukern.commands import resources
 from cukern.ops.moe_gemm import kernels
-from cukern.runtime import gpu, plan
+from cukern.runtime import gpu
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import assert_matches
 from tests.buffers import as_torch, on_gpu, same_bits, to_numpy
@@ -117,12 +117,11 @@ def test_gaps_between_steps_along_k() -> None:
 
 
 def test_the_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "encode", lambda address, *arguments: arguments)
     for rows, activation, interleaved in ((8192, None, False), (64, None, False), (64, "silu", True)):
         x = {**shaped_turned(rows, activation=activation), "interleaved": interleaved}
         found = planned(x)
         assert found is not None
-        b_map = next(found.found(y) for y in found.step.packing.parts if isinstance(getattr(y, "value", None), bytes))
+        b_map = found.maps[0]
         dims, strides = (4096, 7168, 8, 1), (4096 * 2, 7168 * 4096 * 2, 7168 * 4096 * 2 * 8)
         assert b_map == ("bfloat16", dims, strides, (64, 64, 1, 1), 256, True)
 

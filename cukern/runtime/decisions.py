@@ -67,7 +67,9 @@ class Decisions:
         # By a slice for one array: its place alone would give no tuple.
         given = operator.itemgetter(*(places if len(places) > 1 else [slice(places[0], places[0] + 1)]))
         present = given(arrays)
-        is_alike = library.alike(present, [self._free[i] for i in places])
+        # One of something is not one of each: such a size is not free.
+        free = [tuple(n for n in self._free[i] if arrays[i].shape[n] != 1) for i in places]
+        is_alike = library.alike(present, free)
         requires_grad = any(getattr(x, "requires_grad", False) for x in present)
         types = [*map(type, facts), *map(type, arrays)]
         made = Decision(types, is_alike, given, requires_grad, library, device, own, {})

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 from cukern.runtime import arrays, check
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.late import Guards, Late, late
+from cukern.runtime.view import expect_lines as expect_lines
+from cukern.runtime.view import expect_weights as expect_weights
+from cukern.runtime.view import is_transposed as is_transposed
 
 #: Alignment in bytes that every library's allocations have at least; a larger one matters to no plan.
 ALLOCATED_ALIGNMENT = 16
@@ -243,26 +246,6 @@ def expect_contiguous(name: str, array: Array) -> None:
     """Raises ValueError unless the elements of `array` lie in C order without gaps."""
     if not array.is_contiguous:
         check.fail(name, "contiguous", f"strides {array.strides} (in elements)")
-
-
-def expect_lines(name: str, array: Array) -> None:
-    """Raises ValueError unless the last dimension of `array` is contiguous, and no stride is negative."""
-    if not array.is_contiguous and ((array.strides[-1] != 1 and array.shape[-1] > 1) or min(array.strides) < 0):
-        check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
-
-
-def is_transposed(weights: Array) -> bool:
-    """Whether weights [experts, n, k] lie as [experts, k, n]: n is contiguous, and k is not."""
-    return weights.strides[-1] != 1 and weights.shape[-1] > 1 and not weights.is_contiguous
-
-
-def expect_weights(name: str, weights: Array) -> None:
-    """Raises ValueError unless k of `weights` [experts, n, k] is contiguous, or n in 16 and 32 bits; none negative."""
-    if weights.item_size == 1 or not is_transposed(weights):
-        expect_lines(name, weights)
-    elif (weights.strides[1] != 1 and weights.shape[1] > 1) or min(weights.strides) < 0:
-        wanted = "contiguous along its last dimension, or along the one before"
-        check.fail(name, wanted, f"strides {weights.strides} (in elements)")
 
 
 def expect_row_stride(name: str, matrix: Array) -> Any:

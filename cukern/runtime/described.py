@@ -49,7 +49,10 @@ class Described(Library):
         assert found is not None
         return found
 
-    def note(self, **facts: Any) -> None:
+    def note(self, flops: int = 0, **facts: Any) -> None:
+        """Note facts of a call; several calls of one plan add their flops."""
+        if flops:
+            facts["flops"] = plan.current().notes.get("flops", 0) + flops
         plan.note(**facts)
 
     def launch(self, config: Config, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:

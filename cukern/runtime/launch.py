@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from cukern.runtime import arrays, gpu
 from cukern.runtime.arrays import Library, View
 from cukern.runtime.cuda import current_device, runtime
@@ -85,6 +87,11 @@ def launch(
     start(function, x, y, z, i, j, k, config.shared_bytes, library.stream(device), pointers, 0)
 
 
+def asked(variant: str) -> str:
+    """The reason for a kernel that the caller asks for; empty for "auto"."""
+    return "" if variant == "auto" else f"variant={variant!r} asks for it"
+
+
 def note(library: Library, **facts: Any) -> None:
     """Facts for `cukern.explain`: the `bytes` moved and the `flops` done."""
     if library.recorder is not None:
@@ -106,12 +113,15 @@ def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], a
     if library.recorder is not None:
         return library.recorder.run_twin()
     given = {name: x.library.to_numpy(x.array) if type(x) is View else x for name, x in arguments.items()}
+    results = twin(**given)
     found = []
-    for result, into in zip(twin(**given), out, strict=True):
+    for result, into in zip(results if isinstance(results, tuple) else (results,), out, strict=True):
         if into is not None:
-            library.to_numpy(into.array)[...] = result
+            memory = library.to_numpy(into.array)
+            if not np.may_share_memory(memory, result):  # else the twin has written it
+                memory[...] = result
         found.append(returned(library.from_numpy(result, like.array) if into is None else into.array, into, like))
-    return tuple(found)
+    return tuple(found) if isinstance(results, tuple) else found[0]
 
 
 def returned(array: Any, into: View | None, like: View) -> Any:

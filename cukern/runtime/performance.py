@@ -6,6 +6,7 @@ import sys
 import warnings
 from typing import Any
 
+from cukern.runtime.arrays import Library
 from cukern.runtime.plan import Trace, note
 
 #: The advice that this process has given.
@@ -29,6 +30,14 @@ def warn(trace: Trace) -> None:
     """Warn with the advice of a new plan, at the first line of the caller's outside of this package."""
     for text in {step.notes["advice"] for step in trace.steps if "advice" in step.notes}:
         warn_once(text)
+
+
+def advise_call(library: Library, text: str) -> None:
+    """Warn with `text` of a call, or let the plan warn that the call is a part of."""
+    if library.recorder is None:
+        warn_once(text)
+    else:
+        library.recorder.note(advice=text)
 
 
 def warn_once(text: str) -> None:

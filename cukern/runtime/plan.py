@@ -19,6 +19,7 @@ from cukern.runtime.cuda import current_device, runtime
 from cukern.runtime.describe import ALLOCATED_ALIGNMENT, Array, Place, Result, expect, type_name
 from cukern.runtime.kernel import Variant
 from cukern.runtime.late import Environment, Guards, Late, evaluator
+from cukern.runtime.launch import asked as asked
 from cukern.runtime.straight import Text
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
 
@@ -217,11 +218,6 @@ def tensor_map(
 def note(**facts: Any) -> None:
     """Facts for `cukern.explain`: the `bytes` moved and the `flops` done."""
     current().notes.update(facts)
-
-
-def asked(variant: str) -> str:
-    """The reason for a kernel that the caller asks for; empty for "auto"."""
-    return "" if variant == "auto" else f"variant={variant!r} asks for it"
 
 
 def each_call(function: Callable[..., Any], like: Any, *numbers: Late) -> Late:

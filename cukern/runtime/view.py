@@ -113,6 +113,26 @@ def contiguous(name: str, view: View) -> None:
         check.fail(name, "contiguous", f"strides {view.strides} (in elements)")
 
 
+def expect_lines(name: str, array: Any) -> None:
+    """Raises ValueError unless the last dimension of `array` is contiguous, and no stride is negative."""
+    if not array.is_contiguous and ((array.strides[-1] != 1 and array.shape[-1] > 1) or min(array.strides) < 0):
+        check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
+
+
+def is_transposed(weights: Any) -> bool:
+    """Whether weights [experts, n, k] lie as [experts, k, n]: n is contiguous, and k is not."""
+    return weights.strides[-1] != 1 and weights.shape[-1] > 1 and not weights.is_contiguous
+
+
+def expect_weights(name: str, weights: Any) -> None:
+    """Raises ValueError unless k of `weights` [experts, n, k] is contiguous, or n in 16 and 32 bits; none negative."""
+    if weights.item_size == 1 or not is_transposed(weights):
+        expect_lines(name, weights)
+    elif (weights.strides[1] != 1 and weights.shape[1] > 1) or min(weights.strides) < 0:
+        wanted = "contiguous along its last dimension, or along the one before"
+        check.fail(name, wanted, f"strides {weights.strides} (in elements)")
+
+
 def read_table(name: str, x: Any, like: View, like_name: str, rows: int, symbols: tuple[str, str]) -> View:
     """`x` is an int32 matrix of `rows` rows, each contiguous, of the library and on the device of `like`.
 

@@ -1,0 +1,210 @@
+"""A call of a grouped product: its checks, its result, and its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cukern.formats.quantized import BLOCK
+from cukern.formats.weights import is_prepared, rows_of_weights
+from cukern.ops.moe_gemm import kernels
+from cukern.ops.moe_gemm.checks import DTYPES, FP8_DTYPES, check_bias, check_sizes, formats_of
+from cukern.ops.moe_gemm.choose import HALF_DTYPES, VARIANTS, choose
+from cukern.ops.moe_gemm.kernels import Product
+from cukern.ops.moe_gemm.prepare import MAX_COUNT
+from cukern.runtime import activation as activations
+from cukern.runtime import check
+from cukern.runtime import launch as runtime
+from cukern.runtime.activation import is_gated
+from cukern.runtime.arrays import View
+from cukern.runtime.decisions import Decision, Decisions
+from cukern.runtime.describe import Result, dtype_name
+from cukern.runtime.view import contiguous, read, read_beside, read_like
+
+#: The products by alignment, and their launches by alignment and numbers of rows, of each kind of call. The numbers of
+#: rows of `a`, a_scale, row_token and the results are free unless experts have room for as many.
+DECISIONS = Decisions((0,), (), (), (0,), (), (), (0,), (), (0,), (0,))
+BATCHED_DECISIONS = Decisions(*[()] * 10)
+_MAX_LAUNCHES = 4096  # of a kind of call that are kept
+
+
+def multiply(
+    arrays: tuple[Any, ...], facts: tuple[Any, ...], expected_m: Any, twin: Callable[..., Any], is_batched: bool = False
+) -> Any:
+    """Launch a product as an alike call, or check and choose first; the result.
+
+    `arrays` are a, b, the offsets or the numbers of rows, a_scale, b_scale, b_global_scale, row_token, bias, out, and
+    the scales of a result that is quantized. `facts` are activation, alpha, limit, interleaved, out_dtype, variant, and
+    whether the result is quantized.
+    """
+    decision = (BATCHED_DECISIONS if is_batched else DECISIONS).find(facts, arrays)
+    if decision is None or not (expected_m is None or (type(expected_m) is int and expected_m >= 0)):
+        return _decide(None, arrays, facts, expected_m, twin, is_batched)
+    a, _, _, a_scale, _, _, row_token, _, out, out_scale = arrays
+    library, device, choices = decision.library, decision.device, decision.choices
+    tokens = a.shape[-2]
+    rows = tokens if row_token is None else row_token.shape[0]
+    address_of = library.address
+    addresses = [0 if x is None else address_of(x) for x in arrays]
+    misaligned = (addresses[0] | addresses[1] | addresses[8]) % 16
+    product = choices.get(misaligned)
+    if not is_batched and (
+        (a_scale is not None and a_scale.shape[0] != (1 if decision.own == "one" else tokens))
+        or (out is not None and out.shape[0] != rows)
+        or (out_scale is not None and out_scale.shape[0] != rows)
+        or max(rows, tokens) > MAX_COUNT
+        or (row_token is not None and not tokens)
+    ):
+        return _decide(None, arrays, facts, expected_m, twin, is_batched)
+    if product is None:
+        return _decide(decision, arrays, facts, expected_m, twin, is_batched)
+    if out is None:
+        out = library.allocate((*a.shape[:-2], rows, product.columns), product.out_dtype, device)
+        addresses[8] = address_of(out)
+    if rows:
+        key = misaligned, rows, tokens, expected_m
+        found = choices.get(key)
+        if found is None:
+            if len(choices) >= _MAX_LAUNCHES:
+                choices.clear()
+                choices[misaligned] = product
+            found = choices[key] = choose(product._replace(rows=rows, tokens=tokens, expected_m=expected_m))
+        kernels.launch(found, library, device, addresses)
+    return out if out_scale is None else (out, out_scale)
+
+
+def result_of(
+    a: Any, b: Any, *_: Any, row_token: Any = None, activation: Any = None, out_dtype: Any = None, **__: Any
+) -> Result:
+    """The result of a product that is not quantized."""
+    rows = a.shape[:-1] if row_token is None else row_token.shape
+    dtype, half = dtype_name(a), " / 2" if is_gated(activation) else ""
+    if dtype not in DTYPES:
+        dtype = out_dtype or "bfloat16"
+    symbols = f"[experts, max_tokens, n{half}]" if len(rows) == 2 else f"[rows, n{half}]"
+    n = rows_of_weights(b)
+    return Result((*rows, n // 2 if half else n), dtype, symbols)
+
+
+def _decide(
+    decision: Decision | None, given: tuple[Any, ...], facts: tuple[Any, ...], expected_m: Any,
+    twin: Callable[..., Any], is_batched: bool,
+) -> Any:  # fmt: skip
+    """Check a call, choose its kernel, keep the choice, launch. `decision` is of alike calls of other alignment."""
+    activation, alpha, limit, interleaved, out_dtype, variant, quantizes = facts
+    symbols = ("experts", "max_tokens", "k") if is_batched else ("tokens", "k")
+    a = read("a", given[0], FP8_DTYPES if quantizes else (*DTYPES, *FP8_DTYPES), symbols)
+    contiguous("a", a)
+    b = read_beside("b", given[1], a, "a")
+    names = "expert_num_tokens" if is_batched else "expert_offsets", "a_scale", "b_scale", "b_global_scale", "row_token"
+    others: list[Any] = [None] * 5
+    for i in (0, 1, 2, 3, 4):
+        if i == 0 or given[2 + i] is not None:
+            others[i] = read_beside(names[i], given[2 + i], a, "a")
+            contiguous(names[i], others[i])
+    offsets, a_scale, b_scale, b_global_scale, row_token = others
+    number, gated = activations.function_number(activation, optional=True), is_gated(activation)
+    alpha, limit = activations.check_bounds(alpha, limit)
+    interleaved = check.flag("interleaved", check.one_of("interleaved", interleaved, (False, True)))
+    if interleaved and not gated:
+        check.fail("interleaved", "False without a gate", f"True with activation {activation!r}")
+    check_sizes(a, b, offsets, row_token, gated)
+    weights, a_scales, b_scales = formats_of(a, b, a_scale, b_scale, b_global_scale)
+    is_fp8 = a.dtype not in DTYPES
+    out = given[8]
+    if out_dtype is None and is_fp8 and out is not None and not quantizes:
+        found = read_beside("out", out, a, "a").dtype
+        out_dtype = found if found in HALF_DTYPES else None
+    if out_dtype is not None:
+        out_dtype = check.one_of("out_dtype", out_dtype, HALF_DTYPES if is_fp8 else (a.dtype,))
+    if expected_m is not None:
+        expected_m = check.integer("expected_m", expected_m, 0)
+    result = result_of(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
+    experts, n, k = b.shape[0], rows_of_weights(b), a.shape[-1]
+    bias = None if given[7] is None else check_bias(given[7], experts, n, a, result.dtype)
+    outs = _results(a, b_scales, activation, result, given[8:], quantizes)
+    if a.on_host:
+        check.host_variant(variant, VARIANTS)
+        arguments = _of_twin(twin, a, b, (*others, bias), facts, out_dtype, outs, is_batched)
+        return runtime.run_twin(twin, a, outs, arguments)
+    variant = check.one_of("variant", variant, VARIANTS)
+    rows, library, device = result.shape[-2], a.library, a.device
+    assert device is not None
+    own = outs[0] or read("out", library.allocate(result.shape, result.dtype, device))
+    views = (a, b, *others, bias, own, outs[1] if quantizes else None)
+    if rows:
+        if not is_batched:  # batched, only the GPU knows how many rows there are
+            runtime.note(library, flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
+        is_bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
+        flags = {"biased": bias is not None, "bounded": is_bounded, "scale_of_expert": a_scales == "expert"}
+        in_memory = _in_memory(b) if weights == "TRANSPOSED" else b
+        is_strided = not in_memory.is_contiguous
+        lines, line = in_memory.shape[1:3]
+        product = Product(
+            a.dtype, result.dtype, weights, a_scales, b_scales, is_batched, row_token is not None, experts, n, k,
+            kernels.epilogue(number, is_gated=gated, interleaved=interleaved, **flags), gated, interleaved, quantizes,
+            b.item_size, in_memory.strides[:2] if is_strided else (lines * line, line), is_strided,
+            b.shape if is_prepared(b) else (), all(x.alignment >= 16 for x in (a, b, own)),
+            2 if offsets.dtype == "int64" else 1, bias is not None and bias.dtype == "float32", alpha, limit,
+            runtime.gpu_of(a), variant,
+        )  # fmt: skip
+        if is_prepared(b):
+            for name, array in (("a", a), ("b", b), ("out", own)):
+                if array.alignment < 16:
+                    wanted = "at a multiple of 16 bytes with prepared weights"
+                    check.fail(name, wanted, f"an address that is a multiple of {array.alignment}")
+        chosen = choose(product._replace(rows=rows, tokens=a.shape[-2], expected_m=expected_m))
+        if a.foreign is None and library.recorder is None:
+            if decision is None:
+                decisions = BATCHED_DECISIONS if is_batched else DECISIONS
+                decision = decisions.keep(facts, given, library, device, a_scales)
+            misaligned = (a.address | b.address | (0 if outs[0] is None else own.address)) % 16
+            decision.choices[misaligned] = product
+        kernels.launch(chosen, library, device, [0 if x is None else x.address for x in views])
+    made = runtime.returned(own.array, outs[0], a)
+    return (made, runtime.returned(outs[1].array, outs[1], a)) if quantizes else made
+
+
+def _in_memory(b: View) -> View:
+    """Transposed weights with the dimensions in the order of memory."""
+    shape, strides = ((of[0], of[2], of[1]) for of in (b.shape, b.strides))
+    return b._replace(shape=shape, strides=strides)
+
+
+def _results(
+    a: View, b_scales: str, activation: str | None, result: Result, given: Sequence[Any], quantizes: bool
+) -> tuple[Any, ...]:
+    """The views of what the caller gives for the results; `result`: the one without quantization."""
+    if not quantizes:
+        out = given[0]
+        if out is not None:
+            out = read_like("out", out, a, "a", result.dtypes, result.shape, result.symbols)
+        return (out,)
+    rows, columns = result.shape
+    if b_scales != "block":
+        check.fail("b_scale", "by blocks, with a result that is quantized", f"one by {b_scales}")
+    if not is_gated(activation):
+        check.fail("activation", "one with a gate, with a result that is quantized", repr(activation))
+    if columns % BLOCK:
+        check.fail("b", f"of n that is a multiple of {2 * BLOCK}, with a result that is quantized", 2 * columns)
+    shape = rows, columns // BLOCK
+    return (
+        read_like("out_q", given[0], a, "a", FP8_DTYPES, (rows, columns), "[rows, n / 2]"),
+        read_like("out_s", given[1], a, "a", ("float32",), shape, f"[rows, n / {2 * BLOCK}]"),
+    )
+
+
+def _of_twin(
+    twin: Callable[..., Any], a: View, b: View, others: tuple[Any, ...], facts: tuple[Any, ...], out_dtype: Any,
+    outs: tuple[Any, ...], is_batched: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of the NumPy reference."""
+    offsets, a_scale, b_scale, b_global_scale, row_token, bias = others
+    activation, alpha, limit, interleaved, _, _, quantizes = facts
+    given = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "out_dtype": out_dtype}
+    given["expert_num_tokens" if is_batched else "expert_offsets"] = offsets
+    if quantizes:
+        return {**given, "activation": activation, "out_q": outs[0], "out_s": outs[1]}
+    given |= {"b_global_scale": b_global_scale, "bias": bias, "activation": activation, "out": outs[0]}
+    given |= {"alpha": alpha, "limit": limit, "interleaved": interleaved}
+    return given if is_batched else {**given, "row_token": row_token}
