@@ -96,8 +96,7 @@ def choose(x: Product) -> Chosen:
         if _is_better_prepared(variant, x):
             advice = PREPARE
             why += f"; {PREPARE}"
-        in_order = x._replace(gathers=False)
-        if variant == "mma" and x.weights == "FP8" and x.gathers and not _why_not("wgmma", in_order):
+        if variant == "mma" and x.weights == "FP8" and x.gathers and not _why_not("wgmma", x._replace(gathers=False)):
             why += "; rows in the order of the experts (cukern.moe_permute) take wgmma"
     elif reason := _why_not(variant, x):
         check.fail("variant", "'auto' or another here", f"{variant!r}: {reason}")

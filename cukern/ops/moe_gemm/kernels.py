@@ -66,6 +66,7 @@ class Product(NamedTuple):
     rows: int = 0  # of the result; batched: those that each expert has room for
     tokens: int = 0  # rows of `a`; batched: those that each expert has room for
     expected_m: int | None = None  # the most rows that a group is expected to have
+    without_counts: Any = None  # the same Product for all numbers of rows
 
     @property
     def columns(self) -> int:
@@ -104,10 +105,9 @@ class Product(NamedTuple):
     def all_rows(self) -> int:
         return self.rows * self.experts if self.is_batched else self.rows
 
-    @property
-    def without_counts(self) -> Product:
-        """The same for all numbers of rows."""
-        return self._replace(rows=0, tokens=0, expected_m=None)
+    def of(self, rows: int, tokens: int, expected_m: int | None) -> Product:
+        """The product with these numbers of rows."""
+        return self._replace(rows=rows, tokens=tokens, expected_m=expected_m, without_counts=self)
 
     def tiles(self, tokens: int, strips: int = 1) -> int:
         """The most tiles of `tokens` rows that there can be, times `strips`: each group's last one may not be full."""

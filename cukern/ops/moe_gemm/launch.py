@@ -59,7 +59,8 @@ def multiply(
     if product is None:
         return _decide(decision, arrays, facts, expected_m, twin, is_batched)
     if out is None:
-        out = library.allocate((*a.shape[:-2], rows, product.columns), product.out_dtype, device)
+        shape = (product.experts, rows, product.columns) if is_batched else (rows, product.columns)
+        out = library.allocate(shape, product.out_dtype, device)
         addresses[8] = address_of(out)
     if rows:
         key = misaligned, rows, tokens, expected_m
@@ -68,7 +69,7 @@ def multiply(
             if len(choices) >= _MAX_LAUNCHES:
                 choices.clear()
                 choices[misaligned] = product
-            found = choices[key] = choose(product._replace(rows=rows, tokens=tokens, expected_m=expected_m))
+            found = choices[key] = choose(product.of(rows, tokens, expected_m))
         kernels.launch(found, library, device, addresses)
     return out if out_scale is None else (out, out_scale)
 
@@ -153,7 +154,7 @@ def _decide(
                 if array.alignment < 16:
                     wanted = "at a multiple of 16 bytes with prepared weights"
                     check.fail(name, wanted, f"an address that is a multiple of {array.alignment}")
-        chosen = choose(product._replace(rows=rows, tokens=a.shape[-2], expected_m=expected_m))
+        chosen = choose(product.of(rows, a.shape[-2], expected_m))
         if a.foreign is None and library.recorder is None:
             if decision is None:
                 decisions = BATCHED_DECISIONS if is_batched else DECISIONS
