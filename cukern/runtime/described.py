@@ -31,8 +31,10 @@ class Described(Library):
         return View(array, self, self.address(array), array.dtype, shape, strides, array.place.device)
 
     def address(self, array: Array) -> int:
-        start = (array.source + 1 << _APART) + array.alignment % 16
-        plan.current().starts[array.source] = start
+        trace, source = plan.current(), array.source
+        given = trace.guards.addresses  # the arrays made for the call come after these, and are aligned
+        start = (source + 1 << _APART) + (given[source] % 16 if source < len(given) else 0)
+        trace.starts[source] = start
         return start + int(array.offset)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Array:
@@ -58,14 +60,19 @@ class Described(Library):
     def launch(self, config: Config, grid: tuple[int, int, int], values: tuple[Any, ...]) -> None:
         """Add a launch to the trace."""
         fields = config.pack.fields(values)
-        named = {name: _array_at(value) if type(value) is int else value for name, value in fields.items()}
-        plan.launch(
-            config.variant, grid, config.block, config.shared_bytes, why=config.reason.format(**fields), **named
-        )
+        why = config.reason.format(**fields, grid=grid)
+        plan.launch(config.variant, grid, config.block, config.shared_bytes, why=why, **_with_arrays(fields))
 
     def run_twin(self) -> None:
         """Leave the arrays to the twin."""
         plan.current().is_host_call = True
+
+
+def _with_arrays(value: Any) -> Any:
+    """A field of a launch, with the arrays for its addresses."""
+    if isinstance(value, dict):
+        return {name: _with_arrays(x) for name, x in value.items()}
+    return _array_at(value) if type(value) is int else value
 
 
 def _array_at(value: int) -> Any:

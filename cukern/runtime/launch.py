@@ -24,7 +24,7 @@ _PARAMETER_BYTES = 4096  # of a kernel, at most
 
 
 class Config(Protocol):
-    """What a family's `choose` decides. `reason` is a format string of the fields of a launch."""
+    """What a family's `choose` decides. `reason` is a format string of the fields and the `grid` of a launch."""
 
     @property
     def variant(self) -> Variant: ...

@@ -339,30 +339,43 @@ class Packer(NamedTuple):
     fixed: dict[str, Any]
 
     def fields(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        """The fields of the struct by name, for the values of a call."""
-        return {name: x for name, x in zip(self.names, values, strict=True) if name} | self.fixed
+        """The fields of the struct by name, for the values of a call. A struct within is a dictionary."""
+        found: dict[str, Any] = {}
+        for path, x in [*zip(self.names, values, strict=True), *self.fixed.items()]:
+            if path:
+                *outer, name = path.split(".")
+                functools.reduce(lambda fields, struct: fields.setdefault(struct, {}), outer, found)[name] = x
+        return found
 
 
 def packer(file: str, function: str, names: Sequence[str], fixed: Mapping[str, Any]) -> Packer:
     """The packer of a kernel's struct, for the values `names` of each call and the `fixed` ones.
 
-    A value is a number, or the bytes of a field that is an array or a struct. A struct may do without some of both.
-    Raises TemplateError for a field that has no value.
+    A value is a number, or the bytes of a field that is an array or a struct; "in.stride" is the field `stride` of the
+    struct `in` within. A struct may do without some of both. Raises TemplateError for a field that has no value.
     """
-    layout, leaves = params(file, function), list[_Leaf]()
-    for name, (offset, kind) in layout.fields.items():
-        if name in fixed:
-            _add_leaves(leaves, kind, fixed[name], offset, name)
-        elif name in names:
-            leaves.append((offset, kind.code if isinstance(kind, Scalar) else f"{kind.size}s", name, name))
-        else:
-            raise TemplateError(f"{layout.name} of {function} has the field {name}, which no call gives")
+    layout, leaves, paths = params(file, function), list[_Leaf](), set[str]()
+
+    def add(struct: Struct, start: int, prefix: str) -> None:
+        for name, (offset, kind) in struct.fields.items():
+            at, path = start + offset, prefix + name
+            if path in fixed:
+                _add_leaves(leaves, kind, fixed[path], at, path)
+            elif path in names:
+                leaves.append((at, kind.code if isinstance(kind, Scalar) else f"{kind.size}s", path, path))
+            elif isinstance(kind, Struct):
+                add(kind, at, path + ".")
+            else:
+                raise TemplateError(f"{layout.name} of {function} has the field {path}, which no call gives")
+            paths.add(path)
+
+    add(layout, 0, "")
     packing = Packing(layout, leaves, lambda value: type(value) is str)
     known = tuple(x for x in packing.parts if type(x) is bytes)
     values = (*names, *known)
     places = [values.index(part) for part in packing.parts]  # equal bytes are as good
-    own = {name: x for name, x in fixed.items() if name in layout.fields}
-    taken = tuple(name if name in layout.fields and name not in fixed else None for name in names)
+    own = {path: x for path, x in fixed.items() if path in paths}
+    taken = tuple(path if path in paths and path not in fixed else None for path in names)
     order = None if places == [*range(len(values))] else operator.itemgetter(*places)
     return Packer(packing.struct.pack_into, order, known, taken, own)
 
